@@ -1,4 +1,4 @@
-"""What would help?  Where there is no legal plan or none fits: the reason in one line, and the nearest way out."""
+"""Advice where there is no legal plan or none fits: the reason in one line, and the nearest way out."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_result(problem: Problem, space: Space, result: SearchResult) -> None:
 
 
 def why_empty(space: Space) -> str:
-    """Why `space` holds no legal plan."""
+    """Say why `space` holds no legal plan."""
     limits, workload = space.limits, space.workload
     cells = space.cells()
     anything = replace(space, limits=replace(limits, global_batches=(workload.num_devices,)))
@@ -82,7 +82,7 @@ def _lawful_degrees(space: Space, cells: Sequence[Cell]) -> set[int]:
 
 
 def _is_lawful(space: Space) -> bool:
-    """Whether `space` holds a legal plan, looking only at those that need least memory."""
+    """Return whether `space` holds a legal plan, looking only at those that need least memory."""
     lean = replace(space, limits=_leanest(space.limits))
     return any(len(lean.plans(block)[0]) for block in lean.blocks(lean.cells(), BLOCK_PLANS))
 
@@ -122,7 +122,7 @@ def _why_no_batch(limits: Limits, degrees: set[int]) -> str:
 
 
 def _way_out(problem: Problem, space: Space) -> str:
-    """What makes the model fit: a larger cluster within the user's limits, other choices here, or both."""
+    """Say what makes the model fit: a larger cluster within the user's limits, other choices here, or both."""
     limits = space.limits
     free = _free(problem, limits)
     is_narrowed = limits != free
@@ -186,7 +186,7 @@ def _wider(limits: Limits, free: Limits) -> Iterator[tuple[str, Limits]]:
 
 
 def _leanest(limits: Limits) -> Limits:
-    """Of the choices within `limits`, those that need least memory."""
+    """Narrow `limits` to the choices that need least memory."""
     shardings = limits.of("sharding")
     plain = ("micro_batch", "vp") if Schedule.ONE_F_ONE_B in limits.of("schedule") else ("micro_batch",)
     least = tuple((axis, 1) for axis in plain if not limits.fixes(axis))
@@ -202,7 +202,7 @@ def _leanest(limits: Limits) -> Limits:
 
 
 def fits_somewhere(problem: Problem, limits: Limits, space: Space) -> bool:
-    """Whether a plan within `limits` fits on the cluster of `problem`, looking only at those that need least memory."""
+    """Return whether a plan within `limits` fits on the problem's cluster, looking only at those of least memory."""
     workload = replace(space.workload, num_devices=problem.cluster.num_devices)
     lean = replace(space, workload=workload, limits=_leanest(limits))
     for block in lean.blocks(lean.cells(), BLOCK_PLANS):

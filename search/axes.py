@@ -44,7 +44,7 @@ def axes_of(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
 
 
 def _value(axis: Axis, model: ModelSpec, plan: ParallelPlan) -> Any:
-    """What a plan says of an axis, together with those that change with it."""
+    """Return a plan's value of an axis, together with those that change with it."""
     match axis.name:
         case "recompute":
             return plan.recompute, plan.recompute_modules, plan.recompute_num_layers

@@ -1,4 +1,4 @@
-"""What can a plan not beat?  Lower bounds on step time and memory, made of the same prices as the estimate.
+"""Lower bounds on the step time and memory of plans, made of the same prices as the estimate.
 
 A *kind* is a plan but for its layout and the number of layers that it recomputes: degrees, batch, micro-batch, states,
 recomputation.  What its layers, head and messages cost is priced once; how many layers lie where is counted once for
@@ -57,7 +57,7 @@ BLOCK_GROUPS, MOST_BOUNDS = 2048, 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spread:
-    """How many layers of each sort lie on the ranks that decide, and how many of them are recomputed as a whole.
+    """Layers of each sort on the ranks that decide, and the number of them that are recomputed as a whole.
 
     Shape (plans of a kind, sorts).  Of several plans together each figure is the least.
     """
@@ -83,7 +83,7 @@ class Spread:
     is_folded: Bools  # whether the first rank has the last chunk too, so that fewer passes than stages may be alive
 
     def parted(self) -> Spread:
-        """What is so of all plans of a part: a row for each, of plans alike in chunks and in what they recompute."""
+        """Return bounds on all plans of a part: a row for each part, of plans alike in chunks and recomputation."""
         few = np.ceil(np.log2(self.vp)).astype(np.int64)
         share = np.ceil(PARTS * self.repeated.sum(axis=1) / np.maximum(self.repeated.sum(axis=1).max(), 1))
         _, part = distinct_rows(few, share.astype(np.int64))
@@ -161,7 +161,7 @@ def _figures(model: ModelSpec, layout: tuple[int, ...], pp: int, *, is_folded: b
 
 @lru_cache(maxsize=64)
 def _layers_before(model: ModelSpec) -> Ints:
-    """How many of the first n layers are of each sort: shape (layers + 1, sorts)."""
+    """Number of layers of each sort among the first n: shape (layers + 1, sorts)."""
     which = np.array([model.layer_kinds.index(layer) for layer in model.layers])
     total = np.zeros((model.num_layers + 1, len(model.layer_kinds)), dtype=np.int64)
     np.cumsum(which[:, None] == np.arange(total.shape[1]), axis=0, out=total[1:])
@@ -179,7 +179,7 @@ def _by_rank(chunks: Ints, pp: int, *, is_folded: bool) -> Ints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindCosts:
-    """What plans of a kind have in common: an element per kind, some with a last axis for sorts of layers."""
+    """Costs that plans of a kind have in common: an element per kind, some with a last axis for sorts of layers."""
 
     batch: PlanBatch
     model_s: Floats  # both passes of one micro-batch through the whole model, nothing recomputed as a whole
@@ -198,7 +198,7 @@ class KindCosts:
     fixed_bytes: Floats  # whatever the layout
 
     def take(self, which: Ints) -> KindCosts:
-        """Those of the kinds at the given indices."""
+        """Return the costs of the kinds at the given indices."""
         costs = {name: getattr(self, name)[which] for name in self.__slots__ if name != "batch"}
         return KindCosts(batch=self.batch.take(which), **costs)
 
@@ -223,7 +223,7 @@ class KindCosts:
         return _column(self.factor) * (work + np.where(spread.has_path, sends, 0.0) + _column(self.rest_s))
 
     def _around(self, spread: Spread, heavy: Floats, again: Floats) -> Floats:
-        """What the heaviest rank waits for: the work before it, and behind it as far as its own does not cover that.
+        """Time that the heaviest rank waits: for work before it, and behind it as far as its own does not cover that.
 
         What is recomputed there does not count, so that the path grows with it.
         """
@@ -256,7 +256,7 @@ class KindCosts:
 
 
 def _column(values: Floats | Ints) -> NDArray[Any]:
-    """Of kinds, beside the spreads."""
+    """Return values of kinds as a column, beside the spreads."""
     return values[:, None]
 
 
@@ -272,7 +272,7 @@ def _hidden_launches_s(problem: Problem, batch: PlanBatch, costs: dict[Block, Bl
 
 
 def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | None = None) -> KindCosts:
-    """What the kinds of `batch` cost; their layouts are not looked at.
+    """Price the kinds of `batch`; their layouts are not looked at.
 
     `first` are the fewest and the most layers that the first rank may have; without them the reductions of gradients
     count as none.  Nor do they where times were measured, which need not grow with the buffer as a bound takes it.
@@ -314,7 +314,7 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
 
 
 def _held_bytes(problem: Problem, batch: PlanBatch) -> dict[str, Any]:
-    """Those of `KindCosts` that the states decide."""
+    """Return the fields of `KindCosts` that the states decide."""
     dense, expert = _parameters(problem.model, batch)
     per_dense, per_expert, per_end = (
         _state_bytes(problem, batch, *one) for one in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0))
@@ -337,7 +337,7 @@ def _per_layer(model: ModelSpec, per_block: dict[Block, Floats]) -> Floats:
 
 
 def _state_bytes(problem: Problem, batch: PlanBatch, dense: float, expert: float, ends: float) -> Floats:
-    """What a rank holds of weights, gradients and optimizer for so many dense and expert parameters of its own.
+    """Bytes of weights, gradients and optimizer on a rank with so many dense and expert parameters of its own.
 
     No gradients where they live in a part of the step alone: there need not be any when most activations are alive.
     """
@@ -349,7 +349,7 @@ def _state_bytes(problem: Problem, batch: PlanBatch, dense: float, expert: float
 
 
 def _kept_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """What a layer keeps of one micro-batch, under what the plans recompute by name."""
+    """Bytes that a layer keeps of one micro-batch, under what the plans recompute by name."""
     kept = {
         block: kept_bytes(problem, batch, activation_parts(problem, batch, block, shape))
         for block, shape in block_shapes(problem.model).items()
@@ -358,7 +358,7 @@ def _kept_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def _fixed_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """What every rank holds whatever its layers are: context, buffers of communicators and of weight gradients."""
+    """Bytes on every rank whatever its layers are: context, buffers of communicators and of weight gradients."""
     traits, shape = problem.framework.memory, (len(batch), 1)
     none = np.zeros(shape, dtype=np.int64)
     blocks = StageBlocks(count={}, repeated={}, repeats_chunk=none > 0, chunks_alike=none[:, 0] == 0, is_last=none > 0)
@@ -377,7 +377,7 @@ def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats)
 def _reductions_s(
     problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats, first: tuple[Ints, Ints]
 ) -> Floats:
-    """What shows at least of reducing gradients and gathering parameters on the first rank (`end_of_step`).
+    """Least exposed time of reducing gradients and gathering parameters on the first rank (`end_of_step`).
 
     `dense` and `expert` are the parameters of its leanest layer.
     """

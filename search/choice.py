@@ -1,4 +1,4 @@
-"""How sure is the choice?  Plans that the model cannot tell from the best, and the choice at a quantile.
+"""Confidence in the choice: plans that the model cannot tell from the best, and the choice at a quantile.
 
 The errors of two plans of one cluster, model and framework are much alike: a wrong rate of the matrix products moves
 all of them.  What decides is the interval of the *ratio* of two plans.  Times of components are off by factors of their
@@ -44,7 +44,7 @@ MOST_CONTENDERS = 20  # of which the answer holds the plans
 
 
 def shares(terms_s: Mapping[str, Floats]) -> Floats:
-    """What part of every step each of `COMPONENTS` takes: shape (plans, components)."""
+    """Share of every step that each of `COMPONENTS` takes: shape (plans, components)."""
     parts = np.stack([sum(terms_s[name] for name in names) for names in COMPONENTS.values()], axis=-1)
     return np.asarray(parts / parts.sum(axis=-1, keepdims=True))
 
@@ -73,7 +73,7 @@ def pace(one: RankedPlan) -> float:
 
 
 def kind_of(plan: ParallelPlan) -> Hashable:
-    """What is no trifle: plans of one kind differ in layouts, the split of states or the depth of interleaving."""
+    """Return the choices that define a kind: its plans differ in layouts, split of states or depth of interleaving."""
     return (
         (plan.pp, plan.tp, plan.cp, plan.ep, plan.etp, plan.dp, plan.micro_batch, plan.schedule),
         (plan.recompute, plan.recompute_modules, plan.recompute_num_layers),
@@ -129,7 +129,7 @@ def choice_of(result: SearchResult) -> Confidence:
 
 
 def compared(one: RankedPlan, best: RankedPlan) -> Contender:
-    """How much slower a plan is than the best: it may be the faster one where 1 lies in the interval."""
+    """Compare the time of a plan with the best one's: it may be the faster one where 1 lies in the interval."""
     terms = {name: np.array([one.terms_s[name], best.terms_s[name]]) for name in best.terms_s}
     differing = apart(*shares(terms))
     variances = np.asarray(spread_of(one) ** 2 + spread_of(best) ** 2)
@@ -142,7 +142,7 @@ def compared(one: RankedPlan, best: RankedPlan) -> Contender:
 
 
 def normal_z(quantile: float | None) -> float:
-    """In standard deviations; none is the median, which is what an estimate predicts."""
+    """Return the quantile in standard deviations; None is the median, which is what an estimate predicts."""
     return 0.0 if quantile is None else NormalDist().inv_cdf(quantile)
 
 
@@ -152,7 +152,7 @@ def at_quantile(one: RankedPlan, z: float) -> float:
 
 
 def robust_margin(problem: Problem, quantile: float) -> float:
-    """How far beyond the fastest plan's time the plan with the least `quantile` may lie.
+    """Margin beyond the fastest plan's time within which the plan with the least `quantile` lies.
 
     A plan further off is slower at the quantile even if its interval is the narrowest and the fastest one's the widest.
     """

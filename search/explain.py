@@ -1,4 +1,4 @@
-"""Why this plan?  What stops the plans beside it, and what those that are faster would need."""
+"""Explanation of a plan: what stops the plans beside it, and what those that are faster would need."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TYPED = tuple(
 
 
 def explain(problem: Problem, file: PlanFile, versus: Versus | None = None) -> Explanation:
-    """What binds the best plan of `file`, what the nearest better ones would need, and why the alternatives lost."""
+    """Explain what binds the best plan of `file`, what the nearest better ones need, and why the alternatives lost."""
     (best,) = prices(problem, [file.best.plan])
     stages = stage_costs(problem, best.plan)
     one = _priced(problem, best, 1)
@@ -119,12 +119,12 @@ def _excess(near: Neighbour) -> float:
 
 
 def _lacks(near: Neighbour) -> tuple[int, float]:
-    """How far it is from being possible: rules that it breaks, then bytes."""
+    """Distance of a plan from being possible: the rules that it breaks, then bytes."""
     return len(near.broken), _excess(near)
 
 
 def _nearest(faster: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
-    """Of faster plans those that no other one beats with as few changes and as little lacking."""
+    """Return the faster plans that no other one beats with as few changes and as little lacking."""
 
     kept: list[Neighbour] = []
     for near in sorted(faster, key=lambda one: (*_lacks(one), len(one.changes), one.ratio)):
@@ -136,7 +136,7 @@ def _nearest(faster: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
 def _binding(
     problem: Problem, best: RankedPlan, stages: Sequence[StageCost], faster: Sequence[Neighbour]
 ) -> tuple[str, ...]:
-    """What stops the plan, or alone stops faster ones: memory, and rules in the way of plans that fit."""
+    """Say what stops the plan, or alone stops faster ones: memory, and rules in the way of plans that fit."""
     says = []
     if best.verdict != "fits":
         worst = max(stages, key=lambda stage: stage.memory_bytes)

@@ -1,4 +1,4 @@
-"""Which single change of a plan would free device memory, how much, and what would it cost?"""
+"""Single changes of a plan that would free device memory: how much each frees, and what it costs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _recompute(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict
 
 
 def _named(problem: Problem) -> tuple[str, ...]:
-    """What selective recomputation may be asked for: parts of a layer by name, or what the framework makes of it."""
+    """Names that selective recomputation may be asked for: parts of a layer, or the framework's own choice of them."""
     return tuple(RecomputeModule) if book_of(problem.framework).repeats_parts else ("selective",)
 
 

@@ -43,7 +43,7 @@ ELSEWHERE = {axis.name: axis.elsewhere for axis in AXES if axis.elsewhere} | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a search may vary.
+    """Choices that a search may vary.
 
     `fixed` and `most` are (axis, value) pairs over `COUNTS`; `most` bounds from above.  `values` are pairs of an axis
     of `SEARCHED` and the words or flags that it takes, the plain one first.  `shard_domains` are the sizes of the
@@ -75,18 +75,18 @@ class Limits:
         return replace(self, values=tuple((name, given.get(name, old)) for name, old in self.values))
 
     def admits(self, axis: str, value: int) -> bool:
-        """Whether a count obeys what is fixed and bounded."""
+        """Return whether a count obeys what is fixed and bounded."""
         return all(value == fixed for name, fixed in self.fixed if name == axis) and all(
             value <= most for name, most in self.most if name == axis
         )
 
     def fixes(self, *axes: str) -> bool:
-        """Whether one of `axes` has one value only."""
+        """Return whether one of `axes` has one value only."""
         return any(name in axes for name, _ in self.fixed)
 
     @property
     def repeat_numbers(self) -> tuple[int, ...]:
-        """How many layers of a chunk plans may recompute where they say a number, ascending."""
+        """Numbers of layers of a chunk that plans may recompute where they say a number, ascending."""
         return tuple(sorted(int(choice[5:]) for choice in self.recomputes if choice.startswith("full:")))
 
     def describe(self) -> tuple[str, ...]:
@@ -151,7 +151,7 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
 
 
 def _order_matters(problem: Problem) -> bool:
-    """Whether it matters much which groups have the nearer ranks: where links beyond a node differ."""
+    """Return whether it matters much which groups have the nearer ranks: where links beyond a node differ."""
     return len(problem.topology.levels) > len(problem.cluster.levels) + 1
 
 

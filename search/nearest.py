@@ -1,4 +1,4 @@
-"""Which plan that a target can start is nearest to one that it cannot?"""
+"""Search for the plan that a target can start and that is nearest to one that it cannot."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Run:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether some plans may be too slow."""
+        """Return whether some plans may be too slow."""
         return self.deadline_s is not None or (self.device_hours is not None and self.tokens is not None)
 
     def admits(self, figures: RunFigures) -> bool:

@@ -102,7 +102,7 @@ class Space:
     _choices: dict[int, Ints] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def describe(self) -> tuple[str, ...]:
-        """What the space leaves out, in words, for the certificate: the limits and what is derived from them."""
+        """Describe what the space leaves out, for the certificate: the limits and what is derived from them."""
         limits, parts = self.limits, []
         batches = limits.global_batches
         if len(batches) > 1:
@@ -128,11 +128,11 @@ class Space:
         return tuple(sorted(self._cells()))
 
     def size(self, cells: Iterable[Cell]) -> int:
-        """How many plans `cells` hold, before the framework's rules."""
+        """Number of plans that `cells` hold, before the framework's rules."""
         return sum(self._size(cell) for cell in cells)
 
     def kinds_of_group(self, cell: Cell) -> int:
-        """How many kinds each group of a cell holds."""
+        """Number of kinds that each group of a cell holds."""
         return len(self._states(cell)) * len(self._repeats(cell.pp))
 
     def groups(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
@@ -154,7 +154,7 @@ class Space:
         return kinds.take(lawful), of_group[lawful]
 
     def inside(self, pp: int, number: int) -> Inside:
-        """What kinds on so many stages hold whose `recompute_num_layers` is `number`."""
+        """Return the plans that kinds on so many stages hold whose `recompute_num_layers` is `number`."""
         if (pp, number) not in self._insides:
             found = self.layouts_on(pp)
             layouts = tuple(dict.fromkeys(layers for *_, layers in found))
@@ -383,7 +383,7 @@ class Space:
         return len(self._group_rows(cell)) * len(self._states(cell)) * held
 
     def _sequence_parallel(self, tp: Ints, cp: Ints) -> Bools:
-        """Where the tokens of a rank can be shared out over its tensor-parallel group; tp = 3 rarely divides them."""
+        """Return whether a rank's tokens divide over its tensor-parallel group; tp = 3 rarely divides them."""
         divides = self.workload.training.seq_len // cp % tp == 0
         return (tp > 1) & divides & self.limits.sequence_parallel
 
@@ -473,7 +473,7 @@ def _layouts(limits: Limits, model: ModelSpec, pp: int) -> tuple[tuple[int, int,
 
 
 def _schedules(limits: Limits, pp: int, vp: int) -> tuple[str, ...]:
-    """Those that exist on so many stages with so many chunks; one stage has no pipeline, which is told as 1F1B."""
+    """Schedules that exist on so many stages with so many chunks; one stage has no pipeline, which is told as 1F1B."""
     if pp == 1:
         exist: tuple[str, ...] = ("1f1b",)
     elif vp == 1:

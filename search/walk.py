@@ -1,4 +1,4 @@
-"""What does each change bring on the way from one plan to another, alone and after the others?"""
+"""Gains of the changes on the way from one plan to another, each alone and after the others."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Way:
         return plan_of(self.problem, mixed(axes_of(model, self.before), axes_of(model, self.after), tuple(changed)))
 
     def legal(self, choices: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ParallelPlan]]:
-        """Those of `choices` of changed axes that make a legal plan, with it."""
+        """Return those of `choices` of changed axes that make a legal plan, each with its plan."""
         found = []
         for changed in choices:
             try:
@@ -70,7 +70,7 @@ def _by_placement(problem: Problem, plans: Sequence[ParallelPlan]) -> Iterator[t
 
 
 def prices(problem: Problem, plans: Sequence[ParallelPlan]) -> list[RankedPlan]:
-    """What every plan costs, in the order given; their placements may differ."""
+    """Price every plan, in the order given; their placements may differ."""
     result: dict[int, RankedPlan] = {}
     for places, batch in _by_placement(problem, plans):
         result |= zip(places, ranked(problem, estimate(problem, batch), range(len(batch))), strict=True)
@@ -132,7 +132,7 @@ def _next(
 
 
 def _safe(way: Way, choices: Sequence[tuple[str, ...]], last: RankedPlan) -> dict[tuple[str, ...], RankedPlan]:
-    """By changed axes, the plans that are legal and as safe as `last`."""
+    """Return the plans that are legal and as safe as `last`, by changed axes."""
     found = way.legal(choices)
     costs = prices(way.problem, [plan for _, plan in found])
     return {changed: one for (changed, _), one in zip(found, costs, strict=True) if _is_as_safe(one, last)}

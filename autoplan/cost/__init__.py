@@ -1,1 +1,1 @@
-"""How long does a plan take and how much memory does it need?"""
+"""Cost model: step time and device memory of a plan."""

@@ -85,13 +85,13 @@ class BlockCost:
 
     @property
     def work_s(self) -> Floats:
-        """What one micro-batch keeps the device's compute units busy with, in both passes."""
+        """Seconds that one micro-batch keeps the device's compute units busy, in both passes."""
         passes = (self.forward_s, self.backward_s)
         return add_up(one[name] for one in passes for name in ("gemm", "attention", "memory_bound", "recompute"))
 
     @property
     def total_repeat_s(self) -> Floats:
-        """What recomputing the whole block adds to its backward pass."""
+        """Seconds that recomputing the whole block adds to its backward pass."""
         return add_up(self.repeat_s.values())
 
     def take(self, which: Ints | slice) -> BlockCost:
@@ -113,7 +113,7 @@ class BlockCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lags:
-    """By how much launching one block takes the host longer than the block the device, below 0 where it is shorter."""
+    """Seconds that the host takes longer to launch one block than the device to run it, below 0 where it is shorter."""
 
     forward_s: Floats
     backward_s: Floats
@@ -239,8 +239,7 @@ def _parts(
 
 
 def ahead_s(problem: Problem, batch: PlanBatch, head_s: Floats) -> Floats:
-    """By how much the host is ahead of the device when head and loss are over, both passes of which, with their
-    collectives, take `head_s`.
+    """Seconds that the host is ahead of the device after head and loss, whose passes and collectives take `head_s`.
 
     They are few long kernels, of which the host launches as many as of a block.  In a pipeline it waits for messages,
     and with experts for the device in every layer, so that what it is ahead counts as nothing.
@@ -261,7 +260,7 @@ def _experts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def _never_repeated_s(framework: Framework, block: Block, parts: _Parts) -> Floats:
-    """What recomputing a whole layer leaves out of one block: the last matrix and what travels behind it."""
+    """Seconds of one block that recomputing a whole layer leaves out: the last matrix and what travels behind it."""
     if not (framework.kernels.recompute_stops_early and block is Block.MLP):
         return np.zeros_like(parts.tp_inputs)
     return parts.kernels.matrix_forward_s["fc2"] + parts.tp.forward_s - parts.tp_inputs
@@ -351,9 +350,9 @@ def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools)
 
 
 def _finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, launch: Floats, wait: Floats) -> Floats:
-    """By how much the launches of one pass take longer than the device; adds what shows of its parameter traffic.
+    """Return how much longer the launches of one pass take than the device; add its exposed parameter traffic.
 
-    As `launch` the pass gets what waits for the host anyway.
+    The term `launch` of the pass becomes what waits for the host anyway.
     """
     busy = add_up(terms.values())
     # The longer of computing and moving shows, and a part of the shorter one (first unit, contention).

@@ -1,4 +1,4 @@
-"""Which factors bring the model closest to measured steps, and how far is it off then?
+"""Fit of the calibration's factors to measured steps, and the errors that remain.
 
 A calibration has few factors with a physical meaning each (`modelling` G3); a fit holds them near those it starts from
 unless the runs say otherwise, and never has more of them than the runs can tell apart.
@@ -36,7 +36,7 @@ _SETTLED = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPrior:
-    """What is known of one cluster before it is measured, as standard deviations of logarithms."""
+    """Prior knowledge of one cluster before it is measured, as standard deviations of logarithms."""
 
     factor_spread: float  # of its factors around the shipped ones
     run_spread: float  # of its runs around the model with its own factors, in a cluster like most
@@ -120,7 +120,7 @@ class Linearised:
         return self._errors[rows] + self._slopes[rows] @ (logs - self._at)
 
     def only(self, names: Sequence[str]) -> Linearised:
-        """The same in fewer factors; the others stay where they are."""
+        """Return the model in fewer factors; the others stay where they are."""
         model = copy(self)
         columns = [self.names.index(name) for name in names]
         model.names, model._at, model._slopes = tuple(names), self._at[columns], self._slopes[:, columns]
@@ -295,7 +295,7 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
 
 
 def _kinds(runs: Sequence[MeasuredRun]) -> Ints:
-    """Which of `TIME_SPREADS` holds for every run."""
+    """Return the index into `TIME_SPREADS` of the spread that holds for every run."""
     batches = [PlanBatch.of([run.plan], run.problem.model.num_layers) for run in runs]
     kinds = [spread_kinds(run.problem, batch)[0] for run, batch in zip(runs, batches, strict=True)]
     return np.array(kinds, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""How much power does training draw?  Devices by what they do, and their hosts (`modelling` F)."""
+"""Power that training draws: devices by what they do, and their hosts (`modelling` F)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ COMPUTING = ("gemm", "attention", "memory_bound", "recompute", "head", "optimize
 
 
 def device_power_w(tdp_w: float, share: float) -> float:
-    """What a device draws at so much of what lies between idle and its TDP."""
+    """Power that a device draws at `share` of the range from idle to its TDP."""
     return tdp_w * (IDLE_SHARE + share * (1.0 - IDLE_SHARE))
 
 
 def waiting_power_w(cluster: ClusterSpec) -> float:
-    """What all nodes draw while no device computes: no step of a job draws less."""
+    """Power that all nodes draw while no device computes: no step of a job draws less."""
     if cluster.host.power_w is None:
         raise InputError(
             f"the energy of {cluster.name} needs power_w, the power of a node without its devices: give it in [host] "

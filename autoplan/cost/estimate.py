@@ -302,7 +302,7 @@ def _run_in_order(problem: Problem, laid: Stages, message: Floats) -> Iterator[t
 
 
 def _needs_order(batch: PlanBatch) -> Bools:
-    """Which plans have a schedule that splits the backward pass: a function of the plan alone."""
+    """Return which plans have a schedule that splits the backward pass: a function of the plan alone."""
     return np.isin(batch.schedule, SPLIT_SCHEDULES)
 
 
@@ -348,7 +348,7 @@ def _end_of_step(problem: Problem, laid: Stages) -> dict[str, Floats]:
 
 
 def straggler_share(num_devices: Ints) -> Floats:
-    """How much longer than a rank's mean step the steps of so many take, beyond what is so on one node."""
+    """Excess of the slowest of so many ranks' steps over a rank's mean step, as a share, beyond that on one node."""
 
     def slowest(ranks: int) -> float:
         return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
@@ -359,12 +359,12 @@ def straggler_share(num_devices: Ints) -> Floats:
 
 
 def work_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
-    """What keeps one stage of every plan busy for a step, by term."""
+    """Seconds that one stage of every plan is busy in a step, by term."""
     return {name: laid.batch.num_microbatches * value for name, value in _microbatch_terms(laid, stage).items()}
 
 
 def _microbatch_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
-    """What keeps it busy for one micro-batch."""
+    """Seconds that one stage of every plan is busy with one micro-batch, by term."""
     rows = np.arange(len(laid.batch))
     is_first, is_last = stage == 0, laid.blocks.is_last[rows, stage]
     held = [
@@ -399,7 +399,7 @@ def _price(problem: Problem, laid: Stages) -> tuple[dict[str, Floats], dict[str,
 
 
 def spread_kinds(problem: Problem, batch: PlanBatch) -> Ints:
-    """Which of `TIME_SPREADS` holds for every plan: errors are alike where plans wait for the same things.
+    """Return the index into `TIME_SPREADS` of every plan: errors are alike where plans wait for the same things.
 
     Beyond one leaf switch everything varies most; then come pipelines, which wait at every message, and layers that
     wait for the network.

@@ -1,4 +1,4 @@
-"""How much of a long run is progress?  Failures, checkpoints and restarts (`modelling` F)."""
+"""Goodput: the part of a long run that is progress, with failures, checkpoints and restarts (`modelling` F)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_EXPONENT = 700.0  # of e, within the range of a float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reliability:
-    """How often one device, with its share of host and network, ends the job, and what that takes."""
+    """Reliability of one device, with its share of host and network: MTBF, checkpoint and restart times."""
 
     device_mtbf_s: float = DEVICE_MTBF_S
     checkpoint_s: float = CHECKPOINT_S  # for which the job stands still

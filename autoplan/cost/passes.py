@@ -43,7 +43,7 @@ class Pass:
         return Pass(forward_s=self.forward_s - other.forward_s, backward_s=self.backward_s - other.backward_s)
 
     def otherwise(self, where: Bools, other: Pass) -> Pass:
-        """These passes, but those of the other `where` it holds."""
+        """Return these passes, with those of `other` in their place where `where` holds."""
         return Pass(
             forward_s=np.where(where, other.forward_s, self.forward_s),
             backward_s=np.where(where, other.backward_s, self.backward_s),

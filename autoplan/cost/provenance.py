@@ -1,4 +1,4 @@
-"""On what does the time of a step rest: measured kernels, disturbed or interpolated ones, fitted curves, datasheets?
+"""Provenance of a step's time: measured kernels, disturbed or interpolated ones, fitted curves, datasheets.
 
 The share of a provenance is by how much, relatively, the step grows when all times of that provenance grow: what hides
 behind other work has none, as nothing depends on it.  A step is made of sums and maxima of times, so that shares add up
@@ -23,7 +23,7 @@ _GROWTH = 1e-6  # small enough that hardly any maximum changes sides, large enou
 
 
 def shares(problem: Problem, batch: PlanBatch) -> dict[Provenance, Floats]:
-    """What share of every plan's step rests on each provenance.
+    """Share of every plan's step that rests on each provenance.
 
     `reference` is what remains, the launches and overheads of frameworks in it, which were fitted to published runs.
     """
@@ -32,7 +32,7 @@ def shares(problem: Problem, batch: PlanBatch) -> dict[Provenance, Floats]:
 
 
 def term_shares(problem: Problem, batch: PlanBatch) -> dict[str, dict[Provenance, Floats]]:
-    """The same for every term of the step that is not zero in all plans."""
+    """Share of every term of the step that rests on each provenance, for terms that are not zero in all plans."""
     grown = _grown(problem, batch)
     return {
         name: _shares(value, {kind: None if cost is None else cost.terms_s[name] for kind, cost in grown.items()})
@@ -42,7 +42,7 @@ def term_shares(problem: Problem, batch: PlanBatch) -> dict[str, dict[Provenance
 
 
 def _grown(problem: Problem, batch: PlanBatch) -> dict[Provenance, CostEstimate | None]:
-    """What the plans cost where all times of one provenance are longer; None where the problem has no such times."""
+    """Costs of the plans where all times of one provenance are longer; None where the problem has no such times."""
     slower: dict[Provenance, Problem | None] = dict.fromkeys(("measured", "interpolated", "disturbed"))
     if not problem.timings.is_empty:
         for name in slower:

@@ -1,4 +1,4 @@
-"""What does every rank do at every moment of a step?  The timeline behind an estimate, for one plan.
+"""Timeline behind an estimate, for one plan: the work of every rank at every moment of a step.
 
 It is made of what the estimate is made of: the times of the passes, the order of the schedule, the terms that end a
 step.  The ranks of one pipeline stage do the same, so that one of them stands for all.
@@ -136,7 +136,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """What the timeline of a replica is made of.  Arrays have one element a stage, those of chunks one a chunk."""
+    """Inputs of the timeline of a replica.  Arrays have one element a stage, those of chunks one a chunk."""
 
     schedule: Schedule
     vp: int
@@ -153,12 +153,12 @@ class Pipeline:
 
     @property
     def num_microbatches(self) -> int:
-        """That pass through every stage."""
+        """Micro-batches that pass through every stage."""
         return self.places[0].num_microbatches
 
 
 def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
-    """What `estimate` prices, event by event: the last event ends at its `step_s`.
+    """Timeline of the step that `estimate` prices, event by event: the last event ends at its `step_s`.
 
     Raises InputError for a step of more passes than a recurrence runs (`recurrence.MAX_OPERATIONS`).
     """
@@ -353,7 +353,7 @@ def _message(name: str, start_s: float, duration_s: float, microbatch: int | Non
 
 
 def _messages(pipeline: Pipeline, order: Sequence[Operation], passes: Sequence[Event]) -> list[Event]:
-    """What a rank sends when a pass is over, while it goes on; of a joined pair when both are."""
+    """Messages that a rank sends when a pass is over, while it goes on; those of a joined pair when both are."""
     stages = len(pipeline.places)
     rank_of = np.empty(stages * pipeline.vp, dtype=np.int64)
     for rank, held in enumerate(chunks_of_ranks(pipeline.schedule, stages, pipeline.vp)):
@@ -396,7 +396,7 @@ def _of_term(name: str, start_s: float, duration_s: float) -> Event:
 
 
 def _end(terms: Mapping[str, float], own_s: float, last_s: float) -> Iterator[Event]:
-    """What follows the last backward pass on every rank, which waits for the slowest pipeline."""
+    """Yield the events after the last backward pass on every rank, which waits for the slowest pipeline."""
     if last_s - own_s > LEAST_S * last_s:
         yield _of_term("stragglers", own_s, last_s - own_s)
     now = last_s
@@ -407,7 +407,7 @@ def _end(terms: Mapping[str, float], own_s: float, last_s: float) -> Iterator[Ev
 
 
 def _beside(terms: Mapping[str, float], last_s: float, end_s: Mapping[str, float]) -> Iterator[Event]:
-    """What of the gradient reduction and the gather of parameters hides beside the passes, of `end_s` in all."""
+    """Yield the parts of gradient reduction and parameter gather hidden beside the passes, of `end_s` in all."""
     for name, seconds in end_s.items():
         hidden = min(seconds - terms[name], last_s)
         if hidden > LEAST_S * last_s:
@@ -420,10 +420,10 @@ def _beside(terms: Mapping[str, float], last_s: float, end_s: Mapping[str, float
 
 
 def memory_levels(problem: Problem, memory: StageMemory, at: int) -> dict[str, Floats]:
-    """What stages reserve beside activations, while "forward", "backward" and "update" run, and "activations" at most.
+    """Bytes of every stage beside activations while "forward", "backward" and "update" run, and "activations" at most.
 
-    Between passes it is as in a forward pass.  The largest is what the estimate says the device has to hold.  Of the
-    plan `at` a place in the batch.
+    Between passes it is as in a forward pass.  The largest is what the estimate says the device has to hold.  `at` is
+    the place of the plan in the batch.
     """
     terms = {name: value[at] for name, value in memory.terms.items()}
     activations = terms["activations"]

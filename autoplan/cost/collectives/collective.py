@@ -49,7 +49,7 @@ class Collective:
 
     @property
     def _runs(self) -> Bools:
-        """Which plans have it: shape (plans)."""
+        """Return which plans have the collective: shape (plans)."""
         runs = (self.forward + self.backward + self.at_end > 0) & (self.group.size > 1)
         return np.asarray(runs if runs.ndim == 1 else runs.any(axis=1))
 

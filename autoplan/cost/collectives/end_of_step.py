@@ -28,7 +28,7 @@ from autoplan.spec.timing import Operation
 
 
 def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
-    """How many tensors of weights every stage holds: matrices and norms of its blocks, embedding, final norm, head."""
+    """Number of weight tensors on every stage: matrices and norms of its blocks, embedding, final norm, head."""
     shapes = block_shapes(problem.model)
     norms = problem.model.norms_per_block
     tensors = add_up(count * (len(shapes[block].linears) + norms) for block, count in blocks.count.items())
@@ -38,7 +38,7 @@ def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
 
 
 def _reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
-    """In how many all-reduces, one after another, the gradients of so many unsharded parameters travel."""
+    """Number of consecutive all-reduces that carry the gradients of so many unsharded parameters."""
     if not framework.network.reduce_bucket_bytes:
         return np.ones_like(parameters)
     return np.maximum(np.ceil(GRAD_BYTES * parameters / framework.network.reduce_bucket_bytes), 1.0)
@@ -159,7 +159,7 @@ def _gathered_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 def shown_reduce_s(
     problem: Problem, batch: PlanBatch, backward_s: Floats, first: FirstStage, reduce_s: Floats
 ) -> Floats:
-    """What shows of the gradient reduction (`modelling` E5).
+    """Exposed time of the gradient reduction (`modelling` E5).
 
     An interleaved pipeline reduces a chunk once its last micro-batch is through, beside the passes of the chunks that
     follow: of a stage its first chunk shows, and what is longer than those passes.  Else the first stage reduces beside
@@ -187,7 +187,7 @@ def shown_reduce_s(
 def shown_gather_s(
     problem: Problem, batch: PlanBatch, forward_s: Floats, first: FirstStage, gather_s: Floats
 ) -> Floats:
-    """What shows of the gather of parameters, which may hide under the next forward passes, chunk by chunk."""
+    """Exposed time of the gather of parameters, which may hide under the next forward passes, chunk by chunk."""
     hidden = batch.param_gather_overlap & problem.framework.overlap.param_gather_overlap
     own, chunk_s = gather_s[:, 0], forward_s[:, 0] / _chunks(batch)
     between = _between_chunks_s(batch, forward_s)[:, 0]
@@ -209,7 +209,7 @@ def least_shown_s(problem: Problem, batch: PlanBatch, reduce_s: Floats, gather_s
 
 
 def _can_hide_reduction(problem: Problem, batch: PlanBatch) -> Bools:
-    """Whether the framework reduces gradients beside the backward pass."""
+    """Return whether the framework reduces gradients beside the backward pass."""
     overlap = problem.framework.overlap
     return np.where(batch.sharding == 0, overlap.grad_reduce_overlap, overlap.sharded_reduce_overlap)
 
@@ -230,7 +230,7 @@ def _between_chunks_s(batch: PlanBatch, pass_s: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstStage:
-    """What the first stage of every plan holds."""
+    """Blocks of the first stage of every plan, and the share of embedding and head in its parameters."""
 
     num_blocks: Floats
     ends_share: Floats  # of its parameters, embedding and head

@@ -91,7 +91,7 @@ def _unpaired_share(batch: PlanBatch) -> Floats:
 
 
 def shown_expert_parallel_s(problem: Problem, batch: PlanBatch, traffic_s: Floats, work_s: Floats) -> Floats:
-    """What shows in one pass of expert traffic that may run beside another micro-batch's layer.
+    """Exposed time of one pass of expert traffic that may run beside another micro-batch's layer.
 
     Both passes of a layer have `work_s` to hide 2 `traffic_s` under.  What hides costs the compute units that its
     kernels occupy.

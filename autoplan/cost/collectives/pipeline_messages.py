@@ -17,7 +17,7 @@ from autoplan.spec.problem import Problem
 
 
 class Message(NamedTuple):
-    """What passes a hop between chunks: activations forward, their gradients backward."""
+    """Message over a hop between chunks: activations forward, their gradients backward."""
 
     send: Collective
     gather: Collective  # of slices, by the ranks that receive them

@@ -26,7 +26,7 @@ class ShardedStates(NamedTuple):
 
 
 class _When(NamedTuple):
-    """Which plans gather and reduce in their passes."""
+    """Masks of the plans that gather and that reduce in their passes."""
 
     gathers: Bools  # zero3
     reduces: Bools

@@ -37,7 +37,7 @@ class TensorParallel(NamedTuple):
 
 
 def has_tensor_parallel(block: Block, shape: BlockShape) -> bool:
-    """Whether a block has tensor-parallel collectives: routed experts take tokens from the ranks that hold them."""
+    """Return whether a block has tensor-parallel collectives: routed experts take tokens from their holders."""
     return block is not Block.MOE or any(linear.split == "column" for linear in shape.linears)
 
 
@@ -157,12 +157,12 @@ class TensorParallelTimes:
 
     @property
     def forward_s(self) -> Floats:
-        """Those of the forward pass."""
+        """Seconds of the collectives of the forward pass."""
         return self.gather_s + self.sum_s
 
 
 def _meeting_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
-    """What a tensor-parallel collective waits for: (the host of every rank to launch it, members on other nodes)."""
+    """Seconds that a tensor-parallel collective waits for (every rank's host to launch it, members on other nodes)."""
     framework, host = problem.framework, problem.calibration.host
     leaves = batch.tp > problem.cluster.levels[-1].num_devices
     far = np.where(leaves, host * framework.network.cross_node_s_per_member * (batch.tp - 1), 0.0)

@@ -38,14 +38,14 @@ from autoplan.topology.levels import Level, compile_topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """How often every stage runs something in a step."""
+    """Number of passes of each sort that every stage runs in a step."""
 
     forward: Floats | float
     backward: Floats | float
     repeated: Floats | float = 0.0  # forward passes that are recomputed
 
     def count(self, collective: Collective) -> Floats:
-        """How often it runs the collective in them."""
+        """Count the runs of the collective in these passes."""
         forward = self.forward + self.repeated if collective.is_repeated else self.forward
         return np.asarray(forward * collective.forward + self.backward * collective.backward)
 
@@ -105,7 +105,7 @@ class StepTraffic:
 
 
 def step_traffic(problem: Problem, plan: ParallelPlan) -> StepTraffic:
-    """What one step of `plan` moves; every tier of switches is a level, also those that hold nothing back."""
+    """Traffic of one step of `plan`; every tier of switches is a level, also those that hold nothing back."""
     problem = problem.placed(plan.placement)
     topology = compile_topology(problem.cluster, plan.placement, every_tier=True)
     links, found = Links.of(problem), list(transfers(problem, plan))

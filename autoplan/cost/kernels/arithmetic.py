@@ -1,4 +1,4 @@
-"""How many parameters and floating-point operations does a model have, matrix by matrix?
+"""Parameters and floating-point operations of a model, matrix by matrix.
 
 Formulas: `modelling` A1 and A2 (Narayanan et al., arXiv:2104.04473; DeepSeek-V2, arXiv:2405.04434).  One table of
 matrices per kind of block serves parameter counts, FLOPs, GEMM shapes and memory alike.
@@ -34,7 +34,7 @@ class Linear:
 
     @property
     def is_expert(self) -> bool:
-        """Whether the matrix belongs to a routed expert."""
+        """Return whether the matrix belongs to a routed expert."""
         return self.split.startswith("expert")
 
     @property

@@ -1,4 +1,4 @@
-"""Which kernels were measured, and what stands in for those that were not?
+"""Lookup of measured kernel times, and substitutes for kernels that were not measured.
 
 First comes the time of this very shape, then one between measured shapes, then for a backward pass the reference times
 what its forward pass takes over its own reference, then the reference: the device's fitted curve or, where there is

@@ -1,4 +1,4 @@
-"""How long do whole layers, ends and passes take in a framework that was measured as such?
+"""Times of whole layers, ends and passes in a framework that was measured as such.
 
 Sums of kernels miss what lies between them: launches, allocations, caches that are still warm (`modelling` C8, C9),
 dispatch, hooks and waits on the host (`closed-loop` 3).  A measured layer is priced through its blocks, whose kernels
@@ -39,12 +39,12 @@ class LayerTimes:
 
     @property
     def split_s(self) -> Floats:
-        """What taking the halves apart adds to the backward pass."""
+        """Seconds that taking the halves apart adds to the backward pass."""
         return np.maximum(np.nan_to_num(self.halves_s[0] + self.halves_s[1] - self.backward_s), 0.0)
 
 
 def layer_times(problem: Problem, batch: PlanBatch) -> LayerTimes | None:
-    """What was measured of the layers of a model; a layer counts only with both its passes."""
+    """Return the measured times of the layers of a model; a layer counts only with both its passes."""
     if not _is_whole(problem):
         return None
     shape = _layer_shape(problem, batch)
@@ -68,15 +68,15 @@ def layer_times(problem: Problem, batch: PlanBatch) -> LayerTimes | None:
 
 
 def repeats_core_only(batch: PlanBatch) -> Bools:
-    """Which plans recompute the core of the attention and nothing else."""
+    """Return which plans recompute the core of the attention and nothing else."""
     return (batch.recompute == SELECTIVE) & (batch.recompute_modules == DEFAULT_MODULE_BITS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStates:
-    """What gathering weights, or casting them, and reducing gradients adds to the passes of a layer, in seconds.
+    """Seconds that gathering weights, or casting them, and reducing gradients add to the passes of a layer.
 
-    Where `known` is false it was not measured.  What is not in a layer takes as long by parameters.
+    Where `known` is false they were not measured.  What is not in a layer takes as long by parameters.
     """
 
     known: Bools
@@ -85,17 +85,17 @@ class SharedStates:
 
     @classmethod
     def unknown(cls, size: int) -> SharedStates:
-        """That of plans of which nothing was measured."""
+        """Return the times of plans of which nothing was measured: zeros that are not `known`."""
         zeros = np.zeros(size)
         return cls(known=np.zeros(size, dtype=np.bool_), every_s=zeros, once_s=zeros)
 
     def take(self, which: Ints | slice) -> SharedStates:
-        """That of the plans at the given indices."""
+        """Return the times of the plans at the given indices."""
         return SharedStates(**{one.name: getattr(self, one.name)[which] for one in fields(self)})
 
 
 def shared_states(problem: Problem, batch: PlanBatch) -> SharedStates:
-    """What was measured of sharing the states of layers among data-parallel ranks.
+    """Return the measured times of sharing the states of layers among data-parallel ranks.
 
     The weights stay for the step, or are gathered anew for each pass; gradients are reduced in its last micro-batch, or
     in each.  Two gathers differ from one by a gather.
@@ -145,12 +145,12 @@ def embedding_s(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def measures_end(problem: Problem, end: Literal["embedding", "head"]) -> bool:
-    """Whether that unit of the trainer was measured, in any size."""
+    """Return whether that unit of the trainer was measured, in any size."""
     return problem.timings.is_own and problem.timings.holds(end, "bf16", "fp16", "fp32")
 
 
 def action_s(problem: Problem, batch: PlanBatch) -> Floats:
-    """What the host does for one pass of a pipeline beyond computation and messages, where it was measured."""
+    """Seconds of the host for one pass of a pipeline beyond computation and messages, where they were measured."""
     if not problem.timings.is_own or (batch.pp == 1).all():
         return np.zeros(len(batch))
     passes = batch.num_microbatches * batch.vp
@@ -172,7 +172,7 @@ def _layer_shape(problem: Problem, batch: PlanBatch) -> Sequence[Sizes]:
 
 
 def _fits(batch: PlanBatch) -> Bools:
-    """Which plans run the units as they are measured: sequence-parallel between cut matrices, over whole sequences."""
+    """Return which plans run the units as measured: sequence-parallel between cut matrices, over whole sequences."""
     return ((batch.tp == 1) | batch.sp) & (batch.cp == 1)
 
 
@@ -185,7 +185,7 @@ def _is_whole(problem: Problem) -> bool:
 
 
 def _has_measured_layer(model: ModelSpec) -> bool:
-    """Whether layers of attention and MLP are those that `timing.SHAPES` calls so: gated, normed by RMS, with rope."""
+    """Return whether layers of attention and MLP are those of `timing.SHAPES`: gated, normed by RMS, with rope."""
     has_extras = model.mlp_bias or model.qkv_bias or model.attention_output_bias or model.attention_sinks
     return (
         LAYER in model.layers

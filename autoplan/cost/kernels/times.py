@@ -1,4 +1,4 @@
-"""How long do the kernels of each block take on one device, forward and backward, for one micro-batch?
+"""Times of the kernels of each block on one device, forward and backward, for one micro-batch.
 
 GEMMs (`modelling` C2), attention (C3), grouped GEMMs (C4) and memory-bound operations (C5).  Arrays have one element
 per plan; times are seconds, sizes elements.  The constants below are reference values for the shape of the curves;
@@ -120,17 +120,17 @@ class KernelTimes:
 
     @property
     def forward_s(self) -> Floats:
-        """Of all kernels of the forward pass."""
+        """Seconds of all kernels of the forward pass."""
         return self.gemm_forward_s + self.attention_forward_s + self.memory_forward_s
 
     @property
     def backward_s(self) -> Floats:
-        """Of all kernels of the backward pass."""
+        """Seconds of all kernels of the backward pass."""
         return self.gemm_backward_s + self.attention_backward_s + self.memory_backward_s
 
     @property
     def total_s(self) -> Floats:
-        """Of all kernels, both passes."""
+        """Seconds of all kernels, both passes."""
         return self.forward_s + self.backward_s
 
     def scaled(self, forward: Floats, backward: Floats) -> KernelTimes:
@@ -147,7 +147,7 @@ class KernelTimes:
         )
 
     def take(self, which: Ints) -> KernelTimes:
-        """Those of the plans at the given indices."""
+        """Return the times of the plans at the given indices."""
         arrays = {one.name: getattr(self, one.name) for one in fields(self)}
         matrices = {name: value[which] for name, value in arrays.pop("matrix_forward_s").items()}
         return KernelTimes(matrix_forward_s=matrices, **{name: value[which] for name, value in arrays.items()})
@@ -203,7 +203,7 @@ def gemm_rate(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def gemm_pace(problem: Problem, batch: PlanBatch, rate: Floats) -> Floats:
-    """How many times faster large GEMMs run at `rate` than where nothing is quantised."""
+    """Speedup of large GEMMs at `rate` over those where nothing is quantised, at least 1."""
     return np.maximum(rate / gemm_rate(problem, batch.unquantised()), 1.0)
 
 
@@ -246,7 +246,7 @@ def products_s(
 
 
 def _narrow_rows_time(problem: Problem, n: Floats, k: Floats) -> Floats | float:
-    """Of the products of a matrix of k inputs and n outputs, over that of aligned ones: all three have such rows."""
+    """Time of a product of a matrix of k inputs and n outputs over an aligned one's: all three have such rows."""
     element = problem.training.element_bytes
     if problem.device.vendor != "nvidia" or element != 2.0:
         return 1.0
@@ -375,7 +375,7 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
 
 
 def _narrows_attention(problem: Problem, batch: PlanBatch) -> Bools:
-    """Which plans run the core of the attention in 8 bits."""
+    """Return which plans run the core of the attention in 8 bits."""
     precisions = problem.framework.experts.narrow_attention if problem.model.moe else ()
     return np.isin(batch.precision, [Precision(precision).code for precision in precisions])
 
@@ -452,7 +452,7 @@ def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str
 
 
 def has_dropout(problem: Problem) -> bool:
-    """Whether hidden states and attention scores are dropped at random."""
+    """Return whether hidden states and attention scores are dropped at random."""
     is_gpt = problem.model.position_embedding == "learned"
     return problem.framework.kernels.dropout or (problem.framework.kernels.gpt_dropout and is_gpt)
 
@@ -467,7 +467,7 @@ def _activation_bytes(problem: Problem) -> tuple[float, float]:
 
 
 def _norm_traffic(problem: Problem) -> float:
-    """Of a norm, over that of a fused one."""
+    """Memory traffic of a norm over that of a fused one."""
     fused = problem.framework.kernels.fused_norm if problem.training.fused_norm is None else problem.training.fused_norm
     return 1.0 if fused else EAGER_NORM_FACTOR
 
@@ -523,7 +523,7 @@ def _measured_beyond_s(
 
 
 def _measured_experts(problem: Problem, batch: PlanBatch, references: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
-    """How many times as long as their references routed experts take, forward and backward."""
+    """Ratios of the times of routed experts to their references, forward and backward."""
     model, moe = problem.model, problem.model.moe
     assert moe is not None
     if not model.gated_mlp:

@@ -1,4 +1,4 @@
-"""What does PyTorch's caching allocator hold beyond what the framework's tensors take at their peak?
+"""Memory that PyTorch's caching allocator holds beyond what the framework's tensors take at their peak.
 
 It keeps every block that was freed and gives a block only to tensors that fit into it, so that tensors which are never
 alive together still add up where the later ones are larger; and a block that a collective still reads waits for the
@@ -125,7 +125,7 @@ def _unfit_gather(
     group: Ints,
     kept: Kept,
 ) -> Floats:
-    """What gathering the weights at the end of a step takes beyond the blocks that the activations left.
+    """Bytes that gathering the weights at the end of a step takes beyond the blocks that the activations left.
 
     The pieces of all ranks are flattened, and flattened again into one tensor of all of them.  Adam's moments, which
     are allocated before the first gather, take such blocks as well, and forward passes then use those of the gather.

@@ -1,4 +1,4 @@
-"""When in its step does a rank of FSDP2 hold most, and what does it hold then?
+"""Memory of a rank of FSDP2 at the moments of its step that may be its peak.
 
 Gradients live from their backward pass to the optimizer's step, and copies of the weights only while passes run, so
 that a step has several moments that may be its peak (torch/distributed/fsdp/_fully_shard).  A pipeline has others: it
@@ -23,7 +23,7 @@ WIDE_BYTES = 4.0  # in fp32, in which gradients are added up and reduced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What the moments are made of; parameters are elements of the rank before data-parallel sharding."""
+    """Sizes that make up the moments; parameters are elements of the rank before data-parallel sharding."""
 
     element_bytes: float  # of a weight's gradient as the backward pass makes it
     copy_bytes: Floats  # of a weight as passes read it; 0 where they read the fp32 weights themselves
@@ -111,9 +111,9 @@ def pass_terms(held: Held) -> Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldByStage:
-    """What the moments of a pipeline are made of.
+    """Sizes that make up the moments of a pipeline.
 
-    Of the last chunk's micro-batches in flight `passes.live` has what head and loss keep, too.
+    `passes.live` includes what head and loss keep of the last chunk's micro-batches in flight.
     """
 
     passes: Held
@@ -127,7 +127,7 @@ class HeldByStage:
 
 
 def stage_terms(held: HeldByStage) -> Moments:
-    """Of a pipeline: the loss; backward through a layer, its end, the reduction of gradients; update.
+    """Moments of a pipeline: the loss; backward through a layer, its end, the reduction of gradients; update.
 
     The first three come with the first backward pass, and with later ones, when there are gradients.  Nothing is
     reduced before all passes are over (stage.py perform_reduce_grad).

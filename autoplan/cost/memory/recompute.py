@@ -1,4 +1,4 @@
-"""What does a block keep for its backward pass, which part of that does recomputation give back, and what does it cost?
+"""Bytes that a block keeps for its backward pass, those that recomputation gives back, and what recomputation costs.
 
 Bytes follow `modelling` B2.  Parts of a layer have the names of Megatron-Core's --recompute-modules; arrays have one
 element per plan.
@@ -57,7 +57,7 @@ Parts = dict[RecomputeModule | None, Floats]
 
 
 def stores_scores(problem: Problem) -> bool:
-    """Whether the attention core keeps its scores, so that repeating it gives memory back."""
+    """Return whether the attention core keeps its scores, so that repeating it gives memory back."""
     return not problem.fuses_attention
 
 
@@ -115,7 +115,7 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
 
 
 def eager_norm_bytes(problem: Problem) -> float:
-    """What a norm keeps per token and hidden element beyond its input and output, where no kernel fuses it.
+    """Bytes that a norm keeps per token and hidden element beyond its input and output, where no kernel fuses it.
 
     In fp32 that is what it has normalised: the copy of its input is the input itself.  Torch's layer norm is one
     kernel, which keeps two numbers per token; only an RMSNorm is made of parts.
@@ -132,12 +132,12 @@ def eager_norm_bytes(problem: Problem) -> float:
 
 
 def casts_norms(problem: Problem) -> bool:
-    """Whether norms compute in fp32 copies of what they are given."""
+    """Return whether norms compute in fp32 copies of what they are given."""
     return eager_norm_bytes(problem) > 0 and problem.training.element_bytes < WIDE_BYTES
 
 
 def _has_norm_module(problem: Problem, block: Block) -> bool:
-    """Whether the norm before a block is a module of its own, not fused into the block's first matrix.
+    """Return whether the norm before a block is a module of its own, not fused into the block's first matrix.
 
     Megatron-LM core/models/gpt/gpt_layer_specs.py: before latent attention and before experts.
     """
@@ -177,7 +177,7 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
 
 
 def _output_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Of an element of the attention's output: the kernel keeps it, and a narrow GEMM behind it keeps a copy."""
+    """Bytes per element of the attention's output: the kernel keeps it, and a narrow GEMM behind it keeps a copy."""
     copy, element = input_bytes(problem, batch), problem.training.element_bytes
     return element + np.where(copy < element, copy, 0.0)
 
@@ -208,12 +208,12 @@ def _moe_parts(problem: Problem, batch: PlanBatch) -> Parts:
 
 
 def whole_bytes(parts: Parts) -> Floats:
-    """What a block keeps of one micro-batch where nothing is recomputed."""
+    """Bytes that a block keeps of one micro-batch where nothing is recomputed."""
     return add_up(parts.values())
 
 
 def kept_bytes(problem: Problem, batch: PlanBatch, parts: Parts) -> Floats:
-    """What a block keeps of one micro-batch under the parts that each plan recomputes by name."""
+    """Bytes that a block keeps of one micro-batch under the parts that each plan recomputes by name."""
     kept = parts[None]
     for module, size in parts.items():
         if module is not None:

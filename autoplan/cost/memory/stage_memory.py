@@ -1,4 +1,4 @@
-"""How much device memory does every pipeline rank need, term by term?
+"""Device memory that every pipeline rank needs, term by term.
 
 Formulas: `modelling` B1-B6.  Arrays of stages have the shape (plans, stages); sizes are bytes.
 """
@@ -131,7 +131,7 @@ def _gathered_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkEnds:
-    """What a chunk in flight keeps of one micro-batch beside its layers, in bytes: shape (plans)."""
+    """Bytes that a chunk in flight keeps of one micro-batch beside its layers: shape (plans)."""
 
     received: Floats  # every chunk but the first
     sent: Floats  # every chunk but the last
@@ -141,7 +141,10 @@ class ChunkEnds:
     spent: Floats
 
     def waiting_bytes(self, counts: dict[Block, tuple[Floats, Floats]], rows: Ints) -> Floats:
-        """The same of whole chunks with so many blocks; the first has one backward pass: shape (rows, chunks)."""
+        """Bytes that whole chunks with so many blocks add between their two gradients: shape (rows, chunks).
+
+        The first chunk has one backward pass and adds none.
+        """
         size = add_up(count * self.waiting[block][rows, None] for block, (count, _) in counts.items())
         size[:, -1] -= self.spent[rows]
         size[:, 0] = 0.0
@@ -279,7 +282,7 @@ def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
 
 
 def _spread_bytes(parameters: StageParameters, groups: ProcessGroups, per_parameter: float, sharded: Bools) -> Floats:
-    """What a rank holds per parameter, divided over its shard group where `sharded`: shape (plans, stages)."""
+    """Bytes of a rank at `per_parameter` each, divided over its shard group where `sharded`: shape (plans, stages)."""
     dense = per_parameter / np.where(sharded, groups.shard.size.astype(np.float64), 1.0)
     expert = per_parameter / np.where(sharded, groups.expert_shard.size.astype(np.float64), 1.0)
     return parameters.dense * dense[:, None] + parameters.expert * expert[:, None]
@@ -333,7 +336,7 @@ def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StagePa
 
 
 def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups) -> Floats:
-    """What lives only from the last backward pass to the end of the optimizer's step: shape (plans, stages)."""
+    """Bytes that live only from the last backward pass to the end of the optimizer's step: shape (plans, stages)."""
     framework = problem.framework
     zero1 = batch.sharding >= Sharding.ZERO1.code
     on_device = batch.offload != Offload.OPTIMIZER.code
@@ -347,7 +350,7 @@ def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameter
 
 
 def _dealt(groups: ProcessGroups, num_experts: int) -> ProcessGroups:
-    """As FSDP2 shards experts: over the ranks of the dense states, to the first of which it deals whole ones.
+    """Shard experts as FSDP2 does: over the ranks of the dense states, to the first of which it deals whole ones.
 
     Where they do not come out even that is what fewer ranks would have, rounded down.
     """
@@ -364,7 +367,7 @@ def _held(
     kept: dict[Block, Floats],
     repeat: Floats,
 ) -> Held:
-    """What the moments of an FSDP2 step are made of."""
+    """Return the sizes that make up the moments of an FSDP2 step."""
     model, framework = problem.model, problem.framework
     shapes = block_shapes(model)
     every = (batch.sharding >= Sharding.ZERO2.code) & (batch.pp == 1)
@@ -418,7 +421,7 @@ def _held(
 def _held_by_stage(
     problem: Problem, batch: PlanBatch, blocks: StageBlocks, held: Held, kept: dict[Block, Floats]
 ) -> HeldByStage:
-    """What the moments of a pipeline are made of beside that (torch/distributed/pipelining/stage.py)."""
+    """Return the sizes that make up the moments of a pipeline beside `held` (torch/distributed/pipelining/stage.py)."""
     model = problem.model
     element = problem.training.element_bytes
     sliced = element * norm_tokens(problem, batch) * model.hidden_size
@@ -448,7 +451,7 @@ def _held_by_stage(
 
 
 def _refills(batch: PlanBatch, in_flight: Ints) -> Bools:
-    """Whether forward passes follow on the first gradients of weights: shape (plans, stages).
+    """Return whether forward passes follow on the first gradients of weights: shape (plans, stages).
 
     Rank r of ZB-H1 keeps r of these back: all ranks begin with as many forward passes as there are ranks, a chunk.
     """
@@ -458,7 +461,7 @@ def _refills(batch: PlanBatch, in_flight: Ints) -> Bools:
 
 
 def _chunk_ends(problem: Problem, batch: PlanBatch) -> ChunkEnds:
-    """What torch's PipelineStage keeps of a micro-batch in flight: what it sent, and on the last one what a loss needs.
+    """Bytes that torch's PipelineStage keeps per micro-batch in flight: what it sent, on the last what a loss needs.
 
     What a chunk receives lies in a buffer, which is the input that its first norm keeps, unless as an fp32 copy.
     """
@@ -496,7 +499,7 @@ def _num_logits(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def _last_norm_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """What the norm before the head keeps of a micro-batch."""
+    """Bytes that the norm before the head keeps of a micro-batch."""
     sliced, tokens, element = norm_tokens(problem, batch), rank_tokens(problem, batch), problem.training.element_bytes
     return ((element + eager_norm_bytes(problem)) * sliced + element * tokens) * problem.model.hidden_size
 
@@ -523,7 +526,7 @@ def communicator_bytes(problem: Problem, groups: ProcessGroups) -> Floats:
 
 
 def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters) -> StageMemory:
-    """What every pipeline rank needs at its peak: states, and what the passes or the optimizer's step need beside."""
+    """Peak memory of every pipeline rank: states, and what the passes or the optimizer's step need beside."""
     model, framework = problem.model, problem.framework
     groups = process_groups(batch)
     if framework.memory.fsdp2_states and model.moe:

@@ -13,7 +13,7 @@ from autoplan.topology.levels import Level, Topology
 
 
 def links_between(level: Level, calibration: Calibration) -> Links:
-    """What joins two parts, as links of one level."""
+    """Links of one level that join two parts."""
     slower = Level(
         name=level.name,
         num_devices=level.num_devices,
@@ -46,5 +46,5 @@ class Islands:
         )
 
     def take(self, rows: Ints) -> Islands:
-        """Those of the rows at the given indices."""
+        """Return the links of the rows at the given indices."""
         return replace(self, inside=self.inside[rows], islands=self.islands[rows])

@@ -1,4 +1,4 @@
-"""What does a step cost whose replicas and stages sit on unlike devices?
+"""Price of a step whose replicas and stages sit on unlike devices.
 
 Every stage is priced by `estimate`'s own functions in the problem in which all devices were those of its part
 (`MixedProblem.as_if`); here the stages of a pipeline are put together, and the replicas of a step.  On one part the
@@ -131,7 +131,7 @@ def _work_terms(sheet: Sheet, critical: Ints) -> _SomeTerms:
 
 
 def _shown_terms(sheet: Sheet, cells: dict[str, Floats]) -> _SomeTerms:
-    """What shows of reductions and gathers, of members whose first stage is on this part: it hides least."""
+    """Exposed reductions and gathers of members whose first stage, which hides least, is on this part."""
     own, rows = sheet.problem, sheet.rows(np.zeros(len(cells["forward_s"]), dtype=np.int64))
     who, batch = sheet.member[rows], sheet.laid.batch.take(rows)
     first = FirstStage.of(sheet.laid.blocks, sheet.laid.parameters).take(rows)
@@ -158,7 +158,7 @@ def _layer_s(problem: Problem, laid: Stages) -> Floats:
 
 
 def _host_z(sheet: Sheet) -> Floats:
-    """Of the hosts of the stages that sit on the part: how near they are to their capacity."""
+    """Standard score of the host memory that the stages on the part need, against its capacity."""
     own, parameters = sheet.problem, sheet.laid.parameters
     here = StageParameters(
         dense=np.where(sheet.here, parameters.dense, 0.0),

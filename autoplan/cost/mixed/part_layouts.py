@@ -1,4 +1,4 @@
-"""What does every stage of a mixed plan cost on its own part?
+"""Costs of every stage of a mixed plan on its own part.
 
 Kinds of replicas are laid out by `estimate`'s functions as if all of them sat on one part, a sheet for each part; of
 every sheet the stages count that do sit there.  Arrays of a sheet have the shape (rows, stages).
@@ -112,7 +112,7 @@ def _islands(problem: MixedProblem, used: frozenset[int], sheet: Sheet, members:
 
 
 def _share_factors(sheet: Sheet, members: Sequence[Member]) -> Floats:
-    """By how much more of the sharded states than an even share every row holds."""
+    """Sharded states that every row holds, relative to an even share."""
     shares = [(members[at].kind.state_share, members[at].plan.num_replicas) for at in sheet.member]
     return np.array([1.0 if share is None else share * replicas for share, replicas in shares])
 
@@ -127,7 +127,7 @@ def _shared_terms(sheet: Sheet, member: Member) -> tuple[str, ...]:
 
 
 def _sharded_bytes(sheet: Sheet, members: Sequence[Member]) -> Floats:
-    """Of the memory of every stage, what grows with the share of states, fragmentation included."""
+    """Bytes of every stage that grow with the share of states, fragmentation included."""
     framework, terms = sheet.problem.framework, sheet.laid.memory.terms
     result = np.zeros_like(sheet.laid.forward_s)
     for row, at in enumerate(sheet.member):
@@ -183,7 +183,7 @@ def stage_cells(
 
 
 def _crossings(plan: MixedPlan) -> dict[frozenset[int], int]:
-    """How many devices send at once over what joins every two parts."""
+    """Number of devices that send at once over the link that joins every two parts."""
     senders: dict[frozenset[int], int] = defaultdict(int)
     for kind in plan.kinds:
         for stage, behind in zip(kind.stages, kind.stages[1:], strict=False):

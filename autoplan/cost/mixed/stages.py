@@ -1,6 +1,6 @@
-"""What do the stages of a mixed plan do and hold, term by term and moment by moment?
+"""Work and memory of the stages of a mixed plan, term by term and moment by moment.
 
-As of a plan whose stages are alike, by the same functions, every stage laid out on its own part (`part_layouts`).
+The functions are those of plans whose stages are alike; every stage is laid out on its own part (`part_layouts`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Row:
     memory: dict[str, Floats]  # terms, by stage
 
     def cost(self, stage: int) -> StageCost:
-        """What a micro-batch costs, and what is held."""
+        """Cost of a micro-batch on a stage, and the memory that the stage holds."""
         return replace(
             stage_cost(self.sheet.problem, self.sheet.laid, self.at, stage),
             memory_bytes=float(self.cells["memory_bytes"][stage]),
@@ -91,7 +91,7 @@ def mixed_stages(problem: MixedProblem, plan: MixedPlan) -> tuple[PlacedStage, .
 
 
 def mixed_timeline(problem: MixedProblem, plan: MixedPlan) -> Timeline:
-    """What `estimate_mixed` prices, event by event; ranks are counted part by part."""
+    """Timeline of the step that `estimate_mixed` prices, event by event; ranks are counted part by part."""
     for kind in plan.kinds:
         check_length(plan.schedule, len(kind.stages), 1, kind.num_microbatches)
     (cost,) = estimate_mixed(problem, [plan])
@@ -133,7 +133,7 @@ def _pipeline(problem: MixedProblem, cost: MixedCost, kind_at: int, ranks: Seque
 
 
 def _exposed_send_s(found: MixedKindCost, num_microbatches: int) -> float:
-    """What messages add to the pipeline."""
+    """Time that messages add to the pipeline."""
     forward, backward, send = (
         np.array([[getattr(stage, name) for stage in found.stages]]) for name in ("forward_s", "backward_s", "send_s")
     )

@@ -156,7 +156,7 @@ def _exchange_steps(_: Topology, spans: Spans) -> Floats:
 
 
 def _switches_add_up(topology: Topology, spans: Spans) -> Bools:
-    """Whether all switches that a group crosses add up what is reduced."""
+    """Return whether all switches that a group crosses add up what is reduced."""
     if not any(level.is_reducing for level in topology.levels):
         return np.zeros(spans.here.shape[1:], dtype=np.bool_)
     plain = [at for at in topology.network if not topology.levels[at].is_reducing]

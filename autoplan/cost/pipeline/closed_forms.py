@@ -1,4 +1,4 @@
-"""How long does a pipeline take whose stages have unequal times?  Closed forms, tested against simulation.
+"""Closed forms for the time of a pipeline whose stages have unequal times, tested against simulation.
 
 Arrays of stages have the shape (plans, stages): forward and backward time of one micro-batch on every pipeline rank,
 summed over the rank's chunks.
@@ -83,7 +83,7 @@ def send_exposed_s(
 
 
 def hop_sends_exposed_s(hop_s: Floats, num_microbatches: Ints) -> Floats:
-    """What messages add to plain 1F1B where hops differ: `hop_s` is one message over each, shape (plans, stages - 1).
+    """Time that messages add to plain 1F1B of unlike hops; `hop_s`: one message over each, shape (plans, stages - 1).
 
     Every hop takes its own on the way there and back.  Between, a rank exchanges with both neighbours once for every
     micro-batch, and the rank whose hops are slowest holds up all: exact for equal stages with equal hops, where it is

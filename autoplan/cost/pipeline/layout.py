@@ -1,4 +1,4 @@
-"""Which blocks does every pipeline rank hold, chunk by chunk, and how many of them are recomputed as a whole?
+"""Blocks that every pipeline rank holds, chunk by chunk, and the number of them that are recomputed as a whole.
 
 Arrays of stages have the shape (plans, stages) and lie stage by stage in memory (numpy's order F), as do those of
 chunks: plans are many and stages few, so that loops over memory run over the plans.
@@ -54,7 +54,7 @@ class StageBlocks:
 
 @lru_cache(maxsize=64)
 def _cumulative_blocks(model: ModelSpec) -> dict[Block, Floats]:
-    """How many blocks of each kind the first n layers have, for n = 0 .. num_layers."""
+    """Number of blocks of each kind in the first n layers, for n = 0 .. num_layers."""
     kinds = sorted({block for layer in model.layers for block in layer})
     return {
         kind: np.concatenate([[0], np.cumsum([layer.count(kind) for layer in model.layers])]).astype(np.float64)
@@ -120,7 +120,7 @@ def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks
 
 
 def repeats_mtp(batch: PlanBatch) -> Bools:
-    """Which plans recompute prediction layers: those that recompute all layers, not a number of them.
+    """Return which plans recompute prediction layers: those that recompute all layers, not a number of them.
 
     Megatron-LM core/transformer/multi_token_prediction.py skips them under the method block.
     """

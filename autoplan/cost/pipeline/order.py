@@ -1,4 +1,4 @@
-"""In which order does every rank run its passes, and what does it keep alive meanwhile?
+"""Orders in which the ranks of a pipeline run their passes, and the activations that they keep alive meanwhile.
 
 A model of p v chunks runs on p ranks, each in an order that is fixed before the step begins.  How many activations are
 alive follows from that order alone; how long it takes is told by `autoplan.cost.pipeline.recurrence`.
@@ -51,7 +51,7 @@ def check_schedule(schedule: Schedule, stages: int, chunks: int, num_microbatche
 
 
 def chunks_of_ranks(schedule: Schedule, stages: int, chunks: int) -> Ints:
-    """Which chunks, in model order, every rank holds: shape (ranks, chunks of a rank), ascending.
+    """Chunks that every rank holds, numbered in model order: shape (ranks, chunks of a rank), ascending.
 
     Chunk i is on rank i mod p; in a V-shaped schedule the second half of the model comes back, so that rank r holds
     chunks r and 2 p - 1 - r and the last rank hands chunk p - 1 to itself.
@@ -63,7 +63,7 @@ def chunks_of_ranks(schedule: Schedule, stages: int, chunks: int) -> Ints:
 
 
 def microbatch_group(stages: int, num_microbatches: int) -> int:
-    """How many micro-batches an interleaved schedule sends through one chunk before it turns to the next.
+    """Number of micro-batches that an interleaved schedule sends through one chunk before it turns to the next.
 
     As many as there are stages if that divides the micro-batches; else the least larger group whose shorter last one
     still fills the pipeline, as Megatron-LM demands (schedules.py, microbatch_group_size_per_vp_stage).  Where
@@ -207,7 +207,7 @@ def _numbered(passes: Iterable[_Pass], chunks: Sequence[int], num_microbatches: 
 def rank_orders(
     schedule: Schedule, stages: int, chunks: int, num_microbatches: int, *, group: int | None = None
 ) -> tuple[tuple[Operation, ...], ...]:
-    """What every rank runs, in order; `chunks` is how many of them a rank holds.
+    """Operations that every rank runs, in order; `chunks` is the number of chunks that a rank holds.
 
     Interleaved with one chunk is plain 1F1B.  `group` is the number of micro-batches that an interleaved schedule
     sends through a chunk at a time, None that of `microbatch_group`.  Which source each order is taken from stands
@@ -270,7 +270,10 @@ def _alive(operations: Sequence[Operation], chunks: Ints, last: Kind) -> tuple[I
 
 
 def _alive_in_turns(turns: Ints, chunks: int, warmup: int) -> Ints:
-    """The same for 1F1B, counted without its operations: before backward k there were `warmup` + k + 1 forwards."""
+    """Micro-batches alive in each of a rank's chunks under 1F1B, counted without its operations.
+
+    Before backward k there were `warmup` + k + 1 forwards.
+    """
     forwards = np.zeros((len(turns) + 1, chunks), dtype=np.int64)
     forwards[1:] = np.cumsum(turns[:, None] == np.arange(chunks), axis=0)
     backwards = forwards[:, ::-1]
@@ -306,7 +309,7 @@ def live_chunks(
     until: Literal["weight", "input"] = "weight",
     waiting: bool = False,
 ) -> Ints:
-    """How many micro-batches each chunk of a rank may hold activations of at once: shape (ranks, K, chunks of a rank).
+    """Micro-batches that each chunk of a rank may hold activations of at once: shape (ranks, K, chunks of a rank).
 
     The K rows of a rank are the distinct largest states of its memory, none of which another one exceeds in every
     chunk, repeated where a rank has fewer; the peak of rank r, in bytes, is exactly

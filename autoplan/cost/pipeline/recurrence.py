@@ -26,7 +26,7 @@ BLOCK_VALUES = 2**18  # ends of operations that are held at once, 2 MiB: more le
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTimes:
-    """When the passes of a step are over, in seconds: shapes (plans, ranks) and (plans)."""
+    """End of the passes of a step, in seconds: shapes (plans, ranks) and (plans)."""
 
     end_s: Floats  # of every rank's last operation
     busy_s: Floats  # of every rank's work, without what it waits in between
@@ -44,7 +44,7 @@ class PipelineTimes:
 
     @property
     def exposed_send_s(self) -> Floats:
-        """What messages add to the makespan."""
+        """Time that messages add to the makespan."""
         return self.makespan_s - self.send_free_s
 
 
@@ -184,7 +184,7 @@ def _ends(program: _Program, times: Floats, send_s: Floats) -> Floats:
 
 
 def _table(forward_s: Floats, input_gradient_s: Floats, weight_gradient_s: Floats, hop_s: Floats) -> Floats:
-    """How long the step of every row takes, in the order of `messages.ROWS`: shape (rows, plans)."""
+    """Time that the step of every row takes, in the order of `messages.ROWS`: shape (rows, plans)."""
     backward_s = input_gradient_s + weight_gradient_s
     joined_s = forward_s + backward_s[:, ::-1]  # the other chunk of the rank, in a V
     tables = (forward_s, backward_s, input_gradient_s, weight_gradient_s, joined_s, hop_s)
@@ -192,7 +192,7 @@ def _table(forward_s: Floats, input_gradient_s: Floats, weight_gradient_s: Float
 
 
 def is_recurrent(schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> bool:
-    """Whether the recurrence prices a plan, by the number of its operations; else a closed form has to.
+    """Return whether the recurrence prices a plan, by the number of its operations; else a closed form has to.
 
     A function of the plan alone.  Nothing is extrapolated: from when on an order repeats itself in time depends on the
     times of the chunks and may be arbitrarily late.
@@ -213,7 +213,7 @@ def pipeline_times(
     send_s: Floats,
     blocking: bool = False,
 ) -> PipelineTimes:
-    """When every rank is done with the passes of one step, exactly, for plans that share the arguments in front.
+    """Return when every rank is done with the passes of one step, exactly, for plans that share the leading arguments.
 
     `forward_s`, `input_gradient_s` and `weight_gradient_s`: one micro-batch through each chunk, chunks in model order,
     shape (plans, stages x chunks).  A backward that is not split takes the sum of the gradients, and sends at its end.
@@ -248,7 +248,7 @@ def pipeline_times(
 
 
 class RankSteps(NamedTuple):
-    """What one rank goes through, step after step: rows of `messages.ROWS`, and when each is over, in seconds."""
+    """Steps of one rank, one after another: rows of `messages.ROWS`, and when each is over, in seconds."""
 
     rows: Ints
     duration_s: Floats

@@ -1,4 +1,4 @@
-"""What does a rank wait for while it runs its order: messages that overlap its work, or calls that block it?"""
+"""Waits of a rank that runs its order: for messages that overlap its work, or in calls that block it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = {"F": 0, "B": 1, "I": 2, "W": 3, "joined": 4}
 
 
 class Step(NamedTuple):
-    """What occupies a rank for the time in `row`, from when all that it `needs` has been given.
+    """Step that occupies a rank for the time in `row`, from when all that it `needs` has been given.
 
     Where messages overlap, what is given is the message; where they block, that one end of it is ready.
     """
@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
 
 class _Messages:
-    """Which messages the operations of one (schedule, p, v, m) receive and send, as numbers."""
+    """Numbers of the messages that the operations of one (schedule, p, v, m) receive and send."""
 
     def __init__(self, schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> None:
         self._num_chunks = stages * chunks
@@ -41,7 +41,7 @@ class _Messages:
         self._crosses = [False, *(rank_of[1:] != rank_of[:-1]).tolist(), False]
 
     def received(self, operation: Operation) -> tuple[int, ...]:
-        """What the operation needs from another rank: a message or nothing."""
+        """Return the message that the operation needs from another rank, if any."""
         kind, chunk, microbatch, _ = operation
         if kind == "F":
             return (chunk * self._num_microbatches + microbatch,) if self._crosses[chunk] else ()
@@ -50,7 +50,7 @@ class _Messages:
         return ((self._num_chunks + chunk) * self._num_microbatches + microbatch,)
 
     def sent(self, operation: Operation) -> tuple[int, ...]:
-        """What the operation sends to another rank: what the chunk after it, or in a backward before it, receives."""
+        """Return the message sent to another rank, if any: to the chunk after it, or in a backward before it."""
         kind, chunk, microbatch, _ = operation
         if kind == "F":
             return ((chunk + 1) * self._num_microbatches + microbatch,) if self._crosses[chunk + 1] else ()
@@ -108,9 +108,9 @@ def _plain_calls(messages: _Messages, operations: Sequence[Operation], warmup: i
 
 
 def _comes_next(messages: _Messages, orders: Sequence[Sequence[Operation]], rank: int, at: int) -> tuple[int, ...]:
-    """What a rank of the ring receives in the call after its pass number `at`; `orders` of one kind of pass alone.
+    """Messages that a rank of the ring receives in the call after its pass `at`; `orders` of one kind of pass alone.
 
-    What its next pass needs; but the rank that leads (the first in the forward pass, the last in the backward pass)
+    Its next pass needs them; but the rank that leads (the first in the forward pass, the last in the backward pass)
     receives what comes round the ring when that is made, p - 1 turns behind.
     """
     leads = 0 if orders[0][0].kind == "F" else len(orders) - 1
@@ -149,7 +149,7 @@ def _ring_calls(
 
 
 def _posts(call: Operation | _Call | None) -> tuple[int, ...]:
-    """What the other ends of its messages wait for: that this end has come to the call."""
+    """Numbers given on reaching the call, which the other ends of its messages wait for."""
     if not isinstance(call, _Call):
         return ()
     return (*(2 * message for message in call.sends), *(2 * message + 1 for message in call.receives))
@@ -178,7 +178,7 @@ def _blocking(
 
 
 class Steps(NamedTuple):
-    """What every rank goes through."""
+    """Steps of every rank."""
 
     ranks: list[list[Step]]
     early: list[int]  # what is given before the first step of any rank
