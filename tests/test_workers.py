@@ -38,7 +38,7 @@ from test_study import DENSE, make
 
 FORK = multiprocessing.get_context("fork")
 NAME = "together"
-GRACE_S = 1.5
+GRACE_S = 3.0  # long beside BEAT_S below, so that a live worker of a busy machine is not taken for dead
 
 
 searched = partial(search, margin=0.3)  # so that there is more to price than one round
@@ -78,6 +78,11 @@ def check_trials(trials: list[FrozenTrial], result: SearchResult) -> None:
     assert set(cells.values()) == {1}
 
 
+def lost(trials: list[FrozenTrial]) -> int:
+    """Trials that somebody began and that failed: a round that was queued twice fails before anybody begins it."""
+    return sum(trial.state == TrialState.FAIL and trial.datetime_start is not None for trial in trials)
+
+
 def hang(block: Block, claimed: multiprocessing.synchronize.Semaphore) -> BlockOutcome:
     claimed.release()
     time.sleep(60.0)
@@ -114,7 +119,7 @@ def test_eight_workers_of_whom_two_are_killed_come_to_one_certificate(
         process.join()
     trials = trials_of(postgres)
     check_trials(trials, expected)
-    assert sum(trial.state == TrialState.FAIL for trial in trials) >= len(victims)
+    assert lost(trials) >= len(victims)
 
 
 def run_until(target: Callable[[], object], claimed: multiprocessing.synchronize.Semaphore) -> None:
@@ -145,7 +150,7 @@ def test_a_search_resumes_after_its_only_process_was_killed(
     assert searched(*asked, shared=shared) == expected
     trials = trials_of(url)
     check_trials(trials, expected)
-    assert sum(trial.state == TrialState.FAIL for trial in trials) == 1
+    assert lost(trials) == 1
     done_before = sum(state == TrialState.COMPLETE for state in left)
     assert done_before > 0, "what the killed one had told is kept"
 
@@ -170,7 +175,7 @@ def test_a_front_is_the_same_for_any_number_of_workers_of_whom_one_is_killed(
         assert front(*asked, shared=shared) == expected
     trials = trials_of(shared.url)
     check_trials(trials, expected)
-    assert sum(trial.state == TrialState.FAIL for trial in trials) == 1
+    assert lost(trials) == 1
     assert len({trial.user_attrs["block"]["round"] for trial in trials if "block" in trial.user_attrs}) > 1
 
 
