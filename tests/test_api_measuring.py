@@ -30,9 +30,9 @@ SMALL = ModelSpec(name="small", num_layers=2, hidden_size=32, vocab_size=256, nu
 
 @pytest.fixture
 def plan_file(tmp_path: Path) -> Path:
-    """A plan file of two ranks."""
-    problem = make_problem(SMALL, cluster="cpu:1x2", seq_len=16, framework="torch")
-    plan = ParallelPlan(global_batch=4, dp_shard=2, sharding="none", param_gather_overlap=False)
+    """A plan file of two ranks, in the format that every CPU computes fast."""
+    problem = make_problem(SMALL, cluster="cpu:1x2", seq_len=16, framework="torch", precision="fp32")
+    plan = ParallelPlan(global_batch=4, dp_shard=2, sharding="none", param_gather_overlap=False, precision="fp32")
     best = ranked(problem, estimate(problem, PlanBatch.of([plan], SMALL.num_layers)), [0])
     path = tmp_path / "plan.json"
     path.write_text(encode(make_plan_file(problem, best, None)))
