@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.estimate import estimate
+from autoplan.cost.estimate import estimate, memory_oom_z, needs_order
 from autoplan.frameworks.common.rules import legal
 from autoplan.search.blocks import Block, BlockOutcome, CellOutcome
 from autoplan.search.bounds import first_layers, kind_bounds, kind_costs, plan_bounds
@@ -16,7 +16,7 @@ from autoplan.search.findings import Findings, Incumbents
 from autoplan.search.frontier import BLOCK_KINDS, Frontier, OpenKinds, best_first, limit_bytes
 from autoplan.search.objectives import measure_bounds, measured
 from autoplan.search.ranking import ordering, ranked
-from autoplan.spec.estimate import RISKY_Z, VERDICTS
+from autoplan.spec.estimate import OOM_Z, RISKY_Z, VERDICTS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.search_result import RankedPlan
 
@@ -156,7 +156,14 @@ class _BlockPricer:
             self._price(plans.take(lawful[part]), of_cell[lawful[part]])
 
     def _price(self, batch: PlanBatch, owner: Ints) -> None:
+        """Price plans and keep the best; of slow schedules, which are run pass by pass, only those that may fit."""
         findings, frontier = self.findings, self.frontier
+        if len(slow := np.flatnonzero(needs_order(batch))):
+            oom_z = np.full(len(batch), -np.inf)
+            oom_z[slow] = memory_oom_z(frontier.problem, batch.take(slow))
+            np.minimum.at(self.nearest_z, owner[slow], oom_z[slow])
+            may_fit = np.flatnonzero(oom_z <= OOM_Z)
+            batch, owner = batch.take(may_fit), owner[may_fit]
         costs = estimate(frontier.problem, batch)
         values, verdict = measured(frontier.problem, frontier.measures, costs), costs.verdict
         value = values[:, 0]

@@ -280,7 +280,7 @@ def _pipeline(problem: Problem, laid: Stages) -> tuple[Floats, Floats, Ints]:
 def _run_in_order(problem: Problem, laid: Stages, message: Floats) -> Iterator[tuple[Ints, PipelineTimes]]:
     """(plans, times) of those that no closed form prices, pass by pass in the order of their schedule."""
     batch, blocks, stages = laid.batch, laid.blocks, laid.forward_s.shape[1]
-    some = np.flatnonzero(_needs_order(batch))
+    some = np.flatnonzero(needs_order(batch))
     keys = np.stack([batch.layout, batch.recompute_num_layers, batch.schedule, batch.num_microbatches])[:, some]
     found, inverse = np.unique(keys, axis=1, return_inverse=True)
     for at, (layout, num_repeated, schedule, microbatches) in enumerate(found.T.tolist()):
@@ -301,7 +301,7 @@ def _run_in_order(problem: Problem, laid: Stages, message: Floats) -> Iterator[t
         )
 
 
-def _needs_order(batch: PlanBatch) -> Bools:
+def needs_order(batch: PlanBatch) -> Bools:
     """Return which plans have a schedule that splits the backward pass: a function of the plan alone."""
     return np.isin(batch.schedule, SPLIT_SCHEDULES)
 
@@ -434,7 +434,6 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
         worst[where] = worst_stage
     step = add_up(time_terms.values())
     spread = np.exp(NORMAL_90 * problem.time_spreads[spread_kinds(problem, batch)])
-    host_capacity, spread_of_memory = problem.cluster.host.memory_bytes, problem.calibration.memory_spread
     reserved = add_up(memory.values())
     return CostEstimate(
         batch=batch,
@@ -448,9 +447,28 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
         worst_stage=worst,
         capacity_bytes=problem.capacity_bytes,
         host_memory_bytes=host,
-        # Whichever runs out first, the device or the host.
-        oom_z=np.log(np.maximum(reserved / problem.capacity_bytes, host / host_capacity)) / spread_of_memory,
+        oom_z=_oom_z(problem, reserved, host),
     )
+
+
+def _oom_z(problem: Problem, reserved_bytes: Floats, host_bytes: Floats) -> Floats:
+    """Standard deviations of log memory to the capacity of the device or the host, whichever runs out first."""
+    fill = np.maximum(reserved_bytes / problem.capacity_bytes, host_bytes / problem.cluster.host.memory_bytes)
+    return np.log(fill) / problem.calibration.memory_spread
+
+
+def memory_oom_z(problem: Problem, batch: PlanBatch) -> Floats:
+    """Return `oom_z` of an estimate of `batch` without the times of its pipelines."""
+    problem = problem.placed(batch.placement)
+    found = np.zeros(len(batch))
+    for stages in np.unique(batch.pp).tolist():
+        where = np.flatnonzero(batch.pp == stages)
+        plans = batch.take(where)
+        blocks = stage_blocks(problem.model, plans, stages)
+        parameters = stage_parameters(problem, plans, blocks)
+        reserved = stage_memory(problem, plans, blocks, parameters).reserved_bytes.max(axis=1)
+        found[where] = _oom_z(problem, reserved, host_bytes(problem, plans, parameters))
+    return found
 
 
 def _laid_out(problem: Problem, batch: PlanBatch) -> Iterator[tuple[Ints, Stages]]:
