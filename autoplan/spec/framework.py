@@ -35,6 +35,8 @@ class Memory:
     bytes_per_bucket_grad: float = 0.0  # in buckets beside the gradients, where data-parallel ranks do not shard (DDP)
     bytes_per_fp16_unscaled_grad: float = 0.0  # fp32 copy that fp16 runs make to unscale, sharded with the optimizer
     bytes_per_optimizer_state: float = 12.0  # fp32 master weights and two Adam moments
+    # Of the optimizer's state, what stays on the device where the optimizer is on the host.
+    bytes_per_state_kept_on_device: float = 0.0
     offloads_grads: bool = False  # under zero3, an optimizer on the host takes the gradients along
     drops_grads: bool = False  # after the optimizer's step, where others set them to zero
     # FSDP2 holds the states, under every sharding but none in shards: fp32 weights that the passes read in 16-bit
@@ -140,6 +142,9 @@ class Kernels:
     # Moved through memory per parameter and micro-batch where adding up gradients is not fused into the products.
     bytes_moved_per_accumulated_grad: float = 0.0
     bytes_moved_per_update: float = 30.0  # read and written per local parameter in a step (`modelling` C7)
+    # Read and written in host memory per parameter that an optimizer on the host updates: by torch's AdamW, a loop
+    # over a tensor for each of its eight operations.
+    bytes_moved_per_host_update: float = 80.0
     # Copied on the device per weight that zero3 gathers, into tensors of their own, and per gradient that is reduced.
     bytes_copied_per_gathered: float = 0.0
     bytes_copied_per_reduced: float = 0.0

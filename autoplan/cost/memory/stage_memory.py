@@ -311,7 +311,8 @@ def states(
     on_device = batch.offload != Offload.OPTIMIZER.code
     if framework.memory.offloads_grads:
         gradients *= (on_device | ~zero3)[:, None]
-    optimizer = spread(framework.memory.bytes_per_optimizer_state, zero1) * on_device[:, None]
+    kept = framework.memory.bytes_per_optimizer_state, framework.memory.bytes_per_state_kept_on_device
+    optimizer = spread(kept[0], zero1) * on_device[:, None] + spread(kept[1], zero1) * ~on_device[:, None]
     optimizer += spread(framework.memory.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
     return weights, gradients, optimizer
 
