@@ -127,18 +127,18 @@ qwen2.5-0.5b h100-sxm:1x8 torch 64 2048 | --sharding zero3 --precision fp32 | --
 # The same, of plans that are searched.
 SEARCHED = """
 llama3-8b h100-sxm:2x8 megatron-core 128 8192 | | --to megatron-lm
-llama3-70b h100-sxm:16x8 megatron-core 512 8192 | --allow uneven-stages --allow partial-recompute | --to megatron-lm
-llama3-8b mi300x:2x8 primus 128 8192 | --allow schedule=zb-v --fix schedule=zb-v | --to primus
-llama3-70b mi300x:8x8 primus 512 8192 | --allow schedule=zb-h1 --fix schedule=zb-h1 | --to primus
-llama3-8b h100-sxm:2x8 torchtitan 128 8192 | --allow schedule=zb-v --fix schedule=zb-v | --to torchtitan
-llama3-8b h100-sxm:4x8 torchtitan 256 8192 | --allow schedule=dualpipe-v --fix schedule=dualpipe-v | --to torchtitan
+llama3-70b h100-sxm:16x8 megatron-core 512 8192 | --forbid tp-overlap --forbid sharding=zero3 | --to megatron-lm
+llama3-8b mi300x:2x8 primus 128 8192 | --fix schedule=zb-v | --to primus
+llama3-70b mi300x:8x8 primus 512 8192 | --fix schedule=zb-h1 | --to primus
+llama3-8b h100-sxm:2x8 torchtitan 128 8192 | --fix schedule=zb-v | --to torchtitan
+llama3-8b h100-sxm:4x8 torchtitan 256 8192 | --fix schedule=dualpipe-v | --to torchtitan
 qwen3-14b h100-sxm:4x8 torchtitan 256 4096 | | --to torchtitan --launcher jobset --image lab/train:1
 llama2-7b a100-sxm:2x8 nanotron 128 4096 | | --to nanotron
 llama2-13b a100-sxm:4x8 deepspeed-zero 128 4096 | | --to deepspeed
 mistral-7b h100-sxm:1x8 pytorch-fsdp 128 4096 | | --to accelerate
-qwen3-8b h100-sxm:2x8 pytorch-fsdp 128 4096 | --allow partial-sharding | --to fsdp2 --launcher skypilot --image lab/train:1
+qwen3-8b h100-sxm:2x8 pytorch-fsdp 128 4096 | --forbid uneven-stages | --to fsdp2 --launcher skypilot --image lab/train:1
 qwen3-1.7b h200-sxm:1x8 torch 64 4096 | | --to autoplan
-deepseek-v3 h200-sxm:32x8 nemo-25.09 1024 4096 | --allow partial-recompute --precision fp8 | --to megatron-bridge
+deepseek-v3 h200-sxm:32x8 nemo-25.09 1024 4096 | --forbid partial-recompute --precision fp8 | --to megatron-bridge
 qwen3-30b-a3b h100-sxm:4x8 nemo 256 4096 | | --to megatron-bridge
 """  # noqa: E501
 
@@ -229,14 +229,14 @@ FAMILIES = (
     TORCH,
 )  # fmt: skip
 
-ALLOWED = {
-    MEGATRON: ("zero2", "zero3", "offload", "partial-recompute", "uneven-stages", "partial-sharding"),
+FORBIDDEN = {
+    MEGATRON: ("sharding=zero2", "sharding=zero3", "offload", "partial-recompute", "uneven-stages", "partial-sharding"),
     OLD_MEGATRON: ("uneven-stages", "partial-recompute"),
-    TORCHTITAN: ("uneven-stages", "partial-sharding", "schedule=zb-v", "schedule=gpipe"),
-    NANOTRON: ("uneven-stages", "schedule=gpipe"),
+    TORCHTITAN: ("uneven-stages", "partial-sharding", "schedule=zb-v", "schedule=zb-h1"),
+    NANOTRON: ("sharding=none",),
     SHARDED: ("partial-sharding",),
     PRIMUS: ("schedule=zb-v", "schedule=zb-h1", "uneven-stages", "partial-recompute"),
-    TORCH: ("zero2", "zero3", "uneven-stages"),
+    TORCH: ("sharding=zero2", "sharding=zero3", "uneven-stages"),
 }
 FIXED = ("micro_batch=1", "micro_batch=2", "recompute=full", "recompute=none")
 FIXED_DEGREES = ("tp=2", "tp=4", "pp=2", "cp=1", "pp=1")
@@ -292,8 +292,8 @@ def _random_search(rng: random.Random) -> list[str]:
     command += ["--global-batch", str(batch), "--seq-len", str(seq_len)]
     command += ["--precision", rng.choice(_precisions(family, clusters, cluster))]
     if rng.random() < 0.3:
-        for choice in rng.sample(ALLOWED[family], k=min(len(ALLOWED[family]), rng.choice((1, 1, 2)))):
-            command += ["--allow", choice]
+        for choice in rng.sample(FORBIDDEN[family], k=min(len(FORBIDDEN[family]), rng.choice((1, 1, 2)))):
+            command += ["--forbid", choice]
     if rng.random() < 0.15:
         command += ["--fix", rng.choice(FIXED if family == SHARDED else (*FIXED, *FIXED_DEGREES))]
     if rng.random() < 0.35:
@@ -340,8 +340,8 @@ from-script-larger
   search --from train.sh --cluster h200-sxm:4x8 --global-batch 256 --set SLURM_NNODES=4 --json -q
 from-script-bounded
   search --from train.sh --cluster h100-sxm:2x8 --max tp=4 --json -q
-from-script-allowed
-  search --from train.sh --cluster h100-sxm:2x8 --allow uneven-stages --allow partial-recompute --why --json -q
+from-script-narrowed
+  search --from train.sh --cluster h100-sxm:2x8 --forbid uneven-stages --forbid partial-recompute --why --json -q
 from-script-priced
   estimate --from train.sh --cluster h100-sxm:2x8 --json -q
 from-deepspeed

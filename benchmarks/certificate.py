@@ -3,7 +3,7 @@
 usage: python benchmarks/certificate.py [--small N] [--large N] [--plans N] [--seed N] [--report FILE]
 
 Small problems are drawn at random: any preset of a model on 1 to 64 devices of any preset of a cluster, any framework
-whose rules are known, and random --allow, --fix, --max and objectives.  Every legal plan of their spaces is priced by
+whose rules are known, and random --forbid, --fix, --max and objectives.  Every legal plan of their spaces is priced by
 the estimate.  Those too large for that have 256 to 16,384 devices and many axes: plans are drawn, half of them from all
 cells alike and half from the cell of the best plan; one of the former has to fit.  Rows are told as they come, on
 stderr.  Anything wrong is told, and the exit status is 1.
@@ -39,7 +39,7 @@ from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.model import load_model, preset_models
 from autoplan.search.findings import KEPT
-from autoplan.search.limits import ALLOWED, COUNTS
+from autoplan.search.limits import COUNTS, FORBIDDEN
 from autoplan.search.objectives import OBJECTIVES, Run, costs_of, figures_at, find_objectives
 from autoplan.search.ranking import ordering, seconds_per_sequence
 from autoplan.search.sampler import Sampling
@@ -56,7 +56,7 @@ from autoplan.spec.search_result import RankedPlan, SearchResult
 SEED = 7
 MOST_ENUMERATED = 16_000  # plans of a small problem
 STATE_BYTES = 18  # of a parameter: with less memory in all hardly a plan fits
-SCHEDULES_SHARE = 0.05  # of further schedules are allowed
+KEPT_SCHEDULES = 0.1  # share of the further schedules of a framework that a search keeps
 FEW = 0.1  # of the problems that have no plan, or hardly one that fits, are taken
 MOST_OBJECTIVES = 4_000  # plans of one whose objectives are compared, size by size
 SMALL_NODES, SMALL_DEVICES = (1, 2, 3, 4, 6, 8), (1, 2, 4, 6, 8, 16)
@@ -136,7 +136,7 @@ def draw(rng: Rng, *, is_large: bool) -> Case | None:
     seq_len = int(rng.choice((1024, 2048, 4096, 8192, 32768)))
     some = nodes * devices * int(rng.choice((1, 2, 3, 4, 8)))
     batch = f"{some}:{some * 3 // 2}" if rng.random() < 0.25 else str(some if rng.random() < 0.9 else some // 2 + 1)
-    space_flags: dict[str, list[str]] = {"fix": [], "at_most": [], "allow": []}
+    space_flags: dict[str, list[str]] = {"fix": [], "at_most": [], "forbid": []}
     try:
         problem = make_problem(**parts, seq_len=seq_len)
         # Sometimes with so little memory that only few plans fit.
@@ -145,7 +145,7 @@ def draw(rng: Rng, *, is_large: bool) -> Case | None:
         states = STATE_BYTES * count_parameters(problem.model)
         if states > problem.capacity_bytes * problem.cluster.num_devices and rng.random() >= FEW:
             return None
-        space_flags["allow"] = _allowed(rng, problem, batch, 0.7 if is_large else 0.2)
+        space_flags["forbid"] = _forbidden(rng, problem, batch, 0.3 if is_large else 0.8)
         space = make_space(problem, batch, **space_flags)
         if rng.random() < (0.2 if is_large else 0.6):
             space_flags |= _narrowing(rng, space)
@@ -156,7 +156,7 @@ def draw(rng: Rng, *, is_large: bool) -> Case | None:
     words += [f"--global-batch {batch}", f"--seq-len {seq_len}"]
     words += [
         f"--{key} {value}"
-        for key, flag in zip(("fix", "max", "allow"), space_flags, strict=True)
+        for key, flag in zip(("fix", "max", "forbid"), space_flags, strict=True)
         for value in space_flags[flag]
     ]
     if problem.reserve_bytes:
@@ -164,15 +164,16 @@ def draw(rng: Rng, *, is_large: bool) -> Case | None:
     return Case(command=" ".join(words), batch=batch, space_flags=space_flags, problem=problem, space=space)
 
 
-def _allowed(rng: Rng, problem: Problem, batch: str, share: float) -> list[str]:
-    """Random share of what may be allowed of this framework."""
-    found = []
-    for choice in ALLOWED:
+def _forbidden(rng: Rng, problem: Problem, batch: str, share: float) -> list[str]:
+    """Random share of the choices that this framework offers beside the plain ones."""
+    plain = {f"{axis.name}={axis.default}" for axis in SEARCHED} | {"recompute=none"}
+    found: list[str] = []
+    for choice in sorted(set(FORBIDDEN) - plain):
         # Zero-bubble pipelines are priced pass by pass, which takes long where there are many micro-batches.
-        if rng.random() >= (SCHEDULES_SHARE if "=" in choice else share):
+        if rng.random() >= (1.0 - KEPT_SCHEDULES if choice.startswith("schedule=") else share):
             continue
         try:
-            make_space(problem, batch, fix=[], at_most=[], allow=[choice])
+            make_space(problem, batch, fix=[], at_most=[], forbid=[*found, choice])
         except AutoplanError:
             continue
         found.append(choice)

@@ -44,6 +44,7 @@ from autoplan.cost.estimate import estimate
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.cost.provenance import shares
 from autoplan.frameworks.presets import load_framework
+from autoplan.frameworks.registry import book_of
 from autoplan.profiler.crew import Crew, default_num_ranks
 from autoplan.profiler.machine.hardware import SYS, amd_gpus, device_id, emulates_bf16, nvidia_gpus
 from autoplan.profiler.protocol import Hello, Job, Rules
@@ -102,7 +103,7 @@ GPU_MODELS = {
     "3b": (_grouped("3b", 28, 3072, 8192, 24, 32_768), 4096),
 }
 MODELS = GPU_MODELS if HAS_GPUS else HOST_MODELS
-ALLOWED = ("zero2", "zero3", *(f"schedule={name}" for name in ("gpipe", "zb-h1", "zb-v", "dualpipe-v")))
+FORBIDDEN = ("uneven_stages", "partial_recompute", "partial_sharding")
 MOST_PLANS = 40  # of a model: spread evenly over those that there are
 # What recomputing takes is measured on accelerators alone, where memory is short.
 FIXED = () if HAS_GPUS else ("recompute=none",)
@@ -159,7 +160,8 @@ def plans_of(name: str) -> list[ParallelPlan]:
     """Plans that fit, with layers spread evenly, up to two chunks a rank."""
     problem = problem_of(name)
     at_most = ["vp=2", f"micro_batch={MICRO_BATCHES[-1]}"]
-    space = make_space(problem, str(GLOBAL_BATCH), fix=list(FIXED), at_most=at_most, allow=list(ALLOWED))
+    space = make_space(problem, str(GLOBAL_BATCH), fix=list(FIXED), at_most=at_most, forbid=FORBIDDEN)
+    space = replace(space, limits=space.limits.where(schedule=book_of(problem.framework).words("schedule")))
     batch, _ = space.plans(space.cells())
     fits = estimate(problem, batch).memory_bytes <= problem.capacity_bytes
     plans = [batch.plan(int(at)) for at in np.flatnonzero(fits)]

@@ -38,7 +38,10 @@ from autoplan.spec.problem import Problem
 
 SPACES = Path(__file__).parent / "spaces"
 GROWING = (1, 8, 64, 512, 4096, 16384)  # nodes of 8
-WIDENING = ("zero2", "zero3", "offload", "partial-recompute", "uneven-stages", "partial-sharding", "tp-overlap")
+WIDENING = (
+    *("sharding=zero2", "sharding=zero3", "offload", "partial-recompute"),
+    *("uneven-stages", "partial-sharding", "tp-overlap"),
+)
 MOST_PLANS, MOST_KINDS = 100_000, 20_000
 TURNS = 3
 FRAMEWORK = "megatron-core"  # of spaces that name none
@@ -135,7 +138,7 @@ def start_up(num_runs: int) -> list[str]:
 
 
 def _arguments(space: dict[str, Any], out: Path) -> list[str]:
-    flags = [word for choice in space["allow"] for word in ("--allow", choice)]
+    flags = [word for choice in space.get("forbid", ()) for word in ("--forbid", choice)]
     flags += [word for bound in space.get("at_most", ()) for word in ("--max", bound)]
     command = ["search", space["model"], "--cluster", space["cluster"], "--global-batch", space["global_batch"]]
     command += ["--seq-len", str(space["seq_len"]), "--framework", space.get("framework", FRAMEWORK)]
@@ -203,7 +206,7 @@ def growth() -> list[str]:
         for nodes in GROWING
     ]
     grown = [search_once(space) for space in spaces]
-    wider = [{**large, "allow": list(WIDENING[:count])} for count in range(len(WIDENING) + 1)]
+    wider = [{**large, "forbid": list(WIDENING[count:])} for count in range(len(WIDENING) + 1)]
     widened = [search_once(space) for space in wider]
     plans = [run.certificate["plans"] for run in grown], [run.certificate["plans"] for run in widened]
     return [
@@ -224,7 +227,7 @@ def _problem(name: str) -> tuple[Problem, Space]:
         seq_len=table["seq_len"],
         framework=table.get("framework", FRAMEWORK),
     )
-    return problem, make_space(problem, table["global_batch"], at_most=table.get("at_most", []), allow=table["allow"])
+    return problem, make_space(problem, table["global_batch"], at_most=table.get("at_most", []))
 
 
 def _per_s(count: int, run: Callable[[], object]) -> float:

@@ -86,7 +86,7 @@ def main() -> None:
         timings=None if options.unmeasured else "db",
         db=str(timings),
     )
-    plans = distinct(search(problem, make_space(problem, GLOBAL_BATCH, fix=[], at_most=[], allow=[]), margin=MARGIN))
+    plans = distinct(search(problem, make_space(problem, GLOBAL_BATCH, fix=[], at_most=[], forbid=[]), margin=MARGIN))
     tried = tune(problem, plans, options.folder, options.trials, until_s)
     truth = measure(problem, plans, options.folder / "truth", options.rounds, until_s)
     text = "\n".join(table(problem, plans, truth, tried))

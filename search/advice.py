@@ -134,11 +134,11 @@ def _way_out(problem: Problem, space: Space) -> str:
     if here := list(islice(helpful, SHOWN_WAYS)):
         ways.append(f"on this size it fits {' or '.join(here)}")
     elif is_narrowed and fits_somewhere(problem, free, space):
-        ways.append("on this size it fits with fewer --fix and --max")
+        ways.append("on this size it fits with fewer --fix, --max and --forbid")
     if ways:
         return "; ".join(ways)
     if is_narrowed and (least := smallest_nodes(problem, free, space)) is not None:
-        return f"without --fix and --max {_size(problem, least)}"
+        return f"without --fix, --max and --forbid {_size(problem, least)}"
     return (
         f"no size of {problem.cluster.name} was found where it would: a larger device, a shorter sequence or "
         "another global batch"
@@ -146,14 +146,8 @@ def _way_out(problem: Problem, space: Space) -> str:
 
 
 def _free(problem: Problem, limits: Limits) -> Limits:
-    """The usual limits, in which nothing is fixed or bounded and what was allowed stays allowed."""
-    plain = default_limits(problem, limits.global_batches)
-    allowed = {
-        axis.name: limits.of(axis.name)
-        for axis in SEARCHED
-        if axis.allowed and (axis.name not in ("sharding", "schedule") or len(limits.of(axis.name)) > 1)
-    }
-    return plain.where(**allowed)
+    """The usual limits, in which nothing is fixed, bounded or forbidden."""
+    return default_limits(problem, limits.global_batches)
 
 
 def _size(problem: Problem, nodes: int) -> str:
@@ -165,10 +159,10 @@ def _size(problem: Problem, nodes: int) -> str:
 def _wider(limits: Limits, free: Limits) -> Iterator[tuple[str, Limits]]:
     """Limits with one flag changed, and that flag."""
     shardings, schedules = limits.of("sharding"), limits.of("schedule")
-    if limits.of("offload") == (Offload.NONE,):
-        yield "with --allow offload", limits.where(offload=(Offload.NONE, Offload.OPTIMIZER))
-    if len(shardings) > 1 and Sharding.ZERO3 not in shardings:
-        yield "with --allow zero3", limits.where(sharding=(*shardings, Sharding.ZERO3))
+    if limits.of("offload") == (Offload.NONE,) != free.of("offload"):
+        yield "without --forbid offload", limits.where(offload=free.of("offload"))
+    if len(shardings) > 1 and Sharding.ZERO3 in set(free.of("sharding")) - set(shardings):
+        yield "without --forbid sharding=zero3", limits.where(sharding=free.of("sharding"))
     for axis, value in limits.fixed:
         bounds = tuple((name, most) for name, most in free.most if name == axis)
         rest = tuple((name, count) for name, count in limits.fixed if name != axis)

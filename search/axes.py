@@ -65,7 +65,7 @@ def plan_of(problem: Problem, axes: Axes) -> ParallelPlan:
     """Return the plan that `axes` make on all devices; an `InputError` says why there is none, rules aside."""
     model, book, has_experts = problem.model, book_of(problem.framework), problem.model.moe is not None
     tp, cp, pp = (axes[axis] for axis in ("tp", "cp", "pp"))
-    sharding, group = axes.get("sharding", (book.usual_shardings[0], None))
+    sharding, group = axes.get("sharding", (book.words("sharding")[0], None))
     schedule, vp = axes.get("schedule", ("1f1b", 1)) if pp > 1 else ("1f1b", 1)
     recompute, modules, repeated = axes["recompute"]
     etp = axes.get("etp", WITH_TP) if has_experts else WITH_TP
@@ -104,7 +104,7 @@ def _without_idle(problem: Problem, plan: ParallelPlan, axes: Axes) -> ParallelP
         if axis.default is False and getattr(plan, axis.name) and not axis.needs.are_met(plan, has_experts=has_experts)
     }
     if plan.offload == "none" and not AXIS["sharding"].needs.are_met(plan, has_experts=has_experts):
-        sharding = book_of(problem.framework).usual_shardings[0]
+        sharding = book_of(problem.framework).words("sharding")[0]
         gathers = sharding != "none" and axes.get("param_gather_overlap", True)
         changes |= {"sharding": sharding, "param_gather_overlap": gathers}
     return replace(plan, **changes) if changes else plan

@@ -13,8 +13,8 @@ from autoplan.cost.memory.recompute import stores_scores
 from autoplan.frameworks.common.rules import Rulebook
 from autoplan.frameworks.megatron_lm.rules import missing_modules
 from autoplan.frameworks.registry import book_of
-from autoplan.spec.axes import AXES, AXIS, SEARCHED, USUAL_SCHEDULES, Kind, Value, shown
-from autoplan.spec.enums import Precision, RecomputeModule
+from autoplan.spec.axes import AXES, AXIS, SEARCHED, Kind, Value, shown
+from autoplan.spec.enums import Precision, Recompute, RecomputeModule, Schedule
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import parse_recompute
 from autoplan.spec.problem import Problem
@@ -28,10 +28,14 @@ MAX_BATCHES = 24
 MOST_FEWER_AT_ENDS = 4  # more than that, no head of a published model is worth in layers
 
 COUNTS = tuple(axis.name for axis in AXES if axis.can_be_bounded)
-# Off unless asked for: values of axes, and how far the layers, the recomputation and the sharding may go.
-ALLOWED = (
-    *(name for axis in SEARCHED for name in axis.allowed),
-    *("partial_recompute", "uneven_stages", "partial_sharding"),
+# How far the layers, the recomputation and the sharding may go beyond the plain choices of their axes.
+EXTENTS = ("partial_recompute", "uneven_stages", "partial_sharding")
+# What --forbid takes: an extent, an axis that then keeps its plain value, or a value of an axis that has others.
+FORBIDDEN = (
+    *EXTENTS,
+    *(axis.name for axis in SEARCHED if axis.kind is Kind.FLAG or axis.name == "offload"),
+    *(f"{axis.name}={value}" for axis in SEARCHED if axis.kind is not Kind.FLAG for value in axis.searched),
+    *(f"recompute={word}" for word in Recompute),
 )
 # What a person may try to fix that is no axis, or none of a search, and where it is said.
 ELSEWHERE = {axis.name: axis.elsewhere for axis in AXES if axis.elsewhere} | {
@@ -54,11 +58,10 @@ class Limits:
     precision: Precision = Precision.BF16
     fixed: tuple[tuple[str, int], ...] = ()
     most: tuple[tuple[str, int], ...] = ()
-    values: tuple[tuple[str, tuple[Value, ...]], ...] = tuple((axis.name, axis.searched) for axis in SEARCHED)
+    values: tuple[tuple[str, tuple[Value, ...]], ...] = tuple((axis.name, axis.searched[:1]) for axis in SEARCHED)
     shard_domains: tuple[int, ...] = ()
     sequence_parallel: bool = True
     recomputes: tuple[str, ...] = ("none", "full")  # as `parse_recompute` reads them
-    partial_recomputes: tuple[str, ...] = ()  # what a user may add to them
     fewer_at_ends: int = 1  # layers that the first and the last chunk may have less than others
     shards_any_part: bool = False  # whether states may be sharded over any part of the replicas
     # The one way in which the framework cuts the model into so many stages; None: several are tried.
@@ -113,12 +116,11 @@ def _in_short(recomputes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
-    """The space that a person would look at first.
+    """All that the framework offers and that does not change the numerics of training.
 
     tp stays inside the fastest domain that joins devices: its collectives are exposed in every layer.  Choices that
     the cost model never prefers are left out: recomputing attention under a flash kernel, which keeps nothing
-    there, and switching off an overlap.  Shardings, schedules and kinds of context parallelism are those that the
-    framework has and that its users would try first.
+    there, GPipe, and switching off an overlap of the gradient reduction or the parameter gather.
     """
     cluster, training, book = problem.cluster, problem.training, book_of(problem.framework)
     even = (level for level in problem.topology.levels if level.seats is None or level.seats.is_even)
@@ -134,20 +136,22 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         ),
         shard_domains=tuple(domains[:-1]) if book.shards_over_part else (),  # the last domain is the whole cluster
         sequence_parallel=problem.framework.network.sequence_parallel,
-        recomputes=_recomputes(problem, book),
-        partial_recomputes=(
+        recomputes=(
+            *_recomputes(problem, book),
             *(_parts(problem.model) if book.repeats_parts else ()),
             *(_numbers(problem.model) if book.repeats_some_layers else ()),
         ),
+        fewer_at_ends=MOST_FEWER_AT_ENDS,
+        shards_any_part=book.shards_over_part,
         split=book.split,
         split_schedules_overlap=book.split_schedules_overlap,
     )
-    return limits.where(
-        sharding=book.usual_shardings,
-        schedule=[name for name in USUAL_SCHEDULES if name in book.words("schedule")],
-        cp_kind=book.words("cp_kind"),
-        rank_order=orders if _order_matters(problem) else orders[:1],
-    )
+    offered = {axis.name: [value for value in axis.searched if book.offers(axis, value)] for axis in SEARCHED}
+    if Schedule.ONE_F_ONE_B in offered["schedule"]:  # as long, and keeps fewer activations
+        offered["schedule"] = [name for name in offered["schedule"] if name != Schedule.GPIPE]
+    if problem.framework.overlap.tp_overlap_share == 0:
+        offered["tp_overlap"] = [False]
+    return limits.where(**offered | {"rank_order": orders if _order_matters(problem) else orders[:1]})
 
 
 def _order_matters(problem: Problem) -> bool:
@@ -239,30 +243,40 @@ def _fixed(limits: Limits, name: str, text: str) -> Limits:
     return replace(limits, fixed=(*limits.fixed, (name, int(value))), most=most)
 
 
-def _allowing(limits: Limits, typed: str) -> Limits:
-    """`limits` with a choice that is off by default."""
+def _forbidding(limits: Limits, typed: str) -> Limits:
+    """`limits` without a choice."""
     name, sign, value = typed.strip().lower().partition("=")
-    name = f"{name}={value.replace('_', '-')}" if sign else name.replace("-", "_")
-    if name not in ALLOWED:
-        close = difflib.get_close_matches(name, ALLOWED, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(ALLOWED)}"
-        raise InputError(f"--allow {typed}: unknown; {hint}")
-    if name == "partial_recompute":
-        if not limits.partial_recomputes:
-            raise InputError("--allow partial_recompute: the framework recomputes all layers or none, leave it out")
-        return replace(limits, recomputes=tuple(dict.fromkeys((*limits.recomputes, *limits.partial_recomputes))))
-    if name == "uneven_stages":
-        return replace(limits, fewer_at_ends=MOST_FEWER_AT_ENDS)
-    if name == "partial_sharding":
-        return replace(limits, shards_any_part=True)
-    axis = next(axis for axis in SEARCHED if name in axis.allowed)
-    return limits.where(**{axis.name: dict.fromkeys((*limits.of(axis.name), *axis.allowed[name]))})
+    name = name.replace("-", "_") + (f"={value}" if sign else "")
+    choice = next((known for known in FORBIDDEN if known.replace("_", "-") == name.replace("_", "-")), None)
+    if choice is None:
+        close = difflib.get_close_matches(name, FORBIDDEN, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(FORBIDDEN)}"
+        raise InputError(f"--forbid {typed}: unknown; {hint}")
+    if choice == "uneven_stages":
+        return replace(limits, fewer_at_ends=1)
+    if choice == "partial_sharding":
+        return replace(limits, shards_any_part=False)
+    if choice == "partial_recompute":
+        return _recomputing(limits, typed, [text for text in limits.recomputes if text in tuple(Recompute)])
+    axis, _, word = choice.partition("=")
+    if axis == "recompute":
+        of_kind = (text for text in limits.recomputes if parse_recompute(text)["recompute"] != word)
+        return _recomputing(limits, typed, of_kind)
+    left = [kept for kept in limits.of(axis) if (kept != word if word else kept == AXIS[axis].default)]
+    if not left:
+        raise InputError(f"--forbid {typed}: nothing else is left of {axis}, leave it out")
+    return limits.where(**{axis: left})
 
 
-def with_flags(limits: Limits, *, fix: Iterable[str], at_most: Iterable[str], allow: Iterable[str]) -> Limits:
-    """`limits` with the user's AXIS=VALUE flags: fixed values, bounds, and choices that are off by default."""
-    for text in allow:
-        limits = _allowing(limits, text)
+def _recomputing(limits: Limits, typed: str, recomputes: Iterable[str]) -> Limits:
+    left = tuple(recomputes)
+    if not left:
+        raise InputError(f"--forbid {typed}: nothing else is left of recompute, leave it out")
+    return replace(limits, recomputes=left)
+
+
+def with_flags(limits: Limits, *, fix: Iterable[str], at_most: Iterable[str], forbid: Iterable[str]) -> Limits:
+    """`limits` with the user's flags: AXIS=VALUE that is fixed or a bound, and choices that are left out."""
     bounds: dict[str, int] = {}
     for axis, text in _pairs(at_most, "--max"):
         if axis not in COUNTS:
@@ -275,6 +289,8 @@ def with_flags(limits: Limits, *, fix: Iterable[str], at_most: Iterable[str], al
     for axis, count in limits.fixed:
         if count > bounds.get(axis, count):
             raise InputError(f"--fix {axis}={count} is above --max {axis}={bounds[axis]}: leave one of them out")
+    for text in forbid:
+        limits = _forbidding(limits, text)
     return limits
 
 

@@ -14,7 +14,7 @@ from autoplan.cli.plan_flags import plan_flags
 from autoplan.read.model import load_model
 from autoplan.search.axes import axes_of
 from autoplan.search.explain import TYPED
-from autoplan.search.limits import ALLOWED, ELSEWHERE, Limits, with_flags
+from autoplan.search.limits import ELSEWHERE, Limits, with_flags
 from autoplan.spec.axes import AXES, AXIS, COLUMNS, LABELS, SEARCHED, Axis, Kind
 from autoplan.spec.enums import Offload, Precision, RecomputeModule
 from autoplan.spec.plan import ParallelPlan, PlanBatch, check_priced, derived_values
@@ -95,24 +95,27 @@ def test_an_axis_can_be_fixed_or_it_is_said_where_else(axis: Axis) -> None:
     text = {Kind.COUNT: "2", Kind.FLAG: "on"}.get(axis.kind) or str(next(iter(axis.enum or ("",))))
     if axis.elsewhere:
         with pytest.raises(InputError, match="not an axis of the search: "):
-            with_flags(limits, fix=[f"{axis.name}={text or 'x'}"], at_most=[], allow=[])
+            with_flags(limits, fix=[f"{axis.name}={text or 'x'}"], at_most=[], forbid=[])
         assert ELSEWHERE[axis.name] == axis.elsewhere
         return
-    fixed = with_flags(limits, fix=[f"{axis.name.replace('_', '-')}={text}"], at_most=[], allow=[])
+    fixed = with_flags(limits, fix=[f"{axis.name.replace('_', '-')}={text}"], at_most=[], forbid=[])
     assert fixed.fixes(axis.name) or axis.name in ("recompute", "sp") or fixed.of(axis.name) == (axis.parse(text, ""),)
     if axis.kind is Kind.COUNT:
-        assert with_flags(limits, fix=[], at_most=[f"{axis.name}=2"], allow=[]).admits(axis.name, 2)
+        assert with_flags(limits, fix=[], at_most=[f"{axis.name}=2"], forbid=[]).admits(axis.name, 2)
 
 
 @pytest.mark.parametrize("axis", SEARCHED, ids=is_called)
-def test_what_is_searched_or_allowed_are_values_and_the_plain_one_comes_first(axis: Axis) -> None:
-    limits = Limits(global_batches=(64,))
-    for name, values in axis.allowed.items():
-        assert name in ALLOWED
-        assert set(with_flags(limits, fix=[], at_most=[], allow=[name]).of(axis.name)) == {*axis.searched, *values}
-    values = (*axis.searched, *(value for more in axis.allowed.values() for value in more))
-    assert len(set(values)) == len(values)
-    assert all(axis.value(axis.code(value)) == value for value in values)
+def test_what_is_searched_are_values_of_which_any_but_the_last_can_be_forbidden(axis: Axis) -> None:
+    limits = Limits(global_batches=(64,)).where(**{axis.name: axis.searched})
+    assert len(set(axis.searched)) == len(axis.searched)
+    assert all(axis.value(axis.code(value)) == value for value in axis.searched)
+    if axis.kind is Kind.FLAG:
+        assert with_flags(limits, fix=[], at_most=[], forbid=[axis.name]).of(axis.name) == (False,)
+        return
+    all_but_one = [f"{axis.name}={value}" for value in axis.searched[1:]]
+    assert with_flags(limits, fix=[], at_most=[], forbid=all_but_one).of(axis.name) == axis.searched[:1]
+    with pytest.raises(InputError, match=f"nothing else is left of {axis.name}"):
+        with_flags(limits, fix=[], at_most=[], forbid=[f"{axis.name}={value}" for value in axis.searched])
 
 
 def test_words_are_read_with_either_dash_and_wrong_ones_are_answered_by_all() -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoplan.search.limits import with_flags
 from autoplan.search.study import search
 from benchmarks.certificate import (
     Case,
@@ -19,7 +18,7 @@ from benchmarks.certificate import (
     wrong_with_plans,
     wrong_with_search,
 )
-from search_cases import LARGE, make
+from search_cases import LARGE, PLAIN, make
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +38,9 @@ def test_certificates_are_those_of_full_enumeration() -> None:
 
 
 def test_random_plans_do_not_beat_what_is_proven() -> None:
-    problem, space = make(LARGE, "h100-sxm:32x8", batches=(512,))
-    space = replace(space, limits=with_flags(space.limits, fix=(), at_most=(), allow=("zero2", "uneven_stages")))
-    space_flags: dict[str, list[str]] = {"fix": [], "at_most": [], "allow": []}
+    forbid = tuple(set(PLAIN) - {"sharding=zero2", "uneven_stages"})
+    problem, space = make(LARGE, "h100-sxm:32x8", batches=(512,), forbid=forbid)
+    space_flags: dict[str, list[str]] = {"fix": [], "at_most": [], "forbid": []}
     asked = Case(command="large", batch="512", space_flags=space_flags, problem=problem, space=space)
     one = beside_plans(asked, np.random.default_rng(3), 1000)
     assert one is not None

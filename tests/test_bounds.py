@@ -17,6 +17,7 @@ from autoplan.search.bounds import first_layers, group_bounds, kind_bounds, kind
 from autoplan.search.limits import default_limits, with_flags
 from autoplan.search.space import Inside, Space
 from autoplan.search.study import search
+from autoplan.spec.axes import USUAL_SCHEDULES
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import PlanBatch
@@ -69,13 +70,10 @@ def make(
         cluster=spec,
         framework=load_framework(framework),
     )
-    book, plain = book_of(problem.framework), default_limits(problem, batches)
-    schedules = [f"schedule={name}" for name in book.words("schedule") if name not in plain.of("schedule")]
-    allow = [name for name in ("zero2", "zero3") if name in book.words("sharding")]
-    allow += ["offload"] if "optimizer" in book.words("offload") else []
-    allow += ["partial_recompute"] if plain.partial_recomputes else []
-    allow += ["uneven_stages"] if all_schedules and not plain.split else []
-    limits = with_flags(plain, fix=(), at_most=(), allow=(*allow, *(schedules if all_schedules else ())))
+    book, limits = book_of(problem.framework), default_limits(problem, batches)
+    if not all_schedules:
+        others = [f"schedule={name}" for name in limits.of("schedule") if name not in USUAL_SCHEDULES]
+        limits = with_flags(limits, fix=(), at_most=(), forbid=("uneven_stages", *others))
     return problem, Space(workload=problem.workload, limits=limits, rules=book.rules)
 
 
@@ -154,7 +152,7 @@ def test_bounds_of_kinds_and_groups_lie_below_those_of_their_plans(made: tuple[P
 def test_a_group_with_fixed_replicas_may_hold_whole_states_with_fewer_communicators() -> None:
     tiny = replace(DENSE, name="tiny", num_layers=2, hidden_size=256, vocab_size=1000, ffn_size=512)
     problem, space = make(tiny, "h100-sxm:2x8", "megatron-core", (16,), 2048, False)
-    space = replace(space, limits=with_flags(space.limits, fix=("dp_replicate=2",), at_most=(), allow=()))
+    space = replace(space, limits=with_flags(space.limits, fix=("dp_replicate=2",), at_most=(), forbid=()))
     groups, kinds, of_group = some_kinds(space, 10_000, 0)
     _, least_bytes = group_bounds(problem, space, groups)
     plans, kind = space.plans_in(kinds)

@@ -170,7 +170,7 @@ def test_a_search_says_what_would_change_its_answer_and_why_others_lost(folder: 
     ("framework", "wishes", "sharding"),
     [
         ("torchtitan", ("--fix", "schedule=zb-v"), {"none", "zero2", "zero3"}),
-        ("nanotron", ("--fix", "pp=4", "--allow", "schedule=gpipe"), {"none", "zero1"}),
+        ("nanotron", ("--fix", "pp=4", "--forbid", "recompute=full"), {"none", "zero1"}),
     ],
 )
 def test_a_search_finds_a_plan_of_another_framework(
@@ -337,7 +337,7 @@ def test_a_range_of_batches_takes_the_best_rate(folder: Path) -> None:
 
 
 def test_limits_reach_the_search(folder: Path) -> None:
-    wishes = ("--fix", "tp=2", "--max", "pp=2", "--fix", "sharding=zero1", "--max-tp", "4", "--allow", "tp_overlap")
+    wishes = ("--fix", "tp=2", "--max", "pp=2", "--fix", "sharding=zero1", "--max-tp", "4", "--forbid", "ep_overlap")
     done = run(folder, "search", "llama.json", *PLACE, *wishes, "--framework", "nemo", "--json")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
@@ -458,17 +458,17 @@ def test_a_file_of_ten_gigabytes_is_not_read(folder: Path) -> None:
         (("llama.json", *PLACE, "--max", "tp"), "AXIS=VALUE"),
         (("llama.json", *PLACE, "--max-tp", "0"), "whole number"),
         (("llama.json", *PLACE, "--fix", "tp=8", "--max-tp", "4"), "tp=8 is above --max tp=4"),
-        (("llama.json", *PLACE, "--allow", "tp_overlap"), "tp_overlap_share is 0.*nemo"),
+        (("llama.json", *PLACE, "--fix", "tp_overlap=on"), "tp_overlap_share is 0.*nemo"),
         (("llama.json", *PLACE, "--fix", "precision=fp8"), "use --precision"),
-        (("llama.json", *PLACE, "--allow", "luck"), "unknown"),
+        (("llama.json", *PLACE, "--forbid", "luck"), "unknown; known: partial_recompute"),
         (("llama.json", *PLACE, "--precision", "bf17"), "bf17.*bf16"),
         (("llama.json", *PLACE, "--attention", "slow"), "slow.*flash"),
         (("llama.json", *PLACE, "--framework", "hai-llm"), "not known yet"),
         (("llama.json", *PLACE, "--framework", "tensorfold"), "unknown framework"),
-        (("llama.json", *PLACE, "--framework", "nanotron", "--allow", "zero3"), "nanotron has no sharding zero3"),
-        (("llama.json", *PLACE, "--allow", "schedule=zb-v"), "no schedule zb-v: it has 1f1b and interleaved"),
-        (("llama.json", *PLACE, "--allow", "schedule=zbv"), "did you mean schedule=zb-v"),
-        (("llama.json", *PLACE, "--framework", "torchtitan", "--allow", "partial-recompute"), "all layers or none"),
+        (("llama.json", *PLACE, "--framework", "nanotron", "--fix", "sharding=zero3"), "has no sharding zero3"),
+        (("llama.json", *PLACE, "--fix", "schedule=zb-v"), "no schedule zb-v: it has 1f1b and interleaved"),
+        (("llama.json", *PLACE, "--forbid", "schedule=zbv"), "did you mean schedule=zb-v"),
+        (("llama.json", *PLACE, "--fix", "offload=optimizer", "--forbid", "offload"), "nothing else is left"),
         (
             ("llama.json", *PLACE, "--framework", "torchtitan", *DUALPIPE, "--fix", "micro_batch=2"),
             "needs 2 pp = 16 micro-batches",

@@ -60,7 +60,7 @@ def test_a_family_against_the_users_wishes_is_left_out() -> None:
     problem, space = make(fix=("tp=2",))
     told = obvious(problem, space, search(problem, space))
     assert all(one.plan.plan.tp == 2 for one in told)
-    free = with_flags(space.limits, fix=(), at_most=("tp=8",), allow=())
+    free = with_flags(space.limits, fix=(), at_most=("tp=8",), forbid=())
     assert dict(families(problem, free))["FSDP alone"].of("sharding") == ("zero3",)
 
 

@@ -16,7 +16,7 @@ from autoplan.read.model import load_model
 from autoplan.search.ranking import ranked
 from autoplan.spec.framework import GROUPS
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.plan_file import PLAN_FILE_VERSION, PlanFile
+from autoplan.spec.plan_file import PLAN_FILE_VERSION, PlanFile, SpaceFlags
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
 
@@ -92,3 +92,13 @@ def test_a_plan_in_another_precision_than_the_training_is_refused(place: str) ->
     (file[place] if place == "best" else file[place][0])["plan"]["precision"] = "fp8"
     with pytest.raises(InputError, match=rf"{place}.*plan\.precision is fp8, training\.precision bf16"):
         decode(PlanFile, file, "plan.json")
+
+
+def test_flags_of_a_search_of_before_forbid_what_it_left_out() -> None:
+    flags = decode(SpaceFlags, {"global_batch": "64", "fix": ["tp=2"], "allow": ["zero3", "tp-overlap"]}, "plan.json")
+    assert flags.fix == ("tp=2",)
+    assert set(flags.forbid) == {
+        *("sharding=zero2", "ep_overlap", "offload"),
+        *("partial_recompute", "uneven_stages", "partial_sharding"),
+    }
+    assert decode(SpaceFlags, {"global_batch": "64"}, "plan.json").forbid == ()

@@ -58,7 +58,7 @@ def test_its_preset_is_megatron_core_with_its_rules() -> None:
 
 def test_a_search_finds_a_plan_with_a_split_schedule_and_its_file(tmp_path: Path) -> None:
     search = "search llama3-8b --cluster h100-sxm:1x8 --global-batch 32 --seq-len 4096 --framework primus"
-    done = run(tmp_path, *search.split(), "--allow", "schedule=zb-v", "--fix", "pp=4", "--fix", "tp=2")
+    done = run(tmp_path, *search.split(), "--fix", "schedule=zb-v", "--fix", "pp=4", "--fix", "tp=2")
     assert done.returncode == 0, done.stderr
     assert "zb-v" in done.stdout
     written = run(tmp_path, *["export", "plan.json", "--to", "primus", "--out", "run"])

@@ -125,7 +125,7 @@ def test_nodes_that_fill_their_leaves_in_order_stay_as_they_are() -> None:
 
 def test_the_best_plans_of_a_search_are_placed_and_ranked_again() -> None:
     problem = problem_on(fat_tree([0, 1, 2, 0, 1, 0, 1, 2], nodes_per_leaf=8), model="llama3-8b")
-    space = make_space(problem, "64", fix=["tp=8", "micro_batch=1", "recompute=none"], at_most=[], allow=[])
+    space = make_space(problem, "64", fix=["tp=8", "micro_batch=1", "recompute=none"], at_most=[], forbid=[])
     assert space.placement == ("n0", "n3", "n5", "n1", "n4", "n6", "n2", "n7")
     found = search(problem, space)
     placed = place_best(problem, found)

@@ -56,7 +56,7 @@ def ranked(cluster: ClusterSpec, model: ModelSpec, global_batch: int, *fixed: st
     """The best plans without interleaving whose micro-batches have 8 sequences at most."""
     problem = problem_of(cluster, model)
     limits = with_flags(
-        default_limits(problem, (global_batch,)), fix=fixed, at_most=["micro_batch=8", "vp=1"], allow=[]
+        default_limits(problem, (global_batch,)), fix=fixed, at_most=["micro_batch=8", "vp=1"], forbid=[]
     )
     return tuple(search(problem, Space(workload=problem.workload, limits=limits, rules=RULES)).ranked)
 

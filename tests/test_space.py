@@ -134,7 +134,7 @@ def test_enumeration_equals_brute_force(
         shard_domains=(2, 4) if book.shards_over_part else (),
         recomputes=recomputes,
         split=book.split,
-    ).where(sharding=book.usual_shardings, schedule=book.words("schedule"))
+    ).where(sharding=book.words("sharding"), schedule=book.words("schedule"))
     space = replace(space_of(model, devices, limits), rules=book.rules)
     found = enumerated(space)
     shapes = list(all_shapes(limits, model, devices))
@@ -208,7 +208,7 @@ def test_degrees_need_not_be_powers_of_two() -> None:
 def test_blocks_hold_every_cell_once_in_order() -> None:
     space = space_of(MOE, 8, Limits(global_batches=(16,)))
     cells = space.cells()
-    blocks = list(space.blocks(cells, 300))
+    blocks = list(space.blocks(cells, 100))
     assert len(blocks) > 3
     assert [cell for block in blocks for cell in block] == list(cells)
 
@@ -270,11 +270,16 @@ def problem() -> Problem:
     )
 
 
+SOME_LAYERS = tuple(f"full:{number}" for number in range(1, DENSE.num_layers))
+PIPELINES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+
+
 def test_default_limits_follow_the_cluster_and_the_sequence() -> None:
     limits = default_limits(problem(), (16,))
     assert dict(limits.most) == {"tp": 8, "cp": 2, "micro_batch": 16}
     assert limits.shard_domains == (8,)
-    assert limits.recomputes == ("none", "full")
+    assert limits.recomputes == ("none", "full", "mlp", *SOME_LAYERS)
+    assert (limits.fewer_at_ends, limits.shards_any_part) == (4, True)
     scores = replace(problem(), training=TrainingSpec(seq_len=1024, attention="unfused"))
     assert "selective" in default_limits(scores, (16,)).recomputes
     assert dict(default_limits(scores, (16,)).most)["cp"] == 1
@@ -283,8 +288,8 @@ def test_default_limits_follow_the_cluster_and_the_sequence() -> None:
 @pytest.mark.parametrize(
     ("framework", "shardings", "schedules", "recomputes"),
     [
-        ("torchtitan", ("none", "zero2", "zero3"), ("1f1b", "interleaved"), ("none", "selective", "full")),
-        ("pytorch-fsdp", ("none", "zero2", "zero3"), ("1f1b", "interleaved"), ("none", "full")),
+        ("torchtitan", ("none", "zero2", "zero3"), PIPELINES, ("none", "selective", "full")),
+        ("pytorch-fsdp", ("none", "zero2", "zero3"), PIPELINES, ("none", "full", *SOME_LAYERS)),
         ("nanotron", ("none", "zero1"), ("1f1b",), ("none", "full")),
         ("deepspeed-zero", ("none", "zero1", "zero2", "zero3"), ("1f1b",), ("none", "full")),
     ],
@@ -298,26 +303,27 @@ def test_default_limits_follow_the_framework(
 
 
 def test_a_schedule_goes_with_the_chunks_that_it_needs() -> None:
-    limits = with_flags(default_limits(problem(), (16,)), fix=["schedule=zb-v"], at_most=(), allow=())
+    limits = with_flags(default_limits(problem(), (16,)), fix=["schedule=zb-v"], at_most=(), forbid=())
     assert {(plan.schedule, plan.vp) for plan in enumerated(replace(space_of(MOE, 8, limits), rules=()))} == {
         ("zb-v", 2)
     }
-    wider = with_flags(default_limits(problem(), (16,)), fix=(), at_most=["pp=2"], allow=["schedule=gpipe"])
+    wider = with_flags(default_limits(problem(), (16,)), fix=(), at_most=["pp=2"], forbid=[])
+    wider = wider.where(schedule=("1f1b", "interleaved", "gpipe"))
     found = {(plan.schedule, plan.pp) for plan in enumerated(replace(space_of(MOE, 8, wider), rules=()))}
     assert found == {("1f1b", 1), ("1f1b", 2), ("gpipe", 2), ("interleaved", 2)}
 
 
-def test_flags_fix_bound_and_allow() -> None:
+def test_flags_fix_bound_and_forbid() -> None:
     limits = default_limits(problem(), (16,))
     asked = with_flags(
-        limits, fix=["tp=16", "sharding=zero1", "micro-batch=2"], at_most=["PP=4", "cp=1"], allow=["tp-overlap"]
+        limits, fix=["tp=16", "sharding=zero1", "micro-batch=2"], at_most=["PP=4", "cp=1"], forbid=["ep-overlap"]
     )
     plans = enumerated(replace(space_of(DENSE, 16, asked), rules=()))
     assert {plan.tp for plan in plans} == {16}
     assert {plan.sharding for plan in plans} == {"zero1"}
     assert {plan.micro_batch for plan in plans} == {2}
     assert {plan.cp for plan in plans} == {1}
-    assert {plan.tp_overlap for plan in plans} == {False, True}
+    assert {plan.ep_overlap for plan in plans} == {False}
     assert "tp = 16" in asked.describe()
 
 
@@ -334,11 +340,11 @@ def test_flags_fix_bound_and_allow() -> None:
         {"at_most": ["sharding=zero1"]},
         {"fix": ["tp=8"], "at_most": ["tp=4"]},
         {"at_most": ["pp=-1"]},
-        {"allow": ["luck"]},
+        {"forbid": ["luck"]},
     ],
 )
 def test_senseless_flags_are_refused(flags: dict[str, list[str]]) -> None:
-    asked = {"fix": [], "at_most": [], "allow": [], **flags}
+    asked = {"fix": [], "at_most": [], "forbid": [], **flags}
     with pytest.raises(InputError):
         with_flags(default_limits(problem(), (16,)), **asked)
 
@@ -354,13 +360,13 @@ def test_senseless_flags_are_refused(flags: dict[str, list[str]]) -> None:
 )
 def test_what_is_no_axis_points_to_the_right_flag(fix: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        with_flags(default_limits(problem(), (16,)), fix=[fix], at_most=(), allow=())
+        with_flags(default_limits(problem(), (16,)), fix=[fix], at_most=(), forbid=())
 
 
 def test_a_fixed_value_replaces_a_default_bound_but_not_that_of_the_user() -> None:
-    assert with_flags(default_limits(problem(), (16,)), fix=["tp=16"], at_most=(), allow=()).fixes("tp")
+    assert with_flags(default_limits(problem(), (16,)), fix=["tp=16"], at_most=(), forbid=()).fixes("tp")
     with pytest.raises(InputError, match="--fix tp=8 is above --max tp=4"):
-        with_flags(default_limits(problem(), (16,)), fix=["tp=8"], at_most=["tp=4"], allow=())
+        with_flags(default_limits(problem(), (16,)), fix=["tp=8"], at_most=["tp=4"], forbid=())
 
 
 def test_cells_are_ordered_by_stages() -> None:
@@ -385,6 +391,6 @@ def test_both_rank_orders_are_looked_at_where_links_beyond_a_node_differ(
     assert limits.of("rank_order") == tuple(RankOrder)[:orders]
     found = {plan.rank_order for plan in enumerated(space_of(MOE, 8, limits))}
     assert found == set(tuple(RankOrder)[:orders])
-    fixed = with_flags(limits, fix=["rank_order=tp-cp-ep-pp-dp"], at_most=[], allow=[])
+    fixed = with_flags(limits, fix=["rank_order=tp-cp-ep-pp-dp"], at_most=[], forbid=[])
     assert fixed.of("rank_order") == tuple(RankOrder)[1:]
     assert all(plan.pp == 1 or plan.ep * plan.etp == plan.tp * plan.cp for plan in enumerated(space_of(MOE, 8, fixed)))

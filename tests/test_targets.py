@@ -40,7 +40,7 @@ def test_what_is_searched_for_a_target_on_a_lone_device_or_in_a_pipeline_is_star
 
 @pytest.mark.parametrize("to", ["accelerate", "fsdp2", "torchtitan"])
 def test_gathers_that_wait_are_refused_where_a_target_cannot_be_told(tmp_path: Path, to: str) -> None:
-    file = searched(tmp_path, to, "h100-sxm:1x4", "--fix", "dp=4")
+    file = searched(tmp_path, to, "h100-sxm:1x4", "--fix", "dp=4", "--forbid", "partial_recompute")
     assert file.best.plan.sharding != "none"
     assert exported(file, to, "torchrun")
     waiting = replace(file, best=replace(file.best, plan=replace(file.best.plan, param_gather_overlap=False)))

@@ -38,6 +38,7 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
 from commands import run
 from logged import read_log
+from search_cases import PLAIN
 
 TINY = 'name = "tiny"\nnum_layers = 4\nhidden_size = 64\nnum_heads = 4\nffn_size = 176\nvocab_size = 256\n'
 
@@ -49,7 +50,7 @@ def problem() -> Problem:
 
 @pytest.fixture(scope="module")
 def plans(problem: Problem) -> tuple[RankedPlan, ...]:
-    space = make_space(problem, "64", fix=[], at_most=[], allow=[])
+    space = make_space(problem, "64", fix=[], at_most=[], forbid=PLAIN)
     found = distinct(search(problem, space, margin=MARGIN))
     assert len(found) >= 20
     return found

@@ -51,7 +51,7 @@ def searched_candidates(
 ) -> Candidates:
     """Search the best plan of each kind in the space that `flags` describe."""
     problem = make_problem(model, cluster=cluster, seq_len=seq_len, **options)
-    space = make_space(problem, flags.global_batch, fix=flags.fix, at_most=flags.at_most, allow=flags.allow)
+    space = make_space(problem, flags.global_batch, fix=flags.fix, at_most=flags.at_most, forbid=flags.forbid)
     result = search(problem, space, progress, margin=MARGIN)
     check_result(problem, space, result)
     return Candidates(problem=problem, plans=distinct(result)[:MOST_PLANS], timings=options.get("timings") or "")

@@ -71,7 +71,7 @@ def compare(
     prices: Mapping[str, float | str] | None = None,
     fix: Iterable[str] | Mapping[str, Any] = (),
     at_most: Iterable[str] | Mapping[str, Any] = (),
-    allow: Iterable[str] = (),
+    forbid: Iterable[str] = (),
     progress: Callable[[int, int | None], None] | None = None,
     **options: Unpack[CompareOptions],
 ) -> CompareResult:
@@ -88,7 +88,7 @@ def compare(
     costs = prices or {}
 
     def space_of(sized: Problem) -> Space:
-        return make_space(sized, global_batch, fix=limit_texts(fix), at_most=limit_texts(at_most), allow=allow)
+        return make_space(sized, global_batch, fix=limit_texts(fix), at_most=limit_texts(at_most), forbid=forbid)
 
     problems = {
         name: priced(

@@ -16,11 +16,9 @@ from autoplan.frameworks.launch_files import read_launch_on, reader_of
 from autoplan.frameworks.registry import TARGETS, book_of
 from autoplan.launch.targets import exported
 from autoplan.search.choice import compared, pace
-from autoplan.search.limits import default_limits
 from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
 from autoplan.search.walk import Way, changes, nearest_equal, prices, walk
-from autoplan.spec.axes import USUAL_SCHEDULES
 from autoplan.spec.explanation import AxisChange, CurrentPlan, OptionChange
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -40,25 +38,6 @@ class LaunchStart:
     options: ProblemOptions
     global_batch: str
     plan: ParallelPlan
-
-    def allowances(self, problem: Problem) -> list[str]:
-        """Return what a search must be allowed to find the plan of the file, where the framework admits that."""
-        plan = self.plan
-        if _faults(problem, plan):
-            return []
-        usual = default_limits(problem, (plan.global_batch,))
-        allowed: list[str] = []
-        if plan.sharding in ("zero2", "zero3") and plan.sharding not in usual.of("sharding"):
-            allowed.append(plan.sharding)
-        if plan.offload != "none":
-            allowed.append("offload")
-        if plan.schedule not in USUAL_SCHEDULES:
-            allowed.append(f"schedule={plan.schedule}")
-        if plan.tp_overlap and problem.framework.overlap.tp_overlap_share:
-            allowed.append("tp_overlap")
-        if plan.recompute_num_layers is not None and usual.partial_recomputes:
-            allowed.append("partial_recompute")
-        return allowed
 
     def nearest_result(self, problem: Problem, space: Space, result: SearchResult) -> SearchResult:
         """Return `result` with a best plan in front that keeps of the file's plan whatever costs nothing."""

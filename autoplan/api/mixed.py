@@ -21,7 +21,7 @@ from autoplan.spec.model import ModelSpec
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import MixedCluster
 
-SHARDINGS = ("zero2", "zero3")  # that may be allowed
+SHARDINGS = ("zero2", "zero3")  # that may be forbidden
 
 
 def search_mixed(
@@ -30,13 +30,13 @@ def search_mixed(
     cluster: str | Path | MixedCluster,
     global_batch: int | str,
     seq_len: int,
-    allow: Iterable[str] = (),
+    forbid: Iterable[str] = (),
     **options: Unpack[ProblemOptions],
 ) -> MixedPlanResult:
     """Return the fastest plans that fit on a cluster with unlike parts, best first.
 
     `cluster` names clusters joined by + ("h100-sxm:4x8+a100-sxm:4x8"), a file of parts, or is a loaded one;
-    `global_batch` is in sequences, `seq_len` in tokens; `allow` widens the plans to "zero2" and "zero3".
+    `global_batch` is in sequences, `seq_len` in tokens; `forbid` leaves out "zero2" or "zero3".
 
     Raises InputError where something that was given cannot be used, NoPlanError where no plan is legal or fits.
     """
@@ -47,7 +47,7 @@ def search_mixed(
     low, high = parse_batches(str(global_batch))
     if low != high:
         raise InputError(f"--global-batch {global_batch}: a mixed cluster takes one number, not a range")
-    result = mixed_search.search_mixed(problem, low, (Sharding.NONE, Sharding.ZERO1, *_allowed(tuple(allow))))
+    result = mixed_search.search_mixed(problem, low, _shardings(tuple(forbid)))
     _check(problem, result)
     command = "autoplan.search_mixed() of Python"
     file = make_mixed_file(problem, result.ranked, result.certificate, command=command)
@@ -67,11 +67,12 @@ def estimate_mixed(plan: MixedPlanResult | str | Path) -> MixedPlanResult:
     return MixedPlanResult(file=file, problem=saved.problem)
 
 
-def _allowed(allow: tuple[str, ...]) -> tuple[Sharding, ...]:
-    for choice in allow:
+def _shardings(forbid: tuple[str, ...]) -> tuple[Sharding, ...]:
+    words = tuple(choice.removeprefix("sharding=") for choice in forbid)
+    for choice in words:
         if choice not in SHARDINGS:
-            raise InputError(f"--allow {choice}: on a mixed cluster only {' and '.join(SHARDINGS)} may be allowed")
-    return tuple(sharding for sharding in Sharding if sharding in allow)
+            raise InputError(f"--forbid {choice}: on a mixed cluster only {' and '.join(SHARDINGS)} may be forbidden")
+    return tuple(sharding for sharding in Sharding if sharding not in words)
 
 
 def _check(problem: MixedProblem, result: MixedResult) -> None:
@@ -88,5 +89,5 @@ def _check(problem: MixedProblem, result: MixedResult) -> None:
     needed = f"{format_bytes(worst.memory_bytes)} of {format_bytes(worst.capacity_bytes)}"
     raise NoPlanError(
         f"no plan fits: the closest needs {needed} on {problem.cluster.parts[worst.part].name}: "
-        "use more devices, a shorter sequence or --allow zero3"
+        "use more devices or a shorter sequence"
     )

@@ -109,7 +109,7 @@ def _space(file: PlanFile, problem: Problem) -> Space:
     if file.space is None:
         raise InputError("the plan file holds one plan that was priced, not the answer of a search")
     asked = file.space
-    return make_space(problem, asked.global_batch, fix=asked.fix, at_most=asked.at_most, allow=asked.allow)
+    return make_space(problem, asked.global_batch, fix=asked.fix, at_most=asked.at_most, forbid=asked.forbid)
 
 
 def _front(file: PlanFile, problem: Problem) -> tuple[RankedPlan, ...]:

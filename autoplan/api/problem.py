@@ -217,7 +217,7 @@ def make_space(
     *,
     fix: Iterable[str] = (),
     at_most: Iterable[str] = (),
-    allow: Iterable[str] = (),
+    forbid: Iterable[str] = (),
 ) -> Space:
     """Return the plans that the framework admits for `problem`, within the user's limits.
 
@@ -227,7 +227,7 @@ def make_space(
     check_framework(problem.framework)
     low, high = parse_batches(str(global_batch))
     batches = (low,) if low == high else batch_grid(low, high, problem.cluster.num_devices)
-    limits = with_flags(default_limits(problem, batches), fix=fix, at_most=at_most, allow=allow)
+    limits = with_flags(default_limits(problem, batches), fix=fix, at_most=at_most, forbid=forbid)
     book = book_of(problem.framework)
     check_words(problem.framework.name, book, limits)
     if any(limits.of("tp_overlap")):

@@ -49,7 +49,7 @@ def search(
     target: str | None = None,
     fix: Iterable[str] | Mapping[str, Any] = (),
     at_most: Iterable[str] | Mapping[str, Any] = (),
-    allow: Iterable[str] = (),
+    forbid: Iterable[str] = (),
     robust: float | None = None,
     why: bool = False,
     sampler: str = "bound",
@@ -67,7 +67,7 @@ def search(
     as "256:512" of which the best for the rate is taken; `seq_len` is in tokens.  With `launch_file`, which may say
     all of these, it is also told how good that is; `variables` are those of its shell, `target` is its framework.
 
-    `fix` and `at_most` narrow the plans ({"tp": 8}), `allow` widens them ("zero3", "offload", "schedule=zb-v").
+    `fix` and `at_most` narrow the plans ({"tp": 8}), as does `forbid` ("offload", "sharding=zero3").
     `robust` is a quantile of the step time to be made least, such as 0.9; `why` adds what would change the answer.
     With objectives, numbers of nodes or a run among the `options` (see `RunOptions`), the best in that is found.
 
@@ -104,14 +104,12 @@ def search(
     if model is None or global_batch is None or (seq_len is None and started is None):
         raise InputError("give model, global_batch and seq_len, or a launch_file that has them")
     flags = SpaceFlags(
-        global_batch=str(global_batch), fix=limit_texts(fix), at_most=limit_texts(at_most), allow=tuple(allow)
+        global_batch=str(global_batch), fix=limit_texts(fix), at_most=limit_texts(at_most), forbid=tuple(forbid)
     )
     problem = make_problem(model, cluster=place, seq_len=seq_len, **about)
-    if started and not flags.narrows:
-        flags = replace(flags, allow=(*flags.allow, *started.allowances(problem)))
 
     def space_of(sized: Problem) -> Space:
-        return make_space(sized, flags.global_batch, fix=flags.fix, at_most=flags.at_most, allow=flags.allow)
+        return make_space(sized, flags.global_batch, fix=flags.fix, at_most=flags.at_most, forbid=flags.forbid)
 
     sharing = _Sharing(storage=storage, study=study, workers=workers, progress=progress)
     make_file = partial(

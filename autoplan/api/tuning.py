@@ -79,7 +79,7 @@ def tune(
     program: Sequence[str] = (),
     fix: Iterable[str] = (),
     at_most: Iterable[str] = (),
-    allow: Iterable[str] = (),
+    forbid: Iterable[str] = (),
     trials: int = 10,
     budget: str | None = None,
     gpu_hours: float | None = None,
@@ -129,7 +129,7 @@ def tune(
     elif cluster is None or global_batch is None or seq_len is None:
         raise InputError("give model with cluster, global_batch and seq_len, or a plan file")
     else:
-        flags = SpaceFlags(global_batch=str(global_batch), fix=tuple(fix), at_most=tuple(at_most), allow=tuple(allow))
+        flags = SpaceFlags(global_batch=str(global_batch), fix=tuple(fix), at_most=tuple(at_most), forbid=tuple(forbid))
         problem_options: ProblemOptions = {"framework": "torch", **options}
         candidates = searched_candidates(str(model), cluster, seq_len, problem_options, flags, progress)
     runner = start_runner(asked, candidates)

@@ -98,12 +98,12 @@ def search(
         typer.Option("--max", metavar="AXIS=VALUE", help="Bound a degree, or raise its default bound (repeatable)."),
     ] = None,
     max_tp: Annotated[int | None, whole_number("--max-tp", "N", "Short for --max tp=N.")] = None,
-    allow: Annotated[
+    forbid: Annotated[
         list[str] | None,
         typer.Option(
             metavar="CHOICE",
-            help="Also look at zero2, zero3, offload, partial_recompute, uneven_stages, partial_sharding, tp_overlap "
-            "or a schedule (schedule=zb-v).",
+            help="Leave out offload, tp_overlap, ep_overlap, uneven_stages, partial_recompute, partial_sharding, or "
+            "a value such as sharding=zero3 or schedule=zb-v (repeatable).",
         ),
     ] = None,
     robust: Annotated[
@@ -156,9 +156,8 @@ def search(
 ) -> None:
     """Find the fastest plan that fits and write it to plan.json.
 
-    Looks at every plan that the framework admits on the whole cluster.  States are sharded as its users would (in
-    Megatron-Core not at all or by ZeRO-1), pipelines run 1F1B, plain or interleaved, layers are recomputed as a whole
-    or not at all, overlap of tensor-parallel traffic is off: --allow widens this.
+    Looks at every plan that the framework admits on the whole cluster and that does not change the numerics of
+    training: --fix, --max and --forbid narrow this.
     With an objective, numbers of nodes or a run to plan for, the best in that is taken, over all these numbers.
     With a launch file it is said how good that is, and what each change on the way to the best plan brings.
     """
@@ -188,7 +187,7 @@ def search(
         assert global_batch is not None
         assert seq_len is not None
         mixed = autoplan.search_mixed(
-            model, cluster=parts, global_batch=global_batch, seq_len=seq_len, allow=allow or (), **options
+            model, cluster=parts, global_batch=global_batch, seq_len=seq_len, forbid=forbid or (), **options
         )
         _hand_over(mixed.with_command(command_line()), out, page, force=force, json=json, quiet=quiet)
         return
@@ -205,7 +204,7 @@ def search(
             target=target,
             fix=fix or (),
             at_most=bounds,
-            allow=allow or (),
+            forbid=forbid or (),
             robust=robust,
             why=why,
             sampler=sampler,

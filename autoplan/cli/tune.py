@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SAID_BY_A_PLAN = (
     *("cluster", "global_batch", "seq_len", "precision", "attention", "framework", "calibration", "timings"),
-    *("reserve_memory", "fix", "max_", "allow"),
+    *("reserve_memory", "fix", "max_", "forbid"),
 )
 
 
@@ -77,8 +77,8 @@ def tune(
     max_: Annotated[
         list[str] | None, typer.Option("--max", metavar="AXIS=VALUE", help="Bound a degree (repeatable).")
     ] = None,
-    allow: Annotated[
-        list[str] | None, typer.Option(metavar="CHOICE", help="Also look at what search leaves out (repeatable).")
+    forbid: Annotated[
+        list[str] | None, typer.Option(metavar="CHOICE", help="Leave out a choice, as for search (repeatable).")
     ] = None,
     trials: Annotated[int, whole_number("--trials", "N", "Runs at most, those of earlier calls among them.")] = 10,
     budget: Annotated[str | None, typer.Option(metavar="TIME", help="Of this call at most, such as 30m.")] = None,
@@ -164,7 +164,7 @@ def tune(
         options = problem_options(context)
         options.setdefault("framework", "torch")
         space = SpaceFlags(
-            global_batch=str(global_batch), fix=tuple(fix or ()), at_most=tuple(max_ or ()), allow=tuple(allow or ())
+            global_batch=str(global_batch), fix=tuple(fix or ()), at_most=tuple(max_ or ()), forbid=tuple(forbid or ())
         )
         with progress_bar(quiet=quiet) as advance:
             candidates = searched_candidates(model, cluster, seq_len, options, space, advance)

@@ -6,8 +6,7 @@ offers it in the rules and option tables of `autoplan.frameworks`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Protocol
@@ -113,8 +112,7 @@ class Axis:
     label: str = ""  # on screen, where the name does not say it
     phrase: str = ""  # of a flag, in the description of a plan in which it is on
     change: str | None = None  # the change of a plan that holds it, where it is not one by itself; "": none does
-    searched: tuple[Value, ...] = ()  # words or flags that a search tries; none: only the default
-    allowed: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)  # by what --allow calls them, more of these
+    searched: tuple[Value, ...] = ()  # words or flags that a search tries where the framework offers them, plain first
     known_of: str = ""  # of a flag that few frameworks have: which
     elsewhere: str = ""  # where it is said, if not by --fix
     flag: str | None = None  # of `autoplan estimate`, where it is not the name with dashes; "": none
@@ -214,8 +212,7 @@ AXES: tuple[Axis, ...] = (
         help="none, zero1, zero2 or zero3.",
         default=Sharding.ZERO1,
         needs=Needs.COPIES,
-        searched=(Sharding.NONE, Sharding.ZERO1),
-        allowed={"zero2": (Sharding.ZERO2,), "zero3": (Sharding.ZERO3,)},
+        searched=tuple(Sharding),
     ),
     _word(
         name="recompute",
@@ -252,8 +249,7 @@ AXES: tuple[Axis, ...] = (
         needs=Needs.TENSOR_RANKS,
         label="overlap of tensor-parallel traffic",
         phrase="overlapped tensor-parallel traffic",
-        searched=(False,),
-        allowed={"tp_overlap": (True,)},
+        searched=(False, True),
     ),
     _flag(
         name="ep_overlap",
@@ -262,7 +258,7 @@ AXES: tuple[Axis, ...] = (
         label="overlap of expert traffic",
         phrase="overlapped expert traffic",
         known_of="Megatron-LM and Primus",
-        elsewhere="searches leave it off, price it with autoplan estimate --ep-overlap",
+        searched=(False, True),
     ),
     _flag(
         name="grad_reduce_overlap",
@@ -287,8 +283,7 @@ AXES: tuple[Axis, ...] = (
         help="1f1b, interleaved, gpipe, zb-h1, zb-v or dualpipe-v.",
         default=Schedule.ONE_F_ONE_B,
         needs=Needs.STAGES,
-        searched=USUAL_SCHEDULES,
-        allowed={f"schedule={name}": (name,) for name in Schedule if name not in USUAL_SCHEDULES},
+        searched=tuple(Schedule),
         flag_default=None,
     ),
     _list(
@@ -297,7 +292,7 @@ AXES: tuple[Axis, ...] = (
         needs=Needs.STAGES,
         label="layers of the chunks",
         change="layers",
-        elsewhere="searches spread the layers, --allow uneven_stages widens how",
+        elsewhere="searches spread the layers, --forbid uneven_stages narrows how",
         flag="--layers",
         metavar="N,N,...",
     ),
@@ -313,8 +308,7 @@ AXES: tuple[Axis, ...] = (
         name="offload",
         help="none or optimizer.",
         default=Offload.NONE,
-        searched=(Offload.NONE,),
-        allowed={"offload": (Offload.OPTIMIZER,)},
+        searched=(Offload.NONE, Offload.OPTIMIZER),
     ),
     _word(
         name="rank_order",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.spec.estimate import StageCost
@@ -18,6 +19,14 @@ from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import MixedCluster
 
+# What older searches left out unless they were told otherwise, by what --allow and --forbid call it.
+_ONCE_ALLOWED = {
+    "zero2": "sharding=zero2",
+    "zero3": "sharding=zero3",
+    "ep_overlap": "ep_overlap",
+    **{name: name for name in ("tp_overlap", "offload", "partial_recompute", "uneven_stages", "partial_sharding")},
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpaceFlags:
@@ -26,12 +35,21 @@ class SpaceFlags:
     global_batch: str
     fix: tuple[str, ...] = ()
     at_most: tuple[str, ...] = ()
-    allow: tuple[str, ...] = ()
+    forbid: tuple[str, ...] = ()
+
+    @staticmethod
+    def upgraded(table: dict[str, Any]) -> dict[str, Any]:
+        """Return the table of a file; older ones say what was allowed, and forbid all else that is searched today."""
+        if "allow" not in table:
+            return table
+        allowed = {str(choice).replace("-", "_") for choice in table["allow"]}
+        forbidden = [choice for allowance, choice in _ONCE_ALLOWED.items() if allowance not in allowed]
+        return {key: value for key, value in table.items() if key != "allow"} | {"forbid": forbidden}
 
     @property
     def narrows(self) -> bool:
         """Whether plans were left out that are usually looked at."""
-        return bool(self.fix or self.at_most)
+        return bool(self.fix or self.at_most or self.forbid)
 
 
 PLAN_FILE_VERSION = 3

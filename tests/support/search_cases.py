@@ -21,15 +21,23 @@ LARGE = ModelSpec(
 )
 
 
+# Leaves of the default space what a test can enumerate and a reader can follow.
+PLAIN = (
+    *("tp_overlap", "ep_overlap", "offload", "sharding=zero2", "sharding=zero3"),
+    *("uneven_stages", "partial_recompute", "partial_sharding"),
+)
+
+
 def make(
     model: ModelSpec = DENSE,
     cluster: str = "h100-sxm:2x8",
     batches: tuple[int, ...] = (64,),
     fix: tuple[str, ...] = (),
     seq_len: int = 4096,
+    forbid: tuple[str, ...] = PLAIN,
     **changes: Any,
 ) -> tuple[Problem, Space]:
-    """A problem, plain but for `changes`, and the default space for it."""
+    """A problem, plain but for `changes`, and the default space for it without what is forbidden."""
     problem = Problem(
         model=model,
         training=TrainingSpec(seq_len=seq_len),
@@ -37,5 +45,6 @@ def make(
         framework=load_framework("megatron-core"),
         **changes,
     )
-    limits = with_flags(default_limits(problem, batches), fix=fix, at_most=(), allow=())
+    narrow = with_flags(default_limits(problem, batches), fix=(), at_most=(), forbid=forbid)
+    limits = with_flags(narrow, fix=fix, at_most=(), forbid=())
     return problem, Space(workload=problem.workload, limits=limits, rules=RULES)

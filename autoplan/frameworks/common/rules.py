@@ -10,7 +10,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools
 from autoplan.base.errors import InputError
-from autoplan.spec.axes import words_of
+from autoplan.spec.axes import Axis, Kind, Value, words_of
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
@@ -61,7 +61,6 @@ class Rulebook:
 
     rules: tuple[Rule, ...]
     supported: tuple[SupportedWords, ...] = ()
-    usual_shardings: tuple[str, ...] = ("none", "zero1")  # what its users would try first, the plain one first
     shards_over_part: bool = True  # whether states may be sharded over a part of the replicas
     repeats_parts: bool = False  # whether recomputation may name parts of a layer
     repeats_some_layers: bool = False  # whether it may take some layers of a chunk
@@ -69,9 +68,17 @@ class Rulebook:
     # The one way in which it cuts a model into so many stages; None: as the plan says.
     split: Callable[[ModelSpec, int], tuple[int, ...]] | None = None
 
+    flags: tuple[str, ...] = ()  # that it offers of those that few frameworks have
+
     def words(self, axis: str) -> tuple[str, ...]:
         """The words of an axis that it knows."""
         return next((known.words for known in self.supported if known.axis == axis), words_of(axis))
+
+    def offers(self, axis: Axis, value: Value) -> bool:
+        """Return whether it knows the word, or has the flag."""
+        if axis.kind is Kind.FLAG:
+            return not value or not axis.known_of or axis.name in self.flags
+        return value in self.words(axis.name)
 
 
 def all_true(batch: PlanBatch) -> Bools:

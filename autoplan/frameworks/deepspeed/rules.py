@@ -137,4 +137,4 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-BOOK = Rulebook(rules=RULES, supported=SUPPORTED, usual_shardings=("none", "zero1", "zero2", "zero3"))
+BOOK = Rulebook(rules=RULES, supported=SUPPORTED)

@@ -125,4 +125,4 @@ RULES: tuple[Rule, ...] = (
     *shared.aligned("torchao float8 and mx, torch._scaled_mm"),
 )
 
-BOOK = Rulebook(rules=RULES, supported=SUPPORTED, usual_shardings=("none", "zero2", "zero3"), repeats_some_layers=True)
+BOOK = Rulebook(rules=RULES, supported=SUPPORTED, repeats_some_layers=True)

@@ -338,4 +338,4 @@ RULES: tuple[Rule, ...] = (
     INTERLEAVED_MICROBATCHES,
 )
 
-BOOK = Rulebook(rules=RULES, supported=SUPPORTED, repeats_parts=True, repeats_some_layers=True)
+BOOK = Rulebook(rules=RULES, supported=SUPPORTED, flags=("ep_overlap",), repeats_parts=True, repeats_some_layers=True)

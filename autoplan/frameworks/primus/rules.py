@@ -98,5 +98,10 @@ RULES: tuple[Rule, ...] = (
 )
 
 BOOK = Rulebook(
-    rules=RULES, supported=SUPPORTED, repeats_parts=True, repeats_some_layers=True, split_schedules_overlap=False
+    rules=RULES,
+    supported=SUPPORTED,
+    flags=("ep_overlap",),
+    repeats_parts=True,
+    repeats_some_layers=True,
+    split_schedules_overlap=False,
 )

@@ -130,4 +130,4 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-BOOK = Rulebook(rules=RULES, supported=SUPPORTED, usual_shardings=("none", "zero2", "zero3"))
+BOOK = Rulebook(rules=RULES, supported=SUPPORTED)

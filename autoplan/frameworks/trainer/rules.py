@@ -74,7 +74,6 @@ RULES: tuple[Rule, ...] = (
 BOOK = Rulebook(
     rules=RULES,
     supported=SUPPORTED,
-    usual_shardings=("none", "zero1", "zero3"),
     repeats_parts=True,
     repeats_some_layers=True,
 )
