@@ -278,7 +278,8 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
     count as none.  Nor do they where times were measured, which need not grow with the buffer as a bound takes it.
     """
     problem, model = problem.placed(batch.placement), problem.model
-    costs = block_costs(problem, batch)
+    # The more chunks, the more of a step's expert traffic has another micro-batch beside it.
+    costs = block_costs(problem, replace(batch, vp=np.full_like(batch.vp, model.num_layers + 2)))
     forward = {block: cost.total_forward_s for block, cost in costs.items()}
     both = {block: forward[block] + cost.total_backward_s for block, cost in costs.items()}
     repeat = {block: cost.total_repeat_s for block, cost in costs.items()}
