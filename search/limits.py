@@ -14,7 +14,7 @@ from autoplan.frameworks.common.rules import Rulebook
 from autoplan.frameworks.megatron_lm.rules import missing_modules
 from autoplan.frameworks.registry import book_of
 from autoplan.spec.axes import AXES, AXIS, SEARCHED, Kind, Value, shown
-from autoplan.spec.enums import Precision, Recompute, RecomputeModule, Schedule
+from autoplan.spec.enums import Dispatcher, Precision, Recompute, RecomputeModule, Schedule
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import parse_recompute
 from autoplan.spec.problem import Problem
@@ -151,7 +151,21 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         offered["schedule"] = [name for name in offered["schedule"] if name != Schedule.GPIPE]
     if problem.framework.overlap.tp_overlap_share == 0:
         offered["tp_overlap"] = [False]
+    offered["dispatcher"] = [word for word in offered["dispatcher"] if _runs(word, problem)]
     return limits.where(**offered | {"rank_order": orders if _order_matters(problem) else orders[:1]})
+
+
+def _runs(dispatcher: Value, problem: Problem) -> bool:
+    """Return whether a dispatcher runs on a cluster.
+
+    Those that send a token once are written for NVIDIA's devices with NVLink from Hopper on, DeepEP for nodes of at
+    most 8 (deepseek-ai/DeepEP README; Megatron-Bridge training/flex_dispatcher_backend.py), and drop no tokens.
+    """
+    if dispatcher == Dispatcher.ALL_TO_ALL:
+        return True
+    domain = problem.cluster.levels[-1].num_devices
+    is_known = problem.device.generation in ("hopper", "blackwell") and not problem.framework.experts.drops_tokens
+    return is_known and (dispatcher == Dispatcher.HYBRIDEP or domain <= 8)
 
 
 def _order_matters(problem: Problem) -> bool:

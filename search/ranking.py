@@ -32,6 +32,7 @@ _TIE_ORDER = (
     "offload",
     "sharding",
     "cp_kind",
+    "dispatcher",
     "tp_overlap",
     "rank_order",
     "micro_batch",

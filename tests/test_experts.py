@@ -29,9 +29,7 @@ MODEL = ModelSpec(
     num_heads=8,
     moe=Experts(num_experts=32, experts_per_token=2, expert_ffn_size=512),
 )
-FRAMEWORK = load_framework("megatron-core").changed(
-    moe_sync_s=1e-3, s_per_local_expert=1e-5, expert_compute_units=33
-)  # a quarter of the 132 units of an H100
+FRAMEWORK = load_framework("megatron-core").changed(moe_sync_s=1e-3, s_per_local_expert=1e-5)
 PROBLEM = Problem(
     model=MODEL,
     training=TrainingSpec(seq_len=4096),
@@ -57,10 +55,10 @@ def test_a_graph_of_static_shapes_waits_for_nothing() -> None:
 
 
 def test_experts_that_drop_tokens_wait_for_no_host_and_get_every_copy_of_a_token() -> None:
-    once = FRAMEWORK.changed(dispatches_once=True)
-    dropping = replace(PROBLEM, framework=once.changed(drops_tokens=True))
+    dropping = replace(PROBLEM, framework=FRAMEWORK.changed(drops_tokens=True))
     assert _experts_wait_s(dropping, batch_of())[0] == 0.0
-    copies = [expert_parallel(one, batch_of()).dispatch.copies for one in (replace(PROBLEM, framework=once), dropping)]
+    once = batch_of(dispatcher="deepep")
+    copies = [expert_parallel(problem, once).dispatch.copies for problem in (PROBLEM, dropping)]
     assert copies == [2, 1]  # what one transfer stands for
 
 
@@ -88,13 +86,13 @@ def test_warm_up_runs_beside_nothing(changes: dict[str, object], share: float) -
     assert _unpaired_share(batch_of(**changes))[0] == pytest.approx(share)
 
 
-@pytest.mark.parametrize(("work_s", "paired_s"), [(4.0, 0.25), (1.0, 0.5 + 0.125)])
-def test_paired_traffic_costs_what_it_cannot_hide_and_the_units_it_takes(work_s: float, paired_s: float) -> None:
-    """1 s of traffic a pass: all of it, or half of it, hides, at a quarter of the device."""
+@pytest.mark.parametrize(("work_s", "hidden"), [(4.0, 1.0), (1.0, 0.5)])
+def test_paired_traffic_costs_what_it_cannot_hide_and_the_units_it_takes(work_s: float, hidden: float) -> None:
+    """1 s of traffic a pass: all of it, or half of it, hides, at 32 of the 132 units of an H100."""
     traffic, work = np.array([1.0]), np.array([work_s])
-    assert shown_expert_parallel_s(PROBLEM, batch_of(), traffic, work)[0] == 1.0
-    shown = shown_expert_parallel_s(PROBLEM, batch_of(ep_overlap=True), traffic, work)[0]
-    assert shown == pytest.approx(1 / 4 + 3 / 4 * paired_s)
+    assert shown_expert_parallel_s(PROBLEM, batch_of(dispatcher="hybridep"), traffic, work)[0] == 1.0
+    shown = shown_expert_parallel_s(PROBLEM, batch_of(ep_overlap=True, dispatcher="hybridep"), traffic, work)[0]
+    assert shown == pytest.approx(1 / 4 + 3 / 4 * (1.0 - hidden * (1 - 32 / 132)))
 
 
 def test_traffic_hides_under_every_kernel_of_its_block_once() -> None:
@@ -129,7 +127,7 @@ def test_a_dispatcher_that_permutes_in_one_kernel_moves_every_copy_once() -> Non
     """Not `kernel_bytes_factor` times: in and out, each read and written in 16 bits."""
     batch, shape = batch_of(), block_shapes(MODEL)[Block.MOE]
     apart = kernel_times(PROBLEM, batch, Block.MOE, shape)
-    fused = kernel_times(replace(PROBLEM, framework=FRAMEWORK.changed(dispatches_once=True)), batch, Block.MOE, shape)
+    fused = kernel_times(PROBLEM, batch_of(dispatcher="hybridep"), Block.MOE, shape)
     spared = FRAMEWORK.kernels.kernel_bytes_factor - 1
     once_s = memory_bound_s(PROBLEM, np.array([spared * 2 * 4.0 * 4096 * 2 * 1024]))[0]
     assert (apart.memory_forward_s - fused.memory_forward_s)[0] == pytest.approx(once_s)

@@ -304,16 +304,11 @@ def test_a_choice_of_the_plan_has_its_options(changes: dict[str, Any], expected:
 
 
 def test_experts_that_drop_tokens_have_a_capacity_and_the_plain_dispatcher() -> None:
-    framework = Framework(name="nemo").changed(dispatches_once=True, drops_tokens=True, bytes_per_logit=2.0)
-    written = words_of(replace(plan_file_of(GPT_OSS, ep=8, dp_shard=8), framework=framework))
-    at = written.index("--moe-token-dispatcher-type")
-    assert written[at : at + 5] == [
-        "--moe-token-dispatcher-type",
-        "alltoall",
-        "--moe-expert-capacity-factor",
-        "1.0",
-        "--moe-pad-expert-input-to-capacity",
-    ]
+    framework = Framework(name="nemo").changed(drops_tokens=True, bytes_per_logit=2.0)
+    written = words_of(replace(plan_file_of(GPT_OSS, ep=8, dp_shard=8, dispatcher="hybridep"), framework=framework))
+    assert written[written.index("--moe-token-dispatcher-type") + 1] == "alltoall"
+    at = written.index("--moe-expert-capacity-factor")
+    assert written[at : at + 3] == ["--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"]
     assert "--moe-flex-dispatcher-backend" not in written
 
 

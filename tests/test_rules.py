@@ -59,6 +59,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
         torchtitan.BOOK,
         (
             (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
+            (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
             *PIPELINES,
             (MOE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096, "recompute of moe_act"),
             (DENSE, plan_of(recompute="full", recompute_num_layers=2), 4096, "recompute of 2 layers of a chunk"),
@@ -84,6 +85,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
         fsdp2.BOOK,
         (
             (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
+            (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
             *PIPELINES,
             (MOE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096, "recompute of moe_act"),
             (DENSE, plan_of(dp_shard=8, sharding="zero1"), 4096, "use 'none' or 'zero2' or 'zero3'"),
@@ -102,6 +104,12 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
     "nanotron": (
         nanotron.BOOK,
         (
+            (
+                DENSE,
+                plan_of(dispatcher="hybridep"),
+                4096,
+                "dispatcher hybridep is known of Megatron-LM and Primus only",
+            ),
             (DENSE, plan_of(recompute="full", recompute_num_layers=2), 4096, "recompute of 2 layers of a chunk"),
             (DENSE, split(2, schedule="zb-h1"), 4096, "schedule 'zb-h1' does not exist: use '1f1b' or 'gpipe'"),
             (DENSE, plan_of(dp_shard=2, sharding="zero2"), 4096, "sharding 'zero2' does not exist"),
@@ -131,6 +139,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
         deepspeed.BOOK,
         (
             (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
+            (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
             (DENSE, plan_of(recompute="full", recompute_num_layers=2), 4096, "recompute of 2 layers of a chunk"),
             (DENSE, plan_of(pp=2, schedule="gpipe"), 4096, "schedule 'gpipe' does not exist: use '1f1b'"),
             (DENSE, plan_of(cp=2), 4096, "cp_kind 'ring' does not exist"),

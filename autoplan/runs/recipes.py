@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from autoplan.base.files import decode, read_table
-from autoplan.spec.enums import Precision
+from autoplan.spec.enums import Dispatcher, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,7 @@ class Recipe:
     microbatch_per_rank: bool = False  # pipelines take as many micro-batches as they have ranks
     counts_ends_as_layers: bool = False  # embedding and head count for a layer each; first stages take what is left
     overlaps_experts: tuple[Precision, ...] = ()  # precisions in which expert traffic is overlapped where it can be
+    dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL  # of tokens that are not dropped
     overlaps_far_experts: bool = False  # likewise, in interleaved pipelines, what leaves the scale-up domain
 
     def fit(self, name: str, year: str, device: str) -> int:

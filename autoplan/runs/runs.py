@@ -27,7 +27,7 @@ from autoplan.read.model import load_model, preset_models
 from autoplan.runs.recipes import Recipe, recipe_called
 from autoplan.runs.table import BLANKS, read_rows
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
-from autoplan.spec.enums import Offload, Precision, Recompute, RecomputeModule, Sharding
+from autoplan.spec.enums import Dispatcher, Offload, Precision, Recompute, RecomputeModule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -367,6 +367,7 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         precision=problem.training.precision,
         offload=Offload.OPTIMIZER if offload else Offload.NONE,
         tp_overlap=problem.framework.overlap.tp_overlap_share > 0,
+        dispatcher=_dispatcher(problem, recipe, ep),
         ep_overlap=ep > 1 and _overlaps_experts(problem, recipe, pp, vp, ep),
     )
 
@@ -436,6 +437,12 @@ def _usual_micro_batch(row: _Row, recipe: Recipe, pp: int, dp: int) -> int:
     if recipe.microbatch_per_rank and pp > 1 and row.has("global_batch"):
         return max(row.integer("global_batch") // (dp * pp), 1)
     return 1
+
+
+def _dispatcher(problem: Problem, recipe: Recipe, ep: int) -> Dispatcher:
+    """How tokens reach their experts: dropped ones by all-to-all alone."""
+    can = problem.model.moe is not None and ep > 1 and not problem.framework.experts.drops_tokens
+    return recipe.dispatcher if can else Dispatcher.ALL_TO_ALL
 
 
 def _overlaps_experts(problem: Problem, recipe: Recipe, pp: int, vp: int, ep: int) -> bool:

@@ -15,6 +15,7 @@ from autoplan.base.errors import InputError
 from autoplan.spec.enums import (
     CodedEnum,
     ContextParallelKind,
+    Dispatcher,
     Offload,
     Precision,
     RankOrder,
@@ -113,7 +114,7 @@ class Axis:
     phrase: str = ""  # of a flag, in the description of a plan in which it is on
     change: str | None = None  # the change of a plan that holds it, where it is not one by itself; "": none does
     searched: tuple[Value, ...] = ()  # words or flags that a search tries where the framework offers them, plain first
-    known_of: str = ""  # of a flag that few frameworks have: which
+    known_of: str = ""  # of what few frameworks offer, beyond the default: which
     elsewhere: str = ""  # where it is said, if not by --fix
     flag: str | None = None  # of `autoplan estimate`, where it is not the name with dashes; "": none
     flag_default: object = ...  # where it is not the default: None follows from other axes
@@ -259,6 +260,15 @@ AXES: tuple[Axis, ...] = (
         phrase="overlapped expert traffic",
         known_of="Megatron-LM and Primus",
         searched=(False, True),
+    ),
+    _word(
+        name="dispatcher",
+        help="alltoall, deepep or hybridep.",
+        default=Dispatcher.ALL_TO_ALL,
+        needs=Needs.SPREAD_EXPERTS,
+        label="dispatcher of tokens",
+        known_of="Megatron-LM and Primus",
+        searched=tuple(Dispatcher),
     ),
     _flag(
         name="grad_reduce_overlap",

@@ -81,6 +81,17 @@ class ContextParallelKind(CodedEnum):
     ALL_TO_ALL = "all_to_all"
 
 
+class Dispatcher(CodedEnum):
+    """Software that brings tokens to their experts: a copy for each, or one that sends a token to a rank once.
+
+    By Megatron-Core's names (transformer_config.py, moe_token_dispatcher_type and moe_flex_dispatcher_backend).
+    """
+
+    ALL_TO_ALL = "alltoall"
+    DEEPEP = "deepep"
+    HYBRIDEP = "hybridep"
+
+
 class Offload(CodedEnum):
     """States kept in the host's memory."""
 

@@ -161,11 +161,7 @@ class Experts:
     # Its experts take a fixed number of tokens each and drop the rest: shapes are static, so that nothing waits for the
     # host, and tokens travel by plain all-to-all.
     drops_tokens: bool = False
-    # A token goes to another rank or node once, however many experts it visits there, and one kernel brings it into the
-    # order of its experts, or back (DeepEP, HybridEP).
-    dispatches_once: bool = False
     bytes_per_dispatched: float = 2.0  # per element of a token on its way to the experts; on its way back 2
-    expert_compute_units: int = 0  # of the device that the kernels of the expert traffic occupy
     # Every pass through a MoE block waits for the host: it reads how many tokens each expert got before it can launch
     # the experts, by when the device has caught up with it.
     moe_sync_s: float = 0.0
@@ -175,13 +171,12 @@ class Experts:
     narrow_attention: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
     host_factor_moe: float = 2.5  # a MoE block launches that many times the kernels of a dense one
 
-    @property
-    def sends_tokens_once(self) -> bool:
-        """Whether a token goes to another rank once: Megatron-LM drops tokens with the all-to-all dispatcher alone."""
-        return self.dispatches_once and not self.drops_tokens
+    @staticmethod
+    def upgraded(table: dict[str, Any]) -> dict[str, Any]:
+        """Return the table of a file; older ones hold what plans say today."""
+        return {key: value for key, value in table.items() if key not in _RETIRED}
 
     def __post_init__(self) -> None:
-        check_count("expert_compute_units", self.expert_compute_units, least=0, most=1000)
         _check(self)
 
 
@@ -319,6 +314,8 @@ class Framework:
 _RETIRED = {
     "aliases",
     "counts_ends_as_layers",
+    "dispatches_once",
+    "expert_compute_units",
     "interleaves_layers",
     "microbatch_per_rank",
     "overlaps_experts",

@@ -16,6 +16,7 @@ from autoplan.base.units import check_count
 from autoplan.spec.axes import AXES, COLUMNS, DEFAULT_RECOMPUTE_MODULES, Axis, Kind
 from autoplan.spec.enums import (
     ContextParallelKind,
+    Dispatcher,
     Offload,
     Precision,
     RankOrder,
@@ -75,6 +76,7 @@ class ParallelPlan:
     grad_reduce_overlap: bool = True
     param_gather_overlap: bool = True
     ep_overlap: bool = False
+    dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
     rank_order: RankOrder = RankOrder.DP_BEFORE_PP
     placement: tuple[str, ...] | None = None  # names of the nodes in the order of the ranks; None: as they come
 
@@ -149,6 +151,8 @@ class ParallelPlan:
         if self.tp > 1 and not self.sp:
             words.append("no sequence parallelism")
         words += [phrase for name, phrase in _PHRASES if getattr(self, name)]
+        if self.ep > 1 and self.dispatcher != Dispatcher.ALL_TO_ALL:
+            words.append({"deepep": "DeepEP", "hybridep": "HybridEP"}[self.dispatcher])
         if self.rank_order != RankOrder.DP_BEFORE_PP:
             words.append(f"ranks {self.rank_order}")
         if self.schedule not in ("1f1b", "interleaved"):
@@ -248,6 +252,7 @@ class PlanBatch:
     param_gather_overlap: Bools
     ep_overlap: Bools
     cp_kind: Ints
+    dispatcher: Ints
     schedule: Ints
     sharding: Ints
     recompute: Ints

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.base.errors import InputError
+from autoplan.spec.enums import Dispatcher
 from autoplan.spec.estimate import StageCost
 from autoplan.spec.explanation import CurrentPlan
 from autoplan.spec.framework import Framework
@@ -52,8 +53,9 @@ class SpaceFlags:
         return bool(self.fix or self.at_most or self.forbid)
 
 
-PLAN_FILE_VERSION = 3
-_READABLE_PLAN_FILES = (2, PLAN_FILE_VERSION)  # in 2 a framework's traits stood in no groups
+PLAN_FILE_VERSION = 4
+# In 2 a framework's traits stood in no groups; in 3 the dispatcher was one of them.
+_READABLE_PLAN_FILES = (2, 3, PLAN_FILE_VERSION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,17 @@ class PlanFile:
         """Memory of a device that a plan may use."""
         return self.cluster.device.visible_memory_bytes - self.reserve_bytes
 
+    @staticmethod
+    def upgraded(table: dict[str, Any]) -> dict[str, Any]:
+        """Return the table of a file; in older ones the framework says how tokens reach their experts."""
+        framework = table.get("framework")
+        if table.get("schema_version") not in (2, 3) or not isinstance(framework, dict):
+            return table
+        experts = framework.get("experts", framework)
+        if not isinstance(experts, dict) or not experts.get("dispatches_once"):
+            return table
+        return _with_dispatcher(table)
+
     def __post_init__(self) -> None:
         if self.schema_version not in _READABLE_PLAN_FILES:
             raise InputError(
@@ -103,6 +116,18 @@ class PlanFile:
                     f"{name}.plan.precision is {checked.plan.precision}, training.precision {self.training.precision}: "
                     "make them the same"
                 )
+
+
+def _with_dispatcher(value: Any) -> Any:
+    """Return part of a plan file in which every plan sends tokens by HybridEP."""
+    if isinstance(value, list):
+        return [_with_dispatcher(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    changed = {key: _with_dispatcher(part) for key, part in value.items()}
+    if isinstance(plan := changed.get("plan"), dict):
+        changed["plan"] = plan | {"dispatcher": Dispatcher.HYBRIDEP}
+    return changed
 
 
 MIXED_FILE_VERSION = 2

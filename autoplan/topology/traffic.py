@@ -77,18 +77,19 @@ def in_network_bytes(topology: Topology, spans: Spans, buffer_bytes: Floats) -> 
     return moved
 
 
-def all_to_all_bytes(spans: Spans, buffer_bytes: Floats, copies: int = 1) -> Floats:
+def all_to_all_bytes(spans: Spans, buffer_bytes: Floats, copies: Ints | int = 1) -> Floats:
     """Bytes of an all-to-all in which every rank holds `buffer_bytes` and keeps 1 / n of them.
 
     Of a buffer that holds every token `copies` times, for as many random members, another rank, node or rack gets one
     and spreads it inside.
     """
     num_ranks = spans.here[-1]
-    if copies == 1:
-        return buffer_bytes * (spans.reach - spans.inner) / num_ranks
+    whole = buffer_bytes * (spans.reach - spans.inner) / num_ranks
+    if np.all(copies == 1):
+        return whole
     domains = spans.reach / spans.base - spans.inner / spans.base
     touched = domains * (1 - (1 - spans.base / num_ranks) ** copies)
-    return buffer_bytes / copies * touched
+    return np.where(copies == 1, whole, buffer_bytes / copies * touched)
 
 
 def chain_bytes(topology: Topology, spans: Spans, message_bytes: Floats) -> Floats:

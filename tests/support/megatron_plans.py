@@ -91,15 +91,14 @@ MATRIX: dict[str, PlanFile] = {
     "gpt": plan_file_of(SMALL_GPT, seq_len=2048, tp=8, sp=True, pp=4, vp=3, schedule="interleaved", dp_shard=2),
     "gpt, unfused": plan_file_of(SMALL_GPT, seq_len=2048, attention="unfused", dp_shard=8, recompute="selective"),
     "experts": plan_file_of(MIXTRAL, ep=8, dp_shard=8),
-    "experts, dispatched once": replace(
-        plan_file_of(MIXTRAL, ep=8, dp_shard=8),
-        framework=Framework(name="nemo").changed(dispatches_once=True, bytes_per_logit=2.0, bytes_per_reduced_grad=2.0),
+    "experts, HybridEP": replace(
+        plan_file_of(MIXTRAL, ep=8, dp_shard=8, dispatcher="hybridep"),
+        framework=Framework(name="nemo").changed(bytes_per_logit=2.0, bytes_per_reduced_grad=2.0),
     ),
+    "experts, DeepEP": plan_file_of(MIXTRAL, ep=8, dp_shard=8, dispatcher="deepep"),
     "experts, dropped tokens": replace(
         plan_file_of(MIXTRAL, ep=8, dp_shard=8),
-        framework=Framework(name="nemo").changed(
-            dispatches_once=True, drops_tokens=True, bytes_per_logit=2.0, bytes_per_reduced_grad=2.0
-        ),
+        framework=Framework(name="nemo").changed(drops_tokens=True, bytes_per_logit=2.0, bytes_per_reduced_grad=2.0),
     ),
     "experts, tensors": plan_file_of(MIXTRAL, tp=2, sp=True, ep=4, etp=2, dp_shard=8, pp=2),
     "experts, overlap": plan_file_of(

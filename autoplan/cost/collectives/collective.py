@@ -19,7 +19,9 @@ from autoplan.spec.timing import Operation
 class LinkTimes(Protocol):
     """Links that tell how long a collective takes."""
 
-    def seconds(self, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: int = 1, /) -> Floats:
+    def seconds(
+        self, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: Ints | int = 1, /
+    ) -> Floats:
         """Time of one collective of every plan."""
         ...
 
@@ -45,7 +47,7 @@ class Collective:
     backward: Floats | float = 0.0
     at_end: Floats | float = 0.0
     is_repeated: bool = True  # by a forward pass that is recomputed
-    copies: int = 1  # of each token in the buffer
+    copies: Ints | int = 1  # of each token in the buffer
 
     @property
     def _runs(self) -> Bools:
@@ -63,5 +65,6 @@ class Collective:
         times, rows = np.zeros_like(self.buffer_bytes), np.flatnonzero(runs)
         if len(rows):
             group, buffer_bytes = self.group.take(rows), self.buffer_bytes[rows]
-            times[rows] = links.take(rows).seconds(self.operation, group, buffer_bytes, self.copies)
+            copies = self.copies if isinstance(self.copies, int) else self.copies[rows]
+            times[rows] = links.take(rows).seconds(self.operation, group, buffer_bytes, copies)
         return times

@@ -8,10 +8,15 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
-from autoplan.cost.kernels.times import expert_tokens, norm_tokens
+from autoplan.cost.kernels.times import expert_tokens, norm_tokens, sends_tokens_once
 from autoplan.cost.network.process_groups import process_groups
+from autoplan.spec.enums import Dispatcher
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
+
+# Of a device, that the kernels of a dispatcher occupy: 20 of DeepEP (arXiv:2412.19437, section 3.2.2), 32 of HybridEP
+# (Megatron-Core moe_hybridep_num_sms).
+COMPUTE_UNITS = np.array([{Dispatcher.DEEPEP: 20.0, Dispatcher.HYBRIDEP: 32.0}.get(word, 0.0) for word in Dispatcher])
 
 
 class ExpertParallel(NamedTuple):
@@ -34,7 +39,7 @@ def expert_parallel(problem: Problem, batch: PlanBatch) -> ExpertParallel:
     width = moe.latent_size or problem.model.hidden_size
     routed = norm_tokens(problem, batch) * moe.experts_per_token * width
     gathered = 2.0 * expert_tokens(problem, batch) * moe.num_experts / batch.ep * width
-    copies = moe.experts_per_token if framework.experts.sends_tokens_once else 1
+    copies = np.where(sends_tokens_once(problem, batch), moe.experts_per_token, 1)
     return ExpertParallel(
         dispatch=Collective(
             communicator="ep",
@@ -96,8 +101,8 @@ def shown_expert_parallel_s(problem: Problem, batch: PlanBatch, traffic_s: Float
     Both passes of a layer have `work_s` to hide 2 `traffic_s` under.  What hides costs the compute units that its
     kernels occupy.
     """
-    device, occupied = problem.cluster.device, problem.framework.experts.expert_compute_units
+    occupied = COMPUTE_UNITS[batch.dispatcher] / problem.cluster.device.compute_units
     hidden = np.minimum(traffic_s, work_s / 2)
-    paired = traffic_s - hidden * (1.0 - min(occupied / device.compute_units, 1.0))
+    paired = traffic_s - hidden * (1.0 - np.minimum(occupied, 1.0))
     alone = _unpaired_share(batch)
     return np.where(batch.ep_overlap, alone * traffic_s + (1.0 - alone) * paired, traffic_s)

@@ -23,14 +23,14 @@ from autoplan.cost.kernels.arithmetic import (
 from autoplan.cost.kernels.measured import find_kernels, passes_s
 from autoplan.cost.kernels.measured_units import head_factor
 from autoplan.cost.passes import Pass
-from autoplan.spec.enums import ContextParallelKind, Precision
+from autoplan.spec.enums import ContextParallelKind, Dispatcher, Precision
 from autoplan.spec.model import Block
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Operation
 
 # What decides the shapes of a plan's kernels: many plans share all of them.
-KERNEL_AXES = ("micro_batch", "tp", "sp", "cp", "cp_kind", "ep", "etp", "precision")
+KERNEL_AXES = ("micro_batch", "tp", "sp", "cp", "cp_kind", "ep", "etp", "dispatcher", "precision")
 
 # How many times as long 16-bit GEMMs of large shapes take where the rows of a matrix are no multiple of 16 bytes, so
 # that it is loaded in narrower pieces, and where rows have an odd number of elements, which no asynchronous copy takes
@@ -439,16 +439,26 @@ def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str
     pieces = max((len(_pieces(problem, one)) for one in block_shapes(model)[block].linears), default=1)
     if pieces > 1:  # each has a gradient of the block's whole input, and they are added up
         moved["input_gradients"] = (0.0 * tokens, 2.0 * (pieces + 1) * tokens * hidden)
-    factors = dict.fromkeys(moved, framework.kernels.kernel_bytes_factor)
-    if framework.experts.sends_tokens_once:
-        factors["permute"] = 1.0  # in a kernel of the dispatcher, not in several
-    if framework.experts.drops_tokens and "permute" in factors:
-        factors["permute"] *= DROPPING_PERMUTE
+    factors: dict[str, Floats | float] = dict.fromkeys(moved, framework.kernels.kernel_bytes_factor)
+    if "permute" in factors:
+        # In a kernel of the dispatcher, or in several.
+        factors["permute"] = np.where(sends_tokens_once(problem, batch), 1.0, framework.kernels.kernel_bytes_factor)
+        if framework.experts.drops_tokens:
+            factors["permute"] = factors["permute"] * DROPPING_PERMUTE
     wider = problem.training.element_bytes / 2.0
     return {
         name: (forward * factors[name] * wider, backward * factors[name] * wider)
         for name, (forward, backward) in moved.items()
     }
+
+
+def sends_tokens_once(problem: Problem, batch: PlanBatch) -> Bools:
+    """Return which plans send a token to another rank or node once, however many experts it visits there.
+
+    One kernel then brings it into the order of its experts, or back.  Tokens are dropped with the all-to-all alone.
+    """
+    sends_once = batch.dispatcher != Dispatcher.ALL_TO_ALL.code
+    return sends_once & (not problem.framework.experts.drops_tokens)
 
 
 def has_dropout(problem: Problem) -> bool:

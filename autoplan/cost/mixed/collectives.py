@@ -37,7 +37,9 @@ class Islands:
     inside: Ints
     islands: Ints
 
-    def seconds(self, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: int = 1) -> Floats:
+    def seconds(
+        self, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: Ints | int = 1
+    ) -> Floats:
         """Time of one collective."""
         inside, islands = (np.where(group.size > 1, members, 1) for members in (self.inside, self.islands))
         across = ProcessGroup(np.ones_like(group.stride), islands)

@@ -76,7 +76,9 @@ class Algorithm:
     Bytes and spans have the shape (levels, groups).
     """
 
-    moved_bytes: Callable[[Topology, Spans, Floats, int], Floats]  # of a buffer with so many copies of each token
+    moved_bytes: Callable[
+        [Topology, Spans, Floats, Ints | int], Floats
+    ]  # of a buffer with so many copies of each token
     seconds: Callable[[Topology, Spans, Floats, Floats], Floats]  # of so many bytes moved, of a buffer
     serves: Callable[[Topology, Spans], Bools] | None = None  # which groups may use it; None: all
 
@@ -207,7 +209,7 @@ def _members(topology: Topology, operation: Operation, group: ProcessGroup) -> I
 
 
 def _fastest(
-    topology: Topology, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: int
+    topology: Topology, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: Ints | int
 ) -> tuple[Floats, Floats]:
     """(time, bytes over the links of every level) by the algorithm that is fastest for each group."""
     spans = Spans.of(topology, _members(topology, operation, group))
@@ -225,7 +227,7 @@ def _fastest(
 
 
 def collective_s(
-    topology: Topology, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: int = 1
+    topology: Topology, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: Ints | int = 1
 ) -> Floats:
     """Time of a collective: what every rank reduces, ends with, or holds and sends on is `buffer_bytes`."""
     if not buffer_bytes.any():  # as of the experts of a dense model
@@ -234,7 +236,7 @@ def collective_s(
 
 
 def link_bytes(
-    topology: Topology, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: int = 1
+    topology: Topology, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: Ints | int = 1
 ) -> Floats:
     """Bytes of a collective on the links of every level, per device and direction: shape (levels, groups)."""
     return _fastest(topology, operation, group, buffer_bytes, copies)[1]
@@ -272,7 +274,9 @@ class Links:
         """The links for the plans at the given indices: all plans have the same."""
         return self
 
-    def seconds(self, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: int = 1) -> Floats:
+    def seconds(
+        self, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: Ints | int = 1
+    ) -> Floats:
         """Time of a collective (`collective_s`), measured where it was; an empty buffer takes none."""
         reference = collective_s(self.topology, operation, group, buffer_bytes, copies)
         if not self.timings.holds(operation, *_DTYPES):
@@ -290,7 +294,7 @@ class Links:
         return _members(self.topology, operation, group)[self.domain].astype(np.int64)
 
     def _as_measured(
-        self, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: int
+        self, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: Ints | int
     ) -> tuple[ProcessGroup, Floats]:
         """The group and the buffer with which as much is measured.
 
@@ -298,9 +302,10 @@ class Links:
         what it saves between domains no measured exchange shows.  A message goes over the network, if any of its chain
         does.
         """
-        if operation == "all_to_all" and copies > 1:
+        if operation == "all_to_all" and np.any(copies > 1):
             sent = group.size * (1 - (1 - 1 / group.size) ** copies) / copies
-            buffer_bytes = np.where(self._inside(operation, group) == group.size, sent * buffer_bytes, 0.0)
+            once = np.where(self._inside(operation, group) == group.size, sent * buffer_bytes, 0.0)
+            buffer_bytes = np.where(copies > 1, once, buffer_bytes)
         if operation == "send_recv":
             is_near = self._inside(operation, group) == group.size
             stride = np.where(is_near, group.stride, self.topology.levels[self.domain].num_devices)

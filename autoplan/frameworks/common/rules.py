@@ -68,17 +68,17 @@ class Rulebook:
     # The one way in which it cuts a model into so many stages; None: as the plan says.
     split: Callable[[ModelSpec, int], tuple[int, ...]] | None = None
 
-    flags: tuple[str, ...] = ()  # that it offers of those that few frameworks have
+    extras: tuple[str, ...] = ()  # axes that it offers of those that few frameworks have
 
     def words(self, axis: str) -> tuple[str, ...]:
         """The words of an axis that it knows."""
         return next((known.words for known in self.supported if known.axis == axis), words_of(axis))
 
     def offers(self, axis: Axis, value: Value) -> bool:
-        """Return whether it knows the word, or has the flag."""
-        if axis.kind is Kind.FLAG:
-            return not value or not axis.known_of or axis.name in self.flags
-        return value in self.words(axis.name)
+        """Return whether it has the option, and knows the word."""
+        if axis.known_of and value != axis.default and axis.name not in self.extras:
+            return False
+        return axis.kind is Kind.FLAG or value in self.words(axis.name)
 
 
 def all_true(batch: PlanBatch) -> Bools:

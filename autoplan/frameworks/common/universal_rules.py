@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, Rulebook, all_true
-from autoplan.spec.axes import AXES, Axis
+from autoplan.spec.axes import AXES, Axis, Kind
 from autoplan.spec.enums import Precision, Schedule
 from autoplan.spec.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PP_BEFORE_DP, PlanBatch
 from autoplan.spec.workload import Workload
@@ -140,14 +140,18 @@ RULES_ALONE: tuple[Rule, ...] = (*RULES, FOLDED, NO_PARTS, NO_FP32)
 BOOK = Rulebook(rules=RULES_ALONE, repeats_some_layers=True)
 
 
-def flags_of_others(*offered: str) -> tuple[Rule, ...]:
-    """Return the rules against flags that few frameworks have, for one that has, or itself refuses, those `offered`."""
-    return tuple(_flag_of_others(axis) for axis in AXES if axis.known_of and axis.name not in offered)
+def options_of_others(*offered: str) -> tuple[Rule, ...]:
+    """Return rules against options that few frameworks have, for one that has, or itself refuses, those `offered`."""
+    return tuple(_option_of_others(axis) for axis in AXES if axis.known_of and axis.name not in offered)
 
 
-def _flag_of_others(axis: Axis) -> Rule:
+def _option_of_others(axis: Axis) -> Rule:
+    plain, is_flag = axis.code(axis.default), axis.kind is Kind.FLAG
     return Rule(
         source=SOURCE,
-        holds=lambda s, b: ~getattr(b, axis.name),
-        says=lambda s, p: f"{axis.name} is known of {axis.known_of} only: leave it out",
+        holds=lambda s, b: getattr(b, axis.name) == plain,
+        says=lambda s, p: (
+            f"{axis.name}{'' if is_flag else f' {getattr(p, axis.name)}'} is known of {axis.known_of} only: "
+            "leave it out"
+        ),
     )

@@ -75,7 +75,7 @@ SUPPORTED = (
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
-    *universal.flags_of_others(),
+    *universal.options_of_others(),
     universal.ALL_OR_NONE,
     *(words.rule() for words in SUPPORTED),
     shared.no_interleaving(f"{_PIPE}/schedule.py:189"),

@@ -108,7 +108,7 @@ SUPPORTED = (
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
     universal.NO_PARTS,
-    *universal.flags_of_others(),
+    *universal.options_of_others(),
     *(words.rule() for words in SUPPORTED),
     *PIPELINE_RULES,
     shared.tied_needs_one_stage("torch/distributed/pipelining/stage.py PipelineStage"),

@@ -276,10 +276,6 @@ def _has_shared_expert(file: PlanFile) -> bool:
     return file.model.moe is not None and file.model.moe.shared_expert_ffn_size > 0
 
 
-def _sends_tokens_once(file: PlanFile) -> bool:
-    return file.framework.experts.sends_tokens_once and file.best.plan.ep > 1
-
-
 def _drops_tokens(file: PlanFile) -> bool:
     return file.framework.experts.drops_tokens
 
@@ -310,10 +306,6 @@ EXPERTS: tuple[Line, ...] = (
     (
         Assumed("moe_grouped_gemm", (True,), "priced with grouped products of the experts", True, is_switch=True),
         Assumed("moe_permute_fusion", (True,), "priced with a fused permutation", True, is_switch=True),
-        Assumed("moe_token_dispatcher_type", ("alltoall", "flex"), "priced as all-to-all",
-                lambda file: "flex" if _sends_tokens_once(file) else "alltoall"),
-        Assumed("moe_flex_dispatcher_backend", ("deepep", "hybridep"), "priced as HybridEP",
-                lambda file: "hybridep" if _sends_tokens_once(file) else None),
         # Presets that drop tokens price it (`Experts.drops_tokens`); files do not choose a preset by it.
         Assumed("moe_expert_capacity_factor", (-1,), "dropped tokens are priced by presets that drop them alone",
                 lambda file: "1.0" if _drops_tokens(file) else None),

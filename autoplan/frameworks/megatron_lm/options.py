@@ -25,7 +25,15 @@ from autoplan.frameworks.megatron_lm.table import (
     switches,
     valued,
 )
-from autoplan.spec.enums import ContextParallelKind, Offload, Precision, RankOrder, RecomputeModule, Sharding
+from autoplan.spec.enums import (
+    ContextParallelKind,
+    Dispatcher,
+    Offload,
+    Precision,
+    RankOrder,
+    RecomputeModule,
+    Sharding,
+)
 from autoplan.spec.plan import ParallelPlan, chunk_layers, even_chunks
 from autoplan.spec.plan_file import PlanFile
 
@@ -237,6 +245,36 @@ def _read_offload(reading: Reading) -> Fields:
     return {"offload": Offload.OPTIMIZER}
 
 
+_BACKENDS = {"deepep": Dispatcher.DEEPEP, "hybridep": Dispatcher.HYBRIDEP}
+
+
+def _write_dispatcher(file: PlanFile) -> dict[str, Value]:
+    plan = file.best.plan
+    if file.model.moe is None:
+        return {}
+    if plan.ep == 1 or plan.dispatcher == Dispatcher.ALL_TO_ALL or file.framework.experts.drops_tokens:
+        return {"moe_token_dispatcher_type": "alltoall"}
+    return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": str(plan.dispatcher)}
+
+
+def _read_dispatcher(reading: Reading) -> Fields:
+    """Read the dispatcher; the flexible one takes DeepEP unless it is told otherwise (transformer_config.py)."""
+    arguments = reading.arguments
+    kind = arguments.text("moe_token_dispatcher_type", "allgather")
+    backend = arguments.text("moe_flex_dispatcher_backend", "deepep") or "deepep"
+    arguments.flag("moe_enable_deepep")  # that of before core 0.15, which the flexible dispatcher asked for
+    if reading.model is None or reading.model.moe is None or reading.fields.get("ep", 1) == 1:
+        return {}
+    if kind == "flex":
+        if backend not in _BACKENDS:
+            option = arguments.option_of("moe_flex_dispatcher_backend")
+            raise InputError(f"{option} {backend[:30]!r} is not one of {', '.join(_BACKENDS)}")
+        return {"dispatcher": _BACKENDS[backend]}
+    if kind != "alltoall":
+        arguments.remark("moe_token_dispatcher_type", "priced as all-to-all")
+    return {}
+
+
 def _read_batch(reading: Reading) -> Fields:
     arguments = reading.arguments
     for key in ("rampup_batch_size", "step_batch_size_schedule"):
@@ -272,6 +310,10 @@ PLAN: tuple[Line, ...] = (
     (
         count("expert_model_parallel_size", "ep", 1, when=_has_experts),
         optional_count("expert_tensor_parallel_size", "etp", when=_has_experts),
+    ),
+    (
+        Special("moe_token_dispatcher_type", _write_dispatcher, _read_dispatcher,
+                others=(*valued("moe_flex_dispatcher_backend"), *switches("moe_enable_deepep"))),
     ),
     (
         Special("use_distributed_optimizer", _write_sharding, _read_sharding, names=DDP, is_switch=True,

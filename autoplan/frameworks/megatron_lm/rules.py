@@ -178,7 +178,7 @@ SUPPORTED = (
 # Whatever the schedule; other schedules than its own run on its code elsewhere (`primus`).
 COMMON: tuple[Rule, ...] = (
     *universal.RULES,
-    *universal.flags_of_others("ep_overlap"),
+    *universal.options_of_others("ep_overlap", "dispatcher"),
     universal.NO_FP32,
     Rule(
         source=f"{_STATE}:1448",
@@ -338,4 +338,6 @@ RULES: tuple[Rule, ...] = (
     INTERLEAVED_MICROBATCHES,
 )
 
-BOOK = Rulebook(rules=RULES, supported=SUPPORTED, flags=("ep_overlap",), repeats_parts=True, repeats_some_layers=True)
+BOOK = Rulebook(
+    rules=RULES, supported=SUPPORTED, extras=("ep_overlap", "dispatcher"), repeats_parts=True, repeats_some_layers=True
+)

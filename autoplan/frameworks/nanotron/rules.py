@@ -90,7 +90,7 @@ SUPPORTED = (
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
-    *universal.flags_of_others("ep_overlap"),
+    *universal.options_of_others("ep_overlap"),
     universal.ALL_OR_NONE,
     *(words.rule() for words in SUPPORTED),
     shared.no_interleaving(f"{_ENGINE}:270"),

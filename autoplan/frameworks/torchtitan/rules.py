@@ -82,7 +82,7 @@ SUPPORTED = (
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
     universal.NO_PARTS,
-    *universal.flags_of_others(),
+    *universal.options_of_others(),
     universal.ALL_OR_NONE,
     *(words.rule() for words in SUPPORTED),
     *PIPELINE_RULES,

@@ -27,7 +27,7 @@ SUPPORTED = (
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
-    *universal.flags_of_others("ep_overlap"),
+    *universal.options_of_others("ep_overlap"),
     *(words.rule() for words in SUPPORTED),
     *PIPELINE_RULES,
     shared.tied_needs_one_stage(f"{_TRANSFORMER} Transformer.tie"),

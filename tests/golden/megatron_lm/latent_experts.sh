@@ -43,7 +43,7 @@ EXPERTS=(
     --moe-ffn-hidden-size 2048
     --moe-layer-freq '([0]*3+[1]*58)'
     --moe-shared-expert-intermediate-size 2048
-    --moe-grouped-gemm --moe-permute-fusion --moe-token-dispatcher-type alltoall
+    --moe-grouped-gemm --moe-permute-fusion
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
     --moe-router-dtype fp32 --moe-router-padding-for-quantization
 )
@@ -55,6 +55,7 @@ PLAN=(
     --pipeline-model-parallel-size 8
     --pipeline-model-parallel-layout 'Et*7|(t*8|)*5t*7|t*7mL'
     --expert-model-parallel-size 32 --expert-tensor-parallel-size 1
+    --moe-token-dispatcher-type alltoall
     --use-distributed-optimizer
     --overlap-grad-reduce --overlap-param-gather
     --bf16 --fp8-format hybrid --fp8-recipe tensorwise

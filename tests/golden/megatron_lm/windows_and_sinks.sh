@@ -39,7 +39,7 @@ MODEL=(
 EXPERTS=(
     --num-experts 32 --moe-router-topk 4
     --moe-ffn-hidden-size 2880
-    --moe-grouped-gemm --moe-permute-fusion --moe-token-dispatcher-type alltoall
+    --moe-grouped-gemm --moe-permute-fusion
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
     --moe-router-dtype fp32
 )
@@ -51,6 +51,7 @@ PLAN=(
     --context-parallel-size 2 --cp-comm-type a2a
     --pipeline-model-parallel-size 1
     --expert-model-parallel-size 4 --expert-tensor-parallel-size 1
+    --moe-token-dispatcher-type alltoall
     --use-distributed-optimizer
     --overlap-grad-reduce --overlap-param-gather
     --optimizer-cpu-offload --use-precision-aware-optimizer --overlap-cpu-optimizer-d2h-h2d
