@@ -44,8 +44,9 @@ def batch_of(**changes: object) -> PlanBatch:
     return PlanBatch.of([ParallelPlan(**(values | changes))], MODEL.num_layers)  # type: ignore[arg-type]
 
 
-def test_every_pass_waits_for_the_host_and_for_the_kernels_of_each_local_expert() -> None:
-    assert _experts_wait_s(PROBLEM, batch_of())[0] == pytest.approx(2.0 * (1e-3 + 4 * 1e-5))
+def test_every_pass_waits_for_the_host_and_in_eight_bits_for_the_casts_of_each_local_expert() -> None:
+    assert _experts_wait_s(PROBLEM, batch_of())[0] == pytest.approx(2.0 * 1e-3)
+    assert _experts_wait_s(PROBLEM, batch_of(precision="fp8"))[0] == pytest.approx(2.0 * (1e-3 + 4 * 1e-5))
 
 
 def test_a_graph_of_static_shapes_waits_for_nothing() -> None:

@@ -304,6 +304,33 @@ def test_a_run_of_which_it_is_not_told_what_it_recomputes_may_fit(tmp_path: Path
     assert predict(run).verdict == verdict
 
 
+def test_what_a_recipe_chose_goes_before_what_recipes_usually_choose(tmp_path: Path) -> None:
+    experts = {"num_experts": "128", "experts_per_token": "8", "expert_ffn_size": "1536", "ep": "8"}
+    chosen = "dispatcher=deepep;ep_overlap=1;grad_reduce_overlap=0;recompute_modules=moe_act+layernorm;tp_overlap=0"
+    row = LLAMA | experts | {"recompute": "selective", "options": chosen + ";token_dropping=0;packed=1"}
+    (run,) = runs_of(tmp_path, row)
+    assert run.problem is not None
+    assert run.plan is not None
+    assert (run.plan.dispatcher, run.plan.ep_overlap, run.plan.tp_overlap) == ("deepep", True, False)
+    assert (run.plan.grad_reduce_overlap, run.plan.param_gather_overlap) == (False, True)
+    assert run.plan.recompute_modules == ("layernorm", "moe_act")
+    assert not run.problem.framework.experts.drops_tokens
+    assert "packed=1 left out" in run.filled
+    (dropping,) = runs_of(tmp_path, row | {"options": "token_dropping=1;dispatcher=hybridep;recompute_modules=none"})
+    assert dropping.problem is not None
+    assert dropping.plan is not None
+    assert dropping.problem.framework.experts.drops_tokens
+    assert (dropping.plan.dispatcher, dropping.plan.recompute) == ("alltoall", "none")
+
+
+def test_a_layout_of_the_pipeline_says_the_layers_of_every_chunk(tmp_path: Path) -> None:
+    (run,) = runs_of(tmp_path, LLAMA | {"options": "pp_layout=Et*3|(t*4|)*18t*5L"})
+    assert run.plan is not None
+    assert run.plan.layers_per_chunk == (3, *[4] * 18, 5)
+    (refused,) = runs_of(tmp_path, LLAMA | {"options": "tp_overlap=yes"})
+    assert refused.refusal == "option tp_overlap is neither 0 nor 1: 'yes'"
+
+
 def test_a_blank_architecture_is_looked_up_by_the_model_name(tmp_path: Path) -> None:
     row = {**LLAMA, "model": "Llama 3.1 70B", "num_layers": "", "hidden_size": "", "num_heads": "", "ffn_size": ""}
     (run,) = runs_of(tmp_path, row)

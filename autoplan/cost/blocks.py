@@ -40,10 +40,14 @@ from autoplan.cost.memory.parameters import layer_parameters, local_parameters
 from autoplan.cost.memory.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Pass
+from autoplan.spec.enums import Precision
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import FULL, PlanBatch
 from autoplan.spec.problem import Problem
+from autoplan.spec.timing import NARROW_TYPES
+
+_NARROW = [Precision(name).code for name in NARROW_TYPES]
 
 # The terms of a block's time, in the order in which they are shown.
 TERMS = (
@@ -254,7 +258,8 @@ def _experts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
     """Time in one pass of a MoE block that the device waits for the host to see the routing and launch the experts."""
     framework, moe = problem.framework, problem.model.moe
     assert moe is not None
-    waits = framework.experts.moe_sync_s + framework.experts.s_per_local_expert * moe.num_experts / batch.ep
+    casts = np.isin(batch.precision, _NARROW) * framework.experts.s_per_local_expert * moe.num_experts / batch.ep
+    waits = framework.experts.moe_sync_s + casts
     is_static = framework.experts.drops_tokens | (batch.ep_overlap & (not framework.experts.syncs_overlapped_experts))
     return np.where(is_static, 0.0, problem.calibration.host * waits)
 

@@ -14,6 +14,7 @@ from autoplan.base.units import GIB
 from autoplan.cost.estimate import estimate
 from autoplan.runs.runs import Run, read_runs
 from autoplan.runs.table import positive, read_rows
+from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
 from autoplan.spec.enums import Recompute
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -60,9 +61,11 @@ def _fits_recomputed(problem: Problem, plan: ParallelPlan, *, is_told: bool) -> 
     Selective recomputation of an attention that keeps no scores is that of other modules, which no column names
     (Megatron-LM, --recompute-modules).
     """
-    if is_told and not (plan.recompute == "selective" and problem.fuses_attention):
+    keeps_nothing = plan.recompute == "selective" and plan.recompute_modules == DEFAULT_RECOMPUTE_MODULES
+    if is_told and not (keeps_nothing and problem.fuses_attention):
         return False
-    batch = PlanBatch.of([replace(plan, recompute=Recompute.FULL)], problem.model.num_layers)
+    repeated = replace(plan, recompute=Recompute.FULL, recompute_modules=DEFAULT_RECOMPUTE_MODULES)
+    batch = PlanBatch.of([repeated], problem.model.num_layers)
     return VERDICTS[int(estimate(problem, batch).verdict[0])] != "oom"
 
 

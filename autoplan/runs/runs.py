@@ -19,6 +19,7 @@ from autoplan.base.errors import AutoplanError, UnpricedError
 from autoplan.base.units import GIB
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.megatron_lm.notation import layout_counts
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import book_of
 from autoplan.read.calibration import UNKNOWN_FRAMEWORK, built_in_calibration
@@ -27,7 +28,7 @@ from autoplan.read.model import load_model, preset_models
 from autoplan.runs.recipes import Recipe, recipe_called
 from autoplan.runs.table import BLANKS, read_rows
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
-from autoplan.spec.enums import Dispatcher, Offload, Precision, Recompute, RecomputeModule, Sharding
+from autoplan.spec.enums import Dispatcher, Offload, Precision, Recompute, RecomputeModule, Sharding, enum_value
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -49,6 +50,17 @@ NOT_IN_COLUMNS = (
     "position_embedding",
 )
 MOST_DEGREE = 10**6
+# Of what the recipe of a row chose, what a problem and its plan hold.
+READ_OPTIONS = {
+    "dispatcher",
+    "ep_overlap",
+    "grad_reduce_overlap",
+    "param_gather_overlap",
+    "pp_layout",
+    "recompute_modules",
+    "token_dropping",
+    "tp_overlap",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +94,17 @@ class _Row:
             raise UnpricedError(f"{column} is blank")
         self.filled.append(f"{column}={default}")
         return default
+
+    def options(self) -> dict[str, str]:
+        """What the row's recipe chose, by the name of the choice: "ep_overlap=1; dispatcher=deepep"."""
+        pairs = (part.partition("=") for part in self._cells.get("options", "").split(";"))
+        return {name.strip(): value.strip() for name, sign, value in pairs if sign}
+
+    def option(self, name: str, default: bool) -> bool:
+        value = self.options().get(name, str(int(default)))
+        if value not in ("0", "1"):
+            raise UnpricedError(f"option {name} is neither 0 nor 1: {value[:40]!r}")
+        return value == "1"
 
     def has(self, column: str) -> bool:
         return self._cells.get(column, "").strip() not in BLANKS
@@ -132,6 +155,9 @@ def _run(cells: dict[str, str]) -> Run:
         recipe = recipe_called(row.text("framework", "?"), row.text("year", "?"), _sized_gpu(row)) or UNKNOWN
         problem = _problem(row, recipe)
         plan = _plan(row, problem, recipe)
+        row.filled.extend(
+            f"{name}={value} left out" for name, value in row.options().items() if name not in READ_OPTIONS
+        )
         refusal = _refused_by_framework(problem, plan)
         invalid = bool(refusal)
     except AutoplanError as error:
@@ -159,7 +185,8 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
         fused_norm=row.flag("fused_norm", False) if row.has("fused_norm") else None,
     )
     model = _model(row, recipe)
-    if (drops := _drops_tokens(row.text("model"), framework)) != framework.experts.drops_tokens:
+    drops = row.option("token_dropping", _drops_tokens(row.text("model"), framework))
+    if drops != framework.experts.drops_tokens:
         framework = framework.changed(drops_tokens=drops)
     if model.position_embedding == "learned":  # the table does not say how long the position table was
         model = replace(model, max_positions=max(model.max_positions, training.seq_len))
@@ -347,6 +374,9 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
     if vp > 1 and pp == 1:
         row.filled.append("vp=1 without a pipeline")
     recompute = row.word("recompute", tuple(Recompute), _usual_recompute(problem))
+    modules = _recompute_modules(row, problem, recipe) if recompute == "selective" else DEFAULT_RECOMPUTE_MODULES
+    if not modules:
+        recompute = Recompute.NONE
     chunks = vp if pp > 1 else 1
     return ParallelPlan.derived(
         global_batch=global_batch,
@@ -356,19 +386,21 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         cp=cp,
         pp=pp,
         vp=chunks,
-        layers_per_chunk=_layers_per_chunk(problem, recipe, pp, chunks),
+        layers_per_chunk=_layout(row) or _layers_per_chunk(problem, recipe, pp, chunks),
         ep=ep,
         etp=etp,
         dp_replicate=dp // shard,
         dp_shard=shard,
         sharding=sharding,
         recompute=recompute,
-        recompute_modules=_recompute_modules(problem, recipe, recompute),
+        recompute_modules=modules or DEFAULT_RECOMPUTE_MODULES,
         precision=problem.training.precision,
         offload=Offload.OPTIMIZER if offload else Offload.NONE,
-        tp_overlap=problem.framework.overlap.tp_overlap_share > 0,
-        dispatcher=_dispatcher(problem, recipe, ep),
-        ep_overlap=ep > 1 and _overlaps_experts(problem, recipe, pp, vp, ep),
+        tp_overlap=row.option("tp_overlap", problem.framework.overlap.tp_overlap_share > 0),
+        dispatcher=_dispatcher(row, problem, recipe, ep),
+        ep_overlap=ep > 1 and row.option("ep_overlap", _overlaps_experts(problem, recipe, pp, vp, ep)),
+        grad_reduce_overlap=row.option("grad_reduce_overlap", default=True),
+        param_gather_overlap=row.option("param_gather_overlap", default=True),
     )
 
 
@@ -426,10 +458,23 @@ def _usual_recompute(problem: Problem) -> Recompute:
     return Recompute.NONE if problem.training.attention != "flash" or problem.fuses_attention else Recompute.SELECTIVE
 
 
-def _recompute_modules(problem: Problem, recipe: Recipe, recompute: str) -> tuple[RecomputeModule, ...]:
-    """Tables do not name parts: the core of the attention, or of a latent one what recipes name, if it is fused."""
+def _recompute_modules(row: _Row, problem: Problem, recipe: Recipe) -> tuple[RecomputeModule, ...]:
+    """Parts that selective recomputation repeats.
+
+    Where they are not named, the core of the attention, or of a latent one what recipes name, if it is fused.
+    """
+    named = row.options().get("recompute_modules")
+    if named is not None:
+        names = [name for name in named.split("+") if name != "none"]
+        return tuple(enum_value("recompute_modules", RecomputeModule, name) for name in names)
     latent = problem.model.mla is not None and problem.fuses_attention and recipe.repeats_up_projections
-    return (RecomputeModule.MLA_UP_PROJ,) if recompute == "selective" and latent else DEFAULT_RECOMPUTE_MODULES
+    return (RecomputeModule.MLA_UP_PROJ,) if latent else DEFAULT_RECOMPUTE_MODULES
+
+
+def _layout(row: _Row) -> tuple[int, ...] | None:
+    """Layers of every chunk, where the row has Megatron's notation of them."""
+    layout = row.options().get("pp_layout")
+    return tuple(layout_counts(layout)) if layout else None
 
 
 def _usual_micro_batch(row: _Row, recipe: Recipe, pp: int, dp: int) -> int:
@@ -439,10 +484,11 @@ def _usual_micro_batch(row: _Row, recipe: Recipe, pp: int, dp: int) -> int:
     return 1
 
 
-def _dispatcher(problem: Problem, recipe: Recipe, ep: int) -> Dispatcher:
+def _dispatcher(row: _Row, problem: Problem, recipe: Recipe, ep: int) -> Dispatcher:
     """How tokens reach their experts: dropped ones by all-to-all alone."""
-    can = problem.model.moe is not None and ep > 1 and not problem.framework.experts.drops_tokens
-    return recipe.dispatcher if can else Dispatcher.ALL_TO_ALL
+    if problem.model.moe is None or ep == 1 or problem.framework.experts.drops_tokens:
+        return Dispatcher.ALL_TO_ALL
+    return enum_value("dispatcher", Dispatcher, row.options().get("dispatcher", recipe.dispatcher))
 
 
 def _overlaps_experts(problem: Problem, recipe: Recipe, pp: int, vp: int, ep: int) -> bool:

@@ -165,7 +165,8 @@ class Experts:
     # Every pass through a MoE block waits for the host: it reads how many tokens each expert got before it can launch
     # the experts, by when the device has caught up with it.
     moe_sync_s: float = 0.0
-    s_per_local_expert: float = 0.0  # in every such pass, as products and casts are kernels of each expert
+    # In every such pass of 8 bits or fewer, as casts are kernels of each expert.
+    s_per_local_expert: float = 0.0
     syncs_overlapped_experts: bool = True  # else plans with ep_overlap have static shapes, one graph and one kernel
     # Precisions in which its mixtures of experts run the core of the attention in 8 bits too.
     narrow_attention: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
