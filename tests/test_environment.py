@@ -44,6 +44,7 @@ from autoplan.read.cluster import load_device, preset_devices  # noqa: E402
         ("AMD Instinct MI300X", 191.69, "mi300x"),
         ("AMD Instinct MI300X VF", 191.98, "mi300x"),
         ("AMD Instinct MI325X", 255.98, "mi325x"),
+        ("AMD Instinct MI350X", 287.98, "mi350x"),
         ("AMD Instinct MI355X", 287.98, "mi355x"),
     ],
 )

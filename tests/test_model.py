@@ -42,6 +42,7 @@ EXACT_ACTIVE = {"mixtral-8x7b": 12_879_925_248, "deepseek-v3": 37_552_282_624}
 
 # Billions of parameters as the papers and model cards state them.
 PUBLISHED_BILLIONS = {
+    "moonlight-16b": 16.0,
     "megatron-1t": 1008.0,
     "llama-7b": 6.7,
     "llama-13b": 13.0,

@@ -23,6 +23,7 @@ RUNS: dict[str, str] = {
     "gb300-nvl72": "bf16 fp16 fp8 mxfp8 nvfp4 fp32",
     "frontier": "bf16 fp16 fp32",
     "mi300x": "bf16 fp16 fp8 fp32",
+    "mi350x": "bf16 fp16 fp8 mxfp8 fp32",
     "mi355x": "bf16 fp16 fp8 mxfp8 fp32",
     "cpu": "bf16 fp32",
 }

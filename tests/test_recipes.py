@@ -12,7 +12,25 @@ def test_every_recipe_names_facts_that_are_shipped() -> None:
 
 
 def test_a_name_that_no_recipe_knows_has_none() -> None:
-    assert recipe_called("Alpa (JAX/XLA)", "2021") is None
+    assert recipe_called("Whale", "2021") is None
+
+
+@pytest.mark.parametrize(
+    ("called", "year", "name"),
+    [
+        ("Sailor (Megatron-DeepSpeed based)", "2025", "megatron-deepspeed"),
+        ("YaFSDP", "2024", "pytorch-fsdp"),
+        ("PaddleNLP 2023-11", "2023", "eager"),
+        ("DeepSpeed ZeRO-3 (HF)", "2026", "deepspeed-hf"),
+        ("DeepSpeed ZeRO-3", "2023", "deepspeed-hf"),
+        ("DeepSpeed ZeRO-3", "2021", "deepspeed-2021"),
+        ("MaxText", "2025", "megatron-core"),
+    ],
+)
+def test_what_was_not_measured_is_priced_as_its_kin(called: str, year: str, name: str) -> None:
+    found = recipe_called(called, year)
+    assert found is not None
+    assert (found.framework, found.is_kin) == (name, True)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +48,7 @@ def test_a_name_that_no_recipe_knows_has_none() -> None:
         ("torchtitan (FSDP2)", "2025", "torchtitan"),
         ("nanotron", "2025", "nanotron-bench2"),
         ("nanotron", "2026", "nanotron"),
+        ("DeepSpeed ZeRO-3 (torch 2.13, ds 0.19.2)", "2026", "deepspeed-zero"),
     ],
 )
 def test_versions_are_told_apart_by_their_names(called: str, year: str, name: str) -> None:

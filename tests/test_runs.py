@@ -387,7 +387,7 @@ def test_a_row_that_cannot_be_priced_says_why(tmp_path: Path, change: dict[str, 
 
 
 def test_what_a_row_says_and_the_price_leaves_out_stands_in_the_note(tmp_path: Path) -> None:
-    (run,) = runs_of(tmp_path, {**LLAMA, "pp": "1", "dp": "8", "vp": "4", "gpu_memory_gib": "94"})
+    (run,) = runs_of(tmp_path, {**LLAMA, "pp": "1", "dp": "8", "vp": "4", "gpu_memory_gib": "85"})
     note = predict(run).note
     assert "vp=1 without a pipeline" in note
     assert "gpu_memory_gib=80 as shipped" in note
@@ -443,6 +443,34 @@ def test_the_command_writes_a_table_and_keeps_to_the_rules_of_outputs(
         command(runs=runs, out=tmp_path, force=True)
     with pytest.raises(InputError, match="cannot be written"):
         command(runs=runs, out=Path("/proc/out.csv"))
+
+
+def test_a_run_priced_by_kin_has_the_interval_of_an_unknown_framework(tmp_path: Path) -> None:
+    row = LLAMA | {"tp": "1", "cp": "1", "pp": "1", "vp": "", "dp": "64", "sharding": "zero3", "global_batch": "64"}
+    known, kin = (
+        predict(run)
+        for run in runs_of(tmp_path, row | {"framework": "PyTorch FSDP"}, row | {"id": "2", "framework": "YaFSDP"})
+    )
+    assert None not in (known.step_time_s, kin.step_time_s, known.step_time_high_s, kin.step_time_high_s)
+    assert kin.step_time_high_s / kin.step_time_s > 1.4 > known.step_time_high_s / known.step_time_s  # type: ignore[operator]
+
+
+def test_a_variant_of_a_device_has_the_memory_that_the_row_says(tmp_path: Path) -> None:
+    row = LLAMA | {"gpu": "v100", "precision": "fp16", "attention": "megatron-fused"}
+    small, large = runs_of(tmp_path, row | {"gpu_memory_gib": "16"}, row | {"id": "2", "gpu_memory_gib": "32"})
+    assert small.problem is not None
+    assert large.problem is not None
+    assert small.problem.device.memory_bytes == large.problem.device.memory_bytes / 2
+    assert small.problem.capacity_bytes == pytest.approx(large.problem.capacity_bytes / 2)
+
+
+def test_a_node_of_eight_v100_is_a_cube_mesh_of_which_a_pair_has_a_seventh(tmp_path: Path) -> None:
+    row = LLAMA | {"gpu": "v100", "gpu_memory_gib": "32", "intra_node_gbytes_per_s": "150", "precision": "fp16"}
+    pair = row | {"id": "2", "num_gpus": "2", "tp": "2", "cp": "1", "pp": "1", "vp": "", "dp": "1"}
+    whole, half, large = runs_of(tmp_path, row, pair, row | {"id": "3", "gpus_per_node": "16"})
+    levels = [run.problem.cluster.levels[-1] for run in (whole, half, large) if run.problem]
+    assert [level.is_mesh for level in levels] == [True, True, False]
+    assert [level.bandwidth_bytes_per_s for level in levels] == [150e9, pytest.approx(150e9 / 7), 150e9]
 
 
 def test_a_run_under_an_unknown_framework_is_less_sure_to_fit(tmp_path: Path) -> None:

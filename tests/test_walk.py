@@ -132,7 +132,7 @@ def test_what_costs_nothing_stays_as_it_is(case: tuple[Problem, ParallelPlan, Pa
 def test_an_axis_that_cannot_go_back_ends_the_way_back() -> None:
     """States shared over 8 of 16 replicas are, of 8 replicas, shared over all: another plan than before, each time."""
     flags = {"sharding": "zero1", "grad_reduce_overlap": True, "param_gather_overlap": True}
-    before = ParallelPlan(global_batch=64, micro_batch=4, ep=4, dp_replicate=2, dp_shard=8, **flags)
+    before = ParallelPlan(global_batch=64, micro_batch=4, ep=8, dp_replicate=2, dp_shard=8, **flags)
     pipeline = {"pp": 2, "vp": 2, "schedule": "interleaved"}
     after = ParallelPlan(global_batch=64, micro_batch=4, cp=2, dp_shard=4, **pipeline, **flags)
     kept = nearest_equal(EXPERTS, RULES, before, prices(EXPERTS, [after])[0])

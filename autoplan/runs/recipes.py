@@ -8,6 +8,7 @@ from pathlib import Path
 
 from autoplan.base.files import decode, read_table
 from autoplan.spec.enums import Dispatcher, Precision
+from autoplan.spec.training import Attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,8 @@ class Recipe:
     years: tuple[str, ...] = ()  # that a row's begins with; none: of all years
     device: str = ""  # with its memory; blank: on all devices
     framework: str  # id of its facts
+    is_kin: bool = False  # they were made with another framework, which works like this one and was not measured
+    attention: Attention = "flash"
     interleaves_layers: bool = False  # dense models interleave chunks of one layer
     trains_mtp: bool = False  # the layers of multi-token prediction that a model has are trained
     repeats_up_projections: bool = False  # selective recomputation of latent attention repeats its up-projections

@@ -50,6 +50,7 @@ NOT_IN_COLUMNS = (
     "position_embedding",
 )
 MOST_DEGREE = 10**6
+SAME_MEMORY = 0.15  # tables round a device's memory: 192 GiB for 180 of a B200, 186 of a GB200; 94 is a rare H100's
 # Of what the recipe of a row chose, what a problem and its plan hold.
 READ_OPTIONS = {
     "dispatcher",
@@ -176,7 +177,7 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
     framework = load_framework(recipe.framework)
     if recipe is UNKNOWN:
         row.filled.append(f"framework treated as {recipe.framework}")
-    attention = row.word("attention", get_args(Attention), "flash")
+    attention = row.word("attention", get_args(Attention), recipe.attention)
     precision = row.word("precision", tuple(Precision), "bf16")
     training = TrainingSpec(
         seq_len=row.integer("seq_len"),
@@ -197,7 +198,7 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
         cluster=cluster,
         framework=framework,
         calibration=built_in_calibration(framework, cluster.device.generation)
-        if recipe is not UNKNOWN
+        if recipe is not UNKNOWN and not recipe.is_kin
         else UNKNOWN_FRAMEWORK,
     )
 
@@ -303,14 +304,12 @@ def _always_on(known: Experts | None, width: int) -> int:
 
 
 @lru_cache(maxsize=1)
-def _cluster_of_device() -> dict[str, str]:
-    """The shipped cluster to take for a device: the one of the same name, else the first that has it."""
-    chosen: dict[str, str] = {}
+def _clusters_of_device() -> dict[str, list[str]]:
+    """The shipped clusters of every device: the one of the same name first."""
+    found: dict[str, list[str]] = {}
     for name in preset_clusters():
-        device = load_cluster(name).device.name
-        if device not in chosen or name == device:
-            chosen[device] = name
-    return chosen
+        found.setdefault(load_cluster(name).device.name, []).append(name)
+    return {device: sorted(names, key=lambda name: name != device) for device, names in found.items()}
 
 
 def _sized_gpu(row: _Row) -> str:
@@ -322,16 +321,28 @@ def _sized_gpu(row: _Row) -> str:
 def _cluster(row: _Row) -> ClusterSpec:
     gpu = row.text("gpu")
     memory_gib = row.number("gpu_memory_gib") if row.has("gpu_memory_gib") else None
-    name = _cluster_of_device().get(_sized_gpu(row)) or _cluster_of_device().get(gpu)
-    if name is None:
+    clusters = _clusters_of_device().get(_sized_gpu(row)) or _clusters_of_device().get(gpu)
+    if clusters is None:
         raise UnpricedError(f"gpu {gpu[:40]!r} is not a known device")
+    name = clusters[0]
     known_gib = load_cluster(name).device.memory_bytes / GIB
-    if memory_gib is not None and abs(memory_gib - known_gib) > 0.5:
+    share = 1.0 if memory_gib is None else memory_gib / known_gib
+    if memory_gib is not None and abs(memory_gib - known_gib) > 0.5 and abs(share - 1.0) < SAME_MEMORY:
         row.filled.append(f"gpu_memory_gib={known_gib:g} as shipped")
+        share = 1.0
     num_gpus = row.degree("num_gpus")
     per_node = row.degree("gpus_per_node", load_cluster(name).devices_per_node)
+    name = next((other for other in clusters if load_cluster(other).devices_per_node == per_node), name)
     per_node = min(per_node, num_gpus)
-    return _with_links(row, _sized_cluster(name, math.ceil(num_gpus / per_node), per_node))
+    cluster = _with_links(row, _sized_cluster(name, math.ceil(num_gpus / per_node), per_node), load_cluster(name))
+    return cluster if share == 1.0 else _with_memory(cluster, share)
+
+
+def _with_memory(cluster: ClusterSpec, share: float) -> ClusterSpec:
+    """The cluster of a variant of its device that has `share` times the memory."""
+    device = cluster.device
+    memory, visible = share * device.memory_bytes, share * device.visible_memory_bytes
+    return replace(cluster, device=replace(device, memory_bytes=memory, visible_memory_bytes=visible))
 
 
 @lru_cache(maxsize=512)
@@ -339,10 +350,12 @@ def _sized_cluster(name: str, nodes: int, devices: int) -> ClusterSpec:
     return load_cluster(f"{name}:{nodes}x{devices}")
 
 
-def _with_links(row: _Row, cluster: ClusterSpec) -> ClusterSpec:
-    """The cluster with the link rates that the row states, per device and direction."""
+def _with_links(row: _Row, cluster: ClusterSpec, whole: ClusterSpec) -> ClusterSpec:
+    """The cluster with the link rates that the row states, per device and direction, of `whole` nodes."""
     if row.has("intra_node_gbytes_per_s"):
-        outer = replace(cluster.levels[-1], bandwidth_bytes_per_s=row.number("intra_node_gbytes_per_s") * 1e9)
+        share = cluster.levels[-1].bandwidth_bytes_per_s / whole.levels[-1].bandwidth_bytes_per_s
+        rate = share * row.number("intra_node_gbytes_per_s") * 1e9
+        outer = replace(cluster.levels[-1], bandwidth_bytes_per_s=rate)
         cluster = replace(cluster, levels=(*cluster.levels[:-1], outer))
     if row.has("inter_node_gbytes_per_s"):
         rate = row.number("inter_node_gbytes_per_s") * 1e9

@@ -81,8 +81,8 @@ def _nearest(device: str, node: ObservedNode) -> ClusterSpec:
         shipped,
         key=lambda cluster: (
             cluster.network.kind in kinds,
-            cluster.name == device,
             cluster.devices_per_node == len(node.devices),
+            cluster.name == device,
         ),
     )
 

@@ -25,6 +25,7 @@ _NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"AMD Instinct MI250X?\b.*", ("mi250x-gcd",)),
     (r"AMD Instinct MI300X\b.*", ("mi300x",)),
     (r"AMD Instinct MI325X\b.*", ("mi325x",)),
+    (r"AMD Instinct MI350X\b.*", ("mi350x",)),
     (r"AMD Instinct MI355X\b.*", ("mi355x",)),
 )
 

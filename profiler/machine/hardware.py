@@ -20,7 +20,7 @@ CPUINFO = Path("/proc/cpuinfo")
 _BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}  # as the kernel calls them on x86 and, the last one, on Arm
 
 # ROCm may name every device "AMD Radeon Graphics": then the architecture says which it can be.
-_ARCHITECTURES = {"gfx90a": ("mi250x-gcd",), "gfx942": ("mi300x", "mi325x"), "gfx950": ("mi355x",)}
+_ARCHITECTURES = {"gfx90a": ("mi250x-gcd",), "gfx942": ("mi300x", "mi325x"), "gfx950": ("mi350x", "mi355x")}
 _MEMORY_TOLERANCE = 0.04  # drivers keep different amounts for themselves; the nearest two products differ by a tenth
 
 _KFD_LINKS = {"2": "pcie", "11": "xgmi"}  # io_link types of the kernel's amdkfd topology

@@ -50,15 +50,16 @@ def sharded_states(problem: Problem, batch: PlanBatch, dense: Floats, expert: Fl
     """
     groups, when = process_groups(batch), _when(problem, batch)
     element, wire = problem.training.element_bytes, problem.bytes_per_reduced_grad
+    pieces = problem.framework.network.messages_per_block
     times: Floats = np.where(when.once, 1.0 / batch.num_microbatches, 1.0)
-    gathers = (when.gathers * times, np.where(when.gathers & ~when.once, 1.0, 0.0))
-    reduces = when.reduces * times
+    gathers = (pieces * when.gathers * times, np.where(when.gathers & ~when.once, pieces, 0.0))
+    reduces = pieces * when.reduces * times
     gather, gather_experts = (
         Collective(
             communicator=name,
             operation="all_gather",
             group=group,
-            buffer_bytes=element * held,
+            buffer_bytes=element * held / pieces,
             forward=gathers[0],
             backward=gathers[1],
             is_repeated=False,
@@ -67,7 +68,11 @@ def sharded_states(problem: Problem, batch: PlanBatch, dense: Floats, expert: Fl
     )
     reduce, reduce_experts = (
         Collective(
-            communicator=name, operation="reduce_scatter", group=group, buffer_bytes=wire * held, backward=reduces
+            communicator=name,
+            operation="reduce_scatter",
+            group=group,
+            buffer_bytes=wire * held / pieces,
+            backward=reduces,
         )
         for name, group, held in (("shard", groups.shard, dense), ("expert shard", groups.expert_shard, expert))
     )
@@ -81,9 +86,10 @@ def sharded_states_s(problem: Problem, batch: PlanBatch, links: LinkTimes, dense
     unit = sharded_states(problem, batch, dense, expert)
     gather = unit.gather.seconds(links) + unit.gather_experts.seconds(links)
     reduce = unit.reduce.seconds(links) + unit.reduce_experts.seconds(links)
+    dearer = problem.framework.network.sharded_wire_factor
     return Pass(
-        forward_s=gather * unit.gather.forward,
-        backward_s=gather * unit.gather.backward + reduce * unit.reduce.backward,
+        forward_s=dearer * gather * unit.gather.forward,
+        backward_s=dearer * (gather * unit.gather.backward + reduce * unit.reduce.backward),
     )
 
 

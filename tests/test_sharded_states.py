@@ -1,0 +1,83 @@
+"""Collectives of sharded states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autoplan.cost.collectives.sharded_states import sharded_states, sharded_states_s
+from autoplan.cost.estimate import estimate
+from autoplan.cost.network.links import Links
+from autoplan.frameworks.presets import load_framework
+from autoplan.read.cluster import load_cluster
+from autoplan.read.model import load_model
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import Calibration
+from autoplan.spec.training import TrainingSpec
+
+FRAMEWORK = load_framework("deepspeed-zero")
+PROBLEM = Problem(
+    model=load_model("llama3.1-8b"),
+    training=TrainingSpec(seq_len=4096),
+    cluster=load_cluster("a100-sxm:8x8"),
+    framework=FRAMEWORK,
+    calibration=Calibration(),
+)
+BATCH = PlanBatch.of([ParallelPlan(global_batch=64, dp_shard=64, sharding="zero3")], PROBLEM.model.num_layers)
+ELEMENTS, NONE = np.array([3e8]), np.array([0.0])
+
+
+def seconds(problem: Problem) -> tuple[float, float]:
+    passes = sharded_states_s(problem, BATCH, Links.of(problem), ELEMENTS, NONE)
+    return float(passes.forward_s[0]), float(passes.backward_s[0])
+
+
+def test_weights_are_gathered_in_both_passes_and_gradients_reduced_in_one() -> None:
+    unit = sharded_states(PROBLEM, BATCH, ELEMENTS, NONE)
+    assert (unit.gather.forward[0], unit.gather.backward[0], unit.reduce.backward[0]) == (1, 1, 1)
+    assert (unit.gather.buffer_bytes[0], unit.reduce.buffer_bytes[0]) == (2 * 3e8, 2 * 3e8)
+    forward_s, backward_s = seconds(PROBLEM)
+    assert backward_s == pytest.approx(2 * forward_s)
+
+
+def test_tensors_that_go_by_themselves_move_as_much_in_more_messages() -> None:
+    apart = replace(PROBLEM, framework=FRAMEWORK.changed(messages_per_block=6.0))
+    unit = sharded_states(apart, BATCH, ELEMENTS, NONE)
+    assert (unit.gather.forward[0], unit.reduce.backward[0]) == (6, 6)
+    assert unit.gather.buffer_bytes[0] == pytest.approx(1e8)
+    link_s = unit.gather.seconds(Links.of(apart))[0]
+    assert seconds(apart)[0] == pytest.approx(6 * link_s)
+    assert seconds(apart)[0] > seconds(PROBLEM)[0]
+
+
+def test_what_flattening_and_padding_cost_is_a_factor_on_the_wire() -> None:
+    dearer = replace(PROBLEM, framework=FRAMEWORK.changed(sharded_wire_factor=2.0))
+    assert seconds(dearer) == pytest.approx([2 * each for each in seconds(PROBLEM)])
+
+
+def test_stage_three_of_2021_loses_to_pipelines_on_many_devices() -> None:
+    """GPT-3 on 1,536 A100: 44 TFLOP/s under ZeRO-3, 141 under tensor and pipeline parallelism (arXiv:2104.04473)."""
+    problem = replace(
+        PROBLEM,
+        model=load_model("gpt3-175b"),
+        training=TrainingSpec(seq_len=2048, precision="fp16", attention="megatron-fused"),
+        cluster=load_cluster("a100-sxm:192x8"),
+    )
+    plans = {
+        "deepspeed-2021": ParallelPlan(
+            global_batch=1536, dp_shard=1536, sharding="zero3", recompute="full", precision="fp16"
+        ),
+        "megatron-lm-2021": ParallelPlan(
+            global_batch=1536, tp=8, pp=12, dp_replicate=16, sharding="none", recompute="full", precision="fp16"
+        ),
+    }
+    step_s = {
+        name: estimate(replace(problem, framework=load_framework(name)), PlanBatch.of([plan], 96)).step_s[0]
+        for name, plan in plans.items()
+    }
+    # Of 4.43e18 operations with those repeated: 65.6 and 20.5 s.
+    assert step_s["deepspeed-2021"] == pytest.approx(65.6, rel=0.25)
+    assert step_s["megatron-lm-2021"] == pytest.approx(20.5, rel=0.1)
