@@ -69,7 +69,7 @@ def spread_of(one: RankedPlan) -> float:
 
 def pace(one: RankedPlan) -> float:
     """Seconds per sequence, by which plans of different batches compare."""
-    return one.step_s / one.plan.global_batch
+    return one.s_per_sequence
 
 
 def kind_of(plan: ParallelPlan) -> Hashable:

@@ -104,7 +104,7 @@ def walk(way: Way) -> tuple[WalkStep, ...]:
     plan before, two are made at once, then three; at last all that are left.
     """
     axes, last = way.axes(), prices(way.problem, [way.after])[0]
-    before_s = min((pace(one) for one in _safe(way, [()], last).values()), default=math.inf)
+    before_s = min((pace(one) for one in safe_mixes(way, [()], last).values()), default=math.inf)
     done: tuple[str, ...] = ()
     steps: list[WalkStep] = []
     while len(done) < len(axes):
@@ -121,7 +121,7 @@ def _next(
     """The changes to make next and the plan with them; `before_s` is the time per sequence so far."""
     slower = None
     for size in range(1, min(MOST_AT_ONCE, len(left)) + 1):
-        found = _safe(way, [(*done, *more) for more in combinations(left, size)], last)
+        found = safe_mixes(way, [(*done, *more) for more in combinations(left, size)], last)
         if found:
             best = min(found, key=lambda changed: pace(found[changed]))
             step = best[len(done) :], found[best]
@@ -131,7 +131,7 @@ def _next(
     return slower or (tuple(left), last)
 
 
-def _safe(way: Way, choices: Sequence[tuple[str, ...]], last: RankedPlan) -> dict[tuple[str, ...], RankedPlan]:
+def safe_mixes(way: Way, choices: Sequence[tuple[str, ...]], last: RankedPlan) -> dict[tuple[str, ...], RankedPlan]:
     """Return the plans that are legal and as safe as `last`, by changed axes."""
     found = way.legal(choices)
     costs = prices(way.problem, [plan for _, plan in found])
@@ -152,7 +152,7 @@ def nearest_equal(problem: Problem, rules: tuple[Rule, ...], before: ParallelPla
         way = Way(problem=problem, rules=rules, before=before, after=best.plan)
         axes = way.axes()
         choices = [tuple(axis for axis in axes if axis != kept) for kept in axes]
-        found = _safe(way, [*choices, ()] if axes else [], best)
+        found = safe_mixes(way, [*choices, ()] if axes else [], best)
         equal = [
             one
             for one in found.values()

@@ -139,6 +139,7 @@ def test_errors_are_of_one_family(tmp_path: Path) -> None:
         lambda: autoplan.estimate("llama3.1-405b", **PLACE).export("megatron-lm"),
         lambda: autoplan.load_plan(tmp_path / "none.json"),
         lambda: autoplan.search("llama3-8b", **PLACE, robust=0.2),
+        lambda: autoplan.search("llama3-8b", **PLACE, prefer="cheap"),
     ):
         with pytest.raises(autoplan.AutoplanError):
             wrong()
@@ -156,6 +157,11 @@ def test_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     autoplan.search("llama3-8b", **PLACE, progress=lambda *counts: done.append(counts))
     assert done
     assert capsys.readouterr() == ("", "")
+
+
+def test_an_option_that_there_is_not_is_no_option() -> None:
+    with pytest.raises(TypeError, match=r"search\(\) has no option allow"):
+        autoplan.search("llama3-8b", **PLACE, allow=["zero3"])  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/api.md"])

@@ -21,6 +21,7 @@ from autoplan.search.obvious import obvious
 from autoplan.search.placement import place_best
 from autoplan.search.sampler import Sampling
 from autoplan.search.sensitivity import sensitivity
+from autoplan.search.simple import simplest_first
 from autoplan.search.space import Space
 from autoplan.search.study import MARGIN, Shared
 from autoplan.search.study import search as run_study
@@ -29,6 +30,9 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile, SpaceFlags
 from autoplan.spec.problem import Problem
 from autoplan.topology.cluster import ClusterSpec
+
+PREFERENCES = ("simple", "fastest", "robust")
+USUAL_QUANTILE = 0.9
 
 T = TypeVar("T")
 Progress = Callable[[int, int | None], None]  # (cells or sizes done, all of them where that is known)
@@ -50,6 +54,7 @@ def search(
     fix: Iterable[str] | Mapping[str, Any] = (),
     at_most: Iterable[str] | Mapping[str, Any] = (),
     forbid: Iterable[str] = (),
+    prefer: str = "simple",
     robust: float | None = None,
     why: bool = False,
     sampler: str = "bound",
@@ -68,7 +73,9 @@ def search(
     all of these, it is also told how good that is; `variables` are those of its shell, `target` is its framework.
 
     `fix` and `at_most` narrow the plans ({"tp": 8}), as does `forbid` ("offload", "sharding=zero3").
-    `robust` is a quantile of the step time to be made least, such as 0.9; `why` adds what would change the answer.
+    Of plans that are at most 1 % slower than the fastest `prefer` takes the "simple"st, with the fastest behind it, or
+    the "fastest" itself; "robust" takes the plan with the least 0.9-quantile of its step, `robust` that of another
+    quantile.  With a launch file the fastest is taken.  `why` adds what would change the answer.
     With objectives, numbers of nodes or a run among the `options` (see `RunOptions`), the best in that is found.
 
     `sampler` "bound" proves its answer; tpe, gp, nsga2, cmaes and random try so many `trials` from a `seed`.  `workers`
@@ -79,6 +86,12 @@ def search(
     """
     if robust is not None and not 0.5 <= robust < 1:
         raise InputError(f"--robust {robust:g}: must be a quantile from 0.5 to below 1, such as 0.9")
+    if prefer not in PREFERENCES:
+        raise InputError(f"--prefer {prefer}: must be one of {', '.join(PREFERENCES)}")
+    if prefer == "robust" and robust is None:
+        robust = USUAL_QUANTILE
+    if unknown := options.keys() - {*RunOptions.__annotations__, *ProblemOptions.__annotations__}:
+        raise TypeError(f"search() has no option {', '.join(sorted(unknown))}")
     run = cast("RunOptions", {name: options.get(name) for name in RunOptions.__annotations__})
     about = cast("ProblemOptions", {name: options[name] for name in options if name in ProblemOptions.__annotations__})  # type: ignore[literal-required]
     is_for_run = any(value not in (None, []) for value in run.values())
@@ -133,9 +146,11 @@ def search(
         result = started.nearest_result(problem, space, result)
     if robust is not None:
         result = robust_order(problem, result, robust)
+    flips = sensitivity(problem, space, result, margin) if why else None
+    if prefer == "simple" and robust is None and not started:
+        result = simplest_first(problem, space, result)
     choice = choice_of(result)
     if why:
-        flips = sensitivity(problem, space, result, margin)
         choice = replace(choice, sensitivity=flips, obvious=obvious(problem, space, result))
     file = make_file(problem, result.rivals, result.certificate, choice=choice)
     if started:

@@ -106,6 +106,15 @@ def search(
             "a value such as sharding=zero3 or schedule=zb-v (repeatable).",
         ),
     ] = None,
+    prefer: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="Of plans at most 1 % slower than the fastest take the simple one; or the fastest; or robust, "
+            "as --robust 0.9.",
+            autocompletion=words(("simple", "fastest", "robust")),
+        ),
+    ] = "simple",
     robust: Annotated[
         float | None,
         typer.Option(metavar="Q", help="Take the plan with the least Q-quantile of the step time, such as 0.9."),
@@ -205,6 +214,7 @@ def search(
             fix=fix or (),
             at_most=bounds,
             forbid=forbid or (),
+            prefer=prefer,
             robust=robust,
             why=why,
             sampler=sampler,

@@ -29,6 +29,7 @@ SHOWN_PLANS = 10
 SHOWN_REASONS = 3
 LEAST_REASON = 0.02  # of the largest
 LEAST_GAP = 1e-6  # of two steps that are not called level
+LEAST_OFF = 0.001  # less would read as 0.0 %
 SHOWN_FLIPS = 3
 SHOWN_SWITCHES = 8
 SHOWN_HOSTS = 64
@@ -289,6 +290,9 @@ def why_first(best: RankedPlan, second: RankedPlan, *, keeps_today: bool = False
     """Reason why the winner beats the runner-up: the terms in which their times per sequence differ most."""
     gained = _gained(best, second)
     total = sum(gained.values())
+    if total < -1e-6 * best.step_s:
+        gain = format_percent(-total / (best.step_s + total))
+        return f"simpler than the fastest ({second.plan.describe()}), {gain} faster: {reasons(second, best)}"
     if total < 1e-6 * best.step_s:
         which = "the one that changes least of today's" if keeps_today else "the plainer plan"
         return f"level with the runner-up ({second.plan.describe()}): {which} goes first"
@@ -340,10 +344,17 @@ def certificate_line(certificate: Certificate, choice: Confidence | None = None)
         if certificate.margin:
             others += f" (plans up to {format_percent(certificate.margin)} slower may have the least quantile)"
     rival = f"{_runner_up(choice, least)}; " if choice and choice.runner_up else ""
+    if certificate.slower_than_fastest is not None:
+        off = f"{_small_percent(certificate.slower_than_fastest)} off the"
+        sure = f"proven {off} best" if certificate.proven else f"{off} {sure}"
     return (
         f"{sure} of {certificate.plans:,} plans in {certificate.cells:,} cells; {rival}{certificate.bounded:,} bounds, "
         f"{certificate.priced:,} priced, {others}"
     )
+
+
+def _small_percent(share: float) -> str:
+    return format_percent(share) if share >= LEAST_OFF else f"under {format_percent(LEAST_OFF)}"
 
 
 def slower(behind: float) -> str:
@@ -417,12 +428,22 @@ def print_search(console: Console, file: PlanFile) -> None:
     choice = file.choice
     if second := choice.runner_up if choice else next(iter(file.alternatives), None):
         grid.add_row("why", escape(why_first(file.best, second, keeps_today=file.today is not None)))
+    if fastest := fastest_of(file):
+        gain = _small_percent(file.best.s_per_sequence / fastest.s_per_sequence - 1.0)
+        grid.add_row("fastest", escape(f"{fastest.plan.describe()}: {gain} faster, {reasons(fastest, file.best)}"))
     if choice:
         for label, text in choice_lines(file.best, choice):
             grid.add_row(label, escape(text))
     if file.certificate:
         grid.add_row("space", escape("; ".join(file.certificate.limits)))
     print_part(console, grid)
+
+
+def fastest_of(file: PlanFile) -> RankedPlan | None:
+    """Return the fastest plan, where the best one is simpler and about as fast."""
+    if file.certificate is None or file.certificate.slower_than_fastest is None:
+        return None
+    return min(file.alternatives, key=lambda one: one.s_per_sequence)
 
 
 def print_next_steps(console: Console, *steps: tuple[str, str]) -> None:

@@ -30,6 +30,8 @@ class Certificate:
     limits: tuple[str, ...]  # what the space left out, in words
     quantile: float | None = None  # of the step time that the best plan makes least, where not the predicted one
     margin: float | None = None  # plans so much slower than the fastest were looked at for that
+    # Share by which the best plan is slower than the fastest, where it is the simplest that is about as fast.
+    slower_than_fastest: float | None = None
     best_in: tuple[str, ...] = ()  # what no plan of the space beats the ones found in, where that is not the time alone
 
 
@@ -67,6 +69,11 @@ class RankedPlan:
             )
         if not 0 <= self.oom_probability <= 1:
             raise InputError(f"oom_probability must lie in [0, 1], got {self.oom_probability:g}")
+
+    @property
+    def s_per_sequence(self) -> float:
+        """Seconds per sequence, by which plans of different batches compare."""
+        return self.step_s / self.plan.global_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,118 @@
+"""The simplest plan that is about as fast as the fastest one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.rules import legal
+from autoplan.search.axes import axes_of, plan_of
+from autoplan.search.choice import pace
+from autoplan.search.limits import Limits, divisors
+from autoplan.search.space import Space
+from autoplan.search.walk import Way, prices, safe_mixes
+from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES, SEARCHED, Kind
+from autoplan.spec.enums import Recompute, Schedule, Sharding
+from autoplan.spec.estimate import VERDICTS
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.search_result import RankedPlan, SearchResult
+
+# By how much a plan with fewer options may be slower: far less than the interval of any ratio of two plans.
+MOST_SLOWER = 0.01
+MOST_RIVALS = 4  # the best plans of other degrees that are simplified beside the fastest
+
+
+def simplest_first(problem: Problem, space: Space, result: SearchResult) -> SearchResult:
+    """Return `result` with a plan in front that has the fewest options of those about as fast as the fastest.
+
+    It is as safe as the fastest, and slower by `MOST_SLOWER` at most.
+    """
+    fastest, *others = result.rivals
+    slowest = pace(fastest) * (1 + MOST_SLOWER)
+    near = [one for one in others[:MOST_RIVALS] if pace(one) <= slowest and _is_as_safe(one, fastest)]
+    found = [simplified(problem, space, one, slowest) for one in (fastest, *near)]
+    _, simplest = min(found, key=lambda each: (each[0], pace(each[1])))
+    if simplest.plan == fastest.plan:
+        return result
+    rivals = (simplest, *(one for one in result.rivals if one.plan != simplest.plan))
+    ranked = (simplest, *(one for one in result.ranked if one.plan != simplest.plan))
+    certificate = replace(result.certificate, slower_than_fastest=pace(simplest) / pace(fastest) - 1.0)
+    return replace(result, ranked=ranked, rivals=rivals, certificate=certificate)
+
+
+def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float) -> tuple[int, RankedPlan]:
+    """Return (options left, plan): `start` with options at their plain values, the one that costs least first.
+
+    `slowest` is the most time per sequence that it may take.
+    """
+    even = [one for one in _evened(problem, space, start) if pace(one) <= slowest]
+    found = min(even, key=pace, default=start)
+    for keeps_cp in (False, True):
+        try:
+            plain = _plain(problem, space.limits, found.plan, keeps_cp=keeps_cp)
+            break
+        except InputError:
+            continue
+    else:
+        return len(axes_of(problem.model, found.plan)), found
+    way = Way(problem=problem, rules=space.rules, before=plain, after=found.plan)
+    kept = way.axes()
+    while kept:
+        fewer = safe_mixes(way, [tuple(axis for axis in kept if axis != plainer) for plainer in kept], start)
+        near = {axes: one for axes, one in fewer.items() if pace(one) <= slowest}
+        if not near:
+            break
+        kept = min(near, key=lambda axes: pace(near[axes]))
+        found = near[kept]
+    return len(kept), found
+
+
+def _is_as_safe(one: RankedPlan, other: RankedPlan) -> bool:
+    return VERDICTS.index(one.verdict) <= VERDICTS.index(other.verdict)
+
+
+def _evened(problem: Problem, space: Space, start: RankedPlan) -> Sequence[RankedPlan]:
+    """Return plans as safe as `start`, all of whose chunks have as many layers, where its own have not."""
+    plan, num_layers = start.plan, problem.model.num_layers
+    if plan.layers_per_chunk is None or plan.schedule not in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED):
+        return ()
+    if space.limits.split or num_layers % plan.pp:
+        return ()
+    schedules = {1: Schedule.ONE_F_ONE_B}
+    plans = [
+        replace(plan, vp=vp, schedule=schedules.get(vp, Schedule.INTERLEAVED), layers_per_chunk=None)
+        for vp in divisors(num_layers // plan.pp)
+        if space.limits.admits("vp", vp) and schedules.get(vp, Schedule.INTERLEAVED) in space.limits.of("schedule")
+    ]
+    if not plans:
+        return ()
+    lawful = legal(space.rules, problem.workload, PlanBatch.of(plans, num_layers))
+    kept = [plans[at] for at in np.flatnonzero(lawful)]
+    return [one for one in prices(problem, kept) if _is_as_safe(one, start)] if kept else ()
+
+
+def _plain(problem: Problem, limits: Limits, plan: ParallelPlan, *, keeps_cp: bool) -> ParallelPlan:
+    """Return the plan of the same degrees and batch with plain values of its options, where the limits have them."""
+    axes = dict(axes_of(problem.model, plan))
+    plain: dict[str, Any] = {
+        axis.name: axis.default
+        for axis in SEARCHED
+        if (axis.kind is Kind.FLAG or axis.name in ("offload", "dispatcher")) and axis.default in limits.of(axis.name)
+    }
+    if "none" in limits.recomputes:
+        plain["recompute"] = (Recompute.NONE, DEFAULT_RECOMPUTE_MODULES, None)
+    if limits.admits("vp", 1) and Schedule.ONE_F_ONE_B in limits.of("schedule"):
+        plain["schedule"] = (Schedule.ONE_F_ONE_B, 1)
+    if not limits.fixes("dp_replicate", "dp_shard"):
+        is_usual = plan.sharding in (Sharding.NONE, Sharding.ZERO1) or Sharding.ZERO1 not in limits.of("sharding")
+        plain["sharding"] = (plan.sharding if is_usual else Sharding.ZERO1, None)
+    if not keeps_cp and limits.admits("cp", 1) and not limits.fixes("dp_replicate", "dp_shard"):
+        plain["cp"] = 1
+    axes |= {name: value for name, value in plain.items() if name in axes}
+    axes.pop("layers", None)  # spread evenly, or as the framework does
+    return plan_of(problem, axes)

@@ -1,0 +1,88 @@
+"""The simplest plan that is about as fast as the fastest one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autoplan.frameworks.common.rules import broken
+from autoplan.search.choice import pace
+from autoplan.search.simple import MOST_SLOWER, simplest_first, simplified
+from autoplan.search.space import Space
+from autoplan.search.study import search
+from autoplan.search.walk import prices
+from autoplan.spec.estimate import VERDICTS
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.problem import Problem
+from autoplan.spec.search_result import RankedPlan, SearchResult
+from search_cases import DENSE, LARGE, make
+
+
+def searched(**changes: Any) -> tuple[Problem, Space, SearchResult]:
+    problem, space = make(forbid=(), **changes)
+    return problem, space, search(problem, space, margin=0.05)
+
+
+def priced(problem: Problem, **values: Any) -> RankedPlan:
+    return prices(problem, [ParallelPlan(global_batch=64, **values)])[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model": LARGE, "cluster": "h100-sxm:8x8", "batches": (256,)},
+        {"model": LARGE, "cluster": "a100-sxm:4x8", "batches": (64, 128)},
+        {"model": LARGE, "cluster": "h100-sxm:8x8", "batches": (256,), "fix": ("cp=2",)},
+    ],
+)
+def test_the_simplest_plan_is_legal_as_safe_and_hardly_slower(changes: dict[str, Any]) -> None:
+    problem, space, result = searched(**changes)
+    fastest, named = result.rivals[0], simplest_first(problem, space, result)
+    best = named.rivals[0]
+    assert pace(fastest) <= pace(best) <= pace(fastest) * (1 + MOST_SLOWER)
+    assert VERDICTS.index(best.verdict) <= VERDICTS.index(fastest.verdict)
+    assert not broken(space.rules, problem.workload, best.plan)
+    assert prices(problem, [best.plan])[0] == best
+    assert named.ranked[0] == best
+    if best == fastest:
+        assert named == result
+    else:
+        assert named.certificate.slower_than_fastest == pytest.approx(pace(best) / pace(fastest) - 1)
+        assert named.certificate.best_step_s == result.certificate.best_step_s
+        assert fastest in named.rivals
+    assert not changes.get("fix") or best.plan.cp == 2
+
+
+def test_options_that_bring_next_to_nothing_go() -> None:
+    """Layers of 24 over 2 stages of 5 chunks: 4 or 6 chunks of 3 or 2 layers are as fast."""
+    problem, space = make(forbid=())
+    start = priced(
+        problem, pp=2, vp=5, schedule="interleaved", dp_shard=8, layers_per_chunk=(2, 2, 2, 3, 3, 3, 3, 2, 2, 2)
+    )
+    left, found = simplified(problem, space, start, pace(start) * (1 + MOST_SLOWER))
+    assert found.plan.layers_per_chunk is None
+    assert found.plan.vp in (4, 6)
+    assert left == 1  # the interleaving
+    offloaded = priced(problem, tp=2, sp=True, dp_shard=8, offload="optimizer")
+    _, found = simplified(problem, space, offloaded, pace(offloaded) * (1 + MOST_SLOWER))
+    assert found.plan.offload == "none"
+    assert found.plan.tp == 2
+
+
+def test_options_that_memory_needs_or_that_bring_much_stay() -> None:
+    problem, space = make(model=LARGE, forbid=())
+    needed = priced(problem, tp=8, sp=True, dp_shard=2, micro_batch=16, recompute="full")
+    _, found = simplified(problem, space, needed, pace(needed) * (1 + MOST_SLOWER))
+    assert (needed.verdict, found.plan.recompute) == ("fits", "full")
+    interleaved = priced(problem, tp=4, sp=True, pp=4, vp=4, schedule="interleaved")
+    _, found = simplified(problem, space, interleaved, pace(interleaved) * (1 + MOST_SLOWER))
+    assert found.plan.schedule == "interleaved"
+
+
+def test_limits_of_the_user_stay() -> None:
+    problem, space = make(model=DENSE, forbid=(), fix=("offload=optimizer",))
+    offloaded = priced(problem, tp=2, sp=True, dp_shard=8, offload="optimizer")
+    _, found = simplified(problem, space, offloaded, pace(offloaded) * (1 + MOST_SLOWER))
+    assert found.plan.offload == "optimizer"
