@@ -17,10 +17,11 @@ from statistics import NormalDist
 import numpy as np
 
 from autoplan.base.arrays import Floats
-from autoplan.cost.estimate import NORMAL_90
+from autoplan.cost.estimate import NORMAL_90, familiar_spreads
 from autoplan.search.findings import KEPT_WINNERS
+from autoplan.search.ranking import TIE
 from autoplan.spec.axes import SEARCHED, Kind
-from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import Confidence, Contender, RankedPlan, SearchResult
 
@@ -162,14 +163,19 @@ def robust_margin(problem: Problem, quantile: float) -> float:
 def robust_order(problem: Problem, result: SearchResult, quantile: float) -> SearchResult:
     """`result` with plans in the order of that quantile of their step times.
 
-    Plans of a cell have one spread, so that the best one of each cell is its best at any quantile, and the choice is
-    proven if all cells within `robust_margin`, which the search must have had, are among the rivals.
+    No plan of a cell is faster than the best one of it, nor has a smaller spread than that of its kind: the choice is
+    proven if all cells within `robust_margin`, which the search must have had, are among the rivals, and with the
+    spread of its kind none of these would be better.
     """
     z, margin, fastest = normal_z(quantile), robust_margin(problem, quantile), pace(result.rivals[0])
     rivals = tuple(sorted(result.rivals, key=lambda one: at_quantile(one, z)))
-    old = result.certificate
+    old, least = result.certificate, at_quantile(rivals[0], z) * (1 - TIE)
+    familiar = familiar_spreads(problem, PlanBatch.of([one.plan for one in rivals], problem.model.num_layers))
+    floors = np.exp(z * familiar) * [pace(one) for one in rivals]
+    reach = fastest * (1 + margin) * math.exp(z * float(np.min(problem.time_spreads)))
     # Of more plans than it keeps a search has lost only those slower than all that it kept.
     is_whole = old.priced <= KEPT_WINNERS or max(map(pace, rivals)) >= fastest * (1 + margin)
+    is_whole = is_whole and bool((floors >= least).all()) and reach >= least
     certificate = replace(
         old, quantile=quantile, best_step_s=rivals[0].step_s, proven=old.proven and is_whole, margin=margin
     )

@@ -170,7 +170,13 @@ def test_a_conformal_interval_covers_nine_tenths_of_new_errors() -> None:
 def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     mine = Calibration(
-        name='my "cluster"', overall=1.125, host=0.5, time_spread=0.08, spine_time_spread=0.9, sources=("three runs",)
+        name='my "cluster"',
+        overall=1.125,
+        host=0.5,
+        time_spread=0.08,
+        spine_time_spread=0.9,
+        exposed_share=0.25,
+        sources=("three runs",),
     )
     path.write_text(calibration_text(mine))
     assert load_calibration(path) == mine

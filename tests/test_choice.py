@@ -123,6 +123,20 @@ def test_the_robust_choice_is_that_of_a_plain_enumeration(quantile: float) -> No
     assert (best.plan.pp == 1) == (quantile > 0.5)
 
 
+def test_a_robust_choice_is_proven_only_where_no_plan_of_a_cell_may_be_surer() -> None:
+    """Plans that expose more than calibrated ones have spreads of their own, and a cell holds many."""
+    known = Calibration(time_spread=0.05, exposed_share=0.0)
+    problem, space = make(LARGE, "h100-sxm:4x8", calibration=known)
+    result = robust_order(problem, search(problem, space, margin=0.2), 0.9)
+    batch, _ = space.plans(space.cells())
+    costs = estimate(problem, batch)
+    value = seconds_per_sequence(costs) * np.exp(Z90 * np.log(costs.high_s / costs.step_s) / NORMAL_90)
+    best = at_quantile(result.rivals[0], Z90)
+    assert not result.certificate.proven or best == pytest.approx(value[costs.verdict == 0].min(), rel=1e-8)
+    familiar = replace(problem, calibration=Calibration(time_spread=0.05))
+    assert robust_order(familiar, search(familiar, space, margin=0.2), 0.9).certificate.proven
+
+
 def test_a_quantile_needs_a_margin_where_spreads_differ() -> None:
     alike, _ = make(calibration=Calibration(time_spread=0.1))
     assert robust_margin(alike, 0.9) == 0.0

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.estimate import NORMAL_90, estimate, spread_kinds
+from autoplan.cost.estimate import NORMAL_90, estimate, exposed_shares, spread_kinds
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import FACTORS, TIME_SPREADS, Calibration
@@ -286,12 +286,20 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
         if len(own := left_out[kinds == at]):
             weight = len(own) / (len(own) + PRIOR_RUNS)
             changed[kind] = float(np.sqrt(weight * conformal_spread(own) ** 2 + (1 - weight) * started**2))
+    changed["exposed_share"] = max(base.exposed_share, *_exposed_shares(runs))
     sources = (*base.sources, f"{len(runs)} runs of one's own")
     return Fitted(
         calibration=replace(whole, name=name, sources=sources, **changed),
         median_error_before=float(np.median(np.abs(np.expm1(before)))),
         median_error=float(np.median(np.abs(np.expm1(left_out)))),
     )
+
+
+def _exposed_shares(runs: Sequence[MeasuredRun]) -> list[float]:
+    """Return the exposed share of the step of every run."""
+    batches = [PlanBatch.of([run.plan], run.problem.model.num_layers) for run in runs]
+    costs = [estimate(run.problem, batch) for run, batch in zip(runs, batches, strict=True)]
+    return [float(exposed_shares(cost.terms_s, cost.step_s)[0]) for cost in costs]
 
 
 def _kinds(runs: Sequence[MeasuredRun]) -> Ints:

@@ -42,6 +42,8 @@ def calibration_text(calibration: Calibration) -> str:
         for name in (*TIME_SPREADS, "memory_spread")
         if (value := getattr(calibration, name)) is not None
     ]
+    if calibration.exposed_share < 1:
+        lines.append(f"exposed_share = {calibration.exposed_share:.3g}")
     lines += ["sources = [", *(f"    {_quoted(source)}," for source in calibration.sources), "]"]
     return "\n".join(lines) + "\n"
 

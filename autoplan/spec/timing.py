@@ -478,12 +478,17 @@ class Calibration:
     tensor_time_spread: float | None = None  # of plans whose tensor or context parallelism leaves the scale-up domain
     pipeline_time_spread: float | None = None  # of plans with several stages
     spine_time_spread: float | None = None  # of all plans on more nodes than one leaf switch serves
+    # Share of a step outside of kernels, bubbles aside, up to which plans are like those that the spreads rest on: the
+    # 95 % quantile of these.
+    exposed_share: float = 1.0
     memory_spread: float = 0.06
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in FACTORS:
             check_positive(name, getattr(self, name), most=100.0)
+        if not 0 <= self.exposed_share <= 1:
+            raise InputError(f"exposed_share must lie in [0, 1], got {self.exposed_share:g}")
         for name in (*TIME_SPREADS, "memory_spread"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name), most=5.0)
