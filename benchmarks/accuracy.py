@@ -30,7 +30,15 @@ from reports import existing, make_parser, write_report
 import autoplan
 from autoplan.base.arrays import Floats
 from autoplan.base.files import write_text
-from autoplan.cost.calibration import RUNS_PER_FACTOR, Linearised, MeasuredRun, Pricer, conformal_spread, fit
+from autoplan.cost.calibration import (
+    RUNS_PER_FACTOR,
+    Linearised,
+    MeasuredRun,
+    Pricer,
+    conformal_spread,
+    fit,
+    shares_exposed,
+)
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, spread_kinds
 from autoplan.read.calibration import calibration_text
 from autoplan.runs.predictions import predict, prediction_table
@@ -310,6 +318,7 @@ def ship(cases: Sequence[Case]) -> None:
             calibration,
             name=" on ".join(key),
             **spreads,
+            exposed_share=float(np.quantile(shares_exposed([case.measured for case in own]), 0.95)),
             memory_spread=own[0].measured.problem.calibration.memory_spread,
             sources=(f"{len(own)} runs ({sources}): median error {median:.1f} % with a model left out",),
         )

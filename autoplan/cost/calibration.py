@@ -286,7 +286,7 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
         if len(own := left_out[kinds == at]):
             weight = len(own) / (len(own) + PRIOR_RUNS)
             changed[kind] = float(np.sqrt(weight * conformal_spread(own) ** 2 + (1 - weight) * started**2))
-    changed["exposed_share"] = max(base.exposed_share, *_exposed_shares(runs))
+    changed["exposed_share"] = max(base.exposed_share, *shares_exposed(runs))
     sources = (*base.sources, f"{len(runs)} runs of one's own")
     return Fitted(
         calibration=replace(whole, name=name, sources=sources, **changed),
@@ -295,7 +295,7 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
     )
 
 
-def _exposed_shares(runs: Sequence[MeasuredRun]) -> list[float]:
+def shares_exposed(runs: Sequence[MeasuredRun]) -> list[float]:
     """Return the exposed share of the step of every run."""
     batches = [PlanBatch.of([run.plan], run.problem.model.num_layers) for run in runs]
     costs = [estimate(run.problem, batch) for run, batch in zip(runs, batches, strict=True)]
