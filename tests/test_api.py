@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -180,3 +181,11 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
             assert cell["outputs"] or cell["source"][-1].startswith(("import", "result ="))
+
+
+def test_weights_gathered_over_more_ranks_than_any_measured_run_are_told() -> None:
+    place: dict[str, Any] = {"cluster": "h100-sxm:128x8", "global_batch": 1024, "seq_len": 4096}
+    plain = {"tp": 1, "pp": 1, "cp": 1, "dp_replicate": 1, "sharding": "zero3", "micro_batch": 1}
+    (warning,) = autoplan.search("llama3-8b", **place, framework="torchtitan", fix=plain).warnings
+    assert warning.startswith("zero3 gathers weights over 1,024 ranks: no measured run has more than 512")
+    assert not autoplan.search("llama3-8b", **place, framework="torchtitan", fix=plain | {"dp_replicate": 2}).warnings

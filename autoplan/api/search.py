@@ -33,6 +33,8 @@ from autoplan.topology.cluster import ClusterSpec
 
 PREFERENCES = ("simple", "fastest", "robust")
 USUAL_QUANTILE = 0.9
+# Ranks over which published runs with a step time gather weights: of llm-foundry and torchtitan (benchmarks/results).
+WIDEST_MEASURED_ZERO3 = 512
 
 T = TypeVar("T")
 Progress = Callable[[int, int | None], None]  # (cells or sizes done, all of them where that is known)
@@ -194,9 +196,13 @@ def limit_texts(limits: Iterable[str] | Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _result(file: PlanFile, problem: Problem) -> PlanResult:
-    if file.best.verdict == "fits":
-        return PlanResult(file=file, problem=problem)
-    risk = (
-        f"no plan fits safely; this one has a risk of {100 * file.best.oom_probability:.0f} % of running out of memory"
-    )
-    return PlanResult(file=file, problem=problem, warnings=(risk,))
+    plan, warnings = file.best.plan, []
+    if file.best.verdict != "fits":
+        risk = f"{100 * file.best.oom_probability:.0f} %"
+        warnings.append(f"no plan fits safely; this one has a risk of {risk} of running out of memory")
+    if plan.sharding == "zero3" and plan.dp_shard * plan.cp > WIDEST_MEASURED_ZERO3:
+        warnings.append(
+            f"zero3 gathers weights over {plan.dp_shard * plan.cp:,} ranks: no measured run has more than "
+            f"{WIDEST_MEASURED_ZERO3}; compare with --forbid sharding=zero3"
+        )
+    return PlanResult(file=file, problem=problem, warnings=tuple(warnings))
