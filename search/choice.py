@@ -63,14 +63,14 @@ def ratio_spreads(differing: Floats, variances: Floats, own: float = OWN_SPREAD)
     return np.asarray(np.sqrt(own**2 + differing * variances))
 
 
-def spread_of(one: RankedPlan) -> float:
+def spread_of(candidate: RankedPlan) -> float:
     """Standard deviation of log(measured / predicted) of a plan's step."""
-    return math.log(one.high_s / one.step_s) / NORMAL_90
+    return math.log(candidate.high_s / candidate.step_s) / NORMAL_90
 
 
-def pace(one: RankedPlan) -> float:
+def pace(candidate: RankedPlan) -> float:
     """Seconds per sequence, by which plans of different batches compare."""
-    return one.s_per_sequence
+    return candidate.s_per_sequence
 
 
 def kind_of(plan: ParallelPlan) -> Hashable:
@@ -85,15 +85,15 @@ def kind_of(plan: ParallelPlan) -> Hashable:
 def distinct(result: SearchResult) -> tuple[RankedPlan, ...]:
     """The best plan of each kind that a search has kept, best first."""
     z = normal_z(result.certificate.quantile)
-    plans = sorted((*result.ranked, *result.rivals), key=lambda one: at_quantile(one, z))
+    plans = sorted((*result.ranked, *result.rivals), key=lambda candidate: at_quantile(candidate, z))
     return first_of_kinds((result.rivals[0], *plans))
 
 
 def first_of_kinds(plans: Iterable[RankedPlan]) -> tuple[RankedPlan, ...]:
     """The first plan of each kind."""
     first: dict[Hashable, RankedPlan] = {}
-    for one in plans:
-        first.setdefault(kind_of(one.plan), one)
+    for candidate in plans:
+        first.setdefault(kind_of(candidate.plan), candidate)
     return tuple(first.values())
 
 
@@ -105,9 +105,9 @@ def choice_of(result: SearchResult) -> Confidence:
     best, *others = distinct(result)
     if not others:
         return Confidence(runner_up=None, ratio=None, width=None, num_contenders=0, contenders=())
-    terms = {name: np.array([one.terms_s[name] for one in (best, *others)]) for name in best.terms_s}
-    parts, spreads = shares(terms), np.array([spread_of(one) for one in (best, *others)])
-    ratio = np.array([pace(one) for one in others]) / pace(best)
+    terms = {name: np.array([candidate.terms_s[name] for candidate in (best, *others)]) for name in best.terms_s}
+    parts, spreads = shares(terms), np.array([spread_of(candidate) for candidate in (best, *others)])
+    ratio = np.array([pace(candidate) for candidate in others]) / pace(best)
     variances = spreads[1:] ** 2 + spreads[0] ** 2
     width = np.exp(NORMAL_90 * ratio_spreads(apart(parts[1:], parts[0]), variances))
     inside = np.flatnonzero(ratio <= width)
@@ -129,14 +129,14 @@ def choice_of(result: SearchResult) -> Confidence:
     )
 
 
-def compared(one: RankedPlan, best: RankedPlan) -> Contender:
+def compared(candidate: RankedPlan, best: RankedPlan) -> Contender:
     """Compare the time of a plan with the best one's: it may be the faster one where 1 lies in the interval."""
-    terms = {name: np.array([one.terms_s[name], best.terms_s[name]]) for name in best.terms_s}
+    terms = {name: np.array([candidate.terms_s[name], best.terms_s[name]]) for name in best.terms_s}
     differing = apart(*shares(terms))
-    variances = np.asarray(spread_of(one) ** 2 + spread_of(best) ** 2)
+    variances = np.asarray(spread_of(candidate) ** 2 + spread_of(best) ** 2)
     width = float(np.exp(NORMAL_90 * ratio_spreads(differing, variances)))
-    ratio = pace(one) / pace(best)
-    return Contender(plan=one.plan, ratio=ratio, low=ratio / width, high=ratio * width)
+    ratio = pace(candidate) / pace(best)
+    return Contender(plan=candidate.plan, ratio=ratio, low=ratio / width, high=ratio * width)
 
 
 # -- the choice at a quantile -----------------------------------------------------------------------------------------
@@ -147,9 +147,9 @@ def normal_z(quantile: float | None) -> float:
     return 0.0 if quantile is None else NormalDist().inv_cdf(quantile)
 
 
-def at_quantile(one: RankedPlan, z: float) -> float:
+def at_quantile(candidate: RankedPlan, z: float) -> float:
     """Seconds per sequence of a plan, `z` standard deviations above the predicted ones."""
-    return pace(one) * math.exp(z * spread_of(one))
+    return pace(candidate) * math.exp(z * spread_of(candidate))
 
 
 def robust_margin(problem: Problem, quantile: float) -> float:
@@ -168,10 +168,12 @@ def robust_order(problem: Problem, result: SearchResult, quantile: float) -> Sea
     spread of its kind none of these would be better.
     """
     z, margin, fastest = normal_z(quantile), robust_margin(problem, quantile), pace(result.rivals[0])
-    rivals = tuple(sorted(result.rivals, key=lambda one: at_quantile(one, z)))
+    rivals = tuple(sorted(result.rivals, key=lambda candidate: at_quantile(candidate, z)))
     old, least = result.certificate, at_quantile(rivals[0], z) * (1 - TIE)
-    familiar = familiar_spreads(problem, PlanBatch.of([one.plan for one in rivals], problem.model.num_layers))
-    floors = np.exp(z * familiar) * [pace(one) for one in rivals]
+    familiar = familiar_spreads(
+        problem, PlanBatch.of([candidate.plan for candidate in rivals], problem.model.num_layers)
+    )
+    floors = np.exp(z * familiar) * [pace(candidate) for candidate in rivals]
     reach = fastest * (1 + margin) * math.exp(z * float(np.min(problem.time_spreads)))
     # Of more plans than it keeps a search has lost only those slower than all that it kept.
     is_whole = old.priced <= KEPT_WINNERS or max(map(pace, rivals)) >= fastest * (1 + margin)
@@ -179,5 +181,5 @@ def robust_order(problem: Problem, result: SearchResult, quantile: float) -> Sea
     certificate = replace(
         old, quantile=quantile, best_step_s=rivals[0].step_s, proven=old.proven and is_whole, margin=margin
     )
-    ranked = tuple(sorted(result.ranked, key=lambda one: at_quantile(one, z)))
+    ranked = tuple(sorted(result.ranked, key=lambda candidate: at_quantile(candidate, z)))
     return replace(result, ranked=ranked, rivals=rivals, certificate=certificate)

@@ -42,8 +42,8 @@ def explain(problem: Problem, file: PlanFile, versus: Versus | None = None) -> E
     """Explain what binds the best plan of `file`, what the nearest better ones need, and why the alternatives lost."""
     (best,) = prices(problem, [file.best.plan])
     stages = stage_costs(problem, best.plan)
-    one = _priced(problem, best, 1)
-    several = [*one, *_priced(problem, best, 2)]
+    candidate = _priced(problem, best, 1)
+    several = [*candidate, *_priced(problem, best, 2)]
     faster = [near for near in several if near.ratio < 1.0 - LEAST_GAIN]
     return Explanation(
         command=file.command,
@@ -51,7 +51,7 @@ def explain(problem: Problem, file: PlanFile, versus: Versus | None = None) -> E
         stages=stages,
         capacity_bytes=problem.capacity_bytes,
         binds=_binding(problem, best, stages, faster),
-        changes=_by_axis(one),
+        changes=_by_axis(candidate),
         better=_nearest(faster),
         alternatives=file.alternatives[:MOST_ALTERNATIVES],
         certificate=file.certificate,
@@ -62,10 +62,13 @@ def explain(problem: Problem, file: PlanFile, versus: Versus | None = None) -> E
 def _priced(problem: Problem, best: RankedPlan, count: int) -> list[Neighbour]:
     """The plans with so many axes changed that can be priced at all, fastest first."""
     plan = best.plan
-    asked = {_startable(replace(one, placement=plan.placement)): one for one in neighbours(problem, plan, count)}
+    asked = {
+        _startable(replace(candidate, placement=plan.placement)): candidate
+        for candidate in neighbours(problem, plan, count)
+    }
     asked.pop(plan, None)
     most = MOST_BATCH * plan.global_batch
-    candidates = [one for one in asked if one.global_batch <= most]
+    candidates = [candidate for candidate in asked if candidate.global_batch <= most]
     if not candidates:
         return []
     workload = problem.workload
@@ -106,8 +109,8 @@ def _startable(plan: ParallelPlan) -> ParallelPlan:
 def _by_axis(found: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
     """The first of every axis that could be started, else the one that lacks least."""
     best: dict[str, Neighbour] = {}
-    lacking = sorted((one for one in found if not one.is_possible), key=_lacks)
-    for near in (*(one for one in found if one.is_possible), *lacking):
+    lacking = sorted((candidate for candidate in found if not candidate.is_possible), key=_lacks)
+    for near in (*(candidate for candidate in found if candidate.is_possible), *lacking):
         if len(near.changes) == 1:
             best.setdefault(near.changes[0][0], near)
     return tuple(sorted(best.values(), key=lambda near: near.ratio))
@@ -127,7 +130,7 @@ def _nearest(faster: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
     """Return the faster plans that no other one beats with as few changes and as little lacking."""
 
     kept: list[Neighbour] = []
-    for near in sorted(faster, key=lambda one: (*_lacks(one), len(one.changes), one.ratio)):
+    for near in sorted(faster, key=lambda candidate: (*_lacks(candidate), len(candidate.changes), candidate.ratio)):
         if all(near.ratio < other.ratio * (1.0 - TIE) for other in kept):
             kept.append(near)
     return tuple(kept[:MOST_BETTER])

@@ -48,12 +48,16 @@ def nearest(
     Looked at are the legal plans that fit and differ in up to `most_changes` axes, and `others`.
     """
     axes = axes_of(problem.model, plan)
-    found = {one: len(differing(axes, axes_of(problem.model, one))) for one in others if one.placement is None}
+    found = {
+        candidate: len(differing(axes, axes_of(problem.model, candidate)))
+        for candidate in others
+        if candidate.placement is None
+    }
     for count in range(1, most_changes + 1):
-        for one in neighbours(problem, plan, count):
-            found.setdefault(one, count)
+        for candidate in neighbours(problem, plan, count):
+            found.setdefault(candidate, count)
     found.pop(plan, None)
-    candidates = [one for one in found if one.global_batch == plan.global_batch]
+    candidates = [candidate for candidate in found if candidate.global_batch == plan.global_batch]
     if not candidates:
         return None
     batch = PlanBatch.of(candidates, problem.model.num_layers)

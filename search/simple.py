@@ -34,13 +34,17 @@ def simplest_first(problem: Problem, space: Space, result: SearchResult) -> Sear
     """
     fastest, *others = result.rivals
     slowest = pace(fastest) * (1 + MOST_SLOWER)
-    near = [one for one in others[:MOST_RIVALS] if pace(one) <= slowest and _is_as_safe(one, fastest)]
-    found = [simplified(problem, space, one, slowest) for one in (fastest, *near)]
+    near = [
+        candidate
+        for candidate in others[:MOST_RIVALS]
+        if pace(candidate) <= slowest and _is_as_safe(candidate, fastest)
+    ]
+    found = [simplified(problem, space, candidate, slowest) for candidate in (fastest, *near)]
     _, simplest = min(found, key=lambda each: (each[0], pace(each[1])))
     if simplest.plan == fastest.plan:
         return result
-    rivals = (simplest, *(one for one in result.rivals if one.plan != simplest.plan))
-    ranked = (simplest, *(one for one in result.ranked if one.plan != simplest.plan))
+    rivals = (simplest, *(candidate for candidate in result.rivals if candidate.plan != simplest.plan))
+    ranked = (simplest, *(candidate for candidate in result.ranked if candidate.plan != simplest.plan))
     certificate = replace(result.certificate, slower_than_fastest=pace(simplest) / pace(fastest) - 1.0)
     return replace(result, ranked=ranked, rivals=rivals, certificate=certificate)
 
@@ -50,7 +54,7 @@ def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float
 
     `slowest` is the most time per sequence that it may take.
     """
-    even = [one for one in _evened(problem, space, start) if pace(one) <= slowest]
+    even = [candidate for candidate in _evened(problem, space, start) if pace(candidate) <= slowest]
     found = min(even, key=pace, default=start)
     for keeps_cp in (False, True):
         try:
@@ -64,7 +68,7 @@ def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float
     kept = way.axes()
     while kept:
         fewer = safe_mixes(way, [tuple(axis for axis in kept if axis != plainer) for plainer in kept], start)
-        near = {axes: one for axes, one in fewer.items() if pace(one) <= slowest}
+        near = {axes: candidate for axes, candidate in fewer.items() if pace(candidate) <= slowest}
         if not near:
             break
         kept = min(near, key=lambda axes: pace(near[axes]))
@@ -72,8 +76,8 @@ def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float
     return len(kept), found
 
 
-def _is_as_safe(one: RankedPlan, other: RankedPlan) -> bool:
-    return VERDICTS.index(one.verdict) <= VERDICTS.index(other.verdict)
+def _is_as_safe(candidate: RankedPlan, other: RankedPlan) -> bool:
+    return VERDICTS.index(candidate.verdict) <= VERDICTS.index(other.verdict)
 
 
 def _evened(problem: Problem, space: Space, start: RankedPlan) -> Sequence[RankedPlan]:
@@ -93,7 +97,7 @@ def _evened(problem: Problem, space: Space, start: RankedPlan) -> Sequence[Ranke
         return ()
     lawful = legal(space.rules, problem.workload, PlanBatch.of(plans, num_layers))
     kept = [plans[at] for at in np.flatnonzero(lawful)]
-    return [one for one in prices(problem, kept) if _is_as_safe(one, start)] if kept else ()
+    return [candidate for candidate in prices(problem, kept) if _is_as_safe(candidate, start)] if kept else ()
 
 
 def _plain(problem: Problem, limits: Limits, plan: ParallelPlan, *, keeps_cp: bool) -> ParallelPlan:

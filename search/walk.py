@@ -104,7 +104,7 @@ def walk(way: Way) -> tuple[WalkStep, ...]:
     plan before, two are made at once, then three; at last all that are left.
     """
     axes, last = way.axes(), prices(way.problem, [way.after])[0]
-    before_s = min((pace(one) for one in safe_mixes(way, [()], last).values()), default=math.inf)
+    before_s = min((pace(candidate) for candidate in safe_mixes(way, [()], last).values()), default=math.inf)
     done: tuple[str, ...] = ()
     steps: list[WalkStep] = []
     while len(done) < len(axes):
@@ -135,11 +135,13 @@ def safe_mixes(way: Way, choices: Sequence[tuple[str, ...]], last: RankedPlan) -
     """Return the plans that are legal and as safe as `last`, by changed axes."""
     found = way.legal(choices)
     costs = prices(way.problem, [plan for _, plan in found])
-    return {changed: one for (changed, _), one in zip(found, costs, strict=True) if _is_as_safe(one, last)}
+    return {
+        changed: candidate for (changed, _), candidate in zip(found, costs, strict=True) if _is_as_safe(candidate, last)
+    }
 
 
-def _is_as_safe(one: RankedPlan, other: RankedPlan) -> bool:
-    return VERDICTS.index(one.verdict) <= VERDICTS.index(other.verdict)
+def _is_as_safe(candidate: RankedPlan, other: RankedPlan) -> bool:
+    return VERDICTS.index(candidate.verdict) <= VERDICTS.index(other.verdict)
 
 
 def nearest_equal(problem: Problem, rules: tuple[Rule, ...], before: ParallelPlan, best: RankedPlan) -> RankedPlan:
@@ -154,9 +156,9 @@ def nearest_equal(problem: Problem, rules: tuple[Rule, ...], before: ParallelPla
         choices = [tuple(axis for axis in axes if axis != kept) for kept in axes]
         found = safe_mixes(way, [*choices, ()] if axes else [], best)
         equal = [
-            one
-            for one in found.values()
-            if pace(one) <= pace(best) * (1 + TIE) and len(replace(way, after=one.plan).axes()) < len(axes)
+            candidate
+            for candidate in found.values()
+            if pace(candidate) <= pace(best) * (1 + TIE) and len(replace(way, after=candidate.plan).axes()) < len(axes)
         ]
         if not equal:
             return best

@@ -91,7 +91,7 @@ class BlockCost:
     def work_s(self) -> Floats:
         """Seconds that one micro-batch keeps the device's compute units busy, in both passes."""
         passes = (self.forward_s, self.backward_s)
-        return add_up(one[name] for one in passes for name in ("gemm", "attention", "memory_bound", "recompute"))
+        return add_up(entry[name] for entry in passes for name in ("gemm", "attention", "memory_bound", "recompute"))
 
     @property
     def total_repeat_s(self) -> Floats:
@@ -101,7 +101,7 @@ class BlockCost:
     def take(self, which: Ints | slice) -> BlockCost:
         """Costs of the plans at the given indices."""
         passes = (self.forward_s, self.backward_s, self.repeat_s)
-        forward, backward, repeat = ({name: value[which] for name, value in one.items()} for one in passes)
+        forward, backward, repeat = ({name: value[which] for name, value in entry.items()} for entry in passes)
         return BlockCost(
             forward_s=forward,
             backward_s=backward,

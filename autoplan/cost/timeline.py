@@ -99,28 +99,28 @@ class RankTimeline:
 
     def events(self) -> Iterator[Event]:
         """All events with the passes divided over the streams, pass after pass and then the others."""
-        for one in self.passes:
-            start = one.start_s
-            terms = self.pass_terms_s[one.kind, one.chunk or 0]
+        for event in self.passes:
+            start = event.start_s
+            terms = self.pass_terms_s[event.kind, event.chunk or 0]
             for stream, names in itertools.groupby(terms, STREAM_OF.__getitem__):
                 took = list(names)
                 seconds = sum(terms[name] for name in took)
-                kind, name = one.kind, one.name
+                kind, name = event.kind, event.name
                 if stream != "compute":
-                    kind, name = took[0], f"{took[0]} of {one.name}".replace("_", " ")
-                yield one._replace(stream=stream, kind=kind, name=name, start_s=start, duration_s=seconds)
+                    kind, name = took[0], f"{took[0]} of {event.name}".replace("_", " ")
+                yield event._replace(stream=stream, kind=kind, name=name, start_s=start, duration_s=seconds)
                 start += seconds
         yield from self.others
 
     def terms_s(self) -> dict[str, float]:
         """The terms of the step as this rank has them: those of its work, its own waits, and the end of the step."""
         sums = dict.fromkeys(STEP_TERMS, 0.0)
-        for one in self.passes:
-            for name, seconds in self.pass_terms_s[one.kind, one.chunk or 0].items():
+        for event in self.passes:
+            for name, seconds in self.pass_terms_s[event.kind, event.chunk or 0].items():
                 sums[name] += seconds
-        for one in self.others:
-            if not one.beside:
-                sums[one.kind] += one.duration_s
+        for event in self.others:
+            if not event.beside:
+                sums[event.kind] += event.duration_s
         return sums
 
 
@@ -207,8 +207,8 @@ def step_timeline(pipelines: Sequence[Pipeline], terms: Mapping[str, float]) -> 
 
     All wait for the slowest pipeline before the step ends.
     """
-    last_s = max(one.pipeline_s for one in pipelines)
-    drawn = [_draw(one, terms, last_s) for one in pipelines]
+    last_s = max(event.pipeline_s for event in pipelines)
+    drawn = [_draw(event, terms, last_s) for event in pipelines]
     return Timeline(
         step_s=float(add_up(np.array(seconds) for seconds in terms.values())),
         pipeline_s=last_s,
@@ -220,7 +220,7 @@ def step_timeline(pipelines: Sequence[Pipeline], terms: Mapping[str, float]) -> 
 def _draw(pipeline: Pipeline, terms: Mapping[str, float], last_s: float) -> tuple[list[RankTimeline], float]:
     """(the stages of a pipeline, its `order_error`); the slowest pipeline takes `last_s`."""
     steps = _run(pipeline)
-    exact_s = max(float(one.end_s[-1]) for one in steps)
+    exact_s = max(float(event.end_s[-1]) for event in steps)
     held = chunks_of_ranks(pipeline.schedule, len(pipeline.places), pipeline.vp)
     orders = rank_orders(pipeline.schedule, len(pipeline.places), pipeline.vp, pipeline.num_microbatches)
     ranks = []
@@ -336,9 +336,9 @@ def _placed(
             start = max(over - took, now)
             calls.append(_message("exchange with neighbours", start, max(over - start, 0.0)))
             continue
-        one = next(run)
+        event = next(run)
         now = max(done + scale * (end - took - done), now)
-        for kind, chunk, microbatch, _ in (one, next(run)) if one.joined else (one,):
+        for kind, chunk, microbatch, _ in (event, next(run)) if event.joined else (event,):
             name = PASSES[kind]
             length = seconds[name, chunk]
             words = f"{name} {microbatch}".replace("_", " ")
@@ -378,10 +378,10 @@ def _waits(passes: Sequence[Event], pipeline: Pipeline) -> Iterator[Event]:
     Messages add as much to the step of every rank; the rest of what a rank waits is its bubble.
     """
     pipeline_s = pipeline.pipeline_s
-    idle = pipeline_s - sum(one.duration_s for one in passes)
+    idle = pipeline_s - sum(event.duration_s for event in passes)
     share = min(pipeline.send_s / idle, 1.0) if idle > LEAST_S * pipeline_s else 0.0
-    ends = [0.0, *(one.start_s + one.duration_s for one in passes)]
-    starts = [*(one.start_s for one in passes), pipeline_s]
+    ends = [0.0, *(event.start_s + event.duration_s for event in passes)]
+    starts = [*(event.start_s for event in passes), pipeline_s]
     for end, start in zip(ends, starts, strict=True):
         if (gap := start - end) > LEAST_S * pipeline_s:
             bubble = (1.0 - share) * gap
@@ -455,16 +455,16 @@ def _memory(
     """(from when on, bytes that are reserved) of a rank: activations by what is alive, up to the estimate's peak."""
     points: list[tuple[float, str, float]] = []  # time, level, activations alive
     held, sizes = 0.0, alive.tolist()
-    for one in passes:
-        is_forward = one.kind == "forward"
-        size = sizes[one.chunk or 0]
+    for event in passes:
+        is_forward = event.kind == "forward"
+        size = sizes[event.chunk or 0]
         held += size if is_forward else 0.0
-        points.append((one.start_s, "forward" if is_forward else "backward", held))
-        held -= size if one.kind in ("backward", "weight_gradient") else 0.0
-        points.append((one.start_s + one.duration_s, "forward", held))
-    for one in others:
-        if one.kind == "optimizer":
-            points += [(one.start_s, "update", 0.0), (one.start_s + one.duration_s, "forward", 0.0)]
+        points.append((event.start_s, "forward" if is_forward else "backward", held))
+        held -= size if event.kind in ("backward", "weight_gradient") else 0.0
+        points.append((event.start_s + event.duration_s, "forward", held))
+    for event in others:
+        if event.kind == "optimizer":
+            points += [(event.start_s, "update", 0.0), (event.start_s + event.duration_s, "forward", 0.0)]
     most = max(held for _, _, held in points)
     share = levels["activations"] / most if most > 0 else 0.0
     times = np.array([0.0, *(time for time, _, _ in points)])

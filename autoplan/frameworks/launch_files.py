@@ -77,10 +77,10 @@ def _named_in(path: Path, text: str) -> Path | None:
     """The launch file in the same folder that a script names, or that a file does which it names."""
     looked_at, scripts = {path}, [text]
     with suppress(OSError):  # what may not be read helps nobody
-        beside = [one for one in sorted(path.parent.iterdir()) if is_file(one) and one.stat().st_size <= MOST_BYTES]
+        beside = [item for item in sorted(path.parent.iterdir()) if is_file(item) and item.stat().st_size <= MOST_BYTES]
         while scripts:
             script = scripts.pop(0)
-            for other in [one for one in beside if one not in looked_at and one.name in script]:
+            for other in [item for item in beside if item not in looked_at and item.name in script]:
                 inside = other.read_text(encoding="utf-8", errors="replace")
                 if looks_like_launch(other, inside):
                     return other

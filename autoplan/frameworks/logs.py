@@ -183,7 +183,7 @@ class LogReader:
                 if source in dialect.series and (times := dialect.series[source].kept())
             ]
             if held:
-                return max(held, key=lambda one: len(one[2]))
+                return max(held, key=lambda item: len(item[2]))
         return None
 
     @property
@@ -228,8 +228,8 @@ class LogReader:
             if (peak := getattr(seen, name)) is not None:
                 setattr(dialect, name, max(peak, getattr(dialect, name) or 0.0))
         if seen.pause:
-            for one in self._dialects:  # Trainer and DeepSpeed write one log
-                for series in one.series.values():
+            for item in self._dialects:  # Trainer and DeepSpeed write one log
+                for series in item.series.values():
                     series.is_paused = True
         if not seen.times:
             return

@@ -56,7 +56,7 @@ def layer_times(problem: Problem, batch: PlanBatch) -> LayerTimes | None:
         "layer_input_gradient",
         "layer_weight_gradient",
     )
-    forward, backward, full, selective, first, second = (_seconds(problem, batch, one, *shape) for one in names)
+    forward, backward, full, selective, first, second = (_seconds(problem, batch, entry, *shape) for entry in names)
     return LayerTimes(
         known=_fits(batch) & ~np.isnan(forward) & ~np.isnan(backward),
         forward_s=forward,
@@ -91,7 +91,7 @@ class SharedStates:
 
     def take(self, which: Ints | slice) -> SharedStates:
         """Return the times of the plans at the given indices."""
-        return SharedStates(**{one.name: getattr(self, one.name)[which] for one in fields(self)})
+        return SharedStates(**{entry.name: getattr(self, entry.name)[which] for entry in fields(self)})
 
 
 def shared_states(problem: Problem, batch: PlanBatch) -> SharedStates:
@@ -108,8 +108,8 @@ def shared_states(problem: Problem, batch: PlanBatch) -> SharedStates:
     shape = (*_layer_shape(problem, batch), batch.dp, here)
     passes = times.forward_s + times.backward_s
     names: tuple[Operation, ...] = ("replicated_layer", "sharded_layer", "resharded_layer")
-    beyond = (_seconds(problem, batch, one, *shape) - passes for one in names)
-    none, kept, again = (np.maximum(one, 0.0) for one in beyond)
+    beyond = (_seconds(problem, batch, entry, *shape) - passes for entry in names)
+    none, kept, again = (np.maximum(entry, 0.0) for entry in beyond)
     gather = np.maximum(again - kept, 0.0)
     is_one = batch.dp == 1
     kind = np.where(is_one, 0, batch.sharding)

@@ -148,7 +148,7 @@ class KernelTimes:
 
     def take(self, which: Ints) -> KernelTimes:
         """Return the times of the plans at the given indices."""
-        arrays = {one.name: getattr(self, one.name) for one in fields(self)}
+        arrays = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         matrices = {name: value[which] for name, value in arrays.pop("matrix_forward_s").items()}
         return KernelTimes(matrix_forward_s=matrices, **{name: value[which] for name, value in arrays.items()})
 
@@ -242,7 +242,7 @@ def products_s(
     if problem.timings.is_empty:
         return references
     passes: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad")
-    return passes_s([find_kernels(problem, batch, one, m, n, k) for one in passes], references)
+    return passes_s([find_kernels(problem, batch, entry, m, n, k) for entry in passes], references)
 
 
 def _narrow_rows_time(problem: Problem, n: Floats, k: Floats) -> Floats | float:
@@ -295,12 +295,14 @@ def _matrices_s(
     if dense:
         sliced, whole = norm_tokens(problem, batch), rank_tokens(problem, batch)
         tokens = np.stack([sliced if linear.split == "replicated" else whole for linear in dense])
-        inputs, outputs = (np.stack(sizes) for sizes in zip(*(local_sizes(one, batch) for one in dense), strict=True))
+        inputs, outputs = (
+            np.stack(sizes) for sizes in zip(*(local_sizes(entry, batch) for entry in dense), strict=True)
+        )
         passes = products_s(problem, batch, rate, tokens, outputs, inputs, pace)
         for linear, *each in zip(dense, *passes, strict=True):
             known = times.get(linear.name)
             times[linear.name] = tuple(map(np.add, known, each)) if known else tuple(each)
-    return times | {one.name: _experts_s(problem, batch, one, rate, pace) for one in linears if one.is_expert}
+    return times | {entry.name: _experts_s(problem, batch, entry, rate, pace) for entry in linears if entry.is_expert}
 
 
 def _pieces(problem: Problem, linear: Linear) -> tuple[Linear, ...]:
@@ -403,7 +405,7 @@ def _measured_attention_s(
     part = 1.0 / np.where(is_ring, batch.cp, 1) / (1.0 if problem.timings.is_own else share)
     wide = batch.unquantised()  # whatever the precision of the matrices: the tables know no narrower one
     sizes = (batch.micro_batch, float(seq_len), *shape)
-    return passes_s([find_kernels(problem, wide, one, *sizes).scaled(part) for one in passes], references)
+    return passes_s([find_kernels(problem, wide, entry, *sizes).scaled(part) for entry in passes], references)
 
 
 def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, tuple[Floats, Floats]]:
@@ -436,7 +438,7 @@ def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str
             moved["expert_activation"] = (read * width, backward_read * width)
             permute = 4.0 * sliced * moe.experts_per_token * (moe.latent_size or hidden)  # in and out, both ways
             moved["permute"] = (2 * permute, 2 * permute)
-    pieces = max((len(_pieces(problem, one)) for one in block_shapes(model)[block].linears), default=1)
+    pieces = max((len(_pieces(problem, entry)) for entry in block_shapes(model)[block].linears), default=1)
     if pieces > 1:  # each has a gradient of the block's whole input, and they are added up
         moved["input_gradients"] = (0.0 * tokens, 2.0 * (pieces + 1) * tokens * hidden)
     factors: dict[str, Floats | float] = dict.fromkeys(moved, framework.kernels.kernel_bytes_factor)
@@ -521,7 +523,7 @@ def _measured_beyond_s(
         kinds.append(("activation", 1, 1.0, ("swiglu", "swiglu_backward"), activation))
     for name, count, heavier, passes, shape in kinds:
         known = references(name, count)
-        found = [find_kernels(problem, wide, one, *shape).scaled(factor * heavier) for one in passes]
+        found = [find_kernels(problem, wide, entry, *shape).scaled(factor * heavier) for entry in passes]
         times = passes_s(found, known)
         forward, backward = forward + count * (times[0] - known[0]), backward + count * (times[1] - known[1])
     if "rope" in moved and model.mla is None:
@@ -543,7 +545,7 @@ def _measured_experts(problem: Problem, batch: PlanBatch, references: tuple[Floa
     width = (float(moe.latent_size or model.hidden_size), float(moe.expert_ffn_size))
     shape = (tokens, *width, float(moe.experts_per_token), float(moe.num_experts), batch.etp, batch.ep)
     passes: tuple[Operation, ...] = ("experts", "experts_backward")
-    forward, backward = passes_s([find_kernels(problem, batch, one, *shape) for one in passes], references)
+    forward, backward = passes_s([find_kernels(problem, batch, entry, *shape) for entry in passes], references)
     return forward / references[0], backward / references[1]
 
 

@@ -99,7 +99,7 @@ def read(text: str, given: Given) -> Launch:
 def _of_script(text: str, given: Given) -> tuple[dict[str, Any], dict[str, str]]:
     """Return (the table that a config file would hold, the batch that the program is given) of the command."""
     commands = read_script(text, given.variables).commands
-    words = next((one.words for one in commands if _LAUNCH.search(" ".join(one.words))), None)
+    words = next((item.words for item in commands if _LAUNCH.search(" ".join(item.words))), None)
     if words is None or "launch" not in words:
         raise InputError("no command is accelerate launch")
     options = _options(words[words.index("launch") + 1 :])
@@ -115,7 +115,7 @@ def _of_script(text: str, given: Given) -> tuple[dict[str, Any], dict[str, str]]
     for name, value in options.items():
         if is_open(value):
             raise InputError(f"--{name} {show(value)} is known to a running shell only: give it with --set NAME=VALUE")
-        section = next((one for one in ("fsdp", "parallelism") if name.startswith(f"{one}_")), None)
+        section = next((item for item in ("fsdp", "parallelism") if name.startswith(f"{item}_")), None)
         place = table[f"{section}_config"] if section else table
         is_count = re.fullmatch(r"\d{1,12}", value, re.ASCII)
         place[name] = int(value) if is_count else _FLAGS.get(value.lower(), value)

@@ -76,7 +76,7 @@ class Module:
         except (RecursionError, MemoryError, ValueError):
             raise InputError(f"{what}: not valid Python, or nested too deeply") from None
         self.functions: dict[str, ast.FunctionDef] = {
-            one.name: one for one in tree.body if isinstance(one, ast.FunctionDef)
+            item.name: item for item in tree.body if isinstance(item, ast.FunctionDef)
         }
         self.imports: dict[str, str] = {}  # the full name of what a name stands for
         self.names: dict[str, Any] = {}
@@ -128,7 +128,7 @@ class Module:
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.List | ast.Tuple):
-            return [self.value(one, names) for one in node.elts]
+            return [self.value(item, names) for item in node.elts]
         if isinstance(node, ast.Name):
             return names.get(node.id, self.names.get(node.id, Unknown(node.id)))
         if isinstance(node, ast.Attribute):
@@ -147,14 +147,14 @@ class Module:
 
     def _computed(self, node: ast.BinOp, names: Mapping[str, Any]) -> Any:
         left, right = self.value(node.left, names), self.value(node.right, names)
-        numbers = all(isinstance(one, int | float) and abs(one) < MOST_NUMBER for one in (left, right))
+        numbers = all(isinstance(item, int | float) and abs(item) < MOST_NUMBER for item in (left, right))
         if not numbers or (isinstance(node.op, ast.FloorDiv) and not right):
             return Unknown(_source(node))
         return COMPUTES[type(node.op)](left, right)
 
     def _called(self, node: ast.Call, names: Mapping[str, Any]) -> Any:
-        words = [self.value(one, names) for one in node.args]
-        named = {one.arg: self.value(one.value, names) for one in node.keywords if one.arg}
+        words = [self.value(item, names) for item in node.args]
+        named = {item.arg: self.value(item.value, names) for item in node.keywords if item.arg}
         if isinstance(node.func, ast.Attribute):
             place = self.value(node.func.value, names)
             if node.func.attr == "build" and isinstance(place, Built):

@@ -114,7 +114,7 @@ class Options:
         found = self._values.get(key)
         if found is None:
             found = {}
-        if not isinstance(found, dict) or not all(isinstance(one, str) for one in found):
+        if not isinstance(found, dict) or not all(isinstance(item, str) for item in found):
             raise InputError(f"{self.name(key)} must be a table, got {show(found)}")
         self._inside[key] = Options(found, f"{self.name(key)}.", self._root)
         return self._inside[key]
@@ -168,7 +168,7 @@ class Options:
         """Return the options that nobody asked for, in this table and those that were taken out of it."""
         here = [key for key, value in self._values.items() if value is not None and key not in self._asked]
         own = tuple(Unread(option=self.name(key), value=self.shown(key), why=why) for key in here)
-        return own + tuple(one for inside in self._inside.values() for one in inside.left(why))
+        return own + tuple(item for inside in self._inside.values() for item in inside.left(why))
 
     def _default(self, key: str, default: Word | None) -> Word:
         if default is None:

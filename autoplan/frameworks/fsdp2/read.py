@@ -75,7 +75,7 @@ def _pipeline(options: Options, pp: int, num_layers: int) -> dict[str, Any]:
     table = options.inside("pipeline")
     table.known("num_microbatches")
     counts = table.value("layers_per_stage")
-    if not isinstance(counts, list) or not all(isinstance(one, int) and one >= 0 for one in counts):
+    if not isinstance(counts, list) or not all(isinstance(item, int) and item >= 0 for item in counts):
         raise InputError(f"pipeline.layers_per_stage must be a list of counts, got {show(counts)}")
     if len(counts) % pp or not counts or sum(counts) != num_layers:
         raise InputError(f"pipeline.layers_per_stage must hold {num_layers} layers in a multiple of pp {pp} stages")

@@ -143,8 +143,8 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
     if training.attention == "unfused":
         lines.append("cfg.model.attention_backend = AttnBackend.unfused")
     order = ("model", "train", "dataset", "tokenizer", "ddp", "dist", "optimizer", "checkpoint")
-    ordered = sorted(table.items(), key=lambda one: order.index(one[0].partition(".")[0]))
-    for section, rows in groupby(ordered, key=lambda one: one[0].partition(".")[0]):
+    ordered = sorted(table.items(), key=lambda item: order.index(item[0].partition(".")[0]))
+    for section, rows in groupby(ordered, key=lambda item: item[0].partition(".")[0]):
         lines += [] if section == "model" else [""]
         lines += [f"cfg.{path} = {_written(value)}" for path, value in rows]
     reduces_wide = plan_file.framework.network.bytes_per_reduced_grad >= 4
@@ -171,8 +171,8 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
 def _written(value: Any) -> str:
     """A value as Python; long runs of equal numbers as products."""
     if isinstance(value, list) and len(value) > 8:
-        runs = [(one, len(list(run))) for one, run in groupby(value)]
-        return " + ".join(f"[{one!r}] * {times}" for one, times in runs)
+        runs = [(item, len(list(run))) for item, run in groupby(value)]
+        return " + ".join(f"[{item!r}] * {times}" for item, times in runs)
     return repr(value)
 
 

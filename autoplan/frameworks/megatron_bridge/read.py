@@ -185,8 +185,8 @@ def _python(text: str, given: Given, recipe: _Recipe) -> None:
     setting = [name for name, node in functions.items() if any(_targets(node))]
     called = {
         node.func.id
-        for one in setting
-        for node in ast.walk(functions[one])
+        for item in setting
+        for node in ast.walk(functions[item])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
     wanted = dict(given.variables).get("RECIPE")
@@ -206,9 +206,9 @@ def _python(text: str, given: Given, recipe: _Recipe) -> None:
 
 def _targets(node: ast.AST) -> Iterator[ast.Attribute]:
     """The attributes of attributes that a function assigns: `cfg.model.x`."""
-    for one in ast.walk(node):
-        if isinstance(one, ast.Assign):
-            for target in one.targets:
+    for item in ast.walk(node):
+        if isinstance(item, ast.Assign):
+            for target in item.targets:
                 if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Attribute):
                     yield target
 
@@ -230,9 +230,9 @@ class _Scope:
         places = [*function.args.posonlyargs, *function.args.args]
         defaults = list(zip(places[::-1], function.args.defaults[::-1], strict=False))
         defaults += [
-            (place, one)
-            for place, one in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-            if one is not None
+            (place, item)
+            for place, item in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+            if item is not None
         ]
         for place, default in defaults:
             try:
@@ -264,8 +264,8 @@ class _Scope:
         name = _dotted(node.func)
         if name in self.functions:
             given = {}
-            said = [(str(at), one) for at, one in enumerate(node.args)]
-            for key, word in [*said, *((one.arg or "", one.value) for one in node.keywords)]:
+            said = [(str(at), item) for at, item in enumerate(node.args)]
+            for key, word in [*said, *((item.arg or "", item.value) for item in node.keywords)]:
                 try:
                     given[key] = self.value(word, names, 0)
                 except _Unknown:
@@ -310,7 +310,9 @@ class _Scope:
             self.recipe.unread.append(Unread(option=path, value=f"{value.name}(...)", why=why))
             return
         if path == "model":  # a new model has no settings yet
-            self.recipe.values = {one: held for one, held in self.recipe.values.items() if not one.startswith("model.")}
+            self.recipe.values = {
+                item: held for item, held in self.recipe.values.items() if not item.startswith("model.")
+            }
         self.recipe.models += [str(word) for word in value.words if isinstance(word, str)] if path == "model" else []
         self.recipe.values[path] = value.words[0] if value.words and path != "model" else value.name
         for name, word in value.named:
@@ -330,22 +332,24 @@ class _Scope:
             case ast.Attribute():
                 return _dotted(node)
             case ast.List(elts=items) | ast.Tuple(elts=items):
-                return [self.value(one, names, depth + 1) for one in items]
+                return [self.value(item, names, depth + 1) for item in items]
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 number = self.value(operand, names, depth + 1)
                 if isinstance(number, (int, float)):
                     return -number
             case ast.BinOp(left=left, op=sign, right=right) if type(sign) in COMPUTES:
-                return self.computed(type(sign), *(self.value(one, names, depth + 1) for one in (left, right)))
+                return self.computed(type(sign), *(self.value(item, names, depth + 1) for item in (left, right)))
             case ast.Call(func=function, args=words, keywords=named):
                 return self.made(function, words, named, names, depth)
         raise _Unknown
 
     def computed(self, sign: type[ast.operator], left: Any, right: Any) -> Any:
-        sizes = [len(one) if isinstance(one, (list, str)) else abs(one) for one in (left, right) if one is not None]
-        if any(isinstance(one, (bool, float, str, _Call)) for one in (left, right)) or max(sizes, default=0) > 10**6:
+        sizes = [
+            len(item) if isinstance(item, (list, str)) else abs(item) for item in (left, right) if item is not None
+        ]
+        if any(isinstance(item, (bool, float, str, _Call)) for item in (left, right)) or max(sizes, default=0) > 10**6:
             raise _Unknown
-        if sign is ast.Mult and any(isinstance(one, list) for one in (left, right)) and sizes[0] * sizes[1] > 10**5:
+        if sign is ast.Mult and any(isinstance(item, list) for item in (left, right)) and sizes[0] * sizes[1] > 10**5:
             raise _Unknown
         try:
             return COMPUTES[sign](left, right)
@@ -362,8 +366,8 @@ class _Scope:
                 return made
         return _Call(
             _dotted(function).rpartition(".")[2],
-            tuple(self.known(one, names, depth) for one in words),
-            tuple((one.arg, self.known(one.value, names, depth)) for one in named if one.arg),
+            tuple(self.known(item, names, depth) for item in words),
+            tuple((item.arg, self.known(item.value, names, depth)) for item in named if item.arg),
         )
 
     def known(self, node: ast.expr, names: dict[str, Any], depth: int) -> Any:
@@ -410,8 +414,8 @@ def _launch(recipe: _Recipe, given: Given, devices: int | None) -> Launch:
     arguments.understood |= {"comm_overlap", "mixed_precision", "pipeline_dtype", "average_in_collective"}
     if arguments.given.get("grad_reduce_in_fp32") and arguments.flag("grad_reduce_in_fp32"):
         arguments.remark("grad_reduce_in_fp32", "priced as reducing gradients in 16 bits")
-    for name, one in arguments.given.items():
-        if name not in arguments.understood and one.option.partition(".")[0] in _HARMLESS and name == one.option:
+    for name, item in arguments.given.items():
+        if name not in arguments.understood and item.option.partition(".")[0] in _HARMLESS and name == item.option:
             arguments.remark(name, "costs neither time nor memory of a step", matters=False)
     return launch_of(arguments, given, target="megatron-bridge", framework="nemo", num_devices=devices, base=base)
 

@@ -93,8 +93,8 @@ def given_arguments(words: Sequence[str]) -> list[Argument]:
             at += 1
         # A variable that is not set may hold options of its own; behind a value or a switch it is no value.
         keeps = 0 if argument_of(option, ())[0] in SWITCHES else 1
-        strays = [one for one in values[keeps:] if is_open(one) and re.fullmatch(r"\$\{?\w+\}?", one)]
-        values = [one for place, one in enumerate(values) if place < keeps or one not in strays]
+        strays = [item for item in values[keeps:] if is_open(item) and re.fullmatch(r"\$\{?\w+\}?", item)]
+        values = [item for place, item in enumerate(values) if place < keeps or item not in strays]
         result.append(Argument(option, " ".join(values), *argument_of(option, values)))
         result += [Argument(stray, "", stray, stray) for stray in strays]
     return result

@@ -127,7 +127,7 @@ def _experts(config: Options, num_layers: int) -> Experts | None:
     layers = config.value("layers")
     if layers == []:
         return None
-    if not (layers is None or (isinstance(layers, list) and all(type(one) is int for one in layers))):
+    if not (layers is None or (isinstance(layers, list) and all(type(item) is int for item in layers))):
         raise InputError("model.model_config.moe_config.layers must be a list of layer numbers")
     shared = SHARED_EXPERT.of(config) if config.flag("enable_shared_expert") else 0
     experts = Experts(

@@ -71,7 +71,7 @@ def overrides(plan_file: PlanFile) -> dict[str, Any]:
     if "cp_comm_type" in table:  # one word for all layers, in a list
         table["cp_comm_type"] = [table["cp_comm_type"]]
     if "window_size" in table:  # the command line would make numbers of it
-        table["window_size"] = [int(one) for one in table["window_size"].split(",")]
+        table["window_size"] = [int(item) for item in table["window_size"].split(",")]
     if "moe_layer_freq" in table:
         table["moe_layer_freq"] = [int(Block.MOE in layer) for layer in model.layers]
     if plan.schedule in ALGORITHMS:

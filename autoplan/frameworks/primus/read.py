@@ -90,7 +90,7 @@ def _expanded(value: Any, variables: dict[str, str], depth: int = 0) -> Any:
     if depth > MOST_DEPTH:
         raise InputError(f"a value is nested more than {MOST_DEPTH} deep")
     if isinstance(value, list):
-        return [_expanded(one, variables, depth + 1) for one in value]
+        return [_expanded(item, variables, depth + 1) for item in value]
     if not isinstance(value, str):
         return value
 

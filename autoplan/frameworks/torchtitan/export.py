@@ -307,7 +307,7 @@ def _toml(plan_file: PlanFile) -> str:
 def _toml_value(value: Any) -> str:
     """Numbers, flags, plain words and lists of them are written in TOML as in JSON."""
     if isinstance(value, list) and value and isinstance(value[0], list):
-        return "[\n" + "".join(f"    {json.dumps(one)},\n" for one in value) + "]"
+        return "[\n" + "".join(f"    {json.dumps(item)},\n" for item in value) + "]"
     return json.dumps(value)
 
 
@@ -335,7 +335,7 @@ def _literal(value: Any) -> str:
 def _is_names(value: Any) -> bool:
     """Return whether a value holds only words without quotes, which may then be double."""
     if isinstance(value, list):
-        return all(_is_names(one) for one in value)
+        return all(_is_names(item) for item in value)
     return isinstance(value, str) and '"' not in value and "'" not in value and "\\" not in value
 
 

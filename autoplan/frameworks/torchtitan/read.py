@@ -63,7 +63,7 @@ def recognises(name: str, text: str) -> bool:
         )
     if name.endswith(".py"):
         return "model_registry(" in text or ("torchtitan" in text and "Trainer.Config" in text)
-    return any(train in text for train in _TRAINS) or ("torchtitan" in text and any(one in text for one in _ENTRIES))
+    return any(train in text for train in _TRAINS) or ("torchtitan" in text and any(item in text for item in _ENTRIES))
 
 
 def read(text: str, given: Given) -> Launch:
@@ -152,7 +152,7 @@ def _of_module(text: str, variables: dict[str, str]) -> Found:
         elif key == "loss" and isinstance(value, Built) and "Chunked" in value.name:
             found.unread.append(_chunks(value.name))
         elif isinstance(value, Built):
-            found.options[key] = {name: _plain(one) for name, one in value.named.items()}
+            found.options[key] = {name: _plain(item) for name, item in value.named.items()}
         elif key not in ASIDE:
             found.options[key] = _plain(value)
     return found
@@ -174,7 +174,7 @@ def _chunks(name: str) -> Unread:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else Unknown(_text(value))
 
 
@@ -204,8 +204,8 @@ def _read_model(found: Found, spec: Any, function: str) -> None:
     else:
         flavor = str(spec.words[0]) if spec.words else str(spec.named.get("flavor"))
         families = _known()["flavors"]
-        family = next((one for one in families if f".{one}." in f".{spec.name}"), None)
-        family = family or next((one for one in families if one.replace("_", "") in function.replace("_", "")), "")
+        family = next((item for item in families if f".{item}." in f".{spec.name}"), None)
+        family = family or next((item for item in families if item.replace("_", "") in function.replace("_", "")), "")
         found.model = _of_flavor(family, flavor)
         if found.model is not None:
             found.model = replace(found.model, num_mtp_layers=size_of(spec, "num_mtp_layers", 0))
@@ -223,7 +223,7 @@ def _read_model(found: Found, spec: Any, function: str) -> None:
 
 def _of_script(text: str, given: Given) -> Found:
     script = read_script(text, given.variables)
-    command = next((one for one in script.commands if _start(one) is not None), None)
+    command = next((item for item in script.commands if _start(item) is not None), None)
     if command is None:
         raise InputError("no command starts torchtitan.train or run_train.sh")
     words = list(command.words)
@@ -381,7 +381,7 @@ def _launch(found: Found, given: Given) -> Launch:
     options = Options(_checked(found.options))
     options.known(*ASIDE, "model", "activation_checkpoint", "quantize", "experimental")
     training, parallelism, compiling = (options.inside(name) for name in ("training", "parallelism", "compile"))
-    unread = [one for one in found.unread if not (given.model and one.option == "model.flavor")]
+    unread = [item for item in found.unread if not (given.model and item.option == "model.flavor")]
     compiled = _compiled(compiling)
     if not compiled:
         why = "blocks run eagerly; only their norms are priced so"
