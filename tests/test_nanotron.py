@@ -163,9 +163,9 @@ models = st.builds(
     st.sampled_from([None, EXPERTS, replace(SHARED, num_dense_layers=0)]),
     st.booleans(),
     st.sampled_from([1e4, 5e5, 1234.5]),
-    st.text(min_size=1).filter(lambda text: text.strip() and text.isprintable()),
+    st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1),
 )
-degrees = st.sampled_from([1, 2, 3, 4])
+degrees = st.sampled_from([1, 1, 2, 4])
 
 
 @st.composite

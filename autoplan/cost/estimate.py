@@ -428,10 +428,9 @@ def exposed_shares(terms_s: dict[str, Floats], step_s: Floats) -> Floats:
     return np.asarray(1.0 - add_up(terms_s[name] for name in UNEXPOSED) / step_s)
 
 
-def _unfamiliar_spreads(problem: Problem, terms_s: dict[str, Floats], step_s: Floats) -> Floats:
-    """Return what is added to a plan's spread, in quadrature, where it exposes more than any calibrated run."""
-    beyond = exposed_shares(terms_s, step_s) - problem.calibration.exposed_share
-    return UNFAMILIAR_SPREAD * np.maximum(beyond, 0.0)
+def unfamiliar_spreads(known_share: float, terms_s: dict[str, Floats], step_s: Floats) -> Floats:
+    """Return what is added to a plan's spread, in quadrature, where it exposes more than the `known_share`."""
+    return UNFAMILIAR_SPREAD * np.maximum(exposed_shares(terms_s, step_s) - known_share, 0.0)
 
 
 def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
@@ -456,7 +455,10 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
         worst[where] = worst_stage
     step = add_up(time_terms.values())
     spread = np.exp(
-        NORMAL_90 * np.hypot(familiar_spreads(problem, batch), _unfamiliar_spreads(problem, time_terms, step))
+        NORMAL_90
+        * np.hypot(
+            familiar_spreads(problem, batch), unfamiliar_spreads(problem.calibration.exposed_share, time_terms, step)
+        )
     )
     reserved = add_up(memory.values())
     return CostEstimate(

@@ -15,7 +15,15 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.collectives.end_of_step import FirstStage, shown_gather_s, shown_reduce_s
-from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, Stages, spread_kinds, straggler_share, work_terms
+from autoplan.cost.estimate import (
+    NORMAL_90,
+    STEP_TERMS,
+    Stages,
+    familiar_spreads,
+    straggler_share,
+    unfamiliar_spreads,
+    work_terms,
+)
 from autoplan.cost.kernels.times import add_up
 from autoplan.cost.memory.parameters import StageParameters
 from autoplan.cost.memory.stage_memory import host_bytes
@@ -96,7 +104,7 @@ def _price_kinds(
                 terms[name][who] = value
         rows, columns = np.nonzero(sheet.here)
         layer_s[sheet.member[rows], columns] = own.calibration.overall * _layer_s(own, sheet.laid)[rows]
-        np.maximum.at(spread, sheet.member, own.time_spreads[spread_kinds(own, sheet.laid.batch)])
+        np.maximum.at(spread, sheet.member, familiar_spreads(own, sheet.laid.batch))
         np.maximum.at(host_z, sheet.member, _host_z(sheet))
     work = add_up(value for name, value in terms.items() if name not in END)
     terms["pipeline_bubble"] = np.maximum(makespan - work, 0.0)
@@ -199,7 +207,10 @@ def _step(problem: MixedProblem, plan: MixedPlan, kinds: Sequence[_KindPrice]) -
     terms["stragglers"] = slower * sum(value for name, value in terms.items() if name != "stragglers")
     terms = {name: terms[name] for name in STEP_TERMS}
     step_s = sum(terms.values())
-    spread = float(np.exp(NORMAL_90 * max(kind.spread for kind in kinds)))
+    known_share = min(problem.calibrations[part].exposed_share for part in plan.parts)
+    arrays = {name: np.array([value]) for name, value in terms.items()}
+    unfamiliar = unfamiliar_spreads(known_share, arrays, np.array([step_s]))[0]
+    spread = float(np.exp(NORMAL_90 * np.hypot(max(kind.spread for kind in kinds), unfamiliar)))
     return MixedCost(
         plan=plan,
         step_s=step_s,
