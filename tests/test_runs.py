@@ -304,6 +304,14 @@ def test_a_run_of_which_it_is_not_told_what_it_recomputes_may_fit(tmp_path: Path
     assert predict(run).verdict == verdict
 
 
+def test_activations_on_the_host_may_make_room(tmp_path: Path) -> None:
+    row = LLAMA | {"num_layers": "16", "micro_batch": "16", "pp": "1", "vp": "", "dp": "8"}
+    (run,) = runs_of(tmp_path, row | {"options": "activation_offload_layers=8"})
+    prediction = predict(run)
+    assert prediction.verdict == "risky"
+    assert prediction.note.endswith("activations on the host, which are not priced, may make room")
+
+
 def test_what_a_recipe_chose_goes_before_what_recipes_usually_choose(tmp_path: Path) -> None:
     experts = {"num_experts": "128", "experts_per_token": "8", "expert_ffn_size": "1536", "ep": "8"}
     chosen = "dispatcher=deepep;ep_overlap=1;grad_reduce_overlap=0;recompute_modules=moe_act+layernorm;tp_overlap=0"

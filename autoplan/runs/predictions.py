@@ -39,6 +39,9 @@ def predict(run: Run) -> Prediction:
     if verdict == "oom" and _fits_recomputed(run.problem, run.plan, is_told=is_told):
         verdict = "risky"
         note = "; ".join(part for part in (note, "what is recomputed is not told: fits with all of it") if part)
+    if verdict == "oom" and any(column.startswith("activation_offload") for column in run.filled):
+        verdict = "risky"
+        note = f"{note}; activations on the host, which are not priced, may make room"
     return Prediction(
         id=run.id,
         step_time_s=float(cost.step_s[0]),
