@@ -17,6 +17,7 @@ from autoplan.api.training_run import RunOptions, search_run
 from autoplan.base.errors import InputError
 from autoplan.search.advice import check_result
 from autoplan.search.choice import choice_of, robust_margin, robust_order
+from autoplan.search.left_out import with_left_out
 from autoplan.search.obvious import obvious
 from autoplan.search.placement import place_best
 from autoplan.search.sampler import Sampling
@@ -144,6 +145,8 @@ def search(
     result = sharing.run(partial(run_study, problem, space, margin=margin, sampling=sampling))
     check_result(problem, space, result)
     result = place_best(problem, result)
+    if robust is None and sampling is None:
+        result = with_left_out(problem, space, result, [text.partition("=")[0] for text in flags.fix])
     if started and not flags.narrows:
         result = started.nearest_result(problem, space, result)
     if robust is not None:
