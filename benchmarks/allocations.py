@@ -62,7 +62,7 @@ def step_s(problem: Problem, plan: ParallelPlan) -> float:
 def problem_on(cluster: ClusterSpec, model: str = "gpt3-175b", seq_len: int = 2048) -> Problem:
     """A model on that cluster, as Megatron-Core runs it."""
     framework = load_framework("megatron-core")
-    calibration = built_in_calibration(framework, cluster.device.generation)
+    calibration = built_in_calibration(framework, cluster.device)
     training = TrainingSpec(seq_len=seq_len)
     return Problem(
         model=_model(model), training=training, cluster=cluster, framework=framework, calibration=calibration

@@ -35,7 +35,7 @@ from autoplan.profiler.record import Mode, Record
 from autoplan.profiler.store import open_store
 from autoplan.profiler.sweep import Progress, run
 from autoplan.profiler.tasks import PRODUCTS, MeasurementScope, ranked_tasks
-from autoplan.read.cluster import load_device
+from autoplan.read.device import load_device
 from autoplan.read.model import load_model
 from autoplan.spec.timing import SHAPES, Operation
 from autoplan.topology.cluster import DeviceSpec

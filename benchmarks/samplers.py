@@ -54,7 +54,7 @@ def problem_of(model: str, cluster: str, batch: int, seq_len: int) -> tuple[Prob
         training=TrainingSpec(seq_len=seq_len),
         cluster=machine,
         framework=framework,
-        calibration=built_in_calibration(framework, machine.device.generation),
+        calibration=built_in_calibration(framework, machine.device),
     )
     return problem, Space(workload=problem.workload, limits=default_limits(problem, (batch,)), rules=RULES)
 

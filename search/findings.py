@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.search.damage import refusing_damage
 from autoplan.search.ranking import TIE, Leaders, ordering
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import PlanBatch
@@ -164,11 +165,15 @@ class Findings:
         return base64.b85encode(zlib.compress(msgspec.json.encode(table))).decode()
 
     def add_packed(self, text: str, placement: tuple[str, ...] | None) -> None:
-        """Take in what `packed` made; the plans get the placement that all plans of a space have."""
-        table = msgspec.json.decode(zlib.decompressobj().decompress(base64.b85decode(text), MOST_BYTES))
-        self.counts.update(table["counts"])
-        self.incumbents.add_rows(table["incumbents"], placement)
-        offer_rows(self.winners, table["winners"], placement)
+        """Take in what `packed` made; the plans get the placement that all plans of a space have.
+
+        Raises InputError where the text was damaged since.
+        """
+        with refusing_damage():
+            table = msgspec.json.decode(zlib.decompressobj().decompress(base64.b85decode(text), MOST_BYTES))
+            self.counts.update(table["counts"])
+            self.incumbents.add_rows(table["incumbents"], placement)
+            offer_rows(self.winners, table["winners"], placement)
 
 
 def leader_rows(leaders: Leaders, bar: float) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from autoplan.search.blocks import CELL_AXES, Block, BlockOutcome, BlockResult, CellOutcome, NextRound, PriceBlock
+from autoplan.search.damage import refusing_damage
 from autoplan.search.sampler import Axes, Sampling, make_sampler
 from autoplan.search.space import Cell
 
@@ -65,7 +66,8 @@ class Ledger:
         """
         while True:
             trials = self._study.get_trials(deepcopy=False)
-            block_trials, missing = _block_trials(trials)
+            with refusing_damage():
+                block_trials, missing = _block_trials(trials)
             self._replace_lost(block_trials)
             if claimed := self._claim(block_trials):
                 self._price(claimed, price, _recorded_cells(trials))
@@ -278,10 +280,11 @@ def _decoded(block: Mapping[str, Any]) -> Block:
 
 
 def _results(block_trials: Iterable[_BlockTrial]) -> list[BlockResult]:
-    return [
-        BlockResult(block=block_trial.block, findings=block_trial.trial.user_attrs["findings"])
-        for block_trial in block_trials
-    ]
+    with refusing_damage():
+        return [
+            BlockResult(block=block_trial.block, findings=block_trial.trial.user_attrs["findings"])
+            for block_trial in block_trials
+        ]
 
 
 def _block_trials(trials: Iterable[FrozenTrial]) -> tuple[list[_BlockTrial], tuple[Block, ...]]:

@@ -25,6 +25,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.urls import is_url, redact_url
 from autoplan.base.version import __version__
 from autoplan.frameworks.common.rules import Rule
+from autoplan.search.damage import DAMAGE
 from autoplan.search.space import Space
 from autoplan.spec.problem import Problem
 
@@ -33,7 +34,8 @@ IDENTITY_PATIENCE_S = 5.0  # its maker writes that attribute right after the stu
 BUSY_TIMEOUT_S = 60.0  # of SQLite: how long a worker waits for the others to write
 GRPC_TIMEOUT_S = 10.0
 MOST_OPENINGS, OPENING_PAUSE_S = 5, 0.3
-_LIBRARIES = ("alembic", "grpc", "optuna", "psycopg", "sqlalchemy")  # whose errors are those of a storage
+# Whose errors are those of a storage; of json, in a journal that was damaged.
+_LIBRARIES = ("alembic", "grpc", "json", "optuna", "psycopg", "sqlalchemy")
 _JOURNAL_STARTS = b'{"op_code":'  # with what Optuna begins each line
 _NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _GRPC = re.compile(r"grpc://(?P<host>[\w.-]+):(?P<port>[0-9]{1,5})")
@@ -95,7 +97,7 @@ def _journal(path: str) -> JournalStorage:
         lock.release()
     try:
         return JournalStorage(backend)
-    except ValueError:
+    except DAMAGE:
         raise InputError(f"--storage {path}: is damaged: give another") from None
 
 

@@ -25,7 +25,7 @@ from autoplan.cost.calibration import (
 from autoplan.cost.estimate import NORMAL_90, estimate
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.read.calibration import built_in_calibration, calibration_text, load_calibration
-from autoplan.read.cluster import load_cluster
+from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.model import load_model
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
@@ -186,11 +186,22 @@ def test_every_shipped_calibration_is_of_a_framework_and_a_generation() -> None:
     folder = resources.files("autoplan.presets") / "calibrations"
     names = [entry.name.removesuffix(".toml") for entry in folder.iterdir()]
     assert names
+    devices = [load_cluster(name).device for name in preset_clusters()]
     for name in names:
         framework, _, generation = name.rpartition("-")
         assert framework in preset_frameworks(), name
-        shipped = built_in_calibration(load_framework(framework), generation)
-        assert shipped.sources, name
+        measured = next(device for device in devices if (device.generation, device.rate_spread) == (generation, 0))
+        assert built_in_calibration(load_framework(framework), measured).sources, name
+
+
+def test_factors_of_a_generation_are_no_measurement_of_a_device_whose_rates_nobody_measured() -> None:
+    framework, card = load_framework("pytorch-fsdp"), load_cluster("rtx-3090").device
+    found, shipped = (
+        built_in_calibration(framework, card),
+        built_in_calibration(framework, load_cluster("a100-sxm").device),
+    )
+    assert (found.sources, found.gemm) == ((), shipped.gemm)
+    assert shipped.sources
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

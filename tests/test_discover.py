@@ -35,7 +35,8 @@ from autoplan.profiler.discover.write import cluster_toml
 from autoplan.profiler.machine.hardware import Gpu, GpuLink
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
-from autoplan.read.cluster import load_cluster, preset_clusters, preset_devices
+from autoplan.read.cluster import load_cluster, preset_clusters
+from autoplan.read.device import preset_devices
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.timing import Measurement, Operation
 from autoplan.topology.cluster import Fault, MachineSpec, NodeGroup
@@ -271,7 +272,7 @@ def test_a_device_that_is_not_shipped_is_a_table_with_a_stand_in(tmp_path: Path)
         ("", "", "does not say which devices these are: pass --device"),
         ("NVIDIA A100-SXM", "", "may be a100-sxm or a100-sxm-40: pass --device"),
         ("Gaudi3", "", "nothing is known about 'Gaudi3': pass --device"),
-        ("", "h101", "--device 'h101' is not shipped: known are a100-pcie"),
+        ("", "h101", "--device 'h101' is not shipped: did you mean h"),
     ],
 )
 def test_a_device_that_cannot_be_told_is_one_line(name: str, device: str, says: str) -> None:

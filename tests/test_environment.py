@@ -16,7 +16,7 @@ from autoplan.base.units import GIB  # noqa: E402
 from autoplan.profiler.machine import device_names, environment, hardware  # noqa: E402
 from autoplan.profiler.machine.environment import canonical_hash, fingerprint  # noqa: E402
 from autoplan.profiler.machine.hardware import Gpu, GpuLink, Links, Nic, amd_gpus, device_id, nics  # noqa: E402
-from autoplan.read.cluster import load_device, preset_devices  # noqa: E402
+from autoplan.read.device import load_device, preset_devices  # noqa: E402
 
 
 # Names as drivers report them, with the memory that torch shows: pytorch/test-infra #7631, NVIDIA/cosmos-framework
@@ -63,7 +63,7 @@ def test_a_shipped_device_is_known_by_its_drivers_name(name: str, memory_gib: fl
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 39.5),
         ("NVIDIA H100 80GB HBM3", 39.5),  # a part of one, under its whole name
         ("Tesla V100-SXM2-16GB", 15.77),
-        ("NVIDIA GeForce RTX 4090", 23.6),
+        ("NVIDIA GeForce RTX 4080", 15.6),
         ("AMD Instinct MI308X", 191.98),
     ],
 )

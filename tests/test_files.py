@@ -30,6 +30,7 @@ from autoplan.base.units import FILE_UNITS
 from autoplan.frameworks.presets import framework_schema
 from autoplan.frameworks.registry import facts_files
 from autoplan.read.cluster import cluster_schema
+from autoplan.read.device import device_schema
 from autoplan.spec.framework import GROUP_OF, GROUPS, Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec
@@ -474,7 +475,7 @@ def shipped(folder: str) -> list[Path]:
 
 SCHEMAS = {
     "clusters": cluster_schema(),
-    "devices": schema(DeviceSpec, human_units=True),
+    "devices": device_schema(),
     "frameworks": framework_schema(),
     "models": schema(ModelSpec, human_units=True),
 }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ import numpy as np
 import optuna
 import pytest
 
-from autoplan.base.errors import NoPlanError
+from autoplan.base.errors import AutoplanError, NoPlanError
 from autoplan.cost.estimate import estimate
 from autoplan.search.advice import check_result, fits_somewhere, smallest_nodes, why_empty
 from autoplan.search.ranking import Leaders, ordering, ranked, seconds_per_sequence
@@ -301,3 +302,22 @@ def test_figures_of_a_ranked_plan() -> None:
     assert one.mfu == pytest.approx(one.tokens_per_s_per_device * flops / 989e12, rel=1e-3)
     assert one.memory_headroom_bytes == pytest.approx(problem.capacity_bytes - one.memory_bytes)
     assert sum(one.terms_s.values()) == pytest.approx(one.step_s)
+
+
+def test_a_damaged_journal_is_refused_in_one_line_or_harmless(tmp_path: Path) -> None:
+    problem, space = make(DENSE, "h100-sxm:1x8", batches=(16,))
+    journal = tmp_path / "journal"
+    expected = search(problem, space, shared=Shared(url=str(journal), name="one")).ranked[0].plan
+    whole, dice = journal.read_bytes(), random.Random(7)
+    refusals = set[str]()
+    for number in range(60):
+        data, at = bytearray(whole), dice.randrange(len(whole))
+        data[at : at + dice.choice((1, 8, 60))] = dice.choice((b"", b"null", b"{}", b"x", b"7", b'"', b"findings"))
+        copy = tmp_path / f"journal {number}"
+        copy.write_bytes(data)
+        try:
+            assert search(problem, space, shared=Shared(url=str(copy), name="one")).ranked[0].plan == expected
+        except AutoplanError as error:
+            refusals.add(str(error))
+    assert any("damaged" in text for text in refusals)
+    assert not any("\n" in text for text in refusals)

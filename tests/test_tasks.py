@@ -18,7 +18,8 @@ from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello, Task
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
 from autoplan.profiler.tasks import LAYERS, MeasurementScope, ranked_tasks, reference_s, unmeasurable_parts
-from autoplan.read.cluster import load_cluster, load_device
+from autoplan.read.cluster import load_cluster
+from autoplan.read.device import load_device
 from autoplan.read.model import load_model
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec

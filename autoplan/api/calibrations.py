@@ -65,7 +65,7 @@ def _measured(cluster: ClusterSpec, framework: Framework, url: str | None) -> It
 
 def _priced(runs: Iterable[RunRecord], cluster: ClusterSpec, framework: Framework) -> Iterator[MeasuredRun]:
     """The runs that the model can price, on as many nodes like those of `cluster` as they had."""
-    base = built_in_calibration(framework, cluster.device.generation)
+    base = built_in_calibration(framework, cluster.device)
     for run in runs:
         plan = replace(run.plan, placement=None)
         try:

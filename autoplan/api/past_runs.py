@@ -30,7 +30,7 @@ def problem_of(cluster: ClusterSpec, past: PastRun) -> Problem:
         training=launch.training,
         cluster=of_size(cluster, launch.plan.num_devices),
         framework=framework,
-        calibration=built_in_calibration(framework, cluster.device.generation),
+        calibration=built_in_calibration(framework, cluster.device),
     )
 
 

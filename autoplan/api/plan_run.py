@@ -240,7 +240,7 @@ def of_trainer(problem: Problem, timings: str, url: str | None) -> Problem:
     if problem.framework.name == FRAMEWORK:
         return problem
     framework = load_framework(FRAMEWORK)
-    calibration = built_in_calibration(framework, problem.cluster.device.generation)
+    calibration = built_in_calibration(framework, problem.cluster.device)
     problem = replace(problem, framework=framework, calibration=calibration)
     for source in dict.fromkeys((url, None)) if timings == "db" else ():  # as `plan_to_run` looked for them
         with suppress(AutoplanError):

@@ -178,7 +178,7 @@ def _calibration(framework: Framework, cluster: ClusterSpec, options: ProblemOpt
     if isinstance(calibration, Calibration):
         return calibration
     if calibration is None:
-        return built_in_calibration(framework, cluster.device.generation)
+        return built_in_calibration(framework, cluster.device)
     if str(calibration) == "db":
         return calibration_of(cluster, framework, options.get("db")).calibration
     return load_calibration(Path(calibration))

@@ -203,6 +203,12 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
     if file.best.verdict != "fits":
         risk = f"{100 * file.best.oom_probability:.0f} %"
         warnings.append(f"no plan fits safely; this one has a risk of {risk} of running out of memory")
+    device = problem.cluster.device
+    if device.rate_spread and device.vendor != "cpu" and not problem.timings.has_kernels:
+        warnings.append(
+            f"no training run on {device.name} was measured: the interval allows for {100 * device.rate_spread:.0f} % "
+            "in its rates; autoplan profile measures them"
+        )
     if plan.sharding == "zero3" and plan.dp_shard * plan.cp > WIDEST_MEASURED_ZERO3:
         warnings.append(
             f"zero3 gathers weights over {plan.dp_shard * plan.cp:,} ranks: no measured run has more than "

@@ -6,7 +6,25 @@ The command line prints an error in one line and exits with 1.  Messages call an
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Iterable
+
+MOST_ECHOED = 80  # characters of a value that a message repeats
+MOST_MESSAGE = 2_000  # characters
+_QUOTED, _WORD = re.compile(rf"'[^'\n]{{{MOST_ECHOED + 20},}}'"), re.compile(r"\S{400,}")
+
+
+def readable(message: str) -> str:
+    """Return a message that a terminal can show: long values cut, and characters that steer a terminal escaped."""
+    message = _QUOTED.sub(lambda found: f"'{found[0][1 : 1 + MOST_ECHOED]}...'", message)
+    message = _WORD.sub(lambda found: f"{found[0][:MOST_ECHOED]}...", message)
+    if not message.isprintable():
+        message = "".join(
+            letter if letter == "\n" or unicodedata.category(letter)[0] != "C" else ascii(letter)[1:-1]
+            for letter in message
+        )
+    return message if len(message) <= MOST_MESSAGE else f"{message[:MOST_MESSAGE]}..."
 
 
 class AutoplanError(Exception):
@@ -14,6 +32,9 @@ class AutoplanError(Exception):
 
     Raised itself where none of the classes below fits, such as for a run that failed or was interrupted.
     """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(readable(message))
 
 
 class InputError(AutoplanError, ValueError):

@@ -11,7 +11,7 @@ import tempfile
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import cache
@@ -107,7 +107,7 @@ def decode(kind: type[T], table: dict[str, Any], where: str) -> T:
     """
     written: dict[str, tuple[str, float]] = {}
     try:
-        return msgspec.convert(_to_fields(kind, table, "$", written), kind, strict=True)
+        return msgspec.convert(to_fields(kind, table, written=written), kind, strict=True)
     except UnicodeEncodeError:
         raise InputError(f"{where}: holds text that is not Unicode") from None
     except OverflowError:
@@ -169,13 +169,23 @@ def _scaled(value: Any, factor: float) -> Any:
     return value * factor
 
 
-def _to_fields(kind: type, table: dict[str, Any], place: str, written: dict[str, tuple[str, float]]) -> dict[str, Any]:
-    """Keys in human units become SI fields; a key that no field answers to is refused.
+def to_fields(
+    kind: type,
+    table: dict[str, Any],
+    place: str = "$",
+    written: dict[str, tuple[str, float]] | None = None,
+    needed: Collection[str] | None = None,
+) -> dict[str, Any]:
+    """Return `table` with the fields of the dataclass `kind` as keys: human units become SI.
 
-    `written` collects, by the place of a scaled field, its key in the file and the factor of that key's unit.
+    Unknown and missing keys are refused, all in one message; `needed` are the fields that may not be missing, by
+    default those without a default.  `written` collects, by the place of a scaled field, its key in the file and the
+    factor of that key's unit.
     """
     hints = typing.get_type_hints(kind)
     fields: dict[str, Any] = {}
+    unknown: list[str] = []
+    written = {} if written is None else written
     upgraded: Callable[[dict[str, Any]], dict[str, Any]] = getattr(kind, "upgraded", dict)
     for key, value in upgraded(table).items():
         name = key
@@ -187,22 +197,41 @@ def _to_fields(kind: type, table: dict[str, Any], place: str, written: dict[str,
                     written[f"{place}.{field}"] = (key, units[key])
                     break
             else:
-                known = ", ".join(sorted(file_keys(hint)[0] for hint in hints))
-                raise InputError(f"unknown key {key!r} at {place}; known: {known}")
+                unknown.append(key)
+                continue
         if name in fields:
             raise InputError(f"{key!r} at {place} is given twice, in two units")
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"{key} at {place} must be a finite number, got {value}")
         inner, is_sequence = _dataclass_inside(hints[name])
         if inner and isinstance(value, dict):
-            value = _to_fields(inner, value, f"{place}.{key}", written)
+            value = to_fields(inner, value, f"{place}.{key}", written)
         elif inner and is_sequence and isinstance(value, list):
             value = [
-                _to_fields(inner, part, f"{place}.{key}[{at}]", written) if isinstance(part, dict) else part
+                to_fields(inner, part, f"{place}.{key}[{at}]", written) if isinstance(part, dict) else part
                 for at, part in enumerate(value)
             ]
         fields[name] = value
+    needed = _required(kind) if needed is None else needed
+    missing = [file_keys(name)[0] for name in needed if name not in fields]
+    faults = []
+    if unknown:
+        faults.append(f"unknown key{'s' * (len(unknown) > 1)} {', '.join(map(repr, unknown))}")
+    if missing:
+        faults.append(f"missing {', '.join(missing)}")
+    if faults:
+        known = ", ".join(sorted(file_keys(hint)[0] for hint in hints))
+        raise InputError(f"{' and '.join(faults)} at {place}" + (f"; known: {known}" if unknown else ""))
     return fields
+
+
+def _required(kind: type) -> list[str]:
+    """Return the fields of a dataclass that have no default."""
+    return [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
 
 
 def encode(value: object) -> str:

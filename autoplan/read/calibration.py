@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from autoplan.base.files import decode, read_table, shipped
 from autoplan.spec.framework import Framework
 from autoplan.spec.timing import FACTORS, TIME_SPREADS, Calibration
+from autoplan.topology.cluster import DeviceSpec
 
 # Of runs under a framework that no preset describes: known ones priced with the traits of Megatron-Core are off by
 # .2 to .36 where they fill more than half of a device.
@@ -20,12 +22,14 @@ def _shipped(name: str) -> Calibration | None:
     return decode(Calibration, read_table(path), f"calibration {name}") if path else None
 
 
-def built_in_calibration(framework: Framework, generation: str) -> Calibration:
-    """The calibration that ships for `framework` on a generation of devices.
+def built_in_calibration(framework: Framework, device: DeviceSpec) -> Calibration:
+    """Return the calibration that ships for `framework` on the generation of a device.
 
     The reference with its wide spread where that was not measured: factors of one framework do not hold for another.
+    On a device whose own rates nobody measured it counts as fitted to no run.
     """
-    return _shipped(f"{framework.calibration_name}-{generation}") or Calibration()
+    found = _shipped(f"{framework.calibration_name}-{device.generation}") or Calibration()
+    return replace(found, sources=()) if device.rate_spread else found
 
 
 def load_calibration(path: Path) -> Calibration:

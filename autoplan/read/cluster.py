@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import asdict, replace
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, is_file, read_table, schema, shipped
 from autoplan.base.hostlist import expand_hosts
-from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel
+from autoplan.read.device import based_on, closest, device_schema, device_table, preset_devices
+from autoplan.topology.cluster import MAX_DEVICES, ClusterSpec, DeviceSpec, LinkLevel
 
+_COMPLETED = ("levels", "network")  # keys of a file that a similar cluster stands in for
 _SIZED = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?::(?P<nodes>-?\d{1,9})x(?P<devices>-?\d{1,9}))?")
 
 
+@cache
 def preset_clusters() -> tuple[str, ...]:
-    """Ids of the shipped clusters."""
-    return tuple(shipped("clusters"))
-
-
-def preset_devices() -> tuple[str, ...]:
-    """Ids of the shipped devices."""
-    return tuple(shipped("devices"))
-
-
-def load_device(name: str) -> DeviceSpec | None:
-    """The shipped device of that id; None where there is none."""
-    path = shipped("devices").get(name)
-    return decode(DeviceSpec, read_table(path), f"device {name}") if path else None
-
-
-def _closest(word: str, known: tuple[str, ...]) -> str:
-    longer = [name for name in known if word and word.lower() in name]
-    close = longer[:3] or difflib.get_close_matches(word.lower(), known, n=3, cutoff=0.4)
-    return f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known)}"
+    """Ids of the shipped clusters: those with a file, and devices in nodes of eight like those of a similar device."""
+    with_file = shipped("clusters")
+    placed = {read_table(path)["device"] for path in with_file.values()}
+    return tuple(sorted({*with_file, *(name for name in preset_devices() if name not in placed)}))
 
 
 def load_cluster(text: str) -> ClusterSpec:
@@ -47,10 +34,9 @@ def load_cluster(text: str) -> ClusterSpec:
     match = _SIZED.fullmatch(text)
     if not match:
         raise InputError(f"cluster {text!r} is neither NAME:NODESxDEVICES, such as h100-sxm:16x8, nor a TOML file")
-    presets = shipped("clusters")
     name = match["name"]
-    if name not in presets:
-        raise InputError(f"unknown cluster {name!r}: {_closest(name, tuple(presets))}")
+    if name not in preset_clusters():
+        raise InputError(f"unknown cluster {name!r}: {closest(name, preset_clusters())}")
     cluster = _preset(name)
     if match["nodes"] is None:
         return cluster
@@ -80,7 +66,9 @@ def of_size(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
 
 @lru_cache(maxsize=64)
 def _preset(name: str) -> ClusterSpec:
-    return cluster_from_table(read_table(shipped("clusters")[name]), f"cluster {name}")
+    path = shipped("clusters").get(name)
+    table = read_table(path) if path else {"name": name, "device": name, "devices_per_node": 8}
+    return cluster_from_table(table, f"cluster {name}")
 
 
 def _of_node(level: LinkLevel, devices: int) -> LinkLevel:
@@ -112,22 +100,48 @@ def _resized(cluster: ClusterSpec, devices: int) -> tuple[LinkLevel, ...]:
 def cluster_schema() -> dict[str, Any]:
     """JSON Schema of a cluster file: its device is a table or the id of a shipped one."""
     described = schema(ClusterSpec, human_units=True)
-    properties = described["$defs"]["ClusterSpec"]["properties"]
-    properties["device"] = {"anyOf": [{"enum": list(preset_devices())}, properties["device"]]}
+    described["$defs"]["DeviceSpec"] = device_schema()["$defs"]["DeviceSpec"]
+    cluster = described["$defs"]["ClusterSpec"]
+    cluster["properties"]["device"] = {"anyOf": [{"enum": list(preset_devices())}, cluster["properties"]["device"]]}
+    cluster["properties"]["based_on"] = {"enum": list(preset_clusters())}
+    cluster["required"] = [key for key in cluster["required"] if key not in _COMPLETED]
     return described
 
 
 def cluster_from_table(table: dict[str, Any], where: str) -> ClusterSpec:
-    """Decode a cluster whose `device` is the id of a shipped device or a table of its own."""
+    """Decode a cluster whose `device` is the id of a shipped device or a table of its own.
+
+    Links and network that a file leaves out are those of the shipped cluster that it names in `based_on`, else of the
+    one with the device whose figures stand in for those of its own.
+    """
     device = table.get("device")
-    if isinstance(device, str):
-        presets = shipped("devices")
-        if device not in presets:
-            raise InputError(f"{where}: unknown device {device!r}: {_closest(device, tuple(presets))}")
-        table = {**table, "device": read_table(presets[device])}
+    if isinstance(device, str | dict):
+        table = {**table, "device": device_table(device, where)}
+        if "based_on" in table or any(key not in table for key in _COMPLETED):
+            table = _completed(table, device, where)
     if isinstance(table.get("nodes"), list):
         table = {**table, "nodes": [_expanded(group, where) for group in table["nodes"]]}
     return decode(ClusterSpec, table, where)
+
+
+def _completed(table: dict[str, Any], device: str | dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the table of a cluster with the links, the network and the host that it leaves out."""
+    name = table.get("based_on", based_on(device, where))
+    if name not in preset_clusters():
+        raise InputError(f"{where}: based_on names no shipped cluster: {closest(str(name), preset_clusters())}")
+    base, size = _preset(name), table.get("devices_per_node")
+    if not isinstance(size, int) or not 1 <= size <= MAX_DEVICES:
+        return table  # the decoder says so
+    spec = decode(DeviceSpec, table["device"], where)
+    levels = [
+        replace(level, bandwidth_bytes_per_s=spec.host_link_bytes_per_s) if level.kind == "pcie" else level
+        for level in _resized(base, size)
+    ]
+    taken = {"levels": [asdict(level) for level in levels], "network": asdict(base.network), "host": asdict(base.host)}
+    missing = {key: value for key, value in taken.items() if key not in table}
+    note = f"{', '.join(missing)} of {base.name}" if missing else ""
+    own = {key: value for key, value in table.items() if key != "based_on"}
+    return {**own, **missing, "sources": [*table.get("sources", ()), *([note] if note else [])]}
 
 
 def _expanded(group: Any, where: str) -> Any:

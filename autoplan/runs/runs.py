@@ -197,7 +197,7 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
         training=training,
         cluster=cluster,
         framework=framework,
-        calibration=built_in_calibration(framework, cluster.device.generation)
+        calibration=built_in_calibration(framework, cluster.device)
         if recipe is not UNKNOWN and not recipe.is_kin
         else UNKNOWN_FRAMEWORK,
     )

@@ -20,7 +20,7 @@ class DeviceSpec:
 
     name: str
     vendor: Literal["nvidia", "amd", "cpu"]
-    generation: Literal["volta", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4", "cpu"]
+    generation: Literal["volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4", "cpu"]
     memory_bytes: float  # nominal
     visible_memory_bytes: float  # what a framework can allocate from on an idle device
     memory_bandwidth_bytes_per_s: float

@@ -10,7 +10,8 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.profiler.discover.observed import ObservedDevice, ObservedNode
 from autoplan.profiler.machine.device_names import devices_named
-from autoplan.read.cluster import load_cluster, load_device, preset_clusters, preset_devices
+from autoplan.read.cluster import load_cluster, preset_clusters
+from autoplan.read.device import closest, load_device, preset_devices
 from autoplan.topology.cluster import DeviceSpec
 
 _FIGURES = (
@@ -29,10 +30,11 @@ _FASTEST_PCIE = 128e9  # generation 6, 16 lanes
 
 _GENERATIONS = (
     ("volta", r"sm_7[02]", r"V100"),
+    ("turing", r"sm_75", r"T4|RTX 20\d\d.*"),
     ("ampere", r"sm_8[067]", r"A(10|16|30|40|100|800)G?|RTX A\d+|RTX 30\d\d.*"),
     ("ada", r"sm_89", r"L(4|20|40)S?|RTX 40\d\d.*|RTX \d+ Ada.*"),
     ("hopper", r"sm_90", r"G?H(100|20|200|800)"),
-    ("blackwell", r"sm_1[0-2]\d", r"G?B(100|200|300)|RTX 50\d\d.*"),
+    ("blackwell", r"sm_1[0-2]\d", r"G?B(100|200|300)|RTX 50\d\d.*|RTX PRO \d+ Blackwell.*"),
     ("cdna2", r"gfx90a", r"MI2\d\dX?"),
     ("cdna3", r"gfx94\d", r"MI3[012]\dX?"),
     ("cdna4", r"gfx950", r"MI35\dX?"),
@@ -56,7 +58,7 @@ def identify(node: ObservedNode, wanted: str = "") -> Identified:
     if wanted:
         known = load_device(wanted)
         if known is None:
-            raise InputError(f"--device {wanted!r} is not shipped: known are {', '.join(preset_devices())}")
+            raise InputError(f"--device {wanted!r} is not shipped: {closest(wanted, preset_devices())}")
         return Identified(device=known, like=wanted)
     if not node.devices:
         raise InputError(f"{node.source}: names no device: give a source that does, or pass --device")

@@ -106,6 +106,8 @@ def read_exchange(path: Path, unknown: Counter[str] | None = None) -> Iterator[R
                 yield msgspec.json.decode(line, type=_RunLine).run
             else:
                 yield msgspec.json.decode(line, type=Record)
+        except RecursionError:
+            raise InputError(f"{path}: line {number}: nested too deeply: nothing of the file was taken") from None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             if operation := _unknown_operation(line):
                 if unknown is not None:
@@ -162,7 +164,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _check_header(path: Path, line: bytes) -> None:
     header: dict[str, Any] = {}
-    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         header = msgspec.json.decode(line, type=dict[str, Any])
     if header.get("format") != FORMAT:
         raise InputError(f"{path}: no export of autoplan: its first line does not say so")

@@ -7,7 +7,8 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 
 from autoplan.profiler.record import Record
-from autoplan.read.cluster import load_cluster, load_device, preset_clusters
+from autoplan.read.cluster import load_cluster, preset_clusters
+from autoplan.read.device import load_device
 from autoplan.topology.cluster import DeviceSpec
 
 MOST_OVER_PEAK = 1.1  # devices may boost a little above the clock of their datasheet

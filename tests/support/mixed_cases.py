@@ -35,7 +35,7 @@ def problem_of(
         training=TrainingSpec(seq_len=seq_len, precision=precision),
         cluster=MixedCluster(name="mixed", parts=parts, between=between or BetweenSpec()),
         framework=framework,
-        calibrations=tuple(built_in_calibration(framework, part.device.generation) for part in parts),
+        calibrations=tuple(built_in_calibration(framework, part.device) for part in parts),
     )
 
 
@@ -46,7 +46,7 @@ def whole(problem: MixedProblem, cluster: ClusterSpec) -> Problem:
         training=problem.training,
         cluster=cluster,
         framework=problem.framework,
-        calibration=built_in_calibration(problem.framework, cluster.device.generation),
+        calibration=built_in_calibration(problem.framework, cluster.device),
     )
 
 

@@ -29,8 +29,8 @@ DATA = Part(
     options.DATA,
 )
 # Generations without block-scaled matrix products.
-_BLOCK_SCALED = ("volta", "ampere", "ada", "hopper", "cdna2", "cdna3")
-_TOO_OLD = {"fp8": ("volta", "ampere", "cdna2"), "mxfp8": _BLOCK_SCALED, "nvfp4": _BLOCK_SCALED}
+_BLOCK_SCALED = ("volta", "turing", "ampere", "ada", "hopper", "cdna2", "cdna3")
+_TOO_OLD = {"fp8": ("volta", "turing", "ampere", "cdna2"), "mxfp8": _BLOCK_SCALED, "nvfp4": _BLOCK_SCALED}
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:

@@ -95,11 +95,11 @@ def _check(plan_file: PlanFile, version: str) -> None:
         (plan.waits_for_gathers, "param_gather_overlap = false: FSDP2 always gathers ahead"),
         (training.attention not in ("flash", "flash2"), f"attention {training.attention!r}: plan with flash"),
         (
-            plan.precision in ("mxfp8", "nvfp4") and generation in ("volta", "ampere", "ada", "hopper"),
+            plan.precision in ("mxfp8", "nvfp4") and generation in ("volta", "turing", "ampere", "ada", "hopper"),
             f"precision {plan.precision!r} on {plan_file.cluster.device.name}: plan with another one",
         ),
         (
-            plan.precision == "fp8" and generation in ("volta", "ampere"),
+            plan.precision == "fp8" and generation in ("volta", "turing", "ampere"),
             f"precision 'fp8' on {plan_file.cluster.device.name}: plan with another one",
         ),
         (plan.precision == "nvfp4" and model.moe is not None, "precision 'nvfp4' of experts: plan with mxfp8"),

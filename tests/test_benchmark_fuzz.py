@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FUZZ = ROOT / "benchmarks" / "fuzz_readers.py"
+FUZZ = ROOT / "benchmarks" / "fuzz.py"
 
 
-def test_two_seconds_of_broken_files_raise_input_errors_alone(tmp_path: Path) -> None:
-    words = [sys.executable, str(FUZZ), "--seconds", "2", "--out", str(tmp_path / "out")]
+def test_five_seconds_of_broken_files_raise_input_errors_alone(tmp_path: Path) -> None:
+    words = [sys.executable, str(FUZZ), "--seconds", "5", "--out", str(tmp_path / "out")]
     result = subprocess.run(
         words, capture_output=True, text=True, check=False, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}
     )
@@ -23,9 +23,9 @@ def test_two_seconds_of_broken_files_raise_input_errors_alone(tmp_path: Path) ->
 # Each line is what a reader must not do; the guard of the benchmark has to see it.
 SINS = """
 import importlib.util, sys, os, pathlib
-spec = importlib.util.spec_from_file_location("fuzz_readers", sys.argv[1])
+spec = importlib.util.spec_from_file_location("fuzz", sys.argv[1])
 fuzz = importlib.util.module_from_spec(spec)
-sys.modules["fuzz_readers"] = fuzz
+sys.modules["fuzz"] = fuzz
 spec.loader.exec_module(fuzz)
 guard = fuzz.Guard()
 sins = {
@@ -43,16 +43,18 @@ for name, sin in sins.items():
     except fuzz.Forbidden:
         continue
     sys.exit(f"{name} was not seen")
-for given in ("read", "refused"):
-    def read(text, given, kind=given):
-        if kind == "refused":
-            raise fuzz.InputError("no")
-        raise KeyError(text)
-    reader = fuzz.Reader(target="x", recognises=lambda name, text: True, read=read)
+for given in ("read", "refused", "two lines"):
+    def read(file, kind=given):
+        if kind != "read":
+            raise fuzz.InputError("no" if kind == "refused" else "no\\nno")
+        raise KeyError(file.name)
+    subject = fuzz.Subject("x", (), read, is_watched=True)
     try:
-        assert fuzz.answer(guard, reader, "x", "y", fuzz.Given()) == "refused"
+        assert subject.answer(guard, fuzz.Seed("x", "y")) == given == "refused"
     except KeyError:
         assert given == "read"
+    except ValueError:
+        assert given == "two lines"
 """
 
 

@@ -1,0 +1,5 @@
+"""Run the command line as `python -m autoplan`."""
+
+from autoplan.cli import main
+
+main()

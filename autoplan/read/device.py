@@ -1,0 +1,182 @@
+"""Devices, from a shipped file or a table of the user's own that may leave out what a similar device says.
+
+A datasheet gives memory, its bandwidth and a peak.  What else pricing needs (the sustained shares of both rates, the
+kernels' curves) is taken from the shipped device that the file names in `based_on`, else from the most similar one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import asdict, fields
+from functools import lru_cache
+from typing import Any
+
+from autoplan.base.curves import AttentionCurve, GemmCurve
+from autoplan.base.errors import InputError
+from autoplan.base.files import decode, read_table, schema, shipped, to_fields
+from autoplan.base.units import file_keys
+from autoplan.topology.cluster import DeviceSpec
+
+# Standard deviation of the logarithm of the step of a device whose rates nobody measured: that of the sustained share
+# of the peak among the shipped accelerators (.46 to .96).
+UNMEASURED_SPREAD = 0.2
+DATASHEET = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops_per_s")  # without which no device is
+_KIN = ("vendor", "generation")  # that a file may give, of which the similar device then has to be
+_TAKEN = (
+    "vendor",
+    "generation",
+    "compute_units",
+    "tdp_w",
+    "host_link_bytes_per_s",
+    "gemm_efficiency",
+    "narrow_gemm_efficiency",
+    "memory_efficiency",
+)
+
+
+def preset_devices() -> tuple[str, ...]:
+    """Ids of the shipped devices."""
+    return tuple(shipped("devices"))
+
+
+@lru_cache(maxsize=128)
+def load_device(name: str) -> DeviceSpec | None:
+    """Return the shipped device of that id; None where there is none."""
+    path = shipped("devices").get(name)
+    return decode(DeviceSpec, completed(read_table(path), f"device {name}"), f"device {name}") if path else None
+
+
+def device_table(device: str | dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the whole table of the shipped device of that id, or of a table that leaves figures out.
+
+    Raises InputError where no such device is shipped, or the table lacks a figure that no other device can give.
+    """
+    if isinstance(device, dict):
+        return completed(device, where)
+    path = shipped("devices").get(device)
+    if path is None:
+        raise InputError(f"{where}: unknown device {device!r}: {closest(device, preset_devices())}")
+    return completed(read_table(path), where)
+
+
+def based_on(device: str | dict[str, Any], where: str) -> str:
+    """Return the id of the shipped device whose figures stand in for missing ones; of a whole device, its own name."""
+    table = device if isinstance(device, dict) else read_table(shipped("devices")[device])
+    if "based_on" in table or _is_partial(table):
+        return _base(table, where)
+    return str(table.get("name", ""))
+
+
+def completed(table: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the table of a device with the figures that it leaves out, in SI; a whole one as it is."""
+    if "based_on" not in table and not _is_partial(table):
+        return table
+    base = load_device(_base(table, where))
+    assert base is not None
+    own = {key: value for key, value in table.items() if key != "based_on"}
+    given = _given(own, where)
+    taken = {name: getattr(base, name) for name in _TAKEN if name not in given}
+    if "visible_memory_bytes" not in given:
+        taken["visible_memory_bytes"] = given["memory_bytes"] * base.visible_memory_bytes / base.memory_bytes
+    if "gemm_efficiency" in given or base.narrow_gemm_efficiency is None:
+        taken.pop("narrow_gemm_efficiency", None)
+    # Curves keep their shape, and what they reach its ratio to what is sustained.
+    pace = given.get("gemm_efficiency", base.gemm_efficiency) / base.gemm_efficiency
+    if "gemm" not in given:
+        taken["gemm"] = _curve(base.gemm, base.name, pace, "burst_efficiency")
+    if "attention" not in given:
+        taken["attention"] = _curve(base.attention, base.name, pace, "efficiency", "burst_efficiency")
+    peaks = given["peak_flops_per_s"]
+    if len(peaks) == 1:
+        (precision, rate), shares = next(iter(peaks.items())), base.peak_flops_per_s
+        if precision in shares:
+            own = {key: value for key, value in own.items() if key not in file_keys("peak_flops_per_s")}
+            taken["peak_flops_per_s"] = {name: rate * peak / shares[precision] for name, peak in shares.items()} | peaks
+    names = sorted(file_keys(name)[0] for name in taken.keys() - {"vendor", "generation"})
+    note = f"figures of {base.name} stand in for {', '.join(names)}"
+    return {"rate_spread": UNMEASURED_SPREAD, **own, **taken, "sources": [*given.get("sources", ()), note]}
+
+
+def _given(table: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return what a device's table holds, in SI; refuse unknown keys and a datasheet that is not complete."""
+    try:
+        given = to_fields(DeviceSpec, table, needed=DATASHEET)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    for name in DATASHEET[1:3]:
+        if not _is_number(given[name]):
+            raise InputError(f"{where}: {file_keys(name)[0]} must be a number, got {given[name]!r}")
+    peaks = given["peak_flops_per_s"]
+    if not isinstance(peaks, dict) or not peaks or not all(map(_is_number, peaks.values())):
+        raise InputError(f"{where}: peak_tflops must be a table of numbers such as {{ bf16 = 312 }}, got {peaks!r}")
+    return given
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _is_partial(table: dict[str, Any]) -> bool:
+    """Return whether a table leaves out a figure that `DeviceSpec` has no default for."""
+    keys = [file_keys(field.name) for field in fields(DeviceSpec) if field.name in (*_TAKEN, "visible_memory_bytes")]
+    return any(not set(names) & table.keys() for names in keys if names[-1] != "narrow_gemm_efficiency")
+
+
+def _base(table: dict[str, Any], where: str) -> str:
+    """Return the id of the shipped device that `based_on` names, else of the one with the most similar datasheet."""
+    name = table.get("based_on")
+    if name is not None:
+        if name not in preset_devices():
+            raise InputError(f"{where}: based_on names no shipped device: {closest(str(name), preset_devices())}")
+        return str(name)
+    given = _given(table, where)
+    peaks, memory_rate = given["peak_flops_per_s"], given["memory_bandwidth_bytes_per_s"]
+    precision = next(name for name in ("bf16", "fp16", *peaks) if name in peaks)
+
+    def distance(device: DeviceSpec) -> float:
+        if precision not in device.peak_flops_per_s:
+            return math.inf
+        rates = (
+            peaks[precision] / device.peak_flops_per_s[precision],
+            memory_rate / device.memory_bandwidth_bytes_per_s,
+        )
+        return sum(abs(math.log(ratio)) for ratio in rates)
+
+    devices = [device for device in map(load_device, preset_devices()) if device and device.vendor != "cpu"]
+    similar = [device for device in devices if all(given.get(key) in (None, getattr(device, key)) for key in _KIN)]
+    nearest = min(similar, key=distance, default=None)
+    if nearest is None or math.isinf(distance(nearest)):
+        kin = ", ".join(f"{key} {given[key]}" for key in _KIN if key in given)
+        raise InputError(
+            f"{where}: no shipped device is of {kin or 'these precisions'}, whose figures could stand in for "
+            "missing ones: name one with based_on"
+        )
+    return nearest.name
+
+
+def _curve(curve: GemmCurve | AttentionCurve, name: str, pace: float, *levels: str) -> dict[str, Any]:
+    """Return a curve of another device with what it reaches scaled, as a table."""
+    scaled = {level: min(pace * getattr(curve, level), 1.0) for level in levels}
+    return {**asdict(curve), **scaled, "source": f"{name} values"}
+
+
+def device_schema() -> dict[str, Any]:
+    """JSON Schema of a device's table: what a datasheet has to give is required, all else may be another device's."""
+    described = schema(DeviceSpec, human_units=True)
+    device, datasheet = described["$defs"]["DeviceSpec"], {key for name in DATASHEET for key in file_keys(name)}
+    device["properties"]["based_on"] = {"enum": list(preset_devices())}
+    device["required"] = [key for key in device["required"] if key in datasheet]
+    device["allOf"] = [
+        choice
+        for choice in device["allOf"]
+        if {key for part in choice["oneOf"] for key in part["required"]} <= datasheet
+    ]
+    return described
+
+
+def closest(word: str, known: tuple[str, ...]) -> str:
+    """Return a hint at the names that `word` may stand for."""
+    longer = [name for name in known if word and word.lower() in name]
+    close = longer[:3] or difflib.get_close_matches(word.lower(), known, n=3, cutoff=0.4)
+    return f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known)}"

@@ -1,0 +1,501 @@
+"""Fuzzing of everything that reads a file: nothing but an InputError may come out, whatever the file holds.
+
+usage: python benchmarks/fuzz.py [--seconds N] [--seed N] [--only WORD] [--examples FOLDER ...] [--out FOLDER]
+
+Files that are shipped, that `export` writes, that the tests hold and those of the folders of examples are cut, joined
+and filled with values that break parsers; random bytes come beside them.  Whatever reads such a file reads it, and what
+is read is used: a cluster becomes a topology, a model is priced, a plan file explained.  A file that makes one raise
+anything but an InputError of one line, hang, take gigabytes, and of launch files start a process, open a connection,
+run text as a program or touch a file is kept in the output folder, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import random
+import re
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import autoplan
+from autoplan.api.plan_files import make_plan_file
+from autoplan.base.errors import InputError
+from autoplan.base.files import encode, shipped, write_text
+from autoplan.base.units import GIB
+from autoplan.cost.estimate import estimate
+from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.launch_files import READERS
+from autoplan.frameworks.logs import Batch, LogReader
+from autoplan.frameworks.presets import load_framework, preset_frameworks
+from autoplan.frameworks.registry import TARGETS
+from autoplan.jobs.template import load_job_template
+from autoplan.launch.targets import exported
+from autoplan.profiler.discover.describe import describe
+from autoplan.profiler.discover.observed import ObservedNode
+from autoplan.profiler.discover.report import read_source
+from autoplan.profiler.discover.write import cluster_toml
+from autoplan.profiler.imports.nccl_tests import read_log
+from autoplan.profiler.record import Fingerprint, Record
+from autoplan.profiler.store import open_store
+from autoplan.profiler.store.exchange import read_exchange, write_exchange
+from autoplan.read.calibration import load_calibration
+from autoplan.read.cluster import load_cluster, of_size
+from autoplan.read.huggingface import model_types
+from autoplan.read.mixed_cluster import load_parts
+from autoplan.read.model import load_model
+from autoplan.runs.predictions import predict_runs
+from autoplan.search.ranking import ranked
+from autoplan.spec.enums import ContextParallelKind, Recompute, Schedule, Sharding
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.training import TrainingSpec
+from autoplan.topology.cluster import ClusterSpec
+from autoplan.topology.graph import quotient
+
+DATA = Path(__file__).parent.parent / "tests" / "data"
+LONGEST_S = 20.0  # of the processor, that reading one file may take
+MOST_BYTES = 8 * 2**30  # of address space
+MOST_CHARACTERS = 2**16  # of one file
+LONGEST_MESSAGE = 1500  # characters
+
+PLANS = (
+    ParallelPlan(global_batch=64, dp_shard=8),
+    ParallelPlan(global_batch=64, dp_shard=8, sharding=Sharding.ZERO3),
+    ParallelPlan(global_batch=64, dp_shard=4, tp=2, sp=True),
+    ParallelPlan(global_batch=64, dp_shard=4, tp=2, sharding=Sharding.ZERO2),
+    ParallelPlan(global_batch=64, dp_shard=2, pp=4, recompute=Recompute.FULL),
+    ParallelPlan(global_batch=64, pp=4, vp=2, schedule=Schedule.INTERLEAVED, dp_shard=2),
+    ParallelPlan(global_batch=64, cp=2, cp_kind=ContextParallelKind.ALL_TO_ALL, dp_shard=4, sharding=Sharding.ZERO3),
+    ParallelPlan(global_batch=64, ep=4, dp_shard=8),
+)
+NASTY = (
+    "", "0", "-1", "1e999", "-0.0", "nan", ".nan", ".inf", "1" * 5000, "0x" + "f" * 5000, "99999999999999999999",
+    "4294967296", "1_000", "0o17", "true", "null", "~", "None", "auto", "[]", "{}", "[1, 2]", "{a: 1}", "''", '"', "'",
+    "\\", "\0", "\ufeff", "\u2028", "\\ud800", "\U0001f600", "[" * 3000, "{" * 3000, "(" * 3000, '{"a":' * 3000,
+    "- " * 3000, "$(" * 500, "${a:-" * 500, "$(touch pwned)", "`touch pwned`", "; touch pwned", "| touch pwned",
+    "> pwned", "<<EOF", "${X:?}", "$((1 + ", "${!a*}", "!!python/object/apply:os.system [touch pwned]", "!!binary x",
+    "&a [*a]", "<<: *a", "2026-99-99", "? a", "--- a", "%YAML 9", "import os", "__import__('os').system('touch pwned')",
+    "exec('touch pwned')", "open('pwned', 'w')", "lambda: 0", "../../pwned", "/dev/zero", "~/pwned", "file:///pwned",
+)  # fmt: skip
+TAME = ("0", "1", "2", "3", "4", "7", "8", "16", "64", "4096", "1.5", "5e8", "true", "false", "bf16", "fp16", "full")
+WORDS, MARKS = re.compile(r"[\w.+-]+"), re.compile(r"[^\w\s]")
+
+OWN = tuple({str(Path(autoplan.__file__).parent), sys.prefix, sys.base_prefix})  # presets, and modules imported late
+ANNOTATES = ("typing", "annotationlib")  # evaluate the annotations of classes
+FORBIDDEN = re.compile(
+    r"os\.(system|exec|fork|forkpty|posix_spawn|spawn|remove|rename|rmdir|mkdir|link|symlink|truncate|chmod|chown|utime"
+    r"|putenv|unsetenv|kill|startfile)|subprocess\..*|shutil\..*|socket\..*|pty\..*|pickle\..*|ctypes\..*|tempfile\..*"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """A file to start from."""
+
+    name: str
+    text: str
+
+
+class Forbidden(BaseException):
+    """Deed of a reader beside reading; no `except Exception` of a reader can hide it."""
+
+
+class Guard:
+    """Sees what the process does while a reader runs."""
+
+    def __init__(self) -> None:
+        self.watches = False
+        sys.addaudithook(self._saw)
+
+    @contextmanager
+    def watching(self, is_strict: bool = True) -> Iterator[None]:
+        """Watch for a limited time; where `is_strict`, nothing but reading happens inside."""
+        signal.setitimer(signal.ITIMER_PROF, LONGEST_S)
+        self.watches = is_strict
+        try:
+            yield
+        finally:
+            self.watches = False
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def _saw(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.watches:
+            return
+        if event == "open":
+            path, mode, flags = (*arguments, None, None, None)[:3]
+            writes = any(letter in str(mode or "") for letter in "wax+") or (flags or 0) & (os.O_WRONLY | os.O_RDWR)
+            if writes or not str(path).startswith(OWN):
+                raise Forbidden(f"opened {path!r} ({mode or flags})")
+        elif event == "exec":
+            name = getattr(arguments[0], "co_filename", "")
+            if name.startswith("<") and sys._getframe(1).f_globals.get("__name__") not in ANNOTATES:
+                raise Forbidden(f"ran a program from {name}")
+        elif FORBIDDEN.fullmatch(event):
+            raise Forbidden(f"{event} {arguments!r:.200}")
+
+
+def exports() -> Iterator[Seed]:
+    """Files that export writes for some plans, for every target and version that takes them, and the plan files."""
+    cluster, training = load_cluster("h100-sxm:4x8"), TrainingSpec(seq_len=4096)
+    frameworks = {framework.rules: framework for framework in map(load_framework, reversed(preset_frameworks()))}
+    for model in map(load_model, ("llama3-8b", "mixtral-8x7b")):
+        for rules, framework in frameworks.items():
+            problem = Problem(model=model, training=training, cluster=cluster, framework=framework)
+            costs = estimate(problem, PlanBatch.of(PLANS[:1], model.num_layers))
+            first = make_plan_file(problem, ranked(problem, costs, [0]), None)
+            for plan in PLANS:  # the figures beside it stay those of the first
+                file = replace(first, best=replace(first.best, plan=plan))
+                yield Seed("plan.json", encode(file))
+                for target in TARGETS.values():
+                    for version in target.versions if rules in target.rules else ():
+                        try:
+                            files = exported(file, target.name, "torchrun", version)
+                        except InputError:
+                            continue
+                        yield from (Seed(file.name, file.text) for file in files)
+
+
+def examples(folders: Sequence[Path]) -> Iterator[Seed]:
+    """Files below the folders that may be launch files, in order."""
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".sh", ".yaml", ".yml", ".json", ".toml", ".py") and path.is_file():
+                yield Seed(path.name, path.read_text(errors="replace")[:MOST_CHARACTERS])
+
+
+def mutated(seed: Seed, seeds: Sequence[Seed], dice: random.Random) -> str:
+    """The text of a file after some changes."""
+    if dice.random() < 0.03:
+        return dice.randbytes(dice.randrange(500)).decode("utf-8", errors="replace")
+    text = seed.text
+    for _ in range(dice.choice((1, 1, 1, 2, 3, 8))):
+        text = dice.choice(CHANGES)(text, seeds, dice)
+    return text[:MOST_CHARACTERS]
+
+
+def _replace_word(text: str, seeds: Sequence[Seed], dice: random.Random) -> str:
+    words = list((MARKS if dice.random() < 0.1 else WORDS).finditer(text))
+    if not words:
+        return dice.choice(NASTY)
+    word = dice.choice(words)
+    new = dice.choice((dice.choice(NASTY), dice.choice(words).group(), dice.choice(TAME)))
+    return text[: word.start()] + new + text[word.end() :]
+
+
+def _insert(text: str, seeds: Sequence[Seed], dice: random.Random) -> str:
+    at = dice.randrange(len(text) + 1)
+    return text[:at] + dice.choice(NASTY) + text[at:]
+
+
+def _cut(text: str, seeds: Sequence[Seed], dice: random.Random) -> str:
+    first = dice.randrange(len(text) + 1)
+    return text[:first] + text[first + dice.choice((1, 5, 50, len(text))) :]
+
+
+def _lines(text: str, seeds: Sequence[Seed], dice: random.Random) -> str:
+    lines = text.splitlines(keepends=True)
+    if not lines:
+        return text
+    at = dice.randrange(len(lines))
+    other = dice.choice(dice.choice(seeds).text.splitlines(keepends=True) or ["\n"])
+    kept = dice.choice(([], [lines[at]] * 2, [lines[at], other], [other], [lines[at].lstrip()], [" " + lines[at]]))
+    return "".join((*lines[:at], *kept, *lines[at + 1 :]))
+
+
+def _join(text: str, seeds: Sequence[Seed], dice: random.Random) -> str:
+    other = dice.choice(seeds).text
+    return text[: dice.randrange(len(text) + 1)] + other[dice.randrange(len(other) + 1) :]
+
+
+def _bytes(text: str, seeds: Sequence[Seed], dice: random.Random) -> str:
+    data = bytearray(text.encode("utf-8", errors="replace")[:MOST_CHARACTERS])
+    for _ in range(min(dice.randrange(1, 20), len(data))):
+        data[dice.randrange(len(data))] = dice.randrange(256)
+    return data.decode("utf-8", errors="replace")
+
+
+CHANGES = (*[_replace_word] * 6, *[_lines] * 3, _insert, _cut, _join, _bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Something that reads files, and the files to start from."""
+
+    name: str
+    seeds: Sequence[Seed]
+    read: Callable[[Seed], object]
+    is_watched: bool = False  # whether it may do nothing but read
+
+    def answer(self, guard: Guard, file: Seed) -> str:
+        """'read' or 'refused'; whatever else came out is raised."""
+        try:
+            with guard.watching(self.is_watched):
+                self.read(file)
+            return "read"
+        except InputError as error:
+            if len(lines := str(error).splitlines()) != 1:
+                raise ValueError(f"a message of {len(lines)} lines: {error!s:.200}") from error
+            if len(str(error)) > LONGEST_MESSAGE:
+                raise ValueError(f"a message of {len(str(error))} characters: {error!s:.200}") from error
+            return "refused"
+
+
+def launch_subjects(seeds: Sequence[Seed], dice: random.Random) -> Iterator[Subject]:
+    """Yield the readers of launch files, of all targets."""
+    model = load_model("llama3-8b")
+    trainer = (("PER_DEVICE_TRAIN_BATCH_SIZE", "2"), ("GRADIENT_ACCUMULATION_STEPS", "4"), ("BF16", "true"))
+    usual = Given(model=model, num_devices=8, devices_per_node=8, seq_len=4096, variables=trainer)
+    odd = (("WORLD_SIZE", "x"), ("TP", "$(id)"), ("BF16", "perhaps"))
+    givens = (
+        *[usual] * 4,
+        replace(usual, model=None),
+        Given(),
+        Given(model=model, num_devices=7, seq_len=1, variables=odd),
+    )
+    for reader in READERS:
+        own = [seed for seed in seeds if reader.recognises(seed.name, seed.text)]
+        for seed in own:  # what is imported late is imported before anything is watched
+            with suppress(InputError, RecursionError):
+                reader.read(seed.text, usual)
+
+        def read(file: Seed, reader: Reader = reader) -> None:
+            try:
+                reader.recognises(file.name, file.text)
+                launch = reader.read(file.text, dice.choice(givens))
+            except RecursionError:  # read.launches tells it for all readers
+                raise InputError("nested too deeply") from None
+            if not isinstance(launch, Launch):
+                raise TypeError(f"answered a {type(launch).__name__}")
+            launch.plan.describe()
+
+        yield Subject(reader.target, own, read, is_watched=True)
+
+
+def file_subjects(scratch: Path) -> Iterator[Subject]:
+    """Yield what reads the other kinds of files, with what is done next with what they say."""
+
+    def shipped_seeds(folder: str) -> list[Seed]:
+        return [Seed(path.name, path.read_text()) for path in shipped(folder).values()]
+
+    def sample(name: str) -> Seed:
+        return Seed(name, (DATA / "samples" / name).read_text())
+
+    def subject(name: str, seeds: Sequence[Seed], read: Callable[[Path], object]) -> Subject:
+        def read_file(file: Seed) -> None:
+            path = scratch / file.name
+            path.write_bytes(file.text.encode("utf-8", errors="surrogatepass"))
+            try:
+                read(path)
+            finally:
+                path.unlink()
+
+        return Subject(name, seeds, read_file)
+
+    plan, training = PLANS[0], TrainingSpec(seq_len=4096)
+    usual = Problem(
+        model=load_model("llama3-8b"),
+        training=training,
+        cluster=load_cluster("h100-sxm:1x8"),
+        framework=load_framework("megatron-core"),
+    )
+
+    def price(problem: Problem) -> None:
+        ranked(problem, estimate(problem, PlanBatch.of([plan], problem.model.num_layers)), [0])
+
+    def cluster(path: Path) -> None:
+        loaded = load_parts(str(path))
+        if isinstance(loaded, ClusterSpec):
+            price(replace(usual, cluster=of_size(loaded, loaded.num_devices)))
+            quotient(loaded)
+
+    plan_file = make_plan_file(usual, ranked(usual, estimate(usual, PlanBatch.of([plan], 32)), [0]), None)
+    devices = [
+        Seed(f"{seed.name}", f'name = "box"\ndevices_per_node = 8\n[device]\n{seed.text}')
+        for seed in shipped_seeds("devices")
+        if "[gemm]" not in seed.text
+    ]
+    yield subject("cluster", [*shipped_seeds("clusters"), *devices], cluster)
+    yield subject("model", shipped_seeds("models"), lambda path: price(replace(usual, model=load_model(str(path)))))
+    configs = [Seed("config.json", json.dumps(table)) for table in huggingface_configs()]
+    yield subject("config.json", configs, lambda path: price(replace(usual, model=load_model(str(path)))))
+    frameworks = [Seed(path.name, path.read_text()) for path in facts()]
+    yield subject("framework", frameworks, lambda path: price(replace(usual, framework=load_framework(str(path)))))
+    calibrations = shipped_seeds("calibrations")
+    yield subject("calibration", calibrations, lambda path: price(replace(usual, calibration=load_calibration(path))))
+    plans = [Seed("plan.json", encode(plan_file))]
+    yield subject("plan file", plans, lambda path: autoplan.explain(path).to_json())
+    sources = [
+        Seed(path.name, path.read_text())
+        for path in sorted((DATA / "topology").iterdir())
+        if path.suffix in (".txt", ".xml")
+    ]
+    slurm = [
+        Seed(
+            "topology.conf",
+            "SwitchName=s0 Nodes=n[0-15]\nSwitchName=s1 Nodes=n[16-31]\nSwitchName=s2 Switches=s[0-1]\n",
+        ),
+        Seed("topology.yaml", "- topology: a\n  tree:\n    switches:\n      - switch: s0\n        nodes: n[1-4]\n"),
+    ]
+    yield subject("node description", [*sources, *slurm], describe_source)
+    runs = [sample("runs.csv")]
+    yield subject("table of runs", runs, lambda path: predict_runs(path, None))
+    yield subject("nccl-tests log", [sample("nccl_tests.txt")], read_nccl_log)
+    records = [Seed("records.jsonl", "\n".join(exchange_lines(scratch)))]
+    yield subject("timing records", records, lambda path: add_records(path, scratch))
+    yield subject("log", [sample("training.log")], read_training_log)
+    jobs = shipped_seeds("jobs")
+    yield subject("job template", jobs, lambda path: load_job_template(str(path)))
+
+
+def huggingface_configs() -> Iterator[dict[str, object]]:
+    """Yield config.json files of the model types that are known, with plain sizes."""
+    sizes = {
+        "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 4096, "head_dim": 128,
+        "n_embd": 1024, "n_layer": 4, "n_head": 8, "n_positions": 4096, "num_experts": 8, "num_experts_per_tok": 2,
+        "num_local_experts": 8, "moe_intermediate_size": 512, "n_routed_experts": 8, "kv_lora_rank": 128,
+        "q_lora_rank": 256, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 128,
+        "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    for kind in model_types():
+        yield {"model_type": kind, "architectures": ["SomeForCausalLM"], **sizes}
+
+
+def facts() -> list[Path]:
+    """Return the files of the shipped frameworks."""
+    folder = Path(autoplan.__file__).parent / "frameworks"
+    return sorted(folder.glob("*/facts/*.toml"))
+
+
+def describe_source(path: Path) -> None:
+    """Read what a node says of itself, and describe it as a cluster."""
+    _, found = read_source(path)
+    if isinstance(found, ObservedNode):
+        described = describe(found)
+        cluster_toml(described.cluster, described.remarks)
+
+
+def read_nccl_log(path: Path) -> None:
+    """Read a log of nccl-tests, of a collective that it does not name."""
+    read_log(path, device="h100-sxm", operation="all_reduce")
+
+
+def read_training_log(path: Path) -> None:
+    """Read a log of a run in pieces, as it grows."""
+    reader, data = LogReader(Batch(num_sequences=64, seq_len=4096, num_devices=8)), path.read_bytes()
+    for first in range(0, len(data), 700):
+        reader.feed(data[first : first + 700], first / 1000)
+    reader.so_far()
+    reader.finish()
+
+
+def exchange_lines(scratch: Path) -> list[str]:
+    """Return timing records as `db export` writes them."""
+    machine = Fingerprint(
+        device="h100-sxm", memory_bytes=80 * GIB, devices_per_node=8, runtime="cuda 13.0", torch="2.13.0"
+    )
+    gemm = Record(
+        fingerprint=machine,
+        operation="gemm",
+        shape=(4096, 4096, 4096),
+        dtype="bf16",
+        samples_s=(1e-4, 1.1e-4),
+        kernel="cublas",
+        measured_by="me",
+        measured_at="2026-01-01T00:00:00+00:00",
+    )
+    path = scratch / "seed.jsonl"
+    write_exchange(path, [gemm])
+    try:
+        return gzip.decompress(path.read_bytes()).decode().splitlines()
+    finally:
+        path.unlink()
+
+
+def add_records(path: Path, scratch: Path) -> None:
+    """Add what an unpacked file of records holds to a new database, and read it again."""
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    database = scratch / "timings.db"
+    try:
+        with open_store(str(database)) as store:
+            store.add(read_exchange(path))
+            for _ in store.records():
+                pass
+            store.holdings()
+    finally:
+        for left in scratch.glob("timings.db*"):
+            left.unlink()
+
+
+def _out_of_time(number: int, frame: FrameType | None) -> None:
+    raise Forbidden(f"took the processor longer than {LONGEST_S:g} s")
+
+
+def fuzz(seconds: float, seed: int, only: str, folders: Sequence[Path], out: Path) -> int:
+    """Fuzz what reads files; return the number of files that went wrong, which are kept in `out`."""
+    signal.signal(signal.SIGPROF, _out_of_time)
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    seeds, dice, guard = [*exports(), *examples(folders)], random.Random(seed), Guard()
+    with tempfile.TemporaryDirectory() as folder:
+        found = [*launch_subjects(seeds, dice), *file_subjects(Path(folder))]
+        subjects = [subject for subject in found if only in subject.name]
+        counts: dict[str, Counter[str]] = defaultdict(Counter)
+        slowest: dict[str, float] = defaultdict(float)
+        wrong, end = set[str](), time.monotonic() + seconds
+        while time.monotonic() < end:
+            subject = dice.choice(subjects)
+            own = subject.seeds or seeds
+            start = dice.choice(own if dice.random() < 0.95 else seeds)
+            file = Seed(start.name, mutated(start, own, dice))
+            began = time.process_time()
+            try:
+                outcome = subject.answer(guard, file)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                outcome = "wrong"
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                kind = f"{subject.name}: {type(error).__name__} in {Path(place.filename).name}:{place.lineno}"
+                if kind not in wrong:
+                    wrong.add(kind)
+                    kept = out / f"wrong_{len(wrong)}_{re.sub('[^a-z0-9.]+', '_', subject.name)}"
+                    write_text(kept, file.text.encode("utf-8", errors="replace").decode(), force=True)
+                    print(f"{kind}: {error!s:.300}\n  kept as {kept}", file=sys.stderr)
+            counts[subject.name][outcome] += 1
+            slowest[subject.name] = max(slowest[subject.name], time.process_time() - began)
+    print(f"{len(seeds)} launch files to start from, seed {seed}, {seconds:g} s")
+    for name, count in sorted(counts.items()):
+        summary = ", ".join(f"{number} {what}" for what, number in sorted(count.items()))
+        print(f"{name}: {count.total()} files, {summary}; slowest {1e3 * slowest[name]:.0f} ms")
+    return len(wrong)
+
+
+def main() -> None:
+    """Fuzz for a while, and tell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", metavar="WORD", help="kinds of files with this word in their name")
+    parser.add_argument("--examples", type=Path, nargs="*", default=[], metavar="FOLDER")
+    parser.add_argument("--out", type=Path, default=Path("fuzz"), metavar="FOLDER")
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    sys.exit(1 if fuzz(asked.seconds, asked.seed, asked.only, asked.examples, asked.out) else 0)
+
+
+if __name__ == "__main__":
+    main()
