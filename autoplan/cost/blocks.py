@@ -94,6 +94,16 @@ class BlockCost:
         return add_up(entry[name] for entry in passes for name in ("gemm", "attention", "memory_bound", "recompute"))
 
     @property
+    def beside_s(self) -> Floats:
+        """Seconds of both passes that experts' traffic of another micro-batch may hide under: work, and other waits.
+
+        What work leaves exposed of other traffic counts, as the work that hides the rest of it cannot hide twice.
+        """
+        passes = (self.forward_s, self.backward_s)
+        waits = (entry[name] for entry in passes for name in ("tp_communication", "cp_communication"))
+        return self.work_s + add_up(waits)
+
+    @property
     def total_repeat_s(self) -> Floats:
         """Seconds that recomputing the whole block adds to its backward pass."""
         return add_up(self.repeat_s.values())
@@ -172,7 +182,9 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
     lags: dict[Block, _Lags] = {}
     # Experts come last: their traffic may hide under the attention of another micro-batch.
     for block, shape in sorted(shapes.items(), key=lambda item: item[0] is Block.MOE):
-        beside_s = next((cost.work_s for kind, cost in costs.items() if kind in ATTENTION_BLOCKS), np.zeros(len(batch)))
+        beside_s = next(
+            (cost.beside_s for kind, cost in costs.items() if kind in ATTENTION_BLOCKS), np.zeros(len(batch))
+        )
         own = parts[block].take(of_kernels)
         costs[block], lags[block] = _block_cost(problem, batch, block, shape, own, links, beside_s, shared)
     return _with_launches(problem.model, costs, lags)
@@ -289,7 +301,7 @@ def _block_cost(
     copies = copied_states_s(problem, batch, dense + expert)
     ep, wait = zeros, zeros
     if block is Block.MOE:
-        ep = shown_expert_parallel_s(problem, batch, parts.ep, kernels.total_s + beside_s)
+        ep = shown_expert_parallel_s(problem, batch, parts.ep, kernels.total_s + parts.tp.total_s + beside_s)
         wait = _experts_wait_s(problem, batch)
     forward = {
         "gemm": kernels.gemm_forward_s,

@@ -1,0 +1,248 @@
+"""Laws that prices keep to, whatever the problem: what a better machine, more work or other names may change.
+
+usage: python benchmarks/metamorphic.py [--problems N] [--plans N] [--seed N] [--report FILE]
+
+Problems are drawn as for `certificate.py`, with random legal plans of each.  Every plan is priced on the machine as it
+is and on one that differs in one thing; a price that breaks a law is told, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from certificate import Case, draw, draw_plans
+from reports import make_parser, write_report
+
+from autoplan.base.arrays import Floats
+from autoplan.base.errors import AutoplanError
+from autoplan.cost.estimate import estimate
+from autoplan.cost.kernels.times import add_up
+from autoplan.spec.enums import Sharding
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.topology.cluster import ClusterSpec
+
+SEED = 11
+ROUNDING = 1e-9  # relative: sums that are added up in another order
+BETTER = 1.5  # how much faster or larger a part of the machine becomes
+
+Change = Callable[[Problem], Problem]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Law:
+    """What must hold between the price of a plan as it is and after a change.
+
+    `broken` returns the plans that the law speaks of, and by how much each of them breaks it: a share, 0 or less where
+    it is kept.
+    """
+
+    name: str
+    broken: Callable[[Problem, PlanBatch], tuple[PlanBatch, Floats]]
+
+
+# -- changes of a problem ----------------------------------------------------------------------------------------------
+
+
+def _on(problem: Problem, cluster: ClusterSpec) -> Problem:
+    return replace(problem, cluster=cluster)
+
+
+def with_faster_kernels(problem: Problem) -> Problem:
+    """Return the problem on devices whose matrix units and memory are faster."""
+    return _on(problem, replace(problem.cluster, device=problem.cluster.device.slowed(BETTER)))
+
+
+def with_faster_links(problem: Problem) -> Problem:
+    """Return the problem on nodes whose links, bridges and host links are faster."""
+    cluster = problem.cluster
+    levels = tuple(
+        replace(
+            level,
+            bandwidth_bytes_per_s=BETTER * level.bandwidth_bytes_per_s,
+            host_bridge_bytes_per_s=level.host_bridge_bytes_per_s and BETTER * level.host_bridge_bytes_per_s,
+        )
+        for level in cluster.levels
+    )
+    device = replace(cluster.device, host_link_bytes_per_s=BETTER * cluster.device.host_link_bytes_per_s)
+    return _on(problem, replace(cluster, levels=levels, device=device))
+
+
+def with_faster_network(problem: Problem) -> Problem:
+    """Return the problem on a cluster whose NICs are faster."""
+    network = replace(problem.cluster.network, nic_bytes_per_s=BETTER * problem.cluster.network.nic_bytes_per_s)
+    return _on(problem, replace(problem.cluster, network=network))
+
+
+def with_less_latency(problem: Problem) -> Problem:
+    """Return the problem on a cluster whose messages start sooner."""
+    cluster = problem.cluster
+    levels = tuple(replace(level, latency_s=level.latency_s / BETTER) for level in cluster.levels)
+    network = replace(cluster.network, latency_s=cluster.network.latency_s / BETTER)
+    return _on(problem, replace(cluster, levels=levels, network=network))
+
+
+def with_more_memory(problem: Problem) -> Problem:
+    """Return the problem on devices with more memory."""
+    device = problem.cluster.device
+    return _on(
+        problem,
+        replace(
+            problem.cluster,
+            device=replace(
+                device,
+                memory_bytes=BETTER * device.memory_bytes,
+                visible_memory_bytes=BETTER * device.visible_memory_bytes,
+            ),
+        ),
+    )
+
+
+def renamed(problem: Problem) -> Problem:
+    """Return the problem with other names of model, cluster and device."""
+    cluster = replace(problem.cluster, name="a", device=replace(problem.cluster.device, name="b"))
+    return replace(problem, cluster=cluster, model=replace(problem.model, name="c"))
+
+
+# -- laws --------------------------------------------------------------------------------------------------------------
+
+
+def never_slower(name: str, change: Change) -> Law:
+    """Return the law that no plan takes longer after a change."""
+
+    def broken(problem: Problem, plans: PlanBatch) -> tuple[PlanBatch, Floats]:
+        return plans, estimate(change(problem), plans).step_s / estimate(problem, plans).step_s - 1
+
+    return Law(name=f"{name}: no plan is slower", broken=broken)
+
+
+def _same_when_renamed(problem: Problem, plans: PlanBatch) -> tuple[PlanBatch, Floats]:
+    before, after = estimate(problem, plans), estimate(renamed(problem), plans)
+    return plans, np.maximum(
+        np.abs(after.step_s / before.step_s - 1), np.abs(after.memory_bytes / before.memory_bytes - 1)
+    )
+
+
+def _longer_sequences(problem: Problem, plans: PlanBatch) -> tuple[PlanBatch, Floats]:
+    """Cached blocks are left out: what the allocator keeps depends on which sizes follow one another."""
+    longer = replace(problem, training=replace(problem.training, seq_len=2 * problem.training.seq_len))
+    before, after = estimate(problem, plans), estimate(longer, plans)
+    memory = (costs.memory_bytes - costs.memory_terms_bytes["cached"] for costs in (before, after))
+    return plans, np.maximum(before.step_s / after.step_s, np.divide(*memory)) - 1
+
+
+def _more_micro_batches(problem: Problem, plans: PlanBatch) -> tuple[PlanBatch, Floats]:
+    """Pipelines that gather their weights once a step are left out.
+
+    Their gathers are spread over the micro-batches of a step, so that the fewer there are the longer a pipeline takes
+    to fill.
+    """
+    plans = plans.take((plans.pp == 1) | (plans.sharding != Sharding.ZERO3.code))
+    more = replace(plans, global_batch=2 * plans.global_batch)
+    return plans, estimate(problem, plans).step_s / estimate(problem, more).step_s - 1
+
+
+def _less_sharded(less: Sharding, more: Sharding) -> Law:
+    """Return the law that sharding `more` makes the states smaller, or the peak.
+
+    Buffers of the collectives may make up for the states, and a peak without them may come while others are alive.
+    """
+
+    def broken(problem: Problem, plans: PlanBatch) -> tuple[PlanBatch, Floats]:
+        plans = plans.take((plans.sharding == less.code) & (plans.dp * plans.cp > 1))
+        sharded = replace(plans, sharding=np.full(len(plans), more.code))
+        before, after = estimate(problem, plans), estimate(problem, sharded)
+        states = (
+            add_up(costs.memory_terms_bytes[name] for name in ("weights", "gradients", "optimizer"))
+            for costs in (after, before)
+        )
+        return plans, np.minimum(np.divide(*states), after.memory_bytes / before.memory_bytes) - 1
+
+    return Law(name=f"{less} to {more}: no plan needs more memory", broken=broken)
+
+
+LAWS = (
+    never_slower("faster kernels", with_faster_kernels),
+    never_slower("faster links", with_faster_links),
+    never_slower("a faster network", with_faster_network),
+    never_slower("less latency", with_less_latency),
+    never_slower("more memory", with_more_memory),
+    Law(name="other names: the same", broken=_same_when_renamed),
+    Law(name="twice the sequence: no plan is faster or smaller", broken=_longer_sequences),
+    Law(name="twice the micro-batches: no plan is faster", broken=_more_micro_batches),
+    _less_sharded(Sharding.ZERO1, Sharding.ZERO2),
+    _less_sharded(Sharding.ZERO2, Sharding.ZERO3),
+)
+
+
+# -- problems ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was priced, and what broke a law."""
+
+    problems: int = 0
+    plans: int = 0
+    broken: Counter[str] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+
+
+def cases(rng: np.random.Generator, count: int, num_plans: int) -> Iterator[tuple[Case, PlanBatch]]:
+    """Yield so many random problems with random legal plans."""
+    while count:
+        case = draw(rng, is_large=bool(rng.random() < 0.3))
+        if case is None:
+            continue
+        plans = draw_plans(case.space, case.space.cells(), rng, num_plans)
+        if len(plans):
+            count -= 1
+            yield case, plans
+
+
+def check(tally: Tally, case: Case, plans: PlanBatch) -> None:
+    """Hold the prices of `plans` against every law, and add what breaks one to the tally."""
+    tally.problems += 1
+    tally.plans += len(plans)
+    for law in LAWS:
+        try:
+            of, excess = law.broken(case.problem, plans)
+        except AutoplanError:  # such as a longer sequence than the model has positions
+            continue
+        bad = np.flatnonzero(excess > ROUNDING)
+        tally.broken[law.name] += len(bad)
+        if len(bad):
+            worst = int(bad[np.argmax(excess[bad])])
+            plan = of.plan(worst).describe()
+            tally.examples.append(f"{excess[worst]:.2%} {law.name}: {plan}: {case.command}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Draw problems, check the laws, print what breaks them; 1 where anything does."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--problems", type=int, default=1000)
+    parser.add_argument("--plans", type=int, default=40, help="random plans of each problem")
+    parser.add_argument("--seed", type=int, default=SEED)
+    options = parser.parse_args(arguments)
+    tally, start = Tally(), time.process_time()
+    for case, plans in cases(np.random.default_rng(options.seed), options.problems, options.plans):
+        check(tally, case, plans)
+    lines = [
+        f"{tally.problems} problems, {tally.plans:,} plans, seed {options.seed}, "
+        f"{time.process_time() - start:.0f} s of CPU time",
+        *(f"{tally.broken[law.name]:7,} break {law.name}" for law in LAWS),
+        *tally.examples,
+    ]
+    print("\n".join(lines))
+    if options.report:
+        write_report(options.report, "Laws that prices keep to", "`python benchmarks/metamorphic.py`", "\n".join(lines))
+    return int(tally.broken.total() > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
