@@ -28,7 +28,7 @@ def _data() -> dict[str, Any]:
 def model_types() -> tuple[str, ...]:
     """Every model_type that can be read."""
     data = _data()
-    return tuple(sorted({*data["types"], *data["same_keys"], *data["wrappers"]}))
+    return tuple(sorted({*data["types"], *data["same_keys"]}))
 
 
 def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
@@ -39,6 +39,7 @@ def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
         found = _Config(config=config, kind=kind, rules=_data()["types"][same]).spec_fields()
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
+    found["left_out"] = " and ".join(key for key in _data()["encoders"] if table.get(key))
     return decode(ModelSpec, {"name": name, **found, "sources": [f"Hugging Face config.json, {kind}"]}, name)
 
 
@@ -57,20 +58,19 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
             f"is_encoder_decoder = {_show(table['is_encoder_decoder'])}, of a {kind}: only causal language models, "
             "which have a decoder alone, are planned"
         )
-    if kind in data["wrappers"] and not is_inner:
-        text = table.get("text_config")
+    inner = next((key for key in data["text_models"] if key in table), None)
+    if inner and not is_inner:
+        text = table[inner]
         if not isinstance(text, dict):
-            raise InputError(f"text_config of a {kind} model must be a table, got {_show(text)}")
+            raise InputError(f"{inner} of a {kind} model must be a table, got {_show(text)}")
         shared = {"tie_word_embeddings": table["tie_word_embeddings"]} if "tie_word_embeddings" in table else {}
         return _text_model({**shared, **text}, is_inner=True)
     if kind not in data["types"] and kind not in data["same_keys"]:
         known = f"known: {', '.join(model_types())}"
-        if "text_config" in table or "vision_config" in table:
-            raise InputError(f"model_type {_show(kind)} is a wrapper: use its text_config as config.json; {known}")
         if "auto_map" in table:
             raise InputError(f"model_type {_show(kind)} needs code of its own (auto_map), which is not run; {known}")
         raise InputError(f"model_type {_show(kind)} is not known; {known}")
-    names = table.get("architectures")
+    names = None if is_inner or any(key in table for key in data["encoders"]) else table.get("architectures")
     if names is not None and not isinstance(names, list):
         raise InputError(f"architectures must be a list of names, got {_show(names)}")
     if names is not None and not any(

@@ -122,6 +122,7 @@ class ModelSpec:
     mla: LatentAttention | None = None
     moe: Experts | None = None
     mamba: Mamba | None = None
+    left_out: str = ""  # tables of its config.json that these sizes do not hold, such as vision_config
     aliases: tuple[str, ...] = ()  # other names under which published tables list it
     sources: tuple[str, ...] = ()
 
