@@ -43,6 +43,14 @@ DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 6,
 }
 MOE: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
+DELTA: dict[str, Any] = {
+    "head_dim": 20,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 9,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+    "linear_conv_kernel_dim": 5,
+}
 HYBRID: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "mlp", "moe"],
     "head_dim": 24,
@@ -169,6 +177,10 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("stablelm", "stablelm", {"use_qkv_bias": True}),
     ("vaultgemma", "vaultgemma", {"head_dim": 20}),
     ("youtu", "youtu", {key: DEEPSEEK[key] for key in DEEPSEEK if "_lora_" in key or "_head_dim" in key}),
+    ("qwen3_next", "qwen3_next", {**MOE, **DELTA, "num_experts": 6, "shared_expert_intermediate_size": 44}),
+    ("qwen3_next, biases", "qwen3_next", {**MOE, **DELTA, "num_experts": 6, "attention_bias": True}),
+    ("qwen3_5_text", "qwen3_5_text", {**DELTA, "num_hidden_layers": 8}),
+    ("qwen3_5_moe_text", "qwen3_5_moe_text", {**MOE, **DELTA, "num_experts": 6, "moe_intermediate_size": 40}),
     ("starcoder2", "starcoder2", {}),
     ("starcoder2, no biases", "starcoder2", {"use_bias": False, "tie_word_embeddings": False, "sliding_window": 16}),
 ]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken, legal
 from autoplan.frameworks.megatron_lm.rules import RULES
-from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.model import Experts, LatentAttention, LinearAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
 from autoplan.spec.workload import Workload
@@ -43,6 +43,10 @@ def plan_of(**changes: Any) -> ParallelPlan:
     return ParallelPlan(**{"global_batch": 64, **changes})
 
 
+LINEAR = replace(
+    DENSE, linear_attention=LinearAttention(num_key_heads=4, num_value_heads=8, key_head_dim=64, value_head_dim=64)
+)
+
 # what a rule is about -> (model, plan, sequence length): legal but for that rule
 BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     "no fp32": (DENSE, plan_of(precision="fp32"), 4096),
@@ -53,6 +57,7 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     "global batch": (DENSE, plan_of(dp_shard=8, global_batch=63), 4096),
     "heads": (TWELVE_HEADS, plan_of(tp=8, sp=True), 4096),
     "kv heads": (SIX_GROUPS, plan_of(tp=4, sp=True), 4096),
+    "linear attention": (LINEAR, plan_of(cp=2), 4096),
     "mlp width": (replace(DENSE, ffn_size=4098), plan_of(tp=4, sp=True), 4096),
     "expert width": (ODD_EXPERTS, plan_of(etp=2, dp_shard=2), 4096),
     "cp sequence": (DENSE, plan_of(cp=8), 4104),

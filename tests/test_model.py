@@ -60,6 +60,7 @@ PUBLISHED_BILLIONS = {
     "qwen3-32b": 32.8,
     "qwen3-30b-a3b": 30.5,
     "qwen3-235b-a22b": 235.0,
+    "qwen3-next-80b-a3b": 80.0,
     "mixtral-8x22b": 141.0,
     "deepseek-v2-lite": 15.7,
     "deepseek-v2": 236.0,

@@ -12,12 +12,19 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table, shipped
-from autoplan.spec.model import Experts, LatentAttention, Mamba, ModelSpec
+from autoplan.spec.model import Experts, LatentAttention, LinearAttention, Mamba, ModelSpec
 
 MOST = 10**9  # of any count in a config.json
-_PARTS: dict[str, type] = {"": ModelSpec, "mla": LatentAttention, "moe": Experts, "mamba": Mamba}
+_PARTS: dict[str, type] = {
+    "": ModelSpec,
+    "mla": LatentAttention,
+    "moe": Experts,
+    "mamba": Mamba,
+    "linear_attention": LinearAttention,
+}
 _SYMBOL_OF = {"moe": "E", "mamba": "M", "ffn_size": "-"}  # read only where the layer pattern has the symbol
 _ABSENT: Any = object()
+_FULL = "full_attention"  # in layer_types
 
 
 @functools.cache
@@ -181,16 +188,16 @@ class _Config:
         return value
 
     def window(self, num_layers: int) -> dict[str, Any]:
-        """`window` and `full_attention_interval`, where some layers attend to a window only."""
+        """`full_attention_interval`, and `window`, where some layers attend to a window, or linearly."""
         rule = self.rules.get("window")
         if not rule or ("switch" in rule and _typed(rule["switch"], self.assumed(rule["switch"]), bool) is not True):
             return {}
-        size = _typed(rule["size"], self.assumed(rule["size"]), int)
+        size = _typed(rule["size"], self.assumed(rule["size"]), int) if "size" in rule else 0
         if size is _ABSENT or not num_layers:
             return {}
         if self.given("layer_types") not in (_ABSENT, None):
-            full, windowed = ("full_attention",), ("sliding_attention", "chunked_attention")
-            sees_all = [kind in full for kind in self.kinds("layer_types", full + windowed)]
+            others = ("sliding_attention", "chunked_attention") if size else ("linear_attention",)
+            sees_all = [kind == _FULL for kind in self.kinds("layer_types", (_FULL, *others))]
             if len(sees_all) != num_layers:
                 raise InputError(f"layer_types has {len(sees_all)} entries, the model has {num_layers} layers")
         elif "first" in rule:
@@ -204,10 +211,9 @@ class _Config:
             return {}
         interval = sees_all.index(True) + 1 if any(sees_all) else 0
         if interval and sees_all != [(at + 1) % interval == 0 for at in range(num_layers)]:
-            raise InputError(
-                f"layers that see all and layers with a window ({rule['size']}) are not in a regular order"
-            )
-        return {"window": size, "full_attention_interval": interval}
+            limited = f"with a window ({rule['size']})" if size else "with linear attention"
+            raise InputError(f"layers that see all and layers {limited} are not in a regular order")
+        return {"full_attention_interval": interval} | ({"window": size} if size else {})
 
     def expert_layers(self, num_layers: int) -> dict[str, int]:
         """`num_dense_layers` or `interval`, where the file lists layers by number."""

@@ -19,6 +19,7 @@ class Block(StrEnum):
 
     ATTENTION = "attention"
     WINDOW_ATTENTION = "window_attention"
+    LINEAR_ATTENTION = "linear_attention"
     MAMBA = "mamba"
     MLP = "mlp"
     MOE = "moe"
@@ -88,6 +89,41 @@ class Mamba:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttention:
+    """A gated delta net (arXiv:2412.06464): heads with a state of key x value width in place of a cache."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel"):
+            check_count(f"linear_attention.{name}", getattr(self, name), most=MAX_SIZE)
+        if self.num_value_heads % self.num_key_heads:
+            raise InputError(
+                f"linear_attention.num_value_heads ({self.num_value_heads}) must be divisible by "
+                f"num_key_heads ({self.num_key_heads})"
+            )
+
+    @property
+    def key_width(self) -> int:
+        """Width of all queries, and of all keys."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of all values."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of the convolution over queries, keys and values."""
+        return 2 * self.key_width + self.value_width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The architecture of a causal language model.  Sizes count elements; `ffn_size` is the width of one matrix."""
 
@@ -105,6 +141,7 @@ class ModelSpec:
     qkv_bias: bool = False
     attention_output_bias: bool = False
     attention_sinks: bool = False
+    attention_output_gate: bool = False  # as wide as the queries, on the output of softmax attention
     qk_norm: Literal["none", "head", "full"] = "none"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_bias: bool = True  # of a layernorm; an rmsnorm has none
@@ -115,13 +152,15 @@ class ModelSpec:
     max_positions: int = 0  # rows of a learned position table
     tied_embeddings: bool = False
     window: int | None = None  # tokens that a windowed layer sees; None: every layer sees all
-    full_attention_interval: int = 0  # with a window, layer i sees all where (i + 1) % interval == 0; 0: never
+    # With a window or linear attention, layer i sees all where (i + 1) % interval == 0; 0: never.
+    full_attention_interval: int = 0
     layer_pattern: str | None = None  # one symbol of PATTERN_SYMBOLS a layer, for hybrids
     num_mtp_layers: int = 0  # multi-token prediction
     shares_mtp_layer: bool = False  # all predictions run one layer, again and again
     mla: LatentAttention | None = None
     moe: Experts | None = None
     mamba: Mamba | None = None
+    linear_attention: LinearAttention | None = None
     left_out: str = ""  # tables of its config.json that these sizes do not hold, such as vision_config
     aliases: tuple[str, ...] = ()  # other names under which published tables list it
     sources: tuple[str, ...] = ()
@@ -152,6 +191,8 @@ class ModelSpec:
             )
         if self.window is not None:
             check_count("window", self.window)
+        if self.linear_attention and (self.window is not None or self.layer_pattern is not None):
+            raise InputError("linear_attention goes with neither window nor layer_pattern")
         if self.position_embedding == "learned" and not self.max_positions:
             raise InputError("position_embedding = 'learned' needs max_positions")
         self._check_pattern()
@@ -230,10 +271,12 @@ def _layer_kinds(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
 
 
 def _attention_of(model: ModelSpec, layer: int) -> Block:
-    if model.window is None:
+    if model.window is None and model.linear_attention is None:
         return Block.ATTENTION
     every = model.full_attention_interval
-    return Block.ATTENTION if every and (layer + 1) % every == 0 else Block.WINDOW_ATTENTION
+    if every and (layer + 1) % every == 0:
+        return Block.ATTENTION
+    return Block.LINEAR_ATTENTION if model.linear_attention else Block.WINDOW_ATTENTION
 
 
 def _ffn_of(model: ModelSpec, layer: int) -> Block:

@@ -13,6 +13,10 @@ from typing import Literal
 
 from autoplan.spec.model import Block, ModelSpec
 
+# Tokens of a chunk in which kernels work off a gated delta net: CHUNK_SIZE of flash-linear-attention
+# (fla/ops/gated_delta_rule/chunk.py), and of the torch code in transformers' modeling_qwen3_next.py.
+DELTA_CHUNK_TOKENS = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
@@ -114,7 +118,7 @@ def _attention(model: ModelSpec) -> BlockShape:
             Linear(
                 name="qkv",
                 in_size=hidden,
-                out_size=width + 2 * kv_width,
+                out_size=width * (2 if model.attention_output_gate else 1) + 2 * kv_width,
                 split="column",
                 has_bias=model.qkv_bias,
                 grouped_out_size=2 * kv_width,
@@ -197,9 +201,28 @@ def _mamba(model: ModelSpec) -> BlockShape:
     )
 
 
+def _linear_attention(model: ModelSpec) -> BlockShape:
+    net = model.linear_attention
+    assert net is not None
+    return BlockShape(
+        linears=(
+            Linear(
+                name="in",  # queries, keys, values and their gate; decay and step of every head
+                in_size=model.hidden_size,
+                out_size=net.conv_width + net.value_width + 2 * net.num_value_heads,
+                split="column",
+            ),
+            Linear(name="out", in_size=net.value_width, out_size=model.hidden_size, split="row"),
+        ),
+        num_norm_parameters=norm_parameters(model) * model.norms_per_block + net.value_head_dim,
+        num_other_parameters=net.conv_width * net.conv_kernel + 2 * net.num_value_heads,
+    )
+
+
 _SHAPES = {
     Block.ATTENTION: _attention,
     Block.WINDOW_ATTENTION: _attention,
+    Block.LINEAR_ATTENTION: _linear_attention,
     Block.MAMBA: _mamba,
     Block.MLP: _mlp,
     Block.MOE: _moe,
@@ -274,6 +297,8 @@ def model_flops_per_token(model: ModelSpec, seq_len: int) -> float:
                 forward += 2 * context * model.num_heads * (model.qk_head_dim + model.v_head_dim)
             if block is Block.MAMBA and model.mamba:
                 forward += mamba_scan_flops_per_token(model)
+            if block is Block.LINEAR_ATTENTION:
+                forward += linear_attention_flops_per_token(model)
     forward += 2 * model.hidden_size * model.vocab_size * (1 + model.num_mtp_layers)
     forward += 2 * 2 * model.hidden_size**2 * model.num_mtp_layers
     return 3 * forward
@@ -286,3 +311,18 @@ def mamba_scan_flops_per_token(model: ModelSpec) -> float:
     inner = mamba.num_heads * mamba.head_dim
     conv = inner + 2 * mamba.num_groups * mamba.state_size
     return 7.0 * inner * mamba.state_size + 2.0 * conv * mamba.conv_kernel
+
+
+def linear_attention_flops_per_token(model: ModelSpec, chunk_tokens: int = 0) -> float:
+    """Forward operations of a gated delta net's core per token, projections left out.
+
+    As a recurrence: what the state holds of the key, its correction and the reading of the query, three products of key
+    and value width a head, and the convolution.  In chunks of so many tokens products within a chunk come on top: of
+    keys with keys and queries, the two that solve for the corrections, and that of scores with values
+    (arXiv:2412.06464, section 3.3).
+    """
+    net = model.linear_attention
+    assert net is not None
+    states = 6.0 * net.key_head_dim * net.value_head_dim
+    within = 2.0 * chunk_tokens * (3 * net.key_head_dim + 2 * net.value_head_dim)
+    return net.num_value_heads * (states + within) + 2.0 * net.conv_width * net.conv_kernel

@@ -14,17 +14,19 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.kernels.arithmetic import (
+    DELTA_CHUNK_TOKENS,
     BlockShape,
     Linear,
     attention_context,
     block_shapes,
+    linear_attention_flops_per_token,
     mamba_scan_flops_per_token,
 )
 from autoplan.cost.kernels.measured import find_kernels, passes_s
 from autoplan.cost.kernels.measured_units import head_factor
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import ContextParallelKind, Dispatcher, Precision
-from autoplan.spec.model import Block
+from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Operation
@@ -53,6 +55,10 @@ KERNELS_FORWARD, KERNELS_BACKWARD = 12, 24
 # Router, top-k, auxiliary loss and token permutation are dozens of small kernels whatever the size: 50-150 us a pass
 # (`modelling` C4).
 ROUTING_S = 100e-6
+
+# Blocks that hand a state from chunk to chunk.  Gated delta nets were not measured: theirs are the figures of Mamba-2
+# [judged].
+RECURRENT_BLOCKS = (Block.LINEAR_ATTENTION, Block.MAMBA)
 
 # A chunked scan is a dozen dependent kernels, one of which passes states from chunk to chunk: on one H100 the forward
 # scan alone takes .3 ms for 1,024 tokens and for 4,096 (vllm pull request 27299).  Convolution, gate and norm with it,
@@ -422,10 +428,11 @@ def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str
         if model.position_embedding == "rope":
             roped = 4.0 * tokens * _roped_heads(problem, batch) * model.qk_head_dim
             moved["rope"] = (roped, roped)
-    elif block is Block.MAMBA and model.mamba:
-        inner = model.mamba.num_heads * model.mamba.head_dim
-        wide = inner + model.mamba.num_groups * model.mamba.state_size
-        scan = tokens * wide / batch.tp
+        if model.attention_output_gate:
+            gated = tokens * model.num_heads * model.qk_head_dim / batch.tp
+            moved["output_gate"] = (6.0 * gated, 10.0 * gated)  # gate and output in, product out; as much and both back
+    elif block in RECURRENT_BLOCKS:
+        scan = tokens * _scanned_width(model, block) / batch.tp
         # Convolution, gate, time steps, chunk states and their normalisation, each read and written [fitted: hybrids].
         moved["scan"] = (36.0 * scan, 88.0 * scan)
     else:
@@ -482,6 +489,14 @@ def _norm_traffic(problem: Problem) -> float:
     """Memory traffic of a norm over that of a fused one."""
     fused = problem.framework.kernels.fused_norm if problem.training.fused_norm is None else problem.training.fused_norm
     return 1.0 if fused else EAGER_NORM_FACTOR
+
+
+def _scanned_width(model: ModelSpec, block: Block) -> int:
+    """Width of what a recurrent block writes and of what addresses its state: inner and state, or values and keys."""
+    if block is Block.MAMBA and model.mamba:
+        return model.mamba.num_heads * model.mamba.head_dim + model.mamba.num_groups * model.mamba.state_size
+    assert model.linear_attention is not None
+    return model.linear_attention.value_width + model.linear_attention.key_width
 
 
 def _roped_heads(problem: Problem, batch: PlanBatch) -> Floats:
@@ -579,13 +594,18 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
     attention: tuple[Floats, ...] = (zeros, zeros)
     if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
         attention = _attention_s(problem, batch, block)
-    if block is Block.MAMBA:
-        scan = mamba_scan_flops_per_token(problem.model) * rank_tokens(problem, batch) / batch.tp
+    if block in RECURRENT_BLOCKS:
+        per_token = (
+            mamba_scan_flops_per_token(problem.model)
+            if block is Block.MAMBA
+            else linear_attention_flops_per_token(problem.model, DELTA_CHUNK_TOKENS)
+        )
+        scan = per_token * rank_tokens(problem, batch) / batch.tp
         # The chunked scan alternates short products, never quantised, with memory-bound steps: a quarter of a GEMM's
         # rate [judged].
         scan_s = scan / (0.25 * gemm_rate(problem, batch.unquantised()))
         attention = (scan_s, 2.5 * scan_s)
-    starts = {Block.MOE: ROUTING_S, Block.MAMBA: SCAN_S}.get(block, 0.0)
+    starts = ROUTING_S if block is Block.MOE else SCAN_S if block in RECURRENT_BLOCKS else 0.0
     start_forward = (starts + KERNELS_FORWARD * KERNEL_START_S) * problem.calibration.memory_bound
     start_backward = (starts + KERNELS_BACKWARD * KERNEL_START_S) * problem.calibration.memory_bound
     moved = _traffic_bytes(problem, batch, block)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from autoplan.base.arrays import Floats
-from autoplan.cost.kernels.arithmetic import BlockShape
+from autoplan.cost.kernels.arithmetic import DELTA_CHUNK_TOKENS, BlockShape
 from autoplan.cost.kernels.times import (
     KernelTimes,
     add_up,
@@ -87,6 +87,11 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         inner = model.mamba.num_heads * model.mamba.head_dim
         wide = shape.linears[0].out_size + inner + 2 * model.mamba.num_groups * model.mamba.state_size + 2 * inner
         parts = {None: element * rank_tokens(problem, batch) * wide / batch.tp}
+    elif block is Block.LINEAR_ATTENTION and model.linear_attention:
+        # Projections, what is convolved, scores of a chunk a head, and values before and after their norm and gate.
+        net = model.linear_attention
+        wide = shape.linears[0].out_size + net.conv_width + DELTA_CHUNK_TOKENS * net.num_value_heads
+        parts = {None: element * rank_tokens(problem, batch) * (wide + 2 * net.value_width) / batch.tp}
     elif block is Block.MOE:
         parts = _moe_parts(problem, batch)
     else:
@@ -165,6 +170,8 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
             kept = kept + tokens * element * model.qk_head_dim * 2 * kv_heads
         if framework.memory.fsdp2_states and model.qk_norm == "head":
             kept = kept + (element + eager_norm_bytes(problem)) * tokens * model.qk_head_dim * (heads + kv_heads)
+    if model.attention_output_gate:
+        kept = kept + 2.0 * element * tokens * model.qk_head_dim * heads  # the gate, and what it leaves of the output
     if stores_scores(problem):
         is_fused = framework.kernels.fuses_softmax or training.attention == "megatron-fused"
         score = framework.memory.bytes_per_fused_score if is_fused else UNFUSED_SCORE_BYTES

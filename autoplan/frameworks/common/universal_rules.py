@@ -45,6 +45,11 @@ def _folded(workload: Workload, batch: PlanBatch) -> Bools:
     return (batch.rank_order != PP_BEFORE_DP) | (batch.pp == 1) | (batch.ep * batch.etp == batch.tp * batch.cp)
 
 
+def _linear_attention(workload: Workload, batch: PlanBatch) -> Bools:
+    net = workload.model.linear_attention
+    return (batch.cp == 1) & (net.num_key_heads % batch.tp == 0) if net else all_true(batch)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         source=SOURCE,
@@ -66,6 +71,14 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         holds=lambda s, b: s.model.num_heads % b.tp == 0,
         says=lambda s, p: f"num_heads {s.model.num_heads} must be divisible by tp {p.tp}: lower tp",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=_linear_attention,
+        says=lambda s, p: (
+            f"linear attention with cp {p.cp} and tp {p.tp}: only cp 1 is priced, and tp must divide its "
+            f"{s.model.linear_attention.num_key_heads if s.model.linear_attention else 0} key heads"
+        ),
     ),
     Rule(
         source=SOURCE,

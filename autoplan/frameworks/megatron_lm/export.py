@@ -84,6 +84,8 @@ def _check_model(model: ModelSpec, says: str) -> None:
     """Refuse an architecture that would silently become another one."""
     refusals = (
         (model.layer_pattern is not None, "a layer_pattern (hybrid models have their own pretrain_hybrid.py)"),
+        (model.linear_attention is not None, "linear_attention"),
+        (model.attention_output_gate, "attention_output_gate"),
         (model.position_embedding == "alibi", "position_embedding 'alibi'"),
         (model.num_mtp_layers > 0 and model.position_embedding == "learned", "num_mtp_layers with learned positions"),
         (model.shares_mtp_layer, "shares_mtp_layer"),

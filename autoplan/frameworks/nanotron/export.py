@@ -112,6 +112,8 @@ def _check(plan_file: PlanFile) -> None:
     moe = model.moe
     refusals = (
         (model.layer_pattern is not None, "a layer_pattern"),
+        (model.linear_attention is not None, "linear_attention"),
+        (model.attention_output_gate, "attention_output_gate"),
         (model.mla is not None, "latent attention"),
         (model.position_embedding != "rope", f"position_embedding {model.position_embedding!r}"),
         (model.norm != "rmsnorm", f"norm {model.norm!r}"),

@@ -155,6 +155,8 @@ def _is_plain(model: ModelSpec) -> bool:
     """Return whether a model has rotary positions, one RMSNorm before every gated block, as all of its models."""
     return (
         model.layer_pattern is None
+        and model.linear_attention is None
+        and not model.attention_output_gate
         and model.norm == "rmsnorm"
         and model.norms_per_block == 1
         and not model.embedding_norm

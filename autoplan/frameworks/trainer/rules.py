@@ -83,6 +83,8 @@ def check_model(model: ModelSpec) -> None:
     """Refuse what the transformer of the trainer is not."""
     refusals = (
         (model.layer_pattern is not None, "a layer_pattern"),
+        (model.linear_attention is not None, "linear_attention"),
+        (model.attention_output_gate, "attention_output_gate"),
         (model.mla is not None, "latent attention"),
         (model.num_mtp_layers > 0, "multi-token prediction"),
         (model.position_embedding == "alibi", "position_embedding 'alibi'"),
