@@ -187,6 +187,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 # kimi_k2 has the keys and the classes of deepseek_v3 and no class of its own; text models of vision-language ones have
 # no class that heads them for causal language modelling alone.
 NOT_BUILT = {
+    *("deepseek_v32", "glm_moe_dsa"),  # which have a test of their own
     "kimi_k2",
     *("glm4v_text", "glm4v_moe_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"),
     *("qwen2_5_vl", "qwen2_vl"),
@@ -515,6 +516,20 @@ def test_a_vision_language_model_is_its_text_model_and_says_what_is_left_out() -
     flat = {**LLAMA3_70B, **head, "model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
     assert read_huggingface(flat, "x").left_out == "vision_config"
     assert read_huggingface(LLAMA3_70B, "x").left_out == ""
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_is_planned_without_its_indexer_and_says_so(transformers: Any, kind: str) -> None:
+    import torch
+
+    changes = {**DEEPSEEK, "first_k_dense_replace": 3, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 32}
+    config = transformers_config(transformers, kind, changes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    rest = sum(parameter.numel() for name, parameter in model.named_parameters() if ".indexer." not in name)
+    spec = read_huggingface(as_json(config.to_dict()), kind)
+    assert count_parameters(spec) == rest
+    assert spec.left_out == "index_topk"
 
 
 JUNK = st.recursive(

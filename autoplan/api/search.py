@@ -201,9 +201,7 @@ def limit_texts(limits: Iterable[str] | Mapping[str, Any]) -> tuple[str, ...]:
 def _result(file: PlanFile, problem: Problem) -> PlanResult:
     plan, warnings = file.best.plan, []
     if problem.model.left_out:
-        warnings.append(
-            f"{problem.model.name} is planned as its text model alone: {problem.model.left_out} is left out"
-        )
+        warnings.append(f"{problem.model.name} is planned without {problem.model.left_out} of its config.json")
     if file.best.verdict != "fits":
         risk = f"{100 * file.best.oom_probability:.0f} %"
         warnings.append(f"no plan fits safely; this one has a risk of {risk} of running out of memory")

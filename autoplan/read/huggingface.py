@@ -46,7 +46,9 @@ def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
         found = _Config(config=config, kind=kind, rules=_data()["types"][same]).spec_fields()
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
-    found["left_out"] = " and ".join(key for key in _data()["encoders"] if table.get(key))
+    found["left_out"] = " and ".join(
+        [key for key in _data()["encoders"] if table.get(key)] + [key for key in _data()["indexers"] if config.get(key)]
+    )
     return decode(ModelSpec, {"name": name, **found, "sources": [f"Hugging Face config.json, {kind}"]}, name)
 
 

@@ -161,7 +161,7 @@ class ModelSpec:
     moe: Experts | None = None
     mamba: Mamba | None = None
     linear_attention: LinearAttention | None = None
-    left_out: str = ""  # tables of its config.json that these sizes do not hold, such as vision_config
+    left_out: str = ""  # what of its config.json these sizes do not hold, such as vision_config
     aliases: tuple[str, ...] = ()  # other names under which published tables list it
     sources: tuple[str, ...] = ()
 
