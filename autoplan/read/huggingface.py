@@ -42,14 +42,23 @@ def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
     """The model that the config.json `table` describes; `name` is its name, and stands before every message."""
     try:
         config, kind = _text_model(table)
-        same = _data()["same_keys"].get(kind, kind)
-        found = _Config(config=config, kind=kind, rules=_data()["types"][same]).spec_fields()
+        found = _Config(config=config, kind=kind, rules=_rules(kind)).spec_fields()
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     found["left_out"] = " and ".join(
         [key for key in _data()["encoders"] if table.get(key)] + [key for key in _data()["indexers"] if config.get(key)]
     )
     return decode(ModelSpec, {"name": name, **found, "sources": [f"Hugging Face config.json, {kind}"]}, name)
+
+
+def _rules(kind: str) -> dict[str, Any]:
+    """What the keys of a model_type mean; one with the keys of another may assume other values where they are absent."""
+    types, same = _data()["types"], _data()["same_keys"].get(kind)
+    if same is None:
+        rules: dict[str, Any] = types[kind]
+        return rules
+    absent = types[same].get("absent", {}) | types.get(kind, {}).get("absent", {})
+    return {**types[same], "absent": absent}
 
 
 def _show(value: Any) -> str:
