@@ -18,7 +18,7 @@ def test_a_name_that_no_recipe_knows_has_none() -> None:
 @pytest.mark.parametrize(
     ("called", "year", "name"),
     [
-        ("Sailor (Megatron-DeepSpeed based)", "2025", "megatron-deepspeed"),
+        ("Sailor (Megatron-DeepSpeed based)", "2025", "sailor"),
         ("YaFSDP", "2024", "pytorch-fsdp"),
         ("PaddleNLP 2023-11", "2023", "eager"),
         ("DeepSpeed ZeRO-3 (HF)", "2026", "deepspeed-hf"),

@@ -489,3 +489,14 @@ def test_a_run_under_an_unknown_framework_is_less_sure_to_fit(tmp_path: Path) ->
     assert unknown.problem is not None
     assert unknown.problem.calibration.memory_spread > 2 * known.problem.calibration.memory_spread
     assert any("framework treated as" in note for note in unknown.filled)
+
+
+def test_what_its_scripts_train_in_goes_before_what_a_table_calls_it(tmp_path: Path) -> None:
+    row = LLAMA | {"framework": "Sailor (Megatron-DeepSpeed based)", "cp": "1", "pp": "2", "vp": "1", "dp": "8"}
+    row |= {"precision": "fp16", "sharding": "?"}
+    (run,) = runs_of(tmp_path, row)
+    assert run.problem is not None
+    assert run.plan is not None
+    assert (run.problem.training.precision, run.problem.training.attention) == ("fp32", "unfused")
+    assert run.plan.sharding == "none"
+    assert "precision=fp32 as its scripts train" in run.filled

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from autoplan.base.files import decode, read_table
-from autoplan.spec.enums import Dispatcher, Precision
+from autoplan.spec.enums import Dispatcher, Precision, Sharding
 from autoplan.spec.training import Attention
 
 
@@ -21,6 +21,8 @@ class Recipe:
     framework: str  # id of its facts
     is_kin: bool = False  # they were made with another framework, which works like this one and was not measured
     attention: Attention = "flash"
+    precision: Precision | None = None  # what its scripts train in, whatever a table says
+    sharding: Sharding = Sharding.ZERO1
     interleaves_layers: bool = False  # dense models interleave chunks of one layer
     trains_mtp: bool = False  # the layers of multi-token prediction that a model has are trained
     repeats_up_projections: bool = False  # selective recomputation of latent attention repeats its up-projections

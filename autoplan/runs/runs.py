@@ -178,7 +178,10 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
     if recipe is UNKNOWN:
         row.filled.append(f"framework treated as {recipe.framework}")
     attention = row.word("attention", get_args(Attention), recipe.attention)
-    precision = row.word("precision", tuple(Precision), "bf16")
+    precision = row.word("precision", tuple(Precision), recipe.precision or "bf16")
+    if recipe.precision and precision != recipe.precision:
+        row.filled.append(f"precision={recipe.precision} as its scripts train")
+        precision = recipe.precision
     training = TrainingSpec(
         seq_len=row.integer("seq_len"),
         precision=precision,  # type: ignore[arg-type]
@@ -373,7 +376,7 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
     ep = row.degree("ep", _usual_ep(problem, num_gpus, pp))
     etp = row.integer("etp", 1, most=MOST_DEGREE) or 1  # 0: not used
     sp = row.flag("sp", tp > 1 and problem.framework.network.sequence_parallel)
-    sharding = row.text("sharding", "zero1")
+    sharding = row.text("sharding", recipe.sharding)
     offload = sharding.endswith("+offload")
     sharding = sharding.removesuffix("+offload")
     if sharding not in tuple(Sharding):
@@ -520,8 +523,10 @@ def _overlaps_experts(problem: Problem, recipe: Recipe, pp: int, vp: int, ep: in
 def _refused_by_framework(problem: Problem, plan: ParallelPlan) -> str:
     """The first rule that the plan breaks, or nothing.
 
-    The rules of Megatron-LM are those of today, and most of its runs in tables are older: they answer to none.
+    The rules of Megatron-LM are those of today, and most of its runs in tables are older: they answer to none.  Nor do
+    runs without mixed precision, which no plan is made for.
     """
     framework = problem.framework
-    rules = universal.RULES if framework.rules == "megatron-lm" else book_of(framework).rules
+    answers_to_none = framework.rules == "megatron-lm" or problem.training.precision == "fp32"
+    rules = universal.RULES if answers_to_none else book_of(framework).rules
     return next(iter(broken(rules, problem.workload, plan)), "")

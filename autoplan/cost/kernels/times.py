@@ -181,22 +181,29 @@ def memory_bound_s(problem: Problem, num_bytes: Floats) -> Floats:
 
 def wide_peak(problem: Problem) -> float:
     """Peak rate of products that nothing quantises, operations per second."""
-    peak = problem.device.peak_flops_per_s
+    peak = peaks(problem)
     wide = peak.get("bf16", peak.get("fp16", 0.0))
     return peak.get("fp32", wide) if problem.training.precision == "fp32" else wide
 
 
+def peaks(problem: Problem) -> dict[str, float]:
+    """Peak rates of products by their type, operations per second: those of fp32 on TF32 units where they run there."""
+    peak = {str(name): rate for name, rate in problem.device.peak_flops_per_s.items()}
+    if problem.framework.kernels.tf32_products and "tf32" in peak:
+        peak["fp32"] = peak["tf32"]
+    return peak
+
+
 def gemm_rate(problem: Problem, batch: PlanBatch) -> Floats:
     """Sustained rate of a large GEMM in the plan's precision, operations per second."""
-    device = problem.device
-    peak = device.peak_flops_per_s
+    device, peak = problem.device, peaks(problem)
     wide = peak.get("bf16", peak.get("fp16", 0.0))
     narrow = device.narrow_gemm_efficiency or device.gemm_efficiency * NARROW_GEMM_SHARE.get(device.generation, 0.88)
     by_precision = []
     for precision in Precision:
         name = NARROW_PEAK.get(precision, precision)
         # Volta has no bf16 and Hopper no fp4: such a plan runs at the nearest precision that the device has.
-        rate = peak.get(name, peak.get("fp8", wide) if name == "nvfp4" else wide)  # type: ignore[call-overload]
+        rate = peak.get(name, peak.get("fp8", wide) if name == "nvfp4" else wide)
         efficiency = narrow if name in NARROW_PEAK and rate > wide else device.gemm_efficiency
         by_precision.append(rate * efficiency * (FP4_GEMM_SHARE if name == "nvfp4" else 1.0))
     return np.array(by_precision)[batch.precision] / problem.calibration.gemm
