@@ -28,6 +28,9 @@ class Recipe:
     repeats_up_projections: bool = False  # selective recomputation of latent attention repeats its up-projections
     microbatch_per_rank: bool = False  # pipelines take as many micro-batches as they have ranks
     counts_ends_as_layers: bool = False  # embedding and head count for a layer each; first stages take what is left
+    relieves_last_stage: bool = (
+        False  # as many layers fewer on the last stage, of 4 and more, as the others take one more
+    )
     overlaps_experts: tuple[Precision, ...] = ()  # precisions in which expert traffic is overlapped where it can be
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL  # of tokens that are not dropped
     overlaps_far_experts: bool = False  # likewise, in interleaved pipelines, what leaves the scale-up domain

@@ -51,6 +51,7 @@ NOT_IN_COLUMNS = (
 )
 MOST_DEGREE = 10**6
 SAME_MEMORY = 0.15  # tables round a device's memory: 192 GiB for 180 of a B200, 186 of a GB200; 94 is a rare H100's
+SLOWEST_NIC_BYTES_PER_S = 10e9  # of those of nodes of GPUs: EDR and 100 Gb/s Ethernet have 12.5
 # Of what the recipe of a row chose, what a problem and its plan hold.
 READ_OPTIONS = {
     "dispatcher",
@@ -362,7 +363,9 @@ def _with_links(row: _Row, cluster: ClusterSpec, whole: ClusterSpec) -> ClusterS
         cluster = replace(cluster, levels=(*cluster.levels[:-1], outer))
     if row.has("inter_node_gbytes_per_s"):
         rate = row.number("inter_node_gbytes_per_s") * 1e9
-        network = replace(cluster.network, nic_bytes_per_s=rate, nics_per_device=1.0)
+        # No adapter of these machines is slower: what is less is a part of one, of a node's only one at least.
+        nics = min(max(rate / SLOWEST_NIC_BYTES_PER_S, 1.0 / whole.devices_per_node), 1.0)
+        network = replace(cluster.network, nic_bytes_per_s=rate / nics, nics_per_device=nics)
         cluster = replace(cluster, network=network)
     return cluster
 
@@ -433,6 +436,8 @@ def _layers_per_chunk(problem: Problem, recipe: Recipe, pp: int, vp: int) -> tup
         return split(problem.model, pp)
     if recipe.counts_ends_as_layers and vp == 1:
         return _with_ends(problem.model.num_layers, pp)
+    if recipe.relieves_last_stage and vp == 1:
+        return _with_light_end(problem.model.num_layers, pp)
     chunks, num_layers = pp * vp, problem.model.num_layers
     most = math.ceil(num_layers / chunks)
     last = num_layers - most * (chunks - 1)
@@ -449,6 +454,20 @@ def _with_ends(num_layers: int, pp: int) -> tuple[int, ...] | None:
         return None
     first, *middle, last = (base + (stage < rest) for stage in range(pp))
     return (first - 1, *middle, last - 1)
+
+
+def _with_light_end(num_layers: int, pp: int) -> tuple[int, ...] | None:
+    """Layers of every stage of LiBai's pipelines, whose last stages are planned for layers that there are not.
+
+    Where layers divide they are laid out as if there were up to pp - 1 more; what is left of an even share goes to the
+    last stages, and stages are filled from the first on.
+    """
+    share, rest = divmod(num_layers, pp)
+    more = min(pp - 1, share) if pp >= 4 and num_layers >= 8 and not rest else 0
+    share, longer = divmod(num_layers + more, pp)
+    planned = [share + (stage >= pp - longer) for stage in range(pp)]
+    layers = tuple(max(min(size, num_layers - sum(planned[:stage])), 0) for stage, size in enumerate(planned))
+    return layers if len(set(layers)) > 1 else None
 
 
 def _usual_ep(problem: Problem, num_gpus: int, pp: int) -> int:

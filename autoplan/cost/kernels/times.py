@@ -97,6 +97,8 @@ NARROW_ATTENTION_TIME = 0.65
 # forward and 2 + 2 + 2 backward.  What it keeps beyond 2 bytes (an fp32 output) is written, cast, and read once more.
 FUSED_SOFTMAX_BYTES = 11.0
 FUSED_SOFTMAX_PASSES = 3.0
+# Dropout behind it is a kernel of its own: 2 read, 2 and a mask of 1 written; backward 2 and the mask read, 2 written.
+SCORE_DROPOUT_BYTES = 10.0
 UNALIGNED_HEAD_SHARE = 0.1  # batched GEMMs whose head_dim is no multiple of 8 leave the tensor cores (findings 6)
 
 # Traffic of permuting tokens by capacity, with sorts, selections by index and scaled scatters, over that without drops
@@ -359,7 +361,8 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
         products = 2.0 * scores * widths * narrow
         fused = training.attention == "megatron-fused"
         wide = FUSED_SOFTMAX_PASSES * (problem.framework.memory.bytes_per_fused_score - 2.0)
-        moved = FUSED_SOFTMAX_BYTES + wide if fused else problem.framework.kernels.bytes_per_unfused_score
+        dropped = SCORE_DROPOUT_BYTES if has_dropout(problem) else 0.0
+        moved = FUSED_SOFTMAX_BYTES + wide + dropped if fused else problem.framework.kernels.bytes_per_unfused_score
         softmax = memory_bound_s(problem, moved / 3 * scores)  # a third of it is forward
         forward = factor * products / rate + softmax
         return forward, 2.0 * forward
