@@ -528,3 +528,11 @@ def test_an_adapter_that_a_node_has_alone_is_shared_by_its_devices(tmp_path: Pat
     assert [network.nic_bytes_per_s * network.nics_per_device / 1e9 for network in networks] == [
         pytest.approx(float(rate)) for rate in rates
     ]
+
+
+def test_a_node_of_eight_v100_of_which_no_network_is_told_has_one_adapter(tmp_path: Path) -> None:
+    row = LLAMA | {"gpu": "v100", "gpu_memory_gib": "32", "precision": "fp16"}
+    (run,) = runs_of(tmp_path, row)
+    assert run.problem is not None
+    network = run.problem.cluster.network
+    assert network.nic_bytes_per_s * network.nics_per_device * 8 == 12.5e9

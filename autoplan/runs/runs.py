@@ -309,11 +309,19 @@ def _always_on(known: Experts | None, width: int) -> int:
 
 @lru_cache(maxsize=1)
 def _clusters_of_device() -> dict[str, list[str]]:
-    """The shipped clusters of every device: the one of the same name first."""
-    found: dict[str, list[str]] = {}
-    for name in preset_clusters():
-        found.setdefault(load_cluster(name).device.name, []).append(name)
-    return {device: sorted(names, key=lambda name: name != device) for device, names in found.items()}
+    """The shipped clusters of every device: the one of the same name first, then those of slower networks.
+
+    Tables that do not tell the network of a machine are mostly of rented ones.
+    """
+    found: dict[str, list[ClusterSpec]] = {}
+    for cluster in map(load_cluster, preset_clusters()):
+        found.setdefault(cluster.device.name, []).append(cluster)
+
+    def rank(cluster: ClusterSpec) -> tuple[bool, float]:
+        network = cluster.network
+        return cluster.name != cluster.device.name, network.nic_bytes_per_s * network.nics_per_device
+
+    return {device: [cluster.name for cluster in sorted(of, key=rank)] for device, of in found.items()}
 
 
 def _sized_gpu(row: _Row) -> str:
