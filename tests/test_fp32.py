@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoplan.base.errors import InputError
 from autoplan.cost.collectives.traffic import step_traffic
 from autoplan.cost.estimate import estimate, stage_costs
+from autoplan.cost.kernels.times import peaks
 from autoplan.frameworks.presets import load_framework
 from autoplan.profiler.machine.hardware import emulates_bf16
 from autoplan.read.cluster import load_cluster
@@ -47,6 +49,17 @@ def plan_of(precision: Any = "fp32", **axes: Any) -> ParallelPlan:
 
 def terms(plan: ParallelPlan, seq_len: int = TOKENS) -> dict[str, float]:
     return stage_costs(problem_of(plan.precision, seq_len), plan)[0].memory_terms_bytes
+
+
+def test_products_run_on_tf32_units_where_a_framework_lets_them() -> None:
+    problem = dataclasses.replace(
+        problem_of(), cluster=load_cluster("h100-sxm:1x2"), framework=load_framework("sailor")
+    )
+    assert peaks(problem)["fp32"] == problem.device.peak_flops_per_s["tf32"]
+    plain = dataclasses.replace(problem, framework=load_framework("torch"))
+    assert peaks(plain)["fp32"] == plain.device.peak_flops_per_s["fp32"] < peaks(problem)["fp32"]
+    with pytest.raises(InputError, match="fp32 is priced for the built-in trainer alone, not for megatron-core"):
+        dataclasses.replace(problem, framework=load_framework("megatron-core"))
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan.base.errors import InputError
 from autoplan.cost.network.links import ProcessGroup, collective_s
 from autoplan.read.cluster import load_cluster
 from autoplan.spec.timing import Operation
@@ -304,6 +305,51 @@ def test_a_pair_of_mi300x_has_one_link_of_its_mesh() -> None:
 def test_a_mesh_that_loses_devices_loses_their_links() -> None:
     (whole,), (half,) = (load_cluster(f"mi300x:1x{size}").levels for size in (8, 4))
     assert half.bandwidth_bytes_per_s == pytest.approx(3 / 7 * whole.bandwidth_bytes_per_s)
+
+
+@pytest.mark.parametrize(("size", "share"), [(2, 1 / 6), (4, 4 / 6), (8, 1.0)])
+def test_groups_on_a_cube_mesh_have_the_links_among_them(size: int, share: float) -> None:
+    cluster = load_cluster("v100-dgx1:1x8")
+    rate = share * 6 * 25e9 * cluster.levels[0].efficiency
+    whole = seconds("all_gather", compile_topology(cluster), 1, size, GIB)
+    assert whole == pytest.approx((size - 1) / size * GIB / rate, rel=0.02)
+    part = seconds("all_gather", compile_topology(load_cluster(f"v100-dgx1:1x{size}")), 1, size, GIB)
+    assert part == pytest.approx(whole, rel=0.01)
+
+
+def test_rings_send_what_a_slow_nic_carries_of_every_member() -> None:
+    """Two nodes of eight over one adapter of 12.5 GB/s each: 2 x 15/16 of the buffer cross it, not half as much."""
+    nodes = ideal(2, 150e9, 12.5e9)
+    nodes = dataclasses.replace(nodes, network=dataclasses.replace(nodes.network, nics_per_device=0.125))
+    ring = 2 * 15 / 16 * GIB / 12.5e9
+    assert seconds("all_reduce", compile_topology(nodes), 1, 16, GIB) == pytest.approx(ring, rel=1e-6)
+    # With a NIC for every device the links inside take longer.
+    fast = compile_topology(ideal(2, 150e9, 50e9))
+    assert seconds("all_reduce", fast, 1, 16, GIB) > 2 * 15 / 16 * GIB / 8 / 50e9
+
+
+@pytest.mark.parametrize(("stride", "senders"), [(8, 8), (4, 4), (2, 2), (1, 1)])
+def test_a_nic_that_devices_share_is_for_those_that_send(stride: int, senders: int) -> None:
+    """Of a pipeline over two nodes the last stage of the first node sends, with as many devices as a stage has."""
+    nodes = ideal(2, 150e9, 12.5e9)
+    shared = dataclasses.replace(nodes, network=dataclasses.replace(nodes.network, nics_per_device=0.125))
+    message = seconds("send_recv", compile_topology(shared), stride, 16 // stride, GIB)
+    assert message == pytest.approx(GIB * senders / 12.5e9, rel=1e-6)
+    assert seconds("send_recv", compile_topology(nodes), stride, 16 // stride, GIB) == pytest.approx(GIB / 12.5e9)
+
+
+@pytest.mark.parametrize(("shares", "is_mesh"), [((0.5,), True), ((0.2, 0.6, 1.0), False), ((0.2, 1.6, 1.0), True)])
+def test_shares_of_a_mesh_that_do_not_fit_it_are_refused(shares: tuple[float, ...], is_mesh: bool) -> None:
+    with pytest.raises(InputError, match="mesh_shares must"):
+        LinkLevel(
+            name="link",
+            kind="nvlink",
+            num_devices=4,
+            bandwidth_bytes_per_s=1e9,
+            latency_s=1e-6,
+            is_mesh=is_mesh,
+            mesh_shares=shares,
+        )
 
 
 @pytest.mark.parametrize(("nodes", "touched"), [(2, 1.99), (4, 3.60), (8, 5.25)])

@@ -18,13 +18,15 @@ def test_a_name_that_no_recipe_knows_has_none() -> None:
 @pytest.mark.parametrize(
     ("called", "year", "name"),
     [
-        ("Sailor (Megatron-DeepSpeed based)", "2025", "megatron-deepspeed"),
+        ("Sailor (Megatron-DeepSpeed based)", "2025", "sailor"),
         ("YaFSDP", "2024", "pytorch-fsdp"),
         ("PaddleNLP 2023-11", "2023", "eager"),
         ("DeepSpeed ZeRO-3 (HF)", "2026", "deepspeed-hf"),
         ("DeepSpeed ZeRO-3", "2023", "deepspeed-hf"),
         ("DeepSpeed ZeRO-3", "2021", "deepspeed-2021"),
-        ("MaxText", "2025", "megatron-core"),
+        ("MaxText", "2025", "xla"),
+        ("Alpa (JAX/XLA)", "2021", "alpa"),
+        ("OneFlow LiBai 0.2.0", "2022", "oneflow"),
     ],
 )
 def test_what_was_not_measured_is_priced_as_its_kin(called: str, year: str, name: str) -> None:

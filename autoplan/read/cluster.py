@@ -73,8 +73,15 @@ def _preset(name: str) -> ClusterSpec:
 
 def _of_node(level: LinkLevel, devices: int) -> LinkLevel:
     """The link that joins a node, for a node of another size; a mesh loses the links to the devices that are gone."""
-    share = min(max(devices - 1, 1) / max(level.num_devices - 1, 1), 1.0) if level.is_mesh else 1.0
-    return replace(level, num_devices=devices, bandwidth_bytes_per_s=share * level.bandwidth_bytes_per_s)
+    shares = level.mesh_shares[: max(devices - 1, 1)]
+    evenly = min(max(devices - 1, 1) / max(level.num_devices - 1, 1), 1.0) if level.is_mesh else 1.0
+    share = shares[-1] if shares else evenly
+    return replace(
+        level,
+        num_devices=devices,
+        bandwidth_bytes_per_s=share * level.bandwidth_bytes_per_s,
+        mesh_shares=tuple(part / share for part in shares) if devices > 1 else (),
+    )
 
 
 def _resized(cluster: ClusterSpec, devices: int) -> tuple[LinkLevel, ...]:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from autoplan.base.files import decode, read_table
-from autoplan.spec.enums import Dispatcher, Precision
+from autoplan.spec.enums import Dispatcher, Precision, Sharding
 from autoplan.spec.training import Attention
 
 
@@ -21,11 +21,16 @@ class Recipe:
     framework: str  # id of its facts
     is_kin: bool = False  # they were made with another framework, which works like this one and was not measured
     attention: Attention = "flash"
+    precision: Precision | None = None  # what its scripts train in, whatever a table says
+    sharding: Sharding = Sharding.ZERO1
     interleaves_layers: bool = False  # dense models interleave chunks of one layer
     trains_mtp: bool = False  # the layers of multi-token prediction that a model has are trained
     repeats_up_projections: bool = False  # selective recomputation of latent attention repeats its up-projections
     microbatch_per_rank: bool = False  # pipelines take as many micro-batches as they have ranks
     counts_ends_as_layers: bool = False  # embedding and head count for a layer each; first stages take what is left
+    relieves_last_stage: bool = (
+        False  # as many layers fewer on the last stage, of 4 and more, as the others take one more
+    )
     overlaps_experts: tuple[Precision, ...] = ()  # precisions in which expert traffic is overlapped where it can be
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL  # of tokens that are not dropped
     overlaps_far_experts: bool = False  # likewise, in interleaved pipelines, what leaves the scale-up domain

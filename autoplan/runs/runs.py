@@ -51,6 +51,7 @@ NOT_IN_COLUMNS = (
 )
 MOST_DEGREE = 10**6
 SAME_MEMORY = 0.15  # tables round a device's memory: 192 GiB for 180 of a B200, 186 of a GB200; 94 is a rare H100's
+SLOWEST_NIC_BYTES_PER_S = 10e9  # of those of nodes of GPUs: EDR and 100 Gb/s Ethernet have 12.5
 # Of what the recipe of a row chose, what a problem and its plan hold.
 READ_OPTIONS = {
     "dispatcher",
@@ -178,7 +179,10 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
     if recipe is UNKNOWN:
         row.filled.append(f"framework treated as {recipe.framework}")
     attention = row.word("attention", get_args(Attention), recipe.attention)
-    precision = row.word("precision", tuple(Precision), "bf16")
+    precision = row.word("precision", tuple(Precision), recipe.precision or "bf16")
+    if recipe.precision and precision != recipe.precision:
+        row.filled.append(f"precision={recipe.precision} as its scripts train")
+        precision = recipe.precision
     training = TrainingSpec(
         seq_len=row.integer("seq_len"),
         precision=precision,  # type: ignore[arg-type]
@@ -305,11 +309,19 @@ def _always_on(known: Experts | None, width: int) -> int:
 
 @lru_cache(maxsize=1)
 def _clusters_of_device() -> dict[str, list[str]]:
-    """The shipped clusters of every device: the one of the same name first."""
-    found: dict[str, list[str]] = {}
-    for name in preset_clusters():
-        found.setdefault(load_cluster(name).device.name, []).append(name)
-    return {device: sorted(names, key=lambda name: name != device) for device, names in found.items()}
+    """The shipped clusters of every device: the one of the same name first, then those of slower networks.
+
+    Tables that do not tell the network of a machine are mostly of rented ones.
+    """
+    found: dict[str, list[ClusterSpec]] = {}
+    for cluster in map(load_cluster, preset_clusters()):
+        found.setdefault(cluster.device.name, []).append(cluster)
+
+    def rank(cluster: ClusterSpec) -> tuple[bool, float]:
+        network = cluster.network
+        return cluster.name != cluster.device.name, network.nic_bytes_per_s * network.nics_per_device
+
+    return {device: [cluster.name for cluster in sorted(of, key=rank)] for device, of in found.items()}
 
 
 def _sized_gpu(row: _Row) -> str:
@@ -359,7 +371,9 @@ def _with_links(row: _Row, cluster: ClusterSpec, whole: ClusterSpec) -> ClusterS
         cluster = replace(cluster, levels=(*cluster.levels[:-1], outer))
     if row.has("inter_node_gbytes_per_s"):
         rate = row.number("inter_node_gbytes_per_s") * 1e9
-        network = replace(cluster.network, nic_bytes_per_s=rate, nics_per_device=1.0)
+        # No adapter of these machines is slower: what is less is a part of one, of a node's only one at least.
+        nics = min(max(rate / SLOWEST_NIC_BYTES_PER_S, 1.0 / whole.devices_per_node), 1.0)
+        network = replace(cluster.network, nic_bytes_per_s=rate / nics, nics_per_device=nics)
         cluster = replace(cluster, network=network)
     return cluster
 
@@ -373,7 +387,7 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
     ep = row.degree("ep", _usual_ep(problem, num_gpus, pp))
     etp = row.integer("etp", 1, most=MOST_DEGREE) or 1  # 0: not used
     sp = row.flag("sp", tp > 1 and problem.framework.network.sequence_parallel)
-    sharding = row.text("sharding", "zero1")
+    sharding = row.text("sharding", recipe.sharding)
     offload = sharding.endswith("+offload")
     sharding = sharding.removesuffix("+offload")
     if sharding not in tuple(Sharding):
@@ -430,6 +444,8 @@ def _layers_per_chunk(problem: Problem, recipe: Recipe, pp: int, vp: int) -> tup
         return split(problem.model, pp)
     if recipe.counts_ends_as_layers and vp == 1:
         return _with_ends(problem.model.num_layers, pp)
+    if recipe.relieves_last_stage and vp == 1:
+        return _with_light_end(problem.model.num_layers, pp)
     chunks, num_layers = pp * vp, problem.model.num_layers
     most = math.ceil(num_layers / chunks)
     last = num_layers - most * (chunks - 1)
@@ -446,6 +462,20 @@ def _with_ends(num_layers: int, pp: int) -> tuple[int, ...] | None:
         return None
     first, *middle, last = (base + (stage < rest) for stage in range(pp))
     return (first - 1, *middle, last - 1)
+
+
+def _with_light_end(num_layers: int, pp: int) -> tuple[int, ...] | None:
+    """Layers of every stage of LiBai's pipelines, whose last stages are planned for layers that there are not.
+
+    Where layers divide they are laid out as if there were up to pp - 1 more; what is left of an even share goes to the
+    last stages, and stages are filled from the first on.
+    """
+    share, rest = divmod(num_layers, pp)
+    more = min(pp - 1, share) if pp >= 4 and num_layers >= 8 and not rest else 0
+    share, longer = divmod(num_layers + more, pp)
+    planned = [share + (stage >= pp - longer) for stage in range(pp)]
+    layers = tuple(max(min(size, num_layers - sum(planned[:stage])), 0) for stage, size in enumerate(planned))
+    return layers if len(set(layers)) > 1 else None
 
 
 def _usual_ep(problem: Problem, num_gpus: int, pp: int) -> int:
@@ -520,8 +550,10 @@ def _overlaps_experts(problem: Problem, recipe: Recipe, pp: int, vp: int, ep: in
 def _refused_by_framework(problem: Problem, plan: ParallelPlan) -> str:
     """The first rule that the plan breaks, or nothing.
 
-    The rules of Megatron-LM are those of today, and most of its runs in tables are older: they answer to none.
+    The rules of Megatron-LM are those of today, and most of its runs in tables are older: they answer to none.  Nor do
+    runs without mixed precision, which no plan is made for.
     """
     framework = problem.framework
-    rules = universal.RULES if framework.rules == "megatron-lm" else book_of(framework).rules
+    answers_to_none = framework.rules == "megatron-lm" or problem.training.precision == "fp32"
+    rules = universal.RULES if answers_to_none else book_of(framework).rules
     return next(iter(broken(rules, problem.workload, plan)), "")

@@ -63,6 +63,8 @@ class Memory:
     regathers_norm_output: bool = True  # under sequence parallelism, for the backward pass; else it is kept gathered
     in_place_activation: bool = False  # a fused SwiGLU writes its inputs' gradients over the inputs
     bytes_per_fused_score: float = 2.0  # kept of an attention score by a kernel that fuses the softmax: its output
+    # Kept of it by eager code: the softmax output, the scores and a masked copy.
+    bytes_kept_per_unfused_score: float = 6.0
     keeps_packed_qkv: bool = False  # without shared kv heads, the qkv output stays beside a copy of its k and v
     # Inputs and outputs that a stage keeps, per live micro-batch, token slice and hidden element.
     bytes_per_boundary_hidden: float = 0.0
@@ -115,6 +117,8 @@ class Kernels:
     gpt_dropout: bool = False  # of models of the shape of GPT, whose recipes keep it
     # Its layers and other units are the built-in trainer's, which a profile measures; else kernels of its own.
     eager_layers: bool = False
+    # Its fp32 plans multiply on TF32 units, as NVIDIA's containers do; else only those of eager layers are priced.
+    tf32_products: bool = False
     # What it runs where a plan says flash; flash stands for the best that the device has.
     flash_kernel: Literal["flash", "flash1", "flash2", "triton", "cudnn"] = "flash"
     widest_blackwell_head: int = 256  # of queries and keys, that it has a kernel for there; wider ones are unfused

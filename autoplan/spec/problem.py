@@ -59,7 +59,8 @@ class Problem:
         device, precision = self.cluster.device, self.training.precision
         if precision not in (usable := precisions_of(device)):
             raise InputError(f"device {device.name} has no {precision} matrix units: use {' or '.join(usable)}")
-        if precision == "fp32" and not self.framework.kernels.eager_layers:
+        kernels = self.framework.kernels
+        if precision == "fp32" and not (kernels.eager_layers or kernels.tf32_products):
             raise InputError(f"fp32 is priced for the built-in trainer alone, not for {self.framework.name}: use bf16")
         if not 0 <= self.reserve_bytes < device.visible_memory_bytes:
             raise InputError(

@@ -78,6 +78,8 @@ class LinkLevel:
     bandwidth_bytes_per_s: float  # per device, one direction, nominal
     latency_s: float  # per hop of a ring
     is_mesh: bool = False  # a direct link to every other device: a group uses only those between its members
+    # Of a mesh whose pairs have unlike links: the share of a device's links that 2, 3, ... devices have among them.
+    mesh_shares: tuple[float, ...] = ()
     efficiency: float = 0.8  # plateau of the measured bus bandwidth over the nominal one
     half_rate_bytes: float = 1.5 * 2**20  # one device's part of the buffer at which half of the plateau is reached
     # Without peer-to-peer access all devices send through host memory: the rate of the bridge to it that they share.
@@ -90,6 +92,13 @@ class LinkLevel:
         for name in ("bandwidth_bytes_per_s", "latency_s", "half_rate_bytes"):
             check_positive(name, getattr(self, name))
         check_fraction("efficiency", self.efficiency)
+        if self.mesh_shares and not (self.is_mesh and len(self.mesh_shares) == self.num_devices - 1):
+            raise InputError(
+                f"mesh_shares must give a mesh {self.num_devices - 1} shares, for 2 to {self.num_devices} devices, "
+                f"got {len(self.mesh_shares)}"
+            )
+        for share in self.mesh_shares:
+            check_fraction("mesh_shares", share)
         if self.host_bridge_bytes_per_s is not None:
             check_positive("host_bridge_bytes_per_s", self.host_bridge_bytes_per_s)
 

@@ -41,6 +41,8 @@ class Level:
     latency_s: float
     half_rate_bytes: float
     is_mesh: bool = False  # the rate is that of all direct links together
+    mesh_shares: tuple[float, ...] = ()  # of it that 2, 3, ... devices have among them; none: evenly
+    devices_per_nic: float = 1.0  # that share one, so that each has this part of its rate
     is_network: bool = False  # reached over NICs
     is_reducing: bool = False  # its switches add up what is reduced (SHARP)
     collectives: CollectiveCurve | None = None  # where measured
@@ -173,6 +175,7 @@ def compile_topology(
                 latency_s=link.latency_s,
                 half_rate_bytes=link.half_rate_bytes,
                 is_mesh=link.is_mesh,
+                mesh_shares=link.mesh_shares[: link.num_devices - 1],
                 collectives=link.collectives,
             )
         )
@@ -188,6 +191,7 @@ def compile_topology(
         half_rate_bytes=network.half_rate_bytes,
         is_network=True,
         is_reducing=network.sharp,
+        devices_per_nic=max(1.0 / network.nics_per_device, 1.0),
     )
     oversubscription = 1.0
     for at, (tier, (num_devices, seats)) in enumerate(zip(network.tiers, domains, strict=True)):

@@ -67,6 +67,19 @@ def hierarchical_bytes(spans: Spans, buffer_bytes: Floats, volume: float) -> Flo
     return np.where(spans.is_crossed, ring * (spans.base / spans.inner), 0.0)
 
 
+def ring_bytes(topology: Topology, spans: Spans, buffer_bytes: Floats, volume: float) -> Floats:
+    """Bytes of rings through all members of a node, which enter it over one NIC and leave it over another.
+
+    Each of n members sends 1 - 1 / n of the buffer on, and a NIC what one of them does (NCCL doc/PERFORMANCE.md).  Only
+    the links of the network count.
+    """
+    ring = volume * buffer_bytes * (1 - 1 / spans.reach) / spans.base
+    moved = np.zeros_like(ring)
+    for at in topology.network:
+        moved[at] = np.where(spans.is_crossed[at], ring[at] * (spans.base[at] / spans.inner[at]), 0.0)
+    return moved
+
+
 def in_network_bytes(topology: Topology, spans: Spans, buffer_bytes: Floats) -> Floats:
     """Bytes of an all-reduce whose sums the switches of the network form: what every node, and then every switch, has
     goes up once, and the sum comes down once.
@@ -94,15 +107,20 @@ def all_to_all_bytes(spans: Spans, buffer_bytes: Floats, copies: Ints | int = 1)
 
 def chain_bytes(topology: Topology, spans: Spans, message_bytes: Floats) -> Floats:
     """Bytes of a message from each member to the next one: each has its own links, those out of a switch are shared by
-    the senders alone.
+    the senders alone, as is a NIC.
+
+    Of the members in a node the last one sends; those of as many siblings, which share its NIC, do not.
     """
-    own = np.ones((len(topology.levels), 1), dtype=np.bool_)
-    own[list(topology.tiers)] = False
-    return np.where(spans.is_crossed, message_bytes / np.where(own, 1.0, spans.inner), 0.0)
+    most = np.array([level.devices_per_nic for level in topology.levels])
+    most[list(topology.tiers)] = np.inf
+    parts = np.minimum(spans.inner, most.reshape(-1, *[1] * (spans.inner.ndim - 1)))
+    return np.where(spans.is_crossed, message_bytes / parts, 0.0)
 
 
 def level_rate(level: Level, domains: Floats) -> Floats:
     """Bytes per second of one device on a level when so many of its parts talk to each other."""
+    if level.mesh_shares:
+        return level.bytes_per_s * np.interp(domains, np.arange(2, level.num_devices + 1), level.mesh_shares)
     if level.is_mesh and level.num_devices > 1:
         return level.bytes_per_s * np.clip((domains - 1) / (level.num_devices - 1), 1 / (level.num_devices - 1), 1.0)
     return np.full(domains.shape, level.bytes_per_s)

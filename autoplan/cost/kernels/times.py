@@ -103,6 +103,8 @@ NARROW_ATTENTION_TIME = 0.65
 # forward and 2 + 2 + 2 backward.  What it keeps beyond 2 bytes (an fp32 output) is written, cast, and read once more.
 FUSED_SOFTMAX_BYTES = 11.0
 FUSED_SOFTMAX_PASSES = 3.0
+# Dropout behind it is a kernel of its own: 2 read, 2 and a mask of 1 written; backward 2 and the mask read, 2 written.
+SCORE_DROPOUT_BYTES = 10.0
 UNALIGNED_HEAD_SHARE = 0.1  # batched GEMMs whose head_dim is no multiple of 8 leave the tensor cores (findings 6)
 
 # Traffic of permuting tokens by capacity, with sorts, selections by index and scaled scatters, over that without drops
@@ -187,22 +189,29 @@ def memory_bound_s(problem: Problem, num_bytes: Floats) -> Floats:
 
 def wide_peak(problem: Problem) -> float:
     """Peak rate of products that nothing quantises, operations per second."""
-    peak = problem.device.peak_flops_per_s
+    peak = peaks(problem)
     wide = peak.get("bf16", peak.get("fp16", 0.0))
     return peak.get("fp32", wide) if problem.training.precision == "fp32" else wide
 
 
+def peaks(problem: Problem) -> dict[str, float]:
+    """Peak rates of products by their type, operations per second: those of fp32 on TF32 units where they run there."""
+    peak = {str(name): rate for name, rate in problem.device.peak_flops_per_s.items()}
+    if problem.framework.kernels.tf32_products and "tf32" in peak:
+        peak["fp32"] = peak["tf32"]
+    return peak
+
+
 def gemm_rate(problem: Problem, batch: PlanBatch) -> Floats:
     """Sustained rate of a large GEMM in the plan's precision, operations per second."""
-    device = problem.device
-    peak = device.peak_flops_per_s
+    device, peak = problem.device, peaks(problem)
     wide = peak.get("bf16", peak.get("fp16", 0.0))
     narrow = device.narrow_gemm_efficiency or device.gemm_efficiency * NARROW_GEMM_SHARE.get(device.generation, 0.88)
     by_precision = []
     for precision in Precision:
         name = NARROW_PEAK.get(precision, precision)
         # Volta has no bf16 and Hopper no fp4: such a plan runs at the nearest precision that the device has.
-        rate = peak.get(name, peak.get("fp8", wide) if name == "nvfp4" else wide)  # type: ignore[call-overload]
+        rate = peak.get(name, peak.get("fp8", wide) if name == "nvfp4" else wide)
         efficiency = narrow if name in NARROW_PEAK and rate > wide else device.gemm_efficiency
         by_precision.append(rate * efficiency * (FP4_GEMM_SHARE if name == "nvfp4" else 1.0))
     return np.array(by_precision)[batch.precision] / problem.calibration.gemm
@@ -358,7 +367,8 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
         products = 2.0 * scores * widths * narrow
         fused = training.attention == "megatron-fused"
         wide = FUSED_SOFTMAX_PASSES * (problem.framework.memory.bytes_per_fused_score - 2.0)
-        moved = FUSED_SOFTMAX_BYTES + wide if fused else problem.framework.kernels.bytes_per_unfused_score
+        dropped = SCORE_DROPOUT_BYTES if has_dropout(problem) else 0.0
+        moved = FUSED_SOFTMAX_BYTES + wide + dropped if fused else problem.framework.kernels.bytes_per_unfused_score
         softmax = memory_bound_s(problem, moved / 3 * scores)  # a third of it is forward
         forward = factor * products / rate + softmax
         return forward, 2.0 * forward

@@ -27,9 +27,7 @@ from autoplan.spec.model import Block
 from autoplan.spec.plan import SELECTIVE, PlanBatch
 from autoplan.spec.problem import Problem
 
-# What eager code keeps of each attention score: softmax output (2 bytes), the scores and a masked copy; a fused kernel
-# what its framework says.  Dropout adds a mask and an output (Korthikanti et al., arXiv:2205.05198, 5 a s).
-UNFUSED_SCORE_BYTES = 6.0
+# Dropout of attention scores keeps a mask and an output (Korthikanti et al., arXiv:2205.05198, 5 a s).
 SCORE_DROPOUT_BYTES = 3.0
 
 # Bytes of an element as quantised: 8 bits, or with the scales of blocks of 32 (MXFP8) or 16 (NVFP4) elements.
@@ -174,7 +172,8 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
         kept = kept + 2.0 * element * tokens * model.qk_head_dim * heads  # the gate, and what it leaves of the output
     if stores_scores(problem):
         is_fused = framework.kernels.fuses_softmax or training.attention == "megatron-fused"
-        score = framework.memory.bytes_per_fused_score if is_fused else UNFUSED_SCORE_BYTES
+        memory = framework.memory
+        score = memory.bytes_per_fused_score if is_fused else memory.bytes_kept_per_unfused_score
         score += SCORE_DROPOUT_BYTES if has_dropout(problem) else 0.0
         parts[RecomputeModule.CORE_ATTN] = score * tokens * heads * training.seq_len
     else:

@@ -30,6 +30,7 @@ from autoplan.topology.traffic import (
     hierarchical_bytes,
     in_network_bytes,
     level_rate,
+    ring_bytes,
 )
 
 # Share of the faster levels' time that a hierarchical collective does not hide behind the slowest level: 4 GiB over
@@ -165,11 +166,25 @@ def _switches_add_up(topology: Topology, spans: Spans) -> Bools:
     return np.asarray(~spans.is_crossed[plain].any(axis=0))
 
 
+def _rings_s(topology: Topology, spans: Spans, moved: Floats, buffer_bytes: Floats, *, volume: float) -> Floats:
+    """Time of rings inside every domain and between them, whose faster levels hide in part.
+
+    Where devices share a NIC all rings go through it, and take at least what the wire of a ring through all of them
+    does; where each has one, rings of nodes in turn with those of devices take what was measured (`modelling` D4).
+    """
+    in_steps = _in_steps_s(topology, spans, moved, buffer_bytes, steps_of=_ring_steps, volume=volume)
+    shared = [at for at in topology.network if topology.levels[at].devices_per_nic > 1.0]
+    if not shared:
+        return in_steps
+    whole = ring_bytes(topology, spans, buffer_bytes, volume)
+    return np.maximum(in_steps, reduce(np.maximum, [whole[at] / topology.levels[at].bytes_per_s for at in shared]))
+
+
 def _rings(volume: float) -> Algorithm:
     """Rings inside every domain and between them, over `volume` times the buffer (nccl-tests doc/PERFORMANCE.md)."""
     return Algorithm(
         moved_bytes=lambda _, spans, buffer_bytes, copies: hierarchical_bytes(spans, buffer_bytes, volume),
-        seconds=partial(_in_steps_s, steps_of=_ring_steps, volume=volume),
+        seconds=partial(_rings_s, volume=volume),
     )
 
 
