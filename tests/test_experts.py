@@ -29,7 +29,9 @@ MODEL = ModelSpec(
     num_heads=8,
     moe=Experts(num_experts=32, experts_per_token=2, expert_ffn_size=512),
 )
-FRAMEWORK = load_framework("megatron-core").changed(moe_sync_s=1e-3, s_per_local_expert=1e-5)
+FRAMEWORK = load_framework("megatron-core").changed(
+    moe_sync_s=1e-3, narrow_sync_s=0.5e-3, s_per_local_expert=1e-5, host_s_per_launch=50e-6
+)
 PROBLEM = Problem(
     model=MODEL,
     training=TrainingSpec(seq_len=4096),
@@ -45,19 +47,30 @@ def batch_of(**changes: object) -> PlanBatch:
 
 
 def test_every_pass_waits_for_the_host_and_in_eight_bits_for_the_casts_of_each_local_expert() -> None:
-    assert _experts_wait_s(PROBLEM, batch_of())[0] == pytest.approx(2.0 * 1e-3)
-    assert _experts_wait_s(PROBLEM, batch_of(precision="fp8"))[0] == pytest.approx(2.0 * (1e-3 + 4 * 1e-5))
+    """Twice a wait of 1 ms, in eight bits with .5 ms and 10 us for each of 4 experts."""
+    wait = _experts_wait_s(PROBLEM, batch_of(dispatcher="deepep"))
+    assert wait.forward_s[0] == wait.backward_s[0] == pytest.approx(2.0 * 1e-3)
+    narrow = _experts_wait_s(PROBLEM, batch_of(dispatcher="deepep", precision="fp8"))
+    assert narrow.backward_s[0] == pytest.approx(2.0 * (1.5e-3 + 4 * 1e-5))
+
+
+def test_an_all_to_all_counts_its_tokens_in_front_of_every_forward_pass_unless_a_graph_does() -> None:
+    """14 kernels of 50 us each, of a host that takes twice as long."""
+    wait = _experts_wait_s(PROBLEM, batch_of())
+    assert (wait.forward_s - wait.backward_s)[0] == pytest.approx(2.0 * 14 * 50e-6)
+    graphed = replace(PROBLEM, framework=FRAMEWORK.changed(graphs=("moe_router", "moe_preprocess")))
+    assert _experts_wait_s(graphed, batch_of()).forward_s[0] == pytest.approx(2.0 * 1e-3)
 
 
 def test_a_graph_of_static_shapes_waits_for_nothing() -> None:
     graphed = replace(PROBLEM, framework=FRAMEWORK.changed(syncs_overlapped_experts=False))
-    assert _experts_wait_s(graphed, batch_of(ep_overlap=True))[0] == 0.0
-    assert _experts_wait_s(graphed, batch_of())[0] > 0.0
+    assert _experts_wait_s(graphed, batch_of(ep_overlap=True)).total_s[0] == 0.0
+    assert _experts_wait_s(graphed, batch_of()).total_s[0] > 0.0
 
 
 def test_experts_that_drop_tokens_wait_for_no_host_and_get_every_copy_of_a_token() -> None:
     dropping = replace(PROBLEM, framework=FRAMEWORK.changed(drops_tokens=True))
-    assert _experts_wait_s(dropping, batch_of())[0] == 0.0
+    assert _experts_wait_s(dropping, batch_of()).total_s[0] == 0.0
     once = batch_of(dispatcher="deepep")
     copies = [expert_parallel(problem, once).dispatch.copies for problem in (PROBLEM, dropping)]
     assert copies == [2, 1]  # what one transfer stands for

@@ -33,15 +33,20 @@ def test_a_file_may_extend_a_shipped_framework(tmp_path: Path) -> None:
 
 def test_what_was_fitted_is_inherited_unless_it_is_stated_anew(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text('name = "mine"\nextends = "nemo"\n[experts]\nmoe_sync_s = 1e-3\ns_per_local_expert = 1e-5\n')
+    path.write_text('name = "mine"\nextends = "nemo"\n[experts]\nnarrow_sync_s = 1e-3\ns_per_local_expert = 1e-5\n')
     assert set(load_framework("nemo").fitted) - set(load_framework(str(path)).fitted) == {
-        "moe_sync_s",
+        "narrow_sync_s",
         "s_per_local_expert",
     }
     path.write_text(
-        'fitted = ["step_overhead_s", "moe_sync_s"]\n' + path.read_text() + "[host]\nstep_overhead_s = 1e-2\n"
+        'fitted = ["step_overhead_s", "narrow_sync_s"]\n' + path.read_text() + "[host]\nstep_overhead_s = 1e-2\n"
     )
-    assert load_framework(str(path)).fitted == ("kernel_bytes_factor", "step_overhead_s", "moe_sync_s")
+    assert load_framework(str(path)).fitted == (
+        "host_s_per_launch",
+        "kernel_bytes_factor",
+        "step_overhead_s",
+        "narrow_sync_s",
+    )
 
 
 def test_a_file_without_groups_is_read_as_one_with_them(tmp_path: Path) -> None:

@@ -331,6 +331,33 @@ def test_what_a_recipe_chose_goes_before_what_recipes_usually_choose(tmp_path: P
     assert (dropping.plan.dispatcher, dropping.plan.recompute) == ("alltoall", "none")
 
 
+def test_a_row_says_what_is_launched_as_cuda_graphs(tmp_path: Path) -> None:
+    for said, graphs in (
+        ("cuda_graph=attn+moe_router", ("attn", "moe_router")),
+        ("cuda_graph=layer", ("attn", "mlp", "mamba", "moe_router", "moe_preprocess")),
+        ("cuda_graph=none", ()),
+        ("tp_overlap=0", ()),
+    ):
+        (run,) = runs_of(tmp_path, LLAMA | {"framework": "Megatron-Bridge 26.02", "options": said})
+        assert run.problem
+        assert run.problem.framework.host.graphs == graphs
+    (refused,) = runs_of(tmp_path, LLAMA | {"options": "cuda_graph=everything"})
+    assert "option cuda_graph 'everything' is not one of attn, mlp" in refused.refusal
+
+
+def test_recipes_of_the_library_fuse_the_router_beside_a_fused_dispatcher_alone(tmp_path: Path) -> None:
+    experts = {"num_experts": "8", "experts_per_token": "2", "expert_ffn_size": "1024", "ep": "8"}
+    for framework, said, fuses, dispatcher in (
+        ("Megatron-Bridge/Megatron-Core", "", False, "alltoall"),
+        ("Megatron-Bridge/Megatron-Core", "dispatcher=hybridep", True, "hybridep"),
+        ("Megatron-Bridge/Megatron-Core 26.04", "", True, "hybridep"),
+    ):
+        (run,) = runs_of(tmp_path, LLAMA | experts | {"framework": framework, "year": "2026", "options": said})
+        assert run.problem
+        assert run.plan
+        assert (run.problem.framework.experts.fused_router, run.plan.dispatcher) == (fuses, dispatcher)
+
+
 def test_a_layout_of_the_pipeline_says_the_layers_of_every_chunk(tmp_path: Path) -> None:
     (run,) = runs_of(tmp_path, LLAMA | {"options": "pp_layout=Et*3|(t*4|)*18t*5L"})
     assert run.plan is not None

@@ -22,6 +22,15 @@ from autoplan.cost.collectives.tensor_parallel import (
     tensor_parallel_s,
 )
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
+from autoplan.cost.kernels.launches import (
+    COUNT_TOKENS,
+    NARROW,
+    counts_tokens,
+    extra_launches_s,
+    is_graphed,
+    is_one_graph,
+    repeated_launches_s,
+)
 from autoplan.cost.kernels.measured_units import (
     LAYER,
     SharedStates,
@@ -40,14 +49,15 @@ from autoplan.cost.memory.parameters import layer_parameters, local_parameters
 from autoplan.cost.memory.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Pass
-from autoplan.spec.enums import Precision
+from autoplan.spec.enums import RecomputeModule
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import FULL, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import NARROW_TYPES
 
-_NARROW = [Precision(name).code for name in NARROW_TYPES]
+# Of what the device waits for the host in a pass of a block of experts, where attention is launched as a CUDA graph and
+# the host comes to the block early [fitted: 15 runs of Qwen3-30B and DeepSeek-V3 with and without on Blackwell].
+GRAPHED_ATTENTION_WAIT = 0.5
 
 # The terms of a block's time, in the order in which they are shown.
 TERMS = (
@@ -132,7 +142,6 @@ class _Lags:
     forward_s: Floats
     backward_s: Floats
     repeated_s: Floats  # backward where the whole block is recomputed
-    waits: Bools  # whether the host waits for the device inside of the block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +196,7 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
         )
         own = parts[block].take(of_kernels)
         costs[block], lags[block] = _block_cost(problem, batch, block, shape, own, links, beside_s, shared)
-    return _with_launches(problem.model, costs, lags)
+    return _with_launches(problem.model, batch, costs, lags)
 
 
 def _as_measured(problem: Problem, batch: PlanBatch, parts: dict[Block, _Parts]) -> dict[Block, _Parts]:
@@ -266,14 +275,21 @@ def ahead_s(problem: Problem, batch: PlanBatch, head_s: Floats) -> Floats:
     return np.where(runs_ahead, np.maximum(head_s - problem.calibration.host * launched, 0.0), 0.0)
 
 
-def _experts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
-    """Time in one pass of a MoE block that the device waits for the host to see the routing and launch the experts."""
+def _experts_wait_s(problem: Problem, batch: PlanBatch) -> Pass:
+    """Time that the device waits for the host to see the routing and launch the experts, in both passes of a block.
+
+    Forward the host first launches the kernels that count the tokens of each expert.
+    """
     framework, moe = problem.framework, problem.model.moe
     assert moe is not None
-    casts = np.isin(batch.precision, _NARROW) * framework.experts.s_per_local_expert * moe.num_experts / batch.ep
-    waits = framework.experts.moe_sync_s + casts
-    is_static = framework.experts.drops_tokens | (batch.ep_overlap & (not framework.experts.syncs_overlapped_experts))
-    return np.where(is_static, 0.0, problem.calibration.host * waits)
+    experts, host = framework.experts, framework.host
+    late = experts.narrow_sync_s + experts.s_per_local_expert * moe.num_experts / batch.ep
+    wait = experts.moe_sync_s + np.isin(batch.precision, NARROW) * late
+    if "attn" in host.graphs:
+        wait = wait * GRAPHED_ATTENTION_WAIT
+    counting_s = host.host_s_per_launch * COUNT_TOKENS.forward * counts_tokens(problem, batch)
+    shows = np.where(is_one_graph(problem, batch), 0.0, problem.calibration.host)
+    return Pass(forward_s=wait + counting_s, backward_s=wait).times(shows, shows)
 
 
 def _never_repeated_s(framework: Framework, block: Block, parts: _Parts) -> Floats:
@@ -299,7 +315,7 @@ def _block_cost(
     # A layer that was measured as a whole adds up its gradients.
     accumulated = problem.bytes_moved_per_accumulated_grad * (dense + expert) * ~parts.is_whole
     copies = copied_states_s(problem, batch, dense + expert)
-    ep, wait = zeros, zeros
+    ep, wait = zeros, Pass.none(len(batch))
     if block is Block.MOE:
         ep = shown_expert_parallel_s(problem, batch, parts.ep, kernels.total_s + parts.tp.total_s + beside_s)
         wait = _experts_wait_s(problem, batch)
@@ -331,13 +347,13 @@ def _block_cost(
     states = sharded_states_s(problem, batch, links, dense, expert)
     host = _launch_s(problem, batch, block, parts.is_whole)
     repeated = backward | {"recompute": forward_s - spared}
-    lag = _finish(framework, forward, states.forward_s, host.forward_s, wait)
-    late = again_late = _finish(framework, backward, states.backward_s, host.backward_s, wait)
+    lag = _finish(framework, forward, states.forward_s, host.forward_s, wait.forward_s)
+    sees_again = wait.forward_s * batch.repeats(RecomputeModule.MOE)
+    late = again_late = _finish(framework, backward, states.backward_s, host.backward_s, wait.backward_s + sees_again)
     repeat = dict.fromkeys(TERMS, zeros)
     if (batch.recompute == FULL).any():
-        again = problem.calibration.host * framework.host.host_s_per_block_forward * ~parts.is_whole
-        again = again * (framework.experts.host_factor_moe if block is Block.MOE else 1.0)
-        again_late = _finish(framework, repeated, states.backward_s, host.backward_s + again, 2 * wait)
+        again = _host_s(problem, batch, block, parts.is_whole).forward_s
+        again_late = _finish(framework, repeated, states.backward_s, host.backward_s + again, wait.total_s)
         repeat = {name: repeated[name] - backward[name] for name in TERMS}
         if parts.is_whole.any():
             is_known = ~np.isnan(parts.again_s)
@@ -350,20 +366,29 @@ def _block_cost(
     cost = BlockCost(
         forward_s=forward, backward_s=backward, repeat_s=repeat, weight_s=parts.weight_s, split_s=parts.split_s
     )
-    return cost, _Lags(forward_s=lag, backward_s=late, repeated_s=again_late, waits=wait > 0)
+    return cost, _Lags(forward_s=lag, backward_s=late, repeated_s=again_late)
+
+
+def _host_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -> Pass:
+    """Time of the host to launch the kernels of one block, where it was not measured with its layer."""
+    host = problem.framework.host
+    dense = Pass(
+        forward_s=np.full(len(batch), host.host_s_per_block_forward),
+        backward_s=np.full(len(batch), host.host_s_per_block_backward),
+    )
+    factor = np.where(is_whole | is_graphed(problem, block), 0.0, problem.calibration.host)
+    return dense.plus(extra_launches_s(problem, batch, block)).times(factor, factor)
 
 
 def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -> Pass:
-    """Time of the host to launch one block, where it was not measured with its layer."""
-    framework = problem.framework
-    host = problem.calibration.host * (framework.experts.host_factor_moe if block is Block.MOE else 1.0) * ~is_whole
+    """Time of the host to launch one block, and to bring its ranks together."""
     wait = hosts_wait_s(problem, batch) * ~is_whole
-    forward = np.where(batch.sp, 2, 1) * wait
-    backward = np.where(batch.sp, 2 + framework.memory.regathers_norm_output, 1) * wait
-    return Pass(
-        forward_s=host * framework.host.host_s_per_block_forward + forward,
-        backward_s=host * framework.host.host_s_per_block_backward + backward,
+    meets = Pass(
+        forward_s=np.where(batch.sp, 2, 1) * wait,
+        backward_s=np.where(batch.sp, 2 + problem.framework.memory.regathers_norm_output, 1) * wait,
     )
+    again = problem.calibration.host * repeated_launches_s(problem, batch, block) * ~is_whole
+    return _host_s(problem, batch, block, is_whole).plus(meets).plus(Pass(forward_s=0.0 * again, backward_s=again))
 
 
 def _finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, launch: Floats, wait: Floats) -> Floats:
@@ -380,21 +405,26 @@ def _finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, lau
     return launch - wait - busy - terms["fsdp_communication"]
 
 
-def _with_launches(model: ModelSpec, costs: dict[Block, BlockCost], lags: dict[Block, _Lags]) -> dict[Block, BlockCost]:
+def _with_launches(
+    model: ModelSpec, batch: PlanBatch, costs: dict[Block, BlockCost], lags: dict[Block, _Lags]
+) -> dict[Block, BlockCost]:
     """The costs with what the device waits for launches (`modelling` C6).
 
-    The host runs ahead: within a layer, a block that takes the device longer makes up for one that is launched late.
-    Not where the host waits for the device in the layer, nor, simplified, where layers differ.
+    The host runs ahead: a block that takes the device longer makes up for one that is launched late, within a layer or,
+    where layers differ and a rank has all of them, among those of the model.  A host that waits for the device in a
+    block of experts runs ahead from there to the next one.  Stages of unlike layers are simplified: no block makes up
+    for another one.
     """
-    sorts = {*model.layers, *([model.mtp_layer] if model.num_mtp_layers else [])}
-    waits = np.any([lag.waits for lag in lags.values()], axis=0) | (len(sorts) > 1)
+    layers = [*model.layers, *([model.mtp_layer] * model.num_mtp_layers)]
+    count = {block: sum(layer.count(block) for layer in layers) for block in lags}
+    apart = (batch.pp > 1) & (len(set(layers)) > 1)
 
     def shown(name: str) -> dict[Block, Floats]:
         late = {block: np.maximum(getattr(lag, name), 0.0) for block, lag in lags.items()}
-        alone = add_up(late.values())
-        together = np.maximum(add_up(getattr(lag, name) for lag in lags.values()), 0.0)
-        share = np.where(waits, 1.0, np.divide(together, alone, out=np.zeros_like(alone), where=alone > 0))
-        return {block: share * value for block, value in late.items()}
+        alone = add_up(count[block] * value for block, value in late.items())
+        together = np.maximum(add_up(count[block] * getattr(lag, name) for block, lag in lags.items()), 0.0)
+        share = np.divide(together, alone, out=np.zeros_like(alone), where=alone > 0)
+        return {block: np.where(apart, 1.0, share) * value for block, value in late.items()}
 
     forward, backward, repeated = (shown(name) for name in ("forward_s", "backward_s", "repeated_s"))
     return {

@@ -33,6 +33,8 @@ class Recipe:
     )
     overlaps_experts: tuple[Precision, ...] = ()  # precisions in which expert traffic is overlapped where it can be
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL  # of tokens that are not dropped
+    # Router and rotary embeddings of latent attention run op by op where tokens travel by plain all-to-all.
+    routes_unfused_alltoall: bool = False
     overlaps_far_experts: bool = False  # likewise, in interleaved pipelines, what leaves the scale-up domain
 
     def fit(self, name: str, year: str, device: str) -> int:

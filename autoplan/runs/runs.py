@@ -29,7 +29,7 @@ from autoplan.runs.recipes import Recipe, recipe_called
 from autoplan.runs.table import BLANKS, read_rows
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
 from autoplan.spec.enums import Dispatcher, Offload, Precision, Recompute, RecomputeModule, Sharding, enum_value
-from autoplan.spec.framework import Framework
+from autoplan.spec.framework import Framework, GraphScope
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
@@ -54,6 +54,7 @@ SAME_MEMORY = 0.15  # tables round a device's memory: 192 GiB for 180 of a B200,
 SLOWEST_NIC_BYTES_PER_S = 10e9  # of those of nodes of GPUs: EDR and 100 Gb/s Ethernet have 12.5
 # Of what the recipe of a row chose, what a problem and its plan hold.
 READ_OPTIONS = {
+    "cuda_graph",
     "dispatcher",
     "ep_overlap",
     "grad_reduce_overlap",
@@ -193,6 +194,10 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
     drops = row.option("token_dropping", _drops_tokens(row.text("model"), framework))
     if drops != framework.experts.drops_tokens:
         framework = framework.changed(drops_tokens=drops)
+    if recipe.routes_unfused_alltoall and _named_dispatcher(row, recipe) == Dispatcher.ALL_TO_ALL:
+        framework = framework.changed(fused_router=False, fused_latent_rope=False)
+    if graphs := _graphs(row):
+        framework = framework.changed(graphs=graphs)
     if model.position_embedding == "learned":  # the table does not say how long the position table was
         model = replace(model, max_positions=max(model.max_positions, training.seq_len))
     cluster = _cluster(row)
@@ -221,6 +226,18 @@ def _presets_by_name() -> dict[str, ModelSpec]:
 def find_preset(name: str) -> ModelSpec | None:
     """The shipped model that a table of runs calls `name`, if there is one."""
     return _presets_by_name().get(_plain(name))
+
+
+def _graphs(row: _Row) -> tuple[GraphScope, ...]:
+    """What is launched as CUDA graphs: scopes by Megatron-Core's names, joined by "+"; none where nothing is said."""
+    scopes = [scope for scope in row.options().get("cuda_graph", "none").split("+") if scope != "none"]
+    if scopes == ["layer"]:  # all of a layer that has static shapes
+        return tuple(scope for scope in get_args(GraphScope) if scope != "full_iteration")
+    if unknown := set(scopes) - set(get_args(GraphScope)):
+        raise UnpricedError(
+            f"option cuda_graph {sorted(unknown)[0][:40]!r} is not one of {', '.join(get_args(GraphScope))}"
+        )
+    return tuple(scopes)  # type: ignore[arg-type]
 
 
 def _drops_tokens(model: str, framework: Framework) -> bool:
@@ -531,6 +548,10 @@ def _dispatcher(row: _Row, problem: Problem, recipe: Recipe, ep: int) -> Dispatc
     """How tokens reach their experts: dropped ones by all-to-all alone."""
     if problem.model.moe is None or ep == 1 or problem.framework.experts.drops_tokens:
         return Dispatcher.ALL_TO_ALL
+    return _named_dispatcher(row, recipe)
+
+
+def _named_dispatcher(row: _Row, recipe: Recipe) -> Dispatcher:
     return enum_value("dispatcher", Dispatcher, row.options().get("dispatcher", recipe.dispatcher))
 
 

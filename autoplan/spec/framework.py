@@ -9,6 +9,8 @@ from autoplan.base.errors import InputError
 from autoplan.base.units import check_count, check_not_negative, check_positive, file_keys
 from autoplan.spec.enums import RankOrder
 
+GraphScope = Literal["attn", "mlp", "mamba", "moe_router", "moe_preprocess", "full_iteration"]
+
 
 def _check(traits: object, *, positive: tuple[str, ...] = (), **ranges: tuple[float, float]) -> None:
     """Refuse numbers outside their range, else those that are negative or, where so named, not positive."""
@@ -111,6 +113,7 @@ class Kernels:
 
     fused_norm: bool = True  # an eager norm keeps and moves fp32 copies
     fused_activation: bool = True  # an eager SwiGLU keeps one more tensor of the MLP width
+    fused_latent_rope: bool = False  # a kernel for the rotary embeddings of latent attention
     fused_squared_relu: bool = True  # else a ReLU and a power with kernels of their own
     fuses_softmax: bool = False  # what a plan calls unfused attention has a kernel that scales, masks and normalises
     dropout: bool = False
@@ -169,12 +172,13 @@ class Experts:
     # Every pass through a MoE block waits for the host: it reads how many tokens each expert got before it can launch
     # the experts, by when the device has caught up with it.
     moe_sync_s: float = 0.0
-    # In every such pass of 8 bits or fewer, as casts are kernels of each expert.
+    # More in every such pass of 8 bits or fewer, as casts are kernels of each expert: once, and for each.
+    narrow_sync_s: float = 0.0
     s_per_local_expert: float = 0.0
+    fused_router: bool = False  # scores, top-k and balancing loss have kernels of their own
     syncs_overlapped_experts: bool = True  # else plans with ep_overlap have static shapes, one graph and one kernel
     # Precisions in which its mixtures of experts run the core of the attention in 8 bits too.
     narrow_attention: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
-    host_factor_moe: float = 2.5  # a MoE block launches that many times the kernels of a dense one
 
     @staticmethod
     def upgraded(table: dict[str, Any]) -> dict[str, Any]:
@@ -248,6 +252,10 @@ class Host:
 
     host_s_per_block_forward: float = 150e-6  # CPU time to launch one attention or MLP block
     host_s_per_block_backward: float = 250e-6
+    # Of each kernel that a block of experts, or of latent attention, launches beyond a dense block
+    # (`cost/kernels/launches.py`): an eager operation (`modelling` C6), or what a framework's layers put around it.
+    host_s_per_launch: float = 10e-6
+    graphs: tuple[GraphScope, ...] = ()  # what it launches as CUDA graphs, by Megatron-Core's names (cuda_graph_scope)
     host_s_per_collective: float = 20e-6  # added where ranks must meet before a collective starts
     # Where zero1 gathers every rank's slice of every tensor of weights on its own: slicing, flattening, copying back.
     host_s_per_gathered_piece: float = 0.0
@@ -317,12 +325,13 @@ class Framework:
         return grouped
 
 
-# What files of before 2026-12 may say of the runs of tables, and no price depends on.
+# What files of before 2026-12 may say, and no price depends on.
 _RETIRED = {
     "aliases",
     "counts_ends_as_layers",
     "dispatches_once",
     "expert_compute_units",
+    "host_factor_moe",
     "interleaves_layers",
     "microbatch_per_rank",
     "overlaps_experts",

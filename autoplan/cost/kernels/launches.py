@@ -1,0 +1,153 @@
+"""Kernels that the host launches for a block beyond those of a dense one, and the time that takes it.
+
+The counts are of Megatron-LM d98e8a6 with the layers of Transformer Engine, a fused permutation and a product for each
+local expert: core/transformer/moe/router.py, moe_utils.py, token_dispatcher.py, fused_a2a.py, experts.py and
+shared_experts.py, core/transformer/multi_latent_attention.py; autograd's are as many as it has nodes with a kernel.
+They make 132 kernels of a layer of Qwen3-30B with 8 local experts, a fused router and HybridEP; Nsight Systems counted
+463,348 for 3,072 of them, 151 each, with those of head and optimizer (Megatron-Bridge 067f987,
+skills/nemo-mbridge-perf-expert-parallel-overlap).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from autoplan.base.arrays import Bools, Floats
+from autoplan.cost.kernels.times import add_up
+from autoplan.cost.passes import Pass
+from autoplan.spec.enums import Dispatcher, Precision, RecomputeModule
+from autoplan.spec.framework import GraphScope
+from autoplan.spec.model import Block
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import NARROW_TYPES
+
+ATTENTION_KINDS = (Block.ATTENTION, Block.WINDOW_ATTENTION)
+NARROW = [Precision(name).code for name in NARROW_TYPES]
+
+
+class Launches(NamedTuple):
+    """Kernels that one part of a block launches in each of its passes."""
+
+    forward: float
+    backward: float
+
+
+# Scores, top-k, maps and balancing loss, op by op, or in four kernels beside the router's products.
+ROUTER, FUSED_ROUTER = Launches(36, 24), Launches(8, 6)
+# The counts of tokens that an all-to-all's splits are made of, up to their copies to the host.
+COUNT_TOKENS = Launches(14, 0)
+# Permutation, exchange and sorting by expert, there and back.
+DISPATCH = {
+    Dispatcher.ALL_TO_ALL: Launches(11, 9),
+    Dispatcher.DEEPEP: Launches(10, 6),
+    Dispatcher.HYBRIDEP: Launches(8, 5),
+}
+AROUND_EXPERTS = Launches(4, 6)
+PER_EXPERT = Launches(2, 4)  # in loops over the local experts
+CASTS_PER_EXPERT = Launches(2, 3)  # in 8 bits and fewer: an input of each product, and gradients of outputs
+# Time of a launch in such a loop, which has no node of autograd to itself, over that of others [fitted, with
+# `host_s_per_launch`: 6 runs of Qwen3-30B and 235B and Moonlight with few tokens, 6 of Nemotron 3 Super with 64 experts
+# on a device].
+LOOPED = 0.55
+SHARED_EXPERTS = Launches(6, 12)
+# Latent attention has more products and norms, and copies that its kernels need; without a kernel for them, the rotary
+# embeddings of queries and keys are slices, products and concatenations.
+LATENT_ATTENTION, LATENT_ROPE = Launches(6, 10), Launches(26, 36)
+# A part that is recomputed by name launches what it launched forward, and what its checkpoint costs the host beside:
+# states of random generators kept and set, and a graph of its own (core/tensor_parallel/random.py) [judged].
+CHECKPOINT = 5
+_REPEATED_ATTENTION: dict[RecomputeModule, int | float] = {RecomputeModule.CORE_ATTN: 4, RecomputeModule.LAYERNORM: 1}
+REPEATED: dict[Block, dict[RecomputeModule, int | float]] = {
+    Block.ATTENTION: _REPEATED_ATTENTION,
+    Block.WINDOW_ATTENTION: _REPEATED_ATTENTION,
+    Block.MOE: {
+        RecomputeModule.LAYERNORM: 1,
+        RecomputeModule.MOE_ACT: 1,
+        RecomputeModule.SHARED_EXPERTS: SHARED_EXPERTS.forward,
+    },
+}
+UP_PROJECTIONS = 3
+
+
+def extra_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
+    """Time of the host to launch what a block has beyond a dense one, as far as no CUDA graph holds it."""
+    parts: list[tuple[Launches, Floats]] = []
+    if block is Block.MOE:
+        parts = _expert_parts(problem, batch)
+    elif block in ATTENTION_KINDS and problem.model.mla:
+        unfused = np.full(len(batch), 0.0 if problem.framework.kernels.fused_latent_rope else 1.0)
+        parts = [(LATENT_ATTENTION, np.ones(len(batch))), (LATENT_ROPE, unfused)]
+    each_s = _each_s(problem, batch, block)
+    return Pass(
+        forward_s=add_up(launches.forward * count * each_s for launches, count in parts) + 0.0 * each_s,
+        backward_s=add_up(launches.backward * count * each_s for launches, count in parts) + 0.0 * each_s,
+    )
+
+
+def repeated_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Floats:
+    """Time of the host to launch again, in a backward pass, the parts of a block that are recomputed by name."""
+    modules: dict[RecomputeModule, float | Floats] = {}
+    modules |= REPEATED.get(block, {})
+    if block in ATTENTION_KINDS and problem.model.mla:
+        rope = 1.0 if problem.framework.kernels.fused_latent_rope else LATENT_ROPE.forward
+        modules[RecomputeModule.MLA_UP_PROJ] = UP_PROJECTIONS + rope
+    if block is Block.MOE:
+        parts = _expert_parts(problem, batch)
+        modules[RecomputeModule.MOE] = add_up(launches.forward * count for launches, count in parts)
+    each_s = _each_s(problem, batch, block)
+    again = (np.where(batch.repeats(module), CHECKPOINT + count, 0.0) * each_s for module, count in modules.items())
+    return add_up(again) + 0.0 * each_s
+
+
+def _each_s(problem: Problem, batch: PlanBatch, block: Block) -> Floats:
+    """Time of the host for each launch of a block; none where a CUDA graph holds them."""
+    graphed = is_one_graph(problem, batch) | is_graphed(problem, block)
+    return np.where(graphed, 0.0, problem.framework.host.host_s_per_launch)
+
+
+def _expert_parts(problem: Problem, batch: PlanBatch) -> list[tuple[Launches, Floats]]:
+    """(part of a block of experts, how often each plan launches it)."""
+    framework, moe = problem.framework, problem.model.moe
+    assert moe is not None
+    graphs, once = framework.host.graphs, np.ones(len(batch))
+    local, sends = moe.num_experts / batch.ep, batch.ep > 1
+    routes = once * ("moe_router" not in graphs)
+    return [
+        (FUSED_ROUTER if framework.experts.fused_router else ROUTER, routes),
+        (SHARED_EXPERTS, routes * (moe.shared_expert_ffn_size > 0)),
+        (COUNT_TOKENS, once * counts_tokens(problem, batch)),
+        *((launches, once * sends * (batch.dispatcher == kind.code)) for kind, launches in DISPATCH.items()),
+        (AROUND_EXPERTS, once),
+        (PER_EXPERT, LOOPED * local),
+        (CASTS_PER_EXPERT, LOOPED * local * np.isin(batch.precision, NARROW)),
+    ]
+
+
+def counts_tokens(problem: Problem, batch: PlanBatch) -> Bools:
+    """Return which plans make the splits of an all-to-all with kernels of their own, outside of a CUDA graph."""
+    is_free = "moe_preprocess" not in problem.framework.host.graphs
+    return np.asarray((batch.ep > 1) & (batch.dispatcher == Dispatcher.ALL_TO_ALL.code) & is_free)
+
+
+GRAPHED_AS: dict[Block, GraphScope] = {
+    Block.ATTENTION: "attn",
+    Block.WINDOW_ATTENTION: "attn",
+    Block.MAMBA: "mamba",
+    Block.MLP: "mlp",
+}
+
+
+def is_graphed(problem: Problem, block: Block) -> bool:
+    """Return whether a CUDA graph holds all launches of a kind of block."""
+    graphs = problem.framework.host.graphs
+    return "full_iteration" in graphs or GRAPHED_AS.get(block) in graphs
+
+
+def is_one_graph(problem: Problem, batch: PlanBatch) -> Bools:
+    """Return which plans of mixtures of experts have static shapes, and launch a pass as one CUDA graph."""
+    experts, graphs = problem.framework.experts, problem.framework.host.graphs
+    is_static = experts.drops_tokens or "full_iteration" in graphs
+    return is_static | (batch.ep_overlap & (not experts.syncs_overlapped_experts))

@@ -1,0 +1,123 @@
+"""Kernels that the host launches for blocks of experts and latent attention, and what of them shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autoplan.cost.blocks import block_costs
+from autoplan.cost.kernels.launches import (
+    AROUND_EXPERTS,
+    CASTS_PER_EXPERT,
+    CHECKPOINT,
+    COUNT_TOKENS,
+    DISPATCH,
+    FUSED_ROUTER,
+    LATENT_ATTENTION,
+    LATENT_ROPE,
+    LOOPED,
+    PER_EXPERT,
+    ROUTER,
+    extra_launches_s,
+    repeated_launches_s,
+)
+from autoplan.frameworks.presets import load_framework
+from autoplan.read.cluster import load_cluster
+from autoplan.read.model import load_model
+from autoplan.spec.enums import Dispatcher
+from autoplan.spec.model import Block
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.training import TrainingSpec
+
+QWEN = load_model("qwen3-30b-a3b")
+DENSE_ATTENTION = 14 + 28  # `modelling` C6: 25-40 kernels of a dense layer forward, 50-80 backward
+FRAMES = 2 + 3  # norm and residual of the block, counted as a dense block
+
+
+def problem_of(model: Any = QWEN, **traits: Any) -> Problem:
+    framework = load_framework("nemo").changed(host_s_per_launch=1.0, **traits)
+    return Problem(
+        model=model, training=TrainingSpec(seq_len=4096), cluster=load_cluster("h100-sxm:2x8"), framework=framework
+    )
+
+
+def batch_of(model: Any = QWEN, **changes: Any) -> PlanBatch:
+    values: dict[str, Any] = {"global_batch": 16, "ep": 16, "dp_shard": 16, "dispatcher": "hybridep"}
+    return PlanBatch.of([ParallelPlan(**(values | changes))], model.num_layers)
+
+
+def test_the_kernels_of_a_layer_are_as_many_as_nsight_counted() -> None:
+    """151 in both passes, those of head and optimizer among them (Megatron-Bridge 067f987, its skills)."""
+    parts = (FUSED_ROUTER, DISPATCH[Dispatcher.HYBRIDEP], AROUND_EXPERTS)
+    counted = sum(map(sum, parts)) + 8 * sum(PER_EXPERT) + DENSE_ATTENTION + FRAMES
+    assert counted == pytest.approx(463_348 / (64 * 48), rel=0.15)
+
+
+def test_launches_of_a_block_of_experts_are_those_of_its_parts() -> None:
+    problem = problem_of()
+    forward = FUSED_ROUTER.forward + DISPATCH[Dispatcher.HYBRIDEP].forward + AROUND_EXPERTS.forward
+    launched = extra_launches_s(problem, batch_of(), Block.MOE)
+    assert launched.forward_s[0] == pytest.approx(forward + 8 * LOOPED * PER_EXPERT.forward)
+    narrow = extra_launches_s(problem, batch_of(precision="fp8"), Block.MOE)
+    assert (narrow.backward_s - launched.backward_s)[0] == pytest.approx(8 * LOOPED * CASTS_PER_EXPERT.backward)
+    eager = extra_launches_s(problem_of(fused_router=False), batch_of(dispatcher="alltoall"), Block.MOE)
+    router = ROUTER.forward - FUSED_ROUTER.forward
+    dispatch = DISPATCH[Dispatcher.ALL_TO_ALL].forward - DISPATCH[Dispatcher.HYBRIDEP].forward
+    assert (eager.forward_s - launched.forward_s)[0] == pytest.approx(router + dispatch + COUNT_TOKENS.forward)
+
+
+@pytest.mark.parametrize("scope", ["moe_router", "moe_preprocess", "full_iteration"])
+def test_a_cuda_graph_takes_its_launches_away(scope: str) -> None:
+    batch = batch_of(dispatcher="alltoall")
+    before, after = (
+        extra_launches_s(problem_of(graphs=graphs), batch, Block.MOE).forward_s[0] for graphs in ((), (scope,))
+    )
+    saved = {"moe_router": FUSED_ROUTER.forward, "moe_preprocess": COUNT_TOKENS.forward, "full_iteration": before}
+    assert before - after == pytest.approx(saved[scope])
+
+
+def test_latent_attention_launches_more_and_most_without_a_kernel_for_its_rotary_embeddings() -> None:
+    deepseek = load_model("deepseek-v3")
+    batch = batch_of(deepseek)
+    assert extra_launches_s(problem_of(), batch_of(), Block.ATTENTION).total_s[0] == 0.0
+    assert extra_launches_s(problem_of(deepseek), batch, Block.ATTENTION).total_s[0] == sum(LATENT_ATTENTION)
+    unfused = extra_launches_s(problem_of(deepseek, fused_latent_rope=False), batch, Block.ATTENTION)
+    assert unfused.total_s[0] == sum(LATENT_ATTENTION) + sum(LATENT_ROPE)
+
+
+def test_what_is_recomputed_by_name_is_launched_again_with_its_checkpoint() -> None:
+    again = batch_of(recompute="selective", recompute_modules=("moe_act",))
+    assert repeated_launches_s(problem_of(), again, Block.MOE)[0] == CHECKPOINT + 1
+    assert repeated_launches_s(problem_of(), again, Block.ATTENTION)[0] == 0.0
+    whole = batch_of(recompute="selective", recompute_modules=("moe",))
+    launched = extra_launches_s(problem_of(), whole, Block.MOE).forward_s[0]
+    assert repeated_launches_s(problem_of(), whole, Block.MOE)[0] == pytest.approx(CHECKPOINT + launched)
+
+
+def test_a_layer_takes_as_long_as_its_host_where_that_is_longer() -> None:
+    """Ever slower hosts: first they hide under the device, then each second of theirs is a second of the layer."""
+    problem, batch = problem_of(moe_sync_s=0.0), batch_of(precision="bf16")
+    waits = []
+    for scale in (1e-6, 1e-3, 2e-3):
+        slow = replace(problem, framework=problem.framework.changed(host_s_per_launch=scale))
+        costs = block_costs(slow, batch)
+        waits.append(sum(cost.forward_s["launch"][0] for cost in costs.values()))
+    launched = extra_launches_s(problem, batch, Block.MOE).forward_s[0]
+    assert waits[0] == 0.0
+    assert waits[2] - waits[1] == pytest.approx(1e-3 * launched)
+
+
+def test_blocks_of_unlike_layers_on_one_rank_make_up_for_each_other() -> None:
+    """Layers of Mamba leave the host time for those of experts, but not in a pipeline, whose stages may have few."""
+    nemotron = load_model("nemotron3-nano")
+    problem = problem_of(nemotron).framework.changed(host_s_per_launch=60e-6, moe_sync_s=0.0)
+    slow = replace(problem_of(nemotron), framework=problem)
+    together = block_costs(slow, batch_of(nemotron, ep=8))
+    apart = block_costs(slow, batch_of(nemotron, ep=8, pp=2, dp_shard=8, global_batch=8))
+    shown = [costs[Block.MOE].forward_s["launch"][0] for costs in (together, apart)]
+    assert shown[0] <= shown[1]
+    assert np.isfinite(shown).all()
