@@ -15,7 +15,6 @@ from autoplan.base.lazy import module_loader
 
 if TYPE_CHECKING:
     from autoplan.api import calibrations as calibrations
-    from autoplan.api import candidates as candidates
     from autoplan.api import compare as compare
     from autoplan.api import discovery as discovery
     from autoplan.api import estimate as estimate
@@ -32,13 +31,10 @@ if TYPE_CHECKING:
     from autoplan.api import plan_run as plan_run
     from autoplan.api import problem as problem
     from autoplan.api import profiling as profiling
-    from autoplan.api import program_run as program_run
     from autoplan.api import results as results
-    from autoplan.api import run_keeper as run_keeper
     from autoplan.api import search as search
     from autoplan.api import timings as timings
     from autoplan.api import training_run as training_run
-    from autoplan.api import trial_runners as trial_runners
     from autoplan.api import tuning as tuning
 
 __getattr__: Callable[[str], ModuleType] = module_loader(__name__)
