@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from autoplan.api import explain as explain
     from autoplan.api import export as export
     from autoplan.api import launch_files as launch_files
-    from autoplan.api import launch_start as launch_start
+    from autoplan.api import measured_runs as measured_runs
     from autoplan.api import mixed as mixed
     from autoplan.api import open_ranking as open_ranking
     from autoplan.api import outputs as outputs
     from autoplan.api import page as page
-    from autoplan.api import past_runs as past_runs
     from autoplan.api import plan_files as plan_files
     from autoplan.api import plan_run as plan_run
     from autoplan.api import problem as problem

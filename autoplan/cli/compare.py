@@ -98,7 +98,7 @@ def compare(
             **run,
         )
     if json:
-        typer.echo(found.to_json())
+        typer.echo(found.to_json(), nl=False)
     else:
         report.compare.print_compared(report.terminal.make_console(), found.outcomes)
     if svg is not None:

@@ -87,7 +87,7 @@ def _printed(kind: str) -> dict[str, Any]:
     """The schema of what a command prints, in SI units."""
     from autoplan.api import outputs
     from autoplan.api.export import Exported
-    from autoplan.cli.from_logs import Imported
+    from autoplan.api.measured_runs import Imported
     from autoplan.frameworks.common.launch import Launch
     from autoplan.profiler.discover.report import ReportFile
     from autoplan.profiler.doctor import Checkup
