@@ -5,22 +5,17 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cli.complete import clusters, presets
+from autoplan.cli.flags import PROBLEM, shared_flags
 from autoplan.cli.inputs import check_output, check_untyped, problem_options, whole_url
 from autoplan.cli.options import (
-    AttentionOption,
-    CalibrationOption,
-    DbOption,
     ForceOption,
-    PrecisionOption,
     QuietOption,
-    ReserveOption,
-    TimingsOption,
     whole_number,
 )
 
@@ -35,6 +30,8 @@ SAID_BY_A_PLAN = (
 )
 
 
+@shared_flags(PROBLEM[PROBLEM.index("calibration") :], after="framework")
+@shared_flags(("precision", "attention"), after="seq_len")
 def tune(
     context: typer.Context,
     model: Annotated[
@@ -60,15 +57,9 @@ def tune(
     ] = None,
     global_batch: Annotated[int | None, whole_number("--global-batch", "N", "Sequences in a step.")] = None,
     seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
-    precision: PrecisionOption = "bf16",
-    attention: AttentionOption = "flash",
     framework: Annotated[
         str | None, typer.Option(metavar="NAME", help="Framework preset or TOML file; torch, which is built in.")
     ] = None,
-    calibration: CalibrationOption = None,
-    timings: TimingsOption = None,
-    url: DbOption = None,
-    reserve_memory: ReserveOption = "0",
     fix: Annotated[
         list[str] | None, typer.Option(metavar="AXIS=VALUE", help="Look only at plans with this value (repeatable).")
     ] = None,
@@ -114,6 +105,7 @@ def tune(
     force: ForceOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print the trials as JSON instead of a table.")] = False,
     quiet: QuietOption = False,
+    **_: Any,
 ) -> None:
     """Run the plans that may be the fastest for some steps each, most promising first, and keep the best.
 
