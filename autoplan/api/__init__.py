@@ -16,7 +16,9 @@ from autoplan.base.lazy import module_loader
 if TYPE_CHECKING:
     from autoplan.api import calibrations as calibrations
     from autoplan.api import compare as compare
+    from autoplan.api import database as database
     from autoplan.api import discovery as discovery
+    from autoplan.api import doctor as doctor
     from autoplan.api import estimate as estimate
     from autoplan.api import explain as explain
     from autoplan.api import export as export
@@ -31,8 +33,10 @@ if TYPE_CHECKING:
     from autoplan.api import problem as problem
     from autoplan.api import profiling as profiling
     from autoplan.api import results as results
+    from autoplan.api import schemas as schemas
     from autoplan.api import search as search
     from autoplan.api import timings as timings
+    from autoplan.api import topology as topology
     from autoplan.api import training_run as training_run
     from autoplan.api import tuning as tuning
 

@@ -297,15 +297,8 @@ class Store:
             )
         return rows[0]
 
-    def hide(self, keys: Iterable[str], *, by: str, reason: str) -> int:
-        """Mark the records of these whole keys as not to be used; how many were not hidden before."""
-        return self._change(keys, hides=True, by=by, reason=reason)
-
-    def unhide(self, keys: Iterable[str], *, by: str, reason: str) -> int:
-        """Mark the records of these whole keys as to be used again; how many were hidden before."""
-        return self._change(keys, hides=False, by=by, reason=reason)
-
-    def _change(self, keys: Iterable[str], *, hides: bool, by: str, reason: str) -> int:
+    def change(self, keys: Iterable[str], *, hides: bool, by: str, reason: str) -> int:
+        """Mark the records of these whole keys as not to be used, or to be used again; how many were not so before."""
         num_changed = 0
         for batch in _batches(keys, BATCH):
             with self._database.writing() as connection:
