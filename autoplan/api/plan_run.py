@@ -14,13 +14,13 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autoplan.api.calibrations import described_machine
 from autoplan.api.plan_files import load_plan_file, problem_of
 from autoplan.api.timings import with_timings
 from autoplan.base.errors import AutoplanError, AutoplanWarning, InputError, StoreError
-from autoplan.base.files import check_target
+from autoplan.base.files import check_target, refused_writes
 from autoplan.base.processes import CrewError, RankPlace, check_torch, place_from, signal_name
 from autoplan.base.units import cleaned
 from autoplan.base.user import user_name
@@ -87,25 +87,25 @@ def run(
         if leads:
             warn_of_emulation(problem)
     predicted = _predicted(problem, wanted)
+    follow = _Follow(log=log, force=force, progress=progress or (lambda done, total: None), say=say)
     task: Task | Command
     report: TrainingReport | None
     try:
         if program:
-            task, report = _run_command(
-                problem,
-                wanted,
-                program,
-                steps=steps,
-                warmup=warmup,
-                limit_s=limit_s,
-                log=log,
-                force=force,
-                progress=progress,
-                say=say,
-            )
+            task, report = _run_command(problem, wanted, program, follow, steps=steps, warmup=warmup, limit_s=limit_s)
         else:
-            task = _task(problem, wanted, steps=steps, warmup=warmup, data=data, checks=check, limit_s=limit_s)
-            report = _train(task, place, log=log, force=force, progress=progress)
+            task = Task(
+                model=problem.model,
+                plan=wanted,
+                seq_len=problem.training.seq_len,
+                dtype=wanted.precision,  # type: ignore[arg-type]  # `check_task` refuses others
+                num_steps=steps,
+                num_warmup=warmup,
+                data="synthetic" if (data or usual_data(problem.model)) == "synthetic" else "text",
+                checks=check,
+                limit_s=limit_s,
+            )
+            report = _train(task, place, follow)
     except (ProgramError, CrewError) as error:
         try:
             if keeper:
@@ -144,37 +144,43 @@ def plan_to_run(path: Path, url: str | None) -> tuple[PlanFile, Problem]:
         raise
 
 
-def _task(
-    problem: Problem, plan: ParallelPlan, *, steps: int, warmup: int, data: str | None, checks: bool, limit_s: float
-) -> Task:
-    """Return the task of the built-in trainer."""
-    return Task(
-        model=problem.model,
-        plan=plan,
-        seq_len=problem.training.seq_len,
-        dtype=plan.precision,  # type: ignore[arg-type]  # `check_task` refuses others
-        num_steps=steps,
-        num_warmup=warmup,
-        data="synthetic" if (data or usual_data(problem.model)) == "synthetic" else "text",
-        checks=checks,
-        limit_s=limit_s,
-    )
+class _Follow(NamedTuple):
+    """How a run is told of while it goes on: in a log, by its steps, in words."""
+
+    log: Path | None
+    force: bool
+    progress: Progress
+    say: Callable[[str], None]
+
+    @contextmanager
+    def opened_log(self) -> Iterator[Callable[[bytes], None]]:
+        """Yield a function that adds to the log, if there is one; an existing one is replaced only with `force`."""
+        if self.log is None:
+            yield lambda data: None
+            return
+        check_target(self.log, force=self.force)
+        with refused_writes(self.log):
+            stream = self.log.open("wb", buffering=0)
+
+        def keep(data: bytes) -> None:
+            with refused_writes(self.log):
+                stream.write(data)
+
+        with stream:
+            yield keep
 
 
-def _train(
-    task: Task, place: RankPlace | None, *, log: Path | None, force: bool, progress: Progress | None
-) -> TrainingReport | None:
+def _train(task: Task, place: RankPlace | None, follow: _Follow) -> TrainingReport | None:
     """Return the report of the built-in trainer; None where this is another rank than the first."""
     check_torch()
     num_done = 0
-    with _opened_log(log, force=force) as keep:
+    with follow.opened_log() as keep:
 
         def advance(now: Advance) -> None:
             nonlocal num_done
             num_done = now.step + 1
             keep(line(num_done, now.step_s, now.loss).encode())
-            if progress:
-                progress(num_done, task.num_warmup + task.num_steps)
+            follow.progress(num_done, task.num_warmup + task.num_steps)
 
         try:
             return run_task(task, place, advance=advance)
@@ -221,45 +227,20 @@ def _predicted(problem: Problem, plan: ParallelPlan) -> PredictedRun:
 # -- a program of the user ---------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _opened_log(path: Path | None, *, force: bool) -> Iterator[Callable[[bytes], None]]:
-    """Yield a function that adds to the file, if there is one; an existing one is replaced only with `force`."""
-    if path is None:
-        yield lambda data: None
-        return
-    check_target(path, force=force)
-    try:
-        stream = path.open("wb", buffering=0)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
-    with stream:
-
-        def keep(data: bytes) -> None:
-            try:
-                stream.write(data)
-            except OSError as error:
-                raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
-
-        yield keep
-
-
 def _run_command(
     problem: Problem,
     plan: ParallelPlan,
     program: Sequence[str],
+    follow: _Follow,
     *,
     steps: int,
     warmup: int,
     limit_s: float,
-    log: Path | None,
-    force: bool,
-    progress: Progress | None,
-    say: Callable[[str], None],
 ) -> tuple[Command, TrainingReport]:
     """Run `program`, which trains by `plan`, until it has logged `steps` step times after `warmup` ones, and end it.
 
-    What it writes goes to `log` too; `progress` takes the timed steps and all of them, `say` what is odd about its log.
-    A `ProgramError` says how it failed, in words of its own.
+    `follow` hears what it writes, the timed steps and all of them, and what is odd about its log.  A `ProgramError`
+    says how it failed, in words of its own.
     """
     place = place_from(os.environ)
     if place and place.num_ranks > 1:
@@ -267,7 +248,7 @@ def _run_command(
     batch = Batch(num_sequences=plan.global_batch, seq_len=problem.training.seq_len, num_devices=plan.num_devices)
     reader, words = LogReader(batch, warmup=warmup), LogEnd()
     has_said = False
-    with _opened_log(log, force=force) as keep:
+    with follow.opened_log() as keep:
 
         def hear(data: bytes, now_s: float) -> bool:
             nonlocal has_said
@@ -276,9 +257,8 @@ def _run_command(
                 words.read(line)
             if not (has_said or reader.num_steps) and (other := reader.other_batch):
                 has_said = True
-                say(f"{other}: such steps do not count")
-            if progress:
-                progress(min(reader.num_steps, steps), steps)
+                follow.say(f"{other}: such steps do not count")
+            follow.progress(min(reader.num_steps, steps), steps)
             return reader.num_steps >= steps
 
         began_s = time.monotonic()
@@ -291,7 +271,7 @@ def _run_command(
     _check(ending, words, program[0], reader.num_steps, limit_s)
     logged = reader.finish()
     if logged.num_steps < steps:
-        say(f"{program[0]} ended after {logged.num_steps} of {steps} steps to time")
+        follow.say(f"{program[0]} ended after {logged.num_steps} of {steps} steps to time")
     return _as_command(problem, plan, program, logged), _as_report(problem, logged)
 
 

@@ -13,7 +13,7 @@ from autoplan.api.plan_files import is_plan_file, load_plan_file, make_plan_file
 from autoplan.api.plan_run import FRAMEWORK, RunKeeper, warn_of_emulation
 from autoplan.api.problem import ProblemOptions, make_problem, make_space
 from autoplan.base.errors import InputError, NoPlanError
-from autoplan.base.files import encode
+from autoplan.base.files import encode, refused_writes
 from autoplan.base.values import parse_duration, parse_positive
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.trainer.rules import RULES, check_model
@@ -37,10 +37,10 @@ from autoplan.spec.tune_report import TriedPlan, TuneReport
 class TuneOptions(ProblemOptions, total=False):
     """Options of a tuning: of the problem, of the plans that are tried, of the trials and of their study."""
 
-    fix: Iterable[str]  # limits of the plans, as for `search`
-    at_most: Iterable[str]
-    forbid: Iterable[str]
-    program: Sequence[str]  # that trains by a plan, in place of the built-in trainer
+    fix: Iterable[str] | None  # limits of the plans, as for `search`
+    at_most: Iterable[str] | None
+    forbid: Iterable[str] | None
+    program: Sequence[str] | None  # that trains by a plan, in place of the built-in trainer
     trials: int  # runs at most, those of earlier calls among them: 10
     budget: str | None  # time of this call, such as "30m"
     gpu_hours: float | str | None  # of all devices, earlier calls among them
@@ -110,7 +110,7 @@ def prepare(
     if isinstance(gpu_hours, str):
         gpu_hours = parse_positive(gpu_hours, "--gpu-hours")
     how = TrialOptions(
-        program=tuple(options.get("program", ())),
+        program=tuple(options.get("program") or ()),
         template=options.get("template"),
         to=options.get("to", "autoplan"),
         target_version=options.get("target_version"),
@@ -139,9 +139,9 @@ def prepare(
         problem_options = cast("ProblemOptions", {"framework": FRAMEWORK, **about})
         flags = SpaceFlags(
             global_batch=str(global_batch),
-            fix=tuple(options.get("fix", ())),
-            at_most=tuple(options.get("at_most", ())),
-            forbid=tuple(options.get("forbid", ())),
+            fix=tuple(options.get("fix") or ()),
+            at_most=tuple(options.get("at_most") or ()),
+            forbid=tuple(options.get("forbid") or ()),
         )
         candidates = _searched(str(model), cluster, seq_len, problem_options, flags, progress)
     runner = _runner_of(how, candidates)
@@ -172,10 +172,8 @@ class PreparedTuning:
         """Return the storage of the study, in a folder that is there then."""
         if self.storage:
             return self.storage
-        try:
+        with refused_writes(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{self.folder}: cannot be written: {error.strerror or error}") from None
         return str(self.folder / "study.journal")
 
     def run(

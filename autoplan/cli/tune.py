@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SAID_BY_A_PLAN = (
     *("cluster", "global_batch", "seq_len", "precision", "attention", "framework", "calibration", "timings"),
-    *("reserve_memory", "fix", "max_", "forbid"),
+    *("reserve_memory", "fix", "at_most", "forbid"),
 )
 
 
@@ -63,7 +63,7 @@ def tune(
     fix: Annotated[
         list[str] | None, typer.Option(metavar="AXIS=VALUE", help="Look only at plans with this value (repeatable).")
     ] = None,
-    max_: Annotated[
+    at_most: Annotated[
         list[str] | None, typer.Option("--max", metavar="AXIS=VALUE", help="Bound a degree (repeatable).")
     ] = None,
     forbid: Annotated[
@@ -114,7 +114,8 @@ def tune(
     is told with its reason.  Interrupted, or killed, the same call goes on where it was.
     """
     from autoplan.api.plan_files import is_plan_file
-    from autoplan.api.tuning import prepare
+    from autoplan.api.problem import ProblemOptions
+    from autoplan.api.tuning import TuneOptions, prepare
     from autoplan.cli.process import leave_on_sigterm
     from autoplan.cli.progress import live_line, progress_bar, say_how_to_watch
 
@@ -125,6 +126,8 @@ def tune(
         check_untyped(context, SAID_BY_A_PLAN, f"{model} says what is trained where, and by which plans")
     elif cluster is None or global_batch is None or seq_len is None:
         context.fail("give MODEL with --cluster, --global-batch and --seq-len, or a plan.json")
+    named = {name: context.params[name] for name in TuneOptions.__annotations__ if name in context.params}
+    named = {name: value for name, value in named.items() if name not in ProblemOptions.__annotations__}
     with progress_bar(quiet=quiet) as advance:
         prepared = prepare(
             model,
@@ -132,24 +135,7 @@ def tune(
             global_batch=global_batch,
             seq_len=seq_len,
             progress=advance,
-            fix=fix or (),
-            at_most=max_ or (),
-            forbid=forbid or (),
-            program=program or (),
-            trials=trials,
-            budget=budget,
-            gpu_hours=gpu_hours,
-            parallel=parallel,
-            steps=steps,
-            warmup=warmup,
-            template=template,
-            to=to,
-            target_version=target_version,
-            image=image,
-            limit=limit,
-            work=work,
-            storage=whole_url(context, storage),
-            study=study,
+            **named | {"storage": whole_url(context, storage)},
             **problem_options(context),
         )
     leave_on_sigterm()
