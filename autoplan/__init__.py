@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from autoplan.api.export import export as export
     from autoplan.api.launch_files import ReadResult as ReadResult
     from autoplan.api.launch_files import read as read
+    from autoplan.api.measured_runs import CalibrateResult as CalibrateResult
+    from autoplan.api.measured_runs import PredictResult as PredictResult
+    from autoplan.api.measured_runs import ScoreResult as ScoreResult
+    from autoplan.api.measured_runs import calibrate as calibrate
+    from autoplan.api.measured_runs import predict as predict
+    from autoplan.api.measured_runs import score as score
     from autoplan.api.mixed import search_mixed as search_mixed
     from autoplan.api.plan_files import load_plan as load_plan
     from autoplan.api.plan_run import run as run
@@ -48,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AutoplanError",
     "AutoplanWarning",
+    "CalibrateResult",
     "CompareResult",
     "ExplainResult",
     "ExportResult",
@@ -56,10 +63,13 @@ __all__ = [
     "NoPlanError",
     "ParallelPlan",
     "PlanResult",
+    "PredictResult",
     "ReadResult",
+    "ScoreResult",
     "StoreError",
     "Table",
     "UnpricedError",
+    "calibrate",
     "compare",
     "estimate",
     "explain",
@@ -68,9 +78,11 @@ __all__ = [
     "load_framework",
     "load_model",
     "load_plan",
+    "predict",
     "profile",
     "read",
     "run",
+    "score",
     "search",
     "search_mixed",
     "tune",
@@ -82,6 +94,10 @@ _PUBLIC = {
     "autoplan.api.explain": ("explain", "ExplainResult"),
     "autoplan.api.export": ("export", "ExportResult"),
     "autoplan.api.launch_files": ("read", "ReadResult"),
+    "autoplan.api.measured_runs": (
+        *("predict", "score", "calibrate"),
+        *("PredictResult", "ScoreResult", "CalibrateResult"),
+    ),
     "autoplan.api.mixed": ("search_mixed",),
     "autoplan.api.plan_files": ("load_plan",),
     "autoplan.api.plan_run": ("run",),

@@ -51,13 +51,13 @@ from autoplan.profiler.protocol import Hello, Job, Rules
 from autoplan.profiler.store import open_store
 from autoplan.profiler.store.store import Store
 from autoplan.profiler.sweep import Progress, run
-from autoplan.profiler.tasks import HALVES, LAYERS, SHARED, MeasurementScope, ranked_tasks
+from autoplan.profiler.tasks import MeasurementScope, ranked_tasks
 from autoplan.read.cluster import load_cluster
 from autoplan.spec.enums import Precision
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Operation, Provenance
+from autoplan.spec.timing import LAYER_HALVES, LAYERS, SHARED_LAYERS, Operation, Provenance
 from autoplan.spec.training import TrainingSpec
 from autoplan.trainer.run import PRELOAD, run_task
 from autoplan.trainer.task import Task, TrainingReport
@@ -121,8 +121,8 @@ TRUE_S, TRUE_BYTES = 0.05, 0.03  # errors up to which a prediction counts as tru
 # What steps are made of; kernels of their own would only stand in for units that were not measured.
 OPERATIONS: tuple[Operation, ...] = (
     *(LAYERS if HAS_GPUS else LAYERS[:2]),
-    *HALVES,
-    *SHARED,
+    *LAYER_HALVES,
+    *SHARED_LAYERS,
     "embedding",
     "head",
     "optimizer",

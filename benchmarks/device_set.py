@@ -34,10 +34,10 @@ from autoplan.profiler.protocol import Job
 from autoplan.profiler.record import Mode, Record
 from autoplan.profiler.store import open_store
 from autoplan.profiler.sweep import Progress, run
-from autoplan.profiler.tasks import PRODUCTS, MeasurementScope, ranked_tasks
+from autoplan.profiler.tasks import MeasurementScope, ranked_tasks
 from autoplan.read.device import load_device
 from autoplan.read.model import load_model
-from autoplan.spec.timing import SHAPES, Operation
+from autoplan.spec.timing import PRODUCTS, SHAPES, Operation
 from autoplan.topology.cluster import DeviceSpec
 
 DTYPES = ("bf16", "fp8")

@@ -127,14 +127,14 @@ def _lookup(url: str, num_rows: int) -> list[str]:
     rows = []
     with open_store(url, writable=False) as store:
         count = _count(store)
-        for name, dtypes in (("bf16", ["bf16"]), ("all types", None)):
+        for name, operations in ((OPERATIONS[0], OPERATIONS[:1]), ("all", None)):
             times_s, cpu_times_s = [], []
             for _ in range(REPEATS):
                 start, cpu_start = time.perf_counter(), time.process_time()
-                found = store.timings(_machine(3, 7), dtypes=dtypes)
+                found = store.timings(_machine(3, 7), operations=operations)
                 times_s.append(time.perf_counter() - start)
                 cpu_times_s.append(time.process_time() - cpu_start)
-            assert len(found) == each // (2 if dtypes else 1), len(found)
+            assert len(found) == -(-each // (len(OPERATIONS) if operations else 1)), len(found)
             rows.append(
                 f"| {_kind(url)} | {count:,} | {fill_s:.0f} s | {name} | {len(found) * NUM_FINGERPRINTS:,} "
                 f"| {len(found):,} | {1e3 * min(times_s):.0f} ms | {1e3 * sorted(times_s)[REPEATS // 2]:.0f} ms "

@@ -12,9 +12,6 @@ from autoplan.profiler.record import Fingerprint, Mode, Status
 from autoplan.spec.timing import Operation
 
 BESIDE = " beside gemm"  # ending of a collective's kernel where products run at the same time
-COLLECTIVES: frozenset[Operation] = frozenset(
-    {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"}
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,19 +18,15 @@ from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import block_shapes, count_parameters
 from autoplan.cost.kernels.times import local_sizes
 from autoplan.profiler.group_layouts import layouts
-from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello, Task, rules_for
+from autoplan.profiler.protocol import BESIDE, Hello, Task, rules_for
 from autoplan.profiler.record import Mode
 from autoplan.read.device import load_device
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.timing import Operation, batch_index
+from autoplan.spec.timing import COLLECTIVES, LAYER_HALVES, LAYERS, PRODUCTS, SHARED_LAYERS, Operation, batch_index
 from autoplan.topology.cluster import DeviceSpec
 
-PRODUCTS: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad")
-LAYERS: tuple[Operation, ...] = ("layer", "layer_backward", "layer_backward_selective", "layer_backward_full")
-HALVES: tuple[Operation, ...] = ("layer_input_gradient", "layer_weight_gradient")
-SHARED: tuple[Operation, ...] = ("replicated_layer", "sharded_layer", "resharded_layer")
 BUFFERS = {"cpu": tuple(2**power for power in range(10, 26, 3)), "cuda": tuple(2**power for power in range(16, 31, 2))}
 BESIDE_LEAST_BYTES = 2**22  # smaller ones end before a product has begun
 ACTION_S = 5e-4  # of the host, for an action of a pipeline: the order of what was seen
@@ -222,10 +218,10 @@ def _units(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
             continue
         if num_layers and model.gated_mlp and not scope.is_latent:
             layer = (micro_batch, seq_len, *sizes, tp)
-            for operation in (*LAYERS, *(HALVES if ranks_per_node > tp else ())):
+            for operation in (*LAYERS, *(LAYER_HALVES if ranks_per_node > tp else ())):
                 yield _Call(operation, layer, num_layers)
             for replicas in _replicas(tp, hello):
-                for operation in SHARED if replicas > 1 else SHARED[:1]:
+                for operation in SHARED_LAYERS if replicas > 1 else SHARED_LAYERS[:1]:
                     yield _Call(operation, (*layer, replicas, min(ranks_per_node // tp, replicas)), num_layers)
         ends: tuple[Operation, ...] = ("embedding", "head")
         for end in ends:
@@ -303,9 +299,9 @@ def _work(operation: Operation, shape: Sequence[int]) -> tuple[float, float]:
         batch, seq_len, hidden_size, ffn_size, heads, kv_heads, head_dim, cut, *_ = shape
         tokens = batch * seq_len
         weights = hidden_size * ((2 * heads + 2 * kv_heads) * head_dim + 3 * ffn_size)
-        passes = (
-            3.0 if operation in (*SHARED, "layer_backward_full") else 1.0 if operation in ("layer", *HALVES) else 2.0
-        )
+        passes = 1.0 if operation in ("layer", *LAYER_HALVES) else 2.0
+        if operation in (*SHARED_LAYERS, "layer_backward_full"):
+            passes = 3.0
         flops = 2.0 * tokens * weights + 2.0 * tokens * seq_len * heads * head_dim
         return passes * flops / cut, passes * 20.0 * tokens * hidden_size
     if operation == "head":

@@ -31,10 +31,10 @@ from autoplan.profiler.machine.environment import fingerprint
 from autoplan.profiler.machine.sensors import Sensors
 from autoplan.profiler.operations import collectives, kernels, trainer_units
 from autoplan.profiler.operations.inputs import DTYPES, InputFactory, Run, StagedRun
-from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Outcome, Task, rules_for
+from autoplan.profiler.protocol import BESIDE, Hello, Job, Outcome, Task, rules_for
 from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.timer import measure, synchronise
-from autoplan.spec.timing import Operation
+from autoplan.spec.timing import COLLECTIVES, Operation
 from autoplan.trainer.device import describe, take_device
 
 CHECK_SIZE = {"cpu": 512, "cuda": 8192}  # of the product by which devices are compared

@@ -24,20 +24,28 @@ from autoplan.base.arrays import Floats
 from autoplan.cost.estimate import estimate
 from autoplan.search.choice import OWN_SPREAD, first_of_kinds, pace
 from autoplan.search.ranking import seconds_per_sequence
-from autoplan.search.sensitivity import ATTENTIONS, COLLECTIVES, PRODUCTS, STREAMS
 from autoplan.spec.estimate import probability_above
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
-from autoplan.spec.timing import Measurement, Operation, Provenance
+from autoplan.spec.timing import (
+    ATTENTIONS,
+    COLLECTIVES,
+    EXPERTS,
+    PRODUCTS,
+    STREAMS,
+    Measurement,
+    Operation,
+    Provenance,
+)
 from autoplan.topology.cluster import LinkLevel
 
 Family = Literal["layers", "matrix products", "attention", "memory-bound kernels", "collectives"]
 _KERNELS: dict[Family, tuple[Operation, ...]] = {
-    "matrix products": PRODUCTS,
+    "matrix products": (*PRODUCTS, *EXPERTS),
     "attention": ATTENTIONS,
     "memory-bound kernels": STREAMS,
-    "collectives": (*COLLECTIVES, "broadcast"),
+    "collectives": COLLECTIVES,
 }
 
 
@@ -123,7 +131,7 @@ def spread_of_price(
         curve = level.collectives if level is not None and shape[0] == per_domain else None
         return _of_curve(curve is not None, curve.fit_error if curve else CURVE_SPREAD)
     # What streams through memory goes with the products: both were measured on a device, or neither was.
-    error = device.gemm.fit_error if operation in PRODUCTS else CURVE_SPREAD / _OF_MEAN_ERROR
+    error = device.gemm.fit_error if operation in _KERNELS["matrix products"] else CURVE_SPREAD / _OF_MEAN_ERROR
     return _of_curve(device.gemm.is_measured, error)
 
 

@@ -23,7 +23,7 @@ from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import Flip, RankedPlan, SearchResult, Sensitivity
-from autoplan.spec.timing import Calibration, Operation
+from autoplan.spec.timing import ATTENTIONS, COLLECTIVES, EXPERTS, PRODUCTS, STREAMS, Calibration, Operation
 from autoplan.topology.cluster import ClusterSpec
 
 MOST_CHANGE = 2.0  # a number that is off by more is another machine
@@ -32,24 +32,7 @@ LEAST_SLOPE = 1e-4  # of the logarithm of the step: what changes it less cannot 
 CLOSE = 1e-4  # of two steps at a flip, as a share
 MOST_ROUNDS = 12
 _NUDGE = 1e-4
-
-PRODUCTS: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad", "experts", "experts_backward")
-ATTENTIONS: tuple[Operation, ...] = (
-    "attention",
-    "attention_backward",
-    "latent_attention",
-    "latent_attention_backward",
-)
-STREAMS: tuple[Operation, ...] = (
-    "norm",
-    "norm_backward",
-    "rope",
-    "swiglu",
-    "swiglu_backward",
-    "cross_entropy",
-    "optimizer",
-)
-COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
+_TIMED = tuple(name for name in COLLECTIVES if name != "broadcast")  # that a step is made of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,15 +106,15 @@ def quantities(problem: Problem) -> tuple[Quantity, ...]:
         cluster.levels[-1].kind
     ]
     return (
-        Quantity(name="matrix-product rate", slower=_factor("gemm", PRODUCTS), measure=PRODUCTS[:3]),
+        Quantity(name="matrix-product rate", slower=_factor("gemm", (*PRODUCTS, *EXPERTS)), measure=PRODUCTS),
         Quantity(name="attention rate", slower=_factor("attention", ATTENTIONS), measure=ATTENTIONS[:2]),
         Quantity(name="memory bandwidth", slower=_factor("memory_bound", STREAMS), measure=("norm", "optimizer")),
         Quantity(name="launch time", slower=_factor("host", ()), is_rate=False),
         # What was measured of collectives has latency in it; it moves with the bandwidth.
-        Quantity(name=f"{link} bandwidth", slower=_of_cluster(_narrower_links, COLLECTIVES), measure=COLLECTIVES[:3]),
+        Quantity(name=f"{link} bandwidth", slower=_of_cluster(_narrower_links, _TIMED), measure=COLLECTIVES[:3]),
         Quantity(name=f"{link} latency", slower=_of_cluster(_later_links), is_rate=False, measure=COLLECTIVES[:3]),
-        Quantity(name="network bandwidth", slower=_of_cluster(_narrower_network), measure=COLLECTIVES),
-        Quantity(name="network latency", slower=_of_cluster(_later_network), is_rate=False, measure=COLLECTIVES),
+        Quantity(name="network bandwidth", slower=_of_cluster(_narrower_network), measure=_TIMED),
+        Quantity(name="network latency", slower=_of_cluster(_later_network), is_rate=False, measure=_TIMED),
     )
 
 

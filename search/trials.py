@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.files import refused_writes
 from autoplan.base.units import format_seconds
 from autoplan.frameworks.logs import Batch, LoggedRun, LogReader
 from autoplan.jobs.job import LOG, MESSAGES, OUTCOME, PLAN, Jobs, JobStatus, SilentError
@@ -114,13 +115,11 @@ class Trials:
         number = self.tuning.begin(at)
         folder = self._folder(number)
         try:
-            try:
+            with refused_writes(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 for name in (PLAN, OUTCOME, LOG, MESSAGES):
                     (folder / name).unlink(missing_ok=True)
                 (folder / PLAN).write_text(self.prepare(at), encoding="utf-8")
-            except OSError as error:
-                raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None
             job = self.jobs.start(folder)
         except AutoplanError as error:
             self._tell(number, at, make_result("failed", f"not started: {error}"))
@@ -290,11 +289,9 @@ def _since(watched: _Watched) -> float:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Refuse a second program beside the one that drives the trials of a folder; it is free when that one is gone."""
-    try:
+    with refused_writes(folder):
         folder.mkdir(parents=True, exist_ok=True)
         stream = (folder / "lock").open("w")
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None
     with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import autoplan
 from autoplan.cost.calibration import (
     RUNS_PER_FACTOR,
     MeasuredRun,
@@ -237,6 +238,24 @@ def test_the_command_writes_a_calibration_that_predict_and_score_take(
         row = capsys.readouterr().out.splitlines()[1].split()
         errors.append(float(row[4]))
     assert errors[1] < errors[0] / 4
+
+
+def test_the_api_predicts_scores_and_calibrates_a_table(tmp_path: Path) -> None:
+    table = table_of(tmp_path / "mine.csv", measured_under(Calibration(overall=1.5))[::6])
+    shipped = autoplan.predict(table)
+    assert [row["id"] for row in shipped.table()] == [f"h100-sxm-{at}" for at in range(6)]
+    shipped.save(tmp_path / "shipped.csv")
+    with pytest.raises(autoplan.InputError, match="exists"):
+        shipped.save(tmp_path / "shipped.csv")
+    saved, now = autoplan.score(table, predictions=tmp_path / "shipped.csv"), autoplan.score(table)
+    assert saved.by_source["h100-sxm"]["medAPE"] == pytest.approx(now.by_source["h100-sxm"]["medAPE"], rel=1e-3)
+    found = autoplan.calibrate(table)
+    assert (found.runs, found.warnings) == (6, ())
+    assert found.median_error < found.median_error_before / 4
+    found.save(tmp_path / "mine.toml")
+    own = autoplan.score(table, calibration=tmp_path / "mine.toml")
+    assert own.by_source["all runs"]["medAPE"] < 5
+    assert {row["source"] for row in own.table()} == {"h100-sxm", "all runs", "mean of sources"}
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ def test_timings_of_the_database_take_the_place_of_fitted_curves(searched: Path,
     lab = str(tmp_path / "lab.db")
     for default, asked in ((lab, None), ("elsewhere.db", lab), (lab, str(tmp_path / "of_runs.db"))):
         with mock.patch.dict("os.environ", {"AUTOPLAN_DB": default}):
-            assert plan_to_run(tmp_path / "timed.json", asked)[0].timings != NO_TIMINGS
+            assert plan_to_run(tmp_path / "timed.json", asked)[1].timings != NO_TIMINGS
     place = ("--cluster", "mi300x:1x8", "--global-batch", "16", "--seq-len", "4096")
     there = ("--timings", "db", "--db", str(tmp_path / "lab.db"))
     assert_refused(searched, "estimate", "llama.json", *place, *there, says="db has no timings of mi300x")

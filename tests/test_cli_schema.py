@@ -12,11 +12,11 @@ import jsonschema
 import pytest
 import typer
 
+from autoplan.api import doctor
 from autoplan.api.outputs import Profiled
+from autoplan.api.schemas import FILES, KINDS, PRINTED
 from autoplan.base.files import encode
 from autoplan.cli import COMMANDS, make_app
-from autoplan.cli.schema import FILES, KINDS, PRINTED
-from autoplan.profiler import doctor
 from autoplan.profiler.store import open_store
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.timing import Calibration

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 from autoplan import __version__
-from autoplan.profiler import doctor
-from autoplan.profiler.doctor import Check, check_up
+from autoplan.api import doctor
+from autoplan.api.doctor import Check, check_up
 from autoplan.profiler.store import open_store
 from commands import run
 from stores import GEMM, some_records

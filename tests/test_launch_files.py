@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autoplan.api.launch_start import differing
+from autoplan.api.launch_files import differing
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table
 from autoplan.frameworks.common.job import File

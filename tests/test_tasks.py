@@ -14,10 +14,10 @@ from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
 from autoplan.cost.provenance import shares
 from autoplan.frameworks.presets import load_framework
-from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello, Task
+from autoplan.profiler.protocol import BESIDE, Hello, Task
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
-from autoplan.profiler.tasks import LAYERS, MeasurementScope, ranked_tasks, reference_s, unmeasurable_parts
+from autoplan.profiler.tasks import MeasurementScope, ranked_tasks, reference_s, unmeasurable_parts
 from autoplan.read.cluster import load_cluster
 from autoplan.read.device import load_device
 from autoplan.read.model import load_model
@@ -25,7 +25,7 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import SHAPES, batch_index
+from autoplan.spec.timing import COLLECTIVES, LAYERS, SHAPES, batch_index
 from autoplan.spec.training import TrainingSpec
 
 MEGATRON: Framework = load_framework("megatron-core")

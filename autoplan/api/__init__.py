@@ -15,30 +15,29 @@ from autoplan.base.lazy import module_loader
 
 if TYPE_CHECKING:
     from autoplan.api import calibrations as calibrations
-    from autoplan.api import candidates as candidates
     from autoplan.api import compare as compare
+    from autoplan.api import database as database
     from autoplan.api import discovery as discovery
+    from autoplan.api import doctor as doctor
     from autoplan.api import estimate as estimate
     from autoplan.api import explain as explain
     from autoplan.api import export as export
     from autoplan.api import launch_files as launch_files
-    from autoplan.api import launch_start as launch_start
+    from autoplan.api import measured_runs as measured_runs
     from autoplan.api import mixed as mixed
     from autoplan.api import open_ranking as open_ranking
     from autoplan.api import outputs as outputs
     from autoplan.api import page as page
-    from autoplan.api import past_runs as past_runs
     from autoplan.api import plan_files as plan_files
     from autoplan.api import plan_run as plan_run
     from autoplan.api import problem as problem
     from autoplan.api import profiling as profiling
-    from autoplan.api import program_run as program_run
     from autoplan.api import results as results
-    from autoplan.api import run_keeper as run_keeper
+    from autoplan.api import schemas as schemas
     from autoplan.api import search as search
     from autoplan.api import timings as timings
+    from autoplan.api import topology as topology
     from autoplan.api import training_run as training_run
-    from autoplan.api import trial_runners as trial_runners
     from autoplan.api import tuning as tuning
 
 __getattr__: Callable[[str], ModuleType] = module_loader(__name__)

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-import msgspec
-
 from autoplan.api.problem import ProblemOptions, make_problem, make_space
 from autoplan.api.results import Result, Table
 from autoplan.api.search import limit_texts
 from autoplan.api.training_run import RunOptions, make_run, parse_sizes, priced, resized
 from autoplan.base.errors import InputError, NoPlanError
+from autoplan.base.files import encode
 from autoplan.base.units import format_seconds
 from autoplan.report.compare import Compared, draw_rates
 from autoplan.search.objectives import Run, find_objectives
@@ -55,7 +54,7 @@ class CompareResult(Result):
 
     def to_json(self) -> str:
         """Return the comparison as JSON."""
-        return msgspec.json.format(msgspec.json.encode(self.outcomes), indent=2).decode()
+        return encode(self.outcomes)
 
     def draw(self) -> str:
         """Return an SVG of rates by size."""

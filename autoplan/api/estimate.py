@@ -56,7 +56,7 @@ def estimate(
     """
     timings = options.get("timings") or ""
     if launch_file is not None:
-        from autoplan.api.launch_start import start_from  # brings the readers of all frameworks
+        from autoplan.api.launch_files import start_from  # brings the readers of all frameworks
 
         if cluster is None:
             raise InputError("estimate --from needs --cluster: name the cluster that the file runs on")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from autoplan.api.plan_files import load_mixed_plan, load_plan
 from autoplan.api.results import MixedPlanResult, PlanResult, Result, Table
@@ -12,9 +13,28 @@ from autoplan.search import explain as search_explain
 from autoplan.search import mixed_explanation
 from autoplan.spec.explanation import Explanation, MixedExplanation, Versus
 
+Explained = TypeVar("Explained", Explanation, MixedExplanation)
+
+
+class _Reasons(Result, Generic[Explained]):
+    """Reasons why a plan takes as long as it does."""
+
+    __slots__ = ()
+    explanation: Explained
+
+    def table(self) -> Table:
+        """Return the terms of the step time in seconds, longest first."""
+        terms = sorted(self.explanation.plan.terms_s.items(), key=lambda term: -term[1])
+        step_s = self.explanation.plan.step_s
+        return Table(columns=("term", "seconds", "share"), rows=tuple((name, s, s / step_s) for name, s in terms))
+
+    def to_json(self) -> str:
+        """Return the explanation as JSON."""
+        return encode(self.explanation)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExplainResult(Result):
+class ExplainResult(_Reasons[Explanation]):
     """Reasons why a plan takes as long as it does: what binds it, what faster plans need, and why others lost."""
 
     explained: PlanResult
@@ -25,19 +45,9 @@ class ExplainResult(Result):
         """The plan, what it takes, and what stops faster ones."""
         return f"{self.explained.headline}; {'; '.join(self.explanation.binds)}"
 
-    def table(self) -> Table:
-        """Return the terms of the step time in seconds, longest first."""
-        terms = sorted(self.explanation.plan.terms_s.items(), key=lambda term: -term[1])
-        step_s = self.explanation.plan.step_s
-        return Table(columns=("term", "seconds", "share"), rows=tuple((name, s, s / step_s) for name, s in terms))
-
-    def to_json(self) -> str:
-        """Return the explanation as JSON."""
-        return encode(self.explanation)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedExplainResult(Result):
+class MixedExplainResult(_Reasons[MixedExplanation]):
     """Reasons why a plan of a mixed cluster takes as long as it does, and why others lost."""
 
     explained: MixedPlanResult
@@ -47,16 +57,6 @@ class MixedExplainResult(Result):
     def headline(self) -> str:
         """The plan and what it takes."""
         return self.explained.headline
-
-    def table(self) -> Table:
-        """Return the terms of the step time in seconds, longest first."""
-        terms = sorted(self.explanation.plan.terms_s.items(), key=lambda term: -term[1])
-        step_s = self.explanation.plan.step_s
-        return Table(columns=("term", "seconds", "share"), rows=tuple((name, s, s / step_s) for name, s in terms))
-
-    def to_json(self) -> str:
-        """Return the explanation as JSON."""
-        return encode(self.explanation)
 
 
 def explain(

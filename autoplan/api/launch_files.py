@@ -1,21 +1,34 @@
-"""Launch files: what a script or a configuration that starts training today says."""
+"""Launch files that run today: read, and compared with the best plan beside which they are searched."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-
-from autoplan.api.problem import load_model
+from autoplan.api.problem import ProblemOptions, check_rank_order, load_model
 from autoplan.api.results import Result, Table
-from autoplan.base.errors import InputError
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.files import encode
 from autoplan.base.units import check_count
+from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.launch import Given, Launch
-from autoplan.frameworks.launch_files import read_launch
+from autoplan.frameworks.common.rules import Rule, broken
+from autoplan.frameworks.launch_files import read_launch, read_launch_on, reader_of
+from autoplan.frameworks.registry import TARGETS, book_of
+from autoplan.launch.targets import exported
+from autoplan.search.choice import compared, pace
+from autoplan.search.ranking import TIE
+from autoplan.search.space import Space
+from autoplan.search.walk import Way, changes, nearest_equal, prices, walk
+from autoplan.spec.explanation import AxisChange, CurrentPlan, OptionChange
 from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.problem import Problem
+from autoplan.spec.search_result import RankedPlan, SearchResult
+from autoplan.topology.cluster import ClusterSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +50,7 @@ class ReadResult(Result):
 
     def to_json(self) -> str:
         """Return what was read as JSON."""
-        return msgspec.json.format(msgspec.json.encode(self.launch), indent=2).decode()
+        return encode(self.launch)
 
 
 def read(
@@ -87,3 +100,194 @@ def make_given(
         seq_len=seq_len,
         variables=tuple(pairs),
     )
+
+
+# -- a search that starts from one -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchStart:
+    """The start of a search from a launch file: the problem that it describes, and the plan to compare with."""
+
+    path: Path
+    given: Given
+    launch: Launch
+    options: ProblemOptions
+    global_batch: str
+    plan: ParallelPlan
+
+    def nearest_result(self, problem: Problem, space: Space, result: SearchResult) -> SearchResult:
+        """Return `result` with a best plan in front that keeps of the file's plan whatever costs nothing."""
+        best = nearest_equal(problem, space.rules, self.plan, result.rivals[0])
+        if best == result.rivals[0]:
+            return result
+        certificate = replace(result.certificate, best_step_s=best.step_s)
+        return replace(result, rivals=(best, *result.rivals), ranked=(best, *result.ranked), certificate=certificate)
+
+    def compared(self, problem: Problem, file: PlanFile, result: SearchResult) -> CurrentPlan:
+        """Return how the plan of the launch file compares with the best one, which `file` holds."""
+        plan, launch = self.plan, self.launch
+        priced = None if _broken(problem, plan, universal.RULES) else prices(problem, [plan])[0]
+        way = Way(problem=problem, rules=book_of(problem.framework).rules, before=plan, after=file.best.plan)
+        try:
+            found, steps = changes(way), walk(way)
+        except AutoplanError:  # the plan does not even add up, as `broken` says
+            found, steps = (), ()
+        today = CurrentPlan(
+            path=str(self.path),
+            target=launch.target,
+            plan=plan,
+            broken=_faults(problem, plan),
+            priced=priced,
+            gap=compared(priced, file.best) if priced else None,
+            num_faster=sum(pace(rival) < pace(priced) * (1 - TIE) for rival in result.rivals) if priced else 0,
+            changes=found,
+            walk=steps,
+            options=(),
+            no_options="",
+            unread={
+                f"{unread.option} {unread.value}".strip(): unread.why for unread in launch.unread if unread.matters
+            },
+        )
+        return _with_options(self, file, today)
+
+
+def start_from(
+    path: str | Path,
+    cluster: ClusterSpec,
+    options: ProblemOptions,
+    *,
+    model: str | Path | ModelSpec | None = None,
+    seq_len: int | None = None,
+    global_batch: int | str | None = None,
+    variables: Iterable[str] | Mapping[str, str] = (),
+    target: str | None = None,
+) -> LaunchStart:
+    """Read the launch file on `cluster`; what is given beside it wins over what the file says.
+
+    A range of batches leaves the file's plan at its own, one number changes it.
+    """
+    given = make_given(model, seq_len=seq_len, variables=variables)
+    try:
+        launch = read_launch_on(Path(path), given, cluster, target)
+    except InputError as error:
+        raise InputError(str(error).replace("--model", "MODEL")) from None  # which is an argument of a search
+    training = launch.training if seq_len is None else replace(launch.training, seq_len=seq_len)
+    options = {"framework": launch.framework, **options, "training": training}
+    batch = str(global_batch or launch.plan.global_batch)
+    is_number = batch.isascii() and batch.isdigit() and 0 < len(batch) < 10
+    num_sequences = int(batch) if is_number else launch.plan.global_batch
+    precision = options.get("precision", training.precision)
+    plan = replace(launch.plan, precision=precision, global_batch=num_sequences)  # type: ignore[arg-type]
+    return LaunchStart(path=Path(path), given=given, launch=launch, options=options, global_batch=batch, plan=plan)
+
+
+def _faults(problem: Problem, plan: ParallelPlan) -> tuple[str, ...]:
+    """Reasons why the framework refuses a plan; empty where it does not."""
+    faults = _broken(problem, plan, book_of(problem.framework).rules)
+    try:
+        check_rank_order(problem.framework, plan.rank_order)
+    except InputError as error:
+        return (*faults, str(error))
+    return faults
+
+
+def _broken(problem: Problem, plan: ParallelPlan, rules: tuple[Rule, ...]) -> tuple[str, ...]:
+    try:
+        return broken(rules, problem.workload, plan)
+    except AutoplanError as error:
+        return (str(error),)
+
+
+# -- the options of the file ------------------------------------------------------------------------------------------
+
+
+def _with_options(started: LaunchStart, file: PlanFile, today: CurrentPlan) -> CurrentPlan:
+    """`today` with the options that change, as a whole and axis by axis, as its target writes them."""
+    in_file = dict(started.launch.options)
+    if today.target not in TARGETS or not in_file:
+        return today
+    written: dict[str, dict[str, str]] = {}
+    refusals: list[str] = []
+    for version in TARGETS[today.target].versions:
+        try:
+            written[version] = _written(started, file, file.best, version)
+        except InputError as error:
+            refusals.append(str(error))
+    if not written:
+        return replace(today, no_options=refusals[0])
+    # Of several generations of a framework the file is of the one whose options it has.
+    version = max(written, key=lambda known: len(written[known].keys() & in_file.keys()))
+    # What was not understood is not written either: it is the person's to keep.
+    unread = {option.option for option in started.launch.unread}
+    options = tuple(change for change in differing(in_file, written[version]) if change.option not in unread)
+    if today.priced is None or today.broken:
+        return replace(today, options=options)
+    # What the file leaves to its framework's default, which the exported file says, is no change.
+    implied = _implied(started, file, today.priced, version)
+    options = tuple(
+        change for change in options if change.before is not None or implied.get(change.option) != change.after
+    )
+
+    def of_axis(change: AxisChange) -> AxisChange:
+        if change.alone is None:
+            return change
+        try:
+            changed = differing(before, _written(started, file, change.alone, version))
+        except InputError:  # admitted by the framework, but not to be written for it
+            return change
+        as_written = (replace(option, before=in_file.get(option.option, option.before)) for option in changed)
+        return replace(change, options=tuple(as_written))
+
+    try:
+        before = _written(started, file, today.priced, version)
+    except InputError:
+        return replace(today, options=options)
+    return replace(today, options=options, changes=tuple(map(of_axis, today.changes)))
+
+
+def _implied(started: LaunchStart, file: PlanFile, priced: RankedPlan, version: str) -> dict[str, str]:
+    """The options that the file itself has once it is exported; empty where it cannot be."""
+    launch = started.launch
+    own = replace(file, model=launch.model, training=launch.training, best=replace(priced, plan=launch.plan))
+    try:
+        return _written(started, replace(own, alternatives=()), own.best, version)
+    except InputError:
+        return {}
+
+
+def _written(started: LaunchStart, file: PlanFile, plan: RankedPlan, version: str) -> dict[str, str]:
+    """The options of a plan in the file that is exported for the target of the launch file."""
+    target, cluster = started.launch.target, file.cluster
+    reader = reader_of(target)
+    given = replace(
+        started.given, num_devices=cluster.num_devices, devices_per_node=cluster.devices_per_node, variables=()
+    )
+    refusal = InputError("none of its files can be read back")
+    for written in exported(replace(file, best=plan), target, "torchrun", version):
+        if reader.recognises(written.name, written.text):
+            try:
+                return dict(reader.read(written.text, given).options)
+            except InputError as error:  # such as a script that starts what another file describes
+                refusal = error
+    raise refusal
+
+
+def differing(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[OptionChange, ...]:
+    """Return the options whose values differ, or that only one of the two has."""
+    names = dict.fromkeys((*before, *after))
+    return tuple(
+        OptionChange(option=name, before=before.get(name), after=after.get(name))
+        for name in names
+        if not _is_same(before.get(name), after.get(name))
+    )
+
+
+def _is_same(value: str | None, other: str | None) -> bool:
+    """Return whether two values of an option mean the same: 0 is 0.0."""
+    if value is None or other is None or value == other:
+        return value == other
+    try:
+        return float(value) == float(other)
+    except ValueError:
+        return False

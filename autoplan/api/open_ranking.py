@@ -12,7 +12,7 @@ from autoplan.api.plan_files import load_plan_file, problem_of
 from autoplan.api.timings import usable_operations, usable_timings, with_measurements
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
-from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello
+from autoplan.profiler.protocol import BESIDE, Hello
 from autoplan.profiler.record import Mode
 from autoplan.profiler.tasks import MeasurementScope, RankedTask, TaskKey, ranked_tasks, reference_s
 from autoplan.search.choice import pace
@@ -28,7 +28,7 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
-from autoplan.spec.timing import PROVENANCES, Measurement
+from autoplan.spec.timing import COLLECTIVES, PROVENANCES, Measurement
 
 
 class OpenRanking:

@@ -20,7 +20,7 @@ from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.provenance import shares
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost
-from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.plan_file import MIXED_FILE_VERSION, PLAN_FILE_VERSION, MixedPlanFile, PlanFile, SpaceFlags
 from autoplan.spec.problem import Problem
 from autoplan.spec.ranks import hosts
@@ -59,12 +59,6 @@ def load_mixed_plan(path: str | Path) -> MixedPlanResult:
 def load_any_plan(path: str | Path, *, db: str | None = None) -> PlanResult | MixedPlanResult:
     """Return the plans of a plan file, of whatever cluster."""
     return load_mixed_plan(path) if "mixed_schema_version" in read_table(Path(path)) else load_plan(path, db=db)
-
-
-def read_plan(path: Path, url: str | None = None) -> tuple[Problem, ParallelPlan, str]:
-    """The problem, the best plan and the timings that a plan file names; these are read from the database at `url`."""
-    file = load_plan_file(path)
-    return problem_of(file, url), file.best.plan, file.timings
 
 
 def load_plan_file(path: Path) -> PlanFile:

@@ -3,65 +3,50 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from autoplan.api.plan_files import read_plan
-from autoplan.api.program_run import opened_log, run_command
+from autoplan.api.calibrations import described_machine
+from autoplan.api.plan_files import load_plan_file, problem_of
 from autoplan.api.timings import with_timings
-from autoplan.base.errors import AutoplanError, AutoplanWarning, StoreError
-from autoplan.base.processes import CrewError, RankPlace, check_torch, place_from
+from autoplan.base.errors import AutoplanError, AutoplanWarning, InputError, StoreError
+from autoplan.base.files import check_target, refused_writes
+from autoplan.base.processes import CrewError, RankPlace, check_torch, place_from, signal_name
+from autoplan.base.units import cleaned
+from autoplan.base.user import user_name
 from autoplan.base.values import parse_duration
 from autoplan.cost.estimate import estimate
+from autoplan.frameworks.logs import Batch, LoggedRun, LogReader
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.trainer.log import line
-from autoplan.jobs.program import ProgramError
+from autoplan.jobs.program import Ending, ProgramError, run_program
+from autoplan.profiler.record import MOST_SAMPLES, Fingerprint
+from autoplan.profiler.run_record import RunRecord
 from autoplan.read.calibration import built_in_calibration
+from autoplan.runs.failure import LogEnd
 from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.problem import Problem
 from autoplan.trainer.run import run_task, usual_data
 from autoplan.trainer.task import Advance, Command, PredictedRun, RunFile, Task, TrainingReport
 
-if TYPE_CHECKING:  # SQLAlchemy, which a run that is not stored does not need
-    from autoplan.api.run_keeper import RunKeeper
+if TYPE_CHECKING:  # Optuna, which a run does not need
+    from autoplan.search.tune import Tuning
 
 FRAMEWORK = "torch"  # what the trainer is priced as
 EMULATION = "these cores have no bf16 units, and are many times as fast in fp32"
 
 Progress = Callable[[int, int], None]  # (steps done, all of them)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredRun:
-    """Run that ended well: what was run, predicted and measured."""
-
-    file: RunFile
-    problem: Problem
-    keeper: RunKeeper | None = None  # where it is to be stored
-
-    @property
-    def is_right(self) -> bool:
-        """Tell whether the plan trains what one process does, as far as that was checked."""
-        return self.file.measured.check is None or self.file.measured.check.holds
-
-    def store(self) -> None:
-        """Keep the run in the timing database, if one was named and the plan trains what it should."""
-        if self.keeper and self.is_right:
-            log_of = getattr(self.file.task, "log_of", "")
-            self.keeper.keep(self.problem, self.file.task.plan, self.file.predicted, self.file.measured, log_of=log_of)
-
-    def check(self) -> None:
-        """Refuse a plan that trains something else than one process does."""
-        check = self.file.measured.check
-        if check is not None and not check.holds:
-            raise AutoplanError(
-                f"the plan trains something else than one process does: losses differ by {check.loss:.2g}, "
-                f"gradients by {check.gradients:.2g}, weights by {check.weights:.2g} of their size"
-            )
 
 
 def run(
@@ -78,85 +63,49 @@ def run(
     force: bool = False,
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda text: None,
+    hand_over: Callable[[RunFile], None] = lambda file: None,
 ) -> RunFile | None:
     """Train by the plan file `plan` for some steps, and return what was measured beside what was predicted.
 
     The built-in trainer runs it, on this node or, under torchrun, srun or mpirun, with one rank for each device; or
     `program`, a command with its arguments, whose log is read.  `steps` are timed after `warmup` ones; with `check`
     one process trains the same first and is compared.  `limit` is the time of a step, or of the program's silence,
-    after which it is taken to hang.  The run is kept in the timing database `db` if that is given.
+    after which it is taken to hang.  The run is kept in the timing database `db` if that is given; `hand_over` gets
+    the result before.
 
     Returns None on other ranks than the first.  Raises InputError where the plan cannot be run, CrewError where ranks
     are lost, ProgramError where the program fails, and AutoplanError where the plan trains something else.
     """
-    measured = measure(
-        plan,
-        program=program,
-        steps=steps,
-        warmup=warmup,
-        data=data,
-        check=check,
-        limit=limit,
-        log=log,
-        db=db,
-        stores=db is not None,
-        force=force,
-        progress=progress,
-        say=say,
-    )
-    if measured is None:
-        return None
-    measured.store()
-    measured.check()
-    return measured.file
-
-
-def measure(
-    plan: str | Path,
-    *,
-    program: Sequence[str] = (),
-    steps: int = 10,
-    warmup: int = 2,
-    data: str | None = None,
-    check: bool = False,
-    limit: str = "5m",
-    log: Path | None = None,
-    db: str | None = None,
-    stores: bool = False,
-    force: bool = False,
-    progress: Progress | None = None,
-    say: Callable[[str], None] = lambda text: None,
-) -> MeasuredRun | None:
-    """Run a plan as `run` does, and return what was measured before it is stored; a run that fails is stored here."""
     limit_s = parse_duration(limit)
-    problem, wanted, timings = plan_to_run(Path(plan), db)
+    file, problem = plan_to_run(Path(plan), db)
+    wanted = file.best.plan
     place = None if program else place_from(os.environ)
     leads = place is None or place.rank == 0
-    keeper = _keeper(db) if stores and leads else None
+    keeper = RunKeeper(db) if db is not None and leads else None
     if not program:
-        problem = of_trainer(problem, timings, db)
+        problem = of_trainer(problem, file.timings, db)
         if leads:
             warn_of_emulation(problem)
     predicted = _predicted(problem, wanted)
+    follow = _Follow(log=log, force=force, progress=progress or (lambda done, total: None), say=say)
     task: Task | Command
     report: TrainingReport | None
     try:
         if program:
-            task, report = run_command(
-                problem,
-                wanted,
-                program,
-                steps=steps,
-                warmup=warmup,
-                limit_s=limit_s,
-                log=log,
-                force=force,
-                progress=progress,
-                say=say,
-            )
+            task, report = _run_command(problem, wanted, program, follow, steps=steps, warmup=warmup, limit_s=limit_s)
         else:
-            task = _task(problem, wanted, steps=steps, warmup=warmup, data=data, checks=check, limit_s=limit_s)
-            report = _train(task, place, log=log, force=force, progress=progress)
+            task = Task(
+                model=problem.model,
+                plan=wanted,
+                seq_len=problem.training.seq_len,
+                dtype=wanted.precision,  # type: ignore[arg-type]  # `check_task` refuses others
+                num_steps=steps,
+                num_warmup=warmup,
+                data="synthetic" if (data or usual_data(problem.model)) == "synthetic" else "text",
+                checks=check,
+                limit_s=limit_s,
+            )
+            report = _train(task, place, follow)
     except (ProgramError, CrewError) as error:
         try:
             if keeper:
@@ -166,57 +115,72 @@ def measure(
         raise
     if report is None:
         return None
-    return MeasuredRun(file=RunFile(task=task, predicted=predicted, measured=report), problem=problem, keeper=keeper)
-
-
-def _keeper(url: str | None) -> RunKeeper:
-    from autoplan.api.run_keeper import RunKeeper  # brings SQLAlchemy
-
-    return RunKeeper(url)
-
-
-def plan_to_run(path: Path, url: str | None) -> tuple[Problem, ParallelPlan, str]:
-    """Return the plan of a file, with times of the database at `url`, or of the user's own if that is for the run."""
+    measured = RunFile(task=task, predicted=predicted, measured=report)
     try:
-        return read_plan(path, url)
+        hand_over(measured)
+    finally:  # a disk that is full for the one need not be for the other
+        if keeper and (report.check is None or report.check.holds):
+            keeper.keep(problem, measured)
+    if report.check is not None and not report.check.holds:
+        raise AutoplanError(
+            f"the plan trains something else than one process does: losses differ by {report.check.loss:.2g}, "
+            f"gradients by {report.check.gradients:.2g}, weights by {report.check.weights:.2g} of their size"
+        )
+    return measured
+
+
+def plan_to_run(path: Path, url: str | None) -> tuple[PlanFile, Problem]:
+    """Return a plan file and its problem, with times of the database at `url`.
+
+    Where that is for the run alone, they are those of the user's own.
+    """
+    file = load_plan_file(path)
+    try:
+        return file, problem_of(file, url)
     except AutoplanError:
         if url is not None:
             with suppress(AutoplanError):
-                return read_plan(path)
+                return file, problem_of(file)
         raise
 
 
-def _task(
-    problem: Problem, plan: ParallelPlan, *, steps: int, warmup: int, data: str | None, checks: bool, limit_s: float
-) -> Task:
-    """Return the task of the built-in trainer."""
-    return Task(
-        model=problem.model,
-        plan=plan,
-        seq_len=problem.training.seq_len,
-        dtype=plan.precision,  # type: ignore[arg-type]  # `check_task` refuses others
-        num_steps=steps,
-        num_warmup=warmup,
-        data="synthetic" if (data or usual_data(problem.model)) == "synthetic" else "text",
-        checks=checks,
-        limit_s=limit_s,
-    )
+class _Follow(NamedTuple):
+    """How a run is told of while it goes on: in a log, by its steps, in words."""
+
+    log: Path | None
+    force: bool
+    progress: Progress
+    say: Callable[[str], None]
+
+    @contextmanager
+    def opened_log(self) -> Iterator[Callable[[bytes], None]]:
+        """Yield a function that adds to the log, if there is one; an existing one is replaced only with `force`."""
+        if self.log is None:
+            yield lambda data: None
+            return
+        check_target(self.log, force=self.force)
+        with refused_writes(self.log):
+            stream = self.log.open("wb", buffering=0)
+
+        def keep(data: bytes) -> None:
+            with refused_writes(self.log):
+                stream.write(data)
+
+        with stream:
+            yield keep
 
 
-def _train(
-    task: Task, place: RankPlace | None, *, log: Path | None, force: bool, progress: Progress | None
-) -> TrainingReport | None:
+def _train(task: Task, place: RankPlace | None, follow: _Follow) -> TrainingReport | None:
     """Return the report of the built-in trainer; None where this is another rank than the first."""
     check_torch()
     num_done = 0
-    with opened_log(log, force=force) as keep:
+    with follow.opened_log() as keep:
 
         def advance(now: Advance) -> None:
             nonlocal num_done
             num_done = now.step + 1
             keep(line(num_done, now.step_s, now.loss).encode())
-            if progress:
-                progress(num_done, task.num_warmup + task.num_steps)
+            follow.progress(num_done, task.num_warmup + task.num_steps)
 
         try:
             return run_task(task, place, advance=advance)
@@ -258,3 +222,192 @@ def _predicted(problem: Problem, plan: ParallelPlan) -> PredictedRun:
         terms_s={name: float(value[0]) for name, value in cost.terms_s.items()},
         peak_bytes=float(cost.logged_memory_bytes[0]),
     )
+
+
+# -- a program of the user ---------------------------------------------------------------------------------------------
+
+
+def _run_command(
+    problem: Problem,
+    plan: ParallelPlan,
+    program: Sequence[str],
+    follow: _Follow,
+    *,
+    steps: int,
+    warmup: int,
+    limit_s: float,
+) -> tuple[Command, TrainingReport]:
+    """Run `program`, which trains by `plan`, until it has logged `steps` step times after `warmup` ones, and end it.
+
+    `follow` hears what it writes, the timed steps and all of them, and what is odd about its log.  A `ProgramError`
+    says how it failed, in words of its own.
+    """
+    place = place_from(os.environ)
+    if place and place.num_ranks > 1:
+        raise InputError(f"--command starts the job itself: run it once, not as every rank of {place.launcher}")
+    batch = Batch(num_sequences=plan.global_batch, seq_len=problem.training.seq_len, num_devices=plan.num_devices)
+    reader, words = LogReader(batch, warmup=warmup), LogEnd()
+    has_said = False
+    with follow.opened_log() as keep:
+
+        def hear(data: bytes, now_s: float) -> bool:
+            nonlocal has_said
+            keep(data)
+            for line in reader.feed(data, now_s):
+                words.read(line)
+            if not (has_said or reader.num_steps) and (other := reader.other_batch):
+                has_said = True
+                follow.say(f"{other}: such steps do not count")
+            follow.progress(min(reader.num_steps, steps), steps)
+            return reader.num_steps >= steps
+
+        began_s = time.monotonic()
+        try:
+            ending = run_program(program, hear, limit_s=limit_s)
+        except KeyboardInterrupt:
+            raise AutoplanError(
+                f"interrupted after {time.monotonic() - began_s:.0f} s: {program[0]} was ended"
+            ) from None
+    _check(ending, words, program[0], reader.num_steps, limit_s)
+    logged = reader.finish()
+    if logged.num_steps < steps:
+        follow.say(f"{program[0]} ended after {logged.num_steps} of {steps} steps to time")
+    return _as_command(problem, plan, program, logged), _as_report(problem, logged)
+
+
+def _check(ending: Ending, words: LogEnd, name: str, num_steps: int, limit_s: float) -> None:
+    """Refuse a program that did not end well."""
+    after = f"after {num_steps} timed steps"
+    if ending.kind == "silent":
+        raise ProgramError(
+            f"{name} wrote nothing for {limit_s:.0f} s {after} and was ended (--limit); its last words: {words.reason}"
+        )
+    if ending.kind == "enough" or ending.status == 0:
+        return
+    if words.out_of_memory:
+        raise ProgramError(f"{name} ran out of memory {after}: {words.out_of_memory}", is_out_of_memory=True)
+    number = -ending.status if ending.status < 0 else ending.status - 128  # as shells report the signal of a child
+    if number == signal.SIGKILL:
+        raise ProgramError(f"{name} was killed {after}, as systems do where the host's memory runs out: {words.reason}")
+    how = f"was ended by {signal_name(-ending.status)}" if ending.status < 0 else f"failed ({ending.status})"
+    raise ProgramError(f"{name} {how} {after}: {words.reason}")
+
+
+def _as_command(problem: Problem, plan: ParallelPlan, program: Sequence[str], logged: LoggedRun) -> Command:
+    return Command(
+        model=problem.model,
+        plan=plan,
+        seq_len=problem.training.seq_len,
+        arguments=tuple(program),
+        log_of=logged.framework,
+        times_from=logged.source,
+        num_steps=logged.num_steps,
+    )
+
+
+def _as_report(problem: Problem, logged: LoggedRun) -> TrainingReport:
+    """Return what the log says as the trainer reports it; memory only where it tells the peak that was predicted."""
+    peak = logged.allocated_bytes if problem.framework.memory.logs_memory == "allocated" else logged.reserved_bytes
+    return TrainingReport(
+        losses=logged.losses,
+        step_s=logged.step_s,
+        peak_bytes=() if peak is None else (peak,),
+        device=problem.cluster.device.name,
+    )
+
+
+# -- the timing database -----------------------------------------------------------------------------------------------
+
+
+class RunKeeper:
+    """Adds runs to the database at `url`, which is opened, and made, before anything runs."""
+
+    def __init__(self, url: str | None) -> None:
+        from autoplan.profiler.store import (
+            open_store,
+        )  # brings SQLAlchemy, which a run that is not stored does not need
+
+        self._open = partial(open_store, url)
+        self._open().close()
+
+    def keep(self, problem: Problem, run: RunFile) -> None:
+        """Add a run that ended well."""
+        log_of = run.task.log_of if isinstance(run.task, Command) else ""
+        self._add(
+            problem,
+            run.task.plan,
+            _on_cluster(problem) if log_of else _here(problem),
+            step_s=run.measured.step_s[-MOST_SAMPLES:],
+            peak_bytes=max(run.measured.peak_bytes, default=None),
+            predicted_s=run.predicted.step_s,
+            source=f"log of {log_of}" if log_of else "built-in trainer",
+        )
+
+    def keep_failure(
+        self,
+        problem: Problem,
+        plan: ParallelPlan,
+        predicted: PredictedRun,
+        error: CrewError | ProgramError,
+        *,
+        is_own: bool,
+    ) -> None:
+        """Add a run that failed: `is_own` says whether of the built-in trainer or of a user's program."""
+        self._add(
+            problem,
+            plan,
+            _here(problem) if is_own else _on_cluster(problem),
+            status="oom" if error.is_out_of_memory else "failed",
+            reason=cleaned(str(error)),
+            predicted_s=predicted.step_s,
+            source="built-in trainer" if is_own else "log",
+        )
+
+    def keep_trials(self, problem: Problem, tuning: Tuning) -> None:
+        """Add the trials whose jobs left a log alone, where it told their steps or that memory ran out."""
+        for trial in tuning.trials():
+            if trial.result is None or trial.result.how not in ("measured", "oom"):
+                continue
+            ran_out = trial.result.how == "oom"
+            self._add(
+                problem,
+                tuning.plans[trial.at].plan,
+                _on_cluster(problem),
+                step_s=() if ran_out else (trial.result.step_s,),
+                peak_bytes=trial.result.peak_bytes,
+                predicted_s=tuning.plans[trial.at].step_s,
+                status="oom" if ran_out else "ok",
+                reason=cleaned(trial.result.reason) if ran_out else "",
+                source="log of a trial",
+            )
+
+    def _add(self, problem: Problem, plan: ParallelPlan, machine: Fingerprint, **what: Any) -> None:
+        run = RunRecord(
+            fingerprint=machine,
+            framework=problem.framework.name,
+            model=problem.model,
+            training=problem.training,
+            plan=plan,
+            measured_by=user_name(),
+            host=cleaned(socket.gethostname()),
+            measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            **what,
+        )
+        with self._open() as store:
+            store.add([run])
+
+
+def _here(problem: Problem) -> Fingerprint:
+    """Return the machine of the built-in trainer, whose ranks run beside this program."""
+    from autoplan.profiler.machine.environment import own_fingerprint  # brings torch
+
+    return replace(own_fingerprint(), num_hosts=problem.cluster.num_nodes)
+
+
+def _on_cluster(problem: Problem) -> Fingerprint:
+    """Return the machine of a program that may run elsewhere: this one if it has the plan's device, else as told."""
+    if find_spec("torch") and find_spec("psutil"):
+        own = _here(problem)
+        if own.device == problem.cluster.device.name:
+            return own
+    return described_machine(problem.cluster)

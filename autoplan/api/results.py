@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from autoplan.base.files import encode, write_text
 from autoplan.base.units import format_bytes, format_percent, format_seconds
@@ -87,8 +87,30 @@ class Result(ABC):
         return f"<p>{escape(self.headline)}</p>{self.table()._repr_html_()}"
 
 
+File = TypeVar("File", PlanFile, MixedPlanFile)
+
+
+class FileResult(Result, Generic[File]):
+    """Plans of one problem, best first, as a plan file holds them."""
+
+    __slots__ = ()
+    file: File
+
+    def to_json(self) -> str:
+        """Return the content of the plan file."""
+        return encode(self.file)
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the plan file; InputError where it exists and `force` is not set, or cannot be written."""
+        write_text(Path(path), self.to_json(), force=force)
+
+    def with_command(self, command: str) -> Self:
+        """Return the result with another text for what was asked, which stands in the plan file."""
+        return replace(self, file=replace(self.file, command=command))  # type: ignore[type-var]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanResult(Result):
+class PlanResult(FileResult[PlanFile]):
     """Plans for one problem on a cluster of equal nodes, best first: of a search, of an estimate or of a plan file.
 
     `file` is the content of plan.json: the plan, what it costs by term and by pipeline stage, why it is the best.
@@ -141,14 +163,6 @@ class PlanResult(Result):
             for ranked in self.plans
         )
 
-    def to_json(self) -> str:
-        """Return the content of the plan file."""
-        return encode(self.file)
-
-    def save(self, path: str | Path, *, force: bool = False) -> None:
-        """Write the plan file; InputError where it exists and `force` is not set, or cannot be written."""
-        write_text(Path(path), self.to_json(), force=force)
-
     def explain(self, versus: str | Path | PlanResult | None = None) -> ExplainResult:
         """Say where the time and memory of the best plan go and why others lost: `autoplan.explain`."""
         from autoplan.api.explain import explain  # which builds on results
@@ -177,13 +191,9 @@ class PlanResult(Result):
 
         return trace_json(timeline(self.problem, self.plan), self.plan.describe())
 
-    def with_command(self, command: str) -> PlanResult:
-        """Return the result with another text for what was asked, which stands in the plan file."""
-        return replace(self, file=replace(self.file, command=command))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedPlanResult(Result):
+class MixedPlanResult(FileResult[MixedPlanFile]):
     """Plans for one problem on a cluster with unlike parts, best first; as `PlanResult`."""
 
     file: MixedPlanFile
@@ -225,14 +235,6 @@ class MixedPlanResult(Result):
             for cost in self.plans
         )
 
-    def to_json(self) -> str:
-        """Return the content of the plan file."""
-        return encode(self.file)
-
-    def save(self, path: str | Path, *, force: bool = False) -> None:
-        """Write the plan file; InputError where it exists and `force` is not set, or cannot be written."""
-        write_text(Path(path), self.to_json(), force=force)
-
     def stages(self) -> tuple[PlacedStage, ...]:
         """Return time and memory of the stages of the best plan, kind after kind of replica."""
         from autoplan.cost.mixed.stages import mixed_stages  # not needed to hold a result
@@ -245,7 +247,3 @@ class MixedPlanResult(Result):
         from autoplan.report.trace import trace_json
 
         return trace_json(mixed_timeline(self.problem, self.best.plan), self._described(self.best))
-
-    def with_command(self, command: str) -> MixedPlanResult:
-        """Return the result with another text for what was asked, which stands in the plan file."""
-        return replace(self, file=replace(self.file, command=command))

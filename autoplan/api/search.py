@@ -100,7 +100,7 @@ def search(
     is_for_run = any(value not in (None, []) for value in run.values())
     place, started = load_cluster(cluster), None
     if launch_file is not None:
-        from autoplan.api.launch_start import start_from  # brings the readers of all frameworks
+        from autoplan.api.launch_files import start_from  # brings the readers of all frameworks
 
         if is_for_run or robust is not None:
             raise InputError("--from is about the fastest step of equal nodes: leave objectives, runs and --robust out")

@@ -3,55 +3,58 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Unpack
+from typing import Unpack, cast
 
-from autoplan.api.candidates import Candidates, kept_candidates, searched_candidates
-from autoplan.api.plan_files import is_plan_file, make_plan_file
-from autoplan.api.plan_run import warn_of_emulation
-from autoplan.api.problem import ProblemOptions
-from autoplan.api.trial_runners import Runner, TrialOptions, runner_of
+from autoplan.api.plan_files import is_plan_file, load_plan_file, make_plan_file, problem_of
+from autoplan.api.plan_run import FRAMEWORK, RunKeeper, warn_of_emulation
+from autoplan.api.problem import ProblemOptions, make_problem, make_space
 from autoplan.base.errors import InputError, NoPlanError
-from autoplan.base.files import encode
-from autoplan.base.values import parse_duration
+from autoplan.base.files import encode, refused_writes
+from autoplan.base.values import parse_duration, parse_positive
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.trainer.rules import RULES, check_model
+from autoplan.jobs.job import Jobs, LocalJobs
+from autoplan.jobs.scheduler import SchedulerJobs
+from autoplan.jobs.template import load_job_template
+from autoplan.launch.targets import job_of
+from autoplan.search.advice import check_result
+from autoplan.search.choice import distinct
 from autoplan.search.storage import opened
+from autoplan.search.study import search
 from autoplan.search.trials import Budget, Trials, spent_hours
-from autoplan.search.tune import TunedTrial, Tuning, TuningState
+from autoplan.search.tune import MARGIN, MOST_PLANS, TunedTrial, Tuning, TuningState
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile, SpaceFlags
+from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.tune_report import TriedPlan, TuneReport
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StudyPlace:
-    """Place of the trials and the study of a tuning."""
+class TuneOptions(ProblemOptions, total=False):
+    """Options of a tuning: of the problem, of the plans that are tried, of the trials and of their study."""
 
-    folder: Path
-    storage: str | None = None  # of the study, where it is not in the folder: a path or a URL
-    study: str | None = None  # its name; None: from what is tuned
-
-    @property
-    def trials(self) -> Path:
-        """Return the folder of the trials: those of another study have one of their own."""
-        return self.folder / self.study if self.study else self.folder
-
-    @property
-    def name(self) -> str | None:
-        """Return the name of the study; None: from what is tuned."""
-        return self.study or (None if self.storage else "tune")
-
-    def made(self) -> str:
-        """Return the storage of the study, in a folder that is there then."""
-        if self.storage:
-            return self.storage
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{self.folder}: cannot be written: {error.strerror or error}") from None
-        return str(self.folder / "study.journal")
+    fix: Iterable[str] | None  # limits of the plans, as for `search`
+    at_most: Iterable[str] | None
+    forbid: Iterable[str] | None
+    program: Sequence[str] | None  # that trains by a plan, in place of the built-in trainer
+    trials: int  # runs at most, those of earlier calls among them: 10
+    budget: str | None  # time of this call, such as "30m"
+    gpu_hours: float | str | None  # of all devices, earlier calls among them
+    parallel: int  # trials at once, where they do not share devices: 1
+    steps: int  # of a trial that are timed: 10
+    warmup: int  # steps before them: 2
+    template: str | None  # of a scheduler whose jobs the trials are: slurm, kubernetes, or a TOML file
+    to: str  # with a template, what trains, as for `export`: the built-in "autoplan"
+    target_version: str | None  # of that
+    image: str | None  # of the containers, on Kubernetes
+    limit: str  # time of a trial after which it is taken to hang: "15m"
+    work: str | Path  # folder of the trials and the study: "tune"
+    storage: str | None  # of the study, where it is not in the folder: a path or a URL
+    study: str | None  # its name; None: from what is tuned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,27 +79,9 @@ def tune(
     cluster: str | None = None,
     global_batch: int | None = None,
     seq_len: int | None = None,
-    program: Sequence[str] = (),
-    fix: Iterable[str] = (),
-    at_most: Iterable[str] = (),
-    forbid: Iterable[str] = (),
-    trials: int = 10,
-    budget: str | None = None,
-    gpu_hours: float | None = None,
-    parallel: int = 1,
-    steps: int = 10,
-    warmup: int = 2,
-    template: str | None = None,
-    to: str = "autoplan",
-    target_version: str | None = None,
-    image: str | None = None,
-    limit: str = "15m",
-    work: str | Path = "tune",
-    storage: str | None = None,
-    study: str | None = None,
     progress: Callable[[int, int | None], None] | None = None,
     show: Callable[[str], None] = lambda text: None,
-    **options: Unpack[ProblemOptions],
+    **options: Unpack[TuneOptions],
 ) -> TuneResult:
     """Run the plans that may be the fastest for some steps each, most promising first, and return the best.
 
@@ -107,82 +92,127 @@ def tune(
 
     Raises InputError where something that was given cannot be used, and NoPlanError where no plan can be started.
     """
-    asked = TrialOptions(
-        program=tuple(program),
-        template=template,
-        to=to,
-        target_version=target_version,
-        image=image,
-        steps=steps,
-        warmup=warmup,
-        parallel=parallel,
-        limit_s=parse_duration(limit),
-        db=options.get("db"),
+    prepared = prepare(model, cluster=cluster, global_batch=global_batch, seq_len=seq_len, progress=progress, **options)
+    return prepared.run(show=show)
+
+
+def prepare(
+    model: str | Path,
+    *,
+    cluster: str | None = None,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+    progress: Callable[[int, int | None], None] | None = None,
+    **options: Unpack[TuneOptions],
+) -> PreparedTuning:
+    """Return what `tune` will run, with a warning where the built-in trainer emulates the plans' precision here."""
+    db, budget, gpu_hours = options.get("db"), options.get("budget"), options.get("gpu_hours")
+    if isinstance(gpu_hours, str):
+        gpu_hours = parse_positive(gpu_hours, "--gpu-hours")
+    how = TrialOptions(
+        program=tuple(options.get("program") or ()),
+        template=options.get("template"),
+        to=options.get("to", "autoplan"),
+        target_version=options.get("target_version"),
+        image=options.get("image"),
+        trials=options.get("trials", 10),
+        steps=options.get("steps", 10),
+        warmup=options.get("warmup", 2),
+        parallel=options.get("parallel", 1),
+        limit_s=parse_duration(options.get("limit", "15m")),
+        db=db,
     )
-    spend = Budget(
-        trials=trials,
+    limits = Budget(
+        trials=how.trials,
         seconds=parse_duration(budget) if budget else math.inf,
         gpu_hours=math.inf if gpu_hours is None else gpu_hours,
     )
     if is_plan_file(Path(model)):
-        candidates = kept_candidates(Path(model), options.get("db"))
+        file = load_plan_file(Path(model))
+        candidates = Candidates(
+            problem=problem_of(file, db), plans=(file.best, *file.alternatives), timings=file.timings
+        )
     elif cluster is None or global_batch is None or seq_len is None:
         raise InputError("give model with cluster, global_batch and seq_len, or a plan file")
     else:
-        flags = SpaceFlags(global_batch=str(global_batch), fix=tuple(fix), at_most=tuple(at_most), forbid=tuple(forbid))
-        problem_options: ProblemOptions = {"framework": "torch", **options}
-        candidates = searched_candidates(str(model), cluster, seq_len, problem_options, flags, progress)
-    runner = start_runner(asked, candidates)
-    return run_trials(asked, runner, spend, StudyPlace(folder=Path(work), storage=storage, study=study), show=show)
-
-
-def start_runner(asked: TrialOptions, candidates: Candidates) -> Runner:
-    """Return what runs trials, with a warning where the built-in trainer emulates the plans' precision here."""
-    runner = runner_of(asked, candidates)
-    if not (asked.program or asked.template):
-        warn_of_emulation(candidates.problem)
-    return runner
-
-
-def run_trials(
-    asked: TrialOptions,
-    runner: Runner,
-    budget: Budget,
-    place: StudyPlace,
-    *,
-    show: Callable[[str], None] = lambda text: None,
-    show_now: Callable[[str], None] = lambda text: None,
-) -> TuneResult:
-    """Run trials until there is a reason to stop; `show` hears what stays, `show_now` what is going on."""
-    candidates = runner.candidates
-    with opened(place.made()) as storage:
-        tuning = Tuning.joined(storage, candidates.problem, candidates.plans, name=place.name, about=asked.about)
-        trials = Trials(
-            tuning=tuning,
-            jobs=runner.jobs,
-            problem=candidates.problem,
-            folder=place.trials,
-            prepare=lambda index: encode(candidates.trial_file(index)),
-            budget=budget,
-            parallel=asked.parallel,
-            warmup=asked.warmup,
-            limit_s=asked.limit_s,
-            enough=runner.enough,
-            show=show,
-            show_now=show_now,
+        about = {name: value for name, value in options.items() if name in ProblemOptions.__annotations__}
+        problem_options = cast("ProblemOptions", {"framework": FRAMEWORK, **about})
+        flags = SpaceFlags(
+            global_batch=str(global_batch),
+            fix=tuple(options.get("fix") or ()),
+            at_most=tuple(options.get("at_most") or ()),
+            forbid=tuple(options.get("forbid") or ()),
         )
-        is_interrupted = False
-        try:
-            ended = trials.run()
-        except KeyboardInterrupt:
-            is_interrupted, ended = True, "interrupted; the same call goes on from here"
-        if runner.keeper:
-            runner.keeper.keep_trials(candidates.problem, tuning)
-        # The study cannot be asked once its storage is closed.
-        view = tuning.state()
-    report = _report(candidates, tuning, view, ended)
-    file = _plan_file(candidates, tuning, view, report.best.plan) if report.best else None
-    return TuneResult(report=report, file=file, is_interrupted=is_interrupted)
+        candidates = _searched(str(model), cluster, seq_len, problem_options, flags, progress)
+    runner = _runner_of(how, candidates)
+    if not (how.program or how.template):
+        warn_of_emulation(candidates.problem)
+    return PreparedTuning(
+        how=how,
+        runner=runner,
+        budget=limits,
+        folder=Path(options.get("work", "tune")),
+        storage=options.get("storage"),
+        study=options.get("study"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedTuning:
+    """Trials that can be started: what runs them, until when, and where their study is kept."""
+
+    how: TrialOptions
+    runner: Runner
+    budget: Budget
+    folder: Path
+    storage: str | None
+    study: str | None
+
+    def made_storage(self) -> str:
+        """Return the storage of the study, in a folder that is there then."""
+        if self.storage:
+            return self.storage
+        with refused_writes(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        return str(self.folder / "study.journal")
+
+    def run(
+        self,
+        *,
+        show: Callable[[str], None] = lambda text: None,
+        show_now: Callable[[str], None] = lambda text: None,
+    ) -> TuneResult:
+        """Run trials until there is a reason to stop; `show` hears what stays, `show_now` what is going on."""
+        candidates, how = self.runner.candidates, self.how
+        name = self.study or (None if self.storage else "tune")
+        with opened(self.made_storage()) as storage:
+            tuning = Tuning.joined(storage, candidates.problem, candidates.plans, name=name, about=how.about)
+            trials = Trials(
+                tuning=tuning,
+                jobs=self.runner.jobs,
+                problem=candidates.problem,
+                folder=self.folder / self.study if self.study else self.folder,  # another study has its own
+                prepare=lambda index: encode(candidates.trial_file(index)),
+                budget=self.budget,
+                parallel=how.parallel,
+                warmup=how.warmup,
+                limit_s=how.limit_s,
+                enough=self.runner.enough,
+                show=show,
+                show_now=show_now,
+            )
+            is_interrupted = False
+            try:
+                ended = trials.run()
+            except KeyboardInterrupt:
+                is_interrupted, ended = True, "interrupted; the same call goes on from here"
+            if self.runner.keeper:
+                self.runner.keeper.keep_trials(candidates.problem, tuning)
+            # The study cannot be asked once its storage is closed.
+            view = tuning.state()
+        report = _report(candidates, tuning, view, ended)
+        file = _plan_file(candidates, tuning, view, report.best.plan) if report.best else None
+        return TuneResult(report=report, file=file, is_interrupted=is_interrupted)
 
 
 def _plan_file(candidates: Candidates, tuning: Tuning, view: TuningState, best_plan: ParallelPlan) -> PlanFile:
@@ -223,3 +253,152 @@ def _tried(tuning: Tuning, trial: TunedTrial) -> TriedPlan:
         reason=trial.result.reason,
         seconds=trial.result.seconds,
     )
+
+
+# -- the plans ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Plans of one problem, the best predicted first; `timings` says whose the problem's measured times are."""
+
+    problem: Problem
+    plans: tuple[RankedPlan, ...]
+    timings: str = ""
+
+    def trial_file(self, index: int) -> PlanFile:
+        """Return the file that a trial of a plan is started from: it names no timings, which are not where it runs."""
+        return make_plan_file(self.problem, [self.plans[index]], None)
+
+
+def _searched(
+    model: str,
+    cluster: str,
+    seq_len: int,
+    options: ProblemOptions,
+    flags: SpaceFlags,
+    progress: Callable[[int, int | None], None] | None,
+) -> Candidates:
+    """Search the best plan of each kind in the space that `flags` describe."""
+    problem = make_problem(model, cluster=cluster, seq_len=seq_len, **options)
+    space = make_space(problem, flags.global_batch, fix=flags.fix, at_most=flags.at_most, forbid=flags.forbid)
+    result = search(problem, space, progress, margin=MARGIN)
+    check_result(problem, space, result)
+    return Candidates(problem=problem, plans=distinct(result)[:MOST_PLANS], timings=options.get("timings") or "")
+
+
+def _trainable(candidates: Candidates) -> Candidates:
+    """Keep the plans that the built-in trainer runs."""
+    problem, plans = candidates.problem, candidates.plans
+    if problem.framework.name != FRAMEWORK:
+        raise InputError(
+            f"the plans are for {problem.framework.name}, trials of the built-in trainer are for {FRAMEWORK}: "
+            "say what runs them with --command -- PROGRAM ARG..."
+        )
+    check_model(problem.model)
+    reasons = [next(iter(broken(RULES, problem.workload, ranked.plan)), "") for ranked in plans]
+    if all(reasons):
+        raise NoPlanError(f"the built-in trainer runs none of the plans: {reasons[0]}")
+    kept = tuple(ranked for ranked, reason in zip(plans, reasons, strict=True) if not reason)
+    return replace(candidates, plans=kept)
+
+
+def _exportable(candidates: Candidates, target: str, version: str | None) -> Candidates:
+    """Keep the plans that a target of export can be told."""
+    file = candidates.trial_file(0)
+    kept, refusals = [], []
+    for ranked in candidates.plans:
+        try:
+            job_of(replace(file, best=ranked), target, version)
+        except InputError as error:
+            refusals.append(error)
+        else:
+            kept.append(ranked)
+    if not kept:
+        raise NoPlanError(f"{target} starts none of the plans: {refusals[0]}")
+    return replace(candidates, plans=tuple(kept))
+
+
+# -- what runs them ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialOptions:
+    """Options of how one trial runs, checked to go together."""
+
+    program: tuple[str, ...]  # of the user; empty: the built-in trainer, or what `template` and `to` start
+    template: str | None
+    to: str
+    target_version: str | None
+    image: str | None
+    trials: int
+    steps: int
+    warmup: int
+    parallel: int
+    limit_s: float
+    db: str | None
+
+    def __post_init__(self) -> None:
+        for flag, number in (("--trials", self.trials), ("--parallel", self.parallel), ("--steps", self.steps)):
+            if number < 1:
+                raise InputError(f"{flag} {number}: must be 1 or more")
+        if self.template and self.program:
+            raise InputError("--command runs on this machine: what submit of --template starts is written there")
+        if not self.template and (self.to != "autoplan" or self.target_version or self.image):
+            raise InputError("--to, --target-version and --image are of the jobs of a --template")
+        if self.parallel > 1 and not self.template:
+            raise InputError("--parallel: trials on this machine share its devices and would slow each other down")
+
+    @property
+    def about(self) -> dict[str, str]:
+        """Return what the trials of a study have in common, as a call that joins it has to say it too."""
+        about = {"steps": str(self.steps), "warmup": str(self.warmup), "program": shlex.join(self.program)}
+        if self.template:
+            about |= {"template": self.template, "to": " ".join(filter(None, (self.to, self.target_version)))}
+        return about
+
+    @property
+    def run_options(self) -> tuple[str, ...]:
+        """Return the options of `autoplan run` in every trial."""
+        db = ("--db", self.db) if self.db else ()
+        return ("--steps", str(self.steps), "--warmup", str(self.warmup), *db)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runner:
+    """Jobs that trials run as, and the plans that they can start."""
+
+    jobs: Jobs
+    candidates: Candidates
+    enough: int | None = None  # steps after which a trial is ended that does not end by itself
+    keeper: RunKeeper | None = None  # of trials that do not keep themselves in the database
+
+
+def _runner_of(options: TrialOptions, candidates: Candidates) -> Runner:
+    """Return what runs trials by the options; NoPlanError where it can start none of the candidates."""
+    if options.template:
+        return _scheduled(options, options.template, candidates)
+    if options.program:
+        return Runner(
+            jobs=LocalJobs([*options.run_options, "--command", "--", *options.program]), candidates=candidates
+        )
+    return Runner(jobs=LocalJobs(options.run_options), candidates=_trainable(candidates))
+
+
+def _scheduled(options: TrialOptions, template: str, candidates: Candidates) -> Runner:
+    scheduler = load_job_template(template)
+    jobs = SchedulerJobs(
+        scheduler,
+        time_limit_s=options.limit_s,
+        num_steps=options.steps + options.warmup,
+        options=options.run_options,
+        to=options.to,
+        version=options.target_version,
+        image=options.image,
+    )
+    if jobs.runs_own:
+        return Runner(jobs=jobs, candidates=_trainable(candidates))
+    keeper = RunKeeper(options.db) if options.db else None
+    if scheduler.launcher:
+        candidates = _exportable(candidates, options.to, options.target_version)
+    return Runner(jobs=jobs, candidates=candidates, enough=options.steps, keeper=keeper)

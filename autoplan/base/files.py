@@ -276,19 +276,27 @@ def _offer_human_keys(definition: dict[str, Any]) -> None:
         definition["allOf"] = alternatives
 
 
+@contextmanager
+def refused_writes(path: Path | None) -> Iterator[None]:
+    """Turn what the system says when `path` cannot be written into an error of the user's."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
 def check_target(path: Path, *, force: bool) -> None:
     """Refuse to write over what exists, a link that leads nowhere included; whatever is no regular file, always."""
     try:
-        exists = path.exists()
-        if exists and path.is_dir():
-            raise InputError(f"{path} is a folder: name a file")
-        if exists and not path.is_file():
-            raise InputError(f"{path} is a device, pipe or socket: name a regular file")
-        if (exists or path.is_symlink()) and not force:
-            raise InputError(f"{path} exists: choose another name or pass --force")
-        path.resolve()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+        with refused_writes(path):
+            exists = path.exists()
+            if exists and path.is_dir():
+                raise InputError(f"{path} is a folder: name a file")
+            if exists and not path.is_file():
+                raise InputError(f"{path} is a device, pipe or socket: name a regular file")
+            if (exists or path.is_symlink()) and not force:
+                raise InputError(f"{path} exists: choose another name or pass --force")
+            path.resolve()
     except RuntimeError:
         raise InputError(f"{path}: cannot be written: its links form a loop") from None
 
@@ -299,19 +307,18 @@ def replacing(path: Path, *, force: bool = False, executable: bool = False) -> I
     check_target(path, force=force)
     temporary: Path | None = None
     try:
-        target = path.resolve()
-        handle, name = tempfile.mkstemp(prefix=".autoplan-", dir=target.parent)
-        temporary = Path(name)
-        with os.fdopen(handle, "wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod((0o777 if executable else 0o666) & ~umask)
-        temporary.replace(target)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+        with refused_writes(path):
+            target = path.resolve()
+            handle, name = tempfile.mkstemp(prefix=".autoplan-", dir=target.parent)
+            temporary = Path(name)
+            with os.fdopen(handle, "wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod((0o777 if executable else 0o666) & ~umask)
+            temporary.replace(target)
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
@@ -329,14 +336,12 @@ def write_text(path: Path, text: str, *, force: bool = False, executable: bool =
 
 def check_folder(path: Path, *, force: bool) -> None:
     """Refuse to write a folder over what exists; into a folder that holds something, only with `force`."""
-    try:
+    with refused_writes(path):
         if path.is_dir():
             if not force and any(path.iterdir()):
                 raise InputError(f"{path} exists: choose another name or pass --force")
         elif path.exists() or path.is_symlink():
             raise InputError(f"{path} exists and is no folder: choose another name")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def write_folder(path: Path, texts: dict[str, tuple[str, bool]], *, force: bool = False) -> None:
@@ -351,7 +356,7 @@ def write_folder(path: Path, texts: dict[str, tuple[str, bool]], *, force: bool 
             raise InputError(f"{name!r} is no name of a file")
         if (path / name).is_dir():
             raise InputError(f"{path / name} is a folder: choose another name for its own")
-    try:
+    with refused_writes(path):
         is_new = not path.is_dir()
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".autoplan-", dir=path.parent if is_new else path) as scratch:
@@ -364,5 +369,3 @@ def write_folder(path: Path, texts: dict[str, tuple[str, bool]], *, force: bool 
             else:
                 for name in texts:
                     (made / name).replace(path / name)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -9,11 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import autoplan
+from autoplan import api
 from autoplan.base.errors import InputError
+from autoplan.base.files import encode, write_text
+from autoplan.base.units import format_seconds
+from autoplan.cli.inputs import check_outputs, whole_url
 from autoplan.cli.options import DbOption, ForceOption, QuietOption, SetOption, whole_number
+from autoplan.cli.remarks import print_written
 
 if TYPE_CHECKING:
-    from autoplan.runs.runs import Run
+    from autoplan.api.measured_runs import Imported
 
 
 def calibrate(
@@ -52,77 +59,102 @@ def calibrate(
     written to a file: pass it on with --calibration FILE.  Runs from logs are kept in the timing database: search and
     estimate use them with --calibration db.  Nothing in a launch file is run.
     """
-    from autoplan.cli.inputs import check_output, whole_url
-
     if (runs is None) == (from_logs is None):
         raise InputError("give either a table of runs, --runs FILE, or a folder of logs, --from-logs DIR")
-    if out is not None:
-        check_output(out, force=force)
+    check_outputs(out, force=force)
     if from_logs is not None:
-        from autoplan.api.launch_files import make_given
-        from autoplan.cli.from_logs import import_logs
-
         if cluster is None:
             raise InputError("--from-logs needs --cluster: name the cluster on which the logs were written")
-        given = make_given(model, seq_len=seq_len, variables=variables or ())
-        import_logs(
-            from_logs, cluster, given, whole_url(context, url), out=out, force=force, as_json=as_json, quiet=quiet
+        imported = api.measured_runs.import_logs(
+            from_logs,
+            cluster=cluster,
+            db=whole_url(context, url),
+            model=model,
+            seq_len=seq_len,
+            variables=variables or (),
         )
+        _hand_over_imported(imported, from_logs, out, force=force, as_json=as_json, quiet=quiet)
         return
     assert runs is not None
     if cluster or model or seq_len or variables or url:
         raise InputError("a table of runs says all of them: --cluster, --db and the like go with --from-logs")
     if out is None:
         raise InputError("a calibration from a table is written to a file: give --out FILE")
-    _from_table(runs, out, force=force, as_json=as_json, quiet=quiet)
-
-
-def _from_table(runs: Path, out: Path, *, force: bool, as_json: bool, quiet: bool) -> None:
-    from autoplan.api.calibrations import LEAST_RUNS
-    from autoplan.base.files import write_text
-    from autoplan.cost.calibration import MeasuredRun, calibrated
-    from autoplan.read.calibration import calibration_text
-    from autoplan.runs.outcomes import read_outcomes
-    from autoplan.runs.runs import read_runs
-
-    steps = {one.id: one.step_s for one in read_outcomes(runs) if one.is_finished}
-    measured = []
-    kinds = set()
-    for run in read_runs(runs):
-        if (step_s := steps.get(run.id)) is None:
-            continue
-        if run.problem is None or run.plan is None:
-            if not quiet:
-                print(f"autoplan: {run.id} is left out: {run.refusal}", file=sys.stderr)
-            continue
-        measured.append(MeasuredRun(problem=run.problem, plan=run.plan, step_s=step_s))
-        kinds.add(_kind(run))
-    if len(measured) < LEAST_RUNS:
-        raise InputError(f"{runs}: {len(measured)} finished runs that can be priced, a calibration needs {LEAST_RUNS}")
-    if len(kinds) > 1:
-        raise InputError(f"{runs}: runs of {' and of '.join(sorted(kinds))}: give each of them a table of its own")
-    fitted = calibrated(measured, name=f"{runs.stem}: {min(kinds)}")
-    write_text(out, calibration_text(fitted.calibration), force=force)
+    found = autoplan.calibrate(runs)
+    for text in () if quiet else found.warnings:
+        print(f"autoplan: {text}", file=sys.stderr)
+    found.save(out, force=force)
     if as_json:
-        from autoplan.api.outputs import Calibrated
-        from autoplan.base.files import encode
-
-        made = Calibrated(
-            out=str(out),
-            runs=len(measured),
-            median_error_before=fitted.median_error_before,
-            median_error=fitted.median_error,
-        )
-        typer.echo(encode(made), nl=False)
+        errors = found.table()
+        typer.echo(encode(api.outputs.Calibrated(out=str(out), **next(iter(errors)))), nl=False)
     if not quiet:
-        before, after = 100 * fitted.median_error_before, 100 * fitted.median_error
-        print(
-            f"{len(measured)} runs: median error {before:.1f} % with the shipped calibration, {after:.1f} % with each "
-            f"left out of this one; wrote {out}: take it with --calibration {shlex.quote(str(out))}",
-            file=sys.stderr,
+        taken = f"take it with --calibration {shlex.quote(str(out))}"
+        print(f"{found.headline}; wrote {out}: {taken}", file=sys.stderr)
+
+
+def _hand_over_imported(
+    imported: Imported, folder: Path, out: Path | None, *, force: bool, as_json: bool, quiet: bool
+) -> None:
+    """Say what became of every log, and write the calibration."""
+    if as_json:
+        typer.echo(encode(imported), nl=False)
+    else:
+        _print_imported(imported)
+    if not imported.taken:
+        raise InputError(f"{folder}: no run was taken; each log needs its launch file beside it or in a folder above")
+    if out is not None:
+        if len(imported.calibrations) != 1:
+            known = " and ".join(imported.calibrations) or "none"
+            raise InputError(f"--out takes the calibration of one framework, there are {known}: leave it out")
+        (fitted,) = imported.calibrations.values()
+        from autoplan.read.calibration import calibration_text
+
+        write_text(out, calibration_text(fitted.calibration), force=force)
+        print_written(out, quiet=quiet)
+
+
+def _print_imported(imported: Imported) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from autoplan.cost.estimate import NORMAL_90
+    from autoplan.report.terminal import make_console
+
+    console = make_console()
+    if imported.taken:
+        table = Table(box=None, pad_edge=False)
+        for name in ("log", "framework", "plan"):
+            table.add_column(name)
+        for name in ("devices", "step", "predicted"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for one in imported.taken:
+            run = one.run
+            came = format_seconds(run.seconds) if run.seconds else {"oom": "out of memory"}.get(run.status, run.status)
+            texts = (Text(one.log), run.framework, run.plan.describe(), str(run.plan.num_devices), came)
+            table.add_row(*texts, format_seconds(one.predicted_s))
+        console.print(table)
+    if imported.passed_over:
+        console.print("\npassed over" if imported.taken else "passed over")
+        for path, reason in imported.passed_over.items():
+            console.print(Text(f"  {path}: {reason}"), soft_wrap=True)
+    num_unread = sum(one.num_unread > 0 for one in imported.taken)
+    if num_unread:
+        console.print(
+            f"\n{num_unread} runs were started with options that were not understood: autoplan read lists them"
         )
-
-
-def _kind(run: Run) -> str:
-    assert run.problem is not None
-    return f"{run.problem.framework.name} on {run.problem.cluster.device.name}"
+    held = len(imported.taken) - imported.num_new
+    console.print(
+        f"\n{len(imported.taken)} runs: {imported.num_new} new in the database, {held} held already; "
+        f"{len(imported.passed_over)} files passed over"
+    )
+    for name, fitted in imported.calibrations.items():
+        spread = fitted.calibration.time_spread
+        console.print(
+            f"{name}: median error {100 * fitted.median_error_before:.1f} % with the shipped calibration, "
+            f"{100 * fitted.median_error:.1f} % with each run left out of its own; the 90 % interval of a step is then "
+            f"-{-100 * math.expm1(-NORMAL_90 * spread):.0f} to +{100 * math.expm1(NORMAL_90 * spread):.0f} %: "
+            "--calibration db",
+            soft_wrap=True,
+        )
+    for name, why in imported.without.items():
+        console.print(f"{name}: not calibrated, {why}", soft_wrap=True)

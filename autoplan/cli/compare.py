@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,30 +11,20 @@ import autoplan
 from autoplan import report
 from autoplan.base.errors import InputError
 from autoplan.cli.complete import clusters
+from autoplan.cli.flags import PROBLEM, shared_flags
 from autoplan.cli.inputs import check_outputs, problem_options, run_options
-from autoplan.cli.objectives import (
-    CheckpointOption,
-    DeviceMtbfOption,
-    NodesOption,
-    PueOption,
-    RestartOption,
-    TokensOption,
-)
 from autoplan.cli.options import (
-    AttentionOption,
-    DbOption,
     ForceOption,
-    FrameworkOption,
     ModelArgument,
-    PrecisionOption,
     QuietOption,
-    ReserveOption,
     SeqLenOption,
-    TimingsOption,
 )
 from autoplan.cli.progress import progress_bar
 
 
+@shared_flags(("device_mtbf", "checkpoint_time", "restart_time", "pue"), after="price")
+@shared_flags((name for name in PROBLEM if name != "calibration"), after="price")
+@shared_flags(("nodes", "tokens"), after="seq_len")
 def compare(
     context: typer.Context,
     model: ModelArgument,
@@ -48,24 +38,12 @@ def compare(
     ],
     global_batch: Annotated[str, typer.Option(metavar="N|LOW:HIGH", help="Sequences in a step, as for search.")],
     seq_len: SeqLenOption,
-    nodes: NodesOption = None,
-    tokens: TokensOption = None,
     price: Annotated[
         list[str] | None,
         typer.Option(
             metavar="[CLUSTER=]PRICE", help="Of a device and hour, of all or of one of the clusters (repeatable)."
         ),
     ] = None,
-    device_mtbf: DeviceMtbfOption = None,
-    checkpoint_time: CheckpointOption = None,
-    restart_time: RestartOption = None,
-    pue: PueOption = None,
-    precision: PrecisionOption = "bf16",
-    attention: AttentionOption = "flash",
-    framework: FrameworkOption = "megatron-core",
-    timings: TimingsOption = None,
-    url: DbOption = None,
-    reserve_memory: ReserveOption = "0",
     fix: Annotated[list[str] | None, typer.Option(metavar="AXIS=VALUE", help="As for search.")] = None,
     max_: Annotated[list[str] | None, typer.Option("--max", metavar="AXIS=VALUE", help="As for search.")] = None,
     forbid: Annotated[list[str] | None, typer.Option(metavar="CHOICE", help="As for search.")] = None,
@@ -73,6 +51,7 @@ def compare(
     force: ForceOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     quiet: QuietOption = False,
+    **_: Any,
 ) -> None:
     """Put the best plans of clusters and of numbers of their nodes side by side: time, rate, cost, energy, goodput.
 
@@ -98,7 +77,7 @@ def compare(
             **run,
         )
     if json:
-        typer.echo(found.to_json())
+        typer.echo(found.to_json(), nl=False)
     else:
         report.compare.print_compared(report.terminal.make_console(), found.outcomes)
     if svg is not None:

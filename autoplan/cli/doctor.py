@@ -6,6 +6,9 @@ from typing import Annotated
 
 import typer
 
+from autoplan import api
+from autoplan.base.files import encode
+from autoplan.cli.inputs import whole_url
 from autoplan.cli.options import DbOption
 
 
@@ -18,11 +21,7 @@ def doctor(
 
     Nothing is changed, no password is shown, and a problem is no failure: every one comes with its remedy.
     """
-    from autoplan.base.files import encode
-    from autoplan.cli.inputs import whole_url
-    from autoplan.profiler.doctor import check_up
-
-    found = check_up(whole_url(context, url))
+    found = api.doctor.check_up(whole_url(context, url))
     if json:
         typer.echo(encode(found), nl=False)
         return

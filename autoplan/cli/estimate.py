@@ -14,24 +14,17 @@ from autoplan import api, report
 from autoplan.base.errors import InputError
 from autoplan.cli.complete import clusters, presets
 from autoplan.cli.files import write_trace
+from autoplan.cli.flags import PROBLEM, plan_flags, shared_flags
 from autoplan.cli.inputs import check_outputs, check_untyped, command_line, is_typed, problem_options
 from autoplan.cli.options import (
     AsOption,
-    AttentionOption,
-    CalibrationOption,
-    DbOption,
     ForceOption,
-    FrameworkOption,
     JsonOption,
-    PrecisionOption,
     QuietOption,
-    ReserveOption,
     SetOption,
-    TimingsOption,
     TraceOption,
     whole_number,
 )
-from autoplan.cli.plan_flags import plan_flags
 from autoplan.cli.remarks import print_warnings
 
 if TYPE_CHECKING:
@@ -46,6 +39,7 @@ BESIDE_A_LAUNCH_FILE = {
 
 
 @plan_flags(after="seq_len")
+@shared_flags(PROBLEM, after="seq_len")
 def estimate(
     context: typer.Context,
     model: Annotated[
@@ -66,13 +60,6 @@ def estimate(
     ] = None,
     global_batch: Annotated[int | None, whole_number("--global-batch", "N", "Sequences in a step.")] = None,
     seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
-    precision: PrecisionOption = "bf16",
-    attention: AttentionOption = "flash",
-    framework: FrameworkOption = "megatron-core",
-    calibration: CalibrationOption = None,
-    timings: TimingsOption = None,
-    url: DbOption = None,
-    reserve_memory: ReserveOption = "0",
     memory: Annotated[
         bool,
         typer.Option("--memory", help="Show memory by term and stage, and what would free how much."),

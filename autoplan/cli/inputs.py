@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from autoplan.base.errors import InputError
+from autoplan.base.files import check_target, refused_writes
 from autoplan.base.urls import redact_arguments
 
 if TYPE_CHECKING:
@@ -81,11 +82,6 @@ def check_outputs(*paths: Path | None, force: bool) -> None:
 
 def check_output(path: Path, *, force: bool) -> None:
     """Refuse, before any work, an output that exists or a folder that cannot be written."""
-    from autoplan.base.files import check_target
-
     check_target(path, force=force)
-    try:
-        with tempfile.TemporaryFile(dir=path.resolve().parent):
-            pass
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+    with refused_writes(path), tempfile.TemporaryFile(dir=path.resolve().parent):
+        pass

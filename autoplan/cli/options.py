@@ -46,40 +46,15 @@ ClusterOption = Annotated[
     ),
 ]
 SeqLenOption = Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence length.")]
-PrecisionOption = Annotated[
-    str,
-    typer.Option(
-        help="Of the matrix products: bf16, fp16, fp8, mxfp8, nvfp4 or, with the built-in trainer, fp32.",
-        autocompletion=words(("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32")),
-    ),
-]
-AttentionOption = Annotated[
-    str,
-    typer.Option(
-        help="Kernel: flash, flash1, flash2, megatron-fused or unfused.",
-        autocompletion=words(("flash", "flash1", "flash2", "megatron-fused", "unfused")),
-    ),
-]
 FrameworkOption = Annotated[
     str,
     typer.Option(metavar="NAME", help="Framework preset or TOML file.", autocompletion=frameworks),
-]
-ReserveOption = Annotated[
-    str, typer.Option("--reserve-memory", metavar="SIZE", help="Device memory to keep free, such as 4GiB.")
 ]
 CalibrationOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE|db",
         help="Calibration of your own in place of the shipped one: a file, or fitted to the runs in the database.",
-    ),
-]
-TimingsOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="|".join(("aiconfigurator", "db")),
-        autocompletion=words(("aiconfigurator", "db")),
-        help="Measured times of kernels before fitted curves: of the installed wheel, or of the timing database.",
     ),
 ]
 SetOption = Annotated[

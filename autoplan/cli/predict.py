@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import autoplan
+from autoplan import api
+from autoplan.base.files import encode
+from autoplan.cli.inputs import check_output
 from autoplan.cli.options import CalibrationOption, ForceOption
 
 
@@ -20,30 +23,12 @@ def predict(
     json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
 ) -> None:
     """Price every run of a table from its configuration alone, in the columns that a scorer reads."""
-    from autoplan.base.files import write_text
-    from autoplan.cli.inputs import check_output
-    from autoplan.read.calibration import load_calibration
-    from autoplan.runs.predictions import predict_runs, prediction_table
-
     check_output(out, force=force)
-    predictions = predict_runs(runs, load_calibration(calibration) if calibration else None)
-    write_text(out, prediction_table(predictions), force=force)
-    verdicts = Counter(prediction.verdict for prediction in predictions)
+    found = autoplan.predict(runs, calibration=calibration)
+    found.save(out, force=force)
     if json:
-        from autoplan.api.outputs import Predicted
-        from autoplan.base.files import encode
-
-        typer.echo(
-            encode(
-                Predicted(
-                    out=str(out),
-                    runs=len(predictions),
-                    verdicts={str(verdict): count for verdict, count in verdicts.items()},
-                )
-            ),
-            nl=False,
-        )
+        counts = api.outputs.Predicted(out=str(out), runs=len(found.predictions), verdicts=found.verdicts)
+        typer.echo(encode(counts), nl=False)
         return
-    counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
-    typer.echo(f"{len(predictions)} runs: {counted or 'none priced'}; written to {out}")
+    typer.echo(f"{found.headline}; written to {out}")
     typer.echo(f"next: autoplan score --runs {shlex.quote(str(runs))} --predictions {shlex.quote(str(out))}", err=True)

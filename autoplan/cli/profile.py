@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,23 +84,8 @@ def profile(
         check_untyped(context, SAID_BY_A_PLAN, "--for takes it from the plan file what to measure")
     elif model is None:
         context.fail("give MODEL, or the plan file of a search: --for PLAN")
-    options = ProfileOptions(
-        db=whole_url(context, url),
-        budget=budget,
-        seq_len=seq_len,
-        tp=tp,
-        micro_batches=micro_batches,
-        ep=ep,
-        dtypes=dtypes,
-        mode=mode,
-        only=only,
-        cluster=cluster,
-        framework=framework,
-        ranks=ranks,
-        allowance=allowance,
-        visits=visits,
-        limit=limit,
-    )
+    named = {option.name: context.params[option.name] for option in fields(ProfileOptions) if option.name != "db"}
+    options = ProfileOptions(db=whole_url(context, url), **named)
     leave_on_sigterm()
     with started_profile(model, plan_file=plan_file, options=options) as started:
         if started is not None:

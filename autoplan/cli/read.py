@@ -43,7 +43,7 @@ def read(
         target=target,
     )
     if json:
-        typer.echo(found.to_json())
+        typer.echo(found.to_json(), nl=False)
         return
     unread: dict[bool, list[tuple[str, str, str]]] = {True: [], False: []}
     for option in found.launch.unread:

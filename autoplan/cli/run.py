@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import autoplan
 from autoplan.base.errors import InputError
 from autoplan.cli.inputs import check_output, whole_url
 from autoplan.cli.options import ForceOption, QuietOption
@@ -15,7 +17,6 @@ from autoplan.cli.options import ForceOption, QuietOption
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autoplan.api.plan_run import MeasuredRun
     from autoplan.trainer.task import RunFile
 
 
@@ -65,7 +66,6 @@ def run(
     --command -- PROGRAM ARG... it starts that, once; its log may be one of Megatron-LM, torchtitan, nanotron,
     DeepSpeed or HF Trainer, and it is ended after the steps.
     """
-    from autoplan.api.plan_run import measure
     from autoplan.cli.process import leave_on_sigterm
     from autoplan.cli.progress import progress_bar
 
@@ -73,8 +73,15 @@ def run(
     if out is not None:
         check_output(out, force=force)
     leave_on_sigterm()
-    with progress_bar(quiet=quiet, doing="training", unit="timed steps" if program else "steps") as show:
-        measured = measure(
+    with ExitStack() as bar:
+        unit = "timed steps" if program else "steps"
+        show = bar.enter_context(progress_bar(quiet=quiet, doing="training", unit=unit))
+
+        def hand_over(measured: RunFile) -> None:
+            bar.close()
+            _hand_over(measured, out, force=force, as_json=as_json)
+
+        autoplan.run(
             plan,
             program=[whole_url(context, word) or word for word in program or ()],
             steps=steps,
@@ -84,13 +91,11 @@ def run(
             limit=limit,
             log=log,
             db=whole_url(context, db),
-            stores=bool(db),
             force=force,
             progress=show,
             say=(lambda text: None) if quiet else (lambda text: print(f"autoplan: {text}", file=sys.stderr)),
+            hand_over=hand_over,
         )
-    if measured is not None:
-        _hand_over(measured, out, force=force, as_json=as_json)
 
 
 def _check_words(program: list[str] | None, data: str | None, *, command: bool, check: bool) -> None:
@@ -103,22 +108,18 @@ def _check_words(program: list[str] | None, data: str | None, *, command: bool, 
         raise InputError(f"no data {data!r}: text or synthetic")
 
 
-def _hand_over(measured: MeasuredRun, out: Path | None, *, force: bool, as_json: bool) -> None:
-    """Print what was measured, store it and write it; then complain if the plan trains something else."""
+def _hand_over(measured: RunFile, out: Path | None, *, force: bool, as_json: bool) -> None:
+    """Print what was measured, and write it."""
     from autoplan.base.files import encode, write_text
     from autoplan.report.terminal import make_console
 
-    text = encode(measured.file)
+    text = encode(measured)
     if as_json:
         typer.echo(text, nl=False)
     else:
-        _print_run(make_console(), measured.file)
-    try:
-        measured.store()
-    finally:  # a disk that is full for the one need not be for the other
-        if out is not None:
-            write_text(out, text, force=force)
-    measured.check()
+        _print_run(make_console(), measured)
+    if out is not None:
+        write_text(out, text, force=force)
 
 
 def _print_run(console: Console, run: RunFile) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+import autoplan
 from autoplan.cli.options import CalibrationOption
 
 
@@ -19,23 +20,5 @@ def score(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Compare predictions with what was measured, source by source: errors, intervals, ranks, picks and memory."""
-    import msgspec
-
-    from autoplan.base.errors import InputError
-    from autoplan.read.calibration import load_calibration
-    from autoplan.report.score import score_by_source, score_table
-    from autoplan.runs.outcomes import read_outcomes
-    from autoplan.runs.predictions import predict_runs, read_predictions
-
-    if predictions is not None and calibration is not None:
-        raise InputError("--predictions were priced already: leave --calibration out")
-    outcomes = list(read_outcomes(runs))
-    if predictions is not None:
-        said = list(read_predictions(predictions))
-    else:
-        said = predict_runs(runs, load_calibration(calibration) if calibration else None)
-    by_id = {one.id: one for one in said}
-    if not any(one.id in by_id for one in outcomes):
-        raise InputError(f"{predictions or runs} has none of the runs of {runs}: predict that table first")
-    rows = score_by_source(outcomes, by_id)
-    typer.echo(msgspec.json.encode(rows).decode() if json else score_table(rows), nl=json)
+    found = autoplan.score(runs, predictions=predictions, calibration=calibration)
+    typer.echo(found.to_json() if json else found.to_text(), nl=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from autoplan import api, report
 from autoplan.base.errors import InputError
 from autoplan.cli.complete import presets, words
 from autoplan.cli.files import write_page
+from autoplan.cli.flags import PROBLEM, RUN, shared_flags
 from autoplan.cli.inputs import (
     check_outputs,
     command_line,
@@ -21,33 +22,13 @@ from autoplan.cli.inputs import (
     run_options,
     whole_url,
 )
-from autoplan.cli.objectives import (
-    CheckpointOption,
-    DeadlineOption,
-    DeviceMtbfOption,
-    GpuHoursOption,
-    MaxNodesOption,
-    NodesOption,
-    ObjectiveOption,
-    PriceOption,
-    PueOption,
-    RestartOption,
-    TokensOption,
-)
 from autoplan.cli.options import (
     AsOption,
-    AttentionOption,
-    CalibrationOption,
     ClusterOption,
-    DbOption,
     ForceOption,
-    FrameworkOption,
     JsonOption,
-    PrecisionOption,
     QuietOption,
-    ReserveOption,
     SetOption,
-    TimingsOption,
     whole_number,
 )
 from autoplan.cli.progress import progress_bar, say_how_to_watch
@@ -57,6 +38,8 @@ if TYPE_CHECKING:
     from autoplan.api.results import MixedPlanResult, PlanResult
 
 
+@shared_flags(PROBLEM, after="seq_len")
+@shared_flags(RUN, after="why")
 def search(
     context: typer.Context,
     cluster: ClusterOption,
@@ -83,13 +66,6 @@ def search(
         typer.Option(metavar="N|LOW:HIGH", help="Sequences in a step; of a range, the best for the rate is taken."),
     ] = None,
     seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
-    precision: PrecisionOption = "bf16",
-    attention: AttentionOption = "flash",
-    framework: FrameworkOption = "megatron-core",
-    calibration: CalibrationOption = None,
-    timings: TimingsOption = None,
-    url: DbOption = None,
-    reserve_memory: ReserveOption = "0",
     fix: Annotated[
         list[str] | None, typer.Option(metavar="AXIS=VALUE", help="Look only at plans with this value (repeatable).")
     ] = None,
@@ -122,17 +98,6 @@ def search(
     why: Annotated[
         bool, typer.Option("--why", help="Also say what would change the answer, and why obvious plans lost.")
     ] = False,
-    objective: ObjectiveOption = None,
-    nodes: NodesOption = None,
-    max_nodes: MaxNodesOption = None,
-    tokens: TokensOption = None,
-    deadline: DeadlineOption = None,
-    gpu_hours: GpuHoursOption = None,
-    price: PriceOption = None,
-    device_mtbf: DeviceMtbfOption = None,
-    checkpoint_time: CheckpointOption = None,
-    restart_time: RestartOption = None,
-    pue: PueOption = None,
     storage: Annotated[
         str | None,
         typer.Option(
@@ -162,6 +127,7 @@ def search(
     force: ForceOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
+    **_: Any,
 ) -> None:
     """Find the fastest plan that fits and write it to plan.json.
 

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autoplan.base.errors import InputError, NoPlanError
-from autoplan.base.values import parse_duration, parse_positive
 from autoplan.cli.complete import clusters, presets
+from autoplan.cli.flags import PROBLEM, shared_flags
 from autoplan.cli.inputs import check_output, check_untyped, problem_options, whole_url
 from autoplan.cli.options import (
-    AttentionOption,
-    CalibrationOption,
-    DbOption,
     ForceOption,
-    PrecisionOption,
     QuietOption,
-    ReserveOption,
-    TimingsOption,
     whole_number,
 )
 
@@ -33,10 +26,12 @@ if TYPE_CHECKING:
 
 SAID_BY_A_PLAN = (
     *("cluster", "global_batch", "seq_len", "precision", "attention", "framework", "calibration", "timings"),
-    *("reserve_memory", "fix", "max_", "forbid"),
+    *("reserve_memory", "fix", "at_most", "forbid"),
 )
 
 
+@shared_flags(PROBLEM[PROBLEM.index("calibration") :], after="framework")
+@shared_flags(("precision", "attention"), after="seq_len")
 def tune(
     context: typer.Context,
     model: Annotated[
@@ -62,19 +57,13 @@ def tune(
     ] = None,
     global_batch: Annotated[int | None, whole_number("--global-batch", "N", "Sequences in a step.")] = None,
     seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
-    precision: PrecisionOption = "bf16",
-    attention: AttentionOption = "flash",
     framework: Annotated[
         str | None, typer.Option(metavar="NAME", help="Framework preset or TOML file; torch, which is built in.")
     ] = None,
-    calibration: CalibrationOption = None,
-    timings: TimingsOption = None,
-    url: DbOption = None,
-    reserve_memory: ReserveOption = "0",
     fix: Annotated[
         list[str] | None, typer.Option(metavar="AXIS=VALUE", help="Look only at plans with this value (repeatable).")
     ] = None,
-    max_: Annotated[
+    at_most: Annotated[
         list[str] | None, typer.Option("--max", metavar="AXIS=VALUE", help="Bound a degree (repeatable).")
     ] = None,
     forbid: Annotated[
@@ -116,6 +105,7 @@ def tune(
     force: ForceOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print the trials as JSON instead of a table.")] = False,
     quiet: QuietOption = False,
+    **_: Any,
 ) -> None:
     """Run the plans that may be the fastest for some steps each, most promising first, and keep the best.
 
@@ -123,59 +113,37 @@ def tune(
     likely to be faster than the best, or the budget is spent.  A run that fails, for want of memory or otherwise,
     is told with its reason.  Interrupted, or killed, the same call goes on where it was.
     """
-    from autoplan.api.candidates import kept_candidates, searched_candidates
     from autoplan.api.plan_files import is_plan_file
-    from autoplan.api.trial_runners import TrialOptions
-    from autoplan.api.tuning import StudyPlace, run_trials, start_runner
+    from autoplan.api.problem import ProblemOptions
+    from autoplan.api.tuning import TuneOptions, prepare
     from autoplan.cli.process import leave_on_sigterm
     from autoplan.cli.progress import live_line, progress_bar, say_how_to_watch
-    from autoplan.search.trials import Budget
-    from autoplan.spec.plan_file import SpaceFlags
 
     if bool(program) != command:
         raise InputError("--command and PROGRAM go together: autoplan tune MODEL ... --command -- PROGRAM ARG...")
-    if trials < 1:
-        raise InputError(f"--trials {trials}: must be 1 or more")
-    db = whole_url(context, url)
-    asked = TrialOptions(
-        program=tuple(program or ()),
-        template=template,
-        to=to,
-        target_version=target_version,
-        image=image,
-        steps=steps,
-        warmup=warmup,
-        parallel=parallel,
-        limit_s=parse_duration(limit),
-        db=db,
-    )
-    spend = Budget(
-        trials=trials,
-        seconds=parse_duration(budget) if budget else math.inf,
-        gpu_hours=parse_positive(gpu_hours, "--gpu-hours") if gpu_hours is not None else math.inf,
-    )
     check_output(out, force=force)
     if is_plan_file(Path(model)):
         check_untyped(context, SAID_BY_A_PLAN, f"{model} says what is trained where, and by which plans")
-        candidates = kept_candidates(Path(model), db)
-    else:
-        if cluster is None or global_batch is None or seq_len is None:
-            context.fail("give MODEL with --cluster, --global-batch and --seq-len, or a plan.json")
-        options = problem_options(context)
-        options.setdefault("framework", "torch")
-        space = SpaceFlags(
-            global_batch=str(global_batch), fix=tuple(fix or ()), at_most=tuple(max_ or ()), forbid=tuple(forbid or ())
+    elif cluster is None or global_batch is None or seq_len is None:
+        context.fail("give MODEL with --cluster, --global-batch and --seq-len, or a plan.json")
+    named = {name: context.params[name] for name in TuneOptions.__annotations__ if name in context.params}
+    named = {name: value for name, value in named.items() if name not in ProblemOptions.__annotations__}
+    with progress_bar(quiet=quiet) as advance:
+        prepared = prepare(
+            model,
+            cluster=cluster,
+            global_batch=global_batch,
+            seq_len=seq_len,
+            progress=advance,
+            **named | {"storage": whole_url(context, storage)},
+            **problem_options(context),
         )
-        with progress_bar(quiet=quiet) as advance:
-            candidates = searched_candidates(model, cluster, seq_len, options, space, advance)
-    runner = start_runner(asked, candidates)
-    place = StudyPlace(folder=work, storage=whole_url(context, storage), study=study)
     leave_on_sigterm()
-    made = place.made()
+    made = prepared.made_storage()
     if not quiet:
         say_how_to_watch(storage or made)
     with live_line(quiet=quiet) as (show, show_now):
-        tuned = run_trials(asked, runner, spend, place, show=show, show_now=show_now)
+        tuned = prepared.run(show=show, show_now=show_now)
     _hand_over(tuned, out, force=force, json=json, quiet=quiet)
 
 
@@ -191,7 +159,6 @@ def _hand_over(tuned: TuneResult, out: Path, *, force: bool, json: bool, quiet: 
     _print(tuned.report, json=json)
     if not json:
         from autoplan.api.export import next_step
-        from autoplan.report.terminal import make_console, print_next_steps
 
         step = ("next", _again()) if tuned.is_interrupted else next_step(tuned.file, out)
         print_next_steps(make_console(), step)

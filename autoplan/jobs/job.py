@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.errors import AutoplanError
+from autoplan.base.files import refused_writes
 from autoplan.jobs.program import GRACE_S, Program, end_programs, start_program
 
 PLAN = "plan.json"  # in the folder of a trial: what it runs
@@ -79,11 +80,8 @@ class LocalJobs:
         options = (
             option.replace("{plan}", str(folder / PLAN)).replace("{folder}", str(folder)) for option in self._options
         )
-        try:
-            with (folder / MESSAGES).open("wb") as messages:
-                started = start_program((*program, *files, *options), messages)
-        except OSError as error:
-            raise InputError(f"{folder / MESSAGES}: cannot be written: {error.strerror or error}") from None
+        with refused_writes(folder / MESSAGES), (folder / MESSAGES).open("wb") as messages:
+            started = start_program((*program, *files, *options), messages)
         name = f"{socket.gethostname()}:{started.pid}:{started.mark}"
         self._mine[name] = started
         return name

@@ -54,6 +54,23 @@ Operation = Literal[
     "send_recv",
 ]
 
+# Operations whose times rest on the same rates, or that are measured alike.
+PRODUCTS: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad")
+ATTENTIONS: tuple[Operation, ...] = (
+    *("attention", "attention_backward"),
+    *("latent_attention", "latent_attention_backward"),
+)
+EXPERTS: tuple[Operation, ...] = ("experts", "experts_backward")
+STREAMS: tuple[Operation, ...] = (  # through the memory of the device
+    *("norm", "norm_backward", "rope", "swiglu", "swiglu_backward", "cross_entropy", "optimizer"),
+)
+LAYERS: tuple[Operation, ...] = ("layer", "layer_backward", "layer_backward_selective", "layer_backward_full")
+LAYER_HALVES: tuple[Operation, ...] = ("layer_input_gradient", "layer_weight_gradient")
+SHARED_LAYERS: tuple[Operation, ...] = ("replicated_layer", "sharded_layer", "resharded_layer")
+COLLECTIVES: tuple[Operation, ...] = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"),
+)
+
 _PRODUCT = ("m", "n", "k")
 _ATTENTION = ("batch", "seq_len", "num_heads", "num_kv_heads", "head_dim", "window")
 _LATENT = ("batch", "seq_len", "num_heads", "qk_head_dim", "v_head_dim")
@@ -86,40 +103,20 @@ NARROW_TYPES = ("fp8", "mxfp8", "nvfp4")
 # `pipeline_actions` is what the 2 x num_micro_batches passes of one stage take of the host beyond computation and
 # messages.
 SHAPES: dict[Operation, tuple[str, ...]] = {
-    "gemm": _PRODUCT,
-    "dgrad": _PRODUCT,
-    "wgrad": _PRODUCT,
-    "attention": _ATTENTION,
-    "attention_backward": _ATTENTION,
-    "latent_attention": _LATENT,
-    "latent_attention_backward": _LATENT,
-    "experts": _EXPERTS,
-    "experts_backward": _EXPERTS,
-    "norm": ("tokens", "hidden_size"),
-    "norm_backward": ("tokens", "hidden_size"),
+    **dict.fromkeys(PRODUCTS, _PRODUCT),
+    **dict.fromkeys(("attention", "attention_backward"), _ATTENTION),
+    **dict.fromkeys(("latent_attention", "latent_attention_backward"), _LATENT),
+    **dict.fromkeys(EXPERTS, _EXPERTS),
+    **dict.fromkeys(("norm", "norm_backward"), ("tokens", "hidden_size")),
     "rope": ("tokens", "num_heads", "head_dim"),
-    "swiglu": ("tokens", "ffn_size"),
-    "swiglu_backward": ("tokens", "ffn_size"),
+    **dict.fromkeys(("swiglu", "swiglu_backward"), ("tokens", "ffn_size")),
     "cross_entropy": ("tokens", "vocab_size"),
     "optimizer": ("num_parameters",),
-    "layer": _LAYER,
-    "layer_backward": _LAYER,
-    "layer_backward_selective": _LAYER,
-    "layer_backward_full": _LAYER,
-    "layer_input_gradient": _LAYER,
-    "layer_weight_gradient": _LAYER,
-    "replicated_layer": _SHARED_LAYER,
-    "sharded_layer": _SHARED_LAYER,
-    "resharded_layer": _SHARED_LAYER,
+    **dict.fromkeys((*LAYERS, *LAYER_HALVES), _LAYER),
+    **dict.fromkeys(SHARED_LAYERS, _SHARED_LAYER),
     "pipeline_actions": _PIPELINE,
-    "embedding": _ENDS,
-    "head": _ENDS,
-    "all_reduce": _GROUP,
-    "all_gather": _GROUP,
-    "reduce_scatter": _GROUP,
-    "all_to_all": _GROUP,
-    "broadcast": _GROUP,
-    "send_recv": _GROUP,
+    **dict.fromkeys(("embedding", "head"), _ENDS),
+    **dict.fromkeys(COLLECTIVES, _GROUP),
 }
 
 
@@ -398,22 +395,14 @@ def burst_factors(
     calibration = calibration or Calibration()
     gemm = device.gemm.burst_efficiency / device.gemm_efficiency * calibration.gemm
     attention = device.attention.burst_efficiency / device.attention.efficiency * calibration.attention
-    products: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad", "experts", "experts_backward")
-    attentions: tuple[Operation, ...] = (
-        "attention",
-        "attention_backward",
-        "latent_attention",
-        "latent_attention_backward",
-    )
-    collectives: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
     factors: dict[Operation | tuple[Operation, str], float] = {
-        **dict.fromkeys(products, gemm),
-        **dict.fromkeys(attentions, attention),
-        **dict.fromkeys(collectives, calibration.scale_up),
+        **dict.fromkeys((*PRODUCTS, *EXPERTS), gemm),
+        **dict.fromkeys(ATTENTIONS, attention),
+        **dict.fromkeys(COLLECTIVES[:4], calibration.scale_up),
     }
     if device.narrow_gemm_efficiency is not None:
         narrow = device.gemm.burst_efficiency / device.narrow_gemm_efficiency * calibration.gemm
-        factors |= {(product, dtype): narrow for product in products for dtype in NARROW_TYPES}
+        factors |= {(product, dtype): narrow for product in (*PRODUCTS, *EXPERTS) for dtype in NARROW_TYPES}
     return factors
 
 

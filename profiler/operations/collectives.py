@@ -12,8 +12,7 @@ import torch.distributed as dist
 from autoplan.base.errors import InputError
 from autoplan.profiler.group_layouts import Layout, groups_of
 from autoplan.profiler.operations.inputs import InputFactory, Run
-from autoplan.profiler.protocol import COLLECTIVES
-from autoplan.spec.timing import Operation
+from autoplan.spec.timing import COLLECTIVES, Operation
 
 _GEMM_SIZE = {"cpu": 256, "cuda": 4096}  # of a product long enough to launch and short enough to fill gaps
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoplan.profiler.operations import attention
 from autoplan.profiler.operations.inputs import InputFactory, Run, backward, in_turns, num_sets
-from autoplan.spec.timing import Operation
+from autoplan.spec.timing import EXPERTS, PRODUCTS, Operation
 
 _ROPE_BASE = 10_000.0
 # Rows of 16 bits to which grouped products want each expert's share of the tokens: where it is none, some versions of
@@ -35,7 +35,7 @@ def implementation(operation: Operation, dtype: str, device: torch.device) -> st
         return _first_working(operation, dtype, device, ways)
     if dtype == "fp8":
         return ""  # torch itself has no other kernels in 8 bits
-    if operation in ("experts", "experts_backward"):
+    if operation in EXPERTS:
         return _first_working(operation, dtype, device, ["grouped_mm", "mm each"])
     if operation in ("attention", "attention_backward"):
         return _first_working(operation, dtype, device, ["sdpa flash", "sdpa"])
@@ -55,10 +55,10 @@ def implementation_windowed(operation: Operation, dtype: str, device: torch.devi
 
 # The smallest shapes that every way of an operation accepts: 8-bit products need multiples of 16.
 _TINY: dict[Operation, tuple[int, ...]] = {
-    **dict.fromkeys(("gemm", "dgrad", "wgrad"), (32, 32, 32)),
+    **dict.fromkeys(PRODUCTS, (32, 32, 32)),
     **dict.fromkeys(("attention", "attention_backward"), (1, 128, 4, 2, 64, 0)),
     **dict.fromkeys(("latent_attention", "latent_attention_backward"), (1, 128, 4, 192, 128)),
-    **dict.fromkeys(("experts", "experts_backward"), (64, 32, 32, 1, 4, 1, 1)),
+    **dict.fromkeys(EXPERTS, (64, 32, 32, 1, 4, 1, 1)),
     **dict.fromkeys(("norm", "norm_backward", "swiglu", "swiglu_backward", "cross_entropy"), (32, 32)),
     "rope": (32, 2, 64),
     "optimizer": (64,),
@@ -103,7 +103,7 @@ def build(
 def _input_bytes(operation: Operation, shape: tuple[int, ...], factory: InputFactory) -> int:
     """Roughly what one call touches; 0 of experts, whose weights and activations push each other out anyway."""
     width = 1 if factory.dtype == "fp8" else factory.torch_dtype.itemsize
-    if operation in ("gemm", "dgrad", "wgrad"):
+    if operation in PRODUCTS:
         m, n, k = shape
         return width * (m * n + n * k + m * k)
     if operation in ("attention", "attention_backward"):
@@ -112,7 +112,7 @@ def _input_bytes(operation: Operation, shape: tuple[int, ...], factory: InputFac
     if operation in ("latent_attention", "latent_attention_backward"):
         batch, seq_len, num_heads, qk_head_dim, v_head_dim = shape
         return 2 * width * batch * seq_len * num_heads * (qk_head_dim + v_head_dim)
-    if operation in ("experts", "experts_backward"):
+    if operation in EXPERTS:
         return 0
     return 2 * width * math.prod(shape)
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 from autoplan.profiler.record import Record
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.device import load_device
+from autoplan.spec.timing import COLLECTIVES, PRODUCTS
 from autoplan.topology.cluster import DeviceSpec
 
 MOST_OVER_PEAK = 1.1  # devices may boost a little above the clock of their datasheet
@@ -18,15 +19,13 @@ LEAST_S = 1e-7  # below the launch of any kernel
 # Each device must send or take in at least its whole buffer (a network that reduces halves the traffic of a ring), or
 # all of it but its own part.
 _WHOLE = ("all_reduce", "broadcast", "send_recv")
-_SHARED = ("all_gather", "reduce_scatter", "all_to_all")
-_PRODUCTS = ("gemm", "dgrad", "wgrad")
 
 
 def implausible(record: Record) -> str:
     """Say why `record` cannot be right; empty where nothing speaks against it, as for unknown devices."""
     if record.measured_at and datetime.fromisoformat(record.measured_at) > datetime.now(UTC) + timedelta(days=1):
         return f"measured at {record.measured_at}, in the future"
-    if record.operation in (*_WHOLE, *_SHARED) and record.shape[1] > record.shape[0]:
+    if record.operation in COLLECTIVES and record.shape[1] > record.shape[0]:
         return f"{record.shape[1]} devices in a domain, in a group of {record.shape[0]}"
     if not record.samples_s:
         return ""
@@ -50,12 +49,12 @@ def _too_fast(record: Record) -> str:
     device = _device(name)
     if device is None or device.vendor == "cpu":
         return ""
-    if record.operation in _PRODUCTS:
+    if record.operation in PRODUCTS:
         m, n, k = record.shape
         rate, peak = 2 * m * n * k / record.seconds, _peak_flops_per_s(device, record.dtype)
         if rate > MOST_OVER_PEAK * peak:
             return f"{rate / 1e12:,.0f} TFLOP/s, {name} has {peak / 1e12:,.0f}"
-    if record.operation in (*_WHOLE, *_SHARED) and record.shape[0] > 1:
+    if record.operation in COLLECTIVES and record.shape[0] > 1:
         num_devices, _, _, buffer_bytes = record.shape
         share = 1.0 if record.operation in _WHOLE else (num_devices - 1) / num_devices
         rate, link = share * buffer_bytes / record.seconds, _fastest_link_bytes_per_s(name)

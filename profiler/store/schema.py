@@ -57,32 +57,18 @@ records: Table = Table(
     Column("shape", Text, nullable=False),  # 4096x4096x4096
     Column("dtype", Text, nullable=False),
     Column("work_hash", BigInteger, nullable=False),  # of operation, shape and dtype: sorts faster than they do
-    Column("kernel", Text, nullable=False),
-    Column("mode", Text, nullable=False),
-    Column("status", Text, nullable=False),
-    Column("reason", Text, nullable=False),
+    *(Column(name, Text, nullable=False) for name in ("kernel", "mode", "status", "reason")),
     Column("is_alone", Boolean, nullable=False),  # nothing ran beside it on purpose
     Column("seconds", Double),  # median of the samples
     Column("samples", LargeBinary, nullable=False),  # seconds, float64, little-endian
     Column("conditions", Text, nullable=False),  # JSON
     Column("source", Text, nullable=False),
     Column("protocol", Integer, nullable=False),
-    Column("measured_by", Text, nullable=False),
-    Column("host", Text, nullable=False),
-    Column("measured_at", Text, nullable=False),
-    Column("added_at", Text, nullable=False),
+    *(Column(name, Text, nullable=False) for name in ("measured_by", "host", "measured_at", "added_at")),
     # All that the choice of a search's timings reads, so that it never touches the rows that lose.
     Index(
         "records_by_work",
-        "fingerprint_id",
-        "operation",
-        "dtype",
-        "status",
-        "is_alone",
-        "work_hash",
-        "mode",
-        "measured_at",
-        "seconds",
+        *("fingerprint_id", "operation", "dtype", "status", "is_alone", "work_hash", "mode", "measured_at", "seconds"),
         "id",
     ),
 )
@@ -95,9 +81,7 @@ marks: Table = Table(
     Column("id", _ID, primary_key=True),
     Column("record_id", _ID, ForeignKey("records.id"), nullable=False),
     Column("hides", Boolean, nullable=False),
-    Column("by", Text, nullable=False),
-    Column("reason", Text, nullable=False),
-    Column("at", Text, nullable=False),
+    *(Column(name, Text, nullable=False) for name in ("by", "reason", "at")),
     Index("marks_by_record", "record_id", "at", "by", "hides", unique=True),
 )
 
@@ -109,15 +93,10 @@ runs: Table = Table(
     Column("id", _ID, primary_key=True),
     Column("key", String(64), nullable=False, unique=True),  # SHA-256 of the content
     Column("fingerprint_id", _ID, ForeignKey("fingerprints.id"), nullable=False),
-    Column("framework", Text, nullable=False),
-    Column("model", Text, nullable=False),
-    Column("status", Text, nullable=False),
+    *(Column(name, Text, nullable=False) for name in ("framework", "model", "status")),
     Column("seconds", Double),  # median of the step times
     Column("content", Text, nullable=False),
-    Column("measured_by", Text, nullable=False),
-    Column("host", Text, nullable=False),
-    Column("measured_at", Text, nullable=False),
-    Column("added_at", Text, nullable=False),
+    *(Column(name, Text, nullable=False) for name in ("measured_by", "host", "measured_at", "added_at")),
 )
 
 

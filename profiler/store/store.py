@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -14,10 +14,10 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
-from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, case, func, or_, select
 
 from autoplan.base.errors import InputError, StoreError
-from autoplan.profiler.record import NOT_CONTENT, SLOWED, Fingerprint, Record, Status
+from autoplan.profiler.record import NOT_CONTENT, SLOWED, Fingerprint, Record
 from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.selection import DISTURBED, may_stand_in
 from autoplan.profiler.store.database import Database
@@ -150,7 +150,6 @@ class Store:
         *,
         device: str | None = None,
         operations: Collection[Operation] | None = None,
-        status: Collection[Status] | None = None,
         trust: Collection[str] | None = None,
         include_hidden: bool = False,
     ) -> Iterator[Record]:
@@ -158,7 +157,7 @@ class Store:
         query = select(records)
         if device is not None:
             query = query.where(records.c.fingerprint_id.in_(self._machines(device)))
-        for column, wanted in (("operation", operations), ("status", status), ("measured_by", trust)):
+        for column, wanted in (("operation", operations), ("measured_by", trust)):
             if wanted is not None:
                 query = query.where(records.c[column].in_(list(wanted)))
         if not include_hidden:
@@ -180,9 +179,7 @@ class Store:
 
     def find_run(self, key: str) -> RunRecord | None:
         """The run whose key begins with `key`, if there is one and no second."""
-        query = select(runs).where(runs.c.key >= key, runs.c.key <= key + "g").limit(2)
-        with self._database.reading() as connection:
-            rows = connection.execute(query).all()
+        rows = self._beginning(runs, key)
         return _run(rows[0], self._machines()[rows[0].fingerprint_id]) if len(rows) == 1 else None
 
     def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> set[tuple[str, tuple[int, ...], str, str, str]]:
@@ -215,14 +212,7 @@ class Store:
             number = connection.execute(query).scalar()
         return None if number is None else machines[number]
 
-    def timings(
-        self,
-        wanted: Fingerprint,
-        *,
-        operations: Collection[Operation] | None = None,
-        dtypes: Collection[str] | None = None,
-        trust: Collection[str] | None = None,
-    ) -> list[Measurement]:
+    def timings(self, wanted: Fingerprint, *, operations: Collection[Operation] | None = None) -> list[Measurement]:
         """The measurements that serve a search on `wanted`: one for each operation, shape and type.
 
         The nearest machine wins (`Match`, told in each measurement), then the steadier way of measuring.  Of the last
@@ -239,11 +229,14 @@ class Store:
         if not levels:
             return []
         rows: list[Any] = []
+        usable = [records.c.is_alone, ~is_hidden()]
+        if operations is not None:
+            usable.append(records.c.operation.in_(list(operations)))
         with self._database.reading() as connection:
             for level in sorted(set(levels.values())):
                 own = [number for number, other in levels.items() if other == level]
                 nearer = [number for number, other in levels.items() if other < level]
-                chosen = _choice(own, nearer, operations, dtypes, trust).subquery()
+                chosen = _choice(own, nearer, usable).subquery()
                 query = select(*(records.c[name] for name in (*_TIMED, "conditions"))).join(
                     chosen,
                     and_(
@@ -252,7 +245,7 @@ class Store:
                     ),
                 )
                 rows += _middle_ones(connection.execute(query.order_by(chosen.c.place)))
-            rows += _stand_ins(connection, levels, operations, dtypes, trust)
+            rows += _stand_ins(connection, levels, usable)
         found = []
         for operation, shape, dtype, seconds, kernel, source, key, number, mode, status in rows:
             try:
@@ -285,27 +278,23 @@ class Store:
         """The key of the one record that begins with `key`, which need not be one that can be read."""
         return str(self._named(key).key)
 
+    def _beginning(self, table: Table, key: str) -> Sequence[Row[Any]]:
+        """Return rows whose key begins so, two at most."""
+        with self._database.reading() as connection:
+            return connection.execute(select(table).where(table.c.key >= key, table.c.key <= key + "g").limit(2)).all()
+
     def _named(self, key: str) -> Row[Any]:
         if len(key) < LEAST_PREFIX or set(key) - set("0123456789abcdef"):
             raise InputError(f"key {key[:70]!r}: write at least {LEAST_PREFIX} of its hexadecimal digits, as shown")
-        query = select(records).where(records.c.key >= key, records.c.key <= key + "g").limit(2)
-        with self._database.reading() as connection:
-            rows = connection.execute(query).all()
+        rows = self._beginning(records, key)
         if len(rows) != 1:
             raise InputError(
                 f"key {key}: {'several records begin so' if rows else f'{self.name} holds no such record'}"
             )
         return rows[0]
 
-    def hide(self, keys: Iterable[str], *, by: str, reason: str) -> int:
-        """Mark the records of these whole keys as not to be used; how many were not hidden before."""
-        return self._change(keys, hides=True, by=by, reason=reason)
-
-    def unhide(self, keys: Iterable[str], *, by: str, reason: str) -> int:
-        """Mark the records of these whole keys as to be used again; how many were hidden before."""
-        return self._change(keys, hides=False, by=by, reason=reason)
-
-    def _change(self, keys: Iterable[str], *, hides: bool, by: str, reason: str) -> int:
+    def change(self, keys: Iterable[str], *, hides: bool, by: str, reason: str) -> int:
+        """Mark the records of these whole keys as not to be used, or to be used again; how many were not so before."""
         num_changed = 0
         for batch in _batches(keys, BATCH):
             with self._database.writing() as connection:
@@ -358,25 +347,9 @@ class Store:
                     found = " ".join(str(said).split())
                     raise StoreError(f"{self.name} {DAMAGED} ({found})")
         for row, machine in self._rows_with_machines(select(records).where(~is_hidden()), records.c.id):
-            what = f"{row.operation} {row.shape}"
-            try:
-                record = _record(row, machine)
-            except InputError as error:
-                yield Finding(key=row.key, what=what, reason=str(error))
-                continue
-            if record.key != row.key:
-                yield Finding(key=row.key, what=what, reason="was changed in the database: its content has another key")
-            elif finding := _finding(row.key, record):
-                yield finding
+            yield from _findings(row, machine, _record, f"{row.operation} {row.shape}")
         for row, machine in self._rows_with_machines(select(runs), runs.c.id):
-            try:
-                run = _run(row, machine)
-            except InputError as error:
-                yield Finding(key=row.key, what=f"run of {row.model}", reason=str(error))
-                continue
-            if run.key != row.key:
-                reason = "was changed in the database: its content has another key"
-                yield Finding(key=row.key, what=f"run of {row.model}", reason=reason)
+            yield from _findings(row, machine, _run, f"run of {row.model}")
 
     def _read(self, read: Callable[[Row[Any], Fingerprint], T], row: Row[Any], machine: Fingerprint) -> T | None:
         """Decode a row; None, and it counts as unread, where this version does not understand it."""
@@ -430,19 +403,13 @@ class Store:
         return ids
 
 
-def _choice(
-    own: Collection[int],
-    nearer: Collection[int],
-    operations: Collection[Operation] | None,
-    dtypes: Collection[str] | None,
-    trust: Collection[str] | None,
-) -> Select[Any]:
+def _choice(own: Collection[int], nearer: Collection[int], usable: Sequence[ColumnElement[bool]]) -> Select[Any]:
     """Return (id, place) of the records of the machines `own` that may serve: place 1 is the first choice of its work.
 
+    `usable` are conditions on records, whatever their status.
     What a machine of `nearer` measured is left out before anything is sorted: of a million records most lose so.
     """
-    wanted = _usable(operations, dtypes, trust)
-    settled = and_(records.c.status == "ok", *wanted)
+    settled = and_(records.c.status == "ok", *usable)
     measured = select(records.c.work_hash).where(
         records.c.fingerprint_id.in_(own), records.c.mode != "imported", settled
     )
@@ -451,7 +418,7 @@ def _choice(
         or_(records.c.status == "unstable", slowed),
         records.c.mode != "imported",
         records.c.work_hash.in_(measured),
-        *wanted,
+        *usable,
     )
     order: tuple[ColumnElement[Any], ...] = (
         case({mode: at for at, mode in enumerate(_PREFERRED_MODES)}, value=records.c.mode),
@@ -492,21 +459,14 @@ def _middle(rows: Iterable[Any]) -> Any:
     return ordered[(len(ordered) - 1) // 2]
 
 
-def _stand_ins(
-    connection: Connection,
-    levels: Mapping[int, Match],
-    operations: Collection[Operation] | None,
-    dtypes: Collection[str] | None,
-    trust: Collection[str] | None,
-) -> list[Any]:
+def _stand_ins(connection: Connection, levels: Mapping[int, Match], usable: Sequence[ColumnElement[bool]]) -> list[Any]:
     """Rows of disturbed records that stand in where no machine of `levels` has a clean one."""
-    wanted = _usable(operations, dtypes, trust)
-    served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(levels), records.c.status == "ok", *wanted)
+    served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(levels), records.c.status == "ok", *usable)
     query = select(*(records.c[name] for name in (*_TIMED, "conditions"))).where(
         records.c.fingerprint_id.in_(levels),
         records.c.status.in_(DISTURBED),
         records.c.work_hash.not_in(served),
-        *wanted,
+        *usable,
     )
     found: dict[tuple[str, ...], list[Any]] = defaultdict(list)
     for row in connection.execute(query.order_by(records.c.id)):
@@ -520,15 +480,19 @@ def _stand_ins(
     return chosen
 
 
-def _usable(
-    operations: Collection[Operation] | None, dtypes: Collection[str] | None, trust: Collection[str] | None
-) -> list[ColumnElement[bool]]:
-    """Conditions on records that may serve, whatever their status."""
-    usable = [records.c.is_alone, ~is_hidden()]
-    for column, wanted in (("operation", operations), ("dtype", dtypes), ("measured_by", trust)):
-        if wanted is not None:
-            usable.append(records.c[column].in_(list(wanted)))
-    return usable
+def _findings(
+    row: Row[Any], machine: Fingerprint, read: Callable[[Row[Any], Fingerprint], Record | RunRecord], what: str
+) -> Iterator[Finding]:
+    """Yield what is wrong with a row: it cannot be read, is not what its key says, or is implausible."""
+    try:
+        found = read(row, machine)
+    except InputError as error:
+        yield Finding(key=row.key, what=what, reason=str(error))
+        return
+    if found.key != row.key:
+        yield Finding(key=row.key, what=what, reason="was changed in the database: its content has another key")
+    elif isinstance(found, Record) and (finding := _finding(row.key, found)):
+        yield finding
 
 
 def _finding(key: str, record: Record) -> Finding | None:

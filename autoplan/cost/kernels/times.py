@@ -29,7 +29,7 @@ from autoplan.spec.enums import ContextParallelKind, Dispatcher, Precision
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Operation
+from autoplan.spec.timing import PRODUCTS, Operation
 
 # What decides the shapes of a plan's kernels: many plans share all of them.
 KERNEL_AXES = ("micro_batch", "tp", "sp", "cp", "cp_kind", "ep", "etp", "dispatcher", "precision")
@@ -256,8 +256,7 @@ def products_s(
     )
     if problem.timings.is_empty:
         return references
-    passes: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad")
-    return passes_s([find_kernels(problem, batch, entry, m, n, k) for entry in passes], references)
+    return passes_s([find_kernels(problem, batch, entry, m, n, k) for entry in PRODUCTS], references)
 
 
 def _narrow_rows_time(problem: Problem, n: Floats, k: Floats) -> Floats | float:

@@ -1,0 +1,147 @@
+"""Contents of the timing database: shown, copied, exchanged as files, checked, hidden."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
+from itertools import chain, islice
+from pathlib import Path
+
+from autoplan.api.outputs import Changed, Held, Listed, ListedRun, Shown, Written
+from autoplan.api.timings import opened_store
+from autoplan.base.errors import InputError
+from autoplan.base.files import check_target
+from autoplan.base.units import cleaned
+from autoplan.base.user import user_name
+from autoplan.profiler.imports import read_source
+from autoplan.profiler.record import Record
+from autoplan.profiler.run_record import RunRecord
+from autoplan.profiler.store import Added, Finding, Store
+from autoplan.profiler.store.exchange import write_exchange
+from autoplan.spec.timing import SHAPES
+
+# `db` is the path or URL of a database; None: AUTOPLAN_DB, else a file in the user's data folder.
+OnBatch = Callable[[int], None] | None  # takes how many records have been taken in
+
+
+def _reading(db: str | None) -> AbstractContextManager[Store]:
+    return opened_store(db, writable=False)
+
+
+def holdings(db: str | None = None) -> Held:
+    """Return where the database is, and what it holds of which machine."""
+    with _reading(db) as store:
+        found, num_runs = store.holdings(), sum(1 for _ in store.runs())
+        return Held(database=store.name, schema=store.schema, holdings=found, runs=num_runs)
+
+
+def list_records(
+    db: str | None = None,
+    *,
+    device: str | None = None,
+    operation: str | None = None,
+    trust: Collection[str] | None = None,
+    hidden: bool = False,
+    limit: int,
+) -> list[Listed]:
+    """Return the first `limit` records, in the order in which they came in; hidden ones with `hidden` alone.
+
+    `trust` names those whose measurements count.
+    """
+    if operation is not None and operation not in SHAPES:
+        raise InputError(f"--operation {operation!r}: known are {', '.join(SHAPES)}")
+    with _reading(db) as store:
+        wanted = [operation] if operation else None
+        found = store.records(device=device, operations=wanted, trust=trust or None, include_hidden=hidden)
+        return [Listed(key=record.key, seconds=_seconds(record), record=record) for record in islice(found, limit)]
+
+
+def list_runs(
+    db: str | None = None, *, device: str | None = None, trust: Collection[str] | None = None, limit: int
+) -> list[ListedRun]:
+    """Return the first `limit` training runs, in the order in which they came in."""
+    with _reading(db) as store:
+        return [_listed(run) for run in islice(store.runs(device=device, trust=trust or None), limit)]
+
+
+def find(key: str, db: str | None = None) -> Shown | ListedRun:
+    """Return the record, with the mark that hides it, or the training run whose key begins so."""
+    with _reading(db) as store:
+        if run := store.find_run(key.lower()):
+            return _listed(run)
+        record, mark = store.find(key.lower())
+        return Shown(key=record.key, seconds=_seconds(record), record=record, hidden=mark)
+
+
+def _listed(run: RunRecord) -> ListedRun:
+    return ListedRun(key=run.key, seconds=run.seconds, run=run)
+
+
+def _seconds(record: Record) -> float | None:
+    return record.seconds if record.samples_s else None
+
+
+def copy(
+    source: str | None,
+    target: str | None,
+    *,
+    trust: Collection[str] | None = None,
+    with_marks: bool = False,
+    on_batch: OnBatch = None,
+) -> Added:
+    """Add what one database holds to another, runs too; with its marks also hide and unhide what was there."""
+    with _reading(source) as store, opened_store(target, writable=True) as other:
+        records: Iterable[Record | RunRecord] = chain(
+            store.records(trust=trust or None), store.runs(trust=trust or None)
+        )
+        added = other.add(records, on_batch=on_batch)
+        if with_marks:
+            other.mark(store.marks())
+        return added
+
+
+def export_file(
+    path: Path,
+    db: str | None = None,
+    *,
+    device: str | None = None,
+    trust: Collection[str] | None = None,
+    anonymous: bool = False,
+    force: bool = False,
+) -> Written:
+    """Write the records that are not hidden, and the runs, to a file; `anonymous` leaves hosts and users out."""
+    check_target(path, force=force)
+    with _reading(db) as store:
+        records = store.records(device=device, trust=trust or None)
+        runs = tuple(store.runs(device=device, trust=trust or None))
+        num_written = write_exchange(path, records, runs=runs, anonymous=anonymous, force=force)
+    return Written(file=str(path), records=num_written - len(runs), runs=len(runs))
+
+
+def read_records(
+    source: str, *, device: str | None = None, operation: str | None = None
+) -> tuple[Iterator[Record | RunRecord], Counter[str]]:
+    """Return the records of a file or of aiconfigurator's tables, and how many of unknown operations it has besides."""
+    unknown: Counter[str] = Counter()
+    return read_source(source, device=device, operation=operation, unknown=unknown), unknown
+
+
+def add(records: Iterable[Record | RunRecord], db: str | None = None, *, on_batch: OnBatch = None) -> Added:
+    """Add records and runs; implausible records are quarantined."""
+    with opened_store(db, writable=True) as store:
+        return store.add(records, on_batch=on_batch)
+
+
+def check(db: str | None = None) -> list[Finding]:
+    """Return the records that cannot be right: faster than the device, unsettled, changed since they were added."""
+    with _reading(db) as store:
+        return list(store.check())
+
+
+def change(keys: Collection[str], reason: str, db: str | None = None, *, hides: bool) -> Changed:
+    """Hide records, or take them back into use; `keys` may be what their keys begin with."""
+    with opened_store(db, writable=True, creates=False) as store:
+        whole = [store.whole_key(key.lower()) for key in keys]
+        num_new = store.change(whole, hides=hides, by=user_name(), reason=cleaned(reason))
+    return Changed(changed=num_new, as_before=len(keys) - num_new)
