@@ -221,7 +221,7 @@ MEGATRON = (
 )  # fmt: skip
 OLD_MEGATRON = ("megatron-lm-2021", "megatron-lm-2022")
 TORCHTITAN = ("torchtitan", "torchtitan", "torchtitan-0.1")
-NANOTRON = ("nanotron", "nanotron-bench2")
+NANOTRON = ("nanotron",)
 PRIMUS, TORCH = ("primus",), ("torch",)
 SHARDED = ("deepspeed-zero", "pytorch-fsdp", "llm-foundry")  # with neither pipelines nor, most of them, wide experts
 FAMILIES = (

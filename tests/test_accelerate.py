@@ -206,8 +206,16 @@ WRONG: dict[str, tuple[dict[str, Any], Given, str]] = {
     "no model": ({}, Given(seq_len=4096), "pass --model"),
     "no sequence": ({}, Given(model=LLAMA_8B), "pass --seq-len"),
     "no batch": ({}, Given(model=LLAMA_8B, seq_len=4096), "pass --set PER_DEVICE_TRAIN_BATCH_SIZE=N"),
-    "a kind": ({"distributed_type": "DEEPSPEED"}, given_of(PLANS["sharded"]), "'DEEPSPEED' is not read"),
-    "a precision": ({"mixed_precision": "no"}, given_of(PLANS["sharded"]), "mixed_precision 'no' is not priced"),
+    "a kind": (
+        {"distributed_type": "DEEPSPEED"},
+        given_of(PLANS["sharded"]),
+        "must be FSDP or MULTI_GPU or NO",
+    ),
+    "a precision": (
+        {"mixed_precision": "no"},
+        given_of(PLANS["sharded"]),
+        "must be bf16 or fp16 or fp8",
+    ),
     "devices": ({"num_processes": 24}, given_of(PLANS["sharded"]), "needs 16 devices, there are 24"),
     "open devices": ({"num_processes": -1}, given_of(PLANS["sharded"]), "pass --devices"),
 }

@@ -131,7 +131,7 @@ def plan_file_of(
     attention: Attention = "flash",
     **plan: Any,
 ) -> PlanFile:
-    chosen = ParallelPlan(**{"global_batch": 256, **plan})
+    chosen = ParallelPlan.derived(**{"global_batch": 256, **plan})
     best = RankedPlan(
         plan=chosen,
         step_s=7.31,

@@ -227,3 +227,76 @@ def test_a_damaged_file_is_read_or_refused_by_our_own_error(kind: str, at: int, 
     at %= len(whole)
     with contextlib.suppress(InputError):
         reader.read(whole[:at] + text + whole[at + len(text) :], Given(num_devices=16))
+
+
+# -- recipes that hand their configuration to helpers -----------------------------------------------------------------
+
+# The forms of recipes/kimi/h100/kimi_k2.py, recipes/deepseek/gb300/deepseek_v4.py and perf_recipes of Megatron-Bridge.
+HELPED = """
+from megatron.bridge.recipes.common import _pretrain_common
+from megatron.bridge.recipes.utils import apply_determinism_overrides, set_deepseek_v3_pipeline_model_parallel_layout
+from megatron.bridge.recipes.utils.optimizer_utils import distributed_muon_with_cosine_annealing
+
+def _optimizer(cfg, kind):
+    if kind == "adam":
+        cfg.ddp.use_distributed_optimizer = True
+    elif kind == "muon":
+        opt_cfg, scheduler_cfg = distributed_muon_with_cosine_annealing(max_lr=3e-4)
+        opt_cfg.use_precision_aware_optimizer = False
+        cfg.optimizer = opt_cfg
+        cfg.ddp.use_distributed_optimizer = False
+
+def _layout(pp, vp):
+    layouts = {(2, 1): [["embedding"] + ["decoder"] * 15, ["decoder"] * 17 + ["loss"]]}
+    layout = layouts[(pp, 1 if vp is None else vp)]
+    if layout is not None:
+        layout = list([list(chunk) for chunk in layout])
+    return layout
+
+def llama3_8b_pretrain_config():
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained("meta-llama/Meta-Llama-3-8B").to_megatron_provider(load_weights=False)
+    cfg.model.pipeline_model_parallel_size = 2
+    cfg.model.virtual_pipeline_model_parallel_size = None
+    cfg.model.pipeline_model_parallel_layout = _layout(2, cfg.model.virtual_pipeline_model_parallel_size)
+    cfg.tokenizer.vocab_size = cfg.model.vocab_size
+    _optimizer(cfg, "muon")
+    return cfg
+"""
+
+
+def helped(change: str = "return cfg\n") -> Launch:
+    return megatron_bridge.READER.read(HELPED.replace("return cfg\n", change), Given(num_devices=8))
+
+
+def test_helpers_of_a_recipe_are_followed() -> None:
+    launch = helped()
+    assert launch.model == load_model("llama3-8b")
+    assert (launch.plan.pp, launch.plan.layers_per_chunk) == (2, (15, 17))
+    assert launch.plan.sharding == "none"  # as Muon's helper has it, where the common settings say zero1
+    assert matters(launch) == set()
+
+
+@pytest.mark.parametrize(
+    ("change", "unread"),
+    [
+        ("apply_determinism_overrides(cfg)", "apply_determinism_overrides(cfg)"),
+        (
+            "set_deepseek_v3_pipeline_model_parallel_layout(cfg.model)",
+            "set_deepseek_v3_pipeline_model_parallel_layout(cfg.model)",
+        ),
+        ("cfg = apply_determinism_overrides(cfg=cfg)", "apply_determinism_overrides(cfg=cfg)"),
+        ("cfg.model.recompute_modules.append('mlp')", "cfg.model.recompute_modules.append('mlp')"),
+        ("if args.deterministic:\n        apply_determinism_overrides(cfg)", "if args.deterministic:"),
+        ("tp = 1\n    if args.wide:\n        tp = 8\n    cfg.model.tensor_model_parallel_size = tp", "model.tensor_mode"),
+        ("cfg.model.tensor_model_parallel_size = chosen()", "model.tensor_model_parallel_size"),
+    ],
+)
+def test_what_a_helper_of_another_file_may_change_is_listed(change: str, unread: str) -> None:
+    launch = helped(f"{change}\n    return cfg\n")
+    assert {option for option in matters(launch) if option.startswith(unread)} == matters(launch) != set()
+
+
+@pytest.mark.parametrize("change", ["print(cfg)", "logger.info(cfg.model)", "cfg.logger.update(x)", "pretrain(cfg)"])
+def test_what_changes_nothing_of_a_recipe_is_not_listed(change: str) -> None:
+    assert matters(helped(f"{change}\n    return cfg\n")) == set()

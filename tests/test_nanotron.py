@@ -250,7 +250,7 @@ def test_what_is_not_priced_is_listed(changes: dict[str, Any], option: str) -> N
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"parallelism.dp": None}, "parallelism.dp is missing"),
+        ({"parallelism.dp": None}, "parallelism.dp is not in the file: add it"),
         ({"parallelism.dp": "two"}, "parallelism.dp must be a whole number of at least 1, got 'two'"),
         ({"parallelism.dp": True}, "parallelism.dp must be a whole number"),
         ({"parallelism.pp": 10**6}, "parallelism.pp 1000000 exceeds the 24 layers"),

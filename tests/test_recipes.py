@@ -48,7 +48,7 @@ def test_what_was_not_measured_is_priced_as_its_kin(called: str, year: str, name
         ("Megatron-Bridge/Megatron-Core 26.04", "2026", "nemo"),
         ("torchtitan (FSDP2)", "2024", "torchtitan-0.1"),
         ("torchtitan (FSDP2)", "2025", "torchtitan"),
-        ("nanotron", "2025", "nanotron-bench2"),
+        ("nanotron", "2025", "nanotron"),
         ("nanotron", "2026", "nanotron"),
         ("DeepSpeed ZeRO-3 (torch 2.13, ds 0.19.2)", "2026", "deepspeed-zero"),
     ],
@@ -64,3 +64,13 @@ def test_versions_are_told_apart_by_what_they_ran_on(device: str, name: str) -> 
     found = recipe_called("Composer/PyTorch FSDP1", "2023", device)
     assert found is not None
     assert found.framework == name
+
+
+def test_what_a_published_sweep_did_is_no_trait_of_the_software() -> None:
+    """The branch that the sweep of 2025 ran polls the messages of its pipelines; nanotron itself does not."""
+    sweep, release = recipe_called("nanotron", "2025"), recipe_called("nanotron", "2026")
+    assert sweep is not None
+    assert release is not None
+    assert sweep.software().network.message_poll_s == 0.46
+    assert release.software() == load_framework("nanotron")
+    assert load_framework("nanotron").network.message_poll_s == 0.0

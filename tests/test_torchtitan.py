@@ -253,8 +253,9 @@ WRONG: dict[str, tuple[str, str]] = {
     "an old file": ("torchrun -m torchtitan.train --job.config_file my.toml", "read that file"),
     "a value": (
         "from torchtitan.models.llama3 import model_registry\ndef plan():\n    return Trainer.Config("
-        "model_spec=model_registry('8B'), training=TrainingConfig(seq_len=int(open('x').read())))\n",
-        "training.seq_len = 'int' cannot be read",
+        "model_spec=model_registry('8B'), training=TrainingConfig(seq_len=int(open('x').read())), "
+        "parallelism=ParallelismConfig(data_parallel_shard_degree=8))\n",
+        "training.seq_len = int cannot be read",
     ),
     "python": ("from torchtitan.trainer import Trainer.Config\n", "not valid Python"),
 }

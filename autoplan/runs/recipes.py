@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 from autoplan.base.files import decode, read_table
+from autoplan.frameworks.presets import load_framework
 from autoplan.spec.enums import Dispatcher, Precision, Sharding
+from autoplan.spec.framework import Framework
 from autoplan.spec.training import Attention
 
 
@@ -19,6 +22,7 @@ class Recipe:
     years: tuple[str, ...] = ()  # that a row's begins with; none: of all years
     device: str = ""  # with its memory; blank: on all devices
     framework: str  # id of its facts
+    traits: Mapping[str, int | float] = field(default_factory=dict)  # what their build of it did and no release does
     is_kin: bool = False  # they were made with another framework, which works like this one and was not measured
     attention: Attention = "flash"
     precision: Precision | None = None  # what its scripts train in, whatever a table says
@@ -36,6 +40,10 @@ class Recipe:
     # Router and rotary embeddings of latent attention run op by op where tokens travel by plain all-to-all.
     routes_unfused_alltoall: bool = False
     overlaps_far_experts: bool = False  # likewise, in interleaved pipelines, what leaves the scale-up domain
+
+    def software(self) -> Framework:
+        """Return the framework as these runs had it."""
+        return load_framework(self.framework).changed(**self.traits)
 
     def fit(self, name: str, year: str, device: str) -> int:
         """Return how exactly the recipe names a row: the length of what agrees; 0 where something does not."""

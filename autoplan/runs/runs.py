@@ -20,7 +20,6 @@ from autoplan.base.units import GIB
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_lm.notation import layout_counts
-from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import book_of
 from autoplan.read.calibration import UNKNOWN_FRAMEWORK, built_in_calibration
 from autoplan.read.cluster import load_cluster, preset_clusters
@@ -176,7 +175,7 @@ def _run(cells: dict[str, str]) -> Run:
 
 
 def _problem(row: _Row, recipe: Recipe) -> Problem:
-    framework = load_framework(recipe.framework)
+    framework = recipe.software()
     if recipe is UNKNOWN:
         row.filled.append(f"framework treated as {recipe.framework}")
     attention = row.word("attention", get_args(Attention), recipe.attention)

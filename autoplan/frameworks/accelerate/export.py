@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.base.errors import InputError, refused
+from autoplan.frameworks.accelerate.options import FSDP, PARALLELISM, PRECISION
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, OptionGroup, Target
+from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.fsdp2.rules import RULES
 from autoplan.spec.plan import ParallelPlan
@@ -91,7 +93,7 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
     table: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": kind,
-        "mixed_precision": str(plan.precision),
+        **written((PRECISION,), plan_file),
         "num_machines": nodes,
         "num_processes": plan.num_devices,
         "machine_rank": 0,
@@ -103,23 +105,8 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
     if plan.precision == "fp8":
         table["fp8_config"] = {"backend": "AO"}
     if kind == "FSDP":
-        table["fsdp_config"] = {
-            "fsdp_version": 2,
-            "fsdp_reshard_after_forward": plan.sharding == "zero3",
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_activation_checkpointing": plan.recompute == "full",
-            "fsdp_offload_params": False,
-            "fsdp_cpu_ram_efficient_loading": False,
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        }
-        table["parallelism_config"] = {
-            "parallelism_config_dp_replicate_size": plan.dp_replicate,
-            "parallelism_config_dp_shard_size": plan.dp_shard,
-            "parallelism_config_tp_size": plan.tp,
-            "parallelism_config_cp_size": plan.cp,
-        }
-        if plan.cp > 1:  # keys and values go round, which is what a ring is priced as
-            table["parallelism_config"]["parallelism_config_cp_comm_strategy"] = "alltoall"
+        table["fsdp_config"] = written(FSDP, plan_file)
+        table["parallelism_config"] = written(PARALLELISM, plan_file)
     return table
 
 

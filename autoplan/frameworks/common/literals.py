@@ -1,171 +1,308 @@
-"""Values in a configuration written in Python: calls with literals are followed, nothing is imported or run.
+"""Values in a configuration written in Python: its statements are followed, nothing is imported or run.
 
-A value is a literal, a list of values, a `Built` (a call, by the last name of what is called), or `Unknown`.
+A value is a literal, a list of values, a `Built` (an object that a call makes), or `Unknown`.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.base.errors import InputError
+from autoplan.frameworks.common.options import Unknown
 
 MOST_BITS = 256  # of a whole number
 MOST_CHARACTERS = 2**20
-MOST_DEPTH = 50  # of functions that call one another, and of expressions
+MOST_DEPTH = 50  # of functions that call one another
 MOST_STEPS = 10**5  # of all functions together: each may call another twice
 MOST_NUMBER = 10**15  # that is computed with
+MOST_ITEMS = 10**5  # of a list
 
-COMPUTES: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+_COMPUTES: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
 }
+_COMPARES: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+_HARMLESS = (*dir(builtins), "logger", "logging", "warnings")  # functions that change nothing that they are given
+RUNNING, _FOREIGN = "only running the file decides it", "a function of another file may change what it is given"
 
 
-def parse_python(text: str) -> ast.Module:
-    """The syntax tree of a program; a whole number too long to be printed is a ValueError."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the person's own program
-        tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > MOST_BITS:
-            raise ValueError(f"a number of {node.value.bit_length()} bits (line {node.lineno})")
-    return tree
-
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """Text, as written, of an expression that only running the file would evaluate."""
-
-    text: str
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Built:
-    """The result of a call: `name` is the dotted name of what is called, without what imports put before it."""
+    """The result of a call: `name` is the dotted name of what is called, by the imports of the file.
+
+    A `place` is what the file was given or finds in an object, and whose settings it reads or changes.
+    """
 
     name: str
     words: list[Any] = field(default_factory=list)
     named: dict[str, Any] = field(default_factory=dict)
     converters: list[Any] = field(default_factory=list)  # that changed it: `converter.build().convert(it)`
+    is_place: bool = False
 
     def copy(self) -> Built:
         """Return a copy, so that changing it leaves this one alone."""
-        return Built(self.name, list(self.words), dict(self.named), list(self.converters))
+        return Built(self.name, list(self.words), dict(self.named), list(self.converters), self.is_place)
+
+
+@dataclass(frozen=True, slots=True)
+class Unfollowed:
+    """A statement that may change an object and that was not followed."""
+
+    text: str
+    why: str
+
+
+def dotted(node: ast.expr) -> str:
+    """Return the dotted name that an expression is, without calls in between."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}".lstrip(".")
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 class Module:
-    """The functions of one file."""
-
-    depth: int
-    steps: int
+    """The functions of one file, and the objects whose attributes it has set so far (`changed`)."""
 
     def __init__(self, text: str, what: str) -> None:
         if len(text) > MOST_CHARACTERS:
             raise InputError(f"{what}: too large: {len(text):,} characters, at most {MOST_CHARACTERS:,} are read")
-        try:
-            tree = parse_python(text)
-        except SyntaxError as error:
-            raise InputError(f"{what}: not valid Python: {error.msg} (line {error.lineno})") from None
-        except (RecursionError, MemoryError, ValueError):
-            raise InputError(f"{what}: not valid Python, or nested too deeply") from None
-        self.functions: dict[str, ast.FunctionDef] = {
-            item.name: item for item in tree.body if isinstance(item, ast.FunctionDef)
-        }
+        tree = _parsed(text, what)
+        self.functions = {item.name: item for item in tree.body if isinstance(item, ast.FunctionDef)}
         self.imports: dict[str, str] = {}  # the full name of what a name stands for
         self.names: dict[str, Any] = {}
+        self.changed: list[Built] = []
+        self.unfollowed: list[Unfollowed] = []
         self.depth = 0
         self.steps = 0
-        for statement in tree.body:
-            if isinstance(statement, ast.ImportFrom):
-                module = "." * statement.level + (statement.module or "")
-                self.imports |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in statement.names}
-            elif isinstance(statement, ast.Assign):
-                self._assign(statement, self.names)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                module = "." * node.level + (node.module or "")
+                self.imports |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Import):
+                self.imports |= {(alias.asname or alias.name).partition(".")[0]: alias.name for alias in node.names}
+        self._run(tree.body, self.names)
 
-    def call(self, name: str, named: Mapping[str, Any] | None = None) -> Any:
-        """Return what a function returns: its last assignments count, of conditions neither branch."""
+    def call(self, name: str, words: Sequence[Any] = (), named: Mapping[str, Any] | None = None) -> Any:
+        """Return what a function returns: its last assignments count, of conditions the branch that holds."""
         if self.depth >= MOST_DEPTH:
             raise InputError(f"functions call one another more than {MOST_DEPTH} deep")
         self.depth += 1
-        function = self.functions[name]
-        given = function.args
-        defaults = [*given.defaults, *(default for default in given.kw_defaults if default is not None)]
-        defaulted = [*given.args[len(given.args) - len(given.defaults) :], *given.kwonlyargs][: len(defaults)]
-        names = {arg.arg: self.value(default, {}) for arg, default in zip(defaulted, defaults, strict=False)}
+        given = self.functions[name].args
+        places = [*given.posonlyargs, *given.args]
+        names: dict[str, Any] = {arg.arg: Built(arg.arg, is_place=True) for arg in (*places, *given.kwonlyargs)}
+        defaults: list[tuple[ast.arg, ast.expr | None]] = [
+            *zip(places[::-1], given.defaults[::-1], strict=False),
+            *zip(given.kwonlyargs, given.kw_defaults, strict=True),
+        ]
+        names |= {arg.arg: self.value(default, self.names) for arg, default in defaults if default is not None}
+        names |= {arg.arg: word for arg, word in zip(places, words, strict=False)}
         names |= named or {}
-        result: Any = Unknown(f"{name}()")
-        for statement in function.body:
-            if isinstance(statement, ast.Assign):
-                self._assign(statement, names)
-            elif isinstance(statement, ast.Return) and statement.value is not None:
-                result = self.value(statement.value, names)
-                break
+        returned = self._run(self.functions[name].body, names)
         self.depth -= 1
-        return result
+        return returned[0] if returned else Unknown(f"{name}()")
 
-    def _assign(self, statement: ast.Assign, names: dict[str, Any]) -> None:
-        value = self.value(statement.value, names)
-        for target in statement.targets:
-            if isinstance(target, ast.Name):
-                names[target.id] = value
-            elif isinstance(target, ast.Attribute):
-                place = self.value(target.value, names)
-                if isinstance(place, Built):
-                    place.named[target.attr] = value
+    # -- statements ---------------------------------------------------------------------------------------------------
+
+    def _run(self, body: Iterable[ast.stmt], names: dict[str, Any]) -> tuple[Any] | None:
+        """Follow statements up to one that returns; return its value."""
+        for node in body:
+            returned = None
+            match node:
+                case ast.Return(value=result):
+                    return (None if result is None else self.value(result, names),)
+                case ast.Assign(targets=targets, value=expression):
+                    value = self.value(expression, names)
+                    changed = self._helped(expression, names)
+                    if (
+                        changed is not None
+                        and isinstance(targets[0], ast.Name)
+                        and self._root(targets[0], names) is changed
+                    ):
+                        value = changed  # cfg = helper(cfg)
+                        self.unfollowed.append(Unfollowed(_source(expression)[:60], _FOREIGN))
+                    for target in targets:
+                        self._assign(target, value, names)
+                case ast.AnnAssign(target=target, value=ast.expr() as expression):
+                    self._assign(target, self.value(expression, names), names)
+                case ast.AugAssign(target=target, op=sign, value=expression):
+                    self._assign(target, self._computed(ast.BinOp(target, sign, expression), names), names)
+                case ast.Expr(value=ast.Call() as call):
+                    if self._helped(call, names) is not None:
+                        self.unfollowed.append(Unfollowed(_source(call)[:60], _FOREIGN))
+                    self.value(call, names)
+                case ast.If(test=test, body=branch, orelse=other) if _is_plain(holds := self.value(test, names)):
+                    returned = self._run(branch if holds else other, names)
+                case ast.With(body=branch):
+                    returned = self._run(branch, names)
+                case ast.If() | ast.For() | ast.While() | ast.Try():
+                    self._pass_over(node, names)
+            if returned:
+                return returned
+        return None
+
+    def _pass_over(self, node: ast.stmt, names: dict[str, Any]) -> None:
+        """Note a statement that is not followed, where it may change an object; what it makes is not known."""
+        text = _source(node).splitlines()[0][:60]
+        if self._changes(node, names):
+            self.unfollowed.append(Unfollowed(text, RUNNING))
+        for item in ast.walk(node):
+            if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store):
+                if item.id not in names:
+                    names[item.id] = Built(item.id, words=[text], is_place=True)
+                elif not isinstance(names[item.id], Built):
+                    names[item.id] = Unknown(item.id)
+
+    def _helped(self, node: ast.expr, names: Mapping[str, Any]) -> Built | None:
+        """Return the object that a call of a function of another file may change."""
+        if not isinstance(node, ast.Call):
+            return None
+        first, _, rest = (dotted(node.func) or "?").partition(".")
+        if first in self.functions or first in _HARMLESS or self._root(node.func, names):
+            return self._root(node.func, names) if rest else None  # a method of its own
+        if (rest.rpartition(".")[2] or first)[:1].isupper():  # of a class, which makes another object
+            return None
+        handed = (*node.args, *(item.value for item in node.keywords))
+        return next((root for item in handed if (root := self._root(item, names))), None)
+
+    def _changes(self, node: ast.AST, names: dict[str, Any]) -> bool:
+        """Return whether a statement may change an object: it sets attributes, or hands it to a function."""
+        for item in ast.walk(node):
+            touched: list[ast.expr] = []
+            if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store):
+                touched = [item]
+            elif isinstance(item, ast.Expr) and self._helped(item.value, names) is not None:
+                return True
+            if any(self._root(expression, names) for expression in touched):
+                return True
+        return False
+
+    def _assign(self, target: ast.expr, value: Any, names: dict[str, Any]) -> None:
+        if isinstance(target, ast.Name):
+            names[target.id] = value
+        elif isinstance(target, ast.Tuple | ast.List):
+            parts = value if isinstance(value, list) and len(value) == len(target.elts) else []
+            for at, item in enumerate(target.elts):
+                self._assign(item, parts[at] if parts else Built(dotted(item), is_place=True), names)
+        elif isinstance(target, ast.Attribute) and (root := self._root(target, names)):
+            place = self._place(target.value, names)
+            if root not in self.changed:
+                self.changed.append(root)
+            place.named[target.attr] = value
+
+    def _root(self, node: ast.expr, names: Mapping[str, Any]) -> Built | None:
+        """Return the object in whose attribute, or its attribute's, an expression is."""
+        name = dotted(node).partition(".")[0]
+        found = names.get(name, self.names.get(name))
+        return found if isinstance(found, Built) else None
+
+    def _place(self, node: ast.expr, names: Mapping[str, Any]) -> Built:
+        """Return the object under a dotted name whose first part is an object, with what is missing on the way."""
+        if not isinstance(node, ast.Attribute):
+            found = self._root(node, names)
+            assert found is not None
+            return found
+        place = self._place(node.value, names)
+        inside = place.named.get(node.attr)
+        if not isinstance(inside, Built):
+            inside = place.named[node.attr] = Built(dotted(node), is_place=True)
+        return inside
+
+    # -- expressions --------------------------------------------------------------------------------------------------
 
     def value(self, node: ast.expr, names: Mapping[str, Any]) -> Any:
-        """The value of an expression."""
+        """Return the value of an expression."""
         self.steps += 1
         if self.steps > MOST_STEPS:
             raise InputError(f"the file takes more than {MOST_STEPS:,} steps to follow")
-        if isinstance(node, ast.Constant):
-            return node.value
-        if isinstance(node, ast.List | ast.Tuple):
-            return [self.value(item, names) for item in node.elts]
-        if isinstance(node, ast.Name):
-            return names.get(node.id, self.names.get(node.id, Unknown(node.id)))
-        if isinstance(node, ast.Attribute):
-            place = self.value(node.value, names)
-            if isinstance(place, Built) and node.attr in place.named:
-                return place.named[node.attr]
-            return Unknown(_source(node))
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            inner = self.value(node.operand, names)
-            return -inner if isinstance(inner, int | float) else Unknown(_source(node))
-        if isinstance(node, ast.BinOp) and type(node.op) in COMPUTES:
-            return self._computed(node, names)
-        if isinstance(node, ast.Call):
-            return self._called(node, names)
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                return [self.value(item, names) for item in items]
+            case ast.Name(id=name):
+                return names.get(name, self.names.get(name, Unknown(name, is_name=name in self.imports)))
+            case ast.Attribute(value=inner, attr=key):
+                return self._attribute(node, self.value(inner, names), key, names)
+            case ast.UnaryOp(op=ast.USub() | ast.Not() as sign, operand=operand):
+                value = self.value(operand, names)
+                if isinstance(sign, ast.Not) and _is_plain(value):
+                    return not value
+                if isinstance(sign, ast.USub) and isinstance(value, int | float):
+                    return -value
+            case ast.BinOp():
+                return self._computed(node, names)
+            case ast.Compare(left=left, ops=[sign], comparators=[right]) if type(sign) in _COMPARES:
+                a, b = self.value(left, names), self.value(right, names)
+                if _is_plain(b) and (_is_plain(a) or (b is None and isinstance(a, list))):
+                    return _COMPARES[type(sign)](a, b)
+            case ast.Subscript(value=inner, slice=index):
+                table, key = self.value(inner, names), _key(self.value(index, names))
+                if isinstance(table, dict | list) and (key in table if isinstance(table, dict) else _fits(table, key)):
+                    return table[key]
+            case ast.Dict(keys=keys, values=items) if all(keys):
+                made = [_key(self.value(key, names)) for key in keys if key]
+                if all(isinstance(key, tuple) or _is_plain(key) for key in made):
+                    return dict(zip(made, (self.value(item, names) for item in items), strict=True))
+            case ast.ListComp(elt=item, generators=[ast.comprehension(target=ast.Name(id=name), iter=every, ifs=[])]):
+                if isinstance(found := self.value(every, names), list):
+                    return [self.value(item, {**names, name: value}) for value in found]
+            case ast.IfExp(test=test, body=branch, orelse=other) if _is_plain(holds := self.value(test, names)):
+                return self.value(branch if holds else other, names)
+            case ast.Call():
+                return self._called(node, names)
         return Unknown(_source(node))
+
+    def _attribute(self, node: ast.expr, place: Any, key: str, names: Mapping[str, Any]) -> Any:
+        if isinstance(place, Built):
+            if key not in place.named and self._root(node, names):
+                return self._place(node, names)
+            return place.named.get(key, Unknown(_source(node)))
+        return Unknown(_source(node), is_name=isinstance(place, Unknown) and place.is_name)
 
     def _computed(self, node: ast.BinOp, names: Mapping[str, Any]) -> Any:
         left, right = self.value(node.left, names), self.value(node.right, names)
-        numbers = all(isinstance(item, int | float) and abs(item) < MOST_NUMBER for item in (left, right))
-        if not numbers or (isinstance(node.op, ast.FloorDiv) and not right):
-            return Unknown(_source(node))
-        return COMPUTES[type(node.op)](left, right)
+        unknown = Unknown(_source(node))
+        if type(node.op) not in _COMPUTES or any(isinstance(item, str | bool) for item in (left, right)):
+            return unknown
+        for a, b in ((left, right), (right, left)):
+            if isinstance(a, int | float) and not abs(a) < MOST_NUMBER:
+                return unknown
+            if isinstance(a, list) and len(a) * (b if isinstance(b, int) else 1) > MOST_ITEMS:
+                return unknown
+        try:
+            return _COMPUTES[type(node.op)](left, right)
+        except (TypeError, ZeroDivisionError):
+            return unknown
 
     def _called(self, node: ast.Call, names: Mapping[str, Any]) -> Any:
         words = [self.value(item, names) for item in node.args]
         named = {item.arg: self.value(item.value, names) for item in node.keywords if item.arg}
-        if isinstance(node.func, ast.Attribute):
-            place = self.value(node.func.value, names)
-            if node.func.attr == "build" and isinstance(place, Built):
-                return place
-            if node.func.attr == "convert" and isinstance(place, Built) and words and isinstance(words[0], Built):
+        place = self.value(node.func.value, names) if isinstance(node.func, ast.Attribute) else None
+        if isinstance(node.func, ast.Attribute) and isinstance(place, Built):
+            made_here, method = isinstance(node.func.value, ast.Call), node.func.attr
+            if method == "convert" and words and isinstance(words[0], Built):
                 changed = words[0].copy()
                 changed.converters.append(place)
                 return changed
-        name = _source(node.func)
+            if made_here or method == "build" or method.startswith("to_"):
+                return place
+        name = dotted(node.func) or _source(node.func)
         if name in self.functions:
-            return self.call(name, named)
+            return self.call(name, words, named)
+        if name in ("list", "tuple") and len(words) == 1 and isinstance(words[0], list):
+            return list(words[0])
         first, dot, rest = name.partition(".")
         full = self.imports.get(first, first) + dot + rest
         if full == "dataclasses.replace" and words and isinstance(words[0], Built):
@@ -175,7 +312,38 @@ class Module:
         return Built(full, words, named)
 
 
-def _source(node: ast.expr) -> str:
+def _key(value: Any) -> Any:
+    """Return a value as a key of a table: a list of plain ones as a tuple, another as what no table holds."""
+    if isinstance(value, list) and all(map(_is_plain, value)):
+        return tuple(value)
+    return value if _is_plain(value) else object()
+
+
+def _fits(items: list[Any], index: Any) -> bool:
+    return isinstance(index, int) and -len(items) <= index < len(items)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _parsed(text: str, what: str) -> ast.Module:
+    """Return the syntax tree of a program; a whole number too long to be printed is refused."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the person's own program
+            tree = ast.parse(text)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > MOST_BITS:
+                raise InputError(f"{what}: a number of {node.value.bit_length()} bits (line {node.lineno})")
+    except SyntaxError as error:
+        raise InputError(f"{what}: not valid Python: {error.msg} (line {error.lineno})") from None
+    except (RecursionError, MemoryError, ValueError):
+        raise InputError(f"{what}: not valid Python, or nested too deeply") from None
+    return tree
+
+
+def _source(node: ast.AST) -> str:
     try:
         return ast.unparse(node)
     except RecursionError:

@@ -9,31 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
+from autoplan.frameworks.common.options import Options
 from autoplan.spec.plan_file import PlanFile
 
 Value = Any  # of an option: bool, int, float, str, a list of them; None: the option is left out
 Fields = dict[str, Any]  # of a plan or a model, by their names
-
-
-class Source(Protocol):
-    """The options that a launch file gives; each method refuses a value that is not of its kind."""
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number, which must be given where there is no default."""
-
-    def optional_count(self, key: str, default: int | None = None) -> int | None:
-        """Return a whole number, or the default where none is given."""
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a number."""
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        """Return whether a switch is on."""
-
-    def word(self, key: str, meanings: Mapping[str, Any], default: str | None = None) -> Any:
-        """Return what the word of an option means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +42,7 @@ class Row(Option):
     _: KW_ONLY
     when: Callable[[PlanFile], bool] | None = None
     encode: Callable[[Any], Value] | None = None
-    decode: Callable[[Source, str, Any], Any]  # the value of the field under a key, which has this default
+    decode: Callable[[Options, str, Any], Any]  # the value of the field under a key, which has this default
 
     def value(self, plan_file: PlanFile) -> Value:
         """Return the value to write."""
@@ -69,11 +51,11 @@ class Row(Option):
         value = attrgetter(self.field)(plan_file if "." in self.field else plan_file.best.plan)
         return value if self.encode is None else self.encode(value)
 
-    def of(self, source: Source) -> Any:
+    def of(self, source: Options) -> Any:
         """Return the value of the field that a file gives, else the default."""
         return self.decode(source, self.key, self.default)
 
-    def read(self, source: Source, known: object | None = None, notation: str = "") -> Fields:
+    def read(self, source: Options, known: object | None = None, notation: str = "") -> Fields:
         """Return the field with the value that a file gives, that of what is `known` where the file is silent."""
         name = self.field.rpartition(".")[2]
         default = self.default if known is None else getattr(known, name)
@@ -87,14 +69,19 @@ class Constant(Option):
     write: Value | Callable[[PlanFile], Value] = None
 
 
-def evaluated(write: Value | Callable[[PlanFile], Value], plan_file: PlanFile) -> Value:
-    """Return the value that a constant writes for a plan."""
-    return write(plan_file) if callable(write) else write
+@dataclass(frozen=True, slots=True)
+class Assumed(Option):
+    """An option that no plan has: priced as if it had one of `values` (any, where there are none), else `why`."""
+
+    values: tuple[Value, ...] = ()
+    why: str = ""
+    write: Value | Callable[[PlanFile], Value] = None
 
 
 def count(key: str, field: str, default: int | None = None, **others: Any) -> Row:
     """Return a row of a whole number; without a default it must be given."""
-    return Row(key, field, default, decode=lambda source, name, known: source.count(name, known), **others)
+    least = 0 if default == 0 else 1
+    return Row(key, field, default, decode=lambda source, name, known: source.count(name, known, least=least), **others)
 
 
 def optional_count(key: str, field: str, **others: Any) -> Row:
@@ -115,33 +102,45 @@ def number(key: str, field: str, default: float | None = None, **others: Any) ->
 def switch(key: str, field: str, default: Any = False, *, on: Any = True, off: Any = False, **others: Any) -> Row:
     """Return a row of a switch that turns a field from `off` to `on`."""
 
-    def decoded(source: Source, name: str, known: Any) -> Any:
+    def decoded(source: Options, name: str, known: Any) -> Any:
         return on if source.flag(name, known == on) else off
 
     return Row(key, field, default, is_switch=True, encode=lambda value: value == on, decode=decoded, **others)
 
 
-def word(key: str, field: str, default: Any, meanings: Mapping[str, Any], **others: Any) -> Row:
-    """Return a row of one word of several; the first word of a meaning is the one that is written."""
+def word(key: str, field: str, default: Any, meanings: Mapping[Any, Any], **others: Any) -> Row:
+    """Return a row of one word, or number, of several; the first word of a meaning is the one that is written."""
     words = {meaning: text for text, meaning in reversed(list(meanings.items()))}
 
-    def decoded(source: Source, name: str, known: Any) -> Any:
+    def decoded(source: Options, name: str, known: Any) -> Any:
         return source.word(name, meanings, words.get(known))
 
     return Row(key, field, default, encode=words.__getitem__, decode=decoded, **others)
 
 
-def written(options: Iterable[Row | Constant], plan_file: PlanFile) -> dict[str, Value]:
-    """Return the table that rows and constants write."""
-    return {
-        option.key: option.value(plan_file) if isinstance(option, Row) else evaluated(option.write, plan_file)
-        for option in options
-    }
+def written(options: Iterable[Option], plan_file: PlanFile) -> dict[str, Value]:
+    """Return the table that options write; those without a value are left out."""
+    values: dict[str, Value] = {}
+    for option in options:
+        if isinstance(option, Row):
+            values[option.key] = option.value(plan_file)
+        elif isinstance(option, Constant | Assumed):
+            values[option.key] = option.write(plan_file) if callable(option.write) else option.write
+    return {key: value for key, value in values.items() if value is not None}
 
 
-def read_fields(rows: Iterable[Row], source: Source, known: object | None = None, notation: str = "") -> Fields:
+def read_fields(rows: Iterable[Row], source: Options, known: object | None = None, notation: str = "") -> Fields:
     """Return the fields that some rows mean."""
     fields: Fields = {}
     for row in rows:
         fields |= row.read(source, known, notation)
     return fields
+
+
+def remark_assumed(table: Iterable[Option], options: Options) -> None:
+    """Remark options that no plan has where the cost model does not know what their value does."""
+    for option in table:
+        if isinstance(option, Assumed) and option.key not in options.understood and options.has(option.key):
+            if option.values and options.given[option.key].value not in option.values:
+                options.remark(option.key, option.why)
+            options.understood.add(option.key)

@@ -1,19 +1,28 @@
-"""Options in a nested table of a launch file, with a record of those that were understood and those that were not."""
+"""Options that a launch file gives, with a record of those that were understood and those that were not.
+
+They are a nested table (JSON, YAML, TOML, Python), or words of a command line by the names of their arguments.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from autoplan.base.errors import InputError
+from autoplan.base.units import cleaned
 from autoplan.frameworks.common.launch import Unread
 
 Word = TypeVar("Word")
 
 MOST = 10**12  # of any count in a launch file
+MOST_DIGITS = 40
+
+NOT_KNOWN, COSTS_NOTHING = "not known here", "costs neither time nor memory of a step"
 
 
 def parse_json(text: str, what: str) -> dict[str, Any]:
@@ -70,107 +79,189 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-class Options:
-    """One table of a launch file and the tables inside; knows by dotted name what was asked for and what was not."""
+def typed(value: Any) -> Any:
+    """Return words that are numbers as numbers, unless they have more digits than any option takes."""
+    if isinstance(value, list):
+        return [typed(word) for word in value]
+    if not isinstance(value, str) or len(value) > MOST_DIGITS:
+        return value
+    if re.fullmatch(r"-?\d+", value, re.ASCII):
+        return int(value)
+    return float(value) if re.fullmatch(r"-?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", value, re.ASCII) else value
 
-    def __init__(self, table: Mapping[str, Any], place: str = "", root: Options | None = None) -> None:
-        self._values = table
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Text, as written, of what only running the file would evaluate: an expression, or a variable of a shell."""
+
+    text: str
+    is_name: bool = False  # a dotted name that the file imports, such as a member of an enumeration
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One option as a file has it (`option`, `text`), and its name and value in the framework."""
+
+    option: str
+    text: str
+    name: str
+    value: Any
+
+
+class Options:
+    """The options of a file, or of one table in it, by name.  `defaults` hold where the file is silent.
+
+    They remember what was asked for; `remarks`, shared with the tables inside, lists what a plan does not hold fully.
+    """
+
+    def __init__(
+        self,
+        given: Iterable[Argument],
+        defaults: Mapping[str, Any] | None = None,
+        *,
+        place: str = "",
+        remarks: list[Unread] | None = None,
+        way_out: str = "add it",
+    ) -> None:
+        self.given: dict[str, Argument] = {argument.name: argument for argument in given}
+        self.defaults: dict[str, Any] = dict(defaults or {})
+        self.understood: set[str] = set()
+        self.remarks: list[Unread] = [] if remarks is None else remarks
         self._place = place
-        self._root = root or self
-        self._asked: set[str] = set()
+        self._way_out = way_out  # where an option is missing that has no default
+        self._costless: set[str] = set()
         self._inside: dict[str, Options] = {}
-        self.read: list[tuple[str, str]] = []  # what was asked for and stands there; of the root, all of it
+
+    @classmethod
+    def of_table(cls, table: Mapping[str, Any], place: str = "", remarks: list[Unread] | None = None) -> Options:
+        """Return the options of a table; those inside it are called by dotted names."""
+        given = (
+            Argument(f"{place}{key}", value if isinstance(value, str) else show(value), key, value)
+            for key, value in table.items()
+        )
+        return cls(given, place=place, remarks=remarks)
 
     def name(self, key: str) -> str:
-        """The dotted name of an option of this table."""
-        return f"{self._place}{key}"
+        """Return the name that the file has for an option."""
+        return self.given[key].option if key in self.given else f"{self._place}{key}"
 
     def has(self, key: str) -> bool:
-        """Return whether the option has a value; null is none."""
-        return self._values.get(key) is not None
+        """Return whether the file gives an option a value; null is none."""
+        return key in self.given and self.given[key].value is not None
 
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the options that stand there."""
-        return tuple(self._values)
-
-    def value(self, key: str) -> Any:
-        """The value of an option as it stands there, None where it has none."""
-        self._asked.add(key)
-        found = self._values.get(key)
-        if found is not None:
-            self._root.read.append((self.name(key), self.shown(key)))
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return the value of an option, or what holds where the file is silent."""
+        self.understood.add(key)
+        if not self.has(key):
+            return self.defaults.get(key, default)
+        found = self.given[key].value
+        if isinstance(found, Unknown):
+            what, names = cleaned(found.text)[:60], re.findall(r"\$\{?([A-Za-z0-9_]+)", found.text)
+            if "$" in what or "`" in what:
+                way = f"pass --set {names[0]}=VALUE" if names else "write its value"
+                raise InputError(f"{self.name(key)} is {what}, which only a running shell knows: {way}")
+            raise InputError(f"{self.name(key)} = {what} cannot be read: write its value")
         return found
 
-    def shown(self, key: str) -> str:
-        """The value of an option as it stands in a message."""
-        found = self._values.get(key)
-        return found if isinstance(found, str) else show(found)
-
     def inside(self, key: str) -> Options:
-        """The table under a key; an empty one where there is none."""
-        if key in self._inside:
-            return self._inside[key]
-        self._asked.add(key)
-        found = self._values.get(key)
-        if found is None:
-            found = {}
-        if not isinstance(found, dict) or not all(isinstance(item, str) for item in found):
-            raise InputError(f"{self.name(key)} must be a table, got {show(found)}")
-        self._inside[key] = Options(found, f"{self.name(key)}.", self._root)
+        """Return the table under a key; an empty one where there is none."""
+        if key not in self._inside:
+            table = self.given[key].value if self.has(key) else {}
+            if not isinstance(table, dict) or not all(isinstance(item, str) for item in table):
+                raise InputError(f"{self.name(key)} must be a table, got {show(table)}")
+            self._inside[key] = Options.of_table(table, f"{self.name(key)}.", self.remarks)
         return self._inside[key]
 
-    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number of at least `least`, written as such or like 5e8; needed where there is no default."""
-        found = self.value(key)
-        if found is None:
-            return self._default(key, default)
+    def optional_count(self, key: str, default: int | None = None, *, least: int = 0) -> int | None:
+        """Return a whole number of at least `least`, written as such or like 5e8, or the default."""
+        found = self.value(key, default)
+        if not self.has(key):
+            return found
         whole = isinstance(found, int) or (isinstance(found, float) and math.isfinite(found) and found.is_integer())
         if isinstance(found, bool) or not whole or not least <= found <= MOST:
             raise InputError(f"{self.name(key)} must be a whole number of at least {least}, got {show(found)}")
         return int(found)
 
-    def optional_count(self, key: str, default: int | None = None) -> int | None:
-        """Return a whole number of at least one, or the default where the option has no value."""
-        return self.count(key) if self.has(key) else default
+    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return a whole number of at least `least`, which must be given where there is no default."""
+        found = self.optional_count(key, default, least=least)
+        return self._needed(key) if found is None else found
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive finite number."""
-        found = self.value(key)
+        """Return a finite number of at least 0."""
+        found = self.value(key, default)
         if found is None:
-            return self._default(key, default)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1e18:
-            raise InputError(f"{self.name(key)} must be a positive finite number, got {show(found)}")
+            return self._needed(key)
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < 1e18:
+            raise InputError(f"{self.name(key)} must be a finite number of at least 0, got {show(found)}")
         return float(found)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false."""
-        found = self.value(key)
-        if found is None:
-            return default
-        if not isinstance(found, bool):
+        """Return whether a switch is on."""
+        found = self.value(key, default)
+        if isinstance(found, str):
+            found = {"true": True, "false": False, "": True}.get(found.casefold(), found)
+        if found is not None and (not isinstance(found, int) or found not in (0, 1)):
             raise InputError(f"{self.name(key)} must be true or false, got {show(found)}")
-        return found
+        return bool(found)
 
-    def word(self, key: str, meanings: Mapping[str, Word], default: str | None = None) -> Word:
-        """Return the meaning of the word under a key."""
-        found = self.value(key)
-        if found is None:
-            found = self._default(key, default)
-        if not isinstance(found, str) or found not in meanings:
-            raise InputError(f"{self.name(key)} must be {' or '.join(meanings)}, got {show(found)}")
+    def text(self, key: str, default: str | None = None) -> str | None:
+        """Return a word."""
+        found = self.value(key, default)
+        return None if found is None else str(found)
+
+    def word(self, key: str, meanings: Mapping[Any, Word], default: Any = None) -> Word:
+        """Return what the word, or the number, of an option means."""
+        found = self.value(key, default)
+        if found is None and None not in meanings:
+            return self._needed(key)
+        if isinstance(found, list | dict) or found not in meanings:
+            known = " or ".join(str(word) for word in meanings if word is not None)
+            raise InputError(f"{self.name(key)} must be {known}, got {show(found)}")
         return meanings[found]
 
+    def words(self, key: str, default: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Return the words of a list."""
+        found = self.value(key, default)
+        return tuple(map(str, found)) if isinstance(found, list | tuple) else tuple(str(found).split())
+
+    def is_other(self, key: str, *priced: Any) -> bool:
+        """Return whether the file gives an option a value that is none of those that are priced."""
+        return self.value(key) not in (None, *priced)
+
     def known(self, *keys: str) -> None:
-        """Mark these options as understood: they change neither time nor memory."""
-        self._asked.update(keys)
+        """Mark options as understood that change neither time nor memory."""
+        self._costless.update(keys)
 
-    def left(self, why: str) -> tuple[Unread, ...]:
-        """Return the options that nobody asked for, in this table and those that were taken out of it."""
-        here = [key for key, value in self._values.items() if value is not None and key not in self._asked]
-        own = tuple(Unread(option=self.name(key), value=self.shown(key), why=why) for key in here)
-        return own + tuple(item for inside in self._inside.values() for item in inside.left(why))
+    def remark(self, key: str, why: str, *, matters: bool = True, default: str = "") -> None:
+        """List an option that the plan does not hold in full; `default` says what it is where the file is silent."""
+        self.understood.add(key)
+        text = self.given[key].text if self.has(key) else f"{self.defaults.get(key, default)} (its default)"
+        self.remarks.append(Unread(option=self.name(key), value=text, why=why, matters=matters))
 
-    def _default(self, key: str, default: Word | None) -> Word:
-        if default is None:
-            raise InputError(f"{self.name(key)} is missing")
-        return default
+    def options(self) -> tuple[tuple[str, str], ...]:
+        """Return the options that were read, as written."""
+        read: list[tuple[str, str]] = []
+        for key, argument in self.given.items():
+            if key in self._inside:
+                read += self._inside[key].options()
+            elif key in self.understood and argument.value is not None:
+                read.append((argument.option, argument.text))
+        return tuple(read)
+
+    def unread(self, harmless: re.Pattern[str] | None = None) -> tuple[Unread, ...]:
+        """Return the remarks and the options that nobody asked for, those that may cost something first."""
+        found = [*self.remarks, *self._left(harmless)]
+        return tuple(sorted(found, key=lambda unread: not unread.matters))
+
+    def _left(self, harmless: re.Pattern[str] | None) -> Iterable[Unread]:
+        for key, argument in self.given.items():
+            if key in self._inside:
+                yield from self._inside[key]._left(harmless)
+            elif self.has(key) and key not in self.understood | self._costless:
+                costs = harmless is None or harmless.match(key) is None
+                why = NOT_KNOWN if costs else COSTS_NOTHING
+                yield Unread(option=argument.option, value=argument.text, why=why, matters=costs)
+
+    def _needed(self, key: str) -> Any:
+        raise InputError(f"{self.name(key)} is not in the file: {self._way_out}")

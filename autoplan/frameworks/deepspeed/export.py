@@ -11,14 +11,14 @@ from typing import Any
 
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
+from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.deepspeed.options import ACCUMULATION, CP, EP, MICRO_BATCH, TOTAL, TP, TP_OVERLAP, ZERO
 from autoplan.frameworks.deepspeed.rules import RULES
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 
 _FILE = "deepspeed.json"
-STAGES = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}
-BUCKET_ELEMENTS = 500_000_000  # as bucket_gib of the presets says; also what DeepSpeed takes by itself
 _WITH_MICS = "0.19.6"  # zero_optimization.mics_shard_size is refused after it (runtime/config.py:119)
 
 
@@ -28,23 +28,16 @@ def deepspeed_config(plan_file: PlanFile, version: str) -> dict[str, Any]:
     check_legal(RULES, model, plan_file.training, plan, "DeepSpeed does not accept the plan")
     _check(plan, version)
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": plan.micro_batch,
-        "gradient_accumulation_steps": plan.num_microbatches,
+        **written((TOTAL, MICRO_BATCH, ACCUMULATION), plan_file),
         plan.precision: {"enabled": True},
         "gradient_clipping": 1.0,
-        "zero_optimization": _zero(plan),
+        "zero_optimization": written(ZERO, plan_file),
+        "tensor_parallel": written((TP, TP_OVERLAP), plan_file) if plan.tp > 1 else None,
+        **(written((CP,), plan_file) if plan.cp > 1 else {}),
+        "expert_parallel": {"enabled": True} | written((EP,), plan_file) if plan.ep > 1 else None,
+        "activation_checkpointing": {"number_checkpoints": model.num_layers} if plan.recompute == "full" else None,
     }
-    if plan.tp == 1:  # AutoTP counts the ranks of a tensor group as replicas here (runtime/config.py:471)
-        config = {"train_batch_size": plan.global_batch, **config}
-    else:
-        config["tensor_parallel"] = {"autotp_size": plan.tp, "tp_overlap_comm": plan.tp_overlap}
-    if plan.cp > 1:
-        config["sequence_parallel_size"] = plan.cp
-    if plan.ep > 1:
-        config["expert_parallel"] = {"enabled": True, "autoep_size": plan.ep}
-    if plan.recompute == "full":
-        config["activation_checkpointing"] = {"number_checkpoints": model.num_layers}
-    return config
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def job(plan_file: PlanFile, version: str) -> Job:
@@ -104,23 +97,6 @@ def _check(plan: ParallelPlan, version: str) -> None:
     )
     if what := refused(refusals):
         raise InputError(f"DeepSpeed's configuration cannot express {what}")
-
-
-def _zero(plan: ParallelPlan) -> dict[str, Any]:
-    zero: dict[str, Any] = {
-        "stage": STAGES[plan.sharding],
-        "overlap_comm": plan.grad_reduce_overlap,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": BUCKET_ELEMENTS,
-        "allgather_bucket_size": BUCKET_ELEMENTS,
-    }
-    if plan.offload == "optimizer":
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if plan.sharding == "zero3" and not plan.param_gather_overlap:
-        zero["stage3_prefetch_bucket_size"] = 0
-    if plan.sharding == "zero3" and plan.dp_replicate > 1:
-        zero["mics_shard_size"] = plan.dp_shard
-    return zero
 
 
 TARGET = Target(name="deepspeed", says="DeepSpeed", rules=("deepspeed",), job=job, versions=("0.19.8", _WITH_MICS))

@@ -7,42 +7,34 @@ The model, the length of a sequence and the number of devices are no part of suc
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
+from autoplan.frameworks.common.option_table import Fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_json
+from autoplan.frameworks.deepspeed.options import (
+    ACCUMULATION,
+    CP,
+    EP,
+    ETP,
+    MICRO_BATCH,
+    OVERLAP,
+    SHARDING,
+    TOTAL,
+    TP,
+    TP_OVERLAP,
+    ZERO,
+)
 from autoplan.spec.enums import ContextParallelKind, Offload, Precision, Recompute, Sharding
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
-_SHARDINGS: tuple[Sharding, ...] = (Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 _AUTO = "auto"  # of values that the Trainer fills in from its own arguments
-
 # By the argument of the Trainer, as a variable, whose value stands where the file says "auto".
-_TRAINER = {
-    "train_micro_batch_size_per_gpu": "PER_DEVICE_TRAIN_BATCH_SIZE",
-    "gradient_accumulation_steps": "GRADIENT_ACCUMULATION_STEPS",
-}
-# What is priced is what DeepSpeed does by itself; another value is told.
-_PRICED: dict[str, float | bool] = {
-    "allgather_bucket_size": 5e8,
-    "allgather_partitions": True,
-    "contiguous_gradients": True,
-    "mics_hierarchical_params_gather": False,
-    "reduce_bucket_size": 5e8,
-    "reduce_scatter": True,
-    "stage3_allgather_sequential": False,
-    "stage3_max_live_parameters": 1e9,
-    "stage3_max_reuse_distance": 1e9,
-    "stage3_module_granularity_threshold": 0,
-    "stage3_param_persistence_threshold": 1e5,
-    "stage3_use_all_reduce_for_fetch_params": False,
-    "zero_hpz_partition_size": 1,
-    "zero_quantized_gradients": False,
-    "zero_quantized_nontrainable_weights": False,
-    "zero_quantized_weights": False,
-}
+_COUNTS = {MICRO_BATCH.key: "PER_DEVICE_TRAIN_BATCH_SIZE", ACCUMULATION.key: "GRADIENT_ACCUMULATION_STEPS"}
+_PRECISIONS = {"bf16": Precision.BF16, "bfloat16": Precision.BF16, "fp16": Precision.FP16}
+
 _COSTLESS = (  # neither time nor memory of a step
     "checkpoint",
     "comet",
@@ -71,6 +63,11 @@ _COSTLESS_ZERO = (
     "stage3_gather_fp16_weights_on_model_save",
     "sub_group_size",
 )
+_COSTLESS_PRECISION = (
+    *("immediate_grad_update", "check_grad_overflow", "auto_cast", "loss_scale", "initial_scale_power"),
+    *("loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"),
+)
+_MICS, _PREFETCH = "mics_shard_size", "stage3_prefetch_bucket_size"
 _ADAM = ("adam", "adamw")
 
 
@@ -81,122 +78,116 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, given: Given) -> Launch:
-    """The plan of a configuration; what the script alone decides is told, and taken from `given` where it is needed."""
-    options, unread = Options(parse_json(text, "DeepSpeed configuration")), list[Unread]()
+    """Return the plan of a configuration; what the script alone decides is told, or taken from `given` if needed."""
+    table = parse_json(text, "DeepSpeed configuration")
     if given.model is None or given.seq_len is None:
         raise InputError(
             "a configuration of DeepSpeed holds neither model nor sequence length: pass --model, --seq-len"
         )
     trainer = dict(given.variables)
+    table, remarks = _filled_in(table, trainer)
+    options = Options.of_table(table, remarks=remarks)
     options.known(*_COSTLESS)
-    precision = _precision(options, trainer)
-    zero = options.inside("zero_optimization")
-    sharding = _SHARDINGS[stage] if (stage := zero.count("stage", 0, least=0)) < 4 else None
-    if sharding is None:
-        raise InputError(f"zero_optimization.stage must be 0 to 3, got {stage}")
-    plan = _batch(options, trainer, given.num_devices, unread)
-    gathers = sharding == "zero3" and _number(zero, "stage3_prefetch_bucket_size", 5e7, unread) != 0
-    overlaps = sharding == "zero3" if _is_auto(zero, "overlap_comm", unread) else zero.flag("overlap_comm", stage == 3)
-    copies = _copies(zero, plan.dp_shard)
-    plan = replace(
-        plan,
-        dp_replicate=copies,
-        dp_shard=plan.dp_shard // copies,
-        sharding=sharding,
+    precision, zero = _precision(options), options.inside("zero_optimization")
+    batch = _batch(options, given.num_devices)
+    plan = ParallelPlan.derived(
+        **batch | _states(zero, batch["dp_shard"]),
         precision=precision,
-        offload=_offload(zero, unread),
-        recompute=Recompute.FULL if _recomputes(options, trainer, unread) else Recompute.NONE,
-        grad_reduce_overlap=overlaps,
-        param_gather_overlap=gathers or sharding in ("zero1", "zero2"),
+        recompute=Recompute.FULL if _recomputes(options, trainer) else Recompute.NONE,
     )
-    _unpriced(options, zero, unread)
+    _unpriced(options, zero)
     return Launch(
         target="deepspeed",
         framework="deepspeed-zero",
         model=given.model,
         training=TrainingSpec(seq_len=given.seq_len, precision=precision),
         plan=plan,
-        options=tuple(options.read),
-        unread=(*unread, *options.left("no option of DeepSpeed that is known here")),
+        options=options.options(),
+        unread=options.unread(),
     )
 
 
-def _precision(options: Options, trainer: dict[str, str]) -> Precision:
-    words: tuple[Precision, Precision] = (Precision.BF16, Precision.FP16)
-    sections = {"bf16": options.inside("bf16" if options.has("bf16") else "bfloat16"), "fp16": options.inside("fp16")}
-    sections["bf16"].known("immediate_grad_update", "check_grad_overflow")
-    sections["fp16"].known(
-        "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis",
-        "min_loss_scale",
-    )  # fmt: skip
+def _filled_in(table: dict[str, Any], trainer: dict[str, str]) -> tuple[dict[str, Any], list[Unread]]:
+    """Return the table with what the Trainer is said to fill in for "auto", and what is left to it."""
+    table = dict(table)
+    sections = {name: table[name] for name in _PRECISIONS if isinstance(table.get(name), dict)}
+    left = [name for name, section in sections.items() if section.get("enabled") == _AUTO]
+    for name in left:
+        argument = _PRECISIONS[name].upper()
+        is_on = argument in trainer and _is_true(argument, trainer[argument])
+        table[name] = sections[name] = sections[name] | {"enabled": is_on}
+    if left and not any(section.get("enabled") for section in sections.values()):
+        raise InputError("the precision is 'auto', which the Trainer fills in: pass --set BF16=true or --set FP16=true")
+    for key, argument in _COUNTS.items():
+        if table.get(key) == _AUTO:
+            table[key] = _count_of(trainer, argument, key)
+    if table.get(TOTAL.key) == _AUTO:
+        del table[TOTAL.key]
+    zero, why = table.get("zero_optimization"), "the Trainer fills it in; priced as DeepSpeed's own value"
+    if not isinstance(zero, dict):
+        return table, []
+    table["zero_optimization"] = {key: value for key, value in zero.items() if value != _AUTO}
+    left = [f"zero_optimization.{key}" for key, value in zero.items() if value == _AUTO]
+    return table, [Unread(option=option, value=_AUTO, why=why) for option in left]
+
+
+def _precision(options: Options) -> Precision:
     enabled = []
-    for word in words:
-        if sections[word].value("enabled") != _AUTO:
-            is_on = sections[word].flag("enabled")
-        elif word.upper() in trainer:
-            is_on = _is_true(word.upper(), trainer[word.upper()])
-        else:
-            is_on = False
-        enabled += [word] if is_on else []
+    for name, precision in _PRECISIONS.items():
+        section = options.inside(name)
+        section.known(*_COSTLESS_PRECISION)
+        if section.flag("enabled") and precision not in enabled:
+            enabled.append(precision)
     if len(enabled) == 1:
         return enabled[0]
-    if any(section.value("enabled") == _AUTO for section in sections.values()):
-        raise InputError("the precision is 'auto', which the Trainer fills in: pass --set BF16=true or --set FP16=true")
     if enabled:
         raise InputError("bf16 and fp16 are both enabled: enable one of them")
     raise InputError("neither bf16 nor fp16 is enabled: training in 32 bits is not priced")
 
 
-def _batch(options: Options, trainer: dict[str, str], num_devices: int | None, unread: list[Unread]) -> ParallelPlan:
-    """Batches and degrees: two of the three batch sizes give the third (runtime/config.py:599)."""
-    parallel = options.inside("tensor_parallel")
-    tp = max(parallel.count("autotp_size", 0, least=0), 1)
-    cp = options.count("sequence_parallel_size", 1)
-    experts = options.inside("expert_parallel")
-    ep = experts.count("autoep_size", 1) if experts.flag("enabled") else 1
-    etp = experts.count("expert_tensor_parallel_size", 1)
-    whole = None if _is_auto(options, "train_batch_size", []) else _optional(options, "train_batch_size")
-    micro, steps = (_filled(options, key, trainer) for key in _TRAINER)
-    if num_devices is None and not (whole and micro and steps):
+def _batch(options: Options, num_devices: int | None) -> Fields:
+    """Return batches and degrees: two of the three batch sizes give the third (runtime/config.py:599)."""
+    parallel, experts = options.inside("tensor_parallel"), options.inside("expert_parallel")
+    tp, cp = max(TP.of(parallel), 1), CP.of(options)
+    ep, etp = EP.of(experts) if experts.flag("enabled") else 1, ETP.of(experts)
+    total, micro, steps = (options.optional_count(row.key, least=1) for row in (TOTAL, MICRO_BATCH, ACCUMULATION))
+    if num_devices is None and not (total and micro and steps):
         raise InputError("a configuration of DeepSpeed holds no number of devices: pass --devices")
     # DeepSpeed takes all ranks for replicas that Ulysses does not use, those of AutoTP among them.
-    ranks = whole // (micro * steps) if num_devices is None else num_devices // cp  # type: ignore[operator]
+    ranks = total // (micro * steps) if num_devices is None else num_devices // cp  # type: ignore[operator]
     if not ranks or (num_devices or 0) % (tp * cp) or ranks % tp:
         what = f"tp {tp} x cp {cp} do not divide" if num_devices else "batch sizes give less than one device for"
-        raise InputError(f"{what} {num_devices or whole}: pass another --devices or correct the file")
-    if whole is not None and micro is None:
-        micro = whole // (ranks * (steps or 1))
+        raise InputError(f"{what} {num_devices or total}: pass another --devices or correct the file")
+    if total is not None and micro is None:
+        micro = total // (ranks * (steps or 1))
     if micro is None:
         raise InputError("neither train_batch_size nor train_micro_batch_size_per_gpu is given")
     if steps is None:
-        steps = whole // (micro * ranks) if whole is not None and micro else 1
-    if whole not in (None, micro * steps * ranks) or not micro * steps:
+        steps = total // (micro * ranks) if total is not None and micro else 1
+    if total not in (None, micro * steps * ranks) or not micro * steps:
         raise InputError(
-            f"train_batch_size {whole} is not train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps "
+            f"train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps "
             f"{steps} x {ranks} replicas: pass the right --devices or correct the file"
         )
     dp = ranks // tp
-    if whole is not None and tp > 1:
+    if total is not None and tp > 1:
         why = f"DeepSpeed counts the ranks of AutoTP as replicas: a step has {micro * steps * dp} sequences"
-        unread.append(Unread(option="train_batch_size", value=str(whole), why=why, matters=False))
-    return ParallelPlan(
-        global_batch=micro * steps * dp,
-        micro_batch=micro,
-        tp=tp,
-        cp=cp,
-        cp_kind=ContextParallelKind.ALL_TO_ALL if cp > 1 else ContextParallelKind.RING,
-        ep=ep,
-        etp=etp,
-        dp_shard=dp,
-        tp_overlap=parallel.flag("tp_overlap_comm") and tp > 1,
-    )
+        options.remark(TOTAL.key, why, matters=False)
+    return {
+        "global_batch": micro * steps * dp,
+        "micro_batch": micro,
+        "tp": tp,
+        "cp": cp,
+        "cp_kind": ContextParallelKind.ALL_TO_ALL if cp > 1 else ContextParallelKind.RING,
+        "ep": ep,
+        "etp": etp,
+        "dp_shard": dp,
+        "tp_overlap": TP_OVERLAP.of(parallel) and tp > 1,
+    }
 
 
-def _filled(options: Options, key: str, trainer: dict[str, str]) -> int | None:
-    """A batch size, for "auto" that of the Trainer."""
-    if options.value(key) != _AUTO:
-        return _optional(options, key)
-    argument = _TRAINER[key]
+def _count_of(trainer: dict[str, str], argument: str, key: str) -> int:
+    """Return a batch size of the Trainer."""
     if argument not in trainer:
         raise InputError(f"{key} is 'auto', which the Trainer fills in: pass --set {argument}=N")
     if not re.fullmatch("[1-9][0-9]{0,8}", trainer[argument], re.ASCII):
@@ -204,106 +195,80 @@ def _filled(options: Options, key: str, trainer: dict[str, str]) -> int | None:
     return int(trainer[argument])
 
 
-def _optional(options: Options, key: str) -> int | None:
-    return options.count(key) if options.has(key) else None
+def _states(zero: Options, replicas: int) -> Fields:
+    """Return what is sharded, over which replicas, and what overlaps it; 0.19.7 and later refuse the key of MiCS."""
+    sharding = SHARDING.of(zero)
+    is_full = sharding == Sharding.ZERO3
+    size = zero.count(_MICS, replicas, least=-1)
+    shard = size if size > 0 else replicas
+    if replicas % shard:
+        raise InputError(f"zero_optimization.{_MICS} {shard} does not divide the {replicas} replicas")
+    return {
+        "sharding": sharding,
+        "dp_replicate": replicas // shard,
+        "dp_shard": shard,
+        "offload": _offload(zero),
+        "grad_reduce_overlap": zero.flag(OVERLAP.key, is_full),
+        "param_gather_overlap": not is_full or zero.value(_PREFETCH) != 0,
+    }
 
 
-def _copies(zero: Options, replicas: int) -> int:
-    """Return the number of copies of the states with MiCS; DeepSpeed refuses its key since 0.19.7."""
-    size = zero.value("mics_shard_size")
-    if size is None or (isinstance(size, int) and size <= 0):
-        return 1
-    size = zero.count("mics_shard_size")
-    if replicas % size:
-        raise InputError(f"zero_optimization.mics_shard_size {size} does not divide the {replicas} replicas")
-    return replicas // size
-
-
-def _offload(zero: Options, unread: list[Unread]) -> Offload:
-    section = zero.inside("offload_optimizer")
+def _offload(zero: Options) -> Offload:
+    section, weights = zero.inside("offload_optimizer"), zero.inside("offload_param")
     section.known("pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "nvme_path")
-    device = section.word("device", {"none": "none", "cpu": "cpu", "nvme": "nvme"}, "none")
-    is_old = zero.flag("cpu_offload")
-    if device == "nvme":
-        unread.append(_told(section, "device", "priced as the memory of the host"))
-    if section.has("ratio") and section.value("ratio") != 1:
-        unread.append(_told(section, "ratio", "the whole optimizer is priced on the host"))
-    weights = zero.inside("offload_param")
     weights.known("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "nvme_path")
-    if weights.value("device") not in (None, "none"):
-        unread.append(_told(weights, "device", "weights are priced on the device"))
-    return Offload.OPTIMIZER if is_old or device != Offload.NONE else Offload.NONE
+    device = section.word("device", {"none": None, "cpu": "cpu", "nvme": "nvme"}, "none")
+    if device == "nvme":
+        section.remark("device", "priced as the memory of the host")
+    if section.is_other("ratio", 1):
+        section.remark("ratio", "the whole optimizer is priced on the host")
+    if weights.is_other("device", "none"):
+        weights.remark("device", "weights are priced on the device")
+    return Offload.OPTIMIZER if zero.flag("cpu_offload") or device else Offload.NONE
 
 
-def _recomputes(options: Options, trainer: dict[str, str], unread: list[Unread]) -> bool:
+def _recomputes(options: Options, trainer: dict[str, str]) -> bool:
     """Return whether every layer is recomputed: the script says so, the file at most how."""
-    section = options.inside("activation_checkpointing")
+    section, argument = options.inside("activation_checkpointing"), "GRADIENT_CHECKPOINTING"
     section.known("contiguous_memory_optimization", "profile", "synchronize_checkpoint_boundary")
-    count = section.value("number_checkpoints")
+    is_used = section.value("number_checkpoints") is not None
     for key, why in (
         ("cpu_checkpointing", "activations are priced on the device"),
         ("partition_activations", "priced whole on every rank"),
     ):
         if section.flag(key):
-            unread.append(_told(section, key, why))
-    if (name := "GRADIENT_CHECKPOINTING") in trainer:
-        return _is_true(name, trainer[name])
-    if count is not None or section.flag("partition_activations") or section.flag("cpu_checkpointing"):
-        return True
-    why = "the script says whether activations are recomputed; taken for no: --set GRADIENT_CHECKPOINTING=true"
-    unread.append(Unread(option="activation_checkpointing", value="", why=why))
-    return False
+            section.remark(key, why)
+            is_used = True
+    if argument in trainer:
+        return _is_true(argument, trainer[argument])
+    if not is_used:
+        why = f"the script says whether activations are recomputed; taken for no: --set {argument}=true"
+        options.remarks.append(Unread(option="activation_checkpointing", value="", why=why))
+    return is_used
 
 
-def _unpriced(options: Options, zero: Options, unread: list[Unread]) -> None:
-    """Add to `unread` the options that change time or memory by an amount that is not priced."""
+def _unpriced(options: Options, zero: Options) -> None:
+    """Remark the options that change time or memory by an amount that is not priced."""
     zero.known(*_COSTLESS_ZERO)
-    for key, priced in _PRICED.items():
-        if not _is_auto(zero, key, unread) and zero.has(key) and zero.value(key) != priced:
-            unread.append(_told(zero, key, f"{priced:g} is priced" if priced else "priced without it"))
-    optimizer = options.inside("optimizer")
+    remark_assumed(ZERO, zero)
+    optimizer, pipeline = options.inside("optimizer"), options.inside("pipeline")
     optimizer.known("params", "legacy_fusion")
-    kind = optimizer.value("type")
-    if kind is not None and str(kind).lower() not in _ADAM:
-        unread.append(_told(optimizer, "type", "Adam is priced"))
-    pipeline = options.inside("pipeline")
-    for key in pipeline.names():
-        unread.append(_told(pipeline, key, "stages are those of the script's PipelineModule; priced with one"))
+    if str(optimizer.value("type") or _ADAM[0]).lower() not in _ADAM:
+        optimizer.remark("type", "Adam is priced")
+    for key in pipeline.given:
+        pipeline.remark(key, "stages are those of the script's PipelineModule; priced with one")
     if options.has("communication_data_type"):
-        unread.append(_told(options, "communication_data_type", "gradients of 2 bytes are priced on the wire"))
+        options.remark("communication_data_type", "gradients of 2 bytes are priced on the wire")
     if not (autocast := options.inside("torch_autocast")).flag("enabled"):
         autocast.known("dtype", "lower_precision_safe_modules")
-    if options.value("wall_clock_breakdown") not in (None, False):
-        unread.append(_told(options, "wall_clock_breakdown", "waits for the device in every phase; not priced"))
-
-
-def _number(section: Options, key: str, priced: float, unread: list[Unread]) -> float:
-    """A size, told where it is not the priced one."""
-    if _is_auto(section, key, unread) or not section.has(key):
-        return priced
-    found = section.count(key, least=0)
-    if found not in (0, priced):
-        unread.append(_told(section, key, f"{priced:g} is priced"))
-    return found
-
-
-def _is_auto(section: Options, key: str, unread: list[Unread]) -> bool:
-    """Return whether the Trainer fills the value in; if so it is told."""
-    if section.value(key) != _AUTO:
-        return False
-    unread.append(_told(section, key, "the Trainer fills it in; priced as DeepSpeed's own value"))
-    return True
+    if options.is_other("wall_clock_breakdown", False):
+        options.remark("wall_clock_breakdown", "waits for the device in every phase; not priced")
 
 
 def _is_true(name: str, text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise InputError(f"--set {name}={text[:40]}: must be true or false")
     return text.lower() == "true"
-
-
-def _told(section: Options, key: str, why: str) -> Unread:
-    section.known(key)
-    return Unread(option=section.name(key), value=section.shown(key), why=why)
 
 
 READER = Reader(target="deepspeed", recognises=recognises, read=read)

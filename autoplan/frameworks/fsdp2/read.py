@@ -20,7 +20,7 @@ def recognises(name: str, text: str) -> bool:
 
 def read(text: str, given: Given) -> Launch:
     """Return the launch that the settings start, with the model that is given."""
-    options = Options(parse_json(text, "the file"))
+    options = Options.of_table(parse_json(text, "the file"))
     model = given.model
     if model is None:
         raise InputError("settings of FSDP2 say nothing of the model: pass --model")
@@ -53,9 +53,9 @@ def read(text: str, given: Given) -> Launch:
         framework="pytorch-fsdp",
         model=model,
         training=TrainingSpec(seq_len=given.seq_len or options.count("seq_len"), precision=plan["precision"]),
-        plan=ParallelPlan(**plan),
-        options=tuple(options.read),
-        unread=options.left("not known"),
+        plan=ParallelPlan.derived(**plan),
+        options=options.options(),
+        unread=options.unread(),
     )
 
 

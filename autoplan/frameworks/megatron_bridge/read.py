@@ -1,7 +1,7 @@
 """Reader of recipes of Megatron-Bridge: Python files that assign attributes, and command lines of overrides.
 
-A file is parsed, never imported or run: assignments of literals to attributes of the configuration are followed in
-their order, through functions of the same file.
+A file is parsed, never imported or run: assignments to attributes of the configuration are followed in their order,
+through functions of the same file; what other files may change is listed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
-from autoplan.frameworks.common.literals import COMPUTES, MOST_CHARACTERS, parse_python
-from autoplan.frameworks.common.shell import read_script
-from autoplan.frameworks.megatron_lm.arguments import Argument, Arguments, typed
+from autoplan.frameworks.common.literals import RUNNING, Built, Module
+from autoplan.frameworks.common.options import Argument, Options, Unknown, typed
+from autoplan.frameworks.common.shell import is_open, read_script
 from autoplan.frameworks.megatron_lm.known_models import preset_of
 from autoplan.frameworks.megatron_lm.launch import launch_of
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
@@ -24,8 +24,6 @@ from autoplan.frameworks.megatron_lm.read import num_devices, started
 from autoplan.spec.model import ModelSpec
 
 ENTRIES = ("run_recipe.py",)
-MOST_DEPTH = 20
-MOST_CALLS = 200
 
 # What `_pretrain_common` of its recipes sets (067f987) and Megatron-LM's defaults do not.
 _COMMON = {
@@ -78,6 +76,8 @@ _ARGUMENTS = {path: name for name, path in BRIDGE_FIELDS.items()} | {
 }
 # What functions make, and is known by their names.
 _MADE = ("model", "mixed_precision", "comm_overlap", "model.transformer_layer_spec")
+_TRAINS = ("pretrain", "finetune", "distill")  # functions that a configuration is made for
+MOST_DEPTH = 20
 # Sections whose fields change neither time nor memory, but for those that have a name of their own above.
 _HARMLESS = ("checkpoint", "logger", "rng", "scheduler", "tokenizer", "validation", "dataset", "profiling", "env_vars")
 
@@ -89,8 +89,6 @@ def recognises(name: str, text: str) -> bool:
 
 def read(text: str, given: Given) -> Launch:
     """The launch that a recipe or the command line of one describes; a recipe does not hold the number of devices."""
-    if len(text) > MOST_CHARACTERS:
-        raise InputError(f"a recipe is at most {MOST_CHARACTERS:,} characters long")
     devices = None
     recipe = _Recipe()
     if any(entry in text for entry in ENTRIES) and not re.search(r"(?m)^\s*(import|from)\s+megatron", text):
@@ -154,7 +152,7 @@ def _literal_word(word: str) -> Any:
             return ast.literal_eval(word[:4000])
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             return word
-    return typed(word)
+    return Unknown(word) if is_open(word) else typed(word)
 
 
 def _stem(recipe: str) -> str:
@@ -165,226 +163,100 @@ def _stem(recipe: str) -> str:
 # -- Python files -----------------------------------------------------------------------------------------------------
 
 
-class _Unknown(Exception):  # noqa: N818
-    """An expression that is no literal."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    name: str
-    words: tuple[Any, ...]
-    named: tuple[tuple[str, Any], ...]
-
-
 def _python(text: str, given: Given, recipe: _Recipe) -> None:
-    try:
-        tree = parse_python(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InputError(f"not Python: {' '.join(str(error).split())[:120]}") from None
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    setting = [name for name, node in functions.items() if any(_targets(node))]
+    """Follow the function that `RECIPE` names, or the only one that sets a configuration and is called by none."""
+    module = Module(text, "the recipe")
+    setting = [name for name, function in module.functions.items() if _sets(function)]
     called = {
         node.func.id
-        for item in setting
-        for node in ast.walk(functions[item])
+        for name in setting
+        for node in ast.walk(module.functions[name])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
     wanted = dict(given.variables).get("RECIPE")
     chosen = [wanted] if wanted else [name for name in setting if name not in called]
-    if wanted is not None and wanted not in functions:
+    if wanted is not None and wanted not in module.functions:
         raise InputError(f"the file has no function {wanted[:60]!r}: it has {', '.join(setting)[:200]}")
     if len(chosen) > 1:
         raise InputError(f"which recipe?  pass --set RECIPE=NAME, one of {', '.join(chosen)[:300]}")
-    scope = _Scope(functions, recipe)
-    scope.run(tree.body, scope.constants, 0)
-    if chosen:
-        recipe.models.append(_stem(chosen[0]))
-        scope.call(functions[chosen[0]], {}, 0)
+    made = [module.call(chosen[0])] if chosen else []
+    roots = [*module.changed, *(item for item in made if isinstance(item, Built) and item not in module.changed)]
+    inside = [built for root in roots for built in _inner(root)]
+    for root in roots:
+        if root not in inside:
+            _add_base(root, recipe)
+            _add_settings(root, "", recipe)
+    recipe.models += [_stem(chosen[0])] if chosen else []
+    recipe.unread += (
+        Unread(option=statement.text, value="", why=statement.why)
+        for statement in module.unfollowed
+        if not re.match(rf"\w+\.({'|'.join(_HARMLESS)})\.|({'|'.join(_TRAINS)})\(", statement.text)
+    )
     if not recipe.values:
-        raise InputError("no function of the file assigns attributes of a configuration")
+        raise InputError("no function of the file sets a configuration to values that can be read without running it")
 
 
-def _targets(node: ast.AST) -> Iterator[ast.Attribute]:
-    """The attributes of attributes that a function assigns: `cfg.model.x`."""
-    for item in ast.walk(node):
-        if isinstance(item, ast.Assign):
-            for target in item.targets:
-                if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Attribute):
-                    yield target
+def _sets(function: ast.FunctionDef) -> bool:
+    """Return whether a function assigns attributes of attributes: `cfg.model.x`."""
+    targets = (target for node in ast.walk(function) if isinstance(node, ast.Assign) for target in node.targets)
+    return any(isinstance(target, ast.Attribute) and isinstance(target.value, ast.Attribute) for target in targets)
 
 
-class _Scope:
-    """Follows the statements of functions in their order."""
-
-    def __init__(self, functions: dict[str, ast.FunctionDef], recipe: _Recipe) -> None:
-        self.functions = functions
-        self.recipe = recipe
-        self.constants: dict[str, Any] = {}
-        self.calls = 0
-
-    def call(self, function: ast.FunctionDef, given: dict[str, Any], depth: int) -> None:
-        self.calls += 1
-        if depth > MOST_DEPTH or self.calls > MOST_CALLS:
-            raise InputError(f"functions of the recipe call one another more than {MOST_DEPTH} deep or too often")
-        names = dict(self.constants)
-        places = [*function.args.posonlyargs, *function.args.args]
-        defaults = list(zip(places[::-1], function.args.defaults[::-1], strict=False))
-        defaults += [
-            (place, item)
-            for place, item in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-            if item is not None
-        ]
-        for place, default in defaults:
-            try:
-                names[place.arg] = self.value(default, names, 0)
-            except _Unknown:
-                names.pop(place.arg, None)
-        for name, value in given.items():
-            if not name.isdigit():
-                names[name] = value
-            elif int(name) < len(places):
-                names[places[int(name)].arg] = value
-        self.run(function.body, names, depth)
-
-    def run(self, body: list[ast.stmt], names: dict[str, Any], depth: int) -> None:
-        for node in body:
-            if isinstance(node, ast.Assign):
-                for target in node.targets:
-                    self.assign(target, node.value, names, depth)
-            elif isinstance(node, ast.AnnAssign) and node.value is not None:
-                self.assign(node.target, node.value, names, depth)
-            elif isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
-                self.enter(node.value, names, depth)
-            elif isinstance(node, (ast.If, ast.For, ast.While, ast.With, ast.Try)) and any(_targets(node)):
-                text = ast.unparse(node).splitlines()[0][:60]
-                self.recipe.unread.append(Unread(option=text, value="", why="only running the file decides it"))
-
-    def enter(self, node: ast.Call, names: dict[str, Any], depth: int) -> bool:
-        """Follows a function of the file; names the base of a recipe of another."""
-        name = _dotted(node.func)
-        if name in self.functions:
-            given = {}
-            said = [(str(at), item) for at, item in enumerate(node.args)]
-            for key, word in [*said, *((item.arg or "", item.value) for item in node.keywords)]:
-                try:
-                    given[key] = self.value(word, names, 0)
-                except _Unknown:
-                    continue
-            self.call(self.functions[name], given, depth + 1)
-            return True
-        if name.endswith("_config") and not name.endswith("_precision_config"):
-            self.recipe.models.append(_stem(name))
-            why = "a recipe of another file, whose settings are not read"
-            self.recipe.unread.append(Unread(option=name, value="", why=why))
-            return True
-        return False
-
-    def assign(self, target: ast.expr, node: ast.expr, names: dict[str, Any], depth: int) -> None:
-        if isinstance(target, ast.Name):
-            if not (isinstance(node, ast.Call) and self.enter(node, names, depth)):
-                try:
-                    names[target.id] = self.value(node, names, 0)
-                except _Unknown:
-                    names.pop(target.id, None)
-                else:
-                    if isinstance(names[target.id], _Call) and names[target.id].name == "ConfigContainer":
-                        self.store("", names[target.id])
-            return
-        path = _dotted(target).partition(".")[2]
-        if not path:
-            return
-        try:
-            self.store(path, self.value(node, names, 0))
-        except _Unknown:
-            matters = path.partition(".")[0] not in _HARMLESS or path == "dataset.seq_length"
-            why = "only running the file would tell"
-            self.recipe.unread.append(Unread(option=path, value=ast.unparse(node)[:60], why=why, matters=matters))
-
-    def store(self, path: str, value: Any) -> None:
-        """Keeps a value; the words of a call are fields of what it makes."""
-        if not isinstance(value, _Call):
-            self.recipe.values[path] = value
-            return
-        if not value.name[:1].isupper() and path not in _MADE:
-            why = "only running the file would tell"
-            self.recipe.unread.append(Unread(option=path, value=f"{value.name}(...)", why=why))
-            return
-        if path == "model":  # a new model has no settings yet
-            self.recipe.values = {
-                item: held for item, held in self.recipe.values.items() if not item.startswith("model.")
-            }
-        self.recipe.models += [str(word) for word in value.words if isinstance(word, str)] if path == "model" else []
-        self.recipe.values[path] = value.words[0] if value.words and path != "model" else value.name
-        for name, word in value.named:
-            self.store(f"{path}.{name}" if path else name, word)
-
-    def value(self, node: ast.expr, names: dict[str, Any], depth: int) -> Any:
-        """A literal, a dotted name, or a call of one."""
-        if depth > MOST_DEPTH:
-            raise _Unknown
-        match node:
-            case ast.Constant(value=value) if value is None or isinstance(value, (bool, int, float, str)):
-                return value
-            case ast.Name(id=name):
-                if name in names:
-                    return names[name]
-                raise _Unknown
-            case ast.Attribute():
-                return _dotted(node)
-            case ast.List(elts=items) | ast.Tuple(elts=items):
-                return [self.value(item, names, depth + 1) for item in items]
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                number = self.value(operand, names, depth + 1)
-                if isinstance(number, (int, float)):
-                    return -number
-            case ast.BinOp(left=left, op=sign, right=right) if type(sign) in COMPUTES:
-                return self.computed(type(sign), *(self.value(item, names, depth + 1) for item in (left, right)))
-            case ast.Call(func=function, args=words, keywords=named):
-                return self.made(function, words, named, names, depth)
-        raise _Unknown
-
-    def computed(self, sign: type[ast.operator], left: Any, right: Any) -> Any:
-        sizes = [
-            len(item) if isinstance(item, (list, str)) else abs(item) for item in (left, right) if item is not None
-        ]
-        if any(isinstance(item, (bool, float, str, _Call)) for item in (left, right)) or max(sizes, default=0) > 10**6:
-            raise _Unknown
-        if sign is ast.Mult and any(isinstance(item, list) for item in (left, right)) and sizes[0] * sizes[1] > 10**5:
-            raise _Unknown
-        try:
-            return COMPUTES[sign](left, right)
-        except (TypeError, ZeroDivisionError):
-            raise _Unknown from None
-
-    def made(
-        self, function: ast.expr, words: list[ast.expr], named: list[ast.keyword], names: dict[str, Any], depth: int
-    ) -> _Call:
-        inner = function.value if isinstance(function, ast.Attribute) else None
-        if isinstance(inner, ast.Call):  # AutoBridge.from_hf_pretrained(...).to_megatron_provider()
-            made = self.value(inner, names, depth + 1)
-            if isinstance(made, _Call):
-                return made
-        return _Call(
-            _dotted(function).rpartition(".")[2],
-            tuple(self.known(item, names, depth) for item in words),
-            tuple((item.arg, self.known(item.value, names, depth)) for item in named if item.arg),
-        )
-
-    def known(self, node: ast.expr, names: dict[str, Any], depth: int) -> Any:
-        try:
-            return self.value(node, names, depth + 1)
-        except _Unknown:
-            return f"${{{ast.unparse(node)[:60]}}}"  # as readers of shell scripts keep what is not set
+def _inner(built: Built) -> list[Built]:
+    """Return the objects in the attributes of one, each once."""
+    found: list[Built] = []
+    waiting = [built]
+    while waiting:
+        new = [item for item in waiting.pop().named.values() if isinstance(item, Built) and item not in found]
+        found += new
+        waiting += new
+    return found
 
 
-def _dotted(node: ast.expr) -> str:
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    if isinstance(node, ast.Name):
-        parts.append(node.id)
-    return ".".join(reversed(parts))
+def _add_base(root: Built, recipe: _Recipe) -> None:
+    """Note the recipe of another file that a configuration begins with."""
+    name = root.name.rpartition(".")[2]
+    if root.is_place and root.words:  # made where only running the file tells how
+        recipe.unread.append(Unread(option=root.words[0], value="", why=RUNNING))
+    if name.endswith("_config") and not root.is_place:
+        recipe.models.append(_stem(name))
+        why = "a recipe of another file, whose settings are not read"
+        recipe.unread.append(Unread(option=name, value="", why=why))
+
+
+def _add_settings(built: Built, path: str, recipe: _Recipe) -> None:
+    """Add the attributes of an object to the settings of the recipe, by their paths."""
+    if path.count(".") > MOST_DEPTH:
+        raise InputError("the recipe puts objects into one another without an end")
+    for key, value in built.named.items():
+        place = f"{path}{key}"
+        if not isinstance(value, Built):
+            _add(place, value, recipe)
+            continue
+        name = value.name.rpartition(".")[2]
+        if value.is_place and (value.named or value.name.partition(".")[2] == place):
+            pass  # a section that the file changes
+        elif value.is_place or not (name[:1].isupper() or place in _MADE):
+            _add(place, Unknown(value.name if value.is_place else f"{name}(...)"), recipe)
+            continue
+        elif place == "model":
+            recipe.models += [word for word in value.words if isinstance(word, str)]
+            recipe.values[place] = name
+        else:
+            word = value.words[0] if value.words else name
+            _add(place, word.text if isinstance(word, Unknown) and word.is_name else word, recipe)
+        _add_settings(value, f"{place}.", recipe)
+
+
+def _add(path: str, value: Any, recipe: _Recipe) -> None:
+    if isinstance(value, Unknown) and value.is_name and "." in value.text:
+        recipe.values[path] = value.text  # of an enumeration, or a type
+    elif isinstance(value, Unknown | Built):
+        matters = path.partition(".")[0] not in _HARMLESS or path == "dataset.seq_length"
+        text = value.text[:60] if isinstance(value, Unknown) else f"{value.name}(...)"
+        recipe.unread.append(Unread(option=path, value=text, why="only running the file would tell", matters=matters))
+    else:
+        recipe.values[path] = value
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
@@ -399,7 +271,7 @@ def _launch(recipe: _Recipe, given: Given, devices: int | None) -> Launch:
         raise InputError(f"the model of the recipe ({names or 'no name'}) is not known here: pass --model")
     written = [argument for path, value in recipe.values.items() for argument in _arguments(path, value)]
     defaults = _COMMON | ({} if own else {"hidden_dropout": 0.0, "attention_dropout": 0.0})
-    arguments = Arguments(written, defaults)
+    arguments = Options(written, defaults, way_out="pass --model")
     if arguments.count("expert_model_parallel_size", 1) > 1:
         arguments.defaults["expert_tensor_parallel_size"] = 1
     arguments.remarks += recipe.unread

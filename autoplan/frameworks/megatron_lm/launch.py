@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch
-from autoplan.frameworks.common.option_table import Fields, read_fields
+from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
+from autoplan.frameworks.common.options import Options
 from autoplan.frameworks.megatron_lm import model_options, options
-from autoplan.frameworks.megatron_lm.arguments import Arguments
 from autoplan.frameworks.megatron_lm.known_models import named
 from autoplan.frameworks.megatron_lm.notation import moe_places
 from autoplan.frameworks.megatron_lm.table import Reading, read_lines, rows
@@ -19,7 +19,7 @@ from autoplan.spec.training import TrainingSpec
 
 
 def launch_of(
-    arguments: Arguments,
+    arguments: Options,
     given: Given,
     *,
     target: str,
@@ -32,7 +32,7 @@ def launch_of(
     seq_len = given.seq_len or arguments.optional_count("seq_length")
     arguments.value("seq_length")
     if seq_len is None:
-        raise InputError(f"{arguments.option_of('seq_length')} is not in the file: pass --seq-len")
+        raise InputError(f"{arguments.name('seq_length')} is not in the file: pass --seq-len")
     if given.model is not None:
         for key in [key for key in arguments.given if key in options.MODEL_KEYS]:
             arguments.remark(key, "--model wins", matters=False)
@@ -46,7 +46,7 @@ def launch_of(
     training = TrainingSpec(seq_len=seq_len, precision=precision, attention=options.read_attention(arguments))
     if (optimizer := arguments.text("optimizer", "adam")) not in ("adam", "adamw"):
         arguments.remark("optimizer", f"priced as Adam, not {str(optimizer)[:30]}")
-    options.remark_assumed(arguments)
+    remark_assumed(options.OPTIONS, arguments)
     return Launch(
         target=target,
         framework=framework,
@@ -108,7 +108,7 @@ def _plan(
     )
 
 
-def _replicas(arguments: Arguments, num_devices: int | None) -> int:
+def _replicas(arguments: Options, num_devices: int | None) -> int:
     """Return the replicas of the model on so many devices."""
     rows = {"tensor": options.TP, "context": options.CP, "pipeline": options.PP}
     degrees = {name: row.of(arguments) for name, row in rows.items()}

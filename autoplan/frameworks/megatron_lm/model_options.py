@@ -5,10 +5,20 @@ from __future__ import annotations
 import re
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.option_table import Constant, Fields, Value, count, number, optional_count, switch, word
+from autoplan.frameworks.common.option_table import (
+    Assumed,
+    Constant,
+    Fields,
+    Value,
+    count,
+    number,
+    optional_count,
+    switch,
+    word,
+)
 from autoplan.frameworks.megatron_lm.known_models import preset_of
 from autoplan.frameworks.megatron_lm.notation import expert_pattern
-from autoplan.frameworks.megatron_lm.table import BRIDGE, Assumed, Line, Reading, Special, switches, valued
+from autoplan.frameworks.megatron_lm.table import BRIDGE, Line, Reading, Special, switches, valued
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan_file import PlanFile
 
@@ -162,7 +172,7 @@ def _read_window(reading: Reading) -> Fields:
     if window is None or every is None:
         return {"window": window, "full_attention_interval": 0}
     if not isinstance(every, int) and not (isinstance(every, str) and every.isdigit()):
-        raise InputError(f"{arguments.option_of('window_attn_skip_freq')} is a pattern: pass --model")
+        raise InputError(f"{arguments.name('window_attn_skip_freq')} is a pattern: pass --model")
     return {"window": window, "full_attention_interval": int(every)}
 
 
@@ -180,7 +190,8 @@ def _write_full_attention(file: PlanFile) -> dict[str, Value]:
 WINDOW: tuple[Line, ...] = (
     (Special("window_size", _write_window, _read_window),),
     (Special("window_attn_skip_freq", _write_full_attention),),
-    (word("softmax_type", "model.attention_sinks", False, meanings={"learnable": True, "vanilla": False},
+    (word("softmax_type", "model.attention_sinks", False,
+          meanings={"learnable": True, "off-by-one": True, "vanilla": False},
           when=lambda file: file.model.attention_sinks),),
 )
 # fmt: on
@@ -207,7 +218,7 @@ def _read_position_kind(reading: Reading) -> Fields:
         kind = "rope"
     kinds = {"rope": "rope", "yarn": "rope", "learned_absolute": "learned", "none": "none"}
     if kind not in kinds:
-        option = arguments.option_of("position_embedding_type")
+        option = arguments.name("position_embedding_type")
         raise InputError(f"{option} {str(kind)[:30]!r} is not known here: pass --model")
     return {"position_embedding": kinds[kind]}
 

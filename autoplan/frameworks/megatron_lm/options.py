@@ -11,13 +11,21 @@ import re
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.option_table import Constant, Fields, Option, Value, count, optional_count, switch
-from autoplan.frameworks.megatron_lm.arguments import Arguments, typed
+from autoplan.frameworks.common.option_table import (
+    Assumed,
+    Constant,
+    Fields,
+    Option,
+    Value,
+    count,
+    optional_count,
+    switch,
+)
+from autoplan.frameworks.common.options import Options
 from autoplan.frameworks.megatron_lm.model_options import ARCHITECTURE, DROPOUT
 from autoplan.frameworks.megatron_lm.notation import MOST_LAYERS, layout_counts, pipeline_layout
 from autoplan.frameworks.megatron_lm.table import (
     BRIDGE,
-    Assumed,
     Line,
     Reading,
     Special,
@@ -102,7 +110,7 @@ def _read_stages(reading: Reading) -> Fields:
     embeds = arguments.flag("account_for_embedding_in_pipeline_split")
     loses = arguments.flag("account_for_loss_in_pipeline_split")
     if layout is not None:
-        counts, option = layout_counts(layout), arguments.option_of("pipeline_model_parallel_layout")
+        counts, option = layout_counts(layout), arguments.name("pipeline_model_parallel_layout")
         if len(counts) % pp:
             raise InputError(f"{option} has {len(counts)} stages, pp is {pp}")
         if sum(counts) != num_layers:
@@ -170,7 +178,7 @@ def _read_sharding(reading: Reading) -> Fields:
     if not fsdp:
         return {"sharding": Sharding.ZERO1 if distributed else Sharding.NONE}
     if strategy not in STRATEGIES:
-        option = arguments.option_of("data_parallel_sharding_strategy")
+        option = arguments.name("data_parallel_sharding_strategy")
         raise InputError(f"{option} {strategy[:30]!r} is not one of {', '.join(STRATEGIES)}")
     return {"sharding": STRATEGIES[strategy]}
 
@@ -187,7 +195,7 @@ def _read_copies(reading: Reading) -> Fields:
     dp = reading.fields.pop("dp")
     copies = dp if reading.fields["sharding"] == Sharding.NONE else arguments.count(key, 1)
     if copies < 1 or dp % copies:
-        raise InputError(f"{arguments.option_of(key)} {copies} does not divide dp {dp}")
+        raise InputError(f"{arguments.name(key)} {copies} does not divide dp {dp}")
     return {"dp_replicate": copies, "dp_shard": dp // copies}
 
 
@@ -225,7 +233,7 @@ def _read_recompute(reading: Reading) -> Fields:
         if known:
             return {"recompute": "selective", "recompute_modules": known}
     elif kind not in (None, "None", "none"):
-        raise InputError(f"{arguments.option_of('recompute_granularity')} {kind[:30]!r} is neither full nor selective")
+        raise InputError(f"{arguments.name('recompute_granularity')} {kind[:30]!r} is neither full nor selective")
     return {}
 
 
@@ -267,7 +275,7 @@ def _read_dispatcher(reading: Reading) -> Fields:
         return {}
     if kind == "flex":
         if backend not in _BACKENDS:
-            option = arguments.option_of("moe_flex_dispatcher_backend")
+            option = arguments.name("moe_flex_dispatcher_backend")
             raise InputError(f"{option} {backend[:30]!r} is not one of {', '.join(_BACKENDS)}")
         return {"dispatcher": _BACKENDS[backend]}
     if kind != "alltoall":
@@ -361,7 +369,7 @@ _PRECISIONS: dict[Precision, dict[str, Value]] = {
 }
 
 
-def read_precision(arguments: Arguments) -> Precision:
+def read_precision(arguments: Options) -> Precision:
     """Return the format of the matrix products."""
     bf16, fp16 = arguments.flag("bf16"), arguments.flag("fp16")
     fp8, fp4 = arguments.text("fp8"), arguments.text("fp4")
@@ -384,7 +392,7 @@ def _write_attention_backend(file: PlanFile) -> dict[str, Value]:
     return {"attention_backend": "unfused"} if file.training.attention == "unfused" else {}
 
 
-def read_attention(arguments: Arguments) -> Any:
+def read_attention(arguments: Options) -> Any:
     """Return the kernel of attention, by its name among those of a training."""
     backend = arguments.text("attention_backend", "auto")
     arguments.flag("use_flash_attn")
@@ -454,7 +462,7 @@ UNWRITTEN: Line = (
 )
 # fmt: on
 
-# Arguments that change neither the time of a step nor its memory, or little that is a person's own to choose.
+# Options that change neither the time of a step nor its memory, or little that is a person's own to choose.
 HARMLESS = re.compile(
     r"(min_|decoupled_|decoupled_min_|head_)?lr(_|$)|adam_|sgd_|weight_decay|start_weight|end_weight|clip_grad|override_opt|use_checkpoint"
     r"|save|load|no_save|no_load|ckpt|dist_ckpt|auto_detect_ckpt|async_save|use_persistent_ckpt|finetune|pretrained"
@@ -475,22 +483,9 @@ HARMLESS = re.compile(
 OPTIONS: tuple[Option, ...] = tuple(
     flat(option for line in (*ARCHITECTURE, DROPOUT, *PLAN, *PRECISION, *TRAINING, *DATA, UNWRITTEN) for option in line)
 )
-# Arguments that describe the model, and those that take no value.
+# Options that describe the model, and those that take no value.
 MODEL_KEYS = frozenset(
     option.key for line in ARCHITECTURE for option in flat(line) if not isinstance(option, Assumed | Constant)
 )
 SWITCHES = frozenset(option.key for option in OPTIONS if option.is_switch)
 BRIDGE_FIELDS = {option.key: option.name(BRIDGE) for option in OPTIONS if BRIDGE in option.names}
-
-
-def remark_assumed(arguments: Arguments) -> None:
-    """Remark options that no plan has where the cost model does not know what their value does."""
-    for option in OPTIONS:
-        argument = arguments.given.get(option.key)
-        if not isinstance(option, Assumed) or argument is None or option.key in arguments.understood:
-            continue
-        value = typed(argument.value)
-        if value is None or not option.values or value in option.values:
-            arguments.understood.add(option.key)
-        else:
-            arguments.remark(option.key, option.why)

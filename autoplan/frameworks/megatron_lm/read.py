@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
+from autoplan.frameworks.common.options import Argument, Options, Unknown, typed
 from autoplan.frameworks.common.shell import Command, Script, is_open, read_script
-from autoplan.frameworks.megatron_lm.arguments import Argument, Arguments
 from autoplan.frameworks.megatron_lm.launch import launch_of
 from autoplan.frameworks.megatron_lm.options import SWITCHES
 from autoplan.frameworks.megatron_lm.table import argument_of
@@ -34,11 +34,11 @@ def read(text: str, given: Given) -> Launch:
             raise InputError("no command of the script starts pretrain_gpt.py")
     else:
         before, words = (), tuple(word for command in script.commands for word in command.words)
-    arguments = Arguments(given_arguments(words))
-    for condition in script.open:
-        arguments.remarks.append(
-            Unread(option=condition, value="", why="only a running shell can decide it", matters=False)
-        )
+    arguments = Options(given_arguments(words), way_out="pass --model")
+    arguments.remarks += (
+        Unread(option=condition, value="", why="only a running shell can decide it", matters=False)
+        for condition in script.open
+    )
     devices = num_devices(before, script, text)
     return launch_of(arguments, given, target="megatron-lm", framework="megatron-core", num_devices=devices)
 
@@ -95,7 +95,9 @@ def given_arguments(words: Sequence[str]) -> list[Argument]:
         keeps = 0 if argument_of(option, ())[0] in SWITCHES else 1
         strays = [item for item in values[keeps:] if is_open(item) and re.fullmatch(r"\$\{?\w+\}?", item)]
         values = [item for place, item in enumerate(values) if place < keeps or item not in strays]
-        result.append(Argument(option, " ".join(values), *argument_of(option, values)))
+        name, value = argument_of(option, values)
+        known = Unknown(value) if isinstance(value, str) and is_open(value) else typed(value)
+        result.append(Argument(option, " ".join(values), name, known))
         result += [Argument(stray, "", stray, stray) for stray in strays]
     return result
 

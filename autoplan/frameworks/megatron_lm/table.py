@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from autoplan.frameworks.common.option_table import Constant, Fields, Option, Row, Value, evaluated
-from autoplan.frameworks.megatron_lm.arguments import Arguments, typed
+from autoplan.frameworks.common.option_table import Fields, Option, Row, Value
+from autoplan.frameworks.common.option_table import written as table_written
+from autoplan.frameworks.common.options import Options, typed
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile
 
@@ -17,7 +18,7 @@ BRIDGE = "bridge"  # the notation of Megatron-Bridge (067f987)
 class Reading:
     """State of reading arguments: the model (or the one that they start from), and the fields so far."""
 
-    arguments: Arguments
+    arguments: Options
     model: ModelSpec | None
     seq_len: int
     fields: Fields = field(default_factory=dict)
@@ -30,15 +31,6 @@ class Special(Option):
     write: Callable[[PlanFile], dict[str, Value]]
     read: Callable[[Reading], Fields] | None = None
     others: tuple[Option, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Assumed(Option):
-    """An option that no plan has: priced as if it had one of `values` (any, where there are none), else `why`."""
-
-    values: tuple[Value, ...] = ()
-    why: str = ""
-    write: Value | Callable[[PlanFile], Value] = None
 
 
 Line = tuple[Option, ...]  # options that stand on one line of a script
@@ -102,13 +94,7 @@ def flat(options: Iterable[Option]) -> Iterator[Option]:
 
 def written(option: Option, plan_file: PlanFile) -> dict[str, Value]:
     """Return the options that a row writes; switches that are on are True."""
-    values: dict[str, Value] = {}
-    if isinstance(option, Special):
-        values = option.write(plan_file)
-    elif isinstance(option, Row):
-        values = {option.key: option.value(plan_file)}
-    elif isinstance(option, Assumed | Constant):
-        values = {option.key: evaluated(option.write, plan_file)}
+    values = option.write(plan_file) if isinstance(option, Special) else table_written((option,), plan_file)
     return {key: value for key, value in values.items() if value is not None and value is not False}
 
 

@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
+from autoplan.frameworks.common.launch import Given, Launch, Reader
 from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Options, parse_yaml
 from autoplan.frameworks.nanotron.options import (
@@ -47,23 +47,23 @@ def recognises(name: str, text: str) -> bool:
 
 def read(text: str, given: Given) -> Launch:
     """The run of a configuration; devices are what its degrees multiply to."""
-    options = Options(parse_yaml(text, "nanotron configuration"))
+    options = Options.of_table(parse_yaml(text, "nanotron configuration"))
     # These cost neither time nor memory.
     options.known("checkpoints", "data_stages", "lighteval", "logging", "metrics_logging", "s3_upload", "tokenizer")
     general = options.inside("general")
     general.known("project", "seed", "step", "consumed_train_samples", "benchmark_csv_path", "ignore_sanity_checks")
     run = general.value("run")
-    model_options, unread = options.inside("model"), list[Unread]()
+    model_options = options.inside("model")
     if given.model is None:
         name = run if isinstance(run, str) and run.strip() and run.isprintable() else "nanotron model"
-        model = _model(model_options.inside("model_config"), name, unread)
+        model = _model(model_options.inside("model_config"), name)
     else:
         model = given.model
         model_options.known("model_config")
     model_options.known("init_method")
     tokens, optimizer = options.inside("tokens"), options.inside("optimizer")
     tokens.known("train_steps", "val_check_interval", "limit_val_batches", "limit_test_batches")
-    _unpriced(options, model_options, optimizer, unread)
+    _unpriced(options, model_options, optimizer)
     plan = _plan(options.inside("parallelism"), tokens, optimizer, model)
     seq_len = tokens.count("sequence_length", given.seq_len)
     plan = replace(plan, **DTYPE.read(model_options))
@@ -75,12 +75,12 @@ def read(text: str, given: Given) -> Launch:
         model=model,
         training=TrainingSpec(seq_len=given.seq_len or seq_len, precision=plan.precision),
         plan=plan,
-        options=tuple(options.read),
-        unread=(*unread, *options.left("no option of nanotron that is known here")),
+        options=options.options(),
+        unread=options.unread(),
     )
 
 
-def _model(config: Options, name: str, unread: list[Unread]) -> ModelSpec:
+def _model(config: Options, name: str) -> ModelSpec:
     is_qwen = config.flag("is_qwen2_config")
     if is_qwen == config.flag("is_llama_config"):
         raise InputError("model.model_config is neither of a Llama nor of a Qwen2 model: pass --model")
@@ -93,9 +93,8 @@ def _model(config: Options, name: str, unread: list[Unread]) -> ModelSpec:
     num_layers = NUM_LAYERS.of(config)
     if num_layers > 10**4:
         raise InputError(f"model.model_config.num_hidden_layers must be at most 10000, got {num_layers}")
-    attention = config.value("_attn_implementation")
-    if attention not in (None, *_FLASH):
-        unread.append(_told(config, "_attn_implementation", "flash attention is priced"))
+    if config.is_other("_attn_implementation", *_FLASH):
+        config.remark("_attn_implementation", "flash attention is priced")
     for key, why in (
         ("_use_doc_masking", "attention over whole sequences is priced, not within documents"),
         ("z_loss_enabled", "the loss is priced without it"),
@@ -103,11 +102,11 @@ def _model(config: Options, name: str, unread: list[Unread]) -> ModelSpec:
         ("no_rope_layer", "every layer is priced with rotary embeddings"),
         ("flex_attention_mask", "flash attention is priced"),
     ):
-        if config.value(key) not in (None, False):
-            unread.append(_told(config, key, why))
+        if config.is_other(key, False):
+            config.remark(key, why)
     for key in ("_fused_rotary_emb", "_fused_rms_norm", "_use_qkv_packed"):
         if is_qwen and config.value(key) is False:
-            unread.append(_told(config, key, "priced as fused"))
+            config.remark(key, "priced as fused")
     return ModelSpec(
         name=name,
         num_layers=num_layers,
@@ -117,7 +116,7 @@ def _model(config: Options, name: str, unread: list[Unread]) -> ModelSpec:
         ffn_size=config.count("intermediate_size", 11008, least=0),
         qkv_bias=has_bias,
         **read_fields((ROPE_BASE, TIED), config),
-        window=config.count("sliding_window_size") if config.has("sliding_window_size") else None,
+        window=config.optional_count("sliding_window_size", least=1),
         moe=_experts(config.inside("moe_config"), num_layers) if config.has("moe_config") else None,
     )
 
@@ -171,29 +170,25 @@ def _plan(parallelism: Options, tokens: Options, optimizer: Options, model: Mode
     )
 
 
-def _unpriced(options: Options, model: Options, optimizer: Options, unread: list[Unread]) -> None:
-    """Add to `unread` the options that change time or memory by an amount that is not priced."""
+def _unpriced(options: Options, model: Options, optimizer: Options) -> None:
+    """Remark the options that change time or memory by an amount that is not priced."""
     optimizer.known("weight_decay", "weight_decay_exclude_named_params", "clip_grad", "learning_rate_scheduler")
     factory = optimizer.inside("optimizer_factory")
     for section in (factory, optimizer):  # of old, beside zero_stage
         section.known("adam_eps", "adam_beta1", "adam_beta2", "torch_adam_is_fused")
-    if factory.has("name") and factory.value("name") != "adamW":
-        unread.append(_told(factory, "name", "AdamW is priced"))
+    if factory.is_other("name", "adamW"):
+        factory.remark("name", "AdamW is priced")
     if not optimizer.flag("accumulate_grad_in_fp32", True):
-        unread.append(_told(optimizer, "accumulate_grad_in_fp32", "gradients of 4 bytes are priced"))
+        optimizer.remark("accumulate_grad_in_fp32", "gradients of 4 bytes are priced")
     if not (parallelism := options.inside("parallelism")).flag("tp_recompute_allgather", True):
-        unread.append(_told(parallelism, "tp_recompute_allgather", "inputs are priced as gathered again"))
+        parallelism.remark("tp_recompute_allgather", "inputs are priced as gathered again")
     if model.count("ddp_bucket_cap_mb", 25) != 25:
-        unread.append(_told(model, "ddp_bucket_cap_mb", "buckets of 25 MiB are priced"))
+        model.remark("ddp_bucket_cap_mb", "buckets of 25 MiB are priced")
     if model.count("make_vocab_size_divisible_by", 1) != 128:
         why = "a vocabulary padded to a multiple of 128 x tp is priced"
-        unread.append(replace(_told(model, "make_vocab_size_divisible_by", why), matters=False))
-    if options.value("profiler") is not None:
-        unread.append(replace(_told(options, "profiler", "slows the steps that it looks at"), matters=False))
-
-
-def _told(options: Options, key: str, why: str) -> Unread:
-    return Unread(option=options.name(key), value=options.shown(key), why=why)
+        model.remark("make_vocab_size_divisible_by", why, matters=False)
+    if options.is_other("profiler"):
+        options.remark("profiler", "slows the steps that it looks at", matters=False)
 
 
 READER = Reader(target="nanotron", recognises=recognises, read=read)

@@ -10,7 +10,7 @@ import yaml
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch, Reader
 from autoplan.frameworks.common.literals import MOST_BITS
-from autoplan.frameworks.megatron_lm.arguments import Argument, Arguments, typed
+from autoplan.frameworks.common.options import Argument, Options, typed
 from autoplan.frameworks.megatron_lm.known_models import preset_of
 from autoplan.frameworks.megatron_lm.launch import launch_of
 from autoplan.frameworks.primus.options import LANGUAGE_MODEL, TRAINER
@@ -58,9 +58,10 @@ def read(text: str, given: Given) -> Launch:
         raise InputError("modules.pre_trainer.overrides must be a table")
     values = {str(key): _expanded(value, variables) for key, value in overrides.items()}
     base = _model(str(_expanded(trainer.get("model"), variables)), given)
-    arguments = Arguments(
+    arguments = Options(
         [Argument(key, _text(value), key, value) for key, value in values.items() if value not in (None, "null")],
         TRAINER | ({"hidden_dropout": 0.0, "attention_dropout": 0.0} if base else LANGUAGE_MODEL),
+        way_out="pass --model",
     )
     schedule = _schedule(arguments)
     if base and base.moe and "expert_model_parallel_size" not in values:
@@ -124,7 +125,7 @@ def _model(name: str, given: Given) -> ModelSpec | None:
     raise InputError(f"the preset {name[:60]!r} of Primus is no model that is known here: pass --model")
 
 
-def _schedule(arguments: Arguments) -> Schedule | None:
+def _schedule(arguments: Options) -> Schedule | None:
     """The schedule of its own that Primus puts into Megatron-LM."""
     if arguments.flag("patch_primus_pipeline"):
         name = arguments.text("pp_algorithm", "1f1b-interleaved") or ""

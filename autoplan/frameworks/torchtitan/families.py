@@ -16,6 +16,7 @@ from autoplan.frameworks.common.option_table import (
     read_fields,
     written,
 )
+from autoplan.frameworks.common.options import Argument, Options
 from autoplan.read.model import load_model
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan_file import PlanFile
@@ -45,21 +46,20 @@ BUILDERS: dict[str, tuple[Row | Constant, ...]] = {
     ),
     "_build_dsv3_layers": (
         count("n_heads", "model.num_heads"),
-        count("q_lora_rank", "model.mla.q_lora_rank", encode=lambda rank: rank or 0),
+        optional_count("q_lora_rank", "model.mla.q_lora_rank", encode=lambda rank: rank or 0),
         count("kv_lora_rank", "model.mla.kv_lora_rank"),
         count("qk_nope_head_dim", "model.mla.qk_nope_head_dim"),
         count("qk_rope_head_dim", "model.mla.qk_rope_head_dim"),
         count("v_head_dim", "model.mla.v_head_dim"),
         Constant("mscale", 1.0),
         _NUM_EXPERTS,
-        count("n_dense_layers", "model.moe.num_dense_layers"),
+        count("n_dense_layers", "model.moe.num_dense_layers", 0),
         count("dense_hidden_dim", "model.ffn_size", 0),
         _EXPERT_WIDTH,
         Constant("num_shared_experts", _num_shared_experts),
         count("router_top_k", "model.moe.experts_per_token"),
         Constant("router_score_func", "sigmoid"),
         Constant("router_route_norm", True),
-        Constant("non_blocking_capacity_factor", None),
     ),
 }
 
@@ -71,29 +71,20 @@ def builder_of(family: str, model: ModelSpec) -> str:
 
 
 def write_sizes(builder: str, plan_file: PlanFile) -> dict[str, Value]:
-    """Return the arguments of a builder."""
-    return written(BUILDERS[builder], plan_file)
+    """Return the arguments of a builder; one that must be given says that no token is dropped."""
+    dropping = {"non_blocking_capacity_factor": None} if builder == "_build_dsv3_layers" else {}
+    return written(BUILDERS[builder], plan_file) | dropping
 
 
-class _Sizes:
-    """Sizes that the calls of a builder and of a model's config were given."""
-
-    def __init__(self, *calls: Built) -> None:
-        self.values = {key: value for call in reversed(calls) for key, value in call.named.items()}
-
-    def optional_count(self, key: str, default: int | None = None) -> int | None:
-        return default if self.values.get(key) is None else self.count(key)
-
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise InputError(f"{key} of the model cannot be read: pass --model")
-        return value
+def _sizes(*calls: Built) -> Options:
+    """Return the sizes that the calls of a builder and of a model's config were given; those of the first win."""
+    given = {key: value for call in reversed(calls) for key, value in call.named.items()}
+    return Options((Argument(key, str(value), key, value) for key, value in given.items()), way_out="pass --model")
 
 
 def size_of(built: Built, key: str, default: int | None = None) -> int:
     """Return a size that a call was given."""
-    return _Sizes(built).count(key, default)
+    return _sizes(built).count(key, default, least=0)
 
 
 def model_of(config: Built, name: str) -> ModelSpec:
@@ -104,10 +95,10 @@ def model_of(config: Built, name: str) -> ModelSpec:
     builder, rope = layers.name.rsplit(".", 1)[-1], layers.named.get("rope")
     if builder not in BUILDERS:
         raise InputError(f"the layers that {builder} builds are not known: pass --model")
-    sizes, rows = _Sizes(layers, config), [row for row in BUILDERS[builder] if isinstance(row, Row)]
+    sizes, rows = _sizes(layers, config), [row for row in BUILDERS[builder] if isinstance(row, Row)]
 
     def fields(holder: str) -> Fields:
-        return read_fields([row for row in rows if row.field.rpartition(".")[0] == holder], sizes)  # type: ignore[arg-type]
+        return read_fields([row for row in rows if row.field.rpartition(".")[0] == holder], sizes)
 
     base = rope.named.get("theta", 10000.0) if isinstance(rope, Built) else 10000.0
     shape: Fields = {
@@ -127,7 +118,7 @@ def model_of(config: Built, name: str) -> ModelSpec:
     if builder == "_build_dsv3_layers":
         mtp = config.named.get("mtp_layers")
         shape["num_mtp_layers"] = size_of(mtp, "num_mtp_layers", 0) if isinstance(mtp, Built) else 0
-        moe["shared_expert_ffn_size"] = sizes.count("num_shared_experts") * moe["expert_ffn_size"]
+        moe["shared_expert_ffn_size"] = sizes.count("num_shared_experts", least=0) * moe["expert_ffn_size"]
         shape["ffn_size"] *= moe["num_dense_layers"] > 0
         mla["q_lora_rank"] = mla["q_lora_rank"] or None
         return ModelSpec(**shape, mla=LatentAttention(**mla), moe=Experts(**moe))

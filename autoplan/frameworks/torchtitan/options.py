@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Unread
-from autoplan.frameworks.common.option_table import Fields, Value, count, read_fields
+from autoplan.frameworks.common.option_table import Assumed, Fields, Value, count, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options, show
 from autoplan.frameworks.fsdp2.options import SCHEDULES
 from autoplan.spec.enums import Sharding
@@ -54,9 +53,7 @@ def read_sequence(training: Options) -> int:
     return training.count(key, None if training.has("num_tokens_per_train_step") else 2048)
 
 
-def read_batch(
-    training: Options, parallelism: Options, degrees: dict[str, int], unread: list[Unread]
-) -> dict[str, int]:
+def read_batch(training: Options, parallelism: Options, degrees: dict[str, int]) -> dict[str, int]:
     """Return sequences of a micro-batch and of a step."""
     dp, has_pipeline = degrees["dp_replicate"] * degrees["dp_shard"], degrees["pp"] > 1
     if training.has("num_tokens_per_microbatch_per_dp_rank"):  # main
@@ -80,30 +77,26 @@ def read_batch(
         )
     if has_pipeline and batch > local * dp:
         why = "the pipeline empties after so many sequences; read as if it went on to the end of the step"
-        unread.append(Unread(option="training.local_batch_size", value=str(local), why=why))
+        training.remark("local_batch_size", why)
     return {"micro_batch": micro, "global_batch": batch}
 
 
-# What is priced of options that no plan has, and what another value means.
-_ASSUMED = {
-    "enable_cpu_offload": (False, "parameters and states on the host are not priced"),
-    "dtype": ("float32", "weights and states are priced in 32 bits"),
-    "mixed_precision_param": ("bfloat16", "products are priced in 16 bits"),
-    "mixed_precision_reduce": ("float32", "reductions are priced in 32 bits"),
-    "disable_cuda_graphs": (True, "no prediction knows CUDA graphs"),
-}
+# Options that no plan has.
+_ASSUMED = (
+    Assumed("enable_cpu_offload", (False,), "parameters and states on the host are not priced"),
+    Assumed("dtype", ("float32",), "weights and states are priced in 32 bits"),
+    Assumed("mixed_precision_param", ("bfloat16",), "products are priced in 16 bits"),
+    Assumed("mixed_precision_reduce", ("float32",), "reductions are priced in 32 bits"),
+    Assumed("disable_cuda_graphs", (True,), "no prediction knows CUDA graphs"),
+)
 
 
-def read_assumed(training: Options) -> list[Unread]:
-    """Return the options of the section of training that no plan has and whose value is not the priced one."""
-    unread = []
-    for key, (value, why) in _ASSUMED.items():
-        if training.has(key) and (given := training.value(key)) != value:
-            unread.append(Unread(option=f"training.{key}", value=show(given), why=why))
+def read_assumed(training: Options) -> None:
+    """Remark the options of the section of training that no plan has and whose value is not the priced one."""
+    remark_assumed(_ASSUMED, training)
     training.known(
         "steps", "max_norm", "gc_freq", "gc_debug", "dataset", "dataset_path", "seq_len", "max_context_length"
     )
-    return unread
 
 
 # -- degrees and sharding ---------------------------------------------------------------------------------------------
@@ -156,7 +149,7 @@ def read_degrees(parallelism: Options, num_devices: int | None) -> dict[str, int
     return degrees | {"dp_shard": shard}
 
 
-def read_sharding(parallelism: Options, degrees: dict[str, int], model: ModelSpec, unread: list[Unread]) -> Fields:
+def read_sharding(parallelism: Options, degrees: dict[str, int], model: ModelSpec) -> Fields:
     """Return the degrees of a plan and what is sharded over them."""
     tp, cp, ep = degrees["tp"], degrees["cp"], degrees["ep"]
     replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
@@ -165,15 +158,14 @@ def read_sharding(parallelism: Options, degrees: dict[str, int], model: ModelSpe
     sharding = "none" if not is_sharded else "zero2" if policy == "never" and degrees["pp"] == 1 else "zero3"
     if policy == "always" and degrees["pp"] > 1 and is_sharded:
         why = "weights are gathered for every micro-batch; priced as gathered once a step"
-        unread.append(Unread(option=f"parallelism.{_RESHARD}", value=policy, why=why))
+        parallelism.remark(_RESHARD, why)
     sp = parallelism.flag("enable_sequence_parallel", True)
     if not model.moe and ep > 1:
-        unread.append(Unread(option=_EXPERTS.key, value=str(ep), why="no experts", matters=False))
+        parallelism.remark(_EXPERTS.key, "no experts", matters=False)
         ep = 1
     etp = parallelism.count("expert_tensor_parallel_degree", 1) if ep > 1 else tp
-    backend = parallelism.value("expert_parallel_comm_backend")
-    if backend not in (None, "standard"):
-        unread.append(Unread(option="expert_parallel_comm_backend", value=show(backend), why="priced as all-to-all"))
+    if parallelism.is_other("expert_parallel_comm_backend", "standard"):
+        parallelism.remark("expert_parallel_comm_backend", "priced as all-to-all")
     parallelism.known(*_PARALLELISM_ASIDE)
     return {
         "tp": tp,
@@ -210,7 +202,7 @@ def read_pipeline(parallelism: Options, pp: int, num_layers: int) -> Fields:
     word = str(parallelism.value("pipeline_parallel_schedule") or "1F1B").casefold()
     parts = parallelism.value("module_fqns_per_model_part")
     per_stage = "pipeline_parallel_layers_per_stage"
-    each = parallelism.count(per_stage) if parallelism.has(per_stage) else None
+    each = parallelism.optional_count(per_stage, least=1)
     first = parallelism.count("pipeline_parallel_first_stage_less_layers", 1, least=0)
     last = parallelism.count("pipeline_parallel_last_stage_less_layers", 1, least=0)
     if parallelism.value("pipeline_parallel_schedule_csv"):

@@ -16,8 +16,8 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.base.files import is_file, read_table, read_text, shipped
 from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
-from autoplan.frameworks.common.literals import Built, Module, Unknown
-from autoplan.frameworks.common.options import Options, show
+from autoplan.frameworks.common.literals import Built, Module
+from autoplan.frameworks.common.options import Options, Unknown, show
 from autoplan.frameworks.common.shell import Command, is_open, read_script
 from autoplan.frameworks.torchtitan.families import model_of, size_of
 from autoplan.frameworks.torchtitan.options import (
@@ -102,7 +102,7 @@ def _of_flavor(family: str, flavor: str) -> ModelSpec | None:
 
 
 def _of_toml(table: dict[str, Any]) -> Found:
-    named = Options(table).inside("model")
+    named = Options.of_table(table).inside("model")
     family, flavor = named.value("name") or "llama3", named.value("flavor") or "debugmodel"
     converters = named.value("converters") or []
     found = Found(table, _of_flavor(str(family), str(flavor)), old=True)
@@ -115,7 +115,7 @@ def _of_toml(table: dict[str, Any]) -> Found:
             found.precision = precision
         else:
             found.unread.append(Unread(option="model.converters", value=show(converter), why="not known"))
-    policy = Options(table).inside("activation_checkpoint")
+    policy = Options.of_table(table).inside("activation_checkpoint")
     mode, option = policy.value("mode") or "selective", str(policy.value("selective_ac_option") or "2")
     found.recompute = mode if isinstance(mode, str) else None
     if mode == "selective" and option != "op":
@@ -199,6 +199,7 @@ def _read_model(found: Found, spec: Any, function: str) -> None:
     converters = [*(converters if isinstance(converters, list) else []), *spec.converters]
     if isinstance(changed, Built):
         converters += changed.converters
+    if isinstance(changed, Built) and not changed.is_place:
         flavor = spec.named.get("flavor")
         found.model = model_of(changed, flavor if isinstance(flavor, str) else "model")
     else:
@@ -378,16 +379,15 @@ def _launch(found: Found, given: Given) -> Launch:
     model = given.model or found.model
     if model is None:
         raise InputError("the model cannot be read from the file: pass --model")
-    options = Options(_checked(found.options))
+    options = Options.of_table(found.options)
     options.known(*ASIDE, "model", "activation_checkpoint", "quantize", "experimental")
     training, parallelism, compiling = (options.inside(name) for name in ("training", "parallelism", "compile"))
-    unread = [item for item in found.unread if not (given.model and item.option == "model.flavor")]
+    options.remarks += (item for item in found.unread if not (given.model and item.option == "model.flavor"))
     compiled = _compiled(compiling)
     if not compiled:
-        why = "blocks run eagerly; only their norms are priced so"
-        unread.append(Unread(option="compile.enable", value="false", why=why))
+        compiling.remark("enable", "blocks run eagerly; only their norms are priced so", default="false")
     degrees = read_degrees(parallelism, given.num_devices or found.num_devices)
-    batch = read_batch(training, parallelism, degrees, unread)
+    batch = read_batch(training, parallelism, degrees)
     if found.recompute not in ("none", "selective", "full"):
         raise InputError(
             f"activation checkpointing {show(found.recompute)} is not priced: known are none, selective, full"
@@ -395,12 +395,12 @@ def _launch(found: Found, given: Given) -> Launch:
     axes: dict[str, Any] = {
         **batch,
         **read_pipeline(parallelism, degrees["pp"], model.num_layers),
-        **read_sharding(parallelism, degrees, model, unread),
+        **read_sharding(parallelism, degrees, model),
         "recompute": found.recompute,
         "precision": found.precision,
         "tp_overlap": compiling.flag("enable_async_tensor_parallel") and degrees["tp"] > 1,
     }
-    unread += read_assumed(training)
+    read_assumed(training)
     seq_len = given.seq_len or read_sequence(training)
     return Launch(
         target="torchtitan",
@@ -411,19 +411,10 @@ def _launch(found: Found, given: Given) -> Launch:
             precision=found.precision,  # type: ignore[arg-type]
             fused_norm=None if compiled else False,
         ),
-        plan=ParallelPlan(**axes),
-        options=tuple(options.read),
-        unread=(*unread, *options.left("not known")),
+        plan=ParallelPlan.derived(**axes),
+        options=options.options(),
+        unread=options.unread(),
     )
-
-
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """The options, where every section that decides the plan holds plain values."""
-    for section in ("training", "parallelism", "compile"):
-        for key, value in options.get(section, {}).items() if isinstance(options.get(section), dict) else ():
-            if isinstance(value, Unknown):
-                raise InputError(f"{section}.{key} = {show(value.text)} cannot be read: write its value")
-    return options
 
 
 def _compiled(compiling: Options) -> bool:

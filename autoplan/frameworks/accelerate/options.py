@@ -1,0 +1,55 @@
+"""Option table of `accelerate launch` 1.15.0: the sections of its config file, as they are written and read.
+
+Options of the command line are called like the keys.
+"""
+
+from __future__ import annotations
+
+from autoplan.frameworks.common.option_table import Assumed, Constant, Option, count, switch, word
+from autoplan.spec.enums import Precision, Recompute, Sharding
+
+PRECISION = word(
+    "mixed_precision", "precision", None, {str(kind): kind for kind in map(Precision, ("bf16", "fp16", "fp8"))}
+)
+
+# Section `fsdp_config`.  The first version of FSDP has a strategy, by word or number, in place of the switch.
+STRATEGIES = {"FULL_SHARD": Sharding.ZERO3, "SHARD_GRAD_OP": Sharding.ZERO2, "NO_SHARD": Sharding.NONE}
+RESHARD = word(
+    "fsdp_reshard_after_forward",
+    "sharding",
+    Sharding.ZERO3,
+    {True: Sharding.ZERO3, False: Sharding.ZERO2} | STRATEGIES,
+)
+FSDP1 = word(
+    "fsdp_sharding_strategy", "sharding", Sharding.ZERO3, STRATEGIES | dict(enumerate(STRATEGIES.values(), start=1))
+)
+RECOMPUTE = switch("fsdp_activation_checkpointing", "recompute", Recompute.NONE, on=Recompute.FULL, off=Recompute.NONE)
+FSDP: tuple[Option, ...] = (
+    Constant("fsdp_version", 2),
+    RESHARD,
+    Constant("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
+    RECOMPUTE,
+    Assumed("fsdp_offload_params", (False,), "parameters and states on the host are not priced", False),
+    Constant("fsdp_cpu_ram_efficient_loading", False),
+    Constant("fsdp_state_dict_type", "SHARDED_STATE_DICT"),
+)
+FSDP_COSTLESS = (
+    *("fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_cpu_ram_efficient_loading"),
+    *("fsdp_state_dict_type", "fsdp_sync_module_states", "fsdp_use_orig_params", "fsdp_version"),
+)
+
+# Section `parallelism_config`.
+MESH = tuple(count(f"parallelism_config_{axis}_size", axis, 1) for axis in ("dp_replicate", "dp_shard", "tp", "cp"))
+PARALLELISM: tuple[Option, ...] = (
+    *MESH,
+    # Keys and values go round, which is what a ring is priced as.
+    Constant("parallelism_config_cp_comm_strategy", lambda file: "alltoall" if file.best.plan.cp > 1 else None),
+)
+PARALLELISM_COSTLESS = (
+    *("parallelism_config_cp_backend", "parallelism_config_cp_comm_strategy", "parallelism_config_sp_backend"),
+)
+COSTLESS = (
+    *("compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "machine_rank", "main_process_ip"),
+    *("main_process_port", "main_training_function", "num_machines", "rdzv_backend", "same_network", "use_cpu"),
+    *("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "gpu_ids", "fp8_config", "tpu_name", "tpu_zone"),
+)

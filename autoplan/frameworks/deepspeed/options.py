@@ -1,0 +1,71 @@
+"""Option table of DeepSpeed 0.19.8: the sections of its configuration, as they are written and read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoplan.frameworks.common.option_table import Assumed, Constant, Option, count, switch, word
+from autoplan.spec.enums import Offload, Sharding
+from autoplan.spec.plan_file import PlanFile
+
+BUCKET_ELEMENTS = 500_000_000  # as bucket_gib of the presets says; also what DeepSpeed takes by itself
+PREFETCH_ELEMENTS = 50_000_000  # of its own; with none a layer waits for its weights
+
+
+def _has_copies(file: PlanFile) -> bool:
+    return file.best.plan.sharding == Sharding.ZERO3 and file.best.plan.dp_replicate > 1
+
+
+def _prefetch(file: PlanFile) -> int | None:
+    waits = file.best.plan.sharding == Sharding.ZERO3 and not file.best.plan.param_gather_overlap
+    return 0 if waits else None
+
+
+def _offload(file: PlanFile) -> dict[str, Any] | None:
+    return {"device": "cpu", "pin_memory": True} if file.best.plan.offload == Offload.OPTIMIZER else None
+
+
+def _priced(key: str, value: float, **others: Any) -> Assumed:
+    """Return an option that is priced as DeepSpeed has it by itself."""
+    return Assumed(key, (value,), f"{value:g} is priced" if value else "priced without it", **others)
+
+
+# At the top.  AutoTP counts the ranks of a tensor group as replicas in the total (runtime/config.py:471).
+TOTAL = count("train_batch_size", "global_batch", when=lambda file: file.best.plan.tp == 1)
+MICRO_BATCH = count("train_micro_batch_size_per_gpu", "micro_batch")
+ACCUMULATION = count("gradient_accumulation_steps", "num_microbatches")
+CP = count("sequence_parallel_size", "cp", 1)
+# Section `tensor_parallel`; what is written does not say 0, which stands for 1.
+TP = count("autotp_size", "tp", 0)
+TP_OVERLAP = switch("tp_overlap_comm", "tp_overlap")
+# Section `expert_parallel`.
+EP = count("autoep_size", "ep", 1)
+ETP = count("expert_tensor_parallel_size", "etp", 1)
+# Section `zero_optimization`.
+SHARDING = word(
+    "stage", "sharding", Sharding.NONE, {0: Sharding.NONE, 1: Sharding.ZERO1, 2: Sharding.ZERO2, 3: Sharding.ZERO3}
+)
+OVERLAP = switch("overlap_comm", "grad_reduce_overlap")
+ZERO: tuple[Option, ...] = (
+    SHARDING,
+    OVERLAP,
+    _priced("contiguous_gradients", True, write=True),
+    _priced("reduce_bucket_size", BUCKET_ELEMENTS, write=BUCKET_ELEMENTS),
+    _priced("allgather_bucket_size", BUCKET_ELEMENTS, write=BUCKET_ELEMENTS),
+    Constant("offload_optimizer", _offload),
+    Assumed("stage3_prefetch_bucket_size", (0, PREFETCH_ELEMENTS), f"{PREFETCH_ELEMENTS:g} is priced", _prefetch),
+    count("mics_shard_size", "dp_shard", when=_has_copies),
+    _priced("allgather_partitions", True),
+    _priced("mics_hierarchical_params_gather", False),
+    _priced("reduce_scatter", True),
+    _priced("stage3_allgather_sequential", False),
+    _priced("stage3_max_live_parameters", 1e9),
+    _priced("stage3_max_reuse_distance", 1e9),
+    _priced("stage3_module_granularity_threshold", 0),
+    _priced("stage3_param_persistence_threshold", 1e5),
+    _priced("stage3_use_all_reduce_for_fetch_params", False),
+    _priced("zero_hpz_partition_size", 1),
+    _priced("zero_quantized_gradients", False),
+    _priced("zero_quantized_nontrainable_weights", False),
+    _priced("zero_quantized_weights", False),
+)
