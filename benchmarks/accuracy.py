@@ -1,9 +1,13 @@
 """Accuracy of predicted steps on measured runs.
 
-Prices a table of runs as the presets ship, and again with calibrations that were fitted without the runs that they are
-judged on: a model left out (or, in a source of one model, a number of devices), a whole source left out, one factor for
-a framework on a generation of devices, and none at all.  Every prediction table is scored; then come what each term
-contributes and the worst runs of every source with their terms.
+Prices a table of runs as the presets ship, with intervals that were fitted without the source that they are judged on,
+and with none of the calibrations.  Every prediction table is scored; then come what each term contributes and the worst
+runs of every source with their terms.
+
+Calibrations hold spreads and no factor, so that a fit moves intervals alone.  `--ship` writes them: of every framework
+on a generation of devices the spreads of its runs and what these are like (`cost.spreads.Familiarity`), and the general
+spreads of what no run tells.  These are the likeliest for the errors of runs whose whole source is left out, so that
+what is new about it counts as new, times the least factor with which nine of ten are inside, in the mean of sources.
 
 usage: python benchmarks/accuracy.py [--runs RUNS.csv] [--scorer SCORER.py] [--worst N] [--as-shipped]
                                      [--report REPORT.md] [--ship]
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import subprocess
 import sys
 import tempfile
@@ -24,59 +29,70 @@ from pathlib import Path
 from typing import TextIO
 
 import numpy as np
+import numpy.typing as npt
 from measured_runs import RUNS, SHARED, source_of, with_answers
 from reports import existing, make_parser, write_report
+from scipy.optimize import minimize
 
 import autoplan
-from autoplan.base.arrays import Floats
+from autoplan.base.arrays import Bools, Floats
 from autoplan.base.files import write_text
-from autoplan.cost.calibration import (
-    RUNS_PER_FACTOR,
-    Linearised,
-    MeasuredRun,
-    Pricer,
-    conformal_spread,
-    fit,
-    shares_exposed,
-)
-from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, spread_kinds
-from autoplan.read.calibration import calibration_text
+from autoplan.cost.calibration import MeasuredRun, conformal_spread, likeness
+from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate
+from autoplan.cost.spreads import HARD, NOVELTIES, Familiarity, general_spreads, spread_kinds
+from autoplan.read.calibration import calibration_among, calibration_text
 from autoplan.runs.predictions import predict, prediction_table
 from autoplan.runs.runs import Run, read_runs
 from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
 from autoplan.spec.run_outcome import Prediction
-from autoplan.spec.timing import FACTORS, TIME_SPREADS, Calibration
+from autoplan.spec.timing import TIME_SPREADS, Calibration
 
-PRESETS = Path(autoplan.__file__).parent / "presets" / "calibrations"
-LEAST_RUNS = 20  # of a source or pair, for a spread of its own
-LEAST_GAIN = 0.05  # part of the median error that a factor must take away, or it stays 1
+Strings = npt.NDArray[np.str_]
+
+PRESETS = Path(autoplan.__file__).parent / "presets"
+LEAST_RUNS = 15  # of a framework on a generation, for a calibration
+LEAST_OF_KIND = 10  # of them, for a spread of a kind of plans
+LEAST_ERROR = 1e-3  # of a logarithm: below it runs scatter
+PRIOR_SPREAD, PRIOR_WIDTH = 0.1, 0.7  # of what is new, and how far its logarithm may lie from that [judged]
+SAID_SHARE = 0.25  # of a run's variance, from which a part counts as resting on it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A run that finished, and the fold in which it is left out."""
+    """A run that finished, its estimate, and the fold in which it is left out of its source."""
 
     run: Run
     source: str
     measured: MeasuredRun
-    spread: str  # of `TIME_SPREADS`, the one that holds for it
+    cost: CostEstimate
     fold: str
+
+    @property
+    def problem(self) -> Problem:
+        """The problem of the run."""
+        return self.measured.problem
 
     @property
     def key(self) -> tuple[str, str]:
         """Framework and generation of devices, which share a calibration."""
-        return self.measured.problem.framework.calibration_name, self.generation
+        return self.problem.framework.calibration_name, self.problem.cluster.device.generation
 
     @property
-    def kind(self) -> tuple[tuple[str, str], str]:
-        """Whose errors are alike: of one framework and generation, and waiting for the same things."""
-        return self.key, self.spread
+    def is_kin(self) -> bool:
+        """Whether the run is of a framework that is priced as another one."""
+        return "framework" in self.problem.calibration.unseen
 
     @property
-    def generation(self) -> str:
-        """Generation of the devices."""
-        return self.measured.problem.cluster.device.generation
+    def kind(self) -> int:
+        """Return the index into `TIME_SPREADS` of the spread that holds for it."""
+        return int(spread_kinds(self.problem, self.cost.batch)[0])
+
+    @property
+    def log_error(self) -> float:
+        """Return log(measured / predicted)."""
+        return float(np.log(self.measured.step_s / self.cost.step_s[0]))
 
 
 def main() -> None:
@@ -85,9 +101,7 @@ def main() -> None:
     parser.add_argument("--runs", type=existing, default=str(RUNS))
     parser.add_argument("--scorer", type=existing, default=str(SHARED / "tools" / "score_runs.py"))
     parser.add_argument("--worst", type=int, default=10, help="runs with the largest errors to show of every source")
-    parser.add_argument(
-        "--as-shipped", action="store_true", help="leave out what fits calibrations, which takes minutes"
-    )
+    parser.add_argument("--as-shipped", action="store_true", help="leave out the tables of sources left out")
     parser.add_argument("--ship", action="store_true", help="write the calibrations that the package ships")
     options = parser.parse_args()
     runs = list(read_runs(options.runs))
@@ -102,7 +116,8 @@ def main() -> None:
         print(f"As shipped\n\n{scoring.shipped()}")
         print(f"{len(runs)} runs priced one by one in {time.perf_counter() - start:.1f} s\n")
         if not options.as_shipped:
-            show_folds(cases, scoring)
+            show_unseen(cases, scoring)
+            show_general(cases)
         show_ablation(cases)
         show_worst(cases, options.worst)
     if options.report:
@@ -132,9 +147,8 @@ def read_cases(path: Path, runs: Sequence[Run]) -> list[Case]:
     for run, row in with_answers(path, runs):
         if run.problem and run.plan and row["status"] == "ok" and row["step_time_s"]:
             measured = MeasuredRun(problem=run.problem, plan=run.plan, step_s=float(row["step_time_s"]))
-            batch = PlanBatch.of([run.plan], run.problem.model.num_layers)
-            spread = TIME_SPREADS[int(spread_kinds(run.problem, batch)[0])]
-            finished.append(Case(run=run, source=source_of(run), measured=measured, spread=spread, fold=""))
+            cost = estimate(run.problem, PlanBatch.of([run.plan], run.problem.model.num_layers))
+            finished.append(Case(run=run, source=source_of(run), measured=measured, cost=cost, fold=""))
     by_source: dict[str, list[Case]] = defaultdict(list)
     for case in finished:
         by_source[case.source].append(case)
@@ -170,160 +184,226 @@ def by_key(cases: Sequence[Case]) -> dict[tuple[str, str], list[Case]]:
     return dict(sorted(groups.items()))
 
 
-class Fits:
-    """Calibrations of every framework on every generation, from all cases or without some of them.
+def calibrations(cases: Sequence[Case]) -> dict[str, Calibration]:
+    """The calibration of every framework on a generation with enough runs, by name, without factors.
 
-    Factors are 1 unless runs say otherwise of models that no fit has seen: those of one framework and generation take
-    up the factor that brings them closest, each model left out in turn, then the next, while each takes away
-    `LEAST_GAIN` of the median error, or two together as much.
+    Spreads of memory are those that ship.
     """
-
-    def __init__(self, cases: Sequence[Case]) -> None:
-        self._cases = by_key(cases)
-        self._models: dict[tuple[str, str], Linearised] = {}
-
-    def whole(self, key: tuple[str, str]) -> Calibration:
-        """Fit to all runs."""
-        own = self._cases[key]
-        names = self.factors(key, range(len(own)))
-        return fit([case.measured for case in own], Calibration(), names) if names else Calibration()
-
-    def without(self, key: tuple[str, str], left_out: frozenset[str]) -> Calibration:
-        """Fit to the runs whose ids are not left out."""
-        kept = [at for at, case in enumerate(self._cases[key]) if case.run.id not in left_out]
-        names = self.factors(key, kept)
-        return self._model(key).only(names).fit(Calibration(), kept) if names else Calibration()
-
-    def factors(self, key: tuple[str, str], kept: Sequence[int]) -> tuple[str, ...]:
-        """Factors that the runs at `kept` tell apart."""
-        own, model = self._cases[key], self._model(key)
-        names: tuple[str, ...] = ()
-        path = names
-        least = _median_error(own, kept, model.log_errors(Calibration(), kept))
-        while len(path) < min(len(kept) // RUNS_PER_FACTOR, len(FACTORS)) and len(path) <= len(names) + 1:
-            tried = [(*path, name) for name in FACTORS if name not in path]
-            errors = [_median_error(own, kept, _unseen_errors(model.only(factors), own, kept)) for factors in tried]
-            path = tried[int(np.argmin(errors))]
-            if min(errors) <= (1 - LEAST_GAIN) ** (len(path) - len(names)) * least:
-                names, least = path, min(errors)
-        return names
-
-    def _model(self, key: tuple[str, str]) -> Linearised:
-        if key not in self._models:
-            self._models[key] = Linearised([case.measured for case in self._cases[key]], FACTORS, Calibration())
-        return self._models[key]
+    return {
+        "-".join(key): _calibration(key, own)
+        for key, own in by_key([case for case in cases if not case.is_kin]).items()
+        if len(own) >= LEAST_RUNS
+    }
 
 
-def _median_error(cases: Sequence[Case], kept: Sequence[int], errors: Floats) -> float:
-    """The mean over sources of the median of `errors`, those of the runs at `kept`.
+def _calibration(key: tuple[str, str], own: Sequence[Case]) -> Calibration:
+    by_kind: dict[int, list[Case]] = defaultdict(list)
+    for case in own:
+        by_kind[case.kind].append(case)
+    spreads = {
+        TIME_SPREADS[kind]: conformal_spread(np.array([case.log_error for case in alike]))
+        for kind, alike in by_kind.items()
+        if len(alike) >= LEAST_OF_KIND
+    }
+    errors = np.array([case.log_error for case in own])
+    spreads.setdefault("time_spread", conformal_spread(errors))
+    median = 100 * float(np.median(np.abs(np.expm1(errors))))
+    sources = sorted({case.source for case in own})
+    like = likeness([case.problem for case in own], [case.cost for case in own], quantile=0.95)
+    return Calibration(
+        name=" on ".join(key),
+        num_publishers=len(sources),
+        **spreads,  # type: ignore[arg-type]
+        **like,
+        memory_spread=own[0].problem.calibration.memory_spread,
+        sources=(f"{len(own)} runs ({', '.join(sources)}): median error {median:.1f} %",),
+    )
 
-    A source counts by the square root of the number of its runs: neither do the most runs decide, nor the fewest.
+
+def without_source(cases: Sequence[Case]) -> list[Calibration]:
+    """The calibration of every case's problem if nothing were known of its source."""
+    known = {
+        source: calibrations([case for case in cases if case.source != source])
+        for source in {case.source for case in cases}
+    }
+    return [calibration_among(known[case.source], *case.key, is_kin=case.is_kin) for case in cases]
+
+
+# -- general spreads --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unseen:
+    """Cases beside calibrations that have not seen their source: arrays have one element per case."""
+
+    sources: Strings
+    error: Floats  # |log(measured / predicted)|
+    own: Floats  # variance that runs of other sources like it have, by its weight
+    parts: Floats  # of the general variance, to be multiplied by `GeneralSpreads.squares`: shape (cases, parts)
+
+    @classmethod
+    def of(cls, cases: Sequence[Case], made_by: Sequence[Calibration]) -> Unseen:
+        """The cases, each under its calibration."""
+        own, parts = [], []
+        for case, calibration in zip(cases, made_by, strict=True):
+            known = Familiarity.of(replace(case.problem, calibration=calibration), case.cost.batch)
+            weight, general = known.own_parts(case.cost.terms_s, case.cost.step_s)
+            own.append(float((weight * known.own + known.machine)[0]))
+            parts.append(general[0])
+        return cls(
+            sources=np.array([case.source for case in cases]),
+            error=np.abs([case.log_error for case in cases]),
+            own=np.array(own),
+            parts=np.array(parts),
+        )
+
+    def take(self, which: Bools) -> Unseen:
+        """Return some of the cases."""
+        return Unseen(
+            sources=self.sources[which], error=self.error[which], own=self.own[which], parts=self.parts[which]
+        )
+
+    def spread(self, squares: Floats) -> Floats:
+        """Return the spread of every case with these general variances."""
+        return np.sqrt(self.own + self.parts @ squares)
+
+    def weights(self, power: float) -> Floats:
+        """Weights of the cases, of which those of a source add up to the number of its runs to this `power`."""
+        _, at, counts = np.unique(self.sources, return_inverse=True, return_counts=True)
+        return np.asarray(counts[at] ** (power - 1.0))
+
+
+def fitted_squares(unseen: Unseen) -> Floats:
+    """General variances under which the errors of unseen sources are likeliest, times what nine of ten need.
+
+    Errors are spread by Laplace's distribution, whose tails are long, and start near `PRIOR_SPREAD`: a part of which no
+    run tells stays there.  A source counts by the square root of the number of its runs: neither do the most runs
+    decide, nor the fewest.  For the cover every source of ten runs counts the same.
     """
-    by_source: dict[str, list[float]] = defaultdict(list)
-    for at, error in zip(kept, errors, strict=True):
-        by_source[cases[at].source].append(abs(error))
-    if not by_source:
-        return 0.0
-    sizes = [np.sqrt(len(errors_of_source)) for errors_of_source in by_source.values()]
-    return float(np.average([np.median(errors_of_source) for errors_of_source in by_source.values()], weights=sizes))
+    weights, error, prior = unseen.weights(0.5), np.maximum(unseen.error, LEAST_ERROR), math.log(PRIOR_SPREAD)
+    free = np.arange(len(unseen.parts[0])) < 1 + len(HARD)  # parts of every step need no prior
+
+    def surprise(logs: Floats) -> tuple[float, Floats]:
+        squares = np.exp(2 * logs)
+        spread = unseen.spread(squares)
+        scale = spread * NORMAL_90 / math.log(10)  # a tenth of a Laplace distribution lies beyond log(10) scales
+        off = np.where(free, 0.0, (logs - prior) / PRIOR_WIDTH)
+        value = (weights * (np.log(scale) + error / scale)).sum() + (off**2).sum() / 2
+        slope = weights * (1 - error / scale) / (2 * spread**2)
+        return float(value), slope @ unseen.parts * 2 * squares + off / PRIOR_WIDTH
+
+    start = np.full(len(unseen.parts[0]), prior)
+    found = minimize(surprise, start, jac=True, method="L-BFGS-B", bounds=[(math.log(1e-3), 1.0)] * len(start))
+    squares = np.exp(2 * np.asarray(found.x, dtype=np.float64))
+    return squares * _factor(unseen, squares) ** 2
 
 
-def _unseen_errors(model: Linearised, cases: Sequence[Case], kept: Sequence[int]) -> Floats:
-    """Errors of the runs at `kept`, each under a fit to those of the other folds."""
-    folds = np.array([cases[at].fold for at in kept])
-    rows, errors = np.array(kept), np.empty(len(kept))
-    for fold in np.unique(folds):
-        rest = rows[folds != fold]
-        found = model.fit(Calibration(), rest) if len(rest) else Calibration()
-        errors[folds == fold] = model.log_errors(found, rows[folds == fold])
-    return errors
+def _factor(unseen: Unseen, squares: Floats) -> float:
+    """The least factor on the general spreads with which the intervals hold nine tenths, in the mean of sources."""
+    _, at, counts = np.unique(unseen.sources, return_inverse=True, return_counts=True)
+    weights = np.minimum(counts, 10)[at] / counts[at]
+
+    def missing(log_factor: float) -> float:
+        inside = unseen.error <= NORMAL_90 * unseen.spread(squares * math.exp(2 * log_factor))
+        return 0.9 - float(weights @ inside / weights.sum())
+
+    low, high = -2.0, 2.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if missing(middle) > 0 else (low, middle)
+    return math.exp(high)
 
 
-def log_errors(cases: Sequence[Case], calibration: Calibration) -> Floats:
-    """log(measured / predicted) of every case."""
-    runs = [case.measured for case in cases]
-    return np.log([run.step_s for run in runs] / Pricer(runs).calibrated_s(calibration))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of the general spreads, and the unseen runs of whose variance it is `SAID_SHARE` or more."""
+
+    name: str
+    spread: float
+    num_runs: int
+    num_sources: int
+    factor: float  # within which nine tenths of them are
+    inside: float  # share of them inside their interval
+
+    @property
+    def evidence(self) -> str:
+        """What it rests on."""
+        if not self.num_runs:
+            return f"no run: {PRIOR_SPREAD:g} is assumed, times what the cover of all asks for"
+        return (
+            f"{self.num_runs} runs of {self.num_sources} sources left out, of whose variance it is a quarter or more: "
+            f"nine tenths within a factor of {self.factor:.2f}, {100 * self.inside:.0f} % inside the interval"
+        )
+
+
+def general_parts(squares: Floats, unseen: Unseen) -> Iterator[Part]:
+    """Yield the general spreads with what each rests on."""
+    spread = unseen.spread(squares)
+    inside = unseen.error <= NORMAL_90 * spread
+    for at, name in enumerate(("any_step", *HARD, *NOVELTIES)):
+        which = unseen.parts[:, at] * squares[at] >= SAID_SHARE * spread**2
+        yield Part(
+            name=name,
+            spread=float(np.sqrt(squares[at])),
+            num_runs=int(which.sum()),
+            num_sources=len(set(unseen.sources[which])),
+            factor=math.exp(float(np.quantile(unseen.error[which], 0.9))) if which.any() else math.nan,
+            inside=float(np.mean(inside[which])) if which.any() else math.nan,
+        )
+
+
+def general_text(parts: Sequence[Part]) -> str:
+    """The general spreads as the file that ships."""
+    lines = [f"{part.name} = {part.spread:.3g}" for part in parts]
+    return "\n".join([*lines, "", "[evidence]", *(f'{part.name} = "{part.evidence}"' for part in parts)]) + "\n"
+
+
+def show_general(cases: Sequence[Case]) -> None:
+    """Print the general spreads with the runs that each rests on."""
+    unseen = Unseen.of(cases, without_source(cases))
+    print("General spreads\n")
+    print(f"{'part':12}{'spread':>8}{'runs':>7}{'sources':>9}{'factor':>8}{'inside':>8}")
+    for part in general_parts(fitted_squares(unseen), unseen):
+        row = f"{part.name:12}{part.spread:8.3f}{part.num_runs:7d}{part.num_sources:9d}"
+        print(row + (f"{part.factor:8.2f}{part.inside:8.2f}" if part.num_runs else f"{'-':>8}{'-':>8}"))
+    print()
 
 
 Steps = dict[str, tuple[float, float]]  # id of a run -> (step, spread of its logarithm)
 
 
-def left_out(cases: Sequence[Case], fits: Fits, fold_of: Callable[[Case], str]) -> Steps:
-    """Steps of all cases by calibrations that have not seen their fold, and spreads from the other folds' errors."""
-    errors: dict[str, float] = {}
-    folds: dict[str, list[Case]] = defaultdict(list)
-    for case in cases:
-        folds[fold_of(case)].append(case)
-    for fold in folds.values():
-        unseen = frozenset(case.run.id for case in fold)
-        for key, own in by_key(fold).items():
-            for case, error in zip(own, log_errors(own, fits.without(key, unseen)), strict=True):
-                errors[case.run.id] = float(error)
-    return _with_spreads(cases, errors, fold_of)
+def source_left_out(cases: Sequence[Case]) -> Steps:
+    """Steps of all cases, with spreads from calibrations and general spreads that have not seen their source.
 
-
-def _with_spreads(cases: Sequence[Case], errors: dict[str, float], fold_of: Callable[[Case], str]) -> Steps:
-    """Each run's step, with the conformal spread of the runs of its kind in other folds."""
+    What is new about runs of other sources is judged beside all of them but their own.
+    """
+    unseen = Unseen.of(cases, without_source(cases))
     steps: Steps = {}
-    cache: dict[object, float] = {}
-    for case in cases:
-        name = (fold_of(case), case.kind)
-        if name not in cache:
-            others = [other for other in cases if fold_of(other) != name[0]]
-            cache[name] = spread_of_kind(case, others, errors)
-        steps[case.run.id] = (case.measured.step_s / np.exp(errors[case.run.id]), cache[name])
+    for source in np.unique(unseen.sources):
+        spread = unseen.spread(fitted_squares(unseen.take(unseen.sources != source)))
+        for at in np.flatnonzero(unseen.sources == source).tolist():
+            steps[cases[at].run.id] = (float(cases[at].cost.step_s[0]), float(spread[at]))
     return steps
 
 
-def spread_of_kind(case: Case, others: Sequence[Case], errors: dict[str, float]) -> float:
-    """The conformal spread of runs like `case`; of its framework, of its generation or of all if those are too few."""
-    for alike in (
-        [other for other in others if other.kind == case.kind],
-        [other for other in others if other.key == case.key],
-        [other for other in others if other.generation == case.generation],
-        others,
-    ):
-        if len(alike) >= LEAST_RUNS:
-            break
-    return conformal_spread(np.array([errors[other.run.id] for other in alike]))
-
-
-def in_fit(cases: Sequence[Case], make: Callable[[tuple[str, str]], Calibration]) -> Steps:
-    """Steps of all cases by one calibration for every framework and generation."""
-    steps: Steps = {}
-    for key, own in by_key(cases).items():
-        calibration = make(key)
-        errors = log_errors(own, calibration)
-        spread = conformal_spread(errors) if len(own) >= LEAST_RUNS else calibration.time_spread
-        for case, error in zip(own, errors, strict=True):
-            steps[case.run.id] = (case.measured.step_s / np.exp(error), spread)
-    return steps
+def uncalibrated(cases: Sequence[Case]) -> Steps:
+    """Steps of all cases with the spreads of runs of which nothing is known but the general case."""
+    unseen = Unseen.of(cases, [Calibration()] * len(cases))
+    spreads = unseen.spread(general_spreads().squares)
+    return {
+        case.run.id: (float(case.cost.step_s[0]), float(spread)) for case, spread in zip(cases, spreads, strict=True)
+    }
 
 
 def ship(cases: Sequence[Case]) -> None:
-    """Write the calibration of every framework and generation, with the spread of runs that it has not seen."""
-    fits = Fits(cases)
-    unseen = left_out(cases, fits, lambda case: case.fold)
-    for key, own in by_key(cases).items():
-        if len(own) < RUNS_PER_FACTOR:
-            continue
-        calibration = fits.whole(key)
-        errors = {case.run.id: float(np.log(case.measured.step_s / unseen[case.run.id][0])) for case in own}
-        median = 100 * float(np.median(np.abs(np.expm1(list(errors.values())))))
-        one_of_kind = {case.spread: case for case in own}
-        spreads = {name: spread_of_kind(case, own, errors) for name, case in one_of_kind.items()}
-        spreads.setdefault("time_spread", max(spreads.values()))
-        sources = ", ".join(sorted({case.source for case in own}))
-        calibration = replace(
-            calibration,
-            name=" on ".join(key),
-            **spreads,
-            exposed_share=float(np.quantile(shares_exposed([case.measured for case in own]), 0.95)),
-            memory_spread=own[0].measured.problem.calibration.memory_spread,
-            sources=(f"{len(own)} runs ({sources}): median error {median:.1f} % with a model left out",),
-        )
-        write_text(PRESETS / f"{'-'.join(key)}.toml", calibration_text(calibration), force=True)
+    """Write the calibration of every framework and generation, and the general spreads."""
+    for name, calibration in calibrations(cases).items():
+        write_text(PRESETS / "calibrations" / f"{name}.toml", calibration_text(calibration), force=True)
         print(f"{calibration.name}: {calibration.sources[0]}")
+    unseen = Unseen.of(cases, without_source(cases))
+    text = general_text(list(general_parts(fitted_squares(unseen), unseen)))
+    write_text(PRESETS / "spreads.toml", text, force=True)
+    print(text)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -360,31 +440,21 @@ def _with_step(prediction: Prediction, step: tuple[float, float] | None) -> Pred
     return replace(prediction, step_time_s=value, step_time_low_s=value / width, step_time_high_s=value * width)
 
 
-def show_folds(cases: Sequence[Case], scoring: Scoring) -> None:
-    """Scores of calibrations that have not seen what they are judged on, and of fewer factors."""
-    fits = Fits(cases)
-    chosen = {" on ".join(key): fits.factors(key, range(len(own))) for key, own in by_key(cases).items()}
-    print("Fits are of factors; traits that presets list as fitted stay as they ship, with all runs in view.")
-    print("\n".join(f"{name}: {', '.join(factors)}" for name, factors in chosen.items() if factors), end="\n\n")
+def show_unseen(cases: Sequence[Case], scoring: Scoring) -> None:
+    """Scores of intervals that have not seen what they are judged on, and of those without calibration."""
+    print("Predicted steps are those that ship; traits that presets list as fitted have all runs in view.\n")
     for title, steps in (
-        ("In fit", in_fit(cases, fits.whole)),
-        ("A model, or a number of devices, left out", left_out(cases, fits, lambda case: case.fold)),
-        ("A whole source left out", left_out(cases, fits, lambda case: case.source)),
-        ("One factor for a framework on a generation", in_fit(cases, lambda key: _scalar(cases, key))),
-        ("No calibration", in_fit(cases, lambda key: Calibration())),
+        ("A whole source left out", source_left_out(cases)),
+        ("No calibration", uncalibrated(cases)),
     ):
         print(f"{title}\n\n{scoring.with_steps(steps)}", flush=True)
-
-
-def _scalar(cases: Sequence[Case], key: tuple[str, str]) -> Calibration:
-    return fit([case.measured for case in cases if case.key == key], Calibration(), FACTORS[:1])
 
 
 def show_ablation(cases: Sequence[Case]) -> None:
     """Print errors of the shipped predictions without each term, by source."""
     errors: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for case in cases:
-        cost = _cost(case)
+        cost = case.cost
         step = float(cost.step_s[0])
         errors[case.source]["all"].append(abs(step / case.measured.step_s - 1))
         for name in STEP_TERMS:
@@ -404,7 +474,7 @@ def show_worst(cases: Sequence[Case], worst: int) -> None:
         by_source[case.source].append(case)
     for source, own in sorted(by_source.items()):
         print(f"\n{source}: the {min(worst, len(own))} worst of {len(own)} runs")
-        costs = [_cost(case) for case in own]
+        costs = [case.cost for case in own]
         errors = np.array([float(c.step_s[0]) / case.measured.step_s - 1 for c, case in zip(costs, own, strict=True)])
         for at in np.argsort(-np.abs(errors))[:worst]:
             case, cost = own[at], costs[at]
@@ -415,11 +485,6 @@ def show_worst(cases: Sequence[Case], worst: int) -> None:
             what = f"{problem.model.name}, {problem.training.seq_len} tokens, {case.measured.plan.describe()}"
             print(f"  {case.run.id}: {case.measured.step_s:.2f} s measured, {100 * errors[at]:+.0f} %: {what}")
             print(f"      {terms}")
-
-
-def _cost(case: Case) -> CostEstimate:
-    problem = case.measured.problem
-    return estimate(problem, PlanBatch.of([case.measured.plan], problem.model.num_layers))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ from reports import existing, make_parser, write_report
 
 from autoplan.base.arrays import Floats
 from autoplan.cost.estimate import NORMAL_90, estimate
+from autoplan.cost.spreads import component_shares
 from autoplan.runs.runs import read_runs
-from autoplan.search.choice import OWN_SPREAD, apart, ratio_spreads, shares
+from autoplan.search.choice import OWN_SPREAD, apart, ratio_spreads
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 
@@ -95,7 +96,7 @@ def _pairs(source: str, groups: Iterable[list[tuple[Problem, ParallelPlan, float
         first, other = first[differ], other[differ]
         if not len(first):
             continue
-        parts = shares(cost.terms_s)
+        parts = component_shares(cost.terms_s)
         values = (
             error[first] - error[other],
             apart(parts[first], parts[other]),

@@ -1,7 +1,7 @@
 """Gain in accuracy from a few measured runs of a new cluster.
 
 Every source of a table of runs is left out in turn.  Its clusters, one for each framework and generation of devices in
-it, start with factors and spreads that were fitted to the other sources.  How far clusters lie from where they start
+it, start with spreads that were fitted to the other sources.  How far clusters lie from where they start
 and how much their runs scatter (`ClusterPrior`), is taken from the clusters of other sources too.  Then a few runs of a
 cluster, drawn at random and several times, calibrate it as `autoplan calibrate` does, and all its other runs are
 predicted.
@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from accuracy import Case, Fits, left_out, log_errors, read_cases
+from accuracy import Case, calibrations, read_cases
 from measured_runs import RUNS
 from reports import existing, make_parser, write_report
 from scipy.stats import t as student
@@ -40,13 +40,16 @@ from autoplan.cost.calibration import (
     RUN_FREEDOM,
     ClusterPrior,
     Linearised,
+    Pricer,
     calibrated,
     factors_for,
     fit,
 )
-from autoplan.cost.estimate import NORMAL_90
+from autoplan.cost.estimate import NORMAL_90, estimate
+from autoplan.read.calibration import calibration_among
 from autoplan.runs.runs import read_runs
-from autoplan.spec.timing import TIME_SPREADS, Calibration
+from autoplan.spec.estimate import CostEstimate
+from autoplan.spec.timing import Calibration
 
 LEAST_OTHERS = 5  # runs of a cluster to judge on
 MOST_RATIO = 1.3
@@ -139,7 +142,7 @@ def main() -> None:
     print(f"\n{HEADER}")
     rows = []
     for cluster in clusters:
-        prior = prior_of([cluster for cluster in clusters if cluster.source != cluster.source])
+        prior = prior_of([other for other in clusters if other.source != cluster.source])
         row = judge(cluster, prior, options.count, options.draws)
         rows.append(row)
         lines.append(str(row))
@@ -162,18 +165,25 @@ def main() -> None:
 
 def read_clusters(cases: Sequence[Case]) -> list[Cluster]:
     """Every cluster, with what other sources tell of it."""
-    fits = Fits(cases)
-    spreads = {name: spread for name, (_, spread) in left_out(cases, fits, lambda case: case.source).items()}
     groups: dict[tuple[str, tuple[str, str]], list[Case]] = defaultdict(list)
     for case in cases:
         groups[case.source, case.key].append(case)
+    known = {
+        source: calibrations([case for case in cases if case.source != source])
+        for source in {case.source for case in cases}
+    }
     clusters = []
     for (source, key), own in sorted(groups.items()):
-        unseen = frozenset(case.run.id for case in cases if case.source == source)
-        base = with_spreads(fits.without(key, unseen), own, spreads)
+        base = calibration_among(known[source], *key, is_kin=own[0].is_kin)
         name = f"{source}: {' on '.join(key)}"
         clusters.append(Cluster(source=source, name=name, cases=[under(case, base) for case in own], base=base))
     return clusters
+
+
+def log_errors(cases: Sequence[Case], calibration: Calibration) -> Floats:
+    """log(measured / predicted) of every case."""
+    runs = [case.measured for case in cases]
+    return np.log([run.step_s for run in runs] / Pricer(runs).calibrated_s(calibration))
 
 
 # -- the prior --------------------------------------------------------------------------------------------------------
@@ -203,17 +213,15 @@ def prior_text(prior: ClusterPrior) -> str:
 # -- one cluster ------------------------------------------------------------------------------------------------------
 
 
-def with_spreads(base: Calibration, cases: Sequence[Case], spreads: dict[str, float]) -> Calibration:
-    """`base` with the spreads that other sources gave runs of these kinds, as shipped calibrations have them."""
-    known = {case.spread: spreads[case.run.id] for case in cases}
-    known.setdefault(TIME_SPREADS[0], max(known.values()))
-    return replace(base, **known)  # type: ignore[arg-type]
-
-
 def under(case: Case, base: Calibration) -> Case:
     """The case under another calibration."""
     measured = replace(case.measured, problem=replace(case.measured.problem, calibration=base))
     return replace(case, measured=measured)
+
+
+def cost_under(case: Case, calibration: Calibration) -> CostEstimate:
+    """Return the estimate of a case with another calibration."""
+    return estimate(replace(case.problem, calibration=calibration), case.cost.batch)
 
 
 def judge(cluster: Cluster, prior: ClusterPrior, count: int, draws: int) -> Row:
@@ -225,8 +233,9 @@ def judge(cluster: Cluster, prior: ClusterPrior, count: int, draws: int) -> Row:
     found: dict[str, list[float]] = defaultdict(list)
     for drawn, others in cluster.draws(count, draws, seed=0):
         own = calibrated([runs[at] for at in drawn], name=cluster.name, prior=prior).calibration
-        errors = log_errors([cases[at] for at in others], own)
-        spread = np.array([getattr(own, cases[at].spread) or own.time_spread for at in others])
+        costs = [cost_under(cases[at], own) for at in others]
+        errors = np.log([runs[at].step_s / cost.step_s[0] for at, cost in zip(others, costs, strict=True)])
+        spread = np.array([np.log(cost.high_s / cost.step_s)[0] / NORMAL_90 for cost in costs])
         found["before"].append(_median(plain[others]))
         found["after"].append(_median(-errors))
         found["cover"].append(float(np.mean(np.abs(errors) <= NORMAL_90 * spread)))

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import optuna
-from accuracy import Fits, by_key, read_cases
+from accuracy import calibrations, read_cases
 from measured_runs import RUNS
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState
@@ -34,9 +34,11 @@ from reports import existing, make_parser, write_report
 
 from autoplan.base.errors import AutoplanError
 from autoplan.cost.estimate import estimate
+from autoplan.cost.spreads import COMPONENTS
+from autoplan.read.calibration import calibration_among
 from autoplan.runs.outcomes import read_outcomes
 from autoplan.runs.runs import Run, read_runs
-from autoplan.search.choice import COMPONENTS, pace
+from autoplan.search.choice import pace
 from autoplan.search.ranking import ranked
 from autoplan.search.tune import TrialResult, TunedTrial, tuning_state
 from autoplan.spec.plan import PlanBatch
@@ -91,6 +93,9 @@ def main() -> None:
 # -- sweeps -----------------------------------------------------------------------------------------------------------
 
 
+Known = dict[str, dict[str, Calibration]]  # calibrations by their names, that have not seen a family
+
+
 def family(source: str) -> str:
     """Sources of the same people on the same cluster, which are left out together."""
     return source.removesuffix("_mn")
@@ -100,35 +105,31 @@ def read_groups(path: Path) -> list[Group]:
     """The groups that are replayed, each priced by calibrations without its family."""
     runs = list(read_runs(path))
     cases = read_cases(path, runs)
-    fits = Fits(cases)
-    calibrations: dict[tuple[str, tuple[str, str]], Calibration] = {}
-    for name in {family(source) for source in (*SOURCES, *ERRATIC)}:
-        own = [case for case in cases if family(case.source) == name]
-        unseen = frozenset(case.run.id for case in own)
-        calibrations |= {(name, key): fits.without(key, unseen) for key in by_key(own)}
+    known = {
+        name: calibrations([case for case in cases if family(case.source) != name])
+        for name in {family(source) for source in (*SOURCES, *ERRATIC)}
+    }
     rows: dict[tuple[str, ...], dict[tuple[str, ...], list[tuple[Run, RunOutcome]]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for run, outcome in zip(runs, read_outcomes(path), strict=True):
         if outcome.source in (*SOURCES, *ERRATIC):
             rows[outcome.decision][outcome.plan].append((run, outcome))
-    made = (_group(decision, plans, calibrations) for decision, plans in rows.items() if len(plans) >= LEAST_PLANS)
+    made = (_group(decision, plans, known) for decision, plans in rows.items() if len(plans) >= LEAST_PLANS)
     return [group for group in made if group is not None]
 
 
 def _group(
     decision: tuple[str, ...],
     rows: dict[tuple[str, ...], list[tuple[Run, RunOutcome]]],
-    calibrations: dict[tuple[str, tuple[str, str]], Calibration],
+    known: Known,
 ) -> Group | None:
     answers = {plan: _answer([outcome for _, outcome in own]) for plan, own in rows.items()}
     steps = [answer.step_s for answer in answers.values() if answer.step_s is not None]
     if len(steps) < LEAST_FINISHED:
         return None
     priced = {
-        plan: cost
-        for plan, own in rows.items()
-        if (cost := _priced(own[0][0], family(decision[0]), calibrations)) is not None
+        plan: cost for plan, own in rows.items() if (cost := _priced(own[0][0], known[family(decision[0])])) is not None
     }
     _, framework, year, model, *_, gpu, num_gpus, seq_len, batch = decision[:11]
     return Group(
@@ -151,13 +152,12 @@ def _answer(outcomes: Sequence[RunOutcome]) -> TrialResult:
     return TrialResult(how=how, reason=outcomes[0].status)
 
 
-def _priced(run: Run, name: str, calibrations: dict[tuple[str, tuple[str, str]], Calibration]) -> RankedPlan | None:
+def _priced(run: Run, known: dict[str, Calibration]) -> RankedPlan | None:
     """The row's prediction under a calibration that has not seen its family; None where there is none."""
     if run.problem is None or run.plan is None:
         return None
     problem = run.problem
-    key = (problem.framework.calibration_name, problem.cluster.device.generation)
-    unseen = calibrations.get((name, key), Calibration())
+    unseen = calibration_among(known, problem.framework.calibration_name, problem.cluster.device.generation)
     problem = replace(problem, calibration=replace(unseen, memory_spread=problem.calibration.memory_spread))
     try:
         cost = estimate(problem, PlanBatch.of([run.plan], problem.model.num_layers))

@@ -17,13 +17,13 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.cost.calibration import FACTOR_SPREAD
-from autoplan.search.choice import OWN_SPREAD, pace, shares
+from autoplan.cost.spreads import component_shares
+from autoplan.search.choice import OWN_SPREAD, pace
 from autoplan.spec.estimate import probability_above
 from autoplan.spec.search_result import RankedPlan
-from autoplan.spec.timing import Calibration
 
 # Standard deviations of logarithms.
-COMMON_SPREAD = Calibration().time_spread  # of all plans of a cluster and framework: of a model without calibration
+COMMON_SPREAD = 0.25  # of all plans of a cluster and framework: of a model without calibration
 # What one plan is off by itself: `OWN_SPREAD` is that of a ratio, of two plans.
 PLAN_SPREAD = OWN_SPREAD / math.sqrt(2.0)
 # Of the logarithm of that from one sweep to another, and how much of it, as variance, plans of the same degrees share:
@@ -85,7 +85,7 @@ class Belief:
     def of(cls, plans: Sequence[RankedPlan], measured: Sequence[MeasuredPlan] = ()) -> Belief:
         """Form the belief about `plans` once some of them were measured."""
         predicted = np.log([pace(plan) for plan in plans])
-        parts = shares({name: np.array([plan.terms_s[name] for plan in plans]) for name in plans[0].terms_s})
+        parts = component_shares({name: np.array([plan.terms_s[name] for plan in plans]) for name in plans[0].terms_s})
         alike = np.minimum(parts[:, None, :], parts[None, :, :]).sum(axis=-1)
         factors = COMMON_SPREAD**2 + FACTOR_SPREAD**2 * alike
         degrees = np.array([(plan.plan.tp, plan.plan.cp, plan.plan.pp, plan.plan.ep) for plan in plans])

@@ -10,14 +10,15 @@ calibration gives them add up.  To that comes what is off for every pair, fitted
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
 
 from autoplan.base.arrays import Floats
-from autoplan.cost.estimate import NORMAL_90, familiar_spreads
+from autoplan.cost.estimate import NORMAL_90
+from autoplan.cost.spreads import Familiarity, component_shares, spread_range
 from autoplan.search.findings import KEPT_WINNERS
 from autoplan.search.ranking import TIE
 from autoplan.spec.axes import SEARCHED, Kind
@@ -30,28 +31,12 @@ from autoplan.spec.search_result import Confidence, Contender, RankedPlan, Searc
 # (benchmarks/results, choice).
 OWN_SPREAD = 0.08
 
-# What takes its time from the same rates: elements of `CostEstimate.terms_s`.  Waiting for the slowest rank goes with
-# all of them.  Matrix products and the head are one, as either may be on the busiest stage.
-COMPONENTS: dict[str, tuple[str, ...]] = {
-    "kernels": ("gemm", "attention", "memory_bound", "recompute", "head", "optimizer"),
-    "host": ("launch", "overhead", "allocator_retries"),
-    "tensor": ("tp_communication", "cp_communication"),
-    "experts": ("ep_communication",),
-    "states": ("fsdp_communication", "data_parallel_reduce", "parameter_gather"),
-    "pipeline": ("pipeline_bubble", "pipeline_send"),
-}
 _SEARCHED_FLAGS = tuple(axis.name for axis in SEARCHED if axis.kind is Kind.FLAG)
 MOST_CONTENDERS = 20  # of which the answer holds the plans
 
 
-def shares(terms_s: Mapping[str, Floats]) -> Floats:
-    """Share of every step that each of `COMPONENTS` takes: shape (plans, components)."""
-    parts = np.stack([sum(terms_s[name] for name in names) for names in COMPONENTS.values()], axis=-1)
-    return np.asarray(parts / parts.sum(axis=-1, keepdims=True))
-
-
 def apart(parts: Floats, other: Floats) -> Floats:
-    """The part of the step that two plans spend on different things, from their `shares`: 0 to 1."""
+    """The part of the step that two plans spend on different things, from their `component_shares`: 0 to 1."""
     return np.asarray(np.abs(parts - other).sum(axis=-1) / 2)
 
 
@@ -106,7 +91,7 @@ def choice_of(result: SearchResult) -> Confidence:
     if not others:
         return Confidence(runner_up=None, ratio=None, width=None, num_contenders=0, contenders=())
     terms = {name: np.array([candidate.terms_s[name] for candidate in (best, *others)]) for name in best.terms_s}
-    parts, spreads = shares(terms), np.array([spread_of(candidate) for candidate in (best, *others)])
+    parts, spreads = component_shares(terms), np.array([spread_of(candidate) for candidate in (best, *others)])
     ratio = np.array([pace(candidate) for candidate in others]) / pace(best)
     variances = spreads[1:] ** 2 + spreads[0] ** 2
     width = np.exp(NORMAL_90 * ratio_spreads(apart(parts[1:], parts[0]), variances))
@@ -132,7 +117,7 @@ def choice_of(result: SearchResult) -> Confidence:
 def compared(candidate: RankedPlan, best: RankedPlan) -> Contender:
     """Compare the time of a plan with the best one's: it may be the faster one where 1 lies in the interval."""
     terms = {name: np.array([candidate.terms_s[name], best.terms_s[name]]) for name in best.terms_s}
-    differing = apart(*shares(terms))
+    differing = apart(*component_shares(terms))
     variances = np.asarray(spread_of(candidate) ** 2 + spread_of(best) ** 2)
     width = float(np.exp(NORMAL_90 * ratio_spreads(differing, variances)))
     ratio = pace(candidate) / pace(best)
@@ -157,24 +142,22 @@ def robust_margin(problem: Problem, quantile: float) -> float:
 
     A plan further off is slower at the quantile even if its interval is the narrowest and the fastest one's the widest.
     """
-    return math.expm1(normal_z(quantile) * float(np.ptp(problem.time_spreads)))
+    return math.expm1(normal_z(quantile) * float(np.ptp(spread_range(problem))))
 
 
 def robust_order(problem: Problem, result: SearchResult, quantile: float) -> SearchResult:
     """`result` with plans in the order of that quantile of their step times.
 
-    No plan of a cell is faster than the best one of it, nor has a smaller spread than that of its kind: the choice is
-    proven if all cells within `robust_margin`, which the search must have had, are among the rivals, and with the
-    spread of its kind none of these would be better.
+    No plan of a cell is faster than the best one of it, nor has a smaller spread than the least of its kind: the choice
+    is proven if all cells within `robust_margin`, which the search must have had, are among the rivals, and with the
+    least spread of its kind none of these would be better.
     """
     z, margin, fastest = normal_z(quantile), robust_margin(problem, quantile), pace(result.rivals[0])
     rivals = tuple(sorted(result.rivals, key=lambda candidate: at_quantile(candidate, z)))
     old, least = result.certificate, at_quantile(rivals[0], z) * (1 - TIE)
-    familiar = familiar_spreads(
-        problem, PlanBatch.of([candidate.plan for candidate in rivals], problem.model.num_layers)
-    )
-    floors = np.exp(z * familiar) * [pace(candidate) for candidate in rivals]
-    reach = fastest * (1 + margin) * math.exp(z * float(np.min(problem.time_spreads)))
+    batch = PlanBatch.of([candidate.plan for candidate in rivals], problem.model.num_layers)
+    floors = np.exp(z * Familiarity.of(problem, batch).least) * [pace(candidate) for candidate in rivals]
+    reach = fastest * (1 + margin) * math.exp(z * spread_range(problem)[0])
     # Of more plans than it keeps a search has lost only those slower than all that it kept.
     is_whole = old.priced <= KEPT_WINNERS or max(map(pace, rivals)) >= fastest * (1 + margin)
     is_whole = is_whole and bool((floors >= least).all()) and reach >= least

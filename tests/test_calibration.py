@@ -24,6 +24,7 @@ from autoplan.cost.calibration import (
     fit_cluster,
 )
 from autoplan.cost.estimate import NORMAL_90, estimate
+from autoplan.cost.spreads import spread_range
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.read.calibration import built_in_calibration, calibration_text, load_calibration
 from autoplan.read.cluster import load_cluster, preset_clusters
@@ -106,7 +107,8 @@ def test_three_runs_are_enough_and_make_the_others_of_the_cluster_no_worse(count
     assert np.median(after) < np.median(before) / 3
     assert after.max() <= before.max()
     assert few.median_error < few.median_error_before
-    assert 0.05 < few.calibration.time_spread <= Calibration().time_spread
+    assert few.calibration.time_spread is not None
+    assert 0.03 < few.calibration.time_spread <= spread_range(runs[0].problem)[1]
 
 
 def test_runs_that_contradict_each_other_teach_nothing() -> None:
@@ -176,6 +178,10 @@ def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
         host=0.5,
         time_spread=0.08,
         spine_time_spread=0.9,
+        num_publishers=2,
+        most_devices=512,
+        blocks=("dense", "experts"),
+        precisions=("bf16",),
         exposed_share=0.25,
         sources=("three runs",),
     )

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate
+from autoplan.cost.spreads import COMPONENTS, component_shares
 from autoplan.search.choice import (
-    COMPONENTS,
     OWN_SPREAD,
     apart,
     at_quantile,
@@ -22,7 +22,6 @@ from autoplan.search.choice import (
     ratio_spreads,
     robust_margin,
     robust_order,
-    shares,
 )
 from autoplan.search.ranking import ranked, seconds_per_sequence
 from autoplan.search.study import search
@@ -49,7 +48,7 @@ def test_a_ratio_is_as_unsure_as_what_the_plans_spend_on_different_things() -> N
     terms = {name: np.zeros(3) for name in STEP_TERMS}
     terms["gemm"] = np.array([8.0, 10.0, 0.8])
     terms["tp_communication"] = np.array([2.0, 0.0, 0.2])
-    parts = shares(terms)
+    parts = component_shares(terms)
     assert apart(parts, parts[0]) == pytest.approx([0.0, 0.2, 0.0])
     variances = np.full(3, 2 * 0.25**2)
     expected = [OWN_SPREAD, math.hypot(OWN_SPREAD, math.sqrt(0.2 * 0.125)), OWN_SPREAD]
@@ -60,12 +59,12 @@ def test_slower_hardware_changes_no_ratio() -> None:
     rng = np.random.default_rng(0)
     terms = {name: rng.random(5) for name in STEP_TERMS}
     slower = {name: 1.7 * value for name, value in terms.items()}
-    assert shares(slower) == pytest.approx(shares(terms))
+    assert component_shares(slower) == pytest.approx(component_shares(terms))
 
 
 def test_plans_that_share_nothing_are_independent() -> None:
     terms = {name: np.zeros(2) for name in STEP_TERMS} | {"gemm": np.array([1.0, 0.0]), "launch": np.array([0.0, 1.0])}
-    parts = shares(terms)
+    parts = component_shares(terms)
     assert apart(parts[:1], parts[1]) == 1.0
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
 from autoplan.cost.blocks import TERMS, BlockCost, block_costs
-from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, UNEXPOSED, estimate, exposed_shares, stage_costs
+from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, stage_costs
 from autoplan.cost.kernels.times import DROPOUT_ATTENTION_TIME, gemm_rate, gemm_s
 from autoplan.cost.memory.stage_memory import MEMORY_TERMS
 from autoplan.cost.network.links import CONTENTION_SHARE, Links, ProcessGroup, collective_s
@@ -717,21 +717,6 @@ def test_a_factor_of_one_changes_nothing() -> None:
     problem = problem_of("moe", framework=load_framework("megatron-core"))
     same = dataclasses.replace(problem, calibration=Calibration(name="same", gemm=1.0, scale_out=1.0))
     assert terms_of(problem, SPREAD) == terms_of(same, SPREAD)
-
-
-def test_the_interval_grows_with_what_a_plan_exposes_beyond_calibrated_ones() -> None:
-    """Step and shares are those without: of a share .1 beyond, a standard deviation of .08 in quadrature."""
-    problem = problem_of(calibration=Calibration(time_spread=0.06))
-    known = price(problem, SPREAD)
-    share = exposed_shares(known.terms_s, known.step_s)[0]
-    exposed = sum(value[0] for name, value in known.terms_s.items() if name not in UNEXPOSED)
-    assert share == pytest.approx(exposed / known.step_s[0])
-    assert share > 0.1
-    for beyond, spread in ((0.1, 0.1), (-0.1, 0.06)):
-        calibration = Calibration(time_spread=0.06, exposed_share=share - beyond)
-        cost = price(dataclasses.replace(problem, calibration=calibration), SPREAD)
-        assert cost.step_s == known.step_s
-        assert np.log(cost.high_s / cost.step_s)[0] == pytest.approx(NORMAL_90 * spread)
 
 
 def test_the_interval_is_that_of_a_lognormal_residual() -> None:

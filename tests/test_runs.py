@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import random
 import re
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 from autoplan.base.errors import InputError
 from autoplan.cli.predict import predict as command
+from autoplan.cost.estimate import NORMAL_90
+from autoplan.cost.spreads import general_spreads
 from autoplan.runs.predictions import COLUMNS, predict, prediction_table
 from autoplan.runs.runs import Run, find_preset, read_runs
 from autoplan.spec.estimate import VERDICTS
@@ -487,7 +490,8 @@ def test_a_run_priced_by_kin_has_the_interval_of_an_unknown_framework(tmp_path: 
         for run in runs_of(tmp_path, row | {"framework": "PyTorch FSDP"}, row | {"id": "2", "framework": "YaFSDP"})
     )
     assert None not in (known.step_time_s, kin.step_time_s, known.step_time_high_s, kin.step_time_high_s)
-    assert kin.step_time_high_s / kin.step_time_s > 1.4 > known.step_time_high_s / known.step_time_s  # type: ignore[operator]
+    widths = [math.log(one.step_time_high_s / one.step_time_s) / NORMAL_90 for one in (known, kin)]  # type: ignore[operator]
+    assert widths[1] ** 2 > widths[0] ** 2 + 0.9 * general_spreads().framework ** 2
 
 
 def test_a_variant_of_a_device_has_the_memory_that_the_row_says(tmp_path: Path) -> None:

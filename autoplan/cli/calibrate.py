@@ -148,7 +148,7 @@ def _print_imported(imported: Imported) -> None:
         f"{len(imported.passed_over)} files passed over"
     )
     for name, fitted in imported.calibrations.items():
-        spread = fitted.calibration.time_spread
+        spread = float(fitted.calibration.time_spreads[0])
         console.print(
             f"{name}: median error {100 * fitted.median_error_before:.1f} % with the shipped calibration, "
             f"{100 * fitted.median_error:.1f} % with each run left out of its own; the 90 % interval of a step is then "

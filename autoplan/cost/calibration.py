@@ -11,11 +11,21 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.estimate import NORMAL_90, estimate, exposed_shares, spread_kinds
+from autoplan.cost.estimate import NORMAL_90, estimate
+from autoplan.cost.spreads import (
+    exposed_shares,
+    general_spreads,
+    model_blocks,
+    spread_kinds,
+    spread_range,
+    width_of,
+)
+from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import FACTORS, TIME_SPREADS, Calibration
@@ -147,11 +157,11 @@ class Linearised:
     def near(
         self,
         base: Calibration,
-        kind_spreads: Floats,
+        spreads: Floats,
         prior: ClusterPrior = PRIOR,
         rows: Sequence[int] | slice = slice(None),
     ) -> Calibration:
-        """`base` with the factors to expect of one cluster after the runs at `rows`, whose kinds have these spreads.
+        """`base` with the factors to expect of one cluster after the runs at `rows`, predicted with these spreads.
 
         The first factor must be `overall`.  How much runs scatter there is not known: the factors are averaged over it,
         so that runs that agree move the level and runs that contradict each other do not.
@@ -159,7 +169,7 @@ class Linearised:
         logs = np.log([getattr(base, name) for name in self.names])
         slopes = self._slopes[rows]
         errors = self._errors[rows] + slopes @ (logs - self._at)
-        spread = np.hypot(prior.run_spread, RUN_SHARE * kind_spreads[rows])
+        spread = np.hypot(prior.run_spread, RUN_SHARE * spreads[rows])
         evidence, changes = [], []
         for scatter in _SCATTERS:
             log_evidence, change = _likelier(errors, slopes, spread * np.exp(prior.scatter_spread * scatter), prior)
@@ -259,7 +269,7 @@ def fit_cluster(runs: Sequence[MeasuredRun], prior: ClusterPrior = PRIOR) -> Cal
     Every factor moves, but away from the shipped ones no further than the runs make likely: of three that scatter
     nothing is learnt, of three that agree their level.
     """
-    base, spreads = runs[0].problem.calibration, _kind_spreads(runs)
+    base, spreads = runs[0].problem.calibration, _spreads(runs)
     found = base
     for _ in range(MOST_ROUNDS):
         before, found = found, Linearised(runs, FACTORS, found).near(base, spreads, prior)
@@ -275,43 +285,81 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
     """
     base = runs[0].problem.calibration
     before = _log_errors(runs, base)
-    whole, spreads, kinds = fit_cluster(runs, prior), _kind_spreads(runs), _kinds(runs)
+    whole, spreads, kinds = fit_cluster(runs, prior), _spreads(runs), _kinds(runs)
     model = Linearised(runs, FACTORS, whole)
     others = [[at for at in range(len(runs)) if at != out] for out in range(len(runs))]
     left_out = np.array(
         [model.log_errors(model.near(base, spreads, prior, rest), [at])[0] for at, rest in enumerate(others)]
     )
-    changed: dict[str, float] = {}
-    for at, (kind, started) in enumerate(zip(TIME_SPREADS, base.time_spreads, strict=True)):
+    changed: dict[str, Any] = dict(zip(TIME_SPREADS, _started_spreads(runs[0].problem), strict=True))
+    for at, kind in enumerate(TIME_SPREADS):
         if len(own := left_out[kinds == at]):
             weight = len(own) / (len(own) + PRIOR_RUNS)
-            changed[kind] = float(np.sqrt(weight * conformal_spread(own) ** 2 + (1 - weight) * started**2))
-    changed["exposed_share"] = max(base.exposed_share, *shares_exposed(runs))
+            started = float(np.mean(spreads[kinds == at] ** 2))
+            changed[kind] = float(np.sqrt(weight * conformal_spread(own) ** 2 + (1 - weight) * started))
     sources = (*base.sources, f"{len(runs)} runs of one's own")
     return Fitted(
-        calibration=replace(whole, name=name, sources=sources, **changed),
+        calibration=replace(
+            whole, name=name, sources=sources, num_publishers=0, unseen=(), **(changed | _likeness(runs, base))
+        ),
         median_error_before=float(np.median(np.abs(np.expm1(before)))),
         median_error=float(np.median(np.abs(np.expm1(left_out)))),
     )
 
 
-def shares_exposed(runs: Sequence[MeasuredRun]) -> list[float]:
-    """Return the exposed share of the step of every run."""
-    batches = [PlanBatch.of([run.plan], run.problem.model.num_layers) for run in runs]
-    costs = [estimate(run.problem, batch) for run, batch in zip(runs, batches, strict=True)]
-    return [float(exposed_shares(cost.terms_s, cost.step_s)[0]) for cost in costs]
+def _started_spreads(problem: Problem) -> list[float]:
+    """Spread of every kind of plan before any run: that of the calibration, or what a plan may have without."""
+    base = problem.calibration
+    general = (1.0 - base.own_weight) * general_spreads().any_step ** 2
+    own = np.sqrt(base.own_weight * base.time_spreads**2 + general)
+    return [float(spread) for spread in np.where(np.isnan(own), spread_range(problem)[1], own)]
+
+
+def _likeness(runs: Sequence[MeasuredRun], base: Calibration) -> dict[str, Any]:
+    """Fields of a calibration that say what its runs were like, those of `base` among them."""
+    own = likeness([run.problem for run in runs], [_cost(run) for run in runs])
+    if base.time_spread is not None:
+        own["exposed_share"] = max(base.exposed_share, own["exposed_share"])
+        limited = [name for name in ("blocks", "precisions", "most_devices") if getattr(base, name)]
+        own = {name: value for name, value in own.items() if name in (*limited, "exposed_share")}
+    for name in ("blocks", "precisions"):
+        if name in own:
+            own[name] = tuple(sorted({*own[name], *getattr(base, name)}))
+    if "most_devices" in own:
+        own["most_devices"] = max(own["most_devices"], base.most_devices)
+    return own
+
+
+def likeness(problems: Sequence[Problem], costs: Sequence[CostEstimate], quantile: float = 1.0) -> dict[str, Any]:
+    """Fields of a calibration that say what runs are like, from their problems and the estimates of one plan each.
+
+    The exposed share is the `quantile` of theirs.
+    """
+    exposed = [float(exposed_shares(cost.terms_s, cost.step_s)[0]) for cost in costs]
+    return {
+        "blocks": tuple(sorted({"dense"}.union(*(model_blocks(problem.model) for problem in problems)))),
+        "precisions": tuple(sorted({width_of(problem.training.precision) for problem in problems})),
+        "most_devices": max(int(cost.batch.num_devices[0]) for cost in costs),
+        "exposed_share": min(max(float(np.quantile(exposed, quantile)), 0.0), 1.0),
+    }
+
+
+def _cost(run: MeasuredRun) -> CostEstimate:
+    return estimate(run.problem, PlanBatch.of([run.plan], run.problem.model.num_layers))
 
 
 def _kinds(runs: Sequence[MeasuredRun]) -> Ints:
     """Return the index into `TIME_SPREADS` of the spread that holds for every run."""
     batches = [PlanBatch.of([run.plan], run.problem.model.num_layers) for run in runs]
-    kinds = [spread_kinds(run.problem, batch)[0] for run, batch in zip(runs, batches, strict=True)]
+    apart = runs[0].problem.calibration.experts_time_spread is not None
+    kinds = [spread_kinds(run.problem, batch, experts_apart=apart)[0] for run, batch in zip(runs, batches, strict=True)]
     return np.array(kinds, dtype=np.int64)
 
 
-def _kind_spreads(runs: Sequence[MeasuredRun]) -> Floats:
-    """The spread that every run's calibration has for its kind."""
-    return np.asarray(runs[0].problem.calibration.time_spreads[_kinds(runs)])
+def _spreads(runs: Sequence[MeasuredRun]) -> Floats:
+    """The spread that every run is predicted with."""
+    costs = [_cost(run) for run in runs]
+    return np.array([float(np.log(cost.high_s / cost.step_s)[0]) / NORMAL_90 for cost in costs])
 
 
 def _log_errors(runs: Sequence[MeasuredRun], calibration: Calibration) -> Floats:

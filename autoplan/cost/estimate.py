@@ -43,12 +43,12 @@ from autoplan.cost.pipeline.closed_forms import gpipe_s, one_forward_one_backwar
 from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
 from autoplan.cost.pipeline.order import chunks_of_ranks
 from autoplan.cost.pipeline.recurrence import PipelineTimes, pipeline_times
+from autoplan.cost.spreads import Familiarity
 from autoplan.spec.enums import Schedule
 from autoplan.spec.estimate import CostEstimate, StageCost, probability_above
 from autoplan.spec.model import Block
 from autoplan.spec.plan import SPLIT_SCHEDULES, ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import TIME_SPREADS
 
 # Terms of a step beside those of the layers: work of the critical stage first, then what the pipeline and the end of
 # the step add.
@@ -73,12 +73,6 @@ DEVICES_IN_RATES = 8
 
 NORMAL_90 = 1.6448536269514722  # half width of a two-sided 90 % interval in standard deviations
 
-
-# Terms of a step that are no exposed traffic, launches or end of the step: kernels, and waiting in a pipeline.
-UNEXPOSED = ("gemm", "attention", "memory_bound", "recompute", "head", "optimizer", "pipeline_bubble", "stragglers")
-# Standard deviation of the logarithm of a step by the share of it that is exposed beyond what calibrated runs expose.
-# Fitted to 22 runs that no calibration rests on: FSDP on 64 to 256 A100 with little work a device, experts on 16 H100.
-UNFAMILIAR_SPREAD = 0.8
 
 # Plans x stages that are priced at once: their arrays stay in the cache.
 BLOCK_VALUES = 2**16
@@ -404,35 +398,6 @@ def _price(problem: Problem, laid: Stages) -> tuple[dict[str, Floats], dict[str,
     return terms, at_worst, worst
 
 
-def spread_kinds(problem: Problem, batch: PlanBatch) -> Ints:
-    """Return the index into `TIME_SPREADS` of every plan: errors are alike where plans wait for the same things.
-
-    Beyond one leaf switch everything varies most; then come pipelines, which wait at every message, and layers that
-    wait for the network.
-    """
-    cluster = problem.cluster
-    leaf_nodes = cluster.network.tiers[0].num_nodes if cluster.network.tiers else cluster.num_nodes
-    beyond_leaf = batch.num_devices > leaf_nodes * cluster.devices_per_node
-    leaves_domain = batch.tp * batch.cp > cluster.levels[-1].num_devices
-    names = ("spine_time_spread", "pipeline_time_spread", "tensor_time_spread")
-    return np.select([beyond_leaf, batch.pp > 1, leaves_domain], [TIME_SPREADS.index(name) for name in names], 0)
-
-
-def familiar_spreads(problem: Problem, batch: PlanBatch) -> Floats:
-    """Return the standard deviation of log(measured / predicted) that plans have at least: that of their kind."""
-    return np.asarray(problem.time_spreads[spread_kinds(problem, batch)])
-
-
-def exposed_shares(terms_s: dict[str, Floats], step_s: Floats) -> Floats:
-    """Return the share of every step that is neither kernels nor waiting in a pipeline."""
-    return np.asarray(1.0 - add_up(terms_s[name] for name in UNEXPOSED) / step_s)
-
-
-def unfamiliar_spreads(known_share: float, terms_s: dict[str, Floats], step_s: Floats) -> Floats:
-    """Return what is added to a plan's spread, in quadrature, where it exposes more than the `known_share`."""
-    return UNFAMILIAR_SPREAD * np.maximum(exposed_shares(terms_s, step_s) - known_share, 0.0)
-
-
 def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
     """Step time and memory of every plan of `batch`.
 
@@ -454,12 +419,7 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
             memory[name][where] = value
         worst[where] = worst_stage
     step = add_up(time_terms.values())
-    spread = np.exp(
-        NORMAL_90
-        * np.hypot(
-            familiar_spreads(problem, batch), unfamiliar_spreads(problem.calibration.exposed_share, time_terms, step)
-        )
-    )
+    spread = np.exp(NORMAL_90 * Familiarity.of(problem, batch).spreads(time_terms, step))
     reserved = add_up(memory.values())
     return CostEstimate(
         batch=batch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -13,23 +14,53 @@ from autoplan.topology.cluster import DeviceSpec
 
 # Of runs under a framework that no preset describes: known ones priced with the traits of Megatron-Core are off by
 # .2 to .36 where they fill more than half of a device.
-UNKNOWN_FRAMEWORK = Calibration(name="unknown framework", memory_spread=0.25)
+UNKNOWN_MEMORY_SPREAD = 0.25
 
 
-@lru_cache(maxsize=64)
-def _shipped(name: str) -> Calibration | None:
-    path = shipped("calibrations").get(name)
-    return decode(Calibration, read_table(path), f"calibration {name}") if path else None
+@lru_cache(maxsize=1)
+def shipped_calibrations() -> dict[str, Calibration]:
+    """Return the shipped calibrations by framework and generation, such as "nemo-hopper"."""
+    return {
+        name: decode(Calibration, read_table(path), f"calibration {name}")
+        for name, path in shipped("calibrations").items()
+    }
 
 
-def built_in_calibration(framework: Framework, device: DeviceSpec) -> Calibration:
+def built_in_calibration(framework: Framework, device: DeviceSpec, *, is_kin: bool = False) -> Calibration:
     """Return the calibration that ships for `framework` on the generation of a device.
 
-    The reference with its wide spread where that was not measured: factors of one framework do not hold for another.
-    On a device whose own rates nobody measured it counts as fitted to no run.
+    On a device whose own rates nobody measured it counts as fitted to no run.  `is_kin`: the runs are of another
+    framework, which none describes, and this one works like it.
     """
-    found = _shipped(f"{framework.calibration_name}-{device.generation}") or Calibration()
+    found = calibration_among(shipped_calibrations(), framework.calibration_name, device.generation, is_kin=is_kin)
     return replace(found, sources=()) if device.rate_spread else found
+
+
+def calibration_among(
+    known: Mapping[str, Calibration], framework: str, generation: str, *, is_kin: bool = False
+) -> Calibration:
+    """Return the calibration of a framework on a generation, as far as those that are `known` tell.
+
+    Where none is of both, it has no spreads of its own, says what is unseen, and holds what the runs were like under
+    this framework elsewhere, or under any.
+    """
+    exact = known.get(f"{framework}-{generation}")
+    if exact and exact.time_spread is not None and not is_kin:
+        return exact
+    names = {name: name.rpartition("-") for name, own in known.items() if own.time_spread is not None}
+    elsewhere = [known[name] for name, (own, _, _) in names.items() if own == framework]
+    under_any = {of for _, _, of in names.values()}
+    is_new = generation not in under_any if is_kin or not elsewhere else True
+    like = (elsewhere if elsewhere and not is_kin else [known[name] for name in names]) or [Calibration()]
+    return Calibration(
+        name="another framework" if is_kin else exact.name if exact else "reference",
+        blocks=tuple(sorted({block for own in like for block in own.blocks})),
+        precisions=tuple(sorted({precision for own in like for precision in own.precisions})),
+        most_devices=max(own.most_devices for own in like),
+        unseen=("framework",) * is_kin + ("generation",) * is_new,
+        memory_spread=exact.memory_spread if exact and not is_kin else UNKNOWN_MEMORY_SPREAD if is_kin else 0.06,
+        sources=exact.sources if exact and not is_kin else (),
+    )
 
 
 def load_calibration(path: Path) -> Calibration:
@@ -45,6 +76,14 @@ def calibration_text(calibration: Calibration) -> str:
         f"{name} = {value:.3g}"
         for name in (*TIME_SPREADS, "memory_spread")
         if (value := getattr(calibration, name)) is not None
+    ]
+    lines += [
+        f"{name} = {value}" for name in ("num_publishers", "most_devices") if (value := getattr(calibration, name))
+    ]
+    lines += [
+        f"{name} = [{', '.join(map(_quoted, value))}]"
+        for name in ("blocks", "precisions", "unseen")
+        if (value := getattr(calibration, name))
     ]
     if calibration.exposed_share < 1:
         lines.append(f"exposed_share = {calibration.exposed_share:.3g}")

@@ -21,7 +21,7 @@ from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_lm.notation import layout_counts
 from autoplan.frameworks.registry import book_of
-from autoplan.read.calibration import UNKNOWN_FRAMEWORK, built_in_calibration
+from autoplan.read.calibration import built_in_calibration
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.model import load_model, preset_models
 from autoplan.runs.recipes import Recipe, recipe_called
@@ -205,9 +205,7 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
         training=training,
         cluster=cluster,
         framework=framework,
-        calibration=built_in_calibration(framework, cluster.device)
-        if recipe is not UNKNOWN and not recipe.is_kin
-        else UNKNOWN_FRAMEWORK,
+        calibration=built_in_calibration(framework, cluster.device, is_kin=recipe is UNKNOWN or recipe.is_kin),
     )
 
 

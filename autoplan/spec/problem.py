@@ -6,9 +6,6 @@ import copy
 import math
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from autoplan.base.arrays import Floats
 from autoplan.base.errors import InputError
 from autoplan.base.units import format_bytes
 from autoplan.spec.enums import Precision
@@ -69,14 +66,14 @@ class Problem:
             )
 
     @property
-    def time_spreads(self) -> Floats:
-        """Standard deviation of the logarithm of the step of every kind of plans, as in `timing.TIME_SPREADS`.
+    def machine_spread(self) -> float:
+        """Standard deviation of the logarithm of any step for what is not known of the machine.
 
-        That the device stands for unlike ones counts until one of them was measured: its kernels, or whole runs.
+        Timings of unlike machines scatter, and that the device stands for unlike ones counts until one of them was
+        measured: its kernels, or whole runs.
         """
         is_measured = bool(self.calibration.sources) or self.timings.has_kernels
-        device = 0.0 if is_measured else self.cluster.device.rate_spread
-        return np.hypot(self.calibration.time_spreads, math.hypot(self.timings.spread, device))
+        return math.hypot(self.timings.spread, 0.0 if is_measured else self.cluster.device.rate_spread)
 
     def placed(self, placement: tuple[str, ...] | None) -> Problem:
         """The problem with ranks on the nodes in that order; None: as the cluster lists them."""

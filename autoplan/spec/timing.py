@@ -14,7 +14,7 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.base.errors import InputError
 from autoplan.base.interpolation import Scattered
-from autoplan.base.units import check_positive
+from autoplan.base.units import check_count, check_positive
 from autoplan.topology.cluster import DeviceSpec
 
 Operation = Literal[
@@ -441,16 +441,26 @@ def _times(
 FACTORS = ("overall", "memory_bound", "host", "scale_out", "scale_up", "attention", "gemm")
 
 # The spreads of step times, one for every kind of plans: those below have the first unless they have their own.
-TIME_SPREADS = ("time_spread", "tensor_time_spread", "pipeline_time_spread", "spine_time_spread")
+TIME_SPREADS = (
+    "time_spread",
+    "tensor_time_spread",
+    "pipeline_time_spread",
+    "spine_time_spread",
+    "experts_time_spread",
+)
+# Publishers of runs as which the general spreads count beside a calibration's own: of 1 to 4 the one with which most
+# sources that are left out have nine of ten runs inside, at the least width (`benchmarks/accuracy.py`).
+GENERAL_PUBLISHERS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """Multiplicative factors on the time of each component, and the residual spread that remains.
 
-    A factor of 1 is the reference model.  The spreads are standard deviations of log(measured / predicted); the 90 %
-    interval of a step time is exp(+-1.645 spread) around the prediction, with the spread of the plan's kind, and the
-    probability of running out of memory follows from `memory_spread`.
+    A factor of 1 is the reference model.  Spreads are standard deviations of log(measured / predicted): those of the
+    runs that the calibration rests on, by kind of plan, hold for plans like these runs; all others have the general
+    spreads of `cost.spreads`, wider by what is new about them.  The 90 % interval of a step time is exp(+-1.645 spread)
+    around the prediction, and the probability of running out of memory follows from `memory_spread`.
     """
 
     name: str = "reference"
@@ -461,15 +471,20 @@ class Calibration:
     host: float = 1.0
     scale_up: float = 1.0  # collectives inside the scale-up domain
     scale_out: float = 1.0  # collectives over the network
-    # Without calibration: covers nine tenths of the runs of a published source, in the mean over sources
-    # (benchmarks/results); and between the .02 of a known framework and the .08 of an unknown one (`modelling` G3).
-    time_spread: float = 0.25
+    time_spread: float | None = None  # None: no runs, so that the general spreads hold
     tensor_time_spread: float | None = None  # of plans whose tensor or context parallelism leaves the scale-up domain
     pipeline_time_spread: float | None = None  # of plans with several stages
     spine_time_spread: float | None = None  # of all plans on more nodes than one leaf switch serves
-    # Share of a step outside of kernels, bubbles aside, up to which plans are like those that the spreads rest on: the
-    # 95 % quantile of these.
+    experts_time_spread: float | None = None  # of all mixtures of experts
+    # Publishers of the runs: the spreads of a few are weighed against the general ones.  0: of the cluster itself.
+    num_publishers: int = 0
+    # What the runs were like; empty: nothing counts as new.
+    blocks: tuple[str, ...] = ()  # what their models have beside dense layers, and "dense"
+    precisions: tuple[str, ...] = ()
+    most_devices: int = 0  # 0: any number
+    # Share of a step outside of kernels, bubbles aside, up to which plans are like the runs: their 95 % quantile.
     exposed_share: float = 1.0
+    unseen: tuple[str, ...] = ()  # of a whole problem, "framework" or "generation": no run rests on it
     memory_spread: float = 0.06
     sources: tuple[str, ...] = ()
 
@@ -478,11 +493,19 @@ class Calibration:
             check_positive(name, getattr(self, name), most=100.0)
         if not 0 <= self.exposed_share <= 1:
             raise InputError(f"exposed_share must lie in [0, 1], got {self.exposed_share:g}")
+        check_count("num_publishers", self.num_publishers, least=0)
+        check_count("most_devices", self.most_devices, least=0)
         for name in (*TIME_SPREADS, "memory_spread"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name), most=5.0)
 
     @property
+    def own_weight(self) -> float:
+        """Weight of the variance of the calibration's runs beside the general one."""
+        return self.num_publishers / (self.num_publishers + GENERAL_PUBLISHERS) if self.num_publishers else 1.0
+
+    @property
     def time_spreads(self) -> Floats:
-        """The spread of every kind in `TIME_SPREADS`."""
-        return np.array([getattr(self, name) or self.time_spread for name in TIME_SPREADS])
+        """The spread of every kind in `TIME_SPREADS`; NaN where no run tells it."""
+        found = (getattr(self, name) or self.time_spread for name in TIME_SPREADS)
+        return np.array([math.nan if spread is None else spread for spread in found])

@@ -15,20 +15,13 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.collectives.end_of_step import FirstStage, shown_gather_s, shown_reduce_s
-from autoplan.cost.estimate import (
-    NORMAL_90,
-    STEP_TERMS,
-    Stages,
-    familiar_spreads,
-    straggler_share,
-    unfamiliar_spreads,
-    work_terms,
-)
+from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, Stages, straggler_share, work_terms
 from autoplan.cost.kernels.times import add_up
 from autoplan.cost.memory.parameters import StageParameters
 from autoplan.cost.memory.stage_memory import host_bytes
 from autoplan.cost.mixed.part_layouts import CELLS, Member, Sheet, hops_s, lay_out_kinds, stage_cells, tied_s
 from autoplan.cost.pipeline.closed_forms import hop_sends_exposed_s, one_forward_one_backward_s
+from autoplan.cost.spreads import Familiarity
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, check_mixed
 from autoplan.spec.mixed_result import MixedCost, MixedKindCost, MixedStageCost
 from autoplan.spec.problem import Problem
@@ -76,7 +69,7 @@ class _KindPrice:
     cost: MixedKindCost
     terms_s: dict[str, float]
     end_s: dict[str, float]
-    spread: float  # of log time
+    familiarity: Familiarity  # of its least known stages
     oom_z: float
 
 
@@ -96,7 +89,8 @@ def _price_kinds(
     # What needs the laid-out batch of a part rather than one number for every stage.
     terms = {name: np.zeros(len(members)) for name in STEP_TERMS}
     layer_s = np.zeros((len(members), stages, len(problem.model.layer_kinds)))
-    spread, host_z = np.zeros(len(members)), np.full(len(members), -np.inf)
+    host_z = np.full(len(members), -np.inf)
+    known = Familiarity.full(len(members))
     for sheet in sheets:
         own = sheet.problem
         for found in (_work_terms(sheet, critical), _shown_terms(sheet, cells)):
@@ -104,7 +98,7 @@ def _price_kinds(
                 terms[name][who] = value
         rows, columns = np.nonzero(sheet.here)
         layer_s[sheet.member[rows], columns] = own.calibration.overall * _layer_s(own, sheet.laid)[rows]
-        np.maximum.at(spread, sheet.member, familiar_spreads(own, sheet.laid.batch))
+        known.lessen(sheet.member, Familiarity.of(own, sheet.laid.batch))
         np.maximum.at(host_z, sheet.member, _host_z(sheet))
     work = add_up(value for name, value in terms.items() if name not in END)
     terms["pipeline_bubble"] = np.maximum(makespan - work, 0.0)
@@ -120,7 +114,7 @@ def _price_kinds(
             ),
             terms_s={name: float(value[at]) for name, value in terms.items() if name not in END},
             end_s={name: float(terms[name][at]) for name in END},
-            spread=float(spread[at]),
+            familiarity=known.take(at),
             oom_z=float(oom_z[at]),
         )
         for at, member in enumerate(members)
@@ -207,10 +201,11 @@ def _step(problem: MixedProblem, plan: MixedPlan, kinds: Sequence[_KindPrice]) -
     terms["stragglers"] = slower * sum(value for name, value in terms.items() if name != "stragglers")
     terms = {name: terms[name] for name in STEP_TERMS}
     step_s = sum(terms.values())
-    known_share = min(problem.calibrations[part].exposed_share for part in plan.parts)
+    familiarity = Familiarity.full(1)
+    for kind in kinds:
+        familiarity.lessen(np.zeros(1, dtype=np.int64), kind.familiarity)
     arrays = {name: np.array([value]) for name, value in terms.items()}
-    unfamiliar = unfamiliar_spreads(known_share, arrays, np.array([step_s]))[0]
-    spread = float(np.exp(NORMAL_90 * np.hypot(max(kind.spread for kind in kinds), unfamiliar)))
+    spread = float(np.exp(NORMAL_90 * familiarity.spreads(arrays, np.array([step_s]))[0]))
     return MixedCost(
         plan=plan,
         step_s=step_s,

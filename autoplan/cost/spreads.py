@@ -1,0 +1,217 @@
+"""Spread of a step around its prediction: how far off are runs like a plan, and what is new about it.
+
+The logarithm of measured over predicted step has a variance of a few stated parts (`presets/spreads.toml`, fitted by
+`benchmarks/accuracy.py --ship` to runs whose whole source is left out): one of any step, one for each component that
+is harder to predict than kernels, by the share of the step that it takes, and one for each property of the plan that no
+run of its calibration had.  Plans like the runs of a calibration have the spread of these runs instead, as far as
+publishers of such runs outweigh the general case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import numpy as np
+
+from autoplan.base.arrays import Floats, Ints
+from autoplan.base.files import decode, read_table, shipped
+from autoplan.base.units import check_positive
+from autoplan.cost.kernels.times import add_up
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import TIME_SPREADS
+
+# What takes its time from the same rates: elements of `CostEstimate.terms_s`.  Waiting for the slowest rank goes with
+# all of them.  Matrix products and the head are one, as either may be on the busiest stage.
+COMPONENTS: dict[str, tuple[str, ...]] = {
+    "kernels": ("gemm", "attention", "memory_bound", "recompute", "head", "optimizer"),
+    "host": ("launch", "overhead", "allocator_retries"),
+    "tensor": ("tp_communication", "cp_communication"),
+    "experts": ("ep_communication",),
+    "states": ("fsdp_communication", "data_parallel_reduce", "parameter_gather"),
+    "pipeline": ("pipeline_bubble", "pipeline_send"),
+}
+# Terms of a step that are no exposed traffic, launches or end of the step: kernels, and waiting in a pipeline.
+UNEXPOSED = (*COMPONENTS["kernels"], "pipeline_bubble", "stragglers")
+
+HARD = tuple(name for name in COMPONENTS if name != "kernels")
+NOVELTIES = ("framework", "generation", "model", "precision", "size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneralSpreads:
+    """Standard deviations of log(measured / predicted), added in quadrature.
+
+    Those of components are by the share of the step that they take, `size` by every doubling of the number of devices
+    beyond that of measured runs.
+    """
+
+    any_step: float
+    host: float
+    tensor: float
+    experts: float
+    states: float
+    pipeline: float
+    framework: float  # priced as another one that works like it
+    generation: float  # of devices, under this framework; under any, for a framework that is new itself
+    model: float  # experts or latent attention
+    precision: float
+    size: float
+    evidence: dict[str, str]  # what each rests on
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name != "evidence":
+                check_positive(field.name, getattr(self, field.name), most=5.0)
+
+    @property
+    def squares(self) -> Floats:
+        """Variances in the order of the columns of `general_parts`."""
+        return np.array([getattr(self, name) for name in ("any_step", *HARD, *NOVELTIES)]) ** 2
+
+
+@lru_cache(maxsize=1)
+def general_spreads() -> GeneralSpreads:
+    """Return the shipped spreads."""
+    return decode(GeneralSpreads, read_table(shipped()["spreads"]), "spreads.toml")
+
+
+def component_shares(terms_s: Mapping[str, Floats]) -> Floats:
+    """Share of every step that each of `COMPONENTS` takes, stragglers aside: shape (plans, components)."""
+    parts = np.stack([sum(terms_s[name] for name in names) for names in COMPONENTS.values()], axis=-1)
+    return np.asarray(parts / parts.sum(axis=-1, keepdims=True))
+
+
+def exposed_shares(terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
+    """Return the share of every step that is neither kernels nor waiting in a pipeline."""
+    return np.asarray(1.0 - add_up(terms_s[name] for name in UNEXPOSED) / step_s)
+
+
+def model_blocks(model: ModelSpec) -> frozenset[str]:
+    """What a model has beside dense layers with full attention that is priced by formulas of its own."""
+    return frozenset(name for name, part in (("experts", model.moe), ("latent", model.mla)) if part)
+
+
+def width_of(precision: str) -> str:
+    """Return the precision, both of 16 bits as one: their rates and traffic are alike."""
+    return "bf16" if precision == "fp16" else precision
+
+
+def spread_kinds(problem: Problem, batch: PlanBatch, *, experts_apart: bool = True) -> Ints:
+    """Return the index into `TIME_SPREADS` of every plan: errors are alike where plans wait for the same things.
+
+    Experts come first, unless they are no kind of their own; then, beyond one leaf switch everything varies most; then
+    come pipelines, which wait at every message, and layers that wait for the network.
+    """
+    cluster = problem.cluster
+    leaf_nodes = cluster.network.tiers[0].num_nodes if cluster.network.tiers else cluster.num_nodes
+    beyond_leaf = batch.num_devices > leaf_nodes * cluster.devices_per_node
+    leaves_domain = batch.tp * batch.cp > cluster.levels[-1].num_devices
+    has_experts = np.full(len(batch), experts_apart and problem.model.moe is not None)
+    names = ("experts_time_spread", "spine_time_spread", "pipeline_time_spread", "tensor_time_spread")
+    return np.select(
+        [has_experts, beyond_leaf, batch.pp > 1, leaves_domain], [TIME_SPREADS.index(name) for name in names], 0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Familiarity:
+    """How well plans are known before their times are: arrays have one element per plan."""
+
+    own: Floats  # variance of the runs of their kind
+    weight: Floats  # of that, beside the general one: 0 where something is new
+    news: Floats  # how much of each of `NOVELTIES` is new: shape (plans, novelties)
+    machine: Floats  # variance of timings and devices that stand for unlike ones
+    exposed_share: Floats  # up to which a plan is like the runs
+
+    @classmethod
+    def of(cls, problem: Problem, batch: PlanBatch) -> Familiarity:
+        """Compare plans with the runs of the problem's calibration."""
+        calibration, size = problem.calibration, len(batch)
+        apart = calibration.experts_time_spread is not None
+        own = calibration.time_spreads[spread_kinds(problem, batch, experts_apart=apart)]
+        news = np.zeros((size, len(NOVELTIES)))
+        # Kernels that were measured on the device itself are none of an unknown generation.
+        seen = ("generation",) if problem.timings.has_kernels else ()
+        for at, name in enumerate(NOVELTIES[:2]):
+            news[:, at] = name in calibration.unseen and name not in seen
+        if calibration.blocks:
+            news[:, 2] = not model_blocks(problem.model) <= set(calibration.blocks)
+        if calibration.precisions:
+            news[:, 3] = width_of(problem.training.precision) not in calibration.precisions
+        if calibration.most_devices:
+            news[:, 4] = np.maximum(np.log2(batch.num_devices / calibration.most_devices), 0.0)
+        return cls(
+            own=np.nan_to_num(own) ** 2,
+            weight=np.where(np.isnan(own) | news.any(axis=1), 0.0, calibration.own_weight),
+            news=news,
+            machine=np.full(size, problem.machine_spread**2),
+            exposed_share=np.full(size, calibration.exposed_share),
+        )
+
+    @classmethod
+    def full(cls, size: int) -> Familiarity:
+        """Return that of so many plans of which all is known, for `lessen`."""
+        none = np.zeros(size)
+        news = np.zeros((size, len(NOVELTIES)))
+        return cls(own=none.copy(), weight=none + 1.0, news=news, machine=none.copy(), exposed_share=none + 1.0)
+
+    def lessen(self, rows: Ints, other: Familiarity) -> None:
+        """Make the plans at `rows` no better known than those of `other` are, which stand for parts of them."""
+        for name in ("own", "news", "machine"):
+            np.maximum.at(getattr(self, name), rows, getattr(other, name))
+        for name in ("weight", "exposed_share"):
+            np.minimum.at(getattr(self, name), rows, getattr(other, name))
+
+    def take(self, at: int) -> Familiarity:
+        """Return that of one plan."""
+        return Familiarity(**{field.name: getattr(self, field.name)[at : at + 1].copy() for field in fields(self)})
+
+    def own_parts(self, terms_s: Mapping[str, Floats], step_s: Floats) -> tuple[Floats, Floats]:
+        """(weight of the plans' own spread, general parts of the variance beside it): shapes (plans), (plans, parts).
+
+        The parts are to be multiplied by `GeneralSpreads.squares`.
+        """
+        weight = np.where(exposed_shares(terms_s, step_s) <= self.exposed_share, self.weight, 0.0)
+        shares = component_shares(terms_s)[:, [list(COMPONENTS).index(name) for name in HARD]]
+        general = np.concatenate([np.ones((len(weight), 1)), shares, self.news], axis=1) ** 2
+        return weight, general * (1.0 - weight)[:, None]
+
+    def spreads(self, terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
+        """Standard deviation of log(measured / predicted) of every plan, whose times are these."""
+        weight, parts = self.own_parts(terms_s, step_s)
+        general = add_up(parts[:, at] * square for at, square in enumerate(general_spreads().squares))
+        return np.sqrt(weight * self.own + general + self.machine)
+
+    @property
+    def least(self) -> Floats:
+        """The least spread that every plan may have, whatever its times are."""
+        squares = general_spreads().squares
+        general = squares[0] + self.news**2 @ squares[-len(NOVELTIES) :]
+        known = self.weight * self.own + (1.0 - self.weight) * general
+        return np.sqrt(np.where(self.exposed_share < 1, np.minimum(known, general), known) + self.machine)
+
+
+# Of a step in the component that is hardest to predict: beyond it a plan is no candidate for the surest one.
+_HARD_SHARE = 0.25
+
+
+def spread_range(problem: Problem) -> tuple[float, float]:
+    """(least spread of any plan, the most that a plan which may be the fastest is expected to have)."""
+    calibration, squares = problem.calibration, general_spreads().squares
+    hardest = squares[0] + _HARD_SHARE**2 * squares[1 : 1 + len(HARD)].max()
+    apart = calibration.experts_time_spread is not None and problem.model.moe is not None
+    own = calibration.time_spreads[[(name == "experts_time_spread") == apart for name in TIME_SPREADS]] ** 2
+    own = own[~np.isnan(own)]
+    weight = calibration.own_weight if len(own) else 0.0
+    is_limited = bool(calibration.blocks or calibration.precisions or calibration.most_devices)
+    least, most = (float(pick(own)) if len(own) else 0.0 for pick in (np.min, np.max))
+    least = weight * least + (1.0 - weight) * squares[0]
+    most = weight * most + (1.0 - weight) * hardest
+    if calibration.exposed_share < 1 or is_limited:
+        least, most = min(least, squares[0]), max(most, squares[0])
+    machine = problem.machine_spread**2
+    return float(np.sqrt(least + machine)), float(np.sqrt(most + machine))

@@ -1,0 +1,173 @@
+"""Spread of a step: the runs of a calibration, what is new beside them, and how the parts add up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autoplan.cost.estimate import NORMAL_90, estimate
+from autoplan.cost.spreads import (
+    HARD,
+    NOVELTIES,
+    UNEXPOSED,
+    Familiarity,
+    component_shares,
+    exposed_shares,
+    general_spreads,
+    spread_kinds,
+    spread_range,
+)
+from autoplan.frameworks.presets import load_framework
+from autoplan.read.calibration import calibration_among, shipped_calibrations
+from autoplan.read.cluster import load_cluster
+from autoplan.read.model import load_model
+from autoplan.spec.estimate import CostEstimate
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import GENERAL_PUBLISHERS, TIME_SPREADS, Calibration, Measurement, TimingTable
+from autoplan.spec.training import TrainingSpec
+
+SPREAD = ParallelPlan(global_batch=32, tp=4, pp=2, dp_shard=2)
+OWN = Calibration(time_spread=0.06, blocks=("dense",), precisions=("bf16",), most_devices=16, exposed_share=1.0)
+
+
+def problem_of(model: str = "llama3-8b", calibration: Calibration = OWN) -> Problem:
+    return Problem(
+        model=load_model(model),
+        training=TrainingSpec(seq_len=4096),
+        cluster=load_cluster("h100-sxm:2x8"),
+        framework=load_framework("megatron-core"),
+        calibration=calibration,
+    )
+
+
+def price(problem: Problem, plan: ParallelPlan) -> CostEstimate:
+    return estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
+
+
+def spread_of(cost: CostEstimate) -> float:
+    return float(np.log(cost.high_s / cost.step_s)[0]) / NORMAL_90
+
+
+def spread_under(calibration: Calibration, problem: Problem | None = None, plan: ParallelPlan = SPREAD) -> float:
+    return spread_of(price(replace(problem or problem_of(), calibration=calibration), plan))
+
+
+def test_a_plan_without_any_run_has_the_parts_of_its_components() -> None:
+    cost = price(problem_of(calibration=Calibration()), SPREAD)
+    general, shares = general_spreads(), component_shares(cost.terms_s)[0]
+    expected = general.any_step**2 + sum(
+        (getattr(general, name) * share) ** 2 for name, share in zip(HARD, shares[1:], strict=True)
+    )
+    assert spread_of(cost) == pytest.approx(math.sqrt(expected))
+
+
+def test_runs_like_a_plan_count_as_much_as_their_publishers() -> None:
+    general = spread_under(Calibration())
+    for publishers, weight in ((0, 1.0), (1, 1 / (1 + GENERAL_PUBLISHERS)), (6, 6 / (6 + GENERAL_PUBLISHERS))):
+        found = spread_under(replace(OWN, num_publishers=publishers))
+        assert found == pytest.approx(math.sqrt(weight * 0.06**2 + (1 - weight) * general**2))
+
+
+def test_what_a_plan_exposes_beyond_the_runs_takes_it_out_of_them() -> None:
+    cost = price(problem_of(calibration=OWN), SPREAD)
+    share = exposed_shares(cost.terms_s, cost.step_s)[0]
+    exposed = sum(value[0] for name, value in cost.terms_s.items() if name not in UNEXPOSED)
+    assert share == pytest.approx(exposed / cost.step_s[0])
+    assert spread_under(replace(OWN, exposed_share=share + 0.01)) == pytest.approx(0.06)
+    assert spread_under(replace(OWN, exposed_share=share - 0.01)) == pytest.approx(spread_under(Calibration()))
+
+
+@pytest.mark.parametrize(
+    ("novelty", "change", "times"),
+    [
+        ("framework", {"unseen": ("framework",)}, 1.0),
+        ("generation", {"unseen": ("generation",)}, 1.0),
+        ("precision", {"precisions": ("fp8",)}, 1.0),
+        ("size", {"most_devices": 2}, 3.0),  # 16 devices are three doublings beyond
+    ],
+)
+def test_every_novelty_adds_its_spread_in_quadrature(novelty: str, change: dict[str, object], times: float) -> None:
+    plain = spread_under(Calibration())
+    found = spread_under(replace(OWN, **change))  # type: ignore[arg-type]
+    assert found**2 - plain**2 == pytest.approx((times * getattr(general_spreads(), novelty)) ** 2)
+
+
+def test_a_model_with_experts_is_new_beside_dense_ones() -> None:
+    problem = problem_of("mixtral-8x7b")
+    plain, found = (spread_under(calibration, problem) for calibration in (Calibration(), OWN))
+    assert found**2 - plain**2 == pytest.approx(general_spreads().model ** 2)
+    known = replace(OWN, blocks=("dense", "experts"), experts_time_spread=0.3)
+    assert spread_under(known, problem) == pytest.approx(0.3)
+
+
+def test_a_generation_whose_kernels_were_measured_is_not_new() -> None:
+    unseen = Calibration(unseen=("generation",))
+    gemm = Measurement(operation="gemm", shape=(64, 64, 64), dtype="bf16", device="h100-sxm", seconds=1e-5)
+    problem = problem_of(calibration=unseen)
+    measured = replace(problem, timings=TimingTable.of([gemm]))
+    batch = PlanBatch.of([SPREAD], problem.model.num_layers)
+    at = NOVELTIES.index("generation")
+    assert [Familiarity.of(one, batch).news[0, at] for one in (problem, measured)] == [1.0, 0.0]
+
+
+def test_no_plan_has_less_than_its_least_spread_or_than_that_of_the_problem() -> None:
+    for calibration in (Calibration(), OWN, replace(OWN, num_publishers=2, exposed_share=0.1)):
+        problem = problem_of(calibration=calibration)
+        plans = [ParallelPlan(global_batch=16, dp_shard=16), ParallelPlan(global_batch=16, tp=8, pp=2), SPREAD]
+        batch = PlanBatch.of(plans, problem.model.num_layers)
+        cost = estimate(problem, batch)
+        spread = np.log(cost.high_s / cost.step_s) / NORMAL_90
+        least = Familiarity.of(problem, batch).least
+        assert (spread >= least - 1e-12).all()
+        assert (least >= spread_range(problem)[0] - 1e-12).all()
+
+
+def test_parts_of_a_mixed_cluster_are_known_as_the_least_known_of_them() -> None:
+    problem = problem_of(calibration=OWN)
+    batch = PlanBatch.of([SPREAD], problem.model.num_layers)
+    parts = [OWN, replace(OWN, time_spread=0.3), replace(OWN, unseen=("framework",))]
+    known = [Familiarity.of(replace(problem, calibration=part), batch) for part in parts]
+    both = Familiarity.full(1)
+    for part in known:
+        both.lessen(np.zeros(1, dtype=np.int64), part)
+    assert both.own[0] == pytest.approx(0.3**2)
+    assert both.weight[0] == 0.0
+    assert both.news[0, NOVELTIES.index("framework")] == 1.0
+
+
+def test_experts_are_a_kind_of_their_own() -> None:
+    dense, experts = (
+        spread_kinds(problem, PlanBatch.of([SPREAD], problem.model.num_layers))[0]
+        for problem in (problem_of(), problem_of("mixtral-8x7b"))
+    )
+    assert TIME_SPREADS[experts] == "experts_time_spread" != TIME_SPREADS[dense]
+
+
+# -- which calibration holds ------------------------------------------------------------------------------------------
+
+
+def test_calibrations_of_a_framework_elsewhere_leave_the_generation_unseen() -> None:
+    known = {
+        "own-hopper": replace(OWN, name="own on hopper"),
+        "other-volta": replace(OWN, name="other on volta", blocks=("dense", "experts"), most_devices=64),
+    }
+    assert calibration_among(known, "own", "hopper") == known["own-hopper"]
+    elsewhere = calibration_among(known, "own", "volta")
+    assert (elsewhere.unseen, elsewhere.time_spread) == (("generation",), None)
+    assert (elsewhere.blocks, elsewhere.most_devices) == (("dense",), 16)
+    never = calibration_among(known, "third", "volta")
+    assert (never.unseen, never.most_devices) == ((), 64)
+    assert calibration_among(known, "third", "cdna3").unseen == ("generation",)
+    kin = calibration_among(known, "own", "hopper", is_kin=True)
+    assert (kin.unseen, kin.time_spread) == (("framework",), None)
+    assert calibration_among({}, "own", "hopper").unseen == ("generation",)
+
+
+def test_every_general_spread_says_what_it_rests_on() -> None:
+    general = general_spreads()
+    assert set(general.evidence) == {"any_step", *HARD, *NOVELTIES}
+    assert all(own.num_publishers for own in shipped_calibrations().values() if own.time_spread is not None)
