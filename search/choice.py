@@ -22,6 +22,7 @@ from autoplan.cost.spreads import Familiarity, component_shares, spread_range
 from autoplan.search.findings import KEPT_WINNERS
 from autoplan.search.ranking import TIE
 from autoplan.spec.axes import SEARCHED, Kind
+from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import Confidence, Contender, RankedPlan, SearchResult
@@ -56,6 +57,11 @@ def spread_of(candidate: RankedPlan) -> float:
 def pace(candidate: RankedPlan) -> float:
     """Seconds per sequence, by which plans of different batches compare."""
     return candidate.s_per_sequence
+
+
+def is_as_safe(candidate: RankedPlan, other: RankedPlan) -> bool:
+    """Return whether a plan is as sure to fit as another one."""
+    return VERDICTS.index(candidate.verdict) <= VERDICTS.index(other.verdict)
 
 
 def kind_of(plan: ParallelPlan) -> Hashable:

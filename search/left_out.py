@@ -8,12 +8,11 @@ from dataclasses import replace
 from autoplan.base.errors import AutoplanError
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
-from autoplan.search.choice import pace
+from autoplan.search.choice import is_as_safe, pace
 from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
 from autoplan.search.walk import prices
 from autoplan.spec.enums import Schedule
-from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan, SearchResult
@@ -27,10 +26,7 @@ def with_left_out(problem: Problem, space: Space, result: SearchResult, fixed: C
     best = first = result.rivals[0]
     while better := _better(problem, space, best, fixed):
         best = better
-    if best is first:
-        return result
-    certificate = replace(result.certificate, best_step_s=best.step_s)
-    return replace(result, ranked=(best, *result.ranked), rivals=(best, *result.rivals), certificate=certificate)
+    return result if best is first else result.led_by(best)
 
 
 def _better(problem: Problem, space: Space, best: RankedPlan, fixed: Collection[str]) -> RankedPlan | None:
@@ -39,8 +35,7 @@ def _better(problem: Problem, space: Space, best: RankedPlan, fixed: Collection[
     faster = [
         candidate
         for candidate in prices(problem, changed)
-        if pace(candidate) < pace(best) * (1 - TIE)
-        and VERDICTS.index(candidate.verdict) <= VERDICTS.index(best.verdict)
+        if pace(candidate) < pace(best) * (1 - TIE) and is_as_safe(candidate, best)
     ]
     return min(faster, key=pace, default=None)
 

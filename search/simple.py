@@ -11,13 +11,12 @@ import numpy as np
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.rules import legal
 from autoplan.search.axes import axes_of, plan_of
-from autoplan.search.choice import pace
+from autoplan.search.choice import is_as_safe, pace
 from autoplan.search.limits import Limits, divisors
 from autoplan.search.space import Space
 from autoplan.search.walk import Way, prices, safe_mixes
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES, SEARCHED, Kind
 from autoplan.spec.enums import Recompute, Schedule, Sharding
-from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan, SearchResult
@@ -35,9 +34,7 @@ def simplest_first(problem: Problem, space: Space, result: SearchResult) -> Sear
     fastest, *others = result.rivals
     slowest = pace(fastest) * (1 + MOST_SLOWER)
     near = [
-        candidate
-        for candidate in others[:MOST_RIVALS]
-        if pace(candidate) <= slowest and _is_as_safe(candidate, fastest)
+        candidate for candidate in others[:MOST_RIVALS] if pace(candidate) <= slowest and is_as_safe(candidate, fastest)
     ]
     found = [simplified(problem, space, candidate, slowest) for candidate in (fastest, *near)]
     _, simplest = min(found, key=lambda each: (each[0], pace(each[1])))
@@ -76,10 +73,6 @@ def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float
     return len(kept), found
 
 
-def _is_as_safe(candidate: RankedPlan, other: RankedPlan) -> bool:
-    return VERDICTS.index(candidate.verdict) <= VERDICTS.index(other.verdict)
-
-
 def _evened(problem: Problem, space: Space, start: RankedPlan) -> Sequence[RankedPlan]:
     """Return plans as safe as `start`, all of whose chunks have as many layers, where its own have not."""
     plan, num_layers = start.plan, problem.model.num_layers
@@ -97,7 +90,7 @@ def _evened(problem: Problem, space: Space, start: RankedPlan) -> Sequence[Ranke
         return ()
     lawful = legal(space.rules, problem.workload, PlanBatch.of(plans, num_layers))
     kept = [plans[at] for at in np.flatnonzero(lawful)]
-    return [candidate for candidate in prices(problem, kept) if _is_as_safe(candidate, start)] if kept else ()
+    return [candidate for candidate in prices(problem, kept) if is_as_safe(candidate, start)] if kept else ()
 
 
 def _plain(problem: Problem, limits: Limits, plan: ParallelPlan, *, keeps_cp: bool) -> ParallelPlan:

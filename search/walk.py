@@ -13,9 +13,8 @@ from autoplan.base.errors import AutoplanError
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.common.rules import Rule, broken, legal
 from autoplan.search.axes import axes_of, differing, mixed, plan_of, words
-from autoplan.search.choice import pace
+from autoplan.search.choice import is_as_safe, pace
 from autoplan.search.ranking import TIE, ranked
-from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.explanation import AxisChange, WalkStep
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
@@ -136,12 +135,8 @@ def safe_mixes(way: Way, choices: Sequence[tuple[str, ...]], last: RankedPlan) -
     found = way.legal(choices)
     costs = prices(way.problem, [plan for _, plan in found])
     return {
-        changed: candidate for (changed, _), candidate in zip(found, costs, strict=True) if _is_as_safe(candidate, last)
+        changed: candidate for (changed, _), candidate in zip(found, costs, strict=True) if is_as_safe(candidate, last)
     }
-
-
-def _is_as_safe(candidate: RankedPlan, other: RankedPlan) -> bool:
-    return VERDICTS.index(candidate.verdict) <= VERDICTS.index(other.verdict)
 
 
 def nearest_equal(problem: Problem, rules: tuple[Rule, ...], before: ParallelPlan, best: RankedPlan) -> RankedPlan:

@@ -30,7 +30,7 @@ from autoplan.profiler.discover.links import with_measured
 from autoplan.profiler.discover.merge import merge
 from autoplan.profiler.discover.observed import NicKind, ObservedDevice, ObservedLink, ObservedNic, ObservedNode
 from autoplan.profiler.discover.report import Report, ReportFile, read_source
-from autoplan.profiler.discover.scontrol import parse as parse_switches
+from autoplan.profiler.discover.slurm import parse as parse_switches
 from autoplan.profiler.discover.write import cluster_toml
 from autoplan.profiler.machine.hardware import Gpu, GpuLink
 from autoplan.profiler.record import Fingerprint, Record

@@ -136,7 +136,9 @@ YAML = """---
 
 def test_yaml_of_the_manual_page():
     assert [group.switches for group in parse(YAML).groups] == [("s1",), ("s2",)]
-    assert [group.switches for group in parse(YAML, topology="topo2").groups] == [("b1",), ("b2",)]
+    other = YAML.replace("cluster_default: true", "cluster_default: false", 1)
+    other = other.replace("topology: topo2\n  cluster_default: false", "topology: topo2\n  cluster_default: true")
+    assert [group.switches for group in parse(other).groups] == [("b1",), ("b2",)]
     lines = [line for line in YAML.splitlines(keepends=True) if "cluster_default" not in line]
     with pytest.raises(InputError, match=r"name the topology .*: 'topo1', 'topo2'"):
         parse("".join(lines))

@@ -119,10 +119,7 @@ class LaunchStart:
     def nearest_result(self, problem: Problem, space: Space, result: SearchResult) -> SearchResult:
         """Return `result` with a best plan in front that keeps of the file's plan whatever costs nothing."""
         best = nearest_equal(problem, space.rules, self.plan, result.rivals[0])
-        if best == result.rivals[0]:
-            return result
-        certificate = replace(result.certificate, best_step_s=best.step_s)
-        return replace(result, rivals=(best, *result.rivals), ranked=(best, *result.ranked), certificate=certificate)
+        return result if best == result.rivals[0] else result.led_by(best)
 
     def compared(self, problem: Problem, file: PlanFile, result: SearchResult) -> CurrentPlan:
         """Return how the plan of the launch file compares with the best one, which `file` holds."""

@@ -8,14 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from autoplan.api.calibrations import LEAST_RUNS, calibration_of, described_machine
 from autoplan.api.launch_files import make_given
 from autoplan.api.problem import load_cluster
 from autoplan.api.results import Result, Table
 from autoplan.base.errors import AutoplanError, InputError
-from autoplan.base.files import encode, write_text
+from autoplan.base.files import encode, encode_line, write_text
 from autoplan.base.units import cleaned
 from autoplan.base.user import user_name
 from autoplan.cost.calibration import Fitted, MeasuredRun, calibrated
@@ -101,7 +99,7 @@ class ScoreResult(Result):
 
     def to_json(self) -> str:
         """Return the rows as JSON."""
-        return msgspec.json.encode(self.by_source).decode() + "\n"
+        return encode_line(self.by_source)
 
     def to_text(self) -> str:
         """Return the rows as a table for people."""

@@ -19,8 +19,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-import msgspec
-
 from autoplan.base.errors import InputError, OutOfRangeError
 from autoplan.base.units import file_keys, file_units
 
@@ -105,6 +103,8 @@ def decode(kind: type[T], table: dict[str, Any], where: str) -> T:
     Keys may carry the human units of `units.FILE_UNITS`.  `where` names the file in messages.  A class that has
     `upgraded` brings tables of older files into the form of today.
     """
+    import msgspec  # here and below: a help page needs none
+
     written: dict[str, tuple[str, float]] = {}
     try:
         return msgspec.convert(to_fields(kind, table, written=written), kind, strict=True)
@@ -236,11 +236,22 @@ def _required(kind: type) -> list[str]:
 
 def encode(value: object) -> str:
     """The text of a dataclass as `decode` reads it: JSON in SI units, the same for the same value."""
+    import msgspec
+
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
+
+
+def encode_line(value: object) -> str:
+    """Return a value as JSON in one line."""
+    import msgspec
+
+    return msgspec.json.encode(value).decode() + "\n"
 
 
 def schema(kind: type, *, human_units: bool) -> dict[str, Any]:
     """JSON Schema of the file that `decode(kind, ...)` reads; with `human_units` keys may be those people write."""
+    import msgspec
+
     result: dict[str, Any] = msgspec.json.schema(kind)
     for definition in result.get("$defs", {}).values():
         if "properties" not in definition:

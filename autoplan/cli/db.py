@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import msgspec
 import typer
 
 from autoplan import api
 from autoplan.base.errors import InputError
+from autoplan.base.files import encode, encode_line
 from autoplan.base.units import format_bytes, format_seconds
 from autoplan.cli.inputs import whole_url
 from autoplan.cli.options import DbOption, ForceOption, QuietOption
@@ -118,7 +118,7 @@ def show(
     if json:
         _print_json(found)
     else:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        typer.echo(encode(found), nl=False)
 
 
 @db.command()
@@ -290,4 +290,4 @@ def _print_rows(
 
 
 def _print_json(value: Any) -> None:
-    typer.echo(msgspec.json.encode(value).decode())
+    typer.echo(encode_line(value), nl=False)

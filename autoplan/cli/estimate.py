@@ -73,7 +73,7 @@ def estimate(
     force: ForceOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
-    **axes: Any,
+    **flags: Any,
 ) -> None:
     """Price one plan: time and memory by term and by pipeline stage.
 
@@ -108,7 +108,7 @@ def estimate(
         launch_file=launch_file,
         variables=variables or (),
         target=target,
-        plan={name: value for name, value in axes.items() if is_typed(context, name)},
+        plan={name: value for name, value in flags.items() if name not in PROBLEM and is_typed(context, name)},
         memory_knobs=memory,
         **problem_options(context),
     ).with_command(command_line())

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from autoplan import api
 from autoplan.base.errors import InputError
-from autoplan.base.files import write_text
+from autoplan.base.files import encode_line, write_text
 from autoplan.cli.complete import clusters
 from autoplan.cli.inputs import check_outputs
 from autoplan.cli.options import ForceOption
@@ -37,13 +36,13 @@ def topo(
         if plan is not None or svg is not None:
             raise InputError(f"{cluster} has unlike parts: --plan and --svg show a cluster of equal nodes, name a part")
         if json:
-            typer.echo(msgspec.json.encode(mixed_json(spec)).decode())
+            typer.echo(encode_line(mixed_json(spec)), nl=False)
         else:
             print_mixed_topology(make_console(), spec)
         return
     found = api.topology.topology(spec, plan)
     if json:
-        typer.echo(msgspec.json.encode(found.to_table()).decode())
+        typer.echo(encode_line(found.to_table()), nl=False)
     else:
         print_topology(make_console(), found.cluster, found.graph)
         if found.traffic is not None:

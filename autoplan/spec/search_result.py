@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_positive
@@ -100,6 +100,11 @@ class SearchResult:
     rivals: tuple[RankedPlan, ...]
     closest: RankedPlan | None
     certificate: Certificate
+
+    def led_by(self, best: RankedPlan) -> SearchResult:
+        """Return the result with another best plan in front."""
+        certificate = replace(self.certificate, best_step_s=best.step_s)
+        return replace(self, ranked=(best, *self.ranked), rivals=(best, *self.rivals), certificate=certificate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from autoplan.base.errors import InputError
 from autoplan.base.files import MOST_BYTES, read_text
 from autoplan.base.units import cleaned
-from autoplan.profiler.discover import hwloc, nvidia_smi, rocm_smi, scontrol
+from autoplan.profiler.discover import hwloc, nvidia_smi, rocm_smi, slurm
 from autoplan.profiler.discover.observed import ObservedDevice, ObservedLink, ObservedNic, ObservedNode
 from autoplan.profiler.discover.pci import Place, link_bytes_per_s, path_between
 from autoplan.profiler.discover.slurm import SwitchTree
@@ -49,7 +49,7 @@ def switch_tree(variables: Mapping[str, str]) -> SwitchTree | None:
     for tell in ways:
         with suppress(InputError):  # not readable, or of a plugin without switches
             if text := tell():
-                return scontrol.parse(text)
+                return slurm.parse(text)
     return None
 
 

@@ -103,16 +103,14 @@ def _joined(
 
 def _contradiction(earlier: Part, later: Part) -> str:
     """Say how `later` contradicts `earlier`; blank where it does not."""
-    if isinstance(earlier, ObservedNic) and isinstance(later, ObservedNic):
-        for name in ("kind", "bytes_per_s", "numa"):
+    if not isinstance(earlier, ObservedLink):
+        known, names = f"device {getattr(earlier, 'index', '')}", ("pci", "numa", "architecture")
+        if isinstance(earlier, ObservedNic):
+            known, names = earlier.name, ("kind", "bytes_per_s", "numa")
+        for name in names:
             ours, theirs = getattr(earlier, name), getattr(later, name)
             if ours not in (None, "") and theirs not in (None, "") and ours != theirs:
-                return f"{earlier.name} has {name} {theirs}, not {ours}"
-    if isinstance(earlier, ObservedDevice) and isinstance(later, ObservedDevice):
-        for name in ("pci", "numa", "architecture"):
-            ours, theirs = getattr(earlier, name), getattr(later, name)
-            if ours not in (None, "") and theirs not in (None, "") and ours != theirs:
-                return f"device {earlier.index} has {name} {theirs}, not {ours}"
+                return f"{known} has {name} {theirs}, not {ours}"
     if isinstance(earlier, ObservedLink) and isinstance(later, ObservedLink):
         counts = earlier.num_links != later.num_links and min(earlier.num_links, later.num_links) > 1
         if counts or (earlier.path == "fabric") != (later.path == "fabric"):

@@ -12,7 +12,7 @@ import msgspec
 from autoplan.base.errors import InputError
 from autoplan.base.files import MOST_BYTES, read_text
 from autoplan.base.units import cleaned
-from autoplan.profiler.discover import hwloc, infiniband, nccl_xml, nvidia_smi, rocm_smi, scontrol
+from autoplan.profiler.discover import hwloc, infiniband, nccl_xml, nvidia_smi, rocm_smi, slurm
 from autoplan.profiler.discover.observed import ObservedNode
 from autoplan.profiler.discover.slurm import SwitchTree
 
@@ -73,7 +73,7 @@ FORMATS: Mapping[str, tuple[str, Callable[[str], Parsed]]] = {
         r"(?m)^\s*(CA '|Infiniband device '|hca_id:|Device:\s*cxi\d|provider:\s*(efa|cxi))",
         infiniband.parse,
     ),
-    "slurm": (r"(?im)^\s*(SwitchName|BlockName)\s*=|^\s*-\s*topology\s*:", scontrol.parse),
+    "slurm": (r"(?im)^\s*(SwitchName|BlockName)\s*=|^\s*-\s*topology\s*:", slurm.parse),
 }
 
 

@@ -1,7 +1,8 @@
-"""Reader of the `topology.conf` or `topology.yaml` of Slurm, tree or block: the switches above each node.
+"""Reader of Slurm's `topology.conf`, `topology.yaml` and `scontrol show topology`: the switches above each node.
 
-Source of the formats: topology.conf(5), topology.yaml(5).  A switch that all nodes share is left out, as one set of
-switches joins the outermost tier anyway; a node that hangs higher than others repeats its outermost switch.
+Source of the formats, of trees or blocks: topology.conf(5), topology.yaml(5).  A switch that all nodes share is left
+out, as one set of switches joins the outermost tier anyway; a node that hangs higher than others repeats its outermost
+switch.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _MOST_YAML_CHARACTERS = 2**20
 _MOST_YAML_DEPTH = 20
 _MOST_TIERS = 8
 _PAIR = re.compile(r"(?P<key>\w+)\s*=\s*(?P<value>\S+)")
+_TOLD = re.compile(r"(?i)\s*\b(Level|BlockIndex|BlockSize)=\S*")
+_NODES = re.compile(r"(?i)\s*\bNodes=\S*")
 _KEYS = {"switchname", "switches", "nodes", "linkspeed", "blockname", "blocksizes"}
 
 
@@ -48,15 +51,21 @@ class SwitchTree:
         )
 
 
-def parse(text: str, *, topology: str = "") -> SwitchTree:
-    """The tree of a file of either format; `topology` names one of several in a topology.yaml.
+def parse(text: str) -> SwitchTree:
+    """Return the tree of a topology.conf, a topology.yaml, or of what `scontrol show topology` prints.
 
-    Without a name it is the default of the cluster, or the only one.
+    Of several topologies in a topology.yaml it is the default of the cluster.
     """
-    lines = [line.partition("#")[0].strip() for line in plain(text).split("\n")]
-    if any(_PAIR.match(line) for line in lines):
-        return _from_conf(lines)
-    return _from_yaml(text, topology)
+    lines = [_as_in_file(line.partition("#")[0].strip()) for line in plain(text).split("\n")]
+    return _from_conf(lines) if any(_PAIR.match(line) for line in lines) else _from_yaml(text)
+
+
+def _as_in_file(line: str) -> str:
+    """Return a line that scontrol prints, with a level, and nodes below switches of switches, as a file has it."""
+    if re.match(r"(?i)\s*AggregatedBlock=", line):
+        return ""  # made of the blocks on other lines
+    statement = _TOLD.sub("", line)
+    return _NODES.sub("", statement) if statement != line and re.search(r"(?i)\bSwitches=\S", line) else statement
 
 
 # topology.conf
@@ -140,13 +149,13 @@ class _YamlTopology:
     block: _YamlBlocks | None = None
 
 
-def _from_yaml(text: str, name: str) -> SwitchTree:
+def _from_yaml(text: str) -> SwitchTree:
     entries = _yaml(text)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise InputError("must be lines of a topology.conf, or the list of topologies of a topology.yaml")
     usable = [entry for entry in entries if "tree" in entry or "block" in entry]
-    chosen = [entry for entry in usable if entry.get("topology") == name] if name else usable
-    if not name and len(usable) > 1:
+    chosen = usable
+    if len(usable) > 1:
         chosen = [entry for entry in usable if entry.get("cluster_default") is True][:1]
     if len(chosen) != 1:
         names = ", ".join(shown(str(entry.get("topology"))) for entry in usable) or "none"

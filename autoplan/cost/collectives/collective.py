@@ -6,7 +6,7 @@ computation.  Prices, traffic, lower bounds and mixed clusters read these descri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol, Self
 
 import numpy as np
@@ -30,7 +30,7 @@ class LinkTimes(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Collective:
     """A collective or message of every plan, and how often it runs.
 
@@ -42,6 +42,7 @@ class Collective:
     operation: Operation
     group: ProcessGroup
     buffer_bytes: Floats
+    _: KW_ONLY
     # How often in a pass of the block, the end or the hop that it belongs to, or once all passes of a step are over.
     forward: Floats | float = 0.0
     backward: Floats | float = 0.0

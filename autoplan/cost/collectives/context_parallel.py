@@ -37,29 +37,15 @@ def context_parallel(problem: Problem, batch: PlanBatch) -> ContextParallel:
     exchanges = 1.0 - rings
     return ContextParallel(
         ring=Collective(
-            communicator="cp",
-            operation="all_gather",
-            group=group,
-            buffer_bytes=(heads if expands else kv) * batch.cp,
+            "cp",
+            "all_gather",
+            group,
+            (heads if expands else kv) * batch.cp,
             forward=rings,
             backward=(3.0 if expands else 2.0) * rings,
         ),
-        exchange_heads=Collective(
-            communicator="cp",
-            operation="all_to_all",
-            group=group,
-            buffer_bytes=heads,
-            forward=exchanges,
-            backward=exchanges,
-        ),
-        exchange_kv=Collective(
-            communicator="cp",
-            operation="all_to_all",
-            group=group,
-            buffer_bytes=kv,
-            forward=exchanges,
-            backward=exchanges,
-        ),
+        exchange_heads=Collective("cp", "all_to_all", group, heads, forward=exchanges, backward=exchanges),
+        exchange_kv=Collective("cp", "all_to_all", group, kv, forward=exchanges, backward=exchanges),
     )
 
 

@@ -78,13 +78,7 @@ def end_of_step(problem: Problem, batch: PlanBatch, parameters: StageParameters)
     def collective(
         communicator: str, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, runs: Bools | Floats
     ) -> Collective:
-        return Collective(
-            communicator=communicator,
-            operation=operation,
-            group=group,
-            buffer_bytes=buffer_bytes,
-            at_end=np.asarray(runs, dtype=np.float64),
-        )
+        return Collective(communicator, operation, group, buffer_bytes, at_end=np.asarray(runs, dtype=np.float64))
 
     return EndOfStep(
         reduce_copies=collective(

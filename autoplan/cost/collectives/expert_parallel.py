@@ -42,39 +42,17 @@ def expert_parallel(problem: Problem, batch: PlanBatch) -> ExpertParallel:
     copies = np.where(sends_tokens_once(problem, batch), moe.experts_per_token, 1)
     return ExpertParallel(
         dispatch=Collective(
-            communicator="ep",
-            operation="all_to_all",
-            group=groups.ep,
-            buffer_bytes=framework.experts.bytes_per_dispatched * routed,
+            "ep",
+            "all_to_all",
+            groups.ep,
+            framework.experts.bytes_per_dispatched * routed,
             forward=1.0,
             backward=1.0,
             copies=copies,
         ),
-        combine=Collective(
-            communicator="ep",
-            operation="all_to_all",
-            group=groups.ep,
-            buffer_bytes=2.0 * routed,
-            forward=1.0,
-            backward=1.0,
-            copies=copies,
-        ),
-        gather=Collective(
-            communicator="etp",
-            operation="all_gather",
-            group=groups.etp,
-            buffer_bytes=gathered,
-            forward=1.0,
-            backward=1.0,
-        ),
-        reduce=Collective(
-            communicator="etp",
-            operation="reduce_scatter",
-            group=groups.etp,
-            buffer_bytes=gathered,
-            forward=1.0,
-            backward=1.0,
-        ),
+        combine=Collective("ep", "all_to_all", groups.ep, 2.0 * routed, forward=1.0, backward=1.0, copies=copies),
+        gather=Collective("etp", "all_gather", groups.etp, gathered, forward=1.0, backward=1.0),
+        reduce=Collective("etp", "reduce_scatter", groups.etp, gathered, forward=1.0, backward=1.0),
     )
 
 

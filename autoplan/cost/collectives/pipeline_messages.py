@@ -35,19 +35,13 @@ def message(problem: Problem, batch: PlanBatch) -> Message:
     hidden, element = problem.model.hidden_size, problem.training.element_bytes
     return Message(
         send=Collective(
-            communicator="pp",
-            operation="send_recv",
-            group=groups.pp,
-            buffer_bytes=element * sent * hidden,
-            forward=1.0,
-            backward=1.0,
-            is_repeated=False,
+            "pp", "send_recv", groups.pp, element * sent * hidden, forward=1.0, backward=1.0, is_repeated=False
         ),
         gather=Collective(
-            communicator="pp",
-            operation="all_gather",
-            group=groups.tp,
-            buffer_bytes=element * tokens * hidden,
+            "pp",
+            "all_gather",
+            groups.tp,
+            element * tokens * hidden,
             forward=scatters.astype(np.float64),
             backward=scatters.astype(np.float64),
             is_repeated=False,
@@ -73,9 +67,9 @@ def tied_table(problem: Problem, batch: PlanBatch, stages: int) -> Collective:
     has_copies = problem.model.tied_embeddings and stages > 1
     vocab = padded_vocab(problem, batch)
     return Collective(
-        communicator="tied embedding",
-        operation="all_reduce",
-        group=ProcessGroup(process_groups(batch).pp.stride * (stages - 1), np.full(len(batch), 2, dtype=np.int64)),
-        buffer_bytes=problem.bytes_per_reduced_grad * vocab * problem.model.hidden_size / batch.tp,
+        "tied embedding",
+        "all_reduce",
+        ProcessGroup(process_groups(batch).pp.stride * (stages - 1), np.full(len(batch), 2, dtype=np.int64)),
+        problem.bytes_per_reduced_grad * vocab * problem.model.hidden_size / batch.tp,
         at_end=np.where(np.isin(batch.schedule, V_SCHEDULES), 0.0, 1.0) * has_copies,
     )

@@ -56,10 +56,10 @@ def sharded_states(problem: Problem, batch: PlanBatch, dense: Floats, expert: Fl
     reduces = pieces * when.reduces * times
     gather, gather_experts = (
         Collective(
-            communicator=name,
-            operation="all_gather",
-            group=group,
-            buffer_bytes=element * held / pieces,
+            name,
+            "all_gather",
+            group,
+            element * held / pieces,
             forward=gathers[0],
             backward=gathers[1],
             is_repeated=False,
@@ -67,13 +67,7 @@ def sharded_states(problem: Problem, batch: PlanBatch, dense: Floats, expert: Fl
         for name, group, held in (("shard", groups.shard, dense), ("expert shard", groups.expert_shard, expert))
     )
     reduce, reduce_experts = (
-        Collective(
-            communicator=name,
-            operation="reduce_scatter",
-            group=group,
-            buffer_bytes=wire * held / pieces,
-            backward=reduces,
-        )
+        Collective(name, "reduce_scatter", group, wire * held / pieces, backward=reduces)
         for name, group, held in (("shard", groups.shard, dense), ("expert shard", groups.expert_shard, expert))
     )
     return ShardedStates(gather, gather_experts, reduce, reduce_experts)

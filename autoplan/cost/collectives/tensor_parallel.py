@@ -56,29 +56,10 @@ def _collectives(
     """Collectives with so many gathers and sums in a (forward, backward) pass."""
     group, hidden, sp = process_groups(batch).tp, _hidden_bytes(problem, batch), batch.sp.astype(np.float64)
     return TensorParallel(
-        gather=Collective(
-            communicator="tp",
-            operation="all_gather",
-            group=group,
-            buffer_bytes=gathered_bytes,
-            forward=gathers[0] * sp,
-            backward=gathers[1] * sp,
-        ),
-        scatter=Collective(
-            communicator="tp",
-            operation="reduce_scatter",
-            group=group,
-            buffer_bytes=hidden,
-            forward=sums[0] * sp,
-            backward=sums[1] * sp,
-        ),
+        gather=Collective("tp", "all_gather", group, gathered_bytes, forward=gathers[0] * sp, backward=gathers[1] * sp),
+        scatter=Collective("tp", "reduce_scatter", group, hidden, forward=sums[0] * sp, backward=sums[1] * sp),
         reduce=Collective(
-            communicator="tp",
-            operation="all_reduce",
-            group=group,
-            buffer_bytes=hidden,
-            forward=sums[0] * (1.0 - sp),
-            backward=sums[1] * (1.0 - sp),
+            "tp", "all_reduce", group, hidden, forward=sums[0] * (1.0 - sp), backward=sums[1] * (1.0 - sp)
         ),
     )
 
@@ -120,18 +101,14 @@ def head_collectives(problem: Problem, batch: PlanBatch) -> tuple[TensorParallel
     hidden = _collectives(problem, batch, _hidden_bytes(problem, batch), (1.0, again), (0.0, 1.0))
     if framework.memory.shards_logits:
         loss = Collective(
-            communicator="tp",
-            operation="all_reduce",
-            group=process_groups(batch).tp,
-            buffer_bytes=BYTES_PER_REDUCED_TOKEN * tokens,
-            forward=LOSS_REDUCTIONS,
+            "tp", "all_reduce", process_groups(batch).tp, BYTES_PER_REDUCED_TOKEN * tokens, forward=LOSS_REDUCTIONS
         )
     else:
         loss = Collective(
-            communicator="tp",
-            operation="all_gather",
-            group=process_groups(batch).tp,
-            buffer_bytes=problem.training.element_bytes * tokens * padded_vocab(problem, batch),
+            "tp",
+            "all_gather",
+            process_groups(batch).tp,
+            problem.training.element_bytes * tokens * padded_vocab(problem, batch),
             forward=1.0,
         )
     return hidden, loss
