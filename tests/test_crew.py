@@ -26,8 +26,8 @@ pytest.importorskip("torch")
 from autoplan.base.errors import InputError
 from autoplan.base.processes import Children, CrewError, RankPlace, place_from
 from autoplan.profiler.crew import Crew
-from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Outcome, Task
-from autoplan.spec.timing import Operation
+from autoplan.profiler.protocol import BESIDE, Hello, Job, Outcome, Task
+from autoplan.spec.timing import COLLECTIVES, Operation
 
 # Which of the two timers speaks first, the barrier's or the watchdog's, depends on how busy the machine is.
 HUNG = r"Rank.*\b1\b.*failed to pass|did not end within 6 s"
