@@ -59,7 +59,7 @@ LATENT_ATTENTION, LATENT_ROPE = Launches(6, 10), Launches(26, 36)
 # A part that is recomputed by name launches what it launched forward, and what its checkpoint costs the host beside:
 # states of random generators kept and set, and a graph of its own (core/tensor_parallel/random.py) [judged].
 CHECKPOINT = 5
-_REPEATED_ATTENTION: dict[RecomputeModule, int | float] = {RecomputeModule.CORE_ATTN: 4, RecomputeModule.LAYERNORM: 1}
+_REPEATED_ATTENTION: dict[RecomputeModule, int | float] = {RecomputeModule.CORE_ATTN: 4}
 REPEATED: dict[Block, dict[RecomputeModule, int | float]] = {
     Block.ATTENTION: _REPEATED_ATTENTION,
     Block.WINDOW_ATTENTION: _REPEATED_ATTENTION,
@@ -93,7 +93,7 @@ def repeated_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Flo
     modules |= REPEATED.get(block, {})
     if block in ATTENTION_KINDS and problem.model.mla:
         rope = 1.0 if problem.framework.kernels.fused_latent_rope else LATENT_ROPE.forward
-        modules[RecomputeModule.MLA_UP_PROJ] = UP_PROJECTIONS + rope
+        modules |= {RecomputeModule.MLA_UP_PROJ: UP_PROJECTIONS + rope, RecomputeModule.LAYERNORM: 1.0}
     if block is Block.MOE:
         parts = _expert_parts(problem, batch)
         modules[RecomputeModule.MOE] = add_up(launches.forward * count for launches, count in parts)

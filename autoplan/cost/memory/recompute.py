@@ -253,11 +253,16 @@ def selective_s(
         return np.where(selective, again, 0.0)
     if not batch.recompute_modules.any():
         return zeros
-    added = zeros
-    for module in _parts_of(problem, block):
-        if (repeats := batch.repeats(module)).any():
-            added = added + np.where(repeats, _module_s(problem, batch, module, kernels, forward_s), 0.0)
-    return np.minimum(added, forward_s)  # the MoE layer and parts of it may both be named
+    times = {
+        module: np.where(repeats, _module_s(problem, batch, module, kernels, forward_s), 0.0)
+        for module in _parts_of(problem, block)
+        if (repeats := batch.repeats(module)).any()
+    }
+    # A norm of its own stands before what else is named (core/transformer/transformer_layer.py, _forward_mlp); the MoE
+    # layer and parts of it may both be named.
+    norm = times.pop(RecomputeModule.LAYERNORM, zeros)
+    own = _norm_s(problem, batch) if _has_norm_module(problem, block) else zeros
+    return norm + np.minimum(add_up(times.values()) + zeros, forward_s - own)
 
 
 def resent_share(problem: Problem, batch: PlanBatch, block: Block) -> Floats:
@@ -278,6 +283,12 @@ def _parts_of(problem: Problem, block: Block) -> tuple[RecomputeModule, ...]:
     return (RecomputeModule.MLP,) if block is Block.MLP else ()
 
 
+def _norm_s(problem: Problem, batch: PlanBatch) -> Floats:
+    """Forward time of one norm over the hidden size."""
+    moved = 4.0 * norm_tokens(problem, batch) * problem.model.hidden_size
+    return memory_bound_s(problem, problem.framework.kernels.kernel_bytes_factor * moved)
+
+
 def _module_s(
     problem: Problem,
     batch: PlanBatch,
@@ -286,17 +297,15 @@ def _module_s(
     forward_s: Floats,
 ) -> Floats:
     """Forward time of one part of a layer."""
-    factor = problem.framework.kernels.kernel_bytes_factor
     if module == "core_attn":
         return kernels.attention_forward_s
     if module in ("mlp", "moe"):
         return forward_s
     if module == "layernorm":
-        moved = 4.0 * norm_tokens(problem, batch) * problem.model.hidden_size
-        return memory_bound_s(problem, factor * moved)
+        return _norm_s(problem, batch)
     if module == "moe_act" and problem.model.moe:
         moe = problem.model.moe
         routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
         moved = _bytes_per_width(problem, batch) * routed * moe.expert_ffn_size / batch.etp
-        return memory_bound_s(problem, factor * moved)
+        return memory_bound_s(problem, problem.framework.kernels.kernel_bytes_factor * moved)
     return add_up(time for name, time in kernels.matrix_forward_s.items() if name in LINEARS_OF[module])
