@@ -439,7 +439,7 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         offload=Offload.OPTIMIZER if offload else Offload.NONE,
         tp_overlap=row.option("tp_overlap", problem.framework.overlap.tp_overlap_share > 0),
         dispatcher=_dispatcher(row, problem, recipe, ep),
-        ep_overlap=ep > 1 and row.option("ep_overlap", _overlaps_experts(problem, recipe, pp, vp, ep)),
+        ep_overlap=ep > 1 and row.option("ep_overlap", _overlaps_experts(row, problem, recipe, pp, vp, ep)),
         grad_reduce_overlap=row.option("grad_reduce_overlap", default=True),
         param_gather_overlap=row.option("param_gather_overlap", default=True),
     )
@@ -552,12 +552,15 @@ def _named_dispatcher(row: _Row, recipe: Recipe) -> Dispatcher:
     return enum_value("dispatcher", Dispatcher, row.options().get("dispatcher", recipe.dispatcher))
 
 
-def _overlaps_experts(problem: Problem, recipe: Recipe, pp: int, vp: int, ep: int) -> bool:
+def _overlaps_experts(row: _Row, problem: Problem, recipe: Recipe, pp: int, vp: int, ep: int) -> bool:
     """Whether expert traffic runs beside another micro-batch, as the recipes of the framework do where it can.
 
+    Not where the row says the dispatcher of its own recipe, and nothing of an overlap.
     Megatron-Core can only for models of attention layers and, in a pipeline, with interleaving
     (core/transformer/transformer_config.py, overlap_moe_expert_parallel_comm).
     """
+    if "dispatcher" in row.options():
+        return False
     framework = problem.framework
     can = framework.rules != "megatron-lm" or (problem.model.mamba is None and (pp == 1 or vp > 1))
     is_far = ep > problem.cluster.levels[-1].num_devices and pp > 1
