@@ -9,9 +9,15 @@ import pytest
 
 from autoplan.base.curves import GemmCurve
 from autoplan.cost.blocks import _experts_wait_s, block_costs
-from autoplan.cost.collectives.expert_parallel import _unpaired_share, expert_parallel, shown_expert_parallel_s
+from autoplan.cost.collectives.expert_parallel import (
+    _unpaired_share,
+    expert_parallel,
+    expert_parallel_s,
+    shown_expert_parallel_s,
+)
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.times import NARROW_ATTENTION_TIME, gemm_pace, gemm_rate, kernel_times, memory_bound_s
+from autoplan.cost.network.links import Links
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.calibration import built_in_calibration
 from autoplan.read.cluster import load_cluster
@@ -107,6 +113,18 @@ def test_paired_traffic_costs_what_it_cannot_hide_and_the_units_it_takes(work_s:
     assert shown_expert_parallel_s(PROBLEM, batch_of(dispatcher="hybridep"), traffic, work)[0] == 1.0
     shown = shown_expert_parallel_s(PROBLEM, batch_of(ep_overlap=True, dispatcher="hybridep"), traffic, work)[0]
     assert shown == pytest.approx(1 / 4 + 3 / 4 * (1.0 - hidden * (1 - 32 / 132)))
+
+
+def test_deepep_moves_no_more_than_its_compute_units() -> None:
+    """Combining 4,096 tokens of width 7,168 for 8 of 256 experts on 8 B200: 882 us (aiconfigurator-core 0.12.0)."""
+    model = replace(MODEL, hidden_size=7168, moe=Experts(num_experts=256, experts_per_token=8, expert_ffn_size=512))
+    problem = replace(PROBLEM, model=model, cluster=load_cluster("b200:1x8"), calibration=Calibration())
+    links = Links.of(problem)
+    batch = batch_of(dispatcher="deepep")
+    both = expert_parallel_s(problem, batch, links)[0] - 2 * problem.framework.host.host_s_per_collective
+    assert both / 2 == pytest.approx(882e-6, rel=0.08)
+    combine = expert_parallel(problem, batch).combine.seconds(links)[0]
+    assert combine < both / 2  # the links alone would be faster
 
 
 def test_traffic_hides_under_every_kernel_of_its_block_once() -> None:

@@ -18,6 +18,11 @@ from autoplan.spec.problem import Problem
 # (Megatron-Core moe_hybridep_num_sms).
 COMPUTE_UNITS = np.array([{Dispatcher.DEEPEP: 20.0, Dispatcher.HYBRIDEP: 32.0}.get(word, 0.0) for word in Dispatcher])
 
+# Of these units, each moves so many bytes a second to other ranks: those of DeepEP, combining 16-bit tokens of width
+# 7,168, make 275 to 303 GB/s of 20 units on H100 and H200, 306 to 358 on B200 and B300, and 133 to 158 of 8, whatever
+# the links (aiconfigurator-core 0.12.0, wideep_deepep_normal_perf of sglang 0.5.12).  HybridEP's are not known.
+MOVED_PER_UNIT_BYTES_PER_S = 15e9
+
 
 class ExpertParallel(NamedTuple):
     """Collectives of one block of experts."""
@@ -58,9 +63,22 @@ def expert_parallel(problem: Problem, batch: PlanBatch) -> ExpertParallel:
 
 def expert_parallel_s(problem: Problem, batch: PlanBatch, links: LinkTimes) -> Floats:
     """Time of the collectives of one block of experts in one pass, where no other micro-batch runs beside."""
-    dispatch, combine, gather, reduce = (one.seconds(links) for one in expert_parallel(problem, batch))
+    described = expert_parallel(problem, batch)
+    dispatch, combine, gather, reduce = (one.seconds(links) for one in described)
+    dispatch = np.maximum(dispatch, _units_s(batch, described.dispatch))
+    combine = np.maximum(combine, _units_s(batch, described.combine))
     host = problem.calibration.host * problem.framework.host.host_s_per_collective
     return (dispatch + combine) + (gather + reduce) + 2 * host * (batch.ep > 1)
+
+
+def _units_s(batch: PlanBatch, exchange: Collective) -> Floats:
+    """Time that the compute units of DeepEP take to move what goes to other ranks, each token once to a rank."""
+    size = exchange.group.size
+    sent_once = size * (1 - (1 - 1 / size) ** exchange.copies) / exchange.copies
+    moved = exchange.buffer_bytes * sent_once * (size - 1) / size
+    units = COMPUTE_UNITS[Dispatcher.DEEPEP.code]
+    is_deepep = batch.dispatcher == Dispatcher.DEEPEP.code
+    return np.where(is_deepep, moved / (units * MOVED_PER_UNIT_BYTES_PER_S), 0.0)
 
 
 def _unpaired_share(batch: PlanBatch) -> Floats:
