@@ -69,9 +69,10 @@ def test_an_all_to_all_counts_its_tokens_in_front_of_every_forward_pass_unless_a
 
 
 def test_a_graph_of_static_shapes_waits_for_nothing() -> None:
-    graphed = replace(PROBLEM, framework=FRAMEWORK.changed(syncs_overlapped_experts=False))
-    assert _experts_wait_s(graphed, batch_of(ep_overlap=True)).total_s[0] == 0.0
-    assert _experts_wait_s(graphed, batch_of()).total_s[0] > 0.0
+    graphed = replace(PROBLEM, framework=FRAMEWORK.changed(static_overlap=("mxfp8",)))
+    assert _experts_wait_s(graphed, batch_of(ep_overlap=True, precision="mxfp8")).total_s[0] == 0.0
+    for changes in ({"ep_overlap": True}, {"precision": "mxfp8"}):  # in another precision, and without overlap
+        assert _experts_wait_s(graphed, batch_of(**changes)).total_s[0] > 0.0
 
 
 def test_experts_that_drop_tokens_wait_for_no_host_and_get_every_copy_of_a_token() -> None:

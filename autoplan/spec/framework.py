@@ -176,7 +176,8 @@ class Experts:
     narrow_sync_s: float = 0.0
     s_per_local_expert: float = 0.0
     fused_router: bool = False  # scores, top-k and balancing loss have kernels of their own
-    syncs_overlapped_experts: bool = True  # else plans with ep_overlap have static shapes, one graph and one kernel
+    # Precisions in which plans with ep_overlap have static shapes, one graph and one kernel.
+    static_overlap: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
     # Precisions in which its mixtures of experts run the core of the attention in 8 bits too.
     narrow_attention: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
 
@@ -337,6 +338,7 @@ _RETIRED = {
     "overlaps_experts",
     "overlaps_far_experts",
     "repeats_up_projections",
+    "syncs_overlapped_experts",
     "trains_mtp",
 }
 GROUPS: dict[str, type] = {

@@ -150,4 +150,5 @@ def is_one_graph(problem: Problem, batch: PlanBatch) -> Bools:
     """Return which plans of mixtures of experts have static shapes, and launch a pass as one CUDA graph."""
     experts, graphs = problem.framework.experts, problem.framework.host.graphs
     is_static = experts.drops_tokens or "full_iteration" in graphs
-    return is_static | (batch.ep_overlap & (not experts.syncs_overlapped_experts))
+    overlaps = batch.ep_overlap & np.isin(batch.precision, [Precision(name).code for name in experts.static_overlap])
+    return np.asarray(is_static | overlaps)
