@@ -49,8 +49,8 @@ AROUND_EXPERTS = Launches(4, 6)
 PER_EXPERT = Launches(2, 4)  # in loops over the local experts
 CASTS_PER_EXPERT = Launches(2, 3)  # in 8 bits and fewer: an input of each product, and gradients of outputs
 # Time of a launch in such a loop, which has no node of autograd to itself, over that of others [fitted, with
-# `host_s_per_launch`: 6 runs of Qwen3-30B and 235B and Moonlight with few tokens, 6 of Nemotron 3 Super with 64 experts
-# on a device].
+# `host_s_per_launch`: Qwen3-30B with one sequence on B200 (nvbridge), Qwen3-235B (xtuner_moe), Moonlight (bridge_ab),
+# Nemotron 3 Super with 64 experts on a device (nvbridge); 26 runs].
 LOOPED = 0.55
 SHARED_EXPERTS = Launches(6, 12)
 # Latent attention has more products and norms, and copies that its kernels need; without a kernel for them, the rotary
