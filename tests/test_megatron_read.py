@@ -288,7 +288,10 @@ def test_helpers_of_a_recipe_are_followed() -> None:
         ("cfg = apply_determinism_overrides(cfg=cfg)", "apply_determinism_overrides(cfg=cfg)"),
         ("cfg.model.recompute_modules.append('mlp')", "cfg.model.recompute_modules.append('mlp')"),
         ("if args.deterministic:\n        apply_determinism_overrides(cfg)", "if args.deterministic:"),
-        ("tp = 1\n    if args.wide:\n        tp = 8\n    cfg.model.tensor_model_parallel_size = tp", "model.tensor_mode"),
+        (
+            "tp = 1\n    if args.wide:\n        tp = 8\n    cfg.model.tensor_model_parallel_size = tp",
+            "model.tensor_mode",
+        ),
         ("cfg.model.tensor_model_parallel_size = chosen()", "model.tensor_model_parallel_size"),
     ],
 )
