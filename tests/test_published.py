@@ -102,6 +102,23 @@ def test_pt2_table_1_of_sc21_is_within_ten_percent_after_calibration_on_one_row(
     assert [round(ratio / middle, 3) for ratio in ratios] == pytest.approx([1.0] * 10, abs=0.10)
 
 
+# GPUs, micro-batch of ZeRO-3, TFLOP/s per GPU with it and with tensor and pipeline parallelism: Table 2, 174.6 billion
+# parameters, 1,536 sequences.
+TABLE_2 = [(384, 4, 144, 153), (768, 2, 88, 149), (1536, 1, 44, 141)]
+
+
+def test_pt3_zero3_of_sc21_is_within_a_fifth_and_loses_to_tensor_and_pipeline_parallelism() -> None:
+    model, batch = gpt(96, 12288, 96), 1536
+    operations = 96 * batch * 2048 * 96 * 12288**2 * (1 + 2048 / (6 * 12288) + 51200 / (16 * 96 * 12288))
+    for n, b, zero3_tflops, tp_pp_tflops in TABLE_2:
+        sharded = replace(plan(batch, b=b), dp_replicate=1, dp_shard=n, sharding="zero3")
+        alone = priced(model, [sharded], framework=load_framework("deepspeed-2021"))
+        split = priced(model, [plan(batch, t=8, p=12, d=n // 96)])
+        rates = [float(operations / cost.step_s[0]) / n / 1e12 for cost in (alone, split)]
+        assert rates == pytest.approx([zero3_tflops, tp_pp_tflops], rel=0.2)
+        assert rates[0] < rates[1]
+
+
 @pytest.mark.parametrize("devices", [32, 128])
 @pytest.mark.parametrize("batch", [32, 128, 512])
 def test_pt5_bubble_falls_with_data_parallelism_as_n_minus_d_over_b(devices: int, batch: int) -> None:

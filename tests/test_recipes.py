@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autoplan.frameworks.presets import load_framework
-from autoplan.runs.recipes import recipe_called, recipes
+from autoplan.runs.recipes import nearest_recipe, recipe_called, recipes
 
 
 def test_every_recipe_names_facts_that_are_shipped() -> None:
@@ -36,9 +36,51 @@ def test_what_was_not_measured_is_priced_as_its_kin(called: str, year: str, name
 
 
 @pytest.mark.parametrize(
+    ("called", "name"),
+    [
+        ("NeMo AutoModel 26.02", "torchtitan"),
+        ("LitGPT", "pytorch-fsdp"),
+        ("Lightning Fabric (LitGPT)", "pytorch-fsdp"),
+        ("Axolotl (DeepSpeed)", "deepspeed-hf"),
+        ("Axolotl (FSDP2)", "pytorch-fsdp"),
+        ("ColossalAI Gemini", "deepspeed-hf"),
+        ("Colossal-AI", "eager"),
+        ("veScale", "torchtitan"),
+        ("OLMo-core", "torchtitan"),
+        ("FairScale FSDP", "pytorch-fsdp"),
+        ("torchtune", "pytorch-fsdp"),
+        ("MindSpeed-LLM", "megatron-core"),
+        ("Trainer of ours on torchtitan", "torchtitan"),
+        ("HF Trainer + DeepSpeed ZeRO-3", "deepspeed-zero"),
+    ],
+)
+def test_later_frameworks_are_kin_of_what_they_do(called: str, name: str) -> None:
+    found = recipe_called(called, "2026")
+    assert found is not None
+    assert (found.framework, found.is_kin) == (name, True)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "year", "name"),
+    [
+        ("zero3", "2025", "pytorch-fsdp"),
+        ("zero1", "2025", "eager"),
+        ("", "?", "eager"),
+        ("none", "2021", "megatron-lm-2021"),
+    ],
+)
+def test_a_framework_of_no_name_is_told_by_its_sharding_and_year(sharding: str, year: str, name: str) -> None:
+    found = nearest_recipe(sharding, year)
+    assert (found.framework, found.is_kin) == (name, True)
+
+
+@pytest.mark.parametrize(
     ("called", "year", "name"),
     [
         ("NeMo 24.07/Megatron-Core", "2024", "nemo-24.07"),
+        ("NeMo 24.07 or older: NeMo 23.04 (MLPerf v3.0)", "2023", "nemo-23.06"),
+        ("NeMo 24.07 or older: NeMo 23.09 (MLPerf v3.1)", "2023", "nemo-24.07"),
+        ("NeMo 24.07 or older: NeMo Megatron 22.08", "2022", "megatron-lm-2022"),
         ("NeMo/Megatron-Core", "2025", "nemo-25.04"),
         ("Megatron-Core r0.8.0", "2024", "megatron-core-0.8"),
         ("Megatron-Bridge/Megatron-Core 25.09", "2025", "nemo-25.09"),

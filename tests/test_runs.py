@@ -14,6 +14,7 @@ import pytest
 from autoplan.base.errors import InputError
 from autoplan.cli.predict import predict as command
 from autoplan.cost.estimate import NORMAL_90
+from autoplan.cost.kernels.times import has_dropout
 from autoplan.cost.spreads import general_spreads
 from autoplan.runs.predictions import COLUMNS, predict, prediction_table
 from autoplan.runs.runs import Run, find_preset, read_runs
@@ -567,3 +568,30 @@ def test_a_node_of_eight_v100_of_which_no_network_is_told_has_one_adapter(tmp_pa
     assert run.problem is not None
     network = run.problem.cluster.network
     assert network.nic_bytes_per_s * network.nics_per_device * 8 == 12.5e9
+
+
+def test_kin_is_said_and_keeps_to_rules_that_hold_everywhere(tmp_path: Path) -> None:
+    """FSDP of PyTorch has no tensor parallelism to go with it here; what works like it may."""
+    row = LLAMA | {
+        "framework": "veScale",
+        "year": "2025",
+        "sharding": "zero3",
+        "cp": "1",
+        "pp": "1",
+        "vp": "",
+        "dp": "16",
+    }
+    (run,) = runs_of(tmp_path, row)
+    assert run.plan is not None, run.refusal
+    assert "framework treated as torchtitan" in run.filled
+
+
+def test_dropout_and_weights_in_8_bits_are_as_the_recipe_chose(tmp_path: Path) -> None:
+    row = LLAMA | {"framework": "NeMo 23.09", "year": "2023", "gated_mlp": "0", "precision": "fp8"}
+    plain, chosen = runs_of(tmp_path, row, row | {"id": "2", "options": "dropout=0;fp8_params=1"})
+    assert plain.problem is not None
+    assert chosen.problem is not None
+    assert has_dropout(plain.problem)
+    assert not has_dropout(chosen.problem)
+    assert "fp8" not in plain.problem.framework.memory.narrow_weights
+    assert "fp8" in chosen.problem.framework.memory.narrow_weights

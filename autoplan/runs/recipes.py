@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.spec.enums import Dispatcher, Precision, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.training import Attention
+
+FIRST_FLASH_YEAR = 2023  # before that, published runs in three dimensions had kernels like Megatron-LM's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +35,7 @@ class Recipe:
     repeats_up_projections: bool = False  # selective recomputation of latent attention repeats its up-projections
     microbatch_per_rank: bool = False  # pipelines take as many micro-batches as they have ranks
     counts_ends_as_layers: bool = False  # embedding and head count for a layer each; first stages take what is left
-    relieves_last_stage: bool = (
-        False  # as many layers fewer on the last stage, of 4 and more, as the others take one more
-    )
+    relieves_last_stage: bool = False  # the last of 4 stages or more has fewer layers, the middle ones one more
     overlaps_experts: tuple[Precision, ...] = ()  # precisions in which expert traffic is overlapped where it can be
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL  # of tokens that are not dropped
     # Router and rotary embeddings of latent attention run op by op where tokens travel by plain all-to-all.
@@ -67,6 +68,21 @@ def recipes() -> tuple[Recipe, ...]:
 
 
 def recipe_called(name: str, year: str, device: str = "") -> Recipe | None:
-    """Return the recipe of the runs that a table calls `name`; None where there is none."""
-    best = max(recipes(), key=lambda recipe: recipe.fit(name, year, device))
-    return best if best.fit(name, year, device) else None
+    """Return the recipe of the runs that a table calls `name`; None where there is none.
+
+    Where none begins it, one that begins one of its later words is kin: "Trainer of ours on FSDP".
+    """
+    words = [name, *(name[match.start() :] for match in re.finditer(r"\b\w", name) if match.start())]
+    for at, rest in enumerate(words):
+        best = max(recipes(), key=lambda recipe: recipe.fit(rest, year, device))
+        if best.fit(rest, year, device):
+            return replace(best, is_kin=True) if at else best
+    return None
+
+
+def nearest_recipe(sharding: str, year: str) -> Recipe:
+    """Return the recipe of runs of which no framework is known: by their sharding, else by their year."""
+    if sharding.startswith(Sharding.ZERO3):
+        return Recipe(names=(), framework="pytorch-fsdp", is_kin=True)
+    is_old = year.isdecimal() and int(year) < FIRST_FLASH_YEAR
+    return Recipe(names=(), framework="megatron-lm-2021" if is_old else "eager", is_kin=True)

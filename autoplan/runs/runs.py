@@ -24,7 +24,7 @@ from autoplan.frameworks.registry import book_of
 from autoplan.read.calibration import built_in_calibration
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.model import load_model, preset_models
-from autoplan.runs.recipes import Recipe, recipe_called
+from autoplan.runs.recipes import Recipe, nearest_recipe, recipe_called
 from autoplan.runs.table import BLANKS, read_rows
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
 from autoplan.spec.enums import Dispatcher, Offload, Precision, Recompute, RecomputeModule, Sharding, enum_value
@@ -36,7 +36,6 @@ from autoplan.spec.timing import Calibration
 from autoplan.spec.training import Attention, TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 
-UNKNOWN = Recipe(names=(), framework="megatron-core")
 GPT_VOCAB_SIZE = 50257  # of GPT-2's tokenizer, where a table leaves the vocabulary out
 # Of a model, where it has no gate and is no GPT.
 NOT_IN_COLUMNS = (
@@ -55,7 +54,9 @@ SLOWEST_NIC_BYTES_PER_S = 10e9  # of those of nodes of GPUs: EDR and 100 Gb/s Et
 READ_OPTIONS = {
     "cuda_graph",
     "dispatcher",
+    "dropout",
     "ep_overlap",
+    "fp8_params",
     "grad_reduce_overlap",
     "param_gather_overlap",
     "pp_layout",
@@ -154,13 +155,13 @@ def _run(cells: dict[str, str]) -> Run:
     row = _Row(cells)
     problem, plan, refusal, invalid = None, None, "", False
     try:
-        recipe = recipe_called(row.text("framework", "?"), row.text("year", "?"), _sized_gpu(row)) or UNKNOWN
+        recipe = _recipe(row)
         problem = _problem(row, recipe)
         plan = _plan(row, problem, recipe)
         row.filled.extend(
             f"{name}={value} left out" for name, value in row.options().items() if name not in READ_OPTIONS
         )
-        refusal = _refused_by_framework(problem, plan)
+        refusal = _refused_by_framework(problem, plan, recipe)
         invalid = bool(refusal)
     except AutoplanError as error:
         refusal = str(error)
@@ -174,9 +175,16 @@ def _run(cells: dict[str, str]) -> Run:
     )
 
 
+def _recipe(row: _Row) -> Recipe:
+    """How the runs that the row's framework is called by were made, or those of its nearest kin."""
+    year = row.text("year", "?")
+    sharding = row.text("sharding") if row.has("sharding") else ""
+    return recipe_called(row.text("framework", "?"), year, _sized_gpu(row)) or nearest_recipe(sharding, year)
+
+
 def _problem(row: _Row, recipe: Recipe) -> Problem:
     framework = recipe.software()
-    if recipe is UNKNOWN:
+    if recipe.is_kin:
         row.filled.append(f"framework treated as {recipe.framework}")
     attention = row.word("attention", get_args(Attention), recipe.attention)
     precision = row.word("precision", tuple(Precision), recipe.precision or "bf16")
@@ -190,9 +198,7 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
         fused_norm=row.flag("fused_norm", False) if row.has("fused_norm") else None,
     )
     model = _model(row, recipe)
-    drops = row.option("token_dropping", _drops_tokens(row.text("model"), framework))
-    if drops != framework.experts.drops_tokens:
-        framework = framework.changed(drops_tokens=drops)
+    framework = _as_chosen(row, framework)
     if recipe.routes_unfused_alltoall and _named_dispatcher(row, recipe) == Dispatcher.ALL_TO_ALL:
         framework = framework.changed(fused_router=False, fused_latent_rope=False)
     if graphs := _graphs(row):
@@ -205,8 +211,20 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
         training=training,
         cluster=cluster,
         framework=framework,
-        calibration=built_in_calibration(framework, cluster.device, is_kin=recipe is UNKNOWN or recipe.is_kin),
+        calibration=built_in_calibration(framework, cluster.device, is_kin=recipe.is_kin),
     )
+
+
+def _as_chosen(row: _Row, framework: Framework) -> Framework:
+    """The framework with what the row's recipe chose of it: dropping of tokens, dropout, weights in 8 bits."""
+    kernels, memory = framework.kernels, framework.memory
+    drops = row.option("token_dropping", _drops_tokens(row.text("model"), framework))
+    others = tuple(narrow for narrow in memory.narrow_weights if narrow != "fp8")
+    is_narrow = row.option("fp8_params", "fp8" in memory.narrow_weights)
+    drops_out = row.options().get("dropout")
+    if drops_out is not None:
+        framework = framework.changed(gpt_dropout=False, dropout=row.option("dropout", kernels.dropout))
+    return framework.changed(drops_tokens=drops, narrow_weights=("fp8", *others) if is_narrow else others)
 
 
 def _plain(name: str) -> str:
@@ -568,13 +586,13 @@ def _overlaps_experts(row: _Row, problem: Problem, recipe: Recipe, pp: int, vp: 
     return can and (by_choice or problem.training.precision in recipe.overlaps_experts)
 
 
-def _refused_by_framework(problem: Problem, plan: ParallelPlan) -> str:
+def _refused_by_framework(problem: Problem, plan: ParallelPlan, recipe: Recipe) -> str:
     """The first rule that the plan breaks, or nothing.
 
     The rules of Megatron-LM are those of today, and most of its runs in tables are older: they answer to none.  Nor do
-    runs without mixed precision, which no plan is made for.
+    runs of kin, which has other rules, or without mixed precision, which no plan is made for.
     """
     framework = problem.framework
-    answers_to_none = framework.rules == "megatron-lm" or problem.training.precision == "fp32"
+    answers_to_none = recipe.is_kin or framework.rules == "megatron-lm" or problem.training.precision == "fp32"
     rules = universal.RULES if answers_to_none else book_of(framework).rules
     return next(iter(broken(rules, problem.workload, plan)), "")

@@ -204,6 +204,8 @@ class Network:
     zero2_reduces_every_microbatch: bool = False  # else once a step, like zero1
     # Under zero3 gathers, and reductions, of a block: more than one where every tensor goes by itself.
     messages_per_block: float = 1.0
+    # Under zero3 the slices of all ranks are copied, each by a kernel, behind a gather and before a reduction.
+    copies_sharded_pieces: bool = False
     zero3_regathers_in_pipeline: bool = False  # else stages of a pipeline gather and reduce once a step
     # What reducing and gathering sharded states costs over the wire's time alone (flattening, padding, small buckets).
     sharded_wire_factor: float = 1.0

@@ -8,7 +8,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
-from autoplan.cost.kernels.times import memory_bound_s
+from autoplan.cost.kernels.times import KERNEL_START_S, memory_bound_s
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import Sharding
@@ -80,10 +80,12 @@ def sharded_states_s(problem: Problem, batch: PlanBatch, links: LinkTimes, dense
     unit = sharded_states(problem, batch, dense, expert)
     gather = unit.gather.seconds(links) + unit.gather_experts.seconds(links)
     reduce = unit.reduce.seconds(links) + unit.reduce_experts.seconds(links)
-    dearer = problem.framework.network.sharded_wire_factor
+    network, pieces = problem.framework.network, np.where(unit.gather.group.size > 1, unit.gather.group.size, 0)
+    copies = network.copies_sharded_pieces * KERNEL_START_S * problem.calibration.memory_bound * pieces
+    gather, reduce = network.sharded_wire_factor * gather + copies, network.sharded_wire_factor * reduce + copies
     return Pass(
-        forward_s=dearer * gather * unit.gather.forward,
-        backward_s=dearer * (gather * unit.gather.backward + reduce * unit.reduce.backward),
+        forward_s=gather * unit.gather.forward,
+        backward_s=gather * unit.gather.backward + reduce * unit.reduce.backward,
     )
 
 
