@@ -23,6 +23,7 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import TARGETS
 from autoplan.launch.targets import exported
 from autoplan.read.model import load_model
+from autoplan.report.launch_file import gap_line
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
@@ -267,6 +268,16 @@ def test_the_terminal_says_gap_changes_and_options(folder: Path, found: PlanFile
     assert "recompute full -> none" in printed
     assert "--recompute-granularity" in printed
     assert printed.index("today ") < printed.index("gap ") < printed.index("change ") < printed.index("options, from")
+
+
+def test_a_verdict_is_no_firmer_than_what_was_read(found: PlanFile) -> None:
+    assert found.today is not None
+    assert "if what was not read" not in gap_line(found.today)
+    partly = replace(found.today, unread={"--fp8-recipe blockwise": "priced with one scale a tensor"})
+    assert gap_line(partly) == gap_line(found.today) + ", if what was not read of the file changes nothing"
+    assert partly.gap is not None
+    level = replace(partly, gap=replace(partly.gap, ratio=1.0, low=0.9, high=1.1))
+    assert gap_line(level) == "none: no plan of the space is faster, if what was not read of the file changes nothing"
 
 
 def search_from(folder: Path, name: str, *arguments: str) -> dict[str, Any]:

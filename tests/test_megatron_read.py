@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -303,3 +304,100 @@ def test_what_a_helper_of_another_file_may_change_is_listed(change: str, unread:
 @pytest.mark.parametrize("change", ["print(cfg)", "logger.info(cfg.model)", "cfg.logger.update(x)", "pretrain(cfg)"])
 def test_what_changes_nothing_of_a_recipe_is_not_listed(change: str) -> None:
     assert matters(helped(f"{change}\n    return cfg\n")) == set()
+
+
+# -- what public files say that was read otherwise --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "recompute", "num_layers"), [("0", "none", None), ("3", "full", 3), (None, "full", None)]
+)
+def test_no_layer_of_a_block_is_recomputed_where_it_says_so(
+    count: str | None, recompute: str, num_layers: int | None
+) -> None:
+    """Primus' examples/megatron/configs/MI355X/deepseek_v3-FP8-pretrain.yaml; core/recompute.py."""
+    options = "--recompute-granularity full --recompute-method block"
+    plan = read(options + (f" --recompute-num-layers {count}" if count else "")).plan
+    assert (plan.recompute, plan.recompute_num_layers) == (recompute, num_layers)
+
+
+def test_null_in_an_experiment_overrides_the_preset() -> None:
+    """The line of examples/megatron/configs/MI300X/deepseek_v3-BF16-pretrain.yaml."""
+    text = EXPERIMENT.replace("llama3_8B", "deepseek_v3").replace("${LENGTH}", "4096")
+    assert primus.READER.read(text, Given(num_devices=8)).model.num_mtp_layers == 1
+    without = primus.READER.read(f"{text}      mtp_num_layers: null\n", Given(num_devices=8))
+    assert without.model.num_mtp_layers == 0
+
+
+# Of primus/configs/models/megatron, shortened: biases and norms of heads are not those of the published models.
+PRESETS = {
+    "models/megatron/language_model.yaml": "add_bias_linear: false\nswiglu: true\nhidden_dropout: 0.0\n"
+    "attention_dropout: 0.0\nqk_layernorm: false\nuntie_embeddings_and_output_weights: true\nnum_query_groups: null\n",
+    "models/megatron/qwen2.5_base.yaml": "extends:\n  - language_model.yaml\nnormalization: RMSNorm\n"
+    "group_query_attention: true\nposition_embedding_type: rope\nrotary_base: 1000000\n",
+    "models/megatron/qwen3_4B.yaml": "extends:\n  - qwen2.5_base.yaml\ntokenizer_type: HuggingFaceTokenizer\n"
+    "tokenizer_model: Qwen/Qwen3-4B\nhidden_size: 2560\nffn_hidden_size: 9728\nnum_layers: 36\n"
+    "num_attention_heads: 32\nnum_query_groups: 8\n",
+    "modules/megatron/pre_trainer.yaml": "extends:\n  - trainer_base.yaml\nuse_distributed_optimizer: true\n",
+    "modules/megatron/trainer_base.yaml": "bf16: true\nuse_distributed_optimizer: false\n",
+}
+
+
+def test_a_preset_of_primus_is_what_its_files_say(tmp_path: Path) -> None:
+    text = EXPERIMENT.replace("llama3_8B", "qwen3_4B").replace("${LENGTH}", "4096")
+    for name, preset in PRESETS.items():
+        path = tmp_path / "primus" / "configs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(preset)
+    (examples := tmp_path / "examples" / "megatron").mkdir(parents=True)
+    published = load_model("qwen3-4b")
+    guessed = primus.READER.read(text, Given(num_devices=8))
+    assert guessed.model == published
+    assert "model" in matters(guessed)  # it may be another one
+    for given_ in (
+        Given(num_devices=8, folder=examples),
+        Given(num_devices=8, variables=(("PRIMUS_DIR", str(tmp_path)),)),
+    ):
+        launch = primus.READER.read(text, given_)
+        assert (published.qk_norm, published.tied_embeddings, published.head_dim) == ("head", True, 128)
+        assert (launch.model.qk_norm, launch.model.tied_embeddings, launch.model.head_dim) == ("none", False, None)
+        assert (launch.model.num_layers, launch.model.vocab_size) == (36, published.vocab_size)
+        assert launch.plan.sharding == "zero1"
+        assert matters(launch) == set()
+
+
+# The form of examples_deepspeed/run_deepspeed_example.sh of Megatron-DeepSpeed.
+WITH_DEEPSPEED = """
+ds_args=""
+ds_args=" --deepspeed ${ds_args}"
+ds_args=" --no-pipeline-parallel ${ds_args}"
+ds_args=" --deepspeed_config=ds_config.json ${ds_args}"
+ds_args=" --zero-stage=2 ${ds_args}"
+deepspeed --num_nodes 2 --num_gpus 8 pretrain_gpt.py --num-layers 24 --hidden-size 1024 --num-attention-heads 16 \\
+    --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 4 --global-batch-size 128 --bf16 \\
+    --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --checkpoint-activations $ds_args
+"""
+
+
+def test_scripts_of_megatron_deepspeed_are_its_own() -> None:
+    launch = megatron_lm.READER.read(WITH_DEEPSPEED, Given())
+    assert launch.framework == "megatron-deepspeed"
+    assert (launch.plan.sharding, launch.plan.recompute, launch.plan.num_devices) == ("zero2", "full", 16)
+    assert "--deepspeed_config" in matters(launch)
+    ulysses = WITH_DEEPSPEED.replace("--zero-stage=2", "--zero-stage=3 --ds-sequence-parallel-size 4")
+    plan = megatron_lm.READER.read(ulysses, Given()).plan
+    assert (plan.cp, plan.cp_kind, plan.dp, plan.sharding) == (4, "all_to_all", 4, "zero3")
+
+
+def test_experts_of_megatron_deepspeed_are_not_taken_for_those_of_megatron() -> None:
+    with pytest.raises(InputError, match="the experts of Megatron-DeepSpeed are not read"):
+        megatron_lm.READER.read(WITH_DEEPSPEED.replace("--bf16", "--bf16 --num-experts 64"), Given())
+    dense = megatron_lm.READER.read(WITH_DEEPSPEED.replace("--bf16", "--bf16 --num-experts 1"), Given())
+    assert dense.model.moe is None
+
+
+def test_a_program_that_starts_recipes_is_none() -> None:
+    """scripts/performance/bootstrap.py of Megatron-Bridge."""
+    text = 'import os\nENTRYPOINT_RECIPE = "run_recipe.py"\ndef main():\n    os.execv("python", [ENTRYPOINT_RECIPE])\n'
+    with pytest.raises(InputError, match="no function of the file sets a configuration"):
+        megatron_bridge.READER.read(text, Given(model=load_model("llama3-8b"), seq_len=4096, num_devices=8))

@@ -106,9 +106,11 @@ def gap_line(today: CurrentPlan) -> str:
     assert gap is not None
     behind, width = gap.ratio - 1.0, format_percent(gap.high / gap.ratio - 1.0)
     if today.priced and today.priced.verdict == "oom" and behind < 0:
-        return f"it does not fit; the best plan that does is {format_percent(1.0 / gap.ratio - 1.0)} slower"
+        return f"it does not fit; the best plan that does is {format_percent(1.0 / gap.ratio - 1.0)} slower" + _unless(
+            today
+        )
     if abs(behind) < LEAST_GAP:
-        return "none: no plan of the space is faster"
+        return "none: no plan of the space is faster" + _unless(today)
     text = f"{slower(behind)} than the best plan"
     sure = "inside" if gap.low <= 1.0 <= gap.high else "outside"
     text += f", {sure} the model's {width} interval"
@@ -117,7 +119,12 @@ def gap_line(today: CurrentPlan) -> str:
         text += (
             f"; at least {today.num_faster:,} other choice{plural} of degrees {'is' if not plural else 'are'} faster"
         )
-    return text
+    return text + _unless(today)
+
+
+def _unless(today: CurrentPlan) -> str:
+    """Return how far a verdict holds where something of the file was not read."""
+    return ", if what was not read of the file changes nothing" if today.unread else ""
 
 
 def _priced(plan: RankedPlan) -> str:

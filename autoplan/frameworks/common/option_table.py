@@ -58,8 +58,8 @@ class Row(Option):
     def read(self, source: Options, known: object | None = None, notation: str = "") -> Fields:
         """Return the field with the value that a file gives, that of what is `known` where the file is silent."""
         name = self.field.rpartition(".")[2]
-        default = self.default if known is None else getattr(known, name)
-        return {name: self.decode(source, self.name(notation), default)}
+        is_silent = known is not None and not source.is_null(self.name(notation))
+        return {name: self.decode(source, self.name(notation), getattr(known, name) if is_silent else self.default)}
 
 
 @dataclass(frozen=True, slots=True)

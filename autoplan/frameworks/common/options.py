@@ -149,11 +149,15 @@ class Options:
         """Return whether the file gives an option a value; null is none."""
         return key in self.given and self.given[key].value is not None
 
+    def is_null(self, key: str) -> bool:
+        """Return whether the file says that an option has no value, whatever a preset says."""
+        return key in self.given and self.given[key].value is None
+
     def value(self, key: str, default: Any = None) -> Any:
         """Return the value of an option, or what holds where the file is silent."""
         self.understood.add(key)
         if not self.has(key):
-            return self.defaults.get(key, default)
+            return default if self.is_null(key) else self.defaults.get(key, default)
         found = self.given[key].value
         if isinstance(found, Unknown):
             what, names = cleaned(found.text)[:60], re.findall(r"\$\{?([A-Za-z0-9_]+)", found.text)

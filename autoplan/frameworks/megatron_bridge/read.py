@@ -78,6 +78,7 @@ _ARGUMENTS = {path: name for name, path in BRIDGE_FIELDS.items()} | {
 _MADE = ("model", "mixed_precision", "comm_overlap", "model.transformer_layer_spec")
 _TRAINS = ("pretrain", "finetune", "distill")  # functions that a configuration is made for
 MOST_DEPTH = 20
+_PYTHON = re.compile(r"^(\s*(import|from)\s+megatron|def \w+\(|from __future__)", re.MULTILINE)
 # Sections whose fields change neither time nor memory, but for those that have a name of their own above.
 _HARMLESS = ("checkpoint", "logger", "rng", "scheduler", "tokenizer", "validation", "dataset", "profiling", "env_vars")
 
@@ -91,7 +92,7 @@ def read(text: str, given: Given) -> Launch:
     """The launch that a recipe or the command line of one describes; a recipe does not hold the number of devices."""
     devices = None
     recipe = _Recipe()
-    if any(entry in text for entry in ENTRIES) and not re.search(r"(?m)^\s*(import|from)\s+megatron", text):
+    if any(entry in text for entry in ENTRIES) and not _PYTHON.search(text):
         script = read_script(text, given.variables)
         before, words = started(script, ENTRIES, given)
         if words is None:
@@ -307,10 +308,10 @@ def _arguments(path: str, value: Any) -> Iterator[Argument]:
                 for argument, word in means.items():
                     yield Argument(path, text, argument, word)
         return
-    if value is None or path == "model.seq_length":  # the data set's is the one that counts
+    if path == "model.seq_length":  # the data set's is the one that counts
         return
     section, _, name = path.partition(".")
-    if path == "model.share_embeddings_and_output_weights":
+    if path == "model.share_embeddings_and_output_weights" and value is not None:
         yield Argument(path, text, "untie_embeddings_and_output_weights", not value)
     elif path in _ARGUMENTS:
         yield Argument(path, text, _ARGUMENTS[path], value)

@@ -67,9 +67,9 @@ def _read_vocabulary(reading: Reading) -> Fields:
     padded = arguments.optional_count("padded_vocab_size")
     if size or padded or base:  # which tokenizer fills it changes nothing
         return {"vocab_size": size or padded or (base.vocab_size if base else 0)}
-    tokenizer_model = arguments.given.get("tokenizer_model")
-    known = preset_of(str(tokenizer_model.value)) if tokenizer_model else None
-    if known:
+    named = arguments.given.get("tokenizer_model")
+    tokenizer_model = named.value if named else arguments.defaults.get("tokenizer_model")
+    if known := preset_of(str(tokenizer_model)):
         arguments.remark("tokenizer_model", f"its vocabulary is taken as that of {known.name}", matters=False)
         return {"vocab_size": known.vocab_size}
     tokenizer = arguments.text("tokenizer_type")

@@ -221,8 +221,8 @@ def _read_recompute(reading: Reading) -> Fields:
     if arguments.flag("recompute_activations"):
         kind = "selective"
     if kind == "full":
-        if method == "block" and count:
-            return {"recompute": "full", "recompute_num_layers": count}
+        if method == "block" and count is not None:  # the first layers of every chunk: of 0, none
+            return {"recompute": "full", "recompute_num_layers": count} if count else {}
         if (count or 1) > 1:
             arguments.remark("recompute_num_layers", "units of several layers keep less than is priced")
         return {"recompute": "full"}

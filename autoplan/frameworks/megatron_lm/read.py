@@ -12,6 +12,7 @@ from autoplan.frameworks.common.shell import Command, Script, is_open, read_scri
 from autoplan.frameworks.megatron_lm.launch import launch_of
 from autoplan.frameworks.megatron_lm.options import SWITCHES
 from autoplan.frameworks.megatron_lm.table import argument_of
+from autoplan.frameworks.megatron_lm.with_deepspeed import FRAMEWORK, is_with_deepspeed, translate
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")
 
@@ -39,8 +40,12 @@ def read(text: str, given: Given) -> Launch:
         Unread(option=condition, value="", why="only a running shell can decide it", matters=False)
         for condition in script.open
     )
+    target, framework = "megatron-lm", "megatron-core"
+    if is_with_deepspeed(arguments):
+        translate(arguments, has_model=given.model is not None)
+        target = framework = FRAMEWORK
     devices = num_devices(before, script, text)
-    return launch_of(arguments, given, target="megatron-lm", framework="megatron-core", num_devices=devices)
+    return launch_of(arguments, given, target=target, framework=framework, num_devices=devices)
 
 
 def started(
@@ -108,6 +113,8 @@ def num_devices(before: Sequence[str], script: Script, text: str) -> int | None:
     if any("torchrun" in word or "torch.distributed" in word for word in before):
         per_node, nodes = options.get("nproc_per_node", "1"), options.get("nnodes", "1").partition(":")[0]
         return _product(per_node, nodes)
+    if any(word.endswith("deepspeed") for word in before) and "num_gpus" in options:
+        return _product(options["num_gpus"], options.get("num_nodes", "1"))
     directives = _options([word for line in re.findall(r"(?m)^\s*#SBATCH\s+(.*)$", text) for word in line.split()])
     for name in ("ntasks", "n", "np"):
         if name in options:

@@ -8,12 +8,13 @@ from typing import Any
 import yaml
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
 from autoplan.frameworks.common.literals import MOST_BITS
 from autoplan.frameworks.common.options import Argument, Options, typed
 from autoplan.frameworks.megatron_lm.known_models import preset_of
 from autoplan.frameworks.megatron_lm.launch import launch_of
 from autoplan.frameworks.primus.options import LANGUAGE_MODEL, TRAINER
+from autoplan.frameworks.primus.presets import configs_folder, preset
 from autoplan.frameworks.primus.rules import ALGORITHMS
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import ModelSpec
@@ -22,6 +23,7 @@ MOST_CHARACTERS = 2**20
 MOST_DEPTH = 20
 
 _VARIABLE = re.compile(r"\$\{([^:{}]+)(?::([^}]*))?\}")
+_PLAIN = re.compile(r"\.ya?ml$")
 _ALGORITHMS: dict[str, Schedule | None] = {
     "1f1b": None,
     "1f1b-interleaved": None,
@@ -57,12 +59,18 @@ def read(text: str, given: Given) -> Launch:
     if not isinstance(overrides, dict):
         raise InputError("modules.pre_trainer.overrides must be a table")
     values = {str(key): _expanded(value, variables) for key, value in overrides.items()}
-    base = _model(str(_expanded(trainer.get("model"), variables)), given)
+    name = str(_expanded(trainer.get("model"), variables))
+    read_presets = _presets(name, str(_expanded(trainer.get("config"), variables)), given, variables)
+    base = None if read_presets else _model(name, given)
+    defaults = TRAINER | ({"hidden_dropout": 0.0, "attention_dropout": 0.0} if base else LANGUAGE_MODEL)
     arguments = Options(
-        [Argument(key, _text(value), key, value) for key, value in values.items() if value not in (None, "null")],
-        TRAINER | ({"hidden_dropout": 0.0, "attention_dropout": 0.0} if base else LANGUAGE_MODEL),
+        (Argument(key, _text(value), key, None if value == "null" else value) for key, value in values.items()),
+        read_presets or defaults,
         way_out="pass --model",
     )
+    if base and given.model is None:
+        why = f"taken for {base.name}; Primus' preset of that name may differ: pass --set PRIMUS_DIR=its checkout"
+        arguments.remarks.append(Unread(option="model", value=name, why=why))
     schedule = _schedule(arguments)
     if base and base.moe and "expert_model_parallel_size" not in values:
         arguments.remark("expert_model_parallel_size", "the preset of the model may set it", default="1")
@@ -77,6 +85,23 @@ def read(text: str, given: Given) -> Launch:
     return launch_of(
         arguments, given, target="primus", framework="primus", num_devices=None, base=base, schedule=schedule
     )
+
+
+def _presets(model: str, config: str, given: Given, variables: dict[str, str]) -> dict[str, Any]:
+    """Return the arguments that presets set, as their files say them; none where these are not at hand."""
+    folder = configs_folder(given)
+    if folder is None or (of_model := preset(folder, "models", _file(model))) is None:
+        return {}
+    merged = (preset(folder, "modules", _file(config)) or TRAINER) | of_model
+    expanded = {key: _expanded(value, variables) for key, value in merged.items()}
+    known = preset_of(_PLAIN.sub("", model))
+    if not preset_of(str(expanded.get("tokenizer_model"))) and expanded.get("vocab_size") is None and known:
+        expanded["vocab_size"] = known.vocab_size
+    return {key: value for key, value in expanded.items() if value not in (None, "null")}
+
+
+def _file(name: str) -> str:
+    return name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
 
 
 def _inside(table: Any, key: str) -> dict[str, Any]:
@@ -117,7 +142,7 @@ def _text(value: Any) -> str:
 
 def _model(name: str, given: Given) -> ModelSpec | None:
     """The model that a preset of Primus begins with; none for the one that is only a list of defaults."""
-    plain = re.sub(r"\.ya?ml$", "", name)
+    plain = _PLAIN.sub("", name)
     if given.model is not None or plain == "language_model":
         return given.model
     if found := preset_of(plain):

@@ -1,0 +1,75 @@
+"""Options of Megatron-DeepSpeed (4efb479d), the fork of Megatron-LM that DeepSpeed trains, by Megatron-LM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.options import Argument, Options
+from autoplan.frameworks.megatron_lm.options import STRATEGIES
+from autoplan.spec.enums import Sharding
+
+FRAMEWORK = "megatron-deepspeed"
+_TELLING = ("deepspeed", "deepspeed_config", "zero_stage", "ds_sequence_parallel_size")
+_STAGES = (Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
+_COSTLESS = (
+    *("deepspeed_activation_checkpointing", "expert_interval", "checkpoint_num_layers", "force_ds_sequence_parallel"),
+)
+
+
+def is_with_deepspeed(arguments: Options) -> bool:
+    """Return whether options are those of Megatron-DeepSpeed."""
+    return any(map(arguments.has, _TELLING))
+
+
+def translate(arguments: Options, *, has_model: bool) -> None:
+    """Add what the options of Megatron-DeepSpeed mean to those of Megatron-LM."""
+    sharding = arguments.word("zero_stage", dict(enumerate(_STAGES)), 1)
+    means = _means(arguments, "zero_stage")
+    means("use_distributed_optimizer", sharding != Sharding.NONE)
+    if sharding in (Sharding.ZERO2, Sharding.ZERO3):
+        strategy = next(word for word, kind in STRATEGIES.items() if kind == sharding)
+        means("use_megatron_fsdp", True)
+        means("data_parallel_sharding_strategy", strategy)
+    for overlap in ("overlap_grad_reduce", "overlap_param_gather"):  # stage 3 alone gathers and reduces ahead
+        means(overlap, sharding == Sharding.ZERO3)
+    if arguments.flag("checkpoint_activations"):
+        _means(arguments, "checkpoint_activations")("recompute_granularity", "full")
+        if arguments.optional_count("checkpoint_num_layers", 1) != 1:
+            arguments.remark("checkpoint_num_layers", "units of several layers keep less than is priced")
+    if (degree := arguments.count("ds_sequence_parallel_size", 1)) > 1:
+        means = _means(arguments, "ds_sequence_parallel_size")
+        means("context_parallel_size", degree)
+        means("cp_comm_type", "a2a")
+    if not arguments.flag("pipeline_parallel", True):
+        _means(arguments, "pipeline_parallel")("pipeline_model_parallel_size", 1)
+    if arguments.has("num_key_value_heads"):
+        means = _means(arguments, "num_key_value_heads")
+        means("group_query_attention", True)
+        means("num_query_groups", arguments.count("num_key_value_heads"))
+    if arguments.has("normalization"):
+        norms = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
+        _means(arguments, "normalization")("normalization", arguments.word("normalization", norms))
+    if arguments.has("num_experts") and arguments.value("num_experts") not in (1, [1]) and not has_model:
+        raise InputError("the experts of Megatron-DeepSpeed are not read from their options: pass --model")
+    if arguments.value("num_experts") == 1:
+        _means(arguments, "num_experts")("num_experts", 0)
+    arguments.value("deepspeed")
+    if arguments.has("deepspeed_config"):
+        arguments.remark("deepspeed_config", "read from the options alone, not from this file")
+    for key in ("cpu_optimizer", "ds_sequence_parallel_fpdt", "partition_activations", "mlp_type", "use_tutel"):
+        if arguments.has(key):
+            arguments.remark(key, "not priced")
+    arguments.known(*_COSTLESS)
+
+
+def _means(arguments: Options, key: str) -> Callable[[str, Any], None]:
+    """Return what gives another option the value that the one called `key` means."""
+    option = arguments.name(key)
+    text = arguments.given[key].text if arguments.has(key) else "its default"
+
+    def means(name: str, value: Any) -> None:
+        arguments.given[name] = Argument(option, text, name, value)
+
+    return means

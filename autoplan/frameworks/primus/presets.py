@@ -1,0 +1,37 @@
+"""Presets of Primus (fd1eeab) as its own files say them, below primus/configs in a checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from autoplan.base.errors import InputError
+from autoplan.base.files import is_file, read_text
+from autoplan.frameworks.common.launch import Given
+from autoplan.frameworks.common.options import parse_yaml
+
+_CONFIGS = Path("primus") / "configs"
+MOST_BYTES = 2**18
+MOST_DEPTH = 20
+
+
+def configs_folder(given: Given) -> Path | None:
+    """Return the folder of Primus' presets: of the checkout that PRIMUS_DIR names, or the file is in."""
+    named = dict(given.variables).get("PRIMUS_DIR")
+    places = [Path(named)] if named else [given.folder, *given.folder.absolute().parents] if given.folder else []
+    return next((place / _CONFIGS for place in places if (place / _CONFIGS / "models").is_dir()), None)
+
+
+def preset(folder: Path, kind: str, name: str, depth: int = 0) -> dict[str, Any] | None:
+    """Return the arguments of a preset over those that it extends; None where there is no file of that name."""
+    path = (folder / kind / "megatron" / name).resolve()
+    if depth > MOST_DEPTH:
+        raise InputError(f"{path}: presets extend one another without an end")
+    if not path.is_relative_to(folder.resolve()) or not is_file(path):
+        return None
+    table = parse_yaml(read_text(path, most_bytes=MOST_BYTES) or "{}", str(path))
+    extended = table.pop("extends", None) or []
+    merged: dict[str, Any] = {}
+    for other in [extended] if isinstance(extended, str) else extended:
+        merged |= preset(folder, kind, str(other), depth + 1) or {}
+    return merged | table
