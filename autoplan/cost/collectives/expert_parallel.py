@@ -58,7 +58,7 @@ def expert_parallel(problem: Problem, batch: PlanBatch) -> ExpertParallel:
 
 def expert_parallel_s(problem: Problem, batch: PlanBatch, links: LinkTimes) -> Floats:
     """Time of the collectives of one block of experts in one pass, where no other micro-batch runs beside."""
-    dispatch, combine, gather, reduce = (one.seconds(links) for one in expert_parallel(problem, batch))
+    dispatch, combine, gather, reduce = (sent.seconds(links) for sent in expert_parallel(problem, batch))
     host = problem.calibration.host * problem.framework.host.host_s_per_collective
     return (dispatch + combine) + (gather + reduce) + 2 * host * (batch.ep > 1)
 
