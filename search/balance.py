@@ -27,8 +27,8 @@ def min_max_layers(layer_s: Floats, extra_s: Floats, most_layers: Ints) -> tuple
     begins = np.arange(stages)[:, None] + spare
     start_s, end_s = np.take_along_axis(before, begins, 1), np.take_along_axis(before, begins + 1, 1)
     times = extra_s[:, None, None] + end_s[:, None, :] - start_s[:, :, None]  # (stages, a, b)
-    held = 1 + spare[None, :] - spare[:, None]
-    times = np.where((held >= 1) & (held <= most_layers[:, None, None]), times, np.inf)
+    layers = 1 + spare[None, :] - spare[:, None]
+    times = np.where((layers >= 1) & (layers <= most_layers[:, None, None]), times, np.inf)
     slowest, _ = _cheapest_cut(times, np.maximum)
     if not np.isfinite(slowest):
         return None

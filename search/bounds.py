@@ -112,12 +112,12 @@ def spread_of(model: ModelSpec, inside: Inside) -> Spread:
     is_folded = np.isin(inside.schedule, FOLDED)
     table = np.empty((len(FIGURES), len(inside), len(model.layer_kinds)))
     rank = np.empty(len(inside), dtype=np.int64)
-    first, like = distinct_rows(inside.layout, is_folded)
-    of_layout = np.argsort(like, kind="stable")
-    for one, mine in zip(first, np.split(of_layout, np.cumsum(np.bincount(like))[:-1]), strict=True):
-        layers = inside.layouts[inside.layout[one]]
-        figures, rank[mine] = _figures(model, layers, inside.pp, is_folded=bool(is_folded[one]))
-        table[:, mine] = figures[:, np.minimum(inside.recompute_num_layers[mine], max(layers))]
+    first, layout_of = distinct_rows(inside.layout, is_folded)
+    of_layout = np.argsort(layout_of, kind="stable")
+    for example, plans in zip(first, np.split(of_layout, np.cumsum(np.bincount(layout_of))[:-1]), strict=True):
+        layers = inside.layouts[inside.layout[example]]
+        figures, rank[plans] = _figures(model, layers, inside.pp, is_folded=bool(is_folded[example]))
+        table[:, plans] = figures[:, np.minimum(inside.recompute_num_layers[plans], max(layers))]
     return Spread(
         **dict(zip(FIGURES, table, strict=True)),
         rank=rank,
@@ -133,20 +133,20 @@ def _figures(model: ModelSpec, layout: tuple[int, ...], pp: int, *, is_folded: b
     """(`FIGURES` of a layout, its heaviest rank): shape (figures, layers of a chunk that are recomputed, sorts)."""
     layers, total, numbers = np.array(layout), _layers_before(model), np.arange(max(layout) + 1)
     starts = np.cumsum(layers) - layers
-    held = _by_rank(total[starts + layers] - total[starts], pp, is_folded=is_folded)
+    on_rank = _by_rank(total[starts + layers] - total[starts], pp, is_folded=is_folded)
     again = _by_rank(total[starts + np.minimum(layers, numbers[:, None])] - total[starts], pp, is_folded=is_folded)
     head, behind = 0 if is_folded else pp - 1, min(1, pp - 1)
-    others = held[: max(pp - 1, 1)].sum(axis=1)
+    others = on_rank[: max(pp - 1, 1)].sum(axis=1)
     rank = len(others) - 1 - int(np.argmax(others[::-1]))
     figures = {
-        "first": held[0],
-        "kept_first": held[0] - again[:, 0],
-        "second": held[behind],
-        "kept_second": held[behind] - again[:, behind],
-        "last": held[head],
-        "heaviest": held[rank],
-        "before": held[:rank].sum(axis=0),
-        "ahead": 0 * held[0] if is_folded else (total[starts + layers] - total[starts])[: pp - 1].sum(axis=0),
+        "first": on_rank[0],
+        "kept_first": on_rank[0] - again[:, 0],
+        "second": on_rank[behind],
+        "kept_second": on_rank[behind] - again[:, behind],
+        "last": on_rank[head],
+        "heaviest": on_rank[rank],
+        "before": on_rank[:rank].sum(axis=0),
+        "ahead": 0 * on_rank[0] if is_folded else (total[starts + layers] - total[starts])[: pp - 1].sum(axis=0),
         "repeated": again.sum(axis=1),
         "repeated_first": again[:, 0],
         "repeated_second": again[:, behind],
@@ -318,7 +318,7 @@ def _held_bytes(problem: Problem, batch: PlanBatch) -> dict[str, Any]:
     """Return the fields of `KindCosts` that the states decide."""
     dense, expert = _parameters(problem.model, batch)
     per_dense, per_expert, per_end = (
-        _state_bytes(problem, batch, *one) for one in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0))
+        _state_bytes(problem, batch, *numbers) for numbers in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0))
     )
     return {
         "state_bytes": per_dense[:, None] * dense + per_expert[:, None] * expert,
@@ -328,8 +328,8 @@ def _held_bytes(problem: Problem, batch: PlanBatch) -> dict[str, Any]:
 
 def _parameters(model: ModelSpec, batch: PlanBatch) -> tuple[Floats, Floats]:
     """(dense, expert) parameters of a layer that a rank holds: shape (kinds, sorts)."""
-    held = {block: local_parameters(batch, shape) for block, shape in block_shapes(model).items()}
-    dense, expert = (_per_layer(model, {block: pair[part] for block, pair in held.items()}) for part in (0, 1))
+    of_block = {block: local_parameters(batch, shape) for block, shape in block_shapes(model).items()}
+    dense, expert = (_per_layer(model, {block: pair[part] for block, pair in of_block.items()}) for part in (0, 1))
     return dense, expert
 
 
@@ -343,10 +343,10 @@ def _state_bytes(problem: Problem, batch: PlanBatch, dense: float, expert: float
     No gradients where they live in a part of the step alone: there need not be any when most activations are alive.
     """
     column = np.ones((len(batch), 1))
-    one = StageParameters(dense=dense * column, expert=expert * column, ends=ends * column)
-    weights, gradients, optimizer = states(problem, batch, one, process_groups(batch))
-    held = weights + optimizer + (0.0 if problem.framework.memory.fsdp2_states else gradients)
-    return problem.framework.memory.reserved_factor * held[:, 0]
+    parameters = StageParameters(dense=dense * column, expert=expert * column, ends=ends * column)
+    weights, gradients, optimizer = states(problem, batch, parameters, process_groups(batch))
+    kept = weights + optimizer + (0.0 if problem.framework.memory.fsdp2_states else gradients)
+    return problem.framework.memory.reserved_factor * kept[:, 0]
 
 
 def _kept_bytes(problem: Problem, batch: PlanBatch) -> Floats:
@@ -371,8 +371,8 @@ def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats)
     """The optimizer's step of a rank with the mean of the parameters of all stages, which one of them exceeds."""
     if problem.timings.holds("optimizer", "bf16", "fp16", "fp32"):
         return np.zeros(len(batch))
-    held = StageParameters(dense=dense[:, None], expert=expert[:, None], ends=np.zeros((len(batch), 1)))
-    return optimizer_s(problem, batch, own_parameters(batch, held)[:, 0], dense + expert)
+    parameters = StageParameters(dense=dense[:, None], expert=expert[:, None], ends=np.zeros((len(batch), 1)))
+    return optimizer_s(problem, batch, own_parameters(batch, parameters)[:, 0], dense + expert)
 
 
 def _reductions_s(
@@ -385,7 +385,7 @@ def _reductions_s(
     fewest, most = first
     model = problem.model
     table = model.vocab_size * model.hidden_size / batch.tp
-    held = StageParameters(
+    parameters = StageParameters(
         dense=(fewest * dense + table)[:, None], expert=(fewest * expert)[:, None], ends=table[:, None]
     )
     none = np.zeros((len(batch), 1), dtype=np.int64)
@@ -397,7 +397,7 @@ def _reductions_s(
         chunks_alike=none[:, 0] == 0,
         is_last=none > 0,
     )
-    end = end_of_step_s(problem, batch, blocks, held, Links.of(problem))
+    end = end_of_step_s(problem, batch, blocks, parameters, Links.of(problem))
     return least_shown_s(problem, batch, end.reduce_s[:, 0], end.gather_s[:, 0], most * per_layer)
 
 
@@ -422,11 +422,11 @@ def plan_bounds(problem: Problem, space: Space, costs: KindCosts) -> Iterator[Pl
         spread = spread_of(problem.model, inside)
         count = max(MOST_BOUNDS // len(inside), 1)
         for at in range(0, len(kinds), count):
-            some = kinds[at : at + count]
-            own = costs.take(some)
+            part = kinds[at : at + count]
+            own = costs.take(part)
             yield PlanBounds(
                 inside=inside,
-                kinds=some,
+                kinds=part,
                 step_s=own.step_s(spread, overlaps=problem.framework.overlap.p2p_overlap),
                 memory_bytes=own.memory_bytes(spread),
             )
@@ -457,22 +457,22 @@ def group_bounds(
     """
     time, least_bytes = np.full(len(groups), np.inf), np.full(len(groups), np.inf)
     for start in range(0, len(groups), BLOCK_GROUPS):
-        plain, lean, like = space.extremes(groups.take(np.arange(start, min(start + BLOCK_GROUPS, len(groups)))))
+        plain, lean, of_group = space.extremes(groups.take(np.arange(start, min(start + BLOCK_GROUPS, len(groups)))))
         overhead_s = np.full(len(plain), problem.framework.host.step_overhead_s)
         costs = replace(kind_costs(problem, plain), rest_s=overhead_s, **_held_bytes(problem, lean))
         step_s, needed = kind_bounds(problem, space, costs, most_bytes)
-        np.minimum.at(time, start + like, step_s)
-        np.minimum.at(least_bytes, start + like, needed)
+        np.minimum.at(time, start + of_group, step_s)
+        np.minimum.at(least_bytes, start + of_group, needed)
     return time, least_bytes
 
 
 def first_layers(problem: Problem, space: Space, kinds: PlanBatch) -> tuple[Ints, Ints]:
     """(fewest, most) layers of the first rank in all layouts of each kind."""
     fewest, most = np.zeros(len(kinds), dtype=np.int64), np.zeros(len(kinds), dtype=np.int64)
-    for inside, some in space.alike(kinds):
+    for inside, which in space.alike(kinds):
         if len(inside):
-            held = spread_of(problem.model, inside).first.sum(axis=1)
-            fewest[some], most[some] = held.min(), held.max()
+            layers = spread_of(problem.model, inside).first.sum(axis=1)
+            fewest[which], most[which] = layers.min(), layers.max()
     return fewest, most
 
 

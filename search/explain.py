@@ -84,13 +84,13 @@ def _priced(problem: Problem, best: RankedPlan, count: int) -> list[Neighbour]:
     for at, near in zip(order.tolist(), ranked(problem, costs, order), strict=True):
         wanted = asked[candidates[lawful[at]]]
         axes = axes_of(problem.model, near.plan) | {"global_batch": wanted.global_batch}
-        told = tuple((axis, words(axis, mine[axis]), words(axis, axes[axis])) for axis in differing(mine, axes))
+        changes = tuple((axis, words(axis, mine[axis]), words(axis, axes[axis])) for axis in differing(mine, axes))
         rules = book_of(problem.framework).rules
         is_whole = wanted.global_batch == near.plan.global_batch
         says = () if admitted[at] and is_whole else broken(rules, workload, near.plan if is_whole else wanted)
         result.append(
             Neighbour(
-                changes=told,
+                changes=changes,
                 plan=near,
                 ratio=near.step_s / near.plan.global_batch / pace,
                 stage=int(costs.worst_stage[at]),

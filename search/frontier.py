@@ -111,8 +111,8 @@ class OpenKinds:
         groups = groups[~is_out]
         parts = [frontier.groups.take(groups[:0])]
         owners, bounds = [groups[:0]], [frontier.bounds[:0]]
-        for some in frontier.blocks(groups):
-            kinds, of_group = frontier.kinds_of(some)
+        for part in frontier.blocks(groups):
+            kinds, of_group = frontier.kinds_of(part)
             costs = kind_costs(problem, kinds, first_layers(problem, space, kinds))
             step_s, least_bytes = kind_bounds(problem, space, costs, most_bytes)
             lowest = measure_bounds(problem, frontier.measures, step_s / kinds.global_batch, least_bytes)
@@ -121,7 +121,7 @@ class OpenKinds:
             least_skipped = min(least_skipped, float(lowest[is_out, 0].min(initial=np.inf)))
             kept = np.flatnonzero(~is_out)
             parts.append(kinds.take(kept))
-            owners.append(frontier.owner[some][of_group[kept]])
+            owners.append(frontier.owner[part][of_group[kept]])
             bounds.append(lowest[kept])
         bound, owner = np.concatenate(bounds), np.concatenate(owners)
         order = best_first(bound)

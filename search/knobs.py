@@ -81,8 +81,8 @@ def _recompute(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict
     named = _named(problem) if plan.recompute == "none" else ()
     for text in (*named, f"full:{half}", "full"):
         fields = none | parse_recompute(text)
-        some = f"{half} layer{'s' * (half > 1)} of a chunk"
-        words = {"full": "all layers", f"full:{half}": some, "selective": "selectively"}
+        partly = f"{half} layer{'s' * (half > 1)} of a chunk"
+        words = {"full": "all layers", f"full:{half}": partly, "selective": "selectively"}
         yield f"recompute {words.get(text, text)}", fields
 
 

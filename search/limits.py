@@ -74,7 +74,7 @@ class Limits:
 
     def where(self, **values: Iterable[Value | str]) -> Limits:
         """Return the limits with other `values` of some axes; texts stand for the words that they name."""
-        given = {name: tuple(AXIS[name].word(value) for value in some) for name, some in values.items()}
+        given = {name: tuple(AXIS[name].word(value) for value in words) for name, words in values.items()}
         return replace(self, values=tuple((name, given.get(name, old)) for name, old in self.values))
 
     def admits(self, axis: str, value: int) -> bool:

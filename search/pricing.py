@@ -58,9 +58,9 @@ def _promising(frontier: Frontier, groups: Ints, room_bytes: float) -> PlanBatch
     kinds, of_group = frontier.kinds_of(groups)
     costs = kind_costs(problem, kinds)
     lowest, _ = kind_bounds(problem, space, costs, room_bytes)
-    some = np.flatnonzero(np.isfinite(lowest))
-    cell = frontier.owner[groups][of_group[some]]
-    costs = costs.take(some[_first_of(cell, lowest[some] / kinds.global_batch[some])])
+    finite = np.flatnonzero(np.isfinite(lowest))
+    cell = frontier.owner[groups][of_group[finite]]
+    costs = costs.take(finite[_first_of(cell, lowest[finite] / kinds.global_batch[finite])])
     parts, bounds = [costs.batch.take(np.empty(0, dtype=np.int64))], [np.empty(0)]
     for found in plan_bounds(problem, space, costs):
         step_s = np.where(found.memory_bytes <= room_bytes, found.step_s, np.inf)

@@ -182,16 +182,19 @@ class Space:
 
     def alike(self, kinds: PlanBatch) -> Iterator[tuple[Inside, Ints]]:
         """(what some kinds hold, their indices): all kinds, those together that hold the same."""
-        first, like = kinds.distinct("pp", "recompute_num_layers")
-        for at, one in enumerate(first):
-            yield self.inside(int(kinds.pp[one]), int(kinds.recompute_num_layers[one])), np.flatnonzero(like == at)
+        first, group_of = kinds.distinct("pp", "recompute_num_layers")
+        for at, example in enumerate(first):
+            yield (
+                self.inside(int(kinds.pp[example]), int(kinds.recompute_num_layers[example])),
+                np.flatnonzero(group_of == at),
+            )
 
     def plans_in(self, kinds: PlanBatch) -> tuple[PlanBatch, Ints]:
         """(all plans of all kinds, for each the index of its kind); the rules are not asked yet."""
         parts, owners = [kinds.take(np.empty(0, dtype=np.int64))], [np.empty(0, dtype=np.int64)]
-        for inside, some in self.alike(kinds):
-            owner = np.repeat(some, len(inside))
-            parts.append(self.plans_of(kinds, inside, owner, np.tile(np.arange(len(inside)), len(some))))
+        for inside, which in self.alike(kinds):
+            owner = np.repeat(which, len(inside))
+            parts.append(self.plans_of(kinds, inside, owner, np.tile(np.arange(len(inside)), len(which))))
             owners.append(owner)
         batch, owner = PlanBatch.concatenate(parts), np.concatenate(owners)
         order = np.argsort(owner, kind="stable")
@@ -245,15 +248,15 @@ class Space:
 
     def _leanest_states(self, groups: PlanBatch) -> tuple[Ints, Ints]:
         """(the sharding, the offload) of each group that need least memory, of those that may be legal."""
-        first, like = groups.distinct(*_DEGREES)
-        some = groups.take(first)
+        first, degrees_of = groups.distinct(*_DEGREES)
+        distinct = groups.take(first)
         sharding, offload = np.zeros_like(first), np.zeros_like(first)
         for kind, place in product(self.limits.of("sharding"), self.limits.of("offload")):
             states = np.full_like(first, AXIS["sharding"].code(kind)), np.full_like(first, AXIS["offload"].code(place))
-            one = replace(some, sharding=states[0], offload=states[1], param_gather_overlap=states[0] > 0)
-            lawful = legal_so_far(self.rules, self.workload, one, _KNOWN_OF_STATES)
+            priced = replace(distinct, sharding=states[0], offload=states[1], param_gather_overlap=states[0] > 0)
+            lawful = legal_so_far(self.rules, self.workload, priced, _KNOWN_OF_STATES)
             sharding, offload = np.maximum(sharding, states[0] * lawful), np.maximum(offload, states[1] * lawful)
-        return sharding[like], offload[like]
+        return sharding[degrees_of], offload[degrees_of]
 
     def plans(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
         """(the legal plans of `cells`, for each the index of its cell); the plans of one cell stand together."""

@@ -81,7 +81,7 @@ def pipelines(problem: MixedProblem, parts: Sequence[int], most_replicas: int) -
             ):
                 continue
             groups = [size[part] // tp for part, tp in zip(order, tps, strict=True)]
-            for count in sorted({one for group in groups for one in divisors(group)}):
+            for count in sorted({divisor for group in groups for divisor in divisors(group)}):
                 depths = [group // count for group in groups]
                 used = sum(count * depth * tp for depth, tp in zip(depths, tps, strict=True))
                 if 0 in depths or sum(depths) > deepest or count > most_replicas:

@@ -91,8 +91,8 @@ def changes(way: Way) -> tuple[AxisChange, ...]:
                 alone = prices(way.problem, [plan])[0]
         except AutoplanError as error:
             why_not = str(error)
-        told = words(axis, before[axis]), words(axis, after[axis])
-        result.append(AxisChange(axis=axis, before=told[0], after=told[1], alone=alone, why_not=why_not))
+        texts = words(axis, before[axis]), words(axis, after[axis])
+        result.append(AxisChange(axis=axis, before=texts[0], after=texts[1], alone=alone, why_not=why_not))
     return tuple(result)
 
 

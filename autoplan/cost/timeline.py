@@ -221,11 +221,11 @@ def _draw(pipeline: Pipeline, terms: Mapping[str, float], last_s: float) -> tupl
     """(the stages of a pipeline, its `order_error`); the slowest pipeline takes `last_s`."""
     steps = _run(pipeline)
     exact_s = max(float(event.end_s[-1]) for event in steps)
-    held = chunks_of_ranks(pipeline.schedule, len(pipeline.places), pipeline.vp)
+    chunks_of = chunks_of_ranks(pipeline.schedule, len(pipeline.places), pipeline.vp)
     orders = rank_orders(pipeline.schedule, len(pipeline.places), pipeline.vp, pipeline.num_microbatches)
     ranks = []
     for stage, order in enumerate(orders):
-        own = {key: value for key, value in pipeline.pass_terms_s.items() if key[1] in held[stage]}
+        own = {key: value for key, value in pipeline.pass_terms_s.items() if key[1] in chunks_of[stage]}
         passes, calls = _placed(pipeline, order, steps[stage], own, exact_s)
         others = [
             *(calls or _messages(pipeline, order, passes)),

@@ -64,7 +64,7 @@ def expert_parallel(problem: Problem, batch: PlanBatch) -> ExpertParallel:
 def expert_parallel_s(problem: Problem, batch: PlanBatch, links: LinkTimes) -> Floats:
     """Time of the collectives of one block of experts in one pass, where no other micro-batch runs beside."""
     described = expert_parallel(problem, batch)
-    dispatch, combine, gather, reduce = (one.seconds(links) for one in described)
+    dispatch, combine, gather, reduce = (sent.seconds(links) for sent in described)
     dispatch = np.maximum(dispatch, _units_s(batch, described.dispatch))
     combine = np.maximum(combine, _units_s(batch, described.combine))
     host = problem.calibration.host * problem.framework.host.host_s_per_collective

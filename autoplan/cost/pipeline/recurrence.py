@@ -228,8 +228,8 @@ def pipeline_times(
     Source: `modelling` E4; the orders have theirs in `autoplan.cost.pipeline.order`.
     """
     program = _compiled(schedule, stages, chunks, num_microbatches, blocking=blocking)
-    held = chunks_of_ranks(schedule, stages, chunks)
-    busy_s = num_microbatches * (forward_s + (input_gradient_s + weight_gradient_s))[:, held].sum(axis=2)
+    chunks_of = chunks_of_ranks(schedule, stages, chunks)
+    busy_s = num_microbatches * (forward_s + (input_gradient_s + weight_gradient_s))[:, chunks_of].sum(axis=2)
     hops = stages * chunks - 1
     times = _table(forward_s, input_gradient_s, weight_gradient_s, np.repeat(send_s[:, None], hops, axis=1))
     free = times.copy()
