@@ -59,7 +59,7 @@ def estimate(
         str | None, typer.Option(metavar="CLUSTER", help="As for search.", autocompletion=clusters)
     ] = None,
     global_batch: Annotated[int | None, whole_number("--global-batch", "N", "Sequences in a step.")] = None,
-    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
+    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length; 8k is 8,192.")] = None,
     memory: Annotated[
         bool,
         typer.Option("--memory", help="Show memory by term and stage, and what would free how much."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,7 +66,7 @@ def search(
         str | None,
         typer.Option(metavar="N|LOW:HIGH", help="Sequences in a step; of a range, the best for the rate is taken."),
     ] = None,
-    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
+    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length; 8k is 8,192.")] = None,
     fix: Annotated[
         list[str] | None, typer.Option(metavar="AXIS=VALUE", help="Look only at plans with this value (repeatable).")
     ] = None,
@@ -141,7 +142,8 @@ def search(
     """
     from autoplan.topology.mixed_cluster import MixedCluster
 
-    check_outputs(out, page, force=force)
+    asked_before = not force and api.plan_files.asks_the_same(out, command_line())
+    check_outputs(None if asked_before else out, page, force=force)
     if sampler == "bound" and (idle := [f"--{name}" for name in ("trials", "seed") if is_typed(context, name)]):
         raise InputError(f"{' and '.join(idle)}: a search looks at all plans unless a --sampler is given: leave it out")
     if launch_file is None and (model is None or global_batch is None or seq_len is None):
@@ -168,7 +170,7 @@ def search(
             model, cluster=parts, global_batch=global_batch, seq_len=seq_len, forbid=forbid or (), **options
         )
         mixed = mixed.with_command(command_line())
-        _hand_over(mixed, out, page, force=force, details=details, json=json, quiet=quiet)
+        _hand_over(mixed, out, page, asked_before, force=force, details=details, json=json, quiet=quiet)
         return
     if storage and not storage.startswith("grpc:") and not quiet:
         say_how_to_watch(storage)
@@ -198,21 +200,24 @@ def search(
             **run,
         )
     found = found.with_command(command_line())
-    _hand_over(found, out, page, force=force, details=details, json=json, quiet=quiet)
+    _hand_over(found, out, page, asked_before, force=force, details=details, json=json, quiet=quiet)
 
 
 def _hand_over(
     found: PlanResult | MixedPlanResult,
     out: Path,
     page: Path | None,
+    asked_before: bool,
     *,
     force: bool,
     details: bool,
     json: bool,
     quiet: bool,
 ) -> None:
-    """Write the plan file and its page, and print what it says."""
-    found.save(out, force=force)
+    """Write the plan file, unless it holds this answer to the same question, and its page, and print what it says."""
+    is_unchanged = asked_before and api.plan_files.holds_answer(out, found)
+    if not is_unchanged:
+        found.save(out, force=force)
     if json:
         typer.echo(found.to_json(), nl=False)
     else:
@@ -220,7 +225,10 @@ def _hand_over(
     if page is not None:
         write_page(found, out, page, force=force, quiet=quiet)
     print_warnings(found.warnings, quiet=quiet)
-    print_written(out, quiet=quiet)
+    if is_unchanged and not quiet:
+        print(f"{out} is unchanged", file=sys.stderr)
+    elif not is_unchanged:
+        print_written(out, quiet=quiet)
 
 
 def _print(found: PlanResult | MixedPlanResult, path: Path, *, details: bool) -> None:

@@ -145,6 +145,11 @@ def proof_line(certificate: Certificate) -> str:
     least, plans = certificate.least_left, f"{certificate.plans:,} plans"
     if not certificate.proven:
         assert least is not None, "of what was not looked at"
+        if certificate.quantile is not None and least >= 1:
+            return (
+                f"not proven: smallest {certificate.quantile:g} quantile of the step among plans at most "
+                f"{format_percent(least - 1)} slower than the fastest; others were not looked at"
+            )
         return (
             f"not proven: best of {certificate.priced:,} plans that were priced; one of the others may be up to "
             f"{format_percent(1 / least - 1)} faster"
