@@ -115,6 +115,7 @@ def print_table(
     shown = len(columns)
     while shown > keep and sum(widths[:shown]) + 2 * (shown - 1) > console.width:
         shown -= 1
+    has_room = sum(widths[:shown]) + 2 * (shown - 1) <= console.width
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for (header, is_number), width in zip(columns[:shown], widths, strict=False):
         table.add_column(
@@ -122,7 +123,7 @@ def print_table(
             justify="right" if is_number else "left",
             overflow="fold",
             no_wrap=is_number and not fold_headers,
-            min_width=width if is_number else None,
+            min_width=width if is_number or has_room else None,
         )
     for row in rows:
         table.add_row(*row[:shown])
