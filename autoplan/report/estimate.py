@@ -94,7 +94,7 @@ def _print_stage_terms(console: Console, stages: tuple[StageCost, ...]) -> None:
         for stage in _shown(stages)
     ]
     short = [name.replace("_communication", " traffic").replace("_", " ") for name in names]
-    print_table(console, [("stage", True), *((name, True) for name in short)], rows, fold_headers=True)
+    print_table(console, [("stage", True), *((name, True) for name in short)], rows, least_header=5)
 
 
 def _print_stage_memory(console: Console, stages: tuple[StageCost, ...]) -> None:
@@ -105,7 +105,7 @@ def _print_stage_memory(console: Console, stages: tuple[StageCost, ...]) -> None
         for stage in _shown(stages)
     ]
     columns = [("stage", True), *((name, True) for name in MEMORY_SUMS)]
-    print_table(console, columns, rows, fold_headers=True)
+    print_table(console, columns, rows, least_header=5)
 
 
 def print_memory(console: Console, file: PlanFile) -> None:

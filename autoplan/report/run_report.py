@@ -122,7 +122,7 @@ def print_runs(console: Console, places: Sequence[str], rows: Sequence[Row]) -> 
         [("#", True), *((head, False) for head in places), *figures_shown],
         cells,
         keep=len(places) + 2,
-        fold_headers=True,
+        least_header=8,
     )
     console.print()
     print_table(

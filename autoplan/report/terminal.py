@@ -99,37 +99,49 @@ def print_table(
     rows: Iterable[Sequence[str]],
     *,
     keep: int = 2,
-    fold_headers: bool = False,
+    least_header: int | None = None,
 ) -> None:
     """Print a borderless table; each column is (header, whether its cells are numbers).
 
     A narrow terminal folds words but never a number: columns after the first `keep` are left out from the right, and
-    a line says which.
+    a line says which.  Where `least_header` is given, headers of numbers fold to so many columns first.
     """
     rows = list(rows)
+    cells = [
+        max((cell_len(Text.from_markup(row[at]).plain) for row in rows if at < len(row)), default=0)
+        for at in range(len(columns))
+    ]
+    whole = [max(cell, len(header)) for cell, (header, _) in zip(cells, columns, strict=True)]
+    folds = least_header is not None and _room(whole) > console.width
     widths = []
-    for at, (header, is_number) in enumerate(columns):
-        cells = max((cell_len(Text.from_markup(row[at]).plain) for row in rows if at < len(row)), default=0)
-        least_header = min(len(header), 5) if fold_headers else len(header)
-        widths.append(max(cells, least_header) if is_number else min(max(cells, len(header)), LEAST_TEXT))
+    for cell, (header, is_number) in zip(cells, columns, strict=True):
+        longest_word = max(map(len, header.split()), default=0)
+        least = min(longest_word, least_header) if folds and least_header is not None else len(header)
+        widths.append(max(cell, least) if is_number else min(max(cell, len(header)), LEAST_TEXT))
     shown = len(columns)
-    while shown > keep and sum(widths[:shown]) + 2 * (shown - 1) > console.width:
+    while shown > keep and _room(widths[:shown]) > console.width:
         shown -= 1
-    has_room = sum(widths[:shown]) + 2 * (shown - 1) <= console.width
+    has_room = _room(widths[:shown]) <= console.width
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for (header, is_number), width in zip(columns[:shown], widths, strict=False):
         table.add_column(
             header,
             justify="right" if is_number else "left",
             overflow="fold",
-            no_wrap=is_number and not fold_headers,
+            no_wrap=is_number and not folds,
             min_width=width if is_number or has_room else None,
+            max_width=width if folds and has_room else None,
         )
     for row in rows:
         table.add_row(*row[:shown])
     print_part(console, table)
     if left_out := [header for header, _ in columns[shown:]]:
         print_part(console, escape(f"(too narrow for {', '.join(left_out)}: widen the terminal or use --json)"))
+
+
+def _room(widths: Sequence[int]) -> int:
+    """Columns of a terminal that columns of these widths take, with the gaps between them."""
+    return sum(widths) + 2 * (len(widths) - 1)
 
 
 def labelled(columns: int = 2) -> Table:
