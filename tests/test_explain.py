@@ -203,7 +203,7 @@ def test_an_explanation_fits_the_width(folder: Path, columns: int, versus: tuple
     assert answer.returncode == 0
     lines = answer.stdout.splitlines()
     assert max(len(line) for line in lines if "autoplan explain" not in line) <= columns
-    for says in ("matrix products", "binds", "sure", "versus" if versus else "one change"):
+    for says in ("matrix products", "binds", "proof", "versus" if versus else "one change"):
         assert says in answer.stdout
 
 

@@ -264,7 +264,7 @@ def test_what_the_plan_does_not_change_is_no_change_of_an_option(folder: Path) -
 def test_the_terminal_says_gap_changes_and_options(folder: Path, found: PlanFile) -> None:
     printed = (folder / "printed.txt").read_text()
     assert found.today is not None
-    assert "% slower than the best plan, outside the model's" in " ".join(printed.split())
+    assert "% slower than the best plan, a clear gap (over " in " ".join(printed.split())
     assert "recompute full -> none" in printed
     assert "--recompute-granularity" in printed
     assert printed.index("today ") < printed.index("gap ") < printed.index("change ") < printed.index("options, from")

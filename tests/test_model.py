@@ -10,7 +10,7 @@ import pytest
 
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import block_shapes, count_parameters, model_flops_per_token
-from autoplan.read.model import load_model, preset_models
+from autoplan.read.model import _plain, load_model, preset_models
 from autoplan.spec.model import Block, Experts, Mamba, ModelSpec
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "llama3-70b" / "config.json"
@@ -196,6 +196,12 @@ def test_no_name_leads_to_two_presets() -> None:
     ("name", "preset"),
     [
         ("LLaMA-13B", "llama-13b"),
+        ("llama3-405b", "llama3.1-405b"),
+        ("LLAMA 3 70B", "llama3-70b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3.1-8b"),
+        ("Llama-2-70b-chat-hf", "llama2-70b"),
+        ("Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("deepseek_v3", "deepseek-v3"),
         ("Nemotron_3_Nano", "nemotron3-nano"),
         ("nemotron_3_ULTRA", "nemotron3-ultra"),
         ("Nemotron-H 56B (hybrid Mamba)", "nemotron-h-56b"),
@@ -264,7 +270,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
         load_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["lama3-70b", "llama3_70", "LLAMA 3 70B"])
+@pytest.mark.parametrize("text", ["lama3-70b", "llama3_70"])
 def test_an_unknown_name_gets_the_closest_ones(text: str) -> None:
     with pytest.raises(InputError, match=r"did you mean .*llama3-70b"):
         load_model(text)
@@ -275,3 +281,11 @@ def test_no_name_ends_in_anything_but_one_line(text: str) -> None:
     with pytest.raises(InputError) as caught:
         load_model(text)
     assert "\n" not in str(caught.value)
+
+
+def test_no_spelling_names_two_presets() -> None:
+    spelled: dict[str, set[str]] = {}
+    for preset in preset_models():
+        for name in (preset, *load_model(preset).aliases):
+            spelled.setdefault(_plain(name), set()).add(preset)
+    assert [presets for presets in spelled.values() if len(presets) > 1] == []

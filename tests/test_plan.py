@@ -238,17 +238,31 @@ def test_a_plan_is_described_in_one_line(plan: ParallelPlan) -> None:
 
 def test_a_description_names_the_axes_that_are_used() -> None:
     plan = ParallelPlan(global_batch=64, tp=4, sp=True, pp=2, dp_shard=16, vp=5, schedule="interleaved")
-    assert plan.describe() == "tp 4 pp 2 dp 16, micro-batch 1, interleave 5, zero1"
+    assert plan.describe() == "tp 4 pp 2 vp 5 dp 16, micro-batch 1, ZeRO-1"
     plain = ParallelPlan(global_batch=8, tp=2, tp_overlap=True)
-    assert plain.describe().endswith("no sequence parallelism, overlapped tensor-parallel traffic")
+    assert plain.describe().endswith("no sequence parallelism, TP overlap")
     for kind, words in (("ring", "ring attention"), ("all_to_all", "all-to-all attention")):
         assert words in ParallelPlan(global_batch=8, cp=2, cp_kind=kind).describe()  # type: ignore[arg-type]
     assert ParallelPlan(global_batch=1).describe() == "one device, micro-batch 1"
 
 
+def test_a_plan_is_spelled_out_in_the_words_of_the_field() -> None:
+    plan = ParallelPlan(global_batch=64, tp=2, sp=True, pp=4, vp=5, schedule=Schedule.INTERLEAVED, dp_shard=8)
+    assert plan.describe() == "tp 2 pp 4 vp 5 dp 8, micro-batch 1, ZeRO-1"
+    assert plan.spell_out() == (
+        "tp 2 pp 4 dp 8, micro-batch 1, 1F1B interleaved with 5 virtual stages, distributed optimizer (ZeRO-1)"
+    )
+    one = dataclasses.replace(
+        plan, pp=1, vp=1, schedule=Schedule.ONE_F_ONE_B, sharding=Sharding.ZERO3, recompute=Recompute.FULL
+    )
+    assert one.spell_out() == "tp 2 dp 8, micro-batch 1, fully sharded (ZeRO-3), full recompute"
+    some = dataclasses.replace(plan, recompute=Recompute.FULL, recompute_num_layers=2, offload=Offload.OPTIMIZER)
+    assert some.describe().endswith("ZeRO-1, recompute 2 layers a virtual stage, optimizer on the CPU")
+
+
 @pytest.mark.parametrize(
     ("layers", "says"),
-    [((1, 2, 2, 2), "uneven stages"), ((1, 2, 2, 1), "uneven chunks"), ((2, 2, 2, 2), None)],
+    [((1, 2, 2, 2), "uneven stages"), ((1, 2, 2, 1), "uneven virtual stages"), ((2, 2, 2, 2), None)],
 )
 def test_a_description_tells_uneven_ranks_from_uneven_chunks(layers: tuple[int, ...], says: str | None) -> None:
     plan = ParallelPlan(global_batch=8, pp=2, vp=len(layers) // 2, schedule="interleaved", layers_per_chunk=layers)

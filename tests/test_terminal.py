@@ -6,6 +6,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from rich.console import Console
 from autoplan.base.files import decode
 from autoplan.base.units import format_seconds
 from autoplan.read.cluster import load_cluster
-from autoplan.report.terminal import make_console, mfu_convention, print_estimate, print_memory, print_search
+from autoplan.report.answer import mfu_convention, print_search
+from autoplan.report.estimate import print_estimate, print_memory
+from autoplan.report.terminal import make_console
 from autoplan.spec.plan_file import PlanFile
 from commands import run
 
@@ -49,8 +52,8 @@ def test_no_line_is_too_long_and_nothing_is_cut(file: PlanFile, show: Any, width
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     words = " ".join(line.strip("│ ") for line in text.splitlines())
-    assert f"step      {format_seconds(file.best.step_s)}" in words
-    for says in ("tokens/s per device", "MFU", "Megatron model FLOPs", "GiB on the stages", "proven best of"):
+    assert re.search(rf"time +{format_seconds(file.best.step_s)} a step; nine of ten runs take ", words)
+    for says in ("tokens/s per device", "MFU", "on the fullest device", "plans is faster, under this model"):
         assert says in re.sub(r"\s+", " ", words)
 
 
@@ -62,16 +65,28 @@ def test_the_peak_of_a_core_is_told_as_it_is(file: PlanFile) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_numbers_of_the_ranking_are_never_folded(file: PlanFile, width: int) -> None:
-    text = plain(shown(print_search, file, width, force_terminal=True))
+    text = plain(shown(partial(print_search, details=True), file, width, force_terminal=True))
     for one in (file.best, *file.alternatives[:9]):
         assert re.search(rf" {re.escape(format_seconds(one.step_s))}  ", text)
 
 
-def test_the_answer_comes_first_in_a_panel_on_a_terminal_and_without_one_elsewhere(file: PlanFile) -> None:
-    lines = plain(shown(print_search, file, 120, force_terminal=True)).splitlines()
-    assert lines[2].startswith("╭")
-    assert lines[3].startswith("│ plan ")
-    assert "╭" not in shown(print_search, file, 120)
+def test_an_answer_is_short_and_its_details_are_there(file: PlanFile) -> None:
+    """The longest plan of all presets in two lines of 80 columns, the answer without next steps in fourteen."""
+    lines = shown(print_search, file, 80).splitlines()
+    assert lines[2].startswith("plan ")
+    assert lines[4].startswith("time ")
+    assert len(lines) <= 14
+    text = " ".join(shown(partial(print_search, details=True), file, 80).split())
+    for says in (
+        "Megatron model FLOPs",
+        "GiB on the stages",
+        "combinations of degrees",
+        "why the next best is",
+        "space",
+    ):
+        assert says in text
+    for jargon in (" cells", " bounds,", "rests on", "runner-up", "interleave "):
+        assert jargon not in text
 
 
 def test_colours_are_for_terminals_that_want_them(file: PlanFile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +103,11 @@ def test_stdout_holds_the_answer_and_stderr_nothing_but_remarks(tmp_path: Path) 
     asked = ("llama3-8b", "--cluster", "h100-sxm:2x8", "--global-batch", "32", "--seq-len", "4096")
     done = run(tmp_path, "search", *asked)
     assert done.stderr == "wrote plan.json\n"
-    why, following = done.stdout.rstrip().splitlines()[-2:]
-    assert why == "why:   autoplan explain plan.json"
-    assert following.startswith("next:  autoplan export plan.json --to megatron-lm")
+    following, measure, why, more = done.stdout.rstrip().splitlines()[-4:]
+    assert following.startswith("next:     autoplan export plan.json --to megatron-lm")
+    assert measure == "measure:  autoplan tune plan.json"
+    assert why == "why:      autoplan explain plan.json"
+    assert more.startswith("more:     --details")
     quiet = run(tmp_path, "search", *asked, "--force", "--quiet")
     assert quiet.stderr == ""
     assert quiet.stdout == done.stdout

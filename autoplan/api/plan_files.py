@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import shlex
 import sys
@@ -28,6 +29,7 @@ from autoplan.spec.run_report import RunReport
 from autoplan.spec.search_result import Certificate, Confidence, RankedPlan
 
 KEPT_ALTERNATIVES = 19  # twenty plans with the best
+PRINTING_FLAGS = ("--details", "--json", "--quiet", "-q", "--force")
 
 
 def is_plan_file(path: Path) -> bool:
@@ -80,6 +82,30 @@ def load_mixed_file(path: Path) -> MixedPlanFile:
 def load_any_plan_file(path: Path) -> PlanFile | MixedPlanFile:
     """The plan file at `path`, of whatever cluster."""
     return load_mixed_file(path) if "mixed_schema_version" in read_table(path) else load_plan_file(path)
+
+
+def asks_the_same(path: Path, command: str) -> bool:
+    """Whether the file at `path` is a plan file of the same command line, but for flags on what is printed."""
+    try:
+        if not is_plan_file(path) and not is_mixed_file(path):
+            return False
+    except InputError:  # cannot be read
+        return False
+    return _question(str(read_table(path).get("command", ""))) == _question(command)
+
+
+def _question(command: str) -> list[str]:
+    try:
+        return [word for word in shlex.split(command) if word not in PRINTING_FLAGS]
+    except ValueError:  # quotes that do not close
+        return [command]
+
+
+def holds_answer(path: Path, found: PlanResult | MixedPlanResult) -> bool:
+    """Whether the plan file at `path` says what `found` does."""
+    asked = {"command", "versions"}
+    before, now = read_table(path), json.loads(found.to_json())
+    return {key: before.get(key) for key in before.keys() - asked} == {key: now[key] for key in now.keys() - asked}
 
 
 def problem_of(file: PlanFile, url: str | None = None) -> Problem:

@@ -1,4 +1,4 @@
-"""Sizes, times and numbers as people write them: '4GiB', '30d', '15T', '1,2,4'."""
+"""Sizes, times and numbers as people write them: '4GiB', '30d', '15T', '8k', '1,2,4'."""
 
 from __future__ import annotations
 
@@ -29,6 +29,14 @@ def parse_duration(text: str) -> float:
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
+def parse_count(text: str, flag: str) -> int:
+    """The whole number of '8192', '8k' (8,192) or '1M' (1,048,576): of tokens, sequences or ranks, in powers of two."""
+    match = re.fullmatch(r"([+-]?[0-9]{1,18})([kKmM]?)", text.strip())
+    if not match:
+        raise InputError(f"{flag} {text!r}: write a whole number of at most 18 digits, or one such as 8k for 8,192")
+    return int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
+
+
 def parse_numbers(text: str, flag: str) -> tuple[int, ...]:
     """The numbers of '1,2,4', each once."""
     parts = [part.strip() for part in text.split(",")]
@@ -50,11 +58,13 @@ def parse_batches(text: str) -> tuple[int, int]:
     low, sign, high = text.partition(":")
     numbers = []
     for part in (low, high) if sign else (low,):
-        if not re.fullmatch(r"[0-9]{1,9}", part.strip()) or int(part) < 1:
+        match = re.fullmatch(r"[0-9]{1,9}[kKmM]?", part.strip())
+        number = parse_count(part, "global batch") if match else 0
+        if not 1 <= number < 10**9:
             raise InputError(
                 f"global batch {text!r}: write a whole number of sequences from 1 to 999999999, or LOW:HIGH"
             )
-        numbers.append(int(part))
+        numbers.append(number)
     if numbers[0] > numbers[-1]:
         raise InputError(f"global batch {text!r}: LOW must not exceed HIGH")
     return numbers[0], numbers[-1]

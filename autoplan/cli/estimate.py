@@ -59,7 +59,7 @@ def estimate(
         str | None, typer.Option(metavar="CLUSTER", help="As for search.", autocompletion=clusters)
     ] = None,
     global_batch: Annotated[int | None, whole_number("--global-batch", "N", "Sequences in a step.")] = None,
-    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
+    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length; 8k is 8,192.")] = None,
     memory: Annotated[
         bool,
         typer.Option("--memory", help="Show memory by term and stage, and what would free how much."),
@@ -136,7 +136,7 @@ def _write(
 
 def _print(found: PlanResult, *, memory: bool, verify_memory: bool, quiet: bool) -> None:
     terminal = report.terminal
-    show = terminal.print_memory if memory else terminal.print_estimate
+    show = report.estimate.print_memory if memory else report.estimate.print_estimate
     show(terminal.make_console(), found.file)
     if verify_memory:
         if not quiet:
@@ -148,6 +148,6 @@ def _print_mixed(found: MixedPlanResult, *, memory: bool) -> None:
     console = report.terminal.make_console()
     if memory:
         report.mixed_search.print_mixed_answer(console, found.file)
-        report.terminal.print_waterfall(console, found.stages())
+        report.estimate.print_waterfall(console, found.stages())
     else:
-        report.mixed_search.print_mixed(console, found.file)
+        report.mixed_search.print_mixed(console, found.file, details=True)

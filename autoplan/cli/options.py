@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from autoplan.base.errors import AutoplanError
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.values import parse_count
 from autoplan.cli.complete import clusters, frameworks, presets, words
 from autoplan.cli.remarks import hide_remarks
 from autoplan.frameworks.registry import TARGETS
@@ -21,9 +21,10 @@ def whole_number(flag: str, metavar: str, help_: str) -> Any:  # typer.Option is
     """
 
     def parse(text: str) -> int:
-        if not re.fullmatch(r"[+-]?[0-9]{1,18}", str(text).strip()):  # a default comes as a number
-            raise AutoplanError(f"{flag} {text!r}: write a whole number of at most 18 digits")
-        return int(text)
+        try:
+            return parse_count(str(text), flag)  # a default comes as a number
+        except InputError as error:
+            raise AutoplanError(str(error)) from None
 
     return typer.Option(flag, metavar=metavar, help=help_, parser=parse)
 
@@ -45,7 +46,7 @@ ClusterOption = Annotated[
         autocompletion=clusters,
     ),
 ]
-SeqLenOption = Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence length.")]
+SeqLenOption = Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence length; 8k is 8,192.")]
 FrameworkOption = Annotated[
     str,
     typer.Option(metavar="NAME", help="Framework preset or TOML file.", autocompletion=frameworks),

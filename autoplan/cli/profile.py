@@ -38,7 +38,7 @@ def profile(
     ] = None,
     url: DbOption = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="Stop after this long: 90s, 10m, 1h.")] = "10m",
-    seq_len: Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence length.")] = 4096,
+    seq_len: Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence length; 8k is 8,192.")] = 4096,
     tp: Annotated[
         str | None,
         typer.Option(metavar="N,N,...", help="Tensor-parallel degrees; powers of two in a node."),

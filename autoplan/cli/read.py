@@ -24,7 +24,7 @@ def read(
     ] = None,
     devices: Annotated[int | None, whole_number("--devices", "N", "On which it runs, all together.")] = None,
     devices_per_node: Annotated[int | None, whole_number("--devices-per-node", "N", "Of them, in one node.")] = None,
-    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
+    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length; 8k is 8,192.")] = None,
     variables: SetOption = None,
     target: AsOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print what was read as JSON.")] = False,

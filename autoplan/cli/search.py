@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,7 +66,7 @@ def search(
         str | None,
         typer.Option(metavar="N|LOW:HIGH", help="Sequences in a step; of a range, the best for the rate is taken."),
     ] = None,
-    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
+    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length; 8k is 8,192.")] = None,
     fix: Annotated[
         list[str] | None, typer.Option(metavar="AXIS=VALUE", help="Look only at plans with this value (repeatable).")
     ] = None,
@@ -114,17 +115,20 @@ def search(
         str,
         typer.Option(
             metavar="NAME",
-            help="bound proves; tpe, gp, nsga2, cmaes and random only try --trials cells.",
+            help="bound proves; tpe, gp, nsga2, cmaes and random only try --trials combinations of degrees.",
             autocompletion=words(("bound", "tpe", "gp", "nsga2", "cmaes", "random")),
         ),
     ] = "bound",
-    trials: Annotated[int, whole_number("--trials", "N", "Cells to try with such a sampler.")] = 100,
+    trials: Annotated[int, whole_number("--trials", "N", "Combinations of degrees to try with such a sampler.")] = 100,
     seed: Annotated[int, whole_number("--seed", "N", "Of such a sampler.")] = 0,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan file is written.")] = Path("plan.json"),
     page: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Also write the HTML page of `autoplan report`.")
     ] = None,
     force: ForceOption = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="Also show the next plans, what was searched, and memory by stage.")
+    ] = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
     **_: Any,
@@ -138,7 +142,8 @@ def search(
     """
     from autoplan.topology.mixed_cluster import MixedCluster
 
-    check_outputs(out, page, force=force)
+    asked_before = not force and api.plan_files.asks_the_same(out, command_line())
+    check_outputs(None if asked_before else out, page, force=force)
     if sampler == "bound" and (idle := [f"--{name}" for name in ("trials", "seed") if is_typed(context, name)]):
         raise InputError(f"{' and '.join(idle)}: a search looks at all plans unless a --sampler is given: leave it out")
     if launch_file is None and (model is None or global_batch is None or seq_len is None):
@@ -164,11 +169,12 @@ def search(
         mixed = autoplan.search_mixed(
             model, cluster=parts, global_batch=global_batch, seq_len=seq_len, forbid=forbid or (), **options
         )
-        _hand_over(mixed.with_command(command_line()), out, page, force=force, json=json, quiet=quiet)
+        mixed = mixed.with_command(command_line())
+        _hand_over(mixed, out, page, asked_before, force=force, details=details, json=json, quiet=quiet)
         return
     if storage and not storage.startswith("grpc:") and not quiet:
         say_how_to_watch(storage)
-    with progress_bar(quiet=quiet, unit="sizes" if run else "cells") as advance:
+    with progress_bar(quiet=quiet, unit="sizes" if run else "combinations") as advance:
         found = autoplan.search(
             model,
             cluster=parts,
@@ -193,37 +199,54 @@ def search(
             **options,
             **run,
         )
-    _hand_over(found.with_command(command_line()), out, page, force=force, json=json, quiet=quiet)
+    found = found.with_command(command_line())
+    _hand_over(found, out, page, asked_before, force=force, details=details, json=json, quiet=quiet)
 
 
 def _hand_over(
-    found: PlanResult | MixedPlanResult, out: Path, page: Path | None, *, force: bool, json: bool, quiet: bool
+    found: PlanResult | MixedPlanResult,
+    out: Path,
+    page: Path | None,
+    asked_before: bool,
+    *,
+    force: bool,
+    details: bool,
+    json: bool,
+    quiet: bool,
 ) -> None:
-    """Write the plan file and its page, and print what it says."""
-    found.save(out, force=force)
+    """Write the plan file, unless it holds this answer to the same question, and its page, and print what it says."""
+    is_unchanged = asked_before and api.plan_files.holds_answer(out, found)
+    if not is_unchanged:
+        found.save(out, force=force)
     if json:
         typer.echo(found.to_json(), nl=False)
     else:
-        _print(found, out)
+        _print(found, out, details=details)
     if page is not None:
         write_page(found, out, page, force=force, quiet=quiet)
     print_warnings(found.warnings, quiet=quiet)
-    print_written(out, quiet=quiet)
+    if is_unchanged and not quiet:
+        print(f"{out} is unchanged", file=sys.stderr)
+    elif not is_unchanged:
+        print_written(out, quiet=quiet)
 
 
-def _print(found: PlanResult | MixedPlanResult, path: Path) -> None:
+def _print(found: PlanResult | MixedPlanResult, path: Path, *, details: bool) -> None:
     from autoplan.spec.axes import LABELS
 
-    terminal = report.terminal
-    console, why = terminal.make_console(), ("why", f"autoplan explain {shlex.quote(str(path))}")
+    terminal, named = report.terminal, shlex.quote(str(path))
+    console, why = terminal.make_console(), ("why", f"autoplan explain {named}")
+    more = [] if details else [("more", "--details: the next plans, what was searched, memory by stage")]
     if isinstance(found, api.results.MixedPlanResult):
-        report.mixed_search.print_mixed(console, found.file)
-        terminal.print_next_steps(console, why)
+        report.mixed_search.print_mixed(console, found.file, details=details)
+        terminal.print_next_steps(console, why, *more)
         return
     file = found.file
-    terminal.print_search(console, file)
+    report.answer.print_search(console, file, details=details)
     if file.run:
         report.run_report.print_run(console, file.run)
     if file.today:
         report.launch_file.print_today(console, file.today, LABELS)
-    terminal.print_next_steps(console, ("why", f" {why[1]}"), api.export.next_step(file, path))
+    is_close = file.choice is not None and file.choice.is_close
+    measure = [("measure", f"autoplan tune {named}")] if is_close else []
+    terminal.print_next_steps(console, api.export.next_step(file, path), *measure, why, *more)

@@ -56,7 +56,7 @@ def tune(
         str | None, typer.Option(metavar="CLUSTER", help="As for search.", autocompletion=clusters)
     ] = None,
     global_batch: Annotated[int | None, whole_number("--global-batch", "N", "Sequences in a step.")] = None,
-    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
+    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length; 8k is 8,192.")] = None,
     framework: Annotated[
         str | None, typer.Option(metavar="NAME", help="Framework preset or TOML file; torch, which is built in.")
     ] = None,

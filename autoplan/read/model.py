@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,12 +31,19 @@ def load_model(text: str) -> ModelSpec:
     for preset, place in presets.items():
         for alias in read_table(place).get("aliases", ()):
             aliases[alias.casefold()] = preset
-    if name in aliases:
-        return _preset(aliases[name], presets[aliases[name]])
+    spelled = {_plain(known): preset for known, preset in (*zip(presets, presets, strict=True), *aliases.items())}
+    if found := aliases.get(name) or spelled.get(_plain(name)):
+        return _preset(found, presets[found])
     close = difflib.get_close_matches(name, [*presets, *aliases], n=3, cutoff=0.4)
     names = list(dict.fromkeys(aliases.get(alias, alias) for alias in close)) or sorted(presets)
     hint = f"did you mean {', '.join(names)}?" if close else f"known: {', '.join(names)}"
     raise InputError(f"unknown model {text!r}: neither a preset nor a path; {hint}")
+
+
+def _plain(name: str) -> str:
+    """A name without what spellings differ in: who published it, blanks and dashes, and how it was tuned."""
+    short = re.sub(r"[\s_-]", "", name.casefold().rpartition("/")[2])
+    return re.sub(r"(instruct|base|chat|hf|it|pt|v0\.[0-9])+$", "", short) or short
 
 
 def _exists(path: Path) -> bool:

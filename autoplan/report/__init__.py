@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from autoplan.base.lazy import module_loader
 
 if TYPE_CHECKING:
+    from autoplan.report import answer as answer
     from autoplan.report import cluster as cluster
     from autoplan.report import cluster_drawing as cluster_drawing
     from autoplan.report import compare as compare
+    from autoplan.report import estimate as estimate
     from autoplan.report import explain as explain
     from autoplan.report import launch_file as launch_file
     from autoplan.report import mixed_search as mixed_search

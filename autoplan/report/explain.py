@@ -9,18 +9,17 @@ from rich.console import Console
 from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
-from autoplan.report.mixed_search import certificate_line, describe, print_mixed_answer, waiting
+from autoplan.report.answer import print_answer, reasons, told_apart
+from autoplan.report.mixed_search import describe, print_mixed_answer, waiting
 from autoplan.report.terminal import (
     END_OF_STEP,
     LEAST_SHOWN_S,
     MOST_MEMORY_COLUMNS,
     labelled,
     number_ranges,
-    print_answer,
     print_next_steps,
     print_part,
     print_table,
-    reasons,
     term_name,
 )
 from autoplan.spec.estimate import PlacedStage, placed
@@ -75,8 +74,6 @@ def print_mixed_explanation(console: Console, file: MixedPlanFile, found: MixedE
     grid = labelled()
     for label, text in (*waiting(found.plan, found.stages), *_binding(found, names)):
         grid.add_row(label, escape(text))
-    if found.certificate:
-        grid.add_row("sure", escape(certificate_line(found.certificate, names)))
     print_part(console, grid)
     console.print()
     _print_mixed_changes(console, found, names)
@@ -220,9 +217,8 @@ def _print_versus(console: Console, best: RankedPlan, other: Versus, names: Name
     scale = best.plan.global_batch / other.plan.plan.global_batch
     grid = labelled()
     grid.add_row("versus", f"[bold]{escape(other.plan.plan.describe())}[/]")
-    inside = "inside" if other.gap.low <= 1.0 <= other.gap.high else "outside"
-    width = format_percent(other.gap.high / other.gap.ratio - 1.0)
-    grid.add_row("", escape(f"{_faster(other.gap.ratio)}, {inside} the model's {width} interval"))
+    apart = told_apart(other.gap.high / other.gap.ratio, is_close=other.gap.low <= 1.0 <= other.gap.high)
+    grid.add_row("", escape(f"{_faster(other.gap.ratio)}, {apart}"))
     if other.plan.verdict != "fits":
         worst = max(other.stages, key=lambda stage: stage.memory_bytes)
         there = format_bytes(other.plan.memory_bytes + other.plan.memory_headroom_bytes)

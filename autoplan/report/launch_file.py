@@ -9,7 +9,8 @@ from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds, format_tokens
 from autoplan.cost.kernels.arithmetic import count_parameters
-from autoplan.report.terminal import LEAST_GAP, labelled, print_part, print_table, slower
+from autoplan.report.answer import slower, told_apart
+from autoplan.report.terminal import LEAST_GAP, labelled, print_part, print_table
 from autoplan.spec.explanation import AxisChange, CurrentPlan, OptionChange
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -104,16 +105,15 @@ def gap_line(today: CurrentPlan) -> str:
     """Sentence on how much slower the file's plan is than the best, and whether the model can tell."""
     gap = today.gap
     assert gap is not None
-    behind, width = gap.ratio - 1.0, format_percent(gap.high / gap.ratio - 1.0)
+    behind = gap.ratio - 1.0
     if today.priced and today.priced.verdict == "oom" and behind < 0:
         return f"it does not fit; the best plan that does is {format_percent(1.0 / gap.ratio - 1.0)} slower" + _unless(
             today
         )
     if abs(behind) < LEAST_GAP:
-        return "none: no plan of the space is faster" + _unless(today)
-    text = f"{slower(behind)} than the best plan"
-    sure = "inside" if gap.low <= 1.0 <= gap.high else "outside"
-    text += f", {sure} the model's {width} interval"
+        return "none: no plan is faster" + _unless(today)
+    text = f"{slower(behind)} than the best plan, "
+    text += told_apart(gap.high / gap.ratio, is_close=gap.low <= 1.0 <= gap.high)
     if today.num_faster:
         plural = "" if today.num_faster == 1 else "s"
         text += (
@@ -130,7 +130,7 @@ def _unless(today: CurrentPlan) -> str:
 def _priced(plan: RankedPlan) -> str:
     risk = "" if plan.verdict == "fits" else f", {format_percent(plan.oom_probability)} risk of running out of memory"
     return (
-        f"{format_seconds(plan.step_s)} (90 %: {format_seconds(plan.low_s)} to {format_seconds(plan.high_s)}), "
+        f"{format_seconds(plan.step_s)} a step ({format_seconds(plan.low_s)} to {format_seconds(plan.high_s)}), "
         f"MFU {format_percent(plan.mfu)}, {format_bytes(plan.memory_bytes)}{risk}"
     )
 

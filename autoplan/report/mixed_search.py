@@ -12,6 +12,7 @@ from autoplan.report.terminal import LEAST_SHOWN_S, labelled, print_part, print_
 from autoplan.spec.estimate import PlacedStage
 from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost
+from autoplan.spec.plan import SHARDING_WORDS
 from autoplan.spec.plan_file import MixedPlanFile
 from autoplan.topology.mixed_cluster import MixedCluster
 
@@ -31,7 +32,7 @@ def describe_kind(kind: ReplicaKind, names: Sequence[str]) -> str:
 
 def describe(plan: MixedPlan, names: Sequence[str]) -> str:
     """A plan in one line."""
-    words = [" + ".join(describe_kind(kind, names) for kind in plan.kinds), plan.sharding.replace("none", "unsharded")]
+    words = [" + ".join(describe_kind(kind, names) for kind in plan.kinds), SHARDING_WORDS[plan.sharding]]
     if plan.recompute != "none":
         words.append(f"{plan.recompute} recompute")
     return ", ".join(words)
@@ -55,22 +56,26 @@ def print_mixed_answer(console: Console, file: MixedPlanFile) -> None:
     console.print()
     grid = labelled()
     grid.add_row("plan", f"[bold green]{escape(describe(best.plan, names))}[/]")
-    interval = f"(90 %: {format_seconds(best.low_s)} to {format_seconds(best.high_s)})"
-    grid.add_row("step", f"[bold]{format_seconds(best.step_s)}[/] {interval}")
+    interval = f"nine of ten runs take {format_seconds(best.low_s)} to {format_seconds(best.high_s)}"
+    grid.add_row("time", f"[bold]{format_seconds(best.step_s)}[/] a step; {interval}")
     tokens_per_s = best.sequences_per_s * file.training.seq_len
-    grid.add_row("rate", f"{tokens_per_s:,.0f} tokens/s, {tokens_per_s / best.plan.num_devices:,.0f} per device in use")
+    grid.add_row("", f"{tokens_per_s:,.0f} tokens/s, {tokens_per_s / best.plan.num_devices:,.0f} per device in use")
     idle = [name for at, name in enumerate(names) if at not in best.plan.parts]
     if idle:
         grid.add_row("idle", escape(", ".join(idle)))
+    if file.certificate:
+        grid.add_row("searched", escape(certificate_line(file.certificate, names)))
     print_part(console, grid)
 
 
-def print_mixed(console: Console, file: MixedPlanFile) -> None:
-    """The answer, its stages, where its time goes, what else would do, and how sure."""
+def print_mixed(console: Console, file: MixedPlanFile, *, details: bool = False) -> None:
+    """Print the answer and its stages; with `details` also where its time goes, and what else would do."""
     names, best = file.cluster.part_names, file.best
     print_mixed_answer(console, file)
     console.print()
     _print_stages(console, best, names)
+    if not details:
+        return
     console.print()
     print_terms(console, best)
     if file.alternatives:
@@ -79,7 +84,6 @@ def print_mixed(console: Console, file: MixedPlanFile) -> None:
     if file.certificate:
         console.print()
         grid = labelled()
-        grid.add_row("sure", escape(certificate_line(file.certificate, names)))
         grid.add_row("space", escape("; ".join(file.certificate.limits)))
         print_part(console, grid)
 
@@ -89,7 +93,7 @@ def certificate_line(certificate: MixedCertificate, names: Sequence[str]) -> str
     rates = ", ".join(f"{name} {rate:.4g}" for name, rate in zip(names, certificate.rates_alone, strict=True))
     side = "below" if certificate.gap >= 0 else "above"
     return (
-        f"{certificate.plans:,} plans of {certificate.structures:,} structures priced; "
+        f"{certificate.plans:,} plans of {certificate.structures:,} pipelines priced; not proven the fastest: "
         f"{format_percent(abs(certificate.gap))} {side} the sum of what the parts reach alone (sequences/s: {rates})"
     )
 

@@ -15,14 +15,14 @@ from autoplan.spec.run_report import RunFigures, RunPlan, RunReport, SizeOutcome
 JOULES_PER_MWH = 3.6e9
 SHOWN_FRONT = 40
 
-# Columns: header, how a cell reads, None where the figure is not known.
+# Columns, the ones that matter most first: header, how a cell reads, None where the figure is not known.
 FIGURES: tuple[tuple[str, Callable[[RunFigures], str | None]], ...] = (
     ("devices", lambda figures: f"{figures.num_devices:,}"),
     ("tokens/s", lambda figures: f"{figures.tokens_per_s:,.0f}"),
-    ("goodput", lambda figures: format_percent(figures.goodput)),
     ("cost/M tokens", lambda figures: _shown(figures.cost_per_token, lambda value: f"{1e6 * value:,.4g}")),
-    ("J/token", lambda figures: _shown(figures.energy_per_token_j, lambda value: f"{value:,.3g}")),
     ("run", lambda figures: _shown(figures.run_s, format_days)),
+    ("J/token", lambda figures: _shown(figures.energy_per_token_j, lambda value: f"{value:,.3g}")),
+    ("goodput", lambda figures: format_percent(figures.goodput)),
     ("device hours", lambda figures: _shown(figures.device_hours, lambda value: f"{value:,.0f}")),
     ("tokens in budget", lambda figures: _shown(figures.tokens_in_budget, format_tokens)),
     ("lasts", lambda figures: _shown(figures.budget_s, format_days)),
@@ -99,7 +99,7 @@ def run_lines(best: RunPlan) -> Iterable[tuple[str, str]]:
 
 
 def print_runs(console: Console, places: Sequence[str], rows: Sequence[Row]) -> None:
-    """A table of runs; of several rows without the figures that are the same in all."""
+    """Print a table of runs, of several rows without the figures that are the same in all, then the plan of each."""
     figures = [row.figures for row in rows if row.figures]
     texts = {head: {text(row) for row in figures} for head, text in FIGURES}
     shown = [
@@ -107,17 +107,29 @@ def print_runs(console: Console, places: Sequence[str], rows: Sequence[Row]) -> 
     ]
     cells = [
         [
+            str(at),
             *(escape(place) for place in row.places),
-            escape(_plan(row)),
             format_seconds(row.best.plan.step_s) if row.best else "",
+            *((text(row.figures) or "") if row.figures else "" for _, text in shown),
             format_percent(row.best.plan.mfu) if row.best else "",
             format_bytes(row.best.plan.memory_headroom_bytes) if row.best else "",
-            *((text(row.figures) or "") if row.figures else "" for _, text in shown),
         ]
-        for row in rows
+        for at, row in enumerate(rows, 1)
     ]
-    columns = [*((head, False) for head in places), ("plan", False), ("step", True), ("MFU", True), ("free", True)]
-    print_table(console, [*columns, *((head, True) for head, _ in shown)], cells, keep=len(places) + 2)
+    figures_shown = [(head, True) for head in ("step", *(head for head, _ in shown), "MFU", "free memory")]
+    print_table(
+        console,
+        [("#", True), *((head, False) for head in places), *figures_shown],
+        cells,
+        keep=len(places) + 2,
+        least_header=8,
+    )
+    console.print()
+    print_table(
+        console,
+        (("#", True), ("plan", False)),
+        [(str(at), escape(_plan(row))) for at, row in enumerate(rows, 1)],
+    )
 
 
 def _plan(row: Row) -> str:

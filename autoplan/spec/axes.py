@@ -249,7 +249,7 @@ AXES: tuple[Axis, ...] = (
         help="Overlap tensor-parallel traffic.",
         needs=Needs.TENSOR_RANKS,
         label="overlap of tensor-parallel traffic",
-        phrase="overlapped tensor-parallel traffic",
+        phrase="TP overlap",
         searched=(False, True),
     ),
     _flag(
@@ -257,7 +257,7 @@ AXES: tuple[Axis, ...] = (
         help="Run expert traffic beside another micro-batch.",
         needs=Needs.SPREAD_EXPERTS,
         label="overlap of expert traffic",
-        phrase="overlapped expert traffic",
+        phrase="EP overlap",
         known_of="Megatron-LM and Primus",
         searched=(False, True),
     ),

@@ -31,6 +31,25 @@ from autoplan.spec.enums import (
 SPLIT_SCHEDULES = tuple(name.code for name in (Schedule.ZB_H1, Schedule.ZB_V, Schedule.DUALPIPE_V))
 
 DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp")  # in the order in which a plan is told
+_SCHEDULE_WORDS = {
+    Schedule.GPIPE: "GPipe",
+    Schedule.ONE_F_ONE_B: "1F1B",
+    Schedule.INTERLEAVED: "1F1B interleaved with {vp} virtual stages",
+    Schedule.ZB_H1: "ZB-H1",
+    Schedule.ZB_V: "ZB-V",
+    Schedule.DUALPIPE_V: "DualPipe-V",
+}
+SHARDING_WORDS = {
+    Sharding.NONE: "unsharded",
+    Sharding.ZERO1: "ZeRO-1",
+    Sharding.ZERO2: "ZeRO-2",
+    Sharding.ZERO3: "ZeRO-3",
+}
+_SHARDING_TERMS = {
+    **SHARDING_WORDS,
+    Sharding.ZERO1: "distributed optimizer (ZeRO-1)",
+    Sharding.ZERO3: "fully sharded (ZeRO-3)",
+}
 SELECTIVE, FULL = Recompute.SELECTIVE.code, Recompute.FULL.code
 DEFAULT_MODULE_BITS = 1 << RecomputeModule.CORE_ATTN.code
 ALL_LAYERS = 10**6  # more than any chunk has
@@ -143,8 +162,18 @@ class ParallelPlan:
         return self.sharding != "none" and not self.param_gather_overlap
 
     def describe(self) -> str:
-        """The plan in a few words: 'tp 4 pp 2 dp 16, micro-batch 1, interleave 5, zero1'."""
-        degrees = [f"{axis} {getattr(self, axis)}" for axis in DEGREES if getattr(self, axis) > 1]
+        """The plan in a few words: 'tp 4 pp 2 vp 5 dp 16, micro-batch 1, ZeRO-1'."""
+        schedule = "" if self.schedule in ("1f1b", "interleaved") else _SCHEDULE_WORDS[self.schedule]
+        return self._described(schedule, SHARDING_WORDS[self.sharding], has_vp=self.schedule == "interleaved")
+
+    def spell_out(self) -> str:
+        """The plan in the words of the field: 'tp 4 pp 2 dp 16, ..., 1F1B interleaved with 5 virtual stages, ...'."""
+        schedule = _SCHEDULE_WORDS[self.schedule].format(vp=self.vp) if self.pp > 1 else ""
+        return self._described(schedule, _SHARDING_TERMS[self.sharding], has_vp=False)
+
+    def _described(self, schedule: str, sharding: str, *, has_vp: bool) -> str:
+        shown = ("tp", "cp", "pp", "vp", *DEGREES[DEGREES.index("pp") + 1 :]) if has_vp else DEGREES
+        degrees = [f"{axis} {getattr(self, axis)}" for axis in shown if getattr(self, axis) > 1]
         words = [" ".join(degrees) or "one device", f"micro-batch {self.micro_batch}"]
         if self.cp > 1:
             words.append({"ring": "ring attention", "all_to_all": "all-to-all attention"}[self.cp_kind])
@@ -155,27 +184,27 @@ class ParallelPlan:
             words.append({"deepep": "DeepEP", "hybridep": "HybridEP"}[self.dispatcher])
         if self.rank_order != RankOrder.DP_BEFORE_PP:
             words.append(f"ranks {self.rank_order}")
-        if self.schedule not in ("1f1b", "interleaved"):
-            words.append(self.schedule)
-        elif self.vp > 1:
-            words.append(f"interleave {self.vp}")
+        if schedule:
+            words.append(schedule)
         if self.layers_per_chunk and len(set(self.layers_per_chunk)) > 1:
             ranks = {sum(self.layers_per_chunk[rank :: self.pp]) for rank in range(self.pp)}
-            words.append("uneven stages" if len(ranks) > 1 else "uneven chunks")
+            words.append("uneven stages" if len(ranks) > 1 else "uneven virtual stages")
         if self.dp * self.cp > 1:
             over = f" over {self.dp_shard * self.cp}" if self.dp_replicate > 1 and self.sharding != "none" else ""
-            words.append(f"{self.sharding.replace('none', 'unsharded')}{over}")
+            words.append(f"{sharding}{over}")
         if self.recompute != "none":
             words.append(self._recompute_words())
         if self.offload != "none":
-            words.append(f"{self.offload} on the host")
+            words.append(f"{self.offload} on the CPU")
         return ", ".join(words)
 
     def _recompute_words(self) -> str:
         if self.recompute_num_layers is not None:
-            return f"full recompute of {self.recompute_num_layers} layer{'s' * (self.recompute_num_layers > 1)} a chunk"
+            count = self.recompute_num_layers
+            where = "virtual stage" if self.vp > 1 else "stage"
+            return f"recompute {count} layer{'s' * (count > 1)} a {where}"
         if self.recompute_modules != DEFAULT_RECOMPUTE_MODULES:
-            return f"recompute of {' and '.join(self.recompute_modules)}"
+            return f"recompute {'+'.join(self.recompute_modules)}"
         return f"{self.recompute} recompute"
 
 

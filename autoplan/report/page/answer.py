@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
+from autoplan.report.answer import layers_line, mfu_convention, next_best_line, proof_line, risk_text, why_first
 from autoplan.report.page.content import PlanContent
 from autoplan.report.page.elements import Segment, bar, masthead, pairs
 from autoplan.report.page.html import Child, Markup, tag
-from autoplan.report.terminal import certificate_line, layers_line, mfu_convention, why_first
 from autoplan.spec.plan_file import PlanFile
 
 VERDICTS = {"fits": "", "risky": "may run out of memory", "oom": "does not fit"}
@@ -47,8 +47,10 @@ def answer(content: PlanContent) -> Markup:
 def sure(file: PlanFile) -> str:
     """The certificate, as a sentence."""
     assert file.certificate is not None
-    line = certificate_line(file.certificate, file.choice)
-    return f"{line[0].upper()}{line[1:]}."
+    sentences = [proof_line(file.certificate)]
+    if file.choice and file.choice.runner_up:
+        sentences.append(f"next best: {next_best_line(file.choice, file.certificate)}")
+    return " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
 
 
 def _axes(file: PlanFile) -> Iterator[Markup]:
@@ -99,12 +101,12 @@ def _figures(file: PlanFile) -> Iterator[Markup]:
         mfu_convention(file),
     )
     used = best.memory_bytes / max(file.capacity_bytes, best.memory_bytes)
-    risk = format_percent(best.oom_probability) if best.oom_probability >= 0.001 else "under 0.1 %"
     yield figure(
         "Memory",
         format_bytes(best.memory_bytes),
         bar([Segment(name="worst stage", colour="memory", share=used, text=format_bytes(best.memory_bytes))]),
-        f"of {format_bytes(file.capacity_bytes)} on the fullest stage; {risk} risk of running out",
+        f"of {format_bytes(file.capacity_bytes)} on the fullest stage; risk of running out "
+        f"{risk_text(best.oom_probability)}",
     )
 
 

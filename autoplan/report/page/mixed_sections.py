@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
+from autoplan.report.answer import reasons
 from autoplan.report.cluster import between_text
 from autoplan.report.cluster_drawing import draw
 from autoplan.report.mixed_search import certificate_line, describe, describe_kind, sizes, waiting
@@ -13,8 +14,8 @@ from autoplan.report.page.content import MixedContent
 from autoplan.report.page.elements import Segment, bar, bars, folded, masthead, note, pairs, scrolling, section, table
 from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.page.times import kind_key, kind_segments
-from autoplan.report.terminal import reasons
 from autoplan.spec.mixed_result import MixedCost
+from autoplan.spec.plan import SHARDING_WORDS
 from autoplan.spec.plan_file import MixedPlanFile
 from autoplan.topology.graph import quotient
 
@@ -53,7 +54,7 @@ def _words(file: MixedPlanFile) -> Iterator[Markup]:
     for letter, kind in zip(plan.letters, plan.kinds, strict=True):
         head = tag("strong", f"{letter} ") if letter else None
         yield tag("span", head, describe_kind(kind, names), class_="axis")
-    yield tag("span", plan.sharding.replace("none", "unsharded"), class_="axis plain")
+    yield tag("span", SHARDING_WORDS[plan.sharding], class_="axis plain")
     if plan.recompute != "none":
         yield tag("span", f"{plan.recompute} recompute", class_="axis plain")
 

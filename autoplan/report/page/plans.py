@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from autoplan.base.units import GIB, format_bytes, format_percent, format_seconds
+from autoplan.report.answer import choice_lines
 from autoplan.report.page.content import PlanContent
 from autoplan.report.page.elements import bar, bars, folded, note, section, table
 from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.page.plot import Axis, Series, plot
 from autoplan.report.page.times import kind_key, kind_segments, or_none
-from autoplan.report.terminal import LEAST_SHOWN_S, choice_lines, term_name
+from autoplan.report.terminal import LEAST_SHOWN_S, term_name
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.run_report import RunPlan

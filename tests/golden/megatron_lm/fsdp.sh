@@ -1,6 +1,6 @@
 #!/bin/bash
 # llama3-8b with Megatron-LM on 16 x hopper-80g (cluster lab), sequences of 4096 tokens, 256 a step
-# Plan: dp 16, micro-batch 1, zero3 over 8
+# Plan: dp 16, micro-batch 1, ZeRO-3 over 8
 # Predicted: 7.31 s a step (90 % interval 6.60 s to 8.10 s), 1,120 tokens/s per device, MFU 43.1 %
 # Memory: 71.3 GiB on the fullest device, headroom 7.7 GiB, risk of running out 1.2 %
 # Priced as megatron-core, calibration reference, by autoplan 0.1.0 numpy 2.0

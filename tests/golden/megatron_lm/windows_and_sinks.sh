@@ -1,6 +1,6 @@
 #!/bin/bash
 # gpt-oss-20b with Megatron-LM on 8 x hopper-80g (cluster lab), sequences of 4096 tokens, 256 a step
-# Plan: cp 2 ep 4 dp 4, micro-batch 1, all-to-all attention, zero1, optimizer on the host
+# Plan: cp 2 ep 4 dp 4, micro-batch 1, all-to-all attention, ZeRO-1, optimizer on the CPU
 # Predicted: 7.31 s a step (90 % interval 6.60 s to 8.10 s), 1,120 tokens/s per device, MFU 43.1 %
 # Memory: 71.3 GiB on the fullest device, headroom 7.7 GiB, risk of running out 1.2 %
 # Priced as megatron-core, calibration reference, by autoplan 0.1.0 numpy 2.0

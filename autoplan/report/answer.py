@@ -1,0 +1,364 @@
+"""Answer of a search on a terminal: the plan, its time and memory, how sure that is; then the details."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import NormalDist
+
+from rich.console import Console
+from rich.markup import escape
+
+from autoplan.base.units import GIB, format_bytes, format_flops, format_percent, format_seconds
+from autoplan.cost.estimate import NORMAL_90
+from autoplan.report.terminal import (
+    END_OF_STEP,
+    LEAST_GAP,
+    WAITS,
+    labelled,
+    number_ranges,
+    print_part,
+    print_table,
+    repetitions,
+    term_name,
+)
+from autoplan.spec.estimate import datasheet_peak
+from autoplan.spec.mixed_result import MixedCost
+from autoplan.spec.plan import chunk_layers
+from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.ranks import HostRanks
+from autoplan.spec.search_result import Certificate, Confidence, ObviousPlan, RankedPlan
+from autoplan.spec.timing import Provenance
+
+SHOWN_PLANS = 10
+SHOWN_REASONS = 3
+LEAST_REASON = 0.02  # of the largest
+LEAST_OFF = 0.001  # less would read as 0.0 %
+SHOWN_FLIPS = 3
+SHOWN_SWITCHES = 8
+LEAST_SHOWN_SHARE = 0.0005  # less would read as 0.0 %
+SHOWN_HOST_SHARE = 0.5  # of a node's memory; less is not worth a line unless the plan offloads
+MOST_SPELLED = 130  # characters of a plan that is spelled out: two lines of 80 columns
+PROVENANCE_WORDS: dict[Provenance, str] = {
+    "measured": "measurements",
+    "interpolated": "interpolated measurements",
+    "disturbed": "disturbed measurements",
+    "reference": "published measurements",
+    "datasheet": "datasheets",
+}
+
+
+def print_search(console: Console, file: PlanFile, *, details: bool = False) -> None:
+    """Print the answer of a search; with `details` also the plans behind it, what was searched, and memory by stage."""
+    print_answer(console, file)
+    lines = [*(detail_lines(file) if details else ()), *(choice_lines(file.best, file.choice) if file.choice else ())]
+    if details and file.alternatives:
+        console.print()
+        quantile = file.certificate.quantile if file.certificate else None
+        _print_ranking(console, [file.best, *file.alternatives[: SHOWN_PLANS - 1]], quantile)
+    if lines:
+        console.print()
+        print_lines(console, lines)
+
+
+def print_lines(console: Console, lines: Iterable[tuple[str, str]]) -> None:
+    """Print texts behind their labels."""
+    grid = labelled()
+    for label, text in lines:
+        grid.add_row(label, escape(text))
+    print_part(console, grid)
+
+
+def print_answer(console: Console, file: PlanFile) -> None:
+    """Print the question, and the plan with its figures."""
+    print_part(console, escape(_headline(file)))
+    console.print()
+    grid = labelled()
+    plan, *lines = answer_lines(file)
+    grid.add_row(plan[0], f"[bold green]{escape(plan[1])}[/]")
+    for label, text in lines:
+        grid.add_row(label, escape(text))
+    print_part(console, grid)
+
+
+def _headline(file: PlanFile) -> str:
+    cluster, training = file.cluster, file.training
+    slow = f" ({len(cluster.faults)} of their parts slow)" if cluster.faults else ""
+    place = f"{cluster.num_nodes} x {cluster.devices_per_node} {cluster.device.name}"
+    where = place if cluster.name == cluster.device.name else f"{cluster.name}: {place}"
+    return (
+        f"{file.model.name} on {where}{slow}, {training.precision}, {training.seq_len:,} tokens, "
+        f"global batch {file.best.plan.global_batch:,}"
+    )
+
+
+def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
+    """(label, text) of the plan, its time and memory, and how sure they are."""
+    best = file.best
+    spelled = best.plan.spell_out()
+    yield "plan", spelled if len(spelled) <= MOST_SPELLED else best.plan.describe()
+    interval = f"{format_seconds(best.low_s)} to {format_seconds(best.high_s)}"
+    yield "time", f"{format_seconds(best.step_s)} a step; nine of ten runs take {interval}"
+    name, peak = datasheet_peak(file.cluster.device, file.training.precision)
+    yield (
+        "",
+        f"{best.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {format_percent(best.mfu)} of "
+        f"{format_flops(peak)} ({name} peak)",
+    )
+    yield "memory", _memory(file)
+    host = file.cluster.host.memory_bytes
+    if best.plan.offload != "none" or best.host_memory_bytes > SHOWN_HOST_SHARE * host:
+        yield "", f"{best.host_memory_bytes / GIB:,.1f} of {format_bytes(host)} on the host of a node"
+    if file.rests_on:
+        yield "based on", rests_on(file.rests_on)
+    if file.listed_step_s is not None:
+        yield "nodes", placement_line(file.hosts, file.listed_step_s, best.step_s)
+    if file.certificate:
+        yield "proof", proof_line(file.certificate)
+        if file.choice and file.choice.runner_up:
+            yield "next best", next_best_line(file.choice, file.certificate)
+
+
+def _memory(file: PlanFile) -> str:
+    best = file.best
+    used = f"{best.memory_bytes / GIB:,.1f} of {format_bytes(file.capacity_bytes)} on the fullest device"
+    if best.memory_headroom_bytes < 0:
+        return f"does not fit: {used}"
+    return f"{used}, OOM risk {risk_text(best.oom_probability)}"
+
+
+def risk_text(probability: float) -> str:
+    """Probability of running out of memory."""
+    return format_percent(probability) if probability >= LEAST_OFF else f"under {format_percent(LEAST_OFF)}"
+
+
+def rests_on(shares: Mapping[Provenance, float]) -> str:
+    """Shares of the sources of times in a step, in words."""
+    return ", ".join(
+        f"{format_percent(share)} {PROVENANCE_WORDS[name]}"
+        for name, share in shares.items()
+        if share >= LEAST_SHOWN_SHARE
+    )
+
+
+def proof_line(certificate: Certificate) -> str:
+    """Sentence on why there is no better plan."""
+    least, plans = certificate.least_left, f"{certificate.plans:,} plans"
+    if not certificate.proven:
+        assert least is not None, "of what was not looked at"
+        if certificate.quantile is not None and least >= 1:
+            return (
+                f"not proven: smallest {certificate.quantile:g} quantile of the step among plans at most "
+                f"{format_percent(least - 1)} slower than the fastest; others were not looked at"
+            )
+        return (
+            f"not proven: best of {certificate.priced:,} plans that were priced; one of the others may be up to "
+            f"{format_percent(1 / least - 1)} faster"
+        )
+    if certificate.best_in:
+        return f"none of {plans} is better in {' and '.join(certificate.best_in)}, under this model"
+    if certificate.quantile is not None:
+        return f"none of {plans} has a smaller {certificate.quantile:g} quantile of the step, under this model"
+    if certificate.slower_than_fastest is not None:
+        return (
+            f"none of {plans} is more than {_at_least_shown(certificate.slower_than_fastest)} faster, under this model"
+        )
+    return f"none of {plans} is faster, under this model"
+
+
+def _at_least_shown(share: float) -> str:
+    return format_percent(max(share, LEAST_OFF))
+
+
+def searched_line(certificate: Certificate) -> str:
+    """Sentence on how many plans were priced, and what is known of the others."""
+    least, margin = certificate.least_left, certificate.margin
+    others = "do not fit in memory" if least is None else f"are at least {format_percent(least - 1)} slower"
+    text = (
+        f"{certificate.plans:,} plans with {certificate.cells:,} combinations of degrees: {certificate.priced:,} priced"
+    )
+    if not certificate.proven:
+        return f"{text}, of {certificate.expanded:,} combinations"
+    if certificate.best_in:
+        return f"{text}, {certificate.bounded:,} lower bounds on time and memory tell that no other is better"
+    text += f"; by {certificate.bounded:,} lower bounds on time and memory all others {others}"
+    return f"{text} (up to {format_percent(margin)} slower may have the least quantile)" if margin else text
+
+
+def slower(behind: float) -> str:
+    """Share by which a step is slower or, where `behind` is negative, faster."""
+    if abs(behind) < LEAST_GAP:
+        return "as fast"
+    return f"{format_percent(abs(behind))} {'slower' if behind > 0 else 'faster'}"
+
+
+def next_best_line(choice: Confidence, certificate: Certificate) -> str:
+    """Sentence on the best plan that differs in more than details, and whether the model can tell the two apart.
+
+    Plans as slow as `least_left` need not have been priced, so that more of them may be in a wider interval.
+    """
+    assert choice.runner_up is not None
+    ratio, width = choice.ratio or 1.0, choice.width or 1.0
+    text = f"{choice.runner_up.plan.describe()}: {slower(ratio - 1.0)}, {told_apart(width, is_close=choice.is_close)}"
+    if not choice.is_close:
+        return text
+    more, least_left = choice.num_contenders - 1, certificate.least_left
+    if not more:
+        return f"{text}: measure both"
+    least = "at least " if least_left is not None and width > least_left else ""
+    return f"{text}, as {'is' if more == 1 else 'are'} {least}{more} more: measure them"
+
+
+def told_apart(width: float, *, is_close: bool) -> str:
+    """Whether the model can tell two plans apart.
+
+    `width` is the factor to either end of the 90 % interval of the ratio of their times.
+    """
+    share = format_percent(width - 1.0)
+    return f"too close to call (under {share})" if is_close else f"a clear gap (over {share})"
+
+
+def detail_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
+    """(label, text) of what is behind the answer."""
+    if layers := layers_line(file):
+        yield "layers", layers
+    if len(file.stages) > 1:
+        yield "memory", f"{repetitions(f'{stage.memory_bytes / GIB:,.1f}' for stage in file.stages)} GiB on the stages"
+    yield "MFU", f"with {mfu_convention(file)}"
+    if (choice := file.choice) and choice.runner_up:
+        yield "why", why_first(file.best, choice.runner_up, keeps_today=file.today is not None)
+    if fastest := fastest_of(file):
+        gain = risk_text(file.best.s_per_sequence / fastest.s_per_sequence - 1.0)
+        yield "fastest", f"{fastest.plan.describe()}: {gain} faster, {reasons(fastest, file.best)}"
+    if file.certificate:
+        yield "searched", searched_line(file.certificate)
+        yield "space", "; ".join(file.certificate.limits)
+
+
+def layers_line(file: PlanFile) -> str:
+    """Layers of every stage or chunk, if they are spread unevenly."""
+    plan = file.best.plan
+    chunks = chunk_layers(plan, file.model.num_layers)
+    if len(set(chunks)) == 1:
+        return ""
+    text = f"{repetitions(sum(chunks[rank :: plan.pp]) for rank in range(plan.pp))} on the stages"
+    return f"{text}; {repetitions(chunks)} in the chunks" if plan.vp > 1 else text
+
+
+def mfu_convention(file: PlanFile) -> str:
+    """Peak rate that an MFU refers to.  That of a CPU is worked out from its clock, which no datasheet does."""
+    device = file.cluster.device
+    name, peak = datasheet_peak(device, file.training.precision)
+    peak_name = "peak" if device.vendor == "cpu" else "datasheet peak"
+    return f"Megatron model FLOPs over the {name} {peak_name}, {format_flops(peak)}"
+
+
+def placement_line(hosts: Sequence[HostRanks], listed_step_s: float, step_s: float) -> str:
+    """Below which leaf switches the stages sit, and what the order of the nodes gains."""
+    below: dict[str, set[int]] = {}
+    for host in hosts:
+        below.setdefault(host.switches[0] if host.switches else host.site, set()).update(host.stages)
+    shown = [f"{switch}: stage {number_ranges(stages)}" for switch, stages in below.items()]
+    more = [f"{len(shown) - SHOWN_SWITCHES} more"] if len(shown) > SHOWN_SWITCHES else []
+    gain = format_percent(listed_step_s / step_s - 1)
+    return f"{gain} faster than in the order of the cluster's list; {', '.join((*shown[:SHOWN_SWITCHES], *more))}"
+
+
+def _print_ranking(console: Console, plans: Sequence[RankedPlan], quantile: float | None) -> None:
+    """The plans in their order; with the quantile of the step by which they are, where that is not the step itself."""
+    many = len({plan.plan.global_batch for plan in plans}) > 1
+    columns = [("#", True), ("plan", False), ("step", True), ("tokens/s", True), ("MFU", True), ("memory", True)]
+    if quantile is not None:
+        columns.insert(3, (f"{quantile:g} quantile", True))
+    rows = []
+    for at, plan in enumerate(plans, 1):
+        cells = [
+            str(at),
+            escape(plan.plan.describe()),
+            format_seconds(plan.step_s),
+            f"{plan.tokens_per_s_per_device:,.0f}",
+            format_percent(plan.mfu),
+            format_bytes(plan.memory_bytes),
+        ]
+        if quantile is not None:
+            spreads = NormalDist().inv_cdf(quantile) / NORMAL_90
+            cells.insert(3, format_seconds(plan.step_s * (plan.high_s / plan.step_s) ** spreads))
+        rows.append([*cells, f"{plan.plan.global_batch:,}"] if many else cells)
+    print_table(console, [*columns, ("batch", True)] if many else columns, rows, keep=3)
+
+
+def why_first(best: RankedPlan, second: RankedPlan, *, keeps_today: bool = False) -> str:
+    """Reason why the winner goes before the next best: the terms in which their times per sequence differ most."""
+    behind = second.s_per_sequence / best.s_per_sequence - 1.0
+    if abs(behind) < LEAST_GAP:
+        which = "the one that changes least of today's" if keeps_today else "the plainer plan"
+        return f"the next best is as fast; {which} goes first"
+    simpler = ", but less simple" if behind < 0 else ""
+    return f"the next best is {slower(behind)}{simpler}: {reasons(second, best)}"
+
+
+def reasons(plan: RankedPlan | MixedCost, other: RankedPlan | MixedCost) -> str:
+    """The terms in which two plans' times per sequence differ most, as the first of them has them: more or less."""
+    gained = _gained(plan, other)
+    largest = sorted(gained, key=lambda name: -abs(gained[name]))[:SHOWN_REASONS]
+    least = LEAST_REASON * max(abs(gained[largest[0]]), abs(sum(gained.values())))
+    return ", ".join(
+        f"{format_seconds(abs(gained[name]))} {'less' if gained[name] > 0 else 'more'} {term_name(name)}"
+        for name in largest
+        if abs(gained[name]) > least
+    )
+
+
+def _summed(terms_s: dict[str, float]) -> dict[str, float]:
+    """Work of the busiest stage in one term, and what ends the step in one."""
+    work = sum(value for name, value in terms_s.items() if name not in (*WAITS, *END_OF_STEP))
+    waits = {name: terms_s.get(name, 0.0) for name in WAITS}
+    return {"work": work, **waits, "end_of_step": sum(terms_s.get(name, 0.0) for name in END_OF_STEP)}
+
+
+def _gained(best: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> dict[str, float]:
+    """Time by which every term of the second plan is longer, for as many sequences as the best has in a step."""
+    scale = best.plan.global_batch / second.plan.global_batch
+    terms, others = best.terms_s, second.terms_s
+    if (terms.get("head", 0.0) > 0) != (others.get("head", 0.0) > 0):
+        # Terms of work are those of the busiest stage, which holds the head in one plan and layers in its place in
+        # the other: only their sums compare.
+        terms, others = _summed(terms), _summed(others)
+    return {name: others.get(name, 0.0) * scale - value for name, value in terms.items()}
+
+
+def choice_lines(best: RankedPlan, choice: Confidence) -> Iterator[tuple[str, str]]:
+    """(label, text) of what would change the answer, and of why the obvious alternatives lost."""
+    if choice.sensitivity:
+        flips = choice.sensitivity.flips
+        for at, flip in enumerate(flips[:SHOWN_FLIPS]):
+            change = f"{format_percent(abs(flip.factor - 1.0))} {'higher' if flip.factor > 1 else 'lower'}"
+            late = "" if flip.is_proven else " at the latest"
+            tell = f"; autoplan profile --only {','.join(flip.measure)} tells" if flip.measure else ""
+            yield "" if at else "unless", f"{flip.quantity} {change}{late}: then {flip.plan.describe()}{tell}"
+        if not flips:
+            yield "unless", "no number of the hardware, halved or doubled alone, makes another plan win"
+    for at, rival in enumerate(choice.obvious):
+        yield "" if at else "not", f"{rival.family}: {_lost(best, rival)}"
+
+
+def _lost(best: RankedPlan, rival: ObviousPlan) -> str:
+    """Reason why an alternative lost: memory, or time in the terms that grow most."""
+    if rival.excess_bytes > 0:
+        return f"does not fit by {format_bytes(rival.excess_bytes)} ({rival.plan.plan.describe()})"
+    lost = _gained(best, rival.plan)
+    largest = sorted(lost, key=lambda name: -lost[name])[:SHOWN_REASONS]
+    parts = [
+        f"{format_seconds(lost[name])} more {term_name(name)}"
+        for name in largest
+        if lost[name] > LEAST_REASON * abs(sum(lost.values()))
+    ]
+    risk = "" if rival.plan.verdict == "fits" else "may run out of memory, "
+    gap = f"{format_percent(abs(rival.ratio - 1.0))} {'slower' if rival.ratio > 1 else 'faster'}"
+    return f"{risk}{gap} ({rival.plan.plan.describe()}): {', '.join(parts)}"
+
+
+def fastest_of(file: PlanFile) -> RankedPlan | None:
+    """Return the fastest plan, where the best one is simpler and about as fast."""
+    if file.certificate is None or file.certificate.slower_than_fastest is None:
+        return None
+    return min(file.alternatives, key=lambda one: one.s_per_sequence)

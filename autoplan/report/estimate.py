@@ -1,0 +1,165 @@
+"""One plan on a terminal: its time and memory, term by term and stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+from autoplan.base.units import GIB, format_bytes, format_percent, format_seconds
+from autoplan.report.answer import detail_lines, print_answer, print_lines
+from autoplan.report.terminal import (
+    LEAST_SHOWN_S,
+    MEMORY_NAMES,
+    MEMORY_SUMS,
+    MOST_MEMORY_COLUMNS,
+    number_ranges,
+    print_table,
+    print_terms,
+    summed_memory,
+)
+from autoplan.spec.estimate import PlacedStage, StageCost, placed
+from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.ranks import HostRanks
+
+SHOWN_HOSTS = 64
+MOST_STAGES = 16  # rows of the table of stages; the first and last ones stay
+
+
+def print_estimate(console: Console, file: PlanFile) -> None:
+    """Print time and memory of one plan: terms of the step, then every pipeline rank."""
+    print_answer(console, file)
+    console.print()
+    print_lines(console, detail_lines(file))
+    console.print()
+    print_terms(console, file.best, has_sum=True)
+    console.print()
+    _print_stage_times(console, file.stages)
+    console.print("\nms per micro-batch by stage")
+    _print_stage_terms(console, file.stages)
+    console.print("\nmemory of each stage in GiB")
+    _print_stage_memory(console, file.stages)
+    if file.hosts:
+        console.print("\nranks of each node")
+        _print_hosts(console, file.hosts)
+
+
+def _print_hosts(console: Console, hosts: tuple[HostRanks, ...]) -> None:
+    columns = (("ranks", True), ("node", False), ("below", False), ("stages", False), ("replicas", False))
+    rows = [
+        (
+            f"{host.first_rank}-{host.first_rank + host.num_ranks - 1}",
+            escape(host.node),
+            escape(" < ".join((*host.switches, *([host.site] if host.site else [])))),
+            number_ranges(host.stages),
+            number_ranges(host.replicas),
+        )
+        for host in hosts[:SHOWN_HOSTS]
+    ]
+    print_table(console, columns, rows)
+    if len(hosts) > SHOWN_HOSTS:
+        console.print(f"({len(hosts) - SHOWN_HOSTS} more nodes: --json has all)")
+
+
+def _shown(stages: tuple[StageCost, ...]) -> tuple[StageCost | None, ...]:
+    """The stages that have a row; None stands for those that are left out in the middle."""
+    if len(stages) <= MOST_STAGES:
+        return stages
+    half = MOST_STAGES // 2
+    return (*stages[:half], None, *stages[-half:])
+
+
+def _print_stage_times(console: Console, stages: tuple[StageCost, ...]) -> None:
+    columns = (("stage", True), ("layers", True), ("forward", True), ("backward", True), ("memory", True))
+    rows = [
+        (
+            str(stage.stage),
+            str(stage.layers),
+            format_seconds(stage.forward_s),
+            format_seconds(stage.backward_s),
+            format_bytes(stage.memory_bytes),
+        )
+        if stage
+        else ("...",)
+        for stage in _shown(stages)
+    ]
+    print_table(console, columns, rows)
+
+
+def _print_stage_terms(console: Console, stages: tuple[StageCost, ...]) -> None:
+    names = [name for name in stages[0].terms_s if any(stage.terms_s[name] >= LEAST_SHOWN_S for stage in stages)]
+    rows = [
+        (str(stage.stage), *(f"{stage.terms_s[name] * 1e3:,.1f}" for name in names)) if stage else ("...",)
+        for stage in _shown(stages)
+    ]
+    short = [name.replace("_communication", " traffic").replace("_", " ") for name in names]
+    print_table(console, [("stage", True), *((name, True) for name in short)], rows, least_header=5)
+
+
+def _print_stage_memory(console: Console, stages: tuple[StageCost, ...]) -> None:
+    rows = [
+        (str(stage.stage), *(f"{summed_memory(stage, names) / GIB:,.1f}" for names in MEMORY_SUMS.values()))
+        if stage
+        else ("...",)
+        for stage in _shown(stages)
+    ]
+    columns = [("stage", True), *((name, True) for name in MEMORY_SUMS)]
+    print_table(console, columns, rows, least_header=5)
+
+
+def print_memory(console: Console, file: PlanFile) -> None:
+    """Print the memory of one plan, stage by stage, and how much each change would free."""
+    print_answer(console, file)
+    print_waterfall(console, placed(file.stages, file.best.plan.num_microbatches, file.capacity_bytes))
+    console.print()
+    _print_knobs(console, file)
+
+
+def print_waterfall(console: Console, stages: Sequence[PlacedStage]) -> None:
+    """The memory of stages: one row a term and one column a stage; stages that are alike share a column."""
+    console.print("\nmemory in GiB, stage by stage")
+    kinds: dict[tuple[float | str, ...], list[PlacedStage]] = {}
+    for stage in stages:
+        place = stage.place
+        kinds.setdefault((place.kind, place.part, *stage.cost.memory_terms_bytes.values()), []).append(stage)
+    groups = [*kinds.values()]
+    worst = max(groups, key=lambda group: group[0].fill)
+    if len(groups) > MOST_MEMORY_COLUMNS:
+        kept = {0, len(groups) - 1, groups.index(worst), *range(MOST_MEMORY_COLUMNS - 2)}
+        groups = [group for at, group in enumerate(groups) if at in kept]
+    firsts = [group[0] for group in groups]
+    terms = [stage.cost.memory_terms_bytes for stage in firsts]
+    rows = [
+        (MEMORY_NAMES[name], *(f"{terms_bytes[name] / GIB:,.2f}" for terms_bytes in terms))
+        for name in terms[0]
+        if any(terms_bytes[name] for terms_bytes in terms)
+    ]
+    rows.append(("[bold]all[/]", *(f"[bold]{stage.cost.memory_bytes / GIB:,.2f}[/]" for stage in firsts)))
+    rows.append(("free", *(f"{(stage.place.capacity_bytes - stage.cost.memory_bytes) / GIB:,.2f}" for stage in firsts)))
+    rows.append(("risk", *(format_percent(stage.cost.oom_probability) for stage in firsts)))
+    if any(stage.place.part for stage in firsts):
+        rows.append(("on", *(escape(stage.place.part) for stage in firsts)))
+    print_table(console, [("stage", False), *((_numbers(group), True) for group in groups)], rows)
+
+
+def _numbers(stages: list[PlacedStage]) -> str:
+    first, last = stages[0].place, stages[-1].place
+    if first == last:
+        return first.name
+    is_whole = last.stage - first.stage == len(stages) - 1
+    return f"{first.name}-{last.name}" if is_whole else f"{first.name}..{last.name}"
+
+
+def _print_knobs(console: Console, file: PlanFile) -> None:
+    if not file.memory_knobs:
+        console.print("no single change of the plan would free memory")
+        return
+    rows = []
+    for knob in file.memory_knobs:
+        slower = knob.plan.step_s / file.best.step_s - 1
+        step = f"{'+' if slower >= 0 else '-'}{format_percent(abs(slower))}"
+        needed = format_bytes(knob.plan.memory_bytes)
+        rows.append((escape(knob.change), format_bytes(knob.freed_bytes), needed, step, knob.plan.verdict))
+    columns = [("what would free memory", False), ("frees", True), ("leaves", True), ("step", True), ("then", False)]
+    print_table(console, columns, rows, keep=3)
