@@ -39,6 +39,9 @@ def test_what_was_not_measured_is_priced_as_its_kin(called: str, year: str, name
     ("called", "year", "name"),
     [
         ("NeMo 24.07/Megatron-Core", "2024", "nemo-24.07"),
+        ("Megatron-LM", "2021", "megatron-lm-2021"),
+        ("Megatron-LM (2021)", "2021", "megatron-lm-2021.07"),
+        ("Megatron-LM/DeepSpeed (vTrain validation)", "2023", "megatron-lm-2021.07"),
         ("NeMo/Megatron-Core", "2025", "nemo-25.04"),
         ("Megatron-Core r0.8.0", "2024", "megatron-core-0.8"),
         ("Megatron-Bridge/Megatron-Core 25.09", "2025", "nemo-25.09"),

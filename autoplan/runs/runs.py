@@ -21,7 +21,7 @@ from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_lm.notation import layout_counts
 from autoplan.frameworks.registry import book_of
-from autoplan.read.calibration import built_in_calibration
+from autoplan.read.calibration import UNKNOWN_MEMORY_SPREAD, built_in_calibration
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.model import load_model, preset_models
 from autoplan.runs.recipes import Recipe, recipe_called
@@ -34,7 +34,7 @@ from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Calibration
 from autoplan.spec.training import Attention, TrainingSpec
-from autoplan.topology.cluster import ClusterSpec
+from autoplan.topology.cluster import ClusterSpec, DeviceSpec
 
 UNKNOWN = Recipe(names=(), framework="megatron-core")
 GPT_VOCAB_SIZE = 50257  # of GPT-2's tokenizer, where a table leaves the vocabulary out
@@ -205,8 +205,14 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
         training=training,
         cluster=cluster,
         framework=framework,
-        calibration=built_in_calibration(framework, cluster.device, is_kin=recipe is UNKNOWN or recipe.is_kin),
+        calibration=_calibration(framework, cluster.device, recipe),
     )
+
+
+def _calibration(framework: Framework, device: DeviceSpec, recipe: Recipe) -> Calibration:
+    is_unknown = recipe is UNKNOWN
+    found = built_in_calibration(framework, device, is_kin=is_unknown or recipe.is_kin)
+    return replace(found, memory_spread=UNKNOWN_MEMORY_SPREAD) if is_unknown else found
 
 
 def _plain(name: str) -> str:
