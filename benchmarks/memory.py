@@ -21,13 +21,15 @@ from pathlib import Path
 import numpy as np
 from measured_runs import RUNS, source_of, with_answers
 from reports import existing
+from scipy.stats import beta
 
-from autoplan.base.arrays import Floats
+from autoplan.base.arrays import Bools, Floats
 from autoplan.base.units import GIB
 from autoplan.cost.estimate import estimate
 from autoplan.cost.memory.stage_memory import ALLOCATED_TERMS, MEMORY_TERMS, peaks
+from autoplan.runs.predictions import offloads_activations, recompute_is_told
 from autoplan.runs.runs import Run, read_runs
-from autoplan.spec.estimate import OOM_ABOVE, RISKY_ABOVE
+from autoplan.spec.estimate import probability_above
 from autoplan.spec.framework import Framework
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -54,6 +56,12 @@ MEMORY_TRAITS = (
 )
 LEAST_OOM = 10  # runs, for a spread of verdicts
 ROWS_PER_TRAIT = 15  # at least, of a framework on one generation of devices
+BANDS = (0.0, 0.05, 0.3, 0.7, 0.95, 1.0)  # of probabilities
+# Sources that the presets were made with; all others came later.
+FIRST_SOURCES = frozenset(
+    """bekman bloom dgxc hagemann korth2022 korth2240 korth_fig1 megascale misc1 misc2 mlm2021 mlm2024 mosaic mtnlg
+    nanotron nanotron_mn nemo2407 nvbridge simumax torchtitan vtrain""".split()  # noqa: SIM905
+)
 STEPS = (2.0, 1.4, 1.15, 1.05, 1.02)  # factors by which a trait is moved while it is fitted
 
 
@@ -87,11 +95,13 @@ def main() -> None:
         "--as-shipped", action="store_true", help="leave the fits with a model left out, which take long"
     )
     options = parser.parse_args()
-    cases = read_cases(options.runs)
+    every = read_cases(options.runs)
+    fails = {case.source for case in every if case.is_oom}
+    cases = [case for case in every if case.peak_gib is not None or case.source in fails]
     shipped = predicted(cases, {})
     held_out = None if options.as_shipped else leave_models_out(cases)
     show_table(cases, shipped, held_out)
-    show_probabilities(cases, shipped)
+    show_probabilities(every, predicted(every, {}))
     show_spreads(cases, shipped if held_out is None else held_out)
     for source in sorted({case.source for case in cases}):
         show_source(source, [case for case in cases if case.source == source], options.worst)
@@ -104,8 +114,7 @@ def read_cases(path: Path) -> list[Case]:
         if run.problem and run.plan and row["status"] in ("ok", "oom"):
             measured = float(row["peak_memory_gib"]) if row["status"] == "ok" and row["peak_memory_gib"] else None
             cases.append(Case(run=run, source=source_of(run), is_oom=row["status"] == "oom", peak_gib=measured))
-    knows_oom = {case.source for case in cases if case.is_oom}
-    return [case for case in cases if case.peak_gib is not None or case.source in knows_oom]
+    return cases
 
 
 # -- predictions ------------------------------------------------------------------------------------------------------
@@ -240,10 +249,10 @@ def surprise(cases: Sequence[Case], prediction: Predicted) -> float:
 
 
 def show_table(cases: Sequence[Case], shipped: Predicted, held_out: Predicted | None) -> None:
-    """Errors and verdicts by source."""
+    """Errors and verdicts by source, those that the presets were made with first."""
     print("                        as shipped                             every model left out in turn")
     print("source        runs   median    p90    bias     oom   F1      median    p90    bias   F1")
-    for source in sorted({case.source for case in cases}):
+    for source in sorted({case.source for case in cases}, key=lambda name: (name not in FIRST_SOURCES, name)):
         which = [at for at, case in enumerate(cases) if case.source == source]
         own = [cases[at] for at in which]
         oom = sum(case.is_oom for case in own)
@@ -277,18 +286,52 @@ def _f1(cases: Sequence[Case], prediction: Predicted) -> str:
 
 
 def show_probabilities(cases: Sequence[Case], prediction: Predicted) -> None:
-    """Print how often runs ran out of memory, by the probability that was given."""
-    probability = np.array([0.5 * math.erfc(-z / math.sqrt(2)) for z in prediction.oom_z])
+    """Print how often runs ran out of memory, by the probability that was given.
+
+    Sources that publish no failed run say little: they leave out what ran out of memory, and Composer takes the largest
+    micro-batch that fits.  Runs of which it is not told what they recompute, or that keep activations on the host, are
+    left out: they need less than what is priced.
+    """
+    told = np.array([recompute_is_told(case.run) and not offloads_activations(case.run) for case in cases])
+    print(f"\n{(~told).sum()} runs do not tell what they recompute, or keep activations on the host: not counted below")
+    fails = {case.source for case in cases if case.is_oom}
+    later = np.array([case.source not in FIRST_SOURCES for case in cases])
+    tells = np.array([case.source in fails for case in cases])
+    for title, which in (
+        ("sources that publish failed runs", tells),
+        ("of them, those of the presets", tells & ~later),
+        ("of them, those that came later", tells & later),
+        ("sources of finished runs alone", ~tells),
+    ):
+        _show_bands(title, cases, prediction, which & told)
+    for framework in sorted({case.problem.framework.name for case in cases if case.source in fails}):
+        own = np.array([case.problem.framework.name == framework for case in cases])
+        _show_bands(f"{framework}, of sources that publish failed runs", cases, prediction, own & tells & told)
+
+
+def _show_bands(title: str, cases: Sequence[Case], prediction: Predicted, which: Bools) -> None:
+    probability = np.array([probability_above(float(z)) for z in prediction.oom_z])
     true = np.array([case.is_oom for case in cases])
-    print("\nprobability of running out of memory    runs   mean said   happened")
-    bounds = (0.0, 0.001, RISKY_ABOVE, 0.2, OOM_ABOVE, 0.8, 0.999, 1.0)
-    for low, high in pairwise(bounds):
-        which = (probability >= low) & ((probability < high) | (high == 1.0))
-        if which.any():
-            print(
-                f"{100 * low:14.1f} % to {100 * high:5.1f} %        {which.sum():7d}"
-                f"{100 * probability[which].mean():10.1f} %{100 * true[which].mean():9.1f} %"
-            )
+    print(f"\nprobability of running out of memory: {title}")
+    print("     band       runs   mean said   happened   95 % band of that")
+    for low, high in pairwise(BANDS):
+        inside = which & (probability >= low) & ((probability < high) | (high == 1.0))
+        if not (count := int(inside.sum())):
+            continue
+        happened, said = int(true[inside].sum()), 100 * probability[inside].mean()
+        least, most = 100 * beta_band(happened, count)
+        is_off = "" if least <= said <= most else "  off"
+        print(
+            f"{100 * low:4.0f} to {100 * high:3.0f} %{count:8d}{said:10.1f} %{100 * happened / count:9.1f} %"
+            f"{least:9.1f} to {most:5.1f} %{is_off}"
+        )
+
+
+def beta_band(happened: int, count: int) -> Floats:
+    """Shares between which that of so many of `count` lies with 95 % (Clopper and Pearson, 1934)."""
+    low = beta.ppf(0.025, happened, count - happened + 1) if happened else 0.0
+    high = beta.ppf(0.975, happened + 1, count - happened) if happened < count else 1.0
+    return np.array([low, high], dtype=np.float64)
 
 
 def show_spreads(cases: Sequence[Case], prediction: Predicted) -> None:

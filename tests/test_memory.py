@@ -203,6 +203,18 @@ def test_a_step_copies_what_the_rank_updates() -> None:
     assert offloaded.memory_terms_bytes["update"] == 0
 
 
+@pytest.mark.parametrize(("frees", "held", "stepped"), [(False, 1200.0, 0.0), (True, 0.0, 1200.0)])
+def test_unscaled_gradients_of_fp16_are_held_or_come_with_the_step(frees: bool, held: float, stepped: float) -> None:
+    framework = BARE.changed(bytes_per_fp16_unscaled_grad=1200.0, frees_unscaled_grads=frees)
+    (plain,) = stages_of(problem_of(), precision="fp16")
+    (stage,) = stages_of(problem_of(framework=framework), precision="fp16")
+    optimizer, before = (one.memory_terms_bytes["optimizer"] for one in (stage, plain))
+    assert optimizer - before == pytest.approx(held * TOTAL)
+    assert (step_bytes(stage) if frees else stage.memory_terms_bytes["update"]) == pytest.approx(stepped * TOTAL)
+    (bf16,) = stages_of(problem_of(framework=framework))
+    assert bf16.memory_terms_bytes["update"] == 0
+
+
 def test_a_bf16_step_gathers_all_weights_into_a_copy_and_an_fp16_step_goes_through_buckets() -> None:
     framework = BARE.changed(bytes_per_bf16_gathered_weight=200.0, bucket_bytes=1e8)
     plan = {"dp_shard": 4, "sharding": "zero1"}

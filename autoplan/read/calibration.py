@@ -12,8 +12,11 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.timing import FACTORS, TIME_SPREADS, Calibration
 from autoplan.topology.cluster import DeviceSpec
 
-# Of runs under a framework that no preset describes: known ones priced with the traits of Megatron-Core are off by
-# .2 to .36 where they fill more than half of a device.
+# Of runs that are priced as those of another framework, which works like theirs: nine tenths of the 60 of six sources
+# that fill more than four tenths of a device are within .29, and of the 46 beyond six tenths within .18: .18 and .11.
+KIN_MEMORY_SPREAD = 0.15
+# Of runs under a framework that nothing is known of: known ones priced with the traits of Megatron-Core are off by .2
+# to .36 where they fill more than half of a device.
 UNKNOWN_MEMORY_SPREAD = 0.25
 
 
@@ -58,7 +61,11 @@ def calibration_among(
         precisions=tuple(sorted({precision for own in like for precision in own.precisions})),
         most_devices=max(own.most_devices for own in like),
         unseen=("framework",) * is_kin + ("generation",) * is_new,
-        memory_spread=exact.memory_spread if exact and not is_kin else UNKNOWN_MEMORY_SPREAD if is_kin else 0.06,
+        memory_spread=exact.memory_spread
+        if exact and not is_kin
+        else KIN_MEMORY_SPREAD
+        if is_kin
+        else Calibration().memory_spread,
         sources=exact.sources if exact and not is_kin else (),
     )
 

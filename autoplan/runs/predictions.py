@@ -35,11 +35,10 @@ def predict(run: Run) -> Prediction:
         return Prediction(id=run.id, verdict="unpriced", note="; ".join(part for part in (str(error), filled) if part))
     cost = estimate(run.problem, batch)
     verdict = VERDICTS[int(cost.verdict[0])]
-    is_told = not any(column.startswith("recompute=") for column in run.filled)
-    if verdict == "oom" and _fits_recomputed(run.problem, run.plan, is_told=is_told):
+    if verdict == "oom" and not recompute_is_told(run) and _fits_recomputed(run.problem, run.plan):
         verdict = "risky"
         note = "; ".join(part for part in (note, "what is recomputed is not told: fits with all of it") if part)
-    if verdict == "oom" and any(column.startswith("activation_offload") for column in run.filled):
+    if verdict == "oom" and offloads_activations(run):
         verdict = "risky"
         note = f"{note}; activations on the host, which are not priced, may make room"
     return Prediction(
@@ -58,15 +57,25 @@ def predict_runs(path: Path, calibration: Calibration | None) -> list[Prediction
     return [predict(run.calibrated(calibration) if calibration else run) for run in read_runs(path)]
 
 
-def _fits_recomputed(problem: Problem, plan: ParallelPlan, *, is_told: bool) -> bool:
-    """Whether a plan of which it is not told what it recomputes fits with all layers recomputed.
+def recompute_is_told(run: Run) -> bool:
+    """Whether a table tells what a run recomputes.
 
     Selective recomputation of an attention that keeps no scores is that of other modules, which no column names
     (Megatron-LM, --recompute-modules).
     """
-    keeps_nothing = plan.recompute == "selective" and plan.recompute_modules == DEFAULT_RECOMPUTE_MODULES
-    if is_told and not (keeps_nothing and problem.fuses_attention):
+    if run.problem is None or run.plan is None or any(column.startswith("recompute=") for column in run.filled):
         return False
+    names_no_module = run.plan.recompute == "selective" and run.plan.recompute_modules == DEFAULT_RECOMPUTE_MODULES
+    return not (names_no_module and run.problem.fuses_attention)
+
+
+def offloads_activations(run: Run) -> bool:
+    """Whether a run keeps activations on the host, which is not priced."""
+    return any(column.startswith("activation_offload") for column in run.filled)
+
+
+def _fits_recomputed(problem: Problem, plan: ParallelPlan) -> bool:
+    """Whether a plan fits with all layers recomputed."""
     repeated = replace(plan, recompute=Recompute.FULL, recompute_modules=DEFAULT_RECOMPUTE_MODULES)
     batch = PlanBatch.of([repeated], problem.model.num_layers)
     return VERDICTS[int(estimate(problem, batch).verdict[0])] != "oom"

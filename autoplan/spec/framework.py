@@ -36,6 +36,7 @@ class Memory:
     bytes_per_bf16_grad_accumulator: float = 0.0  # a second, fp32 buffer that bf16 runs keep beside a 16-bit one
     bytes_per_bucket_grad: float = 0.0  # in buckets beside the gradients, where data-parallel ranks do not shard (DDP)
     bytes_per_fp16_unscaled_grad: float = 0.0  # fp32 copy that fp16 runs make to unscale, sharded with the optimizer
+    frees_unscaled_grads: bool = False  # before the next forward pass: they are there during the optimizer's step alone
     bytes_per_optimizer_state: float = 12.0  # fp32 master weights and two Adam moments
     # Of the optimizer's state, what stays on the device where the optimizer is on the host.
     bytes_per_state_kept_on_device: float = 0.0

@@ -313,7 +313,8 @@ def states(
         gradients *= (on_device | ~zero3)[:, None]
     kept = framework.memory.bytes_per_optimizer_state, framework.memory.bytes_per_state_kept_on_device
     optimizer = spread(kept[0], zero1) * on_device[:, None] + spread(kept[1], zero1) * ~on_device[:, None]
-    optimizer += spread(framework.memory.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
+    if not framework.memory.frees_unscaled_grads:
+        optimizer += spread(framework.memory.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
     return weights, gradients, optimizer
 
 
@@ -342,6 +343,9 @@ def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameter
     zero1 = batch.sharding >= Sharding.ZERO1.code
     on_device = batch.offload != Offload.OPTIMIZER.code
     copies = _spread_bytes(parameters, groups, framework.memory.bytes_per_update_copy, zero1) * on_device[:, None]
+    if framework.memory.frees_unscaled_grads:
+        unscaled = _spread_bytes(parameters, groups, framework.memory.bytes_per_fp16_unscaled_grad, zero1)
+        copies += unscaled * (on_device & (batch.precision == Precision.FP16.code))[:, None]
     # Under zero1, where gradients are not reduced before the step, and weights gathered in it; some bf16 optimizers
     # do without buckets, all at once.
     whole = (batch.precision != Precision.FP16.code) & (framework.memory.bytes_per_bf16_gathered_weight > 0)
