@@ -12,7 +12,7 @@ from autoplan.base.errors import AutoplanError, InputError, NoPlanError
 from autoplan.base.files import encode, write_folder
 from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.frameworks.common.job import File
-from autoplan.frameworks.registry import TARGETS
+from autoplan.frameworks.registry import TARGETS, find_target
 from autoplan.launch.targets import exported, job_of
 from autoplan.search.nearest import Near
 from autoplan.search.nearest import nearest as nearest_plan
@@ -82,8 +82,7 @@ def export(
 
     Raises InputError where the framework cannot express the plan, NoPlanError where the plan does not fit in memory.
     """
-    if to not in TARGETS:
-        raise InputError(f"no target {to!r}: known are {', '.join(TARGETS)}")
+    find_target(to)
     file = plan.file if isinstance(plan, PlanResult) else load_any_plan_file(Path(plan))
     where = "" if isinstance(plan, PlanResult) else f"{plan}: "
     if isinstance(file, MixedPlanFile):

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from autoplan.api.compare import fastest
 from autoplan.api.export import NOT_STARTED, start_of
-from autoplan.api.problem import make_space
+from autoplan.api.problem import space_of
 from autoplan.api.results import MixedPlanResult, PlanResult
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.cost.collectives.traffic import step_traffic
@@ -108,8 +108,7 @@ def _space(file: PlanFile, problem: Problem) -> Space:
     """The space that was searched, or the same on another number of nodes."""
     if file.space is None:
         raise InputError("the plan file holds one plan that was priced, not the answer of a search")
-    asked = file.space
-    return make_space(problem, asked.global_batch, fix=asked.fix, at_most=asked.at_most, forbid=asked.forbid)
+    return space_of(problem, file.space)
 
 
 def _front(file: PlanFile, problem: Problem) -> tuple[RankedPlan, ...]:

@@ -13,7 +13,7 @@ from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.files import decode
 from autoplan.base.values import parse_batches, parse_size
 from autoplan.frameworks import presets
-from autoplan.frameworks.registry import book_of
+from autoplan.frameworks.registry import book_of, find_target
 from autoplan.read.calibration import built_in_calibration, load_calibration
 from autoplan.read.mixed_cluster import load_parts
 from autoplan.read.model import load_model as read_model
@@ -24,6 +24,7 @@ from autoplan.spec.enums import Precision
 from autoplan.spec.framework import Framework
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan_file import SpaceFlags
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Calibration
 from autoplan.spec.training import Attention, TrainingSpec
@@ -218,10 +219,12 @@ def make_space(
     fix: Iterable[str] = (),
     at_most: Iterable[str] = (),
     forbid: Iterable[str] = (),
+    to: str = "",
 ) -> Space:
     """Return the plans that the framework admits for `problem`, within the user's limits.
 
-    `global_batch` is a number of sequences, or a range such as "256:512".  Raises InputError where a limit names no
+    `global_batch` is a number of sequences, or a range such as "256:512"; plans are those that the target `to` can
+    express, where one is given.  Raises InputError where a limit names no
     axis, or a value that it cannot have; UnpricedError where the rules of the framework are not known.
     """
     check_framework(problem.framework)
@@ -235,4 +238,12 @@ def make_space(
     for rank_order in limits.of("rank_order"):
         check_rank_order(problem.framework, str(rank_order))
     placement = by_switch(problem.cluster) if is_fragmented(problem) else None
-    return Space(workload=problem.workload, limits=limits, rules=book.rules, placement=placement)
+    rules = book.rules + (find_target(to, problem.framework).limits if to else ())
+    return Space(workload=problem.workload, limits=limits, rules=rules, placement=placement)
+
+
+def space_of(problem: Problem, flags: SpaceFlags) -> Space:
+    """Return the space that the flags of a search describe, for its problem or one on another number of nodes."""
+    return make_space(
+        problem, flags.global_batch, fix=flags.fix, at_most=flags.at_most, forbid=flags.forbid, to=flags.to
+    )

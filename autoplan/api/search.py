@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar, Unpack, cast
 
 from autoplan.api.plan_files import make_plan_file
-from autoplan.api.problem import ProblemOptions, load_cluster, make_problem, make_space
+from autoplan.api.problem import ProblemOptions, load_cluster, make_problem, space_of
 from autoplan.api.results import PlanResult
 from autoplan.api.training_run import RunOptions, search_run
 from autoplan.base.errors import InputError
+from autoplan.frameworks.registry import facts_for, find_target
+from autoplan.launch.targets import job_of
 from autoplan.search.advice import check_result
 from autoplan.search.choice import choice_of, robust_margin, robust_order
 from autoplan.search.left_out import with_left_out
@@ -23,7 +25,6 @@ from autoplan.search.placement import place_best
 from autoplan.search.sampler import Sampling
 from autoplan.search.sensitivity import sensitivity
 from autoplan.search.simple import simplest_first
-from autoplan.search.space import Space
 from autoplan.search.study import MARGIN, Shared
 from autoplan.search.study import search as run_study
 from autoplan.search.workers import worker_processes
@@ -54,6 +55,7 @@ def search(
     launch_file: str | Path | None = None,
     variables: Iterable[str] | Mapping[str, str] = (),
     target: str | None = None,
+    to: str | None = None,
     fix: Iterable[str] | Mapping[str, Any] = (),
     at_most: Iterable[str] | Mapping[str, Any] = (),
     forbid: Iterable[str] = (),
@@ -75,10 +77,11 @@ def search(
     as "256:512" of which the best for the rate is taken; `seq_len` is in tokens.  With `launch_file`, which may say
     all of these, it is also told how good that is; `variables` are those of its shell, `target` is its framework.
 
-    `fix` and `at_most` narrow the plans ({"tp": 8}), as does `forbid` ("offload", "sharding=zero3").
-    Of plans that are at most 1 % slower than the fastest `prefer` takes the "simple"st, with the fastest behind it, or
-    the "fastest" itself; "robust" takes the plan with the least 0.9-quantile of its step, `robust` that of another
-    quantile.  With a launch file the fastest is taken.  `why` adds what would change the answer.
+    `to` is the target of export that has to be able to express the plans; they are priced as those of its framework,
+    unless the options name one.  `fix` and `at_most` narrow the plans ({"tp": 8}), as does `forbid` ("offload",
+    "sharding=zero3").  Of plans that are at most 1 % slower than the fastest `prefer` takes the "simple"st, with the
+    fastest behind it, or the "fastest" itself; "robust" takes that with the least 0.9-quantile of its step, `robust`
+    that of another quantile.  With a launch file the fastest is taken.  `why` adds what would change the answer.
     With objectives, numbers of nodes or a run among the `options` (see `RunOptions`), the best in that is found.
 
     `sampler` "bound" proves its answer; tpe, gp, nsga2, cmaes and random try so many `trials` from a `seed`.  `workers`
@@ -97,6 +100,8 @@ def search(
         raise TypeError(f"search() has no option {', '.join(sorted(unknown))}")
     run = cast("RunOptions", {name: options.get(name) for name in RunOptions.__annotations__})
     about = cast("ProblemOptions", {name: options[name] for name in options if name in ProblemOptions.__annotations__})  # type: ignore[literal-required]
+    if to is not None and launch_file is None:
+        about.setdefault("framework", facts_for(find_target(to).rules[0]))
     is_for_run = any(value not in (None, []) for value in run.values())
     place, started = load_cluster(cluster), None
     if launch_file is not None:
@@ -120,13 +125,13 @@ def search(
     if model is None or global_batch is None or (seq_len is None and started is None):
         raise InputError("give model, global_batch and seq_len, or a launch_file that has them")
     flags = SpaceFlags(
-        global_batch=str(global_batch), fix=limit_texts(fix), at_most=limit_texts(at_most), forbid=tuple(forbid)
+        global_batch=str(global_batch),
+        fix=limit_texts(fix),
+        at_most=limit_texts(at_most),
+        forbid=tuple(forbid),
+        to=to or "",
     )
     problem = make_problem(model, cluster=place, seq_len=seq_len, **about)
-
-    def space_of(sized: Problem) -> Space:
-        return make_space(sized, flags.global_batch, fix=flags.fix, at_most=flags.at_most, forbid=flags.forbid)
-
     sharing = _Sharing(storage=storage, study=study, workers=workers, progress=progress)
     make_file = partial(
         make_plan_file, timings=about.get("timings") or "", space=flags, command="autoplan.search() of Python"
@@ -136,10 +141,10 @@ def search(
             raise InputError(f"{'--why' if why else '--robust'} is about step times: leave objectives and runs out")
         if sampler != "bound":
             raise InputError(f"--sampler {sampler} is for step times on one cluster: leave objectives and runs out")
-        chosen = sharing.run(partial(search_run, problem, run, space_of))
+        chosen = sharing.run(partial(search_run, problem, run, partial(space_of, flags=flags)))
         file = make_file(chosen.problem, chosen.plans, chosen.certificate, run=chosen.report)
         return _result(file, chosen.problem)
-    space = space_of(problem)
+    space = space_of(problem, flags)
     margin = MARGIN if robust is None else max(MARGIN, robust_margin(problem, robust))
     sampling = None if sampler == "bound" else Sampling(name=sampler, trials=trials, seed=seed)
     result = sharing.run(partial(run_study, problem, space, margin=margin, sampling=sampling))
@@ -199,6 +204,8 @@ def limit_texts(limits: Iterable[str] | Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _result(file: PlanFile, problem: Problem) -> PlanResult:
+    if file.space and file.space.to:
+        job_of(file, file.space.to)  # which says what it cannot express of the model
     plan, warnings = file.best.plan, []
     if problem.model.left_out:
         warnings.append(f"{problem.model.name} is planned without {problem.model.left_out} of its config.json")

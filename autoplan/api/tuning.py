@@ -11,7 +11,7 @@ from typing import Unpack, cast
 
 from autoplan.api.plan_files import is_plan_file, load_plan_file, make_plan_file, problem_of
 from autoplan.api.plan_run import FRAMEWORK, RunKeeper, warn_of_emulation
-from autoplan.api.problem import ProblemOptions, make_problem, make_space
+from autoplan.api.problem import ProblemOptions, make_problem, space_of
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.files import encode, refused_writes
 from autoplan.base.values import parse_duration, parse_positive
@@ -281,7 +281,7 @@ def _searched(
 ) -> Candidates:
     """Search the best plan of each kind in the space that `flags` describe."""
     problem = make_problem(model, cluster=cluster, seq_len=seq_len, **options)
-    space = make_space(problem, flags.global_batch, fix=flags.fix, at_most=flags.at_most, forbid=flags.forbid)
+    space = space_of(problem, flags)
     result = search(problem, space, progress, margin=MARGIN)
     check_result(problem, space, result)
     return Candidates(problem=problem, plans=distinct(result)[:MOST_PLANS], timings=options.get("timings") or "")

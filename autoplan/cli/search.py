@@ -34,6 +34,7 @@ from autoplan.cli.options import (
 )
 from autoplan.cli.progress import progress_bar, say_how_to_watch
 from autoplan.cli.remarks import print_warnings, print_written
+from autoplan.frameworks.registry import TARGETS
 
 if TYPE_CHECKING:
     from autoplan.api.results import MixedPlanResult, PlanResult
@@ -62,6 +63,14 @@ def search(
     ] = None,
     variables: SetOption = None,
     target: AsOption = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TARGET",
+            help="Look only at plans that can be exported to this target, priced as its framework.",
+            autocompletion=words(TARGETS),
+        ),
+    ] = None,
     global_batch: Annotated[
         str | None,
         typer.Option(metavar="N|LOW:HIGH", help="Sequences in a step; of a range, the best for the rate is taken."),
@@ -183,6 +192,7 @@ def search(
             launch_file=launch_file,
             variables=variables or (),
             target=target,
+            to=to,
             fix=fix or (),
             at_most=bounds,
             forbid=forbid or (),

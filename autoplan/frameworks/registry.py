@@ -107,6 +107,19 @@ def facts_for(rules: str) -> str:
     return next(entry.facts for entry in FRAMEWORKS if entry.rules == rules)
 
 
+def find_target(name: str, framework: Framework | None = None) -> Target:
+    """Return the target of that name; an InputError tells those there are, or that it runs no plans of `framework`."""
+    if name not in TARGETS:
+        raise InputError(f"no target {name[:40]!r}: known are {', '.join(TARGETS)}")
+    target = TARGETS[name]
+    if framework is not None and framework.rules not in target.rules:
+        raise InputError(
+            f"the plan was made for {framework.name}, which {target.says} is not: "
+            f"search with --framework {facts_for(target.rules[0])} for one that it runs"
+        )
+    return target
+
+
 @cache
 def facts_files() -> dict[str, Path]:
     """Return the files of facts by their ids, in alphabetical order."""

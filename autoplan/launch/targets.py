@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.job import File, Job
-from autoplan.frameworks.registry import TARGETS, facts_for
+from autoplan.frameworks.registry import find_target
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import LAUNCHERS
 from autoplan.spec.plan_file import PlanFile
@@ -14,14 +14,7 @@ from autoplan.spec.plan_file import PlanFile
 
 def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
     """The job of a plan for the target `to`; an `InputError` says why there is none."""
-    if to not in TARGETS:
-        raise InputError(f"no target {to!r}: known are {', '.join(TARGETS)}")
-    target = TARGETS[to]
-    if plan_file.framework.rules not in target.rules:
-        raise InputError(
-            f"the plan was made for {plan_file.framework.name}, which {target.says} is not: "
-            f"search with --framework {facts_for(target.rules[0])} for one that it runs"
-        )
+    target = find_target(to, plan_file.framework)
     version = target.versions[0] if version is None else version
     if version not in target.versions:
         known = f"known are {', '.join(target.versions)}" if any(target.versions) else "leave the version out"

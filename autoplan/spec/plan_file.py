@@ -37,6 +37,7 @@ class SpaceFlags:
     fix: tuple[str, ...] = ()
     at_most: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
+    to: str = ""  # target of export that has to be able to express the plans
 
     @staticmethod
     def upgraded(table: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class SpaceFlags:
     @property
     def narrows(self) -> bool:
         """Whether plans were left out that are usually looked at."""
-        return bool(self.fix or self.at_most or self.forbid)
+        return bool(self.fix or self.at_most or self.forbid or self.to)
 
 
 PLAN_FILE_VERSION = 4

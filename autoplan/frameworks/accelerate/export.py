@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.base.errors import InputError, refused
+import numpy as np
+
+from autoplan.base.arrays import Bools
+from autoplan.base.errors import InputError
 from autoplan.frameworks.accelerate.options import FSDP, PARALLELISM, PRECISION
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, OptionGroup, Target
 from autoplan.frameworks.common.option_table import written
-from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
+from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS
+from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.fsdp2.rules import RULES
-from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.enums import Precision, Recompute, Sharding
+from autoplan.spec.plan import ALL_LAYERS, ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile
 
 YAML = "accelerate.yaml"
@@ -58,32 +64,61 @@ def is_sharded(plan: ParallelPlan) -> bool:
     return plan.sharding != "none" and plan.dp_shard * plan.cp > 1
 
 
+def _is_sharded(batch: PlanBatch) -> Bools:
+    return (batch.sharding != Sharding.NONE.code) & (batch.dp_shard * batch.cp > 1)
+
+
+LIMITS = (
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.pp == 1,
+        says=lambda s, p: f"pp {p.pp}: it has no pipelines with FSDP, set pp 1",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: ~b.sp,
+        says=lambda s, p: "sp: the tensor parallelism of transformers has no sequence parallelism, leave sp out",
+    ),
+    *FSDP2_OVERLAPS,
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.recompute != Recompute.SELECTIVE.code,
+        says=lambda s, p: "selective recomputation: use full or none",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.recompute_num_layers == 0) | (b.recompute_num_layers == ALL_LAYERS),
+        says=lambda s, p: "recomputation of some layers: use full or none",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.recompute != Recompute.FULL.code) | _is_sharded(b),
+        says=lambda s, p: "recomputation without FSDP: shard, or use none",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: ~np.isin(b.precision, (Precision.MXFP8.code, Precision.NVFP4.code)),
+        says=lambda s, p: f"precision {p.precision!r}: use bf16 or fp8",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.tp * b.cp == 1) | _is_sharded(b),
+        says=lambda s, p: "tp or cp of states that are not sharded: use zero3 with dp_shard > 1",
+    ),
+    Rule(
+        source="parallelism_config.py:328",
+        holds=lambda s, b: (b.tp * b.cp == 1) | (b.dp_replicate == 1) | (b.dp_shard > 1),
+        says=lambda s, p: "tp or cp in copies of dp_shard 1: raise dp_shard",
+    ),
+)
+
+
 def _check(plan_file: PlanFile) -> None:
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     check_legal(RULES, model, training, plan, "Accelerate does not accept the plan")
-    inside = plan.tp * plan.cp
-    refusals = (
-        (plan.pp > 1, f"pp {plan.pp}: it has no pipelines with FSDP, set pp 1"),
-        (plan.sp, "sp: the tensor parallelism of transformers has no sequence parallelism, leave sp out"),
-        (plan.tp_overlap or plan.ep_overlap, "overlapped tensor or expert traffic: leave it out"),
-        (
-            not plan.grad_reduce_overlap or plan.waits_for_gathers,
-            "traffic that is not overlapped: FSDP2 overlaps",
-        ),
-        (plan.recompute == "selective", "selective recomputation: use full or none"),
-        (plan.recompute_num_layers is not None, "recomputation of some layers: use full or none"),
-        (plan.recompute == "full" and not is_sharded(plan), "recomputation without FSDP: shard, or use none"),
-        (plan.precision in ("mxfp8", "nvfp4"), f"precision {plan.precision!r}: use bf16 or fp8"),
-        (inside > 1 and not is_sharded(plan), "tp or cp of states that are not sharded: use zero3 with dp_shard > 1"),
-        # parallelism_config.py:328
-        (
-            inside > 1 and plan.dp_replicate > 1 and plan.dp_shard == 1,
-            "tp or cp in copies of dp_shard 1: raise dp_shard",
-        ),
-        (training.fused_norm is True, "fused_norm = true: the program's model decides, leave it out"),
-    )
-    if what := refused(refusals):
-        raise InputError(f"Accelerate cannot express {what}")
+    check_limits(LIMITS, model, training, plan, "Accelerate cannot express")
+    if training.fused_norm is True:
+        raise InputError("Accelerate cannot express fused_norm = true: the program's model decides, leave it out")
 
 
 def _table(plan_file: PlanFile) -> dict[str, Any]:
@@ -129,4 +164,4 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-TARGET = Target(name="accelerate", says="Hugging Face Accelerate", rules=("fsdp2",), job=job)
+TARGET = Target(name="accelerate", says="Hugging Face Accelerate", rules=("fsdp2",), job=job, limits=LIMITS)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autoplan.frameworks.common.rules import Rule
 from autoplan.spec.plan_file import PlanFile
 
 Line = list[str]  # words that stand on one line of a script
@@ -70,7 +71,8 @@ class Target:
     """A framework that plans are written for.
 
     `job` makes the job of a plan file for one of the `versions`, the default first, and refuses what the framework
-    cannot express with an `InputError` that gives the reason.
+    cannot express with an `InputError` that gives the reason.  The default version can express every plan that keeps to
+    the `limits` beside the rules of its framework, if the model and the training can be expressed at all.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Target:
     rules: tuple[str, ...]  # plans priced for frameworks with these rules are taken
     job: Callable[[PlanFile, str], Job]
     versions: tuple[str, ...] = ("",)
+    limits: tuple[Rule, ...] = ()
 
 
 def safe_name(text: str) -> str:

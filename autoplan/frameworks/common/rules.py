@@ -136,6 +136,17 @@ def broken(rules: tuple[Rule, ...], workload: Workload, plan: ParallelPlan) -> t
     )
 
 
+def check_limits(
+    limits: tuple[Rule, ...], model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, says: str
+) -> None:
+    """Refuse the first thing that a target cannot express of a plan; `says` is what the message begins with."""
+    workload = Workload(model=model, training=training, num_devices=plan.num_devices)
+    batch = PlanBatch.of([plan], model.num_layers)
+    for limit in limits:
+        if not bool(limit.holds(workload, batch)[0]):
+            raise InputError(f"{says} {limit.says(workload, plan)}")
+
+
 def check_legal(
     rules: tuple[Rule, ...], model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, says: str
 ) -> None:

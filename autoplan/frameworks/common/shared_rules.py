@@ -6,8 +6,9 @@ import numpy as np
 
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, all_true
+from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.common.widths import gemm_widths, kv_groups
-from autoplan.spec.enums import Precision
+from autoplan.spec.enums import Precision, RankOrder, Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.workload import Workload
 
@@ -106,3 +107,38 @@ def aligned(source: str) -> tuple[Rule, ...]:
             ),
         ),
     )
+
+
+# -- what few launch files can be told ---------------------------------------------------------------------------------
+
+
+def usual_rank_order(way_out: str) -> Rule:
+    """Return the limit of a target that always numbers its ranks in Megatron's usual order."""
+    return Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.rank_order == RankOrder.DP_BEFORE_PP.code,
+        says=lambda s, p: f"rank_order {p.rank_order!r}: {way_out}",
+    )
+
+
+def stages_last(why: str) -> Rule:
+    """Return the limit of a target whose mesh numbers the stages of a pipeline last."""
+    return Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.rank_order == RankOrder.DP_BEFORE_PP.code) | (b.pp == 1) | (b.dp == 1),
+        says=lambda s, p: f"rank_order {p.rank_order}: {why}",
+    )
+
+
+FSDP2_OVERLAPS = (
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: ~(b.tp_overlap | b.ep_overlap),
+        says=lambda s, p: "overlapped tensor or expert traffic: leave it out",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.grad_reduce_overlap & (b.param_gather_overlap | (b.sharding == Sharding.NONE.code)),
+        says=lambda s, p: "traffic that is not overlapped: FSDP2 overlaps",
+    ),
+)

@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from autoplan.base.errors import InputError, refused
+import numpy as np
+
 from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.option_table import written
-from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
+from autoplan.frameworks.common.shared_rules import usual_rank_order
+from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.deepspeed.options import ACCUMULATION, CP, EP, MICRO_BATCH, TOTAL, TP, TP_OVERLAP, ZERO
 from autoplan.frameworks.deepspeed.rules import RULES
+from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 
@@ -26,7 +30,8 @@ def deepspeed_config(plan_file: PlanFile, version: str) -> dict[str, Any]:
     """The configuration; optimizer and learning rate are those of the script."""
     model, plan = plan_file.model, plan_file.best.plan
     check_legal(RULES, model, plan_file.training, plan, "DeepSpeed does not accept the plan")
-    _check(plan, version)
+    limits = _SAID if version == _WITH_MICS else LIMITS
+    check_limits(limits, model, plan_file.training, plan, "DeepSpeed's configuration cannot express")
     config: dict[str, Any] = {
         **written((TOTAL, MICRO_BATCH, ACCUMULATION), plan_file),
         plan.precision: {"enabled": True},
@@ -74,29 +79,44 @@ def _duties(plan: ParallelPlan) -> str:
     return "yours: " + ", ".join(duties)
 
 
-def _check(plan: ParallelPlan, version: str) -> None:
-    """Refuse what the JSON cannot say."""
-    refusals = (
-        (plan.pp > 1, f"pp {plan.pp}: the script gives the stages to PipelineModule(num_stages), plan with pp 1"),
-        (plan.sp, "sp: AutoTP keeps whole sequences, leave it out"),
-        (plan.ep_overlap, "ep_overlap: leave it out"),
-        (plan.rank_order != "tp-cp-ep-dp-pp", f"rank_order {plan.rank_order!r}: leave it out"),
-        (
-            plan.waits_for_gathers and plan.sharding in ("zero1", "zero2"),
-            f"param_gather_overlap off with {plan.sharding}: it has no switch for it",
-        ),
-        (
-            plan.dp_replicate > 1 and plan.sharding == "zero3" and version != _WITH_MICS,
-            f"zero3 over {plan.dp_shard} of {plan.dp} replicas: MiCS was removed after {_WITH_MICS}, shard over all "
-            f"of them or export for --target-version {_WITH_MICS}",
-        ),
-        (
-            plan.dp_replicate > 1 and plan.sharding == "zero3" and plan.tp * plan.cp > 1,
-            "partial sharding with tp or cp: MiCS shards over neighbouring ranks, set dp_replicate to 1",
-        ),
-    )
-    if what := refused(refusals):
-        raise InputError(f"DeepSpeed's configuration cannot express {what}")
+_ZERO3, _GATHERS = Sharding.ZERO3.code, (Sharding.ZERO1.code, Sharding.ZERO2.code)
 
+# What the JSON cannot say.
+_SAID = (
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.pp == 1,
+        says=lambda s, p: f"pp {p.pp}: the script gives the stages to PipelineModule(num_stages), plan with pp 1",
+    ),
+    Rule(source=SOURCE, holds=lambda s, b: ~b.sp, says=lambda s, p: "sp: AutoTP keeps whole sequences, leave it out"),
+    Rule(source=SOURCE, holds=lambda s, b: ~b.ep_overlap, says=lambda s, p: "ep_overlap: leave it out"),
+    usual_rank_order("leave it out"),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.param_gather_overlap | ~np.isin(b.sharding, _GATHERS),
+        says=lambda s, p: f"param_gather_overlap off with {p.sharding}: it has no switch for it",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding != _ZERO3) | (b.tp * b.cp == 1),
+        says=lambda s, p: "partial sharding with tp or cp: MiCS shards over neighbouring ranks, set dp_replicate to 1",
+    ),
+)
+_SHARDS_OVER_ALL = Rule(
+    source=SOURCE,
+    holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding != _ZERO3),
+    says=lambda s, p: (
+        f"zero3 over {p.dp_shard} of {p.dp} replicas: MiCS was removed after {_WITH_MICS}, shard over all "
+        f"of them or export for --target-version {_WITH_MICS}"
+    ),
+)
+LIMITS = (*_SAID, _SHARDS_OVER_ALL)
 
-TARGET = Target(name="deepspeed", says="DeepSpeed", rules=("deepspeed",), job=job, versions=("0.19.8", _WITH_MICS))
+TARGET = Target(
+    name="deepspeed",
+    says="DeepSpeed",
+    rules=("deepspeed",),
+    job=job,
+    versions=("0.19.8", _WITH_MICS),
+    limits=LIMITS,
+)

@@ -10,14 +10,17 @@ import json
 from importlib import resources
 from typing import Any
 
-from autoplan.base.errors import InputError, refused
+import numpy as np
+
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.option_table import written
-from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
+from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS, stages_last
+from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.fsdp2.options import BATCH, DTYPE, SCHEDULES, SEQUENCE_PARALLEL
 from autoplan.frameworks.fsdp2.rules import RULES
-from autoplan.spec.enums import RankOrder
+from autoplan.spec.enums import Precision, Recompute
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.plan_file import PlanFile
 
@@ -41,30 +44,26 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     )
 
 
+LIMITS = (
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: np.isin(b.precision, (Precision.BF16.code, Precision.FP16.code)),
+        says=lambda s, p: f"precision {p.precision!r}: what torchao converts is your program's",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.recompute != Recompute.SELECTIVE.code,
+        says=lambda s, p: "selective recomputation: which operations is your program's, use full or none",
+    ),
+    stages_last("its mesh numbers stages last, leave it out"),
+    *FSDP2_OVERLAPS,
+)
+
+
 def _check(plan_file: PlanFile) -> None:
     plan, training = plan_file.best.plan, plan_file.training
     check_legal(RULES, plan_file.model, training, plan, "PyTorch does not run the plan")
-    refusals = (
-        (
-            plan.precision not in ("bf16", "fp16"),
-            f"precision {plan.precision!r}: what torchao converts is your program's",
-        ),
-        (
-            plan.recompute == "selective",
-            "selective recomputation: which operations is your program's, use full or none",
-        ),
-        (
-            plan.rank_order != RankOrder.DP_BEFORE_PP and plan.pp > 1 and plan.dp > 1,
-            f"rank_order {plan.rank_order}: its mesh numbers stages last, leave it out",
-        ),
-        (plan.tp_overlap or plan.ep_overlap, "overlapped tensor or expert traffic: leave it out"),
-        (
-            not plan.grad_reduce_overlap or plan.waits_for_gathers,
-            "traffic that is not overlapped: FSDP2 overlaps",
-        ),
-    )
-    if what := refused(refusals):
-        raise InputError(f"settings of PyTorch FSDP2 cannot express {what}")
+    check_limits(LIMITS, plan_file.model, training, plan, "settings of PyTorch FSDP2 cannot express")
 
 
 def _settings(plan_file: PlanFile) -> dict[str, Any]:
@@ -105,4 +104,4 @@ def _pipeline(plan: ParallelPlan, num_layers: int) -> dict[str, Any] | None:
     }
 
 
-TARGET = Target(name="fsdp2", says="PyTorch FSDP2", rules=("fsdp2",), job=job)
+TARGET = Target(name="fsdp2", says="PyTorch FSDP2", rules=("fsdp2",), job=job, limits=LIMITS)

@@ -177,5 +177,10 @@ def _written(value: Any) -> str:
 
 
 TARGET = Target(
-    name="megatron-bridge", says="Megatron-Bridge", rules=("megatron-lm", "unknown"), job=job, versions=("main", "0.3")
+    name="megatron-bridge",
+    says="Megatron-Bridge",
+    rules=("megatron-lm", "unknown"),
+    job=job,
+    versions=("main", "0.3"),
+    limits=RULES,
 )

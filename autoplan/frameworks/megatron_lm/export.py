@@ -129,4 +129,4 @@ def environment(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
     return ()
 
 
-TARGET = Target(name="megatron-lm", says="Megatron-LM", rules=("megatron-lm", "unknown"), job=job)
+TARGET = Target(name="megatron-lm", says="Megatron-LM", rules=("megatron-lm", "unknown"), job=job, limits=RULES)

@@ -13,7 +13,9 @@ from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.option_table import written
-from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
+from autoplan.frameworks.common.shared_rules import usual_rank_order
+from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.nanotron.options import (
     ACCUMULATION,
     DTYPE,
@@ -105,9 +107,21 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     )
 
 
+LIMITS = (
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.grad_reduce_overlap,
+        says=lambda s, p: "grad_reduce_overlap off: it has no switch for it",
+    ),
+    Rule(source=SOURCE, holds=lambda s, b: ~b.ep_overlap, says=lambda s, p: "ep_overlap: leave it out"),
+    usual_rank_order("leave it out"),
+)
+
+
 def _check(plan_file: PlanFile) -> None:
     """Refuse what would silently become another model or another run."""
-    model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
+    model, training = plan_file.model, plan_file.training
+    check_limits(LIMITS, model, training, plan_file.best.plan, "nanotron cannot express")
     heads = model.num_heads * model.qk_head_dim
     moe = model.moe
     refusals = (
@@ -134,9 +148,6 @@ def _check(plan_file: PlanFile) -> None:
         ),
         (training.attention not in ("flash", "flash2"), f"attention {training.attention!r}"),
         (training.fused_norm is False, "norms that are not fused"),
-        (not plan.grad_reduce_overlap, "grad_reduce_overlap off: it has no switch for it"),
-        (plan.ep_overlap, "ep_overlap"),
-        (plan.rank_order != "tp-cp-ep-dp-pp", f"rank_order {plan.rank_order!r}"),
     )
     if what := refused(refusals):
         raise InputError(f"nanotron cannot express {what} (model {model.name!r})")
@@ -180,4 +191,4 @@ def _parallelism(plan_file: PlanFile) -> dict[str, Any]:
     return written(PARALLELISM, plan_file) | {"tp_linear_async_communication": overlaps}
 
 
-TARGET = Target(name="nanotron", says="nanotron", rules=("nanotron",), job=job)
+TARGET = Target(name="nanotron", says="nanotron", rules=("nanotron",), job=job, limits=LIMITS)

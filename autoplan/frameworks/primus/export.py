@@ -93,4 +93,4 @@ def _amd(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
     )
 
 
-TARGET = Target(name="primus", says="Primus", rules=("primus", "megatron-lm", "unknown"), job=job)
+TARGET = Target(name="primus", says="Primus", rules=("primus", "megatron-lm", "unknown"), job=job, limits=RULES)

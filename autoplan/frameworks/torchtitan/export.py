@@ -16,7 +16,9 @@ from autoplan.base.errors import InputError, refused
 from autoplan.base.files import decode, read_table, shipped
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, OptionGroup, Target
-from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
+from autoplan.frameworks.common.shared_rules import stages_last
+from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.torchtitan.families import builder_of, family_of, write_sizes
 from autoplan.frameworks.torchtitan.options import (
     CONVERTERS,
@@ -26,7 +28,7 @@ from autoplan.frameworks.torchtitan.options import (
     write_parallelism,
 )
 from autoplan.frameworks.torchtitan.rules import RULES
-from autoplan.spec.enums import RankOrder
+from autoplan.spec.enums import Precision, Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
@@ -81,18 +83,37 @@ def job(plan_file: PlanFile, version: str) -> Job:
 # -- what it cannot be told -------------------------------------------------------------------------------------------
 
 
+LIMITS = (
+    stages_last("it numbers stages last, leave it out"),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: ~b.ep_overlap,
+        says=lambda s, p: "ep_overlap: it overlaps expert traffic in no schedule that is priced here",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.grad_reduce_overlap,
+        says=lambda s, p: "grad_reduce_overlap = false: FSDP2 always overlaps the reduction",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.param_gather_overlap | (b.sharding == Sharding.NONE.code),
+        says=lambda s, p: "param_gather_overlap = false: FSDP2 always gathers ahead",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.precision != Precision.NVFP4.code) | (s.model.moe is None),
+        says=lambda s, p: "precision 'nvfp4' of experts: plan with mxfp8",
+    ),
+)
+
+
 def _check(plan_file: PlanFile, version: str) -> None:
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     check_legal(RULES, model, training, plan, "torchtitan does not accept the plan")
+    check_limits(LIMITS, model, training, plan, "torchtitan cannot express")
     generation, old = plan_file.cluster.device.generation, version == "0.2"
     refusals = (
-        (
-            plan.rank_order != RankOrder.DP_BEFORE_PP and plan.pp > 1 and plan.dp > 1,
-            f"rank_order {plan.rank_order}: it numbers stages last, leave it out",
-        ),
-        (plan.ep_overlap, "ep_overlap: it overlaps expert traffic in no schedule that is priced here"),
-        (not plan.grad_reduce_overlap, "grad_reduce_overlap = false: FSDP2 always overlaps the reduction"),
-        (plan.waits_for_gathers, "param_gather_overlap = false: FSDP2 always gathers ahead"),
         (training.attention not in ("flash", "flash2"), f"attention {training.attention!r}: plan with flash"),
         (
             plan.precision in ("mxfp8", "nvfp4") and generation in ("volta", "turing", "ampere", "ada", "hopper"),
@@ -102,7 +123,6 @@ def _check(plan_file: PlanFile, version: str) -> None:
             plan.precision == "fp8" and generation in ("volta", "turing", "ampere"),
             f"precision 'fp8' on {plan_file.cluster.device.name}: plan with another one",
         ),
-        (plan.precision == "nvfp4" and model.moe is not None, "precision 'nvfp4' of experts: plan with mxfp8"),
         (old and plan.precision == "nvfp4", "precision 'nvfp4' in version 0.2: export for 0.3"),
         (old and plan.tp > 1 and not plan.sp, "tp without sp in version 0.2: plan with sp or export for 0.3"),
         (plan.tp_overlap and training.fused_norm is False, "tp_overlap without compilation: leave fused_norm out"),
@@ -365,4 +385,5 @@ TARGET = Target(
     rules=("torchtitan",),
     job=job,
     versions=("0.3", "0.2", "main"),
+    limits=LIMITS,
 )

@@ -1,0 +1,71 @@
+"""A search for a target of export: its plans are those that the target can express."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import autoplan
+from autoplan.api.plan_files import make_plan_file
+from autoplan.api.problem import make_problem, make_space
+from autoplan.base.errors import InputError
+from autoplan.frameworks.registry import TARGETS, facts_for, find_target
+from autoplan.launch.targets import job_of
+from autoplan.search.study import search
+from autoplan.spec.plan_file import SpaceFlags
+from benchmarks.certificate import draw_plans
+from commands import run
+
+PLACES = ("h100-sxm:1x8", "h100-sxm:2x8")
+
+
+@pytest.mark.parametrize("cluster", PLACES)
+@pytest.mark.parametrize("to", list(TARGETS))
+def test_every_plan_of_the_space_can_be_exported(to: str, cluster: str) -> None:
+    framework = facts_for(find_target(to).rules[0])
+    model = "qwen3-30b-a3b" if to in ("megatron-lm", "torchtitan") and cluster == PLACES[1] else "llama3-8b"
+    problem = make_problem(model, cluster=cluster, framework=framework, seq_len=4096, precision="bf16")
+    space = make_space(problem, 64, to=to)
+    result = search(problem, space)
+    flags = SpaceFlags(global_batch="64", to=to)
+    file = make_plan_file(problem, result.rivals, result.certificate, space=flags)
+    job_of(file, to)
+    plans = draw_plans(space, space.cells(), np.random.default_rng(4), 60)
+    assert len(plans) == 60
+    for at in range(len(plans)):
+        job_of(replace(file, best=replace(file.best, plan=plans.plan(at))), to)
+
+
+def test_the_answer_for_accelerate_has_no_pipeline_and_is_the_best_of_those() -> None:
+    about = {"cluster": "h100-sxm:1x8", "global_batch": 64, "seq_len": 4096}
+    free = autoplan.search("llama3-8b", framework="pytorch-fsdp", prefer="fastest", **about)  # type: ignore[arg-type]
+    found = autoplan.search("llama3-8b", to="accelerate", prefer="fastest", **about)  # type: ignore[arg-type]
+    assert found.plan.pp == 1
+    assert found.file.framework.name == "pytorch-fsdp"
+    assert found.file.space is not None
+    assert found.file.space.to == "accelerate"
+    assert found.file.best.step_s >= free.file.best.step_s
+    assert found.export("accelerate").files
+
+
+def test_what_a_target_cannot_be_told_of_a_model_is_one_line_before_anything_is_written(tmp_path: Path) -> None:
+    words = ("--cluster", "h100-sxm:1x8", "--global-batch", "64", "--seq-len", "2048")
+    done = run(tmp_path, "search", "gemma2-9b", "--to", "megatron-lm", *words)
+    assert done.returncode == 1
+    assert "cannot express norms_per_block 2" in done.stderr
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_target_of_another_framework_is_refused() -> None:
+    with pytest.raises(InputError, match="which torchtitan is not"):
+        autoplan.search(
+            "llama3-8b",
+            cluster="h100-sxm:1x8",
+            global_batch=64,
+            seq_len=4096,
+            to="torchtitan",
+            framework="megatron-core",
+        )
