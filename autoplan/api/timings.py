@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from autoplan.base.errors import InputError, StoreWarning
 from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.selection import for_training
+from autoplan.read.calibration import built_in_calibration
 from autoplan.spec.framework import Framework
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import SHAPES, Measurement, Operation, TimingTable, burst_factors
-from autoplan.topology.cluster import ClusterSpec
+from autoplan.spec.timing import SHAPES, Calibration, Measurement, Operation, TimingTable, burst_factors
+from autoplan.topology.cluster import ClusterSpec, DeviceSpec
 
 if TYPE_CHECKING:
     from autoplan.profiler.store import Store
@@ -38,8 +39,27 @@ def with_timings(problem: Problem, source: str, url: str | None = None) -> Probl
 def with_measurements(problem: Problem, measurements: list[Measurement], *, is_own: bool | None = None) -> Problem:
     """Return the problem with measured times: own ones are of the very kernels and layers that the framework runs."""
     own = problem.framework.kernels.eager_layers if is_own is None else is_own
-    factors = burst_factors(problem.cluster.device, problem.calibration)
-    return replace(problem, timings=TimingTable.of(measurements, slower=factors, is_own=own))
+    calibration, device = problem.calibration, problem.cluster.device
+    # One that was fitted beside measured times was so beside bursts at the level of the shipped one.
+    if calibration.fitted_with and calibration.fitted_with.timings:
+        calibration = built_in_calibration(problem.framework, device)
+    return replace(problem, timings=_table(measurements, device, calibration, is_own=own))
+
+
+def stored_table(cluster: ClusterSpec, framework: Framework, url: str | None) -> TimingTable:
+    """Return the times in the database at `url` that plans of `framework` are priced with."""
+    device = cluster.device
+    measurements = stored_timings(cluster, url, usable_operations(framework))
+    if not measurements:
+        raise InputError(f"the database has no timings of {device.name}: leave --timings out")
+    calibration = built_in_calibration(framework, device)
+    return _table(measurements, device, calibration, is_own=framework.kernels.eager_layers)
+
+
+def _table(
+    measurements: list[Measurement], device: DeviceSpec, calibration: Calibration, *, is_own: bool
+) -> TimingTable:
+    return TimingTable.of(measurements, slower=burst_factors(device, calibration), is_own=is_own)
 
 
 def _published(problem: Problem) -> list[Measurement]:

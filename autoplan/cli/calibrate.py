@@ -39,6 +39,12 @@ def calibrate(
     seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Of launch files that name none.")] = None,
     variables: SetOption = None,
     url: DbOption = None,
+    timings: Annotated[
+        bool,
+        typer.Option(
+            "--timings", help="Fit beside the measured times in the database: for a search with --timings db."
+        ),
+    ] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Calibration (TOML) to write.")] = None,
     force: ForceOption = False,
     as_json: Annotated[
@@ -66,11 +72,19 @@ def calibrate(
             raise InputError("--from-logs needs --cluster: name the cluster on which the logs were written")
         given = make_given(model, seq_len=seq_len, variables=variables or ())
         import_logs(
-            from_logs, cluster, given, whole_url(context, url), out=out, force=force, as_json=as_json, quiet=quiet
+            from_logs,
+            cluster,
+            given,
+            whole_url(context, url),
+            with_times=timings,
+            out=out,
+            force=force,
+            as_json=as_json,
+            quiet=quiet,
         )
         return
     assert runs is not None
-    if cluster or model or seq_len or variables or url:
+    if cluster or model or seq_len or variables or url or timings:
         raise InputError("a table of runs says all of them: --cluster, --db and the like go with --from-logs")
     if out is None:
         raise InputError("a calibration from a table is written to a file: give --out FILE")
@@ -78,9 +92,9 @@ def calibrate(
 
 
 def _from_table(runs: Path, out: Path, *, force: bool, as_json: bool, quiet: bool) -> None:
-    from autoplan.api.calibrations import LEAST_RUNS
+    from autoplan.api.calibrations import LEAST_RUNS, fitted_to
     from autoplan.base.files import write_text
-    from autoplan.cost.calibration import MeasuredRun, calibrated
+    from autoplan.cost.calibration import MeasuredRun
     from autoplan.read.calibration import calibration_text
     from autoplan.runs.outcomes import read_outcomes
     from autoplan.runs.runs import read_runs
@@ -101,7 +115,7 @@ def _from_table(runs: Path, out: Path, *, force: bool, as_json: bool, quiet: boo
         raise InputError(f"{runs}: {len(measured)} finished runs that can be priced, a calibration needs {LEAST_RUNS}")
     if len(kinds) > 1:
         raise InputError(f"{runs}: runs of {' and of '.join(sorted(kinds))}: give each of them a table of its own")
-    fitted = calibrated(measured, name=f"{runs.stem}: {min(kinds)}")
+    fitted = fitted_to(measured, name=f"{runs.stem}: {min(kinds)}")
     write_text(out, calibration_text(fitted.calibration), force=force)
     if as_json:
         from autoplan.api.outputs import Calibrated

@@ -47,6 +47,7 @@ def import_logs(
     given: Given,
     url: str | None,
     *,
+    with_times: bool,
     out: Path | None,
     force: bool,
     as_json: bool,
@@ -58,7 +59,7 @@ def import_logs(
     from autoplan.read.calibration import calibration_text
 
     place = load_cluster(cluster)
-    imported = _imported(folder, place, given, url)
+    imported = _imported(folder, place, given, url, with_times=with_times)
     if as_json:
         typer.echo(encode(imported), nl=False)
     else:
@@ -75,15 +76,17 @@ def import_logs(
             print(f"wrote {out}", file=sys.stderr)
 
 
-def _imported(folder: Path, cluster: ClusterSpec, given: Given, url: str | None) -> Imported:
+def _imported(folder: Path, cluster: ClusterSpec, given: Given, url: str | None, *, with_times: bool) -> Imported:
     from autoplan.api.calibrations import calibration_of
     from autoplan.api.past_runs import past_record, problem_of
+    from autoplan.api.timings import stored_table
     from autoplan.cost.estimate import estimate
     from autoplan.frameworks.launch_files import read_launch_on_part
     from autoplan.frameworks.presets import load_framework
     from autoplan.profiler.store import open_store
     from autoplan.runs.log_folder import PassedOver, past_runs
     from autoplan.spec.plan import PlanBatch
+    from autoplan.spec.timing import NO_TIMINGS
 
     taken: list[Taken] = []
     passed_over: dict[str, str] = {}
@@ -112,7 +115,9 @@ def _imported(folder: Path, cluster: ClusterSpec, given: Given, url: str | None)
     calibrations, without = {}, {}
     for name in sorted({one.run.framework for one in taken}):
         try:
-            calibrations[name] = calibration_of(cluster, load_framework(name), url)
+            framework = load_framework(name)
+            timings = stored_table(cluster, framework, url) if with_times else NO_TIMINGS
+            calibrations[name] = calibration_of(cluster, framework, url, timings)
         except InputError as error:
             without[name] = str(error).partition(":")[0]
     return Imported(

@@ -20,13 +20,13 @@ def predict(
     json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
 ) -> None:
     """Price every run of a table from its configuration alone, in the columns that a scorer reads."""
+    from autoplan.api.calibrations import plain_calibration
     from autoplan.base.files import write_text
     from autoplan.cli.inputs import check_output
-    from autoplan.read.calibration import load_calibration
     from autoplan.runs.predictions import predict_runs, prediction_table
 
     check_output(out, force=force)
-    predictions = predict_runs(runs, load_calibration(calibration) if calibration else None)
+    predictions = predict_runs(runs, plain_calibration(calibration) if calibration else None)
     write_text(out, prediction_table(predictions), force=force)
     verdicts = Counter(prediction.verdict for prediction in predictions)
     if json:

@@ -21,8 +21,8 @@ def score(
     """Compare predictions with what was measured, source by source: errors, intervals, ranks, picks and memory."""
     import msgspec
 
+    from autoplan.api.calibrations import plain_calibration
     from autoplan.base.errors import InputError
-    from autoplan.read.calibration import load_calibration
     from autoplan.report.score import score_by_source, score_table
     from autoplan.runs.outcomes import read_outcomes
     from autoplan.runs.predictions import predict_runs, read_predictions
@@ -33,7 +33,7 @@ def score(
     if predictions is not None:
         said = list(read_predictions(predictions))
     else:
-        said = predict_runs(runs, load_calibration(calibration) if calibration else None)
+        said = predict_runs(runs, plain_calibration(calibration) if calibration else None)
     by_id = {one.id: one for one in said}
     if not any(one.id in by_id for one in outcomes):
         raise InputError(f"{predictions or runs} has none of the runs of {runs}: predict that table first")

@@ -289,7 +289,7 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
     changed["exposed_share"] = max(base.exposed_share, *shares_exposed(runs))
     sources = (*base.sources, f"{len(runs)} runs of one's own")
     return Fitted(
-        calibration=replace(whole, name=name, sources=sources, **changed),
+        calibration=replace(whole, name=name, sources=sources, **changed),  # type: ignore[arg-type]
         median_error_before=float(np.median(np.abs(np.expm1(before)))),
         median_error=float(np.median(np.abs(np.expm1(left_out)))),
     )

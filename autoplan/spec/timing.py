@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -328,6 +329,17 @@ class TimingTable:
         disturbed = sum(len(kind.disturbed) for kind in kinds) / max(sum(len(kind.exact) for kind in kinds), 1)
         return math.hypot(self.match.spread, DISTURBED_SPREAD * disturbed)
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of its times in 16 hexadecimal digits, the same in whatever order they came; blank where empty."""
+        if self.is_empty:
+            return ""
+        hashed = hashlib.sha256()
+        for (operation, dtype), times in sorted(self.times.items()):
+            for shape, seconds in times.exact.items():  # sorted already
+                hashed.update(f"{operation} {dtype} {shape} {seconds!r} {shape in times.disturbed}\n".encode())
+        return hashed.hexdigest()[:16]
+
     def holds(self, operation: Operation, *dtypes: str) -> bool:
         """Whether the operation was measured in one of these types at all."""
         return any((operation, dtype) in self.times for dtype in dtypes)
@@ -456,6 +468,15 @@ TIME_SPREADS = ("time_spread", "tensor_time_spread", "pipeline_time_spread", "sp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FitConditions:
+    """What the runs of a calibration were priced with when it was fitted: its factors hold beside nothing else."""
+
+    device: str
+    autoplan: str  # version, of which the cost model is a part
+    timings: str = ""  # digest of the measured times (`TimingTable.digest`); blank: none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """Multiplicative factors on the time of each component, and the residual spread that remains.
 
@@ -483,6 +504,7 @@ class Calibration:
     exposed_share: float = 1.0
     memory_spread: float = 0.06
     sources: tuple[str, ...] = ()
+    fitted_with: FitConditions | None = None  # None: shipped, written by hand, or fitted before this was kept
 
     def __post_init__(self) -> None:
         for name in FACTORS:
@@ -492,6 +514,38 @@ class Calibration:
         for name in (*TIME_SPREADS, "memory_spread"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name), most=5.0)
+
+    def check_goes_with(self, timings: str, autoplan: str, device: str | None = None) -> None:
+        """Refuse measured times of another digest than its factors were fitted with: an error would count twice.
+
+        `autoplan` is this version, `device` the one that is planned for where there is one.
+        """
+        fitted = self.fitted_with
+        if fitted is None:
+            # Before conditions were kept all fits were without measured times; what was not fitted says what is wanted.
+            if timings and self.sources and any(getattr(self, name) != 1.0 for name in FACTORS):
+                raise InputError(
+                    f"calibration {self.name!r} was fitted without measured times, beside them its factors would count "
+                    "an error twice: take --calibration db, fit it anew, or leave --timings out"
+                )
+            return
+        if device is not None and fitted.device != device:
+            raise InputError(
+                f"calibration {self.name!r} was fitted on {fitted.device}, the cluster has {device}: "
+                "take one of that device, or leave --calibration out"
+            )
+        if fitted.autoplan != autoplan:
+            raise InputError(
+                f"calibration {self.name!r} was fitted with autoplan {fitted.autoplan}, this is {autoplan}: "
+                "fit it anew, or take --calibration db"
+            )
+        if fitted.timings != timings:
+            said = f"with the measured times {fitted.timings}" if fitted.timings else "without measured times"
+            given = f"those here are {timings}" if timings else "there are none here"
+            raise InputError(
+                f"calibration {self.name!r} was fitted {said}, {given}: take --calibration db, which is fitted to what "
+                "is given, fit it anew, or give the same --timings"
+            )
 
     @property
     def time_spreads(self) -> Floats:
