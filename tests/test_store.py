@@ -306,6 +306,18 @@ def test_the_latest_machine_is_that_of_the_last_measurement_of_our_own(store: St
     assert store.latest("b200") is None
 
 
+def test_the_latest_machine_is_the_one_measured_last_not_the_one_added_last(store: Store) -> None:
+    old, new = replace(LAB, torch="2.4.0"), replace(LAB, torch="2.14.0")
+    store.add([replace(GEMM, fingerprint=new, measured_at="2026-11-23T12:00:00+00:00")])
+    # A colleague pushes what he measured long ago, and what failed.
+    store.add([replace(GEMM, fingerprint=old, measured_at="2025-01-01T12:00:00+00:00")])
+    broken = replace(GEMM, fingerprint=old, samples_s=(), status="failed", reason="lost")
+    store.add([replace(broken, measured_at="2026-11-24T01:00:00+00:00")])
+    assert store.latest("h100-sxm") == new
+    store.hide([key for key in keys(store) if store.find(key)[0].fingerprint == new], by="ada", reason="hot")
+    assert store.latest("h100-sxm") == old
+
+
 @pytest.mark.parametrize(("mode", "is_burst"), [("sustained", False), ("burst", True), ("imported", True)])
 def test_what_was_not_sustained_is_a_burst(store: Store, mode: Mode, is_burst: bool) -> None:
     store.add([replace(GEMM, mode=mode)])

@@ -203,12 +203,22 @@ class Store:
         return found
 
     def latest(self, device: str) -> Fingerprint | None:
-        """The machine with that device whose measurements came in last, of those that were not imported."""
+        """The machine with that device that was measured last, of what was not imported, failed or hidden.
+
+        Whenever it came in: what a colleague adds of last year is no news.  Of equal moments the one added last counts.
+        """
         machines = self._machines(device)
+        newest, last_in = func.max(records.c.measured_at), func.max(records.c.id)
         query = (
             select(records.c.fingerprint_id)
-            .where(records.c.fingerprint_id.in_(machines), records.c.mode != "imported")
-            .order_by(records.c.id.desc())
+            .where(
+                records.c.fingerprint_id.in_(machines),
+                records.c.status != "failed",
+                records.c.mode != "imported",
+                ~is_hidden(),
+            )
+            .group_by(records.c.fingerprint_id)
+            .order_by(newest.desc(), last_in.desc())
             .limit(1)
         )
         with self._database.reading() as connection:
