@@ -62,6 +62,18 @@ class Fingerprint:
         for text in self.nics:
             check_text("a fingerprint", text)
 
+    @property
+    def words(self) -> str:
+        """The device and what is known of its software and power, in words."""
+        parts = (
+            self.device,
+            self.torch and f"torch {self.torch}",
+            self.collectives,
+            self.driver and f"driver {self.driver}",
+            f"{self.power_cap_w} W" if self.power_cap_w else "",
+        )
+        return ", ".join(part for part in parts if part)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from autoplan.api.plan_files import load_plan_file, problem_of
-from autoplan.api.timings import usable_operations, usable_timings, with_measurements
+from autoplan.api.timings import FoundTimings, usable_operations, usable_timings, with_measurements
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
 from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello
@@ -110,17 +110,18 @@ class OpenRanking:
         return [(_group(problem, *names, tasks), tasks) for names, tasks in parts.items()]
 
     @cached_property
-    def _stored(self) -> list[Measurement]:
+    def _stored(self) -> FoundTimings:
         return usable_timings(self._problem, self._url)
 
     @cached_property
     def _problem(self) -> Problem:
-        return problem_of(replace(self.file, timings=""))
+        return problem_of(replace(self.file, timings="", pinned=None))
 
     def _timed(self, more: Sequence[Measurement]) -> Problem:
         """Return the problem with the times of the database and `more`."""
-        times = [*self._stored, *more]
-        return with_measurements(self._problem, times) if times else self._problem
+        times = [*self._stored.measurements, *more]
+        found = replace(self._stored, measurements=times)
+        return with_measurements(self._problem, found) if times else self._problem
 
     def reload(self) -> None:
         """Look again at what the database holds."""

@@ -268,6 +268,9 @@ class _Times:
     """Measured times of one operation in one type."""
 
     exact: Mapping[tuple[int, ...], float]  # seconds of each shape
+    sources: Mapping[
+        tuple[int, ...], str
+    ]  # of each shape: the beginning of its record's key, or where it was published
     disturbed: frozenset[tuple[int, ...]]  # of them, those that stand in for clean ones
     between: Mapping[tuple[int, ...], Scattered]  # by the numbers that must match
     # Of shapes that were asked for before: a search asks for the same ones again and again.
@@ -285,6 +288,10 @@ class _Times:
             is_disturbed=np.array([key in self.disturbed for key in keys], dtype=np.bool_),
         )
 
+    def asked_kinds(self, operation: Operation) -> set[tuple[float, ...]]:
+        """Return the numbers that must match of all shapes that were asked for."""
+        return {matched_numbers(operation, shape) for shape in self.known}
+
     def _looked_up(self, operation: Operation, shapes: Floats) -> Floats:
         seconds = np.array([self.exact.get(tuple(shape), np.nan) for shape in shapes.tolist()])
         is_between = np.isnan(seconds)
@@ -295,6 +302,18 @@ class _Times:
                 own = is_between & (kind_of.ravel() == at)
                 seconds[own] = self.between[tuple(kind)].at(shapes[own][:, between])
         return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimingOrigin:
+    """Where the times of a table were read."""
+
+    database: str = ""  # without password
+    machine: str = ""  # that they were read for, in words
+    digest: str = ""  # of the whole table, where only a part of it is here
+
+
+NOWHERE = TimingOrigin()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -310,6 +329,7 @@ class TimingTable:
     source_factors: SourceFactors = AS_MEASURED
     slower: Mapping[Operation, float] = field(default_factory=dict)  # what times of an operation are multiplied by
     match: Match = Match.EXACT  # the farthest among the machines of the measurements
+    origin: TimingOrigin = NOWHERE
     is_own: bool = False  # the framework runs these very kernels and layers; else the best that the device has
 
     @property
@@ -332,8 +352,8 @@ class TimingTable:
     @property
     def digest(self) -> str:
         """SHA-256 of its times in 16 hexadecimal digits, the same in whatever order they came; blank where empty."""
-        if self.is_empty:
-            return ""
+        if self.is_empty or self.origin.digest:
+            return self.origin.digest
         hashed = hashlib.sha256()
         for (operation, dtype), times in sorted(self.times.items()):
             for shape, seconds in times.exact.items():  # sorted already
@@ -357,15 +377,14 @@ class TimingTable:
         *,
         slower: Mapping[Operation | tuple[Operation, str], float] | None = None,
         is_own: bool = False,
+        origin: TimingOrigin = NOWHERE,
     ) -> TimingTable:
         """The table of `measurements`, which are of one device; of repeats of a shape the median counts.
 
         Choose the kernels beforehand: those of one shape are repeats here.  `slower` multiplies the bursts of an
         operation, or of one in a type, so that they reach what training sustains (`burst_factors`).
         """
-        samples: dict[tuple[Operation, str], dict[tuple[int, ...], list[float]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
+        samples: dict[tuple[Operation, str], _Repeats] = defaultdict(lambda: defaultdict(list))
         devices, match = set(), Match.EXACT
         disturbed: dict[tuple[Operation, str], set[tuple[int, ...]]] = defaultdict(set)
         for measurement in measurements:
@@ -374,13 +393,14 @@ class TimingTable:
             factor = 1.0
             if measurement.is_burst and slower:
                 factor = slower.get((measurement.operation, measurement.dtype), slower.get(measurement.operation, 1.0))
-            samples[measurement.operation, measurement.dtype][measurement.shape].append(measurement.seconds * factor)
+            repeat = measurement.seconds * factor, measurement.source
+            samples[measurement.operation, measurement.dtype][measurement.shape].append(repeat)
             if measurement.is_disturbed:
                 disturbed[measurement.operation, measurement.dtype].add(measurement.shape)
         if len(devices) > 1:
             raise InputError(f"a table holds the times of one device, got {', '.join(sorted(devices))}: build one each")
         times = {kind: _times(kind[0], repeats, disturbed[kind]) for kind, repeats in samples.items()}
-        return cls(times=times, match=match, is_own=is_own)
+        return cls(times=times, match=match, is_own=is_own, origin=origin)
 
     def lookup(self, operation: Operation, dtype: str, shapes: Floats | Ints) -> Lookup:
         """Times of `shapes`, one row each with the numbers that `SHAPES` names."""
@@ -434,6 +454,11 @@ def batch_index(operation: Operation) -> int:
     return _columns(operation)[0][0]
 
 
+def matched_numbers(operation: Operation, shape: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the numbers of a shape between which nothing is interpolated."""
+    return tuple(shape[at] for at in _columns(operation)[1])
+
+
 def _columns(operation: Operation) -> tuple[list[int], list[int]]:
     """(interpolated, matched) columns of the shapes of an operation."""
     names = SHAPES[operation]
@@ -441,11 +466,14 @@ def _columns(operation: Operation) -> tuple[list[int], list[int]]:
     return between, [at for at in range(len(names)) if at not in between]
 
 
-def _times(
-    operation: Operation, repeats: Mapping[tuple[int, ...], list[float]], disturbed: Iterable[tuple[int, ...]]
-) -> _Times:
+# Of every shape (seconds, where they are from).
+_Repeats = dict[tuple[int, ...], list[tuple[float, str]]]
+
+
+def _times(operation: Operation, repeats: _Repeats, disturbed: Iterable[tuple[int, ...]]) -> _Times:
     # In order of shape: the same table in whatever order its measurements come.
-    exact = {shape: float(np.median(repeats[shape])) for shape in sorted(repeats)}
+    exact = {shape: float(np.median([seconds for seconds, _ in repeats[shape]])) for shape in sorted(repeats)}
+    sources = {shape: min(repeats[shape], key=lambda one: abs(one[0] - exact[shape]))[1] for shape in exact}
     between, matched = _columns(operation)
     names = SHAPES[operation]
     alike: dict[tuple[int, ...], list[tuple[float, ...]]] = defaultdict(list)
@@ -457,7 +485,7 @@ def _times(
         powers = [1 + (names[at] in _SQUARED and not is_windowed) for at in between]
         table = np.array(points, dtype=np.float64)
         scattered[kind] = Scattered.of(table[:, :-1], table[:, -1], powers)
-    return _Times(exact=exact, disturbed=frozenset(disturbed), between=scattered)
+    return _Times(exact=exact, sources=sources, disturbed=frozenset(disturbed), between=scattered)
 
 
 # What a calibration may move, in the order in which a fit takes them up: what most runs tell apart first.

@@ -101,9 +101,18 @@ def _facts(
         yield f"device{of}", f"{cluster.device.name}, {_count(len(cluster.device.sources), 'source')}"
         yield f"cluster{of}", f"{cluster.name}, {_count(len(cluster.sources), 'source')}"
     if isinstance(file, PlanFile):
-        yield "timings", file.timings or "none: no measured times were asked for"
+        yield "timings", _timings(file)
     yield "made by", ", ".join(f"{name} {version}" for name, version in file.versions.items())
     yield "with", tag("code", file.command)
+
+
+def _timings(file: PlanFile) -> str:
+    if not file.timings:
+        return "none: no measured times were asked for"
+    if (pinned := file.pinned) is None:
+        return file.timings
+    of = f" for {pinned.machine}" if pinned.machine else ""
+    return f"{file.timings}{of}, {pinned.num_times:,} times, digest {pinned.digest}"
 
 
 def _count(number: int, noun: str) -> str:
