@@ -132,9 +132,8 @@ def greet(ranks: Ranks, job: Job) -> Hello:
                 ways[operation, dtype] = kernels.implementation(operation, dtype, device)
                 windowed[operation, dtype] = kernels.implementation_windowed(operation, dtype, device)
             if dtype in DTYPES:
-                ways |= dict.fromkeys(
-                    [(operation, dtype) for operation in COLLECTIVES], own.collectives.partition(" ")[0]
-                )
+                library = " ".join([own.collectives.partition(" ")[0], *_settings()])
+                ways |= dict.fromkeys([(operation, dtype) for operation in COLLECTIVES], library)
             ways |= {
                 (operation, dtype): trainer_units.implementation(operation, dtype) for operation in trainer_units.UNITS
             }
@@ -248,8 +247,13 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
     )
     del run
     _free(ranks.device)
-    settings = {name: cleaned(os.environ[name]) for name in NCCL_SETTINGS if needs_all and name in os.environ}
+    settings = dict(setting.split("=", 1) for setting in _settings()) if needs_all else {}
     return replace(outcome, conditions={**outcome.conditions, **settings})
+
+
+def _settings() -> list[str]:
+    """Return what the library of collectives was told by hand: with other settings it is another kernel."""
+    return [f"{name}={cleaned(os.environ[name])}" for name in NCCL_SETTINGS if name in os.environ]
 
 
 def _free(device: torch.device) -> None:

@@ -217,10 +217,15 @@ def test_a_key_that_names_no_record_is_refused(store: Store, key: str) -> None:
         ({"torch": "", "collectives": "", "topology": "", "runtime": ""}, Match.DEVICE),
         ({"runtime": "rocm 13.0", "torch": "2.14.0"}, Match.DEVICE),
         ({"device": "h200-sxm"}, None),
+        ({"power_cap_w": 350}, Match.POWER),
+        ({"power_cap_w": 350, "torch": "2.14.0"}, Match.POWER),
+        ({"power_cap_w": 690}, Match.EXACT),
+        ({"clock_mhz": 1200}, Match.POWER),
     ],
 )
 def test_how_near_a_machine_is(change: dict[str, str], level: Match | None) -> None:
-    assert match(replace(LAB, **change), LAB) == level  # type: ignore[arg-type]
+    wanted = replace(LAB, power_cap_w=700, clock_mhz=1980) if level is Match.POWER or "power_cap_w" in change else LAB
+    assert match(replace(LAB, **change), wanted) == level  # type: ignore[arg-type]
 
 
 def test_machines_of_which_only_the_device_is_known_match_no_further() -> None:
@@ -278,6 +283,28 @@ def test_of_a_machine_that_is_mostly_slow_or_restless_all_measurements_count(sto
         store.add([replace(GEMM, samples_s=(seconds,), measured_at=f"2026-11-0{day}T00:00:00Z", **how)])
         assert [one.seconds for one in store.timings(LAB)] == [expected]
     assert [one.is_disturbed for one in store.timings(LAB)] == [True]
+
+
+def test_hosts_are_kept_apart_and_a_word_is_said_where_they_differ(store: Store) -> None:
+    for day, (host, seconds) in enumerate((("a", 1.0), ("b", 1.25), ("a", 1.02), ("b", 1.27), ("a", 1.01)), start=1):
+        moment = f"2026-11-0{day}T00:00:00Z"
+        store.add([replace(GEMM, samples_s=(1e-3 * seconds,), host=host, measured_at=moment)])
+    assert [one.seconds for one in store.timings(LAB)] == [1.25e-3]  # of two the slower: a step over both waits for it
+    (apart,) = store.hosts_apart
+    assert (apart.fast, apart.slow, round(apart.ratio, 2)) == ("a", "b", 1.24)
+    other = replace(GEMM, samples_s=(1.1e-3,), host="c", measured_at="2026-11-06T00:00:00Z")
+    store.add([other])
+    assert [one.seconds for one in store.timings(LAB)] == [1.1e-3]  # of three the middle one
+
+
+def test_what_nccl_chose_itself_counts_before_what_it_was_told(store: Store) -> None:
+    reduce = replace(GEMM, operation="all_reduce", shape=(8, 8, 1, 2**28), kernel="nccl", conditions={})
+    told = replace(reduce, conditions={"NCCL_PROTO": "LL"})
+    for day, (record, seconds) in enumerate(((reduce, 1.0), (told, 3.0), (reduce, 1.2), (told, 3.1)), start=1):
+        store.add([replace(record, samples_s=(1e-2 * seconds,), measured_at=f"2026-11-0{day}T00:00:00Z")])
+    assert [one.seconds for one in store.timings(LAB)] == [1e-2]
+    store.hide([key for key in keys(store) if not store.find(key)[0].conditions], by="ada", reason="test")
+    assert [one.seconds for one in store.timings(LAB)] == [3e-2]
 
 
 def test_a_slow_measurement_alone_does_not_stand_before_an_imported_one(store: Store) -> None:

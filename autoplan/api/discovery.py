@@ -141,7 +141,13 @@ def _machine() -> MachineSpec | None:
     from autoplan.profiler.machine.environment import own_fingerprint  # brings torch
 
     own = own_fingerprint()
-    return MachineSpec(runtime=own.runtime, torch=own.torch, collectives=own.collectives, topology=own.topology)
+    return MachineSpec(
+        runtime=own.runtime,
+        torch=own.torch,
+        collectives=own.collectives,
+        topology=own.topology,
+        power_cap_w=own.power_cap_w,
+    )
 
 
 def with_measured_links(description: Description, url: str | None) -> Description:

@@ -30,7 +30,7 @@ from autoplan.spec.timing import (
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec
 
 if TYPE_CHECKING:
-    from autoplan.profiler.store import Store
+    from autoplan.profiler.store import HostsApart, Store
 
 TIMINGS = ("aiconfigurator", "db")
 
@@ -166,11 +166,30 @@ def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection
     device, machine = cluster.device.name, cluster.machine
     with opened_store(url, writable=False) as store:
         if machine is not None:
-            wanted = Fingerprint(device=device, **asdict(machine))
+            said = asdict(machine)
+            wanted = Fingerprint(device=device, **said | {"power_cap_w": machine.power_cap_w or usual_cap_w(cluster)})
         else:
             wanted = store.latest(device) or Fingerprint(device=device)
         origin = TimingOrigin(database=store.name, machine=wanted.words)
-        return FoundTimings(measurements=store.timings(wanted, operations=operations), origin=origin)
+        found = FoundTimings(measurements=store.timings(wanted, operations=operations), origin=origin)
+        if store.hosts_apart:
+            _warn_of_hosts(store.hosts_apart)
+        return found
+
+
+def usual_cap_w(cluster: ClusterSpec) -> int:
+    """Return the power cap of devices of which nothing else is known: that of their datasheet."""
+    return 0 if cluster.device.vendor == "cpu" else round(cluster.device.tdp_w)
+
+
+def _warn_of_hosts(apart: list[HostsApart]) -> None:
+    worst = max(apart, key=lambda one: one.ratio)
+    slow, fast = (name or "a host without a name" for name in (worst.slow, worst.fast))
+    text = (
+        f"hosts differ in {len(apart):,} shapes that were measured: {worst.what} takes {100 * (worst.ratio - 1):.0f} % "
+        f"longer on {slow} than on {fast}; the middle host counts, of two the slower"
+    )
+    warnings.warn(text, StoreWarning, stacklevel=4)
 
 
 @contextmanager

@@ -148,6 +148,7 @@ class Match(IntEnum):
     EXACT = 0  # device, torch, library of collectives and links
     RUNTIME = 1  # device and major version of CUDA or ROCm
     DEVICE = 2
+    POWER = 3  # device under another power cap or with other clocks
 
     @property
     def spread(self) -> float:
@@ -155,8 +156,9 @@ class Match(IntEnum):
         return _MATCH_SPREADS[self]
 
 
-# The same configuration published again with another release differs by 2 % (dgxc) to 6 % (nvbridge).
-_MATCH_SPREADS = (0.0, 0.02, 0.06)
+# The same configuration published again with another release differs by 2 % (dgxc) to 6 % (nvbridge).  Power grows with
+# about the cube of the clock, as the voltage rises with it: half of the power costs a fifth of the clock.
+_MATCH_SPREADS = (0.0, 0.02, 0.06, 0.20)
 
 # Of a step that rests on times which were measured beside other load, by the share of such times in a table.
 DISTURBED_SPREAD = 0.15
@@ -222,7 +224,7 @@ class Lookup:
 
     seconds: Floats
     is_exact: Bools
-    is_disturbed: Bools  # of those that were measured
+    is_disturbed: Bools  # measured beside other load or not settled, or between measured shapes of which some were
     source_factors: SourceFactors = AS_MEASURED
 
     @classmethod
@@ -263,6 +265,10 @@ class Lookup:
         return np.where(np.isnan(own), seconds, own)
 
 
+_SHIFT = 1e-3  # of disturbed times, to see what between measured shapes rests on them
+_TOLD_SHARE = 0.1  # of a time: as much resting on disturbed ones makes it one
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Times:
     """Measured times of one operation in one type."""
@@ -273,27 +279,31 @@ class _Times:
     ]  # of each shape: the beginning of its record's key, or where it was published
     disturbed: frozenset[tuple[int, ...]]  # of them, those that stand in for clean ones
     between: Mapping[tuple[int, ...], Scattered]  # by the numbers that must match
-    # Of shapes that were asked for before: a search asks for the same ones again and again.
-    known: dict[tuple[float, ...], float] = field(default_factory=dict, compare=False)
+    shifted: Mapping[tuple[int, ...], Scattered]  # the same with disturbed times `_SHIFT` longer, where there are some
+    # (seconds, whether disturbed) of shapes that were asked for: a search asks for the same ones again and again.
+    known: dict[tuple[float, ...], tuple[float, bool]] = field(default_factory=dict, compare=False)
 
     def at(self, operation: Operation, shapes: Floats) -> Lookup:
         """The time of each shape."""
         keys = [tuple(shape) for shape in shapes.tolist()]
         if new := [at for at, key in enumerate(keys) if key not in self.known]:
-            seconds = self._looked_up(operation, shapes[new])
-            self.known.update(zip([keys[at] for at in new], seconds.tolist(), strict=True))
+            seconds, is_disturbed = self._looked_up(operation, shapes[new])
+            found = zip(seconds.tolist(), is_disturbed.tolist(), strict=True)
+            self.known.update(zip([keys[at] for at in new], found, strict=True))
         return Lookup(
-            seconds=np.array([self.known[key] for key in keys], dtype=np.float64),
+            seconds=np.array([self.known[key][0] for key in keys], dtype=np.float64),
             is_exact=np.array([key in self.exact for key in keys], dtype=np.bool_),
-            is_disturbed=np.array([key in self.disturbed for key in keys], dtype=np.bool_),
+            is_disturbed=np.array([self.known[key][1] for key in keys], dtype=np.bool_),
         )
 
     def asked_kinds(self, operation: Operation) -> set[tuple[float, ...]]:
         """Return the numbers that must match of all shapes that were asked for."""
         return {matched_numbers(operation, shape) for shape in self.known}
 
-    def _looked_up(self, operation: Operation, shapes: Floats) -> Floats:
+    def _looked_up(self, operation: Operation, shapes: Floats) -> tuple[Floats, Bools]:
+        """Return (times, whether they rest on disturbed ones)."""
         seconds = np.array([self.exact.get(tuple(shape), np.nan) for shape in shapes.tolist()])
+        is_disturbed = np.array([tuple(shape) in self.disturbed for shape in shapes.tolist()], dtype=np.bool_)
         is_between = np.isnan(seconds)
         between, matched = _columns(operation)
         kinds, kind_of = np.unique(shapes[:, matched], axis=0, return_inverse=True)
@@ -301,7 +311,11 @@ class _Times:
             if tuple(kind) in self.between:
                 own = is_between & (kind_of.ravel() == at)
                 seconds[own] = self.between[tuple(kind)].at(shapes[own][:, between])
-        return seconds
+                if tuple(kind) in self.shifted:
+                    longer = self.shifted[tuple(kind)].at(shapes[own][:, between])
+                    # NaN, where the table refuses, is no more.
+                    is_disturbed[own] = np.abs(longer / seconds[own] - 1) > _SHIFT * _TOLD_SHARE
+        return seconds, is_disturbed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -479,13 +493,19 @@ def _times(operation: Operation, repeats: _Repeats, disturbed: Iterable[tuple[in
     alike: dict[tuple[int, ...], list[tuple[float, ...]]] = defaultdict(list)
     for shape, seconds in exact.items():
         alike[tuple(shape[at] for at in matched)].append((*(shape[at] for at in between), seconds))
-    scattered = {}
+    scattered, shifted = {}, {}
+    shaken = frozenset(disturbed)
     for kind, points in alike.items():
         is_windowed = any(names[at] == "window" and size for at, size in zip(matched, kind, strict=True))
         powers = [1 + (names[at] in _SQUARED and not is_windowed) for at in between]
         table = np.array(points, dtype=np.float64)
         scattered[kind] = Scattered.of(table[:, :-1], table[:, -1], powers)
-    return _Times(exact=exact, sources=sources, disturbed=frozenset(disturbed), between=scattered)
+        kind_shapes = [shape for shape in exact if tuple(shape[at] for at in matched) == kind] if shaken else []
+        if is_shaken := [shape in shaken for shape in kind_shapes]:
+            longer = table[:, -1] * np.where(is_shaken, 1 + _SHIFT, 1.0)
+            if any(is_shaken):
+                shifted[kind] = Scattered.of(table[:, :-1], longer, powers)
+    return _Times(exact=exact, sources=sources, disturbed=shaken, between=scattered, shifted=shifted)
 
 
 # What a calibration may move, in the order in which a fit takes them up: what most runs tell apart first.

@@ -33,6 +33,8 @@ BATCH = 1_000  # records of one transaction: a killed writer loses at most these
 BESIDE = " beside "  # in the kernel of what was measured while something else ran on purpose
 LEAST_PREFIX = 6
 _TIMED = ("operation", "shape", "dtype", "seconds", "kernel", "source", "key", "fingerprint_id", "mode", "status")
+_CHOSEN_BY = (*_TIMED, "conditions", "host")
+HOSTS_APART = 1.10  # of two hosts' times of one shape, worth a word: devices of one kind differ by 5 % (`modelling` C1)
 _PREFERRED_MODES = ("sustained", "burst", "imported")  # of one shape on equally near machines
 MOST_COMPARED = 5  # of the newest measurements of one shape, of which the middle one counts
 
@@ -44,6 +46,22 @@ class Finding:
     key: str
     what: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsApart:
+    """Two hosts on which the same shape takes times that differ by more than devices of one kind do."""
+
+    what: str
+    fast: str
+    slow: str
+    ratio: float
+
+    @classmethod
+    def of(cls, fast: Any, slow: Any) -> HostsApart:
+        """Return what two rows of one shape tell."""
+        what = f"{slow.operation} {slow.shape} {slow.dtype}"
+        return cls(what=what, fast=fast.host, slow=slow.host, ratio=slow.seconds / fast.seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +102,7 @@ class Store:
         self._database = database
         self._fingerprint_ids: dict[Fingerprint, int] = {}
         self._unread: set[str] = set()
+        self.hosts_apart: list[HostsApart] = []  # that were met in choosing timings
 
     def __enter__(self) -> Store:
         return self
@@ -254,14 +273,14 @@ class Store:
                 own = [number for number, other in levels.items() if other == level]
                 nearer = [number for number, other in levels.items() if other < level]
                 chosen = _choice(own, nearer, operations, dtypes, trust).subquery()
-                query = select(*(records.c[name] for name in (*_TIMED, "conditions"))).join(
+                query = select(*(records.c[name] for name in _CHOSEN_BY)).join(
                     chosen,
                     and_(
                         records.c.id == chosen.c.id,
                         or_(chosen.c.place == 1, and_(chosen.c.place <= MOST_COMPARED, records.c.mode != "imported")),
                     ),
                 )
-                rows += _middle_ones(connection.execute(query.order_by(chosen.c.place)))
+                rows += self._middle_ones(connection.execute(query.order_by(chosen.c.place)))
             rows += _stand_ins(connection, levels, operations, dtypes, trust)
         found = []
         for operation, shape, dtype, seconds, kernel, source, key, number, mode, status in rows:
@@ -388,6 +407,33 @@ class Store:
                 reason = "was changed in the database: its content has another key"
                 yield Finding(key=row.key, what=f"run of {row.model}", reason=reason)
 
+    def _middle_ones(self, rows: Iterable[Any]) -> list[Any]:
+        """Choose of each shape and type, whose rows come best first, the middle one of those measured as the first was.
+
+        Of the settled ones, unless more of them were slow or restless.  What collectives were told by hand comes after
+        what they chose themselves.  Hosts stand apart: of their middle ones the middle, of two the slower, which a step
+        over both waits for.
+        """
+        alike: dict[tuple[str, ...], list[Any]] = defaultdict(list)
+        for row in rows:
+            if row.status == "ok" or may_stand_in(row.operation, row.status, json.loads(row.conditions)):
+                alike[row.operation, row.shape, row.dtype].append(row)
+        chosen = []
+        for candidates in alike.values():
+            plain = [row for row in candidates if not _settings(row)] or candidates
+            first = next((row for row in plain if row.status == "ok"), plain[0])
+            how = (first.mode, first.kernel, _settings(first))
+            same = [row for row in plain if (row.mode, row.kernel, _settings(row)) == how]
+            settled = [row for row in same if row.status == "ok"]
+            by_host: dict[str, list[Any]] = defaultdict(list)
+            for row in settled if 2 * len(settled) >= len(same) else same:
+                by_host[row.host].append(row)
+            middles = sorted(map(_middle, by_host.values()), key=lambda row: row.seconds)
+            if middles[-1].seconds > HOSTS_APART * middles[0].seconds:
+                self.hosts_apart.append(HostsApart.of(middles[0], middles[-1]))
+            chosen.append(tuple(middles[len(middles) // 2])[: len(_TIMED)])
+        return chosen
+
     def _read(self, read: Callable[[Row[Any], Fingerprint], T], row: Row[Any], machine: Fingerprint) -> T | None:
         """Decode a row; None, and it counts as unread, where this version does not understand it."""
         try:
@@ -477,23 +523,13 @@ def _choice(
     return query
 
 
-def _middle_ones(rows: Iterable[Any]) -> list[Any]:
-    """Choose of each shape and type, whose rows come best first, the middle one of those measured as the first was.
-
-    Of the settled ones, unless more of them were slow or restless.
-    """
-    alike: dict[tuple[str, ...], list[Any]] = defaultdict(list)
-    for row in rows:
-        if row.status == "ok" or may_stand_in(row.operation, row.status, json.loads(row.conditions)):
-            alike[row.operation, row.shape, row.dtype].append(row)
-    chosen = []
-    for candidates in alike.values():
-        first = next((row for row in candidates if row.status == "ok"), candidates[0])
-        same = [row for row in candidates if (row.mode, row.kernel) == (first.mode, first.kernel)]
-        settled = [row for row in same if row.status == "ok"]
-        middle = _middle(settled if 2 * len(settled) >= len(same) else same)
-        chosen.append(tuple(middle)[: len(_TIMED)])
-    return chosen
+def _settings(row: Any) -> tuple[tuple[str, str], ...]:
+    """Return what the library of collectives was told by hand when a row was measured."""
+    if "NCCL_" not in row.conditions:
+        return ()
+    return tuple(
+        sorted((name, value) for name, value in json.loads(row.conditions).items() if name.startswith("NCCL_"))
+    )
 
 
 def _middle(rows: Iterable[Any]) -> Any:
