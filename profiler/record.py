@@ -13,7 +13,7 @@ import math
 import statistics
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Literal, get_args
 
@@ -61,6 +61,11 @@ class Fingerprint:
             check_text("a fingerprint", text)
         for text in self.nics:
             check_text("a fingerprint", text)
+
+    @property
+    def of_one_device(self) -> Fingerprint:
+        """What decides how long one device takes alone: no NIC, link or other host."""
+        return replace(self, devices_per_node=0, num_hosts=1, collectives="", nics=(), topology="")
 
     @property
     def words(self) -> str:

@@ -163,6 +163,9 @@ def run(
 
 
 def _record(task: Task, outcome: Outcome, hello: Hello, measured_by: str) -> Record:
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    # A second failure is another one, though nothing was measured that tells it from the first.
+    failed = {"failed_at": now} if outcome.status == "failed" else {}
     return Record(
         fingerprint=hello.fingerprint,
         operation=task.operation,
@@ -173,10 +176,10 @@ def _record(task: Task, outcome: Outcome, hello: Hello, measured_by: str) -> Rec
         samples_s=outcome.samples_s,
         status=outcome.status,
         reason=outcome.reason,
-        conditions=outcome.conditions,
+        conditions={**outcome.conditions, **failed},
         measured_by=measured_by,
         host=hello.hosts[0],
-        measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        measured_at=now,
     )
 
 

@@ -90,15 +90,30 @@ def test_records_are_chosen_by_device_operation_status_and_who_measured(store: S
 
 def test_a_sweep_knows_what_is_measured_or_failed_on_its_machine(store: Store) -> None:
     failed = replace(GEMM, operation="dgrad", samples_s=(), status="failed")
+    again = replace(failed, conditions={"failed_at": "2026-11-22T12:00:00+00:00"})
+    once = replace(failed, shape=(64, 64, 64))
     unstable = replace(GEMM, operation="wgrad", status="unstable")
     elsewhere = replace(GEMM, shape=(1, 1, 1), fingerprint=replace(LAB, driver="580.65"))
     hidden = replace(GEMM, shape=(2, 2, 2))
-    store.add([GEMM, failed, unstable, elsewhere, hidden])
+    store.add([GEMM, failed, again, once, unstable, elsewhere, hidden])
     store.hide([hidden.key], by="ada", reason="hot")
     assert store.known(LAB) == {
         ("gemm", (4096, 4096, 4096), "bf16", "torch", "sustained"),
         ("dgrad", (4096, 4096, 4096), "bf16", "torch", "sustained"),
     }
+
+
+def test_what_one_device_does_alone_is_known_without_its_links(store: Store) -> None:
+    reduce = replace(GEMM, operation="all_reduce", shape=(8, 8, 1, 2**20), kernel="nccl")
+    whole = replace(GEMM, operation="layer", shape=(1, 4096, 4096, 14336, 32, 8, 128, 1), kernel="trainer")
+    split = replace(whole, shape=(1, 4096, 4096, 14336, 32, 8, 128, 2))
+    store.add([GEMM, reduce, whole, split])
+    healthy = {"gemm", "all_reduce", "layer"}
+    assert {key[0] for key in store.known(LAB)} == healthy
+    assert len(store.known(LAB)) == 4
+    broken_nic = replace(LAB, nics=("infiniband 400",), topology="other", num_hosts=4)
+    assert {(key[0], key[1][-1]) for key in store.known(broken_nic)} == {("gemm", 4096), ("layer", 1)}
+    assert store.known(replace(LAB, power_cap_w=350)) == store.known(replace(LAB, torch="2.14.0")) == set()
 
 
 def test_a_hidden_record_is_kept_and_not_used(store: Store) -> None:

@@ -130,6 +130,13 @@ TRAINER_UNITS: frozenset[Operation] = frozenset(
 )
 
 
+def devices_together(operation: Operation, shape: tuple[int, ...]) -> int:
+    """Return how many devices an operation runs on together: what links them decides how long it takes, if several."""
+    sizes = dict(zip(SHAPES[operation], shape, strict=True))
+    # Experts are those of one rank, whatever the degrees that make them so few.
+    return sizes.get("tp", 1) * sizes.get("num_devices", 1)
+
+
 def check_shape(operation: str, shape: tuple[int, ...]) -> None:
     """Refuse an operation or a shape that `SHAPES` does not know."""
     names = SHAPES.get(operation)  # type: ignore[call-overload]

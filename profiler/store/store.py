@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -25,7 +25,7 @@ from autoplan.profiler.store.marks import Mark, add_marks, change, hidden_ids, h
 from autoplan.profiler.store.match import match
 from autoplan.profiler.store.plausible import implausible
 from autoplan.profiler.store.schema import DAMAGED, SCHEMA, fingerprints, insert_new, marks, records, runs
-from autoplan.spec.timing import Match, Measurement, Operation
+from autoplan.spec.timing import Match, Measurement, Operation, devices_together
 
 T = TypeVar("T")
 
@@ -36,6 +36,7 @@ _TIMED = ("operation", "shape", "dtype", "seconds", "kernel", "source", "key", "
 _CHOSEN_BY = (*_TIMED, "conditions", "host")
 HOSTS_APART = 1.10  # of two hosts' times of one shape, worth a word: devices of one kind differ by 5 % (`modelling` C1)
 _PREFERRED_MODES = ("sustained", "burst", "imported")  # of one shape on equally near machines
+MOST_FAILURES = 2  # after which an operation is taken not to run on a machine: one may be a passing fault
 MOST_COMPARED = 5  # of the newest measurements of one shape, of which the middle one counts
 
 
@@ -205,21 +206,28 @@ class Store:
         return _run(rows[0], self._machines()[rows[0].fingerprint_id]) if len(rows) == 1 else None
 
     def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> set[tuple[str, tuple[int, ...], str, str, str]]:
-        """Return (operation, shape, dtype, kernel, mode) of what settled so often on this machine, or failed there."""
+        """Return (operation, shape, dtype, kernel, mode) of what settled so often on this machine, or keeps failing.
+
+        What one device does alone is known from any machine that is alike as far as this device goes: a NIC that is
+        down changes nothing of it.  What failed is tried again until it has failed `MOST_FAILURES` times.
+        """
         columns = [records.c[name] for name in ("operation", "shape", "dtype", "kernel", "mode")]
+        machines = self._machines(fingerprint.device)
+        alike = [number for number, other in machines.items() if other.of_one_device == fingerprint.of_one_device]
         query = (
-            select(*columns)
-            .join(fingerprints, fingerprints.c.id == records.c.fingerprint_id)
-            .where(fingerprints.c.hash == _hash(fingerprint), records.c.status.in_(("ok", "failed")), ~is_hidden())
-            .group_by(*columns)
-            .having(or_(func.count() >= num_visits, func.min(records.c.status) == "failed"))  # before "ok" by letters
+            select(*columns, records.c.fingerprint_id, records.c.status, func.count().label("num"))
+            .where(records.c.fingerprint_id.in_(alike), records.c.status.in_(("ok", "failed")), ~is_hidden())
+            .group_by(*columns, records.c.fingerprint_id, records.c.status)
         )
-        found = set()
+        counts: dict[tuple[str, tuple[int, ...], str, str, str], Counter[str]] = defaultdict(Counter)
         with self._database.reading() as connection:
-            for operation, shape, dtype, kernel, mode in connection.execute(query):
-                with suppress(ValueError):  # damaged: it is measured again
-                    found.add((operation, _shape(shape), dtype, kernel, mode))
-        return found
+            rows: Sequence[Any] = connection.execute(query).all()
+        for row in rows:
+            with suppress(ValueError, KeyError):  # damaged, or of a later version: it is measured again
+                shape = _shape(row.shape)
+                if devices_together(row.operation, shape) == 1 or machines[row.fingerprint_id] == fingerprint:
+                    counts[row.operation, shape, row.dtype, row.kernel, row.mode][row.status] += row.num
+        return {key for key, found in counts.items() if found["ok"] >= num_visits or found["failed"] >= MOST_FAILURES}
 
     def latest(self, device: str) -> Fingerprint | None:
         """The machine with that device that was measured last, of what was not imported, failed or hidden.
