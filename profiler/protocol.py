@@ -12,6 +12,7 @@ from autoplan.profiler.record import Fingerprint, Mode, Status
 from autoplan.spec.timing import Operation
 
 BESIDE = " beside gemm"  # ending of a collective's kernel where products run at the same time
+PRODUCTS_S = "products_s"  # condition of such a record: seconds of these products alone
 COLLECTIVES: frozenset[Operation] = frozenset(
     {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"}
 )

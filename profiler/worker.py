@@ -30,8 +30,8 @@ from autoplan.base.units import cleaned
 from autoplan.profiler.machine.environment import fingerprint
 from autoplan.profiler.machine.sensors import Sensors
 from autoplan.profiler.operations import collectives, kernels, trainer_units
-from autoplan.profiler.operations.inputs import DTYPES, InputFactory, Run, StagedRun
-from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Outcome, Task, rules_for
+from autoplan.profiler.operations.inputs import DTYPES, BesideRun, InputFactory, Run, StagedRun
+from autoplan.profiler.protocol import BESIDE, COLLECTIVES, PRODUCTS_S, Hello, Job, Outcome, Task, rules_for
 from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.timer import measure, synchronise
 from autoplan.spec.timing import Operation
@@ -228,6 +228,7 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
     except Exception as error:
         trouble = describe(error)
     troubles = ranks.gather(trouble)
+    products_s = ranks.gather(run.products_s if isinstance(run, BesideRun) else 0.0)
     if any(troubles):
         del run
         _free(ranks.device)
@@ -248,6 +249,8 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
     del run
     _free(ranks.device)
     settings = dict(setting.split("=", 1) for setting in _settings()) if needs_all else {}
+    if any(products_s):
+        settings[PRODUCTS_S] = f"{max(products_s):.4g}"
     return replace(outcome, conditions={**outcome.conditions, **settings})
 
 

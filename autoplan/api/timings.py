@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoplan.base.errors import AutoplanError, InputError, StoreWarning
 from autoplan.base.files import is_file
+from autoplan.profiler.contention import contention_shares
 from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.selection import for_training
 from autoplan.read.calibration import built_in_calibration
@@ -43,6 +44,7 @@ class FoundTimings:
     """Measurements that serve a problem, and where they were found."""
 
     measurements: list[Measurement]
+    contention: Mapping[Operation, float] = field(default_factory=dict)  # share of overlapped time that overlap costs
     origin: TimingOrigin = NOWHERE
 
 
@@ -138,7 +140,9 @@ def _differences(pinned: PinnedTimings, today: TimingTable) -> str:
 
 def _table(found: FoundTimings, device: DeviceSpec, calibration: Calibration, *, is_own: bool) -> TimingTable:
     slower = burst_factors(device, calibration)
-    return TimingTable.of(found.measurements, slower=slower, is_own=is_own, origin=found.origin)
+    return TimingTable.of(
+        found.measurements, slower=slower, is_own=is_own, contention=found.contention, origin=found.origin
+    )
 
 
 def _published(problem: Problem) -> list[Measurement]:
@@ -171,7 +175,9 @@ def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection
         else:
             wanted = store.latest(device) or Fingerprint(device=device)
         origin = TimingOrigin(database=store.name, machine=wanted.words)
-        found = FoundTimings(measurements=store.timings(wanted, operations=operations), origin=origin)
+        measurements = store.timings(wanted, operations=operations)
+        contention = contention_shares(store.beside_products(wanted), measurements)
+        found = FoundTimings(measurements=measurements, contention=contention, origin=origin)
         if store.hosts_apart:
             _warn_of_hosts(store.hosts_apart)
         return found

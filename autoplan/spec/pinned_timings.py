@@ -34,6 +34,8 @@ class PinnedTimings:
     is_own: bool = False
     times: dict[str, tuple[PinnedTime, ...]] = field(default_factory=dict)  # by operation and type: "gemm bf16"
 
+    contention: dict[Operation, float] = field(default_factory=dict)  # share of overlapped time that overlap costs
+
     def __post_init__(self) -> None:
         if self.match not in tuple(Match):
             raise InputError(f"match must be one of {', '.join(map(str, map(int, Match)))}, got {self.match}")
@@ -49,6 +51,7 @@ class PinnedTimings:
             machine=table.origin.machine,
             match=int(table.match),
             is_own=table.is_own,
+            contention=dict(table.contention),
             times=_pinned(table, asked_only=num_times > MOST_PINNED) if with_times else {},
         )
 
@@ -60,7 +63,7 @@ class PinnedTimings:
     def table(self, device: str) -> TimingTable:
         """Return the table that the plans were priced with."""
         origin = TimingOrigin(database=self.database, machine=self.machine, digest=self.digest)
-        return TimingTable.of(self._measurements(device), is_own=self.is_own, origin=origin)
+        return TimingTable.of(self._measurements(device), is_own=self.is_own, contention=self.contention, origin=origin)
 
     def _measurements(self, device: str) -> Iterator[Measurement]:
         for name, times in self.times.items():

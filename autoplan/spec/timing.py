@@ -349,6 +349,7 @@ class TimingTable:
     times: Mapping[tuple[Operation, str], _Times] = field(default_factory=dict)
     source_factors: SourceFactors = AS_MEASURED
     slower: Mapping[Operation, float] = field(default_factory=dict)  # what times of an operation are multiplied by
+    contention: Mapping[Operation, float] = field(default_factory=dict)  # share of overlapped time that overlap costs
     match: Match = Match.EXACT  # the farthest among the machines of the measurements
     origin: TimingOrigin = NOWHERE
     is_own: bool = False  # the framework runs these very kernels and layers; else the best that the device has
@@ -379,6 +380,8 @@ class TimingTable:
         for (operation, dtype), times in sorted(self.times.items()):
             for shape, seconds in times.exact.items():  # sorted already
                 hashed.update(f"{operation} {dtype} {shape} {seconds!r} {shape in times.disturbed}\n".encode())
+        for operation, share in sorted(self.contention.items()):
+            hashed.update(f"{operation} beside products {share!r}\n".encode())
         return hashed.hexdigest()[:16]
 
     def holds(self, operation: Operation, *dtypes: str) -> bool:
@@ -398,6 +401,7 @@ class TimingTable:
         *,
         slower: Mapping[Operation | tuple[Operation, str], float] | None = None,
         is_own: bool = False,
+        contention: Mapping[Operation, float] | None = None,
         origin: TimingOrigin = NOWHERE,
     ) -> TimingTable:
         """The table of `measurements`, which are of one device; of repeats of a shape the median counts.
@@ -421,7 +425,7 @@ class TimingTable:
         if len(devices) > 1:
             raise InputError(f"a table holds the times of one device, got {', '.join(sorted(devices))}: build one each")
         times = {kind: _times(kind[0], repeats, disturbed[kind]) for kind, repeats in samples.items()}
-        return cls(times=times, match=match, is_own=is_own, origin=origin)
+        return cls(times=times, contention=contention or {}, match=match, is_own=is_own, origin=origin)
 
     def lookup(self, operation: Operation, dtype: str, shapes: Floats | Ints) -> Lookup:
         """Times of `shapes`, one row each with the numbers that `SHAPES` names."""

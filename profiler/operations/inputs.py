@@ -43,6 +43,18 @@ class ChainedRun:
         return self.run()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesideRun:
+    """Call that runs something beside products, which take `products_s` alone."""
+
+    run: Run
+    products_s: float
+
+    def __call__(self) -> object:
+        """Run both, and wait for both."""
+        return self.run()
+
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

@@ -17,6 +17,8 @@ import numpy as np
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, or_, select
 
 from autoplan.base.errors import InputError, StoreError
+from autoplan.profiler.contention import BesideProducts
+from autoplan.profiler.protocol import COLLECTIVES, PRODUCTS_S
 from autoplan.profiler.record import NOT_CONTENT, SLOWED, Fingerprint, Record, Status
 from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.selection import DISTURBED, may_stand_in
@@ -311,6 +313,26 @@ class Store:
                 found.append(measurement)
         return found
 
+    def beside_products(self, wanted: Fingerprint) -> list[BesideProducts]:
+        """Return the collectives that were measured beside products on the nearest machines that have some."""
+        levels: dict[Match, list[int]] = defaultdict(list)
+        for number, machine in self._machines(wanted.device).items():
+            if (level := match(machine, wanted)) is not None:
+                levels[level].append(number)
+        for _, numbers in sorted(levels.items()):
+            query = select(*(records.c[name] for name in (*_TIMED, "conditions"))).where(
+                records.c.fingerprint_id.in_(numbers),
+                records.c.operation.in_(sorted(COLLECTIVES)),
+                records.c.status == "ok",
+                ~records.c.is_alone,
+                ~is_hidden(),
+            )
+            with self._database.reading() as connection:
+                rows: Sequence[Any] = connection.execute(query.order_by(records.c.id)).all()
+            if found := [one for row in rows if (one := _beside(row))]:
+                return found
+        return []
+
     def find(self, key: str) -> tuple[Record, Mark | None]:
         """The record whose key begins with `key`, and the mark that hides it."""
         row = self._named(key)
@@ -529,6 +551,20 @@ def _choice(
         served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(nearer), settled)
         query = query.where(records.c.work_hash.not_in(served))
     return query
+
+
+def _beside(row: Any) -> BesideProducts | None:
+    """Return what a row tells of overlap; None of one of before the time of the products was kept."""
+    try:
+        return BesideProducts(
+            operation=row.operation,
+            shape=_shape(row.shape),
+            dtype=row.dtype,
+            seconds=float(row.seconds),
+            products_s=float(json.loads(row.conditions)[PRODUCTS_S]),
+        )
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _settings(row: Any) -> tuple[tuple[str, str], ...]:

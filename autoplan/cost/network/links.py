@@ -43,6 +43,13 @@ SWITCH_DOWN_PORTS = 32
 # as a share of its own duration (`modelling` D6: .05-.20, judged).
 CONTENTION_SHARE = 0.10
 
+
+def contention_share(timings: TimingTable, *operations: Operation) -> float:
+    """Return what an overlapped transfer costs as a share of its duration: measured of these operations, or judged."""
+    measured = [timings.contention[operation] for operation in operations if operation in timings.contention]
+    return float(np.mean(measured)) if measured else CONTENTION_SHARE
+
+
 # An all-reduce of a few numbers goes up a tree and down again: its start, and one way over a link inside a domain and
 # over the network (NCCL src/graph/tuning.cc, tree and LL protocol; `modelling` D2).
 SHORT_START_S, SHORT_LINK_S, SHORT_NETWORK_S = 6.8e-6, 0.6e-6, 5.0e-6
