@@ -191,9 +191,10 @@ class Measurement:
         check_positive("seconds", self.seconds, most=1e6)
 
 
-# Where a time comes from, best first: this very shape, this shape beside other load, between measured shapes, a curve
-# fitted to published measurements, the peak rates of a datasheet.
-Provenance = Literal["measured", "disturbed", "interpolated", "reference", "datasheet"]
+# Where a time comes from, best first: this very shape, this shape beside other load, between measured shapes, another
+# group of devices scaled to this one by the reference, a curve fitted to published measurements, the peak rates of a
+# datasheet.
+Provenance = Literal["measured", "disturbed", "interpolated", "scaled", "reference", "datasheet"]
 PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
 
 # The sizes between which times are interpolated, first the one that grows with the batch; where none are listed, all.
@@ -219,6 +220,7 @@ class SourceFactors:
 
     measured: float = 1.0
     interpolated: float = 1.0
+    scaled: float = 1.0
     disturbed: float = 1.0
 
 
@@ -353,11 +355,17 @@ class TimingTable:
     match: Match = Match.EXACT  # the farthest among the machines of the measurements
     origin: TimingOrigin = NOWHERE
     is_own: bool = False  # the framework runs these very kernels and layers; else the best that the device has
+    asked: dict[tuple[Operation, str], set[tuple[int, ...]]] | None = None  # of one that only notes what it is asked
+
+    @classmethod
+    def noting(cls, *, is_own: bool = False) -> TimingTable:
+        """Return a table that holds nothing and notes in `asked` which shapes a price looks up."""
+        return cls(asked=defaultdict(set), is_own=is_own)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was measured."""
-        return not self.times
+        """Whether nothing was measured, and nothing is to be noted."""
+        return not self.times and self.asked is None
 
     @property
     def has_kernels(self) -> bool:
@@ -374,7 +382,7 @@ class TimingTable:
     @property
     def digest(self) -> str:
         """SHA-256 of its times in 16 hexadecimal digits, the same in whatever order they came; blank where empty."""
-        if self.is_empty or self.origin.digest:
+        if not self.times or self.origin.digest:
             return self.origin.digest
         hashed = hashlib.sha256()
         for (operation, dtype), times in sorted(self.times.items()):
@@ -386,7 +394,12 @@ class TimingTable:
 
     def holds(self, operation: Operation, *dtypes: str) -> bool:
         """Whether the operation was measured in one of these types at all."""
-        return any((operation, dtype) in self.times for dtype in dtypes)
+        return self.asked is not None or any((operation, dtype) in self.times for dtype in dtypes)
+
+    def groups(self, operation: Operation, *dtypes: str) -> list[tuple[int, ...]]:
+        """Return (num_devices, devices_per_domain, num_groups) of the groups in which a collective was measured."""
+        held = (self.times[operation, dtype].between for dtype in dtypes if (operation, dtype) in self.times)
+        return sorted({kind for kinds in held for kind in kinds})
 
     def slowed(self, operations: Iterable[Operation], growth: float) -> TimingTable:
         """The table with times of some operations so many times as long."""
@@ -432,6 +445,8 @@ class TimingTable:
         shapes = np.asarray(shapes, dtype=np.float64)
         if shapes.ndim != 2 or shapes.shape[1] != len(SHAPES[operation]):
             raise InputError(f"{operation} needs rows of {', '.join(SHAPES[operation])}, got shape {shapes.shape}")
+        if self.asked is not None:
+            self.asked[operation, dtype] |= {tuple(shape) for shape in np.rint(shapes).astype(np.int64).tolist()}
         times = self.times.get((operation, dtype))
         if times is None:
             return Lookup.refused(len(shapes))

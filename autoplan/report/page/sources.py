@@ -17,10 +17,11 @@ MEANS: dict[Provenance, str] = {
     "measured": "timed on this machine or one with its fingerprint, at these shapes",
     "disturbed": "timed there at these shapes, but beside other load or not settled",
     "interpolated": "between shapes that were timed",
+    "scaled": "of groups of other sizes that were timed, by the reference",
     "reference": "curves fitted to published measurements of this device and framework",
     "datasheet": "the maker's figures with an assumed efficiency",
 }
-TIMED: tuple[Provenance, ...] = ("measured", "disturbed", "interpolated")
+TIMED: tuple[Provenance, ...] = ("measured", "disturbed", "interpolated", "scaled")
 
 
 def sources(content: PlanContent) -> Markup:
