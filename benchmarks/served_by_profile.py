@@ -9,7 +9,6 @@ one size; it is served where its time is not the reference's.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -22,15 +21,16 @@ import numpy as np
 import autoplan
 from autoplan.api.open_ranking import OpenRanking
 from autoplan.api.timings import with_timings
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.estimate import estimate
-from autoplan.cost.network.links import Links
+from autoplan.cost.network.links import Links, ProcessGroup, collective_s
 from autoplan.profiler.protocol import COLLECTIVES, Hello
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
 from autoplan.profiler.tasks import reference_s
-from autoplan.read.device import load_device
 from autoplan.spec.plan import PlanBatch
-from autoplan.spec.timing import SHAPES
+from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.timing import SHAPES, Operation
 
 # (name, cluster, model, sequences, tokens, nodes that are measured, ranks on each)
 CASES = [
@@ -43,93 +43,76 @@ CASES = [
 
 
 @contextmanager
-def counted() -> Iterator[tuple[Counter[str], Counter[str]]]:
-    """Count by operation the look-ups of measured times, and those that were served."""
-    asked: Counter[str] = Counter()
-    served: Counter[str] = Counter()
-    plain = Links._or_measured
+def counted() -> Iterator[tuple[Counter[Operation], Counter[Operation]]]:
+    """Count by operation the look-ups of collectives, and those that were served."""
+    asked: Counter[Operation] = Counter()
+    served: Counter[Operation] = Counter()
+    plain = Links.seconds
 
-    def watched(self, reference_s, operation, group, buffer_bytes):  # type: ignore[no-untyped-def]
-        found = plain(self, reference_s, operation, group, buffer_bytes)
+    def watched(
+        links: Links, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: Ints | int = 1
+    ) -> Floats:
+        found = plain(links, operation, group, buffer_bytes, copies)
+        reference = collective_s(links.topology, operation, group, buffer_bytes, copies)
         takes_part = np.broadcast_to((np.asarray(group.size) > 1) & (buffer_bytes > 0), found.shape)
         asked[operation] += int(takes_part.sum())
-        served[operation] += int((takes_part & (found != reference_s)).sum())
+        served[operation] += int((takes_part & (found != reference)).sum())
         return found
 
-    with mock.patch.object(Links, "_or_measured", watched), mock.patch.object(Links, "seconds", _always_asked):
+    with mock.patch.object(Links, "seconds", watched):
         yield asked, served
 
 
-def _always_asked(self, operation, group, buffer_bytes, copies=1):  # type: ignore[no-untyped-def]
-    """Look a collective up whether or not its operation was measured at all."""
-    from autoplan.cost.network.links import collective_s
-
-    reference = collective_s(self.topology, operation, group, buffer_bytes, copies)
-    return self._or_measured(reference, operation, *self._as_measured(operation, group, buffer_bytes, copies))
+def hello_of(file: PlanFile, num_nodes: int, per_node: int, dtypes: tuple[str, ...]) -> Hello:
+    """Return what so many nodes of the file's cluster say before a profile."""
+    device = file.cluster.device
+    return Hello(
+        fingerprint=Fingerprint(
+            device=device.name, memory_bytes=int(device.memory_bytes), runtime="cuda 13.0", torch="2.13.0"
+        ),
+        device_type="cuda",
+        hosts=tuple(f"node{at // per_node}" for at in range(num_nodes * per_node)),
+        dtypes=dtypes,
+        kernels={(name, dtype): "nccl" if name in COLLECTIVES else "way" for name in SHAPES for dtype in dtypes},
+        devices_per_domain=file.cluster.levels[-1].num_devices,
+    )
 
 
 def main() -> None:
-    """Print a table of the clusters."""
+    """Print a line for each cluster."""
     for name, cluster, model, batch, seq_len, num_nodes, per_node in CASES:
         with tempfile.TemporaryDirectory() as folder:
             path, url = Path(folder) / "plan.json", f"{folder}/filled.db"
-            autoplan.search(model, cluster=cluster, global_batch=batch, seq_len=seq_len).save(path)
-            ranking = OpenRanking(path, url, ("sustained",))
-            device = load_device(ranking.file.cluster.device.name)
-            assert device is not None
-            machine = Fingerprint(
-                device=device.name, memory_bytes=int(device.memory_bytes), runtime="cuda 13.0", torch="2.13.0"
-            )
-            kernels = {
-                (operation, dtype): "nccl" if operation in COLLECTIVES else "way"
-                for operation in SHAPES
-                for dtype in ranking.dtypes
-            }
-            hello = Hello(
-                fingerprint=machine,
-                device_type="cuda",
-                hosts=tuple(f"node{at // per_node}" for at in range(num_nodes * per_node)),
-                dtypes=ranking.dtypes,
-                kernels=kernels,
-                **({"devices_per_domain": device_domain(ranking)} if "devices_per_domain" in Hello.__slots__ else {}),
-            )
+            result = autoplan.search(model, cluster=cluster, global_batch=batch, seq_len=seq_len)
+            result.save(path)
             open_store(url).close()
-            with open_store(url) as store:  # a first time: the ranking reads what there is
-                store.add([_filled(machine, "gemm", (4096, 4096, 4096), "bf16", "way", 3e-4)])
-            groups = ranking._groups(hello, ())
-            tasks = [ranked.task for _, ranked_tasks in groups for ranked in ranked_tasks]
+            ranking = OpenRanking(path, url, ("sustained",))
+            hello = hello_of(ranking.file, num_nodes, per_node, ranking.dtypes)
+            tasks, device = ranking.tasks(hello), ranking.file.cluster.device
             with open_store(url) as store:
                 store.add(
-                    _filled(
-                        machine, task.operation, task.shape, task.dtype, task.kernel, 1.1 * reference_s(task, device)
+                    Record(
+                        fingerprint=hello.fingerprint,
+                        operation=task.operation,
+                        shape=task.shape,
+                        dtype=task.dtype,
+                        kernel=task.kernel,
+                        samples_s=(1.1 * reference_s(task, device),) * 3,
                     )
                     for task in tasks
                 )
-            problem = with_timings(ranking._problem, "db", url)
+            plans = [ranked.plan for ranked in (ranking.file.best, *ranking.file.alternatives)]
             with counted() as (asked, served):
-                estimate(problem, PlanBatch.of(ranking._plans, problem.model.num_layers))
+                problem = with_timings(result.problem, "db", url)
+                estimate(problem, PlanBatch.of(plans, problem.model.num_layers))
+            share = 100 * served.total() / max(asked.total(), 1)
+            parts = ", ".join(f"{one} {100 * served[one] / asked[one]:.0f} %" for one in sorted(asked) if asked[one])
             collectives = sum(task.operation in COLLECTIVES for task in tasks)
-            total = 100 * sum(served.values()) / max(sum(asked.values()), 1)
-            parts = ", ".join(f"{op} {100 * served[op] / asked[op]:.0f} %" for op in sorted(asked) if asked[op])
-            print(f"{name}: {total:.0f} % of {sum(asked.values())} look-ups ({parts}); {collectives} collectives of "
-                  f"{len(tasks)} tasks")  # fmt: skip
-            sys.stdout.flush()
-
-
-def device_domain(ranking: OpenRanking) -> int:
-    """Devices of a scale-up domain."""
-    return ranking.file.cluster.levels[-1].num_devices
-
-
-def _filled(machine: Fingerprint, operation: str, shape: tuple[int, ...], dtype: str, kernel: str, s: float) -> Record:
-    return Record(
-        fingerprint=machine,
-        operation=operation,
-        shape=shape,
-        dtype=dtype,
-        kernel=kernel,
-        samples_s=(s,) * 3,  # type: ignore[arg-type]
-    )
+            print(
+                f"{name}: {share:.0f} % of {asked.total()} look-ups ({parts}); {collectives} collectives of "
+                f"{len(tasks)} tasks",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

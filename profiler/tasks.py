@@ -246,7 +246,7 @@ def _replicas(tp: int, hello: Hello) -> list[int]:
 
 def _collectives(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
     """Yield calls of what groups of every layout send: each a few times in a layer."""
-    found = layouts(hello.num_nodes, hello.ranks_per_node)
+    found = layouts(hello.num_domains, hello.ranks_per_domain)
     for layout in found:
         is_widest = not any(
             other.num_devices == layout.num_devices

@@ -31,7 +31,17 @@ from autoplan.profiler.machine.environment import fingerprint
 from autoplan.profiler.machine.sensors import Sensors
 from autoplan.profiler.operations import collectives, kernels, trainer_units
 from autoplan.profiler.operations.inputs import DTYPES, BesideRun, InputFactory, Run, StagedRun
-from autoplan.profiler.protocol import BESIDE, COLLECTIVES, PRODUCTS_S, Hello, Job, Outcome, Task, rules_for
+from autoplan.profiler.protocol import (
+    BESIDE,
+    COLLECTIVES,
+    PRODUCTS_S,
+    Hello,
+    Job,
+    Outcome,
+    Task,
+    ranks_in_domain,
+    rules_for,
+)
 from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.timer import measure, synchronise
 from autoplan.spec.timing import Operation
@@ -105,12 +115,13 @@ def join(place: RankPlace, job: Job) -> Ranks:
     each = place.num_ranks // len(nodes)
     if hosts != [node for node in nodes for _ in range(each)]:
         raise InputError(f"ranks must fill the nodes one after the other, equally many on each, got {hosts}")
+    in_domain = ranks_in_domain(place.num_ranks, each, job.devices_per_domain)
     return Ranks(
         rank=place.rank,
         hosts=hosts,
         device=device,
         sensors=Sensors(device, host),
-        groups=collectives.Groups(place.rank, len(nodes), each),
+        groups=collectives.Groups(place.rank, place.num_ranks // in_domain, in_domain),
         grids=trainer_units.Grids(place.num_ranks, each, device),
         control=control,
     )
@@ -147,6 +158,7 @@ def greet(ranks: Ranks, job: Job) -> Hello:
         windowed=ranks.share({which: way for which, way in windowed.items() if way}),
         gemm_s=tuple(gemm_s),
         links_s=links_s,
+        devices_per_domain=job.devices_per_domain,
     )
 
 
