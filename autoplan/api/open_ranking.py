@@ -83,7 +83,7 @@ class OpenRanking:
         return found, [task for value in found.groups for task in tasks[value.group]]
 
     def tasks(self, hello: Hello) -> list[Task]:
-        """Return all that the ranks of `hello` can measure for these plans, whether or not it may change their order."""
+        """Return all that the ranks of `hello` can measure for these plans, were it to change their order or not."""
         return [ranked_task.task for _, tasks in self._groups(hello, ()) for ranked_task in tasks]
 
     def ranking(self) -> list[RankedPlan]:

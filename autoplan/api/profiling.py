@@ -27,7 +27,7 @@ from autoplan.profiler.tasks import MeasurementScope, RankedTask, ranked_tasks, 
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.search_result import RankedPlan
-from autoplan.spec.timing import SHAPES
+from autoplan.spec.timing import NARROW_PRODUCTS, SHAPES
 from autoplan.topology.cluster import ClusterSpec
 
 if TYPE_CHECKING:  # Optuna, which a profile of a model does not need
@@ -147,7 +147,7 @@ def started_profile(
         # As plans are made for the built-in trainer unless told otherwise, on every device.
         dtypes = ("bf16",) if scope.framework.kernels.eager_layers else ()
     if options.dtypes:
-        dtypes = parse_words(options.dtypes, "--dtypes", ("bf16", "fp16", "fp32", "fp8"))
+        dtypes = parse_words(options.dtypes, "--dtypes", ("bf16", "fp16", "fp32", *NARROW_PRODUCTS))
     job = Job(
         dtypes=dtypes,
         allowance_s=parse_duration(options.allowance),

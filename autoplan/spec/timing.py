@@ -66,6 +66,10 @@ _PIPELINE = ("num_micro_batches", "num_devices", "devices_per_domain")
 _GROUP = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
 
 NARROW_TYPES = ("fp8", "mxfp8", "nvfp4")
+# Those that can be measured: one scale a tensor, for every 32 or 16 numbers, or for tiles of 128, which no precision of
+# a plan names yet.
+NARROW_PRODUCTS = (*NARROW_TYPES, "fp8_block")
+RATE_TYPES = {"mxfp8": "fp8", "fp8_block": "fp8"}  # at whose rate of the datasheet the others run
 
 # What the numbers of a shape are, by operation.  A matrix of k inputs and n outputs meets m tokens: `gemm` forward,
 # `dgrad` and `wgrad` backward, the latter added to an fp32 buffer.  `attention` is causal, over `batch` sequences,

@@ -9,6 +9,7 @@ from functools import lru_cache
 from autoplan.profiler.record import Record
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.device import load_device
+from autoplan.spec.timing import RATE_TYPES
 from autoplan.topology.cluster import DeviceSpec
 
 MOST_OVER_PEAK = 1.1  # devices may boost a little above the clock of their datasheet
@@ -73,7 +74,8 @@ def _too_slow(record: Record) -> str:
     device = _device(record.fingerprint.device)
     if device is None or device.vendor == "cpu" or record.operation not in _PRODUCTS or record.status != "ok":
         return ""
-    peak = {str(name): rate for name, rate in device.peak_flops_per_s.items()}.get(record.dtype)
+    peaks = {str(name): rate for name, rate in device.peak_flops_per_s.items()}
+    peak = peaks.get(RATE_TYPES.get(record.dtype, record.dtype))
     if peak is None:
         return ""
     m, n, k = record.shape
@@ -88,7 +90,7 @@ def _too_slow(record: Record) -> str:
     )
 
 
-_WIDTHS = {"fp32": 4.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
+_WIDTHS = {"fp32": 4.0, "fp8": 1.0, "mxfp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.5}  # bytes of a number
 
 
 def _peak_flops_per_s(device: DeviceSpec, dtype: str) -> float:
@@ -97,7 +99,7 @@ def _peak_flops_per_s(device: DeviceSpec, dtype: str) -> float:
     of_four_bits = 4 * max(peaks.get("bf16", 0.0), peaks.get("fp16", 0.0))
     if dtype == "fp32":
         return max(peaks.get("tf32", 0.0), peaks.get("fp32", 0.0)) or of_four_bits
-    return peaks.get(dtype, of_four_bits)
+    return peaks.get(RATE_TYPES.get(dtype, dtype), of_four_bits)
 
 
 _device = lru_cache(maxsize=64)(load_device)
