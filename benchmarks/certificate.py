@@ -79,7 +79,7 @@ class Case:
 
     command: str
     batch: str
-    space_flags: dict[str, list[str]]
+    space_flags: dict[str, Any]
     problem: Problem
     space: Space
 
@@ -136,7 +136,7 @@ def draw(rng: Rng, *, is_large: bool) -> Case | None:
     seq_len = int(rng.choice((1024, 2048, 4096, 8192, 32768)))
     some = nodes * devices * int(rng.choice((1, 2, 3, 4, 8)))
     batch = f"{some}:{some * 3 // 2}" if rng.random() < 0.25 else str(some if rng.random() < 0.9 else some // 2 + 1)
-    space_flags: dict[str, list[str]] = {"fix": [], "at_most": [], "forbid": []}
+    space_flags: dict[str, Any] = {"fix": [], "at_most": [], "forbid": []}
     try:
         problem = make_problem(**parts, seq_len=seq_len)
         # Sometimes with so little memory that only few plans fit.

@@ -1,8 +1,8 @@
 """Layouts of the groups of devices that a job of several nodes can form.
 
-A shape of a collective is (num_devices, devices_per_domain, num_groups, buffer_bytes), as `timing.SHAPES` has it; here
-a domain is a node.  Groups that work at once are siblings, of the same layout on the other devices of the same nodes;
-whatever they do, the other nodes do it too.
+A shape of a collective is (num_devices, devices_per_domain, num_groups, buffer_bytes), as `timing.SHAPES` has it; what
+is called a node here is a scale-up domain, which may be several.  Groups that work at once are siblings, of the same
+layout on the other devices of the same nodes; whatever they do, the other nodes do it too.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def layouts(num_nodes: int, devices_per_node: int) -> list[Layout]:
 def groups_of(layout: Layout, num_nodes: int, devices_per_node: int) -> list[list[int]]:
     """The ranks of each group of `layout`, where ranks count through one node after the other.
 
-    A group takes the same `devices_per_node` neighbours of each of its nodes, as tensor-parallel neighbours and data-
-    parallel strides do.
+    Inside a node a group takes neighbours, as tensor parallelism does; over several nodes the same places of each, as
+    far apart as there are groups, as data parallelism does.
     """
     on_node = layout.devices_per_node
     nodes, remainder = divmod(layout.num_devices, on_node)
@@ -64,8 +64,14 @@ def groups_of(layout: Layout, num_nodes: int, devices_per_node: int) -> list[lis
         [
             node * devices_per_node + device
             for node in range(first, first + nodes)
-            for device in range(neighbour * on_node, (neighbour + 1) * on_node)
+            for device in _places(neighbour, on_node, devices_per_node, is_strided=nodes > 1)
         ]
         for first in range(0, num_nodes, nodes)
         for neighbour in range(layout.num_groups)
     ]
+
+
+def _places(group: int, on_node: int, devices_per_node: int, *, is_strided: bool) -> range:
+    """Return the places on a node of the members of one of its groups."""
+    stride = devices_per_node // on_node
+    return range(group, devices_per_node, stride) if is_strided else range(group * on_node, (group + 1) * on_node)

@@ -12,6 +12,7 @@ from autoplan.profiler.record import Fingerprint, Mode, Status
 from autoplan.spec.timing import Operation
 
 BESIDE = " beside gemm"  # ending of a collective's kernel where products run at the same time
+PRODUCTS_S = "products_s"  # condition of such a record: seconds of these products alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,7 @@ class Job:
     allowance_s: float = 3.0
     limit_s: float = 120.0  # of one measurement, after which a rank is taken to hang
     compares_devices: bool = True
+    devices_per_domain: int = 0  # of the scale-up domains that the ranks lie in, node after node; 0: nodes are domains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,7 @@ class Hello:
     windowed: Mapping[tuple[Operation, str], str] = field(default_factory=dict)  # the same of attention in a window
     gemm_s: tuple[float, ...] = ()  # of each rank, the same product
     links_s: Mapping[tuple[int, int], float] = field(default_factory=dict)  # the same message between two ranks
+    devices_per_domain: int = 0  # of the scale-up domains that the ranks lie in; 0: nodes are domains
 
     @property
     def num_nodes(self) -> int:
@@ -115,3 +118,21 @@ class Hello:
     def ranks_per_node(self) -> int:
         """Number of ranks on each host, the same on all."""
         return len(self.hosts) // self.num_nodes
+
+    @property
+    def ranks_per_domain(self) -> int:
+        """Number of ranks in each scale-up domain: a node, or several where links join them."""
+        return ranks_in_domain(len(self.hosts), self.ranks_per_node, self.devices_per_domain)
+
+    @property
+    def num_domains(self) -> int:
+        """Number of scale-up domains."""
+        return len(self.hosts) // self.ranks_per_domain
+
+
+def ranks_in_domain(num_ranks: int, ranks_per_node: int, devices_per_domain: int) -> int:
+    """Return how many ranks one scale-up domain holds: whole nodes, and all domains equally many."""
+    most = min(devices_per_domain, num_ranks)
+    if most > ranks_per_node and most % ranks_per_node == 0 and num_ranks % most == 0:
+        return most
+    return ranks_per_node

@@ -13,7 +13,7 @@ import math
 import statistics
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Literal, get_args
 
@@ -61,6 +61,23 @@ class Fingerprint:
             check_text("a fingerprint", text)
         for text in self.nics:
             check_text("a fingerprint", text)
+
+    @property
+    def of_one_device(self) -> Fingerprint:
+        """What decides how long one device takes alone: no NIC, link or other host."""
+        return replace(self, devices_per_node=0, num_hosts=1, collectives="", nics=(), topology="")
+
+    @property
+    def words(self) -> str:
+        """The device and what is known of its software and power, in words."""
+        parts = (
+            self.device,
+            self.torch and f"torch {self.torch}",
+            self.collectives,
+            self.driver and f"driver {self.driver}",
+            f"{self.power_cap_w} W" if self.power_cap_w else "",
+        )
+        return ", ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

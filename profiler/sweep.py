@@ -83,17 +83,23 @@ def outliers(hello: Hello) -> list[str]:
 
 
 def extrapolations(hello: Hello, cluster: ClusterSpec) -> list[str]:
-    """Say what of the cluster these ranks cannot show."""
+    """Say what of the cluster these ranks cannot show, and where its price comes from instead."""
     found = []
-    if cluster.num_nodes > hello.num_nodes:
+    in_domain = cluster.levels[-1].num_devices
+    num_domains = cluster.num_devices // in_domain
+    name = "nodes" if in_domain == cluster.devices_per_node else "link domains"
+    if num_domains > hello.num_domains == 1:
+        found.append(f"groups over several {name} are not measured on one: they keep the reference")
+    elif num_domains > hello.num_domains:
         found.append(
-            f"groups over {hello.num_nodes + 1} to {cluster.num_nodes} nodes are extrapolated: "
-            f"measured on {hello.num_nodes}"
+            f"groups over {hello.num_domains + 1} to {num_domains} {name} are scaled from those over "
+            f"{hello.num_domains} and fewer"
         )
-    if cluster.devices_per_node > hello.ranks_per_node:
+    if in_domain > hello.ranks_per_domain:
+        over = ", and groups that leave it keep the reference" if num_domains > 1 else ""
         found.append(
-            f"groups of {hello.ranks_per_node + 1} to {cluster.devices_per_node} devices of a node are extrapolated: "
-            f"measured with {hello.ranks_per_node}"
+            f"groups of {hello.ranks_per_domain + 1} to {in_domain} devices of a {name[:-1]} are scaled from those of "
+            f"{hello.ranks_per_domain} and fewer{over}"
         )
     if hello.fingerprint.device != cluster.device.name:
         found.append(
@@ -163,6 +169,9 @@ def run(
 
 
 def _record(task: Task, outcome: Outcome, hello: Hello, measured_by: str) -> Record:
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    # A second failure is another one, though nothing was measured that tells it from the first.
+    failed = {"failed_at": now} if outcome.status == "failed" else {}
     return Record(
         fingerprint=hello.fingerprint,
         operation=task.operation,
@@ -173,10 +182,10 @@ def _record(task: Task, outcome: Outcome, hello: Hello, measured_by: str) -> Rec
         samples_s=outcome.samples_s,
         status=outcome.status,
         reason=outcome.reason,
-        conditions=outcome.conditions,
+        conditions={**outcome.conditions, **failed},
         measured_by=measured_by,
         host=hello.hosts[0],
-        measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        measured_at=now,
     )
 
 

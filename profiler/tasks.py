@@ -24,7 +24,16 @@ from autoplan.read.device import load_device
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.timing import COLLECTIVES, LAYER_HALVES, LAYERS, PRODUCTS, SHARED_LAYERS, Operation, batch_index
+from autoplan.spec.timing import (
+    COLLECTIVES,
+    LAYER_HALVES,
+    LAYERS,
+    PRODUCTS,
+    RATE_TYPES,
+    SHARED_LAYERS,
+    Operation,
+    batch_index,
+)
 from autoplan.topology.cluster import DeviceSpec
 
 BUFFERS = {"cpu": tuple(2**power for power in range(10, 26, 3)), "cuda": tuple(2**power for power in range(16, 31, 2))}
@@ -242,7 +251,7 @@ def _replicas(tp: int, hello: Hello) -> list[int]:
 
 def _collectives(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
     """Yield calls of what groups of every layout send: each a few times in a layer."""
-    found = layouts(hello.num_nodes, hello.ranks_per_node)
+    found = layouts(hello.num_domains, hello.ranks_per_domain)
     for layout in found:
         is_widest = not any(
             other.num_devices == layout.num_devices
@@ -265,8 +274,9 @@ def reference_s(task: Task, device: DeviceSpec) -> float:
     """Seconds of a call at the rates of the device's datasheet: good for order and budget, no more."""
     flops, numbers = _work(task.operation, task.shape)
     rates = device.peak_flops_per_s
-    peak = rates.get(task.dtype, rates.get("bf16", rates.get("fp16", 1e12)))  # type: ignore[call-overload]
-    width = {"fp32": 4, "fp8": 1}.get(task.dtype, 2)
+    dtype = RATE_TYPES.get(task.dtype, task.dtype)
+    peak = rates.get(dtype, rates.get("bf16", rates.get("fp16", 1e12)))  # type: ignore[call-overload]
+    width = {"fp32": 4, "fp8": 1, "nvfp4": 0.5}.get(dtype, 2)
     if task.operation in COLLECTIVES:
         # Links are about a twentieth as fast as memory, from NVLink to gloo on loopback.
         return 2e-5 + task.shape[3] / (device.memory_bandwidth_bytes_per_s / 20)

@@ -30,8 +30,8 @@ from autoplan.base.units import cleaned
 from autoplan.profiler.machine.environment import fingerprint
 from autoplan.profiler.machine.sensors import Sensors
 from autoplan.profiler.operations import collectives, kernels, trainer_units
-from autoplan.profiler.operations.inputs import DTYPES, InputFactory, Run, StagedRun
-from autoplan.profiler.protocol import BESIDE, Hello, Job, Outcome, Task, rules_for
+from autoplan.profiler.operations.inputs import DTYPES, BesideRun, InputFactory, Run, StagedRun
+from autoplan.profiler.protocol import BESIDE, PRODUCTS_S, Hello, Job, Outcome, Task, ranks_in_domain, rules_for
 from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.timer import measure, synchronise
 from autoplan.spec.timing import COLLECTIVES, Operation
@@ -105,12 +105,13 @@ def join(place: RankPlace, job: Job) -> Ranks:
     each = place.num_ranks // len(nodes)
     if hosts != [node for node in nodes for _ in range(each)]:
         raise InputError(f"ranks must fill the nodes one after the other, equally many on each, got {hosts}")
+    in_domain = ranks_in_domain(place.num_ranks, each, job.devices_per_domain)
     return Ranks(
         rank=place.rank,
         hosts=hosts,
         device=device,
         sensors=Sensors(device, host),
-        groups=collectives.Groups(place.rank, len(nodes), each),
+        groups=collectives.Groups(place.rank, place.num_ranks // in_domain, in_domain),
         grids=trainer_units.Grids(place.num_ranks, each, device),
         control=control,
     )
@@ -132,9 +133,8 @@ def greet(ranks: Ranks, job: Job) -> Hello:
                 ways[operation, dtype] = kernels.implementation(operation, dtype, device)
                 windowed[operation, dtype] = kernels.implementation_windowed(operation, dtype, device)
             if dtype in DTYPES:
-                ways |= dict.fromkeys(
-                    [(operation, dtype) for operation in COLLECTIVES], own.collectives.partition(" ")[0]
-                )
+                library = " ".join([own.collectives.partition(" ")[0], *_settings()])
+                ways |= dict.fromkeys([(operation, dtype) for operation in COLLECTIVES], library)
             ways |= {
                 (operation, dtype): trainer_units.implementation(operation, dtype) for operation in trainer_units.UNITS
             }
@@ -148,6 +148,7 @@ def greet(ranks: Ranks, job: Job) -> Hello:
         windowed=ranks.share({which: way for which, way in windowed.items() if way}),
         gemm_s=tuple(gemm_s),
         links_s=links_s,
+        devices_per_domain=job.devices_per_domain,
     )
 
 
@@ -229,6 +230,7 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
     except Exception as error:
         trouble = describe(error)
     troubles = ranks.gather(trouble)
+    products_s = ranks.gather(run.products_s if isinstance(run, BesideRun) else 0.0)
     if any(troubles):
         del run
         _free(ranks.device)
@@ -248,8 +250,15 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
     )
     del run
     _free(ranks.device)
-    settings = {name: cleaned(os.environ[name]) for name in NCCL_SETTINGS if needs_all and name in os.environ}
+    settings = dict(setting.split("=", 1) for setting in _settings()) if needs_all else {}
+    if any(products_s):
+        settings[PRODUCTS_S] = f"{max(products_s):.4g}"
     return replace(outcome, conditions={**outcome.conditions, **settings})
+
+
+def _settings() -> list[str]:
+    """Return what the library of collectives was told by hand: with other settings it is another kernel."""
+    return [f"{name}={cleaned(os.environ[name])}" for name in NCCL_SETTINGS if name in os.environ]
 
 
 def _free(device: torch.device) -> None:

@@ -58,6 +58,7 @@ def family_of(operation: Operation) -> Family:
 # interpolation); a curve by its `fit_error`, a mean |error|, and where it has none by .1; what only a datasheet tells
 # by .25, as shipped predictions without a calibration are [judged].
 INTERPOLATED_SPREAD = 0.05
+SCALED_SPREAD = 0.15  # of groups of devices that were not measured, from others that were [judged]
 CURVE_SPREAD = 0.10
 DATASHEET_SPREAD = 0.25
 _OF_MEAN_ERROR = 1.2533141373155003  # standard deviation over the mean |error| of a normal distribution
@@ -125,6 +126,9 @@ def spread_of_price(
         return _of_curve(device.attention.is_measured, device.attention.fit_error)
     if family_of(operation) == "collectives":
         per_domain = shape[1]
+        others = problem.timings.groups(operation, "bf16", "fp16", "fp32")
+        if any((number == beside) == (shape[0] == per_domain) for number, beside, _ in others):
+            return SCALED_SPREAD, "scaled"
         level: LinkLevel | None = next(
             (level for level in problem.cluster.levels if level.num_devices >= per_domain), None
         )

@@ -286,16 +286,67 @@ def test_timings_of_the_database_take_the_place_of_fitted_curves(searched: Path,
     assert timed.rests_on["measured"] + timed.rests_on["interpolated"] > 0.3
     again = run(tmp_path, "estimate", "timed.json", "--json", "--db", "lab.db")
     assert json.loads(again.stdout)["rests_on"] == timed.rests_on
-    lost = run(tmp_path, "explain", "timed.json", AUTOPLAN_DB="elsewhere.db")
+    # Files of before the times travelled with them want the database.
+    old = json.loads((tmp_path / "timed.json").read_text()) | {"pinned": None}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    lost = run(tmp_path, "explain", "old.json", AUTOPLAN_DB="elsewhere.db")
     assert (lost.returncode, lost.stderr.count("\n")) == (1, 1)
     assert "name the database that it was made with, by --db or AUTOPLAN_DB (elsewhere.db: no such file" in lost.stderr
     lab = str(tmp_path / "lab.db")
     for default, asked in ((lab, None), ("elsewhere.db", lab), (lab, str(tmp_path / "of_runs.db"))):
         with mock.patch.dict("os.environ", {"AUTOPLAN_DB": default}):
-            assert plan_to_run(tmp_path / "timed.json", asked)[1].timings != NO_TIMINGS
+            assert plan_to_run(tmp_path / "old.json", asked)[1].timings != NO_TIMINGS
     place = ("--cluster", "mi300x:1x8", "--global-batch", "16", "--seq-len", "4096")
     there = ("--timings", "db", "--db", str(tmp_path / "lab.db"))
     assert_refused(searched, "estimate", "llama.json", *place, *there, says="db has no timings of mi300x")
+
+
+def test_a_plan_keeps_its_times_whatever_becomes_of_the_database(searched: Path, tmp_path: Path) -> None:
+    def add(seconds: float, moment: str, torch: str = "2.13.0") -> None:
+        sizes = [2**power for power in range(9, 18)]
+        with open_store(str(tmp_path / "lab.db")) as store:
+            store.add(
+                Record(
+                    fingerprint=Fingerprint(device="h100-sxm", torch=torch),
+                    operation="gemm",
+                    shape=(m, n, k),
+                    dtype="bf16",
+                    samples_s=(seconds * m * n * k,),
+                    measured_at=moment,
+                )
+                for m in sizes
+                for n in sizes
+                for k in sizes
+            )
+
+    def step(*words: str) -> tuple[float, str]:
+        shown = run(tmp_path, *words, "--json", AUTOPLAN_DB="elsewhere.db")
+        assert shown.returncode == 0, shown.stderr
+        said = json.loads(shown.stdout)
+        return said["best" if "best" in said else "plan"]["step_s"], shown.stderr
+
+    add(3e-15, "2026-11-20T12:00:00+00:00")
+    place = ("--tp", "2", "--timings", "db", "--db", str(tmp_path / "lab.db"), "--out", str(tmp_path / "timed.json"))
+    assert run(searched, "estimate", "llama.json", *PLACE, *place).returncode == 0
+    header = json.loads((tmp_path / "timed.json").read_text())["best"]["step_s"]
+    assert step("explain", "timed.json") == (header, "")
+    add(6e-15, "2026-11-21T12:00:00+00:00", torch="2.14.0")  # a colleague has news
+    moved = (
+        f"{tmp_path}/lab.db holds other times than the plan rests on: 729 changed, of h100-sxm, torch 2.14.0 in place"
+    )
+    for command in ("explain", "estimate"):
+        step_s, said = step(command, "timed.json")
+        assert step_s == header
+        assert said.count("\n") == 1
+        assert moved in said
+    report = run(tmp_path, "report", "timed.json", "--out", "page.html")
+    assert (report.returncode, moved in report.stderr) == (0, True)
+    repriced, said = step("estimate", "timed.json", "--timings", "db", "--db", "lab.db", "--out", "new.json")
+    assert repriced > 1.2 * header
+    assert step("explain", "new.json") == (repriced, "")
+    (tmp_path / "lab.db").unlink()
+    assert step("explain", "timed.json") == (header, "")
+    assert step("estimate", "timed.json")[0] == header
 
 
 def test_a_device_without_published_timings_is_named(folder: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_dry_run_shows_the_plan_and_stores_nothing(folder: Path) -> None:
     assert done.returncode == 0
     assert "all_reduce" in done.stdout
     assert "measurements in about" in done.stdout
-    assert "groups over 2 to 4 nodes are extrapolated: measured on 1" in done.stderr
+    assert "groups over several nodes are not measured on one: they keep the reference" in done.stderr
     assert "; 0 are in the database" in " ".join(done.stdout.split())
     assert list(open_store(f"sqlite:///{folder}/times.db").records()) == []
 

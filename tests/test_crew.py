@@ -26,7 +26,7 @@ pytest.importorskip("torch")
 from autoplan.base.errors import InputError
 from autoplan.base.processes import Children, CrewError, RankPlace, place_from
 from autoplan.profiler.crew import Crew
-from autoplan.profiler.protocol import BESIDE, Hello, Job, Outcome, Task
+from autoplan.profiler.protocol import BESIDE, PRODUCTS_S, Hello, Job, Outcome, Task
 from autoplan.spec.timing import COLLECTIVES, Operation
 
 # Which of the two timers speaks first, the barrier's or the watchdog's, depends on how busy the machine is.
@@ -86,7 +86,9 @@ def test_collectives_run_in_one_group_and_in_all_siblings(
 def test_a_collective_runs_over_all_ranks_and_beside_products(four: tuple[Crew, Hello]) -> None:
     crew, _ = four
     assert is_measured(crew.ask(collective("all_reduce", 4, 4, 1, 1000)))
-    assert is_measured(crew.ask(collective("all_gather", 2, 2, 1, 4096, kernel="gloo" + BESIDE)))
+    beside = crew.ask(collective("all_gather", 2, 2, 1, 4096, kernel="gloo" + BESIDE))
+    assert is_measured(beside)
+    assert float(beside.conditions[PRODUCTS_S]) > 0  # without it nobody could tell what the overlap cost
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_groups_hold_neighbours_of_a_node_and_the_same_places_of_others() -> Non
     assert groups_of(layout(2, 2, 2), 2, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert groups_of(layout(2, 2, 1), 2, 4) == [[0, 1], [4, 5]]  # whatever one node does, the others do too
     assert groups_of(layout(2, 1, 4), 2, 4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert groups_of(layout(4, 2, 2), 2, 4) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert groups_of(layout(4, 2, 2), 2, 4) == [[0, 2, 4, 6], [1, 3, 5, 7]]  # at strides, as data parallelism is
     assert groups_of(layout(2, 1, 1), 2, 4) == [[0, 4]]
 
 

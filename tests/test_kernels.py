@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import pytest
@@ -175,3 +176,32 @@ def test_kernels_run_on_a_gpu(operation: Operation, dtype: str) -> None:
         shapes = {**SHAPE, "attention": (2, 256, 8, 2, 64, 0), "attention_backward": (2, 256, 8, 2, 64, 0)}
         build(operation, shapes[operation], InputFactory(device=device, dtype=dtype, kernel=kernel))()
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("rows", [128, 256, 200])
+@pytest.mark.parametrize("is_weight", [False, True])
+def test_narrow_operands_have_the_scales_that_torch_demands(rows: int, is_weight: bool) -> None:
+    """As aten/src/ATen/native/cuda/ScaledBlas.cpp tells the kinds apart, which no CPU runs."""
+    depth, tiles = 1024, math.ceil(rows / 128)
+
+    def made(dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return InputFactory(device=CPU, dtype=dtype).narrow(rows, depth, is_weight=is_weight)
+
+    numbers, scale = made("fp8")
+    assert (numbers.dtype, numbers.shape, scale.numel()) == (torch.float8_e4m3fn, (rows, depth), 1)
+    numbers, scale = made("mxfp8")
+    assert (numbers.shape, scale.dtype) == ((rows, depth), torch.float8_e8m0fnu)
+    assert scale.numel() == tiles * 128 * depth // 32
+    numbers, scale = made("nvfp4")  # two numbers a byte
+    assert (numbers.dtype, numbers.shape) == (torch.float4_e2m1fn_x2, (rows, depth // 2))
+    assert (scale.dtype, scale.numel()) == (torch.float8_e4m3fn, tiles * 128 * depth // 16)
+    numbers, scale = made("fp8_block")
+    expected = ((tiles, 8), (8, 1)) if is_weight else ((rows, 8), (1, rows))
+    assert (scale.shape, scale.stride(), scale.dtype) == (*expected, torch.float32)
+
+
+def test_what_this_device_does_not_multiply_is_left_out() -> None:
+    assert implementation("gemm", "fp8", CPU) == "scaled_mm"
+    for dtype in ("mxfp8", "nvfp4", "fp8_block"):
+        assert implementation("gemm", dtype, CPU) == ""  # tried, and refused by torch
+        assert implementation("norm", dtype, CPU) == ""

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan.api.problem import make_problem
 from autoplan.cost.estimate import STEP_TERMS
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.times import (
@@ -24,7 +25,8 @@ from autoplan.cost.kernels.times import (
 )
 from autoplan.cost.network.links import Links, ProcessGroup
 from autoplan.cost.network.links import collective_s as unmeasured_s
-from autoplan.cost.provenance import shares
+from autoplan.cost.provenance import shares, term_shares
+from autoplan.spec.enums import Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -268,9 +270,42 @@ def test_every_collective_has_its_own_measurements(operation: Operation) -> None
     problem = problem_of()
     known = with_times(problem, {(operation, 2, 2, 1, 2**20): 3.0}, "fp16")
     assert collective_s(known, operation, 1, 2, 2**20) == pytest.approx(3.0)
-    usual = float(unmeasured_s(problem.topology, operation, ProcessGroup(ONE, 8 * ONE), np.array([2.0**20]))[0])
-    expected = pytest.approx(3.0) if operation == "send_recv" else usual
-    assert collective_s(known, operation, 1, 8, 2**20) == expected
+    pair, whole = (
+        float(unmeasured_s(problem.topology, operation, ProcessGroup(ONE, size * ONE), np.array([2.0**20]))[0])
+        for size in (2, 8)
+    )
+    # A group that was not measured takes as much longer than by the reference.
+    expected = 3.0 if operation == "send_recv" else 3.0 * whole / pair
+    assert collective_s(known, operation, 1, 8, 2**20) == pytest.approx(expected)
+
+
+def test_groups_that_were_not_measured_are_scaled_from_the_nearest_that_were() -> None:
+    problem = make_problem("llama3-8b", cluster="h100-sxm:16x8", seq_len=4096)
+    size = 2**24
+
+    def usual_s(stride: int, members: int) -> float:
+        group = ProcessGroup(stride * ONE, members * ONE)
+        return float(unmeasured_s(problem.topology, "reduce_scatter", group, np.array([float(size)]))[0])
+
+    within, four_nodes, strided = usual_s(1, 8), usual_s(8, 4), usual_s(4, 8)
+    known = with_times(
+        problem,
+        {
+            ("reduce_scatter", 8, 8, 1, size): 1.5 * within,
+            ("reduce_scatter", 4, 1, 8, size): 2.0 * four_nodes,
+            ("reduce_scatter", 8, 2, 4, size): 3.0 * strided,
+            ("reduce_scatter", 16, 4, 1, size): 9.0,  # without its siblings
+        },
+    )
+    for stride, members, factor in ((1, 8, 1.5), (1, 4, 1.5), (8, 16, 2.0), (4, 32, 3.0), (2, 64, 3.0)):
+        found = collective_s(known, "reduce_scatter", stride, members, size)
+        assert found == pytest.approx(factor * usual_s(stride, members)), (stride, members)
+    assert collective_s(known, "all_gather", 8, 16, size) == pytest.approx(
+        float(unmeasured_s(problem.topology, "all_gather", ProcessGroup(8 * ONE, 16 * ONE), np.array([size * 1.0]))[0])
+    )
+    plan = ParallelPlan(global_batch=128, tp=8, dp_shard=16, sharding=Sharding.ZERO1)
+    rests = term_shares(known, batch_of(plan))["data_parallel_reduce"]
+    assert rests["scaled"][0] > 0.9
 
 
 def test_a_message_leaves_the_node_where_any_hop_of_its_chain_does() -> None:

@@ -86,3 +86,27 @@ def test_samples_may_spread_where_the_record_says_so_and_windows_may_be_none() -
     attention = replace(GEMM, operation="attention", shape=(1, 4096, 32, 8, 128, 0))
     assert implausible(attention) == ""
     assert implausible(replace(GEMM, samples_s=(), status="failed")) == ""
+
+
+@pytest.mark.parametrize(
+    ("flops_per_s", "dtype", "device", "is_possible"),
+    [
+        (100e12, "fp8", "b200", False),  # a fallback to other units: the datasheet has 4,500
+        (1500e12, "fp8", "b200", True),
+        (250e12, "bf16", "h100-sxm", True),  # 350 W in place of 700
+        (60e12, "bf16", "h100-sxm", False),
+        (40e12, "fp32", "h100-sxm", True),  # not as tf32
+        (100e12, "int4", "h100-sxm", True),  # no rate of its own
+        (1e12, "bf16", "cpu", True),
+    ],
+)
+def test_long_products_are_not_slower_than_a_device_can_be(
+    flops_per_s: float, dtype: str, device: str, is_possible: bool
+) -> None:
+    shape = (16384, 16384, 16384)
+    seconds = 2 * 16384**3 / flops_per_s
+    one = replace(GEMM, fingerprint=replace(LAB, device=device), shape=shape, dtype=dtype, samples_s=(seconds,))
+    assert (implausible(one) == "") == is_possible
+    assert implausible(replace(one, status="unstable")) == ""
+    tiny = replace(one, shape=(32, 16384, 16384), samples_s=(seconds / 512,))  # waits for memory
+    assert implausible(tiny) == ""

@@ -89,15 +89,30 @@ def test_records_are_chosen_by_device_operation_and_who_measured(store: Store) -
 
 def test_a_sweep_knows_what_is_measured_or_failed_on_its_machine(store: Store) -> None:
     failed = replace(GEMM, operation="dgrad", samples_s=(), status="failed")
+    again = replace(failed, conditions={"failed_at": "2026-11-22T12:00:00+00:00"})
+    once = replace(failed, shape=(64, 64, 64))
     unstable = replace(GEMM, operation="wgrad", status="unstable")
     elsewhere = replace(GEMM, shape=(1, 1, 1), fingerprint=replace(LAB, driver="580.65"))
     hidden = replace(GEMM, shape=(2, 2, 2))
-    store.add([GEMM, failed, unstable, elsewhere, hidden])
+    store.add([GEMM, failed, again, once, unstable, elsewhere, hidden])
     store.change([hidden.key], hides=True, by="ada", reason="hot")
     assert store.known(LAB) == {
         ("gemm", (4096, 4096, 4096), "bf16", "torch", "sustained"),
         ("dgrad", (4096, 4096, 4096), "bf16", "torch", "sustained"),
     }
+
+
+def test_what_one_device_does_alone_is_known_without_its_links(store: Store) -> None:
+    reduce = replace(GEMM, operation="all_reduce", shape=(8, 8, 1, 2**20), kernel="nccl")
+    whole = replace(GEMM, operation="layer", shape=(1, 4096, 4096, 14336, 32, 8, 128, 1), kernel="trainer")
+    split = replace(whole, shape=(1, 4096, 4096, 14336, 32, 8, 128, 2))
+    store.add([GEMM, reduce, whole, split])
+    healthy = {"gemm", "all_reduce", "layer"}
+    assert {key[0] for key in store.known(LAB)} == healthy
+    assert len(store.known(LAB)) == 4
+    broken_nic = replace(LAB, nics=("infiniband 400",), topology="other", num_hosts=4)
+    assert {(key[0], key[1][-1]) for key in store.known(broken_nic)} == {("gemm", 4096), ("layer", 1)}
+    assert store.known(replace(LAB, power_cap_w=350)) == store.known(replace(LAB, torch="2.14.0")) == set()
 
 
 def test_a_hidden_record_is_kept_and_not_used(store: Store) -> None:
@@ -216,10 +231,15 @@ def test_a_key_that_names_no_record_is_refused(store: Store, key: str) -> None:
         ({"torch": "", "collectives": "", "topology": "", "runtime": ""}, Match.DEVICE),
         ({"runtime": "rocm 13.0", "torch": "2.14.0"}, Match.DEVICE),
         ({"device": "h200-sxm"}, None),
+        ({"power_cap_w": 350}, Match.POWER),
+        ({"power_cap_w": 350, "torch": "2.14.0"}, Match.POWER),
+        ({"power_cap_w": 690}, Match.EXACT),
+        ({"clock_mhz": 1200}, Match.POWER),
     ],
 )
 def test_how_near_a_machine_is(change: dict[str, str], level: Match | None) -> None:
-    assert match(replace(LAB, **change), LAB) == level  # type: ignore[arg-type]
+    wanted = replace(LAB, power_cap_w=700, clock_mhz=1980) if level is Match.POWER or "power_cap_w" in change else LAB
+    assert match(replace(LAB, **change), wanted) == level  # type: ignore[arg-type]
 
 
 def test_machines_of_which_only_the_device_is_known_match_no_further() -> None:
@@ -279,6 +299,28 @@ def test_of_a_machine_that_is_mostly_slow_or_restless_all_measurements_count(sto
     assert [one.is_disturbed for one in store.timings(LAB)] == [True]
 
 
+def test_hosts_are_kept_apart_and_a_word_is_said_where_they_differ(store: Store) -> None:
+    for day, (host, seconds) in enumerate((("a", 1.0), ("b", 1.25), ("a", 1.02), ("b", 1.27), ("a", 1.01)), start=1):
+        moment = f"2026-11-0{day}T00:00:00Z"
+        store.add([replace(GEMM, samples_s=(1e-3 * seconds,), host=host, measured_at=moment)])
+    assert [one.seconds for one in store.timings(LAB)] == [1.25e-3]  # of two the slower: a step over both waits for it
+    (apart,) = store.hosts_apart
+    assert (apart.fast, apart.slow, round(apart.ratio, 2)) == ("a", "b", 1.24)
+    other = replace(GEMM, samples_s=(1.1e-3,), host="c", measured_at="2026-11-06T00:00:00Z")
+    store.add([other])
+    assert [one.seconds for one in store.timings(LAB)] == [1.1e-3]  # of three the middle one
+
+
+def test_what_nccl_chose_itself_counts_before_what_it_was_told(store: Store) -> None:
+    reduce = replace(GEMM, operation="all_reduce", shape=(8, 8, 1, 2**28), kernel="nccl", conditions={})
+    told = replace(reduce, conditions={"NCCL_PROTO": "LL"})
+    for day, (record, seconds) in enumerate(((reduce, 1.0), (told, 3.0), (reduce, 1.2), (told, 3.1)), start=1):
+        store.add([replace(record, samples_s=(1e-2 * seconds,), measured_at=f"2026-11-0{day}T00:00:00Z")])
+    assert [one.seconds for one in store.timings(LAB)] == [1e-2]
+    store.change([key for key in keys(store) if not store.find(key)[0].conditions], hides=True, by="ada", reason="test")
+    assert [one.seconds for one in store.timings(LAB)] == [3e-2]
+
+
 def test_a_slow_measurement_alone_does_not_stand_before_an_imported_one(store: Store) -> None:
     slow = {"status": "contaminated", "reason": f"{SLOWED}: 30 % slower than usual", "conditions": CPU_TIME}
     store.add([replace(GEMM, samples_s=(2.0,), mode="imported"), replace(GEMM, samples_s=(5.0,), **slow)])  # type: ignore[arg-type]
@@ -303,6 +345,20 @@ def test_the_latest_machine_is_that_of_the_last_measurement_of_our_own(store: St
     store.add([replace(GEMM, fingerprint=public, mode="imported")])
     assert store.latest("h100-sxm") == later
     assert store.latest("b200") is None
+
+
+def test_the_latest_machine_is_the_one_measured_last_not_the_one_added_last(store: Store) -> None:
+    old, new = replace(LAB, torch="2.4.0"), replace(LAB, torch="2.14.0")
+    store.add([replace(GEMM, fingerprint=new, measured_at="2026-11-23T12:00:00+00:00")])
+    # A colleague pushes what he measured long ago, and what failed.
+    store.add([replace(GEMM, fingerprint=old, measured_at="2025-01-01T12:00:00+00:00")])
+    broken = replace(GEMM, fingerprint=old, samples_s=(), status="failed", reason="lost")
+    store.add([replace(broken, measured_at="2026-11-24T01:00:00+00:00")])
+    assert store.latest("h100-sxm") == new
+    store.change(
+        [key for key in keys(store) if store.find(key)[0].fingerprint == new], hides=True, by="ada", reason="hot"
+    )
+    assert store.latest("h100-sxm") == old
 
 
 @pytest.mark.parametrize(("mode", "is_burst"), [("sustained", False), ("burst", True), ("imported", True)])

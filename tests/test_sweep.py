@@ -44,8 +44,24 @@ def test_what_a_smaller_allocation_cannot_show_is_told() -> None:
     hello = replace(LAB, fingerprint=Fingerprint(device="h100-sxm"), hosts=("a",) * 4 + ("b",) * 4)
     assert extrapolations(hello, load_cluster("h100-sxm:2x4")) == []
     assert extrapolations(hello, load_cluster("h100-sxm:16x8")) == [
-        "groups over 3 to 16 nodes are extrapolated: measured on 2",
-        "groups of 5 to 8 devices of a node are extrapolated: measured with 4",
+        "groups over 3 to 16 nodes are scaled from those over 2 and fewer",
+        "groups of 5 to 8 devices of a node are scaled from those of 4 and fewer, and groups that leave it keep the "
+        "reference",
+    ]
+    one = replace(hello, hosts=("a",) * 8)
+    assert extrapolations(one, load_cluster("h100-sxm:16x8")) == [
+        "groups over several nodes are not measured on one: they keep the reference"
+    ]
+    rack = replace(
+        hello,
+        fingerprint=Fingerprint(device="gb200"),
+        devices_per_domain=72,
+        hosts=tuple(f"n{at // 4}" for at in range(72)),
+    )
+    assert (rack.num_domains, rack.ranks_per_domain) == (1, 72)
+    assert extrapolations(rack, load_cluster("gb200-nvl72:1x72")) == []
+    assert extrapolations(rack, load_cluster("gb200-nvl72:4x72")) == [
+        "groups over several nodes are not measured on one: they keep the reference"
     ]
     assert "it learns nothing here" in extrapolations(hello, load_cluster("b200:2x4"))[0]
 
@@ -87,6 +103,11 @@ def test_a_sweep_goes_on_after_ranks_are_lost_and_stores_why(tmp_path: Path) -> 
     assert progress.num_left == 0
     assert progress.counts()["gemm"]["failed"] == 2
     assert ranked_tasks(replace(SCOPE, only=("gemm",)), hello, store.known(hello.fingerprint)) != []
+    # What failed once is tried again: another time it may run; what failed twice is left alone.
+    failures = [one for one in records if one.status == "failed"]
+    assert not {one.shape for one in failures} & {key[1] for key in store.known(hello.fingerprint)}
+    store.add([replace(one, conditions={"failed_at": "2026-01-01T00:00:00+00:00"}) for one in failures])
+    assert {one.shape for one in failures} <= {key[1] for key in store.known(hello.fingerprint)}
 
 
 class Told(Crew):
@@ -132,7 +153,7 @@ def test_rounds_lie_between_the_visits_of_a_task(tmp_path: Path) -> None:
         run(crew, LAB, store, planned, budget_s=1e9, progress=progress, num_visits=2)
         assert crew.asked == [16, 32, 48, 16, 32, 16]
         known = {visits: {key[1][0] for key in store.known(LAB.fingerprint, visits)} for visits in (1, 2, 3)}
-    assert known == {1: {16, 32, 48}, 2: {16, 48}, 3: {48}}
+    assert known == {1: {16, 32}, 2: {16}, 3: set()}  # 48 failed once, and is tried again another time
     assert progress.num_visits == 6
     assert {task.shape[0]: outcome.status for task, outcome in progress.outcomes.items()} == {
         48: "failed",
@@ -160,9 +181,10 @@ def test_ranks_that_are_lost_again_and_again_end_the_sweep(tmp_path: Path, monke
         assert hello is not None
         with pytest.raises(CrewError, match="stored as failed: run the same command again for the rest"):
             run(crew, hello, store, planned, budget_s=1e9, progress=Progress(total=len(planned)))
-    # The first and a restart, both alike: one record by its content.
-    (lost,) = store.records()
-    assert "rank 1 exited with status 7" in lost.reason
+    # The first and a restart, both alike but for their moments.
+    lost = list(store.records())
+    assert 1 <= len(lost) <= 2
+    assert all("rank 1 exited with status 7" in one.reason for one in lost)
 
 
 def test_a_budget_ends_a_sweep_before_it_is_exceeded(tmp_path: Path, pair: tuple[Crew, Hello]) -> None:

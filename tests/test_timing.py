@@ -148,10 +148,20 @@ def test_a_disturbed_time_is_told_apart_and_widens_the_interval() -> None:
     found = table.lookup("gemm", "bf16", shapes)
     plain = found.seconds.copy()
     assert found.is_exact.tolist() == [True, True, False]
-    assert found.is_disturbed.tolist() == [False, True, False]
-    assert found.otherwise(np.full(3, 7.0)) == pytest.approx(plain * [2.0, 5.0, 3.0])
+    assert found.is_disturbed.tolist() == [False, True, True]
+    assert found.otherwise(np.full(3, 7.0)) == pytest.approx(plain * [2.0, 5.0, 5.0])
     assert table.spread == pytest.approx(DISTURBED_SPREAD / 2)
     assert TimingTable.of([clean]).spread == TimingTable().spread == 0.0
+
+
+def test_what_lies_between_disturbed_times_is_told_as_disturbed() -> None:
+    line = [measured("gemm", (m, 64, 64), m * 1e-6) for m in (64, 128, 256, 4096, 8192, 16384)]
+    shaken = [dataclasses.replace(one, is_disturbed=one.shape[0] in (128, 256)) for one in line]
+    shapes = np.array([[192, 64, 64], [6000, 64, 64], [256, 64, 64], [10**5, 64, 64]])
+    clean, table = (TimingTable.of(some).lookup("gemm", "bf16", shapes) for some in (line, shaken))
+    np.testing.assert_array_equal(clean.seconds, table.seconds)
+    assert not clean.is_disturbed.any()
+    assert table.is_disturbed.tolist() == [True, False, True, False]
 
 
 def test_operations_are_slowed_down_apart() -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from autoplan.api.timings import opened_store
 from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.version import __version__
 from autoplan.cost.calibration import Fitted, MeasuredRun, calibrated
 from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.run_record import RunRecord
-from autoplan.read.calibration import built_in_calibration
+from autoplan.read.calibration import built_in_calibration, load_calibration
 from autoplan.read.cluster import of_size
 from autoplan.spec.framework import Framework
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
+from autoplan.spec.timing import NO_TIMINGS, Calibration, FitConditions, TimingTable
 from autoplan.topology.cluster import ClusterSpec
 
 LEAST_RUNS = 3  # for a calibration
@@ -31,22 +34,52 @@ def described_machine(cluster: ClusterSpec) -> Fingerprint:
     )
 
 
-def calibration_of(cluster: ClusterSpec, framework: Framework, url: str | None) -> Fitted:
+def calibration_of(
+    cluster: ClusterSpec, framework: Framework, url: str | None, timings: TimingTable = NO_TIMINGS
+) -> Fitted:
     """Fit a calibration of `framework` on nodes like those of `cluster`, from its finished runs in the database.
 
     Runs on the nearest machines that have `LEAST_RUNS` of them count (`Match`), else those on any with the device.
+    They are priced with the measured times that the calibration will be used beside, so that it learns what these leave
+    unexplained and nothing twice.
     """
-    found = list(_measured(cluster, framework, url))
+    found = list(_measured(cluster, framework, url, timings))
     if len(found) < LEAST_RUNS:
         raise InputError(
             f"the database holds {len(found)} finished runs of {framework.name} on {cluster.device.name} that can be "
             f"priced, a calibration needs {LEAST_RUNS}: add some with autoplan calibrate --from-logs, or leave "
             "--calibration db out"
         )
-    return calibrated(found, name=f"{framework.name} on {cluster.device.name}, from {len(found)} runs in the database")
+    name = f"{framework.name} on {cluster.device.name}, from {len(found)} runs in the database"
+    return fitted_to(found, name=name)
 
 
-def _measured(cluster: ClusterSpec, framework: Framework, url: str | None) -> Iterator[MeasuredRun]:
+def fitted_to(runs: Sequence[MeasuredRun], *, name: str) -> Fitted:
+    """Fit a calibration to runs on one device that were priced with the same measured times; it says with which."""
+    fitted, problem = calibrated(runs, name=name), runs[0].problem
+    return replace(fitted, calibration=replace(fitted.calibration, fitted_with=_conditions(problem)))
+
+
+def check_fitted(calibration: Calibration, problem: Problem) -> None:
+    """Refuse a calibration that was fitted on another device, by another version or beside other measured times."""
+    device = problem.cluster.device.name
+    calibration.check_goes_with(problem.timings.digest, __version__, device)
+
+
+def plain_calibration(path: Path) -> Calibration:
+    """Return the calibration in a file, for runs that are priced without measured times."""
+    calibration = load_calibration(path)
+    calibration.check_goes_with("", __version__)
+    return calibration
+
+
+def _conditions(problem: Problem) -> FitConditions:
+    return FitConditions(device=problem.cluster.device.name, autoplan=__version__, timings=problem.timings.digest)
+
+
+def _measured(
+    cluster: ClusterSpec, framework: Framework, url: str | None, timings: TimingTable
+) -> Iterator[MeasuredRun]:
     from autoplan.profiler.store.match import match  # brings SQLAlchemy
 
     wanted = described_machine(cluster)
@@ -60,10 +93,12 @@ def _measured(cluster: ClusterSpec, framework: Framework, url: str | None) -> It
         chosen += runs
         if len(chosen) >= LEAST_RUNS:
             break
-    yield from _priced(chosen, cluster, framework)
+    yield from _priced(chosen, cluster, framework, timings)
 
 
-def _priced(runs: Iterable[RunRecord], cluster: ClusterSpec, framework: Framework) -> Iterator[MeasuredRun]:
+def _priced(
+    runs: Iterable[RunRecord], cluster: ClusterSpec, framework: Framework, timings: TimingTable
+) -> Iterator[MeasuredRun]:
     """The runs that the model can price, on as many nodes like those of `cluster` as they had."""
     base = built_in_calibration(framework, cluster.device)
     for run in runs:
@@ -75,6 +110,7 @@ def _priced(runs: Iterable[RunRecord], cluster: ClusterSpec, framework: Framewor
                 cluster=of_size(cluster, plan.num_devices),
                 framework=framework,
                 calibration=base,
+                timings=timings,
             )
             PlanBatch.of([plan], run.model.num_layers)
         except AutoplanError:

@@ -141,12 +141,18 @@ def _machine() -> MachineSpec | None:
     from autoplan.profiler.machine.environment import own_fingerprint  # brings torch
 
     own = own_fingerprint()
-    return MachineSpec(runtime=own.runtime, torch=own.torch, collectives=own.collectives, topology=own.topology)
+    return MachineSpec(
+        runtime=own.runtime,
+        torch=own.torch,
+        collectives=own.collectives,
+        topology=own.topology,
+        power_cap_w=own.power_cap_w,
+    )
 
 
 def with_measured_links(description: Description, url: str | None) -> Description:
     """Return the cluster with the links that were measured on it, or on others with its device."""
-    timings = stored_timings(description.cluster, url, (*OPERATIONS, "all_to_all"))
+    timings = stored_timings(description.cluster, url, (*OPERATIONS, "all_to_all")).measurements
     cluster, remarks = with_measured(description.cluster, timings)
     notes = description.warnings
     if not remarks:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from autoplan.api.plan_files import is_plan_file, load_plan, make_plan_file
+from autoplan.api.plan_files import is_plan_file, load_plan, make_plan_file, retimed_problem
 from autoplan.api.problem import (
     ProblemOptions,
     check_rank_order,
@@ -48,7 +48,8 @@ def estimate(
 
     `plan` has the axes that are not as usual, as the flags of the command name them ({"tp": 8, "pp": 4}); data-parallel
     ranks are what they leave of the cluster.  Or the plan is that of a `launch_file`, or of a result or the path of a
-    plan file in place of `model`, which is priced again as it is.  `global_batch` is in sequences, `seq_len` in tokens.
+    plan file in place of `model`, which is priced again as it is, with the times that it carries or, if `timings` are
+    named, with those of today.  `global_batch` is in sequences, `seq_len` in tokens.
     With `memory_knobs` it is also told which changes of the plan would free memory.
 
     Raises InputError where something that was given cannot be used, and NoPlanError where the framework does not admit
@@ -76,8 +77,11 @@ def estimate(
         problem, wanted = make_problem(started.launch.model, cluster=place, **started.options), started.plan
     elif variables or target:
         raise InputError("--set and --as are about a launch file: give --from FILE")
-    elif saved := _saved(model, options.get("db")):
-        problem, wanted, timings = saved.problem, saved.plan, saved.file.timings
+    elif saved := _saved(model, None if timings else options.get("db")):
+        problem, wanted = saved.problem, saved.plan
+        if timings:
+            problem = retimed_problem(saved.file, timings, options.get("db"))
+        timings = timings or saved.file.timings
     elif model is None or isinstance(model, PlanResult) or cluster is None or global_batch is None or seq_len is None:
         raise InputError("estimate needs --cluster, --global-batch and --seq-len, or a plan.json")
     else:

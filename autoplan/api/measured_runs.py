@@ -8,21 +8,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from autoplan.api.calibrations import LEAST_RUNS, calibration_of, described_machine
+from autoplan.api.calibrations import LEAST_RUNS, calibration_of, described_machine, fitted_to, plain_calibration
 from autoplan.api.launch_files import make_given
 from autoplan.api.problem import load_cluster
 from autoplan.api.results import Result, Table
+from autoplan.api.timings import stored_table
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import encode, encode_line, write_text
 from autoplan.base.units import cleaned
 from autoplan.base.user import user_name
-from autoplan.cost.calibration import Fitted, MeasuredRun, calibrated
+from autoplan.cost.calibration import Fitted, MeasuredRun
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.launch_files import read_launch_on_part
 from autoplan.frameworks.presets import load_framework
 from autoplan.profiler.record import MOST_SAMPLES
 from autoplan.profiler.run_record import RunRecord
-from autoplan.read.calibration import built_in_calibration, calibration_text, load_calibration
+from autoplan.read.calibration import built_in_calibration, calibration_text
 from autoplan.read.cluster import of_size
 from autoplan.report.score import COLUMNS, score_by_source, score_table
 from autoplan.runs.log_folder import PassedOver, PastRun, past_runs
@@ -32,7 +33,7 @@ from autoplan.runs.runs import read_runs
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.run_outcome import Prediction
-from autoplan.spec.timing import Calibration
+from autoplan.spec.timing import NO_TIMINGS, Calibration
 from autoplan.topology.cluster import ClusterSpec
 
 # -- predictions ------------------------------------------------------------------------------------------------------
@@ -75,7 +76,7 @@ def predict(runs: str | Path, *, calibration: str | Path | None = None) -> Predi
     `runs` is a CSV table in the columns of measured_runs.csv, `calibration` a TOML file in place of the shipped ones.
     Raises InputError where one of them cannot be read; a run that cannot be priced is told so by its verdict.
     """
-    own = load_calibration(Path(calibration)) if calibration else None
+    own = plain_calibration(Path(calibration)) if calibration else None
     return PredictResult(predictions=tuple(predict_runs(Path(runs), own)))
 
 
@@ -188,7 +189,7 @@ def calibrate(runs: str | Path) -> CalibrateResult:
         raise InputError(f"{path}: {len(measured)} finished runs that can be priced, a calibration needs {LEAST_RUNS}")
     if len(kinds) > 1:
         raise InputError(f"{path}: runs of {' and of '.join(sorted(kinds))}: give each of them a table of its own")
-    fitted = calibrated(measured, name=f"{path.stem}: {min(kinds)}")
+    fitted = fitted_to(measured, name=f"{path.stem}: {min(kinds)}")
     return CalibrateResult(
         calibration=fitted.calibration,
         runs=len(measured),
@@ -228,12 +229,14 @@ def import_logs(
     *,
     cluster: str | Path | ClusterSpec,
     db: str | None = None,
+    with_times: bool = False,
     **given: Any,
 ) -> Imported:
     """Keep past runs in the timing database `db`, and calibrate the frameworks that ran.
 
     `folder` holds their logs with the launch files that started them, `cluster` is the one on which they ran, in its
-    whole size; `given` is what is said beside the launch files, as for `make_given`.  Nothing in them is run.
+    whole size.  `with_times` calibrates beside the measured times of the database, for a search with these.  `given` is
+    what is said beside the launch files, as for `make_given`.  Nothing in them is run.
 
     Raises InputError where the folder or the cluster cannot be read, StoreError where the database cannot.
     """
@@ -268,7 +271,9 @@ def import_logs(
     calibrations, without = {}, {}
     for name in sorted({run.run.framework for run in taken}):
         try:
-            calibrations[name] = calibration_of(place, load_framework(name), db)
+            framework = load_framework(name)
+            timings = stored_table(place, framework, db) if with_times else NO_TIMINGS
+            calibrations[name] = calibration_of(place, framework, db, timings)
         except InputError as error:
             without[name] = str(error).partition(":")[0]
     return Imported(

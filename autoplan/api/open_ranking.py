@@ -9,12 +9,14 @@ from functools import cached_property
 from pathlib import Path
 
 from autoplan.api.plan_files import load_plan_file, problem_of
-from autoplan.api.timings import usable_operations, usable_timings, with_measurements
+from autoplan.api.timings import FoundTimings, usable_operations, usable_timings, with_measurements
 from autoplan.base.errors import InputError
+from autoplan.cost.asked import asked_shapes
 from autoplan.cost.estimate import estimate
-from autoplan.profiler.protocol import BESIDE, Hello
+from autoplan.profiler.asked import Asked, asked_tasks
+from autoplan.profiler.protocol import BESIDE, Hello, Task
 from autoplan.profiler.record import Mode
-from autoplan.profiler.tasks import MeasurementScope, RankedTask, TaskKey, ranked_tasks, reference_s
+from autoplan.profiler.tasks import MeasurementScope, RankedTask, TaskKey, reference_s
 from autoplan.search.choice import pace
 from autoplan.search.measurement_value import (
     MeasurementAdvice,
@@ -28,7 +30,7 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
-from autoplan.spec.timing import COLLECTIVES, PROVENANCES, Measurement
+from autoplan.spec.timing import COLLECTIVES, PROVENANCES, Measurement, Operation
 
 
 class OpenRanking:
@@ -46,28 +48,31 @@ class OpenRanking:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Return the types in which the price looks kernels up."""
+        """Return the types in which the price looks kernels up, the narrow ones first."""
         precision = self.file.training.precision
-        narrow = ("fp8",) if precision in ("fp8", "mxfp8") else ()
-        return (*narrow, precision if precision in ("fp16", "fp32") else "bf16")
+        wide = precision if precision in ("fp16", "fp32") else "bf16"
+        return tuple(dict.fromkeys((str(precision), wide)))
+
+    @property
+    def scope(self) -> MeasurementScope:
+        """Return the model, framework and sequence length that measurements are wanted for."""
+        file = self.file
+        return MeasurementScope(model=file.model, framework=file.framework, seq_len=file.training.seq_len)
 
     @cached_property
-    def scopes(self) -> dict[str, MeasurementScope]:
-        """Return what to measure for every setting that a plan has: its degrees and micro-batch decide the shapes."""
-        file = self.file
-        found = {}
+    def asked(self) -> dict[str, Asked]:
+        """Return what the price of the plans looks up, by their settings: what plans have in common at the first."""
+        has_experts = self.file.model.moe is not None
+        found: dict[str, dict[tuple[Operation, str], set[tuple[int, ...]]]] = {}
+        seen: set[tuple[Operation, str, tuple[int, ...]]] = set()
         for plan in self._plans:
-            words = f"tp {plan.tp}, micro-batch {plan.micro_batch}" + (f", ep {plan.ep}" if file.model.moe else "")
-            found[words] = MeasurementScope(
-                model=file.model,
-                framework=file.framework,
-                seq_len=file.training.seq_len,
-                tps=(plan.tp,),
-                micro_batches=(plan.micro_batch,),
-                eps=(plan.ep,),
-                modes=self._modes,
-            )
-        return found
+            words = f"tp {plan.tp}, micro-batch {plan.micro_batch}" + (f", ep {plan.ep}" if has_experts else "")
+            new = found.setdefault(words, defaultdict(set))
+            batch = PlanBatch.of([plan], self.file.model.num_layers)
+            for (operation, dtype), shapes in asked_shapes(self._problem, batch).items():
+                new[operation, dtype] |= {shape for shape in shapes if (operation, dtype, shape) not in seen}
+                seen |= {(operation, dtype, shape) for shape in shapes}
+        return dict(found)
 
     def planned(self, hello: Hello, known: Collection[TaskKey]) -> tuple[MeasurementAdvice, list[RankedTask]]:
         """Return what measuring on the ranks of `hello` could settle, and the tasks in the order in which they pay."""
@@ -76,6 +81,10 @@ class OpenRanking:
         problem = self._timed(())
         found = advise_measurements(problem, self._ranked(problem), list(tasks), self._timed)
         return found, [task for value in found.groups for task in tasks[value.group]]
+
+    def tasks(self, hello: Hello) -> list[Task]:
+        """Return all that the ranks of `hello` can measure for these plans, were it to change their order or not."""
+        return [ranked_task.task for _, tasks in self._groups(hello, ()) for ranked_task in tasks]
 
     def ranking(self) -> list[RankedPlan]:
         """Return the plans by the times that the database holds now, best first."""
@@ -91,12 +100,14 @@ class OpenRanking:
     def _groups(self, hello: Hello, known: Collection[TaskKey]) -> list[tuple[OperationGroup, list[RankedTask]]]:
         """Return what can be measured and is not known; what settings have in common belongs to the first of them."""
         usable = usable_operations(self.file.framework)
+        device = self.file.cluster.device
         parts: dict[tuple[str, str], list[RankedTask]] = defaultdict(list)
         seen = set()
-        for setting, scope in self.scopes.items():
-            for ranked_task in ranked_tasks(scope, hello, known):
+        for setting, asked in self.asked.items():
+            wanted = {key: shapes for key, shapes in asked.items() if key[0] in usable}
+            for ranked_task in asked_tasks(wanted, hello, self._modes, device, known):
                 task = ranked_task.task
-                if task in seen or task.operation not in usable or task.kernel.endswith(BESIDE):
+                if task in seen:
                     continue
                 seen.add(task)
                 if task.operation in COLLECTIVES:
@@ -110,17 +121,18 @@ class OpenRanking:
         return [(_group(problem, *names, tasks), tasks) for names, tasks in parts.items()]
 
     @cached_property
-    def _stored(self) -> list[Measurement]:
+    def _stored(self) -> FoundTimings:
         return usable_timings(self._problem, self._url)
 
     @cached_property
     def _problem(self) -> Problem:
-        return problem_of(replace(self.file, timings=""))
+        return problem_of(replace(self.file, timings="", pinned=None))
 
     def _timed(self, more: Sequence[Measurement]) -> Problem:
         """Return the problem with the times of the database and `more`."""
-        times = [*self._stored, *more]
-        return with_measurements(self._problem, times) if times else self._problem
+        times = [*self._stored.measurements, *more]
+        found = replace(self._stored, measurements=times)
+        return with_measurements(self._problem, found) if times else self._problem
 
     def reload(self) -> None:
         """Look again at what the database holds."""
@@ -133,8 +145,9 @@ class OpenRanking:
 
 def _group(problem: Problem, family: str, setting: str, tasks: list[RankedTask]) -> OperationGroup:
     device = problem.cluster.device
-    found = [spread_of_price(problem, item.task.operation, item.task.dtype, item.task.shape) for item in tasks]
-    weights = [item.effect_s for item in tasks]
+    alone = [item for item in tasks if not item.task.kernel.endswith(BESIDE)] or tasks
+    found = [spread_of_price(problem, item.task.operation, item.task.dtype, item.task.shape) for item in alone]
+    weights = [item.effect_s for item in alone]
     variance = sum(weight * spread**2 for weight, (spread, _) in zip(weights, found, strict=True)) / sum(weights)
     return OperationGroup(
         family=family,  # type: ignore[arg-type]
@@ -147,7 +160,7 @@ def _group(problem: Problem, family: str, setting: str, tasks: list[RankedTask])
                 device=device.name,
                 seconds=reference_s(item.task, device),
             )
-            for item in tasks
+            for item in alone
         ),
         seconds=sum(item.expected_s for item in tasks),
         spread=variance**0.5,

@@ -11,8 +11,9 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from autoplan.api.calibrations import check_fitted
 from autoplan.api.results import MixedPlanResult, PlanResult
-from autoplan.api.timings import with_timings
+from autoplan.api.timings import pinned_problem, with_timings
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import decode, is_file, read_table
 from autoplan.base.urls import redact_arguments
@@ -21,6 +22,7 @@ from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.provenance import shares
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost
+from autoplan.spec.pinned_timings import PinnedTimings
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.plan_file import MIXED_FILE_VERSION, PLAN_FILE_VERSION, MixedPlanFile, PlanFile, SpaceFlags
 from autoplan.spec.problem import Problem
@@ -45,7 +47,8 @@ def is_mixed_file(path: Path) -> bool:
 def load_plan(path: str | Path, *, db: str | None = None) -> PlanResult:
     """Return the plans of a plan file, of a cluster of equal nodes.
 
-    Measured times that it rests on are read from the timing database `db`.  Raises InputError where there is no such
+    Measured times that it rests on are in it; where the timing database `db` holds others by now, a StoreWarning says
+    so.  Those of a file that is older than that are read from the database.  Raises InputError where there is no such
     file, it is of another kind or version, or the measured times are not there.
     """
     file = load_plan_file(Path(path))
@@ -120,13 +123,22 @@ def problem_of(file: PlanFile, url: str | None = None) -> Problem:
     )
     if not file.timings:
         return problem
-    try:
+    if file.pinned is not None:
+        return pinned_problem(problem, file.timings, file.pinned, url)
+    try:  # a file of before the times travelled with it
         return with_timings(problem, file.timings, url)
     except AutoplanError as error:
         if file.timings != "db" or url is not None:
             raise
         where = "name the database that it was made with, by --db or AUTOPLAN_DB"
         raise InputError(f"the plan rests on measured times, which are not here: {where} ({error})") from None
+
+
+def retimed_problem(file: PlanFile, source: str, url: str | None) -> Problem:
+    """The problem that a plan file answers, with the times of today in place of those that it carries."""
+    problem = with_timings(problem_of(replace(file, timings="", pinned=None)), source, url)
+    check_fitted(problem.calibration, problem)
+    return problem
 
 
 def make_plan_file(
@@ -158,6 +170,7 @@ def make_plan_file(
         alternatives=tuple(plans[1 : 1 + KEPT_ALTERNATIVES]),
         certificate=certificate,
         timings=timings,
+        pinned=PinnedTimings.of(problem.timings, with_times=timings == "db") if timings else None,
         rests_on={name: float(share[0]) for name, share in shares(problem, best).items()},
         hosts=hosts(problem.cluster, plans[0].plan),
         listed_step_s=float(estimate(problem, listed).step_s[0]) if best.placement else None,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack, get_args
 
-from autoplan.api.calibrations import calibration_of
+from autoplan.api.calibrations import calibration_of, check_fitted
 from autoplan.api.timings import with_timings
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.files import decode
 from autoplan.base.values import parse_batches, parse_size
+from autoplan.base.version import __version__
 from autoplan.frameworks import presets
 from autoplan.frameworks.registry import book_of, find_target
 from autoplan.read.calibration import built_in_calibration, load_calibration
@@ -129,7 +130,14 @@ def make_problem(
         reserve_bytes=parts.reserve_bytes,
     )
     timings = options.get("timings")
-    return problem if timings is None else with_timings(problem, timings, options.get("db"))
+    if timings is not None:
+        problem = with_timings(problem, timings, options.get("db"))
+    if _is_from_runs(options):
+        # Times first: the calibration is fitted to runs that were priced with them.
+        fitted = calibration_of(place, parts.framework, options.get("db"), problem.timings)
+        return replace(problem, calibration=fitted.calibration)
+    check_fitted(problem.calibration, problem)
+    return problem
 
 
 def make_mixed_problem(
@@ -148,7 +156,7 @@ def make_mixed_problem(
         training=parts.training,
         cluster=cluster,
         framework=parts.framework,
-        calibrations=tuple(_calibration(parts.framework, part, options) for part in cluster.parts),
+        calibrations=tuple(_part_calibration(parts.framework, part, options) for part in cluster.parts),
         reserve_bytes=parts.reserve_bytes,
     )
 
@@ -174,15 +182,29 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     )
 
 
+def _is_from_runs(options: ProblemOptions) -> bool:
+    """Return whether the calibration is to be fitted to the runs in the database."""
+    calibration = options.get("calibration")
+    return not isinstance(calibration, Calibration) and str(calibration) == "db"
+
+
 def _calibration(framework: Framework, cluster: ClusterSpec, options: ProblemOptions) -> Calibration:
+    """Return the calibration that is given, or the shipped one, from which one of the database's runs starts."""
     calibration = options.get("calibration")
     if isinstance(calibration, Calibration):
         return calibration
-    if calibration is None:
+    if calibration is None or _is_from_runs(options):
         return built_in_calibration(framework, cluster.device)
-    if str(calibration) == "db":
-        return calibration_of(cluster, framework, options.get("db")).calibration
     return load_calibration(Path(calibration))
+
+
+def _part_calibration(framework: Framework, part: ClusterSpec, options: ProblemOptions) -> Calibration:
+    """Return the calibration of a part of a mixed cluster."""
+    if _is_from_runs(options):
+        return calibration_of(part, framework, options.get("db")).calibration
+    found = _calibration(framework, part, options)
+    found.check_goes_with("", __version__)
+    return found
 
 
 # -- the space of plans -----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from autoplan.profiler.tasks import MeasurementScope, RankedTask, ranked_tasks, 
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.search_result import RankedPlan
-from autoplan.spec.timing import SHAPES
+from autoplan.spec.timing import NARROW_PRODUCTS, SHAPES
 from autoplan.topology.cluster import ClusterSpec
 
 if TYPE_CHECKING:  # Optuna, which a profile of a model does not need
@@ -147,8 +147,13 @@ def started_profile(
         # As plans are made for the built-in trainer unless told otherwise, on every device.
         dtypes = ("bf16",) if scope.framework.kernels.eager_layers else ()
     if options.dtypes:
-        dtypes = parse_words(options.dtypes, "--dtypes", ("bf16", "fp16", "fp32", "fp8"))
-    job = Job(dtypes=dtypes, allowance_s=parse_duration(options.allowance), limit_s=parse_duration(options.limit))
+        dtypes = parse_words(options.dtypes, "--dtypes", ("bf16", "fp16", "fp32", *NARROW_PRODUCTS))
+    job = Job(
+        dtypes=dtypes,
+        allowance_s=parse_duration(options.allowance),
+        limit_s=parse_duration(options.limit),
+        devices_per_domain=cluster.levels[-1].num_devices if cluster else 0,
+    )
     num_ranks = num_ranks or default_num_ranks()
     if scope is not None and not scope.tps:
         most = cluster.devices_per_node if cluster else num_ranks
@@ -167,7 +172,7 @@ def started_profile(
             advice = None
             if open_ranking is not None:
                 advice, tasks = open_ranking.planned(hello, known)
-                scope = next(iter(open_ranking.scopes.values()))
+                scope = open_ranking.scope
             else:
                 assert scope is not None
                 tasks = ranked_tasks(scope, hello, known)

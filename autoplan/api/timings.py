@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoplan.base.errors import InputError, StoreWarning
+from autoplan.base.errors import AutoplanError, InputError, StoreWarning
+from autoplan.base.files import is_file
+from autoplan.profiler.contention import contention_shares
 from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.selection import for_training
+from autoplan.read.calibration import built_in_calibration
 from autoplan.spec.framework import Framework
+from autoplan.spec.pinned_timings import PinnedTimings
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import SHAPES, Measurement, Operation, TimingTable, burst_factors
-from autoplan.topology.cluster import ClusterSpec
+from autoplan.spec.timing import (
+    NOWHERE,
+    SHAPES,
+    Calibration,
+    Measurement,
+    Operation,
+    TimingOrigin,
+    TimingTable,
+    burst_factors,
+)
+from autoplan.topology.cluster import ClusterSpec, DeviceSpec
 
 if TYPE_CHECKING:
-    from autoplan.profiler.store import Store
+    from autoplan.profiler.store import HostsApart, Store
 
 TIMINGS = ("aiconfigurator", "db")
 
@@ -25,21 +39,110 @@ TIMINGS = ("aiconfigurator", "db")
 _FUSED = ("rope", "swiglu", "swiglu_backward", "cross_entropy")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundTimings:
+    """Measurements that serve a problem, and where they were found."""
+
+    measurements: list[Measurement]
+    contention: Mapping[Operation, float] = field(default_factory=dict)  # share of overlapped time that overlap costs
+    origin: TimingOrigin = NOWHERE
+
+
 def with_timings(problem: Problem, source: str, url: str | None = None) -> Problem:
     """Return the problem with the times that `source` holds of its device: one of `TIMINGS`, "db" at `url`."""
     if source not in TIMINGS:
         raise InputError(f"no timings are known as {source!r}: use {' or '.join(TIMINGS)}")
-    measurements = _published(problem) if source == "aiconfigurator" else usable_timings(problem, url)
-    if not measurements:
+    is_stored = source == "db"
+    found = usable_timings(problem, url) if is_stored else FoundTimings(measurements=_published(problem))
+    if not found.measurements:
         raise InputError(f"{source} has no timings of {problem.cluster.device.name}: leave --timings out")
-    return with_measurements(problem, measurements, is_own=source == "db" and problem.framework.kernels.eager_layers)
+    return with_measurements(problem, found, is_own=is_stored and problem.framework.kernels.eager_layers)
 
 
-def with_measurements(problem: Problem, measurements: list[Measurement], *, is_own: bool | None = None) -> Problem:
+def with_measurements(problem: Problem, found: FoundTimings, *, is_own: bool | None = None) -> Problem:
     """Return the problem with measured times: own ones are of the very kernels and layers that the framework runs."""
     own = problem.framework.kernels.eager_layers if is_own is None else is_own
-    factors = burst_factors(problem.cluster.device, problem.calibration)
-    return replace(problem, timings=TimingTable.of(measurements, slower=factors, is_own=own))
+    calibration, device = problem.calibration, problem.cluster.device
+    # One that was fitted beside measured times was so beside bursts at the level of the shipped one.
+    if calibration.fitted_with and calibration.fitted_with.timings:
+        calibration = built_in_calibration(problem.framework, device)
+    return replace(problem, timings=_table(found, device, calibration, is_own=own))
+
+
+def stored_table(cluster: ClusterSpec, framework: Framework, url: str | None) -> TimingTable:
+    """Return the times in the database at `url` that plans of `framework` are priced with."""
+    device = cluster.device
+    found = stored_timings(cluster, url, usable_operations(framework))
+    if not found.measurements:
+        raise InputError(f"the database has no timings of {device.name}: leave --timings out")
+    calibration = built_in_calibration(framework, device)
+    return _table(found, device, calibration, is_own=framework.kernels.eager_layers)
+
+
+def pinned_problem(problem: Problem, source: str, pinned: PinnedTimings, url: str | None) -> Problem:
+    """Return the problem with the times that a plan file carries.
+
+    A StoreWarning tells where their source holds others by now: the database at `url`, else the one that they came
+    from, if it is at hand.  Published ones are read where they were published.
+    """
+    if source == "db":
+        if moved := _moved(problem, pinned, url):
+            warnings.warn(moved, StoreWarning, stacklevel=2)
+        return replace(problem, timings=pinned.table(problem.cluster.device.name))
+    problem = with_timings(problem, source, url)
+    if problem.timings.digest != pinned.digest:
+        text = f"the tables of {source} are not those that the plan was priced with: it is priced with those of today"
+        warnings.warn(text, StoreWarning, stacklevel=2)
+    return problem
+
+
+def _moved(problem: Problem, pinned: PinnedTimings, url: str | None) -> str:
+    """Say what became of the times since they were pinned; empty where nothing did, or nobody can tell."""
+    if url is None and not _is_at_hand(pinned.database):
+        return ""
+    try:
+        today = with_timings(problem, "db", url or pinned.database or None).timings
+    except AutoplanError:
+        if url is not None:
+            raise
+        return ""
+    if today.digest == pinned.digest:
+        return ""
+    return (
+        f"{today.origin.database} holds other times than the plan rests on: {_differences(pinned, today)}; the plan "
+        "keeps its own, `autoplan estimate PLAN --timings db` prices it with those of today"
+    )
+
+
+def _is_at_hand(database: str) -> bool:
+    """Return whether to look into a database that nobody named: a file that is there; no server is waited for."""
+    return bool(database) and "://" not in database and is_file(Path(database))
+
+
+def _differences(pinned: PinnedTimings, today: TimingTable) -> str:
+    before = {(name, time.shape): time.seconds for name, times in pinned.times.items() for time in times}
+    now = {
+        (f"{operation} {dtype}", shape): seconds
+        for (operation, dtype), times in today.times.items()
+        for shape, seconds in times.exact.items()
+    }
+    changed = sum(seconds != now[key] for key, seconds in before.items() if key in now)
+    parts = {
+        "changed": changed,
+        "gone": len(before.keys() - now.keys()),
+        "new": len(now.keys() - before.keys()) if pinned.num_pinned == pinned.num_times else 0,
+    }
+    words = [f"{number:,} {what}" for what, number in parts.items() if number]
+    if today.origin.machine != pinned.machine:
+        words.append(f"of {today.origin.machine} in place of {pinned.machine}")
+    return ", ".join(words) or "other shapes"
+
+
+def _table(found: FoundTimings, device: DeviceSpec, calibration: Calibration, *, is_own: bool) -> TimingTable:
+    slower = burst_factors(device, calibration)
+    return TimingTable.of(
+        found.measurements, slower=slower, is_own=is_own, contention=found.contention, origin=found.origin
+    )
 
 
 def _published(problem: Problem) -> list[Measurement]:
@@ -57,20 +160,42 @@ def usable_operations(framework: Framework) -> list[Operation]:
     return [name for name in SHAPES if framework.kernels.eager_layers or name not in _FUSED]
 
 
-def usable_timings(problem: Problem, url: str | None) -> list[Measurement]:
+def usable_timings(problem: Problem, url: str | None) -> FoundTimings:
     """Return the times of these operations that the database at `url` holds."""
     return stored_timings(problem.cluster, url, usable_operations(problem.framework))
 
 
-def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection[Operation]) -> list[Measurement]:
+def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection[Operation]) -> FoundTimings:
     """Return the times of the machine that the cluster file names, else of the one with its device measured last."""
     device, machine = cluster.device.name, cluster.machine
     with opened_store(url, writable=False) as store:
         if machine is not None:
-            wanted = Fingerprint(device=device, **asdict(machine))
+            said = asdict(machine)
+            wanted = Fingerprint(device=device, **said | {"power_cap_w": machine.power_cap_w or usual_cap_w(cluster)})
         else:
             wanted = store.latest(device) or Fingerprint(device=device)
-        return store.timings(wanted, operations=operations)
+        origin = TimingOrigin(database=store.name, machine=wanted.words)
+        measurements = store.timings(wanted, operations=operations)
+        contention = contention_shares(store.beside_products(wanted), measurements)
+        found = FoundTimings(measurements=measurements, contention=contention, origin=origin)
+        if store.hosts_apart:
+            _warn_of_hosts(store.hosts_apart)
+        return found
+
+
+def usual_cap_w(cluster: ClusterSpec) -> int:
+    """Return the power cap of devices of which nothing else is known: that of their datasheet."""
+    return 0 if cluster.device.vendor == "cpu" else round(cluster.device.tdp_w)
+
+
+def _warn_of_hosts(apart: list[HostsApart]) -> None:
+    worst = max(apart, key=lambda one: one.ratio)
+    slow, fast = (name or "a host without a name" for name in (worst.slow, worst.fast))
+    text = (
+        f"hosts differ in {len(apart):,} shapes that were measured: {worst.what} takes {100 * (worst.ratio - 1):.0f} % "
+        f"longer on {slow} than on {fast}; the middle host counts, of two the slower"
+    )
+    warnings.warn(text, StoreWarning, stacklevel=4)
 
 
 @contextmanager

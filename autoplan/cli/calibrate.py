@@ -46,6 +46,12 @@ def calibrate(
     seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Of launch files that name none.")] = None,
     variables: SetOption = None,
     url: DbOption = None,
+    timings: Annotated[
+        bool,
+        typer.Option(
+            "--timings", help="Fit beside the measured times in the database: for a search with --timings db."
+        ),
+    ] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Calibration (TOML) to write.")] = None,
     force: ForceOption = False,
     as_json: Annotated[
@@ -69,6 +75,7 @@ def calibrate(
             from_logs,
             cluster=cluster,
             db=whole_url(context, url),
+            with_times=timings,
             model=model,
             seq_len=seq_len,
             variables=variables or (),
@@ -76,7 +83,7 @@ def calibrate(
         _hand_over_imported(imported, from_logs, out, force=force, as_json=as_json, quiet=quiet)
         return
     assert runs is not None
-    if cluster or model or seq_len or variables or url:
+    if cluster or model or seq_len or variables or url or timings:
         raise InputError("a table of runs says all of them: --cluster, --db and the like go with --from-logs")
     if out is None:
         raise InputError("a calibration from a table is written to a file: give --out FILE")

@@ -30,11 +30,11 @@ from autoplan.cli.remarks import print_warnings
 if TYPE_CHECKING:
     from autoplan.api.results import MixedPlanResult, PlanResult
 
-BESIDE_A_PLAN_FILE = {"model", "memory", "verify_memory", "trace", "out", "force", "json", "quiet", "url"}
+BESIDE_A_PLAN_FILE = {"model", "memory", "verify_memory", "trace", "out", "force", "json", "quiet", "url", "timings"}
 BESIDE_A_LAUNCH_FILE = {
     *BESIDE_A_PLAN_FILE,
     *("launch_file", "variables", "target", "cluster", "global_batch", "seq_len", "precision", "attention"),
-    *("framework", "calibration", "timings", "reserve_memory"),
+    *("framework", "calibration", "reserve_memory"),
 }
 
 
@@ -46,7 +46,7 @@ def estimate(
         str | None,
         typer.Argument(
             metavar="MODEL|PLAN",
-            help="As for search; or a plan.json, which is priced again as it is.",
+            help="As for search; or a plan.json: by the times it carries or, with --timings db, by those of today.",
             autocompletion=presets("models"),
         ),
     ] = None,
@@ -83,7 +83,8 @@ def estimate(
         raise InputError("--verify-memory prints a table: leave out --json")
     check_outputs(out, trace, force=force)
     if model is not None and api.plan_files.is_mixed_file(Path(model)):
-        check_untyped(context, context.params.keys() - BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
+        said = context.params.keys() - BESIDE_A_PLAN_FILE | {"timings"}
+        check_untyped(context, said, "a plan file is priced as it is")
         if verify_memory:
             raise InputError("--verify-memory is not there for mixed clusters: leave it out")
         mixed = api.mixed.estimate_mixed(model).with_command(command_line())

@@ -46,7 +46,10 @@ def profile(
     micro_batches: Annotated[str, typer.Option(metavar="N,N,...", help="Sequences in a micro-batch.")] = "1,2",
     ep: Annotated[str, typer.Option(metavar="N,N,...", help="Expert-parallel degrees.")] = "8",
     dtypes: Annotated[
-        str | None, typer.Option(metavar="TYPE,...", help="bf16, fp16, fp32 or fp8; what the device trains in.")
+        str | None,
+        typer.Option(
+            metavar="TYPE,...", help="bf16, fp16, fp32, fp8, mxfp8, nvfp4, fp8_block; what the device trains in."
+        ),
     ] = None,
     mode: Annotated[
         str, typer.Option(metavar="MODE,...", help="sustained, as training runs, or burst, as short benchmarks do.")

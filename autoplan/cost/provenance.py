@@ -1,4 +1,4 @@
-"""Provenance of a step's time: measured kernels, disturbed or interpolated ones, fitted curves, datasheets.
+"""Provenance of a step's time: measured kernels, disturbed, interpolated or scaled ones, fitted curves, datasheets.
 
 The share of a provenance is by how much, relatively, the step grows when all times of that provenance grow: what hides
 behind other work has none, as nothing depends on it.  A step is made of sums and maxima of times, so that shares add up
@@ -43,7 +43,7 @@ def term_shares(problem: Problem, batch: PlanBatch) -> dict[str, dict[Provenance
 
 def _grown(problem: Problem, batch: PlanBatch) -> dict[Provenance, CostEstimate | None]:
     """Costs of the plans where all times of one provenance are longer; None where the problem has no such times."""
-    slower: dict[Provenance, Problem | None] = dict.fromkeys(("measured", "interpolated", "disturbed"))
+    slower: dict[Provenance, Problem | None] = dict.fromkeys(("measured", "interpolated", "scaled", "disturbed"))
     if not problem.timings.is_empty:
         for name in slower:
             factors = SourceFactors(**{name: 1.0 + _GROWTH})

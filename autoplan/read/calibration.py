@@ -95,6 +95,9 @@ def calibration_text(calibration: Calibration) -> str:
     if calibration.exposed_share < 1:
         lines.append(f"exposed_share = {calibration.exposed_share:.3g}")
     lines += ["sources = [", *(f"    {_quoted(source)}," for source in calibration.sources), "]"]
+    if fitted := calibration.fitted_with:
+        lines += ["", "[fitted_with]", f"device = {_quoted(fitted.device)}", f"autoplan = {_quoted(fitted.autoplan)}"]
+        lines += [f"timings = {_quoted(fitted.timings)}"] if fitted.timings else []
     return "\n".join(lines) + "\n"
 
 

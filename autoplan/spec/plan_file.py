@@ -12,6 +12,7 @@ from autoplan.spec.explanation import CurrentPlan
 from autoplan.spec.framework import Framework
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost
 from autoplan.spec.model import ModelSpec
+from autoplan.spec.pinned_timings import PinnedTimings
 from autoplan.spec.ranks import HostRanks
 from autoplan.spec.run_report import RunReport
 from autoplan.spec.search_result import Certificate, Confidence, MemoryKnob, RankedPlan
@@ -78,6 +79,9 @@ class PlanFile:
     certificate: Certificate | None  # None where one plan was priced, not searched
     memory_knobs: tuple[MemoryKnob, ...] = ()  # most freed first, where they were asked for
     timings: str = ""  # whose measured times were taken before the reference curves
+    pinned: PinnedTimings | None = (
+        None  # these times, where there are some and the file is not of before they travelled
+    )
     rests_on: dict[Provenance, float] = field(default_factory=dict)  # share of the best plan's step
     hosts: tuple[HostRanks, ...] = ()  # of the best plan, in the order of its ranks, where the cluster lists its nodes
     listed_step_s: float | None = None  # of the best plan on the nodes as listed, where it has a placement

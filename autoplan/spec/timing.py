@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -82,6 +83,10 @@ _PIPELINE = ("num_micro_batches", "num_devices", "devices_per_domain")
 _GROUP = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
 
 NARROW_TYPES = ("fp8", "mxfp8", "nvfp4")
+# Those that can be measured: one scale a tensor, for every 32 or 16 numbers, or for tiles of 128, which no precision of
+# a plan names yet.
+NARROW_PRODUCTS = (*NARROW_TYPES, "fp8_block")
+RATE_TYPES = {"mxfp8": "fp8", "fp8_block": "fp8"}  # at whose rate of the datasheet the others run
 
 # What the numbers of a shape are, by operation.  A matrix of k inputs and n outputs meets m tokens: `gemm` forward,
 # `dgrad` and `wgrad` backward, the latter added to an fp32 buffer.  `attention` is causal, over `batch` sequences,
@@ -126,6 +131,13 @@ TRAINER_UNITS: frozenset[Operation] = frozenset(
 )
 
 
+def devices_together(operation: Operation, shape: tuple[int, ...]) -> int:
+    """Return how many devices an operation runs on together: what links them decides how long it takes, if several."""
+    sizes = dict(zip(SHAPES[operation], shape, strict=True))
+    # Experts are those of one rank, whatever the degrees that make them so few.
+    return sizes.get("tp", 1) * sizes.get("num_devices", 1)
+
+
 def check_shape(operation: str, shape: tuple[int, ...]) -> None:
     """Refuse an operation or a shape that `SHAPES` does not know."""
     names = SHAPES.get(operation)  # type: ignore[call-overload]
@@ -144,6 +156,7 @@ class Match(IntEnum):
     EXACT = 0  # device, torch, library of collectives and links
     RUNTIME = 1  # device and major version of CUDA or ROCm
     DEVICE = 2
+    POWER = 3  # device under another power cap or with other clocks
 
     @property
     def spread(self) -> float:
@@ -151,8 +164,9 @@ class Match(IntEnum):
         return _MATCH_SPREADS[self]
 
 
-# The same configuration published again with another release differs by 2 % (dgxc) to 6 % (nvbridge).
-_MATCH_SPREADS = (0.0, 0.02, 0.06)
+# The same configuration published again with another release differs by 2 % (dgxc) to 6 % (nvbridge).  Power grows with
+# about the cube of the clock, as the voltage rises with it: half of the power costs a fifth of the clock.
+_MATCH_SPREADS = (0.0, 0.02, 0.06, 0.20)
 
 # Of a step that rests on times which were measured beside other load, by the share of such times in a table.
 DISTURBED_SPREAD = 0.15
@@ -178,9 +192,10 @@ class Measurement:
         check_positive("seconds", self.seconds, most=1e6)
 
 
-# Where a time comes from, best first: this very shape, this shape beside other load, between measured shapes, a curve
-# fitted to published measurements, the peak rates of a datasheet.
-Provenance = Literal["measured", "disturbed", "interpolated", "reference", "datasheet"]
+# Where a time comes from, best first: this very shape, this shape beside other load, between measured shapes, another
+# group of devices scaled to this one by the reference, a curve fitted to published measurements, the peak rates of a
+# datasheet.
+Provenance = Literal["measured", "disturbed", "interpolated", "scaled", "reference", "datasheet"]
 PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
 
 # The sizes between which times are interpolated, first the one that grows with the batch; where none are listed, all.
@@ -206,6 +221,7 @@ class SourceFactors:
 
     measured: float = 1.0
     interpolated: float = 1.0
+    scaled: float = 1.0
     disturbed: float = 1.0
 
 
@@ -218,7 +234,7 @@ class Lookup:
 
     seconds: Floats
     is_exact: Bools
-    is_disturbed: Bools  # of those that were measured
+    is_disturbed: Bools  # measured beside other load or not settled, or between measured shapes of which some were
     source_factors: SourceFactors = AS_MEASURED
 
     @classmethod
@@ -259,30 +275,45 @@ class Lookup:
         return np.where(np.isnan(own), seconds, own)
 
 
+_SHIFT = 1e-3  # of disturbed times, to see what between measured shapes rests on them
+_TOLD_SHARE = 0.1  # of a time: as much resting on disturbed ones makes it one
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Times:
     """Measured times of one operation in one type."""
 
     exact: Mapping[tuple[int, ...], float]  # seconds of each shape
+    sources: Mapping[
+        tuple[int, ...], str
+    ]  # of each shape: the beginning of its record's key, or where it was published
     disturbed: frozenset[tuple[int, ...]]  # of them, those that stand in for clean ones
     between: Mapping[tuple[int, ...], Scattered]  # by the numbers that must match
-    # Of shapes that were asked for before: a search asks for the same ones again and again.
-    known: dict[tuple[float, ...], float] = field(default_factory=dict, compare=False)
+    shifted: Mapping[tuple[int, ...], Scattered]  # the same with disturbed times `_SHIFT` longer, where there are some
+    # (seconds, whether disturbed) of shapes that were asked for: a search asks for the same ones again and again.
+    known: dict[tuple[float, ...], tuple[float, bool]] = field(default_factory=dict, compare=False)
 
     def at(self, operation: Operation, shapes: Floats) -> Lookup:
         """The time of each shape."""
         keys = [tuple(shape) for shape in shapes.tolist()]
         if new := [at for at, key in enumerate(keys) if key not in self.known]:
-            seconds = self._looked_up(operation, shapes[new])
-            self.known.update(zip([keys[at] for at in new], seconds.tolist(), strict=True))
+            seconds, is_disturbed = self._looked_up(operation, shapes[new])
+            found = zip(seconds.tolist(), is_disturbed.tolist(), strict=True)
+            self.known.update(zip([keys[at] for at in new], found, strict=True))
         return Lookup(
-            seconds=np.array([self.known[key] for key in keys], dtype=np.float64),
+            seconds=np.array([self.known[key][0] for key in keys], dtype=np.float64),
             is_exact=np.array([key in self.exact for key in keys], dtype=np.bool_),
-            is_disturbed=np.array([key in self.disturbed for key in keys], dtype=np.bool_),
+            is_disturbed=np.array([self.known[key][1] for key in keys], dtype=np.bool_),
         )
 
-    def _looked_up(self, operation: Operation, shapes: Floats) -> Floats:
+    def asked_kinds(self, operation: Operation) -> set[tuple[float, ...]]:
+        """Return the numbers that must match of all shapes that were asked for."""
+        return {matched_numbers(operation, shape) for shape in self.known}
+
+    def _looked_up(self, operation: Operation, shapes: Floats) -> tuple[Floats, Bools]:
+        """Return (times, whether they rest on disturbed ones)."""
         seconds = np.array([self.exact.get(tuple(shape), np.nan) for shape in shapes.tolist()])
+        is_disturbed = np.array([tuple(shape) in self.disturbed for shape in shapes.tolist()], dtype=np.bool_)
         is_between = np.isnan(seconds)
         between, matched = _columns(operation)
         kinds, kind_of = np.unique(shapes[:, matched], axis=0, return_inverse=True)
@@ -290,7 +321,23 @@ class _Times:
             if tuple(kind) in self.between:
                 own = is_between & (kind_of.ravel() == at)
                 seconds[own] = self.between[tuple(kind)].at(shapes[own][:, between])
-        return seconds
+                if tuple(kind) in self.shifted:
+                    longer = self.shifted[tuple(kind)].at(shapes[own][:, between])
+                    # NaN, where the table refuses, is no more.
+                    is_disturbed[own] = np.abs(longer / seconds[own] - 1) > _SHIFT * _TOLD_SHARE
+        return seconds, is_disturbed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimingOrigin:
+    """Where the times of a table were read."""
+
+    database: str = ""  # without password
+    machine: str = ""  # that they were read for, in words
+    digest: str = ""  # of the whole table, where only a part of it is here
+
+
+NOWHERE = TimingOrigin()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -305,13 +352,21 @@ class TimingTable:
     times: Mapping[tuple[Operation, str], _Times] = field(default_factory=dict)
     source_factors: SourceFactors = AS_MEASURED
     slower: Mapping[Operation, float] = field(default_factory=dict)  # what times of an operation are multiplied by
+    contention: Mapping[Operation, float] = field(default_factory=dict)  # share of overlapped time that overlap costs
     match: Match = Match.EXACT  # the farthest among the machines of the measurements
+    origin: TimingOrigin = NOWHERE
     is_own: bool = False  # the framework runs these very kernels and layers; else the best that the device has
+    asked: dict[tuple[Operation, str], set[tuple[int, ...]]] | None = None  # of one that only notes what it is asked
+
+    @classmethod
+    def noting(cls, *, is_own: bool = False) -> TimingTable:
+        """Return a table that holds nothing and notes in `asked` which shapes a price looks up."""
+        return cls(asked=defaultdict(set), is_own=is_own)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was measured."""
-        return not self.times
+        """Whether nothing was measured, and nothing is to be noted."""
+        return not self.times and self.asked is None
 
     @property
     def has_kernels(self) -> bool:
@@ -325,9 +380,27 @@ class TimingTable:
         disturbed = sum(len(kind.disturbed) for kind in kinds) / max(sum(len(kind.exact) for kind in kinds), 1)
         return math.hypot(self.match.spread, DISTURBED_SPREAD * disturbed)
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of its times in 16 hexadecimal digits, the same in whatever order they came; blank where empty."""
+        if not self.times or self.origin.digest:
+            return self.origin.digest
+        hashed = hashlib.sha256()
+        for (operation, dtype), times in sorted(self.times.items()):
+            for shape, seconds in times.exact.items():  # sorted already
+                hashed.update(f"{operation} {dtype} {shape} {seconds!r} {shape in times.disturbed}\n".encode())
+        for operation, share in sorted(self.contention.items()):
+            hashed.update(f"{operation} beside products {share!r}\n".encode())
+        return hashed.hexdigest()[:16]
+
     def holds(self, operation: Operation, *dtypes: str) -> bool:
         """Whether the operation was measured in one of these types at all."""
-        return any((operation, dtype) in self.times for dtype in dtypes)
+        return self.asked is not None or any((operation, dtype) in self.times for dtype in dtypes)
+
+    def groups(self, operation: Operation, *dtypes: str) -> list[tuple[int, ...]]:
+        """Return (num_devices, devices_per_domain, num_groups) of the groups in which a collective was measured."""
+        held = (self.times[operation, dtype].between for dtype in dtypes if (operation, dtype) in self.times)
+        return sorted({kind for kinds in held for kind in kinds})
 
     def slowed(self, operations: Iterable[Operation], growth: float) -> TimingTable:
         """The table with times of some operations so many times as long."""
@@ -342,15 +415,15 @@ class TimingTable:
         *,
         slower: Mapping[Operation | tuple[Operation, str], float] | None = None,
         is_own: bool = False,
+        contention: Mapping[Operation, float] | None = None,
+        origin: TimingOrigin = NOWHERE,
     ) -> TimingTable:
         """The table of `measurements`, which are of one device; of repeats of a shape the median counts.
 
         Choose the kernels beforehand: those of one shape are repeats here.  `slower` multiplies the bursts of an
         operation, or of one in a type, so that they reach what training sustains (`burst_factors`).
         """
-        samples: dict[tuple[Operation, str], dict[tuple[int, ...], list[float]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
+        samples: dict[tuple[Operation, str], _Repeats] = defaultdict(lambda: defaultdict(list))
         devices, match = set(), Match.EXACT
         disturbed: dict[tuple[Operation, str], set[tuple[int, ...]]] = defaultdict(set)
         for measurement in measurements:
@@ -359,19 +432,22 @@ class TimingTable:
             factor = 1.0
             if measurement.is_burst and slower:
                 factor = slower.get((measurement.operation, measurement.dtype), slower.get(measurement.operation, 1.0))
-            samples[measurement.operation, measurement.dtype][measurement.shape].append(measurement.seconds * factor)
+            repeat = measurement.seconds * factor, measurement.source
+            samples[measurement.operation, measurement.dtype][measurement.shape].append(repeat)
             if measurement.is_disturbed:
                 disturbed[measurement.operation, measurement.dtype].add(measurement.shape)
         if len(devices) > 1:
             raise InputError(f"a table holds the times of one device, got {', '.join(sorted(devices))}: build one each")
         times = {kind: _times(kind[0], repeats, disturbed[kind]) for kind, repeats in samples.items()}
-        return cls(times=times, match=match, is_own=is_own)
+        return cls(times=times, contention=contention or {}, match=match, is_own=is_own, origin=origin)
 
     def lookup(self, operation: Operation, dtype: str, shapes: Floats | Ints) -> Lookup:
         """Times of `shapes`, one row each with the numbers that `SHAPES` names."""
         shapes = np.asarray(shapes, dtype=np.float64)
         if shapes.ndim != 2 or shapes.shape[1] != len(SHAPES[operation]):
             raise InputError(f"{operation} needs rows of {', '.join(SHAPES[operation])}, got shape {shapes.shape}")
+        if self.asked is not None:
+            self.asked[operation, dtype] |= {tuple(shape) for shape in np.rint(shapes).astype(np.int64).tolist()}
         times = self.times.get((operation, dtype))
         if times is None:
             return Lookup.refused(len(shapes))
@@ -411,6 +487,11 @@ def batch_index(operation: Operation) -> int:
     return _columns(operation)[0][0]
 
 
+def matched_numbers(operation: Operation, shape: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the numbers of a shape between which nothing is interpolated."""
+    return tuple(shape[at] for at in _columns(operation)[1])
+
+
 def _columns(operation: Operation) -> tuple[list[int], list[int]]:
     """(interpolated, matched) columns of the shapes of an operation."""
     names = SHAPES[operation]
@@ -418,23 +499,32 @@ def _columns(operation: Operation) -> tuple[list[int], list[int]]:
     return between, [at for at in range(len(names)) if at not in between]
 
 
-def _times(
-    operation: Operation, repeats: Mapping[tuple[int, ...], list[float]], disturbed: Iterable[tuple[int, ...]]
-) -> _Times:
+# Of every shape (seconds, where they are from).
+_Repeats = dict[tuple[int, ...], list[tuple[float, str]]]
+
+
+def _times(operation: Operation, repeats: _Repeats, disturbed: Iterable[tuple[int, ...]]) -> _Times:
     # In order of shape: the same table in whatever order its measurements come.
-    exact = {shape: float(np.median(repeats[shape])) for shape in sorted(repeats)}
+    exact = {shape: float(np.median([seconds for seconds, _ in repeats[shape]])) for shape in sorted(repeats)}
+    sources = {shape: min(repeats[shape], key=lambda one: abs(one[0] - exact[shape]))[1] for shape in exact}
     between, matched = _columns(operation)
     names = SHAPES[operation]
     alike: dict[tuple[int, ...], list[tuple[float, ...]]] = defaultdict(list)
     for shape, seconds in exact.items():
         alike[tuple(shape[at] for at in matched)].append((*(shape[at] for at in between), seconds))
-    scattered = {}
+    scattered, shifted = {}, {}
+    shaken = frozenset(disturbed)
     for kind, points in alike.items():
         is_windowed = any(names[at] == "window" and size for at, size in zip(matched, kind, strict=True))
         powers = [1 + (names[at] in _SQUARED and not is_windowed) for at in between]
         table = np.array(points, dtype=np.float64)
         scattered[kind] = Scattered.of(table[:, :-1], table[:, -1], powers)
-    return _Times(exact=exact, disturbed=frozenset(disturbed), between=scattered)
+        kind_shapes = [shape for shape in exact if tuple(shape[at] for at in matched) == kind] if shaken else []
+        if is_shaken := [shape in shaken for shape in kind_shapes]:
+            longer = table[:, -1] * np.where(is_shaken, 1 + _SHIFT, 1.0)
+            if any(is_shaken):
+                shifted[kind] = Scattered.of(table[:, :-1], longer, powers)
+    return _Times(exact=exact, sources=sources, disturbed=shaken, between=scattered, shifted=shifted)
 
 
 # What a calibration may move, in the order in which a fit takes them up: what most runs tell apart first.
@@ -451,6 +541,15 @@ TIME_SPREADS = (
 # Publishers of runs as which the general spreads count beside a calibration's own: of 1 to 4 the one with which most
 # sources that are left out have nine of ten runs inside, at the least width (`benchmarks/accuracy.py`).
 GENERAL_PUBLISHERS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitConditions:
+    """What the runs of a calibration were priced with when it was fitted: its factors hold beside nothing else."""
+
+    device: str
+    autoplan: str  # version, of which the cost model is a part
+    timings: str = ""  # digest of the measured times (`TimingTable.digest`); blank: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -487,6 +586,7 @@ class Calibration:
     unseen: tuple[str, ...] = ()  # of a whole problem, "framework" or "generation": no run rests on it
     memory_spread: float = 0.06
     sources: tuple[str, ...] = ()
+    fitted_with: FitConditions | None = None  # None: shipped, written by hand, or fitted before this was kept
 
     def __post_init__(self) -> None:
         for name in FACTORS:
@@ -498,6 +598,38 @@ class Calibration:
         for name in (*TIME_SPREADS, "memory_spread"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name), most=5.0)
+
+    def check_goes_with(self, timings: str, autoplan: str, device: str | None = None) -> None:
+        """Refuse measured times of another digest than its factors were fitted with: an error would count twice.
+
+        `autoplan` is this version, `device` the one that is planned for where there is one.
+        """
+        fitted = self.fitted_with
+        if fitted is None:
+            # Before conditions were kept all fits were without measured times; what was not fitted says what is wanted.
+            if timings and self.sources and any(getattr(self, name) != 1.0 for name in FACTORS):
+                raise InputError(
+                    f"calibration {self.name!r} was fitted without measured times, beside them its factors would count "
+                    "an error twice: take --calibration db, fit it anew, or leave --timings out"
+                )
+            return
+        if device is not None and fitted.device != device:
+            raise InputError(
+                f"calibration {self.name!r} was fitted on {fitted.device}, the cluster has {device}: "
+                "take one of that device, or leave --calibration out"
+            )
+        if fitted.autoplan != autoplan:
+            raise InputError(
+                f"calibration {self.name!r} was fitted with autoplan {fitted.autoplan}, this is {autoplan}: "
+                "fit it anew, or take --calibration db"
+            )
+        if fitted.timings != timings:
+            said = f"with the measured times {fitted.timings}" if fitted.timings else "without measured times"
+            given = f"those here are {timings}" if timings else "there are none here"
+            raise InputError(
+                f"calibration {self.name!r} was fitted {said}, {given}: take --calibration db, which is fitted to what "
+                "is given, fit it anew, or give the same --timings"
+            )
 
     @property
     def own_weight(self) -> float:

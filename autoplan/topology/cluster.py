@@ -242,6 +242,7 @@ class MachineSpec:
     torch: str = ""
     collectives: str = ""  # nccl 2.28.3
     topology: str = ""  # hash of the links between devices, sockets and NICs of a node
+    power_cap_w: int = 0  # in force; 0: that of the device's datasheet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

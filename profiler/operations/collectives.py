@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from autoplan.base.errors import InputError
 from autoplan.profiler.group_layouts import Layout, groups_of
-from autoplan.profiler.operations.inputs import InputFactory, Run
+from autoplan.profiler.operations.inputs import BesideRun, InputFactory, Run
 from autoplan.spec.timing import COLLECTIVES, Operation
 
 _GEMM_SIZE = {"cpu": 256, "cuda": 4096}  # of a product long enough to launch and short enough to fill gaps
@@ -54,10 +54,10 @@ def build_beside_gemm(
     factory: InputFactory,
     groups: Groups,
     decide: Callable[[float], float],
-) -> Run | None:
+) -> BesideRun | None:
     """A call that starts the collective, runs products that take about as long as it alone, and waits for both.
 
-    What it takes beyond the collective alone is what overlapping costs (`modelling` D6).  All ranks call it; `decide`
+    What it takes beyond the longer of the two is what overlapping costs (`modelling` D6).  All ranks call it; `decide`
     hands them what rank 0 measured.
     """
     member = groups.own(shape)
@@ -70,16 +70,21 @@ def build_beside_gemm(
     start = _starter(operation, shape, factory, *member) if member else None
     alone = decide(_once_s(factory.device, (lambda: start().wait()) if start else None))
     num_products = max(round(alone / decide(_once_s(factory.device, product))), 1)
+
+    def products() -> None:
+        for _ in range(num_products):
+            product()
+
+    products_s = decide(_once_s(factory.device, products))
     if start is None:
         return None
 
     def run() -> None:
         work = start()
-        for _ in range(num_products):
-            product()
+        products()
         work.wait()
 
-    return run
+    return BesideRun(run=run, products_s=products_s)
 
 
 def _once_s(device: torch.device, run: Run | None, *, repeats: int = 5) -> float:

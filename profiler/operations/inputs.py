@@ -43,6 +43,18 @@ class ChainedRun:
         return self.run()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesideRun:
+    """Call that runs something beside products, which take `products_s` alone."""
+
+    run: Run
+    products_s: float
+
+    def __call__(self) -> object:
+        """Run both, and wait for both."""
+        return self.run()
+
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -66,6 +78,29 @@ class InputFactory:
     def fp8(self, *shape: int) -> Tensor:
         """A tensor from N(0, 1) in 8 bits."""
         return self.normal(*shape, dtype=torch.float32).to(_fp8_type())
+
+    def narrow(self, rows: int, depth: int, *, is_weight: bool = False) -> tuple[Tensor, Tensor]:
+        """A matrix in the factory's narrow type, numbers along the summed index together, and its scales, all 1.
+
+        Scales lie as torch's `_scaled_mm` wants them: one; one for every 32 numbers (mxfp8) or 16 (nvfp4), in tiles of
+        128 rows and 4 scales; one for every 128 numbers of a row, of a weight for 128 rows at once (fp8_block).
+        Source: aten/src/ATen/native/cuda/ScaledBlas.cpp, get_scaling_type.
+        """
+        if self.dtype == "fp8":
+            return self.fp8(rows, depth), torch.ones((), device=self.device)
+        if self.dtype == "mxfp8":
+            return self.fp8(rows, depth), self._scales(rows, depth // 32, torch.float8_e8m0fnu)
+        if self.dtype == "nvfp4":
+            pairs = torch.randint(0, 256, (rows, depth // 2), dtype=torch.uint8, device=self.device)
+            return pairs.view(torch.float4_e2m1fn_x2), self._scales(rows, depth // 16, torch.float8_e4m3fn)
+        blocks = math.ceil(depth / 128)
+        if is_weight:
+            return self.fp8(rows, depth), torch.ones(math.ceil(rows / 128), blocks, device=self.device)
+        return self.fp8(rows, depth), torch.ones(blocks, rows, device=self.device).t()
+
+    def _scales(self, rows: int, blocks: int, dtype: torch.dtype) -> Tensor:
+        size = math.ceil(rows / 128) * 128 * math.ceil(blocks / 4) * 4
+        return torch.ones(size, device=self.device).to(dtype)
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A place for results."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoplan.profiler.operations import attention
 from autoplan.profiler.operations.inputs import InputFactory, Run, backward, in_turns, num_sets
-from autoplan.spec.timing import EXPERTS, PRODUCTS, Operation
+from autoplan.spec.timing import EXPERTS, NARROW_PRODUCTS, PRODUCTS, Operation
 
 _ROPE_BASE = 10_000.0
 # Rows of 16 bits to which grouped products want each expert's share of the tokens: where it is none, some versions of
@@ -28,13 +28,13 @@ _ROWS = 8
 def implementation(operation: Operation, dtype: str, device: torch.device) -> str:
     """The name of the way in which `operation` runs here: part of what is measured.  Blank where it cannot run."""
     if operation in ("gemm", "dgrad"):
-        return _first_working(operation, dtype, device, ["scaled_mm"] if dtype == "fp8" else ["mm"])
+        return _first_working(operation, dtype, device, ["scaled_mm"] if dtype in NARROW_PRODUCTS else ["mm"])
     if operation == "wgrad":
         wide = ["addmm"] if dtype == "fp32" else ["addmm fp32", "mm + add"]
-        ways = ["scaled_mm + add"] if dtype == "fp8" else wide
+        ways = ["scaled_mm + add"] if dtype in NARROW_PRODUCTS else wide
         return _first_working(operation, dtype, device, ways)
-    if dtype == "fp8":
-        return ""  # torch itself has no other kernels in 8 bits
+    if dtype in NARROW_PRODUCTS:
+        return ""  # torch itself has no other kernels in 8 or 4 bits
     if operation in EXPERTS:
         return _first_working(operation, dtype, device, ["grouped_mm", "mm each"])
     if operation in ("attention", "attention_backward"):
@@ -47,15 +47,17 @@ def implementation(operation: Operation, dtype: str, device: torch.device) -> st
 
 def implementation_windowed(operation: Operation, dtype: str, device: torch.device) -> str:
     """Name the `implementation` of attention within a window; blank for other operations."""
-    if operation not in ("attention", "attention_backward") or dtype == "fp8":
+    if operation not in ("attention", "attention_backward") or dtype in NARROW_PRODUCTS:
         return ""
     # The flash kernel leaves out what no query of a tile sees; through `sdpa` a window is a mask, and all is computed.
     return _first_working(operation, dtype, device, ["varlen flash", "sdpa mask"], shape=(1, 128, 4, 2, 64, 32))
 
 
-# The smallest shapes that every way of an operation accepts: 8-bit products need multiples of 16.
+_WIDTHS = {"fp8": 1.0, "mxfp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.5}  # bytes of a number
+
+# The smallest shapes that every way of an operation accepts: narrow products have scales for tiles of 128.
 _TINY: dict[Operation, tuple[int, ...]] = {
-    **dict.fromkeys(PRODUCTS, (32, 32, 32)),
+    **dict.fromkeys(PRODUCTS, (128, 128, 128)),
     **dict.fromkeys(("attention", "attention_backward"), (1, 128, 4, 2, 64, 0)),
     **dict.fromkeys(("latent_attention", "latent_attention_backward"), (1, 128, 4, 192, 128)),
     **dict.fromkeys(EXPERTS, (64, 32, 32, 1, 4, 1, 1)),
@@ -102,36 +104,41 @@ def build(
 
 def _input_bytes(operation: Operation, shape: tuple[int, ...], factory: InputFactory) -> int:
     """Roughly what one call touches; 0 of experts, whose weights and activations push each other out anyway."""
-    width = 1 if factory.dtype == "fp8" else factory.torch_dtype.itemsize
+    width = _WIDTHS.get(factory.dtype, factory.torch_dtype.itemsize)
     if operation in PRODUCTS:
         m, n, k = shape
-        return width * (m * n + n * k + m * k)
+        return int(width * (m * n + n * k + m * k))
     if operation in ("attention", "attention_backward"):
         batch, seq_len, num_heads, num_kv_heads, head_dim, _ = shape
-        return 2 * width * batch * seq_len * (num_heads + num_kv_heads) * head_dim
+        return int(2 * width * batch * seq_len * (num_heads + num_kv_heads) * head_dim)
     if operation in ("latent_attention", "latent_attention_backward"):
         batch, seq_len, num_heads, qk_head_dim, v_head_dim = shape
-        return 2 * width * batch * seq_len * num_heads * (qk_head_dim + v_head_dim)
+        return int(2 * width * batch * seq_len * num_heads * (qk_head_dim + v_head_dim))
     if operation in EXPERTS:
         return 0
-    return 2 * width * math.prod(shape)
+    return int(2 * width * math.prod(shape))
 
 
-def _eighths(m: int, n: int, k: int, factory: InputFactory, *, is_forward: bool) -> Callable[[], Tensor]:
-    """Build x w^T in 8 bits: both operands along the summed index, which is what the kernels want.
+def _narrow_product(
+    m: int, n: int, k: int, factory: InputFactory, *, is_forward: bool, has_weight: bool = True
+) -> Callable[[], Tensor]:
+    """Build x w^T in 8 or 4 bits: both operands along the summed index, which is what the kernels want.
 
-    Sums are kept short in the forward pass alone, as frameworks do (Transformer Engine, `use_split_accumulator`).
+    With one scale a tensor, sums are kept short in the forward pass alone, as frameworks do (Transformer Engine,
+    `use_split_accumulator`).  Where `has_weight` is false both are activations, as for the gradient of a weight.
     """
-    x, w, scale = factory.fp8(m, k), factory.fp8(n, k), torch.ones((), device=factory.device)
+    (x, x_scale), (w, w_scale) = factory.narrow(m, k), factory.narrow(n, k, is_weight=has_weight)
+    fast = is_forward and factory.dtype == "fp8"
+    turned = w_scale.t() if w_scale.dim() == 2 else w_scale
     return lambda: torch._scaled_mm(
-        x, w.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=is_forward
+        x, w.t(), scale_a=x_scale, scale_b=turned, out_dtype=torch.bfloat16, use_fast_accum=fast
     )
 
 
 def _gemm(factory: InputFactory, m: int, n: int, k: int) -> Run:
     """Build y = x w^T of m tokens, k inputs and n outputs."""
     if factory.kernel == "scaled_mm":
-        return _eighths(m, n, k, factory, is_forward=True)
+        return _narrow_product(m, n, k, factory, is_forward=True)
     inputs, weight, out = factory.normal(m, k), factory.normal(n, k), factory.zeros(m, n)
     return lambda: torch.mm(inputs, weight.t(), out=out)
 
@@ -139,7 +146,7 @@ def _gemm(factory: InputFactory, m: int, n: int, k: int) -> Run:
 def _dgrad(factory: InputFactory, m: int, n: int, k: int) -> Run:
     """Build dx = dy w."""
     if factory.kernel == "scaled_mm":
-        return _eighths(m, k, n, factory, is_forward=False)
+        return _narrow_product(m, k, n, factory, is_forward=False)
     dy, weight, out = factory.normal(m, n), factory.normal(n, k), factory.zeros(m, k)
     return lambda: torch.mm(dy, weight, out=out)
 
@@ -148,7 +155,7 @@ def _wgrad(factory: InputFactory, m: int, n: int, k: int) -> Run:
     """Build dw += dy^T x, added to an fp32 buffer."""
     total = factory.zeros(n, k, dtype=torch.float32)
     if factory.kernel == "scaled_mm + add":
-        product = _eighths(n, k, m, factory, is_forward=False)
+        product = _narrow_product(n, k, m, factory, is_forward=False, has_weight=False)
         return lambda: total.add_(product())
     dy, x = factory.normal(m, n), factory.normal(m, k)
     if factory.kernel == "addmm":  # everything in one type

@@ -9,12 +9,16 @@ from functools import lru_cache
 from autoplan.profiler.record import Record
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.device import load_device
-from autoplan.spec.timing import COLLECTIVES, PRODUCTS
+from autoplan.spec.timing import COLLECTIVES, PRODUCTS, RATE_TYPES
 from autoplan.topology.cluster import DeviceSpec
 
 MOST_OVER_PEAK = 1.1  # devices may boost a little above the clock of their datasheet
 MOST_SPREAD = 0.5  # interquartile range of settled samples over their median
 LEAST_S = 1e-7  # below the launch of any kernel
+# Of what its units and memory allow, that a long product reaches on a sound device: the slowest libraries reach a
+# third, half of the power costs a fifth.  Below it other units did the work, or the device was not free.
+LEAST_SHARE = 0.1
+LONG_S = 1.5e-4  # by the datasheet: launches and half-filled tiles hardly count
 
 # Each device must send or take in at least its whole buffer (a network that reduces halves the traffic of a ring), or
 # all of it but its own part.
@@ -33,7 +37,7 @@ def implausible(record: Record) -> str:
         return f"took {record.seconds:.1e} s, less than the launch of a kernel"
     if record.status == "ok" and (spread := _spread(record.samples_s)) > MOST_SPREAD:
         return f"marked as settled, but its samples spread by {100 * spread:.0f} %"
-    return _too_fast(record)
+    return _too_fast(record) or _too_slow(record)
 
 
 def _spread(samples_s: tuple[float, ...]) -> float:
@@ -63,13 +67,37 @@ def _too_fast(record: Record) -> str:
     return ""
 
 
+def _too_slow(record: Record) -> str:
+    """Say why a product is too slow; what is marked as disturbed may be, and types without a rate of their own."""
+    device = _device(record.fingerprint.device)
+    if device is None or device.vendor == "cpu" or record.operation not in PRODUCTS or record.status != "ok":
+        return ""
+    peaks = {str(name): rate for name, rate in device.peak_flops_per_s.items()}
+    peak = peaks.get(RATE_TYPES.get(record.dtype, record.dtype))
+    if peak is None:
+        return ""
+    m, n, k = record.shape
+    moved_bytes = _WIDTHS.get(record.dtype, 2.0) * (m * n + n * k + m * k)
+    least_s = max(2 * m * n * k / peak, moved_bytes / device.memory_bandwidth_bytes_per_s)
+    if least_s < LONG_S or LEAST_SHARE * record.seconds < least_s:
+        return ""
+    rate = 2 * m * n * k / record.seconds
+    return (
+        f"{rate / 1e12:,.0f} TFLOP/s, {device.name} has {peak / 1e12:,.0f} in {record.dtype}: "
+        f"{record.seconds / least_s:,.0f} times as long as its datasheet allows"
+    )
+
+
+_WIDTHS = {"fp32": 4.0, "fp8": 1.0, "mxfp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.5}  # bytes of a number
+
+
 def _peak_flops_per_s(device: DeviceSpec, dtype: str) -> float:
     """The datasheet's rate of a type; fp32 may run as tf32, and a type without a rate may be one of four bits."""
     peaks = {str(name): rate for name, rate in device.peak_flops_per_s.items()}
     of_four_bits = 4 * max(peaks.get("bf16", 0.0), peaks.get("fp16", 0.0))
     if dtype == "fp32":
         return max(peaks.get("tf32", 0.0), peaks.get("fp32", 0.0)) or of_four_bits
-    return peaks.get(dtype, of_four_bits)
+    return peaks.get(RATE_TYPES.get(dtype, dtype), of_four_bits)
 
 
 _device = lru_cache(maxsize=64)(load_device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -17,6 +17,8 @@ import numpy as np
 from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, case, func, or_, select
 
 from autoplan.base.errors import InputError, StoreError
+from autoplan.profiler.contention import BesideProducts
+from autoplan.profiler.protocol import PRODUCTS_S
 from autoplan.profiler.record import NOT_CONTENT, SLOWED, Fingerprint, Record
 from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.selection import DISTURBED, may_stand_in
@@ -25,7 +27,7 @@ from autoplan.profiler.store.marks import Mark, add_marks, change, hidden_ids, h
 from autoplan.profiler.store.match import match
 from autoplan.profiler.store.plausible import implausible
 from autoplan.profiler.store.schema import DAMAGED, SCHEMA, fingerprints, insert_new, marks, records, runs
-from autoplan.spec.timing import Match, Measurement, Operation
+from autoplan.spec.timing import COLLECTIVES, Match, Measurement, Operation, devices_together
 
 T = TypeVar("T")
 
@@ -33,7 +35,10 @@ BATCH = 1_000  # records of one transaction: a killed writer loses at most these
 BESIDE = " beside "  # in the kernel of what was measured while something else ran on purpose
 LEAST_PREFIX = 6
 _TIMED = ("operation", "shape", "dtype", "seconds", "kernel", "source", "key", "fingerprint_id", "mode", "status")
+_CHOSEN_BY = (*_TIMED, "conditions", "host")
+HOSTS_APART = 1.10  # of two hosts' times of one shape, worth a word: devices of one kind differ by 5 % (`modelling` C1)
 _PREFERRED_MODES = ("sustained", "burst", "imported")  # of one shape on equally near machines
+MOST_FAILURES = 2  # after which an operation is taken not to run on a machine: one may be a passing fault
 MOST_COMPARED = 5  # of the newest measurements of one shape, of which the middle one counts
 
 
@@ -44,6 +49,22 @@ class Finding:
     key: str
     what: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsApart:
+    """Two hosts on which the same shape takes times that differ by more than devices of one kind do."""
+
+    what: str
+    fast: str
+    slow: str
+    ratio: float
+
+    @classmethod
+    def of(cls, fast: Any, slow: Any) -> HostsApart:
+        """Return what two rows of one shape tell."""
+        what = f"{slow.operation} {slow.shape} {slow.dtype}"
+        return cls(what=what, fast=fast.host, slow=slow.host, ratio=slow.seconds / fast.seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +105,7 @@ class Store:
         self._database = database
         self._fingerprint_ids: dict[Fingerprint, int] = {}
         self._unread: set[str] = set()
+        self.hosts_apart: list[HostsApart] = []  # that were met in choosing timings
 
     def __enter__(self) -> Store:
         return self
@@ -183,29 +205,46 @@ class Store:
         return _run(rows[0], self._machines()[rows[0].fingerprint_id]) if len(rows) == 1 else None
 
     def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> set[tuple[str, tuple[int, ...], str, str, str]]:
-        """Return (operation, shape, dtype, kernel, mode) of what settled so often on this machine, or failed there."""
+        """Return (operation, shape, dtype, kernel, mode) of what settled so often on this machine, or keeps failing.
+
+        What one device does alone is known from any machine that is alike as far as this device goes: a NIC that is
+        down changes nothing of it.  What failed is tried again until it has failed `MOST_FAILURES` times.
+        """
         columns = [records.c[name] for name in ("operation", "shape", "dtype", "kernel", "mode")]
+        machines = self._machines(fingerprint.device)
+        alike = [number for number, other in machines.items() if other.of_one_device == fingerprint.of_one_device]
         query = (
-            select(*columns)
-            .join(fingerprints, fingerprints.c.id == records.c.fingerprint_id)
-            .where(fingerprints.c.hash == _hash(fingerprint), records.c.status.in_(("ok", "failed")), ~is_hidden())
-            .group_by(*columns)
-            .having(or_(func.count() >= num_visits, func.min(records.c.status) == "failed"))  # before "ok" by letters
+            select(*columns, records.c.fingerprint_id, records.c.status, func.count().label("num"))
+            .where(records.c.fingerprint_id.in_(alike), records.c.status.in_(("ok", "failed")), ~is_hidden())
+            .group_by(*columns, records.c.fingerprint_id, records.c.status)
         )
-        found = set()
+        counts: dict[tuple[str, tuple[int, ...], str, str, str], Counter[str]] = defaultdict(Counter)
         with self._database.reading() as connection:
-            for operation, shape, dtype, kernel, mode in connection.execute(query):
-                with suppress(ValueError):  # damaged: it is measured again
-                    found.add((operation, _shape(shape), dtype, kernel, mode))
-        return found
+            rows: Sequence[Any] = connection.execute(query).all()
+        for row in rows:
+            with suppress(ValueError, KeyError):  # damaged, or of a later version: it is measured again
+                shape = _shape(row.shape)
+                if devices_together(row.operation, shape) == 1 or machines[row.fingerprint_id] == fingerprint:
+                    counts[row.operation, shape, row.dtype, row.kernel, row.mode][row.status] += row.num
+        return {key for key, found in counts.items() if found["ok"] >= num_visits or found["failed"] >= MOST_FAILURES}
 
     def latest(self, device: str) -> Fingerprint | None:
-        """The machine with that device whose measurements came in last, of those that were not imported."""
+        """The machine with that device that was measured last, of what was not imported, failed or hidden.
+
+        Whenever it came in: what a colleague adds of last year is no news.  Of equal moments the one added last counts.
+        """
         machines = self._machines(device)
+        newest, last_in = func.max(records.c.measured_at), func.max(records.c.id)
         query = (
             select(records.c.fingerprint_id)
-            .where(records.c.fingerprint_id.in_(machines), records.c.mode != "imported")
-            .order_by(records.c.id.desc())
+            .where(
+                records.c.fingerprint_id.in_(machines),
+                records.c.status != "failed",
+                records.c.mode != "imported",
+                ~is_hidden(),
+            )
+            .group_by(records.c.fingerprint_id)
+            .order_by(newest.desc(), last_in.desc())
             .limit(1)
         )
         with self._database.reading() as connection:
@@ -237,14 +276,14 @@ class Store:
                 own = [number for number, other in levels.items() if other == level]
                 nearer = [number for number, other in levels.items() if other < level]
                 chosen = _choice(own, nearer, usable).subquery()
-                query = select(*(records.c[name] for name in (*_TIMED, "conditions"))).join(
+                query = select(*(records.c[name] for name in _CHOSEN_BY)).join(
                     chosen,
                     and_(
                         records.c.id == chosen.c.id,
                         or_(chosen.c.place == 1, and_(chosen.c.place <= MOST_COMPARED, records.c.mode != "imported")),
                     ),
                 )
-                rows += _middle_ones(connection.execute(query.order_by(chosen.c.place)))
+                rows += self._middle_ones(connection.execute(query.order_by(chosen.c.place)))
             rows += _stand_ins(connection, levels, usable)
         found = []
         for operation, shape, dtype, seconds, kernel, source, key, number, mode, status in rows:
@@ -266,6 +305,26 @@ class Store:
             else:
                 found.append(measurement)
         return found
+
+    def beside_products(self, wanted: Fingerprint) -> list[BesideProducts]:
+        """Return the collectives that were measured beside products on the nearest machines that have some."""
+        levels: dict[Match, list[int]] = defaultdict(list)
+        for number, machine in self._machines(wanted.device).items():
+            if (level := match(machine, wanted)) is not None:
+                levels[level].append(number)
+        for _, numbers in sorted(levels.items()):
+            query = select(*(records.c[name] for name in (*_TIMED, "conditions"))).where(
+                records.c.fingerprint_id.in_(numbers),
+                records.c.operation.in_(sorted(COLLECTIVES)),
+                records.c.status == "ok",
+                ~records.c.is_alone,
+                ~is_hidden(),
+            )
+            with self._database.reading() as connection:
+                rows: Sequence[Any] = connection.execute(query.order_by(records.c.id)).all()
+            if found := [one for row in rows if (one := _beside(row))]:
+                return found
+        return []
 
     def find(self, key: str) -> tuple[Record, Mark | None]:
         """The record whose key begins with `key`, and the mark that hides it."""
@@ -351,6 +410,33 @@ class Store:
         for row, machine in self._rows_with_machines(select(runs), runs.c.id):
             yield from _findings(row, machine, _run, f"run of {row.model}")
 
+    def _middle_ones(self, rows: Iterable[Any]) -> list[Any]:
+        """Choose of each shape and type, whose rows come best first, the middle one of those measured as the first was.
+
+        Of the settled ones, unless more of them were slow or restless.  What collectives were told by hand comes after
+        what they chose themselves.  Hosts stand apart: of their middle ones the middle, of two the slower, which a step
+        over both waits for.
+        """
+        alike: dict[tuple[str, ...], list[Any]] = defaultdict(list)
+        for row in rows:
+            if row.status == "ok" or may_stand_in(row.operation, row.status, json.loads(row.conditions)):
+                alike[row.operation, row.shape, row.dtype].append(row)
+        chosen = []
+        for candidates in alike.values():
+            plain = [row for row in candidates if not _settings(row)] or candidates
+            first = next((row for row in plain if row.status == "ok"), plain[0])
+            how = (first.mode, first.kernel, _settings(first))
+            same = [row for row in plain if (row.mode, row.kernel, _settings(row)) == how]
+            settled = [row for row in same if row.status == "ok"]
+            by_host: dict[str, list[Any]] = defaultdict(list)
+            for row in settled if 2 * len(settled) >= len(same) else same:
+                by_host[row.host].append(row)
+            middles = sorted(map(_middle, by_host.values()), key=lambda row: row.seconds)
+            if middles[-1].seconds > HOSTS_APART * middles[0].seconds:
+                self.hosts_apart.append(HostsApart.of(middles[0], middles[-1]))
+            chosen.append(tuple(middles[len(middles) // 2])[: len(_TIMED)])
+        return chosen
+
     def _read(self, read: Callable[[Row[Any], Fingerprint], T], row: Row[Any], machine: Fingerprint) -> T | None:
         """Decode a row; None, and it counts as unread, where this version does not understand it."""
         try:
@@ -434,23 +520,27 @@ def _choice(own: Collection[int], nearer: Collection[int], usable: Sequence[Colu
     return query
 
 
-def _middle_ones(rows: Iterable[Any]) -> list[Any]:
-    """Choose of each shape and type, whose rows come best first, the middle one of those measured as the first was.
+def _beside(row: Any) -> BesideProducts | None:
+    """Return what a row tells of overlap; None of one of before the time of the products was kept."""
+    try:
+        return BesideProducts(
+            operation=row.operation,
+            shape=_shape(row.shape),
+            dtype=row.dtype,
+            seconds=float(row.seconds),
+            products_s=float(json.loads(row.conditions)[PRODUCTS_S]),
+        )
+    except (ValueError, TypeError, KeyError):
+        return None
 
-    Of the settled ones, unless more of them were slow or restless.
-    """
-    alike: dict[tuple[str, ...], list[Any]] = defaultdict(list)
-    for row in rows:
-        if row.status == "ok" or may_stand_in(row.operation, row.status, json.loads(row.conditions)):
-            alike[row.operation, row.shape, row.dtype].append(row)
-    chosen = []
-    for candidates in alike.values():
-        first = next((row for row in candidates if row.status == "ok"), candidates[0])
-        same = [row for row in candidates if (row.mode, row.kernel) == (first.mode, first.kernel)]
-        settled = [row for row in same if row.status == "ok"]
-        middle = _middle(settled if 2 * len(settled) >= len(same) else same)
-        chosen.append(tuple(middle)[: len(_TIMED)])
-    return chosen
+
+def _settings(row: Any) -> tuple[tuple[str, str], ...]:
+    """Return what the library of collectives was told by hand when a row was measured."""
+    if "NCCL_" not in row.conditions:
+        return ()
+    return tuple(
+        sorted((name, value) for name, value in json.loads(row.conditions).items() if name.startswith("NCCL_"))
+    )
 
 
 def _middle(rows: Iterable[Any]) -> Any:

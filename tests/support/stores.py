@@ -49,7 +49,7 @@ def some_records(seed: int, count: int) -> list[Record]:
             operation="gemm",
             shape=(128 * (at + 1), 1024, 1024 * (seed + 1)),
             dtype="bf16",
-            samples_s=tuple(1e-1 * (1 + 0.01 * rng.random()) for _ in range(5)),
+            samples_s=tuple(2e-6 * (at + 1) * (seed + 1) * (1 + 0.01 * rng.random()) for _ in range(5)),
             measured_by=f"user{seed}",
         )
         for at in range(count)

@@ -17,7 +17,7 @@ from autoplan.cost.kernels.measured import find
 from autoplan.cost.kernels.times import add_up, memory_bound_s
 from autoplan.cost.memory.allocator_cache import GRAD_BYTES
 from autoplan.cost.memory.parameters import StageParameters
-from autoplan.cost.network.links import CONTENTION_SHARE, ProcessGroup
+from autoplan.cost.network.links import ProcessGroup, contention_share
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.spec.enums import Offload, Precision, Schedule, Sharding
@@ -25,6 +25,8 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Operation
+
+_REDUCTIONS: tuple[Operation, ...] = ("reduce_scatter", "all_reduce")
 
 
 def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
@@ -175,7 +177,8 @@ def shown_reduce_s(
     slack[:, 0] = np.where(in_one, framework.overlap.grad_reduce_overlap_share * backward_s[:, 0], 0.0)
     # The last bucket is ready only when the backward pass is over.
     exposed = np.maximum((late_s - slack).max(axis=1), reduce_s[:, 0] / first.num_blocks)
-    return exposed + CONTENTION_SHARE * np.minimum(reduce_s[:, 0], slack[:, 0] + hidden_s[:, 0])
+    contention = contention_share(problem.timings, *_REDUCTIONS)
+    return exposed + contention * np.minimum(reduce_s[:, 0], slack[:, 0] + hidden_s[:, 0])
 
 
 def shown_gather_s(
@@ -196,7 +199,8 @@ def least_shown_s(problem: Problem, batch: PlanBatch, reduce_s: Floats, gather_s
     hides under.
     """
     last_bucket = 1.0 / np.maximum(most_blocks, 1)
-    hidden = reduce_s * (last_bucket + CONTENTION_SHARE * (1.0 - last_bucket))
+    contention = contention_share(problem.timings, *_REDUCTIONS)
+    hidden = reduce_s * (last_bucket + contention * (1.0 - last_bucket))
     gathers_early = batch.param_gather_overlap & problem.framework.overlap.param_gather_overlap
     reduction = np.where(_can_hide_reduction(problem, batch), hidden, reduce_s)
     return reduction + gather_s * np.where(gathers_early, last_bucket, 1.0)

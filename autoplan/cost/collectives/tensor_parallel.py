@@ -12,7 +12,7 @@ from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.arithmetic import BlockShape
 from autoplan.cost.kernels.measured_units import measures_end
 from autoplan.cost.kernels.times import KernelTimes, add_up, padded_vocab, rank_tokens
-from autoplan.cost.network.links import CONTENTION_SHARE, Links
+from autoplan.cost.network.links import Links, contention_share
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.passes import Ends, Pass
 from autoplan.spec.enums import Precision
@@ -177,12 +177,13 @@ def tensor_parallel_s(
     meeting = add_up(_meeting_s(problem, batch))
     meetings = np.where(batch.sp, 2, 1) * meeting
     beside = np.minimum(reduce + meeting, columns_s) if framework.overlap.tp_reduce_overlap else np.zeros_like(reduce)
-    plain = forward + meetings, gather + reduce + meetings - (1.0 - CONTENTION_SHARE) * beside
+    contention = contention_share(problem.timings, "reduce_scatter", "all_reduce")
+    plain = forward + meetings, gather + reduce + meetings - (1.0 - contention) * beside
     if framework.overlap.tp_overlap_pieces:
         pieces = _in_pieces_s(problem, batch, shape, alone, kernels)
         overlapped = (
             pieces.forward_s,
-            pieces.backward_s + reduce - (1.0 - CONTENTION_SHARE) * np.minimum(beside, reduce),
+            pieces.backward_s + reduce - (1.0 - contention) * np.minimum(beside, reduce),
         )
     else:
         # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
@@ -256,9 +257,10 @@ def tensor_parallel_ends_s(problem: Problem, batch: PlanBatch, links: LinkTimes,
         loss = logits.seconds(links) + meeting
     tables, heads = int(has_table), int(has_head) * (1 + problem.model.num_mtp_layers)
     beside = np.minimum(heads * reduce, head_weight_s) if problem.framework.overlap.tp_reduce_overlap else none
+    contention = contention_share(problem.timings, "reduce_scatter", "all_reduce")
     return Ends(
         embedding=Pass(forward_s=tables * reduce, backward_s=tables * gather),
-        head=Pass(forward_s=heads * (gather + loss), backward_s=heads * reduce - (1.0 - CONTENTION_SHARE) * beside),
+        head=Pass(forward_s=heads * (gather + loss), backward_s=heads * reduce - (1.0 - contention) * beside),
     )
 
 

@@ -44,6 +44,13 @@ SWITCH_DOWN_PORTS = 32
 # as a share of its own duration (`modelling` D6: .05-.20, judged).
 CONTENTION_SHARE = 0.10
 
+
+def contention_share(timings: TimingTable, *operations: Operation) -> float:
+    """Return what an overlapped transfer costs as a share of its duration: measured of these operations, or judged."""
+    measured = [timings.contention[operation] for operation in operations if operation in timings.contention]
+    return float(np.mean(measured)) if measured else CONTENTION_SHARE
+
+
 # An all-reduce of a few numbers goes up a tree and down again: its start, and one way over a link inside a domain and
 # over the network (NCCL src/graph/tuning.cc, tree and LL protocol; `modelling` D2).
 SHORT_START_S, SHORT_LINK_S, SHORT_NETWORK_S = 6.8e-6, 0.6e-6, 5.0e-6
@@ -263,6 +270,13 @@ def link_bytes(
 _DTYPES = ("bf16", "fp16", "fp32")
 
 
+def _distance(group: tuple[int, ...], members: int, inside: int) -> float:
+    """Return how unlike a measured group of (members, inside a domain, siblings) is to one with so many members."""
+    others, beside, siblings = group
+    domains = np.log((others / beside) / (members / inside))
+    return float(2 * abs(np.log(beside / inside)) + abs(domains) - 0.01 * np.log(siblings))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
     """The links of a cluster: reference rates with a calibration's factors, and what was measured on them."""
@@ -333,7 +347,8 @@ class Links:
         """The measured times of a collective, and the reference of those that were not.
 
         As siblings of a group, those that share its domains, work at once in training, they should have done so when
-        it was measured; else the group alone counts, if it lies inside one domain, where links are its own.
+        it was measured; else the group alone counts, if it lies inside one domain, where links are its own.  Groups
+        that were not measured take as much longer than by the reference as the nearest ones that were.
         """
         shape = reference_s.shape
 
@@ -349,12 +364,57 @@ class Links:
         members, inside = size[rows], self._inside("all_reduce", group)[rows]
         first, of_shape = distinct_rows(members, inside, of_size)
         members, inside, moved = members[first], inside[first], sizes[of_size[first]]
-        siblings = self.topology.levels[self.domain].num_devices // inside
+        siblings = self._domain_size // inside
         alone = np.where(members == inside, 1, siblings)
         shapes = [np.stack([members, inside, groups, moved], axis=1) for groups in (siblings, alone)]
         both = find(self.timings, operation, _DTYPES, np.concatenate(shapes))
         half = np.arange(len(first))
         found = both.take(half).before(both.take(half + len(first)))
+        measured_s, ratio = found.otherwise(np.full(len(first), np.nan)), np.ones(len(first))
+        missing = np.flatnonzero(np.isnan(measured_s))
+        ratio[missing] = self._ratio_of_others(operation, members[missing], inside[missing], moved[missing])
+        own_s = reference_s[rows]
+        scaled_s = own_s * np.where(np.isnan(ratio), 1.0, ratio)[of_shape]
         result = reference_s.copy()
-        result[rows] = found.take(of_shape).otherwise(reference_s[rows])
+        result[rows] = np.where(np.isnan(measured_s)[of_shape], scaled_s, measured_s[of_shape])
         return result.reshape(shape)
+
+    def _ratio_of_others(self, operation: Operation, members: Ints, inside: Ints, moved: Floats) -> Floats:
+        """Measured over reference time of the groups nearest to these that were measured; NaN where there are none.
+
+        Groups inside a domain tell nothing of those that leave it, nor the other way round; of the latter only those
+        count that shared the network with all siblings.  The nearest have as many members in a domain, then as many
+        domains.
+        """
+        ratio = np.full(len(members), np.nan)
+        groups = [
+            (number, beside, siblings)
+            for number, beside, siblings in self.timings.groups(operation, *_DTYPES)
+            if number == beside or siblings == self._domain_size // beside
+        ]
+        if not groups:
+            return ratio
+        for own_members, own_inside in set(zip(members.tolist(), inside.tolist(), strict=True)):
+            rows = np.flatnonzero((members == own_members) & (inside == own_inside))
+            for other in sorted(groups, key=lambda group: _distance(group, own_members, own_inside)):
+                left = rows[np.isnan(ratio[rows])]
+                if not len(left) or (other[0] == other[1]) != (own_members == own_inside):
+                    continue
+                ratio[left] = self._measured_over_reference(operation, other, moved[left])
+        return ratio * self.timings.source_factors.scaled
+
+    def _measured_over_reference(self, operation: Operation, other: tuple[int, ...], moved: Floats) -> Floats:
+        """Return how much longer than by the reference a group takes that was measured, with buffers of these sizes."""
+        members, inside, siblings = other
+        size = np.full(len(moved), members)
+        stride = np.ones_like(size) if members == inside else np.full_like(size, self._domain_size // inside)
+        reference_s = collective_s(self.topology, operation, ProcessGroup(stride, size), moved)
+        sizes, of_size = np.unique(moved, return_inverse=True)
+        shapes = np.stack([np.full(len(sizes), float(number)) for number in (members, inside, siblings)], axis=1)
+        found = find(self.timings, operation, _DTYPES, np.column_stack([shapes, sizes]))
+        return found.seconds[of_size] / reference_s
+
+    @property
+    def _domain_size(self) -> int:
+        """Devices of a scale-up domain."""
+        return self.topology.levels[self.domain].num_devices

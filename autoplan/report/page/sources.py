@@ -17,10 +17,11 @@ MEANS: dict[Provenance, str] = {
     "measured": "timed on this machine or one with its fingerprint, at these shapes",
     "disturbed": "timed there at these shapes, but beside other load or not settled",
     "interpolated": "between shapes that were timed",
+    "scaled": "of groups of other sizes that were timed, by the reference",
     "reference": "curves fitted to published measurements of this device and framework",
     "datasheet": "the maker's figures with an assumed efficiency",
 }
-TIMED: tuple[Provenance, ...] = ("measured", "disturbed", "interpolated")
+TIMED: tuple[Provenance, ...] = ("measured", "disturbed", "interpolated", "scaled")
 
 
 def sources(content: PlanContent) -> Markup:
@@ -101,9 +102,18 @@ def _facts(
         yield f"device{of}", f"{cluster.device.name}, {_count(len(cluster.device.sources), 'source')}"
         yield f"cluster{of}", f"{cluster.name}, {_count(len(cluster.sources), 'source')}"
     if isinstance(file, PlanFile):
-        yield "timings", file.timings or "none: no measured times were asked for"
+        yield "timings", _timings(file)
     yield "made by", ", ".join(f"{name} {version}" for name, version in file.versions.items())
     yield "with", tag("code", file.command)
+
+
+def _timings(file: PlanFile) -> str:
+    if not file.timings:
+        return "none: no measured times were asked for"
+    if (pinned := file.pinned) is None:
+        return file.timings
+    of = f" for {pinned.machine}" if pinned.machine else ""
+    return f"{file.timings}{of}, {pinned.num_times:,} times, digest {pinned.digest}"
 
 
 def _count(number: int, noun: str) -> str:

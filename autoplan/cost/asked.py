@@ -1,0 +1,19 @@
+"""Shapes that the price of plans looks up in a table of measured times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autoplan.cost.estimate import estimate
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import Operation, TimingTable
+
+
+def asked_shapes(problem: Problem, batch: PlanBatch) -> Mapping[tuple[Operation, str], set[tuple[int, ...]]]:
+    """Return by operation and type the shapes whose measured times a price of these plans would take."""
+    table = TimingTable.noting(is_own=problem.framework.kernels.eager_layers)
+    estimate(replace(problem, timings=table), batch)
+    assert table.asked is not None
+    return dict(table.asked)

@@ -1,0 +1,119 @@
+"""Share of the communication of the best plans that a filled `profile --for` serves with measured or scaled times.
+
+    python benchmarks/served_by_profile.py
+
+For each cluster the best twenty plans of a search are kept in a plan file; every task that `profile --for` can queue on
+an allocation is filled in, and the plans are priced with that.  A look-up is one collective or message of one plan, of
+one size; it is served where its time is not the reference's.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+import autoplan
+from autoplan.api.open_ranking import OpenRanking
+from autoplan.api.timings import with_timings
+from autoplan.base.arrays import Floats, Ints
+from autoplan.cost.estimate import estimate
+from autoplan.cost.network.links import Links, ProcessGroup, collective_s
+from autoplan.profiler.protocol import Hello
+from autoplan.profiler.record import Fingerprint, Record
+from autoplan.profiler.store import open_store
+from autoplan.profiler.tasks import reference_s
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.timing import COLLECTIVES, SHAPES, Operation
+
+# (name, cluster, model, sequences, tokens, nodes that are measured, ranks on each)
+CASES = [
+    ("16 x 8 H100, all measured", "h100-sxm:16x8", "llama3-70b", 512, 8192, 16, 8),
+    ("16 x 8 H100, 4 nodes measured", "h100-sxm:16x8", "llama3-70b", 512, 8192, 4, 8),
+    ("GB200 NVL72, one rack", "gb200-nvl72:1x72", "llama3-8b", 576, 8192, 18, 4),
+    ("GB200 NVL72, 4 racks, one measured", "gb200-nvl72:4x72", "llama3-70b", 576, 8192, 18, 4),
+    ("64 x 8 H100, 8 nodes measured", "h100-sxm:64x8", "llama3-70b", 1024, 8192, 8, 8),
+]
+
+
+@contextmanager
+def counted() -> Iterator[tuple[Counter[Operation], Counter[Operation]]]:
+    """Count by operation the look-ups of collectives, and those that were served."""
+    asked: Counter[Operation] = Counter()
+    served: Counter[Operation] = Counter()
+    plain = Links.seconds
+
+    def watched(
+        links: Links, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: Ints | int = 1
+    ) -> Floats:
+        found = plain(links, operation, group, buffer_bytes, copies)
+        reference = collective_s(links.topology, operation, group, buffer_bytes, copies)
+        takes_part = np.broadcast_to((np.asarray(group.size) > 1) & (buffer_bytes > 0), found.shape)
+        asked[operation] += int(takes_part.sum())
+        served[operation] += int((takes_part & (found != reference)).sum())
+        return found
+
+    with mock.patch.object(Links, "seconds", watched):
+        yield asked, served
+
+
+def hello_of(file: PlanFile, num_nodes: int, per_node: int, dtypes: tuple[str, ...]) -> Hello:
+    """Return what so many nodes of the file's cluster say before a profile."""
+    device = file.cluster.device
+    return Hello(
+        fingerprint=Fingerprint(
+            device=device.name, memory_bytes=int(device.memory_bytes), runtime="cuda 13.0", torch="2.13.0"
+        ),
+        device_type="cuda",
+        hosts=tuple(f"node{at // per_node}" for at in range(num_nodes * per_node)),
+        dtypes=dtypes,
+        kernels={(name, dtype): "nccl" if name in COLLECTIVES else "way" for name in SHAPES for dtype in dtypes},
+        devices_per_domain=file.cluster.levels[-1].num_devices,
+    )
+
+
+def main() -> None:
+    """Print a line for each cluster."""
+    for name, cluster, model, batch, seq_len, num_nodes, per_node in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            path, url = Path(folder) / "plan.json", f"{folder}/filled.db"
+            result = autoplan.search(model, cluster=cluster, global_batch=batch, seq_len=seq_len)
+            result.save(path)
+            open_store(url).close()
+            ranking = OpenRanking(path, url, ("sustained",))
+            hello = hello_of(ranking.file, num_nodes, per_node, ranking.dtypes)
+            tasks, device = ranking.tasks(hello), ranking.file.cluster.device
+            with open_store(url) as store:
+                store.add(
+                    Record(
+                        fingerprint=hello.fingerprint,
+                        operation=task.operation,
+                        shape=task.shape,
+                        dtype=task.dtype,
+                        kernel=task.kernel,
+                        samples_s=(1.1 * reference_s(task, device),) * 3,
+                    )
+                    for task in tasks
+                )
+            plans = [ranked.plan for ranked in (ranking.file.best, *ranking.file.alternatives)]
+            with counted() as (asked, served):
+                problem = with_timings(result.problem, "db", url)
+                estimate(problem, PlanBatch.of(plans, problem.model.num_layers))
+            share = 100 * served.total() / max(asked.total(), 1)
+            parts = ", ".join(f"{one} {100 * served[one] / asked[one]:.0f} %" for one in sorted(asked) if asked[one])
+            collectives = sum(task.operation in COLLECTIVES for task in tasks)
+            print(
+                f"{name}: {share:.0f} % of {asked.total()} look-ups ({parts}); {collectives} collectives of "
+                f"{len(tasks)} tasks",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Tasks for what the price of plans looks up, as far as the ranks that have met can measure it.
+
+A price is asked which shapes it looks up (`TimingTable.noting`); these, and nothing else, are queued.  Groups of
+devices that the ranks cannot form are measured as the nearest that they can, from which the price scales them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+
+from autoplan.profiler.group_layouts import Layout
+from autoplan.profiler.protocol import BESIDE, Hello, Task, rules_for
+from autoplan.profiler.record import Mode
+from autoplan.profiler.tasks import BESIDE_LEAST_BYTES, OVERHEAD_S, RankedTask, TaskKey, reference_s
+from autoplan.spec.timing import COLLECTIVES, SHAPES, Operation, batch_index
+from autoplan.topology.cluster import DeviceSpec
+
+Asked = Mapping[tuple[Operation, str], Collection[tuple[int, ...]]]
+
+SIZE_STEP = 4  # between the buffers of a line: rates between two are interpolated
+SMALLEST_BYTES, LARGEST_BYTES = 2**10, 2**30  # beyond the largest the rate is kept
+REDUCTIONS = ("all_gather", "all_reduce", "reduce_scatter")
+
+
+def asked_tasks(
+    asked: Asked, hello: Hello, modes: Collection[Mode], device: DeviceSpec, known: Collection[TaskKey]
+) -> list[RankedTask]:
+    """Return the tasks that measure what was asked and is not known yet, those first whose calls take longest."""
+    found: list[RankedTask] = []
+    for mode in modes:
+        for operation, dtype, shape, suffix in sorted(_measurable(asked, hello)):
+            is_windowed = operation.startswith("attention") and shape[-1] > 0
+            kernel = (hello.windowed if is_windowed else hello.kernels).get((operation, dtype))
+            if not kernel:
+                continue
+            task = Task(operation=operation, shape=shape, dtype=dtype, kernel=kernel + suffix, mode=mode)
+            if task.key not in known:
+                call_s = reference_s(task, device)
+                expected_s = rules_for(hello.device_type, mode).expected_s(call_s) + OVERHEAD_S
+                found.append(RankedTask(task=task, effect_s=call_s, expected_s=expected_s))
+    return sorted(found, key=lambda ranked: (-ranked.effect_s, ranked.task.shape[batch_index(ranked.task.operation)]))
+
+
+def _measurable(asked: Asked, hello: Hello) -> set[tuple[Operation, str, tuple[int, ...], str]]:
+    """Return (operation, type, shape, ending of the kernel's name) of what these ranks can run."""
+    found: set[tuple[Operation, str, tuple[int, ...], str]] = set()
+    groups: dict[tuple[Operation, Layout], set[int]] = defaultdict(set)
+    for (operation, dtype), shapes in asked.items():
+        for shape in shapes:
+            if operation in COLLECTIVES:
+                if layout := nearest_layout(shape, hello.num_domains, hello.ranks_per_domain):
+                    groups[operation, layout].add(shape[3])
+            elif dtype in hello.dtypes and _is_shape(operation, shape):
+                found.add((operation, dtype, shape, ""))
+    wide = next((dtype for dtype in hello.dtypes if dtype in ("bf16", "fp16", "fp32")), None)
+    for (operation, layout), sizes in groups.items() if wide else ():
+        assert wide is not None
+        for buffer_bytes in _buffers(sizes):
+            found.add((operation, wide, layout.shape(buffer_bytes), ""))
+            if operation in REDUCTIONS and buffer_bytes >= BESIDE_LEAST_BYTES:
+                found.add((operation, wide, layout.shape(buffer_bytes), BESIDE))
+    return found
+
+
+def _is_shape(operation: Operation, shape: tuple[int, ...]) -> bool:
+    """Return whether there is something to run: a price may ask for no tokens."""
+    return all(size > 0 or name == "window" for name, size in zip(SHAPES[operation], shape, strict=True))
+
+
+def nearest_layout(shape: tuple[int, ...], num_domains: int, ranks_per_domain: int) -> Layout | None:
+    """Return the layout nearest to that of a collective that ranks in so many domains can form; None where none can.
+
+    All siblings of a group work at once, as they do in training.  A group that leaves its domain is measured over as
+    many domains as there are, with as many members in each.
+    """
+    members, inside, _, _ = shape
+    here = _largest_divisor(ranks_per_domain, inside)
+    domains = 1 if members == inside else _largest_divisor(num_domains, max(round(members / inside), 2))
+    if here * domains < 2 or (members != inside and domains < 2):
+        return None
+    return Layout(num_devices=here * domains, devices_per_node=here, num_groups=ranks_per_domain // here)
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return max(size for size in range(1, min(number, most) + 1) if number % size == 0)
+
+
+def _buffers(sizes: Collection[int]) -> Iterator[int]:
+    """Yield sizes of buffers between which, and beyond which, all `sizes` lie."""
+    least, most = (min(max(size, SMALLEST_BYTES), LARGEST_BYTES) for size in (min(sizes), max(sizes)))
+    first, last = math.floor(math.log(least, SIZE_STEP)), math.ceil(math.log(most, SIZE_STEP))
+    yield from (SIZE_STEP**power for power in range(first, last + 1))

@@ -1,0 +1,108 @@
+"""Is what `profile --for` queues what prices look up, and all of it, on whatever ranks there are?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoplan.api.problem import make_problem
+from autoplan.cost.asked import asked_shapes
+from autoplan.cost.estimate import estimate
+from autoplan.profiler.asked import asked_tasks, nearest_layout
+from autoplan.profiler.group_layouts import Layout, groups_of
+from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello
+from autoplan.profiler.record import Fingerprint
+from autoplan.profiler.tasks import reference_s
+from autoplan.spec.enums import Sharding
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.timing import SHAPES, Measurement, TimingTable
+
+PROBLEM = make_problem("llama3-70b", cluster="h100-sxm:16x8", seq_len=8192)
+PLANS = [
+    ParallelPlan(global_batch=512, micro_batch=1, tp=4, sp=True, pp=16, dp_shard=2, sharding=Sharding.ZERO1),
+    ParallelPlan(global_batch=512, micro_batch=1, tp=2, sp=True, cp=2, pp=4, dp_shard=8, sharding=Sharding.ZERO1),
+]
+BATCH = PlanBatch.of(PLANS, PROBLEM.model.num_layers)
+
+
+def hello(num_nodes: int, per_node: int = 8, devices_per_domain: int = 8, dtypes: tuple[str, ...] = ("bf16",)) -> Hello:
+    return Hello(
+        fingerprint=Fingerprint(device="h100-sxm", memory_bytes=80 * 2**30, torch="2.13.0"),
+        device_type="cuda",
+        hosts=tuple(f"n{at // per_node}" for at in range(num_nodes * per_node)),
+        dtypes=dtypes,
+        kernels={(name, dtype): "nccl" if name in COLLECTIVES else "way" for name in SHAPES for dtype in dtypes},
+        devices_per_domain=devices_per_domain,
+    )
+
+
+def layout(num_devices: int, devices_per_node: int, num_groups: int) -> Layout:
+    return Layout(num_devices=num_devices, devices_per_node=devices_per_node, num_groups=num_groups)
+
+
+@pytest.mark.parametrize(
+    ("shape", "domains", "ranks", "expected"),
+    [
+        ((8, 8, 1, 1), 16, 8, layout(8, 8, 1)),
+        ((4, 4, 2, 1), 16, 8, layout(4, 4, 2)),
+        ((2, 1, 8, 1), 16, 8, layout(2, 1, 8)),  # a message to the next node, from every device at once
+        ((32, 2, 4, 1), 16, 8, layout(32, 2, 4)),
+        ((32, 2, 4, 1), 4, 8, layout(8, 2, 4)),  # as many of a node, over as many nodes as there are
+        ((32, 2, 4, 1), 1, 8, None),
+        ((72, 72, 1, 1), 1, 72, layout(72, 72, 1)),
+        ((24, 24, 3, 1), 1, 8, layout(8, 8, 1)),
+        ((24, 12, 6, 1), 2, 72, layout(24, 12, 6)),
+        ((12, 8, 1, 1), 2, 8, layout(16, 8, 1)),  # uneven: the next that is not
+        ((2, 2, 4, 1), 1, 1, None),
+    ],
+)
+def test_the_nearest_group_that_ranks_can_form(
+    shape: tuple[int, ...], domains: int, ranks: int, expected: Layout | None
+) -> None:
+    found = nearest_layout(shape, domains, ranks)
+    assert found == expected
+    if found:
+        assert len(groups_of(found, domains, ranks)) >= found.num_groups
+
+
+def test_all_that_a_price_looks_up_is_queued_and_served_with_nothing_left_to_the_reference() -> None:
+    asked = asked_shapes(PROBLEM, BATCH)
+    assert (2, 1, 8, 8192 * 8192 * 2 // 4) in asked["send_recv", "bf16"]  # the pipeline's messages between nodes
+    assert {shape[:3] for shape in asked["reduce_scatter", "bf16"]} >= {(4, 4, 2), (2, 2, 4), (16, 4, 2)}
+    device = PROBLEM.cluster.device
+    for here in (hello(16), hello(4)):
+        tasks = [one.task for one in asked_tasks(asked, here, ("sustained",), device, ())]
+        times = [
+            Measurement(
+                operation=task.operation, shape=task.shape, dtype=task.dtype, device=device.name,
+                seconds=1.1 * reference_s(task, device),
+            )
+            for task in tasks if not task.kernel.endswith(BESIDE)
+        ]  # fmt: skip
+        timed = replace(PROBLEM, timings=TimingTable.of(times))
+        noted = timed.timings.times
+        for (operation, dtype), shapes in asked.items():
+            if operation in COLLECTIVES and dtype == "bf16":
+                kinds = {shape[:3] for shape in noted[operation, dtype].exact}
+                assert {(shape[0] == shape[1]) for shape in shapes} == {kind[0] == kind[1] for kind in kinds}, operation
+            elif operation in {one.operation for one in times} and dtype == "bf16":
+                assert {shape for shape in shapes if min(shape) > 0} <= set(noted[operation, dtype].exact)
+        assert (estimate(timed, BATCH).step_s > 0).all()
+        # Nothing is queued that no price asks for.
+        for task in tasks:
+            if task.operation not in COLLECTIVES:
+                assert task.shape in asked[task.operation, task.dtype]
+            else:
+                assert any((task.operation, dtype) in asked for dtype in ("bf16", "fp16", "fp32"))
+        known = [one.key for one in tasks]
+        assert asked_tasks(asked, here, ("sustained",), device, known) == []
+
+
+def test_narrow_products_are_queued_in_the_type_in_which_they_are_looked_up() -> None:
+    problem = make_problem("llama3-8b", cluster="b200:1x8", seq_len=8192, precision="mxfp8")
+    plan = replace(PLANS[0], global_batch=64, tp=1, sp=False, pp=1, dp_shard=8, precision="mxfp8")  # type: ignore[arg-type]
+    asked = asked_shapes(problem, PlanBatch.of([plan], problem.model.num_layers))
+    tasks = asked_tasks(asked, hello(1, dtypes=("mxfp8", "bf16")), ("sustained",), problem.cluster.device, ())
+    narrow = {one.task.shape for one in tasks if one.task.dtype == "mxfp8"}
+    assert narrow == {shape for name in ("gemm", "dgrad", "wgrad") for shape in asked[name, "mxfp8"]}  # type: ignore[index]
