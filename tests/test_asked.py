@@ -11,12 +11,12 @@ from autoplan.cost.asked import asked_shapes
 from autoplan.cost.estimate import estimate
 from autoplan.profiler.asked import asked_tasks, nearest_layout
 from autoplan.profiler.group_layouts import Layout, groups_of
-from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello
+from autoplan.profiler.protocol import BESIDE, Hello
 from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.tasks import reference_s
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.timing import SHAPES, Measurement, TimingTable
+from autoplan.spec.timing import COLLECTIVES, SHAPES, Measurement, TimingTable
 
 PROBLEM = make_problem("llama3-70b", cluster="h100-sxm:16x8", seq_len=8192)
 PLANS = [

@@ -419,7 +419,9 @@ class Store:
         """
         alike: dict[tuple[str, ...], list[Any]] = defaultdict(list)
         for row in rows:
-            if row.status == "ok" or may_stand_in(row.operation, row.status, json.loads(row.conditions)):
+            if not isinstance(row.seconds, int | float):  # damaged: text in place of a number
+                self._unread.add(row.key)
+            elif row.status == "ok" or may_stand_in(row.operation, row.status, json.loads(row.conditions)):
                 alike[row.operation, row.shape, row.dtype].append(row)
         chosen = []
         for candidates in alike.values():
