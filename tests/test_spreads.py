@@ -87,7 +87,7 @@ def test_what_a_plan_exposes_beyond_the_runs_takes_it_out_of_them() -> None:
         ("framework", {"unseen": ("framework",)}, 1.0),
         ("generation", {"unseen": ("generation",)}, 1.0),
         ("precision", {"precisions": ("fp8",)}, 1.0),
-        ("size", {"most_devices": 2}, 3.0),  # 16 devices are three doublings beyond
+        ("size", {"most_devices": 2}, math.sqrt(3)),  # 16 devices are three doublings beyond
     ],
 )
 def test_every_novelty_adds_its_spread_in_quadrature(novelty: str, change: dict[str, object], times: float) -> None:

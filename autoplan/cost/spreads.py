@@ -45,8 +45,8 @@ NOVELTIES = ("framework", "generation", "model", "precision", "size")
 class GeneralSpreads:
     """Standard deviations of log(measured / predicted), added in quadrature.
 
-    Those of components are by the share of the step that they take, `size` by every doubling of the number of devices
-    beyond that of measured runs.
+    Those of components are by the share of the step that they take; the variance of `size` comes with every doubling
+    of the number of devices beyond that of measured runs.
     """
 
     any_step: float
@@ -143,7 +143,7 @@ class Familiarity:
         if calibration.precisions:
             news[:, 3] = width_of(problem.training.precision) not in calibration.precisions
         if calibration.most_devices:
-            news[:, 4] = np.maximum(np.log2(batch.num_devices / calibration.most_devices), 0.0)
+            news[:, 4] = np.sqrt(np.maximum(np.log2(batch.num_devices / calibration.most_devices), 0.0))
         return cls(
             own=np.nan_to_num(own) ** 2,
             weight=np.where(np.isnan(own) | news.any(axis=1), 0.0, calibration.own_weight),
