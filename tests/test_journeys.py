@@ -96,7 +96,10 @@ def test_a_fine_tune_on_one_node(tmp_path: Path) -> None:
         assert wish, done.stderr
         asked += [wish[1], "4k"] if wish[1] == "--seq-len" else f"{wish[1]}1".split()
     assert "today" in done.stdout
-    said(tmp_path, *step(done.stdout, "next"))
+    printed = done.stdout
+    if wish := re.search(r"^no launch script: .* set (\w+) (\d+)$", printed, re.MULTILINE):
+        printed = said(tmp_path, "search", *asked, "--fix", f"{wish[1]}={wish[2]}", "--out", "other.json")
+    said(tmp_path, *step(printed, "next"))
     assert list((tmp_path / "launch").iterdir())
 
 
