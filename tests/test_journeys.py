@@ -96,10 +96,9 @@ def test_a_fine_tune_on_one_node(tmp_path: Path) -> None:
         assert wish, done.stderr
         asked += [wish[1], "4k"] if wish[1] == "--seq-len" else f"{wish[1]}1".split()
     assert "today" in done.stdout
-    printed = done.stdout
-    if wish := re.search(r"^no launch script: .* set (\w+) (\d+)$", printed, re.MULTILINE):
-        printed = said(tmp_path, "search", *asked, "--fix", f"{wish[1]}={wish[2]}", "--out", "other.json")
-    said(tmp_path, *step(printed, "next"))
+    # Accelerate has no pipelines: the nearest plan that it can start is written.
+    written = said(tmp_path, *step(done.stdout, "next"))
+    assert "the nearest plan that it can start is written" in written
     assert list((tmp_path / "launch").iterdir())
 
 
