@@ -6,7 +6,6 @@ import json as json_module
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from autoplan import api, report
 from autoplan.cli.complete import words
@@ -19,6 +18,8 @@ def list(  # named as the command is
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the models, clusters, devices, frameworks or targets of export that are known by name."""
+    from rich.markup import escape  # which help does not need
+
     found = api.listing.known(kind)
     if json:
         typer.echo(json_module.dumps([*found], indent=2))
