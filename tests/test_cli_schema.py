@@ -27,7 +27,7 @@ from stores import GEMM, some_records
 from test_calibration import measured_under, table_of
 
 PLACE = ("llama3-8b", "--cluster", "h100-sxm:2x8", "--global-batch", "32", "--seq-len", "4096")
-PLAIN = {"schema", "report"}  # one prints a schema, which is JSON, the other writes a page
+PLAIN = {"new", "schema", "report"}  # one prints a schema, which is JSON, the other writes a page
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,13 @@ def test_a_search_prints_its_plan_file(folder: Path) -> None:
     done = run(folder, "search", *PLACE, "--json", "--out", "again.json")
     validate(folder, "plan", done.stdout)
     assert done.stdout == (folder / "again.json").read_text()
+
+
+@pytest.mark.parametrize("kind", ["models", "clusters", "devices", "frameworks", "targets"])
+def test_a_list_obeys_its_schema(folder: Path, kind: str) -> None:
+    printed = run(folder, "list", kind, "--json").stdout
+    validate(folder, "list", printed)
+    assert len(json.loads(printed)) > 8
 
 
 def test_a_checkup_obeys_its_schema(folder: Path) -> None:

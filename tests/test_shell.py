@@ -36,6 +36,8 @@ SAME = {
     "case of letters": "A=Bf16\nstart ${A,,} ${A^^}",
     "eval": 'A="start a"\neval "$A b"',
     "exported": "export A=1 B='2 3'\nstart $A $B",
+    "read of a here-document": "T=4\nread -r -d '' A <<END\n --tp $T\n --pp 2\nEND\nread B <<< x\nstart $A",
+    "defaults by colon": ': "${A:=4}" ${B:=5}\nstart $A $B',
     "nothing": 'A=\nstart $A "$A" x',
 }
 
@@ -112,6 +114,14 @@ def test_here_documents_belong_to_their_command() -> None:
     assert script.commands[0].text == "#SBATCH --nodes=2\nstart 7\n"
     assert script.commands[1].text == "$A\n"
     assert script.commands[2].words == ("start", "b")
+
+
+def test_variables_that_slurm_sets_follow_from_the_directives() -> None:
+    head = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gres=gpu:h100:8 # all\n#SBATCH --ntasks-per-node 1 --time=9\n"
+    line = "start $SLURM_NNODES $SLURM_GPUS_ON_NODE ${SLURM_NTASKS_PER_NODE:-7} $SLURM_PROCID"
+    assert started(head + line) == [["2", "8", "1", "$SLURM_PROCID"]]
+    assert started("#SBATCH -N 4\n" + line, ("SLURM_NNODES", "3"))[0][0] == "3"
+    assert started("SLURM_NNODES=5\n" + line)[0][0] == "5"
 
 
 def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

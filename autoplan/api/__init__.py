@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autoplan.api import explain as explain
     from autoplan.api import export as export
     from autoplan.api import launch_files as launch_files
+    from autoplan.api import listing as listing
     from autoplan.api import measured_runs as measured_runs
     from autoplan.api import mixed as mixed
     from autoplan.api import open_ranking as open_ranking

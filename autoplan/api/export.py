@@ -161,8 +161,13 @@ def start_of(file: PlanFile, path: Path, launcher: str = "torchrun") -> str:
     target = min(names, key=lambda name: first.index(name) if name in first else len(first), default=None)
     if target is None:
         raise NoPlanError(f"no launch files are written for {file.framework.name}")
-    job_of(file, target)
-    return f"autoplan export {shlex.quote(str(path))} --to {target} --launcher {launcher} --out launch"
+    command = f"autoplan export {shlex.quote(str(path))} --to {target} --launcher {launcher} --out launch"
+    try:
+        job_of(file, target)
+    except InputError:
+        _startable(file, target, None, None, or_nearest=True)
+        return f"{command} --nearest"
+    return command
 
 
 def next_step(file: PlanFile, path: Path) -> tuple[str, str]:

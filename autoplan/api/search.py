@@ -15,6 +15,7 @@ from autoplan.api.problem import ProblemOptions, load_cluster, make_problem, spa
 from autoplan.api.results import PlanResult
 from autoplan.api.training_run import RunOptions, search_run
 from autoplan.base.errors import InputError
+from autoplan.base.units import format_bytes
 from autoplan.frameworks.registry import facts_for, find_target
 from autoplan.launch.targets import job_of
 from autoplan.search.advice import check_result
@@ -217,6 +218,13 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
         warnings.append(
             f"no training run on {device.name} was measured: the interval allows for {100 * device.rate_spread:.0f} % "
             "in its rates; autoplan profile measures them"
+        )
+    host, there = file.best.host_memory_bytes, problem.cluster.host.memory_bytes
+    if plan.offload != "none":
+        warnings.append(
+            f"{plan.offload} states on the CPU take {format_bytes(host)} of the memory of every host, which is taken "
+            f"to have {format_bytes(there)}: if yours has less, say memory_gib under [host] in a file of your cluster "
+            "(autoplan new cluster), or pass --forbid offload"
         )
     if plan.sharding == "zero3" and plan.dp_shard * plan.cp > WIDEST_MEASURED_ZERO3:
         warnings.append(

@@ -29,6 +29,8 @@ COMMANDS = (
     "predict",
     "score",
     "calibrate",
+    "list",
+    "new",
     "discover",
     "profile",
     "topo",

@@ -30,6 +30,9 @@ def explain(
     trace: TraceOption = None,
     url: DbOption = None,
     force: ForceOption = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print a block of Markdown, for a pull request, instead of tables.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -42,6 +45,12 @@ def explain(
 
     check_outputs(trace, force=force)
     saved = api.plan_files.load_any_plan(plan, db=whole_url(context, url))
+    if markdown:
+        if isinstance(saved, api.results.MixedPlanResult) or against is not None or json:
+            raise InputError("--markdown is of one plan of equal nodes: leave --versus and --json out")
+        label, step = api.export.next_step(saved.file, plan)
+        typer.echo(report.markdown.markdown(saved.file, [step] if label == "next" else []), nl=False)
+        return
     found: ExplainResult | MixedExplainResult
     if isinstance(saved, api.results.MixedPlanResult):
         if against is not None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autoplan.report import estimate as estimate
     from autoplan.report import explain as explain
     from autoplan.report import launch_file as launch_file
+    from autoplan.report import markdown as markdown
     from autoplan.report import mixed_search as mixed_search
     from autoplan.report import run_report as run_report
     from autoplan.report import score as score

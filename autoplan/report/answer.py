@@ -70,7 +70,7 @@ def print_lines(console: Console, lines: Iterable[tuple[str, str]]) -> None:
 
 def print_answer(console: Console, file: PlanFile) -> None:
     """Print the question, and the plan with its figures."""
-    print_part(console, escape(_headline(file)))
+    print_part(console, escape(headline(file)))
     console.print()
     grid = labelled()
     plan, *lines = answer_lines(file)
@@ -80,7 +80,8 @@ def print_answer(console: Console, file: PlanFile) -> None:
     print_part(console, grid)
 
 
-def _headline(file: PlanFile) -> str:
+def headline(file: PlanFile) -> str:
+    """The question: the model, the cluster and the training."""
     cluster, training = file.cluster, file.training
     slow = f" ({len(cluster.faults)} of their parts slow)" if cluster.faults else ""
     place = f"{cluster.num_nodes} x {cluster.devices_per_node} {cluster.device.name}"

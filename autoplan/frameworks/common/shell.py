@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 from autoplan.base.errors import InputError
 
@@ -44,6 +45,16 @@ _OPERATORS = (
     ">",
 )
 _LIST = ("&&", "||")
+_DIRECTIVE = re.compile(r"^[ \t]*#SBATCH[ \t]+(.*?)[ \t]*(?: #.*)?$", re.MULTILINE)
+_NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+_GPUS = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE")
+_TASKS = ("SLURM_NTASKS_PER_NODE",)
+# Options of sbatch, and the variables of the job that they set (man sbatch, output environment variables).
+_DIRECTIVES = {
+    **dict.fromkeys(("--nodes", "-N"), _NODES),
+    **dict.fromkeys(("--gpus-per-node", "--gres"), _GPUS),
+    "--ntasks-per-node": _TASKS,
+}
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
 
 Value = str | list[str]
@@ -76,10 +87,25 @@ class Script:
 
 
 def read_script(text: str, given: Sequence[tuple[str, str]] = ()) -> Script:
-    """The commands of a bash script; variables that are `given` win over what the script assigns."""
+    """The commands of a bash script; variables that are `given` win over what the script assigns.
+
+    Variables that Slurm sets from the directives of the script are known too.
+    """
     state = _State(dict(given))
+    state.variables = slurm_variables(text) | state.variables
     state.run(text, 0)
     return Script(state.commands, state.variables, state.open)
+
+
+def slurm_variables(text: str) -> dict[str, Value]:
+    """Variables of a job that follow from its lines '#SBATCH --nodes=2', '--gpus-per-node=h100:8' and the like."""
+    variables: dict[str, Value] = {}
+    for line in _DIRECTIVE.findall(text):
+        for option, value in re.findall(r"(-[A-Za-z]|--[a-z-]+)[= ]*([\w:.-]+)?", line):
+            count = (value or "").rpartition(":")[2]
+            if option in _DIRECTIVES and count.isdecimal():
+                variables |= dict.fromkeys(_DIRECTIVES[option], count)
+    return variables
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------
@@ -340,7 +366,11 @@ class _State:
         rest = tokens[at:]
         if not rest:
             return True
-        if rest[0].raw in ("[", "[[", "test", "true", "false", ":", "!"):
+        if rest[0].raw == ":":
+            for token in rest[1:]:
+                self.fields(token.raw)  # which assigns the default of ${NAME:=default}
+            return True
+        if rest[0].raw in ("[", "[[", "test", "true", "false", "!"):
             return self._condition(rest)
         words = tuple(word for token in rest if token.kind == "word" for word in self.fields(token.raw))
         if words and words[0] == "unset":
@@ -355,11 +385,20 @@ class _State:
         self.size += sum(map(len, words)) + len(text)
         if self.size > MOST_CHARACTERS:
             raise InputError(f"the commands of the script are longer than {MOST_CHARACTERS:,} characters")
-        if words and words[0] == "eval":
+        if words and words[0] == "read" and text:
+            self._read(words[1:], text)
+        elif words and words[0] == "eval":
             self.run(" ".join(words[1:]), depth + 1)
         elif words or text:
             self.commands.append(Command(words, text))
         return None
+
+    def _read(self, words: tuple[str, ...], text: str) -> None:
+        """Assign what `read` takes of a here-document: all of it with -d '', else its first line."""
+        names = [word for word in words if re.fullmatch(_NAME, word)]
+        is_whole = any(re.fullmatch(r"-[a-z]*d", word) and follows == "" for word, follows in pairwise(words))
+        if len(names) == 1:
+            self._assign(names[0], (text if is_whole else text.partition("\n")[0]).strip())
 
     def _is_set(self, token: _Token) -> bool:
         return token.kind == "word" and _ASSIGNMENT.match(token.raw) is not None

@@ -1,0 +1,29 @@
+"""Command `autoplan list`: the names of what is shipped."""
+
+from __future__ import annotations
+
+import json as json_module
+from typing import Annotated
+
+import typer
+
+from autoplan import api, report
+from autoplan.cli.complete import words
+
+KINDS = ("models", "clusters", "devices", "frameworks", "targets")
+
+
+def list(  # named as the command is
+    kind: Annotated[str, typer.Argument(metavar="|".join(KINDS), help="What to list.", autocompletion=words(KINDS))],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the models, clusters, devices, frameworks or targets of export that are known by name."""
+    from rich.markup import escape  # which help does not need
+
+    found = api.listing.known(kind)
+    if json:
+        typer.echo(json_module.dumps([*found], indent=2))
+        return
+    columns = [(name, name in api.listing.NUMBERS) for name in found.columns]
+    rows = [[escape(str(cell)) for cell in row] for row in found.rows]
+    report.terminal.print_table(report.terminal.make_console(), columns, rows)

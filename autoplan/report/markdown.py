@@ -1,0 +1,58 @@
+"""A plan as a block of Markdown, for the pull request or the page that proposes a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autoplan.base.units import format_percent, format_seconds
+from autoplan.report.answer import answer_lines, detail_lines, headline
+from autoplan.report.terminal import LEAST_SHOWN_S, term_name
+from autoplan.spec.plan_file import PlanFile
+
+
+def markdown(file: PlanFile, steps: Iterable[str] = ()) -> str:
+    """The plan, its figures, where its time goes, the command that it is the answer of, and those that go on from it.
+
+    Tables and folded parts are those of GitHub and GitLab.
+    """
+    best = file.best
+    terms = [
+        (term_name(name), format_seconds(value), format_percent(value / best.step_s))
+        for name, value in sorted(best.terms_s.items(), key=lambda term: -term[1])
+        if value >= LEAST_SHOWN_S
+    ]
+    return "\n".join(
+        [
+            f"### {headline(file)}",
+            "",
+            *_table(("", ""), answer_lines(file)),
+            "",
+            "<details><summary>Where the time of a step goes</summary>",
+            "",
+            *_table(("term", "time", "share"), terms),
+            "",
+            "</details>",
+            "",
+            "<details><summary>Details</summary>",
+            "",
+            *_table(("", ""), detail_lines(file)),
+            "",
+            "</details>",
+            "",
+            "```bash",
+            file.command,
+            *steps,
+            "```",
+            "",
+        ]
+    )
+
+
+def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    cells = [heads, tuple("---" for _ in heads), *rows]
+    return [f"| {' | '.join(_cell(cell) for cell in row)} |" for row in cells]
+
+
+def _cell(text: str) -> str:
+    """A text that ends no cell and opens no tag."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
