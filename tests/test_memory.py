@@ -203,6 +203,17 @@ def test_a_step_copies_what_the_rank_updates() -> None:
     assert offloaded.memory_terms_bytes["update"] == 0
 
 
+@pytest.mark.parametrize(
+    ("frees", "precision", "per_parameter"), [(False, "bf16", 6), (True, "bf16", 4), (True, "fp16", 2)]
+)
+def test_an_accumulator_stands_beside_16_bit_gradients_or_in_their_place(
+    frees: bool, precision: Any, per_parameter: float
+) -> None:
+    memory = {"bytes_per_grad": 2.0, "bytes_per_bf16_grad_accumulator": 4.0, "frees_accumulated_grads": frees}
+    (stage,) = stages_of(problem_of(framework=BARE.changed(**memory)), precision=precision)
+    assert stage.memory_terms_bytes["gradients"] == pytest.approx(per_parameter * TOTAL)
+
+
 @pytest.mark.parametrize(("frees", "held", "stepped"), [(False, 1200.0, 0.0), (True, 0.0, 1200.0)])
 def test_unscaled_gradients_of_fp16_are_held_or_come_with_the_step(frees: bool, held: float, stepped: float) -> None:
     framework = BARE.changed(bytes_per_fp16_unscaled_grad=1200.0, frees_unscaled_grads=frees)

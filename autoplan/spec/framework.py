@@ -34,6 +34,7 @@ class Memory:
     bytes_per_weight: float = 2.0  # the copy of the weights that the matrix products read
     bytes_per_grad: float = 4.0  # persistent gradient buffer
     bytes_per_bf16_grad_accumulator: float = 0.0  # a second, fp32 buffer that bf16 runs keep beside a 16-bit one
+    frees_accumulated_grads: bool = False  # or in place of it: 16-bit ones are given back as they are added to it
     bytes_per_bucket_grad: float = 0.0  # in buckets beside the gradients, where data-parallel ranks do not shard (DDP)
     bytes_per_fp16_unscaled_grad: float = 0.0  # fp32 copy that fp16 runs make to unscale, sharded with the optimizer
     frees_unscaled_grads: bool = False  # before the next forward pass: they are there during the optimizer's step alone

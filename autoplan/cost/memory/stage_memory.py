@@ -305,7 +305,9 @@ def states(
         framework.memory.bytes_per_weight, zero1 if framework.memory.fsdp2_states else zero3
     ) + _narrow_weight_bytes(problem, batch, parameters)
     gradients = spread(framework.memory.bytes_per_grad, zero2)
-    gradients += spread(framework.memory.bytes_per_bf16_grad_accumulator, zero2) * ~fp16[:, None]
+    accumulator = framework.memory.bytes_per_bf16_grad_accumulator
+    replaced = framework.memory.bytes_per_grad if framework.memory.frees_accumulated_grads else 0.0
+    gradients += spread(accumulator - replaced, zero2) * ~fp16[:, None]
     buckets = (sharding == Sharding.NONE.code) & (batch.dp > 1)
     gradients += spread(framework.memory.bytes_per_bucket_grad, zero1) * buckets[:, None]
     on_device = batch.offload != Offload.OPTIMIZER.code
