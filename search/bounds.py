@@ -10,9 +10,11 @@ Layers are told apart by their blocks; arrays of them have a last axis with an e
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -263,11 +265,10 @@ def _column(values: Floats | Ints) -> NDArray[Any]:
 def _hidden_launches_s(problem: Problem, batch: PlanBatch, costs: dict[Block, BlockCost], head_s: Floats) -> Floats:
     """Launches of all layers that hide under the head at most, however many layers are recomputed."""
     launches = np.zeros(len(batch))
-    for layer in problem.model.layers:
-        for block in layer:
-            cost = costs[block]
-            once = cost.forward_s["launch"] + cost.backward_s["launch"]
-            launches = launches + once + np.maximum(cost.repeat_s["launch"], 0.0)
+    for block, count in Counter(chain.from_iterable(problem.model.layers)).items():
+        cost = costs[block]
+        once = cost.forward_s["launch"] + cost.backward_s["launch"]
+        launches = launches + count * (once + np.maximum(cost.repeat_s["launch"], 0.0))
     return np.minimum(ahead_s(problem, batch, head_s), launches)
 
 

@@ -221,7 +221,8 @@ def test_experts_are_measured_with_the_activation_between_their_products() -> No
     dense = sum(plain.matrix_forward_s[name] for name in plain.matrix_forward_s if "expert" not in name)
     rest = plain.memory_forward_s - activation
     assert found.gemm_forward_s + found.memory_forward_s == pytest.approx(1.0 + dense + rest)
-    assert set(changes(problem, known, plan)) == {"gemm", "memory_bound"}
+    # Under kernels that take longer the host launches more of the next ones in time.
+    assert set(changes(problem, known, plan)) == {"gemm", "memory_bound", "launch"}
 
 
 def test_the_optimizer_on_the_host_is_not_that_of_the_device() -> None:
