@@ -193,3 +193,15 @@ def test_cores_without_units_are_known_by_their_flags(tmp_path: Path, text: str,
     path.write_text(text)
     assert emulates_bf16(path) == emulates
     assert not emulates_bf16(tmp_path / "nothing")
+
+
+def test_a_layer_norm_is_one_kernel_whatever_else_is_eager() -> None:
+    shape = dataclasses.replace(SMALL, norm="layernorm")
+    eager, fused = (
+        dataclasses.replace(
+            problem_of(), model=shape, training=TrainingSpec(seq_len=TOKENS, precision="fp32", fused_norm=on)
+        )
+        for on in (False, True)
+    )
+    batch = PlanBatch.of([plan_of()], shape.num_layers)
+    assert estimate(eager, batch).step_s == estimate(fused, batch).step_s

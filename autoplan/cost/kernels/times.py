@@ -495,7 +495,9 @@ def _activation_bytes(problem: Problem) -> tuple[float, float]:
 
 
 def _norm_traffic(problem: Problem) -> float:
-    """Memory traffic of a norm over that of a fused one."""
+    """Memory traffic of a norm over that of a fused one; a layer norm is one kernel everywhere, an RMSNorm of parts."""
+    if problem.model.norm == "layernorm":
+        return 1.0
     fused = problem.framework.kernels.fused_norm if problem.training.fused_norm is None else problem.training.fused_norm
     return 1.0 if fused else EAGER_NORM_FACTOR
 
