@@ -136,7 +136,7 @@ def test_an_axis_that_cannot_go_back_ends_the_way_back() -> None:
     pipeline = {"pp": 2, "vp": 2, "schedule": "interleaved"}
     after = ParallelPlan(global_batch=64, micro_batch=4, cp=2, dp_shard=4, **pipeline, **flags)
     kept = nearest_equal(EXPERTS, RULES, before, prices(EXPERTS, [after])[0])
-    assert Way(problem=EXPERTS, rules=RULES, before=before, after=kept.plan).axes() == ("cp", "sharding")
+    assert Way(problem=EXPERTS, rules=RULES, before=before, after=kept.plan).axes() == ("cp", "pp", "ep", "sharding")
 
 
 def test_equal_plans_have_no_way_between_them() -> None:
