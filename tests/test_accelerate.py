@@ -128,6 +128,17 @@ def test_what_cannot_be_expressed_is_refused_in_one_line(case: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "duties"),
+    [("sharded", []), ("tensors", ["tp_plan='auto'"]), ("all", ["tp_plan='auto'", "maybe_context_parallel"])],
+)
+def test_what_the_program_must_do_is_said(name: str, duties: list[str]) -> None:
+    """Without them each of 4 ranks held half of the model, not a quarter, and nothing complained."""
+    job = job_of(PLANS[name], "accelerate")
+    for word in ("tp_plan='auto'", "maybe_context_parallel"):
+        assert (word in job.files[0].text) == (word in job.variables[0].says) == (word in duties)
+
+
 def test_hostile_names_stay_inert() -> None:
     line = "x'\"\nnum_processes: 3\r\n$(touch x) \u2028 \\"
     plan_file = fsdp(dp_shard=8)

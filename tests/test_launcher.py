@@ -28,7 +28,7 @@ from autoplan.frameworks.registry import TARGETS
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import LAUNCHERS, Launcher
 from autoplan.launch.start import dns_name, node_shape
-from autoplan.launch.targets import job_of
+from autoplan.launch.targets import exported, job_of
 from autoplan.spec.plan_file import PlanFile
 from autoplan.topology.cluster import MachineSpec, NodeGroup
 from commands import run
@@ -287,6 +287,9 @@ def preflight(
     return run_files(folder, files_of(plan_file, launcher)[-2:], stand_ins=tools, **given)
 
 
+HAS_DRIVER = any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/dxg"))
+
+
 def smi(text: str, status: int = 0) -> dict[str, str]:
     return {"nvidia-smi": f"printf '{text}'; exit {status}\n"}
 
@@ -299,7 +302,18 @@ def smi(text: str, status: int = 0) -> dict[str, str]:
         (smi(FREE[7]), 1, "8 devices are needed, nvidia-smi lists 7: PREFLIGHT=0 starts all the same"),
         (smi(FREE[0]), 1, "device 7 has 71999 MiB free, the plan needs 73012 MiB: PREFLIGHT=0 starts all the same"),
         (smi("No devices were found", 6), 1, "nvidia-smi fails: No devices were found"),
-        ({}, 0, "there is no nvidia-smi: devices and their free memory are not checked"),
+        pytest.param(
+            {},
+            0,
+            "there is no nvidia-smi: devices and their free memory are not checked",
+            marks=pytest.mark.skipif(not HAS_DRIVER, reason="there is no NVIDIA driver"),
+        ),
+        pytest.param(
+            {},
+            1,
+            "there is neither nvidia-smi nor /dev/nvidiactl: no device of nvidia is here: PREFLIGHT=0 starts",
+            marks=pytest.mark.skipif(HAS_DRIVER, reason="there is an NVIDIA driver"),
+        ),
     ],
 )
 def test_a_node_must_have_the_devices_and_their_memory(
@@ -333,7 +347,29 @@ def test_rocm_smi_answers_for_devices_of_amd(tmp_path: Path) -> None:
     assert preflight(tmp_path, plan_file, amd(190.0)).stderr == ""
     says = "device 0 has 61440 MiB free, the plan needs 73012 MiB"
     assert says in preflight(tmp_path, plan_file, amd(60.0)).stderr
-    assert "there is no rocm-smi" in preflight(tmp_path / "other", plan_file, {}).stderr
+    missing = "there is no rocm-smi" if Path("/dev/kfd").exists() else "there is neither rocm-smi nor /dev/kfd"
+    assert missing in preflight(tmp_path / "other", plan_file, {}).stderr
+
+
+def test_a_program_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
+    megatron, own = (
+        preflight_of(tmp_path / name, plan_file_of(LLAMA_8B, tp=2, sp=True), target, variables)
+        for name, target, variables in (
+            ("megatron", "megatron-lm", {"MEGATRON_LM_DIR": "/nowhere"}),
+            ("primus", "primus", {"PRIMUS_DIR": "/nowhere"}),
+        )
+    )
+    assert (megatron.returncode, len(megatron.stderr.splitlines())) == (1, 1)
+    assert (
+        "there is no /nowhere/pretrain_gpt.py: set MEGATRON_LM_DIR: PREFLIGHT=0 starts all the same" in megatron.stderr
+    )
+    assert "there is no /nowhere/primus/cli/main.py: set PRIMUS_DIR" in own.stderr
+
+
+def preflight_of(
+    folder: Path, plan_file: PlanFile, target: str, variables: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    return run_files(folder, exported(plan_file, target, "torchrun"), PREFLIGHT="1", **variables)
 
 
 def test_the_scheduler_must_give_as_many_nodes_as_the_plan_has(tmp_path: Path) -> None:

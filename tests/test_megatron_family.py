@@ -25,10 +25,13 @@ from autoplan.frameworks.megatron_bridge import read as bridge_in
 from autoplan.frameworks.megatron_lm import export as megatron_lm
 from autoplan.frameworks.megatron_lm import read as lm_in
 from autoplan.frameworks.megatron_lm.export import checked_parts
+from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.primus import export as primus
 from autoplan.frameworks.primus import read as primus_in
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import Launcher
+from autoplan.launch.targets import exported
+from autoplan.read.model import load_model
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import chunk_layers
@@ -259,3 +262,18 @@ def test_what_is_written_for_megatron_bridge_is_read_back(file: PlanFile) -> Non
 @given(plan_files(zero_bubble=True))
 def test_what_is_written_for_primus_is_read_back(file: PlanFile) -> None:
     assert_comes_back(primus_in.READER, "primus.yaml", primus.experiment(file), file)
+
+
+def test_squared_relu_stays_what_it_is() -> None:
+    """Nemotron-4 was exported with GELU."""
+    nemotron = load_model("nemotron4-15b")
+    assert nemotron.squared_relu
+    file = replace(plan_file_of(nemotron, tp=2, dp_shard=4), framework=load_framework("megatron-core"))
+    (group,) = (group for group in exported(file, "megatron-lm", "torchrun") if group.name == "launch.sh")
+    assert "--squared-relu" in group.text
+    recipe = megatron_bridge.recipe(file)
+    assert "cfg.model.activation_func = squared_relu" in recipe
+    assert "from megatron.core.activations import squared_relu" in recipe
+    assert primus.overrides(file)["squared_relu"] is True
+    for reader, text in ((lm_in.READER, group.text), (bridge_in.READER, recipe)):
+        assert reader.read(text, Given(num_devices=8)).model.squared_relu

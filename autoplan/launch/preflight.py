@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 
 from autoplan.base.units import MIB
@@ -27,6 +28,10 @@ _AMD = (
     'done <<<"$said"',
 )
 
+# What the driver of a vendor makes, the second in a virtual machine of Windows.
+_NVIDIA_FILES = ("/dev/nvidiactl", "/dev/dxg")
+_AMD_FILES = ("/dev/kfd", "/dev/dxg")
+
 # What profiler/machine/environment.py calls the machine of a measurement.
 _VERSIONS = {
     "runtime": 'f"rocm {torch.version.hip}" if torch.version.hip else f"cuda {torch.version.cuda}"',
@@ -38,10 +43,11 @@ _VERSIONS = {
 def preflight(start: Start, given_nodes: str | None) -> list[str]:
     """The lines of the check; `given_nodes` is the variable in which the scheduler says how many nodes there are.
 
-    Too few nodes, devices or bytes stop the job, other libraries than those that were measured and a missing network
-    are warned of.
+    A missing program, too few nodes, devices or bytes stop the job, other libraries than those that were measured and a
+    missing network are warned of.
     """
     checks = [
+        *_program(start),
         *_nodes(start, given_nodes),
         *_devices(start),
         *_network(start),
@@ -60,6 +66,15 @@ def preflight(start: Start, given_nodes: str | None) -> list[str]:
     ]
 
 
+def _program(start: Start) -> list[str]:
+    """Return the check of the file that is started, where a person says in which folder it lies or which it is."""
+    program = start.job.program
+    variable = re.match(r'"\$(\w+)', program)
+    if variable is None or variable[1] == "HERE":
+        return []
+    return [f'    [[ -f {program} ]] || stop "there is no {program[1:-1]}: set {variable[1]}"']
+
+
 def _nodes(start: Start, given: str | None) -> list[str]:
     if given is None:
         return []
@@ -75,7 +90,8 @@ def _devices(start: Start) -> list[str]:
     vendor = start.plan_file.cluster.device.vendor
     if vendor == "cpu":
         return []
-    tool, ask = ("nvidia-smi", _NVIDIA) if vendor == "nvidia" else ("rocm-smi", _AMD)
+    tool, ask, files = ("nvidia-smi", _NVIDIA, _NVIDIA_FILES) if vendor == "nvidia" else ("rocm-smi", _AMD, _AMD_FILES)
+    exists = " || ".join(f"-e {file}" for file in files)
     count, need_mib = start.num_devices, math.ceil(start.plan_file.best.memory_bytes / MIB)
     return [
         f"    if command -v {tool} >/dev/null; then",
@@ -89,6 +105,7 @@ def _devices(start: Start) -> list[str]:
         "            fi",
         "        done",
         "    else",
+        f'        [[ {exists} ]] || stop "there is neither {tool} nor {files[0]}: no device of {vendor} is here"',
         f'        warn "there is no {tool}: devices and their free memory are not checked"',
         "    fi",
     ]

@@ -13,7 +13,7 @@ import numpy as np
 from autoplan.base.arrays import Bools
 from autoplan.base.errors import InputError
 from autoplan.frameworks.accelerate.options import FSDP, PARALLELISM, PRECISION
-from autoplan.frameworks.common.header import header
+from autoplan.frameworks.common.header import comment, header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, OptionGroup, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
@@ -38,6 +38,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
         *header(plan_file, "Accelerate"),
         f"# The program's part: sequences of {plan_file.training.seq_len}, {plan.micro_batch} a device at a time,",
         f"# gradients added up over {plan.num_microbatches} of them before a step.",
+        *(comment(f"It {duty}; without it the plan is another one, and nothing says so.") for duty in _program(plan)),
     ]
     return Job(
         framework="Accelerate",
@@ -45,7 +46,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
             EnvironmentVariable(name=name, value=value, says=f"as accelerate launch sets it from {YAML}")
             for name, value in _environment(table, plan).items()
         ),
-        variables=(LaunchVariable(name="TRAIN_SCRIPT", default=None, says="your program, which uses Accelerate"),),
+        variables=(LaunchVariable(name="TRAIN_SCRIPT", default=None, says=_duties(plan)),),
         program='"$TRAIN_SCRIPT"',
         replaceable=OptionGroup(
             name="BATCH",
@@ -57,6 +58,17 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
         ),
         files=(File(name=YAML, text="\n".join(notes) + "\n" + yaml.safe_dump(table, sort_keys=False)),),
     )
+
+
+def _program(plan: ParallelPlan) -> list[str]:
+    """Return the parts of the plan that the program has to carry out, as no file can (accelerator.py:1901, :4111)."""
+    loads = "loads its model with from_pretrained(..., tp_plan='auto', device_mesh=accelerator.torch_device_mesh)"
+    splits = "runs every step inside accelerator.maybe_context_parallel(buffers=..., buffer_seq_dims=...)"
+    return ([loads] if plan.tp > 1 else []) + ([splits] if plan.cp > 1 else [])
+
+
+def _duties(plan: ParallelPlan) -> str:
+    return ", ".join(["your program, which uses Accelerate", *_program(plan)])
 
 
 def is_sharded(plan: ParallelPlan) -> bool:

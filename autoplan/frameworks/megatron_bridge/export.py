@@ -32,7 +32,7 @@ _PRECISIONS = {
 _ELSEWHERE = frozenset(
     (
         *("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp4_recipe", "vocab_size", "max_position_embeddings"),
-        *("group_query_attention", "attention_backend", "optimizer"),
+        *("group_query_attention", "attention_backend", "optimizer", "squared_relu"),
     )
 )
 _OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "overlap_moe_expert_parallel_comm")
@@ -41,6 +41,7 @@ _IMPORTS = (
     "from functools import partial",
     "",
     "import torch.nn.functional as F",
+    "from megatron.core.activations import squared_relu",
     "from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec",
     "from megatron.core.transformer.enums import AttnBackend",
 )
@@ -65,7 +66,7 @@ def recipe(plan_file: PlanFile) -> str:
     lines = [
         *header(plan_file, "Megatron-Bridge"),
         "",
-        *_IMPORTS,
+        *(line for line in _IMPORTS if "squared_relu" not in line or plan_file.model.squared_relu),
         f"from megatron.bridge.models.{module} import {provider}",
         "from megatron.bridge.recipes.common import _pretrain_common",
         "from megatron.bridge.training.comm_overlap import CommOverlapConfig",
@@ -133,10 +134,8 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
     sizes = {name: table.pop(f"model.{name}") for name in ("num_layers", "hidden_size", "num_attention_heads")}
     arguments = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
     lines = [f"cfg.model = {provider}({arguments})"]
-    if model.gated_mlp:
-        lines.append("cfg.model.activation_func = F.silu")
-    else:
-        lines.append("cfg.model.activation_func = F.gelu")
+    activation = "F.silu" if model.gated_mlp else "squared_relu" if model.squared_relu else "F.gelu"
+    lines.append(f"cfg.model.activation_func = {activation}")
     if model.moe or model.mla:  # otherwise every layer is like the first, and its attention without latents
         spec = "partial(get_gpt_decoder_block_spec, use_transformer_engine=True)"
         lines.append(f"cfg.model.transformer_layer_spec = {spec}")

@@ -76,6 +76,7 @@ _ARGUMENTS = {path: name for name, path in BRIDGE_FIELDS.items()} | {
 }
 # What functions make, and is known by their names.
 _MADE = ("model", "mixed_precision", "comm_overlap", "model.transformer_layer_spec")
+_ACTIVATION = "model.activation_func"
 _TRAINS = ("pretrain", "finetune", "distill")  # functions that a configuration is made for
 MOST_DEPTH = 20
 _PYTHON = re.compile(r"^(\s*(import|from)\s+megatron|def \w+\(|from __future__)", re.MULTILINE)
@@ -250,7 +251,7 @@ def _add_settings(built: Built, path: str, recipe: _Recipe) -> None:
 
 
 def _add(path: str, value: Any, recipe: _Recipe) -> None:
-    if isinstance(value, Unknown) and value.is_name and "." in value.text:
+    if isinstance(value, Unknown) and value.is_name and ("." in value.text or path == _ACTIVATION):
         recipe.values[path] = value.text  # of an enumeration, or a type
     elif isinstance(value, Unknown | Built):
         matters = path.partition(".")[0] not in _HARMLESS or path == "dataset.seq_length"
@@ -280,7 +281,6 @@ def _launch(recipe: _Recipe, given: Given, devices: int | None) -> Launch:
     arguments.understood |= {
         "cross_entropy_loss_fusion",
         "cross_entropy_fusion_impl",
-        "activation_func",
         "should_pad_vocab",
     }
     arguments.understood |= {"transformer_layer_spec", "transformer_layer_spec.use_transformer_engine"}
@@ -311,7 +311,9 @@ def _arguments(path: str, value: Any) -> Iterator[Argument]:
     if path == "model.seq_length":  # the data set's is the one that counts
         return
     section, _, name = path.partition(".")
-    if path == "model.share_embeddings_and_output_weights" and value is not None:
+    if path == _ACTIVATION:
+        yield Argument(path, text, "squared_relu", text.endswith("squared_relu"))
+    elif path == "model.share_embeddings_and_output_weights" and value is not None:
         yield Argument(path, text, "untie_embeddings_and_output_weights", not value)
     elif path in _ARGUMENTS:
         yield Argument(path, text, _ARGUMENTS[path], value)

@@ -68,7 +68,8 @@ def checked_parts(plan_file: PlanFile, says: str = "Megatron-LM", rules: tuple[R
     check_legal(rules, model, training, plan, f"{says} does not accept the plan")
     attention = (*model_options.LATENT, model_options.LATENT_ROPE) if model.mla else model_options.ATTENTION
     form = (*model_options.SIZES, *attention, *model_options.WINDOW, *model_options.FORM, model_options.DROPOUT)
-    about = "The model, as far as it costs time and memory: gated MLPs are taken for SwiGLU, others for GELU."
+    others = "squared ReLU" if model.squared_relu else "GELU"
+    about = f"The model, as far as it costs time and memory: gated MLPs are taken for SwiGLU, others for {others}."
     experts = [Part("EXPERTS", "Its experts.", model_options.EXPERTS)] if model.moe else []
     return (
         Part("MODEL", about, form),

@@ -39,11 +39,8 @@ def preset_of(*names: str) -> ModelSpec | None:
 
 
 def named(model: ModelSpec, base: ModelSpec | None) -> ModelSpec:
-    """Return the shipped model of just this architecture, preferably the one that a file starts from.
-
-    Which function an MLP without a gate has is not read.
-    """
+    """Return the shipped model of just this architecture, preferably the one that a file starts from."""
     for known in ([base] if base else []) + list(_presets()):
-        if replace(known, name=model.name, aliases=(), sources=(), squared_relu=model.squared_relu) == model:
+        if replace(known, name=model.name, aliases=(), sources=()) == model:
             return known
     return replace(model, name=base.name if base else "megatron")

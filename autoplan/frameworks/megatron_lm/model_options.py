@@ -253,7 +253,8 @@ FORM: tuple[Line, ...] = (
         # Without the switch an MLP has GELU: the activation itself changes no shape.
         Special("swiglu", lambda file: {"swiglu": file.model.gated_mlp},
                 lambda reading: {"gated_mlp": is_gated(reading)}, names={BRIDGE: "model.gated_linear_unit"},
-                others=switches("quick_geglu", "squared_relu", "openai_gelu"), is_switch=True),
+                others=switches("quick_geglu", "openai_gelu"), is_switch=True),
+        switch("squared_relu", "model.squared_relu"),
     ),
     (Special("add_bias_linear", _write_bias, _read_bias, others=switches("add_qkv_bias")),),
     (switch("untie_embeddings_and_output_weights", "model.tied_embeddings", True, on=False, off=True),),

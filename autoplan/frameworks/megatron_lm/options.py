@@ -456,7 +456,7 @@ UNWRITTEN: Line = (
     *(Assumed(key) for key in (  # whose effect is small, or priced
         "moe_use_legacy_grouped_gemm", "gradient_accumulation_fusion", "cross_entropy_fusion_impl",
         "masked_softmax_fusion", "bias_gelu_fusion", "bias_dropout_fusion", "calculate_per_token_loss",
-        "apply_layernorm_1p", "tp_comm_overlap_cfg", "cuda_graph_scope", "cuda_graph_warmup_steps", "squared_relu",
+        "apply_layernorm_1p", "tp_comm_overlap_cfg", "cuda_graph_scope", "cuda_graph_warmup_steps",
         "openai_gelu",
     )),
 )

@@ -63,6 +63,7 @@ if [[ ${PREFLIGHT:-1} != 0 ]]; then
             fi
         done
     else
+        [[ -e /dev/nvidiactl || -e /dev/dxg ]] || stop "there is neither nvidia-smi nor /dev/nvidiactl: no device of nvidia is here"
         warn "there is no nvidia-smi: devices and their free memory are not checked"
     fi
     if [[ ! -d /dev/infiniband ]]; then

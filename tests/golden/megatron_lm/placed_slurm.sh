@@ -75,6 +75,7 @@ if [[ -n ${DATA_ARGS:-} ]]; then read -ra DATA <<<"$DATA_ARGS"; fi
 if [[ ${PREFLIGHT:-1} != 0 ]]; then
     warn() { printf 'preflight on %s: %s\n' "${HOSTNAME:-this node}" "$1" >&2; }
     stop() { warn "$1: PREFLIGHT=0 starts all the same" && exit 1; }
+    [[ -f "$MEGATRON_LM_DIR/pretrain_gpt.py" ]] || stop "there is no $MEGATRON_LM_DIR/pretrain_gpt.py: set MEGATRON_LM_DIR"
     if [[ ${SLURM_NNODES:-4} != 4 ]]; then
         stop "the plan is for 4 nodes of 8 devices, $SLURM_NNODES nodes were given"
     fi
@@ -92,6 +93,7 @@ if [[ ${PREFLIGHT:-1} != 0 ]]; then
             fi
         done
     else
+        [[ -e /dev/nvidiactl || -e /dev/dxg ]] || stop "there is neither nvidia-smi nor /dev/nvidiactl: no device of nvidia is here"
         warn "there is no nvidia-smi: devices and their free memory are not checked"
     fi
     if [[ ! -d /dev/infiniband ]]; then
