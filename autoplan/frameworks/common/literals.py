@@ -79,13 +79,15 @@ class Module:
         if len(text) > MOST_CHARACTERS:
             raise InputError(f"{what}: too large: {len(text):,} characters, at most {MOST_CHARACTERS:,} are read")
         tree = _parsed(text, what)
-        self.functions = {item.name: item for item in tree.body if isinstance(item, ast.FunctionDef)}
+        self.functions: dict[str, ast.FunctionDef] = {
+            item.name: item for item in tree.body if isinstance(item, ast.FunctionDef)
+        }
         self.imports: dict[str, str] = {}  # the full name of what a name stands for
         self.names: dict[str, Any] = {}
         self.changed: list[Built] = []
         self.unfollowed: list[Unfollowed] = []
-        self.depth = 0
-        self.steps = 0
+        self.depth: int = 0
+        self.steps: int = 0
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 module = "." * node.level + (node.module or "")
