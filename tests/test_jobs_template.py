@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import read_table
-from autoplan.jobs.template import MEANINGS, PLACEHOLDERS, JobTemplate, job_template_schema, load_job_template
+from autoplan.jobs.template import MEANINGS, PLACEHOLDERS, JobTemplate, _pattern, job_template_schema, load_job_template
 
 FOLDER = Path(__file__).parent.parent / "autoplan" / "presets" / "jobs"
 SLURM = load_job_template("slurm")
@@ -183,3 +183,7 @@ def test_what_slurm_says_when_it_is_busy() -> None:
         assert SLURM.is_busy(said)
     assert not SLURM.is_busy("sbatch: error: Batch job submission failed: Invalid partition name specified")
     assert isinstance(SLURM, JobTemplate)
+
+
+def test_a_pattern_with_a_bracket_in_a_set_is_taken_without_a_warning() -> None:
+    assert _pattern("submitted", r"job (?P<id>[[\d]+)", ("id",)).search("job [12")

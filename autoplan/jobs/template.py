@@ -6,6 +6,7 @@ The commands are lists of arguments whose {placeholders} are filled item by item
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +187,8 @@ class JobTemplate:
 
 def _pattern(key: str, text: str, groups: tuple[str, ...]) -> re.Pattern[str]:
     try:
-        pattern = re.compile(text)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # such as of "[[", which is a "[" today
+            pattern = re.compile(text)
     except re.error as error:
         raise InputError(f"{key} is no pattern: {error}") from None
     for group in groups:
