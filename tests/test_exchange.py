@@ -144,6 +144,15 @@ def test_a_poisoned_record_is_named_by_its_line_and_adds_nothing(
         assert list(store.records()) == []
 
 
+def test_a_record_that_nests_where_a_number_belongs_is_one_line(tmp_path: Path) -> None:
+    """The first fault is found at its opening bracket; looking for an unknown operation meets all of them."""
+    write_exchange(path := tmp_path / "out.jsonl.gz", [GEMM])
+    text = gzip.decompress(path.read_bytes()).replace(b'"clock_mhz":0', b'"clock_mhz":' + b"[" * 50_000)
+    assert text.count(b"[") > 50_000
+    path.write_bytes(gzip.compress(text))
+    assert "line 2: " in refusal(path)
+
+
 def test_operations_of_a_later_version_are_passed_over_and_counted(tmp_path: Path) -> None:
     good = msgspec.json.decode(msgspec.json.encode(GEMM))
     later = [{**good, "operation": name, "shape": [1]} for name in ("fft", "scan_2d", "fft")]

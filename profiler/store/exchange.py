@@ -120,7 +120,7 @@ def _unknown_operation(line: bytes) -> str:
     """The operation of a record, where this version does not know it; else blank."""
     try:
         operation = msgspec.json.decode(line, type=_Named).operation
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
     return operation if operation not in SHAPES and _OPERATION.fullmatch(operation) else ""
 
