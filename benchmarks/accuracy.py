@@ -215,12 +215,12 @@ def _calibration(key: tuple[str, str], own: Sequence[Case]) -> Calibration:
     spreads.setdefault("time_spread", conformal_spread(errors))
     median = 100 * float(np.median(np.abs(np.expm1(errors))))
     sources = sorted({case.source for case in own})
-    like = likeness([case.problem for case in own], [case.cost for case in own], quantile=0.95)
+    known_runs = likeness([case.problem for case in own], [case.cost for case in own], quantile=0.95)
     return Calibration(
         name=" on ".join(key),
         num_publishers=len(sources),
         **spreads,  # type: ignore[arg-type]
-        **like,
+        **known_runs,
         memory_spread=own[0].problem.calibration.memory_spread,
         sources=(f"{len(own)} runs ({', '.join(sources)}): median error {median:.1f} %",),
     )

@@ -292,8 +292,9 @@ def show_probabilities(cases: Sequence[Case], prediction: Predicted) -> None:
     micro-batch that fits.  Runs of which it is not told what they recompute, or that keep activations on the host, are
     left out: they need less than what is priced.
     """
-    told = np.array([recompute_is_told(case.run) and not offloads_activations(case.run) for case in cases])
-    print(f"\n{(~told).sum()} runs do not tell what they recompute, or keep activations on the host: not counted below")
+    is_known = np.array([recompute_is_told(case.run) and not offloads_activations(case.run) for case in cases])
+    num_left_out = (~is_known).sum()
+    print(f"\n{num_left_out} runs do not tell what they recompute, or keep activations on the host: not counted below")
     fails = {case.source for case in cases if case.is_oom}
     later = np.array([case.source not in FIRST_SOURCES for case in cases])
     tells = np.array([case.source in fails for case in cases])
@@ -303,10 +304,10 @@ def show_probabilities(cases: Sequence[Case], prediction: Predicted) -> None:
         ("of them, those that came later", tells & later),
         ("sources of finished runs alone", ~tells),
     ):
-        _show_bands(title, cases, prediction, which & told)
+        _show_bands(title, cases, prediction, which & is_known)
     for framework in sorted({case.problem.framework.name for case in cases if case.source in fails}):
         own = np.array([case.problem.framework.name == framework for case in cases])
-        _show_bands(f"{framework}, of sources that publish failed runs", cases, prediction, own & tells & told)
+        _show_bands(f"{framework}, of sources that publish failed runs", cases, prediction, own & tells & is_known)
 
 
 def _show_bands(title: str, cases: Sequence[Case], prediction: Predicted, which: Bools) -> None:

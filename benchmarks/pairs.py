@@ -159,10 +159,10 @@ def listing(pairs: Iterable[Pair]) -> Iterator[str]:
     """Lines: every pair with its two ratios."""
     for pair in sorted(pairs, key=lambda pair: (pair.source, pair.choice, pair.first.id, pair.other.id)):
         values = [side.choices[pair.choice] for side in (pair.first, pair.other)]
-        told = f"{'' if pair.is_right_way else ' wrong way'}{'' if pair.is_inside else ' outside'}"
+        remark = f"{'' if pair.is_right_way else ' wrong way'}{'' if pair.is_inside else ' outside'}"
         ratios = f"{100 * (pair.measured - 1):+6.1f}% {100 * (pair.predicted - 1):+6.1f}%"
         runs = f"{pair.first.id} {pair.other.id}"
-        yield f"{ratios}  {runs:28} {pair.choice}: {values[0]} -> {values[1]}{told}"
+        yield f"{ratios}  {runs:28} {pair.choice}: {values[0]} -> {values[1]}{remark}"
 
 
 def main() -> None:
@@ -171,10 +171,10 @@ def main() -> None:
     parser.add_argument("--runs", type=existing, default=RUNS, help="table of measured runs")
     arguments = parser.parse_args()
     pairs = list(pairs_of(sides(arguments.runs)))
-    told = [pair for pair in pairs if pair.choice not in CHOICES]
-    right, inside = sum(pair.is_right_way for pair in told), sum(pair.is_inside for pair in told)
-    lines = ["change of the step: measured, predicted", *listing(told)]
-    lines.append(f"\n{len(told)} pairs: {right} the right way, {inside} with both runs inside their 90 % intervals")
+    options = [pair for pair in pairs if pair.choice not in CHOICES]
+    right, inside = sum(pair.is_right_way for pair in options), sum(pair.is_inside for pair in options)
+    lines = ["change of the step: measured, predicted", *listing(options)]
+    lines.append(f"\n{len(options)} pairs: {right} the right way, {inside} with both runs inside their 90 % intervals")
     blocks = ["\n".join(lines), "\n".join(summary(pairs))]
     print("\n\n".join(blocks))
     if arguments.report:

@@ -106,7 +106,9 @@ def main() -> None:
                 problem = with_timings(result.problem, "db", url)
                 estimate(problem, PlanBatch.of(plans, problem.model.num_layers))
             share = 100 * served.total() / max(asked.total(), 1)
-            parts = ", ".join(f"{one} {100 * served[one] / asked[one]:.0f} %" for one in sorted(asked) if asked[one])
+            parts = ", ".join(
+                f"{kind} {100 * served[kind] / asked[kind]:.0f} %" for kind in sorted(asked) if asked[kind]
+            )
             collectives = sum(task.operation in COLLECTIVES for task in tasks)
             print(
                 f"{name}: {share:.0f} % of {asked.total()} look-ups ({parts}); {collectives} collectives of "

@@ -30,13 +30,13 @@ def contention_shares(beside: Iterable[BesideProducts], alone: Iterable[Measurem
     The longer of the two would be all there is to wait for, if neither slowed the other down (`modelling` D6).
     """
     alone_s: Mapping[tuple[Operation, tuple[int, ...], str], float] = {
-        (one.operation, one.shape, one.dtype): one.seconds for one in alone
+        (known.operation, known.shape, known.dtype): known.seconds for known in alone
     }
     shares: dict[Operation, list[float]] = defaultdict(list)
-    for one in beside:
-        own_s = alone_s.get((one.operation, one.shape, one.dtype))
-        if own_s is None or max(own_s, one.products_s) > MOST_UNLIKE * min(own_s, one.products_s):
+    for measured in beside:
+        own_s = alone_s.get((measured.operation, measured.shape, measured.dtype))
+        if own_s is None or max(own_s, measured.products_s) > MOST_UNLIKE * min(own_s, measured.products_s):
             continue
-        share = (one.seconds - max(own_s, one.products_s)) / min(own_s, one.products_s)
-        shares[one.operation].append(min(max(share, 0.0), 1.0))
+        share = (measured.seconds - max(own_s, measured.products_s)) / min(own_s, measured.products_s)
+        shares[measured.operation].append(min(max(share, 0.0), 1.0))
     return {operation: statistics.median(found) for operation, found in sorted(shares.items())}

@@ -72,7 +72,7 @@ def test_all_that_a_price_looks_up_is_queued_and_served_with_nothing_left_to_the
     assert {shape[:3] for shape in asked["reduce_scatter", "bf16"]} >= {(4, 4, 2), (2, 2, 4), (16, 4, 2)}
     device = PROBLEM.cluster.device
     for here in (hello(16), hello(4)):
-        tasks = [one.task for one in asked_tasks(asked, here, ("sustained",), device, ())]
+        tasks = [ranked.task for ranked in asked_tasks(asked, here, ("sustained",), device, ())]
         times = [
             Measurement(
                 operation=task.operation, shape=task.shape, dtype=task.dtype, device=device.name,
@@ -86,7 +86,7 @@ def test_all_that_a_price_looks_up_is_queued_and_served_with_nothing_left_to_the
             if operation in COLLECTIVES and dtype == "bf16":
                 kinds = {shape[:3] for shape in noted[operation, dtype].exact}
                 assert {(shape[0] == shape[1]) for shape in shapes} == {kind[0] == kind[1] for kind in kinds}, operation
-            elif operation in {one.operation for one in times} and dtype == "bf16":
+            elif operation in {measured.operation for measured in times} and dtype == "bf16":
                 assert {shape for shape in shapes if min(shape) > 0} <= set(noted[operation, dtype].exact)
         assert (estimate(timed, BATCH).step_s > 0).all()
         # Nothing is queued that no price asks for.
@@ -95,7 +95,7 @@ def test_all_that_a_price_looks_up_is_queued_and_served_with_nothing_left_to_the
                 assert task.shape in asked[task.operation, task.dtype]
             else:
                 assert any((task.operation, dtype) in asked for dtype in ("bf16", "fp16", "fp32"))
-        known = [one.key for one in tasks]
+        known = [task.key for task in tasks]
         assert asked_tasks(asked, here, ("sustained",), device, known) == []
 
 
@@ -104,5 +104,5 @@ def test_narrow_products_are_queued_in_the_type_in_which_they_are_looked_up() ->
     plan = replace(PLANS[0], global_batch=64, tp=1, sp=False, pp=1, dp_shard=8, precision="mxfp8")  # type: ignore[arg-type]
     asked = asked_shapes(problem, PlanBatch.of([plan], problem.model.num_layers))
     tasks = asked_tasks(asked, hello(1, dtypes=("mxfp8", "bf16")), ("sustained",), problem.cluster.device, ())
-    narrow = {one.task.shape for one in tasks if one.task.dtype == "mxfp8"}
+    narrow = {ranked.task.shape for ranked in tasks if ranked.task.dtype == "mxfp8"}
     assert narrow == {shape for name in ("gemm", "dgrad", "wgrad") for shape in asked[name, "mxfp8"]}  # type: ignore[index]

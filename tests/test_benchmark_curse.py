@@ -26,7 +26,7 @@ def test_the_pick_is_the_fastest_of_those_that_fit() -> None:
 
 
 def test_errors_that_have_nothing_to_do_with_the_steps_make_picks_too_fast() -> None:
-    """Of 16 plans that take as long the one that is predicted fastest errs by the least of 16 normal variables."""
+    """Where 16 plans take as long, the one that is predicted fastest errs by the least of 16 normal variables."""
     random = np.random.default_rng(1)
     errors = 0.1 * random.standard_normal((400, 16))
     alike = [choice_of("a", (-error).tolist(), error.tolist()) for error in errors]

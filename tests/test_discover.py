@@ -724,7 +724,7 @@ def test_the_database_is_asked_for_the_machine_of_the_file(
     (tmp_path / "mine.toml").write_text(cluster_toml(mine, {}))
     mine = load_cluster(str(tmp_path / "mine.toml"))
     taken = stored_timings(mine, str(tmp_path / "lab.db"), ["all_reduce"])
-    assert max(one.seconds for one in taken.measurements) == pytest.approx(1.75 * GIB / 360e9)
+    assert max(measured.seconds for measured in taken.measurements) == pytest.approx(1.75 * GIB / 360e9)
 
 
 def test_the_ranks_of_a_job_meet_and_rank_0_hears_of_every_node() -> None:

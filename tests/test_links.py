@@ -330,7 +330,7 @@ def test_rings_send_what_a_slow_nic_carries_of_every_member() -> None:
 
 @pytest.mark.parametrize(("stride", "senders"), [(8, 8), (4, 4), (2, 2), (1, 1)])
 def test_a_nic_that_devices_share_is_for_those_that_send(stride: int, senders: int) -> None:
-    """Of a pipeline over two nodes the last stage of the first node sends, with as many devices as a stage has."""
+    """In a pipeline over two nodes the last stage of the first node sends, with as many devices as a stage has."""
     nodes = ideal(2, 150e9, 12.5e9)
     shared = dataclasses.replace(nodes, network=dataclasses.replace(nodes.network, nics_per_device=0.125))
     message = seconds("send_recv", compile_topology(shared), stride, 16 // stride, GIB)

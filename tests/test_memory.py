@@ -219,7 +219,7 @@ def test_unscaled_gradients_of_fp16_are_held_or_come_with_the_step(frees: bool, 
     framework = BARE.changed(bytes_per_fp16_unscaled_grad=1200.0, frees_unscaled_grads=frees)
     (plain,) = stages_of(problem_of(), precision="fp16")
     (stage,) = stages_of(problem_of(framework=framework), precision="fp16")
-    optimizer, before = (one.memory_terms_bytes["optimizer"] for one in (stage, plain))
+    optimizer, before = (cost.memory_terms_bytes["optimizer"] for cost in (stage, plain))
     assert optimizer - before == pytest.approx(held * TOTAL)
     assert (step_bytes(stage) if frees else stage.memory_terms_bytes["update"]) == pytest.approx(stepped * TOTAL)
     (bf16,) = stages_of(problem_of(framework=framework))

@@ -111,7 +111,7 @@ def test_a_generation_whose_kernels_were_measured_is_not_new() -> None:
     measured = replace(problem, timings=TimingTable.of([gemm]))
     batch = PlanBatch.of([SPREAD], problem.model.num_layers)
     at = NOVELTIES.index("generation")
-    assert [Familiarity.of(one, batch).news[0, at] for one in (problem, measured)] == [1.0, 0.0]
+    assert [Familiarity.of(asked, batch).news[0, at] for asked in (problem, measured)] == [1.0, 0.0]
 
 
 def test_no_plan_has_less_than_its_least_spread_or_than_that_of_the_problem() -> None:

@@ -275,9 +275,9 @@ def test_of_the_last_five_measurements_the_middle_one_counts(store: Store) -> No
     expected = {1: 9.0, 2: 3.0, 3: 4.0, 4: 4.0, 5: 5.0, 6: 4.0, 7: 4.0}
     for day, seconds in enumerate((9.0, 3.0, 4.0, 8.0, 5.0, 2.0, 1.0), start=1):
         store.add([replace(GEMM, samples_s=(seconds,), measured_at=f"2026-11-0{day}T00:00:00Z")])
-        assert [one.seconds for one in store.timings(LAB)] == [expected[day]]
+        assert [measured.seconds for measured in store.timings(LAB)] == [expected[day]]
     store.add([replace(GEMM, samples_s=(7.0,), kernel="another", measured_at="2026-11-08T00:00:00Z")])
-    assert [one.seconds for one in store.timings(LAB)] == [7.0]
+    assert [measured.seconds for measured in store.timings(LAB)] == [7.0]
 
 
 def test_of_a_machine_that_is_mostly_slow_or_restless_all_measurements_count(store: Store) -> None:
@@ -295,7 +295,7 @@ def test_of_a_machine_that_is_mostly_slow_or_restless_all_measurements_count(sto
     ]
     for day, (seconds, how, expected) in enumerate(visits, start=1):
         store.add([replace(GEMM, samples_s=(seconds,), measured_at=f"2026-11-0{day}T00:00:00Z", **how)])
-        assert [one.seconds for one in store.timings(LAB)] == [expected]
+        assert [measured.seconds for measured in store.timings(LAB)] == [expected]
     assert [one.is_disturbed for one in store.timings(LAB)] == [True]
 
 
@@ -303,12 +303,14 @@ def test_hosts_are_kept_apart_and_a_word_is_said_where_they_differ(store: Store)
     for day, (host, seconds) in enumerate((("a", 1.0), ("b", 1.25), ("a", 1.02), ("b", 1.27), ("a", 1.01)), start=1):
         moment = f"2026-11-0{day}T00:00:00Z"
         store.add([replace(GEMM, samples_s=(1e-3 * seconds,), host=host, measured_at=moment)])
-    assert [one.seconds for one in store.timings(LAB)] == [1.25e-3]  # of two the slower: a step over both waits for it
+    assert [measured.seconds for measured in store.timings(LAB)] == [
+        1.25e-3
+    ]  # of two the slower: a step over both waits for it
     (apart,) = store.hosts_apart
     assert (apart.fast, apart.slow, round(apart.ratio, 2)) == ("a", "b", 1.24)
     other = replace(GEMM, samples_s=(1.1e-3,), host="c", measured_at="2026-11-06T00:00:00Z")
     store.add([other])
-    assert [one.seconds for one in store.timings(LAB)] == [1.1e-3]  # of three the middle one
+    assert [measured.seconds for measured in store.timings(LAB)] == [1.1e-3]  # of three the middle one
 
 
 def test_what_nccl_chose_itself_counts_before_what_it_was_told(store: Store) -> None:
@@ -316,9 +318,9 @@ def test_what_nccl_chose_itself_counts_before_what_it_was_told(store: Store) -> 
     told = replace(reduce, conditions={"NCCL_PROTO": "LL"})
     for day, (record, seconds) in enumerate(((reduce, 1.0), (told, 3.0), (reduce, 1.2), (told, 3.1)), start=1):
         store.add([replace(record, samples_s=(1e-2 * seconds,), measured_at=f"2026-11-0{day}T00:00:00Z")])
-    assert [one.seconds for one in store.timings(LAB)] == [1e-2]
+    assert [measured.seconds for measured in store.timings(LAB)] == [1e-2]
     store.change([key for key in keys(store) if not store.find(key)[0].conditions], hides=True, by="ada", reason="test")
-    assert [one.seconds for one in store.timings(LAB)] == [3e-2]
+    assert [measured.seconds for measured in store.timings(LAB)] == [3e-2]
 
 
 def test_a_slow_measurement_alone_does_not_stand_before_an_imported_one(store: Store) -> None:
@@ -333,7 +335,7 @@ def test_of_one_machine_sustained_beats_burst_beats_imported(store: Store) -> No
     for mode, seconds in times.items():
         moment = GEMM.measured_at if mode == "sustained" else new
         store.add([replace(GEMM, mode=mode, samples_s=(seconds,), measured_at=moment)])  # type: ignore[arg-type]
-        assert [one.seconds for one in store.timings(LAB)] == [seconds]
+        assert [measured.seconds for measured in store.timings(LAB)] == [seconds]
 
 
 def test_the_latest_machine_is_that_of_the_last_measurement_of_our_own(store: Store) -> None:

@@ -104,10 +104,10 @@ def test_a_sweep_goes_on_after_ranks_are_lost_and_stores_why(tmp_path: Path) -> 
     assert progress.counts()["gemm"]["failed"] == 2
     assert ranked_tasks(replace(SCOPE, only=("gemm",)), hello, store.known(hello.fingerprint)) != []
     # What failed once is tried again: another time it may run; what failed twice is left alone.
-    failures = [one for one in records if one.status == "failed"]
-    assert not {one.shape for one in failures} & {key[1] for key in store.known(hello.fingerprint)}
-    store.add([replace(one, conditions={"failed_at": "2026-01-01T00:00:00+00:00"}) for one in failures])
-    assert {one.shape for one in failures} <= {key[1] for key in store.known(hello.fingerprint)}
+    failures = [record for record in records if record.status == "failed"]
+    assert not {record.shape for record in failures} & {key[1] for key in store.known(hello.fingerprint)}
+    store.add([replace(record, conditions={"failed_at": "2026-01-01T00:00:00+00:00"}) for record in failures])
+    assert {record.shape for record in failures} <= {key[1] for key in store.known(hello.fingerprint)}
 
 
 class Told(Crew):
@@ -184,7 +184,7 @@ def test_ranks_that_are_lost_again_and_again_end_the_sweep(tmp_path: Path, monke
     # The first and a restart, both alike but for their moments.
     lost = list(store.records())
     assert 1 <= len(lost) <= 2
-    assert all("rank 1 exited with status 7" in one.reason for one in lost)
+    assert all("rank 1 exited with status 7" in record.reason for record in lost)
 
 
 def test_a_budget_ends_a_sweep_before_it_is_exceeded(tmp_path: Path, pair: tuple[Crew, Hello]) -> None:

@@ -156,9 +156,9 @@ def test_a_disturbed_time_is_told_apart_and_widens_the_interval() -> None:
 
 def test_what_lies_between_disturbed_times_is_told_as_disturbed() -> None:
     line = [measured("gemm", (m, 64, 64), m * 1e-6) for m in (64, 128, 256, 4096, 8192, 16384)]
-    shaken = [dataclasses.replace(one, is_disturbed=one.shape[0] in (128, 256)) for one in line]
+    shaken = [dataclasses.replace(measured, is_disturbed=measured.shape[0] in (128, 256)) for measured in line]
     shapes = np.array([[192, 64, 64], [6000, 64, 64], [256, 64, 64], [10**5, 64, 64]])
-    clean, table = (TimingTable.of(some).lookup("gemm", "bf16", shapes) for some in (line, shaken))
+    clean, table = (TimingTable.of(measured).lookup("gemm", "bf16", shapes) for measured in (line, shaken))
     np.testing.assert_array_equal(clean.seconds, table.seconds)
     assert not clean.is_disturbed.any()
     assert table.is_disturbed.tolist() == [True, False, True, False]

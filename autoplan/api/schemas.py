@@ -116,7 +116,7 @@ def _any_of(kinds: Sequence[Any]) -> dict[str, Any]:
     """Return the schema of a value of one of some types; msgspec itself takes no union of two dataclasses."""
     from autoplan.base import files
 
-    parts = [files.schema(one, human_units=False) for one in kinds]
+    parts = [files.schema(kind, human_units=False) for kind in kinds]
     definitions = {name: body for part in parts for name, body in part.pop("$defs", {}).items()}
     return {**(parts[0] if len(parts) == 1 else {"anyOf": parts}), "$defs": definitions}
 

@@ -189,7 +189,7 @@ def usual_cap_w(cluster: ClusterSpec) -> int:
 
 
 def _warn_of_hosts(apart: list[HostsApart]) -> None:
-    worst = max(apart, key=lambda one: one.ratio)
+    worst = max(apart, key=lambda pair: pair.ratio)
     slow, fast = (name or "a host without a name" for name in (worst.slow, worst.fast))
     text = (
         f"hosts differ in {len(apart):,} shapes that were measured: {worst.what} takes {100 * (worst.ratio - 1):.0f} % "

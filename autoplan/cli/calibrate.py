@@ -134,24 +134,24 @@ def _print_imported(imported: Imported) -> None:
             table.add_column(name)
         for name in ("devices", "step", "predicted"):
             table.add_column(name, justify="right", no_wrap=True)
-        for one in imported.taken:
-            run = one.run
+        for taken in imported.taken:
+            run = taken.run
             came = format_seconds(run.seconds) if run.seconds else {"oom": "out of memory"}.get(run.status, run.status)
-            texts = (Text(one.log), run.framework, run.plan.describe(), str(run.plan.num_devices), came)
-            table.add_row(*texts, format_seconds(one.predicted_s))
+            texts = (Text(taken.log), run.framework, run.plan.describe(), str(run.plan.num_devices), came)
+            table.add_row(*texts, format_seconds(taken.predicted_s))
         console.print(table)
     if imported.passed_over:
         console.print("\npassed over" if imported.taken else "passed over")
         for path, reason in imported.passed_over.items():
             console.print(Text(f"  {path}: {reason}"), soft_wrap=True)
-    num_unread = sum(one.num_unread > 0 for one in imported.taken)
+    num_unread = sum(taken.num_unread > 0 for taken in imported.taken)
     if num_unread:
         console.print(
             f"\n{num_unread} runs were started with options that were not understood: autoplan read lists them"
         )
-    held = len(imported.taken) - imported.num_new
+    num_held = len(imported.taken) - imported.num_new
     console.print(
-        f"\n{len(imported.taken)} runs: {imported.num_new} new in the database, {held} held already; "
+        f"\n{len(imported.taken)} runs: {imported.num_new} new in the database, {num_held} held already; "
         f"{len(imported.passed_over)} files passed over"
     )
     for name, fitted in imported.calibrations.items():

@@ -36,11 +36,11 @@ DeviceOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only of 
 @db.command()
 def info(context: typer.Context, url: DbOption = None, json: JsonOption = False) -> None:
     """Where the database is, and what it holds of which machine."""
-    held = api.database.holdings(whole_url(context, url))
+    database = api.database.holdings(whole_url(context, url))
     if json:
-        _print_json(held)
+        _print_json(database)
         return
-    typer.echo(f"{held.database}, schema {held.schema}, {held.runs:,} training runs\n")
+    typer.echo(f"{database.database}, schema {database.schema}, {database.runs:,} training runs\n")
     columns: dict[str, Callable[[Any], object]] = {
         "device": lambda holding: holding.fingerprint.device,
         "torch": lambda holding: holding.fingerprint.torch,
@@ -51,7 +51,7 @@ def info(context: typer.Context, url: DbOption = None, json: JsonOption = False)
         "hidden": lambda holding: f"{holding.num_hidden:,}",
         "newest": lambda holding: holding.newest[:10],
     }
-    _print_rows(columns, held.holdings, numbers=("hosts", "records", "hidden"))
+    _print_rows(columns, database.holdings, numbers=("hosts", "records", "hidden"))
 
 
 @db.command("list")

@@ -54,12 +54,12 @@ def calibration_among(
     elsewhere = [known[name] for name, (own, _, _) in names.items() if own == framework]
     under_any = {of for _, _, of in names.values()}
     is_new = generation not in under_any if is_kin or not elsewhere else True
-    like = (elsewhere if elsewhere and not is_kin else [known[name] for name in names]) or [Calibration()]
+    similar = (elsewhere if elsewhere and not is_kin else [known[name] for name in names]) or [Calibration()]
     return Calibration(
         name="another framework" if is_kin else exact.name if exact else "reference",
-        blocks=tuple(sorted({block for own in like for block in own.blocks})),
-        precisions=tuple(sorted({precision for own in like for precision in own.precisions})),
-        most_devices=max(own.most_devices for own in like),
+        blocks=tuple(sorted({block for own in similar for block in own.blocks})),
+        precisions=tuple(sorted({precision for own in similar for precision in own.precisions})),
+        most_devices=max(own.most_devices for own in similar),
         unseen=("framework",) * is_kin + ("generation",) * is_new,
         memory_spread=exact.memory_spread
         if exact and not is_kin

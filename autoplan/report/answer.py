@@ -362,4 +362,4 @@ def fastest_of(file: PlanFile) -> RankedPlan | None:
     """Return the fastest plan, where the best one is simpler and about as fast."""
     if file.certificate is None or file.certificate.slower_than_fastest is None:
         return None
-    return min(file.alternatives, key=lambda one: one.s_per_sequence)
+    return min(file.alternatives, key=lambda plan: plan.s_per_sequence)

@@ -399,8 +399,8 @@ class TimingTable:
 
     def groups(self, operation: Operation, *dtypes: str) -> list[tuple[int, ...]]:
         """Return (num_devices, devices_per_domain, num_groups) of the groups in which a collective was measured."""
-        held = (self.times[operation, dtype].between for dtype in dtypes if (operation, dtype) in self.times)
-        return sorted({kind for kinds in held for kind in kinds})
+        measured = (self.times[operation, dtype].between for dtype in dtypes if (operation, dtype) in self.times)
+        return sorted({kind for kinds in measured for kind in kinds})
 
     def slowed(self, operations: Iterable[Operation], growth: float) -> TimingTable:
         """The table with times of some operations so many times as long."""
@@ -506,7 +506,7 @@ _Repeats = dict[tuple[int, ...], list[tuple[float, str]]]
 def _times(operation: Operation, repeats: _Repeats, disturbed: Iterable[tuple[int, ...]]) -> _Times:
     # In order of shape: the same table in whatever order its measurements come.
     exact = {shape: float(np.median([seconds for seconds, _ in repeats[shape]])) for shape in sorted(repeats)}
-    sources = {shape: min(repeats[shape], key=lambda one: abs(one[0] - exact[shape]))[1] for shape in exact}
+    sources = {shape: min(repeats[shape], key=lambda repeat: abs(repeat[0] - exact[shape]))[1] for shape in exact}
     between, matched = _columns(operation)
     names = SHAPES[operation]
     alike: dict[tuple[int, ...], list[tuple[float, ...]]] = defaultdict(list)

@@ -322,7 +322,7 @@ class Store:
             )
             with self._database.reading() as connection:
                 rows: Sequence[Any] = connection.execute(query.order_by(records.c.id)).all()
-            if found := [one for row in rows if (one := _beside(row))]:
+            if found := [measured for row in rows if (measured := _beside(row))]:
                 return found
         return []
 
