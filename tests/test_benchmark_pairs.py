@@ -83,8 +83,10 @@ def test_a_ratio_is_right_on_the_same_side_of_one(pairs: Any, measured: float, p
 
 
 def test_a_summary_counts_changes_up_and_down_alike(pairs: Any) -> None:
-    one, two = side(pairs, ROW, 1.0, 1.0), side(pairs, ROW, 2.0, 1.5)
-    both = [pairs.Pair(source="a", choice="vp", first=first, other=other) for first, other in ((one, two), (two, one))]
+    fast, slow = side(pairs, ROW, 1.0, 1.0), side(pairs, ROW, 2.0, 1.5)
+    both = [
+        pairs.Pair(source="a", choice="vp", first=first, other=other) for first, other in ((fast, slow), (slow, fast))
+    ]
     line = list(pairs.summary(both))[1].split()
     assert line[:5] == ["a", "vp", "2", "100.0%", "50.0%"]
 

@@ -252,12 +252,12 @@ def test_a_plan_is_spelled_out_in_the_words_of_the_field() -> None:
     assert plan.spell_out() == (
         "tp 2 pp 4 dp 8, micro-batch 1, 1F1B interleaved with 5 virtual stages, distributed optimizer (ZeRO-1)"
     )
-    one = dataclasses.replace(
+    sharded_fully = dataclasses.replace(
         plan, pp=1, vp=1, schedule=Schedule.ONE_F_ONE_B, sharding=Sharding.ZERO3, recompute=Recompute.FULL
     )
-    assert one.spell_out() == "tp 2 dp 8, micro-batch 1, fully sharded (ZeRO-3), full recompute"
-    some = dataclasses.replace(plan, recompute=Recompute.FULL, recompute_num_layers=2, offload=Offload.OPTIMIZER)
-    assert some.describe().endswith("ZeRO-1, recompute 2 layers a virtual stage, optimizer on the CPU")
+    assert sharded_fully.spell_out() == "tp 2 dp 8, micro-batch 1, fully sharded (ZeRO-3), full recompute"
+    offloaded = dataclasses.replace(plan, recompute=Recompute.FULL, recompute_num_layers=2, offload=Offload.OPTIMIZER)
+    assert offloaded.describe().endswith("ZeRO-1, recompute 2 layers a virtual stage, optimizer on the CPU")
 
 
 @pytest.mark.parametrize(

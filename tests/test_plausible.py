@@ -54,8 +54,8 @@ def test_products_are_no_faster_than_the_device(seconds: float, dtype: str, expe
     ],
 )
 def test_collectives_are_no_faster_than_the_links(operation: str, bytes_per_s: float, is_possible: bool) -> None:
-    one = replace(REDUCE, operation=operation, samples_s=(2**30 / bytes_per_s,))  # type: ignore[arg-type]
-    assert (implausible(one) == "") == is_possible
+    collective = replace(REDUCE, operation=operation, samples_s=(2**30 / bytes_per_s,))  # type: ignore[arg-type]
+    assert (implausible(collective) == "") == is_possible
 
 
 def test_devices_that_are_not_shipped_and_cpus_have_no_known_limit() -> None:
@@ -105,8 +105,8 @@ def test_long_products_are_not_slower_than_a_device_can_be(
 ) -> None:
     shape = (16384, 16384, 16384)
     seconds = 2 * 16384**3 / flops_per_s
-    one = replace(GEMM, fingerprint=replace(LAB, device=device), shape=shape, dtype=dtype, samples_s=(seconds,))
-    assert (implausible(one) == "") == is_possible
-    assert implausible(replace(one, status="unstable")) == ""
-    tiny = replace(one, shape=(32, 16384, 16384), samples_s=(seconds / 512,))  # waits for memory
+    product = replace(GEMM, fingerprint=replace(LAB, device=device), shape=shape, dtype=dtype, samples_s=(seconds,))
+    assert (implausible(product) == "") == is_possible
+    assert implausible(replace(product, status="unstable")) == ""
+    tiny = replace(product, shape=(32, 16384, 16384), samples_s=(seconds / 512,))  # waits for memory
     assert implausible(tiny) == ""

@@ -491,7 +491,7 @@ def test_a_run_priced_by_kin_has_the_interval_of_an_unknown_framework(tmp_path: 
         for run in runs_of(tmp_path, row | {"framework": "PyTorch FSDP"}, row | {"id": "2", "framework": "YaFSDP"})
     )
     assert None not in (known.step_time_s, kin.step_time_s, known.step_time_high_s, kin.step_time_high_s)
-    widths = [math.log(one.step_time_high_s / one.step_time_s) / NORMAL_90 for one in (known, kin)]  # type: ignore[operator]
+    widths = [math.log(run.step_time_high_s / run.step_time_s) / NORMAL_90 for run in (known, kin)]  # type: ignore[operator]
     assert widths[1] ** 2 > widths[0] ** 2 + 0.9 * general_spreads().framework ** 2
 
 

@@ -315,8 +315,10 @@ def test_hosts_are_kept_apart_and_a_word_is_said_where_they_differ(store: Store)
 
 def test_what_nccl_chose_itself_counts_before_what_it_was_told(store: Store) -> None:
     reduce = replace(GEMM, operation="all_reduce", shape=(8, 8, 1, 2**28), kernel="nccl", conditions={})
-    told = replace(reduce, conditions={"NCCL_PROTO": "LL"})
-    for day, (record, seconds) in enumerate(((reduce, 1.0), (told, 3.0), (reduce, 1.2), (told, 3.1)), start=1):
+    low_latency = replace(reduce, conditions={"NCCL_PROTO": "LL"})
+    for day, (record, seconds) in enumerate(
+        ((reduce, 1.0), (low_latency, 3.0), (reduce, 1.2), (low_latency, 3.1)), start=1
+    ):
         store.add([replace(record, samples_s=(1e-2 * seconds,), measured_at=f"2026-11-0{day}T00:00:00Z")])
     assert [measured.seconds for measured in store.timings(LAB)] == [1e-2]
     store.change([key for key in keys(store) if not store.find(key)[0].conditions], hides=True, by="ada", reason="test")

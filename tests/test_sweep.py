@@ -48,8 +48,8 @@ def test_what_a_smaller_allocation_cannot_show_is_told() -> None:
         "groups of 5 to 8 devices of a node are scaled from those of 4 and fewer, and groups that leave it keep the "
         "reference",
     ]
-    one = replace(hello, hosts=("a",) * 8)
-    assert extrapolations(one, load_cluster("h100-sxm:16x8")) == [
+    one_host = replace(hello, hosts=("a",) * 8)
+    assert extrapolations(one_host, load_cluster("h100-sxm:16x8")) == [
         "groups over several nodes are not measured on one: they keep the reference"
     ]
     rack = replace(
