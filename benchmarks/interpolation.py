@@ -31,7 +31,7 @@ from autoplan.base.arrays import Bools, Floats
 from autoplan.base.curves import AttentionCurve, CollectiveCurve, GemmCurve
 from autoplan.base.errors import AutoplanError
 from autoplan.base.files import write_text
-from autoplan.cost.kernels.times import GROUPED_HALF_M, GROUPED_SHARE
+from autoplan.cost.kernels.products import GROUPED_HALF_M, GROUPED_SHARE
 from autoplan.cost.network.links import ProcessGroup, collective_s
 from autoplan.profiler import fit
 from autoplan.profiler.imports.aiconfigurator import read_measurements

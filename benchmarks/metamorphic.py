@@ -18,10 +18,9 @@ import numpy as np
 from certificate import Case, draw, draw_plans
 from reports import make_parser, write_report
 
-from autoplan.base.arrays import Floats
+from autoplan.base.arrays import Floats, add_up
 from autoplan.base.errors import AutoplanError
 from autoplan.cost.estimate import estimate
-from autoplan.cost.kernels.times import add_up
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem

@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import block_shapes, count_parameters
-from autoplan.cost.kernels.times import local_sizes
+from autoplan.cost.kernels.sizes import local_sizes
 from autoplan.profiler.group_layouts import layouts
 from autoplan.profiler.protocol import BESIDE, Hello, Task, rules_for
 from autoplan.profiler.record import Mode

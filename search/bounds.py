@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints, add_up
 from autoplan.cost.blocks import BlockCost, ahead_s, block_costs
 from autoplan.cost.collectives.end_of_step import end_of_step_s, least_shown_s, optimizer_s
 from autoplan.cost.collectives.pipeline_messages import message_s
 from autoplan.cost.estimate import straggler_share
 from autoplan.cost.kernels.arithmetic import block_shapes
-from autoplan.cost.kernels.times import KERNEL_AXES, add_up, head_s
+from autoplan.cost.kernels.sizes import KERNEL_AXES
+from autoplan.cost.kernels.times import head_s
 from autoplan.cost.memory.parameters import StageParameters, local_parameters, own_parameters
 from autoplan.cost.memory.recompute import activation_parts, kept_bytes
 from autoplan.cost.memory.stage_memory import (
@@ -38,6 +39,7 @@ from autoplan.cost.memory.stage_memory import (
 )
 from autoplan.cost.network.links import Links
 from autoplan.cost.network.process_groups import process_groups
+from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.closed_forms import send_exposed_s
 from autoplan.cost.pipeline.layout import StageBlocks, repeats_mtp
 from autoplan.cost.pipeline.order import V_SHAPED
@@ -221,7 +223,7 @@ class KindCosts:
         any_path = np.maximum(m * last + self.forward_s @ spread.ahead.T, m * heavy)
         work = np.maximum(m * total / pp, np.where(spread.has_path, path, any_path))
         message = _column(self.message_s)
-        sends = send_exposed_s(message, pp, m, spread.fewest_vp[None, :], (message, message), overlaps=overlaps)
+        sends = send_exposed_s(message, pp, m, spread.fewest_vp[None, :], Pass(message, message), overlaps=overlaps)
         return _column(self.factor) * (work + np.where(spread.has_path, sends, 0.0) + _column(self.rest_s))
 
     def _around(self, spread: Spread, heavy: Floats, again: Floats) -> Floats:
@@ -285,7 +287,7 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
     both = {block: forward[block] + cost.total_backward_s for block, cost in costs.items()}
     repeat = {block: cost.total_repeat_s for block, cost in costs.items()}
     first_of, of_kernels = batch.distinct(*KERNEL_AXES)
-    head = head_s(problem, batch.take(first_of))[0].take(of_kernels).total_s
+    head = head_s(problem, batch.take(first_of)).take(of_kernels).passes.total_s
     head = head - _hidden_launches_s(problem, batch, costs, head)
     for block in model.mtp_layer if model.num_mtp_layers else ():
         head = head + model.num_mtp_layers * (both[block] + repeat[block] * repeats_mtp(batch))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.closed_forms import gpipe_s, in_flight_chunks, one_forward_one_backward_s, send_exposed_s
 from pipeline_oracle import (
     Action,
@@ -26,10 +27,8 @@ from pipeline_oracle import (
 
 
 def closed(forward_s: Sequence[float], backward_s: Sequence[float], m: int, v: int = 1) -> float:
-    makespan, _ = one_forward_one_backward_s(
-        np.array([forward_s]), np.array([backward_s]), np.array([m]), np.array([v])
-    )
-    return float(makespan[0])
+    makespan = one_forward_one_backward_s(np.array([forward_s]), np.array([backward_s]), np.array([m]), np.array([v]))
+    return float(makespan.work_s[0])
 
 
 def sends(p: int, m: int, send_s: float, *, v: int = 1, chunk_s: float = 1.0, overlaps: bool = False) -> float:
@@ -39,7 +38,7 @@ def sends(p: int, m: int, send_s: float, *, v: int = 1, chunk_s: float = 1.0, ov
             np.array([p]),
             np.array([m]),
             np.array([v]),
-            (np.array([chunk_s]), np.array([chunk_s])),
+            Pass(np.array([chunk_s]), np.array([chunk_s])),
             overlaps=overlaps,
         )[0]
     )
@@ -207,11 +206,11 @@ def test_every_further_microbatch_costs_at_least_the_stage_that_decides(p: int, 
 
 def test_the_critical_stage_is_the_one_whose_path_is_longest() -> None:
     forward, backward = [1.0] * 7 + [1.5], [2.0] * 7 + [3.0]
-    makespan, critical = one_forward_one_backward_s(
+    makespan = one_forward_one_backward_s(
         np.array([forward, forward[::-1]]), np.array([backward, backward[::-1]]), np.array([32, 32]), np.array([1, 1])
     )
-    assert critical.tolist() == [7, 0]
-    assert makespan[0] == pytest.approx(165.0)
+    assert makespan.critical.tolist() == [7, 0]
+    assert makespan.work_s[0] == pytest.approx(165.0)
 
 
 # -- GPipe ------------------------------------------------------------------------------------------------------------
@@ -220,13 +219,13 @@ def test_the_critical_stage_is_the_one_whose_path_is_longest() -> None:
 @given(st.integers(1, 7), st.integers(1, 12), st.integers(0, 1000))
 def test_gpipe_is_exact_for_unequal_stages(p: int, m: int, seed: int) -> None:
     forward, backward = unequal(p, seed)
-    makespan, _ = gpipe_s(np.array([forward]), np.array([backward]), np.array([m]))
-    assert float(makespan[0]) == pytest.approx(simulated(gpipe(p, m), forward, backward))
+    makespan = gpipe_s(np.array([forward]), np.array([backward]), np.array([m]))
+    assert float(makespan.work_s[0]) == pytest.approx(simulated(gpipe(p, m), forward, backward))
 
 
 def test_equal_stages_of_gpipe_take_as_long_as_1f1b() -> None:
-    makespan, _ = gpipe_s(np.ones((1, 4)), np.full((1, 4), 2.0), np.array([8]))
-    assert float(makespan[0]) == pytest.approx(33.0)
+    makespan = gpipe_s(np.ones((1, 4)), np.full((1, 4), 2.0), np.array([8]))
+    assert float(makespan.work_s[0]) == pytest.approx(33.0)
 
 
 # -- live activations -------------------------------------------------------------------------------------------------
@@ -338,10 +337,11 @@ def test_slower_forward_passes_never_speed_up_an_interleaved_pipeline(
 
     def makespan_s(forward_s: float) -> float:
         passes = np.full((1, p), forward_s), np.full((1, p), backward_s)
-        hides = passes[0] / v, passes[1] / v
+        hides = Pass(*passes).scaled(1 / v)
         sends_s = send_exposed_s(
             np.array([[send_s]]), np.array([[p]]), m[:, None], chunks[:, None], hides, overlaps=True
         )
-        return float(one_forward_one_backward_s(*passes, m, chunks, sends_s)[0][0])
+        makespan = one_forward_one_backward_s(*passes, m, chunks, sends_s)
+        return float((makespan.work_s + makespan.send_s)[0])
 
     assert makespan_s(forward_s + more_s) >= makespan_s(forward_s) * (1 - 1e-12)

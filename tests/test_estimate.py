@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from autoplan.base.errors import InputError
 from autoplan.cost.blocks import TERMS, BlockCost, block_costs
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, stage_costs
-from autoplan.cost.kernels.times import DROPOUT_ATTENTION_TIME, gemm_rate, gemm_s
+from autoplan.cost.kernels.attention import DROPOUT_ATTENTION_TIME
+from autoplan.cost.kernels.products import gemm_rate, gemm_s
 from autoplan.cost.memory.stage_memory import MEMORY_TERMS
 from autoplan.cost.network.links import CONTENTION_SHARE, Links, ProcessGroup, collective_s
 from autoplan.cost.pipeline.closed_forms import gpipe_s, one_forward_one_backward_s
@@ -211,11 +212,11 @@ def test_stages_agree_with_the_estimate(case: tuple[Problem, ParallelPlan]) -> N
     forward, backward = (np.array([[getattr(s, name) for s in stages]]) for name in ("forward_s", "backward_s"))
     m = np.array([plan.num_microbatches])
     if plan.schedule == "gpipe":
-        makespan, _ = gpipe_s(forward, backward, m)
+        makespan = gpipe_s(forward, backward, m)
     else:
-        makespan, _ = one_forward_one_backward_s(forward, backward, m, np.array([plan.vp]))
+        makespan = one_forward_one_backward_s(forward, backward, m, np.array([plan.vp]))
     work = sum(float(cost.terms_s[name][0]) for name in (*TERMS, "head", "allocator_retries", "pipeline_bubble"))
-    assert work == pytest.approx(float(makespan[0]))
+    assert work == pytest.approx(float(makespan.work_s[0]))
     assert cost.memory_bytes[0] == max(stage.memory_bytes for stage in stages)
 
 

@@ -16,7 +16,10 @@ from autoplan.cost.collectives.expert_parallel import (
     shown_expert_parallel_s,
 )
 from autoplan.cost.kernels.arithmetic import block_shapes
-from autoplan.cost.kernels.times import NARROW_ATTENTION_TIME, gemm_pace, gemm_rate, kernel_times, memory_bound_s
+from autoplan.cost.kernels.attention import NARROW_ATTENTION_TIME
+from autoplan.cost.kernels.memory_bound import memory_bound_s
+from autoplan.cost.kernels.products import gemm_pace, gemm_rate
+from autoplan.cost.kernels.times import kernel_times
 from autoplan.cost.network.links import Links
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.calibration import built_in_calibration
@@ -93,7 +96,7 @@ def test_permuting_tokens_by_capacity_moves_three_times_as_much() -> None:
     twice_s = memory_bound_s(
         PROBLEM, np.array([2 * FRAMEWORK.kernels.kernel_bytes_factor * 2 * 4.0 * 4096 * 2 * 1024])
     )[0]
-    assert (dropping.memory_forward_s - apart.memory_forward_s)[0] == pytest.approx(twice_s)
+    assert (dropping.memory.forward_s - apart.memory.forward_s)[0] == pytest.approx(twice_s)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,9 @@ def test_deepep_moves_no_more_than_its_compute_units() -> None:
 def test_traffic_hides_under_every_kernel_of_its_block_once() -> None:
     batch = batch_of()
     work_s = block_costs(PROBLEM, batch)[Block.MOE].work_s[0]
-    assert kernel_times(PROBLEM, batch, Block.MOE, block_shapes(MODEL)[Block.MOE]).total_s[0] == pytest.approx(work_s)
+    assert kernel_times(PROBLEM, batch, Block.MOE, block_shapes(MODEL)[Block.MOE]).passes.total_s[0] == pytest.approx(
+        work_s
+    )
 
 
 def test_a_short_k_costs_more_the_faster_the_type() -> None:
@@ -163,8 +168,8 @@ def test_a_dispatcher_that_permutes_in_one_kernel_moves_every_copy_once() -> Non
     fused = kernel_times(PROBLEM, batch_of(dispatcher="hybridep"), Block.MOE, shape)
     spared = FRAMEWORK.kernels.kernel_bytes_factor - 1
     once_s = memory_bound_s(PROBLEM, np.array([spared * 2 * 4.0 * 4096 * 2 * 1024]))[0]
-    assert (apart.memory_forward_s - fused.memory_forward_s)[0] == pytest.approx(once_s)
-    assert (apart.memory_backward_s - fused.memory_backward_s)[0] == pytest.approx(once_s)
+    assert (apart.memory.forward_s - fused.memory.forward_s)[0] == pytest.approx(once_s)
+    assert (apart.memory.backward_s - fused.memory.backward_s)[0] == pytest.approx(once_s)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +184,8 @@ def test_mixtures_of_experts_may_attend_in_eight_bits(precision: str, is_moe: bo
         kernel_times(replace(PROBLEM, model=model, framework=one), batch, Block.ATTENTION, shape)
         for one in (FRAMEWORK, narrow)
     )
-    for name in ("attention_forward_s", "attention_backward_s"):
-        assert getattr(found, name)[0] == pytest.approx(share * getattr(wide, name)[0])
+    assert found.attention.forward_s[0] == pytest.approx(share * wide.attention.forward_s[0])
+    assert found.attention.backward_s[0] == pytest.approx(share * wide.attention.backward_s[0])
 
 
 def test_a_later_version_shares_the_calibration_of_its_framework() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autoplan.base.errors import InputError
 from autoplan.cost.collectives.traffic import step_traffic
 from autoplan.cost.estimate import estimate, stage_costs
-from autoplan.cost.kernels.times import peaks
+from autoplan.cost.kernels.products import peaks
 from autoplan.frameworks.presets import load_framework
 from autoplan.profiler.machine.hardware import emulates_bf16
 from autoplan.read.cluster import load_cluster

@@ -13,16 +13,10 @@ from hypothesis import strategies as st
 from autoplan.api.problem import make_problem
 from autoplan.cost.estimate import STEP_TERMS
 from autoplan.cost.kernels.arithmetic import block_shapes
-from autoplan.cost.kernels.times import (
-    KERNEL_START_S,
-    KERNELS_BACKWARD,
-    KERNELS_FORWARD,
-    expert_tokens,
-    gemm_rate,
-    gemm_s,
-    kernel_times,
-    memory_bound_s,
-)
+from autoplan.cost.kernels.memory_bound import KERNEL_START_S, KERNELS_BACKWARD, KERNELS_FORWARD, memory_bound_s
+from autoplan.cost.kernels.products import gemm_rate, gemm_s
+from autoplan.cost.kernels.sizes import expert_tokens
+from autoplan.cost.kernels.times import kernel_times
 from autoplan.cost.network.links import Links, ProcessGroup
 from autoplan.cost.network.links import collective_s as unmeasured_s
 from autoplan.cost.provenance import shares, term_shares
@@ -219,8 +213,8 @@ def test_experts_are_measured_with_the_activation_between_their_products() -> No
     assert len(experts) == 2
     activation = memory_bound_s(problem, np.array(6.0 * 2048 * 2 * 1024))
     dense = sum(plain.matrix_forward_s[name] for name in plain.matrix_forward_s if "expert" not in name)
-    rest = plain.memory_forward_s - activation
-    assert found.gemm_forward_s + found.memory_forward_s == pytest.approx(1.0 + dense + rest)
+    rest = plain.memory.forward_s - activation
+    assert found.gemm.forward_s + found.memory.forward_s == pytest.approx(1.0 + dense + rest)
     # Under kernels that take longer the host launches more of the next ones in time.
     assert set(changes(problem, known, plan)) == {"gemm", "memory_bound", "launch"}
 
@@ -377,8 +371,8 @@ def times_of(problem: Problem, plan: ParallelPlan) -> Times:
         times["dgrad", m, n, k] = reference_s(problem, m, k, n)
         times["wgrad", m, n, k] = reference_s(problem, n, k, m, accumulates=True)
     attention = kernel_times(problem, batch, Block.ATTENTION, block_shapes(problem.model)[Block.ATTENTION])
-    times["attention", 1, 2048, 16, 8, 64, 0] = float(attention.attention_forward_s[0])
-    times["attention_backward", 1, 2048, 16, 8, 64, 0] = float(attention.attention_backward_s[0])
+    times["attention", 1, 2048, 16, 8, 64, 0] = float(attention.attention.forward_s[0])
+    times["attention_backward", 1, 2048, 16, 8, 64, 0] = float(attention.attention.backward_s[0])
 
     def moving_s(num_bytes: float) -> float:
         return float(memory_bound_s(problem, np.array(num_bytes)))

@@ -15,6 +15,7 @@ from autoplan.cost.estimate import estimate
 from autoplan.cost.mixed.collectives import Islands, links_between
 from autoplan.cost.mixed.estimate import estimate_mixed, pipeline_s
 from autoplan.cost.network.links import Links, ProcessGroup
+from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.closed_forms import hop_sends_exposed_s, send_exposed_s
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
@@ -97,7 +98,9 @@ def test_equal_parts_on_one_network_are_one_cluster() -> None:
 @given(st.integers(2, 8), st.integers(1, 40), st.floats(0.001, 1))
 def test_equal_hops_cost_what_equal_messages_cost(stages: int, m: int, send: float) -> None:
     ones = np.array([1])
-    expected = send_exposed_s(np.array([send]), np.array([stages]), np.array([m]), ones, (ones, ones), overlaps=False)
+    expected = send_exposed_s(
+        np.array([send]), np.array([stages]), np.array([m]), ones, Pass(ones, ones), overlaps=False
+    )
     found = hop_sends_exposed_s(np.full((1, stages - 1), send), np.array([m]))
     assert found == pytest.approx(expected, rel=1e-12)
 

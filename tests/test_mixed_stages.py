@@ -15,6 +15,7 @@ from autoplan.base.errors import InputError
 from autoplan.cost.estimate import STEP_TERMS, stage_costs
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.mixed.stages import mixed_stages, mixed_timeline
+from autoplan.cost.passes import SplitPass
 from autoplan.cost.pipeline.recurrence import rank_steps
 from autoplan.cost.pipeline.waits import ROWS
 from autoplan.cost.timeline import END_TERMS, RankTimeline, Timeline, timeline
@@ -185,9 +186,7 @@ def test_unlike_hops_run_as_the_simulation_of_blocking_calls(p: int, m: int, dat
         p,
         1,
         m,
-        forward_s=np.array(forward),
-        input_gradient_s=np.array(backward),
-        weight_gradient_s=np.zeros(p),
+        passes=SplitPass(np.array(forward), np.array(backward), np.zeros(p)),
         hop_s=np.array(hops),
         blocking=True,
     )

@@ -126,7 +126,7 @@ def test_pt5_bubble_falls_with_data_parallelism_as_n_minus_d_over_b(devices: int
     while d <= min(devices, batch):
         stages, microbatches = devices // d, batch // d
         ones = np.ones((1, stages))
-        makespan, _ = one_forward_one_backward_s(ones, 2 * ones, np.array([microbatches]), np.array([1]))
+        makespan = one_forward_one_backward_s(ones, 2 * ones, np.array([microbatches]), np.array([1])).work_s
         assert makespan[0] / (3 * microbatches) - 1 == pytest.approx((devices - d) / batch)
         d *= 2
 

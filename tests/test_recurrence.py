@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from autoplan.base.arrays import Floats
 from autoplan.base.errors import InputError
+from autoplan.cost.passes import SplitPass
 from autoplan.cost.pipeline import recurrence
 from autoplan.cost.pipeline.closed_forms import gpipe_s, one_forward_one_backward_s
 from autoplan.cost.pipeline.order import microbatch_group
@@ -34,18 +35,7 @@ EVERY_SCHEDULE = {schedule: (1 if schedule in ("gpipe", "1f1b", "zb-h1") else 2)
 
 def run(schedule: Schedule, p: int, v: int, m: int, times: Floats, send_s: Floats, **switch: Any) -> PipelineTimes:
     """`times`: (forward, input gradient, weight gradient) x plans x chunks."""
-    forward, inputs, weights = times
-    return pipeline_times(
-        schedule,
-        p,
-        v,
-        m,
-        forward_s=forward,
-        input_gradient_s=inputs,
-        weight_gradient_s=weights,
-        send_s=send_s,
-        **switch,
-    )
+    return pipeline_times(schedule, p, v, m, passes=SplitPass(*times), send_s=send_s, **switch)
 
 
 def equal(schedule: Schedule, p: int, v: int, m: int, *times: float, send_s: float = 0.0, **switch: Any) -> float:
@@ -161,17 +151,16 @@ def test_overlapped_messages_add_what_the_reference_worked_out() -> None:
 def closed(p: int, v: int, m: int, times: Floats) -> Floats:
     per_rank = times.reshape(3, -1, v, p).sum(axis=2)
     plans = per_rank.shape[1]
-    path, _ = one_forward_one_backward_s(
+    return one_forward_one_backward_s(
         per_rank[0], per_rank[1] + per_rank[2], np.full(plans, m), np.full(plans, v, dtype=np.int64)
-    )
-    return path
+    ).work_s
 
 
 def test_the_closed_form_of_gpipe_is_exact_and_that_of_1f1b_a_close_lower_bound() -> None:
     for p, m in ((2, 3), (4, 16), (8, 32)):
         times = np.random.default_rng(p).uniform(0.7, 1.3, (3, 400, p))
         none = np.zeros(400)
-        flow, _ = gpipe_s(times[0], times[1] + times[2], np.full(400, m))
+        flow = gpipe_s(times[0], times[1] + times[2], np.full(400, m)).work_s
         assert run("gpipe", p, 1, m, times, none).makespan_s == pytest.approx(flow)
         error = closed(p, 1, m, times) / run("1f1b", p, 1, m, times, none).makespan_s - 1
         assert error.max() <= 1e-9

@@ -14,7 +14,7 @@ import pytest
 from autoplan.base.errors import InputError
 from autoplan.cli.predict import predict as command
 from autoplan.cost.estimate import NORMAL_90
-from autoplan.cost.kernels.times import has_dropout
+from autoplan.cost.kernels.memory_bound import has_dropout
 from autoplan.cost.spreads import general_spreads
 from autoplan.runs.predictions import COLUMNS, predict, prediction_table
 from autoplan.runs.runs import Run, find_preset, read_runs

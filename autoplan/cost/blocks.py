@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints, add_up
 from autoplan.cost.collectives.context_parallel import context_parallel_s
 from autoplan.cost.collectives.expert_parallel import expert_parallel_s, shown_expert_parallel_s
 from autoplan.cost.collectives.sharded_states import copied_states_s, sharded_states_s
@@ -38,13 +38,9 @@ from autoplan.cost.kernels.measured_units import (
     repeats_core_only,
     shared_states,
 )
-from autoplan.cost.kernels.times import (
-    KERNEL_AXES,
-    KernelTimes,
-    add_up,
-    kernel_times,
-    memory_bound_s,
-)
+from autoplan.cost.kernels.memory_bound import memory_bound_s
+from autoplan.cost.kernels.sizes import KERNEL_AXES
+from autoplan.cost.kernels.times import KernelTimes, kernel_times
 from autoplan.cost.memory.parameters import layer_parameters, local_parameters
 from autoplan.cost.memory.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.cost.network.links import Links
@@ -166,7 +162,7 @@ class _Parts:
     @property
     def passes(self) -> Pass:
         """Kernels and tensor-parallel collectives."""
-        return Pass(forward_s=self.kernels.forward_s, backward_s=self.kernels.backward_s).plus(self.tp)
+        return self.kernels.passes.plus(self.tp)
 
     def take(self, which: Ints) -> _Parts:
         """Parts of the plans at the given indices."""
@@ -206,8 +202,7 @@ def _as_measured(problem: Problem, batch: PlanBatch, parts: dict[Block, _Parts])
         return {}
     passes = {block: parts[block].passes for block in LAYER}
     total = Pass(
-        forward_s=add_up(passes[block].forward_s for block in LAYER),
-        backward_s=add_up(passes[block].backward_s for block in LAYER),
+        add_up(passes[block].forward_s for block in LAYER), add_up(passes[block].backward_s for block in LAYER)
     )
     weights = add_up(parts[block].kernels.gemm_weight_s for block in LAYER)
     longer = (
@@ -219,7 +214,7 @@ def _as_measured(problem: Problem, batch: PlanBatch, parts: dict[Block, _Parts])
         part = parts[block]
         share = np.where(times.known, passes[block].backward_s / total.backward_s, np.nan)
         of_weights = part.kernels.gemm_weight_s / weights
-        kernels = part.kernels.scaled(*longer)
+        kernels = part.kernels.times(*longer)
         apart = times.known & ~np.isnan(times.halves_s[1])
         found[block] = replace(
             part,
@@ -246,8 +241,7 @@ def _parts(
         inputs, alone = tp_alone.gather_s, tp_alone.forward_s
         tp_inputs = tp.forward_s * np.divide(inputs, alone, out=zeros.copy(), where=alone > 0)
     if block in ATTENTION_BLOCKS:
-        attention = Pass(forward_s=kernels.attention_forward_s, backward_s=kernels.attention_backward_s)
-        cp = context_parallel_s(problem, batch, links, attention)
+        cp = context_parallel_s(problem, batch, links, kernels.attention)
     ep = expert_parallel_s(problem, batch, links) if block is Block.MOE else zeros
     return _Parts(
         kernels=kernels,
@@ -289,7 +283,7 @@ def _experts_wait_s(problem: Problem, batch: PlanBatch) -> Pass:
         wait = wait * GRAPHED_ATTENTION_WAIT
     counting_s = host.host_s_per_launch * COUNT_TOKENS.forward * counts_tokens(problem, batch)
     shows = np.where(is_one_graph(problem, batch), 0.0, problem.calibration.host)
-    return Pass(forward_s=wait + counting_s, backward_s=wait).times(shows, shows)
+    return Pass(wait + counting_s, wait).scaled(shows)
 
 
 def _never_repeated_s(framework: Framework, block: Block, parts: _Parts) -> Floats:
@@ -317,21 +311,21 @@ def _block_cost(
     copies = copied_states_s(problem, batch, dense + expert)
     ep, wait = zeros, Pass.none(len(batch))
     if block is Block.MOE:
-        ep = shown_expert_parallel_s(problem, batch, parts.ep, kernels.total_s + parts.tp.total_s + beside_s)
+        ep = shown_expert_parallel_s(problem, batch, parts.ep, kernels.passes.total_s + parts.tp.total_s + beside_s)
         wait = _experts_wait_s(problem, batch)
     forward = {
-        "gemm": kernels.gemm_forward_s,
-        "attention": kernels.attention_forward_s,
-        "memory_bound": kernels.memory_forward_s,
+        "gemm": kernels.gemm.forward_s,
+        "attention": kernels.attention.forward_s,
+        "memory_bound": kernels.memory.forward_s,
         "recompute": zeros,
         "tp_communication": parts.tp.forward_s,
         "cp_communication": parts.cp.forward_s,
         "ep_communication": ep,
     }
     backward = {
-        "gemm": kernels.gemm_backward_s,
-        "attention": kernels.attention_backward_s,
-        "memory_bound": kernels.memory_backward_s + memory_bound_s(problem, accumulated) + copies.backward_s,
+        "gemm": kernels.gemm.backward_s,
+        "attention": kernels.attention.backward_s,
+        "memory_bound": kernels.memory.backward_s + memory_bound_s(problem, accumulated) + copies.backward_s,
         "recompute": zeros,
         "tp_communication": parts.tp.backward_s,
         "cp_communication": parts.cp.backward_s,
@@ -373,22 +367,21 @@ def _host_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -
     """Time of the host to launch the kernels of one block, where it was not measured with its layer."""
     host = problem.framework.host
     dense = Pass(
-        forward_s=np.full(len(batch), host.host_s_per_block_forward),
-        backward_s=np.full(len(batch), host.host_s_per_block_backward),
+        np.full(len(batch), host.host_s_per_block_forward), np.full(len(batch), host.host_s_per_block_backward)
     )
     factor = np.where(is_whole | is_graphed(problem, block), 0.0, problem.calibration.host)
-    return dense.plus(extra_launches_s(problem, batch, block)).times(factor, factor)
+    return dense.plus(extra_launches_s(problem, batch, block)).scaled(factor)
 
 
 def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -> Pass:
     """Time of the host to launch one block, and to bring its ranks together."""
     wait = hosts_wait_s(problem, batch) * ~is_whole
     meets = Pass(
-        forward_s=np.where(batch.sp, 2, 1) * wait,
-        backward_s=np.where(batch.sp, 2 + problem.framework.memory.regathers_norm_output, 1) * wait,
+        np.where(batch.sp, 2, 1) * wait,
+        np.where(batch.sp, 2 + problem.framework.memory.regathers_norm_output, 1) * wait,
     )
     again = problem.calibration.host * repeated_launches_s(problem, batch, block) * ~is_whole
-    return _host_s(problem, batch, block, is_whole).plus(meets).plus(Pass(forward_s=0.0 * again, backward_s=again))
+    return _host_s(problem, batch, block, is_whole).plus(meets).plus(Pass(0.0 * again, again))
 
 
 def _finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, launch: Floats, wait: Floats) -> Floats:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autoplan.base.arrays import Floats
+from autoplan.base.arrays import Floats, add_up
 from autoplan.base.errors import InputError
-from autoplan.cost.kernels.times import add_up
 from autoplan.topology.cluster import ClusterSpec
 
 # Shares of what lies between idle and the TDP, the middle of the ranges in `modelling` F: .75-.95 while a device

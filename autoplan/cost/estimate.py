@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints, add_up
 from autoplan.cost.blocks import TERMS, BlockCost, ahead_s, block_costs
 from autoplan.cost.collectives.end_of_step import (
     FirstStage,
@@ -22,7 +22,8 @@ from autoplan.cost.collectives.pipeline_messages import message_s, tied_table
 from autoplan.cost.collectives.sharded_states import copied_states_s, sharded_states_s
 from autoplan.cost.collectives.tensor_parallel import shared_scales_s, tensor_parallel_ends_s
 from autoplan.cost.kernels.measured_units import FORWARD_SHARE, SharedStates, action_s, embedding_s, shared_states
-from autoplan.cost.kernels.times import KERNEL_AXES, add_up, head_s
+from autoplan.cost.kernels.sizes import KERNEL_AXES
+from autoplan.cost.kernels.times import HeadTimes, head_s
 from autoplan.cost.memory.parameters import (
     EndParameters,
     StageParameters,
@@ -38,8 +39,8 @@ from autoplan.cost.memory.stage_memory import (
     stage_memory,
 )
 from autoplan.cost.network.links import Links
-from autoplan.cost.passes import Ends, Pass
-from autoplan.cost.pipeline.closed_forms import gpipe_s, one_forward_one_backward_s, send_exposed_s
+from autoplan.cost.passes import Ends, Pass, SplitPass
+from autoplan.cost.pipeline.closed_forms import Makespan, gpipe_s, one_forward_one_backward_s, send_exposed_s
 from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
 from autoplan.cost.pipeline.order import chunks_of_ranks
 from autoplan.cost.pipeline.recurrence import PipelineTimes, pipeline_times
@@ -84,8 +85,7 @@ class MicroBatchCosts:
 
     links: Links
     blocks: dict[Block, BlockCost]
-    head: Pass
-    head_weight_s: Floats  # weight gradients in it
+    head: HeadTimes
     embedding_s: Floats  # both passes, where it was measured
     ends_tp: Ends  # tensor-parallel collectives
     # At the end of one pass through a chunk: the host's actions, where they were measured, and shared scales.
@@ -98,15 +98,13 @@ class MicroBatchCosts:
         """The costs of every plan."""
         links = Links.of(problem)
         first, of_kernels = batch.distinct(*KERNEL_AXES)
-        head, weight = head_s(problem, batch.take(first))
-        head, weight = head.take(of_kernels), weight[of_kernels]
+        head = head_s(problem, batch.take(first)).take(of_kernels)
         return cls(
             links=links,
             blocks=block_costs(problem, batch, links),
             head=head,
-            head_weight_s=weight,
             embedding_s=embedding_s(problem, batch),
-            ends_tp=tensor_parallel_ends_s(problem, batch, links, weight),
+            ends_tp=tensor_parallel_ends_s(problem, batch, links, head.weight_s),
             action_s=action_s(problem, batch) + shared_scales_s(problem, batch, links),
             shared=shared_states(problem, batch),
             message_s=message_s(problem, batch, links),
@@ -118,7 +116,6 @@ class MicroBatchCosts:
             links=self.links,
             blocks={block: cost.take(which) for block, cost in self.blocks.items()},
             head=self.head.take(which),
-            head_weight_s=self.head_weight_s[which],
             embedding_s=self.embedding_s[which],
             ends_tp=self.ends_tp.take(which),
             action_s=self.action_s[which],
@@ -154,14 +151,12 @@ def _sharded_ends(problem: Problem, batch: PlanBatch, costs: MicroBatchCosts, pa
     none, shared, unhidden = np.zeros(len(batch)), costs.shared, problem.framework.overlap.fsdp_unhidden_share
     embedding, head = (sharded_states_s(problem, batch, costs.links, elements, none) for elements in parameters)
     copies = [copied_states_s(problem, batch, elements) for elements in parameters]
-    ends = Ends(embedding=embedding.plus(copies[0]), head=head.times(unhidden, unhidden).plus(copies[1]))
+    ends = Ends(embedding.plus(copies[0]), head.scaled(unhidden).plus(copies[1]))
     if not shared.known.any():
         return ends
     every_s = shared.every_s / layer_parameters(problem, batch)
-    known = [Pass(forward_s=none, backward_s=elements * every_s) for elements in parameters]
-    return Ends(
-        embedding=ends.embedding.otherwise(shared.known, known[0]), head=ends.head.otherwise(shared.known, known[1])
-    )
+    known = [Pass(none, elements * every_s) for elements in parameters]
+    return Ends(ends.embedding.otherwise(shared.known, known[0]), ends.head.otherwise(shared.known, known[1]))
 
 
 def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Floats:
@@ -191,7 +186,7 @@ def _hidden_launches(batch: PlanBatch, costs: dict[Block, BlockCost], blocks: St
         forward = forward + count * cost.forward_s["launch"]
         backward = backward + count * cost.backward_s["launch"] + repeated * cost.repeat_s["launch"]
     after = np.minimum(np.maximum(backward, 0.0), ahead)
-    return Pass(forward_s=np.minimum(forward, ahead - after) * (1.0 - 1.0 / batch.num_microbatches), backward_s=after)
+    return Pass(np.minimum(forward, ahead - after) * (1.0 - 1.0 / batch.num_microbatches), after)
 
 
 def lay_out(problem: Problem, batch: PlanBatch, stages: int, costs: MicroBatchCosts | None = None) -> Stages:
@@ -203,12 +198,12 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, costs: MicroBatchCo
         forward += count * costs.blocks[block].total_forward_s[:, None]
         backward += count * costs.blocks[block].total_backward_s[:, None]
         backward += blocks.repeated[block] * costs.blocks[block].total_repeat_s[:, None]
-    head = costs.head
+    head = costs.head.passes
     for block in model.mtp_layer if model.num_mtp_layers else ():
         cost = costs.blocks[block]
         repeated = cost.total_repeat_s * repeats_mtp(batch)
-        predicting = Pass(forward_s=cost.total_forward_s, backward_s=cost.total_backward_s + repeated)
-        head = head.plus(predicting.times(model.num_mtp_layers, model.num_mtp_layers))
+        predicting = Pass(cost.total_forward_s, cost.total_backward_s + repeated)
+        head = head.plus(predicting.scaled(model.num_mtp_layers))
     parameters = stage_parameters(problem, batch, blocks)
     memory = stage_memory(problem, batch, blocks, parameters)
     retries = _retries_s(problem, blocks, memory)
@@ -216,15 +211,13 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, costs: MicroBatchCo
     forward += retries / 3
     backward += retries * 2 / 3
     sharded_ends = _sharded_ends(problem, batch, costs, end_parameters(blocks, parameters))
-    measured = Pass(forward_s=costs.embedding_s, backward_s=costs.embedding_s)
+    measured = Pass(costs.embedding_s, costs.embedding_s)
     head_tp = costs.ends_tp.head
-    head_s = add_up((costs.head.forward_s, costs.head.backward_s, head_tp.forward_s, head_tp.backward_s))
+    head_s = add_up((costs.head.passes.forward_s, costs.head.passes.backward_s, head_tp.forward_s, head_tp.backward_s))
     hidden_launches = _hidden_launches(batch, costs.blocks, blocks, ahead_s(problem, batch, head_s))
     ends = Ends(
-        embedding=sharded_ends.embedding.plus(costs.ends_tp.embedding).plus(
-            measured.times(FORWARD_SHARE, 1 - FORWARD_SHARE)
-        ),
-        head=head.plus(sharded_ends.head).plus(head_tp).less(hidden_launches),
+        sharded_ends.embedding.plus(costs.ends_tp.embedding).plus(measured.times(FORWARD_SHARE, 1 - FORWARD_SHARE)),
+        head.plus(sharded_ends.head).plus(head_tp).less(hidden_launches),
     )
     forward[:, 0] += ends.embedding.forward_s
     backward[:, 0] += ends.embedding.backward_s
@@ -249,43 +242,37 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, costs: MicroBatchCo
     )
 
 
-def _pipeline(problem: Problem, laid: Stages) -> tuple[Floats, Floats, Ints]:
-    """(makespan without messages, exposed messages, critical stage)."""
-    batch, stages = laid.batch, laid.forward_s.shape[1]
-    m = batch.num_microbatches
-    message, chunks = laid.costs.message_s, batch.vp[:, None]
+def _pipeline(problem: Problem, laid: Stages) -> Makespan:
+    """Makespan of every plan by the form of its schedule."""
+    batch, m, chunks = laid.batch, laid.batch.num_microbatches, laid.batch.vp[:, None]
+    message = laid.costs.message_s
     by_stage = send_exposed_s(
         message[:, None],
         batch.pp[:, None],
         m[:, None],
         chunks,
-        (laid.forward_s / chunks, laid.backward_s / chunks),
+        Pass(laid.forward_s / chunks, laid.backward_s / chunks),
         overlaps=problem.framework.overlap.p2p_overlap,
     )
-    with_sends, critical = one_forward_one_backward_s(laid.forward_s, laid.backward_s, m, batch.vp, by_stage)
-    sends = np.broadcast_to(by_stage, laid.forward_s.shape)[np.arange(len(batch)), critical]
-    makespan = with_sends - sends
+    makespan = one_forward_one_backward_s(laid.forward_s, laid.backward_s, m, batch.vp, by_stage)
     is_gpipe = batch.schedule == Schedule.GPIPE.code
     if is_gpipe.any():
-        flow, flow_critical = gpipe_s(laid.forward_s, laid.backward_s, m)
-        makespan = np.where(is_gpipe, flow, makespan)
-        critical = np.where(is_gpipe, flow_critical, critical)
-    # All forwards first: messages pipeline behind one another, so that only the fill shows.
-    sends = np.where(is_gpipe, 2.0 * message * (stages - 1), sends)
+        flow = gpipe_s(laid.forward_s, laid.backward_s, m, message)
+        makespan = Makespan(*(np.where(is_gpipe, *pair) for pair in zip(flow, makespan, strict=True)))
     for rows, times in _run_in_order(problem, laid, message):
-        makespan[rows], sends[rows], critical[rows] = times.send_free_s, times.exposed_send_s, times.critical
-    return makespan, sends, critical
+        for values, own in zip(makespan, (times.send_free_s, times.exposed_send_s, times.critical), strict=True):
+            values[rows] = own
+    return makespan
 
 
 def _run_in_order(problem: Problem, laid: Stages, message: Floats) -> Iterator[tuple[Ints, PipelineTimes]]:
     """(plans, times) of those that no closed form prices, pass by pass in the order of their schedule."""
     batch, blocks, stages = laid.batch, laid.blocks, laid.forward_s.shape[1]
-    some = np.flatnonzero(needs_order(batch))
-    keys = np.stack([batch.layout, batch.recompute_num_layers, batch.schedule, batch.num_microbatches])[:, some]
+    plans = np.flatnonzero(needs_order(batch))
+    keys = np.stack([batch.layout, batch.recompute_num_layers, batch.schedule, batch.num_microbatches])[:, plans]
     found, inverse = np.unique(keys, axis=1, return_inverse=True)
     for at, (layout, num_repeated, schedule, microbatches) in enumerate(found.T.tolist()):
-        rows = some[inverse.reshape(-1) == at]
-        forward, backward, weight = _chunk_times(problem, laid, rows, batch.layouts[layout], num_repeated)
+        rows = plans[inverse.reshape(-1) == at]
         yield (
             rows,
             pipeline_times(
@@ -293,9 +280,7 @@ def _run_in_order(problem: Problem, laid: Stages, message: Floats) -> Iterator[t
                 stages,
                 len(batch.layouts[layout]) // blocks.num_stages,
                 microbatches,
-                forward_s=forward,
-                input_gradient_s=backward - weight,
-                weight_gradient_s=weight,
+                passes=_chunk_times(problem, laid, rows, batch.layouts[layout], num_repeated),
                 send_s=message[rows],
             ),
         )
@@ -306,13 +291,10 @@ def needs_order(batch: PlanBatch) -> Bools:
     return np.isin(batch.schedule, SPLIT_SCHEDULES)
 
 
-def _chunk_times(
-    problem: Problem, laid: Stages, rows: Ints, layout: tuple[int, ...], num_repeated: int
-) -> tuple[Floats, Floats, Floats]:
-    """(forward, backward, weight gradients in it) of one micro-batch through every chunk: shape (plans, chunks)."""
+def _chunk_times(problem: Problem, laid: Stages, rows: Ints, layout: tuple[int, ...], num_repeated: int) -> SplitPass:
+    """Times of one micro-batch through every chunk: shape (plans, chunks)."""
     forward, backward, weight, split = (np.zeros((len(rows), len(layout))) for _ in range(4))
-    one = np.array([layout]), np.array([num_repeated])
-    for block, (count, again) in chunk_blocks(problem.model, *one).items():
+    for block, (count, again) in chunk_blocks(problem.model, np.array([layout]), np.array([num_repeated])).items():
         cost = laid.costs.blocks[block]
         forward += count * cost.total_forward_s[rows, None]
         backward += count * cost.total_backward_s[rows, None] + again * cost.total_repeat_s[rows, None]
@@ -321,11 +303,12 @@ def _chunk_times(
     for chunk, end in ((0, laid.ends.embedding), (-1, laid.ends.head)):
         forward[:, chunk] += end.forward_s[rows]
         backward[:, chunk] += end.backward_s[rows]
-    weight[:, -1] += laid.costs.head_weight_s[rows]
+    weight[:, -1] += laid.costs.head.weight_s[rows]
     action = laid.costs.action_s[rows, None]
     if not problem.framework.kernels.splits_first_chunk:
         weight[:, 0], split[:, 0] = backward[:, 0], 0.0
-    return forward + action, backward + split + 2 * action, weight + action
+    weight = weight + action
+    return SplitPass(forward + action, backward + split + 2 * action - weight, weight)
 
 
 def _end_of_step(problem: Problem, laid: Stages) -> dict[str, Floats]:
@@ -342,8 +325,8 @@ def _end_of_step(problem: Problem, laid: Stages) -> dict[str, Floats]:
         shown = np.where(shared.known, 0.0, shown)
     exposed = exposed + tied_table(problem, batch, laid.blocks.num_stages).seconds(links)
     own = own_parameters(batch, laid.parameters).max(axis=1)
-    held = (laid.parameters.dense + laid.parameters.expert).max(axis=1)
-    update = optimizer_s(problem, batch, own, held)
+    whole = (laid.parameters.dense + laid.parameters.expert).max(axis=1)
+    update = optimizer_s(problem, batch, own, whole)
     return {"data_parallel_reduce": exposed, "optimizer": update, "parameter_gather": shown}
 
 
@@ -367,11 +350,11 @@ def _microbatch_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
     """Seconds that one stage of every plan is busy with one micro-batch, by term."""
     rows = np.arange(len(laid.batch))
     is_first, is_last = stage == 0, laid.blocks.is_last[rows, stage]
-    held = [
+    blocks = [
         (laid.costs.blocks[block], count[rows, stage], laid.blocks.repeated[block][rows, stage])
         for block, count in laid.blocks.count.items()
     ]
-    terms = {name: add_up(cost.term_s(name, count, repeated) for cost, count, repeated in held) for name in TERMS}
+    terms = {name: add_up(cost.term_s(name, count, repeated) for cost, count, repeated in blocks) for name in TERMS}
     for name, ends in (("tp_communication", laid.costs.ends_tp), ("fsdp_communication", laid.sharded_ends)):
         terms[name] += np.where(is_first, ends.embedding.total_s, 0.0) + np.where(is_last, ends.head.total_s, 0.0)
     terms["launch"] += 2 * laid.batch.vp * laid.costs.action_s - np.where(is_last, laid.hidden_launches.total_s, 0.0)

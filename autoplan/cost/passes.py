@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Pass:
     """Seconds of the forward and of the backward pass of something, an element per plan."""
 
@@ -19,7 +20,7 @@ class Pass:
     @classmethod
     def none(cls, num_plans: int) -> Pass:
         """Passes that take no time."""
-        return cls(forward_s=np.zeros(num_plans), backward_s=np.zeros(num_plans))
+        return cls(np.zeros(num_plans), np.zeros(num_plans))
 
     @property
     def total_s(self) -> Floats:
@@ -28,29 +29,57 @@ class Pass:
 
     def take(self, which: Ints | slice) -> Pass:
         """Passes of the plans at the given indices."""
-        return Pass(forward_s=self.forward_s[which], backward_s=self.backward_s[which])
+        return Pass(self.forward_s[which], self.backward_s[which])
 
     def plus(self, other: Pass) -> Pass:
         """Passes of both."""
-        return Pass(forward_s=self.forward_s + other.forward_s, backward_s=self.backward_s + other.backward_s)
+        return Pass(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
+
+    def longer(self, forward_s: float, backward_s: float) -> Pass:
+        """Passes that take so many seconds longer, of every plan."""
+        return Pass(self.forward_s + forward_s, self.backward_s + backward_s)
 
     def times(self, forward: Floats | float, backward: Floats | float) -> Pass:
         """Passes that take so many times as long."""
-        return Pass(forward_s=forward * self.forward_s, backward_s=backward * self.backward_s)
+        return Pass(forward * self.forward_s, backward * self.backward_s)
+
+    def scaled(self, factor: Floats | float) -> Pass:
+        """Passes that both take so many times as long."""
+        return self.times(factor, factor)
 
     def less(self, other: Pass) -> Pass:
         """Passes without those of the other."""
-        return Pass(forward_s=self.forward_s - other.forward_s, backward_s=self.backward_s - other.backward_s)
+        return Pass(self.forward_s - other.forward_s, self.backward_s - other.backward_s)
 
     def otherwise(self, where: Bools, other: Pass) -> Pass:
         """Return these passes, with those of `other` in their place where `where` holds."""
         return Pass(
-            forward_s=np.where(where, other.forward_s, self.forward_s),
-            backward_s=np.where(where, other.backward_s, self.backward_s),
+            np.where(where, other.forward_s, self.forward_s), np.where(where, other.backward_s, self.backward_s)
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitPass(NamedTuple):
+    """Seconds of a forward pass, and of a backward pass by what it makes: of a matrix these are its three products."""
+
+    forward_s: Floats
+    input_gradient_s: Floats
+    weight_gradient_s: Floats
+
+    @property
+    def backward_s(self) -> Floats:
+        """Both gradients."""
+        return self.input_gradient_s + self.weight_gradient_s
+
+    def plus(self, other: SplitPass) -> SplitPass:
+        """Passes of both."""
+        return SplitPass(*map(np.add, self, other))
+
+    def times(self, forward: Floats, backward: Floats) -> SplitPass:
+        """Passes that take so many times as long."""
+        return SplitPass(forward * self.forward_s, backward * self.input_gradient_s, backward * self.weight_gradient_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Ends:
     """Passes in front of the layers (embedding) and behind them (head and loss)."""
 
@@ -59,8 +88,8 @@ class Ends:
 
     def take(self, which: Ints | slice) -> Ends:
         """Ends of the plans at the given indices."""
-        return Ends(embedding=self.embedding.take(which), head=self.head.take(which))
+        return Ends(self.embedding.take(which), self.head.take(which))
 
     def plus(self, other: Ends) -> Ends:
         """Passes of both."""
-        return Ends(embedding=self.embedding.plus(other.embedding), head=self.head.plus(other.head))
+        return Ends(self.embedding.plus(other.embedding), self.head.plus(other.head))

@@ -15,10 +15,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.base.files import decode, read_table, shipped
 from autoplan.base.units import check_positive
-from autoplan.cost.kernels.times import add_up
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem

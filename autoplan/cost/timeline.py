@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Floats
+from autoplan.base.arrays import Floats, add_up
 from autoplan.base.errors import InputError
 from autoplan.cost.blocks import TERMS
 from autoplan.cost.collectives.end_of_step import end_of_step_s
 from autoplan.cost.estimate import STEP_TERMS, Stages, estimate, lay_out
 from autoplan.cost.kernels.measured_units import FORWARD_SHARE
-from autoplan.cost.kernels.times import add_up
 from autoplan.cost.memory.stage_memory import ALLOCATED_TERMS, StageMemory, chunk_activation_bytes
+from autoplan.cost.passes import SplitPass
 from autoplan.cost.pipeline.layout import chunk_blocks
 from autoplan.cost.pipeline.order import Operation, chunks_of_ranks, rank_orders
 from autoplan.cost.pipeline.recurrence import RankSteps, is_recurrent, rank_steps
@@ -278,7 +278,7 @@ def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int],
         if launches := float(terms["launch"].sum()):
             terms["launch"] *= max(1.0 - float(getattr(laid.hidden_launches, name)[at]) / launches, 0.0)
         terms["launch"] += laid.costs.action_s[at]
-    weight["head"][-1] += laid.costs.head_weight_s[at]
+    weight["head"][-1] += laid.costs.head.weight_s[at]
     plan = batch.plan(at)
     for stage, held in enumerate(chunks_of_ranks(plan.schedule, plan.pp, plan.vp)):
         retries = laid.retries_s[at, stage] / plan.vp
@@ -297,7 +297,7 @@ def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int],
 def _run(pipeline: Pipeline) -> tuple[RankSteps, ...]:
     """The order of the pipeline, pass by pass, with messages that block where the closed form has them so."""
     stages = len(pipeline.places)
-    forward, inputs, weight = (
+    passes = (
         np.array([sum(pipeline.pass_terms_s[kind, chunk].values()) for chunk in range(stages * pipeline.vp)])
         for kind in ("forward", "input_gradient", "weight_gradient")
     )
@@ -306,9 +306,7 @@ def _run(pipeline: Pipeline) -> tuple[RankSteps, ...]:
         stages,
         pipeline.vp,
         pipeline.num_microbatches,
-        forward_s=forward,
-        input_gradient_s=inputs,
-        weight_gradient_s=weight,
+        passes=SplitPass(*passes),
         hop_s=pipeline.hop_s,
         blocking=pipeline.blocking,
     )

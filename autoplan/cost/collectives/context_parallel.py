@@ -8,7 +8,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
-from autoplan.cost.kernels.times import rank_tokens
+from autoplan.cost.kernels.sizes import rank_tokens
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import ContextParallelKind
@@ -78,10 +78,7 @@ def context_parallel_s(problem: Problem, batch: PlanBatch, links: LinkTimes, att
     is_ring = batch.cp_kind == ContextParallelKind.RING.code
     forward = np.where(is_ring, ring_forward, exchange)
     backward = np.where(is_ring, ring_backward, exchange)
-    return Pass(
-        forward_s=np.where(batch.cp > 1, forward, 0.0),
-        backward_s=np.where(batch.cp > 1, backward, 0.0),
-    )
+    return Pass(np.where(batch.cp > 1, forward, 0.0), np.where(batch.cp > 1, backward, 0.0))
 
 
 def _gathered_s(batch: PlanBatch, gather: Floats, attention: Pass) -> Pass:
@@ -94,7 +91,4 @@ def _gathered_s(batch: PlanBatch, gather: Floats, attention: Pass) -> Pass:
     forward = np.maximum(gather - attention.forward_s / batch.cp, 0.0)
     backward = np.maximum(gather - attention.backward_s / batch.cp, 0.0)
     late = (batch.cp - 1) * np.maximum(hop - attention.backward_s / batch.cp, 0.0)
-    return Pass(
-        forward_s=np.where(batch.cp > 1, forward, 0.0),
-        backward_s=np.where(batch.cp > 1, backward + late + hop, 0.0),
-    )
+    return Pass(np.where(batch.cp > 1, forward, 0.0), np.where(batch.cp > 1, backward + late + hop, 0.0))

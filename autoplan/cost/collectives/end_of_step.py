@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints, add_up
 from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.measured import find
-from autoplan.cost.kernels.times import add_up, memory_bound_s
+from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.memory.allocator_cache import GRAD_BYTES
 from autoplan.cost.memory.parameters import StageParameters
 from autoplan.cost.network.links import ProcessGroup, contention_share

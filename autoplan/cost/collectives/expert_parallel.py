@@ -8,7 +8,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
-from autoplan.cost.kernels.times import expert_tokens, norm_tokens, sends_tokens_once
+from autoplan.cost.kernels.sizes import expert_tokens, norm_tokens, sends_tokens_once
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.spec.enums import Dispatcher
 from autoplan.spec.plan import PlanBatch

@@ -8,7 +8,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
-from autoplan.cost.kernels.times import norm_tokens, padded_vocab, rank_tokens
+from autoplan.cost.kernels.sizes import norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.network.links import Links, ProcessGroup
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.pipeline.layout import V_SCHEDULES

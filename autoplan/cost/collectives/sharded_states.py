@@ -8,7 +8,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
-from autoplan.cost.kernels.times import KERNEL_START_S, memory_bound_s
+from autoplan.cost.kernels.memory_bound import KERNEL_START_S, memory_bound_s
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import Sharding
@@ -83,10 +83,7 @@ def sharded_states_s(problem: Problem, batch: PlanBatch, links: LinkTimes, dense
     network, pieces = problem.framework.network, np.where(unit.gather.group.size > 1, unit.gather.group.size, 0)
     copies = network.copies_sharded_pieces * KERNEL_START_S * problem.calibration.memory_bound * pieces
     gather, reduce = network.sharded_wire_factor * gather + copies, network.sharded_wire_factor * reduce + copies
-    return Pass(
-        forward_s=gather * unit.gather.forward,
-        backward_s=gather * unit.gather.backward + reduce * unit.reduce.backward,
-    )
+    return Pass(gather * unit.gather.forward, gather * unit.gather.backward + reduce * unit.reduce.backward)
 
 
 def copied_states_s(problem: Problem, batch: PlanBatch, parameters: Floats) -> Pass:
@@ -98,7 +95,4 @@ def copied_states_s(problem: Problem, batch: PlanBatch, parameters: Floats) -> P
     copied = np.where(when.once, parameters / batch.num_microbatches, parameters)
     weights = framework.kernels.bytes_copied_per_gathered * copied * when.gathers
     grads = framework.kernels.bytes_copied_per_reduced * copied * when.reduces
-    return Pass(
-        forward_s=memory_bound_s(problem, weights),
-        backward_s=memory_bound_s(problem, np.where(when.once, 0.0, weights) + grads),
-    )
+    return Pass(memory_bound_s(problem, weights), memory_bound_s(problem, np.where(when.once, 0.0, weights) + grads))

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.arithmetic import BlockShape
 from autoplan.cost.kernels.measured_units import measures_end
-from autoplan.cost.kernels.times import KernelTimes, add_up, padded_vocab, rank_tokens
+from autoplan.cost.kernels.sizes import padded_vocab, rank_tokens
+from autoplan.cost.kernels.times import KernelTimes
 from autoplan.cost.network.links import Links, contention_share
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.passes import Ends, Pass
@@ -159,7 +160,7 @@ def _column_weights_s(shape: BlockShape, kernels: KernelTimes) -> Floats:
     """Time of the weight gradients of the matrices that are cut along their outputs; as of the forward products."""
     columns = {linear.name for linear in shape.linears if linear.split == "column"}
     forward = add_up(time for name, time in kernels.matrix_forward_s.items() if name in columns)
-    return kernels.gemm_weight_s * forward / kernels.gemm_forward_s
+    return kernels.gemm_weight_s * forward / kernels.gemm.forward_s
 
 
 def tensor_parallel_s(
@@ -189,12 +190,11 @@ def tensor_parallel_s(
         # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
         left = gather + np.maximum(reduce - beside, 0.0)
         overlapped = (
-            plain[0] - framework.overlap.tp_overlap_share * np.minimum(forward, kernels.gemm_forward_s),
-            plain[1] - framework.overlap.tp_overlap_share * np.minimum(left, kernels.gemm_backward_s),
+            plain[0] - framework.overlap.tp_overlap_share * np.minimum(forward, kernels.gemm.forward_s),
+            plain[1] - framework.overlap.tp_overlap_share * np.minimum(left, kernels.gemm.backward_s),
         )
     return Pass(
-        forward_s=np.where(batch.tp_overlap, overlapped[0], plain[0]),
-        backward_s=np.where(batch.tp_overlap, overlapped[1], plain[1]),
+        np.where(batch.tp_overlap, overlapped[0], plain[0]), np.where(batch.tp_overlap, overlapped[1], plain[1])
     )
 
 
@@ -225,8 +225,8 @@ def _in_pieces_s(
     occupied = REDUCING_UNITS / problem.device.compute_units
     lost = lost + times_s("row", splits)[1] + occupied * np.minimum(reduce, row)
     return Pass(
-        forward_s=np.maximum(gather - column, 0.0) + reduce - share * np.minimum(reduce, row) + lost,
-        backward_s=np.maximum(gather - row, 0.0) + lost_backward,
+        np.maximum(gather - column, 0.0) + reduce - share * np.minimum(reduce, row) + lost,
+        np.maximum(gather - row, 0.0) + lost_backward,
     )
 
 
@@ -242,7 +242,7 @@ def tensor_parallel_ends_s(problem: Problem, batch: PlanBatch, links: LinkTimes,
     none = np.zeros(len(batch))
     has_table, has_head = (not measures_end(problem, end) for end in ("embedding", "head"))
     if (batch.tp == 1).all() or not (has_table or has_head):
-        return Ends(embedding=Pass.none(len(batch)), head=Pass.none(len(batch)))
+        return Ends(Pass.none(len(batch)), Pass.none(len(batch)))
     host, far = _meeting_s(problem, batch)
     wait = hosts_wait_s(problem, batch)
     meeting = host + far + wait
@@ -259,8 +259,8 @@ def tensor_parallel_ends_s(problem: Problem, batch: PlanBatch, links: LinkTimes,
     beside = np.minimum(heads * reduce, head_weight_s) if problem.framework.overlap.tp_reduce_overlap else none
     contention = contention_share(problem.timings, "reduce_scatter", "all_reduce")
     return Ends(
-        embedding=Pass(forward_s=tables * reduce, backward_s=tables * gather),
-        head=Pass(forward_s=heads * (gather + loss), backward_s=heads * reduce - (1.0 - contention) * beside),
+        Pass(tables * reduce, tables * gather),
+        Pass(heads * (gather + loss), heads * reduce - (1.0 - contention) * beside),
     )
 
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats
-from autoplan.cost.kernels.times import add_up
+from autoplan.base.arrays import Bools, Floats, add_up
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import Dispatcher, Precision, RecomputeModule
 from autoplan.spec.framework import GraphScope
@@ -84,8 +83,8 @@ def extra_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
         parts = [(LATENT_ATTENTION, np.ones(len(batch))), (LATENT_ROPE, unfused)]
     each_s = _each_s(problem, batch, block)
     return Pass(
-        forward_s=add_up(launches.forward * count * each_s for launches, count in parts) + 0.0 * each_s,
-        backward_s=add_up(launches.backward * count * each_s for launches, count in parts) + 0.0 * each_s,
+        add_up(launches.forward * count * each_s for launches, count in parts) + 0.0 * each_s,
+        add_up(launches.backward * count * each_s for launches, count in parts) + 0.0 * each_s,
     )
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
+from autoplan.cost.passes import Pass
 from autoplan.spec.enums import Precision
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -49,11 +50,11 @@ def find_kernels(problem: Problem, batch: PlanBatch, operation: Operation, *size
     for at in np.unique(batch.precision):
         name = tuple(Precision)[at]
         rows = np.flatnonzero(batch.precision == at)
-        some = columns[..., rows, :]
-        own = find(problem.timings, operation, _MEASURED_IN.get(name, (name,)), some.reshape(-1, some.shape[-1]))
-        found.seconds[..., rows] = own.seconds.reshape(some.shape[:-1])
-        found.is_exact[..., rows] = own.is_exact.reshape(some.shape[:-1])
-        found.is_disturbed[..., rows] = own.is_disturbed.reshape(some.shape[:-1])
+        shapes = columns[..., rows, :]
+        own = find(problem.timings, operation, _MEASURED_IN.get(name, (name,)), shapes.reshape(-1, shapes.shape[-1]))
+        found.seconds[..., rows] = own.seconds.reshape(shapes.shape[:-1])
+        found.is_exact[..., rows] = own.is_exact.reshape(shapes.shape[:-1])
+        found.is_disturbed[..., rows] = own.is_disturbed.reshape(shapes.shape[:-1])
     return replace(found, source_factors=problem.timings.source_factors).scaled(1 / problem.device_share)
 
 
@@ -66,3 +67,8 @@ def passes_s(found: Sequence[Lookup], references: Sequence[Floats]) -> tuple[Flo
         kin = replace(forward, seconds=forward.seconds * reference / references[0], is_exact=unmeasured)
         times.append(own.before(kin).otherwise(reference))
     return tuple(times)
+
+
+def measured_pass(found: Sequence[Lookup], reference: Pass) -> Pass:
+    """Both passes, from what was found of each and their reference."""
+    return Pass(*passes_s(found, (reference.forward_s, reference.backward_s)))

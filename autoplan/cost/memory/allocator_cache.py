@@ -14,8 +14,8 @@ from functools import reduce
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.kernels.times import add_up, padded_vocab, rank_tokens
+from autoplan.base.arrays import Floats, Ints, add_up
+from autoplan.cost.kernels.sizes import padded_vocab, rank_tokens
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.spec.enums import Schedule, Sharding

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Floats
+from autoplan.base.arrays import Floats, add_up
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes, embedding_parameters, norm_parameters
 from autoplan.cost.kernels.measured_units import LAYER
-from autoplan.cost.kernels.times import add_up, local_sizes, padded_vocab
+from autoplan.cost.kernels.sizes import local_sizes, padded_vocab
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.spec.enums import Sharding

@@ -10,17 +10,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from autoplan.base.arrays import Floats
+from autoplan.base.arrays import Floats, add_up
 from autoplan.cost.kernels.arithmetic import DELTA_CHUNK_TOKENS, BlockShape
-from autoplan.cost.kernels.times import (
-    KernelTimes,
-    add_up,
-    expert_tokens,
-    has_dropout,
-    memory_bound_s,
-    norm_tokens,
-    rank_tokens,
-)
+from autoplan.cost.kernels.memory_bound import has_dropout, memory_bound_s
+from autoplan.cost.kernels.sizes import expert_tokens, norm_tokens, rank_tokens
+from autoplan.cost.kernels.times import KernelTimes
 from autoplan.cost.memory.fsdp2_peaks import WIDE_BYTES
 from autoplan.spec.enums import Precision, RecomputeModule
 from autoplan.spec.model import Block
@@ -249,7 +243,7 @@ def selective_s(
     if share := problem.framework.kernels.selective_recompute_share:
         again = share * (forward_s - never_repeated_s)
         if problem.framework.kernels.selective_saves_attention:
-            again = share * kernels.gemm_forward_s + kernels.memory_forward_s + inputs_s
+            again = share * kernels.gemm.forward_s + kernels.memory.forward_s + inputs_s
         return np.where(selective, again, 0.0)
     if not batch.recompute_modules.any():
         return zeros
@@ -298,7 +292,7 @@ def _module_s(
 ) -> Floats:
     """Forward time of one part of a layer."""
     if module == "core_attn":
-        return kernels.attention_forward_s
+        return kernels.attention.forward_s
     if module in ("mlp", "moe"):
         return forward_s
     if module == "layernorm":

@@ -10,9 +10,9 @@ from functools import partial
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints, add_up
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
-from autoplan.cost.kernels.times import add_up, expert_tokens, local_sizes, norm_tokens, padded_vocab, rank_tokens
+from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.memory.allocator_cache import cached_bytes
 from autoplan.cost.memory.fsdp2_peaks import WIDE_BYTES, Held, HeldByStage, Moments, at_peak, pass_terms, stage_terms
 from autoplan.cost.memory.parameters import StageParameters, local_parameters, own_parameters, stage_parameters

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.cost.collectives.end_of_step import FirstStage, shown_gather_s, shown_reduce_s
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, Stages, straggler_share, work_terms
-from autoplan.cost.kernels.times import add_up
 from autoplan.cost.memory.parameters import StageParameters
 from autoplan.cost.memory.stage_memory import host_bytes
 from autoplan.cost.mixed.part_layouts import CELLS, Member, Sheet, hops_s, lay_out_kinds, stage_cells, tied_s
-from autoplan.cost.pipeline.closed_forms import hop_sends_exposed_s, one_forward_one_backward_s
+from autoplan.cost.pipeline.closed_forms import Makespan, hop_sends_exposed_s, one_forward_one_backward_s
 from autoplan.cost.spreads import Familiarity
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, check_mixed
 from autoplan.spec.mixed_result import MixedCost, MixedKindCost, MixedStageCost
@@ -30,16 +29,14 @@ END = ("data_parallel_reduce", "optimizer", "parameter_gather")
 SHOWN = ("forward_s", "backward_s", "send_s", "memory_bytes", "sharded_bytes", "oom_z")  # of every stage, in a result
 
 
-def pipeline_s(
-    forward_s: Floats, backward_s: Floats, send_s: Floats, num_microbatches: Ints
-) -> tuple[Floats, Floats, Ints]:
-    """(makespan without messages, exposed messages, critical stage) of 1F1B over stages and hops that differ.
+def pipeline_s(forward_s: Floats, backward_s: Floats, send_s: Floats, num_microbatches: Ints) -> Makespan:
+    """Makespan of 1F1B over stages and hops that differ.
 
     `send_s` is one message over every hop, shape (kinds, stages - 1).
     """
     ones = np.ones_like(num_microbatches)
-    makespan, critical = one_forward_one_backward_s(forward_s, backward_s, num_microbatches, ones)
-    return makespan, hop_sends_exposed_s(send_s, num_microbatches), critical
+    makespan = one_forward_one_backward_s(forward_s, backward_s, num_microbatches, ones)
+    return makespan._replace(send_s=hop_sends_exposed_s(send_s, num_microbatches))
 
 
 def estimate_mixed(problem: MixedProblem, plans: Sequence[MixedPlan]) -> tuple[MixedCost, ...]:
@@ -152,11 +149,11 @@ def _shown_terms(sheet: Sheet, cells: dict[str, Floats]) -> _SomeTerms:
 def _layer_s(problem: Problem, laid: Stages) -> Floats:
     """Both passes of one layer of each kind: shape (plans, 1, kinds of layers)."""
     repeats = laid.batch.recompute_num_layers > 0
-    one = {
+    of_block = {
         block: cost.total_forward_s + cost.total_backward_s + np.where(repeats, cost.total_repeat_s, 0.0)
         for block, cost in laid.costs.blocks.items()
     }
-    return np.stack([add_up(one[block] for block in layer) for layer in problem.model.layer_kinds], axis=1)
+    return np.stack([add_up(of_block[block] for block in layer) for layer in problem.model.layer_kinds], axis=1)
 
 
 def _host_z(sheet: Sheet) -> Floats:

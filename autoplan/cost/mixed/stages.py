@@ -137,7 +137,7 @@ def _exposed_send_s(found: MixedKindCost, num_microbatches: int) -> float:
     forward, backward, send = (
         np.array([[getattr(stage, name) for stage in found.stages]]) for name in ("forward_s", "backward_s", "send_s")
     )
-    return float(pipeline_s(forward, backward, send[:, :-1], np.array([num_microbatches]))[1][0])
+    return float(pipeline_s(forward, backward, send[:, :-1], np.array([num_microbatches])).send_s[0])
 
 
 def _ranks(problem: MixedProblem, plan: MixedPlan) -> list[list[tuple[int, ...]]]:

@@ -6,10 +6,21 @@ summed over the rank's chunks.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.network.links import CONTENTION_SHARE
+from autoplan.cost.passes import Pass
+
+
+class Makespan(NamedTuple):
+    """Time from the first pass of a step to the last, an element per plan."""
+
+    work_s: Floats  # if messages took no time
+    send_s: Floats  # what messages add
+    critical: Ints  # the stage that decides
 
 
 def _whole(times: Floats) -> Floats:
@@ -19,8 +30,8 @@ def _whole(times: Floats) -> Floats:
 
 def one_forward_one_backward_s(
     forward_s: Floats, backward_s: Floats, num_microbatches: Ints, chunks: Ints, sends_s: Floats | float = 0.0
-) -> tuple[Floats, Ints]:
-    """(makespan, critical stage) of 1F1B and, with `chunks` > 1, of interleaved 1F1B.
+) -> Makespan:
+    """Makespan of 1F1B and, with `chunks` > 1, of interleaved 1F1B.
 
     `sends_s` is what messages add where a stage is the critical one, as `send_exposed_s` has it.
 
@@ -42,15 +53,21 @@ def one_forward_one_backward_s(
     uncovered = np.where(covering < warmup.T, np.maximum(filling, draining), filling + draining)
     path = num_microbatches[:, None] * both + (before + uncovered) / chunks[:, None] + sends_s
     critical = np.argmax(path, axis=1)
-    return path[np.arange(len(path)), critical], critical
+    rows = np.arange(len(path))
+    send_s = np.broadcast_to(sends_s, path.shape)[rows, critical]
+    return Makespan(path[rows, critical] - send_s, send_s, critical)
 
 
-def gpipe_s(forward_s: Floats, backward_s: Floats, num_microbatches: Ints) -> tuple[Floats, Ints]:
-    """(makespan, critical stage) of all forwards before all backwards: two flow shops with equal jobs, exact."""
+def gpipe_s(forward_s: Floats, backward_s: Floats, num_microbatches: Ints, send_s: Floats | float = 0.0) -> Makespan:
+    """Makespan of all forwards before all backwards: two flow shops with equal jobs, exact.
+
+    Messages, of `send_s` each, pipeline behind one another, so that only the fill shows.
+    """
     rest = num_microbatches - 1
     makespan = _whole(forward_s) + rest * forward_s.max(axis=1)
     makespan = makespan + _whole(backward_s) + rest * backward_s.max(axis=1)
-    return makespan, np.argmax(forward_s + backward_s, axis=1)
+    hops = np.full(len(makespan), forward_s.shape[1] - 1)
+    return Makespan(makespan, 2.0 * send_s * hops, np.argmax(forward_s + backward_s, axis=1))
 
 
 def send_exposed_s(
@@ -58,7 +75,7 @@ def send_exposed_s(
     stages: Ints,
     num_microbatches: Ints,
     chunks: Ints,
-    chunk_s: tuple[Floats, Floats],
+    chunk: Pass,
     *,
     overlaps: bool,
 ) -> Floats:
@@ -68,7 +85,7 @@ def send_exposed_s(
     Megatron-LM schedules.py); two stages exchange m + 1 times, and a single micro-batch goes there and back.
     Interleaved schedules send v times as many.  Without overlap every message shows; with it the fill, those of the
     passes that warm up and cool down, which block (overlap_p2p_comm_warmup_flush is off), and of the others what the
-    passes of a chunk, forward and backward of `chunk_s`, cannot hide, and the contention.
+    passes of a chunk cannot hide, and the contention.
     """
     exchanges = np.where(stages == 2, num_microbatches + 1, 2 * num_microbatches + 2 * stages - 5)
     plain = send_s * np.where(num_microbatches == 1, 2 * (stages - 1), exchanges)
@@ -76,7 +93,7 @@ def send_exposed_s(
     unhidden = 2.0 * send_s
     if overlaps:
         least = CONTENTION_SHARE * send_s
-        unhidden = np.maximum(send_s - chunk_s[0], least) + np.maximum(send_s - chunk_s[1], least)
+        unhidden = np.maximum(send_s - chunk.forward_s, least) + np.maximum(send_s - chunk.backward_s, least)
     blocking = (chunks - 1) * np.minimum(stages, num_microbatches)  # of the last stage, which has fewest
     interleaved = fill + blocking * 2.0 * send_s + (num_microbatches * chunks - blocking) * unhidden
     return np.where(stages > 1, np.where(chunks > 1, interleaved, plain), 0.0)

@@ -16,6 +16,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
 from autoplan.base.errors import InputError
+from autoplan.cost.passes import SplitPass
 from autoplan.cost.pipeline.order import check_schedule, chunks_of_ranks
 from autoplan.cost.pipeline.waits import Step, blocking_steps, overlapped_steps
 from autoplan.spec.enums import Schedule
@@ -183,11 +184,11 @@ def _ends(program: _Program, times: Floats, send_s: Floats) -> Floats:
     return ends
 
 
-def _table(forward_s: Floats, input_gradient_s: Floats, weight_gradient_s: Floats, hop_s: Floats) -> Floats:
+def _table(passes: SplitPass, hop_s: Floats) -> Floats:
     """Time that the step of every row takes, in the order of `messages.ROWS`: shape (rows, plans)."""
-    backward_s = input_gradient_s + weight_gradient_s
-    joined_s = forward_s + backward_s[:, ::-1]  # the other chunk of the rank, in a V
-    tables = (forward_s, backward_s, input_gradient_s, weight_gradient_s, joined_s, hop_s)
+    backward_s = passes.backward_s
+    joined_s = passes.forward_s + backward_s[:, ::-1]  # the other chunk of the rank, in a V
+    tables = (passes.forward_s, backward_s, passes.input_gradient_s, passes.weight_gradient_s, joined_s, hop_s)
     return np.ascontiguousarray(np.concatenate(tables, axis=1).T)
 
 
@@ -207,17 +208,15 @@ def pipeline_times(
     chunks: int,
     num_microbatches: int,
     *,
-    forward_s: Floats,
-    input_gradient_s: Floats,
-    weight_gradient_s: Floats,
+    passes: SplitPass,
     send_s: Floats,
     blocking: bool = False,
 ) -> PipelineTimes:
     """Return when every rank is done with the passes of one step, exactly, for plans that share the leading arguments.
 
-    `forward_s`, `input_gradient_s` and `weight_gradient_s`: one micro-batch through each chunk, chunks in model order,
-    shape (plans, stages x chunks).  A backward that is not split takes the sum of the gradients, and sends at its end.
-    `send_s`: one message between two ranks, shape (plans); nothing is sent between chunks of one rank.
+    `passes`: one micro-batch through each chunk, chunks in model order, shape (plans, stages x chunks).  A backward
+    that is not split takes the sum of the gradients, and sends at its end.  `send_s`: one message between two ranks,
+    shape (plans); nothing is sent between chunks of one rank.
 
     Messages overlap: a rank sends when an operation is over and goes on, and the message arrives `send_s` later;
     messages do not slow one another or the work.  `blocking` instead holds both ranks in the call from when both are
@@ -229,9 +228,9 @@ def pipeline_times(
     """
     program = _compiled(schedule, stages, chunks, num_microbatches, blocking=blocking)
     chunks_of = chunks_of_ranks(schedule, stages, chunks)
-    busy_s = num_microbatches * (forward_s + (input_gradient_s + weight_gradient_s))[:, chunks_of].sum(axis=2)
+    busy_s = num_microbatches * (passes.forward_s + passes.backward_s)[:, chunks_of].sum(axis=2)
     hops = stages * chunks - 1
-    times = _table(forward_s, input_gradient_s, weight_gradient_s, np.repeat(send_s[:, None], hops, axis=1))
+    times = _table(passes, np.repeat(send_s[:, None], hops, axis=1))
     free = times.copy()
     free[len(times) - hops :] = 0.0
     end_s, send_free_s = np.empty((len(send_s), stages)), np.empty(len(send_s))
@@ -261,9 +260,7 @@ def rank_steps(
     chunks: int,
     num_microbatches: int,
     *,
-    forward_s: Floats,
-    input_gradient_s: Floats,
-    weight_gradient_s: Floats,
+    passes: SplitPass,
     hop_s: Floats,
     blocking: bool = False,
 ) -> tuple[RankSteps, ...]:
@@ -273,8 +270,7 @@ def rank_steps(
     (stages x chunks - 1); only the blocking calls of plain 1F1B may take unlike times.
     """
     program = _compiled(schedule, stages, chunks, num_microbatches, blocking=blocking)
-    passes = (forward_s[None], input_gradient_s[None], weight_gradient_s[None])
-    times = _table(*passes, hop_s[None])
+    times = _table(SplitPass(*(seconds[None] for seconds in passes)), hop_s[None])
     ends = _ends(program, times, hop_s[:1])[:, 0]
     previous = np.concatenate([level.previous for level in program.levels])
     rows = np.concatenate([level.rows for level in program.levels])

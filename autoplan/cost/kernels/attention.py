@@ -1,0 +1,145 @@
+"""Times of what mixes the tokens of a sequence: the core of attention (`modelling` C3), and scans of recurrent blocks.
+
+Arrays have one element per plan; times are seconds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.cost.kernels.arithmetic import (
+    DELTA_CHUNK_TOKENS,
+    attention_context,
+    linear_attention_flops_per_token,
+    mamba_scan_flops_per_token,
+)
+from autoplan.cost.kernels.measured import find_kernels, measured_pass
+from autoplan.cost.kernels.memory_bound import has_dropout, memory_bound_s
+from autoplan.cost.kernels.products import gemm_rate, wide_peak
+from autoplan.cost.kernels.sizes import rank_tokens
+from autoplan.cost.passes import Pass
+from autoplan.spec.enums import ContextParallelKind, Precision
+from autoplan.spec.model import Block
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import Operation
+
+# Rates on Hopper over FlashAttention 3 there, which the device's curve describes.  FlashAttention 2 and its kin, of
+# instructions that Ampere has too: 1 / 2 to 1 / 1.5 in short benchmarks (arXiv:2407.08608), of which the curve's level
+# is .83 as its kernel is throttled, theirs less [within .60 to .80 fitted: MPT and torchtitan runs].  cuDNN from 9.4 on
+# is 1.7 times or more as fast as FlashAttention 2 in shapes of training (huggingface/transformers pull request 48163);
+# it was 5-30 % slower before (release notes of cuDNN 9.4).
+FLASH2_ON_HOPPER = 0.70
+CUDNN_ON_HOPPER = 1.3
+TRITON_ON_HOPPER = 0.66  # Triton before MLIR [fitted: MPT runs on H100], times its share below
+FLASH_SHARE = {"flash1": 0.46, "triton": 0.58}  # of flash2: findings 3; MPT runs of 2023 with Triton's kernel
+# Rate of the backward kernel over that of the forward kernel.  cuDNN 9.19 and 9.22 on H200, GB200 and GB300: .73-.86
+# with heads of 128 from 4,096 tokens on, .67-.79 with latent ones of 4,096 and 8,192 (NVIDIA/cudnn-frontend 3929da2,
+# benchmark/sdpa_benchmark_training/results).
+FLASH_BACKWARD_SHARE = 0.80
+FLASH_TILE = 128  # queries per thread block
+# Time of attention that draws random numbers for dropout, over that without: 1.2 to 1.4 (FlashAttention 4 and cuDNN on
+# GB200, Dao-AILab/flash-attention pull request 2597; arXiv:2410.07531 on GH100).
+DROPOUT_ATTENTION_TIME = 1.3
+# Time of attention in 8 bits, with the casts around it, over that in 16 bits [fitted: mixtures of experts in MXFP8 on
+# B300, GB200 and GB300].  cuDNN's fp8 kernels alone, as above: .57-.63 with latent heads, .76-.92 with heads of 128.
+NARROW_ATTENTION_TIME = 0.65
+# Bytes moved per score element forward and backward together (findings 3): a fused softmax reads and writes 2 + 2
+# forward and 2 + 2 + 2 backward.  What it keeps beyond 2 bytes (an fp32 output) is written, cast, and read once more.
+FUSED_SOFTMAX_BYTES = 11.0
+FUSED_SOFTMAX_PASSES = 3.0
+# Dropout behind it is a kernel of its own: 2 read, 2 and a mask of 1 written; backward 2 and the mask read, 2 written.
+SCORE_DROPOUT_BYTES = 10.0
+UNALIGNED_HEAD_SHARE = 0.1  # batched GEMMs whose head_dim is no multiple of 8 leave the tensor cores (findings 6)
+
+
+def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
+    """Time of the attention core on one rank."""
+    elsewhere = np.where(batch.cp_kind == ContextParallelKind.RING.code, (batch.cp - 1) / batch.cp, 0.0)
+    factor = problem.calibration.attention * (1.0 + (problem.framework.kernels.ring_attention_factor - 1.0) * elsewhere)
+    if not problem.fuses_attention:
+        return _unfused_s(problem, batch, factor)
+    model, training, device = problem.model, problem.training, problem.device
+    tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
+    if has_dropout(problem):
+        factor = factor * DROPOUT_ATTENTION_TIME
+    eight_bits: Floats = np.where(_narrows_attention(problem, batch), NARROW_ATTENTION_TIME, 1.0)
+    curve = device.attention
+    kernel = problem.framework.kernels.flash_kernel if training.attention == "flash" else training.attention
+    efficiency = curve.efficiency * FLASH_SHARE.get(kernel, 1.0)
+    if kernel != "flash" and device.generation == "hopper":
+        efficiency *= {"cudnn": CUDNN_ON_HOPPER, "triton": TRITON_ON_HOPPER}.get(kernel, FLASH2_ON_HOPPER)
+    # One thread block per head and FLASH_TILE queries: too few of them leave compute units idle.
+    blocks_per_unit = heads * tokens / FLASH_TILE / device.compute_units
+    widths = model.qk_head_dim + model.v_head_dim
+    operations = 2.0 * tokens * heads * attention_context(model, block, training.seq_len) * widths
+    slowdown = curve.slowdown(training.seq_len, blocks_per_unit, model.qk_head_dim)
+    forward = factor * eight_bits * operations * slowdown / (wide_peak(problem) * efficiency)
+    start_s = factor * eight_bits * curve.start_s
+    reference = Pass(forward + start_s, forward * 2.5 / FLASH_BACKWARD_SHARE + start_s)
+    if problem.timings.is_empty:
+        return reference
+    return _measured_s(problem, batch, block, efficiency / (curve.efficiency * eight_bits), reference)
+
+
+def _unfused_s(problem: Problem, batch: PlanBatch, factor: Floats) -> Pass:
+    """Time of attention that writes its scores, whose products take `factor` times as long as by the reference."""
+    model, training, device = problem.model, problem.training, problem.device
+    tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
+    scores = tokens * heads * training.seq_len  # the whole square: an unfused softmax masks, it does not skip
+    rate = wide_peak(problem) * device.gemm_efficiency * (UNALIGNED_HEAD_SHARE if model.qk_head_dim % 8 else 1.0)
+    # Scores are products over the head dimension, outputs are as wide as it.
+    narrow = (1 + device.gemm.half_k / model.qk_head_dim) * (1 + device.gemm.half_n / model.v_head_dim)
+    products = 2.0 * scores * (model.qk_head_dim + model.v_head_dim) * narrow
+    moved = problem.framework.kernels.bytes_per_unfused_score
+    if training.attention == "megatron-fused":
+        wide = FUSED_SOFTMAX_PASSES * (problem.framework.memory.bytes_per_fused_score - 2.0)
+        moved = FUSED_SOFTMAX_BYTES + wide + (SCORE_DROPOUT_BYTES if has_dropout(problem) else 0.0)
+    softmax = memory_bound_s(problem, moved / 3 * scores)  # a third of it is forward
+    forward = factor * products / rate + softmax
+    return Pass(forward, 2.0 * forward)
+
+
+def _narrows_attention(problem: Problem, batch: PlanBatch) -> Bools:
+    """Return which plans run the core of the attention in 8 bits."""
+    precisions = problem.framework.experts.narrow_attention if problem.model.moe else ()
+    return np.isin(batch.precision, [Precision(precision).code for precision in precisions])
+
+
+def _measured_s(problem: Problem, batch: PlanBatch, block: Block, share: Floats, reference: Pass) -> Pass:
+    """Time by the table, whose kernel is this one or the device's best, of whose rate it has `share`.
+
+    All-to-all context parallelism divides the heads, a ring the queries of a whole sequence.
+    """
+    model, seq_len = problem.model, problem.training.seq_len
+    is_ring = batch.cp_kind == ContextParallelKind.RING.code
+    split = batch.tp * np.where(is_ring, 1, batch.cp)
+    is_windowed = block is Block.WINDOW_ATTENTION and model.window and model.window < seq_len
+    window = model.window if is_windowed else 0
+    heads, kv_heads = model.num_heads / split, np.maximum(model.kv_heads / split, 1.0)
+    width = float(model.qk_head_dim)
+    passes: tuple[Operation, ...] = ("attention", "attention_backward")
+    shape: tuple[Floats | Ints | float, ...] = (heads, kv_heads, width, float(window or 0))
+    if model.qk_head_dim != model.v_head_dim:
+        if window:
+            return reference
+        passes, shape = ("latent_attention", "latent_attention_backward"), (heads, width, float(model.v_head_dim))
+    part = 1.0 / np.where(is_ring, batch.cp, 1) / (1.0 if problem.timings.is_own else share)
+    wide = batch.unquantised()  # whatever the precision of the matrices: the tables know no narrower one
+    sizes = (batch.micro_batch, float(seq_len), *shape)
+    return measured_pass([find_kernels(problem, wide, entry, *sizes).scaled(part) for entry in passes], reference)
+
+
+def scan_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
+    """Time of the products of a chunked scan.
+
+    It alternates short products, never quantised, with memory-bound steps: a quarter of a GEMM's rate [judged].
+    """
+    if block is Block.MAMBA:
+        per_token = mamba_scan_flops_per_token(problem.model)
+    else:
+        per_token = linear_attention_flops_per_token(problem.model, DELTA_CHUNK_TOKENS)
+    operations = per_token * rank_tokens(problem, batch) / batch.tp
+    forward = operations / (0.25 * gemm_rate(problem, batch.unquantised()))
+    return Pass(forward, 2.5 * forward)

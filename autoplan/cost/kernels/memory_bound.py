@@ -1,0 +1,247 @@
+"""Times of the operations of a block that stream through device memory (`modelling` C5).
+
+Arrays have one element per plan; times are seconds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from autoplan.base.arrays import Floats, add_up
+from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
+from autoplan.cost.kernels.measured import Sizes, find_kernels, measured_pass
+from autoplan.cost.kernels.sizes import (
+    expert_tokens,
+    local_sizes,
+    matrix_pieces,
+    norm_tokens,
+    rank_tokens,
+    sends_tokens_once,
+)
+from autoplan.cost.passes import Pass
+from autoplan.spec.enums import Precision
+from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import Operation
+
+# Every kernel costs a start of its own on the device (3 us, aiconfigurator's figure in `modelling` C5); a dense block
+# is about this many of them (C6: 25-40 a layer forward, 50-80 backward, of which the GEMMs are counted apart).
+KERNEL_START_S = 3e-6
+KERNELS_FORWARD, KERNELS_BACKWARD = 12, 24
+
+# Router, top-k, auxiliary loss and token permutation are dozens of small kernels whatever the size: 50-150 us a pass
+# (`modelling` C4).
+ROUTING_S = 100e-6
+
+# Blocks that hand a state from chunk to chunk.  Gated delta nets were not measured: theirs are the figures of Mamba-2
+# [judged].
+RECURRENT_BLOCKS = (Block.LINEAR_ATTENTION, Block.MAMBA)
+
+# A chunked scan is a dozen dependent kernels, one of which passes states from chunk to chunk: on one H100 the forward
+# scan alone takes .3 ms for 1,024 tokens and for 4,096 (vllm pull request 27299).  Convolution, gate and norm with it,
+# a pass; beside the traffic [fitted: hybrids on H100 and B200-class devices].
+SCAN_S = 700e-6
+
+# Per element that enters a GEMM, an input or an output's gradient: read in bf16, written in 8 bits, and the transposed
+# copy, which those of one scale do without on Blackwell (Transformer Engine, nvte_is_non_tn_fp8_gemm_supported).  In 4
+# bits a pass for the tensor's largest value comes before, and the transposed copy is rotated (Hadamard) and read on its
+# own (Transformer Engine, NVFP4BlockScaling).
+CAST_BYTES = {"fp8": 4.0, "mxfp8": 4.0, "nvfp4": 7.0}
+LARGEST_BYTES = 2.0  # read once more where the scale of 8 bits is that of the tensor itself (torchao, dynamic scaling)
+
+# Traffic of permuting tokens by capacity, with sorts, selections by index and scaled scatters, over that without drops
+# [fitted: 7 runs of Megatron-Bridge 25.09 on B200, GB200 and H100].
+DROPPING_PERMUTE = 3.0
+EAGER_NORM_FACTOR = 5.7  # traffic of an eager fp32 RMSNorm over a fused one (findings 3)
+
+
+class Traffic(NamedTuple):
+    """Bytes that something moves through device memory in each pass."""
+
+    forward_bytes: Floats
+    backward_bytes: Floats
+
+    def seconds(self, problem: Problem) -> Pass:
+        """Time of the passes with a long stream."""
+        return Pass(memory_bound_s(problem, self.forward_bytes), memory_bound_s(problem, self.backward_bytes))
+
+
+def memory_bound_s(problem: Problem, num_bytes: Floats) -> Floats:
+    """Time to move `num_bytes` through device memory with a long stream."""
+    device = problem.device
+    return (
+        num_bytes * problem.calibration.memory_bound / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+    )
+
+
+def streams_s(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape, traffic: dict[str, Traffic]) -> Pass:
+    """Time of the memory-bound kernels of a block, with the starts of all its kernels."""
+    cast = _cast_traffic(problem, batch, shape)
+    total = Traffic(
+        add_up(moved.forward_bytes for moved in traffic.values()) + cast.forward_bytes,
+        add_up(moved.backward_bytes for moved in traffic.values()) + cast.backward_bytes,
+    )
+    starts = ROUTING_S if block is Block.MOE else SCAN_S if block in RECURRENT_BLOCKS else 0.0
+    forward, backward = (
+        (starts + kernels * KERNEL_START_S) * problem.calibration.memory_bound
+        for kernels in (KERNELS_FORWARD, KERNELS_BACKWARD)
+    )
+    passes = total.seconds(problem).longer(forward, backward)
+    return passes if problem.timings.is_empty else passes.plus(_measured_beyond_s(problem, batch, block, traffic))
+
+
+def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Traffic]:
+    """Traffic of the memory-bound operations of a block on one rank, by operation (`modelling` C5).
+
+    Counted in 16 bits, and twice as many in fp32.
+    """
+    model, framework = problem.model, problem.framework
+    hidden, tokens, sliced = model.hidden_size, rank_tokens(problem, batch), norm_tokens(problem, batch)
+    norm = sliced * hidden * model.norms_per_block * _norm_traffic(problem)
+    residual = sliced * hidden * (6.0 + (3.0 if has_dropout(problem) else 0.0))
+    moved = {"norm": Traffic(4.0 * norm, 8.0 * norm), "residual": Traffic(residual, residual)}
+    if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
+        if model.position_embedding == "rope":
+            roped = 4.0 * tokens * _roped_heads(problem, batch) * model.qk_head_dim
+            moved["rope"] = Traffic(roped, roped)
+        if model.attention_output_gate:
+            gated = tokens * model.num_heads * model.qk_head_dim / batch.tp
+            moved["output_gate"] = Traffic(
+                6.0 * gated, 10.0 * gated
+            )  # gate and output in, product out; as much and both back
+    elif block in RECURRENT_BLOCKS:
+        scan = tokens * _scanned_width(model, block) / batch.tp
+        # Convolution, gate, time steps, chunk states and their normalisation, each read and written [fitted: hybrids].
+        moved["scan"] = Traffic(36.0 * scan, 88.0 * scan)
+    else:
+        read, backward_read = _activation_bytes(problem)
+        width = tokens * _ffn_size(problem, block) / batch.tp
+        moved["activation"] = Traffic(read * width, backward_read * width)
+        if block is Block.MOE and model.moe:
+            moe = model.moe
+            width = sliced * moe.experts_per_token * moe.expert_ffn_size
+            moved["expert_activation"] = Traffic(read * width, backward_read * width)
+            permute = 4.0 * sliced * moe.experts_per_token * (moe.latent_size or hidden)  # in and out, both ways
+            moved["permute"] = Traffic(2 * permute, 2 * permute)
+    pieces = max((len(matrix_pieces(problem, linear)) for linear in block_shapes(model)[block].linears), default=1)
+    if pieces > 1:  # each has a gradient of the block's whole input, and they are added up
+        moved["input_gradients"] = Traffic(0.0 * tokens, 2.0 * (pieces + 1) * tokens * hidden)
+    factors: dict[str, Floats | float] = dict.fromkeys(moved, framework.kernels.kernel_bytes_factor)
+    if "permute" in factors:
+        # In a kernel of the dispatcher, or in several.
+        factors["permute"] = np.where(sends_tokens_once(problem, batch), 1.0, framework.kernels.kernel_bytes_factor)
+        if framework.experts.drops_tokens:
+            factors["permute"] = factors["permute"] * DROPPING_PERMUTE
+    wider = problem.training.element_bytes / 2.0
+    return {
+        name: Traffic(once.forward_bytes * factors[name] * wider, once.backward_bytes * factors[name] * wider)
+        for name, once in moved.items()
+    }
+
+
+def has_dropout(problem: Problem) -> bool:
+    """Return whether hidden states and attention scores are dropped at random."""
+    is_gpt = problem.model.position_embedding == "learned"
+    return problem.framework.kernels.dropout or (problem.framework.kernels.gpt_dropout and is_gpt)
+
+
+def _activation_bytes(problem: Problem) -> tuple[float, float]:
+    """(forward, backward) bytes that an MLP's activation moves per token and element of its width."""
+    if problem.model.gated_mlp:
+        return 6.0, 10.0
+    if problem.model.squared_relu and not problem.framework.kernels.fused_squared_relu:
+        return 8.0, 20.0  # backward a copy, its double, that times the gradient, and the threshold
+    return 4.0, 6.0
+
+
+def _norm_traffic(problem: Problem) -> float:
+    """Memory traffic of a norm over that of a fused one; a layer norm is one kernel everywhere, an RMSNorm of parts."""
+    if problem.model.norm == "layernorm":
+        return 1.0
+    fused = problem.framework.kernels.fused_norm if problem.training.fused_norm is None else problem.training.fused_norm
+    return 1.0 if fused else EAGER_NORM_FACTOR
+
+
+def _scanned_width(model: ModelSpec, block: Block) -> int:
+    """Width of what a recurrent block writes and of what addresses its state: inner and state, or values and keys."""
+    if block is Block.MAMBA and model.mamba:
+        return model.mamba.num_heads * model.mamba.head_dim + model.mamba.num_groups * model.mamba.state_size
+    assert model.linear_attention is not None
+    return model.linear_attention.value_width + model.linear_attention.key_width
+
+
+def _roped_heads(problem: Problem, batch: PlanBatch) -> Floats:
+    """Heads of queries and keys on one rank."""
+    model = problem.model
+    return model.num_heads / batch.tp + model.kv_heads / np.minimum(batch.tp, model.kv_heads)
+
+
+def _ffn_size(problem: Problem, block: Block) -> int:
+    """Width of a block's MLP, of experts the shared one's."""
+    model = problem.model
+    return model.moe.shared_expert_ffn_size if block is Block.MOE and model.moe else model.ffn_size
+
+
+def _measured_beyond_s(problem: Problem, batch: PlanBatch, block: Block, traffic: dict[str, Traffic]) -> Pass:
+    """Time of the memory-bound kernels that were measured beyond that of their references.
+
+    The table's kernels are the framework's own, or fused ones, than which its own take longer as they move more.  With
+    its traffic a measured kernel brings its own start, of which there are twice as many backward.
+    """
+    model, is_own = problem.model, problem.timings.is_own
+    factor = 1.0 if is_own else problem.framework.kernels.kernel_bytes_factor
+    start_s = KERNEL_START_S * problem.calibration.memory_bound
+    tokens, wide = rank_tokens(problem, batch), batch.unquantised()
+
+    def reference(name: str, count: int = 1) -> Pass:
+        moved = traffic[name]
+        once = Traffic(moved.forward_bytes / count, moved.backward_bytes / count)
+        return once.seconds(problem).longer(start_s, 2 * start_s)
+
+    def beyond(
+        name: str, passes: tuple[Operation, Operation], shape: tuple[Sizes, ...], count: int = 1, heavier: float = 1.0
+    ) -> Pass:
+        known = reference(name, count)
+        found = [find_kernels(problem, wide, operation, *shape).scaled(factor * heavier) for operation in passes]
+        return measured_pass(found, known).less(known).scaled(count)
+
+    hidden = float(model.hidden_size)
+    heavier = 1.0 if is_own else _norm_traffic(problem)
+    total = beyond(
+        "norm", ("norm", "norm_backward"), (norm_tokens(problem, batch), hidden), model.norms_per_block, heavier
+    )
+    if model.gated_mlp and "activation" in traffic and _ffn_size(problem, block):
+        total = total.plus(
+            beyond("activation", ("swiglu", "swiglu_backward"), (tokens, _ffn_size(problem, block) / batch.tp))
+        )
+    if "rope" in traffic and model.mla is None:
+        both = reference("rope").total_s
+        found = find_kernels(problem, wide, "rope", tokens, _roped_heads(problem, batch), float(model.qk_head_dim))
+        half = (found.scaled(factor).otherwise(both) - both) / 2
+        total = total.plus(Pass(half, half))
+    return total
+
+
+def _cast_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traffic:
+    """Traffic of quantising the inputs of narrow GEMMs; zero for 16-bit plans."""
+    framework, is_fp8 = problem.framework, batch.precision == Precision.FP8.code
+    moved = np.array([CAST_BYTES.get(precision, 0.0) for precision in Precision])[batch.precision]
+    moved = moved + LARGEST_BYTES * (is_fp8 & framework.kernels.scales_by_own_largest)
+    # Blackwell's products take matrices of 8 bits as they lie.
+    copies = is_fp8 & (problem.device.generation != "blackwell")
+    moved = moved - (is_fp8 & ~copies)
+    # What is gathered as quantised was so in slices; its transposed copy is made of the whole.
+    in_slices = is_fp8 & batch.sp & framework.network.narrow_tp_gathers
+    of_slices = np.where(in_slices, (moved - copies) / batch.tp + 2.0 * copies, moved)
+    forward = backward = np.zeros(len(batch))
+    for linear in shape.linears:
+        inputs, outputs = local_sizes(linear, batch)
+        tokens = rank_tokens(problem, batch)
+        if linear.is_expert:
+            tokens = expert_tokens(problem, batch) * linear.copies / batch.ep
+        forward = forward + inputs * tokens * (of_slices if linear.split == "column" else moved)
+        backward = backward + outputs * tokens * (of_slices if linear.split == "row" else moved)
+    return Traffic(forward, backward)

@@ -1,0 +1,80 @@
+"""Sizes of the work of one rank in one micro-batch: its tokens, its part of a matrix, its rows of the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from autoplan.base.arrays import Bools, Floats
+from autoplan.cost.kernels.arithmetic import Linear
+from autoplan.spec.enums import Dispatcher
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+
+# What decides the shapes of a plan's kernels: many plans share all of them.
+KERNEL_AXES = ("micro_batch", "tp", "sp", "cp", "cp_kind", "ep", "etp", "dispatcher", "precision")
+
+
+def rank_tokens(problem: Problem, batch: PlanBatch) -> Floats:
+    """Tokens of one micro-batch that a tensor-parallel group works on, after context parallelism."""
+    return batch.micro_batch * problem.training.seq_len / batch.cp
+
+
+def norm_tokens(problem: Problem, batch: PlanBatch) -> Floats:
+    """Tokens that one rank normalises and routes: sequence parallelism divides them by tp."""
+    return rank_tokens(problem, batch) / np.where(batch.sp, batch.tp, 1)
+
+
+def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
+    """Tokens that a local expert of the busiest rank receives from its expert-parallel group."""
+    moe = problem.model.moe
+    assert moe is not None
+    routed = norm_tokens(problem, batch) * moe.experts_per_token * problem.training.expert_imbalance
+    return routed * batch.ep * batch.etp / moe.num_experts
+
+
+def sends_tokens_once(problem: Problem, batch: PlanBatch) -> Bools:
+    """Return which plans send a token to another rank or node once, however many experts it visits there.
+
+    One kernel then brings it into the order of its experts, or back.  Tokens are dropped with the all-to-all alone.
+    """
+    sends_once = batch.dispatcher != Dispatcher.ALL_TO_ALL.code
+    return sends_once & (not problem.framework.experts.drops_tokens)
+
+
+def local_sizes(linear: Linear, batch: PlanBatch) -> tuple[Floats, Floats]:
+    """(inputs, outputs) of the part of a matrix that one rank holds."""
+    ones = np.ones(len(batch))
+    if linear.split == "column":
+        groups = np.minimum(batch.tp, linear.num_groups)
+        own = linear.out_size - linear.grouped_out_size
+        return linear.in_size * ones, own / batch.tp + linear.grouped_out_size / groups
+    if linear.split == "row":
+        return linear.in_size / batch.tp, linear.out_size * ones
+    if linear.split == "expert_column":
+        return linear.in_size * ones, linear.out_size / batch.etp
+    if linear.split == "expert_row":
+        return linear.in_size / batch.etp, linear.out_size * ones
+    return linear.in_size * ones, linear.out_size * ones
+
+
+def matrix_pieces(problem: Problem, linear: Linear) -> tuple[Linear, ...]:
+    """The products that a framework makes of a matrix: one, or one for q, k, v, gate and up each."""
+    if not problem.framework.kernels.separate_inputs:
+        return (linear,)
+    if linear.name == "qkv":
+        shared = linear.grouped_out_size // 2
+        own = replace(linear, out_size=linear.out_size - 2 * shared, grouped_out_size=0)
+        part = replace(linear, out_size=shared, grouped_out_size=shared)
+        return own, part, part
+    if linear.name == "fc1" and problem.model.gated_mlp:
+        half = replace(linear, out_size=linear.out_size // 2)
+        return half, half
+    return (linear,)
+
+
+def padded_vocab(problem: Problem, batch: PlanBatch) -> Floats:
+    """Rows of the vocabulary after padding to a multiple of `pads_vocab_to` x tp."""
+    multiple = problem.framework.memory.pads_vocab_to * batch.tp
+    return np.ceil(problem.model.vocab_size / multiple) * multiple
