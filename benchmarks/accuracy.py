@@ -39,7 +39,7 @@ import autoplan
 from autoplan.base.arrays import Bools, Floats
 from autoplan.base.files import write_text
 from autoplan.cost.calibration import MeasuredRun, conformal_spread, likeness
-from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate
+from autoplan.cost.estimate import NORMAL_90, estimate
 from autoplan.cost.spreads import HARD, NOVELTIES, Familiarity, general_spreads, spread_kinds
 from autoplan.read.calibration import calibration_among, calibration_text
 from autoplan.runs.predictions import predict, prediction_table
@@ -48,6 +48,7 @@ from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.run_outcome import Prediction
+from autoplan.spec.terms import STEP_TERMS
 from autoplan.spec.timing import TIME_SPREADS, Calibration
 
 Strings = npt.NDArray[np.str_]

@@ -34,7 +34,6 @@ from reports import existing, make_parser, write_report
 
 from autoplan.base.errors import AutoplanError
 from autoplan.cost.estimate import estimate
-from autoplan.cost.spreads import COMPONENTS
 from autoplan.read.calibration import calibration_among
 from autoplan.runs.outcomes import read_outcomes
 from autoplan.runs.runs import Run, read_runs
@@ -44,6 +43,7 @@ from autoplan.search.tune import TrialResult, TunedTrial, tuning_state
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.run_outcome import RunOutcome
 from autoplan.spec.search_result import RankedPlan
+from autoplan.spec.terms import COMPONENTS
 from autoplan.spec.timing import Calibration
 from autoplan.spec.tune_report import TrialEnd
 

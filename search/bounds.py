@@ -28,15 +28,10 @@ from autoplan.cost.estimate import straggler_share
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.sizes import KERNEL_AXES
 from autoplan.cost.kernels.times import head_s
+from autoplan.cost.memory.activations import boundary_bytes, stored_bytes
 from autoplan.cost.memory.parameters import StageParameters, local_parameters, own_parameters
 from autoplan.cost.memory.recompute import activation_parts, kept_bytes
-from autoplan.cost.memory.stage_memory import (
-    boundary_bytes,
-    communicator_bytes,
-    states,
-    stored_bytes,
-    wgrad_buffer_bytes,
-)
+from autoplan.cost.memory.stage_memory import states, wgrad_buffer_bytes
 from autoplan.cost.network.links import Links
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.passes import Pass
@@ -367,7 +362,8 @@ def _fixed_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     none = np.zeros(shape, dtype=np.int64)
     blocks = StageBlocks(count={}, repeated={}, repeats_chunk=none > 0, chunks_alike=none[:, 0] == 0, is_last=none > 0)
     buffers = wgrad_buffer_bytes(problem, batch, blocks)[:, 0]
-    return traits.fixed_bytes + traits.reserved_factor * buffers + communicator_bytes(problem, process_groups(batch))
+    communicators = traits.communicator_bytes * process_groups(batch).num_communicators
+    return traits.fixed_bytes + traits.reserved_factor * buffers + communicators
 
 
 def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats) -> Floats:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate
-from autoplan.cost.spreads import COMPONENTS, component_shares
+from autoplan.cost.estimate import NORMAL_90, estimate
+from autoplan.cost.spreads import component_shares
 from autoplan.search.choice import (
     OWN_SPREAD,
     apart,
@@ -26,6 +26,7 @@ from autoplan.search.choice import (
 from autoplan.search.ranking import ranked, seconds_per_sequence
 from autoplan.search.study import search
 from autoplan.spec.search_result import SearchResult
+from autoplan.spec.terms import COMPONENTS, STEP_TERMS
 from autoplan.spec.timing import Calibration
 from search_cases import LARGE, make
 

@@ -13,8 +13,8 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.cost.blocks import TERMS, BlockCost, block_costs
-from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, stage_costs
+from autoplan.cost.blocks import BlockCost, block_costs
+from autoplan.cost.estimate import NORMAL_90, estimate, stage_costs
 from autoplan.cost.kernels.attention import DROPOUT_ATTENTION_TIME
 from autoplan.cost.kernels.products import gemm_rate, gemm_s
 from autoplan.cost.memory.stage_memory import MEMORY_TERMS
@@ -28,6 +28,7 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
+from autoplan.spec.terms import BLOCK_TERMS, STEP_TERMS
 from autoplan.spec.timing import Calibration
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
@@ -206,7 +207,7 @@ def test_stages_agree_with_the_estimate(case: tuple[Problem, ParallelPlan]) -> N
     assert [stage.stage for stage in stages] == list(range(plan.pp))
     assert sum(stage.layers for stage in stages) == problem.model.num_layers
     for stage in stages:
-        assert set(stage.terms_s) == {*TERMS, "head", "allocator_retries"}
+        assert set(stage.terms_s) == {*BLOCK_TERMS, "head", "allocator_retries"}
         assert sum(stage.terms_s.values()) == pytest.approx(stage.forward_s + stage.backward_s)
         assert set(stage.memory_terms_bytes) == set(MEMORY_TERMS)
     forward, backward = (np.array([[getattr(s, name) for s in stages]]) for name in ("forward_s", "backward_s"))
@@ -215,7 +216,7 @@ def test_stages_agree_with_the_estimate(case: tuple[Problem, ParallelPlan]) -> N
         makespan = gpipe_s(forward, backward, m)
     else:
         makespan = one_forward_one_backward_s(forward, backward, m, np.array([plan.vp]))
-    work = sum(float(cost.terms_s[name][0]) for name in (*TERMS, "head", "allocator_retries", "pipeline_bubble"))
+    work = sum(float(cost.terms_s[name][0]) for name in (*BLOCK_TERMS, "head", "allocator_retries", "pipeline_bubble"))
     assert work == pytest.approx(float(makespan.work_s[0]))
     assert cost.memory_bytes[0] == max(stage.memory_bytes for stage in stages)
 
@@ -563,7 +564,9 @@ def test_a_faster_device_never_slows_a_pipeline_of_few_micro_batches() -> None:
     plan = ParallelPlan(global_batch=1, pp=8)
     work = sum(stage.forward_s + stage.backward_s for stage in stage_costs(problem, plan))
     terms = terms_of(problem, plan)
-    assert sum(terms[name] for name in (*TERMS, "head", "allocator_retries", "pipeline_bubble")) == pytest.approx(work)
+    assert sum(terms[name] for name in (*BLOCK_TERMS, "head", "allocator_retries", "pipeline_bubble")) == pytest.approx(
+        work
+    )
 
 
 # Messages that hide behind forward passes, which alone become longer.
@@ -593,7 +596,7 @@ def test_lower_efficiency_of_every_component_never_speeds_a_step_up(
 def test_doubling_the_global_batch_doubles_the_work_of_one_stage(tp: int, dp: int, sharding: Any, m: int) -> None:
     once = ParallelPlan(global_batch=m * dp, tp=tp, sp=tp > 1, dp_shard=dp, sharding=sharding)
     one, two = (terms_of(problem_of(), plan) for plan in (once, dataclasses.replace(once, global_batch=2 * m * dp)))
-    for name in (*TERMS, "head"):
+    for name in (*BLOCK_TERMS, "head"):
         assert two[name] == pytest.approx(2 * one[name])
     for name in ("data_parallel_reduce", "optimizer", "parameter_gather", "overhead"):
         assert two[name] == one[name]

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.api.problem import make_problem
-from autoplan.cost.estimate import STEP_TERMS
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.memory_bound import KERNEL_START_S, KERNELS_BACKWARD, KERNELS_FORWARD, memory_bound_s
 from autoplan.cost.kernels.products import gemm_rate, gemm_s
@@ -25,6 +24,7 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
+from autoplan.spec.terms import STEP_TERMS
 from autoplan.spec.timing import PROVENANCES, Calibration, Measurement, Operation, TimingTable, burst_factors
 from autoplan.spec.training import TrainingSpec
 from test_estimate import DENSE, MODELS, PLAIN, cases, plans, price, problem_of, problems, single, terms_of

@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 
 from autoplan.api.plan_files import make_mixed_file
 from autoplan.base.errors import InputError
-from autoplan.cost.estimate import STEP_TERMS, stage_costs
+from autoplan.cost.estimate import stage_costs
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.mixed.stages import mixed_stages, mixed_timeline
 from autoplan.cost.passes import SplitPass
 from autoplan.cost.pipeline.recurrence import rank_steps
 from autoplan.cost.pipeline.waits import ROWS
-from autoplan.cost.timeline import END_TERMS, RankTimeline, Timeline, timeline
+from autoplan.cost.timeline import RankTimeline, Timeline, timeline
 from autoplan.read.cluster import load_cluster
 from autoplan.report.trace import trace_json
 from autoplan.search.mixed_explanation import explain_mixed
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as_parallel
+from autoplan.spec.terms import END_TERMS, STEP_TERMS
 from autoplan.topology.mixed_cluster import BetweenSpec
 from mixed_cases import SMALL, problem_of, replicas, scaled, stages, whole
 from pipeline_oracle import simulate_blocking

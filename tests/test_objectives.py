@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode
 from autoplan.cost.energy import device_power_w, step_energy_j, waiting_power_w
-from autoplan.cost.estimate import STEP_TERMS, estimate
+from autoplan.cost.estimate import estimate
 from autoplan.cost.goodput import Reliability
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster, preset_clusters
@@ -31,6 +31,7 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.run_report import RunFigures
+from autoplan.spec.terms import STEP_TERMS
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 

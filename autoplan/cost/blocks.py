@@ -50,23 +50,11 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import FULL, PlanBatch
 from autoplan.spec.problem import Problem
+from autoplan.spec.terms import BLOCK_TERMS
 
 # Of what the device waits for the host in a pass of a block of experts, where attention is launched as a CUDA graph and
 # the host comes to the block early [fitted: 25 runs of nvbridge that say their graphs, 10 of them with attention].
 GRAPHED_ATTENTION_WAIT = 0.5
-
-# The terms of a block's time, in the order in which they are shown.
-TERMS = (
-    "gemm",
-    "attention",
-    "memory_bound",
-    "recompute",
-    "tp_communication",
-    "cp_communication",
-    "ep_communication",
-    "fsdp_communication",
-    "launch",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,11 +332,11 @@ def _block_cost(
     lag = _finish(framework, forward, states.forward_s, host.forward_s, wait.forward_s)
     sees_again = wait.forward_s * batch.repeats(RecomputeModule.MOE)
     late = again_late = _finish(framework, backward, states.backward_s, host.backward_s, wait.backward_s + sees_again)
-    repeat = dict.fromkeys(TERMS, zeros)
+    repeat = dict.fromkeys(BLOCK_TERMS, zeros)
     if (batch.recompute == FULL).any():
         again = _host_s(problem, batch, block, parts.is_whole).forward_s
         again_late = _finish(framework, repeated, states.backward_s, host.backward_s + again, wait.total_s)
-        repeat = {name: repeated[name] - backward[name] for name in TERMS}
+        repeat = {name: repeated[name] - backward[name] for name in BLOCK_TERMS}
         if parts.is_whole.any():
             is_known = ~np.isnan(parts.again_s)
             repeat = {name: np.where(is_known, 0.0, value) for name, value in repeat.items()}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from autoplan.base.arrays import Floats, add_up
 from autoplan.base.errors import InputError
+from autoplan.spec.terms import COMPONENTS
 from autoplan.topology.cluster import ClusterSpec
 
 # Shares of what lies between idle and the TDP, the middle of the ranges in `modelling` F: .75-.95 while a device
@@ -13,7 +14,6 @@ from autoplan.topology.cluster import ClusterSpec
 # computes, where 7.8 kW (arXiv:2506.14551) and at most 8.4 kW (arXiv:2412.08602) were measured.
 COMPUTING_SHARE, WAITING_SHARE = 0.85, 0.575
 IDLE_SHARE = 0.1  # of the TDP; judged
-COMPUTING = ("gemm", "attention", "memory_bound", "recompute", "head", "optimizer")  # terms of a step
 
 
 def device_power_w(tdp_w: float, share: float) -> float:
@@ -37,5 +37,5 @@ def step_energy_j(cluster: ClusterSpec, terms_s: Mapping[str, Floats], step_s: F
     """Energy of a step of every plan in all nodes; all devices are taken to compute as long as the busiest stage."""
     tdp_w = cluster.device.tdp_w
     extra_w = device_power_w(tdp_w, COMPUTING_SHARE) - device_power_w(tdp_w, WAITING_SHARE)
-    computing_s = add_up(terms_s[name] for name in COMPUTING)
+    computing_s = add_up(terms_s[name] for name in COMPONENTS["kernels"])
     return waiting_power_w(cluster) * step_s + cluster.num_devices * extra_w * computing_s

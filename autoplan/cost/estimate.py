@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, add_up
-from autoplan.cost.blocks import TERMS, BlockCost, ahead_s, block_costs
+from autoplan.cost.blocks import BlockCost, ahead_s, block_costs
 from autoplan.cost.collectives.end_of_step import (
     FirstStage,
     end_of_step_s,
@@ -50,21 +50,7 @@ from autoplan.spec.estimate import CostEstimate, StageCost, probability_above
 from autoplan.spec.model import Block
 from autoplan.spec.plan import SPLIT_SCHEDULES, ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-
-# Terms of a step beside those of the layers: work of the critical stage first, then what the pipeline and the end of
-# the step add.
-STEP_TERMS = (
-    *TERMS,
-    "head",
-    "allocator_retries",
-    "pipeline_bubble",
-    "pipeline_send",
-    "data_parallel_reduce",
-    "optimizer",
-    "parameter_gather",
-    "overhead",
-    "stragglers",
-)
+from autoplan.spec.terms import BLOCK_TERMS, STEP_TERMS
 
 # Ranks wait for each other: a step takes as long as the slowest of N, mean + spread x Phi^-1((N - .375) / (N + .25))
 # (`modelling` E6).  The relative spread of a rank's step is fitted to 11 published sources of several sizes; rates of
@@ -354,7 +340,9 @@ def _microbatch_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
         (laid.costs.blocks[block], count[rows, stage], laid.blocks.repeated[block][rows, stage])
         for block, count in laid.blocks.count.items()
     ]
-    terms = {name: add_up(cost.term_s(name, count, repeated) for cost, count, repeated in blocks) for name in TERMS}
+    terms = {
+        name: add_up(cost.term_s(name, count, repeated) for cost, count, repeated in blocks) for name in BLOCK_TERMS
+    }
     for name, ends in (("tp_communication", laid.costs.ends_tp), ("fsdp_communication", laid.sharded_ends)):
         terms[name] += np.where(is_first, ends.embedding.total_s, 0.0) + np.where(is_last, ends.head.total_s, 0.0)
     terms["launch"] += 2 * laid.batch.vp * laid.costs.action_s - np.where(is_last, laid.hidden_launches.total_s, 0.0)

@@ -54,9 +54,9 @@ def _grown(problem: Problem, batch: PlanBatch) -> dict[Provenance, CostEstimate 
 
 def _shares(value: Floats, grown: dict[Provenance, Floats | None]) -> dict[Provenance, Floats]:
     """Shares of `value`, from what it is where the times of each provenance but `reference` are longer."""
-    none, some = np.zeros(len(value)), np.where(value > 0, value, 1.0)
+    none, divisor = np.zeros(len(value)), np.where(value > 0, value, 1.0)
     found = {
-        name: none if longer is None else np.maximum((longer - value) / some, 0.0) / _GROWTH
+        name: none if longer is None else np.maximum((longer - value) / divisor, 0.0) / _GROWTH
         for name, longer in grown.items()
     }
     # Where two of them tie for a maximum, either makes the step longer.

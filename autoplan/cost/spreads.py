@@ -21,18 +21,9 @@ from autoplan.base.units import check_positive
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
+from autoplan.spec.terms import COMPONENTS
 from autoplan.spec.timing import TIME_SPREADS
 
-# What takes its time from the same rates: elements of `CostEstimate.terms_s`.  Waiting for the slowest rank goes with
-# all of them.  Matrix products and the head are one, as either may be on the busiest stage.
-COMPONENTS: dict[str, tuple[str, ...]] = {
-    "kernels": ("gemm", "attention", "memory_bound", "recompute", "head", "optimizer"),
-    "host": ("launch", "overhead", "allocator_retries"),
-    "tensor": ("tp_communication", "cp_communication"),
-    "experts": ("ep_communication",),
-    "states": ("fsdp_communication", "data_parallel_reduce", "parameter_gather"),
-    "pipeline": ("pipeline_bubble", "pipeline_send"),
-}
 # Terms of a step that are no exposed traffic, launches or end of the step: kernels, and waiting in a pipeline.
 UNEXPOSED = (*COMPONENTS["kernels"], "pipeline_bubble", "stragglers")
 

@@ -21,14 +21,14 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, add_up
 from autoplan.base.errors import InputError
-from autoplan.cost.blocks import TERMS
 from autoplan.cost.collectives.end_of_step import end_of_step_s
-from autoplan.cost.estimate import STEP_TERMS, Stages, estimate, lay_out
+from autoplan.cost.estimate import Stages, estimate, lay_out
 from autoplan.cost.kernels.measured_units import FORWARD_SHARE
-from autoplan.cost.memory.stage_memory import ALLOCATED_TERMS, StageMemory, chunk_activation_bytes
+from autoplan.cost.memory.activations import chunk_activation_bytes
+from autoplan.cost.memory.stage_memory import ALLOCATED_TERMS, StageMemory
 from autoplan.cost.passes import SplitPass
 from autoplan.cost.pipeline.layout import chunk_blocks
-from autoplan.cost.pipeline.order import Operation, chunks_of_ranks, rank_orders
+from autoplan.cost.pipeline.order import Operation, chunks_of_ranks, rank_of_chunks, rank_orders
 from autoplan.cost.pipeline.recurrence import RankSteps, is_recurrent, rank_steps
 from autoplan.cost.pipeline.waits import ROWS
 from autoplan.spec.enums import Schedule
@@ -36,35 +36,10 @@ from autoplan.spec.estimate import StagePlace
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.ranks import coordinates
+from autoplan.spec.terms import BLOCK_TERMS, END_TERMS, PIPELINE_TERMS, STEP_TERMS, STREAM_OF, STREAMS, WORK_TERMS
 
-# What of a rank is at work, in the order in which it is shown; nothing is, while it waits.
-STREAM_OF = {
-    "gemm": "compute",
-    "attention": "compute",
-    "memory_bound": "compute",
-    "recompute": "compute",
-    "head": "compute",
-    "optimizer": "compute",
-    "launch": "host",
-    "allocator_retries": "host",
-    "overhead": "host",
-    "tp_communication": "tensor parallel",
-    "cp_communication": "context parallel",
-    "ep_communication": "expert parallel",
-    "fsdp_communication": "sharded parameters",
-    "message": "pipeline",
-    "data_parallel_reduce": "data parallel",
-    "parameter_gather": "data parallel",
-    "pipeline_bubble": "wait",
-    "pipeline_send": "wait",
-    "stragglers": "wait",
-}
-STREAMS = tuple(dict.fromkeys(STREAM_OF.values()))
 PASSES = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
-WORK_TERMS = (*TERMS, "head", "allocator_retries")  # of a stage, in one pass or another
-END_TERMS = ("data_parallel_reduce", "optimizer", "parameter_gather", "overhead", "stragglers")  # as they follow
-HIDING = ("data_parallel_reduce", "parameter_gather")  # of them, what may hide beside passes
-PIPELINE_TERMS = tuple(name for name in STEP_TERMS if name not in END_TERMS)
+HIDING = ("data_parallel_reduce", "parameter_gather")  # of the end of a step, what may hide beside passes
 LEAST_S = 1e-12  # a shorter wait is rounding
 
 
@@ -263,7 +238,7 @@ def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int],
     forward, backward, weight = ({name: np.zeros(chunks) for name in WORK_TERMS} for _ in range(3))
     for block, (count, again) in chunk_blocks(problem.model, layout, batch.recompute_num_layers[[at]]).items():
         cost = laid.costs.blocks[block]
-        for name in TERMS:
+        for name in BLOCK_TERMS:
             forward[name] += count[0] * cost.forward_s[name][at]
             backward[name] += count[0] * cost.backward_s[name][at] + again[0] * cost.repeat_s[name][at]
         weight["gemm"] += count[0] * cost.weight_s[at]
@@ -280,10 +255,10 @@ def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int],
         terms["launch"] += laid.costs.action_s[at]
     weight["head"][-1] += laid.costs.head.weight_s[at]
     plan = batch.plan(at)
-    for stage, held in enumerate(chunks_of_ranks(plan.schedule, plan.pp, plan.vp)):
+    for stage, own in enumerate(chunks_of_ranks(plan.schedule, plan.pp, plan.vp)):
         retries = laid.retries_s[at, stage] / plan.vp
-        forward["allocator_retries"][held] += retries / 3
-        backward["allocator_retries"][held] += retries * 2 / 3
+        forward["allocator_retries"][own] += retries / 3
+        backward["allocator_retries"][own] += retries * 2 / 3
     inputs = {name: backward[name] - weight[name] for name in WORK_TERMS}
     tables = {"forward": forward, "backward": backward, "input_gradient": inputs, "weight_gradient": weight}
     order = sorted(WORK_TERMS, key=lambda name: STREAMS.index(STREAM_OF[name]))
@@ -347,15 +322,12 @@ def _placed(
 
 
 def _message(name: str, start_s: float, duration_s: float, microbatch: int | None = None) -> Event:
-    return Event(STREAM_OF["message"], "message", name, start_s, duration_s, microbatch, beside=True)
+    return Event("pipeline", "message", name, start_s, duration_s, microbatch, beside=True)
 
 
 def _messages(pipeline: Pipeline, order: Sequence[Operation], passes: Sequence[Event]) -> list[Event]:
     """Messages that a rank sends when a pass is over, while it goes on; those of a joined pair when both are."""
-    stages = len(pipeline.places)
-    rank_of = np.empty(stages * pipeline.vp, dtype=np.int64)
-    for rank, held in enumerate(chunks_of_ranks(pipeline.schedule, stages, pipeline.vp)):
-        rank_of[held] = rank
+    rank_of = rank_of_chunks(pipeline.schedule, len(pipeline.places), pipeline.vp)
     messages = []
     for at, (kind, chunk, microbatch, joined) in enumerate(order):
         to = chunk + {"F": 1, "B": -1, "I": -1, "W": 0}[kind]
@@ -448,25 +420,25 @@ def memory_levels(problem: Problem, memory: StageMemory, at: int) -> dict[str, F
 
 
 def _memory(
-    passes: Sequence[Event], others: Sequence[Event], alive: Floats, levels: Mapping[str, float]
+    passes: Sequence[Event], others: Sequence[Event], per_chunk: Floats, levels: Mapping[str, float]
 ) -> tuple[Floats, Floats]:
     """(from when on, bytes that are reserved) of a rank: activations by what is alive, up to the estimate's peak."""
     points: list[tuple[float, str, float]] = []  # time, level, activations alive
-    held, sizes = 0.0, alive.tolist()
+    alive_bytes, sizes = 0.0, per_chunk.tolist()
     for event in passes:
         is_forward = event.kind == "forward"
         size = sizes[event.chunk or 0]
-        held += size if is_forward else 0.0
-        points.append((event.start_s, "forward" if is_forward else "backward", held))
-        held -= size if event.kind in ("backward", "weight_gradient") else 0.0
-        points.append((event.start_s + event.duration_s, "forward", held))
+        alive_bytes += size if is_forward else 0.0
+        points.append((event.start_s, "forward" if is_forward else "backward", alive_bytes))
+        alive_bytes -= size if event.kind in ("backward", "weight_gradient") else 0.0
+        points.append((event.start_s + event.duration_s, "forward", alive_bytes))
     for event in others:
         if event.kind == "optimizer":
             points += [(event.start_s, "update", 0.0), (event.start_s + event.duration_s, "forward", 0.0)]
-    most = max(held for _, _, held in points)
+    most = max(alive for _, _, alive in points)
     share = levels["activations"] / most if most > 0 else 0.0
     times = np.array([0.0, *(time for time, _, _ in points)])
-    reserved = np.array([levels["forward"], *(levels[level] + share * max(held, 0.0) for _, level, held in points)])
+    reserved = np.array([levels["forward"], *(levels[level] + share * max(alive, 0.0) for _, level, alive in points)])
     is_last = np.append(np.diff(times) > 0, True)
     times, reserved = times[is_last], reserved[is_last]
     changes = np.append(True, np.diff(reserved) != 0)

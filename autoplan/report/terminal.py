@@ -17,11 +17,12 @@ from autoplan.base.units import format_percent, format_seconds
 from autoplan.spec.estimate import StageCost
 from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.search_result import RankedPlan
+from autoplan.spec.terms import TERMS, UPDATE_TERMS
 
 LEAST_GAP = 1e-6  # of two steps that are not called level
 LEAST_TEXT = 16  # columns that a cell of words gets before columns of numbers are left out
 LEAST_SHOWN_S = 5e-8  # less would read as 0.0 us
-END_OF_STEP = ("data_parallel_reduce", "optimizer", "parameter_gather", "overhead")
+END_OF_STEP = (*UPDATE_TERMS, "overhead")
 WAITS = ("pipeline_bubble", "pipeline_send", "stragglers")
 MOST_MEMORY_COLUMNS = 8
 MEMORY_NAMES = {
@@ -48,24 +49,7 @@ MEMORY_SUMS: dict[str, tuple[str, ...]] = {
     "buffers": ("transients", "wgrad_buffers", "gathered", "update"),
     "outside": ("fragmentation", "cached", "communicators", "context"),
 }
-TERM_NAMES = {
-    "gemm": "matrix products",
-    "attention": "attention core",
-    "memory_bound": "memory-bound kernels",
-    "recompute": "recomputation",
-    "tp_communication": "tensor-parallel traffic",
-    "cp_communication": "context-parallel traffic",
-    "ep_communication": "expert traffic",
-    "fsdp_communication": "parameter gathers",
-    "launch": "kernel launches",
-    "head": "head and loss",
-    "pipeline_bubble": "pipeline bubble",
-    "pipeline_send": "pipeline messages",
-    "data_parallel_reduce": "gradient reduction",
-    "optimizer": "optimizer",
-    "parameter_gather": "parameter gather",
-    "overhead": "fixed overhead",
-    "stragglers": "waiting for the slowest rank",
+TERM_NAMES = {term.name: term.title for term in TERMS} | {
     # sums
     "work": "work of the busiest stage",
     "end_of_step": "time after the last backward pass",

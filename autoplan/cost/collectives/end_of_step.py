@@ -71,7 +71,7 @@ def end_of_step(problem: Problem, batch: PlanBatch, parameters: StageParameters)
     framework, groups, kind = problem.framework, process_groups(batch), batch.sharding[:, None]
     dense, expert, wire = parameters.dense, parameters.expert, problem.bytes_per_reduced_grad
     buckets = _reduce_buckets(framework, dense)
-    is_plain, is_zero1, is_zero2 = (kind == one.code for one in (Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2))
+    is_plain, is_zero1, is_zero2 = (kind == word.code for word in (Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2))
     reduces_once = is_zero1 | (is_zero2 & (not framework.network.zero2_reduces_every_microbatch))
     reduction: Operation = "all_reduce" if framework.network.zero1_grad_all_reduce else "reduce_scatter"
     shard, expert_shard = groups.shard.for_stages(), groups.expert_shard.for_stages()
@@ -125,7 +125,7 @@ def end_of_step_s(
     framework, described = problem.framework, end_of_step(problem, batch, parameters)
     wait, dearer, kind = _hosts_wait_s(problem, batch), framework.network.sharded_wire_factor, batch.sharding[:, None]
     copies, expert_copies, first, first_experts, across, gathered, gathered_experts = (
-        one.seconds(links) for one in described
+        collective.seconds(links) for collective in described
     )
     buckets = _reduce_buckets(framework, parameters.dense)
     plain = buckets * copies + buckets * wait + expert_copies
@@ -236,10 +236,10 @@ class FirstStage:
     @classmethod
     def of(cls, blocks: StageBlocks, parameters: StageParameters) -> FirstStage:
         """The first of laid out stages."""
-        held = parameters.dense[:, 0] + parameters.expert[:, 0]
+        whole = parameters.dense[:, 0] + parameters.expert[:, 0]
         return cls(
             num_blocks=np.maximum(add_up(count[:, 0] for count in blocks.count.values()), 1),
-            ends_share=parameters.ends[:, 0] / held,
+            ends_share=parameters.ends[:, 0] / whole,
         )
 
     def take(self, which: Ints) -> FirstStage:
@@ -251,15 +251,15 @@ class FirstStage:
         return self.ends_share + (1.0 - self.ends_share) / _chunks(batch)
 
 
-def update_s(problem: Problem, own: Floats, held: Floats) -> Floats:
-    """Time of the optimizer on a device that updates `own` parameters and holds the gradients of `held`."""
+def update_s(problem: Problem, own: Floats, whole: Floats) -> Floats:
+    """Time of the optimizer on a device that updates its `own` parameters and has the gradients of the `whole`."""
     framework = problem.framework
     update = memory_bound_s(problem, framework.kernels.bytes_moved_per_update * own)
     measured = find(problem.timings, "optimizer", ("bf16", "fp16", "fp32"), own[:, None])
     update = measured.scaled(1 / problem.device_share).otherwise(update)
     # Gradients that live from step to step are set to zero.
     kept = 0.0 if framework.memory.drops_grads else framework.memory.bytes_per_grad
-    return update + memory_bound_s(problem, kept * held)
+    return update + memory_bound_s(problem, kept * whole)
 
 
 # Of host memory, that the processes of one device read and write in an optimizer's update: 0.93 s more a step for the
@@ -269,10 +269,10 @@ def update_s(problem: Problem, own: Floats, held: Floats) -> Floats:
 HOST_BYTES_PER_S = 54e9
 
 
-def optimizer_s(problem: Problem, batch: PlanBatch, own: Floats, held: Floats) -> Floats:
+def optimizer_s(problem: Problem, batch: PlanBatch, own: Floats, whole: Floats) -> Floats:
     """Time of the optimizer where each plan has it, on the device or on the host: shape (plans)."""
     # On the host: gradients down, the update, weights up.
     framework, link = problem.framework, problem.cluster.device.host_link_bytes_per_s
     sent = framework.memory.bytes_per_grad + problem.training.element_bytes
     on_host = own * (sent / link + framework.kernels.bytes_moved_per_host_update / HOST_BYTES_PER_S)
-    return np.where(batch.offload == Offload.OPTIMIZER.code, on_host, update_s(problem, own, held))
+    return np.where(batch.offload == Offload.OPTIMIZER.code, on_host, update_s(problem, own, whole))

@@ -59,16 +59,16 @@ def sharded_states(problem: Problem, batch: PlanBatch, dense: Floats, expert: Fl
             name,
             "all_gather",
             group,
-            element * held / pieces,
+            element * elements / pieces,
             forward=gathers[0],
             backward=gathers[1],
             is_repeated=False,
         )
-        for name, group, held in (("shard", groups.shard, dense), ("expert shard", groups.expert_shard, expert))
+        for name, group, elements in (("shard", groups.shard, dense), ("expert shard", groups.expert_shard, expert))
     )
     reduce, reduce_experts = (
-        Collective(name, "reduce_scatter", group, wire * held / pieces, backward=reduces)
-        for name, group, held in (("shard", groups.shard, dense), ("expert shard", groups.expert_shard, expert))
+        Collective(name, "reduce_scatter", group, wire * elements / pieces, backward=reduces)
+        for name, group, elements in (("shard", groups.shard, dense), ("expert shard", groups.expert_shard, expert))
     )
     return ShardedStates(gather, gather_experts, reduce, reduce_experts)
 

@@ -28,7 +28,7 @@ from autoplan.cost.memory.parameters import end_parameters, local_parameters, st
 from autoplan.cost.memory.recompute import ATTENTION_BLOCKS, resent_share
 from autoplan.cost.network.links import Links, link_bytes
 from autoplan.cost.pipeline.layout import StageBlocks, repeats_mtp, stage_blocks
-from autoplan.cost.pipeline.order import chunks_of_ranks
+from autoplan.cost.pipeline.order import rank_of_chunks
 from autoplan.spec.model import Block
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
@@ -198,9 +198,7 @@ def _block_passes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, block
 
 def _hops(plan: ParallelPlan) -> Passes:
     """Messages of every stage to that of the next chunk, and gradients to that of the one before."""
-    owner = np.empty(plan.pp * plan.vp, dtype=np.int64)
-    for rank, held in enumerate(chunks_of_ranks(plan.schedule, plan.pp, plan.vp)):
-        owner[held] = rank
+    owner = rank_of_chunks(plan.schedule, plan.pp, plan.vp)
     crosses = owner[1:] != owner[:-1]
     forward, backward = (
         plan.num_microbatches * np.bincount(senders[crosses], minlength=plan.pp) for senders in (owner[:-1], owner[1:])

@@ -102,8 +102,8 @@ def _unfit_gradients(
     tables = np.where(is_large, GRAD_BYTES * ends * table, 0.0)
     layers = _layers(problem.model, blocks)
     firsts = np.where(GRAD_BYTES * fc1 > _largest(kept), GRAD_BYTES * layers * fc1, 0.0)
-    held = np.where((ends > 0) & is_large, GRAD_BYTES * table, 0.0)
-    return tables + firsts, (held, (ends > 0).astype(np.float64))
+    block = np.where((ends > 0) & is_large, GRAD_BYTES * table, 0.0)
+    return tables + firsts, (block, (ends > 0).astype(np.float64))
 
 
 def _large_weights(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> tuple[Floats, Floats, Floats]:

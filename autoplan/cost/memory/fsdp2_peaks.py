@@ -22,7 +22,7 @@ WIDE_BYTES = 4.0  # in fp32, in which gradients are added up and reduced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class PassSizes:
     """Sizes that make up the moments; parameters are elements of the rank before data-parallel sharding."""
 
     element_bytes: float  # of a weight's gradient as the backward pass makes it
@@ -43,80 +43,70 @@ class Held:
     transients: Floats  # of one layer's backward pass, with what it computes again
 
 
-def pass_terms(held: Held) -> Moments:
+def _moment(
+    gradients: Floats,
+    activations: Floats | float = 0.0,
+    *,
+    logits: Floats | float = 0.0,
+    transients: Floats | float = 0.0,
+    gathered: Floats | float = 0.0,
+) -> dict[str, Floats]:
+    """Terms of memory at one moment."""
+    terms = {
+        "gradients": gradients,
+        "activations": activations,
+        "logits": logits,
+        "transients": transients,
+        "gathered": gathered,
+    }
+    return {name: np.zeros_like(gradients) + value for name, value in terms.items()}
+
+
+def pass_terms(sizes: PassSizes) -> Moments:
     """Forward through the last layer, and the loss; backward through that layer, the first, the ends; update."""
-    none = np.zeros_like(held.parameters)
-    element, copy = held.element_bytes, held.copy_bytes
-    copies = copy * np.where(held.frees_weights, held.ends, held.parameters)
-    in_turn = copy * np.where(held.frees_weights, 2 * held.unit, 0.0)
+    element, copy, accumulated = sizes.element_bytes, sizes.copy_bytes, sizes.accumulated
+    copies = copy * np.where(sizes.frees_weights, sizes.ends, sizes.parameters)
+    in_turn = copy * np.where(sizes.frees_weights, 2 * sizes.unit, 0.0)
     # Gradients of weights without copies come to be where they stay, or are added there one matrix after the other.
-    in_place, adds = copy == 0, held.accumulated > 0
+    in_place, adds = copy == 0, accumulated > 0
     # A layer's gradients, put together in fp32 to be reduced.
-    reduced = np.where(in_place, 0.0, (element + WIDE_BYTES) * held.unit)
-    head_gradient = element * held.head
-    layers = WIDE_BYTES * (held.own - held.own_ends)
-    earlier = np.maximum(held.accumulated, layers)
+    reduced = np.where(in_place, 0.0, (element + WIDE_BYTES) * sizes.unit)
+    head_gradient = element * sizes.head
+    layers = WIDE_BYTES * (sizes.own - sizes.own_ends)
+    earlier = np.maximum(accumulated, layers)
     # What the last reduction read stays until the next one (FSDPParamGroup.post_backward).
-    read = WIDE_BYTES * held.ends * held.reduces_every
+    read = WIDE_BYTES * sizes.ends * sizes.reduces_every
     # What was gathered for the last layer is copied into its weights.
-    forward = {
-        "gradients": held.accumulated,
-        "activations": held.live,
-        "logits": none,
-        "transients": none,
-        "gathered": copies + in_turn + read,
-    }
-    loss = {
-        "gradients": held.accumulated,
-        "activations": held.live,
-        "logits": held.logits,
-        "transients": none,
-        "gathered": copies + read,
-    }
-    last = {
-        "gradients": np.where(
-            in_place,
-            np.maximum(held.accumulated, head_gradient + element * held.unit),
-            held.accumulated + head_gradient,
-        ),
-        "activations": held.live,
-        "logits": none,
-        "transients": held.transients,
-        "gathered": copies + in_turn + np.maximum(reduced, read),
-    }
-    first = {
-        "gradients": np.where(in_place, np.maximum(held.accumulated, layers + head_gradient), earlier + head_gradient),
-        "activations": held.left,
-        "logits": none,
-        "transients": held.transients,
-        "gathered": copy * (held.ends + held.unit) + reduced,
-    }
-    root = {
-        "gradients": np.where(in_place, WIDE_BYTES * held.own, earlier),
-        "activations": held.left,
-        "logits": none,
-        "transients": none,
-        "gathered": np.where(in_place, WIDE_BYTES * (held.ends - held.head) * adds, (copy + WIDE_BYTES) * held.ends)
-        + element * held.summed,
-    }
-    update = {
-        "gradients": WIDE_BYTES * held.own,
-        "activations": none,
-        "logits": none,
-        "transients": none,
-        "gathered": none,
-    }
+    forward = _moment(accumulated, sizes.live, gathered=copies + in_turn + read)
+    loss = _moment(accumulated, sizes.live, logits=sizes.logits, gathered=copies + read)
+    last = _moment(
+        np.where(in_place, np.maximum(accumulated, head_gradient + element * sizes.unit), accumulated + head_gradient),
+        sizes.live,
+        transients=sizes.transients,
+        gathered=copies + in_turn + np.maximum(reduced, read),
+    )
+    first = _moment(
+        np.where(in_place, np.maximum(accumulated, layers + head_gradient), earlier + head_gradient),
+        sizes.left,
+        transients=sizes.transients,
+        gathered=copy * (sizes.ends + sizes.unit) + reduced,
+    )
+    tables = np.where(in_place, WIDE_BYTES * (sizes.ends - sizes.head) * adds, (copy + WIDE_BYTES) * sizes.ends)
+    root = _moment(
+        np.where(in_place, WIDE_BYTES * sizes.own, earlier), sizes.left, gathered=tables + element * sizes.summed
+    )
+    update = _moment(WIDE_BYTES * sizes.own)
     return {"forward": (forward, loss), "backward": (last, first, root), "update": (update,)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldByStage:
+class PipelineSizes:
     """Sizes that make up the moments of a pipeline.
 
     `passes.live` includes what head and loss keep of the last chunk's micro-batches in flight.
     """
 
-    passes: Held
+    passes: PassSizes
     buffers: Floats  # that hidden states and their gradients are received into, from the first step to the last
     logits: Floats  # beyond those alive, at the peak of head and loss
     behind: Floats  # of those alive, what is gone when the backward pass of the layers begins
@@ -126,51 +116,33 @@ class HeldByStage:
     refills: Bools  # forward passes follow on the first backward pass: as much is alive when there are gradients
 
 
-def stage_terms(held: HeldByStage) -> Moments:
+def stage_terms(sizes: PipelineSizes) -> Moments:
     """Moments of a pipeline: the loss; backward through a layer, its end, the reduction of gradients; update.
 
     The first three come with the first backward pass, and with later ones, when there are gradients.  Nothing is
     reduced before all passes are over (stage.py perform_reduce_grad).
     """
-    passes = held.passes
-    none = np.zeros_like(passes.parameters)
+    passes = sizes.passes
     summed = WIDE_BYTES * (passes.parameters + passes.summed)
     element, copies = passes.element_bytes, passes.copy_bytes * passes.parameters
-    head_gradient = element * passes.head
-    forward: list[dict[str, Floats]] = []
-    backward: list[dict[str, Floats]] = []
-    for gradients, live in ((np.where(held.refills, summed, 0.0), passes.live), (passes.accumulated, passes.left)):
-        loss = {"gradients": gradients, "activations": live, "logits": held.logits, "transients": none}
-        layer = {
-            "gradients": gradients + head_gradient + element * held.matrix,
-            "activations": live - held.behind,
-            "logits": none,
-            "transients": held.transients,
-        }
-        end = {
-            "gradients": gradients + head_gradient + element * passes.unit,
-            "activations": live - held.behind - held.layer,
-            "logits": none,
-            "transients": none,
-        }
-        forward.append({**loss, "gathered": copies})
-        backward += [{**moment, "gathered": copies} for moment in (layer, end)]
+    forward, backward = [], []
+    for gradients, live in ((np.where(sizes.refills, summed, 0.0), passes.live), (passes.accumulated, passes.left)):
+        with_head, behind = gradients + element * passes.head, live - sizes.behind
+        forward.append(_moment(gradients, live, logits=sizes.logits, gathered=copies))
+        backward += [
+            _moment(with_head + element * sizes.matrix, behind, transients=sizes.transients, gathered=copies),
+            _moment(with_head + element * passes.unit, behind - sizes.layer, gathered=copies),
+        ]
     # Unit by unit, gradients are put together in fp32 where the copies of the weights were.
     largest = np.maximum(passes.unit, passes.ends)
-    over = {"activations": none, "logits": none, "transients": none}
-    backward.append(
-        {
-            **over,
-            "gradients": summed,
-            "gathered": copies + np.where(passes.copy_bytes > 0, WIDE_BYTES - passes.copy_bytes, 0.0) * largest,
-        }
-    )
-    update = {**over, "gradients": WIDE_BYTES * passes.own, "gathered": none}
+    reduced = np.where(passes.copy_bytes > 0, WIDE_BYTES - passes.copy_bytes, 0.0) * largest
+    backward.append(_moment(summed, gathered=copies + reduced))
 
-    def buffered(moments: list[dict[str, Floats]]) -> tuple[dict[str, Floats], ...]:
-        return tuple({**moment, "activations": moment["activations"] + held.buffers} for moment in moments)
+    def buffered(*moments: dict[str, Floats]) -> tuple[dict[str, Floats], ...]:
+        return tuple({**moment, "activations": moment["activations"] + sizes.buffers} for moment in moments)
 
-    return {"forward": buffered(forward), "backward": buffered(backward), "update": buffered([update])}
+    update = _moment(WIDE_BYTES * passes.own)
+    return {"forward": buffered(*forward), "backward": buffered(*backward), "update": buffered(update)}
 
 
 def at_peak(moments: Moments) -> dict[str, Floats]:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, add_up
+from autoplan.base.arrays import Bools, Floats, add_up
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes, embedding_parameters, norm_parameters
 from autoplan.cost.kernels.measured_units import LAYER
 from autoplan.cost.kernels.sizes import local_sizes, padded_vocab
-from autoplan.cost.network.process_groups import process_groups
+from autoplan.cost.network.process_groups import ProcessGroups, process_groups
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import PlanBatch
@@ -24,11 +24,11 @@ def local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Float
     expert = np.zeros(len(batch))
     for linear in shape.linears:
         inputs, outputs = local_sizes(linear, batch)
-        held = (inputs + linear.has_bias) * outputs
+        elements = (inputs + linear.has_bias) * outputs
         if linear.is_expert:
-            expert = expert + held * linear.copies / batch.ep
+            expert = expert + elements * linear.copies / batch.ep
         else:
-            dense = dense + held
+            dense = dense + elements
     return dense, expert
 
 
@@ -50,11 +50,11 @@ class StageParameters:
 def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> StageParameters:
     """Blocks, embedding (first stage), head and final norm (last stage) of one rank."""
     model = problem.model
-    held = {block: local_parameters(batch, shape) for block, shape in block_shapes(model).items()}
+    of_block = {block: local_parameters(batch, shape) for block, shape in block_shapes(model).items()}
     dense, expert, ends = (blocks.zeros() for _ in range(3))
     for block, count in blocks.count.items():
-        dense += count * held[block][0][:, None]
-        expert += count * held[block][1][:, None]
+        dense += count * of_block[block][0][:, None]
+        expert += count * of_block[block][1][:, None]
     table = padded_vocab(problem, batch) * model.hidden_size / batch.tp
     ends[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.hidden_size
     # A tied head is a second copy unless the rank that holds it has the embedding as well.
@@ -66,8 +66,8 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
         head = head + np.where(has_table, 0.0, table) + layers * 3 * norm_parameters(model)
         dense += blocks.at_last(layers * 2 * model.hidden_size**2 / batch.tp)
         for block in model.mtp_layer:
-            dense += blocks.at_last(layers * held[block][0])
-            expert += blocks.at_last(layers * held[block][1])
+            dense += blocks.at_last(layers * of_block[block][0])
+            expert += blocks.at_last(layers * of_block[block][1])
     ends += blocks.at_last(head)
     return StageParameters(dense=dense + ends, expert=expert, ends=ends)
 
@@ -92,3 +92,10 @@ def end_parameters(blocks: StageBlocks, parameters: StageParameters) -> EndParam
     return EndParameters(
         embedding=share * parameters.ends[:, 0], head=share * (parameters.ends * blocks.is_last).sum(axis=1)
     )
+
+
+def spread_bytes(parameters: StageParameters, groups: ProcessGroups, per_parameter: float, sharded: Bools) -> Floats:
+    """Bytes of a rank at `per_parameter` each, divided over its shard group where `sharded`: shape (plans, stages)."""
+    dense = per_parameter / np.where(sharded, groups.shard.size.astype(np.float64), 1.0)
+    expert = per_parameter / np.where(sharded, groups.expert_shard.size.astype(np.float64), 1.0)
+    return parameters.dense * dense[:, None] + parameters.expert * expert[:, None]

@@ -119,13 +119,13 @@ def eager_norm_bytes(problem: Problem) -> float:
     """
     if problem.model.norm == "layernorm":
         return 0.0
-    framework, told = problem.framework, problem.training.fused_norm
+    framework, chosen = problem.framework, problem.training.fused_norm
     # Torch has no fused kernel for its norms on the host.
     fused = framework.kernels.fused_norm and not (
         framework.memory.fsdp2_states and problem.cluster.device.vendor == "cpu"
     )
     kept = framework.memory.bytes_per_eager_norm if problem.training.element_bytes < WIDE_BYTES else WIDE_BYTES
-    return 0.0 if (fused if told is None else told) else kept
+    return 0.0 if (fused if chosen is None else chosen) else kept
 
 
 def casts_norms(problem: Problem) -> bool:

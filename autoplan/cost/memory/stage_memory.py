@@ -5,40 +5,38 @@ Formulas: `modelling` B1-B6.  Arrays of stages have the shape (plans, stages); s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats, Ints, add_up
-from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
-from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, norm_tokens, padded_vocab, rank_tokens
+from autoplan.base.arrays import Floats, add_up
+from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.kernels.sizes import local_sizes, norm_tokens, padded_vocab, rank_tokens
+from autoplan.cost.memory.activations import activation_bytes, stored_bytes
 from autoplan.cost.memory.allocator_cache import cached_bytes
-from autoplan.cost.memory.fsdp2_peaks import WIDE_BYTES, Held, HeldByStage, Moments, at_peak, pass_terms, stage_terms
-from autoplan.cost.memory.parameters import StageParameters, local_parameters, own_parameters, stage_parameters
+from autoplan.cost.memory.fsdp2_peaks import Moments, at_peak, pass_terms, stage_terms
+from autoplan.cost.memory.fsdp2_sizes import dealt_experts, pass_sizes, pipeline_sizes
+from autoplan.cost.memory.parameters import (
+    StageParameters,
+    local_parameters,
+    own_parameters,
+    spread_bytes,
+    stage_parameters,
+)
 from autoplan.cost.memory.recompute import (
     NARROW_BYTES,
     activation_parts,
-    casts_norms,
-    eager_norm_bytes,
     kept_bytes,
     whole_bytes,
 )
-from autoplan.cost.network.links import ProcessGroup
 from autoplan.cost.network.process_groups import ProcessGroups, process_groups
-from autoplan.cost.pipeline.closed_forms import in_flight_chunks
 from autoplan.cost.pipeline.layout import (
     StageBlocks,
-    by_chunks,
-    chunk_blocks,
-    chunk_layers_of,
-    repeats_mtp,
     stage_blocks,
 )
-from autoplan.cost.pipeline.order import chunks_of_ranks, live_chunks
-from autoplan.spec.enums import Offload, Precision, Schedule, Sharding
-from autoplan.spec.model import Block
-from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch, distinct_rows
+from autoplan.spec.enums import Offload, Precision, Sharding
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
 # The terms of a stage in the order in which they are shown.  What the framework's tensors take comes first; then what
@@ -46,8 +44,6 @@ from autoplan.spec.problem import Problem
 PASS_TERMS = ("activations", "logits", "transients", "wgrad_buffers", "gathered")
 ALLOCATED_TERMS = ("weights", "gradients", "optimizer", *PASS_TERMS, "update")
 MEMORY_TERMS = (*ALLOCATED_TERMS, "fragmentation", "cached", "communicators", "context")
-
-_FILLED = 3  # `order.live_chunks` saturates after so many groups of micro-batches
 
 # What a process of a rank takes of host memory: Python, torch, pinned buffers of the libraries, data loader [judged].
 HOST_PROCESS_BYTES = 4.0 * 2**30
@@ -129,138 +125,6 @@ def _gathered_bytes(
     return np.where(zero3[:, None], np.where(whole[:, None], stage, in_turn[:, None] + root), gathered)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkEnds:
-    """Bytes that a chunk in flight keeps of one micro-batch beside its layers: shape (plans)."""
-
-    received: Floats  # every chunk but the first
-    sent: Floats  # every chunk but the last
-    head: Floats  # the last chunk
-    # Between the two gradients of a split backward pass, more of each block, and less of the last chunk.
-    waiting: dict[Block, Floats]
-    spent: Floats
-
-    def waiting_bytes(self, counts: dict[Block, tuple[Floats, Floats]], rows: Ints) -> Floats:
-        """Bytes that whole chunks with so many blocks add between their two gradients: shape (rows, chunks).
-
-        The first chunk has one backward pass and adds none.
-        """
-        size = add_up(count * self.waiting[block][rows, None] for block, (count, _) in counts.items())
-        size[:, -1] -= self.spent[rows]
-        size[:, 0] = 0.0
-        return size
-
-
-def _activations(
-    problem: Problem, batch: PlanBatch, blocks: StageBlocks, kept: dict[Block, Floats], ends: ChunkEnds | None = None
-) -> Floats:
-    """Bytes kept for the backward passes of all micro-batches in flight: shape (plans, stages)."""
-    stored, boundary = stored_bytes(problem, batch), boundary_bytes(problem, batch)
-    one = blocks.zeros()
-    for block, count in blocks.count.items():
-        repeated = blocks.repeated[block]
-        one += (count - repeated) * kept[block][:, None] + repeated * stored[:, None]
-    depths = _prediction_bytes(problem, batch, kept)
-    one += blocks.at_last(depths)
-    microbatches, is_gpipe = batch.num_microbatches, batch.schedule == Schedule.GPIPE.code
-    live = in_flight_chunks(blocks.num_stages, batch.vp, microbatches, gpipe=is_gpipe)
-    result = (one / batch.vp[:, None] + boundary[:, None]) * live
-    # More micro-batches than fill the pipeline three times keep no more alive, but where all of them are.
-    fills = (microbatches % blocks.num_stages == 0) & ~is_gpipe
-    microbatches = np.where(fills, np.minimum(microbatches, _FILLED * blocks.num_stages), microbatches)
-    # Where the chunks of a rank differ it matters which of them are alive together.
-    split = np.isin(batch.schedule, SPLIT_SCHEDULES)
-    unlike = np.flatnonzero(split | ((batch.vp > 1) & (~blocks.chunks_alike | (depths > 0))) | (ends is not None))
-    for _, rows in by_chunks(batch, unlike):
-        counts = chunk_blocks(problem.model, chunk_layers_of(batch, rows), batch.recompute_num_layers[rows])
-        size = _chunk_bytes(counts, rows, kept, stored, boundary, depths)
-        waiting = None
-        if ends is not None:
-            size[:, 1:] += ends.received[rows, None]
-            size[:, :-1] += ends.sent[rows, None]
-            size[:, -1] += ends.head[rows]
-            waiting = ends.waiting_bytes(counts, rows)
-        result[rows] = _most_alive(batch.schedule[rows], microbatches[rows], blocks.num_stages, size, waiting)
-    return result
-
-
-def _prediction_bytes(problem: Problem, batch: PlanBatch, kept: dict[Block, Floats]) -> Floats:
-    """Kept by the depths of multi-token prediction, behind the last chunk: shape (plans)."""
-    model, stored = problem.model, stored_bytes(problem, batch)
-    depths = np.zeros(len(batch))
-    for block in model.mtp_layer if model.num_mtp_layers else ():
-        depths += model.num_mtp_layers * np.where(repeats_mtp(batch), stored, kept[block])
-    return depths
-
-
-def _chunk_bytes(
-    counts: dict[Block, tuple[Floats, Floats]],
-    rows: Ints,
-    kept: dict[Block, Floats],
-    stored: Floats,
-    boundary: Floats,
-    depths: Floats,
-) -> Floats:
-    """Bytes that one micro-batch keeps in every chunk, of some plans with as many chunks: shape (rows, chunks).
-
-    `counts` are the blocks of their chunks, as `chunk_blocks` has them; the other arrays are those of all plans.
-    """
-    size = np.zeros_like(next(count for count, _ in counts.values())) + boundary[rows, None]
-    for block, (count, again) in counts.items():
-        size += (count - again) * kept[block][rows, None] + again * stored[rows, None]
-    size[:, -1] += depths[rows]
-    return size
-
-
-def chunk_activation_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Activations that one micro-batch keeps in every chunk, of plans with as many chunks: shape (plans, chunks)."""
-    shapes = block_shapes(problem.model)
-    kept = {
-        block: kept_bytes(problem, batch, activation_parts(problem, batch, block, shape))
-        for block, shape in shapes.items()
-    }
-    rows = np.arange(len(batch))
-    counts = chunk_blocks(problem.model, chunk_layers_of(batch, rows), batch.recompute_num_layers)
-    stored, boundary = stored_bytes(problem, batch), boundary_bytes(problem, batch)
-    return _chunk_bytes(counts, rows, kept, stored, boundary, _prediction_bytes(problem, batch, kept))
-
-
-def _most_alive(
-    schedules: Ints, microbatches: Ints, stages: int, chunk_bytes: Floats, waiting_bytes: Floats | None = None
-) -> Floats:
-    """The largest sum of `chunk_bytes` that is alive at once on every rank: shape (plans, stages).
-
-    The plans have as many chunks; `chunk_bytes` is what each of them keeps, shape (plans, chunks), and `waiting_bytes`
-    what it keeps beside that between the two gradients of a split backward pass.
-    """
-    result = np.empty((len(schedules), stages), order="F")
-    vp = chunk_bytes.shape[1] // stages
-    first, like = distinct_rows(schedules, microbatches)
-    for at, one in enumerate(first):
-        rows, schedule = np.flatnonzero(like == at), tuple(Schedule)[schedules[one]]
-        waits = waiting_bytes is not None and schedules[one] in SPLIT_SCHEDULES
-        # Whole numbers as floats, as those they are multiplied with are.
-        alive = live_chunks(schedule, stages, vp, int(microbatches[one]), waiting=waits).astype(np.float64)
-        chunks = chunks_of_ranks(schedule, stages, vp)
-        held = np.take(chunk_bytes.T, rows, axis=1)[chunks]  # (ranks, chunks of a rank, rows)
-        if waiting_bytes is not None and waits:
-            held = np.concatenate([held, np.take(waiting_bytes.T, rows, axis=1)[chunks]], axis=1)
-        result[rows] = np.einsum("pvr,pkv->pkr", held, alive).max(axis=1).T
-    return result
-
-
-def boundary_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """The tensors at its ends that every chunk in flight keeps."""
-    per_hidden = problem.framework.memory.bytes_per_boundary_hidden
-    return per_hidden * norm_tokens(problem, batch) * problem.model.hidden_size * (batch.pp > 1)
-
-
-def stored_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """A block's share of the input of its layer, all that is kept of a layer that is recomputed as a whole."""
-    element = problem.training.element_bytes
-    return element * norm_tokens(problem, batch) * problem.model.hidden_size / len(problem.model.layers[0])
-
-
 def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
     """One persistent bf16 buffer per distinct weight shape (Transformer Engine; `modelling` B6): (plans, stages).
 
@@ -281,13 +145,6 @@ def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
     return total[:, None] + blocks.at_last(head)
 
 
-def _spread_bytes(parameters: StageParameters, groups: ProcessGroups, per_parameter: float, sharded: Bools) -> Floats:
-    """Bytes of a rank at `per_parameter` each, divided over its shard group where `sharded`: shape (plans, stages)."""
-    dense = per_parameter / np.where(sharded, groups.shard.size.astype(np.float64), 1.0)
-    expert = per_parameter / np.where(sharded, groups.expert_shard.size.astype(np.float64), 1.0)
-    return parameters.dense * dense[:, None] + parameters.expert * expert[:, None]
-
-
 def states(
     problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups
 ) -> tuple[Floats, Floats, Floats]:
@@ -299,7 +156,7 @@ def states(
     reduces = framework.network.zero2_reduces_every_microbatch | (batch.num_microbatches == 1)
     zero2 = (sharding > Sharding.ZERO2.code) | ((sharding == Sharding.ZERO2.code) & reduces)
     zero3 = sharding >= Sharding.ZERO3.code
-    spread = partial(_spread_bytes, parameters, groups)
+    spread = partial(spread_bytes, parameters, groups)
     fp16 = batch.precision == Precision.FP16.code
     weights = spread(
         framework.memory.bytes_per_weight, zero1 if framework.memory.fsdp2_states else zero3
@@ -344,9 +201,9 @@ def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameter
     framework = problem.framework
     zero1 = batch.sharding >= Sharding.ZERO1.code
     on_device = batch.offload != Offload.OPTIMIZER.code
-    copies = _spread_bytes(parameters, groups, framework.memory.bytes_per_update_copy, zero1) * on_device[:, None]
+    copies = spread_bytes(parameters, groups, framework.memory.bytes_per_update_copy, zero1) * on_device[:, None]
     if framework.memory.frees_unscaled_grads:
-        unscaled = _spread_bytes(parameters, groups, framework.memory.bytes_per_fp16_unscaled_grad, zero1)
+        unscaled = spread_bytes(parameters, groups, framework.memory.bytes_per_fp16_unscaled_grad, zero1)
         copies += unscaled * (on_device & (batch.precision == Precision.FP16.code))[:, None]
     # Under zero1, where gradients are not reduced before the step, and weights gathered in it; some bf16 optimizers
     # do without buckets, all at once.
@@ -356,194 +213,17 @@ def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameter
     return copies + buckets * (batch.sharding == Sharding.ZERO1.code)[:, None]
 
 
-def _dealt(groups: ProcessGroups, num_experts: int) -> ProcessGroups:
-    """Shard experts as FSDP2 does: over the ranks of the dense states, to the first of which it deals whole ones.
-
-    Where they do not come out even that is what fewer ranks would have, rounded down.
-    """
-    stride, size, _ = groups.shard
-    return replace(groups, expert_shard=ProcessGroup(stride, num_experts // -(-num_experts // size)))
-
-
-def _held(
-    problem: Problem,
-    batch: PlanBatch,
-    blocks: StageBlocks,
-    parameters: StageParameters,
-    groups: ProcessGroups,
-    kept: dict[Block, Floats],
-    repeat: Floats,
-) -> Held:
-    """Return the sizes that make up the moments of an FSDP2 step."""
-    model, framework = problem.model, problem.framework
-    shapes = block_shapes(model)
-    every = (batch.sharding >= Sharding.ZERO2.code) & (batch.pp == 1)
-    sharded = batch.sharding >= Sharding.ZERO1.code
-    has_before = batch.num_microbatches > 1
-    unit, stored = np.zeros(len(batch)), stored_bytes(problem, batch)
-    for blocks_of in set(model.layers):
-        unit = np.maximum(unit, add_up(add_up(local_parameters(batch, shapes[block])) for block in blocks_of))
-    tokens = rank_tokens(problem, batch)
-    ends = _chunk_ends(problem, batch) if blocks.num_stages > 1 else None
-    live = _activations(problem, batch, blocks, kept, ends)
-    one = add_up(
-        (count - blocks.repeated[block]) * kept[block][:, None] + blocks.repeated[block] * stored[:, None]
-        for block, count in blocks.count.items()
-    )
-    if ends is not None:
-        one = one + blocks.at_last(ends.head)
-    whole = parameters.dense + parameters.expert
-    table = padded_vocab(problem, batch) * model.hidden_size
-    summed = np.zeros_like(whole)
-    summed[:, 0] = table * (1.0 - 1.0 / batch.tp)
-    gate = 2 if model.gated_mlp else 1
-    element = problem.training.element_bytes
-    transients = element * tokens * ((gate + 1) * _width(problem) / batch.tp + model.hidden_size)
-    per_logit = framework.memory.bytes_per_logit + np.where(
-        batch.tp > 1, framework.memory.bytes_per_gathered_logit, 0.0
-    )
-    # Where weights are neither cast nor gathered the passes read them where they are.
-    has_copies = (batch.dp > 1) | (problem.training.precision != "fp32")
-    return Held(
-        element_bytes=element,
-        copy_bytes=np.where(has_copies, element, 0.0)[:, None],
-        parameters=whole,
-        ends=parameters.ends,
-        head=blocks.at_last(table / batch.tp),
-        unit=blocks.at_all(unit),
-        own=_spread_bytes(parameters, groups, 1.0, sharded),
-        own_ends=parameters.ends / np.where(sharded, groups.shard.size, 1)[:, None],
-        summed=summed,
-        accumulated=(_spread_bytes(parameters, groups, WIDE_BYTES, every) + WIDE_BYTES * summed * ~every[:, None])
-        * has_before[:, None],
-        reduces_every=(every & has_before & (groups.shard.size > 1))[:, None] & (whole > 0),
-        frees_weights=((batch.sharding == Sharding.ZERO3.code) & (batch.pp == 1))[:, None] & (whole > 0),
-        live=live,
-        left=np.maximum(live - one / batch.vp[:, None], 0.0),
-        logits=blocks.at_last(per_logit * _num_logits(problem, batch) + _last_norm_bytes(problem, batch)),
-        transients=transients[:, None] + np.where(blocks.repeats_chunk, repeat[:, None], 0.0),
-    )
-
-
-def _held_by_stage(
-    problem: Problem, batch: PlanBatch, blocks: StageBlocks, held: Held, kept: dict[Block, Floats]
-) -> HeldByStage:
-    """Return the sizes that make up the moments of a pipeline beside `held` (torch/distributed/pipelining/stage.py)."""
-    model = problem.model
-    element = problem.training.element_bytes
-    sliced = element * norm_tokens(problem, batch) * model.hidden_size
-    logits, norm = _num_logits(problem, batch), _last_norm_bytes(problem, batch)
-    inputs = blocks.at_all(batch.vp)
-    inputs[:, 0] -= 1
-    outputs = batch.vp[:, None] - blocks.is_last
-    in_flight = in_flight_chunks(
-        blocks.num_stages, batch.vp, batch.num_microbatches, gpipe=batch.schedule == Schedule.GPIPE.code
-    )
-    least = np.min([add_up(kept[block] for block in layer) for layer in set(model.layers)], axis=0)
-    stored = stored_bytes(problem, batch) * len(model.layers[0])
-    # In the backward pass of an MLP its last input is gone, and the gradient of its output is that of the layer's.
-    gone = element * rank_tokens(problem, batch) * (_width(problem) / batch.tp + model.hidden_size)
-    return HeldByStage(
-        passes=held,
-        # One for every micro-batch, alive or not, and the gradient that is being sent.
-        buffers=sliced[:, None] * (batch.num_microbatches[:, None] * (inputs + outputs) + (inputs > 0)),
-        logits=held.logits - blocks.at_last(WIDE_BYTES * logits + norm),
-        # The output stays; the gradient of what the last layer made is a tensor of its own.
-        behind=blocks.at_last((WIDE_BYTES * logits + norm - sliced) * (batch.vp == 1)),
-        transients=held.transients - gone[:, None],
-        matrix=blocks.at_all(_last_matrix(problem, batch)),
-        layer=np.where(blocks.repeats_chunk, stored[:, None], least[:, None]),
-        refills=_refills(batch, in_flight),
-    )
-
-
-def _refills(batch: PlanBatch, in_flight: Ints) -> Bools:
-    """Return whether forward passes follow on the first gradients of weights: shape (plans, stages).
-
-    Rank r of ZB-H1 keeps r of these back: all ranks begin with as many forward passes as there are ranks, a chunk.
-    """
-    waits = batch.schedule == Schedule.ZB_H1.code
-    begins: Floats = np.where(waits, batch.pp, in_flight.T / batch.vp)
-    return np.asarray(batch.num_microbatches[:, None] > begins.T)
-
-
-def _chunk_ends(problem: Problem, batch: PlanBatch) -> ChunkEnds:
-    """Bytes that torch's PipelineStage keeps per micro-batch in flight: what it sent, on the last what a loss needs.
-
-    What a chunk receives lies in a buffer, which is the input that its first norm keeps, unless as an fp32 copy.
-    """
-    element = problem.training.element_bytes
-    sliced = element * norm_tokens(problem, batch) * problem.model.hidden_size
-    is_copied = (batch.recompute_num_layers == 0) & casts_norms(problem)
-    logits, shapes = _num_logits(problem, batch), block_shapes(problem.model)
-    return ChunkEnds(
-        received=np.where(is_copied, 0.0, -sliced),
-        sent=sliced,
-        head=(element + WIDE_BYTES) * logits + _last_norm_bytes(problem, batch),
-        waiting={block: _output_gradient_bytes(problem, batch, shape) for block, shape in shapes.items()},
-        spent=WIDE_BYTES * logits,  # logits and logarithms went, the gradient of the former came
-    )
-
-
-def _output_gradient_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floats:
-    """Gradients of what every weight of a block makes, that of its norm in fp32 where it computes so."""
-    model = problem.model
-    wide = add_up(local_sizes(linear, batch)[1] for linear in shape.linears if not linear.split.startswith("expert"))
-    element = problem.training.element_bytes
-    size = element * rank_tokens(problem, batch) * wide
-    if model.moe:
-        routed = expert_tokens(problem, batch) * model.moe.num_experts / batch.ep
-        experts = [local_sizes(linear, batch)[1] for linear in shape.linears if linear.split.startswith("expert")]
-        size = size + element * routed * add_up(experts) if experts else size
-    per_norm = 2 * WIDE_BYTES if casts_norms(problem) else element
-    return size + per_norm * model.norms_per_block * norm_tokens(problem, batch) * model.hidden_size
-
-
-def _num_logits(problem: Problem, batch: PlanBatch) -> Floats:
-    """Logits of a micro-batch that a rank with the head holds."""
-    split = np.where(problem.framework.memory.shards_logits, batch.tp, 1)
-    return rank_tokens(problem, batch) * padded_vocab(problem, batch) / split
-
-
-def _last_norm_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Bytes that the norm before the head keeps of a micro-batch."""
-    sliced, tokens, element = norm_tokens(problem, batch), rank_tokens(problem, batch), problem.training.element_bytes
-    return ((element + eager_norm_bytes(problem)) * sliced + element * tokens) * problem.model.hidden_size
-
-
-def _width(problem: Problem) -> float:
-    """The widest that a token becomes in an MLP or in all its experts."""
-    model = problem.model
-    moe = model.moe
-    return max(model.ffn_size, moe.shared_expert_ffn_size + moe.experts_per_token * moe.expert_ffn_size if moe else 0)
-
-
-def _last_matrix(problem: Problem, batch: PlanBatch) -> Floats:
-    """Elements of the matrix that an MLP, or all experts together, end with."""
-    model, moe = problem.model, problem.model.moe
-    wide = moe.num_experts * moe.expert_ffn_size / (batch.ep * batch.etp) if moe else model.ffn_size / batch.tp
-    return np.asarray(wide * model.hidden_size, dtype=np.float64)
-
-
-def communicator_bytes(problem: Problem, groups: ProcessGroups) -> Floats:
-    """Buffers of the communicators that a rank takes part in: shape (plans)."""
-    members = (groups.tp, groups.cp, groups.shard, groups.replicate, groups.ep, groups.pp)
-    active = add_up((group.size > 1).astype(np.float64) for group in members)
-    return problem.framework.memory.communicator_bytes * active
-
-
 def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters) -> StageMemory:
     """Peak memory of every pipeline rank: states, and what the passes or the optimizer's step need beside."""
     model, framework = problem.model, problem.framework
     groups = process_groups(batch)
     if framework.memory.fsdp2_states and model.moe:
-        groups = _dealt(groups, model.moe.num_experts)
-    stages = blocks.num_stages
+        groups = dealt_experts(groups, model.moe.num_experts)
     weights, gradients, optimizer = states(problem, batch, parameters, groups)
 
     shapes = block_shapes(model)
     parts = {block: activation_parts(problem, batch, block, shape) for block, shape in shapes.items()}
-    kept = {block: kept_bytes(problem, batch, held) for block, held in parts.items()}
+    kept = {block: kept_bytes(problem, batch, own) for block, own in parts.items()}
     repeat = np.zeros(len(batch))
     for layer in set(model.layers):
         whole = add_up(whole_bytes(parts[block]) - stored_bytes(problem, batch) for block in layer)
@@ -556,7 +236,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         "weights": weights,
         "gradients": gradients,
         "optimizer": optimizer,
-        "activations": _activations(problem, batch, blocks, kept),
+        "activations": activation_bytes(problem, batch, blocks, kept),
         "logits": logits,
         "transients": transients if framework.memory.keeps_logits else np.maximum(transients - logits, 0.0),
         "wgrad_buffers": wgrad_buffer_bytes(problem, batch, blocks),
@@ -567,9 +247,11 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     terms["gathered"] += (framework.memory.bucket_bytes * (batch.sharding >= Sharding.ZERO2.code))[:, None]
     moments: Moments = {}
     if framework.memory.fsdp2_states:
-        held = _held(problem, batch, blocks, parameters, groups, kept, repeat)
-        pipelined = stages > 1
-        moments = stage_terms(_held_by_stage(problem, batch, blocks, held, kept)) if pipelined else pass_terms(held)
+        sizes = pass_sizes(problem, batch, blocks, parameters, groups, kept, repeat)
+        if blocks.num_stages > 1:
+            moments = stage_terms(pipeline_sizes(problem, batch, blocks, sizes, kept))
+        else:
+            moments = pass_terms(sizes)
         terms |= at_peak(moments)
     passes = add_up(terms[name] for name in PASS_TERMS)
     update = _update_bytes(problem, batch, parameters, groups)
@@ -577,7 +259,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     terms["fragmentation"] = (framework.memory.reserved_factor - 1.0) * add_up(terms.values())
     cached, at_end = cached_bytes(problem, batch, blocks, parameters.dense + parameters.expert, groups.shard.size)
     terms["cached"] = CACHED_SHARE * cached
-    terms["communicators"] = blocks.at_all(communicator_bytes(problem, groups))
+    terms["communicators"] = blocks.at_all(framework.memory.communicator_bytes * groups.num_communicators)
     terms["context"] = np.full_like(cached, framework.memory.fixed_bytes)
     spare = at_end + framework.memory.reserved_factor * np.minimum(update, passes)
     return StageMemory(

@@ -15,17 +15,17 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.cost.collectives.end_of_step import FirstStage, shown_gather_s, shown_reduce_s
-from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, Stages, straggler_share, work_terms
+from autoplan.cost.estimate import NORMAL_90, Stages, straggler_share, work_terms
 from autoplan.cost.memory.parameters import StageParameters
 from autoplan.cost.memory.stage_memory import host_bytes
-from autoplan.cost.mixed.part_layouts import CELLS, Member, Sheet, hops_s, lay_out_kinds, stage_cells, tied_s
+from autoplan.cost.mixed.part_layouts import CELLS, Member, PartLayout, hops_s, lay_out_kinds, stage_cells, tied_s
 from autoplan.cost.pipeline.closed_forms import Makespan, hop_sends_exposed_s, one_forward_one_backward_s
 from autoplan.cost.spreads import Familiarity
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, check_mixed
 from autoplan.spec.mixed_result import MixedCost, MixedKindCost, MixedStageCost
 from autoplan.spec.problem import Problem
+from autoplan.spec.terms import STEP_TERMS, UPDATE_TERMS
 
-END = ("data_parallel_reduce", "optimizer", "parameter_gather")
 SHOWN = ("forward_s", "backward_s", "send_s", "memory_bytes", "sharded_bytes", "oom_z")  # of every stage, in a result
 
 
@@ -73,13 +73,13 @@ class _KindPrice:
 def _price_kinds(
     problem: MixedProblem, used: frozenset[int], stages: int, members: Sequence[Member]
 ) -> list[_KindPrice]:
-    sheets = list(lay_out_kinds(problem, used, stages, members))
+    layouts = list(lay_out_kinds(problem, used, stages, members))
     cells = {name: np.zeros((len(members), stages)) for name in CELLS}
-    for sheet in sheets:
-        rows, columns = np.nonzero(sheet.here)
-        for name, value in stage_cells(problem, used, sheet, members).items():
-            cells[name][sheet.member[rows], columns] = value[rows, columns]
-    cells["send_s"][:, :-1] = hops_s(problem, sheets, members, cells)
+    for layout in layouts:
+        rows, columns = np.nonzero(layout.here)
+        for name, value in stage_cells(problem, used, layout, members).items():
+            cells[name][layout.member[rows], columns] = value[rows, columns]
+    cells["send_s"][:, :-1] = hops_s(problem, layouts, members, cells)
     counts = np.array([member.kind.num_microbatches for member in members])
     makespan, sends, critical = pipeline_s(cells["forward_s"], cells["backward_s"], cells["send_s"][:, :-1], counts)
 
@@ -88,19 +88,19 @@ def _price_kinds(
     layer_s = np.zeros((len(members), stages, len(problem.model.layer_kinds)))
     host_z = np.full(len(members), -np.inf)
     known = Familiarity.full(len(members))
-    for sheet in sheets:
-        own = sheet.problem
-        for found in (_work_terms(sheet, critical), _shown_terms(sheet, cells)):
+    for layout in layouts:
+        own = layout.problem
+        for found in (_work_terms(layout, critical), _shown_terms(layout, cells)):
             for name, (who, value) in found.items():
                 terms[name][who] = value
-        rows, columns = np.nonzero(sheet.here)
-        layer_s[sheet.member[rows], columns] = own.calibration.overall * _layer_s(own, sheet.laid)[rows]
-        known.lessen(sheet.member, Familiarity.of(own, sheet.laid.batch))
-        np.maximum.at(host_z, sheet.member, _host_z(sheet))
-    work = add_up(value for name, value in terms.items() if name not in END)
+        rows, columns = np.nonzero(layout.here)
+        layer_s[layout.member[rows], columns] = own.calibration.overall * _layer_s(own, layout.laid)[rows]
+        known.lessen(layout.member, Familiarity.of(own, layout.laid.batch))
+        np.maximum.at(host_z, layout.member, _host_z(layout))
+    work = add_up(value for name, value in terms.items() if name not in UPDATE_TERMS)
     terms["pipeline_bubble"] = np.maximum(makespan - work, 0.0)
     terms["pipeline_send"] = sends
-    terms["data_parallel_reduce"] += tied_s(problem, sheets, members)
+    terms["data_parallel_reduce"] += tied_s(problem, layouts, members)
     terms["optimizer"] = cells["update_s"].max(axis=1)
     oom_z = np.maximum(cells["oom_z"].max(axis=1), host_z)
     return [
@@ -109,8 +109,8 @@ def _price_kinds(
                 stages=_stage_costs(problem, member.kind, {name: cells[name][at] for name in SHOWN}, layer_s[at]),
                 pipeline_s=float(makespan[at] + sends[at]),
             ),
-            terms_s={name: float(value[at]) for name, value in terms.items() if name not in END},
-            end_s={name: float(terms[name][at]) for name in END},
+            terms_s={name: float(value[at]) for name, value in terms.items() if name not in UPDATE_TERMS},
+            end_s={name: float(terms[name][at]) for name in UPDATE_TERMS},
             familiarity=known.take(at),
             oom_z=float(oom_z[at]),
         )
@@ -122,18 +122,18 @@ def _price_kinds(
 _SomeTerms = dict[str, tuple[Ints, Floats]]
 
 
-def _work_terms(sheet: Sheet, critical: Ints) -> _SomeTerms:
+def _work_terms(layout: PartLayout, critical: Ints) -> _SomeTerms:
     """The work of the critical stage, of members that have it on this part."""
-    rows, overall = sheet.rows(critical), sheet.problem.calibration.overall
-    terms = work_terms(sheet.laid, critical[sheet.member])
-    return {name: (sheet.member[rows], overall * value[rows]) for name, value in terms.items()}
+    rows, overall = layout.rows(critical), layout.problem.calibration.overall
+    terms = work_terms(layout.laid, critical[layout.member])
+    return {name: (layout.member[rows], overall * value[rows]) for name, value in terms.items()}
 
 
-def _shown_terms(sheet: Sheet, cells: dict[str, Floats]) -> _SomeTerms:
+def _shown_terms(layout: PartLayout, cells: dict[str, Floats]) -> _SomeTerms:
     """Exposed reductions and gathers of members whose first stage, which hides least, is on this part."""
-    own, rows = sheet.problem, sheet.rows(np.zeros(len(cells["forward_s"]), dtype=np.int64))
-    who, batch = sheet.member[rows], sheet.laid.batch.take(rows)
-    first = FirstStage.of(sheet.laid.blocks, sheet.laid.parameters).take(rows)
+    own, rows = layout.problem, layout.rows(np.zeros(len(cells["forward_s"]), dtype=np.int64))
+    who, batch = layout.member[rows], layout.laid.batch.take(rows)
+    first = FirstStage.of(layout.laid.blocks, layout.laid.parameters).take(rows)
     return {
         "data_parallel_reduce": (
             who,
@@ -156,15 +156,15 @@ def _layer_s(problem: Problem, laid: Stages) -> Floats:
     return np.stack([add_up(of_block[block] for block in layer) for layer in problem.model.layer_kinds], axis=1)
 
 
-def _host_z(sheet: Sheet) -> Floats:
+def _host_z(layout: PartLayout) -> Floats:
     """Standard score of the host memory that the stages on the part need, against its capacity."""
-    own, parameters = sheet.problem, sheet.laid.parameters
+    own, parameters = layout.problem, layout.laid.parameters
     here = StageParameters(
-        dense=np.where(sheet.here, parameters.dense, 0.0),
-        expert=np.where(sheet.here, parameters.expert, 0.0),
-        ends=np.where(sheet.here, parameters.ends, 0.0),
+        dense=np.where(layout.here, parameters.dense, 0.0),
+        expert=np.where(layout.here, parameters.expert, 0.0),
+        ends=np.where(layout.here, parameters.ends, 0.0),
     )
-    needed = host_bytes(own, sheet.laid.batch, here)
+    needed = host_bytes(own, layout.laid.batch, here)
     return np.log(needed / own.cluster.host.memory_bytes) / own.calibration.memory_spread
 
 
@@ -191,7 +191,7 @@ def _step(problem: MixedProblem, plan: MixedPlan, kinds: Sequence[_KindPrice]) -
     """All replicas wait for the last pipeline, and for the slowest reduction, update and gather of any."""
     last = max(kinds, key=lambda kind: kind.cost.pipeline_s)
     terms = dict(last.terms_s)
-    terms |= {name: max(kind.end_s[name] for kind in kinds) for name in END}
+    terms |= {name: max(kind.end_s[name] for kind in kinds) for name in UPDATE_TERMS}
     overall = max(problem.calibrations[part].overall for part in plan.parts)
     terms["overhead"] = overall * problem.framework.host.step_overhead_s
     slower = float(straggler_share(np.array([plan.num_devices]))[0])

@@ -1,7 +1,7 @@
 """Costs of every stage of a mixed plan on its own part.
 
-Kinds of replicas are laid out by `estimate`'s functions as if all of them sat on one part, a sheet for each part; of
-every sheet the stages count that do sit there.  Arrays of a sheet have the shape (rows, stages).
+Kinds of replicas are laid out by `estimate`'s functions as if all of them sat on one part, a layout for each part; of
+every layout the stages count that do sit there.  Arrays of a layout have the shape (rows, stages).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sheet:
+class PartLayout:
     """Kinds laid out as if on one part: a row for each of their tensor-parallel degrees there."""
 
     part: int
@@ -71,8 +71,8 @@ class Sheet:
 
 def lay_out_kinds(
     problem: MixedProblem, used: frozenset[int], stages: int, members: Sequence[Member]
-) -> Iterator[Sheet]:
-    """A sheet for every part in use, of kinds that have as many stages."""
+) -> Iterator[PartLayout]:
+    """A layout for every part in use, of kinds that have as many stages."""
     for part in sorted(used):
         rows = [
             (at, tp)
@@ -84,7 +84,7 @@ def lay_out_kinds(
         own = problem.as_if(part, used)
         plans = [as_parallel(problem, members[at].plan, members[at].kind, tp) for at, tp in rows]
         here = [[(stage.part, stage.tp) == (part, tp) for stage in members[at].kind.stages] for at, tp in rows]
-        yield Sheet(
+        yield PartLayout(
             part=part,
             problem=own,
             laid=lay_out(own, PlanBatch.of(plans, problem.model.num_layers), stages),
@@ -93,54 +93,54 @@ def lay_out_kinds(
         )
 
 
-def _islands(problem: MixedProblem, used: frozenset[int], sheet: Sheet, members: Sequence[Member]) -> Islands:
-    """The replicas that reduce every stage of a sheet together: groups of shape (rows, stages)."""
-    own, stages = sheet.problem, sheet.here.shape[1]
-    is_apart = problem.is_apart(sheet.part, used)
-    held = [
+def _islands(problem: MixedProblem, used: frozenset[int], layout: PartLayout, members: Sequence[Member]) -> Islands:
+    """The replicas that reduce every stage of a layout together: groups of shape (rows, stages)."""
+    own, stages = layout.problem, layout.here.shape[1]
+    is_apart = problem.is_apart(layout.part, used)
+    members_of = [
         members[at].plan.num_inside(members[at].kind, stage) if is_apart else (members[at].plan.num_replicas, 1)
-        for at in sheet.member
+        for at in layout.member
         for stage in range(stages)
     ]
-    level = problem.between(sheet.part, used, problem.cluster.parts[sheet.part].num_devices)
+    level = problem.between(layout.part, used, problem.cluster.parts[layout.part].num_devices)
     return Islands(
         own=Links.of(own),
         between=links_between(level, own.calibration),
-        inside=np.array([inside for inside, _ in held]).reshape(-1, stages),
-        islands=np.array([islands for _, islands in held]).reshape(-1, stages),
+        inside=np.array([inside for inside, _ in members_of]).reshape(-1, stages),
+        islands=np.array([islands for _, islands in members_of]).reshape(-1, stages),
     )
 
 
-def _share_factors(sheet: Sheet, members: Sequence[Member]) -> Floats:
+def _share_factors(layout: PartLayout, members: Sequence[Member]) -> Floats:
     """Sharded states that every row holds, relative to an even share."""
-    shares = [(members[at].kind.state_share, members[at].plan.num_replicas) for at in sheet.member]
+    shares = [(members[at].kind.state_share, members[at].plan.num_replicas) for at in layout.member]
     return np.array([1.0 if share is None else share * replicas for share, replicas in shares])
 
 
-def _shared_terms(sheet: Sheet, member: Member) -> tuple[str, ...]:
+def _shared_terms(layout: PartLayout, member: Member) -> tuple[str, ...]:
     """The terms of memory that grow with a replica's share of states."""
     sharding, names = member.plan.sharding, _SHARDED[member.plan.sharding]
     accumulates = (
-        not sheet.problem.framework.network.zero2_reduces_every_microbatch and member.kind.num_microbatches > 1
+        not layout.problem.framework.network.zero2_reduces_every_microbatch and member.kind.num_microbatches > 1
     )
     return tuple(name for name in names if not (name == "gradients" and sharding == "zero2" and accumulates))
 
 
-def _sharded_bytes(sheet: Sheet, members: Sequence[Member]) -> Floats:
+def _sharded_bytes(layout: PartLayout, members: Sequence[Member]) -> Floats:
     """Bytes of every stage that grow with the share of states, fragmentation included."""
-    framework, terms = sheet.problem.framework, sheet.laid.memory.terms
-    result = np.zeros_like(sheet.laid.forward_s)
-    for row, at in enumerate(sheet.member):
-        for name in _shared_terms(sheet, members[at]):
+    framework, terms = layout.problem.framework, layout.laid.memory.terms
+    result = np.zeros_like(layout.laid.forward_s)
+    for row, at in enumerate(layout.member):
+        for name in _shared_terms(layout, members[at]):
             result[row] += framework.memory.reserved_factor * terms[name][row]
     return result
 
 
-def memory_terms(sheet: Sheet, members: Sequence[Member], row: int) -> dict[str, Floats]:
+def memory_terms(layout: PartLayout, members: Sequence[Member], row: int) -> dict[str, Floats]:
     """The terms of memory of every stage of a row, with its share of states."""
-    more, framework = float(_share_factors(sheet, members)[row]) - 1.0, sheet.problem.framework
-    terms = {name: value[row] for name, value in sheet.laid.memory.terms.items()}
-    for name in _shared_terms(sheet, members[sheet.member[row]]):
+    more, framework = float(_share_factors(layout, members)[row]) - 1.0, layout.problem.framework
+    terms = {name: value[row] for name, value in layout.laid.memory.terms.items()}
+    for name in _shared_terms(layout, members[layout.member[row]]):
         added = more * terms[name]
         terms |= {
             name: terms[name] + added,
@@ -149,33 +149,33 @@ def memory_terms(sheet: Sheet, members: Sequence[Member], row: int) -> dict[str,
     return terms
 
 
-def _chain(sheet: Sheet, members: Sequence[Member]) -> PlanBatch:
+def _chain(layout: PartLayout, members: Sequence[Member]) -> PlanBatch:
     """The stages of every row on its part as a pipeline of its own, so that strides are those of its replicas."""
-    batch = sheet.laid.batch
-    kinds = [members[at].kind for at in sheet.member]
-    run = np.array([sum(stage.part == sheet.part for stage in kind.stages) for kind in kinds])
+    batch = layout.laid.batch
+    kinds = [members[at].kind for at in layout.member]
+    run = np.array([sum(stage.part == layout.part for stage in kind.stages) for kind in kinds])
     return replace(batch, dp_shard=np.array([kind.count for kind in kinds]), pp=run)
 
 
 def stage_cells(
-    problem: MixedProblem, used: frozenset[int], sheet: Sheet, members: Sequence[Member]
+    problem: MixedProblem, used: frozenset[int], layout: PartLayout, members: Sequence[Member]
 ) -> dict[str, Floats]:
-    """`CELLS` of every row and stage, but those of hops, as if all stages sat on the part of the sheet."""
-    own, laid, batch = sheet.problem, sheet.laid, sheet.laid.batch
-    overall, shape = own.calibration.overall, sheet.here.shape
-    end = end_of_step_s(own, batch, laid.blocks, laid.parameters, _islands(problem, used, sheet, members))
-    factor = _share_factors(sheet, members)[:, None]
-    held = laid.parameters.dense + laid.parameters.expert
-    sharded = _sharded_bytes(sheet, members)
+    """`CELLS` of every row and stage, but those of hops, as if all stages sat on the part of the layout."""
+    own, laid, batch = layout.problem, layout.laid, layout.laid.batch
+    overall, shape = own.calibration.overall, layout.here.shape
+    end = end_of_step_s(own, batch, laid.blocks, laid.parameters, _islands(problem, used, layout, members))
+    factor = _share_factors(layout, members)[:, None]
+    whole = laid.parameters.dense + laid.parameters.expert
+    sharded = _sharded_bytes(layout, members)
     memory = laid.memory.reserved_bytes + (factor - 1.0) * sharded
-    update = update_s(own, (factor * own_parameters(batch, laid.parameters)).ravel(), held.ravel()).reshape(shape)
+    update = update_s(own, (factor * own_parameters(batch, laid.parameters)).ravel(), whole.ravel()).reshape(shape)
     return {
         "forward_s": overall * laid.forward_s,
         "backward_s": overall * laid.backward_s,
         "reduce_s": overall * end.reduce_s,
         "gather_s": overall * end.gather_s,
         "update_s": overall * update,
-        "message_s": np.repeat(overall * message_s(own, _chain(sheet, members))[:, None], shape[1], axis=1),
+        "message_s": np.repeat(overall * message_s(own, _chain(layout, members))[:, None], shape[1], axis=1),
         "memory_bytes": memory,
         "sharded_bytes": factor * sharded,
         "oom_z": np.log(memory / own.capacity_bytes) / own.calibration.memory_spread,
@@ -193,45 +193,45 @@ def _crossings(plan: MixedPlan) -> dict[frozenset[int], int]:
 
 
 def hops_s(
-    problem: MixedProblem, sheets: Sequence[Sheet], members: Sequence[Member], cells: dict[str, Floats]
+    problem: MixedProblem, layouts: Sequence[PartLayout], members: Sequence[Member], cells: dict[str, Floats]
 ) -> Floats:
     """One message over every hop, as the slower of both ends sees it: shape (kinds, stages - 1)."""
     parts = np.array([[stage.part for stage in member.kind.stages] for member in members])
     crosses = parts[:, 1:] != parts[:, :-1]
     hops = np.where(crosses, 0.0, np.maximum(cells["message_s"][:, 1:], cells["message_s"][:, :-1]))
     senders = [_crossings(member.plan) for member in members]
-    for sheet in sheets:
+    for layout in layouts:
         alike: dict[tuple[frozenset[int], int], list[tuple[int, int]]] = defaultdict(list)
-        ends = crosses[sheet.member] & (sheet.here[:, 1:] | sheet.here[:, :-1])
+        ends = crosses[layout.member] & (layout.here[:, 1:] | layout.here[:, :-1])
         for row, hop in zip(*np.nonzero(ends), strict=True):
-            at = sheet.member[row]
+            at = layout.member[row]
             pair = frozenset(parts[at, hop : hop + 2].tolist())
             alike[pair, senders[at][pair]].append((row, hop))
         for (pair, count), found in alike.items():
             rows, columns = np.array(found).T
-            calibration = sheet.problem.calibration
-            links = links_between(problem.between(sheet.part, pair, count), calibration)
-            message = calibration.overall * message_s(sheet.problem, sheet.laid.batch.take(rows), links)
-            np.maximum.at(hops, (sheet.member[rows], columns), message)
+            calibration = layout.problem.calibration
+            links = links_between(problem.between(layout.part, pair, count), calibration)
+            message = calibration.overall * message_s(layout.problem, layout.laid.batch.take(rows), links)
+            np.maximum.at(hops, (layout.member[rows], columns), message)
     return hops
 
 
-def tied_s(problem: MixedProblem, sheets: Sequence[Sheet], members: Sequence[Member]) -> Floats:
+def tied_s(problem: MixedProblem, layouts: Sequence[PartLayout], members: Sequence[Member]) -> Floats:
     """Reduction of the embedding's gradients between the first and the last stage of every kind."""
     result = np.zeros(len(members))
-    stages = sheets[0].here.shape[1]
+    stages = layouts[0].here.shape[1]
     if not problem.model.tied_embeddings or stages == 1:
         return result
-    for sheet in sheets:
-        batch = _chain(sheet, members)
-        for row in np.flatnonzero(sheet.here[:, 0] | sheet.here[:, -1]):
-            member, chain = members[sheet.member[row]], batch.take(np.array([row]))
+    for layout in layouts:
+        batch = _chain(layout, members)
+        for row in np.flatnonzero(layout.here[:, 0] | layout.here[:, -1]):
+            member, chain = members[layout.member[row]], batch.take(np.array([row]))
             ends = frozenset((member.kind.stages[0].part, member.kind.stages[-1].part))
-            links = Links.of(sheet.problem)
+            links = Links.of(layout.problem)
             if len(ends) > 1:
-                level = problem.between(sheet.part, ends, member.kind.count * int(chain.tp[0]))
-                links = links_between(level, sheet.problem.calibration)
-            time = tied_table(sheet.problem, chain, stages).seconds(links)
-            at = sheet.member[row]
-            result[at] = max(result[at], sheet.problem.calibration.overall * float(time[0]))
+                level = problem.between(layout.part, ends, member.kind.count * int(chain.tp[0]))
+                links = links_between(level, layout.problem.calibration)
+            time = tied_table(layout.problem, chain, stages).seconds(links)
+            at = layout.member[row]
+            result[at] = max(result[at], layout.problem.calibration.overall * float(time[0]))
     return result

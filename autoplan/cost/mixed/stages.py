@@ -12,9 +12,9 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.cost.estimate import stage_cost
-from autoplan.cost.memory.stage_memory import chunk_activation_bytes
+from autoplan.cost.memory.activations import chunk_activation_bytes
 from autoplan.cost.mixed.estimate import estimate_mixed, pipeline_s
-from autoplan.cost.mixed.part_layouts import Member, Sheet, lay_out_kinds, memory_terms, stage_cells
+from autoplan.cost.mixed.part_layouts import Member, PartLayout, lay_out_kinds, memory_terms, stage_cells
 from autoplan.cost.timeline import HIDING, Pipeline, Timeline, check_length, memory_levels, pass_terms, step_timeline
 from autoplan.spec.estimate import PlacedStage, StageCost, StagePlace, probability_above
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
@@ -25,8 +25,8 @@ from autoplan.spec.mixed_result import MixedCost, MixedKindCost
 class _Row:
     """The stages of a replica as if all of them sat on one part and had one degree; `stages` are those that do."""
 
-    sheet: Sheet
-    at: int  # in the sheet
+    layout: PartLayout
+    at: int  # in the layout
     stages: tuple[int, ...]
     cells: dict[str, Floats]  # of `part_layouts.CELLS`, by stage
     memory: dict[str, Floats]  # terms, by stage
@@ -34,7 +34,7 @@ class _Row:
     def cost(self, stage: int) -> StageCost:
         """Cost of a micro-batch on a stage, and the memory that the stage holds."""
         return replace(
-            stage_cost(self.sheet.problem, self.sheet.laid, self.at, stage),
+            stage_cost(self.layout.problem, self.layout.laid, self.at, stage),
             memory_bytes=float(self.cells["memory_bytes"][stage]),
             memory_terms_bytes={name: float(value[stage]) for name, value in self.memory.items()},
             oom_probability=probability_above(float(self.cells["oom_z"][stage])),
@@ -42,8 +42,8 @@ class _Row:
 
     def levels(self) -> dict[str, Floats]:
         """`memory_levels`, with the replica's share of states."""
-        laid = self.sheet.laid
-        levels = memory_levels(self.sheet.problem, laid.memory, self.at)
+        laid = self.layout.laid
+        levels = memory_levels(self.layout.problem, laid.memory, self.at)
         more = self.cells["memory_bytes"] - laid.memory.reserved_bytes[self.at]
         return {name: level + (name != "activations") * more for name, level in levels.items()}
 
@@ -51,15 +51,15 @@ class _Row:
 def _rows(problem: MixedProblem, plan: MixedPlan, kind_at: int) -> Iterator[_Row]:
     kind = plan.kinds[kind_at]
     members = [Member(plan_at=0, kind_at=kind_at, plan=plan, kind=kind)]
-    for sheet in lay_out_kinds(problem, plan.parts, len(kind.stages), members):
-        cells = stage_cells(problem, plan.parts, sheet, members)
-        for at, here in enumerate(sheet.here):
+    for layout in lay_out_kinds(problem, plan.parts, len(kind.stages), members):
+        cells = stage_cells(problem, plan.parts, layout, members)
+        for at, here in enumerate(layout.here):
             yield _Row(
-                sheet=sheet,
+                layout=layout,
                 at=at,
                 stages=tuple(np.flatnonzero(here).tolist()),
                 cells={name: value[at] for name, value in cells.items()},
-                memory=memory_terms(sheet, members, at),
+                memory=memory_terms(layout, members, at),
             )
 
 
@@ -108,9 +108,9 @@ def _pipeline(problem: MixedProblem, cost: MixedCost, kind_at: int, ranks: Seque
     levels: dict[str, Floats] = {}
     end = {name: np.zeros(stages) for name in HIDING}
     for row in _rows(problem, plan, kind_at):
-        here, own = list(row.stages), row.sheet.problem
-        passes |= {key: terms for key, terms in pass_terms(own, row.sheet.laid, row.at).items() if key[1] in here}
-        alive[here] = chunk_activation_bytes(own, row.sheet.laid.batch)[row.at, here]
+        here, own = list(row.stages), row.layout.problem
+        passes |= {key: terms for key, terms in pass_terms(own, row.layout.laid, row.at).items() if key[1] in here}
+        alive[here] = chunk_activation_bytes(own, row.layout.laid.batch)[row.at, here]
         for name, value in row.levels().items():
             levels.setdefault(name, np.zeros(stages))[here] = value[here]
         if num_devices > 1:

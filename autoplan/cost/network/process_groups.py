@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from autoplan.base.arrays import Floats, add_up
 from autoplan.cost.network.links import ProcessGroup
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import PP_BEFORE_DP, PlanBatch
@@ -26,6 +27,12 @@ class ProcessGroups:
     expert_shard: ProcessGroup  # expert states
     pp: ProcessGroup
     stage: ProcessGroup  # all ranks of a pipeline stage, as if they stood side by side
+
+    @property
+    def num_communicators(self) -> Floats:
+        """Communicators with buffers of their own that a rank takes part in, those of experts' states aside."""
+        groups = (self.tp, self.cp, self.shard, self.replicate, self.ep, self.pp)
+        return add_up((group.size > 1).astype(np.float64) for group in groups)
 
     @property
     def dense_copies(self) -> ProcessGroup:

@@ -62,6 +62,11 @@ def chunks_of_ranks(schedule: Schedule, stages: int, chunks: int) -> Ints:
     return np.ascontiguousarray(rounds.T)
 
 
+def rank_of_chunks(schedule: Schedule, stages: int, chunks: int) -> Ints:
+    """Rank that holds each chunk, in model order."""
+    return np.argsort(chunks_of_ranks(schedule, stages, chunks), axis=None) // chunks
+
+
 def microbatch_group(stages: int, num_microbatches: int) -> int:
     """Number of micro-batches that an interleaved schedule sends through one chunk before it turns to the next.
 
@@ -215,12 +220,9 @@ def rank_orders(
     """
     check_schedule(schedule, stages, chunks, num_microbatches)
     group = group or microbatch_group(stages, num_microbatches)
-    return tuple(
-        _numbered(
-            _rank_passes(schedule, rank, stages, chunks, num_microbatches, group), held.tolist(), num_microbatches
-        )
-        for rank, held in enumerate(chunks_of_ranks(schedule, stages, chunks))
-    )
+    orders = (_rank_passes(schedule, rank, stages, chunks, num_microbatches, group) for rank in range(stages))
+    of_ranks = chunks_of_ranks(schedule, stages, chunks).tolist()
+    return tuple(_numbered(passes, own, num_microbatches) for passes, own in zip(orders, of_ranks, strict=True))
 
 
 # -- live activations -------------------------------------------------------------------------------------------------
@@ -291,8 +293,8 @@ def _live_chunks(
         peaks = [_undominated(_alive_in_turns(turns, chunks, warmup)) for warmup in warmups]
     else:
         orders = rank_orders(schedule, stages, chunks, num_microbatches, group=group)
-        held = chunks_of_ranks(schedule, stages, chunks)
-        both = [_alive(order, held[rank], last) for rank, order in enumerate(orders)]
+        of_ranks = chunks_of_ranks(schedule, stages, chunks)
+        both = [_alive(order, own, last) for order, own in zip(orders, of_ranks, strict=True)]
         peaks = [_undominated(np.hstack(pair) if waiting else pair[0]) for pair in both]
     most = max(len(peak) for peak in peaks)
     padded = np.stack([np.concatenate([peak, np.repeat(peak[:1], most - len(peak), axis=0)]) for peak in peaks])

@@ -6,9 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from autoplan.cost.pipeline.order import Operation, chunks_of_ranks, microbatch_group, rank_orders, warmup_forwards
+from autoplan.cost.pipeline.order import Operation, microbatch_group, rank_of_chunks, rank_orders, warmup_forwards
 from autoplan.spec.enums import Schedule
 
 # Rows of the table of times, each of them for all chunks: forward, backward, its halves, and a joined forward and
@@ -34,9 +32,7 @@ class _Messages:
         self._num_chunks = stages * chunks
         self._num_microbatches = num_microbatches
         self.count = 2 * self._num_chunks * num_microbatches
-        rank_of = np.empty(self._num_chunks, dtype=np.int64)
-        for rank, held in enumerate(chunks_of_ranks(schedule, stages, chunks)):
-            rank_of[held] = rank
+        rank_of = rank_of_chunks(schedule, stages, chunks)
         # Whether something is sent between a chunk and the one before: not where both are on one rank.
         self._crosses = [False, *(rank_of[1:] != rank_of[:-1]).tolist(), False]
 

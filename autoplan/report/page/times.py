@@ -11,6 +11,7 @@ from autoplan.report.page.elements import Segment, bar, bars, folded, key, note,
 from autoplan.report.page.html import Markup, tag
 from autoplan.report.terminal import LEAST_SHOWN_S, term_name
 from autoplan.spec.estimate import PlacedStage, StageCost
+from autoplan.spec.terms import UPDATE_TERMS
 
 MOST_ROWS = 20  # of the usual height
 
@@ -22,7 +23,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("tp_communication", "cp_communication", "ep_communication", "fsdp_communication"),
     ),
     "wait": ("waiting in the pipeline", ("pipeline_bubble", "pipeline_send")),
-    "end": ("end of the step", ("data_parallel_reduce", "optimizer", "parameter_gather")),
+    "end": ("end of the step", UPDATE_TERMS),
     "host": ("host and slow ranks", ("launch", "allocator_retries", "overhead", "stragglers")),
 }
 COLOURS = {term: kind for kind, (_, terms) in KINDS.items() for term in terms}

@@ -1,0 +1,157 @@
+"""Activations that every pipeline rank keeps for its backward passes: shape (plans, stages), in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoplan.base.arrays import Floats, Ints, add_up
+from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.kernels.sizes import norm_tokens
+from autoplan.cost.memory.recompute import activation_parts, kept_bytes
+from autoplan.cost.pipeline.closed_forms import in_flight_chunks
+from autoplan.cost.pipeline.layout import StageBlocks, by_chunks, chunk_blocks, chunk_layers_of, repeats_mtp
+from autoplan.cost.pipeline.order import chunks_of_ranks, live_chunks
+from autoplan.spec.enums import Schedule
+from autoplan.spec.model import Block
+from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch, distinct_rows
+from autoplan.spec.problem import Problem
+
+_FILLED = 3  # `order.live_chunks` saturates after so many groups of micro-batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkEnds:
+    """Bytes that a chunk in flight keeps of one micro-batch beside its layers: shape (plans)."""
+
+    received: Floats  # every chunk but the first
+    sent: Floats  # every chunk but the last
+    head: Floats  # the last chunk
+    # Between the two gradients of a split backward pass, more of each block, and less of the last chunk.
+    waiting: dict[Block, Floats]
+    spent: Floats
+
+    def waiting_bytes(self, counts: dict[Block, tuple[Floats, Floats]], rows: Ints) -> Floats:
+        """Bytes that whole chunks with so many blocks add between their two gradients: shape (rows, chunks).
+
+        The first chunk has one backward pass and adds none.
+        """
+        size = add_up(count * self.waiting[block][rows, None] for block, (count, _) in counts.items())
+        size[:, -1] -= self.spent[rows]
+        size[:, 0] = 0.0
+        return size
+
+
+def activation_bytes(
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, kept: dict[Block, Floats], ends: ChunkEnds | None = None
+) -> Floats:
+    """Bytes kept for the backward passes of all micro-batches in flight: shape (plans, stages)."""
+    stored, boundary = stored_bytes(problem, batch), boundary_bytes(problem, batch)
+    depths = _prediction_bytes(problem, batch, kept)
+    per_microbatch = layer_bytes(blocks, kept, stored) + blocks.at_last(depths)
+    microbatches, is_gpipe = batch.num_microbatches, batch.schedule == Schedule.GPIPE.code
+    live = in_flight_chunks(blocks.num_stages, batch.vp, microbatches, gpipe=is_gpipe)
+    result = (per_microbatch / batch.vp[:, None] + boundary[:, None]) * live
+    # More micro-batches than fill the pipeline three times keep no more alive, but where all of them are.
+    fills = (microbatches % blocks.num_stages == 0) & ~is_gpipe
+    microbatches = np.where(fills, np.minimum(microbatches, _FILLED * blocks.num_stages), microbatches)
+    # Where the chunks of a rank differ it matters which of them are alive together.
+    split = np.isin(batch.schedule, SPLIT_SCHEDULES)
+    unlike = np.flatnonzero(split | ((batch.vp > 1) & (~blocks.chunks_alike | (depths > 0))) | (ends is not None))
+    for _, rows in by_chunks(batch, unlike):
+        counts = chunk_blocks(problem.model, chunk_layers_of(batch, rows), batch.recompute_num_layers[rows])
+        size = _chunk_bytes(counts, rows, kept, stored, boundary, depths)
+        waiting = None
+        if ends is not None:
+            size[:, 1:] += ends.received[rows, None]
+            size[:, :-1] += ends.sent[rows, None]
+            size[:, -1] += ends.head[rows]
+            waiting = ends.waiting_bytes(counts, rows)
+        result[rows] = _most_alive(batch.schedule[rows], microbatches[rows], blocks.num_stages, size, waiting)
+    return result
+
+
+def layer_bytes(blocks: StageBlocks, kept: dict[Block, Floats], stored: Floats) -> Floats:
+    """Bytes that the layers of all chunks of a rank keep of one micro-batch: shape (plans, stages)."""
+    return add_up(
+        (count - blocks.repeated[block]) * kept[block][:, None] + blocks.repeated[block] * stored[:, None]
+        for block, count in blocks.count.items()
+    )
+
+
+def _prediction_bytes(problem: Problem, batch: PlanBatch, kept: dict[Block, Floats]) -> Floats:
+    """Kept by the depths of multi-token prediction, behind the last chunk: shape (plans)."""
+    model, stored = problem.model, stored_bytes(problem, batch)
+    depths = np.zeros(len(batch))
+    for block in model.mtp_layer if model.num_mtp_layers else ():
+        depths += model.num_mtp_layers * np.where(repeats_mtp(batch), stored, kept[block])
+    return depths
+
+
+def _chunk_bytes(
+    counts: dict[Block, tuple[Floats, Floats]],
+    rows: Ints,
+    kept: dict[Block, Floats],
+    stored: Floats,
+    boundary: Floats,
+    depths: Floats,
+) -> Floats:
+    """Bytes that one micro-batch keeps in every chunk, of some plans with as many chunks: shape (rows, chunks).
+
+    `counts` are the blocks of their chunks, as `chunk_blocks` has them; the other arrays are those of all plans.
+    """
+    size = np.zeros_like(next(count for count, _ in counts.values())) + boundary[rows, None]
+    for block, (count, again) in counts.items():
+        size += (count - again) * kept[block][rows, None] + again * stored[rows, None]
+    size[:, -1] += depths[rows]
+    return size
+
+
+def chunk_activation_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Activations that one micro-batch keeps in every chunk, of plans with as many chunks: shape (plans, chunks)."""
+    shapes = block_shapes(problem.model)
+    kept = {
+        block: kept_bytes(problem, batch, activation_parts(problem, batch, block, shape))
+        for block, shape in shapes.items()
+    }
+    rows = np.arange(len(batch))
+    counts = chunk_blocks(problem.model, chunk_layers_of(batch, rows), batch.recompute_num_layers)
+    stored, boundary = stored_bytes(problem, batch), boundary_bytes(problem, batch)
+    return _chunk_bytes(counts, rows, kept, stored, boundary, _prediction_bytes(problem, batch, kept))
+
+
+def _most_alive(
+    schedules: Ints, microbatches: Ints, stages: int, chunk_bytes: Floats, waiting_bytes: Floats | None = None
+) -> Floats:
+    """The largest sum of `chunk_bytes` that is alive at once on every rank: shape (plans, stages).
+
+    The plans have as many chunks; `chunk_bytes` is what each of them keeps, shape (plans, chunks), and `waiting_bytes`
+    what it keeps beside that between the two gradients of a split backward pass.
+    """
+    result = np.empty((len(schedules), stages), order="F")
+    vp = chunk_bytes.shape[1] // stages
+    first, inverse = distinct_rows(schedules, microbatches)
+    for at, plan in enumerate(first):
+        rows, schedule = np.flatnonzero(inverse == at), tuple(Schedule)[schedules[plan]]
+        waits = waiting_bytes is not None and schedules[plan] in SPLIT_SCHEDULES
+        # Whole numbers as floats, as those they are multiplied with are.
+        alive = live_chunks(schedule, stages, vp, int(microbatches[plan]), waiting=waits).astype(np.float64)
+        chunks = chunks_of_ranks(schedule, stages, vp)
+        sizes = np.take(chunk_bytes.T, rows, axis=1)[chunks]  # (ranks, chunks of a rank, rows)
+        if waiting_bytes is not None and waits:
+            sizes = np.concatenate([sizes, np.take(waiting_bytes.T, rows, axis=1)[chunks]], axis=1)
+        result[rows] = np.einsum("pvr,pkv->pkr", sizes, alive).max(axis=1).T
+    return result
+
+
+def boundary_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """The tensors at its ends that every chunk in flight keeps."""
+    per_hidden = problem.framework.memory.bytes_per_boundary_hidden
+    return per_hidden * norm_tokens(problem, batch) * problem.model.hidden_size * (batch.pp > 1)
+
+
+def stored_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """A block's share of the input of its layer, all that is kept of a layer that is recomputed as a whole."""
+    element = problem.training.element_bytes
+    return element * norm_tokens(problem, batch) * problem.model.hidden_size / len(problem.model.layers[0])

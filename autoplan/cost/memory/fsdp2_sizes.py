@@ -1,0 +1,192 @@
+"""Sizes of what a rank of FSDP2 holds in a step: weights and their copies, gradients, activations of its passes.
+
+Arrays have the shape (plans) or (plans, stages); sizes are bytes.  `fsdp2_peaks` puts them together, moment by moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from autoplan.base.arrays import Bools, Floats, Ints, add_up
+from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
+from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, norm_tokens, padded_vocab, rank_tokens
+from autoplan.cost.memory.activations import ChunkEnds, activation_bytes, layer_bytes, stored_bytes
+from autoplan.cost.memory.fsdp2_peaks import WIDE_BYTES, PassSizes, PipelineSizes
+from autoplan.cost.memory.parameters import StageParameters, local_parameters, spread_bytes
+from autoplan.cost.memory.recompute import casts_norms, eager_norm_bytes
+from autoplan.cost.network.links import ProcessGroup
+from autoplan.cost.network.process_groups import ProcessGroups
+from autoplan.cost.pipeline.closed_forms import in_flight_chunks
+from autoplan.cost.pipeline.layout import StageBlocks
+from autoplan.spec.enums import Schedule, Sharding
+from autoplan.spec.model import Block
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+
+
+def dealt_experts(groups: ProcessGroups, num_experts: int) -> ProcessGroups:
+    """Shard experts as FSDP2 does: over the ranks of the dense states, to the first of which it deals whole ones.
+
+    Where they do not come out even that is what fewer ranks would have, rounded down.
+    """
+    stride, size, _ = groups.shard
+    return replace(groups, expert_shard=ProcessGroup(stride, num_experts // -(-num_experts // size)))
+
+
+def pass_sizes(
+    problem: Problem,
+    batch: PlanBatch,
+    blocks: StageBlocks,
+    parameters: StageParameters,
+    groups: ProcessGroups,
+    kept: dict[Block, Floats],
+    repeat: Floats,
+) -> PassSizes:
+    """Sizes that make up the moments of an FSDP2 step; `repeat` is what a layer recomputed as a whole keeps again."""
+    model, framework = problem.model, problem.framework
+    shapes = block_shapes(model)
+    every = (batch.sharding >= Sharding.ZERO2.code) & (batch.pp == 1)
+    sharded = batch.sharding >= Sharding.ZERO1.code
+    has_before = batch.num_microbatches > 1
+    unit = np.zeros(len(batch))
+    for layer in set(model.layers):
+        unit = np.maximum(unit, add_up(add_up(local_parameters(batch, shapes[block])) for block in layer))
+    tokens = rank_tokens(problem, batch)
+    ends = _chunk_ends(problem, batch) if blocks.num_stages > 1 else None
+    live = activation_bytes(problem, batch, blocks, kept, ends)
+    per_microbatch = layer_bytes(blocks, kept, stored_bytes(problem, batch))
+    if ends is not None:
+        per_microbatch = per_microbatch + blocks.at_last(ends.head)
+    whole = parameters.dense + parameters.expert
+    table = padded_vocab(problem, batch) * model.hidden_size
+    summed = np.zeros_like(whole)
+    summed[:, 0] = table * (1.0 - 1.0 / batch.tp)
+    gate = 2 if model.gated_mlp else 1
+    element = problem.training.element_bytes
+    transients = element * tokens * ((gate + 1) * _width(problem) / batch.tp + model.hidden_size)
+    per_logit = framework.memory.bytes_per_logit + np.where(
+        batch.tp > 1, framework.memory.bytes_per_gathered_logit, 0.0
+    )
+    # Where weights are neither cast nor gathered the passes read them where they are.
+    has_copies = (batch.dp > 1) | (problem.training.precision != "fp32")
+    return PassSizes(
+        element_bytes=element,
+        copy_bytes=np.where(has_copies, element, 0.0)[:, None],
+        parameters=whole,
+        ends=parameters.ends,
+        head=blocks.at_last(table / batch.tp),
+        unit=blocks.at_all(unit),
+        own=spread_bytes(parameters, groups, 1.0, sharded),
+        own_ends=parameters.ends / np.where(sharded, groups.shard.size, 1)[:, None],
+        summed=summed,
+        accumulated=(spread_bytes(parameters, groups, WIDE_BYTES, every) + WIDE_BYTES * summed * ~every[:, None])
+        * has_before[:, None],
+        reduces_every=(every & has_before & (groups.shard.size > 1))[:, None] & (whole > 0),
+        frees_weights=((batch.sharding == Sharding.ZERO3.code) & (batch.pp == 1))[:, None] & (whole > 0),
+        live=live,
+        left=np.maximum(live - per_microbatch / batch.vp[:, None], 0.0),
+        logits=blocks.at_last(per_logit * _num_logits(problem, batch) + _last_norm_bytes(problem, batch)),
+        transients=transients[:, None] + np.where(blocks.repeats_chunk, repeat[:, None], 0.0),
+    )
+
+
+def pipeline_sizes(
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, passes: PassSizes, kept: dict[Block, Floats]
+) -> PipelineSizes:
+    """Sizes that make up the moments of a pipeline (torch/distributed/pipelining/stage.py)."""
+    model = problem.model
+    element = problem.training.element_bytes
+    sliced = element * norm_tokens(problem, batch) * model.hidden_size
+    logits, norm = _num_logits(problem, batch), _last_norm_bytes(problem, batch)
+    inputs = blocks.at_all(batch.vp)
+    inputs[:, 0] -= 1
+    outputs = batch.vp[:, None] - blocks.is_last
+    in_flight = in_flight_chunks(
+        blocks.num_stages, batch.vp, batch.num_microbatches, gpipe=batch.schedule == Schedule.GPIPE.code
+    )
+    least = np.min([add_up(kept[block] for block in layer) for layer in set(model.layers)], axis=0)
+    stored = stored_bytes(problem, batch) * len(model.layers[0])
+    # In the backward pass of an MLP its last input is gone, and the gradient of its output is that of the layer's.
+    gone = element * rank_tokens(problem, batch) * (_width(problem) / batch.tp + model.hidden_size)
+    return PipelineSizes(
+        passes=passes,
+        # One for every micro-batch, alive or not, and the gradient that is being sent.
+        buffers=sliced[:, None] * (batch.num_microbatches[:, None] * (inputs + outputs) + (inputs > 0)),
+        logits=passes.logits - blocks.at_last(WIDE_BYTES * logits + norm),
+        # The output stays; the gradient of what the last layer made is a tensor of its own.
+        behind=blocks.at_last((WIDE_BYTES * logits + norm - sliced) * (batch.vp == 1)),
+        transients=passes.transients - gone[:, None],
+        matrix=blocks.at_all(_last_matrix(problem, batch)),
+        layer=np.where(blocks.repeats_chunk, stored[:, None], least[:, None]),
+        refills=_refills(batch, in_flight),
+    )
+
+
+def _refills(batch: PlanBatch, in_flight: Ints) -> Bools:
+    """Return whether forward passes follow on the first gradients of weights: shape (plans, stages).
+
+    Rank r of ZB-H1 keeps r of these back: all ranks begin with as many forward passes as there are ranks, a chunk.
+    """
+    waits = batch.schedule == Schedule.ZB_H1.code
+    begins: Floats = np.where(waits, batch.pp, in_flight.T / batch.vp)
+    return np.asarray(batch.num_microbatches[:, None] > begins.T)
+
+
+def _chunk_ends(problem: Problem, batch: PlanBatch) -> ChunkEnds:
+    """Bytes that torch's PipelineStage keeps per micro-batch in flight: what it sent, on the last what a loss needs.
+
+    What a chunk receives lies in a buffer, which is the input that its first norm keeps, unless as an fp32 copy.
+    """
+    element = problem.training.element_bytes
+    sliced = element * norm_tokens(problem, batch) * problem.model.hidden_size
+    is_copied = (batch.recompute_num_layers == 0) & casts_norms(problem)
+    logits, shapes = _num_logits(problem, batch), block_shapes(problem.model)
+    return ChunkEnds(
+        received=np.where(is_copied, 0.0, -sliced),
+        sent=sliced,
+        head=(element + WIDE_BYTES) * logits + _last_norm_bytes(problem, batch),
+        waiting={block: _output_gradient_bytes(problem, batch, shape) for block, shape in shapes.items()},
+        spent=WIDE_BYTES * logits,  # logits and logarithms went, the gradient of the former came
+    )
+
+
+def _output_gradient_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floats:
+    """Gradients of what every weight of a block makes, that of its norm in fp32 where it computes so."""
+    model = problem.model
+    wide = add_up(local_sizes(linear, batch)[1] for linear in shape.linears if not linear.split.startswith("expert"))
+    element = problem.training.element_bytes
+    size = element * rank_tokens(problem, batch) * wide
+    if model.moe:
+        routed = expert_tokens(problem, batch) * model.moe.num_experts / batch.ep
+        experts = [local_sizes(linear, batch)[1] for linear in shape.linears if linear.split.startswith("expert")]
+        size = size + element * routed * add_up(experts) if experts else size
+    per_norm = 2 * WIDE_BYTES if casts_norms(problem) else element
+    return size + per_norm * model.norms_per_block * norm_tokens(problem, batch) * model.hidden_size
+
+
+def _num_logits(problem: Problem, batch: PlanBatch) -> Floats:
+    """Logits of a micro-batch that a rank with the head holds."""
+    split = np.where(problem.framework.memory.shards_logits, batch.tp, 1)
+    return rank_tokens(problem, batch) * padded_vocab(problem, batch) / split
+
+
+def _last_norm_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Bytes that the norm before the head keeps of a micro-batch."""
+    sliced, tokens, element = norm_tokens(problem, batch), rank_tokens(problem, batch), problem.training.element_bytes
+    return ((element + eager_norm_bytes(problem)) * sliced + element * tokens) * problem.model.hidden_size
+
+
+def _width(problem: Problem) -> float:
+    """The widest that a token becomes in an MLP or in all its experts."""
+    model = problem.model
+    moe = model.moe
+    return max(model.ffn_size, moe.shared_expert_ffn_size + moe.experts_per_token * moe.expert_ffn_size if moe else 0)
+
+
+def _last_matrix(problem: Problem, batch: PlanBatch) -> Floats:
+    """Elements of the matrix that an MLP, or all experts together, end with."""
+    model, moe = problem.model, problem.model.moe
+    wide = moe.num_experts * moe.expert_ffn_size / (batch.ep * batch.etp) if moe else model.ffn_size / batch.tp
+    return np.asarray(wide * model.hidden_size, dtype=np.float64)
