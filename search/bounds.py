@@ -29,7 +29,7 @@ from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.sizes import KERNEL_AXES
 from autoplan.cost.kernels.times import head_s
 from autoplan.cost.memory.activations import boundary_bytes, stored_bytes
-from autoplan.cost.memory.parameters import StageParameters, local_parameters, own_parameters
+from autoplan.cost.memory.parameters import StageParameters, frozen_bytes, local_parameters, own_parameters
 from autoplan.cost.memory.recompute import activation_parts, kept_bytes
 from autoplan.cost.memory.stage_memory import states, wgrad_buffer_bytes
 from autoplan.cost.network.links import Links
@@ -40,6 +40,7 @@ from autoplan.cost.pipeline.layout import StageBlocks, repeats_mtp
 from autoplan.cost.pipeline.order import V_SHAPED
 from autoplan.search.space import Inside, Space
 from autoplan.spec.enums import Schedule
+from autoplan.spec.finetuning import EMBEDDING
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import PlanBatch, distinct_rows
 from autoplan.spec.problem import Problem
@@ -287,7 +288,7 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
     for block in model.mtp_layer if model.num_mtp_layers else ():
         head = head + model.num_mtp_layers * (both[block] + repeat[block] * repeats_mtp(batch))
     layer_s = _per_layer(model, both)
-    dense, expert = _parameters(model, batch)
+    dense, expert = _parameters(problem, batch, trained=True)
     framework = problem.framework
     counts = np.array([model.layers.count(layer) for layer in model.layer_kinds])
     mean = ((counts * part).sum(axis=-1) / batch.pp for part in (dense, expert))
@@ -314,7 +315,9 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
 
 def _held_bytes(problem: Problem, batch: PlanBatch) -> dict[str, Any]:
     """Return the fields of `KindCosts` that the states decide."""
-    dense, expert = _parameters(problem.model, batch)
+    dense, expert = _parameters(problem, batch)
+    if problem.training.finetuning is not None:
+        return _held_beside_frozen(problem, batch, dense, expert)
     per_dense, per_expert, per_end = (
         _state_bytes(problem, batch, *numbers) for numbers in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0))
     )
@@ -324,9 +327,48 @@ def _held_bytes(problem: Problem, batch: PlanBatch) -> dict[str, Any]:
     }
 
 
-def _parameters(model: ModelSpec, batch: PlanBatch) -> tuple[Floats, Floats]:
-    """(dense, expert) parameters of a layer that a rank holds: shape (kinds, sorts)."""
-    of_block = {block: local_parameters(batch, shape) for block, shape in block_shapes(model).items()}
+def _held_beside_frozen(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats) -> dict[str, Any]:
+    """The same where a part of the weights is frozen."""
+    model, finetuning, element = problem.model, problem.training.finetuning, problem.training.element_bytes
+    assert finetuning is not None
+    none = np.zeros_like(dense)
+    trained = _parameters(problem, batch, trained=True)
+    frozen = _layers_of(
+        model,
+        {name: frozen_bytes(problem, batch, shape) for name, shape in block_shapes(model, finetuning).items()},
+    )
+    layers = StageParameters(
+        dense=dense,
+        expert=expert,
+        ends=none,
+        only_trained=StageParameters(dense=trained[0], expert=trained[1], ends=none),
+        frozen_bytes=StageParameters(dense=frozen[0], expert=frozen[1], ends=none),
+    )
+    table = (model.vocab_size * model.hidden_size / batch.tp)[:, None]
+    nothing, learns = np.zeros_like(table), finetuning.trains(EMBEDDING)
+    fixed = element * table * (finetuning.has_adapters or not learns)
+    embedding = StageParameters(
+        dense=table,
+        expert=nothing,
+        ends=table,
+        only_trained=StageParameters(dense=table * learns, expert=nothing, ends=table * learns),
+        frozen_bytes=StageParameters(dense=fixed, expert=nothing, ends=fixed),
+    )
+    return {
+        "state_bytes": _kept_state_bytes(problem, batch, layers),
+        "embedding_bytes": _kept_state_bytes(problem, batch, embedding)[:, 0],
+    }
+
+
+def _parameters(problem: Problem, batch: PlanBatch, *, trained: bool = False) -> tuple[Floats, Floats]:
+    """(dense, expert) parameters of a layer that a rank holds, those with gradients alone: shape (kinds, sorts)."""
+    shapes = block_shapes(problem.model, problem.training.finetuning)
+    of_block = {block: local_parameters(batch, shape, trained=trained) for block, shape in shapes.items()}
+    return _layers_of(problem.model, of_block)
+
+
+def _layers_of(model: ModelSpec, of_block: dict[Block, tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
+    """The (dense, expert) numbers of every sort of layer: shape (kinds, sorts)."""
     dense, expert = (_per_layer(model, {block: pair[part] for block, pair in of_block.items()}) for part in (0, 1))
     return dense, expert
 
@@ -342,16 +384,21 @@ def _state_bytes(problem: Problem, batch: PlanBatch, dense: float, expert: float
     """
     column = np.ones((len(batch), 1))
     parameters = StageParameters(dense=dense * column, expert=expert * column, ends=ends * column)
+    return _kept_state_bytes(problem, batch, parameters)[:, 0]
+
+
+def _kept_state_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
+    """The same of parameters in columns: shape (plans, columns)."""
     weights, gradients, optimizer = states(problem, batch, parameters, process_groups(batch))
     kept = weights + optimizer + (0.0 if problem.framework.memory.fsdp2_states else gradients)
-    return problem.framework.memory.reserved_factor * kept[:, 0]
+    return problem.framework.memory.reserved_factor * kept
 
 
 def _kept_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Bytes that a layer keeps of one micro-batch, under what the plans recompute by name."""
     kept = {
         block: kept_bytes(problem, batch, activation_parts(problem, batch, block, shape))
-        for block, shape in block_shapes(problem.model).items()
+        for block, shape in block_shapes(problem.model, problem.training.finetuning).items()
     }
     return problem.framework.memory.reserved_factor * _per_layer(problem.model, kept)
 
@@ -384,6 +431,8 @@ def _reductions_s(
     fewest, most = first
     model = problem.model
     table = model.vocab_size * model.hidden_size / batch.tp
+    if (finetuning := problem.training.finetuning) is not None:
+        table = table * finetuning.trains(EMBEDDING)
     parameters = StageParameters(
         dense=(fewest * dense + table)[:, None], expert=(fewest * expert)[:, None], ends=table[:, None]
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoplan.cost.collectives.sharded_states import sharded_states, sharded_states_s
+from autoplan.cost.collectives.sharded_states import UnitParameters, sharded_states, sharded_states_s
 from autoplan.cost.estimate import estimate
 from autoplan.cost.network.links import Links
 from autoplan.frameworks.presets import load_framework
@@ -31,12 +31,12 @@ ELEMENTS, NONE = np.array([3e8]), np.array([0.0])
 
 
 def seconds(problem: Problem) -> tuple[float, float]:
-    passes = sharded_states_s(problem, BATCH, Links.of(problem), ELEMENTS, NONE)
+    passes = sharded_states_s(problem, BATCH, Links.of(problem), UnitParameters.all_trained(problem, ELEMENTS, NONE))
     return float(passes.forward_s[0]), float(passes.backward_s[0])
 
 
 def test_weights_are_gathered_in_both_passes_and_gradients_reduced_in_one() -> None:
-    unit = sharded_states(PROBLEM, BATCH, ELEMENTS, NONE)
+    unit = sharded_states(PROBLEM, BATCH, UnitParameters.all_trained(PROBLEM, ELEMENTS, NONE))
     assert (unit.gather.forward[0], unit.gather.backward[0], unit.reduce.backward[0]) == (1, 1, 1)
     assert (unit.gather.buffer_bytes[0], unit.reduce.buffer_bytes[0]) == (2 * 3e8, 2 * 3e8)
     forward_s, backward_s = seconds(PROBLEM)
@@ -45,7 +45,7 @@ def test_weights_are_gathered_in_both_passes_and_gradients_reduced_in_one() -> N
 
 def test_tensors_that_go_by_themselves_move_as_much_in_more_messages() -> None:
     apart = replace(PROBLEM, framework=FRAMEWORK.changed(messages_per_block=6.0))
-    unit = sharded_states(apart, BATCH, ELEMENTS, NONE)
+    unit = sharded_states(apart, BATCH, UnitParameters.all_trained(apart, ELEMENTS, NONE))
     assert (unit.gather.forward[0], unit.reduce.backward[0]) == (6, 6)
     assert unit.gather.buffer_bytes[0] == pytest.approx(1e8)
     link_s = unit.gather.seconds(Links.of(apart))[0]

@@ -13,15 +13,18 @@ from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.files import decode
 from autoplan.base.values import parse_batches, parse_size
 from autoplan.base.version import __version__
+from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.frameworks import presets
 from autoplan.frameworks.registry import book_of, find_target
 from autoplan.read.calibration import built_in_calibration, load_calibration
+from autoplan.read.finetuning import combined
 from autoplan.read.mixed_cluster import load_parts
 from autoplan.read.model import load_model as read_model
 from autoplan.search.limits import batch_grid, check_words, default_limits, with_flags
 from autoplan.search.placement import is_fragmented
 from autoplan.search.space import Space
 from autoplan.spec.enums import Precision
+from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.framework import Framework
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.model import ModelSpec
@@ -47,6 +50,12 @@ class ProblemOptions(TypedDict, total=False):
     db: str | None  # the timing database: a path or a URL; None: AUTOPLAN_DB, else a file in the user's data folder
     reserve_memory: str | float  # of every device, to be kept free: bytes, or a text such as "4GiB"
     training: TrainingSpec | None  # for what precision and attention do not say
+    # A text such as "lora:r=16,targets=all-linear" or "qlora:r=64"; adapter_config.json, or a YAML of axolotl,
+    # LLaMA-Factory or TRL.
+    finetune: str | Path | FineTuning | None
+    lora_rank: int | None  # of adapters on frozen weights
+    lora_targets: str | None  # modules with adapters, as PEFT calls them, joined by commas; or "all-linear"
+    quantize: str | None  # the frozen weights: int8, nf4, nf4-dq or int4
 
 
 class _Parts(NamedTuple):
@@ -129,6 +138,7 @@ def make_problem(
         calibration=_calibration(parts.framework, place, options),
         reserve_bytes=parts.reserve_bytes,
     )
+    block_shapes(parts.model, parts.training.finetuning)  # refuses adapters on what the model does not have
     timings = options.get("timings")
     if timings is not None:
         problem = with_timings(problem, timings, options.get("db"))
@@ -151,6 +161,8 @@ def make_mixed_problem(
     if options.get("timings") is not None:
         raise InputError("--timings is not priced on mixed clusters yet: leave it out")
     parts = _parts(model, seq_len, options)
+    if parts.training.finetuning is not None:
+        raise InputError("fine-tuning is not priced on mixed clusters yet: take one of their parts")
     return MixedProblem(
         model=parts.model,
         training=parts.training,
@@ -172,6 +184,11 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
         if value not in known:
             raise InputError(f"--{name} {value!r}: must be one of {', '.join(known)}")
         table[name] = value
+    tuning = combined(
+        options.get("finetune"), options.get("lora_rank"), options.get("lora_targets"), options.get("quantize")
+    )
+    if tuning is not None:
+        table["finetuning"] = asdict(tuning)
     reserve = options.get("reserve_memory", 0.0)
     reserve_bytes = parse_size(reserve) if isinstance(reserve, str) else reserve
     return _Parts(

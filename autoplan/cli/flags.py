@@ -50,6 +50,35 @@ SHARED: dict[str, tuple[Any, Any]] = {
     ),
     "url": (options.DbOption, None),
     "reserve_memory": _option(str, "0", "--reserve-memory", "SIZE", "Device memory to keep free, such as 4GiB."),
+    "finetune": _option(
+        TEXT,
+        None,
+        "--finetune",
+        "FILE|METHOD",
+        "Fine-tuning: PEFT's adapter_config.json, a YAML of axolotl, LLaMA-Factory or TRL, or a method such as "
+        "lora:r=16,targets=all-linear, qlora:r=64 or full:freeze=embed_tokens.",
+    ),
+    "lora_rank": (
+        Annotated[
+            int | None, options.whole_number("--lora-rank", "N", "Train adapters of this rank on frozen weights.")
+        ],
+        None,
+    ),
+    "lora_targets": _option(
+        TEXT,
+        None,
+        "--lora-targets",
+        "NAME,NAME,...",
+        "Modules with adapters, as PEFT calls them, or all-linear; q_proj,v_proj.",
+    ),
+    "quantize": _option(
+        TEXT,
+        None,
+        "--quantize",
+        "FORMAT",
+        "Of the frozen weights: int8, nf4, nf4-dq or int4.",
+        autocompletion=words(("int8", "nf4", "nf4-dq", "int4")),
+    ),
     "objective": _option(
         list[str] | None,
         None,

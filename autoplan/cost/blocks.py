@@ -41,7 +41,7 @@ from autoplan.cost.kernels.measured_units import (
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.sizes import KERNEL_AXES
 from autoplan.cost.kernels.times import KernelTimes, kernel_times
-from autoplan.cost.memory.parameters import layer_parameters, local_parameters
+from autoplan.cost.memory.parameters import layer_parameters, unit_parameters
 from autoplan.cost.memory.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Pass
@@ -163,7 +163,7 @@ class _Parts:
 
 def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) -> dict[Block, BlockCost]:
     """The cost of every kind of block that the model has; `links` are the problem's, if they are known."""
-    links, shapes = links or Links.of(problem), block_shapes(problem.model)
+    links, shapes = links or Links.of(problem), block_shapes(problem.model, problem.training.finetuning)
     first, of_kernels = batch.distinct(*KERNEL_AXES, "tp_overlap")
     few = batch.take(first)
     tp = TensorParallelTimes.of(block_collectives(problem, few), links)
@@ -253,7 +253,7 @@ def ahead_s(problem: Problem, batch: PlanBatch, head_s: Floats) -> Floats:
     """
     framework = problem.framework
     launched = framework.host.host_s_per_block_forward + framework.host.host_s_per_block_backward
-    runs_ahead = (batch.pp == 1) & (Block.MOE not in block_shapes(problem.model))
+    runs_ahead = (batch.pp == 1) & (Block.MOE not in block_shapes(problem.model, problem.training.finetuning))
     return np.where(runs_ahead, np.maximum(head_s - problem.calibration.host * launched, 0.0), 0.0)
 
 
@@ -292,11 +292,11 @@ def _block_cost(
     shared: SharedStates,
 ) -> tuple[BlockCost, _Lags]:
     framework, kernels = problem.framework, parts.kernels
-    dense, expert = local_parameters(batch, shape)
+    unit = unit_parameters(problem, batch, shape)
     zeros = np.zeros(len(batch))
     # A layer that was measured as a whole adds up its gradients.
-    accumulated = problem.bytes_moved_per_accumulated_grad * (dense + expert) * ~parts.is_whole
-    copies = copied_states_s(problem, batch, dense + expert)
+    accumulated = problem.bytes_moved_per_accumulated_grad * unit.trained_elements * ~parts.is_whole
+    copies = copied_states_s(problem, batch, unit)
     ep, wait = zeros, Pass.none(len(batch))
     if block is Block.MOE:
         ep = shown_expert_parallel_s(problem, batch, parts.ep, kernels.passes.total_s + parts.tp.total_s + beside_s)
@@ -326,7 +326,7 @@ def _block_cost(
     if parts.is_whole.any():
         is_known = repeats_core_only(batch) & ~np.isnan(parts.core_again_s)
         backward["recompute"] = np.where(is_known, parts.core_again_s, backward["recompute"])
-    states = sharded_states_s(problem, batch, links, dense, expert)
+    states = sharded_states_s(problem, batch, links, unit)
     host = _launch_s(problem, batch, block, parts.is_whole)
     repeated = backward | {"recompute": forward_s - spared}
     lag = _finish(framework, forward, states.forward_s, host.forward_s, wait.forward_s)
@@ -342,7 +342,7 @@ def _block_cost(
             repeat = {name: np.where(is_known, 0.0, value) for name, value in repeat.items()}
             repeat["recompute"] = np.where(is_known, parts.again_s, repeat["recompute"])
     if shared.known.any():
-        share = (dense + expert) / layer_parameters(problem, batch)
+        share = unit.all_elements / layer_parameters(problem, batch)
         forward["fsdp_communication"] = np.where(shared.known, 0.0, forward["fsdp_communication"])
         backward["fsdp_communication"] = np.where(shared.known, share * shared.every_s, backward["fsdp_communication"])
     cost = BlockCost(

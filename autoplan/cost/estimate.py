@@ -135,13 +135,13 @@ def _sharded_ends(problem: Problem, batch: PlanBatch, costs: MicroBatchCosts, pa
     layers.
     """
     none, shared, unhidden = np.zeros(len(batch)), costs.shared, problem.framework.overlap.fsdp_unhidden_share
-    embedding, head = (sharded_states_s(problem, batch, costs.links, elements, none) for elements in parameters)
-    copies = [copied_states_s(problem, batch, elements) for elements in parameters]
+    embedding, head = (sharded_states_s(problem, batch, costs.links, unit) for unit in parameters)
+    copies = [copied_states_s(problem, batch, unit) for unit in parameters]
     ends = Ends(embedding.plus(copies[0]), head.scaled(unhidden).plus(copies[1]))
     if not shared.known.any():
         return ends
     every_s = shared.every_s / layer_parameters(problem, batch)
-    known = [Pass(none, elements * every_s) for elements in parameters]
+    known = [Pass(none, unit.dense * every_s) for unit in parameters]
     return Ends(ends.embedding.otherwise(shared.known, known[0]), ends.head.otherwise(shared.known, known[1]))
 
 
@@ -196,7 +196,7 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, costs: MicroBatchCo
     # As of launches, a third of them forward.
     forward += retries / 3
     backward += retries * 2 / 3
-    sharded_ends = _sharded_ends(problem, batch, costs, end_parameters(blocks, parameters))
+    sharded_ends = _sharded_ends(problem, batch, costs, end_parameters(problem, blocks, parameters))
     measured = Pass(costs.embedding_s, costs.embedding_s)
     head_tp = costs.ends_tp.head
     head_s = add_up((costs.head.passes.forward_s, costs.head.passes.backward_s, head_tp.forward_s, head_tp.backward_s))
@@ -311,7 +311,8 @@ def _end_of_step(problem: Problem, laid: Stages) -> dict[str, Floats]:
         shown = np.where(shared.known, 0.0, shown)
     exposed = exposed + tied_table(problem, batch, laid.blocks.num_stages).seconds(links)
     own = own_parameters(batch, laid.parameters).max(axis=1)
-    whole = (laid.parameters.dense + laid.parameters.expert).max(axis=1)
+    trained = laid.parameters.trained
+    whole = (trained.dense + trained.expert).max(axis=1)
     update = optimizer_s(problem, batch, own, whole)
     return {"data_parallel_reduce": exposed, "optimizer": update, "parameter_gather": shown}
 

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from autoplan.base.units import GIB, format_bytes, format_flops, format_percent, format_seconds
 from autoplan.cost.estimate import NORMAL_90
+from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_parameters
 from autoplan.report.terminal import (
     END_OF_STEP,
     LEAST_GAP,
@@ -97,6 +98,9 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
     best = file.best
     spelled = best.plan.spell_out()
     yield "plan", spelled if len(spelled) <= MOST_SPELLED else best.plan.describe()
+    if (tuning := file.training.finetuning) is not None:
+        trained = count_trained_parameters(file.model, tuning)
+        yield "trains", f"{tuning}: {trained:,} parameters, {100 * trained / count_parameters(file.model):.2g} %"
     interval = f"{format_seconds(best.low_s)} to {format_seconds(best.high_s)}"
     yield "time", f"{format_seconds(best.step_s)} a step; nine of ten runs take {interval}"
     name, peak = datasheet_peak(file.cluster.device, file.training.precision)

@@ -8,6 +8,7 @@ from typing import Literal
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_count
 from autoplan.spec.enums import Precision, enum_value
+from autoplan.spec.finetuning import FineTuning
 
 Attention = Literal["flash", "flash1", "flash2", "megatron-fused", "unfused"]
 
@@ -24,6 +25,7 @@ class TrainingSpec:
     # Tokens of the busiest rank of experts over their mean, whose memory and time a step waits for: 1.05-1.3 where a
     # loss balances the routing, 1.5 and more without (`modelling` B5).
     expert_imbalance: float = 1.0
+    finetuning: FineTuning | None = None  # None: all weights are trained
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", enum_value("precision", Precision, self.precision))

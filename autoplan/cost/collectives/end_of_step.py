@@ -12,7 +12,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, add_up
 from autoplan.cost.collectives.collective import Collective, LinkTimes
-from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
 from autoplan.cost.kernels.measured import find
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.memory.allocator_cache import GRAD_BYTES
@@ -31,12 +31,17 @@ _REDUCTIONS: tuple[Operation, ...] = ("reduce_scatter", "all_reduce")
 
 def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
     """Number of weight tensors on every stage: matrices and norms of its blocks, embedding, final norm, head."""
-    shapes = block_shapes(problem.model)
-    norms = problem.model.norms_per_block
-    tensors = add_up(count * (len(shapes[block].linears) + norms) for block, count in blocks.count.items())
+    shapes = block_shapes(problem.model, problem.training.finetuning)
+    tensors = add_up(count * _num_tensors(problem, shapes[block]) for block, count in blocks.count.items())
     tensors = tensors + blocks.at_last(np.where(blocks.is_last[:, 0] & problem.model.tied_embeddings, 1.0, 2.0))
     tensors[:, 0] += 1
     return tensors
+
+
+def _num_tensors(problem: Problem, shape: BlockShape) -> int:
+    """Number of tensors of a block that have gradients."""
+    norms = 0 if shape.is_frozen else problem.model.norms_per_block
+    return sum(not linear.is_frozen for linear in shape.linears) + norms
 
 
 def _reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
@@ -69,6 +74,7 @@ class EndOfStep(NamedTuple):
 def end_of_step(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> EndOfStep:
     """Describe the collectives of gradients and parameters of every stage at the end of a step."""
     framework, groups, kind = problem.framework, process_groups(batch), batch.sharding[:, None]
+    parameters = parameters.trained
     dense, expert, wire = parameters.dense, parameters.expert, problem.bytes_per_reduced_grad
     buckets = _reduce_buckets(framework, dense)
     is_plain, is_zero1, is_zero2 = (kind == word.code for word in (Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2))
@@ -127,7 +133,7 @@ def end_of_step_s(
     copies, expert_copies, first, first_experts, across, gathered, gathered_experts = (
         collective.seconds(links) for collective in described
     )
-    buckets = _reduce_buckets(framework, parameters.dense)
+    buckets = _reduce_buckets(framework, parameters.trained.dense)
     plain = buckets * copies + buckets * wait + expert_copies
     zero1, zero2 = Sharding.ZERO1.code, Sharding.ZERO2.code
     once = (kind == zero1) | ((kind == zero2) & (not framework.network.zero2_reduces_every_microbatch))
@@ -236,7 +242,8 @@ class FirstStage:
     @classmethod
     def of(cls, blocks: StageBlocks, parameters: StageParameters) -> FirstStage:
         """The first of laid out stages."""
-        whole = parameters.dense[:, 0] + parameters.expert[:, 0]
+        parameters = parameters.trained
+        whole = np.maximum(parameters.dense[:, 0] + parameters.expert[:, 0], 1.0)  # a stage may have no adapters
         return cls(
             num_blocks=np.maximum(add_up(count[:, 0] for count in blocks.count.values()), 1),
             ends_share=parameters.ends[:, 0] / whole,

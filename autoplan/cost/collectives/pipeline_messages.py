@@ -12,6 +12,7 @@ from autoplan.cost.kernels.sizes import norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.network.links import Links, ProcessGroup
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.pipeline.layout import V_SCHEDULES
+from autoplan.spec.finetuning import EMBEDDING
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
@@ -64,7 +65,9 @@ def tied_table(problem: Problem, batch: PlanBatch, stages: int) -> Collective:
 
     The rank that begins and ends a V has one table.
     """
-    has_copies = problem.model.tied_embeddings and stages > 1
+    finetuning = problem.training.finetuning
+    is_trained = finetuning is None or finetuning.trains(EMBEDDING)
+    has_copies = problem.model.tied_embeddings and stages > 1 and is_trained
     vocab = padded_vocab(problem, batch)
     return Collective(
         "tied embedding",

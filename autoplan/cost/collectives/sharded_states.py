@@ -25,6 +25,36 @@ class ShardedStates(NamedTuple):
     reduce_experts: Collective
 
 
+class UnitParameters(NamedTuple):
+    """Parameters of a block or an end on one rank, in elements, and bytes of a gather of their weights: shape (plans).
+
+    Frozen weights are gathered as they are held, and have no gradients.
+    """
+
+    dense: Floats
+    expert: Floats
+    trained_dense: Floats
+    trained_expert: Floats
+    dense_bytes: Floats
+    expert_bytes: Floats
+
+    @classmethod
+    def all_trained(cls, problem: Problem, dense: Floats, expert: Floats) -> UnitParameters:
+        """A unit without frozen parameters."""
+        element = problem.training.element_bytes
+        return cls(dense, expert, dense, expert, element * dense, element * expert)
+
+    @property
+    def all_elements(self) -> Floats:
+        """Elements of the whole unit."""
+        return self.dense + self.expert
+
+    @property
+    def trained_elements(self) -> Floats:
+        """Elements with gradients."""
+        return self.trained_dense + self.trained_expert
+
+
 class _When(NamedTuple):
     """Masks of the plans that gather and that reduce in their passes."""
 
@@ -41,15 +71,15 @@ def _when(problem: Problem, batch: PlanBatch) -> _When:
     return _When(gathers=is_zero3, reduces=is_zero3 | is_zero2, once=once)
 
 
-def sharded_states(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats) -> ShardedStates:
-    """Describe the collectives of a unit of so many dense and expert parameters, in elements.
+def sharded_states(problem: Problem, batch: PlanBatch, unit: UnitParameters) -> ShardedStates:
+    """Describe the collectives of a unit.
 
     zero3 gathers the weights in both passes and reduces the gradients in every micro-batch, except in a pipeline whose
     framework keeps the weights between micro-batches: there once a step.  zero2 only reduces, if the framework does so
     in every micro-batch.  Recomputation finds the weights gathered.
     """
     groups, when = process_groups(batch), _when(problem, batch)
-    element, wire = problem.training.element_bytes, problem.bytes_per_reduced_grad
+    wire = problem.bytes_per_reduced_grad
     pieces = problem.framework.network.messages_per_block
     times: Floats = np.where(when.once, 1.0 / batch.num_microbatches, 1.0)
     gathers = (pieces * when.gathers * times, np.where(when.gathers & ~when.once, pieces, 0.0))
@@ -59,25 +89,31 @@ def sharded_states(problem: Problem, batch: PlanBatch, dense: Floats, expert: Fl
             name,
             "all_gather",
             group,
-            element * elements / pieces,
+            num_bytes / pieces,
             forward=gathers[0],
             backward=gathers[1],
             is_repeated=False,
         )
-        for name, group, elements in (("shard", groups.shard, dense), ("expert shard", groups.expert_shard, expert))
+        for name, group, num_bytes in (
+            ("shard", groups.shard, unit.dense_bytes),
+            ("expert shard", groups.expert_shard, unit.expert_bytes),
+        )
     )
     reduce, reduce_experts = (
         Collective(name, "reduce_scatter", group, wire * elements / pieces, backward=reduces)
-        for name, group, elements in (("shard", groups.shard, dense), ("expert shard", groups.expert_shard, expert))
+        for name, group, elements in (
+            ("shard", groups.shard, unit.trained_dense),
+            ("expert shard", groups.expert_shard, unit.trained_expert),
+        )
     )
     return ShardedStates(gather, gather_experts, reduce, reduce_experts)
 
 
-def sharded_states_s(problem: Problem, batch: PlanBatch, links: LinkTimes, dense: Floats, expert: Floats) -> Pass:
+def sharded_states_s(problem: Problem, batch: PlanBatch, links: LinkTimes, parameters: UnitParameters) -> Pass:
     """Time of the collectives of a unit's parameters in a micro-batch, shown or hidden."""
     if not _when(problem, batch).reduces.any():
         return Pass.none(len(batch))
-    unit = sharded_states(problem, batch, dense, expert)
+    unit = sharded_states(problem, batch, parameters)
     gather = unit.gather.seconds(links) + unit.gather_experts.seconds(links)
     reduce = unit.reduce.seconds(links) + unit.reduce_experts.seconds(links)
     network, pieces = problem.framework.network, np.where(unit.gather.group.size > 1, unit.gather.group.size, 0)
@@ -86,13 +122,16 @@ def sharded_states_s(problem: Problem, batch: PlanBatch, links: LinkTimes, dense
     return Pass(gather * unit.gather.forward, gather * unit.gather.backward + reduce * unit.reduce.backward)
 
 
-def copied_states_s(problem: Problem, batch: PlanBatch, parameters: Floats) -> Pass:
+def copied_states_s(problem: Problem, batch: PlanBatch, parameters: UnitParameters) -> Pass:
     """Time to copy gathered weights into tensors and gradients into the buffer that is reduced; the passes wait for it.
 
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
     """
     framework, when = problem.framework, _when(problem, batch)
-    copied = np.where(when.once, parameters / batch.num_microbatches, parameters)
+    copied, reduced = (
+        np.where(when.once, elements / batch.num_microbatches, elements)
+        for elements in (parameters.all_elements, parameters.trained_elements)
+    )
     weights = framework.kernels.bytes_copied_per_gathered * copied * when.gathers
-    grads = framework.kernels.bytes_copied_per_reduced * copied * when.reduces
+    grads = framework.kernels.bytes_copied_per_reduced * reduced * when.reduces
     return Pass(memory_bound_s(problem, weights), memory_bound_s(problem, np.where(when.once, 0.0, weights) + grads))

@@ -24,7 +24,7 @@ from autoplan.cost.collectives.tensor_parallel import (
     head_collectives,
 )
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
-from autoplan.cost.memory.parameters import end_parameters, local_parameters, stage_parameters
+from autoplan.cost.memory.parameters import end_parameters, stage_parameters, unit_parameters
 from autoplan.cost.memory.recompute import ATTENTION_BLOCKS, resent_share
 from autoplan.cost.network.links import Links, link_bytes
 from autoplan.cost.pipeline.layout import StageBlocks, repeats_mtp, stage_blocks
@@ -148,7 +148,7 @@ def transfers(problem: Problem, plan: ParallelPlan) -> Iterator[Transfers]:
     stages, microbatches = np.arange(plan.pp), float(plan.num_microbatches)
     blocks = stage_blocks(problem.model, batch, plan.pp)
     parameters = stage_parameters(problem, batch, blocks)
-    for block, shape in block_shapes(problem.model).items():
+    for block, shape in block_shapes(problem.model, problem.training.finetuning).items():
         passes = _block_passes(problem, batch, blocks, block)
         if np.any(passes.forward):
             yield from _counted(_of_block(problem, batch, block, shape), passes, stages)
@@ -159,8 +159,8 @@ def transfers(problem: Problem, plan: ParallelPlan) -> Iterator[Transfers]:
     yield from _counted(embedding_collectives(problem, batch), tables, stages)
     yield from _counted((*hidden, loss), Passes(forward=heads, backward=heads), stages)
     # Embedding and head are units of their own, also on one stage.
-    for elements, where in zip(end_parameters(blocks, parameters), (is_first, is_last), strict=True):
-        unit = sharded_states(problem, batch, elements, np.zeros(1))
+    for end, where in zip(end_parameters(problem, blocks, parameters), (is_first, is_last), strict=True):
+        unit = sharded_states(problem, batch, end)
         yield from _counted(unit, Passes(forward=microbatches * where, backward=microbatches * where), stages)
     for collective in end_of_step(problem, batch, parameters):
         yield Transfers(collective=collective, times=np.broadcast_to(collective.at_end, parameters.dense.shape)[0])
@@ -182,7 +182,7 @@ def _of_block(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShap
         yield from context_parallel(problem, batch)
     if block is Block.MOE:
         yield from expert_parallel(problem, batch)
-    yield from sharded_states(problem, batch, *local_parameters(batch, shape))
+    yield from sharded_states(problem, batch, unit_parameters(problem, batch, shape))
 
 
 def _block_passes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, block: Block) -> Passes:

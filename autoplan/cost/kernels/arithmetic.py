@@ -7,15 +7,19 @@ matrices per kind of block serves parameter counts, FLOPs, GEMM shapes and memor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from autoplan.base.errors import InputError
+from autoplan.spec.finetuning import ALL_LINEAR, EMBEDDING, HEAD, MODULES, FineTuning, Target
 from autoplan.spec.model import Block, ModelSpec
 
 # Tokens of a chunk in which kernels work off a gated delta net: CHUNK_SIZE of flash-linear-attention
 # (fla/ops/gated_delta_rule/chunk.py), and of the torch code in transformers' modeling_qwen3_next.py.
 DELTA_CHUNK_TOKENS = 64
+
+Split = Literal["column", "row", "replicated", "expert_column", "expert_row"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +34,14 @@ class Linear:
     name: str
     in_size: int
     out_size: int
-    split: Literal["column", "row", "replicated", "expert_column", "expert_row"]
+    split: Split
     has_bias: bool = False
     copies: int = 1
     grouped_out_size: int = 0
     num_groups: int = 1
+    is_frozen: bool = False  # it has no gradient
+    weight_bytes: float | None = None  # of a frozen weight, where it is quantised
+    adapts: str = ""  # of a matrix of an adapter, the name of the frozen matrix beside which it runs
 
     @property
     def is_expert(self) -> bool:
@@ -59,12 +66,30 @@ class BlockShape:
     linears: tuple[Linear, ...]
     num_norm_parameters: int  # replicated on every tensor-parallel rank
     num_other_parameters: int = 0  # cut by tensor parallelism
+    is_frozen: bool = False  # but for its adapters
+    drops_inputs: bool = False  # adapters take what dropout leaves of the inputs
+    num_magnitudes: int = 0  # trained beside adapters, cut by tensor parallelism: one for each output (DoRA)
 
     @property
     def num_parameters(self) -> int:
         """All elements of the block."""
         return (
-            sum(linear.num_parameters for linear in self.linears) + self.num_norm_parameters + self.num_other_parameters
+            sum(linear.num_parameters for linear in self.linears)
+            + self.num_norm_parameters
+            + self.num_other_parameters
+            + self.num_magnitudes
+        )
+
+    def keeps_input(self, name: str) -> bool:
+        """Return whether the gradient of any weight needs what enters the matrix of that name.
+
+        A frozen matrix needs its weights alone for the gradient of its inputs; an adapter beside it needs the inputs,
+        or what dropout leaves of them.
+        """
+        adapts = "" if self.drops_inputs else name
+        return any(
+            (linear.name == name and not linear.is_frozen) or (linear.adapts and linear.adapts == adapts)
+            for linear in self.linears
         )
 
 
@@ -230,17 +255,131 @@ _SHAPES = {
 
 
 @lru_cache(maxsize=256)
-def block_shapes(model: ModelSpec) -> Mapping[Block, BlockShape]:
-    """The shape of every kind of block that the model has."""
+def block_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> Mapping[Block, BlockShape]:
+    """The shape of every kind of block that the model has, with its adapters where `finetuning` has some.
+
+    Raises InputError where a target of the adapters is no matrix of the model.
+    """
     layers = [*model.layers, *([model.mtp_layer] if model.num_mtp_layers else [])]
     kinds = sorted({block for layer in layers for block in layer})
-    return {kind: _SHAPES[kind](model) for kind in kinds}
+    shapes = {kind: _SHAPES[kind](model) for kind in kinds}
+    if finetuning is None or not finetuning.has_adapters:
+        return shapes
+    adapted = {kind: _adapted(model, shape, finetuning) for kind, shape in shapes.items()}
+    found = {name for _, names in adapted.values() for name in names}
+    if missing := [name for name in finetuning.targets if name not in found]:
+        known = sorted(
+            {name for name, targets in MODULES.items() if any(_is_in(shapes, model, one) for one in targets)}
+        )
+        raise InputError(f"model {model.name} has no module {missing[0]}: its linear layers are {', '.join(known)}")
+    return {kind: shape for kind, (shape, _) in adapted.items()}
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def _is_in(shapes: Mapping[Block, BlockShape], model: ModelSpec, target: Target) -> bool:
+    """Return whether a matrix of the model is the target."""
+    has_part = target.part not in ("gate", "up") or model.gated_mlp
+    return has_part and any(linear.name == target.linear for shape in shapes.values() for linear in shape.linears)
+
+
+def _adapted(model: ModelSpec, shape: BlockShape, finetuning: FineTuning) -> tuple[BlockShape, set[str]]:
+    """(a block with its weights frozen and two matrices for every target, the targets that it has)."""
+    linears = [replace(linear, is_frozen=True, weight_bytes=finetuning.weight_bytes) for linear in shape.linears]
+    linears = [replace(one, weight_bytes=None) if one.name in NEVER_ADAPTED else one for one in linears]
+    adapters: list[Linear] = []
+    names: set[str] = set()
+    magnitudes = 0
+    for linear in shape.linears:
+        parts = _targeted_parts(model, linear, finetuning.targets)
+        names |= {name for name, _ in parts}
+        for part in dict.fromkeys(part for _, part in parts):
+            pair = _adapter(linear, _part(linear, part), part, finetuning.rank or 0)
+            adapters += pair
+            magnitudes += pair[1].copies * pair[1].out_size if finetuning.dora else 0
+    changed = replace(
+        shape,
+        linears=(*linears, *adapters),
+        is_frozen=True,
+        drops_inputs=finetuning.dropout > 0,
+        num_magnitudes=magnitudes,
+    )
+    return changed, names
+
+
+# PEFT's "all-linear" leaves out the head; routers are parameters of their own in today's transformers.
+NEVER_ADAPTED = ("router", "shared_gate")
+
+
+def _targeted_parts(model: ModelSpec, linear: Linear, targets: tuple[str, ...]) -> list[tuple[str, str]]:
+    """(target, part of the matrix) for all of a block's matrix that gets an adapter."""
+    if linear.name in NEVER_ADAPTED:
+        return []
+    pieces: tuple[str, ...] = {"qkv": ("q", "k", "v")}.get(linear.name, ("",))
+    if linear.name.endswith("fc1") and model.gated_mlp:
+        pieces = ("gate", "up")
+    found = []
+    for name in targets:
+        if name == ALL_LINEAR:
+            found += [(name, piece) for piece in pieces]
+        for target in MODULES.get(name, ()):
+            if target.linear == linear.name and (not target.part or target.part in pieces):
+                found.append((name, target.part))
+    return found
+
+
+def _part(linear: Linear, part: str) -> Linear:
+    """The product of a matrix that a part of its outputs is."""
+    shared = linear.grouped_out_size // 2
+    if part == "q":
+        return replace(linear, out_size=linear.out_size - 2 * shared, grouped_out_size=0)
+    if part in ("k", "v"):
+        return replace(linear, out_size=shared, grouped_out_size=shared)
+    return replace(linear, out_size=linear.out_size // 2) if part else linear
+
+
+def _adapter(linear: Linear, part: Linear, name: str, rank: int) -> tuple[Linear, Linear]:
+    """The two matrices of an adapter: into the rank, and out of it (arXiv:2106.09685).
+
+    Beside a matrix that is cut along its outputs the first is whole on every rank and the second is cut as it is;
+    beside one that is cut along its inputs the first is, and the second is whole.
+    """
+    first: Split = "replicated" if linear.split == "column" else linear.split
+    second: Split = "replicated" if linear.split == "row" else linear.split
+    label = ".".join(piece for piece in (linear.name, name) if piece)
+    plain = replace(part, has_bias=False, adapts=linear.name)
+    return (
+        replace(plain, name=f"{label}.lora_a", out_size=rank, split=first, grouped_out_size=0),
+        replace(plain, name=f"{label}.lora_b", in_size=rank, split=second),
+    )
 
 
 def embedding_parameters(model: ModelSpec) -> int:
     """Elements of the input embedding: token rows, of the vocabulary without padding, and learned positions."""
     positions = model.max_positions if model.position_embedding == "learned" else 0
     return (model.vocab_size + positions) * model.hidden_size + (norm_parameters(model) if model.embedding_norm else 0)
+
+
+def count_trained_parameters(model: ModelSpec, finetuning: FineTuning) -> int:
+    """Parameters that fine-tuning trains, in elements."""
+    shapes = block_shapes(model, finetuning)
+    ends = {
+        EMBEDDING: embedding_parameters(model),
+        HEAD: 0 if model.tied_embeddings else model.vocab_size * model.hidden_size,
+    }
+    total = sum(size for end, size in ends.items() if finetuning.trains(end))
+    if not finetuning.has_adapters:
+        return (
+            total
+            + norm_parameters(model)
+            + sum(shapes[block].num_parameters for layer in model.layers for block in layer)
+        )
+    adapters = {
+        block: shape.num_magnitudes + sum(linear.num_parameters for linear in shape.linears if linear.adapts)
+        for block, shape in shapes.items()
+    }
+    return total + sum(adapters[block] for layer in model.layers for block in layer)
 
 
 def count_parameters(model: ModelSpec, *, active: bool = False, with_mtp: bool = False) -> int:
@@ -276,13 +415,14 @@ def attention_context(model: ModelSpec, block: Block, seq_len: int) -> float:
     return seq_len / 2
 
 
-def model_flops_per_token(model: ModelSpec, seq_len: int) -> float:
+def model_flops_per_token(model: ModelSpec, seq_len: int, finetuning: FineTuning | None = None) -> float:
     """Floating-point operations of one token's forward and backward pass, Megatron-LM's present convention.
 
     3 x 2 x active weights, the causal attention core at half of the square, one logit GEMM and one more per MTP
     layer; recomputation is not counted.  Source: Megatron-LM training.py, `num_floating_point_operations`.
+    Frozen weights have no gradient: 2 x 2 of them.
     """
-    shapes = block_shapes(model)
+    shapes, spared = block_shapes(model, finetuning), 0.0
     layers = [*model.layers, *([model.mtp_layer] * model.num_mtp_layers)]
     forward = 0.0
     for layer in layers:
@@ -292,6 +432,7 @@ def model_flops_per_token(model: ModelSpec, seq_len: int) -> float:
                 if linear.is_expert and model.moe:
                     share = model.moe.experts_per_token / model.moe.num_experts
                 forward += 2 * share * linear.num_weights
+                spared += 2 * share * linear.num_weights * linear.is_frozen
             if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
                 context = attention_context(model, block, seq_len)
                 forward += 2 * context * model.num_heads * (model.qk_head_dim + model.v_head_dim)
@@ -301,7 +442,9 @@ def model_flops_per_token(model: ModelSpec, seq_len: int) -> float:
                 forward += linear_attention_flops_per_token(model)
     forward += 2 * model.hidden_size * model.vocab_size * (1 + model.num_mtp_layers)
     forward += 2 * 2 * model.hidden_size**2 * model.num_mtp_layers
-    return 3 * forward
+    if finetuning is not None and not finetuning.trains(HEAD):
+        spared += 2 * model.hidden_size * model.vocab_size * (1 + model.num_mtp_layers)
+    return 3 * forward - spared
 
 
 def mamba_scan_flops_per_token(model: ModelSpec) -> float:

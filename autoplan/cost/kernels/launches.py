@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, add_up
+from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import Dispatcher, Precision, RecomputeModule
 from autoplan.spec.framework import GraphScope
@@ -56,6 +57,9 @@ SHARED_EXPERTS = Launches(6, 12)
 # Latent attention has more products and norms, and copies that its kernels need; without a kernel for them, the rotary
 # embeddings of queries and keys are plain products and concatenations.
 LATENT_ATTENTION, LATENT_ROPE = Launches(6, 10), Launches(26, 36)
+# An adapter: two products, a scale and a sum; backward four products, a scale and a sum.  With magnitudes a product of
+# both weights, their sum and its norm, and the scale of both outputs.  Quantised weights: the scales, then the weights.
+ADAPTER, ADAPTER_DROPOUT, MAGNITUDES, DEQUANTISE = Launches(4, 6), Launches(1, 1), Launches(9, 6), Launches(2, 2)
 # A part that is recomputed by name launches what it launched forward, and what its checkpoint costs the host beside:
 # states of random generators kept and set, and a graph of its own (core/tensor_parallel/random.py) [judged].
 CHECKPOINT = 5
@@ -81,11 +85,34 @@ def extra_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     elif block in ATTENTION_KINDS and problem.model.mla:
         unfused = np.full(len(batch), 0.0 if problem.framework.kernels.fused_latent_rope else LIGHT)
         parts = [(LATENT_ATTENTION, np.ones(len(batch))), (LATENT_ROPE, unfused)]
+    if problem.training.finetuning is not None:
+        parts += _adapter_parts(problem, batch, block)
     each_s = _each_s(problem, batch, block)
     return Pass(
         add_up(launches.forward * count * each_s for launches, count in parts) + 0.0 * each_s,
         add_up(launches.backward * count * each_s for launches, count in parts) + 0.0 * each_s,
     )
+
+
+def _adapter_parts(problem: Problem, batch: PlanBatch, block: Block) -> list[tuple[Launches, Floats]]:
+    """(kernels, how often each plan launches them) of the adapters and the quantised matrices of a block."""
+    finetuning = problem.training.finetuning
+    assert finetuning is not None
+    linears = block_shapes(problem.model, finetuning)[block].linears
+    once, local = np.ones(len(batch)), 1.0 / batch.ep
+    adapters, quantised = (
+        add_up(local * linear.copies if linear.is_expert else once for linear in chosen) + 0.0 * once
+        for chosen in (
+            [linear for linear in linears if linear.name.endswith("lora_a")],
+            [linear for linear in linears if linear.weight_bytes is not None],
+        )
+    )
+    return [
+        (ADAPTER, adapters),
+        (ADAPTER_DROPOUT, adapters * (finetuning.dropout > 0)),
+        (MAGNITUDES, adapters * finetuning.dora),
+        (DEQUANTISE, quantised),
+    ]
 
 
 def repeated_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Floats:

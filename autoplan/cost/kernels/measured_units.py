@@ -181,7 +181,9 @@ def _only(found: Lookup, which: Bools) -> Lookup:
 
 
 def _is_whole(problem: Problem) -> bool:
-    return problem.timings.is_own and problem.training.attention == "flash" and _has_measured_layer(problem.model)
+    training = problem.training
+    is_usual = training.attention == "flash" and training.finetuning is None
+    return problem.timings.is_own and is_usual and _has_measured_layer(problem.model)
 
 
 def _has_measured_layer(model: ModelSpec) -> bool:

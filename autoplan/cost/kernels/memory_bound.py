@@ -238,6 +238,8 @@ def _cast_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traf
     of_slices = np.where(in_slices, (moved - copies) / batch.tp + 2.0 * copies, moved)
     forward = backward = np.zeros(len(batch))
     for linear in shape.linears:
+        if linear.adapts:
+            continue
         inputs, outputs = local_sizes(linear, batch)
         tokens = rank_tokens(problem, batch)
         if linear.is_expert:

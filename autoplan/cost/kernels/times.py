@@ -10,14 +10,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints, add_up
+from autoplan.cost.kernels.adapters import tuned_matrices_s, tuning_traffic
 from autoplan.cost.kernels.arithmetic import BlockShape
 from autoplan.cost.kernels.attention import attention_s, scan_s
 from autoplan.cost.kernels.measured import find_kernels, measured_pass
 from autoplan.cost.kernels.measured_units import head_factor
 from autoplan.cost.kernels.memory_bound import RECURRENT_BLOCKS, memory_bound_s, streams_s, traffic_of
-from autoplan.cost.kernels.products import gemm_rate, matrices_s, products_s
+from autoplan.cost.kernels.products import gemm_rate, products_s
 from autoplan.cost.kernels.sizes import norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.passes import Pass, SplitPass
+from autoplan.spec.finetuning import HEAD
 from autoplan.spec.model import Block
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -62,13 +64,13 @@ class KernelTimes:
 
 def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> KernelTimes:
     """Time of the kernels of one block for one micro-batch on one rank; of a plan, `KERNEL_AXES` decide alone."""
-    matrices = matrices_s(problem, batch, shape.linears, gemm_rate(problem, batch))
+    matrices = tuned_matrices_s(problem, batch, shape)
     attention = Pass.none(len(batch))
     if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
         attention = attention_s(problem, batch, block)
     if block in RECURRENT_BLOCKS:
         attention = scan_s(problem, batch, block)
-    traffic = traffic_of(problem, batch, block)
+    traffic = traffic_of(problem, batch, block) | tuning_traffic(problem, batch, shape)
     memory = streams_s(problem, batch, block, shape, traffic)
     if block is Block.MOE and problem.model.gated_mlp and not problem.timings.is_empty:
         activation = traffic["expert_activation"].seconds(problem)
@@ -140,6 +142,9 @@ def head_s(problem: Problem, batch: PlanBatch) -> HeadTimes:
     kernels_s = add_up(products) + 2 * loss
     longer = head_factor(problem, wide, (tokens, hidden, padded_vocab(problem, batch)), kernels_s)
     products, loss = products.times(longer, longer), longer * loss
+    finetuning = problem.training.finetuning
+    if finetuning is not None and not finetuning.trains(HEAD):
+        products = products._replace(weight_gradient_s=0.0 * products.weight_gradient_s)
     # Every prediction depth runs the head once more, after a projection of the hidden state beside the next embedding.
     passes = Pass(products.forward_s + loss, products.backward_s + loss).scaled(1 + depths)
     if depths:

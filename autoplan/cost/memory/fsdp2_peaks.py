@@ -145,6 +145,20 @@ def stage_terms(sizes: PipelineSizes) -> Moments:
     return {"forward": buffered(*forward), "backward": buffered(*backward), "update": buffered(update)}
 
 
+def with_gathered(moments: Moments, gathered: Floats) -> Moments:
+    """The moments with so many bytes more of gathered weights while passes run."""
+    return {
+        phase: tuple(
+            {
+                name: size + gathered if name == "gathered" and phase != "update" else size
+                for name, size in terms.items()
+            }
+            for terms in every
+        )
+        for phase, every in moments.items()
+    }
+
+
 def at_peak(moments: Moments) -> dict[str, Floats]:
     """The terms of the moment that needs most."""
     every = [terms for phase in moments.values() for terms in phase]

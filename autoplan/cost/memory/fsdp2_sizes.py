@@ -14,13 +14,14 @@ from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
 from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.memory.activations import ChunkEnds, activation_bytes, layer_bytes, stored_bytes
 from autoplan.cost.memory.fsdp2_peaks import WIDE_BYTES, PassSizes, PipelineSizes
-from autoplan.cost.memory.parameters import StageParameters, local_parameters, spread_bytes
+from autoplan.cost.memory.parameters import StageParameters, frozen_bytes, local_parameters, spread_bytes
 from autoplan.cost.memory.recompute import casts_norms, eager_norm_bytes
 from autoplan.cost.network.links import ProcessGroup
 from autoplan.cost.network.process_groups import ProcessGroups
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.spec.enums import Schedule, Sharding
+from autoplan.spec.finetuning import EMBEDDING, HEAD
 from autoplan.spec.model import Block
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -45,14 +46,15 @@ def pass_sizes(
     repeat: Floats,
 ) -> PassSizes:
     """Sizes that make up the moments of an FSDP2 step; `repeat` is what a layer recomputed as a whole keeps again."""
-    model, framework = problem.model, problem.framework
-    shapes = block_shapes(model)
+    model, framework, finetuning = problem.model, problem.framework, problem.training.finetuning
+    shapes, parameters = block_shapes(model, finetuning), parameters.trained
     every = (batch.sharding >= Sharding.ZERO2.code) & (batch.pp == 1)
     sharded = batch.sharding >= Sharding.ZERO1.code
     has_before = batch.num_microbatches > 1
     unit = np.zeros(len(batch))
     for layer in set(model.layers):
-        unit = np.maximum(unit, add_up(add_up(local_parameters(batch, shapes[block])) for block in layer))
+        own = (local_parameters(batch, shapes[block], trained=True) for block in layer)
+        unit = np.maximum(unit, add_up(add_up(pair) for pair in own))
     tokens = rank_tokens(problem, batch)
     ends = _chunk_ends(problem, batch) if blocks.num_stages > 1 else None
     live = activation_bytes(problem, batch, blocks, kept, ends)
@@ -62,7 +64,7 @@ def pass_sizes(
     whole = parameters.dense + parameters.expert
     table = padded_vocab(problem, batch) * model.hidden_size
     summed = np.zeros_like(whole)
-    summed[:, 0] = table * (1.0 - 1.0 / batch.tp)
+    summed[:, 0] = table * (1.0 - 1.0 / batch.tp) * (finetuning is None or finetuning.trains(EMBEDDING))
     gate = 2 if model.gated_mlp else 1
     element = problem.training.element_bytes
     transients = element * tokens * ((gate + 1) * _width(problem) / batch.tp + model.hidden_size)
@@ -76,7 +78,7 @@ def pass_sizes(
         copy_bytes=np.where(has_copies, element, 0.0)[:, None],
         parameters=whole,
         ends=parameters.ends,
-        head=blocks.at_last(table / batch.tp),
+        head=blocks.at_last(table / batch.tp * (finetuning is None or finetuning.trains(HEAD))),
         unit=blocks.at_all(unit),
         own=spread_bytes(parameters, groups, 1.0, sharded),
         own_ends=parameters.ends / np.where(sharded, groups.shard.size, 1)[:, None],
@@ -90,6 +92,21 @@ def pass_sizes(
         logits=blocks.at_last(per_logit * _num_logits(problem, batch) + _last_norm_bytes(problem, batch)),
         transients=transients[:, None] + np.where(blocks.repeats_chunk, repeat[:, None], 0.0),
     )
+
+
+def frozen_copies(
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters, groups: ProcessGroups
+) -> Floats:
+    """Bytes of gathered frozen weights while the passes of FSDP2 run; those that are not sharded are read in place."""
+    shapes, frozen = block_shapes(problem.model, problem.training.finetuning), parameters.frozen_bytes
+    assert frozen is not None
+    unit = np.zeros(len(batch))
+    for layer in set(problem.model.layers):
+        unit = np.maximum(unit, add_up(add_up(frozen_bytes(problem, batch, shapes[block])) for block in layer))
+    in_turn = frozen.ends + 2.0 * blocks.at_all(unit)
+    frees = ((batch.sharding == Sharding.ZERO3.code) & (batch.pp == 1))[:, None]
+    is_sharded = ((batch.sharding >= Sharding.ZERO1.code) & (groups.shard.size > 1))[:, None]
+    return np.where(is_sharded, np.where(frees, in_turn, frozen.dense + frozen.expert), 0.0)
 
 
 def pipeline_sizes(
@@ -142,7 +159,7 @@ def _chunk_ends(problem: Problem, batch: PlanBatch) -> ChunkEnds:
     element = problem.training.element_bytes
     sliced = element * norm_tokens(problem, batch) * problem.model.hidden_size
     is_copied = (batch.recompute_num_layers == 0) & casts_norms(problem)
-    logits, shapes = _num_logits(problem, batch), block_shapes(problem.model)
+    logits, shapes = _num_logits(problem, batch), block_shapes(problem.model, problem.training.finetuning)
     return ChunkEnds(
         received=np.where(is_copied, 0.0, -sliced),
         sent=sliced,

@@ -1,28 +1,36 @@
-"""Parameters that a rank holds: of a block, and of a pipeline stage."""
+"""Parameters that a rank holds, of a block and of a pipeline stage: all, those with gradients, bytes of the others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, add_up
+from autoplan.cost.collectives.sharded_states import UnitParameters
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes, embedding_parameters, norm_parameters
 from autoplan.cost.kernels.measured_units import LAYER
 from autoplan.cost.kernels.sizes import local_sizes, padded_vocab
 from autoplan.cost.network.process_groups import ProcessGroups, process_groups
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.spec.enums import Sharding
+from autoplan.spec.finetuning import EMBEDDING, HEAD
+from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
 
-def local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Floats]:
-    """(dense, expert) parameters of a block that one rank holds, in elements."""
+def local_parameters(batch: PlanBatch, shape: BlockShape, *, trained: bool = False) -> tuple[Floats, Floats]:
+    """(dense, expert) parameters of a block that one rank holds, in elements; those with gradients where `trained`."""
     dense = shape.num_norm_parameters + shape.num_other_parameters / batch.tp
+    if shape.is_frozen:
+        dense = shape.num_magnitudes / batch.tp + (0.0 if trained else dense)
     expert = np.zeros(len(batch))
     for linear in shape.linears:
+        if trained and linear.is_frozen:
+            continue
         inputs, outputs = local_sizes(linear, batch)
         elements = (inputs + linear.has_bias) * outputs
         if linear.is_expert:
@@ -32,9 +40,25 @@ def local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Float
     return dense, expert
 
 
+def frozen_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Floats]:
+    """(dense, expert) bytes of the weights of a block that one rank holds without gradients."""
+    element = problem.training.element_bytes
+    held, trained = local_parameters(batch, shape), local_parameters(batch, shape, trained=True)
+    dense, expert = element * (held[0] - trained[0]), element * (held[1] - trained[1])
+    for linear in shape.linears:
+        if linear.is_frozen and linear.weight_bytes is not None:
+            inputs, outputs = local_sizes(linear, batch)
+            saved = (element - linear.weight_bytes) * inputs * outputs
+            if linear.is_expert:
+                expert = expert - saved * linear.copies / batch.ep
+            else:
+                dense = dense - saved
+    return dense, expert
+
+
 def layer_parameters(problem: Problem, batch: PlanBatch) -> Floats:
     """Parameters of a layer of attention and MLP that one rank holds."""
-    shapes = block_shapes(problem.model)
+    shapes = block_shapes(problem.model, problem.training.finetuning)
     return add_up(add_up(local_parameters(batch, shapes[block])) for block in LAYER)
 
 
@@ -45,12 +69,23 @@ class StageParameters:
     dense: Floats
     expert: Floats
     ends: Floats  # of the dense ones: embedding and head, which belong to no block
+    # Where some have no gradients: those that have, and the bytes of the others, `dense` and `expert` ones.
+    only_trained: StageParameters | None = None
+    frozen_bytes: StageParameters | None = None
+
+    @property
+    def trained(self) -> StageParameters:
+        """The parameters that have gradients."""
+        return self.only_trained or self
 
 
 def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> StageParameters:
     """Blocks, embedding (first stage), head and final norm (last stage) of one rank."""
     model = problem.model
-    of_block = {block: local_parameters(batch, shape) for block, shape in block_shapes(model).items()}
+    of_block = {
+        block: local_parameters(batch, shape)
+        for block, shape in block_shapes(model, problem.training.finetuning).items()
+    }
     dense, expert, ends = (blocks.zeros() for _ in range(3))
     for block, count in blocks.count.items():
         dense += count * of_block[block][0][:, None]
@@ -69,29 +104,112 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
             dense += blocks.at_last(layers * of_block[block][0])
             expert += blocks.at_last(layers * of_block[block][1])
     ends += blocks.at_last(head)
-    return StageParameters(dense=dense + ends, expert=expert, ends=ends)
+    parameters = StageParameters(dense=dense + ends, expert=expert, ends=ends)
+    return parameters if problem.training.finetuning is None else _with_frozen(problem, batch, blocks, parameters)
+
+
+def _with_frozen(
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters
+) -> StageParameters:
+    """The parameters with those that fine-tuning trains, and the bytes of the frozen ones."""
+    model, finetuning = problem.model, problem.training.finetuning
+    assert finetuning is not None
+    tables = _tables(problem, batch, blocks)
+    if not finetuning.has_adapters:
+        fixed = sum((tables[end] for end in finetuning.frozen), start=blocks.zeros())
+        trained = replace(parameters, dense=parameters.dense - fixed, ends=parameters.ends - fixed)
+        none, fixed_bytes = blocks.zeros(), problem.training.element_bytes * fixed
+        return replace(
+            parameters,
+            only_trained=trained,
+            frozen_bytes=StageParameters(dense=fixed_bytes, expert=none, ends=fixed_bytes),
+        )
+    saved = sum((tables[end] for end in finetuning.saved_modules), start=blocks.zeros())
+    shapes, element = block_shapes(model, finetuning), problem.training.element_bytes
+    adapters, held, sizes = (
+        _of_blocks(model, blocks, {block: of_block(shape) for block, shape in shapes.items()})
+        for of_block in (
+            partial(local_parameters, batch, trained=True),
+            partial(local_parameters, batch),
+            partial(frozen_bytes, problem, batch),
+        )
+    )
+    return StageParameters(
+        dense=parameters.dense + saved,
+        expert=parameters.expert,
+        ends=parameters.ends + saved,
+        only_trained=StageParameters(dense=adapters[0] + saved, expert=adapters[1], ends=saved),
+        frozen_bytes=StageParameters(
+            dense=sizes[0] + element * (parameters.dense - held[0]), expert=sizes[1], ends=element * parameters.ends
+        ),
+    )
+
+
+def _tables(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> dict[str, Floats]:
+    """Elements of embedding and head on every stage; a head that is tied to the embedding beside it is none."""
+    model = problem.model
+    table = padded_vocab(problem, batch) * model.hidden_size / batch.tp
+    embedding = blocks.zeros()
+    embedding[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.hidden_size
+    is_tied = blocks.is_last[:, 0] & model.tied_embeddings
+    return {EMBEDDING: embedding, HEAD: blocks.at_last(np.where(is_tied, 0.0, table))}
+
+
+def _of_blocks(
+    model: ModelSpec, blocks: StageBlocks, per_block: dict[Block, tuple[Floats, Floats]]
+) -> tuple[Floats, Floats]:
+    """Sums of the (dense, expert) numbers of all blocks of every stage: shape (plans, stages)."""
+    sums = []
+    for part in (0, 1):
+        total = blocks.zeros()
+        for block, count in blocks.count.items():
+            total += count * per_block[block][part][:, None]
+        for block in model.mtp_layer if model.num_mtp_layers else ():
+            total += blocks.at_last(model.num_held_mtp_layers * per_block[block][part])
+        sums.append(total)
+    return sums[0], sums[1]
 
 
 def own_parameters(batch: PlanBatch, parameters: StageParameters) -> Floats:
     """Parameters that a rank of every stage updates: shape (plans, stages)."""
+    parameters = parameters.trained
     groups, is_sharded = process_groups(batch), batch.sharding >= Sharding.ZERO1.code
     own = parameters.dense / np.where(is_sharded, groups.shard.size, 1)[:, None]
     return own + parameters.expert / np.where(is_sharded, groups.expert_shard.size, 1)[:, None]
 
 
+def unit_parameters(problem: Problem, batch: PlanBatch, shape: BlockShape) -> UnitParameters:
+    """A block as a unit whose states are sharded."""
+    dense, expert = local_parameters(batch, shape)
+    if not shape.is_frozen:
+        return UnitParameters.all_trained(problem, dense, expert)
+    element = problem.training.element_bytes
+    trained, frozen = local_parameters(batch, shape, trained=True), frozen_bytes(problem, batch, shape)
+    return UnitParameters(dense, expert, *trained, element * trained[0] + frozen[0], element * trained[1] + frozen[1])
+
+
 class EndParameters(NamedTuple):
-    """Parameters of the units in front of the layers and behind them, in elements: shape (plans)."""
+    """The units in front of the layers and behind them."""
 
-    embedding: Floats
-    head: Floats
+    embedding: UnitParameters
+    head: UnitParameters
 
 
-def end_parameters(blocks: StageBlocks, parameters: StageParameters) -> EndParameters:
+def end_parameters(problem: Problem, blocks: StageBlocks, parameters: StageParameters) -> EndParameters:
     """Embedding and head as units that are sharded; a stage that holds both has halves of what it holds."""
     share = np.where(blocks.is_last[:, 0], 0.5, 1.0)
-    return EndParameters(
-        embedding=share * parameters.ends[:, 0], head=share * (parameters.ends * blocks.is_last).sum(axis=1)
-    )
+    ends = []
+    for elements, trained in (
+        (share * parameters.ends[:, 0], share * parameters.trained.ends[:, 0]),
+        (
+            share * (parameters.ends * blocks.is_last).sum(axis=1),
+            share * (parameters.trained.ends * blocks.is_last).sum(axis=1),
+        ),
+    ):
+        none = np.zeros_like(elements)
+        unit = UnitParameters.all_trained(problem, elements, none)
+        ends.append(unit._replace(trained_dense=trained))
+    return EndParameters(*ends)
 
 
 def spread_bytes(parameters: StageParameters, groups: ProcessGroups, per_parameter: float, sharded: Bools) -> Floats:

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from autoplan.base.arrays import Floats, add_up
+from autoplan.cost.kernels.adapters import linear_tokens
 from autoplan.cost.kernels.arithmetic import DELTA_CHUNK_TOKENS, BlockShape
 from autoplan.cost.kernels.memory_bound import has_dropout, memory_bound_s
-from autoplan.cost.kernels.sizes import expert_tokens, norm_tokens, rank_tokens
+from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, norm_tokens, rank_tokens
 from autoplan.cost.kernels.times import KernelTimes
 from autoplan.cost.memory.fsdp2_peaks import WIDE_BYTES
 from autoplan.spec.enums import Precision, RecomputeModule
@@ -71,10 +72,10 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     """
     model, framework, element = problem.model, problem.framework, problem.training.element_bytes
     sliced = norm_tokens(problem, batch) * model.hidden_size
-    norm = model.norms_per_block * (2 * element + eager_norm_bytes(problem))
+    norm = model.norms_per_block * (2 * element + eager_norm_bytes(problem, is_frozen=shape.is_frozen))
     norm += 1.0 if has_dropout(problem) else 0.0
     if block in ATTENTION_BLOCKS:
-        parts = _attention_parts(problem, batch)
+        parts = _attention_parts(problem, batch, shape)
     elif block is Block.MAMBA and model.mamba:
         inner = model.mamba.num_heads * model.mamba.head_dim
         wide = shape.linears[0].out_size + inner + 2 * model.mamba.num_groups * model.mamba.state_size + 2 * inner
@@ -85,16 +86,20 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         wide = shape.linears[0].out_size + net.conv_width + DELTA_CHUNK_TOKENS * net.num_value_heads
         parts = {None: element * rank_tokens(problem, batch) * (wide + 2 * net.value_width) / batch.tp}
     elif block is Block.MOE:
-        parts = _moe_parts(problem, batch)
+        parts = _moe_parts(problem, batch, shape)
     else:
         parts = {
-            RecomputeModule.MLP: _bytes_per_width(problem, batch)
+            RecomputeModule.MLP: _bytes_per_width(problem, batch, keeps_input=shape.keeps_input("fc2"))
             * rank_tokens(problem, batch)
             * model.ffn_size
             / batch.tp
         }
     # The norm's output is the input of the first GEMM.
     output, rest = input_bytes(problem, batch) * sliced, (norm - element) * sliced
+    if not any(shape.keeps_input(name) for name in NORMED):
+        output = 0.0 * output
+    if shape.is_frozen:
+        rest = rest + _adapter_bytes(problem, batch, shape)
     if _has_norm_module(problem, block):
         parts[RecomputeModule.LAYERNORM] = output
     else:
@@ -111,9 +116,38 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     return parts
 
 
-def eager_norm_bytes(problem: Problem) -> float:
+# The matrices that the norm in front of a block feeds, in any block.
+NORMED = ("qkv", "q", "q_down", "kv_down", "in", "fc1", "router", "expert_fc1", "shared_fc1", "latent_down")
+
+
+def _adapter_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floats:
+    """Bytes that the adapters of a block keep of one micro-batch.
+
+    The narrow output of the first matrix, for the gradient of the second; with dropout what is left of the inputs, a
+    mask, for each adapter; and with trained magnitudes the outputs of matrix and adapter, which they scale.
+    Source: PEFT tuners/lora/layer.py and dora.py.
+    """
+    finetuning, element = problem.training.finetuning, problem.training.element_bytes
+    assert finetuning is not None
+    kept = np.zeros(len(batch))
+    for linear in shape.linears:
+        if not linear.adapts:
+            continue
+        tokens = linear_tokens(problem, batch, linear)
+        inputs, outputs = local_sizes(linear, batch)
+        if linear.name.endswith("lora_b"):
+            kept = kept + tokens * (element * inputs + 2.0 * element * outputs * finetuning.dora)
+        elif finetuning.dropout:
+            # On the host the mask is a tensor of factors (ATen/native/Dropout.cpp), on a GPU one of truths.
+            mask = element if problem.cluster.device.vendor == "cpu" else 1.0
+            kept = kept + tokens * inputs * (element + mask)
+    return kept
+
+
+def eager_norm_bytes(problem: Problem, *, is_frozen: bool = False) -> float:
     """Bytes that a norm keeps per token and hidden element beyond its input and output, where no kernel fuses it.
 
+    What is normalised is kept for the gradient of the norm's weight alone: where that is frozen, its fp32 input is all.
     In fp32 that is what it has normalised: the copy of its input is the input itself.  Torch's layer norm is one
     kernel, which keeps two numbers per token; only an RMSNorm is made of parts.
     """
@@ -125,6 +159,8 @@ def eager_norm_bytes(problem: Problem) -> float:
         framework.memory.fsdp2_states and problem.cluster.device.vendor == "cpu"
     )
     kept = framework.memory.bytes_per_eager_norm if problem.training.element_bytes < WIDE_BYTES else WIDE_BYTES
+    if is_frozen:
+        kept = WIDE_BYTES - problem.training.element_bytes
     return 0.0 if (fused if chosen is None else chosen) else kept
 
 
@@ -141,7 +177,7 @@ def _has_norm_module(problem: Problem, block: Block) -> bool:
     return block is Block.MOE or (block in ATTENTION_BLOCKS and problem.model.mla is not None)
 
 
-def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
+def _attention_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Parts:
     model, framework, training, element = (
         problem.model,
         problem.framework,
@@ -154,10 +190,14 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
         latents = element * (2.0 * (mla.q_lora_rank or 0) + 2.0 * mla.kv_lora_rank + mla.qk_rope_head_dim)
         expanded = element * (2.0 * model.qk_head_dim + mla.qk_nope_head_dim + mla.v_head_dim)
         parts[RecomputeModule.MLA_UP_PROJ] = tokens * expanded * heads
-        kept = tokens * (latents + _output_bytes(problem, batch) * mla.v_head_dim * heads)
+        kept = tokens * (latents + _output_bytes(problem, batch, shape) * mla.v_head_dim * heads)
     else:
         kv_heads = model.kv_heads / np.minimum(batch.tp, model.kv_heads)
-        kept = tokens * model.qk_head_dim * (element * (heads + 2.0 * kv_heads) + _output_bytes(problem, batch) * heads)
+        kept = (
+            tokens
+            * model.qk_head_dim
+            * (element * (heads + 2.0 * kv_heads) + _output_bytes(problem, batch, shape) * heads)
+        )
         if framework.memory.keeps_packed_qkv and model.kv_heads == model.num_heads:
             kept = kept + tokens * element * model.qk_head_dim * 2 * kv_heads
         if framework.memory.fsdp2_states and model.qk_norm == "head":
@@ -176,19 +216,26 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
     return parts
 
 
-def _output_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+def _output_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floats:
     """Bytes per element of the attention's output: the kernel keeps it, and a narrow GEMM behind it keeps a copy."""
     copy, element = input_bytes(problem, batch), problem.training.element_bytes
+    if not shape.keeps_input("out"):
+        return np.full(len(batch), element)
     return element + np.where(copy < element, copy, 0.0)
 
 
-def _bytes_per_width(problem: Problem, batch: PlanBatch) -> Floats:
-    """fc1's output (gate and up) and the activation that feeds fc2; an eager SwiGLU keeps the gated half as well."""
+def _bytes_per_width(problem: Problem, batch: PlanBatch, *, keeps_input: bool = True) -> Floats:
+    """fc1's output (gate and up) and the activation that feeds fc2; an eager SwiGLU keeps the gated half as well.
+
+    The activation is kept for the gradient of fc2's weights or of its adapter, `keeps_input`.
+    """
     gated = 2 if problem.framework.kernels.fused_activation else 3
-    return (gated if problem.model.gated_mlp else 1) * problem.training.element_bytes + input_bytes(problem, batch)
+    return (gated if problem.model.gated_mlp else 1) * problem.training.element_bytes + keeps_input * input_bytes(
+        problem, batch
+    )
 
 
-def _moe_parts(problem: Problem, batch: PlanBatch) -> Parts:
+def _moe_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Parts:
     """Router, permuted inputs, the experts' widths and the shared expert."""
     model, moe = problem.model, problem.model.moe
     assert moe is not None
@@ -196,14 +243,19 @@ def _moe_parts(problem: Problem, batch: PlanBatch) -> Parts:
     routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
     per_width = routed * moe.expert_ffn_size / batch.etp
     inputs = narrow * routed * (moe.latent_size or model.hidden_size)
-    if problem.framework.memory.fsdp2_states:  # outputs for the gradients of the scores, and once more weighted by them
-        inputs = 3.0 * inputs
+    # Outputs for the gradients of the scores, and once more weighted by them.
+    copies = 2.0 if problem.framework.memory.fsdp2_states else 0.0
+    inputs = (copies + shape.keeps_input("expert_fc1")) * inputs
+    shared_width = _bytes_per_width(problem, batch, keeps_input=shape.keeps_input("shared_fc2"))
     return {
         RecomputeModule.MOE: 12.0 * norm_tokens(problem, batch) * moe.num_experts
         + inputs
         + (width - narrow) * per_width,
-        RecomputeModule.MOE_ACT: narrow * per_width,
-        RecomputeModule.SHARED_EXPERTS: width * rank_tokens(problem, batch) * moe.shared_expert_ffn_size / batch.tp,
+        RecomputeModule.MOE_ACT: narrow * per_width * shape.keeps_input("expert_fc2"),
+        RecomputeModule.SHARED_EXPERTS: shared_width
+        * rank_tokens(problem, batch)
+        * moe.shared_expert_ffn_size
+        / batch.tp,
     }
 
 

@@ -15,14 +15,15 @@ from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.sizes import local_sizes, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.memory.activations import activation_bytes, stored_bytes
 from autoplan.cost.memory.allocator_cache import cached_bytes
-from autoplan.cost.memory.fsdp2_peaks import Moments, at_peak, pass_terms, stage_terms
-from autoplan.cost.memory.fsdp2_sizes import dealt_experts, pass_sizes, pipeline_sizes
+from autoplan.cost.memory.fsdp2_peaks import Moments, at_peak, pass_terms, stage_terms, with_gathered
+from autoplan.cost.memory.fsdp2_sizes import dealt_experts, frozen_copies, pass_sizes, pipeline_sizes
 from autoplan.cost.memory.parameters import (
     StageParameters,
     local_parameters,
     own_parameters,
     spread_bytes,
     stage_parameters,
+    unit_parameters,
 )
 from autoplan.cost.memory.recompute import (
     NARROW_BYTES,
@@ -36,6 +37,7 @@ from autoplan.cost.pipeline.layout import (
     stage_blocks,
 )
 from autoplan.spec.enums import Offload, Precision, Sharding
+from autoplan.spec.finetuning import HEAD
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
@@ -107,7 +109,9 @@ def _gathered_bytes(
     def spread(dense: Floats, expert: Floats) -> Floats:
         return dense * dense_spread + expert * expert_spread
 
-    shapes = block_shapes(problem.model)
+    if parameters.frozen_bytes is not None:
+        return _gathered_beside_frozen(problem, batch, parameters, groups)
+    shapes = block_shapes(problem.model, problem.training.finetuning)
     unit = np.zeros(len(batch))
     for layer in set(layers):
         unit = np.maximum(unit, add_up(spread(*local_parameters(batch, shapes[block])) for block in layer))
@@ -125,6 +129,37 @@ def _gathered_bytes(
     return np.where(zero3[:, None], np.where(whole[:, None], stage, in_turn[:, None] + root), gathered)
 
 
+def _gathered_beside_frozen(
+    problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups
+) -> Floats:
+    """The same where weights are frozen: they are gathered as they are held, and gradients are those of the others.
+
+    What zero1 gathers at the end of a step is no more than the adapters, and fits into what activations leave.
+    """
+    framework, zero3 = problem.framework, batch.sharding == Sharding.ZERO3.code
+    element, wire = problem.training.element_bytes, framework.network.bytes_per_reduced_grad
+    prefetched = framework.memory.fsdp_prefetch_units
+    dense_spread, expert_spread = groups.shard.size > 1, groups.expert_shard.size > 1
+
+    def spread(dense: Floats, expert: Floats) -> Floats:
+        return (dense.T * dense_spread + expert.T * expert_spread).T
+
+    shapes = block_shapes(problem.model, problem.training.finetuning)
+    unit = np.zeros(len(batch))
+    for layer in set(problem.model.layers):
+        held = [unit_parameters(problem, batch, shapes[block]) for block in layer]
+        weights = add_up(spread(part.dense_bytes, part.expert_bytes) for part in held)
+        gradients = add_up(spread(part.trained_dense, part.trained_expert) for part in held)
+        unit = np.maximum(unit, prefetched * weights + wire * gradients)
+    trained, frozen = parameters.trained, parameters.frozen_bytes
+    assert frozen is not None
+    none = np.zeros_like(parameters.ends)
+    root = spread(element * parameters.ends + wire * trained.ends, none)
+    stage = spread(frozen.dense + (element + wire) * trained.dense, frozen.expert + (element + wire) * trained.expert)
+    whole = (batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline)
+    return np.where(zero3[:, None], np.where(whole[:, None], stage, unit[:, None] + root), 0.0)
+
+
 def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
     """One persistent bf16 buffer per distinct weight shape (Transformer Engine; `modelling` B6): (plans, stages).
 
@@ -132,16 +167,17 @@ def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
     """
     if not problem.framework.memory.dummy_wgrad_buffers:
         return blocks.zeros()
-    total = np.zeros(len(batch))
+    total, finetuning = np.zeros(len(batch)), problem.training.finetuning
     seen: set[tuple[int, int, str]] = set()
-    for shape in block_shapes(problem.model).values():
+    for shape in block_shapes(problem.model, problem.training.finetuning).values():
         for linear in shape.linears:
             key = (linear.in_size, linear.out_size, linear.split)
-            if key not in seen and linear.name != "router":
+            if key not in seen and linear.name != "router" and not linear.is_frozen:
                 seen.add(key)
                 inputs, outputs = local_sizes(linear, batch)
                 total = total + 2.0 * inputs * outputs
     head = 2.0 * padded_vocab(problem, batch) * problem.model.hidden_size / batch.tp
+    head = head * (finetuning is None or finetuning.trains(HEAD))
     return total[:, None] + blocks.at_last(head)
 
 
@@ -156,11 +192,14 @@ def states(
     reduces = framework.network.zero2_reduces_every_microbatch | (batch.num_microbatches == 1)
     zero2 = (sharding > Sharding.ZERO2.code) | ((sharding == Sharding.ZERO2.code) & reduces)
     zero3 = sharding >= Sharding.ZERO3.code
-    spread = partial(spread_bytes, parameters, groups)
+    spread = partial(spread_bytes, parameters.trained, groups)
     fp16 = batch.precision == Precision.FP16.code
     weights = spread(
         framework.memory.bytes_per_weight, zero1 if framework.memory.fsdp2_states else zero3
     ) + _narrow_weight_bytes(problem, batch, parameters)
+    if parameters.frozen_bytes is not None:
+        is_sharded = zero1 if framework.memory.fsdp2_states else zero3
+        weights = weights + spread_bytes(parameters.frozen_bytes, groups, 1.0, is_sharded)
     gradients = spread(framework.memory.bytes_per_grad, zero2)
     accumulator = framework.memory.bytes_per_bf16_grad_accumulator
     replaced = framework.memory.bytes_per_grad if framework.memory.frees_accumulated_grads else 0.0
@@ -198,7 +237,7 @@ def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StagePa
 
 def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups) -> Floats:
     """Bytes that live only from the last backward pass to the end of the optimizer's step: shape (plans, stages)."""
-    framework = problem.framework
+    framework, parameters = problem.framework, parameters.trained
     zero1 = batch.sharding >= Sharding.ZERO1.code
     on_device = batch.offload != Offload.OPTIMIZER.code
     copies = spread_bytes(parameters, groups, framework.memory.bytes_per_update_copy, zero1) * on_device[:, None]
@@ -221,7 +260,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         groups = dealt_experts(groups, model.moe.num_experts)
     weights, gradients, optimizer = states(problem, batch, parameters, groups)
 
-    shapes = block_shapes(model)
+    shapes = block_shapes(model, problem.training.finetuning)
     parts = {block: activation_parts(problem, batch, block, shape) for block, shape in shapes.items()}
     kept = {block: kept_bytes(problem, batch, own) for block, own in parts.items()}
     repeat = np.zeros(len(batch))
@@ -252,12 +291,16 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
             moments = stage_terms(pipeline_sizes(problem, batch, blocks, sizes, kept))
         else:
             moments = pass_terms(sizes)
+        if parameters.frozen_bytes is not None:
+            moments = with_gathered(moments, frozen_copies(problem, batch, blocks, parameters, groups))
         terms |= at_peak(moments)
     passes = add_up(terms[name] for name in PASS_TERMS)
     update = _update_bytes(problem, batch, parameters, groups)
     terms["update"] = np.maximum(update - passes, 0.0)
     terms["fragmentation"] = (framework.memory.reserved_factor - 1.0) * add_up(terms.values())
-    cached, at_end = cached_bytes(problem, batch, blocks, parameters.dense + parameters.expert, groups.shard.size)
+    cached, at_end = cached_bytes(
+        problem, batch, blocks, parameters.trained.dense + parameters.trained.expert, groups.shard.size
+    )
     terms["cached"] = CACHED_SHARE * cached
     terms["communicators"] = blocks.at_all(framework.memory.communicator_bytes * groups.num_communicators)
     terms["context"] = np.full_like(cached, framework.memory.fixed_bytes)
@@ -328,7 +371,8 @@ def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) 
     offloaded = own_parameters(batch, parameters) * on_host
     offloaded = offloaded * (framework.memory.bytes_per_optimizer_state + framework.memory.bytes_per_grad)
     dense_copies, expert_copies = groups.dense_copies.size[:, None], groups.expert_copies.size[:, None]
-    saved = parameters.dense / dense_copies + parameters.expert / expert_copies
+    trained = parameters.trained
+    saved = trained.dense / dense_copies + trained.expert / expert_copies
     staged = saved * (framework.memory.bytes_per_weight + framework.memory.bytes_per_optimizer_state)
     devices = np.minimum(problem.cluster.devices_per_node, batch.num_devices)
     return devices * (HOST_PROCESS_BYTES + (offloaded + staged).max(axis=1))

@@ -1,0 +1,260 @@
+"""Fine-tuning from what is typed, PEFT's adapter_config.json, and the YAML of axolotl, LLaMA-Factory and TRL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from autoplan.base.errors import InputError
+from autoplan.base.files import decode, read_table, read_text
+from autoplan.base.values import parse_count
+from autoplan.spec.finetuning import ALL_LINEAR, DEFAULT_TARGETS, QUANTIZED_BYTES, FineTuning, Quantization
+
+ADAPTER_CONFIG = "adapter_config.json"
+METHODS = ("lora", "dora", "qlora", "qdora", "full")
+PEFT_RANK = 8  # LoraConfig.r where a config names none; LLaMA-Factory's lora_rank too
+TRL_RANK, TRL_DROPOUT = 16, 0.05  # trl/trainer/model_config.py
+
+
+def load_finetuning(text: str) -> FineTuning:
+    """Return the fine-tuning that a text stands for: a method with its settings, or the path of a file.
+
+    Methods are such as "lora:r=16,targets=q_proj+v_proj" or "qlora:r=64,targets=all-linear,quantize=nf4-dq", with r,
+    targets, dropout, quantize, train (embed_tokens, lm_head), and for "full" freeze.  Files are PEFT's
+    adapter_config.json, or its folder, and YAML of axolotl, LLaMA-Factory or TRL.
+    """
+    method, _, settings = text.partition(":")
+    if method in METHODS:
+        return _from_settings(method, settings)
+    path = Path(text)
+    if path.is_dir():
+        path = path / ADAPTER_CONFIG
+    if not path.is_file():
+        raise InputError(
+            f"--finetune {text[:60]!r}: write {', '.join(METHODS[:3])} or full, with settings such as lora:r=16, "
+            f"or the path of {ADAPTER_CONFIG} or a YAML of axolotl, LLaMA-Factory or TRL"
+        )
+    if path.suffix == ".json":
+        return _from_peft(read_table(path), str(path))
+    return _from_yaml(_read_yaml(path), str(path))
+
+
+def combined(
+    finetune: str | Path | FineTuning | None,
+    lora_rank: int | None = None,
+    lora_targets: str | None = None,
+    quantize: str | None = None,
+) -> FineTuning | None:
+    """Return the fine-tuning that the options of a problem say together; None where they say nothing."""
+    tuning = finetune if finetune is None or isinstance(finetune, FineTuning) else load_finetuning(str(finetune))
+    changes: dict[str, Any] = {}
+    if lora_rank is not None:
+        changes["rank"] = lora_rank
+    if lora_targets is not None:
+        changes["targets"] = _names(lora_targets)
+    if quantize is not None:
+        changes["quantization"] = _quantization(quantize, "--quantize")
+    if not changes:
+        return tuning
+    if tuning is None and lora_rank is None:
+        flags = [
+            flag for flag, value in (("--lora-targets", lora_targets), ("--quantize", quantize)) if value is not None
+        ]
+        raise InputError(f"{' and '.join(flags)}: give --lora-rank too, or --finetune")
+    return replace(tuning, **changes) if tuning is not None else FineTuning(**changes)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Names of modules joined by commas or +."""
+    return tuple(name.strip() for name in text.replace("+", ",").split(",") if name.strip())
+
+
+def _quantization(text: str, option: str) -> Quantization:
+    for known in ("none", *QUANTIZED_BYTES):
+        if text == known:
+            return known
+    raise InputError(f"{option} {text[:40]!r}: must be one of none, {', '.join(QUANTIZED_BYTES)}")
+
+
+def _from_settings(method: str, settings: str) -> FineTuning:
+    table: dict[str, Any] = {}
+    if method != "full":
+        table = {"rank": PEFT_RANK, "dora": "dora" in method}
+    if method.startswith("q"):
+        table |= {"targets": (ALL_LINEAR,), "quantization": "nf4-dq"}  # QLoRA's own choice (arXiv:2305.14314)
+    for setting in settings.split(",") if settings else ():
+        name, sign, value = setting.partition("=")
+        name = name.strip()
+        where = f"--finetune {method}:{name}"
+        if not sign:
+            raise InputError(f"{where}: write NAME=VALUE, such as r=16")
+        if name == "r":
+            table["rank"] = parse_count(value, where)
+        elif name == "targets":
+            table["targets"] = _names(value)
+        elif name == "dropout":
+            table["dropout"] = _number(value, where)
+        elif name == "quantize":
+            table["quantization"] = _quantization(value, where)
+        elif name == "train":
+            table["saved_modules"] = _names(value)
+        elif name == "freeze":
+            table["frozen"] = _names(value)
+        else:
+            raise InputError(f"{where}: settings are r, targets, dropout, quantize, train and freeze")
+    return FineTuning(**table)
+
+
+def _number(text: str, where: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"{where}={text[:20]!r}: must be a number") from None
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        table = yaml.safe_load(read_text(path))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())[:120]}") from None
+    if not isinstance(table, dict):
+        raise InputError(f"{path}: must hold a table of settings")
+    return table
+
+
+def _made(table: dict[str, Any], where: str) -> FineTuning:
+    """The description in a table of its fields, without those that are None."""
+    return decode(FineTuning, {key: value for key, value in table.items() if value is not None}, where)
+
+
+def _list(value: Any, where: str) -> list[str] | None:
+    if value is None or value == []:
+        return None
+    if isinstance(value, str):
+        return list(_names(value))
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise InputError(f"{where}: must be a list of names of modules")
+    return value
+
+
+def _refuse(table: Mapping[str, Any], keys: Mapping[str, tuple[Any, ...]], where: str) -> None:
+    """Refuse settings that change what is trained and are not priced; `keys` has the values that change nothing."""
+    for key, harmless in keys.items():
+        if (value := table.get(key)) is not None and value not in harmless:
+            raise InputError(f"{where}: {key} {str(value)[:40]!r} is not priced: leave it out")
+
+
+def _from_peft(table: dict[str, Any], where: str) -> FineTuning:
+    """PEFT's LoraConfig (peft/tuners/lora/config.py)."""
+    if "peft_type" not in table:
+        raise InputError(f"{where}: holds no peft_type, as PEFT's {ADAPTER_CONFIG} does")
+    if table["peft_type"] != "LORA":
+        raise InputError(f"{where}: peft_type {str(table['peft_type'])[:30]!r} is not priced: only LORA is")
+    nothing: tuple[Any, ...] = ([], {}, "", False)
+    keys = ("layers_to_transform", "rank_pattern", "target_parameters", "trainable_token_indices", "exclude_modules")
+    _refuse(table, dict.fromkeys(keys, nothing) | {"bias": ("none",)}, where)
+    targets = table.get("target_modules")
+    if isinstance(targets, str) and targets != ALL_LINEAR:
+        raise InputError(f"{where}: target_modules is a pattern, which is not read: list the modules, or {ALL_LINEAR}")
+    return _made(
+        {
+            "rank": table.get("r", PEFT_RANK),
+            "targets": _list(targets, f"{where}: target_modules") or list(DEFAULT_TARGETS),
+            "dropout": table.get("lora_dropout"),
+            "dora": table.get("use_dora"),
+            "saved_modules": _list(table.get("modules_to_save"), f"{where}: modules_to_save"),
+        },
+        where,
+    )
+
+
+def _from_yaml(table: dict[str, Any], where: str) -> FineTuning:
+    if "finetuning_type" in table or "stage" in table:
+        return _from_llama_factory(table, where)
+    if "base_model" in table or "adapter" in table:
+        return _from_axolotl(table, where)
+    if "model_name_or_path" in table or "use_peft" in table:
+        return _from_trl(table, where)
+    raise InputError(
+        f"{where}: neither of axolotl (base_model), of LLaMA-Factory (finetuning_type) nor of TRL (model_name_or_path)"
+    )
+
+
+def _from_axolotl(table: dict[str, Any], where: str) -> FineTuning:
+    """Axolotl (src/axolotl/utils/schemas/peft.py and loaders/model.py, which quantises the constants too)."""
+    adapter = table.get("adapter")
+    if adapter in (None, "", False):
+        _refuse(table, {"unfrozen_parameters": ([],)}, where)
+        return FineTuning()
+    if adapter not in ("lora", "qlora"):
+        raise InputError(f"{where}: adapter {str(adapter)[:30]!r} is not priced: only lora and qlora are")
+    _refuse(table, {"peft_layers_to_transform": ([],)}, where)
+    targets = _list(table.get("lora_target_modules"), f"{where}: lora_target_modules") or []
+    if table.get("lora_target_linear"):
+        targets = [*targets, ALL_LINEAR]
+    is_4bit = table.get("load_in_4bit", adapter == "qlora")
+    return _made(
+        {
+            "rank": table.get("lora_r", PEFT_RANK),
+            "targets": targets or list(DEFAULT_TARGETS),
+            "dropout": table.get("lora_dropout"),
+            "dora": table.get("peft_use_dora"),
+            "quantization": "nf4-dq" if is_4bit else "int8" if table.get("load_in_8bit") else None,
+            "saved_modules": _list(table.get("lora_modules_to_save"), f"{where}: lora_modules_to_save"),
+        },
+        where,
+    )
+
+
+def _from_llama_factory(table: dict[str, Any], where: str) -> FineTuning:
+    """LLaMA-Factory (src/llamafactory/hparams/finetuning_args.py and model_args.py)."""
+    kind = table.get("finetuning_type", "lora")
+    stage = table.get("stage", "sft")
+    if stage not in ("sft", "pt"):
+        raise InputError(f"{where}: stage {str(stage)[:20]!r} is not priced: only sft and pt are")
+    if kind == "full":
+        return FineTuning()
+    if kind != "lora":
+        raise InputError(f"{where}: finetuning_type {str(kind)[:20]!r} is not priced: only lora and full are")
+    bits = table.get("quantization_bit")
+    if bits not in (None, 4, 8):
+        raise InputError(f"{where}: quantization_bit {bits} is not priced: only 4 and 8 are")
+    four = "nf4-dq" if table.get("double_quantization", True) else "nf4"
+    target = table.get("lora_target", "all")
+    return _made(
+        {
+            "rank": table.get("lora_rank", PEFT_RANK),
+            "targets": [ALL_LINEAR] if target == "all" else _list(target, f"{where}: lora_target"),
+            "dropout": table.get("lora_dropout"),
+            "dora": table.get("use_dora"),
+            "quantization": {4: four, 8: "int8"}.get(bits or 0),
+            "saved_modules": _list(table.get("additional_target"), f"{where}: additional_target"),
+        },
+        where,
+    )
+
+
+def _from_trl(table: dict[str, Any], where: str) -> FineTuning:
+    """TRL's ModelConfig (trl/trainer/model_config.py)."""
+    if not table.get("use_peft"):
+        return FineTuning()
+    four = "nf4-dq" if table.get("use_bnb_nested_quant") else "nf4"
+    return _made(
+        {
+            "rank": table.get("lora_r", TRL_RANK),
+            "targets": _list(table.get("lora_target_modules"), f"{where}: lora_target_modules")
+            or list(DEFAULT_TARGETS),
+            "dropout": table.get("lora_dropout", TRL_DROPOUT),
+            "dora": table.get("use_dora"),
+            "quantization": four if table.get("load_in_4bit") else "int8" if table.get("load_in_8bit") else None,
+            "saved_modules": _list(table.get("lora_modules_to_save"), f"{where}: lora_modules_to_save"),
+        },
+        where,
+    )

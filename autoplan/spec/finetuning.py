@@ -1,0 +1,170 @@
+"""Fine-tuning: which weights are trained, through which adapters, and how the frozen ones are held.
+
+Names of modules are those of PEFT's `target_modules` (Hugging Face models), of Megatron-Bridge's and of torchtune's.
+Parameters, operations, memory and traffic follow from the table of matrices (`cost/kernels/arithmetic.py`), in which a
+frozen matrix says so and an adapter is two matrices of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from autoplan.base.errors import InputError
+from autoplan.base.units import check_count
+
+MAX_RANK = 65536
+ALL_LINEAR = "all-linear"
+# PEFT's own choice for Llama, Mistral, Qwen and most others, where a config names none (peft/utils/constants.py,
+# TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING).
+DEFAULT_TARGETS = ("q_proj", "v_proj")
+
+Quantization = Literal["none", "int8", "nf4", "nf4-dq", "int4"]
+
+# Bytes per weight with the constants that undo the quantisation: LLM.int8() has one scale a row (arXiv:2208.07339); NF4
+# an fp32 scale for every 64 weights, double-quantised an 8-bit one, and an fp32 scale for every 256 of these
+# (arXiv:2305.14314, section 3); GPTQ and AWQ a 16-bit scale and a 4-bit zero point for every 128.
+QUANTIZED_BYTES: Mapping[Quantization, float] = {
+    "int8": 1.0,
+    "nf4": 0.5 + 4 / 64,
+    "nf4-dq": 0.5 + 1 / 64 + 4 / (64 * 256),
+    "int4": 0.5 + 2.5 / 128,
+}
+
+
+class Target(NamedTuple):
+    """The matrix of the table that a module is, and which of the products that are one matrix there; "": all of it."""
+
+    linear: str
+    part: Literal["", "q", "k", "v", "gate", "up"] = ""
+
+
+# A module may be called the same in several kinds of block (GPT-2's c_proj), and the same thing have several names.
+MODULES: Mapping[str, tuple[Target, ...]] = {
+    "q_proj": (Target("qkv", "q"), Target("q")),
+    "k_proj": (Target("qkv", "k"),),
+    "v_proj": (Target("qkv", "v"),),
+    "o_proj": (Target("out"),),
+    "gate_proj": (Target("fc1", "gate"), Target("expert_fc1", "gate"), Target("shared_fc1", "gate")),
+    "up_proj": (Target("fc1", "up"), Target("expert_fc1", "up"), Target("shared_fc1", "up")),
+    "down_proj": (Target("fc2"), Target("expert_fc2"), Target("shared_fc2")),
+    # Latent attention (DeepSeek)
+    "q_a_proj": (Target("q_down"),),
+    "q_b_proj": (Target("q_up"),),
+    "kv_a_proj_with_mqa": (Target("kv_down"),),
+    "kv_b_proj": (Target("kv_up"),),
+    # Mamba and gated delta nets
+    "in_proj": (Target("in"),),
+    "out_proj": (Target("out"),),
+    # One matrix for queries, keys and values, or for gate and up
+    "qkv_proj": (Target("qkv"),),
+    "query_key_value": (Target("qkv"),),
+    "c_attn": (Target("qkv"),),
+    "W_pack": (Target("qkv"),),
+    "Wqkv": (Target("qkv"),),
+    "gate_up_proj": (Target("fc1"),),
+    "dense": (Target("out"),),
+    "c_proj": (Target("out"), Target("fc2")),
+    "c_fc": (Target("fc1"),),
+    "dense_h_to_4h": (Target("fc1"),),
+    "dense_4h_to_h": (Target("fc2"),),
+    "fc1": (Target("fc1"),),
+    "fc2": (Target("fc2"),),
+    # Megatron-Core's modules
+    "linear_qkv": (Target("qkv"),),
+    "linear_proj": (Target("out"),),
+    "linear_fc1": (Target("fc1"), Target("expert_fc1"), Target("shared_fc1")),
+    "linear_fc2": (Target("fc2"), Target("expert_fc2"), Target("shared_fc2")),
+    # torchtune's and Meta's
+    "output_proj": (Target("out"),),
+    "w1": (Target("fc1", "gate"),),
+    "w3": (Target("fc1", "up"),),
+    "w2": (Target("fc2"),),
+}
+# Whole parts of a model that may be frozen, or trained beside adapters.
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+ENDS = (EMBEDDING, HEAD)
+_ALIASES = {"wte": EMBEDDING, "word_embeddings": EMBEDDING, "embedding": EMBEDDING, "output_layer": HEAD}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuning:
+    """Training of a part of a model: adapters on frozen weights where `rank` is given, else all but what is `frozen`.
+
+    `targets` are the matrices with adapters; `saved_modules` are embedding or head, trained whole beside them, of which
+    the frozen original stays (PEFT's `modules_to_save`).  Weights of the layers are held as `quantization` says.
+    """
+
+    rank: int | None = None
+    targets: tuple[str, ...] = DEFAULT_TARGETS
+    dora: bool = False  # magnitudes of columns trained apart from their directions (arXiv:2402.09353)
+    dropout: float = 0.0  # of what enters the adapters
+    quantization: Quantization = "none"
+    saved_modules: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rank is not None:
+            check_count("finetuning.rank", self.rank, most=MAX_RANK)
+        targets = tuple(_last_part(name) for name in self.targets)
+        if unknown := [name for name in targets if name not in MODULES and name != ALL_LINEAR]:
+            raise InputError(
+                f"finetuning.targets: no module {unknown[0][:40]!r} is known: use {ALL_LINEAR} or names of linear "
+                f"layers such as {', '.join(list(MODULES)[:7])} (patterns and embeddings are not priced)"
+            )
+        if not targets:
+            raise InputError(f"finetuning.targets must name a module, or {ALL_LINEAR}")
+        object.__setattr__(self, "targets", tuple(dict.fromkeys(targets)))
+        for name in ("saved_modules", "frozen"):
+            ends = tuple(_ALIASES.get(_last_part(end), _last_part(end)) for end in getattr(self, name))
+            if strange := [end for end in ends if end not in ENDS]:
+                raise InputError(f"finetuning.{name} may hold {' and '.join(ENDS)}, got {strange[0][:40]!r}")
+            object.__setattr__(self, name, tuple(dict.fromkeys(ends)))
+        if not 0.0 <= self.dropout < 1.0:
+            raise InputError(f"finetuning.dropout must lie in [0, 1), got {self.dropout:g}")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.rank is not None and self.frozen:
+            raise InputError(
+                "finetuning.frozen goes with full fine-tuning: with adapters all else is frozen, leave it out"
+            )
+        if self.rank is None:
+            for name in ("dora", "dropout", "saved_modules"):
+                if getattr(self, name):
+                    raise InputError(f"finetuning.{name} is about adapters: give the rank of LoRA too")
+            if self.quantization != "none":
+                raise InputError(f"weights in {self.quantization} cannot be trained: give the rank of LoRA too")
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the weights are frozen and adapters trained."""
+        return self.rank is not None
+
+    @property
+    def weight_bytes(self) -> float | None:
+        """Bytes per frozen weight of the layers; None: as matrices are multiplied."""
+        return QUANTIZED_BYTES.get(self.quantization)
+
+    def trains(self, end: str) -> bool:
+        """Whether embedding or head is trained."""
+        return end in self.saved_modules if self.has_adapters else end not in self.frozen
+
+    def __str__(self) -> str:
+        if self.rank is None:
+            return f"full fine-tuning, {' and '.join(self.frozen)} frozen" if self.frozen else "full fine-tuning"
+        name = {True: "DoRA", False: "LoRA"}[self.dora]
+        if self.quantization != "none":
+            name = f"Q{name}"
+        words = [f"{name} of rank {self.rank} on {'+'.join(self.targets)}"]
+        if self.quantization != "none":
+            words.append(f"weights in {self.quantization}")
+        if self.saved_modules:
+            words.append(f"{' and '.join(self.saved_modules)} trained")
+        return ", ".join(words)
+
+
+def _last_part(name: str) -> str:
+    """The name of a module without the path to it."""
+    return name.rpartition(".")[2]

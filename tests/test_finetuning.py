@@ -1,0 +1,398 @@
+"""Fine-tuning: parameters of adapters, memory and work that follow from what is frozen, and where it is read from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoplan
+from autoplan.base.errors import InputError
+from autoplan.cost.collectives.sharded_states import sharded_states
+from autoplan.cost.estimate import estimate, stage_costs
+from autoplan.cost.kernels.arithmetic import (
+    block_shapes,
+    count_parameters,
+    count_trained_parameters,
+    model_flops_per_token,
+)
+from autoplan.cost.memory.parameters import unit_parameters
+from autoplan.cost.memory.recompute import activation_parts, kept_bytes
+from autoplan.frameworks.presets import load_framework
+from autoplan.read.cluster import load_cluster
+from autoplan.read.finetuning import combined, load_finetuning
+from autoplan.read.model import load_model
+from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.model import Block, Experts, ModelSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.training import TrainingSpec
+from autoplan.trainer.transformer import Layer
+
+SMALL = ModelSpec(name="small", num_layers=4, hidden_size=256, vocab_size=2048, num_heads=8, ffn_size=704)
+ALL = FineTuning(rank=16, targets=("all-linear",))
+
+
+def _problem(
+    model: ModelSpec,
+    finetuning: FineTuning | None,
+    framework: str = "torch",
+    cluster: str = "h100-sxm:1x1",
+    **more: object,
+) -> Problem:
+    training = TrainingSpec(seq_len=512, finetuning=finetuning)
+    return Problem(
+        model=model,
+        training=replace(training, **more),  # type: ignore[arg-type]
+        cluster=load_cluster(cluster),
+        framework=load_framework(framework),
+    )
+
+
+# -- parameters and operations ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "targets", "published"),
+    [
+        # Lightning-AI/litgpt 4839345, tutorials/resource-tables.md: queries and values with rank 8.
+        ("llama2-7b", 8, ("q_proj", "v_proj"), 4_194_304),
+        ("llama2-13b", 8, ("q_proj", "v_proj"), 6_553_600),
+        # The QLoRA recipes of Unsloth and TRL print it for Llama-3-8B, every linear layer, rank 16.
+        ("llama3-8b", 16, ("all-linear",), 41_943_040),
+        # One matrix of queries, keys and values, as Megatron's: 16 x (h + 3 h) and 16 x 2 h a layer.
+        ("llama2-7b", 16, ("linear_qkv", "linear_proj"), 32 * 16 * 6 * 4096),
+    ],
+)
+def test_adapters_have_published_numbers_of_parameters(
+    name: str, rank: int, targets: tuple[str, ...], published: int
+) -> None:
+    assert count_trained_parameters(load_model(name), FineTuning(rank=rank, targets=targets)) == published
+
+
+def test_magnitudes_are_one_for_each_output() -> None:
+    plain, dora = (FineTuning(rank=8, targets=("o_proj",), dora=dora) for dora in (False, True))
+    more = count_trained_parameters(SMALL, dora) - count_trained_parameters(SMALL, plain)
+    assert more == SMALL.num_layers * SMALL.hidden_size
+
+
+def test_saved_modules_are_trained_beside_adapters() -> None:
+    saved = replace(ALL, saved_modules=("embed_tokens", "lm_head"))
+    more = count_trained_parameters(SMALL, saved) - count_trained_parameters(SMALL, ALL)
+    assert more == 2 * SMALL.vocab_size * SMALL.hidden_size
+
+
+def test_full_finetuning_trains_what_is_not_frozen() -> None:
+    model = SMALL
+    frozen = FineTuning(frozen=("embed_tokens",))
+    assert count_trained_parameters(model, FineTuning()) == count_parameters(model)
+    assert count_trained_parameters(model, frozen) == count_parameters(model) - model.vocab_size * model.hidden_size
+
+
+def test_frozen_weights_cost_two_thirds_of_the_operations() -> None:
+    seq_len, rank_one = 512, FineTuning(rank=1, targets=("q_proj",))
+    full, frozen = model_flops_per_token(SMALL, seq_len), model_flops_per_token(SMALL, seq_len, rank_one)
+    attention = 3 * SMALL.num_layers * 2 * (seq_len / 2) * 2 * SMALL.hidden_size
+    adapter = 3 * 2 * SMALL.num_layers * 2 * SMALL.hidden_size
+    assert frozen == pytest.approx((full - attention) * 2 / 3 + attention + adapter)
+
+
+def test_targets_that_a_model_lacks_are_refused() -> None:
+    plain = replace(SMALL, gated_mlp=False)
+    with pytest.raises(InputError, match=r"no module gate_proj: its linear layers are .*c_fc"):
+        block_shapes(plain, FineTuning(rank=8, targets=("gate_proj",)))
+    with pytest.raises(InputError, match="no module 'q_prj'"):
+        FineTuning(rank=8, targets=("q_prj",))
+
+
+def test_weights_in_four_bits_need_adapters() -> None:
+    with pytest.raises(InputError, match="cannot be trained: give the rank"):
+        FineTuning(quantization="nf4")
+    with pytest.raises(InputError, match="give --lora-rank too"):
+        combined(None, quantize="nf4")
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter beside it, as PEFT computes it."""
+
+    def __init__(self, base: nn.Linear, rank: int, dropout: float) -> None:
+        super().__init__()
+        self.base = base
+        self.into = nn.Linear(base.in_features, rank, bias=False, dtype=base.weight.dtype)
+        self.out = nn.Linear(rank, base.out_features, bias=False, dtype=base.weight.dtype)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x) + self.out(self.into(self.dropout(x))) * 2.0
+        return result
+
+
+MODULES = {
+    "q_proj": ("attention", "q"),
+    "k_proj": ("attention", "k"),
+    "v_proj": ("attention", "v"),
+    "o_proj": ("attention", "out"),
+    "gate_proj": ("mlp", "gate"),
+    "up_proj": ("mlp", "up"),
+    "down_proj": ("mlp", "down"),
+}
+
+
+@contextmanager
+def _saved_sizes(skipped: set[int]) -> Iterator[dict[int, int]]:
+    """Bytes of the storages that autograd saves, by address, without those of `skipped` addresses."""
+    sizes: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in skipped:
+            alive.append(storage)
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
+
+
+def _torch_bytes(model: ModelSpec, finetuning: FineTuning, dtype: torch.dtype, seq_len: int) -> int:
+    """Bytes that a layer of plain torch keeps for its backward pass, of two sequences."""
+    layer = Layer(model, model.layers[0]).to(dtype)
+    layer.requires_grad_(requires_grad=False)
+    targets = MODULES if finetuning.targets == ("all-linear",) else finetuning.targets
+    for name in targets:
+        block, part = MODULES[name]
+        holder = getattr(layer, block)
+        setattr(holder, part, Adapted(getattr(holder, part), finetuning.rank or 0, finetuning.dropout))
+    x = torch.randn(2, seq_len, model.hidden_size, dtype=dtype, requires_grad=True)
+    angles = torch.randn(seq_len, model.qk_head_dim), torch.randn(seq_len, model.qk_head_dim)
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *angles)}
+    if dtype != torch.float32:  # casts of the angles, which every layer of a model shares
+        known |= set()
+    with _saved_sizes(known) as sizes:
+        layer(x, angles).float().sum()
+    casts = 2 * seq_len * model.qk_head_dim * dtype.itemsize if dtype != torch.float32 else 0
+    return sum(sizes.values()) - 2 * casts
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "finetuning",
+    [
+        ALL,
+        FineTuning(rank=8),
+        FineTuning(rank=64, targets=("down_proj",)),
+        FineTuning(rank=8, targets=("o_proj", "up_proj")),
+        FineTuning(rank=16, targets=("all-linear",), dropout=0.1),
+    ],
+    ids=str,
+)
+def test_bytes_kept_by_a_layer_are_those_of_torch(finetuning: FineTuning, precision: str) -> None:
+    problem = _problem(SMALL, finetuning, cluster="cpu:1x1", precision=precision)
+    plan = ParallelPlan(global_batch=2, micro_batch=2, precision=precision)  # type: ignore[arg-type]
+    batch = PlanBatch.of([plan], SMALL.num_layers)
+    shapes = block_shapes(SMALL, finetuning)
+    parts = (activation_parts(problem, batch, block, shapes[block]) for block in SMALL.layers[0])
+    predicted = sum(float(kept_bytes(problem, batch, part)[0]) for part in parts)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    assert predicted == pytest.approx(_torch_bytes(SMALL, finetuning, dtype, 512), rel=0.05)
+
+
+def test_gathers_are_of_all_weights_and_reductions_of_adapters() -> None:
+    problem = _problem(SMALL, replace(ALL, quantization="nf4"), cluster="h100-sxm:1x8")
+    plan = ParallelPlan(global_batch=8, dp_shard=8, sharding="zero3")  # type: ignore[arg-type]
+    batch = PlanBatch.of([plan], SMALL.num_layers)
+    shape = block_shapes(SMALL, problem.training.finetuning)[Block.MLP]
+    unit = sharded_states(problem, batch, unit_parameters(problem, batch, shape))
+    weights, adapters = 3 * 256 * 704, 3 * 16 * (256 + 704)
+    assert unit.gather.buffer_bytes == pytest.approx(0.5625 * weights + 2 * (256 + adapters))
+    assert unit.reduce.buffer_bytes == pytest.approx(problem.bytes_per_reduced_grad * adapters)
+
+
+def test_a_frozen_model_in_four_bits_takes_two_thirds_of_a_gigabyte() -> None:
+    """AlphaTuning's claim: 1.3 billion weights in 4 bits and .1 % of trained parameters, .67 GB instead of 20.8 GB."""
+    model = ModelSpec(
+        name="opt-1.3b", num_layers=24, hidden_size=2048, vocab_size=64, num_heads=32, ffn_size=8192, gated_mlp=False
+    )
+    tuned = FineTuning(rank=4, targets=("q_proj", "v_proj"), quantization="nf4")
+    adapters = count_trained_parameters(model, tuned)
+    assert adapters / count_parameters(model) == pytest.approx(0.001, rel=0.4)
+    memory = {}
+    for tuning in (tuned, None):
+        problem = _problem(model, tuning, "deepspeed-zero")
+        costs = estimate(problem, PlanBatch.of([ParallelPlan(global_batch=1, sharding="none")], 24))  # type: ignore[arg-type]
+        memory[tuning] = sum(float(costs.memory_terms_bytes[name][0]) for name in ("weights", "gradients", "optimizer"))
+    # 4 bits, their scales of 1/16 byte a weight, and 16 bytes for every trained parameter.
+    assert memory[tuned] == pytest.approx(0.5625 * count_parameters(model) + 16 * adapters, rel=0.01)
+    assert memory[None] == pytest.approx(16 * count_parameters(model), rel=0.01)
+
+
+def test_frozen_weights_make_sharding_needless() -> None:
+    """Where the states of a model fit a device with room to spare, no rank waits for gathers."""
+    found = autoplan.search(
+        "llama3-8b", cluster="h100-sxm:1x8", global_batch=64, seq_len=2048, framework="torch",
+        lora_rank=16, lora_targets="all-linear", quantize="nf4",
+    )  # fmt: skip
+    assert found.file.best.plan.sharding != "zero3"
+    assert found.file.best.plan.tp == found.file.best.plan.pp == 1
+
+
+def test_matrices_of_low_rank_take_as_much_less() -> None:
+    """FinGPT-HPC: h x h replaced by h x r and r x h with r = h/8 has a quarter of the parameters and operations."""
+    hidden = 4096
+    for rank, share in ((512, 0.25), (2048, 1.0)):
+        narrow = FineTuning(rank=rank, targets=("o_proj",))
+        model = replace(load_model("llama-7b"))
+        adapters = count_trained_parameters(model, narrow)
+        assert adapters == share * model.num_layers * hidden**2
+        frozen = FineTuning(rank=1, targets=("o_proj",))
+        more = model_flops_per_token(model, 2048, narrow) - model_flops_per_token(model, 2048, frozen)
+        one = 6 * model.num_layers * 2 * hidden
+        assert more == pytest.approx(6 * share * model.num_layers * hidden**2 - one)
+
+
+@pytest.mark.parametrize("framework", ["torch", "deepspeed-zero", "megatron-core", "torchtitan"])
+def test_less_is_held_the_less_is_trained(framework: str) -> None:
+    model = load_model("llama3-8b")
+    tunings = (None, ALL, replace(ALL, quantization="int8"), replace(ALL, quantization="nf4"))
+    plan = ParallelPlan(global_batch=8, sharding="zero1", dp_shard=8, recompute="full")  # type: ignore[arg-type]
+    stages = [stage_costs(_problem(model, one, framework, "h100-sxm:1x8"), plan)[0] for one in tunings]
+    memory = [stage.memory_bytes for stage in stages]
+    assert memory == sorted(memory, reverse=True)
+    assert stages[1].memory_terms_bytes["optimizer"] < 0.02 * stages[0].memory_terms_bytes["optimizer"]
+
+
+def test_frozen_experts_have_adapters_of_their_own() -> None:
+    moe = replace(
+        SMALL, ffn_size=0, moe=Experts(num_experts=8, experts_per_token=2, expert_ffn_size=128), name="small-moe"
+    )
+    tuned = FineTuning(rank=4, targets=("gate_proj", "down_proj"))
+    assert count_trained_parameters(moe, tuned) == 4 * 8 * 2 * 4 * (256 + 128)
+    batch = PlanBatch.of([ParallelPlan(global_batch=8, dp_shard=8, ep=4)], 4)
+    unit = unit_parameters(_problem(moe, tuned), batch, block_shapes(moe, tuned)[Block.MOE])
+    assert unit.trained_expert == pytest.approx(8 / 4 * 2 * 4 * (256 + 128))
+    assert unit.trained_dense == pytest.approx(0)
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_spare_weight_gradients_and_quantisation_costs_time() -> None:
+    model = load_model("llama3-8b")
+    steps = []
+    for tuning in (None, FineTuning(rank=8), FineTuning(rank=8, quantization="nf4")):
+        costs = estimate(
+            _problem(model, tuning, seq_len=4096),
+            PlanBatch.of([ParallelPlan(global_batch=4, recompute="full")], 32),  # type: ignore[arg-type]
+        )
+        assert np.isfinite(costs.step_s).all()
+        steps.append({name: float(value[0]) for name, value in costs.terms_s.items()})
+    full, lora, qlora = steps
+    assert lora["gemm"] < 0.72 * full["gemm"]
+    assert lora["head"] < full["head"]
+    assert qlora["memory_bound"] > lora["memory_bound"]
+    assert qlora["gemm"] == lora["gemm"]
+
+
+# -- where it is read from --------------------------------------------------------------------------------------------
+
+
+def test_methods_are_read_with_their_settings() -> None:
+    assert load_finetuning("lora") == FineTuning(rank=8)
+    assert load_finetuning("lora:r=16,targets=q_proj+k_proj,dropout=.1") == FineTuning(
+        rank=16, targets=("q_proj", "k_proj"), dropout=0.1
+    )
+    assert load_finetuning("qlora:r=64") == FineTuning(rank=64, targets=("all-linear",), quantization="nf4-dq")
+    assert load_finetuning("full:freeze=embed_tokens") == FineTuning(frozen=("embed_tokens",))
+    assert combined("lora:r=16", quantize="int8") == FineTuning(rank=16, quantization="int8")
+    for text, says in (
+        ("lora:r", "write NAME=VALUE"),
+        ("lora:alpha=3", "settings are r, targets"),
+        ("lora:r=0", "rank"),
+        ("prefix", "write lora, dora, qlora or full"),
+    ):
+        with pytest.raises(InputError, match=says):
+            load_finetuning(text)
+
+
+def test_adapter_config_of_peft_is_read(tmp_path: Path) -> None:
+    table = {
+        "peft_type": "LORA",
+        "r": 32,
+        "lora_alpha": 64,
+        "lora_dropout": 0.05,
+        "target_modules": ["model.layers.0.self_attn.q_proj", "v_proj"],
+        "modules_to_save": ["lm_head"],
+        "use_dora": True,
+        "bias": "none",
+        "layers_to_transform": None,
+    }
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(table))
+    expected = FineTuning(rank=32, targets=("q_proj", "v_proj"), dropout=0.05, dora=True, saved_modules=("lm_head",))
+    assert load_finetuning(str(path)) == load_finetuning(str(tmp_path)) == expected
+    for key, value, says in (
+        ("peft_type", "IA3", "peft_type 'IA3' is not priced"),
+        ("target_modules", ".*_proj", "a pattern"),
+        ("rank_pattern", {"q_proj": 4}, "rank_pattern .* is not priced"),
+        ("r", "many", "rank"),
+    ):
+        path.write_text(json.dumps(table | {key: value}))
+        with pytest.raises(InputError, match=says):
+            load_finetuning(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "base_model: m\nadapter: qlora\nlora_r: 32\nlora_target_linear: true\nlora_dropout: 0.05\n",
+            FineTuning(rank=32, targets=("all-linear",), dropout=0.05, quantization="nf4-dq"),
+        ),
+        (
+            "base_model: m\nadapter: lora\nload_in_8bit: true\nlora_target_modules: [q_proj, v_proj]\n",
+            FineTuning(rank=8, quantization="int8"),
+        ),
+        ("base_model: m\nsequence_len: 2048\n", FineTuning()),
+        (
+            "stage: sft\nfinetuning_type: lora\nlora_target: all\nquantization_bit: 4\n",
+            FineTuning(rank=8, targets=("all-linear",), quantization="nf4-dq"),
+        ),
+        ("stage: sft\nfinetuning_type: full\n", FineTuning()),
+        (
+            "model_name_or_path: m\nuse_peft: true\nload_in_4bit: true\nlora_target_modules: [o_proj]\n",
+            FineTuning(rank=16, targets=("o_proj",), dropout=0.05, quantization="nf4"),
+        ),
+    ],
+)
+def test_files_of_trainers_are_read(tmp_path: Path, text: str, expected: FineTuning) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert load_finetuning(str(path)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: 1\n", "neither of axolotl"),
+        ("- 1\n", "must hold a table"),
+        ("a: [\n", "not valid YAML"),
+        ("stage: dpo\nfinetuning_type: lora\n", "stage 'dpo' is not priced"),
+        ("base_model: m\nadapter: relora\n", "adapter 'relora' is not priced"),
+    ],
+)
+def test_what_is_not_priced_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=says):
+        load_finetuning(str(path))
