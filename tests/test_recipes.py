@@ -38,7 +38,7 @@ def test_what_was_not_measured_is_priced_as_its_kin(called: str, year: str, name
 @pytest.mark.parametrize(
     ("called", "name"),
     [
-        ("NeMo AutoModel 26.02", "torchtitan"),
+        ("NeMo AutoModel 26.02", "nemo-automodel"),
         ("LitGPT", "pytorch-fsdp"),
         ("Lightning Fabric (LitGPT)", "pytorch-fsdp"),
         ("Axolotl (DeepSpeed)", "deepspeed-hf"),
@@ -93,6 +93,7 @@ def test_a_framework_of_no_name_is_told_by_its_sharding_and_year(sharding: str, 
         ("Megatron-Bridge/Megatron-Core 26.04", "2026", "nemo"),
         ("torchtitan (FSDP2)", "2024", "torchtitan-0.1"),
         ("torchtitan (FSDP2)", "2025", "torchtitan"),
+        ("NeMo AutoModel (FSDP2)", "2025", "nemo-automodel"),
         ("nanotron", "2025", "nanotron"),
         ("nanotron", "2026", "nanotron"),
         ("DeepSpeed ZeRO-3 (torch 2.13, ds 0.19.2)", "2026", "deepspeed-zero"),
@@ -109,6 +110,13 @@ def test_versions_are_told_apart_by_what_they_ran_on(device: str, name: str) -> 
     found = recipe_called("Composer/PyTorch FSDP1", "2023", device)
     assert found is not None
     assert found.framework == name
+
+
+def test_runs_of_torchtitan_on_a100_were_not_compiled() -> None:
+    """train_configs/ had compile = false when docs/performance.md had its table of A100 (1ea476e to 4d88a8a)."""
+    found = recipe_called("torchtitan (FSDP2)", "2024", "a100-sxm-80")
+    assert found is not None
+    assert found.framework == "torchtitan-eager"
 
 
 def test_what_a_published_sweep_did_is_no_trait_of_the_software() -> None:

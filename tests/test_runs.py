@@ -349,6 +349,22 @@ def test_a_row_says_what_is_launched_as_cuda_graphs(tmp_path: Path) -> None:
     assert "option cuda_graph 'everything' is not one of attn, mlp" in refused.refusal
 
 
+def test_a_row_of_torchtitan_that_captures_nothing_was_not_compiled(tmp_path: Path) -> None:
+    row = LLAMA | {
+        "framework": "torchtitan (FSDP2)",
+        "year": "2024",
+        "sharding": "zero3",
+        "pp": "1",
+        "vp": "",
+        "dp": "8",
+    }
+    said, unsaid = runs_of(tmp_path, row | {"options": "cuda_graph=none"}, row | {"id": "2"})
+    assert said.problem is not None
+    assert unsaid.problem is not None
+    assert said.problem.framework.name == "torchtitan-eager"
+    assert unsaid.problem.framework.name == "torchtitan-0.1"
+
+
 def test_recipes_of_the_library_fuse_the_router_beside_a_fused_dispatcher_alone(tmp_path: Path) -> None:
     experts = {"num_experts": "8", "experts_per_token": "2", "expert_ffn_size": "1024", "ep": "8"}
     for framework, said, fuses, dispatcher in (
@@ -584,6 +600,41 @@ def test_kin_is_said_and_keeps_to_rules_that_hold_everywhere(tmp_path: Path) -> 
     (run,) = runs_of(tmp_path, row)
     assert run.plan is not None, run.refusal
     assert "framework treated as torchtitan" in run.filled
+
+
+@pytest.mark.parametrize(
+    ("framework", "kind"),
+    [("DeepSpeed ZeRO-3 (HF)", "all_to_all"), ("DeepSpeed", "all_to_all"), ("torchtitan (FSDP2)", "ring")],
+)
+def test_a_sequence_is_split_over_ranks_as_the_framework_can(tmp_path: Path, framework: str, kind: str) -> None:
+    """DeepSpeed's sequence parallelism is Ulysses alone, of which no column of a table tells."""
+    row = {"framework": framework, "year": "2025", "sharding": "zero3", "tp": "1", "cp": "8", "pp": "1", "vp": ""}
+    (run,) = runs_of(tmp_path, LLAMA | row | {"dp": "8", "recompute": "full"})
+    assert run.plan is not None, run.refusal
+    assert run.plan.cp_kind == kind
+    assert not run.is_invalid
+
+
+def test_automodel_keeps_weights_gradients_and_moments_in_16_bits(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B on 8 H100 with ep 8 ran so (its performance summary), where 16 bytes a parameter do not fit."""
+    row = {
+        "framework": "NeMo AutoModel (FSDP2)",
+        "model": "Qwen3 30B-A3B",
+        "num_gpus": "8",
+        "seq_len": "4096",
+        "global_batch": "512",
+        "micro_batch": "4",
+        "ep": "8",
+        "sharding": "zero3",
+        "recompute": "full",
+    }
+    sizes = ("id", "year", "gpu", "gpu_memory_gib", "gpus_per_node")
+    as_summarised, as_torchtitan = (
+        predict(runs_of(tmp_path, {key: LLAMA[key] for key in sizes} | row | {"framework": framework})[0])
+        for framework in (row["framework"], "torchtitan (FSDP2)")
+    )
+    assert as_summarised.verdict in ("fits", "risky")
+    assert as_torchtitan.verdict == "oom"
 
 
 def test_dropout_and_weights_in_8_bits_are_as_the_recipe_chose(tmp_path: Path) -> None:

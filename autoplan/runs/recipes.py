@@ -25,6 +25,9 @@ class Recipe:
     years: tuple[str, ...] = ()  # that a row's begins with; none: of all years
     device: str = ""  # with its memory; blank: on all devices
     framework: str  # id of its facts
+    uncompiled: str = (
+        ""  # id of those without torch.compile, of which cuda_graph=none tells where nothing else captures
+    )
     traits: Mapping[str, int | float] = field(default_factory=dict)  # what their build of it did and no release does
     is_kin: bool = False  # they were made with another framework, which works like this one and was not measured
     attention: Attention = "flash"

@@ -27,7 +27,16 @@ from autoplan.read.model import load_model, preset_models
 from autoplan.runs.recipes import Recipe, nearest_recipe, recipe_called
 from autoplan.runs.table import BLANKS, read_rows
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
-from autoplan.spec.enums import Dispatcher, Offload, Precision, Recompute, RecomputeModule, Sharding, enum_value
+from autoplan.spec.enums import (
+    ContextParallelKind,
+    Dispatcher,
+    Offload,
+    Precision,
+    Recompute,
+    RecomputeModule,
+    Sharding,
+    enum_value,
+)
 from autoplan.spec.framework import Framework, GraphScope
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -179,7 +188,9 @@ def _recipe(row: _Row) -> Recipe:
     """How the runs that the row's framework is called by were made, or those of its nearest kin."""
     year = row.text("year", "?")
     sharding = row.text("sharding") if row.has("sharding") else ""
-    return recipe_called(row.text("framework", "?"), year, _sized_gpu(row)) or nearest_recipe(sharding, year)
+    recipe = recipe_called(row.text("framework", "?"), year, _sized_gpu(row)) or nearest_recipe(sharding, year)
+    is_eager = recipe.uncompiled and row.options().get("cuda_graph") == "none"
+    return replace(recipe, framework=recipe.uncompiled) if is_eager else recipe
 
 
 def _problem(row: _Row, recipe: Recipe) -> Problem:
@@ -443,6 +454,7 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         tp=tp,
         sp=sp,
         cp=cp,
+        cp_kind=_context_kind(problem.framework),
         pp=pp,
         vp=chunks,
         layers_per_chunk=_layout(row) or _layers_per_chunk(problem, recipe, pp, chunks),
@@ -461,6 +473,12 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         grad_reduce_overlap=row.option("grad_reduce_overlap", default=True),
         param_gather_overlap=row.option("param_gather_overlap", default=True),
     )
+
+
+def _context_kind(framework: Framework) -> ContextParallelKind:
+    """How the ranks of a sequence attend, of which no column tells: the plainest way that the framework has."""
+    kinds = (words.words for words in book_of(framework).supported if words.axis == "cp_kind")
+    return ContextParallelKind(next(kinds, (ContextParallelKind.RING,))[0])
 
 
 def _layers_per_chunk(problem: Problem, recipe: Recipe, pp: int, vp: int) -> tuple[int, ...] | None:
