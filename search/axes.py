@@ -22,7 +22,9 @@ Axes = Mapping[str, Any]
 
 WITH_TP = "tp"  # value of etp: whatever tp is
 # The axes that a change names, in the order in which changes are told: first those that always mean something.
-_TOLD = sorted((axis for axis in AXES if axis.change in (None, "layers", "nodes")), key=lambda axis: axis.needs.order)
+_CHANGEABLE = sorted(
+    (axis for axis in AXES if axis.change in (None, "layers", "nodes")), key=lambda axis: axis.needs.order
+)
 
 
 def axes_of(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
@@ -32,14 +34,14 @@ def axes_of(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
     that may be meant: the first one with as many chunks as the plan has.
     """
     axes: dict[str, Any] = {}
-    for axis in _TOLD:
-        is_told = axis.needs.are_met(plan, has_experts=model.moe is not None)
+    for axis in _CHANGEABLE:
+        has_meaning = axis.needs.are_met(plan, has_experts=model.moe is not None)
         if axis.name == "sharding":
-            is_told = is_told or plan.offload != "none"
+            has_meaning = has_meaning or plan.offload != "none"
         if axis.name == "param_gather_overlap":
-            is_told = is_told and plan.sharding != "none"
-        if is_told:
-            axes[axis.told_as] = _value(axis, model, plan)
+            has_meaning = has_meaning and plan.sharding != "none"
+        if has_meaning:
+            axes[axis.changed_as] = _value(axis, model, plan)
     return axes
 
 
@@ -75,7 +77,7 @@ def plan_of(problem: Problem, axes: Axes) -> ParallelPlan:
         num_devices=problem.cluster.num_devices,
         has_experts=has_experts,
         **plain
-        | {axis.name: axes[axis.told_as] for axis in _TOLD if axis.told_as in axes}
+        | {axis.name: axes[axis.changed_as] for axis in _CHANGEABLE if axis.changed_as in axes}
         | {
             "etp": None if etp == WITH_TP else etp,
             "dp_shard": group,
@@ -100,7 +102,7 @@ def _without_idle(problem: Problem, plan: ParallelPlan, axes: Axes) -> ParallelP
     has_experts = problem.model.moe is not None
     changes: dict[str, Any] = {
         axis.name: False
-        for axis in _TOLD
+        for axis in _CHANGEABLE
         if axis.default is False and getattr(plan, axis.name) and not axis.needs.are_met(plan, has_experts=has_experts)
     }
     if plan.offload == "none" and not AXIS["sharding"].needs.are_met(plan, has_experts=has_experts):

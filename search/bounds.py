@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.base.arrays import Bools, Floats, Ints, add_up
+from autoplan.base.arrays import Bools, Floats, Ints, Rows, add_up, distinct_rows
 from autoplan.cost.blocks import BlockCost, ahead_s, block_costs
 from autoplan.cost.collectives.end_of_step import end_of_step_s, least_shown_s, optimizer_s
 from autoplan.cost.collectives.pipeline_messages import message_s
@@ -42,7 +42,7 @@ from autoplan.search.space import Inside, Space
 from autoplan.spec.enums import Schedule
 from autoplan.spec.finetuning import EMBEDDING
 from autoplan.spec.model import Block, ModelSpec
-from autoplan.spec.plan import PlanBatch, distinct_rows
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
 ONE_FORWARD_ONE_BACKWARD = tuple(Schedule(name).code for name in ("1f1b", "interleaved"))
@@ -178,7 +178,7 @@ def _by_rank(chunks: Ints, pp: int, *, is_folded: bool) -> Ints:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KindCosts:
+class KindCosts(Rows):
     """Costs that plans of a kind have in common: an element per kind, some with a last axis for sorts of layers."""
 
     batch: PlanBatch
@@ -196,11 +196,6 @@ class KindCosts:
     boundary_bytes: Floats  # of a chunk in flight
     embedding_bytes: Floats  # its states
     fixed_bytes: Floats  # whatever the layout
-
-    def take(self, which: Ints) -> KindCosts:
-        """Return the costs of the kinds at the given indices."""
-        costs = {name: getattr(self, name)[which] for name in self.__slots__ if name != "batch"}
-        return KindCosts(batch=self.batch.take(which), **costs)
 
     def step_s(self, spread: Spread, *, overlaps: bool) -> Floats:
         """A time that no plan beats of each kind with each of the spreads: shape (kinds, spreads).

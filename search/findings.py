@@ -10,8 +10,7 @@ import base64
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.search.damage import refusing_damage
 from autoplan.search.ranking import TIE, Leaders, ordering
 from autoplan.spec.estimate import VERDICTS
-from autoplan.spec.plan import PlanBatch
+from autoplan.spec.plan import PlanBatch, batch_arrays
 
 FITS, RISKY = VERDICTS.index("fits"), VERDICTS.index("risky")
 KEPT = 1000  # plans that a result ranks
@@ -193,19 +192,15 @@ def offer_rows(leaders: Leaders, rows: dict[str, Any], placement: tuple[str, ...
 def rows_of(batch: PlanBatch) -> dict[str, Any]:
     """Return plans as plain values, column by column."""
     used, layout = np.unique(batch.layout, return_inverse=True)
-    columns: dict[str, Any] = {name: getattr(batch, name).tolist() for name in _columns()}
+    columns: dict[str, Any] = {name: getattr(batch, name).tolist() for name in batch_arrays()}
     return columns | {"layout": layout.tolist(), "layouts": [batch.layouts[at] for at in used]}
 
 
 def batch_of(rows: dict[str, Any], placement: tuple[str, ...] | None) -> PlanBatch:
     """Return the plans that `rows_of` made plain values of."""
-    columns = {name: np.array(rows[name]) for name in _columns()}
+    columns = {name: np.array(rows[name]) for name in batch_arrays()}
     layouts = tuple(tuple(layers) for layers in rows["layouts"])
     return PlanBatch(**columns, layouts=layouts, placement=placement)
-
-
-def _columns() -> Iterable[str]:
-    return (column.name for column in fields(PlanBatch) if column.name not in ("layouts", "placement"))
 
 
 def _finite(value: float) -> float | None:

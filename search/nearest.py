@@ -69,8 +69,8 @@ def nearest(
     for near in ranked(problem, costs, order[:MOST_ASKED]):
         if accepts(near):
             mine = axes_of(problem.model, near.plan)
-            told = ((axis, words(axis, mine[axis]), words(axis, axes[axis])) for axis in differing(axes, mine))
-            return Near(plan=near, changes=tuple(told))
+            changes = ((axis, words(axis, mine[axis]), words(axis, axes[axis])) for axis in differing(axes, mine))
+            return Near(plan=near, changes=tuple(changes))
     return None
 
 

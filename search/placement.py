@@ -128,7 +128,7 @@ class _OrderSearch:
         seats = {at: level.seats for at, level in enumerate(levels) if level.seats is not None}
         step_s = float(estimate(problem.on(Topology(levels=tuple(levels))), batch).step_s[0])
         groups, size = process_groups(batch), problem.cluster.devices_per_node
-        pairs = [(int(one.stride[0]), int(one.size[0])) for one in (groups.pp, groups.shard, groups.replicate)]
+        pairs = [(int(group.stride[0]), int(group.size[0])) for group in (groups.pp, groups.shard, groups.replicate)]
         spans = [RankGroup("ring", stride, count, count, stride * count) for stride, count in pairs]
         if groups.shard.gaps:
             run, step = (int(value[0]) for value in groups.shard.gaps)

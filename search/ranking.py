@@ -50,7 +50,10 @@ def seconds_per_sequence(costs: CostEstimate) -> Floats:
 def ordering(objective: Floats, batch: PlanBatch) -> Ints:
     """Return indices of plans, best first: by `objective` rounded to `TIE`, then plainer plans, then even layers."""
     rounded = np.round(np.log(objective) / TIE).astype(np.int64)
-    place = {layout: at for at, layout in enumerate(sorted(batch.layouts, key=lambda one: (max(one) - min(one), one)))}
+    place = {
+        layout: at
+        for at, layout in enumerate(sorted(batch.layouts, key=lambda layers: (max(layers) - min(layers), layers)))
+    }
     layers = np.array([place[layout] for layout in batch.layouts], dtype=np.int64)
     keys = [rounded, *(getattr(batch, name) for name in _TIE_ORDER), layers[batch.layout]]
     return np.lexsort(keys[::-1])

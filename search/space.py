@@ -163,8 +163,8 @@ class Space:
             longest = np.array([max(layers) for *_, layers in found], dtype=np.int64)
             numbers = np.array(self.limits.repeat_numbers if 0 < number < ALL_LAYERS else (number,), dtype=np.int64)
             # A number of layers that is no less than those of a chunk is the same plan as all of them.
-            like, which = np.nonzero((numbers == ALL_LAYERS) | (numbers < longest[:, None]))
-            vp, schedule, layout = columns.reshape(-1, 3)[like].T
+            row, which = np.nonzero((numbers == ALL_LAYERS) | (numbers < longest[:, None]))
+            vp, schedule, layout = columns.reshape(-1, 3)[row].T
             self._insides[pp, number] = Inside(
                 layouts=layouts, pp=pp, vp=vp, schedule=schedule, layout=layout, recompute_num_layers=numbers[which]
             )
@@ -229,11 +229,11 @@ class Space:
 
     def _kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
         present, at = np.unique(owner, return_inverse=True)
-        like, values = _expanded(at, [self._kind_rows(cells[cell]) for cell in present], len(_KIND))
+        group, values = _expanded(at, [self._kind_rows(cells[cell]) for cell in present], len(_KIND))
         column = dict(zip(_KIND, values.T, strict=True))
         # Only sharded optimizers gather parameters.
         gathers = column["sharding"] > Sharding.NONE.code
-        return replace(groups.take(like), **column, param_gather_overlap=gathers), like
+        return replace(groups.take(group), **column, param_gather_overlap=gathers), group
 
     def extremes(self, groups: PlanBatch) -> tuple[PlanBatch, PlanBatch, Ints]:
         """(the plainest kinds, those of the leanest states, for each the index of its group).
@@ -241,10 +241,10 @@ class Space:
         Of every group one of both for every choice of recomputation.
         """
         stages, at = np.unique(groups.pp, return_inverse=True)
-        like, values = _expanded(at, [self._repeats(int(pp)) for pp in stages], len(_REPEATS))
-        plain = replace(groups.take(like), **dict(zip(_REPEATS, values.T, strict=True)))
+        group, values = _expanded(at, [self._repeats(int(pp)) for pp in stages], len(_REPEATS))
+        plain = replace(groups.take(group), **dict(zip(_REPEATS, values.T, strict=True)))
         sharding, offload = self._leanest_states(groups)
-        return plain, replace(plain, sharding=sharding[like], offload=offload[like]), like
+        return plain, replace(plain, sharding=sharding[group], offload=offload[group]), group
 
     def _leanest_states(self, groups: PlanBatch) -> tuple[Ints, Ints]:
         """(the sharding, the offload) of each group that need least memory, of those that may be legal."""
@@ -267,14 +267,14 @@ class Space:
     def blocks(self, cells: Iterable[Cell], most_plans: int) -> Iterator[tuple[Cell, ...]]:
         """`cells` in order, in groups of about `most_plans` candidates (a single cell may hold more)."""
         block: list[Cell] = []
-        held = 0
+        num_plans = 0
         for cell in cells:
             size = self._size(cell)
-            if block and held + size > most_plans:
+            if block and num_plans + size > most_plans:
                 yield tuple(block)
-                block, held = [], 0
+                block, num_plans = [], 0
             block.append(cell)
-            held += size
+            num_plans += size
         if block:
             yield tuple(block)
 
@@ -382,8 +382,8 @@ class Space:
 
     def _size(self, cell: Cell) -> int:
         """Plans of a cell, those left out in which a number of layers means all of a chunk's."""
-        held = sum(len(self.inside(cell.pp, number)) for *_, number in self._repeats(cell.pp).tolist())
-        return len(self._group_rows(cell)) * len(self._states(cell)) * held
+        of_states = sum(len(self.inside(cell.pp, number)) for *_, number in self._repeats(cell.pp).tolist())
+        return len(self._group_rows(cell)) * len(self._states(cell)) * of_states
 
     def _sequence_parallel(self, tp: Ints, cp: Ints) -> Bools:
         """Return whether a rank's tokens divide over its tensor-parallel group; tp = 3 rarely divides them."""
@@ -403,9 +403,9 @@ def _expanded(which: Ints, tables: Sequence[Ints], width: int) -> tuple[Ints, In
     starts = np.cumsum(sizes) - sizes
     rows = np.concatenate([np.reshape(table, (-1, width)) for table in tables] or [np.empty((0, width), np.int64)])
     each = sizes[which]
-    like = np.repeat(np.arange(len(which)), each)
-    inside = np.arange(len(like)) - np.repeat(np.cumsum(each) - each, each)
-    return like, rows[starts[which][like] + inside]
+    owner = np.repeat(np.arange(len(which)), each)
+    inside = np.arange(len(owner)) - np.repeat(np.cumsum(each) - each, each)
+    return owner, rows[starts[which][owner] + inside]
 
 
 @lru_cache(maxsize=4096)

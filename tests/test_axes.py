@@ -129,12 +129,12 @@ def test_words_are_read_with_either_dash_and_wrong_ones_are_answered_by_all() ->
 
 def test_changes_are_told_by_the_table_where_they_mean_something() -> None:
     told = axes_of(load_model("mixtral-8x7b"), BUSY)
-    assert set(told) == {axis.told_as for axis in FIELDS} - {""}
+    assert set(told) == {axis.changed_as for axis in FIELDS} - {""}
     assert set(LABELS) <= set(told)
     assert set(axes_of(load_model("llama3-8b"), ParallelPlan(global_batch=1))) == {
         *("tp", "cp", "pp", "micro_batch", "global_batch", "recompute", "offload", "nodes")
     }
-    assert {axis.told_as for axis in TYPED} == set(told) - {"layers", "nodes"}
+    assert {axis.changed_as for axis in TYPED} == set(told) - {"layers", "nodes"}
 
 
 def test_a_command_gets_the_flags_of_the_table() -> None:

@@ -1,8 +1,10 @@
-"""Types of numpy arrays by element type, and their sum."""
+"""Types of numpy arrays by element type, sums and distinct rows of them, and records."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,3 +20,34 @@ def add_up(terms: Iterable[Floats]) -> Floats:
     for term in terms:
         total = total + term
     return total
+
+
+def distinct_rows(*columns: Ints | Bools) -> tuple[Ints, Ints]:
+    """(indices of rows that differ, for every row which of them is like it), of columns without negative numbers."""
+    code, num_codes = columns[0].astype(np.int64), int(columns[0].max(initial=0)) + 1
+    for column in columns[1:]:
+        span = int(column.max(initial=0)) + 1
+        if num_codes * span >= 2**63:  # number anew what there is
+            code, num_codes = np.unique(code, return_inverse=True)[1], len(code)
+        code, num_codes = code * span + column, num_codes * span
+    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+    return first, inverse
+
+
+class Rows:
+    """Base of dataclasses of arrays with an element, or a row, per plan; what is no array holds for all plans."""
+
+    __slots__ = ()
+
+    def take(self, which: Ints | Bools | slice) -> Self:
+        """The record of the plans at the given indices, or where the mask is true."""
+        record: Any = self
+        return replace(record, **{field.name: _taken(getattr(record, field.name), which) for field in fields(record)})
+
+
+def _taken(value: Any, which: Ints | Bools | slice) -> Any:
+    if isinstance(value, np.ndarray):
+        return value[which]
+    if isinstance(value, dict):
+        return {key: _taken(part, which) for key, part in value.items()}
+    return value.take(which) if isinstance(value, Rows) else value

@@ -5,12 +5,11 @@ The exposed parts follow `modelling` D5 and E5.  Every array has one element per
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats, Ints, add_up
+from autoplan.base.arrays import Bools, Floats, Rows, add_up
 from autoplan.cost.collectives.context_parallel import context_parallel_s
 from autoplan.cost.collectives.expert_parallel import expert_parallel_s, shown_expert_parallel_s
 from autoplan.cost.collectives.sharded_states import copied_states_s, sharded_states_s
@@ -58,7 +57,7 @@ GRAPHED_ATTENTION_WAIT = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockCost:
+class BlockCost(Rows):
     """Seconds of one block and micro-batch by term.
 
     `repeat_s` is what running the whole block forward again adds to the terms of its backward pass; less of its
@@ -102,18 +101,6 @@ class BlockCost:
         """Seconds that recomputing the whole block adds to its backward pass."""
         return add_up(self.repeat_s.values())
 
-    def take(self, which: Ints | slice) -> BlockCost:
-        """Costs of the plans at the given indices."""
-        passes = (self.forward_s, self.backward_s, self.repeat_s)
-        forward, backward, repeat = ({name: value[which] for name, value in entry.items()} for entry in passes)
-        return BlockCost(
-            forward_s=forward,
-            backward_s=backward,
-            repeat_s=repeat,
-            weight_s=self.weight_s[which],
-            split_s=self.split_s[which],
-        )
-
     def term_s(self, name: str, count: Floats, repeated: Floats) -> Floats:
         """One term of both passes of `count` such blocks, of which `repeated` are recomputed as a whole."""
         return count * (self.forward_s[name] + self.backward_s[name]) + repeated * self.repeat_s[name]
@@ -129,7 +116,7 @@ class _Lags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
+class _Parts(Rows):
     """Kernels of one block and micro-batch, and exposed traffic in front of what other micro-batches hide.
 
     All of it depends on `KERNEL_AXES` and tp_overlap alone, so that it is worked out once for many plans.
@@ -151,14 +138,6 @@ class _Parts:
     def passes(self) -> Pass:
         """Kernels and tensor-parallel collectives."""
         return self.kernels.passes.plus(self.tp)
-
-    def take(self, which: Ints) -> _Parts:
-        """Parts of the plans at the given indices."""
-        taken: dict[str, Any] = {}
-        for part in fields(self):
-            value = getattr(self, part.name)
-            taken[part.name] = value[which] if isinstance(value, np.ndarray) else value.take(which)
-        return _Parts(**taken)
 
 
 def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) -> dict[Block, BlockCost]:
@@ -281,6 +260,22 @@ def _never_repeated_s(framework: Framework, block: Block, parts: _Parts) -> Floa
     return parts.kernels.matrix_forward_s["fc2"] + parts.tp.forward_s - parts.tp_inputs
 
 
+def _pass_terms(parts: _Parts, ep: Floats) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """Terms of the (forward, backward) pass: kernels and exposed traffic between them, nothing recomputed."""
+    kernels = parts.kernels
+    passes = {
+        "gemm": kernels.gemm,
+        "attention": kernels.attention,
+        "memory_bound": kernels.memory,
+        "recompute": Pass.none(len(ep)),
+        "tp_communication": parts.tp,
+        "cp_communication": parts.cp,
+        "ep_communication": Pass(ep, ep),
+    }
+    forward = {name: own.forward_s for name, own in passes.items()}
+    return forward, {name: own.backward_s for name, own in passes.items()}
+
+
 def _block_cost(
     problem: Problem,
     batch: PlanBatch,
@@ -291,38 +286,22 @@ def _block_cost(
     beside_s: Floats,
     shared: SharedStates,
 ) -> tuple[BlockCost, _Lags]:
-    framework, kernels = problem.framework, parts.kernels
+    framework, zeros = problem.framework, np.zeros(len(batch))
     unit = unit_parameters(problem, batch, shape)
-    zeros = np.zeros(len(batch))
-    # A layer that was measured as a whole adds up its gradients.
-    accumulated = problem.bytes_moved_per_accumulated_grad * unit.trained_elements * ~parts.is_whole
     copies = copied_states_s(problem, batch, unit)
     ep, wait = zeros, Pass.none(len(batch))
     if block is Block.MOE:
-        ep = shown_expert_parallel_s(problem, batch, parts.ep, kernels.passes.total_s + parts.tp.total_s + beside_s)
+        work_s = parts.kernels.passes.total_s + parts.tp.total_s + beside_s
+        ep = shown_expert_parallel_s(problem, batch, parts.ep, work_s)
         wait = _experts_wait_s(problem, batch)
-    forward = {
-        "gemm": kernels.gemm.forward_s,
-        "attention": kernels.attention.forward_s,
-        "memory_bound": kernels.memory.forward_s,
-        "recompute": zeros,
-        "tp_communication": parts.tp.forward_s,
-        "cp_communication": parts.cp.forward_s,
-        "ep_communication": ep,
-    }
-    backward = {
-        "gemm": kernels.gemm.backward_s,
-        "attention": kernels.attention.backward_s,
-        "memory_bound": kernels.memory.backward_s + memory_bound_s(problem, accumulated) + copies.backward_s,
-        "recompute": zeros,
-        "tp_communication": parts.tp.backward_s,
-        "cp_communication": parts.cp.backward_s,
-        "ep_communication": ep,
-    }
+    forward, backward = _pass_terms(parts, ep)
+    # A layer that was measured as a whole adds up its gradients.
+    accumulated = problem.bytes_moved_per_accumulated_grad * unit.trained_elements * ~parts.is_whole
+    backward["memory_bound"] = backward["memory_bound"] + memory_bound_s(problem, accumulated) + copies.backward_s
     forward_s = add_up(forward.values())
     forward["memory_bound"] = forward["memory_bound"] + copies.forward_s  # which recomputation does not repeat
     spared = _never_repeated_s(framework, block, parts)
-    backward["recompute"] = selective_s(problem, batch, block, kernels, forward_s, parts.tp_inputs, spared)
+    backward["recompute"] = selective_s(problem, batch, block, parts.kernels, forward_s, parts.tp_inputs, spared)
     if parts.is_whole.any():
         is_known = repeats_core_only(batch) & ~np.isnan(parts.core_again_s)
         backward["recompute"] = np.where(is_known, parts.core_again_s, backward["recompute"])
@@ -336,19 +315,25 @@ def _block_cost(
     if (batch.recompute == FULL).any():
         again = _host_s(problem, batch, block, parts.is_whole).forward_s
         again_late = _finish(framework, repeated, states.backward_s, host.backward_s + again, wait.total_s)
-        repeat = {name: repeated[name] - backward[name] for name in BLOCK_TERMS}
-        if parts.is_whole.any():
-            is_known = ~np.isnan(parts.again_s)
-            repeat = {name: np.where(is_known, 0.0, value) for name, value in repeat.items()}
-            repeat["recompute"] = np.where(is_known, parts.again_s, repeat["recompute"])
+        repeat = _repeat_terms(parts, repeated, backward)
     if shared.known.any():
         share = unit.all_elements / layer_parameters(problem, batch)
-        forward["fsdp_communication"] = np.where(shared.known, 0.0, forward["fsdp_communication"])
-        backward["fsdp_communication"] = np.where(shared.known, share * shared.every_s, backward["fsdp_communication"])
+        for terms, own in ((forward, zeros), (backward, share * shared.every_s)):
+            terms["fsdp_communication"] = np.where(shared.known, own, terms["fsdp_communication"])
     cost = BlockCost(
         forward_s=forward, backward_s=backward, repeat_s=repeat, weight_s=parts.weight_s, split_s=parts.split_s
     )
     return cost, _Lags(forward_s=lag, backward_s=late, repeated_s=again_late)
+
+
+def _repeat_terms(parts: _Parts, repeated: dict[str, Floats], backward: dict[str, Floats]) -> dict[str, Floats]:
+    """What recomputing the whole block adds to the terms of its backward pass: as measured, where it was."""
+    repeat = {name: repeated[name] - backward[name] for name in BLOCK_TERMS}
+    if parts.is_whole.any():
+        is_known = ~np.isnan(parts.again_s)
+        repeat = {name: np.where(is_known, 0.0, value) for name, value in repeat.items()}
+        repeat["recompute"] = np.where(is_known, parts.again_s, repeat["recompute"])
+    return repeat
 
 
 def _host_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -> Pass:

@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats, Ints, add_up
+from autoplan.base.arrays import Bools, Floats, Ints, Rows, add_up
 from autoplan.cost.blocks import BlockCost, ahead_s, block_costs
 from autoplan.cost.collectives.end_of_step import (
     FirstStage,
@@ -66,7 +66,7 @@ BLOCK_VALUES = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatchCosts:
+class MicroBatchCosts(Rows):
     """Costs of one micro-batch wherever in a pipeline they arise: worked out at once for any numbers of stages."""
 
     links: Links
@@ -94,19 +94,6 @@ class MicroBatchCosts:
             action_s=action_s(problem, batch) + shared_scales_s(problem, batch, links),
             shared=shared_states(problem, batch),
             message_s=message_s(problem, batch, links),
-        )
-
-    def take(self, which: Ints | slice) -> MicroBatchCosts:
-        """Costs of the plans at the given indices."""
-        return MicroBatchCosts(
-            links=self.links,
-            blocks={block: cost.take(which) for block, cost in self.blocks.items()},
-            head=self.head.take(which),
-            embedding_s=self.embedding_s[which],
-            ends_tp=self.ends_tp.take(which),
-            action_s=self.action_s[which],
-            shared=self.shared.take(which),
-            message_s=self.message_s[which],
         )
 
 

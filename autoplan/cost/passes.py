@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Rows
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(Rows):
     """Seconds of the forward and of the backward pass of something, an element per plan."""
 
     forward_s: Floats
@@ -26,10 +26,6 @@ class Pass:
     def total_s(self) -> Floats:
         """Both passes."""
         return self.forward_s + self.backward_s
-
-    def take(self, which: Ints | slice) -> Pass:
-        """Passes of the plans at the given indices."""
-        return Pass(self.forward_s[which], self.backward_s[which])
 
     def plus(self, other: Pass) -> Pass:
         """Passes of both."""
@@ -80,15 +76,11 @@ class SplitPass(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class Ends(Rows):
     """Passes in front of the layers (embedding) and behind them (head and loss)."""
 
     embedding: Pass
     head: Pass
-
-    def take(self, which: Ints | slice) -> Ends:
-        """Ends of the plans at the given indices."""
-        return Ends(self.embedding.take(which), self.head.take(which))
 
     def plus(self, other: Ends) -> Ends:
         """Passes of both."""

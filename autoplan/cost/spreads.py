@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, Ints, add_up
+from autoplan.base.arrays import Floats, Ints, Rows, add_up
 from autoplan.base.files import decode, read_table, shipped
 from autoplan.base.units import check_positive
 from autoplan.spec.model import ModelSpec
@@ -108,7 +108,7 @@ def spread_kinds(problem: Problem, batch: PlanBatch, *, experts_apart: bool = Tr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Familiarity:
+class Familiarity(Rows):
     """How well plans are known before their times are: arrays have one element per plan."""
 
     own: Floats  # variance of the runs of their kind
@@ -155,10 +155,6 @@ class Familiarity:
             np.maximum.at(getattr(self, name), rows, getattr(other, name))
         for name in ("weight", "exposed_share"):
             np.minimum.at(getattr(self, name), rows, getattr(other, name))
-
-    def take(self, at: int) -> Familiarity:
-        """Return that of one plan."""
-        return Familiarity(**{field.name: getattr(self, field.name)[at : at + 1].copy() for field in fields(self)})
 
     def own_parts(self, terms_s: Mapping[str, Floats], step_s: Floats) -> tuple[Floats, Floats]:
         """(weight of the plans' own spread, general parts of the variance beside it): shapes (plans), (plans, parts).

@@ -136,7 +136,7 @@ class Axis:
         return self.kind is Kind.COUNT and not self.elsewhere
 
     @property
-    def told_as(self) -> str:
+    def changed_as(self) -> str:
         """The name of the change of a plan that holds it."""
         return self.name if self.change is None else self.change
 
@@ -358,7 +358,7 @@ AXIS: dict[str, Axis] = {axis.name: axis for axis in AXES}
 COLUMNS: tuple[Axis, ...] = tuple(axis for axis in AXES if axis.is_column)
 SEARCHED: tuple[Axis, ...] = tuple(axis for axis in AXES if axis.searched)
 # By the name of a change of a plan, how it is called on screen.
-LABELS: dict[str, str] = {axis.told_as: axis.label for axis in AXES if axis.label}
+LABELS: dict[str, str] = {axis.changed_as: axis.label for axis in AXES if axis.label}
 
 
 def shown(value: object) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Ints
+from autoplan.base.arrays import Bools, Ints, Rows, distinct_rows
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.units import check_count
 from autoplan.spec.axes import AXES, COLUMNS, DEFAULT_RECOMPUTE_MODULES, Axis, Kind
@@ -156,11 +156,6 @@ class ParallelPlan:
         """Micro-batches of one data-parallel replica in a step."""
         return self.global_batch // (self.micro_batch * self.dp)
 
-    @property
-    def waits_for_gathers(self) -> bool:
-        """Whether parameters are gathered with nothing beside it; where nothing is sharded, none are."""
-        return self.sharding != "none" and not self.param_gather_overlap
-
     def describe(self) -> str:
         """The plan in a few words: 'tp 4 pp 2 vp 5 dp 16, micro-batch 1, ZeRO-1'."""
         schedule = "" if self.schedule in ("1f1b", "interleaved") else _SCHEDULE_WORDS[self.schedule]
@@ -259,7 +254,7 @@ def check_priced(plan: ParallelPlan) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlanBatch:
+class PlanBatch(Rows):
     """Many priced plans: one array element a plan.  Words are held by their codes.
 
     `layout` indexes `layouts`: the layers of every chunk in model order, always spelled out.  All share a `placement`.
@@ -336,11 +331,6 @@ class PlanBatch:
         layout = np.array(index, dtype=np.int64)
         return cls(**arrays, layout=layout, layouts=tuple(layouts), placement=placements.pop())  # type: ignore[arg-type]
 
-    def take(self, which: Ints | Bools | slice) -> PlanBatch:
-        """The plans at the given indices, or where the mask is true."""
-        arrays = {name: getattr(self, name)[which] for name in _arrays()}
-        return replace(self, **arrays)
-
     def distinct(self, *names: str) -> tuple[Ints, Ints]:
         """(indices of plans that differ in these axes, for every plan which of them is like it)."""
         return distinct_rows(*(getattr(self, name) for name in names))
@@ -371,7 +361,7 @@ class PlanBatch:
         for part in parts:
             table = np.array([layouts.setdefault(layout, len(layouts)) for layout in part.layouts], dtype=np.int64)
             moved.append(table[part.layout])
-        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _arrays()}
+        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in batch_arrays()}
         arrays["layout"] = np.concatenate(moved)
         placements = {part.placement for part in parts if len(part)} or {None}
         if len(placements) > 1:
@@ -385,21 +375,9 @@ def column_type(axis: Axis) -> type[np.bool_ | np.int64]:
 
 
 @cache
-def _arrays() -> tuple[str, ...]:
+def batch_arrays() -> tuple[str, ...]:
     """The fields of a batch that have one element a plan."""
     return tuple(field.name for field in fields(PlanBatch) if field.name not in ("layouts", "placement"))
-
-
-def distinct_rows(*columns: Ints | Bools) -> tuple[Ints, Ints]:
-    """(indices of rows that differ, for every row which of them is like it), of columns without negative numbers."""
-    code, num_codes = columns[0].astype(np.int64), int(columns[0].max(initial=0)) + 1
-    for column in columns[1:]:
-        span = int(column.max(initial=0)) + 1
-        if num_codes * span >= 2**63:  # number anew what there is
-            code, num_codes = np.unique(code, return_inverse=True)[1], len(code)
-        code, num_codes = code * span + column, num_codes * span
-    _, first, like = np.unique(code, return_index=True, return_inverse=True)
-    return first, like
 
 
 def parse_recompute(text: str) -> dict[str, object]:

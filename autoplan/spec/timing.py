@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints, Rows
 from autoplan.base.errors import InputError
 from autoplan.base.interpolation import Scattered
 from autoplan.base.units import check_count, check_positive
@@ -229,7 +229,7 @@ AS_MEASURED = SourceFactors()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Lookup:
+class Lookup(Rows):
     """Times of some shapes in seconds, NaN where the table refuses, and whether each itself was measured, and how."""
 
     seconds: Floats
@@ -242,15 +242,6 @@ class Lookup:
         """Result of a table that holds none of so many shapes."""
         none = np.zeros(size, dtype=np.bool_)
         return cls(seconds=np.full(size, np.nan), is_exact=none, is_disturbed=none.copy())
-
-    def take(self, which: Ints) -> Lookup:
-        """Return the results of the shapes at the given indices."""
-        return replace(
-            self,
-            seconds=self.seconds[which],
-            is_exact=self.is_exact[which],
-            is_disturbed=self.is_disturbed[which],
-        )
 
     def scaled(self, factor: Floats | float) -> Lookup:
         """Times of kin that take `factor` times as long; none of them was measured itself, unless they take as long."""
@@ -276,7 +267,7 @@ class Lookup:
 
 
 _SHIFT = 1e-3  # of disturbed times, to see what between measured shapes rests on them
-_TOLD_SHARE = 0.1  # of a time: as much resting on disturbed ones makes it one
+_DISTURBED_SHARE = 0.1  # of a time: as much resting on disturbed ones makes it one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -324,7 +315,7 @@ class _Times:
                 if tuple(kind) in self.shifted:
                     longer = self.shifted[tuple(kind)].at(shapes[own][:, between])
                     # NaN, where the table refuses, is no more.
-                    is_disturbed[own] = np.abs(longer / seconds[own] - 1) > _SHIFT * _TOLD_SHARE
+                    is_disturbed[own] = np.abs(longer / seconds[own] - 1) > _SHIFT * _DISTURBED_SHARE
         return seconds, is_disturbed
 
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints, distinct_rows
 from autoplan.base.curves import CollectiveCurve
 from autoplan.base.errors import UnpricedError
-from autoplan.topology.cluster import ClusterSpec
+from autoplan.topology.cluster import ClusterSpec, LinkLevel
 from autoplan.topology.placement import Pattern, RankGroup, Seats, fills_evenly, switches_of_nodes
 
 
@@ -104,14 +104,10 @@ def _seated(seats: Seats, stride: Ints, size: Ints, gaps: Gaps | None, pattern: 
     """Effective members below one switch, worked out once for groups that are alike."""
     run = size if gaps is None else np.minimum(gaps.run, size)
     step = stride * size if gaps is None else np.where(run < size, gaps.step, stride * size)
-    rows = np.stack([column.ravel() for column in np.broadcast_arrays(stride, size, run, step)], axis=1)
-    numbers = np.zeros(len(rows), dtype=np.int64)
-    for column in rows.T:
-        _, first, numbers = np.unique(
-            numbers * (column.max(initial=0) + 1) + column, return_index=True, return_inverse=True
-        )
-    found = [seats.members(RankGroup(pattern, *row)) for row in rows[first].tolist()]
-    return np.array(found, dtype=np.float64)[numbers].reshape(size.shape)
+    rows = np.stack([column.ravel() for column in np.broadcast_arrays(stride, size, run, step)])
+    first, inverse = distinct_rows(*rows)
+    found = [seats.members(RankGroup(pattern, *row)) for row in rows.T[first].tolist()]
+    return np.array(found, dtype=np.float64)[inverse].reshape(size.shape)
 
 
 def used_of_domain(num_devices: int, devices_per_node: int, total: int) -> int:
@@ -163,25 +159,34 @@ def compile_topology(
         raise UnpricedError(
             f"placement is not priced yet where {cluster.levels[-1].name} joins several nodes: leave it out"
         )
-    *domains, (site, seats_of_site) = _domains(cluster, placement)
-    slow_link = cluster.slowest_share("link")
-    levels = []
+    inner: list[Level] = []
     for link in cluster.levels:
-        levels.append(
-            Level(
-                name=link.name,
-                num_devices=used_of_domain(link.num_devices, cluster.devices_per_node, total),
-                bytes_per_s=link.rate_bytes_per_s * link.efficiency * slow_link,
-                latency_s=link.latency_s,
-                half_rate_bytes=link.half_rate_bytes,
-                is_mesh=link.is_mesh,
-                mesh_shares=link.mesh_shares[: link.num_devices - 1],
-                collectives=link.collectives,
-            )
-        )
-        if levels[-1].num_devices >= total:
-            return Topology(levels=tuple(levels))
-    network = cluster.network
+        inner.append(_inner_level(cluster, link))
+        if inner[-1].num_devices >= total:
+            return Topology(levels=tuple(inner))
+    return Topology(levels=(*inner, *_network_levels(cluster, _domains(cluster, placement), every_tier=every_tier)))
+
+
+def _inner_level(cluster: ClusterSpec, link: LinkLevel) -> Level:
+    """The level of links inside nodes or racks."""
+    return Level(
+        name=link.name,
+        num_devices=used_of_domain(link.num_devices, cluster.devices_per_node, cluster.num_devices),
+        bytes_per_s=link.rate_bytes_per_s * link.efficiency * cluster.slowest_share("link"),
+        latency_s=link.latency_s,
+        half_rate_bytes=link.half_rate_bytes,
+        is_mesh=link.is_mesh,
+        mesh_shares=link.mesh_shares[: link.num_devices - 1],
+        collectives=link.collectives,
+    )
+
+
+def _network_levels(
+    cluster: ClusterSpec, domains: Sequence[tuple[int, Seats | None]], *, every_tier: bool
+) -> list[Level]:
+    """The levels that NICs lead to: tiers of switches, the fabric that joins them, the links between sites."""
+    *switches, (site, seats_of_site) = domains
+    network, total = cluster.network, cluster.num_devices
     rate = network.nic_bytes_per_s * network.nics_per_device * network.efficiency
     fabric = Level(
         name=network.kind,
@@ -193,8 +198,9 @@ def compile_topology(
         is_reducing=network.sharp,
         devices_per_nic=max(1.0 / network.nics_per_device, 1.0),
     )
+    levels: list[Level] = []
     oversubscription = 1.0
-    for at, (tier, (num_devices, seats)) in enumerate(zip(network.tiers, domains, strict=True)):
+    for at, (tier, (num_devices, seats)) in enumerate(zip(network.tiers, switches, strict=True)):
         if num_devices >= min(site, total):
             break
         narrowed = tier.oversubscription / cluster.slowest_share("uplink", at)
@@ -207,8 +213,6 @@ def compile_topology(
         share = min(cluster.wan.rate_bytes_per_s / site, fabric.bytes_per_s)
         levels.append(replace(fabric, num_devices=site, seats=seats_of_site))
         fabric = replace(fabric, name="wan", bytes_per_s=share, latency_s=cluster.wan.latency_s, is_reducing=False)
-    levels.append(fabric)
     # Ranks wait for those behind the slowest NIC; what shares the links out of a switch does not.
-    first = next(at for at, level in enumerate(levels) if level.is_network)
-    slow_nic = replace(levels[first], bytes_per_s=levels[first].bytes_per_s * cluster.slowest_share("nic"))
-    return Topology(levels=(*levels[:first], slow_nic, *levels[first + 1 :]))
+    first, *others = (*levels, fabric)
+    return [replace(first, bytes_per_s=first.bytes_per_s * cluster.slowest_share("nic")), *others]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats, Ints, add_up
+from autoplan.base.arrays import Bools, Floats, Ints, Rows, add_up
 from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
 from autoplan.cost.kernels.measured import find
@@ -233,7 +233,7 @@ def _between_chunks_s(batch: PlanBatch, pass_s: Floats) -> Floats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstStage:
+class FirstStage(Rows):
     """Blocks of the first stage of every plan, and the share of embedding and head in its parameters."""
 
     num_blocks: Floats
@@ -248,10 +248,6 @@ class FirstStage:
             num_blocks=np.maximum(add_up(count[:, 0] for count in blocks.count.values()), 1),
             ends_share=parameters.ends[:, 0] / whole,
         )
-
-    def take(self, which: Ints) -> FirstStage:
-        """The stages of the plans at the given indices."""
-        return FirstStage(num_blocks=self.num_blocks[which], ends_share=self.ends_share[which])
 
     def chunk_share(self, batch: PlanBatch) -> Floats:
         """Share of its parameters that its first chunk has."""

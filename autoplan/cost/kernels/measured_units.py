@@ -9,12 +9,12 @@ other.  Only a framework that runs the very units of `timing.SHAPES` has such me
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Rows
 from autoplan.cost.kernels.measured import Sizes, find_kernels
 from autoplan.spec.enums import Sharding
 from autoplan.spec.model import Block, ModelSpec
@@ -73,7 +73,7 @@ def repeats_core_only(batch: PlanBatch) -> Bools:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedStates:
+class SharedStates(Rows):
     """Seconds that gathering weights, or casting them, and reducing gradients add to the passes of a layer.
 
     Where `known` is false they were not measured.  What is not in a layer takes as long by parameters.
@@ -88,10 +88,6 @@ class SharedStates:
         """Return the times of plans of which nothing was measured: zeros that are not `known`."""
         zeros = np.zeros(size)
         return cls(known=np.zeros(size, dtype=np.bool_), every_s=zeros, once_s=zeros)
-
-    def take(self, which: Ints | slice) -> SharedStates:
-        """Return the times of the plans at the given indices."""
-        return SharedStates(**{entry.name: getattr(self, entry.name)[which] for entry in fields(self)})
 
 
 def shared_states(problem: Problem, batch: PlanBatch) -> SharedStates:

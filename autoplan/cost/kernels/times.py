@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, Ints, add_up
+from autoplan.base.arrays import Floats, Rows, add_up
 from autoplan.cost.kernels.adapters import tuned_matrices_s, tuning_traffic
 from autoplan.cost.kernels.arithmetic import BlockShape
 from autoplan.cost.kernels.attention import attention_s, scan_s
@@ -27,7 +27,7 @@ from autoplan.spec.timing import EXPERTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelTimes:
+class KernelTimes(Rows):
     """Passes of one block and micro-batch, by kind of kernel; backward without recomputation."""
 
     gemm: Pass
@@ -49,16 +49,6 @@ class KernelTimes:
             attention=self.attention.times(forward, backward),
             memory=self.memory.times(forward, backward),
             matrix_forward_s={name: forward * value for name, value in self.matrix_forward_s.items()},
-        )
-
-    def take(self, which: Ints) -> KernelTimes:
-        """Return the times of the plans at the given indices."""
-        return KernelTimes(
-            gemm=self.gemm.take(which),
-            gemm_weight_s=self.gemm_weight_s[which],
-            attention=self.attention.take(which),
-            memory=self.memory.take(which),
-            matrix_forward_s={name: value[which] for name, value in self.matrix_forward_s.items()},
         )
 
 
@@ -111,15 +101,11 @@ def _measured_experts(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadTimes:
+class HeadTimes(Rows):
     """Passes of the end of a model in one micro-batch."""
 
     passes: Pass
     weight_s: Floats  # weight gradients in them
-
-    def take(self, which: Ints | slice) -> HeadTimes:
-        """Return the times of the plans at the given indices."""
-        return HeadTimes(passes=self.passes.take(which), weight_s=self.weight_s[which])
 
 
 def head_s(problem: Problem, batch: PlanBatch) -> HeadTimes:

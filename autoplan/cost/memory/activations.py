@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, Ints, add_up
+from autoplan.base.arrays import Floats, Ints, add_up, distinct_rows
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.sizes import norm_tokens
 from autoplan.cost.memory.recompute import activation_parts, kept_bytes
@@ -15,7 +15,7 @@ from autoplan.cost.pipeline.layout import StageBlocks, by_chunks, chunk_blocks, 
 from autoplan.cost.pipeline.order import chunks_of_ranks, live_chunks
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import Block
-from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch, distinct_rows
+from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
 from autoplan.spec.problem import Problem
 
 _FILLED = 3  # `order.live_chunks` saturates after so many groups of micro-batches

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints, Rows
 from autoplan.cost.network.links import Links, ProcessGroup
 from autoplan.spec.timing import NO_TIMINGS, Calibration, Operation
 from autoplan.topology.levels import Level, Topology
@@ -25,7 +25,7 @@ def links_between(level: Level, calibration: Calibration) -> Links:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Islands:
+class Islands(Rows):
     """Hierarchical collectives as one part sees them: inside the part first, then every member its slice across.
 
     Of a group of more than one rank `inside` members are in this part, and `islands` parts have members; both have one
@@ -46,7 +46,3 @@ class Islands:
         return self.own.seconds(operation, group._replace(size=inside), buffer_bytes, copies) + self.between.seconds(
             operation, across, buffer_bytes / inside, copies
         )
-
-    def take(self, rows: Ints) -> Islands:
-        """Return the links of the rows at the given indices."""
-        return replace(self, inside=self.inside[rows], islands=self.islands[rows])

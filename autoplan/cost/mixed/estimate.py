@@ -111,7 +111,7 @@ def _price_kinds(
             ),
             terms_s={name: float(value[at]) for name, value in terms.items() if name not in UPDATE_TERMS},
             end_s={name: float(terms[name][at]) for name in UPDATE_TERMS},
-            familiarity=known.take(at),
+            familiarity=known.take(slice(at, at + 1)),
             oom_z=float(oom_z[at]),
         )
         for at, member in enumerate(members)

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints, distinct_rows
 from autoplan.cost.kernels.measured import find
-from autoplan.spec.plan import distinct_rows
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import NO_TIMINGS, Operation, TimingTable
 from autoplan.topology.levels import Gaps, Topology

@@ -12,11 +12,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints, distinct_rows
 from autoplan.cost.pipeline.order import V_SHAPED, chunks_of_ranks
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import Block, ModelSpec
-from autoplan.spec.plan import ALL_LAYERS, PlanBatch, distinct_rows
+from autoplan.spec.plan import ALL_LAYERS, PlanBatch
 
 V_SCHEDULES = [Schedule(name).code for name in V_SHAPED]
 

@@ -13,10 +13,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Ints
+from autoplan.base.arrays import Ints, distinct_rows
 from autoplan.base.errors import InputError
 from autoplan.spec.enums import Schedule
-from autoplan.spec.plan import distinct_rows
 
 # Forward, backward, and the two halves of a split backward: gradient of the inputs, gradient of the weights.
 Kind = Literal["F", "B", "I", "W"]
