@@ -73,6 +73,7 @@ def plan_of(problem: Problem, axes: Axes) -> ParallelPlan:
     etp = axes.get("etp", WITH_TP) if has_experts else WITH_TP
     fits_sp = problem.framework.network.sequence_parallel and problem.training.seq_len // cp % tp == 0
     plain = {"sp": fits_sp, "cp_kind": book.words("cp_kind")[0], "rank_order": problem.framework.rank_orders[0]}
+    plain |= problem.framework.choices
     plan = ParallelPlan.derived(
         num_devices=problem.cluster.num_devices,
         has_experts=has_experts,

@@ -13,8 +13,9 @@ from autoplan.cost.memory.recompute import stores_scores
 from autoplan.frameworks.common.rules import Rulebook
 from autoplan.frameworks.megatron_lm.rules import missing_modules
 from autoplan.frameworks.registry import book_of
-from autoplan.spec.axes import AXES, AXIS, SEARCHED, Kind, Value, shown
+from autoplan.spec.axes import AXES, AXIS, SEARCHED, Axis, Kind, Value, shown
 from autoplan.spec.enums import Dispatcher, Precision, Recompute, RecomputeModule, Schedule
+from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import parse_recompute
 from autoplan.spec.problem import Problem
@@ -36,6 +37,13 @@ FORBIDDEN = (
     *(axis.name for axis in SEARCHED if axis.kind is Kind.FLAG or axis.name == "offload"),
     *(f"{axis.name}={value}" for axis in SEARCHED if axis.kind is not Kind.FLAG for value in axis.searched),
     *(f"recompute={word}" for word in Recompute),
+)
+# What --allow takes: an axis whose values change the numerics of training, or one of these values.
+ALLOWED = tuple(
+    choice
+    for axis in SEARCHED
+    if axis.exact is not None
+    for choice in (axis.name, *(f"{axis.name}={shown(value)}" for value in axis.searched))
 )
 # What a person may try to fix that is no axis, or none of a search, and where it is said.
 ELSEWHERE = {axis.name: axis.elsewhere for axis in AXES if axis.elsewhere} | {
@@ -146,13 +154,21 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         split=book.split,
         split_schedules_overlap=book.split_schedules_overlap,
     )
-    offered = {axis.name: [value for value in axis.searched if book.offers(axis, value)] for axis in SEARCHED}
+    offered = {axis.name: _unasked(axis, problem.framework, book) for axis in SEARCHED}
     if Schedule.ONE_F_ONE_B in offered["schedule"]:  # as long, and keeps fewer activations
         offered["schedule"] = [name for name in offered["schedule"] if name != Schedule.GPIPE]
     if problem.framework.overlap.tp_overlap_share == 0:
         offered["tp_overlap"] = [False]
     offered["dispatcher"] = [word for word in offered["dispatcher"] if _runs(word, problem)]
     return limits.where(**offered | {"rank_order": orders if _order_matters(problem) else orders[:1]})
+
+
+def _unasked(axis: Axis, framework: Framework, book: Rulebook) -> list[Value]:
+    """Values that a search tries unasked: all that are offered, or that leave the numerics as the framework's own."""
+    if axis.exact is None:
+        return [value for value in axis.searched if book.offers(axis, value)]
+    own = framework.choice(axis.name)
+    return [value for value in axis.usual(own) if value == own or book.offers(axis, value)]
 
 
 def _runs(dispatcher: Value, problem: Problem) -> bool:
@@ -289,8 +305,36 @@ def _recomputing(limits: Limits, typed: str, recomputes: Iterable[str]) -> Limit
     return replace(limits, recomputes=left)
 
 
-def with_flags(limits: Limits, *, fix: Iterable[str], at_most: Iterable[str], forbid: Iterable[str]) -> Limits:
-    """`limits` with the user's flags: AXIS=VALUE that is fixed or a bound, and choices that are left out."""
+def _allowing(limits: Limits, typed: str, offered: Callable[[Axis, Value], bool]) -> Limits:
+    """`limits` with values of an axis that change the numerics of training."""
+    name, sign, value = typed.strip().lower().replace("-", "_").partition("=")
+    axis = AXIS.get(name)
+    if axis is None or axis.exact is None or f"{name}{sign}{value}" not in ALLOWED:
+        close = difflib.get_close_matches(typed, ALLOWED, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(ALLOWED)}"
+        raise InputError(f"--allow {typed}: unknown; {hint}")
+    wanted = [axis.parse(value, "--allow")] if value else [word for word in axis.searched if offered(axis, word)]
+    kept = limits.of(name)
+    values = [word for word in axis.searched if word in kept or word in wanted]
+    # The plain value stands first, unless the order tells which takes less.
+    return limits.where(**{name: values if axis.is_monotone else sorted(values, key=lambda word: word != kept[0])})
+
+
+def with_flags(
+    limits: Limits,
+    *,
+    fix: Iterable[str],
+    at_most: Iterable[str],
+    forbid: Iterable[str],
+    allow: Iterable[str] = (),
+    offered: Callable[[Axis, Value], bool] = lambda axis, value: True,
+) -> Limits:
+    """`limits` with the user's flags: AXIS=VALUE that is fixed or a bound, choices that are left out or allowed.
+
+    `offered` says whether the framework has a value of an axis.
+    """
+    for text in allow:
+        limits = _allowing(limits, text, offered)
     bounds: dict[str, int] = {}
     for axis, text in _pairs(at_most, "--max"):
         if axis not in COUNTS:
@@ -311,7 +355,9 @@ def with_flags(limits: Limits, *, fix: Iterable[str], at_most: Iterable[str], fo
 def check_words(name: str, book: Rulebook, limits: Limits) -> None:
     """Refuse limits that ask the framework `name` for a choice that it does not have."""
     for axis, values in limits.values:
-        known = book.words(axis) if AXIS[axis].kind is Kind.WORD else values
+        row = AXIS[axis]
+        words = [word for word in book.words(axis) if row.exact is None or book.offers(row, row.word(word))]
+        known = words if row.kind is Kind.WORD else values
         for value in values:
             if value not in known:
                 raise InputError(f"{name} has no {axis} {value}: it has {' and '.join(map(shown, known))}")

@@ -17,7 +17,7 @@ from autoplan.search.axes import WITH_TP, axes_of, differing, plan_of, words
 from autoplan.search.limits import default_limits, divisors
 from autoplan.search.ranking import ranked, seconds_per_sequence
 from autoplan.search.space import chunk_counts
-from autoplan.spec.axes import AXES, DEFAULT_RECOMPUTE_MODULES, Kind
+from autoplan.spec.axes import AXES, DEFAULT_RECOMPUTE_MODULES, SEARCHED, Axis, Kind
 from autoplan.spec.enums import Offload
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -86,6 +86,11 @@ def neighbours(problem: Problem, plan: ParallelPlan, count: int) -> Iterator[Par
                 continue
 
 
+def _is_switched(axis: Axis) -> bool:
+    """Return whether the other value of an axis is worth a look."""
+    return axis.kind is Kind.FLAG and axis.exact is None
+
+
 def _values(problem: Problem, plan: ParallelPlan) -> dict[str, list[Any]]:
     """The other values of every axis that are worth a look."""
     model, book, devices = problem.model, book_of(problem.framework), problem.cluster.num_devices
@@ -106,7 +111,9 @@ def _values(problem: Problem, plan: ParallelPlan) -> dict[str, list[Any]]:
         values["sharding"] = [(kind, None) for kind in book.words("sharding")]
     values["recompute"] = [(kind, DEFAULT_RECOMPUTE_MODULES, None) for kind in book.words("recompute")]
     values["offload"] = [Offload.NONE, Offload.OPTIMIZER]
-    values |= {axis.name: [not axes[axis.name]] for axis in AXES if axis.kind is Kind.FLAG and axis.name in axes}
+    values |= {axis.name: [not axes[axis.name]] for axis in AXES if _is_switched(axis) and axis.name in axes}
+    # Of options that change the numerics of training only what leaves them alone.
+    values |= {axis.name: [*limits.of(axis.name)] for axis in SEARCHED if axis.exact is not None and axis.name in axes}
     values["cp_kind"] = [*book.words("cp_kind")] if plan.cp > 1 else []
     values["rank_order"] = [*problem.framework.rank_orders] if "rank_order" in axes else []
     return {axis: [value for value in choices if value != axes.get(axis)] for axis, choices in values.items()}

@@ -97,9 +97,10 @@ def _plain(problem: Problem, limits: Limits, plan: ParallelPlan, *, keeps_cp: bo
     """Return the plan of the same degrees and batch with plain values of its options, where the limits have them."""
     axes = dict(axes_of(problem.model, plan))
     plain: dict[str, Any] = {
-        axis.name: axis.default
+        axis.name: problem.framework.choice(axis.name)
         for axis in SEARCHED
-        if (axis.kind is Kind.FLAG or axis.name in ("offload", "dispatcher")) and axis.default in limits.of(axis.name)
+        if (axis.kind is Kind.FLAG or axis.exact is not None or axis.name in ("offload", "dispatcher"))
+        and problem.framework.choice(axis.name) in limits.of(axis.name)
     }
     if "none" in limits.recomputes:
         plain["recompute"] = (Recompute.NONE, DEFAULT_RECOMPUTE_MODULES, None)

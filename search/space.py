@@ -30,7 +30,10 @@ from autoplan.spec.plan import (
 from autoplan.spec.workload import Workload
 
 # What varies inside a cell, level by level.
-_GROUP_WORDS = tuple(axis for axis in SEARCHED if axis.name not in ("sharding", "offload", "schedule"))
+_MONOTONE = tuple(axis for axis in SEARCHED if axis.is_monotone)
+_GROUP_WORDS = tuple(
+    axis for axis in SEARCHED if axis.name not in ("sharding", "offload", "schedule") and not axis.is_monotone
+)
 _GROUP = ("global_batch", "micro_batch", *(axis.name for axis in _GROUP_WORDS))
 _REPEATS = ("recompute", "recompute_modules", "recompute_num_layers")
 _KIND = ("sharding", *_REPEATS, "offload")
@@ -41,7 +44,10 @@ _DEGREES = ("pp", "tp", "cp", "ep", "etp", "dp_replicate", "dp_shard")
 _KNOWN_OF_GROUP = frozenset((*_DEGREES, *_GROUP, "sp", "precision"))
 _STATES = frozenset(("sharding", "offload"))
 _KNOWN_OF_STATES = _STATES | {*_DEGREES, "sp", "precision"}
-_KNOWN_OF_KIND = _KNOWN_OF_GROUP | _STATES | {"recompute", "recompute_modules", "ep_overlap"}
+_KNOWN_OF_MONOTONE = _STATES | {"precision", "grad_dtype", *(axis.name for axis in _MONOTONE)}
+_KNOWN_OF_KIND = (
+    _KNOWN_OF_GROUP | _STATES | {*(axis.name for axis in _MONOTONE)} | {"recompute", "recompute_modules", "ep_overlap"}
+)
 
 _PLAIN = tuple(axis for axis in COLUMNS if axis.name not in (*_DEGREES, *_GROUP))
 
@@ -206,7 +212,12 @@ class Space:
         degrees = {axis: np.array([getattr(cell, axis) for cell in cells], dtype=np.int64)[owner] for axis in _DEGREES}
         chosen = dict(zip(_GROUP, values.T, strict=True))
         zeros, off = np.zeros(len(owner), dtype=np.int64), np.zeros(len(owner), dtype=np.bool_)
-        plain = {axis.name: (zeros + axis.code(axis.default)).astype(column_type(axis)) for axis in _PLAIN}
+        # Of monotone axes the value that takes least, so that bounds of groups hold.
+        least = {axis.name: self.limits.of(axis.name)[-1] for axis in _MONOTONE}
+        plain = {
+            axis.name: (zeros + axis.code(least.get(axis.name, axis.default))).astype(column_type(axis))
+            for axis in _PLAIN
+        }
         chosen |= {axis.name: chosen[axis.name].astype(column_type(axis)) for axis in _GROUP_WORDS}
         columns = {
             **plain,
@@ -233,7 +244,26 @@ class Space:
         column = dict(zip(_KIND, values.T, strict=True))
         # Only sharded optimizers gather parameters.
         gathers = column["sharding"] > Sharding.NONE.code
-        return replace(groups.take(group), **column, param_gather_overlap=gathers), group
+        kinds = replace(groups.take(group), **column, param_gather_overlap=gathers)
+        return self._at_least(kinds), group
+
+    def _at_least(self, kinds: PlanBatch) -> PlanBatch:
+        """The kinds with the last value of every monotone axis that they admit, the first where they admit none."""
+        free = [axis for axis in _MONOTONE if len(self.limits.of(axis.name)) > 1]
+        if not free or not len(kinds):
+            return kinds
+        first, kind_of = kinds.distinct("sharding", "offload", "grad_dtype")
+        states, chosen = kinds.take(first), dict[str, Ints]()
+        for axis in free:
+            codes = [np.full(len(states), axis.code(value)) for value in self.limits.of(axis.name)]
+            best = codes[0]
+            for code in codes:
+                tried = _with_columns(states, {axis.name: code})
+                lawful = legal_so_far(self.rules, self.workload, tried, _KNOWN_OF_MONOTONE)
+                best = np.where(lawful, code, best)
+            states = _with_columns(states, {axis.name: best})
+            chosen[axis.name] = best[kind_of]
+        return _with_columns(kinds, chosen)
 
     def extremes(self, groups: PlanBatch) -> tuple[PlanBatch, PlanBatch, Ints]:
         """(the plainest kinds, those of the leanest states, for each the index of its group).
@@ -395,6 +425,11 @@ class Space:
         kinds, of_group = self._kinds(cells, groups, owner)
         batch, of_kind = self.plans_in(kinds)
         return batch, owner[of_group][of_kind]
+
+
+def _with_columns(batch: PlanBatch, columns: dict[str, Ints]) -> PlanBatch:
+    """The batch with other values of some axes."""
+    return replace(batch, **columns)  # type: ignore[arg-type]
 
 
 def _expanded(which: Ints, tables: Sequence[Ints], width: int) -> tuple[Ints, Ints]:

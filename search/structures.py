@@ -52,6 +52,7 @@ def tensor_degrees(problem: MixedProblem, part: int) -> tuple[int, ...]:
             tp=tp,
             sp=problem.framework.network.sequence_parallel and problem.training.seq_len % tp == 0,
             precision=problem.training.precision,
+            **problem.framework.choices,
         )
         workload = Workload(model=problem.model, training=problem.training, num_devices=tp)
         if cluster.num_devices % tp == 0 and not broken(rules, workload, plan):

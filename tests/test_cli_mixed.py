@@ -133,7 +133,7 @@ def test_a_mixed_plan_has_a_page(searched: Path) -> None:
     [
         (("explain", "plan.json", "--versus", "tp=2"), "--versus is not there for mixed clusters"),
         (("estimate", "plan.json", "--verify-memory"), "--verify-memory is not there for mixed clusters"),
-        (("search", "llama.json", *MIXED, "--fix", "tp=2", "--force"), "--fix and --max do not narrow"),
+        (("search", "llama.json", *MIXED, "--fix", "tp=2", "--force"), "--fix, --max and --allow do not change"),
         (("search", "llama.json", *MIXED, "--forbid", "offload", "--force"), "only zero2 and zero3 may be forbidden"),
         (("search", "llama.json", *MIXED[:3], "8:16", *MIXED[4:], "--force"), "takes one number, not a range"),
         (("estimate", "llama.json", *MIXED), "unlike parts, for which there is autoplan search only"),

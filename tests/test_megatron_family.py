@@ -222,8 +222,7 @@ def assert_comes_back(reader: Reader, name: str, text: str, file: PlanFile) -> N
     assert without_name(launch.model) == without_name(file.model)
     assert launch.training == file.training
     # Of what is priced, all is read.
-    known = {"mixed_precision.grad_reduce_in_fp32"}  # its preset reduces 16 bits, the plan was priced with 32
-    assert [one for one in launch.unread if one.matters and one.option not in known] == []
+    assert [one for one in launch.unread if one.matters] == []
 
 
 FEW = settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])

@@ -85,6 +85,8 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     ),
     "gather overlap": (DENSE, plan_of(dp_shard=8, grad_reduce_overlap=False), 4096),
     "offload": (DENSE, plan_of(dp_shard=8, sharding="none", offload="optimizer"), 4096),
+    "narrow states": (DENSE, plan_of(dp_shard=8, sharding="zero3", main_weights="remainders"), 4096),
+    "remainders": (DENSE, plan_of(dp_shard=8, precision="fp8", main_weights="remainders"), 4096),
     "modules exist": (DENSE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096),
     "aligned widths": (replace(DENSE, ffn_size=4104), plan_of(precision="fp8"), 4096),
     "aligned tokens": (DENSE, plan_of(precision="mxfp8"), 4104),

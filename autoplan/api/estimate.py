@@ -120,6 +120,7 @@ def make_plan(problem: Problem, global_batch: int, axes: Mapping[str, Any]) -> P
     if unknown := next((name for name in axes if name not in said), None):
         raise InputError(f"plan has no axis {unknown!r}: known are {', '.join(said)}")
     usual = {name: axis.default if axis.flag_default is ... else axis.flag_default for name, axis in said.items()}
+    usual |= {name: problem.framework.choice(name) for name, axis in said.items() if axis.exact is not None}
     values: dict[str, Any] = {name: usual[name] if axes.get(name) is None else axes[name] for name in said}
     values = {name: str(value) if isinstance(value, CodedEnum) else value for name, value in values.items()}
     split = book_of(problem.framework).split

@@ -258,6 +258,7 @@ def make_space(
     fix: Iterable[str] = (),
     at_most: Iterable[str] = (),
     forbid: Iterable[str] = (),
+    allow: Iterable[str] = (),
     to: str = "",
 ) -> Space:
     """Return the plans that the framework admits for `problem`, within the user's limits.
@@ -269,8 +270,10 @@ def make_space(
     check_framework(problem.framework)
     low, high = parse_batches(str(global_batch))
     batches = (low,) if low == high else batch_grid(low, high, problem.cluster.num_devices)
-    limits = with_flags(default_limits(problem, batches), fix=fix, at_most=at_most, forbid=forbid)
     book = book_of(problem.framework)
+    limits = with_flags(
+        default_limits(problem, batches), fix=fix, at_most=at_most, forbid=forbid, allow=allow, offered=book.offers
+    )
     check_words(problem.framework.name, book, limits)
     if any(limits.of("tp_overlap")):
         check_tp_overlap(problem.framework)
@@ -284,5 +287,11 @@ def make_space(
 def space_of(problem: Problem, flags: SpaceFlags) -> Space:
     """Return the space that the flags of a search describe, for its problem or one on another number of nodes."""
     return make_space(
-        problem, flags.global_batch, fix=flags.fix, at_most=flags.at_most, forbid=flags.forbid, to=flags.to
+        problem,
+        flags.global_batch,
+        fix=flags.fix,
+        at_most=flags.at_most,
+        forbid=flags.forbid,
+        allow=flags.allowed,
+        to=flags.to,
     )

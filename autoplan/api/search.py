@@ -19,6 +19,7 @@ from autoplan.base.units import format_bytes
 from autoplan.frameworks.registry import facts_for, find_target
 from autoplan.launch.targets import job_of
 from autoplan.search.advice import check_result
+from autoplan.search.allowances import allowances
 from autoplan.search.choice import choice_of, robust_margin, robust_order
 from autoplan.search.left_out import with_left_out
 from autoplan.search.obvious import obvious
@@ -60,6 +61,7 @@ def search(
     fix: Iterable[str] | Mapping[str, Any] = (),
     at_most: Iterable[str] | Mapping[str, Any] = (),
     forbid: Iterable[str] = (),
+    allow: Iterable[str] = (),
     prefer: str = "simple",
     robust: float | None = None,
     why: bool = False,
@@ -80,9 +82,10 @@ def search(
 
     `to` is the target of export that has to be able to express the plans; they are priced as those of its framework,
     unless the options name one.  `fix` and `at_most` narrow the plans ({"tp": 8}), as does `forbid` ("offload",
-    "sharding=zero3").  Of plans that are at most 1 % slower than the fastest `prefer` takes the "simple"st, with the
-    fastest behind it, or the "fastest" itself; "robust" takes that with the least 0.9-quantile of its step, `robust`
-    that of another quantile.  With a launch file the fastest is taken.  `why` adds what would change the answer.
+    "sharding=zero3"); `allow` adds those with options that change the numerics of training ("moment_dtype=bf16").
+    Of plans that are at most 1 % slower than the fastest `prefer` takes the "simple"st, with the fastest behind it, or
+    the "fastest" itself; "robust" takes that with the least 0.9-quantile of its step, `robust` that of another
+    quantile.  With a launch file the fastest is taken.  `why` adds what would change the answer.
     With objectives, numbers of nodes or a run among the `options` (see `RunOptions`), the best in that is found.
 
     `sampler` "bound" proves its answer; tpe, gp, nsga2, cmaes and random try so many `trials` from a `seed`.  `workers`
@@ -130,6 +133,7 @@ def search(
         fix=limit_texts(fix),
         at_most=limit_texts(at_most),
         forbid=tuple(forbid),
+        allowed=tuple(allow),
         to=to or "",
     )
     problem = make_problem(model, cluster=place, seq_len=seq_len, **about)
@@ -164,6 +168,7 @@ def search(
     if why:
         choice = replace(choice, sensitivity=flips, obvious=obvious(problem, space, result))
     file = make_file(problem, result.rivals, result.certificate, choice=choice)
+    file = replace(file, allowances=allowances(problem, space, result.rivals[0]))
     if started:
         file = replace(file, today=started.compared(problem, file, result))
     return _result(file, problem)

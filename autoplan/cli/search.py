@@ -92,6 +92,14 @@ def search(
             "a value such as sharding=zero3 or schedule=zb-v (repeatable).",
         ),
     ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CHOICE",
+            help="Also look at plans with an option that changes the numerics of training: grad_dtype, main_weights, "
+            "moment_dtype, or a value such as moment_dtype=bf16 (repeatable).",
+        ),
+    ] = None,
     prefer: Annotated[
         str,
         typer.Option(
@@ -145,7 +153,7 @@ def search(
     """Find the fastest plan that fits and write it to plan.json.
 
     Looks at every plan that the framework admits on the whole cluster and that does not change the numerics of
-    training: --fix, --max and --forbid narrow this.
+    training: --fix, --max and --forbid narrow this, --allow widens it.
     With an objective, numbers of nodes or a run to plan for, the best in that is taken, over all these numbers.
     With a launch file it is said how good that is, and what each change on the way to the best plan brings.
     """
@@ -170,8 +178,8 @@ def search(
             raise InputError("mixed clusters are searched by one process: leave --storage and the like out")
         if run:
             raise InputError("objectives and runs are not searched on mixed clusters yet: leave their flags out")
-        if fix or bounds:
-            raise InputError("--fix and --max do not narrow the plans of a mixed cluster yet: leave them out")
+        if fix or bounds or allow:
+            raise InputError("--fix, --max and --allow do not change the plans of a mixed cluster yet: leave them out")
         assert model is not None
         assert global_batch is not None
         assert seq_len is not None
@@ -196,6 +204,7 @@ def search(
             fix=fix or (),
             at_most=bounds,
             forbid=forbid or (),
+            allow=allow or (),
             prefer=prefer,
             robust=robust,
             why=why,

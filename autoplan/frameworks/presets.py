@@ -47,11 +47,12 @@ def _decoded(table: dict[str, Any], where: str) -> Framework:
 def _extended(base: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
     """`base` with what `table` says instead, group by group; what is stated anew is fitted only if `table` says so."""
     own = {group: traits for group in GROUPS if isinstance(traits := table.get(group), dict)}
-    stated = {trait for traits in own.values() for trait in traits}
-    inherited = [trait for trait in base.get("fitted", []) if trait not in stated]
+    anew = {trait for traits in own.values() for trait in traits}
+    inherited = [trait for trait in base.get("fitted", []) if trait not in anew]
     fitted = inherited + [trait for trait in table.get("fitted", []) if trait not in inherited]
     merged = {group: {**base.get(group, {}), **traits} for group, traits in own.items()}
-    return {**base, **table, **merged, "fitted": fitted}
+    stated = {text.partition("=")[0]: text for text in (*base.get("usual", ()), *table.get("usual", ()))}
+    return {**base, **table, **merged, "usual": list(stated.values()), "fitted": fitted}
 
 
 def preset_frameworks() -> tuple[str, ...]:

@@ -14,7 +14,7 @@ Names are known at once, which the help of the command line needs; a module is i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -93,7 +93,17 @@ LOGS: Modules[LogFormat] = Modules(
 def book_of(framework: Framework) -> Rulebook:
     """Return the rules of `framework`."""
     check_rules(framework)
-    return BOOKS[framework.rules]
+    return _without(framework.rules, framework.lacks) if framework.lacks else BOOKS[framework.rules]
+
+
+@cache
+def _without(rules: str, lacks: tuple[str, ...]) -> Rulebook:
+    """Return the rules of a version that lacks some options which others offer."""
+    from autoplan.frameworks.common.universal_rules import options_lacked
+
+    book = BOOKS[rules]
+    left = tuple(option for option in book.extras if option not in lacks)
+    return replace(book, rules=book.rules + options_lacked(*(set(book.extras) & set(lacks))), extras=left)
 
 
 def check_rules(framework: Framework) -> None:

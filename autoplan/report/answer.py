@@ -27,10 +27,11 @@ from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.plan import chunk_layers
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.ranks import HostRanks
-from autoplan.spec.search_result import Certificate, Confidence, ObviousPlan, RankedPlan
+from autoplan.spec.search_result import Allowance, Certificate, Confidence, ObviousPlan, RankedPlan
 from autoplan.spec.timing import Provenance
 
 SHOWN_PLANS = 10
+SHOWN_ALLOWANCES = 3
 SHOWN_REASONS = 3
 LEAST_REASON = 0.02  # of the largest
 LEAST_OFF = 0.001  # less would read as 0.0 %
@@ -121,6 +122,16 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
         yield "proof", proof_line(file.certificate)
         if file.choice and file.choice.runner_up:
             yield "next best", next_best_line(file.choice, file.certificate)
+    if file.allowances:
+        yield "left out", "; ".join(map(allowance_text, file.allowances[:SHOWN_ALLOWANCES]))
+
+
+def allowance_text(allowance: Allowance) -> str:
+    """What the plan would gain with an option that changes the numerics of training."""
+    freed = allowance.freed_bytes
+    memory = f"{format_bytes(abs(freed))} {'less' if freed > 0 else 'more'}"
+    gain = slower(allowance.ratio - 1.0) if abs(allowance.ratio - 1.0) >= LEAST_OFF else "as fast"
+    return f"--allow {allowance.choice}: {gain}, {memory}"
 
 
 def _memory(file: PlanFile) -> str:

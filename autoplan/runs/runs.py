@@ -470,6 +470,7 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         tp_overlap=row.option("tp_overlap", problem.framework.overlap.tp_overlap_share > 0),
         dispatcher=_dispatcher(row, problem, recipe, ep),
         ep_overlap=ep > 1 and row.option("ep_overlap", _overlaps_experts(row, problem, recipe, pp, vp, ep)),
+        **problem.framework.choices,
         grad_reduce_overlap=row.option("grad_reduce_overlap", default=True),
         param_gather_overlap=row.option("param_gather_overlap", default=True),
     )

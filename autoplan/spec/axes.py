@@ -16,6 +16,9 @@ from autoplan.spec.enums import (
     CodedEnum,
     ContextParallelKind,
     Dispatcher,
+    GradType,
+    MainWeights,
+    MomentType,
     Offload,
     Precision,
     RankOrder,
@@ -114,6 +117,10 @@ class Axis:
     phrase: str = ""  # of a flag, in the description of a plan in which it is on
     change: str | None = None  # the change of a plan that holds it, where it is not one by itself; "": none does
     searched: tuple[Value, ...] = ()  # words or flags that a search tries where the framework offers them, plain first
+    # Values between which the numerics of training do not change: all of them are searched unasked.  None: any.
+    exact: tuple[Value, ...] | None = None
+    # Values in `searched` take no more time or memory the later they stand: a search takes the last that a plan admits.
+    is_monotone: bool = False
     known_of: str = ""  # of what few frameworks offer, beyond the default: which
     elsewhere: str = ""  # where it is said, if not by --fix
     flag: str | None = None  # of `autoplan estimate`, where it is not the name with dashes; "": none
@@ -124,6 +131,12 @@ class Axis:
     def enum(self) -> type[CodedEnum] | None:
         """The enumeration of a word."""
         return type(self.default) if isinstance(self.default, CodedEnum) else None
+
+    def usual(self, value: Value) -> tuple[Value, ...]:
+        """Return the values that a search tries unasked where `value` is the framework's own."""
+        if self.exact is None:
+            return self.searched
+        return tuple(word for word in self.searched if word in self.exact) if value in self.exact else (value,)
 
     @property
     def is_column(self) -> bool:
@@ -319,6 +332,38 @@ AXES: tuple[Axis, ...] = (
         help="none or optimizer.",
         default=Offload.NONE,
         searched=(Offload.NONE, Offload.OPTIMIZER),
+    ),
+    _word(
+        name="grad_dtype",
+        help="Gradients are added up and reduced in fp32 or bf16; bf16_main without an fp32 copy for the update.",
+        default=GradType.FP32,
+        label="data type of the gradients",
+        known_of="Megatron-LM and Primus",
+        searched=tuple(GradType),
+        exact=(),
+        flag_default=None,
+    ),
+    _word(
+        name="main_weights",
+        help="Of the optimizer: fp32, remainders (what 16-bit weights lack of fp32) or fp16.",
+        default=MainWeights.FP32,
+        label="main weights",
+        known_of="Megatron-LM and Primus",
+        searched=tuple(MainWeights),
+        exact=(MainWeights.FP32, MainWeights.REMAINDERS),
+        is_monotone=True,
+        flag_default=None,
+    ),
+    _word(
+        name="moment_dtype",
+        help="Of Adam's moments: fp32, bf16 or fp8.",
+        default=MomentType.FP32,
+        label="data type of the moments",
+        known_of="Megatron-LM and Primus",
+        searched=tuple(MomentType),
+        exact=(),
+        is_monotone=True,
+        flag_default=None,
     ),
     _word(
         name="rank_order",

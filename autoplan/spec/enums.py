@@ -100,6 +100,34 @@ class Offload(CodedEnum):
     ACTIVATIONS = "activations"
 
 
+class GradType(CodedEnum):
+    """Data type in which gradients are added up, kept and reduced.
+
+    fp32 is as the framework has them where nothing else is said.  Of bf16 ones Megatron-Core's optimizer makes an fp32
+    copy of its own shard, unless its main gradients are 16 bits wide too (bf16_main).
+    """
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    BF16_MAIN = "bf16_main"
+
+
+class MainWeights(CodedEnum):
+    """Data type of the weights that the optimizer updates: fp32 whole, what 16-bit weights lack of it, or fp16."""
+
+    FP32 = "fp32"
+    REMAINDERS = "remainders"
+    FP16 = "fp16"
+
+
+class MomentType(CodedEnum):
+    """Data type of Adam's two moments."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
 class Precision(CodedEnum):
     """Number format of the matrix products."""
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_count, check_not_negative, check_positive, file_keys
+from autoplan.spec.axes import AXIS, Value
 from autoplan.spec.enums import RankOrder
 
 GraphScope = Literal["attn", "mlp", "mamba", "moe_router", "moe_preprocess", "full_iteration"]
@@ -289,6 +290,9 @@ class Framework:
     network: Network = field(default_factory=Network)
     overlap: Overlap = field(default_factory=Overlap)
     host: Host = field(default_factory=Host)
+    # Options of its plans (AXIS=VALUE), where nothing else is said, that are not the usual ones of `spec/axes.py`.
+    usual: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()  # options that others under the same rules offer, and this version does not
     rules: str = "megatron-lm"  # the folder whose rules decide which plans it admits, by its name in the registry
     rank_orders: tuple[RankOrder, ...] = (RankOrder.DP_BEFORE_PP,)  # that it can number its ranks in, its default first
     calibrated_as: str = ""  # the framework whose calibration holds for it too: another version of the same
@@ -305,6 +309,23 @@ class Framework:
             raise InputError("rank_orders must name at least one")
         if strange := set(self.fitted) - GROUP_OF.keys():
             raise InputError(f"fitted names no trait of a framework: {', '.join(sorted(strange))}")
+        named = [text.partition("=")[0] for text in self.usual]
+        if strange := {*named, *self.lacks} - {name for name, axis in AXIS.items() if axis.exact is not None}:
+            raise InputError(f"usual and lacks name no option that has another value: {', '.join(sorted(strange))}")
+        for text in self.usual:
+            name, _, value = text.partition("=")
+            AXIS[name].parse(value, "usual")
+
+    def choice(self, axis: str) -> Value:
+        """Return the value of an option in plans that do not say another one."""
+        value: Value = self.choices.get(axis, AXIS[axis].default)
+        return value
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The options that are not the usual ones of `spec/axes.py`, in plans that do not say them."""
+        pairs = (text.partition("=") for text in self.usual)
+        return {name: AXIS[name].parse(value, "usual") for name, _, value in pairs}
 
     def trait(self, name: str) -> Any:
         """Return the trait called `name`, whichever group holds it."""

@@ -254,6 +254,7 @@ def as_parallel(problem: MixedProblem, plan: MixedPlan, kind: ReplicaKind, tp: i
         sharding=plan.sharding,
         recompute=plan.recompute,
         precision=plan.precision,
+        **problem.framework.choices,
     )
 
 

@@ -17,6 +17,9 @@ from autoplan.spec.axes import AXES, COLUMNS, DEFAULT_RECOMPUTE_MODULES, Axis, K
 from autoplan.spec.enums import (
     ContextParallelKind,
     Dispatcher,
+    GradType,
+    MainWeights,
+    MomentType,
     Offload,
     Precision,
     RankOrder,
@@ -49,6 +52,11 @@ _SHARDING_TERMS = {
     **SHARDING_WORDS,
     Sharding.ZERO1: "distributed optimizer (ZeRO-1)",
     Sharding.ZERO3: "fully sharded (ZeRO-3)",
+}
+_STATE_WORDS: dict[str, dict[str, str]] = {
+    "grad_dtype": {GradType.BF16: "bf16 gradients", GradType.BF16_MAIN: "bf16 main gradients"},
+    "main_weights": {MainWeights.REMAINDERS: "main weights as remainders", MainWeights.FP16: "fp16 main weights"},
+    "moment_dtype": {MomentType.BF16: "bf16 moments", MomentType.FP8: "fp8 moments"},
 }
 SELECTIVE, FULL = Recompute.SELECTIVE.code, Recompute.FULL.code
 DEFAULT_MODULE_BITS = 1 << RecomputeModule.CORE_ATTN.code
@@ -96,6 +104,9 @@ class ParallelPlan:
     param_gather_overlap: bool = True
     ep_overlap: bool = False
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
+    grad_dtype: GradType = GradType.FP32
+    main_weights: MainWeights = MainWeights.FP32
+    moment_dtype: MomentType = MomentType.FP32
     rank_order: RankOrder = RankOrder.DP_BEFORE_PP
     placement: tuple[str, ...] | None = None  # names of the nodes in the order of the ranks; None: as they come
 
@@ -191,6 +202,7 @@ class ParallelPlan:
             words.append(self._recompute_words())
         if self.offload != "none":
             words.append(f"{self.offload} on the CPU")
+        words += [text for name, texts in _STATE_WORDS.items() if (text := texts.get(getattr(self, name)))]
         return ", ".join(words)
 
     def _recompute_words(self) -> str:
@@ -284,6 +296,9 @@ class PlanBatch(Rows):
     recompute_num_layers: Ints  # of a chunk; 0 unless recompute is full, ALL_LAYERS where a plan names no number
     precision: Ints
     offload: Ints
+    grad_dtype: Ints
+    main_weights: Ints
+    moment_dtype: Ints
     rank_order: Ints
     layout: Ints
     layouts: tuple[tuple[int, ...], ...]

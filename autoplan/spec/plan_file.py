@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.spec.enums import Dispatcher
+from autoplan.spec.enums import Dispatcher, GradType
 from autoplan.spec.estimate import StageCost
 from autoplan.spec.explanation import CurrentPlan
 from autoplan.spec.framework import Framework
@@ -15,7 +15,7 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.pinned_timings import PinnedTimings
 from autoplan.spec.ranks import HostRanks
 from autoplan.spec.run_report import RunReport
-from autoplan.spec.search_result import Certificate, Confidence, MemoryKnob, RankedPlan
+from autoplan.spec.search_result import Allowance, Certificate, Confidence, MemoryKnob, RankedPlan
 from autoplan.spec.timing import Calibration, Provenance
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
@@ -38,6 +38,7 @@ class SpaceFlags:
     fix: tuple[str, ...] = ()
     at_most: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()  # options that change the numerics of training
     to: str = ""  # target of export that has to be able to express the plans
 
     @staticmethod
@@ -55,9 +56,13 @@ class SpaceFlags:
         return bool(self.fix or self.at_most or self.forbid or self.to)
 
 
-PLAN_FILE_VERSION = 4
-# In 2 a framework's traits stood in no groups; in 3 the dispatcher was one of them.
-_READABLE_PLAN_FILES = (2, 3, PLAN_FILE_VERSION)
+PLAN_FILE_VERSION = 5
+# In 2 a framework's traits stood in no groups; in 3 the dispatcher was one of them, in 4 the type of the gradients.
+_READABLE_PLAN_FILES = (2, 3, 4, PLAN_FILE_VERSION)
+
+
+# Of Megatron-Bridge, in files of before they were an option of the plan.
+_TRAITS_OF_16_BIT_GRADIENTS = {"bytes_per_grad": 2.0, "bytes_per_update_copy": 4.0, "bytes_per_reduced_grad": 2.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +82,7 @@ class PlanFile:
     stages: tuple[StageCost, ...]
     alternatives: tuple[RankedPlan, ...]  # of other degrees, best first
     certificate: Certificate | None  # None where one plan was priced, not searched
+    allowances: tuple[Allowance, ...] = ()  # what options would bring that the search left out
     memory_knobs: tuple[MemoryKnob, ...] = ()  # most freed first, where they were asked for
     timings: str = ""  # whose measured times were taken before the reference curves
     pinned: PinnedTimings | None = (
@@ -97,14 +103,24 @@ class PlanFile:
 
     @staticmethod
     def upgraded(table: dict[str, Any]) -> dict[str, Any]:
-        """Return the table of a file; in older ones the framework says how tokens reach their experts."""
+        """Return the table of a file; in older ones the framework has what plans choose today."""
         framework = table.get("framework")
-        if table.get("schema_version") not in (2, 3) or not isinstance(framework, dict):
+        if table.get("schema_version") not in (2, 3, 4) or not isinstance(framework, dict):
             return table
         experts = framework.get("experts", framework)
-        if not isinstance(experts, dict) or not experts.get("dispatches_once"):
+        if table["schema_version"] < 4 and isinstance(experts, dict) and experts.get("dispatches_once"):
+            table = _with_choice(table, dispatcher=Dispatcher.HYBRIDEP)
+        memory, network = framework.get("memory", framework), framework.get("network", framework)
+        if framework.get("rules", "megatron-lm") != "megatron-lm" or not (
+            isinstance(memory, dict) and isinstance(network, dict)
+        ):
             return table
-        return _with_dispatcher(table)
+        traits = (
+            memory.get("bytes_per_grad"),
+            memory.get("bytes_per_update_copy"),
+            network.get("bytes_per_reduced_grad"),
+        )
+        return _with_16_bit_gradients(table) if traits == (2.0, 4.0, 2.0) else table
 
     def __post_init__(self) -> None:
         if self.schema_version not in _READABLE_PLAN_FILES:
@@ -123,15 +139,27 @@ class PlanFile:
                 )
 
 
-def _with_dispatcher(value: Any) -> Any:
-    """Return part of a plan file in which every plan sends tokens by HybridEP."""
+def _with_16_bit_gradients(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan file in which plans choose the gradients that the framework's traits were those of."""
+    chosen: dict[str, Any] = _with_choice(table, grad_dtype=GradType.BF16)
+    framework = dict(chosen["framework"]) | {"usual": [f"grad_dtype={GradType.BF16}"]}
+    for group in ("memory", "network"):
+        own = framework[group] = dict(framework.get(group, {}))
+        for trait in _TRAITS_OF_16_BIT_GRADIENTS:
+            own.pop(trait, None)
+            framework.pop(trait, None)
+    return chosen | {"framework": framework}
+
+
+def _with_choice(value: Any, **choice: str) -> Any:
+    """Return part of a plan file in which every plan has a choice."""
     if isinstance(value, list):
-        return [_with_dispatcher(part) for part in value]
+        return [_with_choice(part, **choice) for part in value]
     if not isinstance(value, dict):
         return value
-    changed = {key: _with_dispatcher(part) for key, part in value.items()}
+    changed = {key: _with_choice(part, **choice) for key, part in value.items()}
     if isinstance(plan := changed.get("plan"), dict):
-        changed["plan"] = plan | {"dispatcher": Dispatcher.HYBRIDEP}
+        changed["plan"] = plan | choice
     return changed
 
 

@@ -89,6 +89,19 @@ class MemoryKnob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """The best plan with one option that changes the numerics of training, which the search was not allowed."""
+
+    choice: str  # AXIS=VALUE, as it is allowed
+    plan: RankedPlan
+    ratio: float  # of the times per sequence
+    freed_bytes: float  # of device memory; less than 0 where it takes more
+
+    def __post_init__(self) -> None:
+        check_positive("ratio", self.ratio)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """Plans, best first, and the certificate; `closest` is the least too large plan where none fits.
 

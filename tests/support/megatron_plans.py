@@ -84,6 +84,13 @@ MATRIX: dict[str, PlanFile] = {
     "dense, zero3": plan_file_of(LLAMA_8B, dp_shard=16, sharding="zero3"),
     "dense, replicated zero3": plan_file_of(LLAMA_8B, dp_replicate=4, dp_shard=8, sharding="zero3"),
     "dense, host": plan_file_of(LLAMA_8B, dp_shard=8, offload="optimizer"),
+    "dense, 16-bit gradients": plan_file_of(LLAMA_8B, dp_shard=8, grad_dtype="bf16"),
+    "dense, remainders": plan_file_of(LLAMA_8B, dp_shard=8, main_weights="remainders"),
+    "dense, 16-bit states": plan_file_of(
+        LLAMA_8B, dp_shard=8, grad_dtype="bf16_main", main_weights="remainders", moment_dtype="bf16"
+    ),
+    "dense, narrow states": plan_file_of(LLAMA_8B, dp_shard=8, main_weights="fp16", moment_dtype="fp8"),
+    "dense, fp8 with 16-bit moments": plan_file_of(LLAMA_8B, dp_shard=64, precision="fp8", moment_dtype="bf16"),
     "dense, full recompute": plan_file_of(LLAMA_8B, pp=2, dp_shard=4, recompute="full"),
     "dense, some layers": plan_file_of(LLAMA_8B, pp=2, dp_shard=4, recompute="full", recompute_num_layers=5),
     "dense, fp8": plan_file_of(LLAMA_8B, dp_shard=64, precision="fp8"),
@@ -156,6 +163,18 @@ DEFECTS: dict[str, tuple[PlanFile, bool]] = {
         True,
     ),
     "expert bias": (plan_file_of(GPT_OSS, tp=2, sp=True, etp=2, ep=2, dp_shard=4), True),
+    # core/optimizer/__init__.py, when the optimizer is made
+    "moments of whole copies": (
+        plan_file_of(
+            LLAMA_8B,
+            dp_replicate=8,
+            sharding="none",
+            param_gather_overlap=False,
+            main_weights="remainders",
+            moment_dtype="bf16",
+        ),
+        False,
+    ),
     # core/pipeline_parallel/schedules.py, when the first step runs
     "micro-batches of a group": (
         plan_file_of(LLAMA_8B, pp=4, vp=2, schedule="interleaved", dp_shard=2, global_batch=12),
@@ -230,6 +249,24 @@ def models(draw: st.DrawFn) -> ModelSpec:
     )
 
 
+# Data types of gradients, main weights and moments, by whether there are 16-bit weights that lack remainders.
+STATES: dict[bool, list[dict[str, Any]]] = {
+    False: [
+        {},
+        {"grad_dtype": "bf16"},
+        {"grad_dtype": "bf16_main", "moment_dtype": "bf16"},
+        {"main_weights": "fp16", "moment_dtype": "fp8"},
+    ],
+    True: [
+        {},
+        {"grad_dtype": "bf16"},
+        {"grad_dtype": "bf16_main", "main_weights": "remainders"},
+        {"main_weights": "remainders", "moment_dtype": "bf16"},
+        {"main_weights": "fp16", "moment_dtype": "fp8"},
+    ],
+}
+
+
 @st.composite
 def plan_files(draw: st.DrawFn, *, zero_bubble: bool = False) -> PlanFile:
     """Plan files whose plan Megatron-LM (or Primus) admits, in the one form in which plans are read."""
@@ -265,7 +302,9 @@ def plan_files(draw: st.DrawFn, *, zero_bubble: bool = False) -> PlanFile:
             ]
         )
     )
+    precision = draw(st.sampled_from(["bf16", "fp16", "fp8"]))
     plan = ParallelPlan(
+        **draw(st.sampled_from(STATES[precision == "bf16"])),
         global_batch=dp * draw(st.sampled_from([12, 24])) * 2,
         micro_batch=draw(st.sampled_from([1, 2])),
         tp=tp,
@@ -281,7 +320,7 @@ def plan_files(draw: st.DrawFn, *, zero_bubble: bool = False) -> PlanFile:
         dp_replicate=copies,
         dp_shard=dp // copies,
         sharding=sharding,
-        precision=draw(st.sampled_from(["bf16", "fp16", "fp8"])),
+        precision=precision,
         offload=draw(st.sampled_from(["none", "none", "optimizer"])),
         tp_overlap=draw(st.booleans()),
         grad_reduce_overlap=overlaps,

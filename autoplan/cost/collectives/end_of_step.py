@@ -17,6 +17,7 @@ from autoplan.cost.kernels.measured import find
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.memory.allocator_cache import GRAD_BYTES
 from autoplan.cost.memory.parameters import StageParameters
+from autoplan.cost.memory.state_types import grad_bytes, reduced_grad_bytes, update_moved_bytes
 from autoplan.cost.network.links import ProcessGroup, contention_share
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.pipeline.layout import StageBlocks
@@ -75,7 +76,7 @@ def end_of_step(problem: Problem, batch: PlanBatch, parameters: StageParameters)
     """Describe the collectives of gradients and parameters of every stage at the end of a step."""
     framework, groups, kind = problem.framework, process_groups(batch), batch.sharding[:, None]
     parameters = parameters.trained
-    dense, expert, wire = parameters.dense, parameters.expert, problem.bytes_per_reduced_grad
+    dense, expert, wire = parameters.dense, parameters.expert, reduced_grad_bytes(problem, batch)[:, None]
     buckets = _reduce_buckets(framework, dense)
     is_plain, is_zero1, is_zero2 = (kind == word.code for word in (Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2))
     reduces_once = is_zero1 | (is_zero2 & (not framework.network.zero2_reduces_every_microbatch))
@@ -254,14 +255,16 @@ class FirstStage(Rows):
         return self.ends_share + (1.0 - self.ends_share) / _chunks(batch)
 
 
-def update_s(problem: Problem, own: Floats, whole: Floats) -> Floats:
+def update_s(problem: Problem, batch: PlanBatch, own: Floats, whole: Floats) -> Floats:
     """Time of the optimizer on a device that updates its `own` parameters and has the gradients of the `whole`."""
-    framework = problem.framework
-    update = memory_bound_s(problem, framework.kernels.bytes_moved_per_update * own)
+    moved = update_moved_bytes(problem, batch)
+    update = memory_bound_s(problem, moved * own)
     measured = find(problem.timings, "optimizer", ("bf16", "fp16", "fp32"), own[:, None])
-    update = measured.scaled(1 / problem.device_share).otherwise(update)
+    # Measured updates are of fp32 states.
+    measured_share = moved / problem.framework.kernels.bytes_moved_per_update
+    update = measured.scaled(measured_share / problem.device_share).otherwise(update)
     # Gradients that live from step to step are set to zero.
-    kept = 0.0 if framework.memory.drops_grads else framework.memory.bytes_per_grad
+    kept = 0.0 if problem.framework.memory.drops_grads else grad_bytes(problem, batch)
     return update + memory_bound_s(problem, kept * whole)
 
 
@@ -276,6 +279,6 @@ def optimizer_s(problem: Problem, batch: PlanBatch, own: Floats, whole: Floats) 
     """Time of the optimizer where each plan has it, on the device or on the host: shape (plans)."""
     # On the host: gradients down, the update, weights up.
     framework, link = problem.framework, problem.cluster.device.host_link_bytes_per_s
-    sent = framework.memory.bytes_per_grad + problem.training.element_bytes
+    sent = grad_bytes(problem, batch) + problem.training.element_bytes
     on_host = own * (sent / link + framework.kernels.bytes_moved_per_host_update / HOST_BYTES_PER_S)
-    return np.where(batch.offload == Offload.OPTIMIZER.code, on_host, update_s(problem, own, whole))
+    return np.where(batch.offload == Offload.OPTIMIZER.code, on_host, update_s(problem, batch, own, whole))

@@ -9,6 +9,7 @@ import numpy as np
 from autoplan.base.arrays import Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.sizes import norm_tokens, padded_vocab, rank_tokens
+from autoplan.cost.memory.state_types import reduced_grad_bytes
 from autoplan.cost.network.links import Links, ProcessGroup
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.pipeline.layout import V_SCHEDULES
@@ -73,6 +74,6 @@ def tied_table(problem: Problem, batch: PlanBatch, stages: int) -> Collective:
         "tied embedding",
         "all_reduce",
         ProcessGroup(process_groups(batch).pp.stride * (stages - 1), np.full(len(batch), 2, dtype=np.int64)),
-        problem.bytes_per_reduced_grad * vocab * problem.model.hidden_size / batch.tp,
+        reduced_grad_bytes(problem, batch) * vocab * problem.model.hidden_size / batch.tp,
         at_end=np.where(np.isin(batch.schedule, V_SCHEDULES), 0.0, 1.0) * has_copies,
     )

@@ -9,6 +9,7 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.memory_bound import KERNEL_START_S, memory_bound_s
+from autoplan.cost.memory.state_types import reduced_grad_bytes
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import Sharding
@@ -79,7 +80,7 @@ def sharded_states(problem: Problem, batch: PlanBatch, unit: UnitParameters) -> 
     in every micro-batch.  Recomputation finds the weights gathered.
     """
     groups, when = process_groups(batch), _when(problem, batch)
-    wire = problem.bytes_per_reduced_grad
+    wire = reduced_grad_bytes(problem, batch)
     pieces = problem.framework.network.messages_per_block
     times: Floats = np.where(when.once, 1.0 / batch.num_microbatches, 1.0)
     gathers = (pieces * when.gathers * times, np.where(when.gathers & ~when.once, pieces, 0.0))

@@ -212,7 +212,9 @@ def end_parameters(problem: Problem, blocks: StageBlocks, parameters: StageParam
     return EndParameters(*ends)
 
 
-def spread_bytes(parameters: StageParameters, groups: ProcessGroups, per_parameter: float, sharded: Bools) -> Floats:
+def spread_bytes(
+    parameters: StageParameters, groups: ProcessGroups, per_parameter: float | Floats, sharded: Bools
+) -> Floats:
     """Bytes of a rank at `per_parameter` each, divided over its shard group where `sharded`: shape (plans, stages)."""
     dense = per_parameter / np.where(sharded, groups.shard.size.astype(np.float64), 1.0)
     expert = per_parameter / np.where(sharded, groups.expert_shard.size.astype(np.float64), 1.0)

@@ -31,6 +31,7 @@ from autoplan.cost.memory.recompute import (
     kept_bytes,
     whole_bytes,
 )
+from autoplan.cost.memory.state_types import grad_bytes, optimizer_bytes, update_copy_bytes, whole_grad_bytes
 from autoplan.cost.network.process_groups import ProcessGroups, process_groups
 from autoplan.cost.pipeline.layout import (
     StageBlocks,
@@ -115,10 +116,10 @@ def _gathered_bytes(
     unit = np.zeros(len(batch))
     for layer in set(layers):
         unit = np.maximum(unit, add_up(spread(*local_parameters(batch, shapes[block])) for block in layer))
-    element = problem.training.element_bytes
-    in_turn = unit * (framework.memory.fsdp_prefetch_units * element + framework.network.bytes_per_reduced_grad)
-    root = (parameters.ends.T * dense_spread).T * (element + framework.network.bytes_per_reduced_grad)
-    stage = spread(parameters.dense.T, parameters.expert.T).T * (element + framework.network.bytes_per_reduced_grad)
+    element, reduced = problem.training.element_bytes, whole_grad_bytes(problem, batch)
+    in_turn = unit * (framework.memory.fsdp_prefetch_units * element + reduced)
+    root = (parameters.ends.T * dense_spread * (element + reduced)).T
+    stage = (spread(parameters.dense.T, parameters.expert.T) * (element + reduced)).T
     whole = (batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline)
     zero3 = batch.sharding == Sharding.ZERO3.code
     most = framework.memory.whole_gather_copies
@@ -137,7 +138,7 @@ def _gathered_beside_frozen(
     What zero1 gathers at the end of a step is no more than the adapters, and fits into what activations leave.
     """
     framework, zero3 = problem.framework, batch.sharding == Sharding.ZERO3.code
-    element, wire = problem.training.element_bytes, framework.network.bytes_per_reduced_grad
+    element, wire = problem.training.element_bytes, whole_grad_bytes(problem, batch)
     prefetched = framework.memory.fsdp_prefetch_units
     dense_spread, expert_spread = groups.shard.size > 1, groups.expert_shard.size > 1
 
@@ -153,7 +154,7 @@ def _gathered_beside_frozen(
         unit = np.maximum(unit, prefetched * weights + wire * gradients)
     trained, frozen = parameters.trained, parameters.frozen_bytes
     assert frozen is not None
-    none = np.zeros_like(parameters.ends)
+    none, wire = np.zeros_like(parameters.ends), wire[:, None]
     root = spread(element * parameters.ends + wire * trained.ends, none)
     stage = spread(frozen.dense + (element + wire) * trained.dense, frozen.expert + (element + wire) * trained.expert)
     whole = (batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline)
@@ -200,17 +201,18 @@ def states(
     if parameters.frozen_bytes is not None:
         is_sharded = zero1 if framework.memory.fsdp2_states else zero3
         weights = weights + spread_bytes(parameters.frozen_bytes, groups, 1.0, is_sharded)
-    gradients = spread(framework.memory.bytes_per_grad, zero2)
+    per_grad = grad_bytes(problem, batch)
+    gradients = spread(per_grad, zero2)
     accumulator = framework.memory.bytes_per_bf16_grad_accumulator
-    replaced = framework.memory.bytes_per_grad if framework.memory.frees_accumulated_grads else 0.0
+    replaced = per_grad if framework.memory.frees_accumulated_grads else 0.0
     gradients += spread(accumulator - replaced, zero2) * ~fp16[:, None]
     buckets = (sharding == Sharding.NONE.code) & (batch.dp > 1)
     gradients += spread(framework.memory.bytes_per_bucket_grad, zero1) * buckets[:, None]
     on_device = batch.offload != Offload.OPTIMIZER.code
     if framework.memory.offloads_grads:
         gradients *= (on_device | ~zero3)[:, None]
-    kept = framework.memory.bytes_per_optimizer_state, framework.memory.bytes_per_state_kept_on_device
-    optimizer = spread(kept[0], zero1) * on_device[:, None] + spread(kept[1], zero1) * ~on_device[:, None]
+    kept = np.where(on_device, optimizer_bytes(problem, batch), framework.memory.bytes_per_state_kept_on_device)
+    optimizer = spread(kept, zero1)
     if not framework.memory.frees_unscaled_grads:
         optimizer += spread(framework.memory.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
     return weights, gradients, optimizer
@@ -240,7 +242,7 @@ def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameter
     framework, parameters = problem.framework, parameters.trained
     zero1 = batch.sharding >= Sharding.ZERO1.code
     on_device = batch.offload != Offload.OPTIMIZER.code
-    copies = spread_bytes(parameters, groups, framework.memory.bytes_per_update_copy, zero1) * on_device[:, None]
+    copies = spread_bytes(parameters, groups, update_copy_bytes(problem, batch), zero1) * on_device[:, None]
     if framework.memory.frees_unscaled_grads:
         unscaled = spread_bytes(parameters, groups, framework.memory.bytes_per_fp16_unscaled_grad, zero1)
         copies += unscaled * (on_device & (batch.precision == Precision.FP16.code))[:, None]
@@ -368,11 +370,12 @@ def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) 
     """
     framework, groups = problem.framework, process_groups(batch)
     on_host = (batch.offload == Offload.OPTIMIZER.code)[:, None]
+    per_state = optimizer_bytes(problem, batch)[:, None]
     offloaded = own_parameters(batch, parameters) * on_host
-    offloaded = offloaded * (framework.memory.bytes_per_optimizer_state + framework.memory.bytes_per_grad)
+    offloaded = offloaded * (per_state + grad_bytes(problem, batch)[:, None])
     dense_copies, expert_copies = groups.dense_copies.size[:, None], groups.expert_copies.size[:, None]
     trained = parameters.trained
     saved = trained.dense / dense_copies + trained.expert / expert_copies
-    staged = saved * (framework.memory.bytes_per_weight + framework.memory.bytes_per_optimizer_state)
+    staged = saved * (framework.memory.bytes_per_weight + per_state)
     devices = np.minimum(problem.cluster.devices_per_node, batch.num_devices)
     return devices * (HOST_PROCESS_BYTES + (offloaded + staged).max(axis=1))

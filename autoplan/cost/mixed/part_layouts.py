@@ -168,7 +168,9 @@ def stage_cells(
     whole = laid.parameters.dense + laid.parameters.expert
     sharded = _sharded_bytes(layout, members)
     memory = laid.memory.reserved_bytes + (factor - 1.0) * sharded
-    update = update_s(own, (factor * own_parameters(batch, laid.parameters)).ravel(), whole.ravel()).reshape(shape)
+    updated = factor * own_parameters(batch, laid.parameters)
+    each_stage = batch.take(np.repeat(np.arange(len(batch)), shape[1]))
+    update = update_s(own, each_stage, updated.ravel(), whole.ravel()).reshape(shape)
     return {
         "forward_s": overall * laid.forward_s,
         "backward_s": overall * laid.backward_s,

@@ -158,13 +158,18 @@ def options_of_others(*offered: str) -> tuple[Rule, ...]:
     return tuple(_option_of_others(axis) for axis in AXES if axis.known_of and axis.name not in offered)
 
 
-def _option_of_others(axis: Axis) -> Rule:
+def options_lacked(*lacks: str) -> tuple[Rule, ...]:
+    """Return rules against options that this version of a framework does not have."""
+    return tuple(_option_of_others(axis, "of later versions") for axis in AXES if axis.name in lacks)
+
+
+def _option_of_others(axis: Axis, others: str = "") -> Rule:
     plain, is_flag = axis.code(axis.default), axis.kind is Kind.FLAG
     return Rule(
         source=SOURCE,
         holds=lambda s, b: getattr(b, axis.name) == plain,
         says=lambda s, p: (
-            f"{axis.name}{'' if is_flag else f' {getattr(p, axis.name)}'} is known of {axis.known_of} only: "
-            "leave it out"
+            f"{axis.name}{'' if is_flag else f' {getattr(p, axis.name)}'} is known {others or f'of {axis.known_of}'} "
+            "only: leave it out"
         ),
     )

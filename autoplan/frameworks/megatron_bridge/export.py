@@ -16,6 +16,7 @@ from autoplan.frameworks.megatron_lm.export import checked_parts, environment
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import arguments_of
+from autoplan.spec.enums import GradType, MainWeights, MomentType
 from autoplan.spec.model import Block
 from autoplan.spec.plan_file import PlanFile
 
@@ -33,13 +34,16 @@ _ELSEWHERE = frozenset(
     (
         *("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp4_recipe", "vocab_size", "max_position_embeddings"),
         *("group_query_attention", "attention_backend", "optimizer", "squared_relu"),
+        *("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"),
     )
 )
+_TYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.uint8"}
 _OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "overlap_moe_expert_parallel_comm")
 _IMPORTS = (
     "import sys",
     "from functools import partial",
     "",
+    "import torch",
     "import torch.nn.functional as F",
     "from megatron.core.activations import squared_relu",
     "from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec",
@@ -66,7 +70,7 @@ def recipe(plan_file: PlanFile) -> str:
     lines = [
         *header(plan_file, "Megatron-Bridge"),
         "",
-        *(line for line in _IMPORTS if "squared_relu" not in line or plan_file.model.squared_relu),
+        *(line for line in _IMPORTS if _is_needed(line, plan_file)),
         f"from megatron.bridge.models.{module} import {provider}",
         "from megatron.bridge.recipes.common import _pretrain_common",
         "from megatron.bridge.training.comm_overlap import CommOverlapConfig",
@@ -86,6 +90,15 @@ def recipe(plan_file: PlanFile) -> str:
         "    pretrain(process_config_with_overrides(plan_config(), cli_overrides=sys.argv[1:]), forward_step)",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _is_needed(line: str, plan_file: PlanFile) -> bool:
+    """Return whether the recipe needs an import."""
+    plan = plan_file.best.plan
+    if line == "import torch":
+        is_narrow = plan.grad_dtype == GradType.BF16_MAIN or plan.main_weights == MainWeights.FP16
+        return is_narrow or plan.moment_dtype != MomentType.FP32
+    return "squared_relu" not in line or plan_file.model.squared_relu
 
 
 def fields(plan_file: PlanFile) -> dict[str, Any]:
@@ -145,14 +158,13 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
     ordered = sorted(table.items(), key=lambda item: order.index(item[0].partition(".")[0]))
     for section, rows in groupby(ordered, key=lambda item: item[0].partition(".")[0]):
         lines += [] if section == "model" else [""]
-        lines += [f"cfg.{path} = {_written(value)}" for path, value in rows]
-    reduces_wide = plan_file.framework.network.bytes_per_reduced_grad >= 4
+        lines += [f"cfg.{path} = {_written(path, value)}" for path, value in rows]
     narrows_attention = model.moe and plan.precision in plan_file.framework.experts.narrow_attention
     return [
         *lines,
         "",
         f"cfg.mixed_precision = get_mixed_precision_config({_PRECISIONS[plan.precision]!r})",
-        f"cfg.mixed_precision.grad_reduce_in_fp32 = {reduces_wide}",
+        f"cfg.mixed_precision.grad_reduce_in_fp32 = {plan.grad_dtype == GradType.FP32}",
         *(["cfg.mixed_precision.fp8_dot_product_attention = True"] if narrows_attention else []),
         "cfg.comm_overlap = CommOverlapConfig(",
         f"    tp_comm_overlap={plan.tp_overlap},",
@@ -167,8 +179,10 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
     ]
 
 
-def _written(value: Any) -> str:
-    """A value as Python; long runs of equal numbers as products."""
+def _written(path: str, value: Any) -> str:
+    """The value of a field as Python; long runs of equal numbers as products."""
+    if path.startswith("optimizer.") and path.endswith("_dtype"):
+        return _TYPES[value]
     if isinstance(value, list) and len(value) > 8:
         runs = [(item, len(list(run))) for item, run in groupby(value)]
         return " + ".join(f"[{item!r}] * {times}" for item, times in runs)

@@ -35,6 +35,7 @@ _COMMON = {
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
     "data_parallel_sharding_strategy": "optim_grads_params",
+    "grad_reduce_in_bf16": True,  # perf_recipes/_common.py
 }
 _SHORT = {
     "tp": "model.tensor_model_parallel_size",
@@ -285,8 +286,6 @@ def _launch(recipe: _Recipe, given: Given, devices: int | None) -> Launch:
     }
     arguments.understood |= {"transformer_layer_spec", "transformer_layer_spec.use_transformer_engine"}
     arguments.understood |= {"comm_overlap", "mixed_precision", "pipeline_dtype", "average_in_collective"}
-    if arguments.given.get("grad_reduce_in_fp32") and arguments.flag("grad_reduce_in_fp32"):
-        arguments.remark("grad_reduce_in_fp32", "priced as reducing gradients in 16 bits")
     for name, item in arguments.given.items():
         if name not in arguments.understood and item.option.partition(".")[0] in _HARMLESS and name == item.option:
             arguments.remark(name, "costs neither time nor memory of a step", matters=False)
@@ -315,6 +314,8 @@ def _arguments(path: str, value: Any) -> Iterator[Argument]:
         yield Argument(path, text, "squared_relu", text.endswith("squared_relu"))
     elif path == "model.share_embeddings_and_output_weights" and value is not None:
         yield Argument(path, text, "untie_embeddings_and_output_weights", not value)
+    elif name == "grad_reduce_in_fp32" and section in ("ddp", "mixed_precision"):
+        yield Argument(path, text, "grad_reduce_in_bf16", not value)
     elif path in _ARGUMENTS:
         yield Argument(path, text, _ARGUMENTS[path], value)
     elif name and section in ("comm_overlap", "mixed_precision", "model", "optimizer", "train", "ddp", "dist"):

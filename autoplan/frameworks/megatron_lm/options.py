@@ -36,6 +36,9 @@ from autoplan.frameworks.megatron_lm.table import (
 from autoplan.spec.enums import (
     ContextParallelKind,
     Dispatcher,
+    GradType,
+    MainWeights,
+    MomentType,
     Offload,
     Precision,
     RankOrder,
@@ -52,7 +55,6 @@ STRATEGIES = {
     "optim_grads": Sharding.ZERO2,
     "optim_grads_params": Sharding.ZERO3,
 }
-FP32 = ("fp32", "torch.float32")
 
 
 def uses_megatron_fsdp(plan: ParallelPlan) -> bool:
@@ -242,6 +244,65 @@ def _write_offload(file: PlanFile) -> dict[str, Value]:
     return dict.fromkeys(keys, True) if file.best.plan.offload == "optimizer" else {}
 
 
+def _write_states(file: PlanFile) -> dict[str, Value]:
+    plan = file.best.plan
+    types: dict[str, Value] = {}
+    if plan.grad_dtype == GradType.FP32 and plan.precision == Precision.FP16:
+        types["accumulate_allreduce_grads_in_fp32"] = True
+    if plan.grad_dtype != GradType.FP32 and plan.precision != Precision.FP16:
+        types["grad_reduce_in_bf16"] = True
+    is_aware = plan.main_weights != MainWeights.FP32
+    if plan.grad_dtype == GradType.BF16_MAIN:
+        is_aware, types["main_grads_dtype"] = True, "bf16"
+    if plan.main_weights == MainWeights.FP16:
+        types["main_params_dtype"] = "fp16"
+    if plan.moment_dtype != MomentType.FP32:
+        is_aware = True
+        types |= dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), str(plan.moment_dtype))
+    return ({"use_precision_aware_optimizer": True} if is_aware else {}) | types
+
+
+_MOMENTS: dict[str, MomentType] = {"fp32": MomentType.FP32, "bf16": MomentType.BF16, "fp8": MomentType.FP8}
+_MOMENTS["fp16"] = MomentType.BF16  # as many bytes
+_TORCH_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
+
+
+def _dtype(arguments: Options, key: str, *known: str) -> str:
+    """Return the data type that an option names, as Megatron-LM or torch calls it; fp32 where the file is silent."""
+    name = str(arguments.text(key) or "fp32").removeprefix("torch.")
+    name = _TORCH_TYPES.get(name, name)
+    if name not in known:
+        raise InputError(f"{arguments.name(key)} {name[:30]!r} is not one of {', '.join(known)}")
+    return name
+
+
+def _read_states(reading: Reading) -> Fields:
+    """Read the types of gradients, main weights and moments, which only the precision-aware optimizer takes."""
+    arguments, fields = reading.arguments, reading.fields
+    is_half = fields["precision"] == Precision.FP16
+    accumulates = arguments.flag("accumulate_allreduce_grads_in_fp32", not is_half)
+    halves = arguments.flag("grad_reduce_in_bf16", is_half and not accumulates)
+    grads = _dtype(arguments, "main_grads_dtype", "fp32", "bf16")
+    weights = _dtype(arguments, "main_params_dtype", "fp32", "fp16")
+    moments = [_dtype(arguments, key, *_MOMENTS) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+    is_aware = arguments.flag("use_precision_aware_optimizer") and fields.get("offload") != Offload.OPTIMIZER
+    keeps_remainders = arguments.flag("store_param_remainders", True)
+    states: Fields = {"grad_dtype": GradType.BF16 if halves else GradType.FP32}
+    if not is_aware:
+        return states
+    if grads == "bf16":
+        states["grad_dtype"] = GradType.BF16_MAIN
+    if weights == "fp16":
+        states["main_weights"] = MainWeights.FP16
+    elif fields["precision"] == Precision.BF16:
+        states["main_weights"] = MainWeights.REMAINDERS
+        if not keeps_remainders:
+            arguments.remark("store_param_remainders", "main weights are priced as remainders")
+    if moments[0] != moments[1]:
+        arguments.remark("exp_avg_sq_dtype", f"both moments are priced as {moments[0]}", default="fp32")
+    return states | {"moment_dtype": _MOMENTS[moments[0]]}
+
+
 def _read_offload(reading: Reading) -> Fields:
     arguments = reading.arguments
     if not arguments.flag("optimizer_cpu_offload"):
@@ -352,8 +413,15 @@ PLAN: tuple[Line, ...] = (
     (
         Special("optimizer_cpu_offload", _write_offload, _read_offload, names=OPTIMIZER, is_switch=True,
                 others=(Option("overlap_cpu_optimizer_d2h_h2d", names=OPTIMIZER, is_switch=True),
-                        Option("use_precision_aware_optimizer", names=OPTIMIZER, is_switch=True),
                         Option("optimizer_offload_fraction", names=OPTIMIZER))),
+    ),
+    (
+        Special("use_precision_aware_optimizer", _write_states, _read_states, names=OPTIMIZER, is_switch=True,
+                others=(*(Option(key, names=OPTIMIZER) for key in (
+                            "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
+                        )),
+                        Option("store_param_remainders", names=OPTIMIZER, is_switch=True),
+                        *switches("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"))),
     ),
 )
 # fmt: on
@@ -431,14 +499,12 @@ DATA: tuple[Line, ...] = (
 # fmt: off
 UNWRITTEN: Line = (
     Assumed("moe_shared_expert_overlap", (False,), "the overlap of shared experts is not priced"),
-    Assumed("use_precision_aware_optimizer", names=OPTIMIZER),
     Assumed("outer_dp_sharding_strategy", ("no_shard",), "priced without sharding over the outer replicas", names=DDP),
     Assumed("align_param_gather", names=DDP),
     Assumed("overlap_p2p_comm", (True,), "priced with messages that overlap"),
     Assumed("fp8_param_gather", (False,), "weights are priced as gathered in 16 bits",
             names={BRIDGE: "mixed_precision."}),
     Assumed("cross_entropy_loss_fusion", (False,), "priced as the framework's usual loss"),
-    Assumed("grad_reduce_in_bf16", (False,), "priced as the framework's usual reduction"),
     Assumed("bias_swiglu_fusion", (True,), "priced with a fused activation"),
     Assumed("apply_rope_fusion", (True,), "priced with a fused rotation"),
     Assumed("empty_unused_memory_level", (0,), "giving cached memory back is not priced"),
@@ -450,9 +516,6 @@ UNWRITTEN: Line = (
     Constant("train_iters", names=TRAIN),
     Constant("norm_epsilon", names={BRIDGE: "model.layernorm_epsilon"}),
     Constant("use_mcore_models", is_switch=True),
-    *(Assumed(key, FP32, "states are priced in 32 bits", names=OPTIMIZER) for key in (
-        "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
-    )),
     *(Assumed(key) for key in (  # whose effect is small, or priced
         "moe_use_legacy_grouped_gemm", "gradient_accumulation_fusion", "cross_entropy_fusion_impl",
         "masked_softmax_fusion", "bias_gelu_fusion", "bias_dropout_fusion", "calculate_per_token_loss",

@@ -17,7 +17,18 @@ from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.frameworks.common.widths import has_dense_mlp, kv_groups
-from autoplan.spec.enums import ContextParallelKind, Offload, RankOrder, RecomputeModule, Schedule, Sharding
+from autoplan.spec.enums import (
+    ContextParallelKind,
+    GradType,
+    MainWeights,
+    MomentType,
+    Offload,
+    Precision,
+    RankOrder,
+    RecomputeModule,
+    Schedule,
+    Sharding,
+)
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import FULL, PP_BEFORE_DP, ParallelPlan, PlanBatch
 from autoplan.spec.workload import Workload
@@ -175,10 +186,34 @@ SUPPORTED = (
     SupportedWords(axis="schedule", words=("1f1b", "interleaved"), source="core/pipeline_parallel/schedules.py:53"),
 )
 
+
 # Whatever the schedule; other schedules than its own run on its code elsewhere (`primus`).
+def _is_aware(batch: PlanBatch) -> Bools:
+    """Return which plans need the precision-aware optimizer for their states."""
+    is_main = batch.grad_dtype == GradType.BF16_MAIN.code
+    return is_main | (batch.main_weights != MainWeights.FP32.code) | (batch.moment_dtype != MomentType.FP32.code)
+
+
+def _narrow_states(workload: Workload, batch: PlanBatch) -> Bools:
+    return ~_is_aware(batch) | ((batch.sharding == ZERO1) & (batch.offload == Offload.NONE.code))
+
+
+def _remainders(workload: Workload, batch: PlanBatch) -> Bools:
+    """Remainders are those of bf16 weights, and what the precision-aware optimizer keeps of these unless told fp16."""
+    is_bf16 = batch.precision == Precision.BF16.code
+    return np.where(
+        is_bf16,
+        ~_is_aware(batch) | (batch.main_weights != MainWeights.FP32.code),
+        batch.main_weights != MainWeights.REMAINDERS.code,
+    )
+
+
+# Options that few other frameworks have.
+EXTRAS = ("ep_overlap", "dispatcher", "grad_dtype", "main_weights", "moment_dtype")
+
 COMMON: tuple[Rule, ...] = (
     *universal.RULES,
-    *universal.options_of_others("ep_overlap", "dispatcher"),
+    *universal.options_of_others(*EXTRAS),
     universal.NO_FP32,
     Rule(
         source=f"{_STATE}:1448",
@@ -315,6 +350,23 @@ COMMON: tuple[Rule, ...] = (
             "recompute: leave it out of recompute_modules"
         ),
     ),
+    Rule(
+        source="core/optimizer/__init__.py:1057",
+        holds=_narrow_states,
+        says=lambda s, p: (
+            f"main_weights {p.main_weights}, moment_dtype {p.moment_dtype} and grad_dtype {p.grad_dtype} need the "
+            f"precision-aware optimizer, which takes sharding zero1 and stays on the device, not {p.sharding} and "
+            f"offload {p.offload}: use fp32"
+        ),
+    ),
+    Rule(
+        source="core/optimizer/optimizer_config.py:407",
+        holds=_remainders,
+        says=lambda s, p: (
+            f"main_weights {p.main_weights} with precision {p.precision}: the precision-aware optimizer keeps "
+            f"{'remainders or fp16: use remainders' if p.precision == 'bf16' else 'no remainders: use fp32'}"
+        ),
+    ),
     *shared.aligned("core/fp8_utils.py:356"),
 )
 
@@ -338,6 +390,4 @@ RULES: tuple[Rule, ...] = (
     INTERLEAVED_MICROBATCHES,
 )
 
-BOOK = Rulebook(
-    rules=RULES, supported=SUPPORTED, extras=("ep_overlap", "dispatcher"), repeats_parts=True, repeats_some_layers=True
-)
+BOOK = Rulebook(rules=RULES, supported=SUPPORTED, extras=EXTRAS, repeats_parts=True, repeats_some_layers=True)

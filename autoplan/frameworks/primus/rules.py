@@ -11,7 +11,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords
-from autoplan.frameworks.megatron_lm.rules import COMMON, INTERLEAVED, INTERLEAVED_MICROBATCHES
+from autoplan.frameworks.megatron_lm.rules import COMMON, EXTRAS, INTERLEAVED, INTERLEAVED_MICROBATCHES
 from autoplan.spec.enums import Recompute, Schedule
 from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
 from autoplan.spec.workload import Workload
@@ -100,7 +100,7 @@ RULES: tuple[Rule, ...] = (
 BOOK = Rulebook(
     rules=RULES,
     supported=SUPPORTED,
-    extras=("ep_overlap", "dispatcher"),
+    extras=EXTRAS,
     repeats_parts=True,
     repeats_some_layers=True,
     split_schedules_overlap=False,

@@ -1,0 +1,59 @@
+"""Options that change the numerics of training: what each would bring to the best plan, where none was allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autoplan.base.errors import AutoplanError
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.registry import book_of
+from autoplan.search.choice import pace
+from autoplan.search.space import Space
+from autoplan.search.walk import prices
+from autoplan.spec.axes import SEARCHED, shown
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.problem import Problem
+from autoplan.spec.search_result import Allowance, RankedPlan
+
+LEAST_GAIN, LEAST_FREED = 0.005, 0.01  # of the step, and of the memory of a device
+
+
+def allowances(problem: Problem, space: Space, best: RankedPlan) -> tuple[Allowance, ...]:
+    """Return what single options that were not allowed would bring to `best`, the fastest of each axis first.
+
+    An option that others depend on comes with these.  The best plan with it may be another one, and faster still.
+    """
+    found = []
+    for choice, plans in _left_out(problem, space, best.plan):
+        lawful = [plan for plan in plans if not broken(space.rules, problem.workload, plan)]
+        if not lawful:
+            continue
+        changed = min(prices(problem, lawful[:1]), key=pace)
+        ratio, freed = pace(changed) / pace(best), best.memory_bytes - changed.memory_bytes
+        if ratio < 1.0 - LEAST_GAIN or (ratio < 1.0 + LEAST_GAIN and freed > LEAST_FREED * problem.capacity_bytes):
+            found.append(Allowance(choice=choice, plan=changed, ratio=ratio, freed_bytes=freed))
+    found.sort(key=lambda allowance: (allowance.ratio, -allowance.freed_bytes))
+    of_axis = {allowance.choice.partition("=")[0]: allowance for allowance in reversed(found)}
+    return tuple(allowance for allowance in found if allowance in of_axis.values())
+
+
+def _left_out(problem: Problem, space: Space, plan: ParallelPlan) -> Iterator[tuple[str, list[ParallelPlan]]]:
+    """(a choice that the space leaves out, plans that have it: alone first, then with what it may depend on)."""
+    book = book_of(problem.framework)
+    for axis in SEARCHED:
+        for value in axis.searched if axis.exact is not None else ():
+            if value in space.limits.of(axis.name) or not book.offers(axis, value):
+                continue
+            others = {
+                other.name: space.limits.of(other.name)[-1]
+                for other in SEARCHED
+                if other.is_monotone and other is not axis
+            }
+            plans = []
+            for changes in ({axis.name: value}, {axis.name: value, **others}):
+                try:
+                    plans.append(replace(plan, **changes))  # type: ignore[arg-type]
+                except AutoplanError:
+                    continue
+            yield f"{axis.name}={shown(value)}", plans

@@ -1,0 +1,189 @@
+"""Do the data types of gradients and states save what they save, and does a search fix those that only save?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoplan.api.problem import make_problem, make_space
+from autoplan.base.errors import InputError
+from autoplan.cost.estimate import estimate
+from autoplan.frameworks.presets import load_framework
+from autoplan.frameworks.registry import book_of
+from autoplan.search.allowances import allowances
+from autoplan.search.study import search
+from autoplan.spec.axes import AXIS, SEARCHED
+from autoplan.spec.model import Experts
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.problem import Problem
+from search_cases import DENSE
+
+GIB = 2.0**30
+MIXTURE = replace(DENSE, moe=Experts(num_experts=8, experts_per_token=2, expert_ffn_size=1024))
+
+
+def problem_of(framework: str = "megatron-core", precision: str = "bf16", model: object = DENSE) -> Problem:
+    return make_problem(model, cluster="h100-sxm:1x8", seq_len=4096, framework=framework, precision=precision)  # type: ignore[arg-type]
+
+
+def cost_of(problem: Problem, **changes: object) -> dict[str, float]:
+    plan = ParallelPlan(**{"global_batch": 64, "dp_shard": 8, "precision": problem.training.precision, **changes})  # type: ignore[arg-type]
+    costs = estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
+    return {
+        **{name: float(value[0]) for name, value in costs.memory_terms_bytes.items()},
+        **{f"{name}_s": float(value[0]) for name, value in costs.terms_s.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "saved_bytes", "unmoved_bytes"),
+    [
+        ({"main_weights": "remainders"}, 2, 2),  # 4 + 4 written and read less 2 + 2, and the weights are read: 2
+        ({"main_weights": "fp16"}, 2, 4),
+        ({"main_weights": "remainders", "moment_dtype": "bf16"}, 6, 10),
+        ({"main_weights": "remainders", "moment_dtype": "fp8"}, 8, 14),
+    ],
+)
+def test_states_take_and_move_what_their_types_do(
+    changes: dict[str, str], saved_bytes: float, unmoved_bytes: float
+) -> None:
+    problem = problem_of()
+    plain, narrow = cost_of(problem), cost_of(problem, **changes)
+    assert narrow["optimizer"] / plain["optimizer"] == pytest.approx((12 - saved_bytes) / 12)
+    parameters = plain["optimizer"] / 12 * 8
+    # The update moves 30 bytes of an own parameter, and sets the gradients of all to zero.
+    moved = 30 * parameters / 8 + 4 * parameters
+    assert narrow["optimizer_s"] / plain["optimizer_s"] == pytest.approx(1 - unmoved_bytes * parameters / 8 / moved)
+
+
+def test_16_bit_gradients_take_half_the_buffer_and_half_the_wire() -> None:
+    problem = problem_of()
+    plain, half, main = (cost_of(problem, grad_dtype=word) for word in ("fp32", "bf16", "bf16_main"))
+    assert half["gradients"] == main["gradients"] == plain["gradients"] / 2
+    assert half["data_parallel_reduce_s"] == main["data_parallel_reduce_s"] < plain["data_parallel_reduce_s"]
+    # Of what lives during the update there is an fp32 copy of the own shard, unless main gradients are narrow too.
+    small = {"micro_batch": 1, "global_batch": 8, "recompute": "full"}
+    terms = [cost_of(problem, grad_dtype=word, **small) for word in ("bf16", "bf16_main")]
+    assert terms[0]["update"] >= terms[1]["update"] == 0.0
+
+
+def test_megatron_bridge_reduces_16_bits_unless_told_otherwise() -> None:
+    framework = load_framework("nemo")
+    assert framework.choices == {"grad_dtype": "bf16"}
+    assert load_framework("nemo-26.06").choices == framework.choices
+    space = make_space(problem_of("nemo"), 64)
+    assert space.limits.of("grad_dtype") == ("bf16",)
+    assert make_space(problem_of("nemo"), 64, allow=["grad_dtype"]).limits.of("grad_dtype")[0] == "bf16"
+
+
+def test_versions_do_not_offer_what_came_later() -> None:
+    assert "moment_dtype" not in book_of(load_framework("nemo-24.07")).extras
+    assert "moment_dtype" in book_of(load_framework("nemo")).extras
+    with pytest.raises(InputError, match="has no moment_dtype bf16: it has fp32"):
+        make_space(problem_of("nemo-24.07"), 64, fix=["moment_dtype=bf16"])
+    with pytest.raises(InputError, match="torchtitan has no moment_dtype bf16"):
+        make_space(problem_of("torchtitan"), 64, fix=["moment_dtype=bf16"])
+
+
+def test_what_changes_the_numerics_is_searched_when_it_is_allowed() -> None:
+    problem = problem_of()
+    unasked = make_space(problem, 64).limits
+    assert unasked.of("main_weights") == ("fp32", "remainders")
+    assert (unasked.of("moment_dtype"), unasked.of("grad_dtype")) == (("fp32",), ("fp32",))
+    allowed = make_space(problem, 64, allow=["moment-dtype=bf16", "grad_dtype"]).limits
+    assert allowed.of("moment_dtype") == ("fp32", "bf16")
+    assert allowed.of("grad_dtype") == ("fp32", "bf16", "bf16_main")
+    for text, says in (("tp", "unknown; "), ("moment_dtyp", "did you mean moment_dtype"), ("moment_dtype=int", "did")):
+        with pytest.raises(InputError, match=says):
+            make_space(problem, 64, allow=[text])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("model", [DENSE, MIXTURE], ids=["dense", "mixture"])
+def test_a_search_finds_what_enumeration_over_all_types_finds(precision: str, model: object) -> None:
+    problem = problem_of(precision=precision, model=model)
+    allow = ["grad_dtype", "main_weights", "moment_dtype"]
+    space = make_space(problem, 16, allow=allow, fix=["micro_batch=1", "cp=1", "recompute=none"])
+    result = search(problem, space, margin=0.0)
+    batch, _ = space.plans(space.cells())
+    axes = [axis for axis in SEARCHED if axis.is_monotone]
+    others = [batch]
+    for axis in axes:
+        others = [
+            replace(part, **{axis.name: np.full(len(part), AXIS[axis.name].code(value))})  # type: ignore[arg-type]
+            for part in others
+            for value in axis.searched
+        ]
+    everything = PlanBatch.concatenate(others)
+    lawful = np.ones(len(everything), dtype=bool)
+    for rule in space.rules:
+        lawful &= rule.holds(problem.workload, everything)
+    costs = estimate(problem, everything.take(lawful))
+    fits = costs.verdict == 0
+    assert fits.any()
+    assert result.ranked[0].step_s == pytest.approx(costs.step_s[fits].min(), rel=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {
+            "tp": st.sampled_from([1, 2]),
+            "pp": st.sampled_from([1, 2]),
+            "dp_shard": st.sampled_from([1, 2, 4]),
+            "sharding": st.sampled_from(["none", "zero1", "zero3"]),
+            "offload": st.sampled_from(["none", "optimizer"]),
+            "grad_dtype": st.sampled_from(["fp32", "bf16", "bf16_main"]),
+            "recompute": st.sampled_from(["none", "full"]),
+        }
+    ),
+    st.sampled_from(["megatron-core", "nemo", "torchtitan", "deepspeed-zero"]),
+)
+def test_later_values_of_monotone_axes_take_no_more(changes: dict[str, object], framework: str) -> None:
+    problem = problem_of(framework)
+    for axis in (axis for axis in SEARCHED if axis.is_monotone):
+        plans = [ParallelPlan(global_batch=64, **{**changes, axis.name: value}) for value in axis.searched]  # type: ignore[arg-type]
+        costs = estimate(problem, PlanBatch.of(plans, problem.model.num_layers))
+        for values in (costs.step_s, costs.memory_bytes, costs.host_memory_bytes):
+            assert (np.diff(values) <= 1e-9 * values[0]).all()
+
+
+def test_the_answer_tells_what_was_left_out() -> None:
+    problem = problem_of()
+    space = make_space(problem, 64)
+    result = search(problem, space)
+    told = {one.choice.partition("=")[0]: one for one in allowances(problem, space, result.rivals[0])}
+    assert set(told) <= {"grad_dtype", "main_weights", "moment_dtype"}
+    assert told["grad_dtype"].freed_bytes > 0.5 * GIB
+    for allowance in told.values():
+        axis, _, value = allowance.choice.partition("=")
+        assert getattr(allowance.plan.plan, axis) == value
+    everything = make_space(problem, 64, allow=["grad_dtype", "main_weights", "moment_dtype"])
+    assert allowances(problem, everything, search(problem, everything).rivals[0]) == ()
+
+
+def test_a_plan_file_of_before_says_its_gradients(tmp_path: Path) -> None:
+    from autoplan.api.plan_files import load_plan
+    from autoplan.api.search import search as search_plan
+
+    found = search_plan(DENSE, cluster="h100-sxm:1x8", global_batch=64, seq_len=4096, framework="nemo")
+    found.save(tmp_path / "new.json")
+    table = json.loads((tmp_path / "new.json").read_text())
+    before = json.loads(json.dumps(table).replace('"grad_dtype": "bf16", ', ""))
+    before["schema_version"] = 4
+    before["framework"].pop("usual")
+    before["framework"]["memory"] |= {"bytes_per_grad": 2.0, "bytes_per_update_copy": 4.0}
+    before["framework"]["network"] |= {"bytes_per_reduced_grad": 2.0}
+    (tmp_path / "old.json").write_text(json.dumps(before))
+    old = load_plan(tmp_path / "old.json")
+    assert isinstance(old.file, PlanFile)
+    assert old.plan.grad_dtype == "bf16"
+    assert old.file.framework.choices == {"grad_dtype": "bf16"}
+    assert old.file.framework.memory.bytes_per_grad == 4.0
