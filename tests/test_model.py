@@ -10,7 +10,7 @@ import pytest
 
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import block_shapes, count_parameters, model_flops_per_token
-from autoplan.read.model import _plain, load_model, preset_models
+from autoplan.read.model import load_model, plain_name, preset_models
 from autoplan.spec.model import Block, Experts, Mamba, ModelSpec
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "llama3-70b" / "config.json"
@@ -36,6 +36,8 @@ EXACT = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-8b": 8_190_735_360,
     "bloom-176b": 176_247_271_424,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
     "mpt-7b": 6_649_286_656,
 }
 EXACT_ACTIVE = {"mixtral-8x7b": 12_879_925_248, "deepseek-v3": 37_552_282_624}
@@ -82,6 +84,11 @@ PUBLISHED_BILLIONS = {
     "llama4-scout": 107.8,  # 109 with the vision tower
     "llama4-maverick": 400.0,
     "olmo2-7b": 7.3,
+    "olmo2-13b": 13.7,
+    "olmo2-32b": 32.2,
+    "yi-34b": 34.4,
+    "mpt-30b": 29.96,
+    "dbrx": 131.6,
     "phi-4": 14.66,
     "internlm-7b": 7.3,
     "internlm-20b": 20.1,
@@ -90,6 +97,7 @@ PUBLISHED_BILLIONS = {
 ACTIVE_BILLIONS = {
     "mixtral-8x22b": 39.0,
     "deepseek-v2": 21.4,
+    "dbrx": 36.0,
     "kimi-k2": 32.9,
     "qwen3-30b-a3b": 3.3,
     "qwen3-235b-a22b": 22.0,
@@ -287,5 +295,5 @@ def test_no_spelling_names_two_presets() -> None:
     spelled: dict[str, set[str]] = {}
     for preset in preset_models():
         for name in (preset, *load_model(preset).aliases):
-            spelled.setdefault(_plain(name), set()).add(preset)
+            spelled.setdefault(plain_name(name), set()).add(preset)
     assert [presets for presets in spelled.values() if len(presets) > 1] == []

@@ -39,6 +39,8 @@ def test_what_was_not_measured_is_priced_as_its_kin(called: str, year: str, name
     ("called", "name"),
     [
         ("NeMo AutoModel 26.02", "nemo-automodel"),
+        ("Pax + Transformer Engine", "xla"),
+        ("FlagScale 0.8", "megatron-core"),
         ("LitGPT", "pytorch-fsdp"),
         ("Lightning Fabric (LitGPT)", "pytorch-fsdp"),
         ("Axolotl (DeepSpeed)", "deepspeed-hf"),

@@ -405,6 +405,7 @@ def test_names_are_compared_without_case_separators_and_remarks() -> None:
     ("change", "verdict", "words"),
     [
         ({"gpu": "tpu-v5"}, "unpriced", "not a known device"),
+        ({"gpu": "h100"}, "unpriced", "did you mean h100-sxm"),
         ({"model": "unheard", "num_layers": ""}, "unpriced", "not known"),
         ({"seq_len": ""}, "unpriced", "seq_len is blank"),
         ({"tp": "x"}, "unpriced", "tp is not a number"),

@@ -31,8 +31,8 @@ def load_model(text: str) -> ModelSpec:
     for preset, place in presets.items():
         for alias in read_table(place).get("aliases", ()):
             aliases[alias.casefold()] = preset
-    spelled = {_plain(known): preset for known, preset in (*zip(presets, presets, strict=True), *aliases.items())}
-    if found := aliases.get(name) or spelled.get(_plain(name)):
+    spelled = {plain_name(known): preset for known, preset in (*zip(presets, presets, strict=True), *aliases.items())}
+    if found := aliases.get(name) or spelled.get(plain_name(name)):
         return _preset(found, presets[found])
     close = difflib.get_close_matches(name, [*presets, *aliases], n=3, cutoff=0.4)
     names = list(dict.fromkeys(aliases.get(alias, alias) for alias in close)) or sorted(presets)
@@ -40,7 +40,7 @@ def load_model(text: str) -> ModelSpec:
     raise InputError(f"unknown model {text!r}: neither a preset nor a path; {hint}")
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A name without what spellings differ in: who published it, blanks and dashes, and how it was tuned."""
     short = re.sub(r"[\s_-]", "", name.casefold().rpartition("/")[2])
     return re.sub(r"(instruct|base|chat|hf|it|pt|v0\.[0-9])+$", "", short) or short

@@ -23,7 +23,8 @@ from autoplan.frameworks.megatron_lm.notation import layout_counts
 from autoplan.frameworks.registry import book_of
 from autoplan.read.calibration import built_in_calibration
 from autoplan.read.cluster import load_cluster, preset_clusters
-from autoplan.read.model import load_model, preset_models
+from autoplan.read.device import closest
+from autoplan.read.model import load_model, plain_name, preset_models
 from autoplan.runs.recipes import Recipe, nearest_recipe, recipe_called
 from autoplan.runs.table import BLANKS, read_rows
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
@@ -239,8 +240,8 @@ def _as_chosen(row: _Row, framework: Framework) -> Framework:
 
 
 def _plain(name: str) -> str:
-    """A model's name without case, separators and remarks in brackets: "DeepSeekV3 (w/o MTP)" is "deepseekv3"."""
-    return re.sub(r"[^a-z0-9.]", "", re.sub(r"\(.*?\)", "", name).casefold())
+    """A model's name without separators, tuning and remarks in brackets: "DeepSeekV3 (w/o MTP)" is "deepseekv3"."""
+    return re.sub(r"[^a-z0-9.]", "", plain_name(re.sub(r"\(.*?\)", "", name)))
 
 
 @lru_cache(maxsize=1)
@@ -378,7 +379,7 @@ def _cluster(row: _Row) -> ClusterSpec:
     memory_gib = row.number("gpu_memory_gib") if row.has("gpu_memory_gib") else None
     clusters = _clusters_of_device().get(_sized_gpu(row)) or _clusters_of_device().get(gpu)
     if clusters is None:
-        raise UnpricedError(f"gpu {gpu[:40]!r} is not a known device")
+        raise UnpricedError(f"gpu {gpu[:40]!r} is not a known device: {closest(gpu, tuple(_clusters_of_device()))}")
     name = clusters[0]
     known_gib = load_cluster(name).device.memory_bytes / GIB
     share = 1.0 if memory_gib is None else memory_gib / known_gib
