@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import autoplan
@@ -396,3 +398,75 @@ def test_what_is_not_priced_is_refused(tmp_path: Path, text: str, says: str) -> 
     path.write_text(text)
     with pytest.raises(InputError, match=says):
         load_finetuning(str(path))
+
+
+# -- what starts it ---------------------------------------------------------------------------------------------------
+
+
+def _planned(**options: Any) -> autoplan.PlanResult:
+    plan = {"sharding": "zero3", "recompute": "full"}
+    return autoplan.estimate("llama3-8b", cluster="h100-sxm:1x8", global_batch=64, seq_len=2048, plan=plan, **options)
+
+
+@pytest.mark.parametrize(("framework", "target"), [("transformers", "accelerate"), ("deepspeed-zero", "deepspeed")])
+def test_adapters_are_exported_as_peft_reads_them(framework: str, target: str, tmp_path: Path) -> None:
+    tuned = FineTuning(
+        rank=16,
+        targets=("q_proj", "down_proj"),
+        dropout=0.1,
+        dora=True,
+        quantization="nf4-dq",
+        saved_modules=("lm_head",),
+    )
+    texts = autoplan.export(_planned(framework=framework, finetune=tuned), to=target).texts
+    path = tmp_path / "adapter_config.json"
+    path.write_text(texts["adapter_config.json"])
+    assert replace(load_finetuning(str(path)), quantization="nf4-dq") == tuned
+    quantized = json.loads(texts["quantization_config.json"])
+    assert quantized["load_in_4bit"]
+    assert quantized["bnb_4bit_use_double_quant"]
+    assert transformers.BitsAndBytesConfig.from_dict(quantized).bnb_4bit_compute_dtype == torch.bfloat16
+
+
+def test_megatron_bridge_has_adapters_of_both_kinds() -> None:
+    fused = FineTuning(rank=16, targets=("linear_qkv", "linear_proj"))
+    for tuned, line in (
+        (fused, "cfg.peft = LoRA(target_modules=['linear_qkv', 'linear_proj'], dim=16, alpha=32, dropout=0.0)"),
+        (replace(fused, dora=True), "cfg.peft = DoRA(target_modules=['linear_qkv', 'linear_proj'], dim=16"),
+        (FineTuning(rank=8), "cfg.peft = CanonicalLoRA(target_modules=['linear_q', 'linear_v'], dim=8"),
+        (ALL, "cfg.peft = CanonicalLoRA(target_modules=['linear_q', 'linear_k', 'linear_v', 'linear_proj', "),
+    ):
+        recipe = autoplan.export(_planned(finetune=tuned), to="megatron-bridge").texts["recipe.py"]
+        compile(recipe, "recipe.py", "exec")
+        assert line in recipe
+        assert "    finetune(process_config_with_overrides(" in recipe
+        assert "pretrain" not in recipe.replace("_pretrain_common", "").replace("pretrained_checkpoint", "")
+
+
+@pytest.mark.parametrize(
+    ("framework", "target", "tuned", "says"),
+    [
+        (
+            "megatron-core",
+            "megatron-lm",
+            ALL,
+            "Megatron-LM is told nothing of LoRA of rank 16 on all-linear: export to ",
+        ),
+        ("torchtitan", "torchtitan", ALL, "torchtitan is told nothing of LoRA"),
+        ("torch", "autoplan", ALL, "the built-in trainer is told nothing of LoRA"),
+        ("megatron-core", "megatron-bridge", replace(ALL, quantization="nf4"), "cannot express frozen weights in nf4"),
+        ("transformers", "accelerate", FineTuning(frozen=("embed_tokens",)), "cannot express a frozen embed_tokens"),
+    ],
+)
+def test_what_a_target_would_not_train_so_is_refused(framework: str, target: str, tuned: FineTuning, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        autoplan.export(_planned(framework=framework, finetune=tuned), to=target)
+
+
+def test_full_finetuning_is_exported_as_training() -> None:
+    plain = autoplan.estimate("llama3-8b", cluster="h100-sxm:1x8", global_batch=64, seq_len=2048, plan={"tp": 8})
+    full = autoplan.estimate(
+        "llama3-8b", cluster="h100-sxm:1x8", global_batch=64, seq_len=2048, plan={"tp": 8}, finetune="full"
+    )
+    assert full.file.best.step_s == plain.file.best.step_s
+    assert autoplan.export(full, to="megatron-lm").texts.keys() == autoplan.export(plain, to="megatron-lm").texts.keys()

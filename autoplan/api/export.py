@@ -13,7 +13,7 @@ from autoplan.base.files import encode, write_folder
 from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.frameworks.common.job import File
 from autoplan.frameworks.registry import TARGETS, find_target
-from autoplan.launch.targets import exported, job_of
+from autoplan.launch.targets import exported, job_of, takes_tuning
 from autoplan.search.nearest import Near
 from autoplan.search.nearest import nearest as nearest_plan
 from autoplan.spec.axes import LABELS
@@ -157,7 +157,8 @@ def start_of(file: PlanFile, path: Path, launcher: str = "torchrun") -> str:
     """Return the command that writes what starts the plan at `path`; an `AutoplanError` says why there is none."""
     # What runs today, else what bears the name of its rules, comes before others that take the plan.
     first = (file.today.target if file.today else "", file.framework.rules)
-    names = [known.name for known in TARGETS.values() if file.framework.rules in known.rules]
+    able = [known for known in TARGETS.values() if file.framework.rules in known.rules]
+    names = [known.name for known in able if takes_tuning(known, file)] or [known.name for known in able]
     target = min(names, key=lambda name: first.index(name) if name in first else len(first), default=None)
     if target is None:
         raise NoPlanError(f"no launch files are written for {file.framework.name}")

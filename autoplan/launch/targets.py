@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.job import File, Job
-from autoplan.frameworks.registry import find_target
+from autoplan.frameworks.common.job import File, Job, Target
+from autoplan.frameworks.registry import TARGETS, find_target
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import LAUNCHERS
 from autoplan.spec.plan_file import PlanFile
@@ -19,7 +19,33 @@ def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
     if version not in target.versions:
         known = f"known are {', '.join(target.versions)}" if any(target.versions) else "leave the version out"
         raise InputError(f"no version {version!r} of {target.says}: {known}")
+    _check_tuning(plan_file, target)
+    if plan_file.training.attention == "flash-fp8" and target.name != "megatron-bridge":
+        raise InputError(f"{target.says} is not told of attention in 8 bits: plan with flash, or use megatron-bridge")
     return target.job(plan_file, version)
+
+
+def takes_tuning(target: Target, plan_file: PlanFile) -> bool:
+    """Return whether the target can express what the plan trains."""
+    return not _refused_tuning(target, plan_file)
+
+
+def _check_tuning(plan_file: PlanFile, target: Target) -> None:
+    """Refuse a fine-tuning that the target would not carry out."""
+    if why := _refused_tuning(target, plan_file):
+        raise InputError(why)
+
+
+def _refused_tuning(target: Target, plan_file: PlanFile) -> str:
+    """Say why the target cannot express what the plan trains; empty where it can."""
+    finetuning = plan_file.training.finetuning
+    if finetuning is None or not (finetuning.has_adapters or finetuning.frozen):
+        return ""
+    if target.refused_tuning is None:
+        able = [name for name, known in TARGETS.items() if known.refused_tuning is not None]
+        return f"{target.says} is told nothing of {finetuning}: export to {' or '.join(able)}"
+    why = target.refused_tuning(finetuning)
+    return f"{target.says} cannot express {why}" if why else ""
 
 
 def exported(

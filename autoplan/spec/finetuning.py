@@ -147,6 +147,14 @@ class FineTuning:
         """Bytes per frozen weight of the layers; None: as matrices are multiplied."""
         return QUANTIZED_BYTES.get(self.quantization)
 
+    @property
+    def saves_inputs(self) -> bool:
+        """Whether products of frozen weights keep their inputs: those of bitsandbytes do, whatever needs a gradient.
+
+        Source: bitsandbytes 0.41 autograd/_functions.py, MatMul4Bit and MatMul8bitLt (ctx.tensors).
+        """
+        return self.quantization in ("int8", "nf4", "nf4-dq")
+
     def trains(self, end: str) -> bool:
         """Whether embedding or head is trained."""
         return end in self.saved_modules if self.has_adapters else end not in self.frozen

@@ -10,7 +10,8 @@ from autoplan.base.units import check_count
 from autoplan.spec.enums import Precision, enum_value
 from autoplan.spec.finetuning import FineTuning
 
-Attention = Literal["flash", "flash1", "flash2", "megatron-fused", "unfused"]
+# flash-fp8: the best kernel in 8 bits (fp8_dot_product_attention of Megatron-Core).
+Attention = Literal["flash", "flash1", "flash2", "flash-fp8", "megatron-fused", "unfused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

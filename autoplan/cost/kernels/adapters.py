@@ -11,7 +11,7 @@ from autoplan.base.arrays import Floats
 from autoplan.cost.kernels.arithmetic import BlockShape, Linear
 from autoplan.cost.kernels.memory_bound import Traffic
 from autoplan.cost.kernels.products import gemm_rate, matrices_s
-from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, rank_tokens
+from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, norm_tokens, rank_tokens
 from autoplan.cost.passes import SplitPass
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -53,7 +53,7 @@ def linear_tokens(problem: Problem, batch: PlanBatch, linear: Linear) -> Floats:
     """Tokens of a micro-batch that a rank's part of a matrix meets, of experts all local copies together."""
     if linear.is_expert:
         return expert_tokens(problem, batch) * linear.copies / batch.ep
-    return rank_tokens(problem, batch)
+    return norm_tokens(problem, batch) if linear.split == "replicated" else rank_tokens(problem, batch)
 
 
 def _dequantised_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floats:
@@ -72,6 +72,7 @@ def _adapter_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> T
 
     Forward their outputs are scaled and added to those of the frozen matrix; backward the gradients are scaled, and
     those of the inputs added up.  Dropout reads the inputs and writes what is left, and reads and writes gradients.
+    Every operation of them is counted, so that the factor of a framework's other kernels does not apply.
     Magnitudes scale both outputs, and are found anew in every pass: weights of both are added up and their norms taken.
     """
     finetuning, element = problem.training.finetuning, problem.training.element_bytes
@@ -94,5 +95,4 @@ def _adapter_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> T
             weights = local_sizes(base, batch)[0] * outputs * (linear.copies / batch.ep if linear.is_expert else 1.0)
             forward = forward + 6.0 * weights + 5.0 * tokens * outputs
             backward = backward + 8.0 * tokens * outputs
-    factor = element * problem.framework.kernels.kernel_bytes_factor
-    return Traffic(factor * forward, factor * backward)
+    return Traffic(element * forward, element * backward)

@@ -41,6 +41,7 @@ class Linear:
     num_groups: int = 1
     is_frozen: bool = False  # it has no gradient
     weight_bytes: float | None = None  # of a frozen weight, where it is quantised
+    saves_input: bool = False  # its product keeps its inputs although no gradient needs them
     adapts: str = ""  # of a matrix of an adapter, the name of the frozen matrix beside which it runs
 
     @property
@@ -88,7 +89,8 @@ class BlockShape:
         """
         adapts = "" if self.drops_inputs else name
         return any(
-            (linear.name == name and not linear.is_frozen) or (linear.adapts and linear.adapts == adapts)
+            (linear.name == name and (not linear.is_frozen or linear.saves_input))
+            or (linear.adapts and linear.adapts == adapts)
             for linear in self.linears
         )
 
@@ -286,8 +288,12 @@ def _is_in(shapes: Mapping[Block, BlockShape], model: ModelSpec, target: Target)
 
 def _adapted(model: ModelSpec, shape: BlockShape, finetuning: FineTuning) -> tuple[BlockShape, set[str]]:
     """(a block with its weights frozen and two matrices for every target, the targets that it has)."""
-    linears = [replace(linear, is_frozen=True, weight_bytes=finetuning.weight_bytes) for linear in shape.linears]
-    linears = [replace(one, weight_bytes=None) if one.name in NEVER_ADAPTED else one for one in linears]
+    linears = []
+    for linear in shape.linears:
+        frozen = replace(linear, is_frozen=True)
+        if linear.name not in NEVER_ADAPTED:
+            frozen = replace(frozen, weight_bytes=finetuning.weight_bytes, saves_input=finetuning.saves_inputs)
+        linears.append(frozen)
     adapters: list[Linear] = []
     names: set[str] = set()
     magnitudes = 0

@@ -50,6 +50,8 @@ SCAN_S = 700e-6
 # bits a pass for the tensor's largest value comes before, and the transposed copy is rotated (Hadamard) and read on its
 # own (Transformer Engine, NVFP4BlockScaling).
 CAST_BYTES = {"fp8": 4.0, "mxfp8": 4.0, "nvfp4": 7.0}
+# Of these the transposed copy, which the weight gradient alone reads.
+TRANSPOSED_BYTES = {"fp8": 1.0, "mxfp8": 1.0, "nvfp4": 2.5}
 LARGEST_BYTES = 2.0  # read once more where the scale of 8 bits is that of the tensor itself (torchao, dynamic scaling)
 
 # Traffic of permuting tokens by capacity, with sorts, selections by index and scaled scatters, over that without drops
@@ -236,6 +238,8 @@ def _cast_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traf
     # What is gathered as quantised was so in slices; its transposed copy is made of the whole.
     in_slices = is_fp8 & batch.sp & framework.network.narrow_tp_gathers
     of_slices = np.where(in_slices, (moved - copies) / batch.tp + 2.0 * copies, moved)
+    transposed = np.array([TRANSPOSED_BYTES.get(precision, 0.0) for precision in Precision])[batch.precision]
+    transposed = np.where(is_fp8 & ~copies, 0.0, transposed)
     forward = backward = np.zeros(len(batch))
     for linear in shape.linears:
         if linear.adapts:
@@ -244,6 +248,8 @@ def _cast_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traf
         tokens = rank_tokens(problem, batch)
         if linear.is_expert:
             tokens = expert_tokens(problem, batch) * linear.copies / batch.ep
-        forward = forward + inputs * tokens * (of_slices if linear.split == "column" else moved)
-        backward = backward + outputs * tokens * (of_slices if linear.split == "row" else moved)
+        # Without a weight gradient nothing reads a transposed copy.
+        spared = transposed if linear.is_frozen else 0.0
+        forward = forward + inputs * tokens * ((of_slices if linear.split == "column" else moved) - spared)
+        backward = backward + outputs * tokens * ((of_slices if linear.split == "row" else moved) - spared)
     return Traffic(forward, backward)

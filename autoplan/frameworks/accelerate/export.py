@@ -18,6 +18,7 @@ from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, Launc
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS
+from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_by_peft
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.fsdp2.rules import RULES
 from autoplan.spec.enums import Precision, Recompute, Sharding
@@ -38,7 +39,10 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
         *header(plan_file, "Accelerate"),
         f"# The program's part: sequences of {plan_file.training.seq_len}, {plan.micro_batch} a device at a time,",
         f"# gradients added up over {plan.num_microbatches} of them before a step.",
-        *(comment(f"It {duty}; without it the plan is another one, and nothing says so.") for duty in _program(plan)),
+        *(
+            comment(f"It {duty}; without it the plan is another one, and nothing says so.")
+            for duty in _program(plan_file)
+        ),
     ]
     return Job(
         framework="Accelerate",
@@ -46,7 +50,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
             EnvironmentVariable(name=name, value=value, says=f"as accelerate launch sets it from {YAML}")
             for name, value in _environment(table, plan).items()
         ),
-        variables=(LaunchVariable(name="TRAIN_SCRIPT", default=None, says=_duties(plan)),),
+        variables=(LaunchVariable(name="TRAIN_SCRIPT", default=None, says=_duties(plan_file)),),
         program='"$TRAIN_SCRIPT"',
         replaceable=OptionGroup(
             name="BATCH",
@@ -56,19 +60,23 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
                 ["--gradient_accumulation_steps", str(plan.num_microbatches)],
             ),
         ),
-        files=(File(name=YAML, text="\n".join(notes) + "\n" + yaml.safe_dump(table, sort_keys=False)),),
+        files=(
+            File(name=YAML, text="\n".join(notes) + "\n" + yaml.safe_dump(table, sort_keys=False)),
+            *peft_files(plan_file),
+        ),
     )
 
 
-def _program(plan: ParallelPlan) -> list[str]:
+def _program(plan_file: PlanFile) -> list[str]:
     """Return the parts of the plan that the program has to carry out, as no file can (accelerator.py:1901, :4111)."""
+    plan = plan_file.best.plan
     loads = "loads its model with from_pretrained(..., tp_plan='auto', device_mesh=accelerator.torch_device_mesh)"
     splits = "runs every step inside accelerator.maybe_context_parallel(buffers=..., buffer_seq_dims=...)"
-    return ([loads] if plan.tp > 1 else []) + ([splits] if plan.cp > 1 else [])
+    return ([loads] if plan.tp > 1 else []) + ([splits] if plan.cp > 1 else []) + peft_duties(plan_file)
 
 
-def _duties(plan: ParallelPlan) -> str:
-    return ", ".join(["your program, which uses Accelerate", *_program(plan)])
+def _duties(plan_file: PlanFile) -> str:
+    return ", ".join(["your program, which uses Accelerate", *_program(plan_file)])
 
 
 def is_sharded(plan: ParallelPlan) -> bool:
@@ -176,4 +184,11 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-TARGET = Target(name="accelerate", says="Hugging Face Accelerate", rules=("fsdp2",), job=job, limits=LIMITS)
+TARGET = Target(
+    name="accelerate",
+    says="Hugging Face Accelerate",
+    rules=("fsdp2",),
+    job=job,
+    limits=LIMITS,
+    refused_tuning=refused_by_peft,
+)

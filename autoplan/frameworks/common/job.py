@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autoplan.frameworks.common.rules import Rule
+from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.plan_file import PlanFile
 
 Line = list[str]  # words that stand on one line of a script
@@ -81,6 +82,8 @@ class Target:
     job: Callable[[PlanFile, str], Job]
     versions: tuple[str, ...] = ("",)
     limits: tuple[Rule, ...] = ()
+    # Says what of a fine-tuning it cannot express, in words, or nothing; None: it trains all weights.
+    refused_tuning: Callable[[FineTuning], str] | None = None
 
 
 def safe_name(text: str) -> str:

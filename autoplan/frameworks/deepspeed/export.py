@@ -15,11 +15,11 @@ from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import usual_rank_order
+from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_by_peft
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.deepspeed.options import ACCUMULATION, CP, EP, MICRO_BATCH, TOTAL, TP, TP_OVERLAP, ZERO
 from autoplan.frameworks.deepspeed.rules import RULES
 from autoplan.spec.enums import Sharding
-from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 
 _FILE = "deepspeed.json"
@@ -51,7 +51,7 @@ def job(plan_file: PlanFile, version: str) -> Job:
     return Job(
         framework=f"DeepSpeed {version}",
         variables=(
-            LaunchVariable(name="TRAIN_SCRIPT", default=None, says=_duties(plan)),
+            LaunchVariable(name="TRAIN_SCRIPT", default=None, says=_duties(plan_file)),
             LaunchVariable(
                 name="CONFIG_OPTION",
                 default="--deepspeed_config",
@@ -61,12 +61,16 @@ def job(plan_file: PlanFile, version: str) -> Job:
         ),
         program='"$TRAIN_SCRIPT"',
         trailing=(f'"$CONFIG_OPTION" "$HERE/{_FILE}"',),
-        files=(File(name=_FILE, text=json.dumps(deepspeed_config(plan_file, version), indent=2) + "\n"),),
+        files=(
+            File(name=_FILE, text=json.dumps(deepspeed_config(plan_file, version), indent=2) + "\n"),
+            *peft_files(plan_file),
+        ),
     )
 
 
-def _duties(plan: ParallelPlan) -> str:
+def _duties(plan_file: PlanFile) -> str:
     """Return the parts of the plan that the script has to carry out, as the JSON cannot."""
+    plan = plan_file.best.plan
     duties = ["builds the model, calls deepspeed.initialize"]
     if plan.recompute == "full":
         duties.append("checkpoints the activations of every layer (--gradient_checkpointing of the Trainer)")
@@ -76,7 +80,7 @@ def _duties(plan: ParallelPlan) -> str:
         duties.append("takes DeepSpeedCPUAdam")
     if plan.dp_replicate > 1 and plan.sharding == "zero3":
         duties.append("makes the model under deepspeed.zero.MiCS_Init")
-    return "yours: " + ", ".join(duties)
+    return "yours: " + ", ".join([*duties, *peft_duties(plan_file)])
 
 
 _ZERO3, _GATHERS = Sharding.ZERO3.code, (Sharding.ZERO1.code, Sharding.ZERO2.code)
@@ -119,4 +123,5 @@ TARGET = Target(
     job=job,
     versions=("0.19.8", _WITH_MICS),
     limits=LIMITS,
+    refused_tuning=refused_by_peft,
 )

@@ -12,11 +12,13 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
+from autoplan.frameworks.megatron_bridge.tuning import peft_lines, refused
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import arguments_of
 from autoplan.spec.enums import GradType, MainWeights, MomentType
+from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import Block
 from autoplan.spec.plan_file import PlanFile
 
@@ -51,32 +53,51 @@ _IMPORTS = (
 )
 
 
+_PRETRAINED = LaunchVariable(
+    name="PRETRAINED_CHECKPOINT", default=None, says="of Megatron-Bridge: AutoBridge.import_ckpt makes one"
+)
+
+
 def job(plan_file: PlanFile, version: str = "") -> Job:
     """Return the job that starts the plan where Megatron-Bridge is installed."""
     return Job(
         framework="Megatron-Bridge",
         environment=environment(plan_file),
-        variables=(LaunchVariable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),),
+        variables=(
+            LaunchVariable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),
+            *([_PRETRAINED] if _adapters(plan_file) else []),
+        ),
         program=f'"$HERE/{NAME}"',
         trailing=('train.train_iters="$TRAIN_ITERS"',),
         files=(File(name=NAME, text=recipe(plan_file)),),
     )
 
 
+def _adapters(plan_file: PlanFile) -> FineTuning | None:
+    """The adapters that the plan trains, if it trains no more than these."""
+    finetuning = plan_file.training.finetuning
+    return finetuning if finetuning is not None and finetuning.has_adapters else None
+
+
 def recipe(plan_file: PlanFile) -> str:
     """A module whose `plan_config` gives the configuration, and which trains with it when it is started."""
     provider = "MLAModelProvider" if plan_file.model.mla else "GPTModelProvider"
     module = "mla_provider" if plan_file.model.mla else "gpt_provider"
+    tuned = _adapters(plan_file)
+    starts = "finetune" if tuned else "pretrain"
     lines = [
         *header(plan_file, "Megatron-Bridge"),
         "",
+        *(["import os"] if tuned else []),
         *(line for line in _IMPORTS if _is_needed(line, plan_file)),
         f"from megatron.bridge.models.{module} import {provider}",
+        *([peft_lines(tuned)[0]] if tuned else []),
         "from megatron.bridge.recipes.common import _pretrain_common",
         "from megatron.bridge.training.comm_overlap import CommOverlapConfig",
+        *(["from megatron.bridge.training.finetune import finetune"] if tuned else []),
         "from megatron.bridge.training.gpt_step import forward_step",
         "from megatron.bridge.training.mixed_precision import get_mixed_precision_config",
-        "from megatron.bridge.training.pretrain import pretrain",
+        *([] if tuned else ["from megatron.bridge.training.pretrain import pretrain"]),
         "from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides",
         "",
         "",
@@ -87,7 +108,7 @@ def recipe(plan_file: PlanFile) -> str:
         "",
         "",
         'if __name__ == "__main__":',
-        "    pretrain(process_config_with_overrides(plan_config(), cli_overrides=sys.argv[1:]), forward_step)",
+        f"    {starts}(process_config_with_overrides(plan_config(), cli_overrides=sys.argv[1:]), forward_step)",
     ]
     return "\n".join(lines) + "\n"
 
@@ -143,7 +164,7 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
 
 def _body(plan_file: PlanFile, provider: str) -> list[str]:
     plan, model, training = plan_file.best.plan, plan_file.model, plan_file.training
-    table = fields(plan_file)
+    table, tuned = fields(plan_file), _adapters(plan_file)
     sizes = {name: table.pop(f"model.{name}") for name in ("num_layers", "hidden_size", "num_attention_heads")}
     arguments = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
     lines = [f"cfg.model = {provider}({arguments})"]
@@ -160,6 +181,7 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
         lines += [] if section == "model" else [""]
         lines += [f"cfg.{path} = {_written(path, value)}" for path, value in rows]
     narrows_attention = model.moe and plan.precision in plan_file.framework.experts.narrow_attention
+    narrows_attention = narrows_attention or training.attention == "flash-fp8"
     return [
         *lines,
         "",
@@ -172,6 +194,11 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
         f"    overlap_param_gather={plan.param_gather_overlap and plan.sharding != 'none'},",
         f"    overlap_moe_expert_parallel_comm={plan.ep_overlap},",
         ")",
+        *(
+            ["", peft_lines(tuned)[1], f'cfg.checkpoint.pretrained_checkpoint = os.environ["{_PRETRAINED.name}"]']
+            if tuned
+            else []
+        ),
         "",
         "# Yours to choose.",
         "cfg.train.train_iters = 100",
@@ -196,4 +223,5 @@ TARGET = Target(
     job=job,
     versions=("main", "0.3"),
     limits=RULES,
+    refused_tuning=refused,
 )

@@ -1,0 +1,78 @@
+"""Files of PEFT that carry a fine-tuning beside a launch file, for programs that hold a model of transformers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from autoplan.frameworks.common.job import File
+from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
+from autoplan.spec.plan_file import PlanFile
+
+ADAPTERS, QUANTIZED = "adapter_config.json", "quantization_config.json"
+ALPHA_PER_RANK = 2  # a usual choice, which changes no cost
+
+
+def refused_by_peft(finetuning: FineTuning) -> str:
+    """Say what of a fine-tuning the files of PEFT cannot carry; empty where they carry all of it."""
+    if finetuning.frozen:
+        return f"a frozen {' and '.join(finetuning.frozen)} beside trained weights: the program has to freeze it"
+    if finetuning.quantization == "int4":
+        return "weights in int4: GPTQ and AWQ checkpoints have their own settings, use nf4"
+    return ""
+
+
+def peft_files(plan_file: PlanFile) -> tuple[File, ...]:
+    """The files of a fine-tuning, none where all weights are trained."""
+    finetuning = plan_file.training.finetuning
+    if finetuning is None or not finetuning.has_adapters:
+        return ()
+    files = [File(name=ADAPTERS, text=json.dumps(_adapters(finetuning), indent=2) + "\n")]
+    if quantized := _quantized(finetuning, plan_file.best.plan.precision):
+        files.append(File(name=QUANTIZED, text=json.dumps(quantized, indent=2) + "\n"))
+    return tuple(files)
+
+
+def peft_duties(plan_file: PlanFile) -> list[str]:
+    """What the program has to do with the files."""
+    names = [file.name for file in peft_files(plan_file)]
+    loads = (
+        [f"loads its model in the format of {QUANTIZED} (BitsAndBytesConfig.from_dict)"] if QUANTIZED in names else []
+    )
+    return (
+        [*loads, f"puts the adapters of {ADAPTERS} on it (get_peft_model, LoraConfig.from_pretrained)"] if names else []
+    )
+
+
+def _adapters(finetuning: FineTuning) -> dict[str, Any]:
+    """PEFT's LoraConfig (peft/tuners/lora/config.py)."""
+    targets = list(finetuning.targets)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": finetuning.rank,
+        "lora_alpha": ALPHA_PER_RANK * (finetuning.rank or 0),
+        "lora_dropout": finetuning.dropout,
+        "target_modules": ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        "use_dora": finetuning.dora,
+        "modules_to_save": list(finetuning.saved_modules) or None,
+        "bias": "none",
+    }
+
+
+def _quantized(finetuning: FineTuning, precision: str) -> dict[str, Any]:
+    """BitsAndBytesConfig of transformers (transformers/utils/quantization_config.py)."""
+    if finetuning.quantization == "int8":
+        return {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    if finetuning.quantization not in ("nf4", "nf4-dq"):
+        return {}
+    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(precision, "bfloat16")
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": finetuning.quantization == "nf4-dq",
+        "bnb_4bit_compute_dtype": dtype,
+        # Sharding mixes quantised weights with others of the type of the products (FSDP with QLoRA).
+        "bnb_4bit_quant_storage": dtype,
+    }
