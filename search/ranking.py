@@ -19,26 +19,10 @@ TIE = 1e-9
 
 # What decides between plans of equal time: fewer parts and plainer choices first.
 _TIE_ORDER = (
-    "pp",
-    "tp",
-    "cp",
-    "ep",
-    "etp",
-    "vp",
-    "schedule",
-    "recompute",
-    "recompute_modules",
-    "recompute_num_layers",
-    "offload",
-    "sharding",
-    "cp_kind",
-    "dispatcher",
-    "tp_overlap",
-    "rank_order",
-    "micro_batch",
-    "dp_replicate",
-    "dp_shard",
-    "global_batch",
+    *("pp", "tp", "cp", "ep", "etp", "vp", "schedule"),
+    *("recompute", "recompute_modules", "recompute_num_layers"),
+    *("offload", "sharding", "cp_kind", "dispatcher", "tp_overlap", "rank_order"),
+    *("micro_batch", "dp_replicate", "dp_shard", "global_batch"),
 )
 
 
@@ -50,10 +34,8 @@ def seconds_per_sequence(costs: CostEstimate) -> Floats:
 def ordering(objective: Floats, batch: PlanBatch) -> Ints:
     """Return indices of plans, best first: by `objective` rounded to `TIE`, then plainer plans, then even layers."""
     rounded = np.round(np.log(objective) / TIE).astype(np.int64)
-    place = {
-        layout: at
-        for at, layout in enumerate(sorted(batch.layouts, key=lambda layers: (max(layers) - min(layers), layers)))
-    }
+    by_evenness = sorted(batch.layouts, key=lambda layers: (max(layers) - min(layers), layers))
+    place = {layout: at for at, layout in enumerate(by_evenness)}
     layers = np.array([place[layout] for layout in batch.layouts], dtype=np.int64)
     keys = [rounded, *(getattr(batch, name) for name in _TIE_ORDER), layers[batch.layout]]
     return np.lexsort(keys[::-1])

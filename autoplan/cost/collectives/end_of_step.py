@@ -81,39 +81,27 @@ def end_of_step(problem: Problem, batch: PlanBatch, parameters: StageParameters)
     is_plain, is_zero1, is_zero2 = (kind == word.code for word in (Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2))
     reduces_once = is_zero1 | (is_zero2 & (not framework.network.zero2_reduces_every_microbatch))
     reduction: Operation = "all_reduce" if framework.network.zero1_grad_all_reduce else "reduce_scatter"
-    shard, expert_shard = groups.shard.for_stages(), groups.expert_shard.for_stages()
     element, narrow = problem.training.element_bytes, _gathered_bytes(problem, batch)[:, None]
+    gathered, gathers = element * parameters.ends + narrow * (dense - parameters.ends), is_zero1 | is_zero2
+    shard = dense / groups.shard.size[:, None] + expert / groups.expert_shard.size[:, None]
 
-    def collective(
+    def at_end(
         communicator: str, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, runs: Bools | Floats
     ) -> Collective:
-        return Collective(communicator, operation, group, buffer_bytes, at_end=np.asarray(runs, dtype=np.float64))
+        times = np.asarray(runs, dtype=np.float64)
+        return Collective(communicator, operation, group.for_stages(), buffer_bytes, at_end=times)
 
     return EndOfStep(
-        reduce_copies=collective(
-            "replicate", "all_reduce", groups.dense_copies.for_stages(), wire * dense / buckets, is_plain * buckets
+        reduce_copies=at_end(
+            "replicate", "all_reduce", groups.dense_copies, wire * dense / buckets, is_plain * buckets
         ),
-        reduce_expert_copies=collective(
-            "expert replicate", "all_reduce", groups.expert_copies.for_stages(), wire * expert, is_plain
-        ),
-        reduce=collective("shard", reduction, shard, wire * dense, reduces_once),
-        reduce_experts=collective("expert shard", reduction, expert_shard, wire * expert, reduces_once),
+        reduce_expert_copies=at_end("expert replicate", "all_reduce", groups.expert_copies, wire * expert, is_plain),
+        reduce=at_end("shard", reduction, groups.shard, wire * dense, reduces_once),
+        reduce_experts=at_end("expert shard", reduction, groups.expert_shard, wire * expert, reduces_once),
         # Copies of a shard group reduce the shard that each holds.
-        reduce_across=collective(
-            "replicate",
-            "all_reduce",
-            groups.replicate.for_stages(),
-            wire * (dense / shard.size + expert / expert_shard.size),
-            ~is_plain,
-        ),
-        gather=collective(
-            "shard",
-            "all_gather",
-            shard,
-            element * parameters.ends + narrow * (dense - parameters.ends),
-            is_zero1 | is_zero2,
-        ),
-        gather_experts=collective("expert shard", "all_gather", expert_shard, narrow * expert, is_zero1 | is_zero2),
+        reduce_across=at_end("replicate", "all_reduce", groups.replicate, wire * shard, ~is_plain),
+        gather=at_end("shard", "all_gather", groups.shard, gathered, gathers),
+        gather_experts=at_end("expert shard", "all_gather", groups.expert_shard, narrow * expert, gathers),
     )
 
 

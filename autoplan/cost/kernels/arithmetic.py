@@ -7,13 +7,13 @@ matrices per kind of block serves parameter counts, FLOPs, GEMM shapes and memor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from autoplan.base.errors import InputError
 from autoplan.spec.finetuning import ALL_LINEAR, EMBEDDING, HEAD, MODULES, FineTuning, Target
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import Block, LatentAttention, ModelSpec
 
 # Tokens of a chunk in which kernels work off a gated delta net: CHUNK_SIZE of flash-linear-attention
 # (fla/ops/gated_delta_rule/chunk.py), and of the torch code in transformers' modeling_qwen3_next.py.
@@ -22,7 +22,7 @@ DELTA_CHUNK_TOKENS = 64
 Split = Literal["column", "row", "replicated", "expert_column", "expert_row"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Linear:
     """One weight matrix of `in_size` x `out_size`, and how tensor parallelism cuts it.
 
@@ -35,6 +35,7 @@ class Linear:
     in_size: int
     out_size: int
     split: Split
+    _: KW_ONLY
     has_bias: bool = False
     copies: int = 1
     grouped_out_size: int = 0
@@ -105,143 +106,105 @@ def _norm_vectors(model: ModelSpec) -> int:
 
 
 def _attention(model: ModelSpec) -> BlockShape:
+    if model.mla:
+        return _latent_attention(model, model.mla)
     hidden, heads = model.hidden_size, model.num_heads
-    norms = norm_parameters(model) * model.norms_per_block
-    if mla := model.mla:
-        latent_norm = _norm_vectors(model)
-        query = heads * model.qk_head_dim
-        if mla.q_lora_rank is None:
-            queries: tuple[Linear, ...] = (Linear(name="q", in_size=hidden, out_size=query, split="column"),)
-        else:
-            norms += latent_norm * mla.q_lora_rank
-            queries = (
-                Linear(name="q_down", in_size=hidden, out_size=mla.q_lora_rank, split="replicated"),
-                Linear(name="q_up", in_size=mla.q_lora_rank, out_size=query, split="column"),
-            )
-        norms += latent_norm * mla.kv_lora_rank
-        return BlockShape(
-            linears=(
-                *queries,
-                Linear(
-                    name="kv_down",
-                    in_size=hidden,
-                    out_size=mla.kv_lora_rank + mla.qk_rope_head_dim,
-                    split="replicated",
-                ),
-                Linear(
-                    name="kv_up",
-                    in_size=mla.kv_lora_rank,
-                    out_size=heads * (mla.qk_nope_head_dim + mla.v_head_dim),
-                    split="column",
-                ),
-                Linear(name="out", in_size=heads * mla.v_head_dim, out_size=hidden, split="row"),
-            ),
-            num_norm_parameters=norms,
-        )
     width, kv_width = heads * model.qk_head_dim, model.kv_heads * model.qk_head_dim
-    norms += {"none": 0, "head": 2 * model.qk_head_dim, "full": width + kv_width}[model.qk_norm]
+    kv = 2 * kv_width
+    qkv = width * (2 if model.attention_output_gate else 1) + kv
+    norms = {"none": 0, "head": 2 * model.qk_head_dim, "full": width + kv_width}[model.qk_norm]
     return BlockShape(
         linears=(
             Linear(
-                name="qkv",
-                in_size=hidden,
-                out_size=width * (2 if model.attention_output_gate else 1) + 2 * kv_width,
-                split="column",
-                has_bias=model.qkv_bias,
-                grouped_out_size=2 * kv_width,
-                num_groups=model.kv_heads,
+                "qkv", hidden, qkv, "column", has_bias=model.qkv_bias, grouped_out_size=kv, num_groups=model.kv_heads
             ),
-            Linear(name="out", in_size=width, out_size=hidden, split="row", has_bias=model.attention_output_bias),
+            Linear("out", width, hidden, "row", has_bias=model.attention_output_bias),
         ),
-        num_norm_parameters=norms,
+        num_norm_parameters=_block_norms(model) + norms,
         num_other_parameters=heads if model.attention_sinks else 0,
     )
 
 
+def _latent_attention(model: ModelSpec, mla: LatentAttention) -> BlockShape:
+    hidden, heads, latent = model.hidden_size, model.num_heads, mla.kv_lora_rank
+    query, queries_latent = heads * model.qk_head_dim, mla.q_lora_rank
+    queries = [Linear("q", hidden, query, "column")]
+    if queries_latent is not None:
+        queries = [
+            Linear("q_down", hidden, queries_latent, "replicated"),
+            Linear("q_up", queries_latent, query, "column"),
+        ]
+    return BlockShape(
+        linears=(
+            *queries,
+            Linear("kv_down", hidden, latent + mla.qk_rope_head_dim, "replicated"),
+            Linear("kv_up", latent, heads * (mla.qk_nope_head_dim + mla.v_head_dim), "column"),
+            Linear("out", heads * mla.v_head_dim, hidden, "row"),
+        ),
+        num_norm_parameters=_block_norms(model) + _norm_vectors(model) * ((queries_latent or 0) + latent),
+    )
+
+
+def _block_norms(model: ModelSpec) -> int:
+    """Elements of the norms over the hidden size that a block has."""
+    return norm_parameters(model) * model.norms_per_block
+
+
 def _mlp_pair(model: ModelSpec, prefix: str, ffn_size: int, *, in_size: int, experts: int = 0) -> tuple[Linear, Linear]:
-    gate = 2 if model.gated_mlp else 1
-    copies = experts or 1
+    gate, copies, bias = 2 if model.gated_mlp else 1, experts or 1, model.mlp_bias
+    column: Split = "expert_column" if experts else "column"
+    row: Split = "expert_row" if experts else "row"
     return (
-        Linear(
-            name=f"{prefix}fc1",
-            in_size=in_size,
-            out_size=gate * ffn_size,
-            split="expert_column" if experts else "column",
-            has_bias=model.mlp_bias,
-            copies=copies,
-        ),
-        Linear(
-            name=f"{prefix}fc2",
-            in_size=ffn_size,
-            out_size=in_size,
-            split="expert_row" if experts else "row",
-            has_bias=model.mlp_bias,
-            copies=copies,
-        ),
+        Linear(f"{prefix}fc1", in_size, gate * ffn_size, column, has_bias=bias, copies=copies),
+        Linear(f"{prefix}fc2", ffn_size, in_size, row, has_bias=bias, copies=copies),
     )
 
 
 def _mlp(model: ModelSpec) -> BlockShape:
-    return BlockShape(
-        linears=_mlp_pair(model, "", model.ffn_size, in_size=model.hidden_size),
-        num_norm_parameters=norm_parameters(model) * model.norms_per_block,
-    )
+    pair = _mlp_pair(model, "", model.ffn_size, in_size=model.hidden_size)
+    return BlockShape(linears=pair, num_norm_parameters=_block_norms(model))
 
 
 def _moe(model: ModelSpec) -> BlockShape:
     moe, hidden = model.moe, model.hidden_size
     assert moe is not None
     inner = moe.latent_size or hidden
-    linears = [
-        Linear(name="router", in_size=hidden, out_size=moe.num_experts, split="replicated", has_bias=moe.router_bias)
-    ]
+    linears = [Linear("router", hidden, moe.num_experts, "replicated", has_bias=moe.router_bias)]
     if moe.latent_size:
-        linears.append(Linear(name="latent_down", in_size=hidden, out_size=inner, split="replicated"))
-        linears.append(Linear(name="latent_up", in_size=inner, out_size=hidden, split="replicated"))
+        linears.append(Linear("latent_down", hidden, inner, "replicated"))
+        linears.append(Linear("latent_up", inner, hidden, "replicated"))
     linears += _mlp_pair(model, "expert_", moe.expert_ffn_size, in_size=inner, experts=moe.num_experts)
     if moe.shared_expert_ffn_size:
         linears += _mlp_pair(model, "shared_", moe.shared_expert_ffn_size, in_size=hidden)
     if moe.shared_expert_gate:
-        linears.append(Linear(name="shared_gate", in_size=hidden, out_size=1, split="replicated"))
-    return BlockShape(linears=tuple(linears), num_norm_parameters=norm_parameters(model) * model.norms_per_block)
+        linears.append(Linear("shared_gate", hidden, 1, "replicated"))
+    return BlockShape(linears=tuple(linears), num_norm_parameters=_block_norms(model))
 
 
 def _mamba(model: ModelSpec) -> BlockShape:
-    mamba = model.mamba
+    mamba, hidden = model.mamba, model.hidden_size
     assert mamba is not None
     inner = mamba.num_heads * mamba.head_dim
     conv = inner + 2 * mamba.num_groups * mamba.state_size
     return BlockShape(
         linears=(
-            Linear(
-                name="in",
-                in_size=model.hidden_size,
-                out_size=inner + conv + mamba.num_heads,
-                split="column",
-                has_bias=mamba.bias,
-            ),
-            Linear(name="out", in_size=inner, out_size=model.hidden_size, split="row", has_bias=mamba.bias),
+            Linear("in", hidden, inner + conv + mamba.num_heads, "column", has_bias=mamba.bias),
+            Linear("out", inner, hidden, "row", has_bias=mamba.bias),
         ),
-        num_norm_parameters=norm_parameters(model) * model.norms_per_block,
+        num_norm_parameters=_block_norms(model),
         # convolution, A, D and the time-step bias per head, and the gated norm over the inner width
         num_other_parameters=conv * (mamba.conv_kernel + mamba.conv_bias) + 3 * mamba.num_heads + inner,
     )
 
 
 def _linear_attention(model: ModelSpec) -> BlockShape:
-    net = model.linear_attention
+    net, hidden = model.linear_attention, model.hidden_size
     assert net is not None
+    # Queries, keys, values and their gate; decay and step of every head.
+    width = net.conv_width + net.value_width + 2 * net.num_value_heads
     return BlockShape(
-        linears=(
-            Linear(
-                name="in",  # queries, keys, values and their gate; decay and step of every head
-                in_size=model.hidden_size,
-                out_size=net.conv_width + net.value_width + 2 * net.num_value_heads,
-                split="column",
-            ),
-            Linear(name="out", in_size=net.value_width, out_size=model.hidden_size, split="row"),
-        ),
-        num_norm_parameters=norm_parameters(model) * model.norms_per_block + net.value_head_dim,
+        linears=(Linear("in", hidden, width, "column"), Linear("out", net.value_width, hidden, "row")),
+        num_norm_parameters=_block_norms(model) + net.value_head_dim,
         num_other_parameters=net.conv_width * net.conv_kernel + 2 * net.num_value_heads,
     )
 
@@ -271,7 +234,7 @@ def block_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> Mapp
     found = {name for _, names in adapted.values() for name in names}
     if missing := [name for name in finetuning.targets if name not in found]:
         known = sorted(
-            {name for name, targets in MODULES.items() if any(_is_in(shapes, model, one) for one in targets)}
+            {name for name, targets in MODULES.items() if any(_is_in(shapes, model, target) for target in targets)}
         )
         raise InputError(f"model {model.name} has no module {missing[0]}: its linear layers are {', '.join(known)}")
     return {kind: shape for kind, (shape, _) in adapted.items()}
