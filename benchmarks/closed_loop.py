@@ -227,12 +227,6 @@ def keep(folder: Path, launch: Launch) -> None:
         file.write(msgspec.json.encode(launch) + b"\n")
 
 
-def foreign(report: TrainingReport) -> float:
-    """Share of the machine that others used during the steps (`closed-loop` 2.2)."""
-    others_s = sum(report.busy_s) - sum(report.cpu_s)
-    return max(others_s / (sum(report.step_s) * (os.cpu_count() or 1)), 0.0)
-
-
 def measure_all(folder: Path, names: list[str], budget_s: float) -> None:
     """Visit what the profile is made of and launch plans, in turn, until there are enough of both."""
     until = time.monotonic() + budget_s
@@ -312,7 +306,7 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
             step_s=answer.step_s,
             passes_s=answer.passes_s,
             optimizer_s=answer.optimizer_s,
-            foreign=foreign(answer),
+            foreign=answer.other_load or 0.0,
             check_s=check_s,
             peak_bytes=max(answer.peak_bytes, default=0.0),
         )

@@ -5,6 +5,7 @@ These go between the program that was started and the ranks; torch is not needed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ class Task:
     dtype: str
     kernel: str
     mode: Mode = "sustained"
+    left_s: float = field(default=math.inf, compare=False)  # of the budget when it is asked for
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str, str, str]:
@@ -45,6 +47,7 @@ class Rules:
     sample_s: float = 0.01  # least length of a sample
     least_calls: int = 1  # in a sample
     warmup_calls: int = 3
+    long_s: float = 0.5  # length of a call from which on one is warm-up enough
     rest_s: float = 0.0  # idle before, so that a burst finds a cool device
     soak_s: float = 0.0  # the operation itself, before the first sample counts
     allowance_s: float = 3.0  # after which what was seen is taken as it is

@@ -30,6 +30,8 @@ SLOWED = "device slowed down"  # how the reason begins where no other load was t
 
 MOST_SAMPLES = 10_000
 MOST_DTYPE = 40  # characters; the store keeps types in an index
+SETTINGS = ("power_cap_w", "clock_mhz")  # of a fingerprint: what may be set of a device
+SAME_SETTING = 0.05  # these differ by as much between cards that are sold as the same
 NOT_CONTENT = ("measured_by", "host", "measured_at")
 
 
@@ -135,6 +137,11 @@ class Record:
     def seconds(self) -> float:
         """The time that counts: the median of the samples; NaN for a failed one."""
         return float(statistics.median(self.samples_s)) if self.samples_s else math.nan
+
+
+def settings_differ(first: int, second: int) -> bool:
+    """Return whether two power caps or clocks make two machines of one device, where both are known."""
+    return bool(first and second) and max(first, second) > (1 + SAME_SETTING) * min(first, second)
 
 
 def check_text(where: str, text: str) -> None:

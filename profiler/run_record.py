@@ -9,7 +9,8 @@ import hashlib
 import json
 import math
 import statistics
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -21,7 +22,9 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
-RunStatus = Literal["ok", "oom", "failed"]  # `oom`: out of memory; `failed`: `reason` says how
+# `contaminated`: other load or slow devices took part; `oom`: out of memory; `failed`: `reason` says how.
+RunStatus = Literal["ok", "contaminated", "oom", "failed"]
+TIMED = ("ok", "contaminated")  # that have step times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,8 @@ class RunRecord:
     predicted_s: float | None = None  # of a step, before the run
     status: RunStatus = "ok"
     reason: str = ""  # why a run is not ok
+    # What else was seen: other load, and clocks, power and slowdowns of the devices.
+    conditions: Mapping[str, str] = field(default_factory=dict)
     source: str = ""  # how it was measured: the built-in trainer, the log of Megatron-LM
     measured_by: str = ""
     host: str = ""
@@ -46,8 +51,8 @@ class RunRecord:
     def __post_init__(self) -> None:
         if self.status not in get_args(RunStatus):
             raise InputError(f"a run's status {self.status!r} is unknown: known are {', '.join(get_args(RunStatus))}")
-        if (self.status == "ok") != bool(self.step_s):
-            raise InputError(f"a run that is {self.status} {'needs' if self.status == 'ok' else 'has no'} step times")
+        if (is_timed := self.status in TIMED) != bool(self.step_s):
+            raise InputError(f"a run that is {self.status} {'needs' if is_timed else 'has no'} step times")
         if len(self.step_s) > MOST_SAMPLES:
             raise InputError(f"a run has {len(self.step_s)} step times, at most {MOST_SAMPLES} are kept")
         if not all(math.isfinite(time) and 0 < time < 1e6 for time in self.step_s):
@@ -55,7 +60,8 @@ class RunRecord:
         for name in ("peak_bytes", "predicted_s"):
             if (value := getattr(self, name)) is not None:
                 check_positive(name, value)
-        for text in (self.framework, self.reason, self.source, self.measured_by, self.host, self.measured_at):
+        texts = (self.framework, self.reason, self.source, self.measured_by, self.host, self.measured_at)
+        for text in (*texts, *self.conditions, *self.conditions.values()):
             check_text("a run", text)
         if self.measured_at and not is_moment(self.measured_at):
             raise InputError(f"a run was measured at {self.measured_at!r}: not ISO 8601 in UTC")
@@ -70,7 +76,7 @@ class RunRecord:
 
     @property
     def seconds(self) -> float | None:
-        """The step time that counts: the median; None of a run that is not ok."""
+        """The step time that counts: the median; None of a run that ran out of memory or failed."""
         return float(statistics.median(self.step_s)) if self.step_s else None
 
 
@@ -79,9 +85,9 @@ def _content(value: Any) -> Any:
     if not is_dataclass(value) or isinstance(value, type):
         return [_content(part) for part in value] if isinstance(value, tuple) else msgspec.to_builtins(value)
     content = {}
-    for field in fields(value):
-        part = getattr(value, field.name)
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
+    for each in fields(value):
+        part = getattr(value, each.name)
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
         if part != default:
-            content[field.name] = _content(part)
+            content[each.name] = _content(part)
     return content

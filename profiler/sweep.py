@@ -8,7 +8,7 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -121,7 +121,9 @@ def run(
     num_visits: int = 1,
     visits_spoilt: bool = True,
 ) -> None:
-    """Measure what is planned until `budget_s` is spent, and store each measurement as soon as it is there.
+    """Measure what is planned and fits into `budget_s`, and store each measurement as soon as it is there.
+
+    No more than the first call of an operation, which tells how long one is here, may outlast the budget.
 
     All of it is measured `num_visits` times, once in each round, so that minutes lie between two visits.  What other
     load or a slow machine spoilt in the last round, or what did not settle, is visited once more after all the rest if
@@ -130,6 +132,7 @@ def run(
     """
     began = time.monotonic()
     expected_so_far, restarts, has_seen_all = 0.0, 0, False
+    paces: dict[Operation, float] = {}  # time over what was expected: a slow link shows in its collectives alone
     visits: Counter[Task] = Counter()
     queue = deque(planned)
     while queue:
@@ -138,11 +141,12 @@ def run(
         pace = elapsed / expected_so_far if expected_so_far else 1.0
         if visits[ranked.task] == num_visits and not has_seen_all:
             budget_s, has_seen_all = min(budget_s, elapsed + max(MOST_AGAIN * elapsed, LEAST_AGAIN_S)), True
-        if elapsed + ranked.expected_s * min(pace, 1.0) > budget_s:
-            break
+        expected_s = ranked.expected_s * paces.get(ranked.task.operation, min(pace, 1.0))
+        if elapsed + expected_s > budget_s:
+            continue
         lost: CrewError | None = None
         try:
-            outcome = crew.ask(ranked.task)
+            outcome = crew.ask(replace(ranked.task, left_s=budget_s - elapsed))
             restarts = 0
         except CrewError as error:
             outcome, lost = Outcome(status="failed", reason=str(error)), error
@@ -157,6 +161,8 @@ def run(
             queue.append(ranked)
         expected_so_far += ranked.expected_s
         progress.elapsed_s = time.monotonic() - began
+        if lost is None:
+            paces[ranked.task.operation] = (progress.elapsed_s - elapsed) / ranked.expected_s
         remaining_s = sum(later.expected_s for later in queue) * progress.elapsed_s / expected_so_far
         progress.left_s = min(remaining_s, max(budget_s - progress.elapsed_s, 0.0))
         advance(progress)

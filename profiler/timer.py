@@ -32,6 +32,7 @@ MOST_KEPT = 400  # samples of a record
 MOST_CALLS = 100_000  # in one sample
 MOST_WALL_OVER_CPU = 1.05  # above it a kernel waited for its core (`closed-loop` 8)
 HOST_BOUND = 0.8  # share of a sample that queueing it takes, from which on the device may wait for its host
+HOST_LOOKS = 5  # at how long queueing takes
 HOLD_MARGIN = 1.25  # over the time of queueing, which varies
 # Some 1,000 launches of 2 us: a device that is held takes 1,024 of them, then the host waits for it.
 MOST_QUEUED_S = 2e-3
@@ -108,34 +109,50 @@ def measure(
     rules: Rules,
     is_collective: bool,
     counts_host: bool = True,
+    left_s: float = math.inf,
 ) -> Outcome:
     """Time `run` on all ranks at once; None stands by.  Every rank returns the same outcome.
 
     Of a collective the slowest rank of each sample counts, of a kernel the median rank.  Where `counts_host` is false,
-    a device does not wait for what its host does between launches.
+    a device does not wait for what its host does between launches.  Where calls are long, there are as many of them as
+    fit into `left_s`, one at least.
     """
+    until = time.monotonic() + left_s
+
+    def remaining_s() -> float:
+        return team.decide(until - time.monotonic()) if left_s < math.inf else math.inf
+
     by_cpu_time = device.type == "cpu" and not is_collective
     clock = time.process_time if by_cpu_time else time.perf_counter
     if rules.rest_s:
         time.sleep(rules.rest_s)
-    _repeat(run, rules.warmup_calls, device)
+    first_s = _elapsed_s(run, 1, device)
     team.meet()  # a rank that hangs does so in its first calls
-    num_calls = rules.least_calls
+    first_s = team.decide(first_s)
+    if first_s < rules.long_s:
+        _repeat(run, rules.warmup_calls - 1, device)
+    elif remaining_s() < first_s:
+        reason = f"the budget left no time for a second call; the first took {first_s:.2g} s"
+        return Outcome(samples_s=(first_s,), status="unstable", reason=reason)
+    num_calls = rules.least_calls if first_s < rules.long_s else 1
     while True:
         own_s = _sample_s(run, num_calls, clock) if device.type == "cpu" else _elapsed_s(run, num_calls, device)
         elapsed = max(team.decide(own_s), 1e-7)  # rank 0 decides: collectives need the same calls everywhere
         if elapsed >= rules.sample_s or num_calls >= MOST_CALLS:
             break
         num_calls = min(max(2 * num_calls, math.ceil(1.1 * num_calls * rules.sample_s / elapsed)), MOST_CALLS)
-    for _ in range(math.ceil(rules.soak_s / elapsed)):
+    for _ in range(math.ceil(rules.soak_s / elapsed) if first_s < rules.long_s else 0):
         _repeat(run, num_calls, device)
     hold = 0
     if device.type != "cpu" and not counts_host:
-        num_calls, hold_s = held(num_calls, team.decide(_queued_s(run, num_calls, device)), elapsed)
+        queued_s, sample_s = usual([_queueing(run, num_calls, device) for _ in range(HOST_LOOKS)])
+        num_calls, hold_s = held(num_calls, team.decide(queued_s), team.decide(sample_s))
         hold = round(hold_s * _spin_hz(device)) if hold_s else 0
 
     began, rounds = time.perf_counter(), []
-    num_samples = rules.samples_in_round(elapsed)
+    num_fitting = int(min(max(remaining_s() / elapsed, 1.0), 1e9))
+    num_samples = min(rules.samples_in_round(elapsed), num_fitting)
+    is_cut = num_samples < rules.least_samples
     clean: list[float] = []
     while True:
         mine_now = _round(run, num_calls, num_samples, device=device, sensors=sensors, clock=clock, hold=hold)
@@ -153,7 +170,8 @@ def measure(
             clean += samples
         is_settled = bool(clean) and spread(clean) <= rules.most_spread and scatter(clean) <= rules.most_scatter
         gives_up = is_slow and not clean  # slow phases of a core last for minutes
-        if is_settled or gives_up or team.decide(time.perf_counter() - began) > rules.allowance_s:
+        is_over = remaining_s() < num_samples * elapsed
+        if is_settled or gives_up or is_over or team.decide(time.perf_counter() - began) > rules.allowance_s:
             break
 
     best = min(rounds, key=lambda round_: round_.disturbance)
@@ -167,6 +185,9 @@ def measure(
         why = slowed or f"other load took {100 * best.foreign:.0f} % of the machine"
         return Outcome(samples_s=tuple(best.samples_s), status="contaminated", reason=why, conditions=conditions)
     kept = tuple(clean[-MOST_KEPT:])
+    if is_cut:
+        why = f"the budget left time for {num_samples} samples"
+        return Outcome(samples_s=kept, status="unstable", reason=why, conditions=conditions)
     if not is_settled:
         why = (
             f"after {rules.allowance_s:g} s the median is known to {100 * spread(kept):.0f} %, "
@@ -245,15 +266,21 @@ def held(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, float]:
     return calls, HOLD_MARGIN * queued_s * calls / num_calls
 
 
-def _queued_s(run: Run | StagedRun | None, num_calls: int, device: torch.device) -> float:
-    """Time the host queueing `num_calls` calls."""
+def _queueing(run: Run | StagedRun | None, num_calls: int, device: torch.device) -> tuple[float, float]:
+    """Seconds that the host takes to queue `num_calls` calls, and until they are through."""
     began = time.perf_counter()
     for _ in range(num_calls if run else 0):
         assert run is not None
         run()
-    queued = time.perf_counter() - began
+    queued_s = time.perf_counter() - began
     synchronise(device)
-    return queued
+    return queued_s, time.perf_counter() - began
+
+
+def usual(looks: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the medians of several (seconds to queue, seconds until through): one look may meet a busy host."""
+    queued_s, sample_s = np.median(np.asarray(looks), axis=0)
+    return float(queued_s), float(sample_s)
 
 
 def _spin(num_cycles: int) -> None:

@@ -29,10 +29,10 @@ from autoplan.base.processes import GRACE_S, START_S, Fault, RankPlace
 from autoplan.base.units import cleaned
 from autoplan.profiler.machine.environment import fingerprint
 from autoplan.profiler.machine.sensors import Sensors
-from autoplan.profiler.operations import collectives, kernels, trainer_units
+from autoplan.profiler.operations import attention, collectives, kernels, trainer_units
 from autoplan.profiler.operations.inputs import DTYPES, BesideRun, InputFactory, Run, StagedRun
 from autoplan.profiler.protocol import BESIDE, PRODUCTS_S, Hello, Job, Outcome, Task, ranks_in_domain, rules_for
-from autoplan.profiler.record import Fingerprint
+from autoplan.profiler.record import SETTINGS, Fingerprint, settings_differ
 from autoplan.profiler.timer import measure, synchronise
 from autoplan.spec.timing import COLLECTIVES, Operation
 from autoplan.trainer.device import describe, take_device
@@ -154,12 +154,17 @@ def greet(ranks: Ranks, job: Job) -> Hello:
 
 def _check_alike(first: Fingerprint, second: Fingerprint, where_first: str, where_second: str) -> None:
     """Refuse ranks of which one fingerprint cannot speak."""
-    for name in ("device", "driver", "runtime", "torch", "collectives"):
-        if getattr(first, name) != getattr(second, name):
+    for name in ("device", "driver", "runtime", "torch", "collectives", "nics", *SETTINGS):
+        own, other = getattr(first, name), getattr(second, name)
+        if settings_differ(own, other) if name in SETTINGS else own != other:
             raise InputError(
-                f"{name} is {getattr(first, name)!r} for {where_first} and "
-                f"{getattr(second, name)!r} for {where_second}: profile each kind of node by itself"
+                f"{name} is {_written(own)} for {where_first} and {_written(other)} for {where_second}: "
+                "profile each kind of node by itself"
             )
+
+
+def _written(value: str | int | tuple[str, ...]) -> str:
+    return repr(", ".join(value) or "none") if isinstance(value, tuple) else repr(value)
 
 
 def _default_dtype(device: torch.device) -> str:
@@ -224,9 +229,11 @@ Prepare = Callable[[Task, Ranks], Run | StagedRun | None]
 
 def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
     """Measure one task together with the other ranks; what fails before they depend on each other is an outcome."""
-    run, trouble = None, ""
+    began, run, trouble, backend = time.monotonic(), None, "", ""
     try:
         run = prepare(task, ranks)
+        if task.operation in attention.OPERATIONS and callable(run):
+            backend = attention.backend_of(run)
     except Exception as error:
         trouble = describe(error)
     troubles = ranks.gather(trouble)
@@ -247,10 +254,13 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
         rules=rules_for(ranks.device.type, task.mode, allowance_s=job.allowance_s),
         is_collective=needs_all,
         counts_host=task.operation in trainer_units.UNITS,
+        left_s=task.left_s - (time.monotonic() - began),
     )
     del run
     _free(ranks.device)
     settings = dict(setting.split("=", 1) for setting in _settings()) if needs_all else {}
+    if backend:
+        settings["backend"] = backend
     if any(products_s):
         settings[PRODUCTS_S] = f"{max(products_s):.4g}"
     return replace(outcome, conditions={**outcome.conditions, **settings})

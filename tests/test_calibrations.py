@@ -137,3 +137,18 @@ def test_a_fit_of_before_conditions_were_kept_is_taken_without_timings_alone(url
         problem(url, timings="db", calibration=str(path))
     path.write_text(calibration_text(Calibration(name="by hand", overall=1.2)))
     assert problem(url, timings="db", calibration=str(path)).calibration.overall == 1.2
+
+
+def test_hidden_and_disturbed_runs_teach_nothing(url: str) -> None:
+    with open_store(url) as store:
+        runs = list(store.runs())
+        before = problem(url, calibration="db").calibration
+        slow = [replace(run, step_s=(5 * run.step_s[0],)) for run in runs]
+        reason = "other load took 40 % of the machine"
+        store.add(replace(run, status="contaminated", reason=reason) for run in slow)
+        store.add(slow)
+        assert store.change([run.key for run in slow], hides=True, by="ada", reason="wrong model") == len(slow)
+    assert problem(url, calibration="db").calibration == before
+    with open_store(url) as store:
+        assert store.change([run.key for run in slow], hides=False, by="ada", reason="was right") == len(slow)
+    assert problem(url, calibration="db").calibration != before

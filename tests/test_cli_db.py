@@ -72,7 +72,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_info_tells_where_and_what(folder: Path) -> None:
     shown = good(folder, "info", "--db", "a.db")
-    assert shown.startswith("a.db, schema 3, 0 training runs\n")
+    assert shown.startswith("a.db, schema 4, 0 training runs\n")
     assert re.search(r"h100-sxm\s+2.13.0\s+nccl 2.28.3\s+cuda 13.0\s+1\s+4\s+0\s+2026-11-21", shown)
     told = json.loads(good(folder, "info", "--db", "a.db", "--json"))
     assert told["database"] == "a.db"

@@ -142,6 +142,32 @@ def test_a_run_is_compared_with_its_prediction_and_kept(folder: Path) -> None:
     assert (record.status, record.source, record.framework) == ("ok", "built-in trainer", "torch")
 
 
+def test_a_run_beside_other_load_is_kept_as_contaminated(folder: Path) -> None:
+    spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        done = run(folder, "run", "plan.json", "--steps", "150", "--warmup", "1", "--db", "load.db")
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+    assert done.returncode == 0, done.stderr
+    (record,) = kept(folder, "load.db")
+    assert (record.status, len(record.step_s)) == ("contaminated", 150)
+    assert float(record.conditions["other_load"].removesuffix(" %")) > 6
+    assert f"{record.reason}: kept as contaminated, no calibration learns from this run" in done.stderr
+
+
+def test_other_load_is_that_of_the_worst_host() -> None:
+    pytest.importorskip("torch")
+    from autoplan.trainer.rank import other_load
+
+    calm, loaded = [(0.9, 2.0), (0.9, 2.0)], [(0.5, 2.0), (0.5, 2.1)]  # of a rank and of its host, by step
+    assert other_load([("a", calm), ("a", calm), ("b", loaded), ("b", loaded)], 2.0, 2) == pytest.approx(2.1 / 4)
+    assert other_load([("a", calm)], 2.0, 2) == pytest.approx(2.2 / 4)
+    assert other_load([("a", [(0.5, 0.0)])], 2.0, 2) is None  # the system does not tell
+    assert other_load([("a", calm)], 0.2, 2) is None  # too short for its clock
+
+
 def test_a_vocabulary_without_a_token_for_each_byte_trains_on_random_ones(folder: Path) -> None:
     """So that `autoplan tune`, which has no option for data, tries its plans too."""
     plan = json.loads((folder / "plan.json").read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,9 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,6 +31,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.processes import Children, CrewError, RankPlace, place_from
 from autoplan.profiler.crew import Crew
 from autoplan.profiler.protocol import BESIDE, PRODUCTS_S, Hello, Job, Outcome, Task
+from autoplan.profiler.record import Fingerprint
 from autoplan.spec.timing import COLLECTIVES, Operation
 
 # Which of the two timers speaks first, the barrier's or the watchdog's, depends on how busy the machine is.
@@ -63,6 +68,23 @@ def test_ranks_say_where_and_what_they_are(four: tuple[Crew, Hello]) -> None:
     assert len(hello.gemm_s) == 4
     assert sorted(hello.links_s) == [(0, 1), (0, 2), (1, 3), (2, 3)]
     assert all(seconds > 0 for seconds in (*hello.gemm_s, *hello.links_s.values()))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"power_cap_w": 500}, "power_cap_w is 700 for rank 0 on a and 500 for rank 1 on b: profile each kind"),
+        ({"clock_mhz": 1410}, "clock_mhz is 1980 for rank 0 on a and 1410"),
+        ({"nics": ()}, "nics is 'infiniband 400 Gb/s' for rank 0 on a and 'none' for rank 1 on b"),
+        ({"power_cap_w": 690, "clock_mhz": 0}, ""),  # as cards of one kind differ, and not known
+    ],
+)
+def test_ranks_with_other_caps_or_nics_are_refused(change: dict[str, Any], said: str) -> None:
+    from autoplan.profiler.worker import _check_alike
+
+    first = Fingerprint(device="h100-sxm", power_cap_w=700, clock_mhz=1980, nics=("infiniband 400 Gb/s",))
+    with pytest.raises(InputError, match=re.escape(said)) if said else nullcontext():
+        _check_alike(first, replace(first, **change), "rank 0 on a", "rank 1 on b")
 
 
 def test_a_rank_out_of_memory_explains_those_that_were_aborted_for_want_of_it() -> None:

@@ -174,7 +174,7 @@ def test_a_file_of_unknown_operations_alone_is_refused(tmp_path: Path) -> None:
         ({}, "no export of autoplan"),
         ([], "no export of autoplan"),
         ({"format": "other"}, "no export of autoplan"),
-        ({**HEADER, "version": 3}, "its version is 3, this autoplan knows 2: update"),
+        ({**HEADER, "version": 5}, "its version is 5, this autoplan knows 3: update"),
         ({**HEADER, "protocol": 99}, "its protocol is 99"),
         ({**HEADER, "version": "1"}, "its version is '1'"),
     ],

@@ -6,13 +6,14 @@ import gzip
 import json
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 
-from autoplan.base.errors import InputError
+from autoplan.base.errors import InputError, StoreError
 from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store import open_store
 from autoplan.profiler.store.exchange import read_exchange, write_exchange
@@ -20,7 +21,7 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 from commands import run
-from stores import GEMM, LAB, some_records
+from stores import GEMM, LAB, postgres_schema, some_records
 
 MODEL = ModelSpec(
     name="small", num_layers=4, hidden_size=256, vocab_size=1000, num_heads=4, num_kv_heads=2, ffn_size=512
@@ -49,6 +50,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "sqlite":
+        yield str(tmp_path / "timings.db")
+        return
+    with postgres_schema() as place:
+        yield place
+
+
 def good(folder: Path, *arguments: str) -> str:
     done = run(folder, "db", *arguments, COLUMNS="200")
     assert done.returncode == 0, done.stderr
@@ -60,8 +70,7 @@ def test_runs_are_held_once_and_come_back_whole(folder: Path) -> None:
         added = store.add([RUN, GEMM, replace(RUN, step_s=(3.0,))])
         assert (added.new, added.held) == (1, 2)
         assert list(store.runs())[:2] == [RUN, FAILED]
-        assert store.find_run(RUN.key[:8]) == RUN
-        assert store.find_run(GEMM.key) is None
+        assert store.find(RUN.key[:8]) == (RUN, None)
         assert len(list(store.runs(trust=["eve"]))) == len(list(store.runs(device="a100-sxm-80gb"))) == 0
         assert list(store.check()) == []
         assert len(list(store.records())) == 4
@@ -109,11 +118,50 @@ def test_a_run_changed_by_hand_is_found_or_refused(folder: Path) -> None:
         assert store.num_unread == 1
 
 
+def test_a_run_is_hidden_and_its_mark_travels(tmp_path: Path, url: str) -> None:
+    with open_store(url) as team, open_store(str(tmp_path / "own.db")) as own:
+        team.add([GEMM, RUN, FAILED])
+        own.add([*team.records(), *team.runs()])
+        assert team.change([RUN.key], hides=True, by="ada", reason="a noisy hour") == 1
+        assert list(team.runs()) == [FAILED]
+        assert list(team.runs(include_hidden=True)) == [RUN, FAILED]
+        assert list(team.records()) == [GEMM]
+        found, mark = team.find(RUN.key)
+        assert mark is not None
+        assert (found, mark.by, mark.reason) == (RUN, "ada", "a noisy hour")
+        assert own.add(team.marks()).marks == 1
+        assert list(own.runs()) == [FAILED]
+        assert own.change([own.whole_key(RUN.key[:8])], hides=False, by="bob", reason="was quiet") == 1
+        assert team.add(own.marks()).marks == 1
+        assert list(team.runs()) == [RUN, FAILED]
+
+
+def test_a_database_of_before_runs_could_be_hidden_is_read_and_added_to(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the role does not own its tables, and so cannot migrate them."""
+    with open_store(url) as store:
+        store.add([GEMM, RUN])
+        with store._database.writing() as connection:
+            connection.execute(text("DROP TABLE run_marks"))
+            connection.execute(text("UPDATE autoplan_schema SET version_num = '3'"))
+    monkeypatch.setattr("autoplan.profiler.store.database.may_migrate", lambda connection: False)
+    with open_store(url) as store:
+        assert (store.schema, store.add([FAILED]).new) == (3, 1)
+        assert (list(store.runs()), list(store.records()), list(store.check())) == ([RUN, FAILED], [GEMM], [])
+        assert store.find(RUN.key) == (RUN, None)
+        assert store.change([store.whole_key(GEMM.key)], hides=True, by="ada", reason="hot") == 1
+        assert [mark.key for mark in store.marks()] == [GEMM.key]
+        with pytest.raises(StoreError, match="schema 3, which hides no runs: its owner migrates it"):
+            store.whole_key(RUN.key)
+
+
 def test_a_database_of_before_gets_its_table_of_runs(tmp_path: Path) -> None:
     url = str(tmp_path / "old.db")
     with open_store(url) as store:
         store.add([GEMM])
         with store._database.writing() as connection:
+            connection.execute(text("DROP TABLE run_marks"))
             connection.execute(text("DROP TABLE runs"))
             connection.execute(text("UPDATE autoplan_schema SET version_num = '2'"))
     with open_store(url) as store:
@@ -153,9 +201,19 @@ def test_commands_of_the_database_take_runs_along(folder: Path) -> None:
     good(folder, "export", "t.gz", "--db", "b.db")
     assert good(folder, "import", "t.gz", "--db", "c.db") == "6 new, 0 held already\n"
     assert good(folder, "import", "t.gz", "--db", "c.db") == "0 new, 6 held already\n"
+    hidden = run(folder, "db", "hide", RUN.key[:9], GEMM.key[:9], "--reason", "a noisy hour", "--db", "a.db")
+    assert hidden.stderr == "2 hidden, 0 were already\n"
+    assert RUN.key[:12] not in good(folder, "list", "--runs", "--db", "a.db")
+    assert RUN.key[:12] in good(folder, "list", "--runs", "--hidden", "--db", "a.db")
+    assert json.loads(good(folder, "show", RUN.key, "--db", "a.db"))["hidden"]["reason"] == "a noisy hour"
+    assert good(folder, "push", "b.db", "--db", "a.db") == "0 new, 4 held already; 2 new marks that hide or unhide\n"
+    good(folder, "export", "marks.gz", "--db", "b.db", "--anonymous")
+    assert "; 2 new marks" in good(folder, "import", "marks.gz", "--db", "c.db")
+    assert RUN.key[:12] not in good(folder, "list", "--runs", "--db", "c.db")
+    assert b"noisy" not in gzip.decompress((folder / "marks.gz").read_bytes())
     refused = run(folder, "db", "list", "--runs", "--operation", "gemm", "--db", "a.db")
     assert "--runs lists training runs" in refused.stderr
-    few = run(folder, "db", "list", "--runs", "--limit", "1", "--db", "a.db")
+    few = run(folder, "db", "list", "--runs", "--hidden", "--limit", "1", "--db", "a.db")
     assert "the first 1 are shown" in few.stderr
 
 

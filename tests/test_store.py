@@ -21,15 +21,15 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import text
+from sqlalchemy import MetaData, inspect, text
 
-from autoplan.base.errors import InputError, StoreError
+from autoplan.base.errors import InputError, StoreError, StoreWarning
 from autoplan.profiler.record import SLOWED, Fingerprint, Mode, Record, Status
 from autoplan.profiler.store import Store, match, open_store, schema
 from autoplan.profiler.store import store as store_module
 from autoplan.profiler.store.database import open_database
 from autoplan.spec.timing import Match
-from stores import GEMM, LAB, postgres_schema, some_records
+from stores import GEMM, LAB, migrate_later, postgres_schema, some_records
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -162,12 +162,12 @@ def test_the_newest_word_of_a_person_counts_in_whatever_order_marks_travel(store
         other.change([GEMM.key], hides=False, by="ada", reason="was cool")
         marks = list(other.marks())
     store.add([GEMM])
-    store.mark(marks[1:])
+    store.add(marks[1:])
     assert list(store.records()) == [GEMM]
-    assert store.mark(marks) == 1
+    assert store.add(marks).marks == 1
     assert list(store.records()) == [GEMM]
-    assert store.mark(reversed(marks)) == 0
-    store.mark([replace(marks[1], by="check", hides=True, at="2999-01-01T00:00:00+00:00")])
+    assert store.add(reversed(marks)).marks == 0
+    store.add([replace(marks[1], by="check", hides=True, at="2999-01-01T00:00:00+00:00")])
     assert list(store.records()) == [GEMM]
 
 
@@ -530,26 +530,60 @@ def test_migrations_make_the_tables_that_the_program_uses(url: str) -> None:
     database.engine.dispose()
 
 
-def test_a_newer_schema_is_refused(url: str) -> None:
-    with open_store(url) as store, store._database.writing() as connection:
-        connection.execute(text(f"UPDATE {schema.VERSION_TABLE} SET version_num = '{schema.SCHEMA + 1}'"))
+def set_schema(store: Store, number: int, *statements: str) -> None:
+    with store._database.writing() as connection:
+        for statement in (*statements, f"UPDATE {schema.VERSION_TABLE} SET version_num = '{number}'"):
+            connection.execute(text(statement))
+
+
+def test_a_schema_two_versions_newer_is_refused(url: str) -> None:
+    with open_store(url) as store:
+        set_schema(store, schema.SCHEMA + 2)
     for writable in (True, False):
-        with pytest.raises(StoreError, match=f"schema {schema.SCHEMA + 1}, .* knows {schema.SCHEMA} and older: update"):
+        with pytest.raises(StoreError, match=f"schema {schema.SCHEMA + 2}, .* knows {schema.SCHEMA}: update"):
             open_store(url, writable=writable)
 
 
-def migrate_later(patch: pytest.MonkeyPatch, folder: Path, then: str) -> None:
-    """Let there be a version after the last, which adds a column and does what `then` says."""
-    later = folder / "migrations"
-    shutil.copytree(schema.MIGRATIONS, later)
-    (later / "versions" / "next.py").write_text(
-        "import sqlalchemy as sa\nfrom alembic import op\n"
-        f"revision = '{schema.SCHEMA + 1}'\ndown_revision = '{schema.SCHEMA}'\n"
-        f"def upgrade():\n    op.add_column('fingerprints', sa.Column('site', sa.Text))\n{then}"
-    )
-    patch.setattr(schema, "MIGRATIONS", later)
-    patch.setattr(schema, "SCHEMA", schema.SCHEMA + 1)
-    patch.setattr("autoplan.profiler.store.database.SCHEMA", schema.SCHEMA)
+def test_a_schema_one_version_newer_is_used_as_far_as_it_is_understood(url: str) -> None:
+    """The next version may add tables, columns that may be left out, operations and statuses."""
+    with open_store(url) as store:
+        store.add([GEMM, replace(GEMM, shape=(2, 2, 2))])
+        news = "ALTER TABLE records ADD COLUMN site TEXT", "CREATE TABLE sites (id BIGINT)"
+        set_schema(store, schema.SCHEMA + 1, *news, "UPDATE records SET operation = 'sort' WHERE shape = '2x2x2'")
+    with pytest.warns(StoreWarning, match=f"schema {schema.SCHEMA + 1}, this .* {schema.SCHEMA} and passes over"):
+        store = open_store(url)
+    with store:
+        assert store.schema == schema.SCHEMA + 1
+        assert (list(store.records()), len(store.timings(LAB)), store.num_unread) == ([GEMM], 1, 1)
+        assert store.add([replace(GEMM, shape=(4, 4, 4))]).new == 1
+        assert store.change([GEMM.key], hides=True, by="ada", reason="hot GPU") == 1
+        assert len(store.timings(LAB)) == 1
+
+
+def test_a_revision_only_adds_so_that_the_version_before_can_go_on(url: str) -> None:
+    """From the one on that the tolerance begins with, see `FIRST_TOLERANT`."""
+    from alembic import command
+    from alembic.config import Config
+
+    database = open_database(f"{url}-other" if "://" not in url else url, writable=True, creates=True)
+    with database.reading() as connection:
+        config = Config(attributes={"connection": connection})
+        config.set_main_option("script_location", str(schema.MIGRATIONS))
+        metadata = MetaData()
+        metadata.reflect(connection)
+        metadata.drop_all(connection)
+        before: dict[str, set[str]] = {}
+        for revision in range(1, schema.SCHEMA + 1):
+            command.upgrade(config, str(revision))
+            inspector = inspect(connection)
+            columns = {name: inspector.get_columns(name) for name in inspector.get_table_names()}
+            if revision > schema.FIRST_TOLERANT:
+                for name, held in before.items():
+                    added = [column for column in columns[name] if column["name"] not in held]
+                    assert held <= {column["name"] for column in columns[name]}
+                    assert all(column["nullable"] or column["default"] for column in added)
+            before = {name: {column["name"] for column in found} for name, found in columns.items()}
+    database.engine.dispose()
 
 
 def test_an_older_schema_is_migrated_and_keeps_its_records(
@@ -558,8 +592,12 @@ def test_an_older_schema_is_migrated_and_keeps_its_records(
     with open_store(url) as store:
         store.add([GEMM])
     migrate_later(monkeypatch, tmp_path, "")
-    with pytest.raises(StoreError, match="any command that writes to it migrates it"):
-        open_store(url, writable=False)
+    with open_store(url, writable=False) as store:
+        assert (list(store.records()), store.schema) == ([GEMM], schema.SCHEMA - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "SCHEMA", schema.SCHEMA + 1)
+        with pytest.raises(StoreError, match="its owner migrates it by writing to it"):
+            open_store(url, writable=False)
     with open_store(url) as store:
         assert list(store.records()) == [GEMM]
         with store._database.reading() as connection:
@@ -573,6 +611,7 @@ def test_what_was_hidden_under_the_first_schema_stays_hidden(url: str) -> None:
         store.add([GEMM])
         with store._database.writing() as connection:
             for statement in (
+                "DROP TABLE run_marks",
                 "DROP TABLE runs",
                 "DROP TABLE marks",
                 'CREATE TABLE hidden (record_id BIGINT PRIMARY KEY, "by" TEXT, reason TEXT, at TEXT)',

@@ -15,13 +15,15 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autoplan.base.errors import InputError, StoreError
 from autoplan.profiler.store import open_store
 from autoplan.profiler.store.exchange import write_exchange
-from stores import GEMM, LAB, SERVER, postgres_schema, some_records
+from autoplan.profiler.store.schema import SCHEMA
+from stores import GEMM, LAB, SERVER, migrate_later, postgres_schema, some_records
 
 ROOT = Path(__file__).parents[1]
 NOBODY = 65534
@@ -159,30 +161,64 @@ def test_a_file_that_may_not_be_read_is_named(place: Path) -> None:
     line(error)
 
 
-def test_a_role_that_may_only_read_searches_and_pulls_but_does_not_push(tmp_path: Path) -> None:
+def grants() -> list[str]:
+    """What the manual tells the owner of a team's database to say, statement by statement."""
+    manual = (ROOT / "docs/how-to/timings.md").read_text()
+    (block,) = re.findall(r"```sql\n(.*?)```", manual, re.DOTALL)
+    return [statement.strip() for statement in re.sub("--.*", "", block).split(";") if statement.strip()]
+
+
+def test_roles_of_the_manual_read_write_and_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner makes and migrates the tables; a writer adds and hides, and changes nothing; a reader plans."""
     psycopg = pytest.importorskip("psycopg")
-    role = f"autoplan_test_{uuid.uuid4().hex[:8]}"
+    suffix = uuid.uuid4().hex[:8]
+    roles = {name: f"{name}_{suffix}" for name in ("owner", "writer", "reader")}
     with postgres_schema() as url, psycopg.connect(f"postgresql://{SERVER}/postgres", autocommit=True) as admin:
         schema = url.rpartition("%3D")[2]
-        with open_store(url) as store:
-            store.add([GEMM])
-        admin.execute(f"CREATE ROLE {role} LOGIN")
+        places = {name: url.replace("postgres@", f"{role}@", 1) for name, role in roles.items()}
         try:
-            admin.execute(f"GRANT USAGE ON SCHEMA {schema} TO {role}")
-            admin.execute(f"GRANT SELECT ON ALL TABLES IN SCHEMA {schema} TO {role}")
-            reader = url.replace("postgres@", f"{role}@", 1)
-            with open_store(reader, writable=False) as team, open_store(str(tmp_path / "own.db")) as own:
-                assert len(team.timings(LAB)) == 1
-                assert own.add(team.records()).new == 1
-                own.mark(team.marks())
-            with open_store(reader) as team, pytest.raises(StoreError, match="this role may not do that") as error:
-                team.add(some_records(0, 1))
+            for statement in grants():
+                for name, role in roles.items():
+                    statement = re.sub(rf"\b{name}\b", role, statement)
+                admin.execute(statement.replace("SCHEMA public", f"SCHEMA {schema}"))
+            with pytest.raises(StoreError, match=r"holds no timings yet|may not do that"):
+                open_store(places["writer"])  # which makes no tables
+            with open_store(places["owner"]) as team:
+                assert team.add([GEMM]).new == 1
+            with open_store(places["writer"]) as team:
+                assert team.add(some_records(0, 3)).new == 3
+                assert team.change([GEMM.key], hides=True, by="ada", reason="hot GPU") == 1
+            with psycopg.connect(places["writer"]) as writer:
+                for harm in ("DELETE FROM records", "UPDATE records SET seconds = 1", "DROP TABLE marks"):
+                    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                        writer.execute(harm)
+                    writer.rollback()
+            with open_store(places["reader"], writable=False) as team, open_store(str(tmp_path / "own.db")) as own:
+                assert len(team.timings(LAB)) == 3
+                assert own.add(team.records()).new == 3
+                assert own.add(team.marks()).marks == 0
+            with (
+                open_store(places["reader"]) as team,
+                pytest.raises(StoreError, match="this role may not do that") as error,
+            ):
+                team.add(some_records(1, 1))
             line(error)
+            migrate_later(monkeypatch, tmp_path, "    op.create_table('sites', sa.Column('id', sa.Integer))\n")
+            for name in ("writer", "reader", "owner", "writer", "reader"):  # before and after the owner came by
+                with open_store(places[name], writable=name != "reader") as team:
+                    assert team.schema == SCHEMA + (name == "owner" or "sites" in tables(admin, schema))
+                    assert len(team.timings(LAB)) == 3
+            with psycopg.connect(places["reader"]) as reader:
+                assert reader.execute("SELECT count(*) FROM sites").fetchone() == (0,)
         finally:
-            admin.execute(f"DROP OWNED BY {role}")
-            admin.execute(f"DROP ROLE {role}")
-        with open_store(url) as store:
-            assert list(store.records()) == [GEMM]
+            for role in roles.values():
+                admin.execute(f"DROP OWNED BY {role} CASCADE")
+                admin.execute(f"DROP ROLE {role}")
+
+
+def tables(admin: Any, schema: str) -> set[str]:
+    query = "SELECT tablename FROM pg_tables WHERE schemaname = %s"
+    return {name for (name,) in admin.execute(query, [schema])}
 
 
 # -- damage

@@ -190,11 +190,34 @@ def test_ranks_that_are_lost_again_and_again_end_the_sweep(tmp_path: Path, monke
 def test_a_budget_ends_a_sweep_before_it_is_exceeded(tmp_path: Path, pair: tuple[Crew, Hello]) -> None:
     crew, hello = pair
     store = open_store(str(tmp_path / "times.db"))
-    progress = Progress(total=2)
-    planned = [products(16)[0], replace(products(32)[0], expected_s=1e6)]
-    run(crew, hello, store, planned, budget_s=1e3, progress=progress, visits_spoilt=False)
-    assert [one.shape for one in store.records()] == [(16, 32, 32)]
+    progress = Progress(total=3)
+    long = replace(products(32)[0], task=replace(products(32)[0].task, operation="dgrad"), expected_s=1e6)
+    run(crew, hello, store, [products(16)[0], long, products(48)[0]], budget_s=1e3, progress=progress)
+    assert [one.shape for one in store.records()][:2] == [(16, 32, 32), (48, 32, 32)]
     assert progress.num_left == 1
+
+
+def test_a_budget_is_kept_on_a_link_that_is_slower_than_expected(tmp_path: Path) -> None:
+    """Three warm-up calls, one for their number and five samples of each took four times as long."""
+    store = open_store(str(tmp_path / "times.db"))
+    sends = [
+        RankedTask(
+            task=Task(operation="all_reduce", shape=(2, 2, 1, 1024 * size), dtype="fp32", kernel="gloo"),
+            effect_s=1.0,
+            expected_s=0.01,
+        )
+        for size in range(1, 5)
+    ]
+    progress = Progress(total=6)
+    with Crew(JOB, None, 2, faulty_ranks.slow_link) as crew:
+        hello = crew.start()
+        assert hello is not None
+        planned = [*products(16, 32), *sends]
+        run(crew, hello, store, planned, budget_s=1.5, progress=progress, visits_spoilt=False)
+    assert progress.elapsed_s < 1.5 + 2 * 0.4
+    assert progress.counts()["gemm"].total() == 2
+    (first, *_) = store.records(operations=["all_reduce"])
+    assert (first.status, "the budget left" in first.reason) == ("unstable", True)
 
 
 PROGRAM = """

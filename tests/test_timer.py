@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from autoplan.profiler.machine.sensors import Sensors, Window, foreign_load, pace  # noqa: E402
 from autoplan.profiler.operations.inputs import ChainedRun, StagedRun  # noqa: E402
 from autoplan.profiler.protocol import Outcome, Rules, rules_for  # noqa: E402
-from autoplan.profiler.timer import held, measure, median_interval, scatter, spread  # noqa: E402
+from autoplan.profiler.timer import held, measure, median_interval, scatter, spread, usual  # noqa: E402
 
 CPU = torch.device("cpu")
 # Nothing here depends on how busy the machine is.
@@ -105,7 +105,8 @@ def test_rounds_on_a_core_that_has_become_slower_are_marked() -> None:
 
 def test_a_median_that_does_not_settle_is_marked() -> None:
     class Clock(Alone):
-        answers = iter((1.0, 0.1, 9.0))  # the length of a sample; what has gone by after one round and after two
+        # The length of the first call and of a sample; what has gone by after one round and after two.
+        answers = iter((0.001, 1.0, 0.1, 9.0))
 
         def decide(self, mine: float) -> float:
             return next(self.answers)
@@ -222,6 +223,91 @@ def test_a_gpu_is_timed_by_events(mode: Any) -> None:
     assert outcome.status in ("ok", "contaminated", "unstable")
     # No device computes 1e16 products a second.
     assert 2 * 4096**3 / 1e16 < min(outcome.samples_s) < 1
+
+
+def test_a_long_call_is_repeated_as_often_as_the_budget_allows() -> None:
+    def long_call() -> None:
+        time.sleep(0.05)
+
+    rules = replace(CALM, long_s=0.01, round_s=0.0, sample_s=0.01, soak_s=1.0)
+    for left_s, num_samples, status in ((0.01, 1, "unstable"), (0.2, 2, "unstable"), (9.0, 5, "ok")):
+        outcome = measure(
+            long_call, team=Alone(), device=CPU, sensors=Sensors(CPU, "here"), rules=rules, is_collective=True,
+            left_s=left_s,
+        )  # fmt: skip
+        assert (outcome.status, len(outcome.samples_s) <= num_samples) == (status, True)
+        assert outcome.samples_s[0] == pytest.approx(0.05, rel=0.5)
+        assert ("the budget left" in outcome.reason) == (status == "unstable")
+
+
+def test_one_slow_look_at_queueing_does_not_make_a_kernel_wait_for_its_host() -> None:
+    looks = [(1e-3, 5e-3), (1e-3, 5e-3), (4.9e-3, 5e-3), (1.1e-3, 5.1e-3), (1e-3, 5e-3)]
+    assert held(100, *usual(looks)) == (100, 0.0)
+    assert held(100, *looks[2])[1] > 0
+    assert held(100, *usual([(4.8e-3, 5e-3)] * 3 + [(1e-3, 5e-3)] * 2))[1] > 0
+
+
+def test_the_backend_of_attention_is_told() -> None:
+    from autoplan.profiler.operations import attention
+    from autoplan.profiler.operations.inputs import InputFactory
+
+    shape = (1, 64, 4, 2, 16, 0)
+    for kernel, backend in (("sdpa flash", "flash FA2"), ("sdpa", "flash FA2")):
+        factory = InputFactory(device=CPU, dtype="fp32", kernel=kernel)
+        for build in (attention.attention, attention.attention_backward):
+            assert attention.backend_of(build(factory, *shape)) == backend
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        factory = InputFactory(device=CPU, dtype="fp32", kernel="sdpa")
+        assert attention.backend_of(attention.attention(factory, *shape)) == "math"
+
+
+class OneAmd:
+    """AMD SMI of a device, as it answers in Python."""
+
+    AmdSmiException = RuntimeError
+
+    def __init__(self, violations: dict[str, object] | None, throttle_status: object = "N/A") -> None:
+        self.violations, self.throttle_status = violations, throttle_status
+
+    def amdsmi_get_violation_status(self, handle: int) -> dict[str, object]:
+        if self.violations is None:
+            raise self.AmdSmiException("not supported")
+        return self.violations
+
+    def amdsmi_get_gpu_metrics_info(self, handle: int) -> dict[str, object]:
+        return {"indep_throttle_status": self.throttle_status}
+
+
+@pytest.mark.parametrize(
+    ("library", "said"),
+    [
+        (OneAmd({"active_socket_thrm": True, "active_hbm_thrm": True}), "socket thermal, memory thermal"),
+        (OneAmd({"active_ppt_pwr": True, "active_socket_thrm": False}), ""),  # at its power cap, as in training
+        (OneAmd({"active_socket_thrm": "N/A"}, 1 << 36), "thermal"),  # MI200: TEMP_HOTSPOT
+        (OneAmd(None, 1 << 36), "thermal"),
+        (OneAmd(None, 0x3), ""),  # PPT0 and PPT1
+        (OneAmd(None, 2**64 - 1), ""),  # not supported
+        (OneAmd(None), ""),
+    ],
+)
+def test_what_slows_an_amd_device_down_is_told(monkeypatch: pytest.MonkeyPatch, library: OneAmd, said: str) -> None:
+    from autoplan.profiler.machine import readings
+
+    monkeypatch.setattr(readings, "amdsmi", lambda: library)
+    assert readings.amd_slowdown(0) == said
+
+
+def test_a_watch_over_a_run_says_what_disturbed_it() -> None:
+    from autoplan.profiler.machine.watch import Seen, conditions
+
+    calm = Seen(slowdown="", clock_mhz=1755, power_w=650, foreign=0.0)
+    hot = Seen(slowdown="hardware thermal", clock_mhz=1200, power_w=500, foreign=0.0)
+    assert conditions([calm] * 20, None) == ({"clock_mhz": "1755", "power_w": "650", "other_load": "0.0 %"}, "")
+    found, disturbance = conditions([calm] * 8 + [hot] * 2, None)
+    assert found["slowdown"] == "hardware thermal at 20 % of 10 looks"
+    assert disturbance == "devices slowed down: hardware thermal at 20 % of 10 looks"
+    assert conditions([], 0.31) == ({"other_load": "31.0 %"}, "other load took 31 % of the machine")
+    assert conditions([], 0.03)[1] == conditions([], None)[1] == ""
 
 
 def test_a_device_is_held_only_where_its_host_may_be_behind() -> None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from itertools import chain, islice
 from pathlib import Path
 
-from autoplan.api.outputs import Changed, Held, Listed, ListedRun, Shown, Written
+from autoplan.api.outputs import Changed, Held, Listed, ListedRun, Shown, ShownRun, Written
 from autoplan.api.timings import opened_store
 from autoplan.base.errors import InputError
 from autoplan.base.files import check_target
@@ -17,7 +17,7 @@ from autoplan.base.user import user_name
 from autoplan.profiler.imports import read_source
 from autoplan.profiler.record import Record
 from autoplan.profiler.run_record import RunRecord
-from autoplan.profiler.store import Added, Finding, Store
+from autoplan.profiler.store import Added, Finding, Mark, Store
 from autoplan.profiler.store.exchange import write_exchange
 from autoplan.spec.timing import SHAPES
 
@@ -32,7 +32,7 @@ def _reading(db: str | None) -> AbstractContextManager[Store]:
 def holdings(db: str | None = None) -> Held:
     """Return where the database is, and what it holds of which machine."""
     with _reading(db) as store:
-        found, num_runs = store.holdings(), sum(1 for _ in store.runs())
+        found, num_runs = store.holdings(), sum(1 for _ in store.runs(include_hidden=True))
         return Held(database=store.name, schema=store.schema, holdings=found, runs=num_runs)
 
 
@@ -58,24 +58,26 @@ def list_records(
 
 
 def list_runs(
-    db: str | None = None, *, device: str | None = None, trust: Collection[str] | None = None, limit: int
+    db: str | None = None,
+    *,
+    device: str | None = None,
+    trust: Collection[str] | None = None,
+    hidden: bool = False,
+    limit: int,
 ) -> list[ListedRun]:
-    """Return the first `limit` training runs, in the order in which they came in."""
+    """Return the first `limit` training runs, in the order in which they came in; hidden ones with `hidden` alone."""
     with _reading(db) as store:
-        return [_listed(run) for run in islice(store.runs(device=device, trust=trust or None), limit)]
+        found = store.runs(device=device, trust=trust or None, include_hidden=hidden)
+        return [ListedRun(key=run.key, seconds=run.seconds, run=run) for run in islice(found, limit)]
 
 
-def find(key: str, db: str | None = None) -> Shown | ListedRun:
-    """Return the record, with the mark that hides it, or the training run whose key begins so."""
+def find(key: str, db: str | None = None) -> Shown | ShownRun:
+    """Return the record or the training run whose key begins so, with the mark that hides it."""
     with _reading(db) as store:
-        if run := store.find_run(key.lower()):
-            return _listed(run)
-        record, mark = store.find(key.lower())
-        return Shown(key=record.key, seconds=_seconds(record), record=record, hidden=mark)
-
-
-def _listed(run: RunRecord) -> ListedRun:
-    return ListedRun(key=run.key, seconds=run.seconds, run=run)
+        found, mark = store.find(key.lower())
+    if isinstance(found, RunRecord):
+        return ShownRun(key=found.key, seconds=found.seconds, run=found, hidden=mark)
+    return Shown(key=found.key, seconds=_seconds(found), record=found, hidden=mark)
 
 
 def _seconds(record: Record) -> float | None:
@@ -87,18 +89,12 @@ def copy(
     target: str | None,
     *,
     trust: Collection[str] | None = None,
-    with_marks: bool = False,
     on_batch: OnBatch = None,
 ) -> Added:
-    """Add what one database holds to another, runs too; with its marks also hide and unhide what was there."""
+    """Add what one database holds to another, runs too, and hide and unhide there what was here."""
     with _reading(source) as store, opened_store(target, writable=True) as other:
-        records: Iterable[Record | RunRecord] = chain(
-            store.records(trust=trust or None), store.runs(trust=trust or None)
-        )
-        added = other.add(records, on_batch=on_batch)
-        if with_marks:
-            other.mark(store.marks())
-        return added
+        records, runs = store.records(trust=trust or None), store.runs(trust=trust or None)
+        return other.add(chain(records, runs, store.marks()), on_batch=on_batch)
 
 
 def export_file(
@@ -110,25 +106,29 @@ def export_file(
     anonymous: bool = False,
     force: bool = False,
 ) -> Written:
-    """Write the records that are not hidden, and the runs, to a file; `anonymous` leaves hosts and users out."""
+    """Write the records and runs that are not hidden to a file, and what was hidden or taken back into use.
+
+    `anonymous` leaves hosts and users out.
+    """
     check_target(path, force=force)
     with _reading(db) as store:
         records = store.records(device=device, trust=trust or None)
         runs = tuple(store.runs(device=device, trust=trust or None))
-        num_written = write_exchange(path, records, runs=runs, anonymous=anonymous, force=force)
-    return Written(file=str(path), records=num_written - len(runs), runs=len(runs))
+        marks = tuple(store.marks())
+        num_written = write_exchange(path, records, runs=runs, marks=marks, anonymous=anonymous, force=force)
+    return Written(file=str(path), records=num_written - len(runs), runs=len(runs), marks=len(marks))
 
 
 def read_records(
     source: str, *, device: str | None = None, operation: str | None = None
-) -> tuple[Iterator[Record | RunRecord], Counter[str]]:
+) -> tuple[Iterator[Record | RunRecord | Mark], Counter[str]]:
     """Return the records of a file or of aiconfigurator's tables, and how many of unknown operations it has besides."""
     unknown: Counter[str] = Counter()
     return read_source(source, device=device, operation=operation, unknown=unknown), unknown
 
 
-def add(records: Iterable[Record | RunRecord], db: str | None = None, *, on_batch: OnBatch = None) -> Added:
-    """Add records and runs; implausible records are quarantined."""
+def add(records: Iterable[Record | RunRecord | Mark], db: str | None = None, *, on_batch: OnBatch = None) -> Added:
+    """Add records, runs and marks; implausible records are quarantined."""
     with opened_store(db, writable=True) as store:
         return store.add(records, on_batch=on_batch)
 
@@ -140,7 +140,7 @@ def check(db: str | None = None) -> list[Finding]:
 
 
 def change(keys: Collection[str], reason: str, db: str | None = None, *, hides: bool) -> Changed:
-    """Hide records, or take them back into use; `keys` may be what their keys begin with."""
+    """Hide records and runs, or take them back into use; `keys` may be what their keys begin with."""
     with opened_store(db, writable=True, creates=False) as store:
         whole = [store.whole_key(key.lower()) for key in keys]
         num_new = store.change(whole, hides=hides, by=user_name(), reason=cleaned(reason))

@@ -86,7 +86,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRun:
-    """Output of `db list --runs`, and of `db show`: a training run."""
+    """Output of `db list --runs`: a training run."""
 
     key: str
     seconds: float | None
@@ -104,12 +104,23 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShownRun:
+    """Output of `db show`: a training run, and who hid it."""
+
+    key: str
+    seconds: float | None
+    run: RunRecord
+    hidden: Mark | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """Output of `db export`."""
 
     file: str
     records: int
     runs: int
+    marks: int  # that hide records or runs, or take them back into use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -41,6 +41,7 @@ from autoplan.trainer.run import run_task, usual_data
 from autoplan.trainer.task import Advance, Command, PredictedRun, RunFile, Task, TrainingReport
 
 if TYPE_CHECKING:  # Optuna, which a run does not need
+    from autoplan.profiler.machine.watch import Seen
     from autoplan.search.tune import Tuning
 
 FRAMEWORK = "torch"  # what the trainer is priced as
@@ -92,7 +93,10 @@ def run(
     report: TrainingReport | None
     try:
         if program:
-            task, report = _run_command(problem, wanted, program, follow, steps=steps, warmup=warmup, limit_s=limit_s)
+            with keeper.watch() if keeper else nullcontext():
+                task, report = _run_command(
+                    problem, wanted, program, follow, steps=steps, warmup=warmup, limit_s=limit_s
+                )
         else:
             task = Task(
                 model=problem.model,
@@ -105,7 +109,8 @@ def run(
                 checks=check,
                 limit_s=limit_s,
             )
-            report = _train(task, place, follow)
+            with keeper.watch() if keeper else nullcontext():
+                report = _train(task, place, follow)
     except (ProgramError, CrewError) as error:
         try:
             if keeper:
@@ -119,8 +124,9 @@ def run(
     try:
         hand_over(measured)
     finally:  # a disk that is full for the one need not be for the other
-        if keeper and (report.check is None or report.check.holds):
-            keeper.keep(problem, measured)
+        holds = report.check is None or report.check.holds
+        if keeper and holds and (disturbance := keeper.keep(problem, measured)):
+            say(f"{disturbance}: kept as contaminated, no calibration learns from this run")
     if report.check is not None and not report.check.holds:
         raise AutoplanError(
             f"the plan trains something else than one process does: losses differ by {report.check.loss:.2g}, "
@@ -329,9 +335,22 @@ class RunKeeper:
 
         self._open = partial(open_store, url)
         self._open().close()
+        self._seen: Sequence[Seen] = ()
 
-    def keep(self, problem: Problem, run: RunFile) -> None:
-        """Add a run that ended well."""
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Look at the devices of this host while a run goes on."""
+        from autoplan.profiler.machine.watch import Watch
+
+        with Watch() as watch:
+            yield
+        self._seen = watch.seen
+
+    def keep(self, problem: Problem, run: RunFile) -> str:
+        """Add a run that ended well; return what disturbed it, so that no calibration learns from it."""
+        from autoplan.profiler.machine.watch import conditions
+
+        found, disturbance = conditions(self._seen, run.measured.other_load)
         log_of = run.task.log_of if isinstance(run.task, Command) else ""
         self._add(
             problem,
@@ -340,8 +359,12 @@ class RunKeeper:
             step_s=run.measured.step_s[-MOST_SAMPLES:],
             peak_bytes=max(run.measured.peak_bytes, default=None),
             predicted_s=run.predicted.step_s,
+            status="contaminated" if disturbance else "ok",
+            reason=disturbance,
+            conditions=found,
             source=f"log of {log_of}" if log_of else "built-in trainer",
         )
+        return disturbance
 
     def keep_failure(
         self,

@@ -100,7 +100,7 @@ def _printed(kind: str) -> dict[str, Any]:
         "doctor": Checkup,
         "db-info": outputs.Held,
         "db-list": list[outputs.Listed] | list[outputs.ListedRun],
-        "db-show": outputs.Shown | outputs.ListedRun,
+        "db-show": outputs.Shown | outputs.ShownRun,
         "db-add": Added,
         "db-export": outputs.Written,
         "db-check": list[Finding],

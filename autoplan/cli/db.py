@@ -27,7 +27,9 @@ db: typer.Typer = typer.Typer(
 )
 
 OtherArgument = Annotated[str, typer.Argument(metavar="URL", help="The other database, as for --db.")]
-KeysArgument = Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of records, or how they begin.")]
+KeysArgument = Annotated[
+    list[str], typer.Argument(metavar="KEY...", help="Keys of records or runs, or how they begin.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TrustOption = Annotated[list[str] | None, typer.Option(metavar="WHO", help="Only what they measured; may be repeated.")]
 DeviceOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only of this device, such as h100-sxm.")]
@@ -74,9 +76,9 @@ def list_(
         )
         _print_listed(RECORD_COLUMNS, records, limit, numbers=("time",), json=json)
         return
-    if operation or hidden:
-        raise InputError("--runs lists training runs, which have no operation and are never hidden")
-    found = api.database.list_runs(place, device=device, trust=trust, limit=most)
+    if operation:
+        raise InputError("--runs lists training runs, which have no --operation")
+    found = api.database.list_runs(place, device=device, trust=trust, hidden=hidden, limit=most)
     _print_listed(RUN_COLUMNS, found, limit, numbers=("step", "predicted", "memory"), json=json)
 
 
@@ -113,7 +115,7 @@ def show(
     url: DbOption = None,
     json: JsonOption = False,
 ) -> None:
-    """One record with its samples, its machine and whether it is hidden; or one training run."""
+    """One record with its samples, its machine and whether it is hidden; or one training run so."""
     found = api.database.find(key, whole_url(context, url))
     if json:
         _print_json(found)
@@ -130,8 +132,8 @@ def push(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Add what this database holds to another one, runs too; implausible records are quarantined there."""
-    _copy(whole_url(context, url), whole_url(context, to), trust, with_marks=False, json=json, quiet=quiet)
+    """Add what this database holds to another one, runs and hides too; implausible records are quarantined there."""
+    _copy(whole_url(context, url), whole_url(context, to), trust, json=json, quiet=quiet)
 
 
 @db.command()
@@ -144,15 +146,13 @@ def pull(
     quiet: QuietOption = False,
 ) -> None:
     """Add what another database holds to this one, and hide and unhide here what was there; reading it suffices."""
-    _copy(whole_url(context, from_), whole_url(context, url), trust, with_marks=True, json=json, quiet=quiet)
+    _copy(whole_url(context, from_), whole_url(context, url), trust, json=json, quiet=quiet)
 
 
-def _copy(
-    source: str | None, target: str | None, trust: list[str] | None, *, with_marks: bool, json: bool, quiet: bool
-) -> None:
+def _copy(source: str | None, target: str | None, trust: list[str] | None, *, json: bool, quiet: bool) -> None:
     with progress_bar(quiet=quiet, doing="adding", unit="records") as show:
         on_batch = (lambda done: show(done, None)) if show else None
-        added = api.database.copy(source, target, trust=trust, with_marks=with_marks, on_batch=on_batch)
+        added = api.database.copy(source, target, trust=trust, on_batch=on_batch)
     _print_added(added, json=json)
 
 
@@ -167,13 +167,14 @@ def export(
     force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Write the records that are not hidden, and the training runs, to an exchange file."""
+    """Write the records and training runs that are not hidden, and what was hidden, to an exchange file."""
     written = api.database.export_file(
         file, whole_url(context, url), device=device, trust=trust, anonymous=anonymous, force=force
     )
     if json:
         _print_json(written)
-    print(f"{written.records:,} records and {written.runs:,} runs written to {file}", file=sys.stderr)
+    marks = f" and {written.marks:,} marks that hide or unhide" if written.marks else ""
+    print(f"{written.records:,} records and {written.runs:,} runs{marks} written to {file}", file=sys.stderr)
 
 
 @db.command("import")
@@ -201,7 +202,7 @@ def import_(
     if unknown and not quiet:
         counts = ", ".join(f"{count:,} of {name}" for name, count in unknown.items())
         print(
-            f"autoplan: warning: records of operations that this version does not know, and passes over: {counts}",
+            f"autoplan: warning: records of kinds that this version does not know, and passes over: {counts}",
             file=sys.stderr,
         )
     with progress_bar(quiet=quiet, doing="adding", unit="records") as show:
@@ -230,7 +231,7 @@ def hide(
     url: DbOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Take records out of use; they stay in the database with your name and reason."""
+    """Take records or runs out of use; they stay in the database with your name and reason."""
     _change(keys, reason, whole_url(context, url), "hidden", "were already", hides=True, json=json)
 
 
@@ -242,7 +243,7 @@ def unhide(
     url: DbOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Take hidden records back into use, quarantined ones too; who hid them, and why, stays in the database."""
+    """Take hidden records and runs back into use, quarantined ones too; who hid them, and why, stays there."""
     _change(keys, reason, whole_url(context, url), "in use again", "were not hidden", hides=False, json=json)
 
 
@@ -260,6 +261,8 @@ def _print_added(added: Added, *, json: bool) -> None:
         _print_json(added)
         return
     text = f"{added.new:,} new, {added.held:,} held already"
+    if added.marks:
+        text += f"; {added.marks:,} new marks that hide or unhide"
     if added.first:
         text += f"; {added.quarantined:,} quarantined, the first {added.first.key[:12]}: {added.first.reason}"
     typer.echo(text)

@@ -8,7 +8,10 @@ import faulthandler
 import gc
 import logging
 import os
+import socket
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +33,7 @@ from autoplan.trainer.tensor_memory import StorageTracker
 from autoplan.trainer.tokens import sequences
 
 CHECKED_STEPS = 3
+LEAST_LOADED_S = 1.0  # of core time, which the system counts in hundredths of a second
 _LEAST = 1e-4
 _SGD_LR = 0.5  # large, so that a wrong gradient shows (`closed-loop` 1)
 
@@ -107,14 +111,15 @@ def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere
     if device.type == "cuda" and task.tracks_memory:
         peaks = _gathered(float(torch.cuda.max_memory_allocated(device)))
     by_rank = _gathered(rows[task.num_warmup :])
+    loads = _gathered((socket.gethostname(), [row[2:] for row in rows[task.num_warmup :]]))
     steps = [[ranks[at] for ranks in by_rank] for at in range(task.num_steps)]
+    step_s = tuple(max(row[0].step_s for row in rank_rows) for rank_rows in steps)
     return TrainingReport(
         losses=tuple(rank_rows[0][1] for rank_rows in steps),
-        step_s=tuple(max(row[0].step_s for row in rank_rows) for rank_rows in steps),
+        step_s=step_s,
         passes_s=tuple(max(row[0].passes_s for row in rank_rows) for rank_rows in steps),
         optimizer_s=tuple(max(row[0].optimizer_s for row in rank_rows) for rank_rows in steps),
-        cpu_s=tuple(sum(row[2] for row in rank_rows) for rank_rows in steps),
-        busy_s=tuple(max(row[3] for row in rank_rows) for rank_rows in steps),
+        other_load=other_load(loads, sum(step_s), os.cpu_count() or 1) if device.type == "cpu" else None,
         peak_bytes=tuple(peaks),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         check=check,
@@ -129,6 +134,22 @@ def _gathered(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
+
+
+def other_load(loads: Sequence[tuple[str, list[tuple[float, float]]]], wall_s: float, num_cores: int) -> float | None:
+    """Share of the cores that others than the ranks used on the worst host; None where that cannot be told.
+
+    `loads` has, of each rank, its host and by step the processor time of the rank and of all on that host.
+    (busy - what the ranks of the host used) / (wall x cores), `closed-loop` 2.2.
+    """
+    own_s: dict[str, float] = defaultdict(float)
+    busy_s: dict[str, float] = {}
+    for host, by_step in loads:
+        own_s[host] += sum(own for own, _ in by_step)
+        busy_s[host] = max(busy_s.get(host, 0.0), sum(busy for _, busy in by_step))
+    if not all(busy_s.values()) or wall_s * num_cores < LEAST_LOADED_S:
+        return None
+    return max(0.0, *(busy - own_s[host] for host, busy in busy_s.items())) / (wall_s * num_cores)
 
 
 def _busy_s() -> float:

@@ -62,8 +62,7 @@ class TrainingReport:
     step_s: tuple[float, ...]  # of the slowest rank
     passes_s: tuple[float, ...] = ()
     optimizer_s: tuple[float, ...] = ()
-    cpu_s: tuple[float, ...] = ()  # processor time that the ranks spent in the step, added up
-    busy_s: tuple[float, ...] = ()  # processor time that everything on this node spent in it; 0 where that is not told
+    other_load: float | None = None  # share of the worst host's cores that others used; where these are the devices
     peak_bytes: tuple[float, ...] = ()  # of every rank: what its tensors held at once; empty where it was not tracked
     device: str  # such as cpu or the name of the GPU
     check: Deviation | None = None

@@ -9,14 +9,15 @@ from pathlib import Path
 from autoplan.base.errors import InputError
 from autoplan.profiler.record import Record
 from autoplan.profiler.run_record import RunRecord
+from autoplan.profiler.store.marks import Mark
 
 AICONFIGURATOR = "aiconfigurator"
 
 
 def read_source(
     source: str, *, device: str | None = None, operation: str | None = None, unknown: Counter[str] | None = None
-) -> Iterator[Record | RunRecord]:
-    """The records and runs of a file, or of the installed wheel's tables where `source` is the word aiconfigurator.
+) -> Iterator[Record | RunRecord | Mark]:
+    """The records, runs and marks of a file, or of the installed wheel's tables where `source` is `AICONFIGURATOR`.
 
     A file is read to its end before this returns, so that a bad one adds nothing.  `device` names the device
     of a log, or chooses one of the tables; `operation` is what a log measured that does not say it.  Records of an

@@ -22,6 +22,7 @@ from autoplan.profiler.machine.hardware import (
     Links,
     Nic,
     amd_gpus,
+    amdsmi,
     cpu_model,
     device_id,
     nics,
@@ -42,6 +43,21 @@ def nvml_handle(device: torch.device) -> Any | None:
     with suppress(library.NVMLError, AttributeError):
         return library.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     return None
+
+
+def amd_handle(device: torch.device) -> Any | None:
+    """AMD SMI's handle of a ROCm device, found by its place on the PCI bus."""
+    library = amdsmi()
+    if library is None or device.type != "cuda" or not torch.version.hip:
+        return None
+    with suppress(library.AmdSmiException, AttributeError):
+        return library.amdsmi_get_processor_handle_from_bdf(_pci_address(device))
+    return None
+
+
+def _pci_address(device: torch.device) -> str:
+    properties: Any = torch.cuda.get_device_properties(device)
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def collectives_version(device: torch.device) -> str:
@@ -147,9 +163,7 @@ def _power_cap_w(device: torch.device, sys: Path) -> int:
         assert library is not None
         with suppress(library.NVMLError):
             return round(library.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000)
-    properties: Any = torch.cuda.get_device_properties(device)
     with suppress(AttributeError, ValueError):
-        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        for cap in (sys / "bus/pci/devices" / address / "hwmon").glob("*/power1_cap"):
+        for cap in (sys / "bus/pci/devices" / _pci_address(device) / "hwmon").glob("*/power1_cap"):
             return round(int(read(cap)) / 1e6)  # microwatts
     return 0

@@ -105,6 +105,37 @@ def nvml() -> Any | None:
     return pynvml
 
 
+@lru_cache(maxsize=1)
+def amdsmi() -> Any | None:
+    """AMD's management library, which comes with ROCm, started; None where it or a driver for it is missing."""
+    try:
+        import amdsmi as library
+    except (ImportError, OSError, KeyError):  # its package loads the driver's library when it is imported
+        return None
+    try:
+        library.amdsmi_init()
+    except library.AmdSmiException:
+        return None
+    return library
+
+
+def visible_nvidia_handles() -> list[Any]:
+    """NVML's handles of the GPUs that CUDA_VISIBLE_DEVICES leaves: of all where it names none by number or UUID."""
+    library = nvml()
+    if library is None:
+        return []
+    handles, _ = _nvidia_handles(library)
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    visible = []
+    for name in names:
+        with suppress(library.NVMLError):
+            if name.isdigit() and int(name) < len(handles):
+                visible.append(handles[int(name)])
+            elif name.startswith("GPU-"):
+                visible.append(library.nvmlDeviceGetHandleByUUID(name))
+    return visible or handles
+
+
 def _nvidia_handles(library: Any) -> tuple[list[Any], int]:
     """Return (the GPUs that answer, how many NVML counts that do not, such as one that fell off the bus)."""
     handles, count = [], library.nvmlDeviceGetCount()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -13,14 +12,12 @@ import numpy as np
 import psutil
 import torch
 
-from autoplan.profiler.machine.environment import nvml_handle
-from autoplan.profiler.machine.hardware import nvml
+from autoplan.profiler.machine.environment import amd_handle, nvml_handle
+from autoplan.profiler.machine.readings import amd_slowdown, foreign_share, nvidia_slowdown
 
 # A check: products of about half a millisecond, of which five scatter by 20 %, and operations that are nothing but
 # what the host does for one, in which slow phases of small steps show best.
 CHECK_SIZE, CHECK_PRODUCTS, CHECK_CALLS = 256, 20, 2000
-# Reasons for which NVML says that clocks are down and which are no part of sustained work within the power cap.
-_SLOWDOWNS = {0x08: "hardware", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +66,7 @@ class Sensors:
     def __init__(self, device: torch.device, host: str) -> None:
         self._device, self._host = device, host
         self._num_cores = psutil.cpu_count() or 1
-        self._handle = nvml_handle(device)
+        self._handle, self._amd_handle = nvml_handle(device), amd_handle(device)
         self._factor, self._number = torch.ones(CHECK_SIZE, CHECK_SIZE), torch.ones(())
         self._checks_s: list[float] = []
         self.start()
@@ -109,7 +106,7 @@ class Sensors:
             busy_core_s=now[1] - busy,
             own_core_s=now[2] - own,
             num_cores=self._num_cores,
-            foreign_device=self._foreign_device(),
+            foreign_device=foreign_share(self._handle, self._began_us) if self._handle is not None else 0.0,
             slowdown=slowdown,
             pace=pace(self._checks_s),
             clock_mhz=clock_mhz,
@@ -131,28 +128,9 @@ class Sensors:
         return time.process_time() - began
 
     def _slowdown(self) -> str:
-        library = nvml()
-        if library is None or self._handle is None:
-            return ""
-        bits = 0
-        with suppress(library.NVMLError):  # not known to drivers from before 535
-            bits = library.nvmlDeviceGetCurrentClocksEventReasons(self._handle)
-        return ", ".join(name for bit, name in _SLOWDOWNS.items() if bits & bit)
-
-    def _foreign_device(self) -> float:
-        """Share of the device's time that other processes took since the window began; 0 where NVML does not tell.
-
-        Inside a container the driver's process ids are not ours: then the busiest process counts as this one.
-        """
-        library = nvml()
-        if library is None or self._handle is None:
-            return 0.0
-        used: dict[int, float] = defaultdict(float)
-        with suppress(library.NVMLError):  # it is an error that nothing ran
-            for sample in library.nvmlDeviceGetProcessUtilization(self._handle, self._began_us):
-                used[sample.pid] = max(used[sample.pid], sample.smUtil / 100)
-        own = os.getpid() if os.getpid() in used else max(used, key=lambda pid: used[pid], default=0)
-        return sum(share for pid, share in used.items() if pid != own)
+        if self._amd_handle is not None:
+            return amd_slowdown(self._amd_handle)
+        return nvidia_slowdown(self._handle) if self._handle is not None else ""
 
 
 def _busy_core_s() -> float:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its customary name
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.profiler.operations.inputs import InputFactory, Run, backward
 
@@ -19,6 +22,38 @@ _BACKENDS = {
     "sdpa flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION],
     "sdpa cudnn": [SDPBackend.CUDNN_ATTENTION],
 }
+
+
+OPERATIONS = ("attention", "attention_backward", "latent_attention", "latent_attention_backward")
+_ENTRY = re.compile(r"_scaled_dot_product_(\w+?)_attention|_(flash)_attention|_(varlen)_attn")
+
+
+class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the backends of attention that calls reach."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.backends: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if found := _ENTRY.search(str(function)):
+            self.backends.append(next(filter(None, found.groups())))
+        return function(*args, **kwargs or {})
+
+
+def backend_of(run: Callable[[], object]) -> str:
+    """Name what torch's entry chose for a call: flash, cudnn, efficient, ...; math where it put it together itself.
+
+    Flash stands with its implementation where torch has several of them.
+    """
+    with _Dispatched() as seen:
+        run()
+    backend = seen.backends[0] if seen.backends else "math"
+    if backend == "flash" and (version := getattr(torch.nn.attention, "current_flash_attention_impl", None)):
+        return f"flash {version() or 'FA2'}"
+    return backend
 
 
 def _heads(factory: InputFactory, batch: int, seq_len: int, *sizes: tuple[int, int]) -> list[Tensor]:

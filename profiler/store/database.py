@@ -7,7 +7,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from autoplan.base.errors import InputError, StoreError
 from autoplan.base.urls import is_url, redact_url
-from autoplan.profiler.store.schema import DAMAGED, SCHEMA, check_schema, held_schema, migrate
+from autoplan.profiler.store.schema import DAMAGED, SCHEMA, check_schema, held_schema, may_migrate, migrate
 
 VARIABLE = "AUTOPLAN_DB"
 BUSY_TIMEOUT_S = 60.0
@@ -35,6 +35,7 @@ class Database:
     name: str
     engine: Engine = field(repr=False)
     secrets: tuple[str, ...] = field(repr=False)  # never to be shown
+    schema: int = 0  # that it has: this program's, or one next to it
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -92,7 +93,7 @@ _ADVICE = (
 
 
 def open_database(url: str | None, *, writable: bool, creates: bool) -> Database:
-    """The database that `url` names (see `open_store`), at this program's schema."""
+    """The database that `url` names (see `open_store`), at this program's schema or one next to it."""
     text = url or os.environ.get(VARIABLE) or str(default_path())
     if "://" in text or redact_url(text) != text:
         database = _server_or_file(text, writable=writable, creates=creates)
@@ -101,15 +102,16 @@ def open_database(url: str | None, *, writable: bool, creates: bool) -> Database
     try:
         with database.reading() as connection:
             schema = held_schema(connection, database.name)
-        if writable and schema < SCHEMA and (schema or creates):
+            is_owner = may_migrate(connection)
+        if writable and is_owner and schema < SCHEMA and (schema or creates):
             with database.writing() as connection:
                 migrate(connection, database.name)
-        else:
-            check_schema(schema, database.name)
+            schema = SCHEMA
+        check_schema(schema, database.name)
     except BaseException:
         database.engine.dispose()
         raise
-    return database
+    return replace(database, schema=schema)
 
 
 def default_path() -> Path:

@@ -22,10 +22,12 @@ from autoplan.base.units import cleaned
 from autoplan.base.version import __version__
 from autoplan.profiler.record import PROTOCOL, Record
 from autoplan.profiler.run_record import RunRecord
+from autoplan.profiler.store.marks import BY_CHECK, Mark
 from autoplan.spec.timing import SHAPES
 
-FORMAT, VERSION = "autoplan-timings", 2
-WITHOUT_RUNS = 1  # the version of a file of records only, which older programs read
+FORMAT, VERSION = "autoplan-timings", 3
+# Versions of files without marks, and of records only, which older programs read.
+WITHOUT_MARKS, WITHOUT_RUNS = 2, 1
 Measured = TypeVar("Measured", Record, RunRecord)
 # Bounds on what comes from outside, unpacked: a line holds the most samples that a record may have.
 MOST_LINE_BYTES = 2**20
@@ -41,7 +43,14 @@ class _RunLine:
     run: RunRecord
 
 
-_RUN_LINE = b'{"run":'
+@dataclass(frozen=True, slots=True)
+class _MarkLine:
+    """A line that hides a record or run, or takes it back into use."""
+
+    mark: Mark
+
+
+_RUN_LINE, _MARK_LINE = b'{"run":', b'{"mark":'
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +68,17 @@ def write_exchange(
     records: Iterable[Record],
     *,
     runs: Sequence[RunRecord] = (),
+    marks: Sequence[Mark] = (),
     anonymous: bool = False,
     force: bool = False,
 ) -> int:
-    """Write records and runs to a file, whole or not at all; how many.  `anonymous` leaves hosts and users out."""
+    """Write records, runs and marks to a file, whole or not at all; how many records and runs.
+
+    `anonymous` leaves hosts and users out.
+    """
     header = {
         "format": FORMAT,
-        "version": VERSION if runs else WITHOUT_RUNS,
+        "version": VERSION if marks else WITHOUT_MARKS if runs else WITHOUT_RUNS,
         "protocol": PROTOCOL,
         "autoplan": __version__,
         "exported_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -79,6 +92,8 @@ def write_exchange(
             num_records += 1
         for run in runs:
             out.write(msgspec.json.encode(_RunLine(_anonymous(run) if anonymous else run)) + b"\n")
+        for mark in marks:
+            out.write(msgspec.json.encode(_MarkLine(_nameless(mark) if anonymous else mark)) + b"\n")
     return num_records + len(runs)
 
 
@@ -91,10 +106,11 @@ def is_exchange(path: Path) -> bool:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def read_exchange(path: Path, unknown: Counter[str] | None = None) -> Iterator[Record | RunRecord]:
-    """The records and runs of a file, one by one; read it to its end before any is kept: damage shows late.
+def read_exchange(path: Path, unknown: Counter[str] | None = None) -> Iterator[Record | RunRecord | Mark]:
+    """The records, runs and marks of a file, one by one; read it to its end before any is kept: damage shows late.
 
-    Records of operations that a later version measures are passed over, and counted by operation in `unknown`.
+    Operations that a later version measures, and kinds of lines that the next one writes, are passed over and counted
+    in `unknown` by their names.
     """
     lines = _lines(path)
     _check_header(path, next(lines, b""))
@@ -104,14 +120,16 @@ def read_exchange(path: Path, unknown: Counter[str] | None = None) -> Iterator[R
         try:
             if line.startswith(_RUN_LINE):
                 yield msgspec.json.decode(line, type=_RunLine).run
+            elif line.startswith(_MARK_LINE):
+                yield msgspec.json.decode(line, type=_MarkLine).mark
             else:
                 yield msgspec.json.decode(line, type=Record)
         except RecursionError:
             raise InputError(f"{path}: line {number}: nested too deeply: nothing of the file was taken") from None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            if operation := _unknown_operation(line):
+            if name := _unknown_operation(line) or _unknown_kind(line):
                 if unknown is not None:
-                    unknown[operation] += 1
+                    unknown[name] += 1
                 continue
             raise InputError(f"{path}: line {number}: {cleaned(str(error))}: nothing of the file was taken") from None
 
@@ -125,6 +143,21 @@ def _unknown_operation(line: bytes) -> str:
     return operation if operation not in SHAPES and _OPERATION.fullmatch(operation) else ""
 
 
+def _unknown_kind(line: bytes) -> str:
+    """What a line of a kind that this version does not know holds, by its one key; else blank."""
+    try:
+        (name,) = msgspec.json.decode(line, type=dict[str, dict[str, Any]])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
+        return ""
+    is_known = line.startswith((_RUN_LINE, _MARK_LINE))
+    return name if not is_known and _OPERATION.fullmatch(name) else ""
+
+
+def _nameless(mark: Mark) -> Mark:
+    """Return a mark without who made it, unless the check did, and without why, in which people name each other."""
+    return mark if mark.by == BY_CHECK else replace(mark, by="", reason="")
+
+
 def _anonymous(record: Measured) -> Measured:
     """The record or run without host and user, where its free text names them as well."""
     names = [name for name in (record.host, record.measured_by) if name]
@@ -135,8 +168,9 @@ def _anonymous(record: Measured) -> Measured:
         return text
 
     bare = replace(record, host="", measured_by="", reason=without(record.reason))
+    bare = replace(bare, conditions={key: without(value) for key, value in bare.conditions.items()})
     if isinstance(bare, Record):
-        return replace(bare, conditions={key: without(value) for key, value in bare.conditions.items()})
+        return bare
     return replace(bare, plan=replace(bare.plan, placement=None))  # which names hosts
 
 
@@ -168,8 +202,9 @@ def _check_header(path: Path, line: bytes) -> None:
         header = msgspec.json.decode(line, type=dict[str, Any])
     if header.get("format") != FORMAT:
         raise InputError(f"{path}: no export of autoplan: its first line does not say so")
-    for name, known in (("version", VERSION), ("protocol", PROTOCOL)):
-        if not isinstance(header.get(name), int) or header[name] > known:
+    # What the next version writes besides is passed over line by line.
+    for name, known, most in (("version", VERSION, VERSION + 1), ("protocol", PROTOCOL, PROTOCOL)):
+        if not isinstance(header.get(name), int) or header[name] > most:
             raise InputError(
                 f"{path}: its {name} is {header.get(name)!r}, this autoplan knows {known}: update autoplan"
             )

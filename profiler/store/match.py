@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from autoplan.profiler.record import Fingerprint
+from autoplan.profiler.record import SETTINGS, Fingerprint, settings_differ
 from autoplan.spec.timing import Match
-
-SAME_SETTING = 0.05  # power caps and clocks of cards that are sold as the same differ by as much
 
 
 def match(measured: Fingerprint, wanted: Fingerprint) -> Match | None:
@@ -17,7 +15,7 @@ def match(measured: Fingerprint, wanted: Fingerprint) -> Match | None:
     """
     if measured.device != wanted.device:
         return None
-    if any(_differs(getattr(measured, name), getattr(wanted, name)) for name in ("power_cap_w", "clock_mhz")):
+    if any(settings_differ(getattr(measured, name), getattr(wanted, name)) for name in SETTINGS):
         return Match.POWER
     parts = ("torch", "collectives", "topology")
     if measured.torch and all(getattr(measured, part) == getattr(wanted, part) for part in parts):
@@ -25,11 +23,6 @@ def match(measured: Fingerprint, wanted: Fingerprint) -> Match | None:
     if _major(measured.runtime) and _major(measured.runtime) == _major(wanted.runtime):
         return Match.RUNTIME
     return Match.DEVICE
-
-
-def _differs(first: int, second: int) -> bool:
-    """Return whether two settings differ, where both are known."""
-    return bool(first and second) and max(first, second) > (1 + SAME_SETTING) * min(first, second)
 
 
 def _major(runtime: str) -> str:

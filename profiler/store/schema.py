@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from autoplan.base.errors import StoreError
+from autoplan.base.errors import StoreError, StoreWarning
 
 DAMAGED = "is damaged: put it aside, restore a copy, or pull and profile anew"
-SCHEMA = 3  # the newest revision in `migrations/versions`
+SCHEMA = 4  # the newest revision in `migrations/versions`
+# The first whose next one only adds tables, and columns that may be left out: from it on a program works with a
+# database that is one version older or newer.
+FIRST_TOLERANT = 3
 MIGRATIONS = Path(__file__).parent / "migrations"
 VERSION_TABLE = "autoplan_schema"  # not Alembic's own name: Optuna's studies may share the database
 _MIGRATION_LOCK = 0x6175746F706C616E  # "autoplan"
@@ -73,18 +77,6 @@ records: Table = Table(
     ),
 )
 
-# What was said about a record: that it shall not be used, by a person or by the check when it came in (quarantine), or
-# that it shall again.
-marks: Table = Table(
-    "marks",
-    metadata,
-    Column("id", _ID, primary_key=True),
-    Column("record_id", _ID, ForeignKey("records.id"), nullable=False),
-    Column("hides", Boolean, nullable=False),
-    *(Column(name, Text, nullable=False) for name in ("by", "reason", "at")),
-    Index("marks_by_record", "record_id", "at", "by", "hides", unique=True),
-)
-
 # Training runs that were measured.  `content` is the whole of one as JSON but for what has a column after it, and for
 # its machine; the columns before are what runs are chosen by.
 runs: Table = Table(
@@ -98,6 +90,26 @@ runs: Table = Table(
     Column("content", Text, nullable=False),
     *(Column(name, Text, nullable=False) for name in ("measured_by", "host", "measured_at", "added_at")),
 )
+
+
+def _marks(name: str, of: str) -> Table:
+    """Table of what was said about the rows of another, records of operations or of runs.
+
+    That one shall not be used, by a person or by the check when it came in (quarantine), or that it shall again.
+    """
+    return Table(
+        name,
+        metadata,
+        Column("id", _ID, primary_key=True),
+        Column("record_id", _ID, ForeignKey(f"{of}.id"), nullable=False),
+        Column("hides", Boolean, nullable=False),
+        *(Column(column, Text, nullable=False) for column in ("by", "reason", "at")),
+        Index(f"{name}_by_record", "record_id", "at", "by", "hides", unique=True),
+    )
+
+
+marks: Table = _marks("marks", "records")
+run_marks: Table = _marks("run_marks", "runs")  # from schema 4 on
 
 
 def insert_new(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> int:
@@ -118,15 +130,24 @@ def held_schema(connection: Connection, name: str) -> int:
 
 
 def check_schema(schema: int, name: str) -> None:
-    """Refuse a database that is newer or older than this program."""
+    """Refuse a database that is more than one version newer or older than this program, and warn of a newer one."""
+    if schema > SCHEMA + 1:
+        raise StoreError(f"{name} has schema {schema}, this autoplan knows {SCHEMA}: update autoplan")
     if schema > SCHEMA:
-        raise StoreError(f"{name} has schema {schema}, this autoplan knows {SCHEMA} and older: update autoplan")
+        text = f"{name} has schema {schema}, this autoplan knows {SCHEMA} and passes over what is new: update autoplan"
+        warnings.warn(text, StoreWarning, stacklevel=4)
     if schema == 0:
         raise StoreError(f"{name} holds no timings yet: `autoplan profile` or `autoplan db import` writes some")
-    if schema < SCHEMA:
-        raise StoreError(
-            f"{name} has schema {schema}, this autoplan {SCHEMA}: any command that writes to it migrates it"
-        )
+    if schema < max(SCHEMA - 1, FIRST_TOLERANT):
+        raise StoreError(f"{name} has schema {schema}, this autoplan {SCHEMA}: its owner migrates it by writing to it")
+
+
+def may_migrate(connection: Connection) -> bool:
+    """Tell whether this role owns the tables of the database, as it must to change them."""
+    if connection.dialect.name != "postgresql":
+        return True
+    query = "SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = to_regclass(:table)"
+    return connection.execute(text(query), {"table": VERSION_TABLE}).scalar() is not False
 
 
 def migrate(connection: Connection, name: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
-from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, case, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, or_, select
 
 from autoplan.base.errors import InputError, StoreError
 from autoplan.profiler.contention import BesideProducts
@@ -23,10 +23,22 @@ from autoplan.profiler.record import NOT_CONTENT, SLOWED, Fingerprint, Record
 from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.selection import DISTURBED, may_stand_in
 from autoplan.profiler.store.database import Database
-from autoplan.profiler.store.marks import Mark, add_marks, change, hidden_ids, hiding_mark, is_hidden, now, quarantine
+from autoplan.profiler.store.marks import (
+    OPERATIONS,
+    RUNS,
+    Mark,
+    Marked,
+    add_marks,
+    change,
+    hidden_ids,
+    hiding_mark,
+    is_hidden,
+    now,
+    quarantine,
+)
 from autoplan.profiler.store.match import match
 from autoplan.profiler.store.plausible import implausible
-from autoplan.profiler.store.schema import DAMAGED, SCHEMA, fingerprints, insert_new, marks, records, runs
+from autoplan.profiler.store.schema import DAMAGED, fingerprints, insert_new, records, runs
 from autoplan.spec.timing import COLLECTIVES, Match, Measurement, Operation, devices_together
 
 T = TypeVar("T")
@@ -34,6 +46,7 @@ T = TypeVar("T")
 BATCH = 1_000  # records of one transaction: a killed writer loses at most these, and nobody waits long for another
 BESIDE = " beside "  # in the kernel of what was measured while something else ran on purpose
 LEAST_PREFIX = 6
+RUNS_HIDDEN_FROM = 4  # the schema that keeps marks of runs
 _TIMED = ("operation", "shape", "dtype", "seconds", "kernel", "source", "key", "fingerprint_id", "mode", "status")
 _CHOSEN_BY = (*_TIMED, "conditions", "host")
 HOSTS_APART = 1.10  # of two hosts' times of one shape, worth a word: devices of one kind differ by 5 % (`modelling` C1)
@@ -73,6 +86,7 @@ class Added:
 
     new: int = 0
     held: int = 0
+    marks: int = 0  # new ones, that hide records or take them back into use
     quarantined: int = 0
     first: Finding | None = None  # of the quarantined
 
@@ -132,10 +146,17 @@ class Store:
     @property
     def schema(self) -> int:
         """The schema of the database."""
-        return SCHEMA
+        return self._database.schema
 
-    def add(self, new: Iterable[Record | RunRecord], *, on_batch: Callable[[int], None] | None = None) -> Added:
-        """Add records and runs that are not held yet; implausible records are hidden at once: their quarantine.
+    @property
+    def _marked(self) -> tuple[Marked, ...]:
+        """What can be hidden here."""
+        return (OPERATIONS, RUNS) if self.schema >= RUNS_HIDDEN_FROM else (OPERATIONS,)
+
+    def add(self, new: Iterable[Record | RunRecord | Mark], *, on_batch: Callable[[int], None] | None = None) -> Added:
+        """Add records, runs and marks that are not held yet; implausible records are hidden at once: their quarantine.
+
+        Marks come after what they are of; those of what is not held are passed over.
 
         Every batch is one transaction: after an interrupt the same call adds the rest, and nothing is doubled.
         `on_batch` hears how many records have been taken in.
@@ -145,9 +166,10 @@ class Store:
         for batch in _batches(new, BATCH):
             by_key = {record.key: record for record in batch if isinstance(record, Record)}
             runs_by_key = {record.key: record for record in batch if isinstance(record, RunRecord)}
+            new_marks = [record for record in batch if isinstance(record, Mark)]
             findings = [finding for key in sorted(by_key) if (finding := _finding(key, by_key[key]))]
             with self._database.writing() as connection:
-                ids = self._ids(connection, {record.fingerprint for record in batch})
+                ids = self._ids(connection, {record.fingerprint for record in batch if not isinstance(record, Mark)})
                 # In order of their keys, so that two writers of the same records never wait for each other.
                 rows = [_row(key, by_key[key], ids[by_key[key].fingerprint]) for key in sorted(by_key)]
                 num_new = insert_new(connection, records, rows) if rows else 0
@@ -155,11 +177,13 @@ class Store:
                 num_new += insert_new(connection, runs, run_rows) if run_rows else 0
                 kept_out = quarantine(connection, {finding.key: finding.reason for finding in findings})
                 findings = [finding for finding in findings if finding.key in kept_out]
+                num_marks = sum(add_marks(connection, of, new_marks) for of in self._marked) if new_marks else 0
             self._fingerprint_ids.update(ids)
             done += len(batch)
             total = Added(
                 new=total.new + num_new,
-                held=total.held + len(batch) - num_new,
+                held=total.held + len(batch) - len(new_marks) - num_new,
+                marks=total.marks + num_marks,
                 quarantined=total.quarantined + len(findings),
                 first=total.first or next(iter(findings), None),
             )
@@ -188,21 +212,20 @@ class Store:
             if record := self._read(_record, row, machine):
                 yield record
 
-    def runs(self, *, device: str | None = None, trust: Collection[str] | None = None) -> Iterator[RunRecord]:
+    def runs(
+        self, *, device: str | None = None, trust: Collection[str] | None = None, include_hidden: bool = False
+    ) -> Iterator[RunRecord]:
         """Training runs in the order in which they were added; `trust` names those whose measurements count."""
         query = select(runs)
         if device is not None:
             query = query.where(runs.c.fingerprint_id.in_(self._machines(device)))
         if trust is not None:
             query = query.where(runs.c.measured_by.in_(list(trust)))
+        if not include_hidden and RUNS in self._marked:
+            query = query.where(~is_hidden(RUNS))
         for row, machine in self._rows_with_machines(query, runs.c.id):
             if run := self._read(_run, row, machine):
                 yield run
-
-    def find_run(self, key: str) -> RunRecord | None:
-        """The run whose key begins with `key`, if there is one and no second."""
-        rows = self._beginning(runs, key)
-        return _run(rows[0], self._machines()[rows[0].fingerprint_id]) if len(rows) == 1 else None
 
     def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> set[tuple[str, tuple[int, ...], str, str, str]]:
         """Return (operation, shape, dtype, kernel, mode) of what settled so often on this machine, or keeps failing.
@@ -326,52 +349,55 @@ class Store:
                 return found
         return []
 
-    def find(self, key: str) -> tuple[Record, Mark | None]:
-        """The record whose key begins with `key`, and the mark that hides it."""
-        row = self._named(key)
-        with self._database.reading() as connection:
-            mark = hiding_mark(connection, row.id, row.key)
-        return _record(row, self._machines()[row.fingerprint_id]), mark
+    def find(self, key: str) -> tuple[Record | RunRecord, Mark | None]:
+        """The record or run whose key begins with `key`, and the mark that hides it."""
+        of, row = self._named(key)
+        mark = None
+        if of in self._marked:
+            with self._database.reading() as connection:
+                mark = hiding_mark(connection, of, row.id, row.key)
+        machine = self._machines()[row.fingerprint_id]
+        return _record(row, machine) if of is OPERATIONS else _run(row, machine), mark
 
     def whole_key(self, key: str) -> str:
-        """The key of the one record that begins with `key`, which need not be one that can be read."""
-        return str(self._named(key).key)
+        """The key of the one record or run that begins with `key`, which need not be one that can be read."""
+        of, row = self._named(key)
+        if of not in self._marked:
+            raise StoreError(
+                f"{self.name} has schema {self.schema}, which hides no runs: its owner migrates it by writing to it"
+            )
+        return str(row.key)
 
-    def _beginning(self, table: Table, key: str) -> Sequence[Row[Any]]:
-        """Return rows whose key begins so, two at most."""
-        with self._database.reading() as connection:
-            return connection.execute(select(table).where(table.c.key >= key, table.c.key <= key + "g").limit(2)).all()
-
-    def _named(self, key: str) -> Row[Any]:
+    def _named(self, key: str) -> tuple[Marked, Row[Any]]:
         if len(key) < LEAST_PREFIX or set(key) - set("0123456789abcdef"):
             raise InputError(f"key {key[:70]!r}: write at least {LEAST_PREFIX} of its hexadecimal digits, as shown")
-        rows = self._beginning(records, key)
-        if len(rows) != 1:
+        found: list[tuple[Marked, Row[Any]]] = []
+        with self._database.reading() as connection:
+            for of in (OPERATIONS, RUNS):
+                begins = of.rows.c.key.between(key, key + "g")
+                found += [(of, row) for row in connection.execute(select(of.rows).where(begins).limit(2))]
+        if len(found) != 1:
             raise InputError(
-                f"key {key}: {'several records begin so' if rows else f'{self.name} holds no such record'}"
+                f"key {key}: {'several records begin so' if found else f'{self.name} holds no such record'}"
             )
-        return rows[0]
+        return found[0]
 
     def change(self, keys: Iterable[str], *, hides: bool, by: str, reason: str) -> int:
-        """Mark the records of these whole keys as not to be used, or to be used again; how many were not so before."""
+        """Mark what has these whole keys as not to be used, or to be used again; how many were not so before."""
         num_changed = 0
         for batch in _batches(keys, BATCH):
             with self._database.writing() as connection:
-                num_changed += change(connection, batch, hides=hides, by=by, reason=reason)
+                num_changed += sum(
+                    change(connection, of, batch, hides=hides, by=by, reason=reason) for of in self._marked
+                )
         return num_changed
 
-    def mark(self, new: Iterable[Mark]) -> int:
-        """Keep the marks of another store; those of records that are not held are passed over.  How many are new."""
-        num_new = 0
-        for batch in _batches(new, BATCH):
-            with self._database.writing() as connection:
-                num_new += add_marks(connection, batch)
-        return num_new
-
     def marks(self) -> Iterator[Mark]:
-        """Yield the marks in the order in which they came in."""
-        for row in self._rows(select(marks, records.c.key).join_from(marks, records), marks.c.id):
-            yield Mark(key=row.key, by=row.by, reason=row.reason, at=row.at, hides=row.hides)
+        """Yield the marks in the order in which they came in: those of operations, then those of runs."""
+        for of in self._marked:
+            query = select(of.marks, of.rows.c.key).join_from(of.marks, of.rows)
+            for row in self._rows(query, of.marks.c.id):
+                yield Mark(key=row.key, by=row.by, reason=row.reason, at=row.at, hides=row.hides)
 
     def holdings(self) -> list[Holding]:
         """Summarise the records machine by machine, the largest first."""
@@ -407,7 +433,8 @@ class Store:
                     raise StoreError(f"{self.name} {DAMAGED} ({found})")
         for row, machine in self._rows_with_machines(select(records).where(~is_hidden()), records.c.id):
             yield from _findings(row, machine, _record, f"{row.operation} {row.shape}")
-        for row, machine in self._rows_with_machines(select(runs), runs.c.id):
+        query = select(runs).where(~is_hidden(RUNS)) if RUNS in self._marked else select(runs)
+        for row, machine in self._rows_with_machines(query, runs.c.id):
             yield from _findings(row, machine, _run, f"run of {row.model}")
 
     def _middle_ones(self, rows: Iterable[Any]) -> list[Any]:

@@ -59,6 +59,13 @@ def few_samples(task: Task, ranks: Ranks) -> Run | StagedRun | None:
     return worker.prepare(task, ranks)
 
 
+def slow_link(task: Task, ranks: Ranks) -> Run | StagedRun | None:
+    """Collectives that take .4 s, whatever was expected of them."""
+    if task.operation in ("gemm", "norm"):
+        return few_samples(task, ranks)
+    return lambda: time.sleep(0.4)
+
+
 def prepare(task: Task, ranks: Ranks) -> Run | StagedRun | None:
     vars(ranks).pop("gather", None)
     fault = task.shape[0] if ranks.rank == 1 else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import pytest
 
 from autoplan.base.errors import StoreError
 from autoplan.profiler.record import Fingerprint, Record
-from autoplan.profiler.store import open_store
+from autoplan.profiler.store import open_store, schema
 
 LAB = Fingerprint(
     device="h100-sxm",
@@ -83,3 +84,17 @@ def postgres_schema(server: str = SERVER) -> Iterator[str]:
             yield f"{where}?options={quote(f'-csearch_path={name}', safe='')}"
         finally:
             admin.execute(f"DROP SCHEMA {name} CASCADE")
+
+
+def migrate_later(patch: pytest.MonkeyPatch, folder: Path, then: str) -> None:
+    """Let there be a version after the last, which adds a column and does what `then` says."""
+    later = folder / "migrations"
+    shutil.copytree(schema.MIGRATIONS, later)
+    (later / "versions" / "next.py").write_text(
+        "import sqlalchemy as sa\nfrom alembic import op\n"
+        f"revision = '{schema.SCHEMA + 1}'\ndown_revision = '{schema.SCHEMA}'\n"
+        f"def upgrade():\n    op.add_column('fingerprints', sa.Column('site', sa.Text))\n{then}"
+    )
+    patch.setattr(schema, "MIGRATIONS", later)
+    patch.setattr(schema, "SCHEMA", schema.SCHEMA + 1)
+    patch.setattr("autoplan.profiler.store.database.SCHEMA", schema.SCHEMA)

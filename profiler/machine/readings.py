@@ -1,0 +1,79 @@
+"""Present state of devices, as NVML and AMD SMI tell: why clocks are down, clocks, power, whose work it is.
+
+Read without torch; nothing is set.  What a library, a driver or the rights do not tell is blank or 0.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from contextlib import suppress
+from typing import Any
+
+from autoplan.profiler.machine.hardware import amdsmi, nvml
+
+# Reasons for which NVML says that clocks are down and which are no part of sustained work within the power cap.
+_NVIDIA_SLOWDOWNS = {0x08: "hardware", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
+# The same of AMD SMI's status of violations, from MI300 on; `ppt_pwr` is the power cap.
+_AMD_SLOWDOWNS = {
+    "active_prochot_thrm": "processor hot",
+    "active_socket_thrm": "socket thermal",
+    "active_vr_thrm": "regulator thermal",
+    "active_hbm_thrm": "memory thermal",
+}
+# Before MI300: bits 32 to 47 of the throttle status are those of temperatures (SMU_THROTTLER_TEMP_* of amdgpu).
+_AMD_TEMPERATURES = 0xFFFF << 32
+
+
+def nvidia_slowdown(handle: Any) -> str:
+    """Say why NVML has the clocks of a device down."""
+    library = nvml()
+    bits = 0
+    if library is not None:
+        with suppress(library.NVMLError):  # not known to drivers from before 535
+            bits = library.nvmlDeviceGetCurrentClocksEventReasons(handle)
+    return ", ".join(name for bit, name in _NVIDIA_SLOWDOWNS.items() if bits & bit)
+
+
+def amd_slowdown(handle: Any) -> str:
+    """Say why AMD SMI has the clocks of a device down."""
+    library = amdsmi()
+    if library is None:
+        return ""
+    with suppress(library.AmdSmiException):  # what older devices do not have is an error
+        status = library.amdsmi_get_violation_status(handle)
+        found = [name for key, name in _AMD_SLOWDOWNS.items() if status.get(key) in (True, 1)]  # else False or "N/A"
+        if found or any(isinstance(status.get(key), bool | int) for key in _AMD_SLOWDOWNS):
+            return ", ".join(found)
+    with suppress(library.AmdSmiException):
+        bits = library.amdsmi_get_gpu_metrics_info(handle).get("indep_throttle_status")
+        return "thermal" if isinstance(bits, int) and bits != 2**64 - 1 and bits & _AMD_TEMPERATURES else ""
+    return ""
+
+
+def foreign_share(handle: Any, since_us: int) -> float:
+    """Share of an NVIDIA device's time that other processes took since a moment, in microseconds since 1970.
+
+    Inside a container the driver's process ids are not ours: then the busiest process counts as this one.
+    """
+    library = nvml()
+    if library is None:
+        return 0.0
+    used: dict[int, float] = defaultdict(float)
+    with suppress(library.NVMLError):  # it is an error that nothing ran
+        for sample in library.nvmlDeviceGetProcessUtilization(handle, since_us):
+            used[sample.pid] = max(used[sample.pid], sample.smUtil / 100)
+    own = os.getpid() if os.getpid() in used else max(used, key=lambda pid: used[pid], default=0)
+    return sum(share for pid, share in used.items() if pid != own)
+
+
+def nvidia_clock_and_power(handle: Any) -> tuple[int, int]:
+    """Return (clock of the compute units in MHz, power in watts)."""
+    library = nvml()
+    clock_mhz = power_w = 0
+    if library is not None:
+        with suppress(library.NVMLError):
+            clock_mhz = library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM)
+        with suppress(library.NVMLError):
+            power_w = round(library.nvmlDeviceGetPowerUsage(handle) / 1000)
+    return clock_mhz, power_w

@@ -1,0 +1,87 @@
+"""Watch over a training run: what other load its host had, and how the devices' clocks and power were."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from autoplan.profiler.machine.hardware import visible_nvidia_handles
+from autoplan.profiler.machine.readings import foreign_share, nvidia_clock_and_power, nvidia_slowdown
+from autoplan.profiler.protocol import Rules
+
+LOOK_S = 1.0  # between two looks
+MOST_SLOWED = 0.1  # share of looks at which clocks were down, up to which a run is as it should be
+
+
+class Seen(NamedTuple):
+    """One look at one device."""
+
+    slowdown: str
+    clock_mhz: int
+    power_w: int
+    foreign: float  # share of the device that other processes used since the last look
+
+
+class Watch:
+    """Looks at the devices of this host while a block runs, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = visible_nvidia_handles()
+        self._seen: list[Seen] = []
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end.set()
+        self._thread.join()
+
+    @property
+    def seen(self) -> Sequence[Seen]:
+        """All looks at devices that worked: at idle ones nothing of the run is to be seen."""
+        busy = [look for look in self._seen if look.clock_mhz or look.power_w]
+        most = max((look.power_w for look in busy), default=0)
+        return [look for look in busy if 2 * look.power_w >= most]
+
+    def _look(self) -> None:
+        since_us = time.time_ns() // 1000
+        while self._handles and not self._end.wait(LOOK_S):
+            now_us = time.time_ns() // 1000
+            for handle in self._handles:
+                clock_mhz, power_w = nvidia_clock_and_power(handle)
+                foreign = foreign_share(handle, since_us)
+                self._seen.append(Seen(nvidia_slowdown(handle), clock_mhz, power_w, foreign))
+            since_us = now_us
+
+
+def conditions(seen: Sequence[Seen], load: float | None) -> tuple[dict[str, str], str]:
+    """Return what is kept of a watch beside a run, and what disturbed the run: blank if nothing did.
+
+    `load` is the share of the cores that others used, where these are the devices.
+    """
+    found: dict[str, str] = {}
+    disturbances: list[str] = []
+    if seen:
+        load = float(np.mean([look.foreign for look in seen]))
+        found |= {name: f"{np.median([getattr(look, name) for look in seen]):.0f}" for name in ("clock_mhz", "power_w")}
+        slowed = Counter(look.slowdown for look in seen if look.slowdown)
+        if slowed:
+            share = slowed.total() / len(seen)
+            found["slowdown"] = f"{slowed.most_common(1)[0][0]} at {100 * share:.0f} % of {len(seen)} looks"
+            disturbances += [f"devices slowed down: {found['slowdown']}"] if share > MOST_SLOWED else []
+    if load is not None:
+        found["other_load"] = f"{100 * load:.1f} %"
+        if load > Rules().most_foreign:
+            disturbances.insert(0, f"other load took {100 * load:.0f} % of the machine")
+    return found, "; ".join(disturbances)
