@@ -162,7 +162,8 @@ def run(
         expected_so_far += ranked.expected_s
         progress.elapsed_s = time.monotonic() - began
         if lost is None:
-            paces[ranked.task.operation] = (progress.elapsed_s - elapsed) / ranked.expected_s
+            pace = (progress.elapsed_s - elapsed) / ranked.expected_s
+            paces[ranked.task.operation] = min(pace, paces.get(ranked.task.operation, pace))
         remaining_s = sum(later.expected_s for later in queue) * progress.elapsed_s / expected_so_far
         progress.left_s = min(remaining_s, max(budget_s - progress.elapsed_s, 0.0))
         advance(progress)

@@ -198,7 +198,7 @@ def test_a_budget_ends_a_sweep_before_it_is_exceeded(tmp_path: Path, pair: tuple
 
 
 def test_a_budget_is_kept_on_a_link_that_is_slower_than_expected(tmp_path: Path) -> None:
-    """Three warm-up calls, one for their number and five samples of each took four times as long."""
+    """Three warm-up calls, one for their number and five samples of the first alone took 9 s."""
     store = open_store(str(tmp_path / "times.db"))
     sends = [
         RankedTask(
@@ -208,16 +208,15 @@ def test_a_budget_is_kept_on_a_link_that_is_slower_than_expected(tmp_path: Path)
         )
         for size in range(1, 5)
     ]
-    progress = Progress(total=6)
+    progress = Progress(total=len(sends))
     with Crew(JOB, None, 2, faulty_ranks.slow_link) as crew:
         hello = crew.start()
         assert hello is not None
-        planned = [*products(16, 32), *sends]
-        run(crew, hello, store, planned, budget_s=1.5, progress=progress, visits_spoilt=False)
-    assert progress.elapsed_s < 1.5 + 2 * 0.4
-    assert progress.counts()["gemm"].total() == 2
-    (first, *_) = store.records(operations=["all_reduce"])
-    assert (first.status, "the budget left" in first.reason) == ("unstable", True)
+        run(crew, hello, store, sends, budget_s=2.5, progress=progress, visits_spoilt=False)
+    assert progress.elapsed_s < 6.0
+    (first,) = store.records()
+    assert (first.status == "ok", len(first.samples_s) < 3) == (False, True)
+    assert progress.num_left == 3
 
 
 PROGRAM = """
