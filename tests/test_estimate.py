@@ -333,6 +333,29 @@ def test_recomputation_that_stops_early_leaves_out_the_last_matrix_and_its_reduc
     assert terms_of(whole, none) == terms_of(early, none)
 
 
+def test_recomputation_that_stops_early_leaves_out_the_way_back_from_the_experts() -> None:
+    """Of a pass, the second of two exchanges and the last product; a latent width needs both for the matrix behind."""
+    assert MODELS["moe"].moe is not None
+    moe = dataclasses.replace(MODELS["moe"], moe=dataclasses.replace(MODELS["moe"].moe, num_dense_layers=0))
+    assert moe.moe is not None
+    latent = dataclasses.replace(moe, moe=dataclasses.replace(moe.moe, latent_size=512))
+
+    def saved_s(model: ModelSpec, **changes: int) -> tuple[float, float]:
+        """Return what stopping early saves, and the exchanges of both passes where nothing is recomputed."""
+        late, early = (problem_of(model, framework=PLAIN.changed(recompute_stops_early=ends)) for ends in (False, True))
+        plan = single(global_batch=4, recompute="full", **changes)
+        none = dataclasses.replace(plan, recompute="none")
+        assert terms_of(late, none) == terms_of(early, none)
+        saved = terms_of(late, plan)["recompute"] - terms_of(early, plan)["recompute"]
+        return saved, terms_of(late, none)["ep_communication"]
+
+    products, nothing = saved_s(moe, dp_replicate=2)
+    both, exchanges = saved_s(moe, dp_replicate=2, ep=2)
+    assert nothing == 0 < products
+    assert both - exchanges / 4 == pytest.approx(products, rel=0.2)
+    assert saved_s(latent, dp_replicate=2, ep=2)[0] == pytest.approx(0.0, abs=1e-9)
+
+
 def tensor_pair() -> ProcessGroup:
     """A tensor-parallel group of two."""
     return ProcessGroup(np.ones(1, dtype=np.int64), np.full(1, 2, dtype=np.int64))

@@ -260,6 +260,17 @@ def _never_repeated_s(framework: Framework, block: Block, parts: _Parts) -> Floa
     return parts.kernels.matrix_forward_s["fc2"] + parts.tp.forward_s - parts.tp_inputs
 
 
+def _never_repeated_experts_s(problem: Problem, block: Block, parts: _Parts, ep: Floats) -> Floats:
+    """Seconds of a block of experts likewise: their last product, and the way back of the tokens.
+
+    `ep` is what shows of their way there and back.  A matrix behind the way back (latent experts) needs both again.
+    """
+    moe = problem.model.moe if block is Block.MOE else None
+    if moe is None or moe.latent_size or not problem.framework.kernels.recompute_stops_early:
+        return np.zeros_like(ep)
+    return parts.kernels.matrix_forward_s["expert_fc2"] + 0.5 * ep
+
+
 def _pass_terms(parts: _Parts, ep: Floats) -> tuple[dict[str, Floats], dict[str, Floats]]:
     """Terms of the (forward, backward) pass: kernels and exposed traffic between them, nothing recomputed."""
     kernels = parts.kernels
@@ -307,6 +318,7 @@ def _block_cost(
         backward["recompute"] = np.where(is_known, parts.core_again_s, backward["recompute"])
     states = sharded_states_s(problem, batch, links, unit)
     host = _launch_s(problem, batch, block, parts.is_whole)
+    spared = spared + _never_repeated_experts_s(problem, block, parts, ep)
     repeated = backward | {"recompute": forward_s - spared}
     lag = _finish(framework, forward, states.forward_s, host.forward_s, wait.forward_s)
     sees_again = wait.forward_s * batch.repeats(RecomputeModule.MOE)

@@ -144,7 +144,7 @@ class Kernels:
     # Of the products alone that share is repeated, attention and what reduces its output and the MLP's are not, and all
     # else is.
     selective_saves_attention: bool = False
-    # Recomputing a whole layer ends before its last matrix, whose output no gradient needs.
+    # Recomputing a whole layer ends before its last matrix, whose output no gradient needs; tokens stay with experts.
     recompute_stops_early: bool = False
     kernel_bytes_factor: float = 1.0  # traffic of the memory-bound operations over that of fused kernels
     bytes_moved_per_logit: float = 0.0  # by the cross entropy, in each pass; 0: 1.25 times `bytes_per_logit`
