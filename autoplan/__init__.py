@@ -9,8 +9,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import autoplan.read
-import autoplan.search
 from autoplan.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -115,25 +113,23 @@ _HOMES = {name: home for home, names in _PUBLIC.items() for name in names}
 
 
 class _CallablePackage(ModuleType):
-    """A package that is called like the public function of its name: `autoplan.search(...)`, `autoplan.read(...)`."""
-
-    @property
-    def _function(self) -> Any:
-        name = self.__name__.rpartition(".")[2]
-        return getattr(import_module(_HOMES[name]), name)
+    """The package `autoplan.search`, which is called like the public function of its name."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._function(*arguments, **options)
+        from autoplan.api.search import search
+
+        return search(*arguments, **options)
 
     @property
     def __signature__(self) -> Signature:
         from inspect import signature  # a fifth of the time of the import
 
-        return signature(self._function)
+        from autoplan.api.search import search
+
+        return signature(search)
 
 
-for _package in (autoplan.search, autoplan.read):
-    _package.__class__ = _CallablePackage
+import_module("autoplan.search").__class__ = _CallablePackage
 
 
 def __getattr__(name: str) -> Any:

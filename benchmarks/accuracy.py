@@ -41,7 +41,7 @@ from autoplan.base.files import write_text
 from autoplan.cost.calibration import MeasuredRun, conformal_spread, likeness
 from autoplan.cost.estimate import NORMAL_90, estimate
 from autoplan.cost.spreads import HARD, NOVELTIES, Familiarity, general_spreads, spread_kinds
-from autoplan.read.calibration import calibration_among, calibration_text
+from autoplan.readers.calibration import calibration_among, calibration_text
 from autoplan.runs.predictions import predict, prediction_table
 from autoplan.runs.runs import Run, read_runs
 from autoplan.spec.estimate import CostEstimate

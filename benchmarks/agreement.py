@@ -25,7 +25,7 @@ from autoplan.profiler.protocol import Job
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.sweep import Progress, outliers, run
 from autoplan.profiler.tasks import MeasurementScope, TaskKey, ranked_tasks
-from autoplan.read.model import load_model
+from autoplan.readers.model import load_model
 from autoplan.spec.model import ModelSpec
 
 SMALL = ModelSpec(name="small-gpt", num_layers=8, hidden_size=512, vocab_size=8192, num_heads=8, ffn_size=1536)

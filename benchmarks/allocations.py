@@ -10,9 +10,9 @@ import numpy as np
 
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.calibration import built_in_calibration
-from autoplan.read.cluster import load_cluster
-from autoplan.read.model import load_model
+from autoplan.readers.calibration import built_in_calibration
+from autoplan.readers.cluster import load_cluster
+from autoplan.readers.model import load_model
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec

@@ -36,8 +36,8 @@ from autoplan.cost.estimate import estimate
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.frameworks.common.rules import legal
 from autoplan.frameworks.presets import load_framework, preset_frameworks
-from autoplan.read.cluster import load_cluster, preset_clusters
-from autoplan.read.model import load_model, preset_models
+from autoplan.readers.cluster import load_cluster, preset_clusters
+from autoplan.readers.model import load_model, preset_models
 from autoplan.search.findings import KEPT
 from autoplan.search.limits import COUNTS, FORBIDDEN
 from autoplan.search.objectives import OBJECTIVES, Run, costs_of, figures_at, find_objectives

@@ -52,7 +52,7 @@ from autoplan.profiler.store import open_store
 from autoplan.profiler.store.store import Store
 from autoplan.profiler.sweep import Progress, run
 from autoplan.profiler.tasks import MeasurementScope, ranked_tasks
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.spec.enums import Precision
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch

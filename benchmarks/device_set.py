@@ -35,8 +35,8 @@ from autoplan.profiler.record import Mode, Record
 from autoplan.profiler.store import open_store
 from autoplan.profiler.sweep import Progress, run
 from autoplan.profiler.tasks import MeasurementScope, ranked_tasks
-from autoplan.read.device import load_device
-from autoplan.read.model import load_model
+from autoplan.readers.device import load_device
+from autoplan.readers.model import load_model
 from autoplan.spec.timing import PRODUCTS, SHAPES, Operation
 from autoplan.topology.cluster import DeviceSpec
 

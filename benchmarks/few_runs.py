@@ -46,7 +46,7 @@ from autoplan.cost.calibration import (
     fit,
 )
 from autoplan.cost.estimate import NORMAL_90, estimate
-from autoplan.read.calibration import calibration_among
+from autoplan.readers.calibration import calibration_among
 from autoplan.runs.runs import read_runs
 from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.timing import Calibration

@@ -21,9 +21,9 @@ from reports import make_parser, write_report
 from autoplan.base.units import GIB
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.calibration import built_in_calibration
-from autoplan.read.cluster import load_cluster
-from autoplan.read.model import load_model
+from autoplan.readers.calibration import built_in_calibration
+from autoplan.readers.cluster import load_cluster
+from autoplan.readers.model import load_model
 from autoplan.spec.enums import Precision
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.framework import Framework

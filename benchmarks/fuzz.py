@@ -52,11 +52,11 @@ from autoplan.profiler.imports.nccl_tests import read_log
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
 from autoplan.profiler.store.exchange import read_exchange, write_exchange
-from autoplan.read.calibration import load_calibration
-from autoplan.read.cluster import load_cluster, of_size
-from autoplan.read.huggingface import model_types
-from autoplan.read.mixed_cluster import load_parts
-from autoplan.read.model import load_model
+from autoplan.readers.calibration import load_calibration
+from autoplan.readers.cluster import load_cluster, of_size
+from autoplan.readers.huggingface import model_types
+from autoplan.readers.mixed_cluster import load_parts
+from autoplan.readers.model import load_model
 from autoplan.runs.predictions import predict_runs
 from autoplan.search.ranking import ranked
 from autoplan.spec.enums import ContextParallelKind, Recompute, Schedule, Sharding

@@ -36,7 +36,7 @@ from autoplan.cost.network.links import ProcessGroup, collective_s
 from autoplan.profiler import fit
 from autoplan.profiler.imports.aiconfigurator import read_measurements
 from autoplan.profiler.selection import COLLECTIVES_KERNEL, EXPERTS_KERNEL, for_training
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.spec.timing import Measurement, Operation, TimingTable
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel
 from autoplan.topology.levels import Topology, compile_topology

@@ -25,7 +25,7 @@ from autoplan.base.errors import AutoplanError
 from autoplan.base.files import write_text
 from autoplan.cost.estimate import stage_costs
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.report.verified import tensor_bytes
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import count_parameters
-from autoplan.read.huggingface import read_huggingface
+from autoplan.readers.huggingface import read_huggingface
 
 CLOSE = 0.001  # relative: parameters that agree
 

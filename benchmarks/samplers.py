@@ -25,9 +25,9 @@ from autoplan.base.arrays import Floats
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.calibration import built_in_calibration
-from autoplan.read.cluster import load_cluster
-from autoplan.read.model import load_model
+from autoplan.readers.calibration import built_in_calibration
+from autoplan.readers.cluster import load_cluster
+from autoplan.readers.model import load_model
 from autoplan.search.bounds import group_bounds
 from autoplan.search.limits import default_limits
 from autoplan.search.ranking import seconds_per_sequence

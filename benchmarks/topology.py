@@ -19,7 +19,7 @@ from expanded import expand
 
 from autoplan.base.files import write_text
 from autoplan.base.units import format_seconds
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.report.cluster_drawing import draw
 from autoplan.topology.cluster import ClusterSpec, NodeGroup
 from autoplan.topology.graph import bisection_bytes_per_s, quotient

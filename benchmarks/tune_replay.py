@@ -34,7 +34,7 @@ from reports import existing, make_parser, write_report
 
 from autoplan.base.errors import AutoplanError
 from autoplan.cost.estimate import estimate
-from autoplan.read.calibration import calibration_among
+from autoplan.readers.calibration import calibration_among
 from autoplan.runs.outcomes import read_outcomes
 from autoplan.runs.runs import Run, read_runs
 from autoplan.search.choice import pace

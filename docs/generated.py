@@ -20,9 +20,9 @@ from autoplan.cli import COMMANDS, make_app
 from autoplan.cli.schema import KINDS, schema
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.frameworks.presets import load_framework, preset_frameworks
-from autoplan.read.cluster import load_cluster, preset_clusters
-from autoplan.read.huggingface import model_types
-from autoplan.read.model import load_model, preset_models
+from autoplan.readers.cluster import load_cluster, preset_clusters
+from autoplan.readers.huggingface import model_types
+from autoplan.readers.model import load_model, preset_models
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 _RESULT = re.compile(r"<!-- result: (\w+), (below )?( *.+?) -->")

@@ -20,7 +20,7 @@ from autoplan.cost.kernels.sizes import local_sizes
 from autoplan.profiler.group_layouts import layouts
 from autoplan.profiler.protocol import BESIDE, Hello, Task, rules_for
 from autoplan.profiler.record import Mode
-from autoplan.read.device import load_device
+from autoplan.readers.device import load_device
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch

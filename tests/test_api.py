@@ -56,7 +56,7 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_packages_are_called_as_the_functions_of_their_names() -> None:
-    program = "import autoplan.search.space, autoplan.read.model, inspect, autoplan\n"
+    program = "import autoplan.search.space, autoplan.readers.model, inspect, autoplan\n"
     program += "assert 'cluster' in inspect.signature(autoplan.search).parameters and callable(autoplan.read)"
     loaded_by(program)
 

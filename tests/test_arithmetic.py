@@ -19,8 +19,8 @@ from autoplan.cost.kernels.arithmetic import (
     mamba_scan_flops_per_token,
     model_flops_per_token,
 )
-from autoplan.read.cluster import load_cluster
-from autoplan.read.model import load_model
+from autoplan.readers.cluster import load_cluster
+from autoplan.readers.model import load_model
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, Experts, LatentAttention, Mamba, ModelSpec
 from autoplan.spec.plan import ParallelPlan

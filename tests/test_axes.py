@@ -11,7 +11,7 @@ import pytest
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, encode
 from autoplan.cli.flags import plan_flags
-from autoplan.read.model import load_model
+from autoplan.readers.model import load_model
 from autoplan.search.axes import axes_of
 from autoplan.search.explain import TYPED
 from autoplan.search.limits import ELSEWHERE, Limits, with_flags

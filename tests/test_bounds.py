@@ -12,7 +12,7 @@ from autoplan.cost.estimate import estimate
 from autoplan.frameworks.common.rules import legal
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.frameworks.registry import book_of
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.search.bounds import first_layers, group_bounds, kind_bounds, kind_costs, plan_bounds, spread_of
 from autoplan.search.limits import default_limits, with_flags
 from autoplan.search.space import Inside, Space

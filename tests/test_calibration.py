@@ -26,9 +26,9 @@ from autoplan.cost.calibration import (
 from autoplan.cost.estimate import NORMAL_90, estimate
 from autoplan.cost.spreads import spread_range
 from autoplan.frameworks.presets import load_framework, preset_frameworks
-from autoplan.read.calibration import built_in_calibration, calibration_text, load_calibration
-from autoplan.read.cluster import load_cluster, preset_clusters
-from autoplan.read.model import load_model
+from autoplan.readers.calibration import built_in_calibration, calibration_text, load_calibration
+from autoplan.readers.cluster import load_cluster, preset_clusters
+from autoplan.readers.model import load_model
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import FACTORS, Calibration

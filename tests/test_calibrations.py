@@ -16,7 +16,7 @@ from autoplan.cost.estimate import estimate
 from autoplan.profiler.record import Record
 from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store import open_store
-from autoplan.read.calibration import calibration_text, load_calibration
+from autoplan.readers.calibration import calibration_text, load_calibration
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem

@@ -26,8 +26,8 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store import open_store
-from autoplan.read.cluster import load_cluster
-from autoplan.read.model import load_model
+from autoplan.readers.cluster import load_cluster
+from autoplan.readers.model import load_model
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Operation

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from autoplan.read.cluster import load_cluster, preset_clusters
+from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.report.cluster import print_topology, rates_text, topology_json
 from autoplan.report.cluster_drawing import MOST_DRAWN, WIDTH, draw
 from autoplan.topology.cluster import ClusterSpec, Fault, SwitchTier, WanSpec

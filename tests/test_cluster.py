@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.read.cluster import cluster_schema, load_cluster, preset_clusters
-from autoplan.read.device import preset_devices
+from autoplan.readers.cluster import cluster_schema, load_cluster, preset_clusters
+from autoplan.readers.device import preset_devices
 from autoplan.topology.cluster import MAX_DEVICES, ClusterSpec, DeviceSpec, HostSpec, LinkLevel, NetworkSpec
 from autoplan.topology.levels import compile_topology
 

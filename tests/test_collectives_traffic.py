@@ -14,7 +14,7 @@ import pytest
 from autoplan.cost.collectives.pipeline_messages import message_s
 from autoplan.cost.collectives.traffic import StepTraffic, TrafficRow, step_traffic, transfers
 from autoplan.cost.network.links import Links
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.report.cluster_drawing import draw
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem

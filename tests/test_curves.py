@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autoplan.base.curves import AttentionCurve, CollectiveCurve, GemmCurve
 from autoplan.base.errors import InputError
-from autoplan.read.cluster import load_cluster, preset_clusters
+from autoplan.readers.cluster import load_cluster, preset_clusters
 
 SIZES = st.floats(1, 1e6)
 NCCL = CollectiveCurve(

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode
 from autoplan.base.units import GIB
-from autoplan.read.cluster import load_cluster
-from autoplan.read.device import UNMEASURED_SPREAD, completed, device_table, load_device
+from autoplan.readers.cluster import load_cluster
+from autoplan.readers.device import UNMEASURED_SPREAD, completed, device_table, load_device
 from autoplan.topology.cluster import DeviceSpec
 
 CARD = {"name": "my card", "memory_gib": 24, "memory_bandwidth_gb_per_s": 1000, "peak_tflops": {"bf16": 160}}

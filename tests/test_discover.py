@@ -35,8 +35,8 @@ from autoplan.profiler.discover.write import cluster_toml
 from autoplan.profiler.machine.hardware import Gpu, GpuLink
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
-from autoplan.read.cluster import load_cluster, preset_clusters
-from autoplan.read.device import preset_devices
+from autoplan.readers.cluster import load_cluster, preset_clusters
+from autoplan.readers.device import preset_devices
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.timing import Measurement, Operation
 from autoplan.topology.cluster import Fault, MachineSpec, NodeGroup

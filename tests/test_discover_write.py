@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.profiler.discover.write import cluster_toml
-from autoplan.read.cluster import load_cluster, preset_clusters
+from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.topology.cluster import ClusterSpec, NodeGroup, SwitchTier, WanSpec
 
 

@@ -16,7 +16,7 @@ from autoplan.base.units import GIB  # noqa: E402
 from autoplan.profiler.machine import device_names, environment, hardware  # noqa: E402
 from autoplan.profiler.machine.environment import canonical_hash, fingerprint  # noqa: E402
 from autoplan.profiler.machine.hardware import Gpu, GpuLink, Links, Nic, amd_gpus, device_id, nics  # noqa: E402
-from autoplan.read.device import load_device, preset_devices  # noqa: E402
+from autoplan.readers.device import load_device, preset_devices  # noqa: E402
 
 
 # Names as drivers report them, with the memory that torch shows: pytorch/test-infra #7631, NVIDIA/cosmos-framework

@@ -21,7 +21,7 @@ from autoplan.cost.memory.stage_memory import MEMORY_TERMS
 from autoplan.cost.network.links import CONTENTION_SHARE, Links, ProcessGroup, collective_s
 from autoplan.cost.pipeline.closed_forms import gpipe_s, one_forward_one_backward_s
 from autoplan.frameworks.presets import load_framework, preset_frameworks
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.spec.enums import ContextParallelKind, Recompute, Sharding
 from autoplan.spec.estimate import OOM_ABOVE, RISKY_ABOVE, VERDICTS, CostEstimate
 from autoplan.spec.framework import Framework

@@ -22,8 +22,8 @@ from autoplan.cost.kernels.products import gemm_pace, gemm_rate
 from autoplan.cost.kernels.times import kernel_times
 from autoplan.cost.network.links import Links
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.calibration import built_in_calibration
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.calibration import built_in_calibration
+from autoplan.readers.cluster import load_cluster
 from autoplan.spec.model import Block, Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem

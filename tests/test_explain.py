@@ -15,7 +15,7 @@ from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
-from autoplan.read.model import load_model
+from autoplan.readers.model import load_model
 from autoplan.report.explain import _versus_flag
 from autoplan.search.axes import axes_of, differing
 from autoplan.search.choice import pace

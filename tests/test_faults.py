@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
 from autoplan.cost.network.links import Links, ProcessGroup
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.timing import Measurement, TimingTable
 from autoplan.topology.cluster import ClusterSpec, Fault, NodeGroup, SwitchTier

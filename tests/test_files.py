@@ -29,8 +29,8 @@ from autoplan.base.files import (
 from autoplan.base.units import FILE_UNITS
 from autoplan.frameworks.presets import framework_schema
 from autoplan.frameworks.registry import facts_files
-from autoplan.read.cluster import cluster_schema
-from autoplan.read.device import device_schema
+from autoplan.readers.cluster import cluster_schema
+from autoplan.readers.device import device_schema
 from autoplan.spec.framework import GROUP_OF, GROUPS, Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec

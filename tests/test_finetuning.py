@@ -28,9 +28,9 @@ from autoplan.cost.kernels.arithmetic import (
 from autoplan.cost.memory.parameters import unit_parameters
 from autoplan.cost.memory.recompute import activation_parts, kept_bytes
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.cluster import load_cluster
-from autoplan.read.finetuning import combined, load_finetuning
-from autoplan.read.model import load_model
+from autoplan.readers.cluster import load_cluster
+from autoplan.readers.finetuning import combined, load_finetuning
+from autoplan.readers.model import load_model
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import Block, Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch

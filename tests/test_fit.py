@@ -10,7 +10,7 @@ import pytest
 from autoplan.base.curves import AttentionCurve, CollectiveCurve, GemmCurve
 from autoplan.base.errors import InputError
 from autoplan.profiler import fit
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.spec.timing import Measurement
 
 CLUSTER = load_cluster("h100-sxm:1x8")

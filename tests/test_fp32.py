@@ -17,7 +17,7 @@ from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.kernels.products import peaks
 from autoplan.frameworks.presets import load_framework
 from autoplan.profiler.machine.hardware import emulates_bf16
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem

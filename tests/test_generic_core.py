@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autoplan.cost.estimate import estimate
-from autoplan.read.calibration import load_calibration
+from autoplan.readers.calibration import load_calibration
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.timing import Measurement, TimingTable
 from benchmarks.closed_loop import label, plans_of, problem_of
@@ -55,7 +55,7 @@ def test_what_was_measured_on_the_cores_takes_that_width_away(tmp_path: Path) ->
 
 
 def test_other_devices_are_what_they_are_called() -> None:
-    from autoplan.read.cluster import load_cluster
+    from autoplan.readers.cluster import load_cluster
 
     assert load_cluster("mi300x:1x8").device.rate_spread == 0.0
     with pytest.raises(ValueError, match="rate_spread must be between 0 and 5, got 6"):

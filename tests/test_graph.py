@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.read.cluster import load_cluster, preset_clusters
+from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.topology.cluster import (
     ClusterSpec,
     Fault,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import count_parameters
-from autoplan.read.huggingface import model_types, read_huggingface
-from autoplan.read.model import load_model
+from autoplan.readers.huggingface import model_types, read_huggingface
+from autoplan.readers.model import load_model
 from autoplan.spec.model import Block, ModelSpec
 
 SIZES: dict[str, Any] = {

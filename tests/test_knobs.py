@@ -13,8 +13,8 @@ from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.cluster import load_cluster
-from autoplan.read.model import load_model
+from autoplan.readers.cluster import load_cluster
+from autoplan.readers.model import load_model
 from autoplan.search.knobs import memory_knobs
 from autoplan.spec.enums import RecomputeModule
 from autoplan.spec.plan import DEGREES, ParallelPlan, PlanBatch, parse_recompute

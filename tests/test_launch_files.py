@@ -22,7 +22,7 @@ from autoplan.frameworks.launch_files import MOST_BYTES, READERS, read_launch
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import TARGETS
 from autoplan.launch.targets import exported
-from autoplan.read.model import load_model
+from autoplan.readers.model import load_model
 from autoplan.report.launch_file import gap_line
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import ParallelPlan

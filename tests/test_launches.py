@@ -25,8 +25,8 @@ from autoplan.cost.kernels.launches import (
     repeated_launches_s,
 )
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.cluster import load_cluster
-from autoplan.read.model import load_model
+from autoplan.readers.cluster import load_cluster
+from autoplan.readers.model import load_model
 from autoplan.spec.enums import Dispatcher
 from autoplan.spec.model import Block
 from autoplan.spec.plan import ParallelPlan, PlanBatch

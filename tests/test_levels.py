@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.topology.cluster import ClusterSpec, LinkLevel, NetworkSpec, SwitchTier, WanSpec
 from autoplan.topology.levels import Level, Topology, compile_topology
 

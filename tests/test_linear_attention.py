@@ -17,7 +17,7 @@ from autoplan.cost.kernels.arithmetic import (
 )
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
-from autoplan.read.model import load_model
+from autoplan.readers.model import load_model
 from autoplan.spec.model import Block, LinearAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.workload import Workload

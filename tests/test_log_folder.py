@@ -13,7 +13,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch
 from autoplan.frameworks.launch_files import read_launch_on_part
 from autoplan.profiler.store import open_store
-from autoplan.read.cluster import load_cluster, of_size
+from autoplan.readers.cluster import load_cluster, of_size
 from autoplan.runs.log_folder import PassedOver, PastRun, past_runs
 from commands import run
 

@@ -13,7 +13,7 @@ from autoplan.frameworks.common.launch import Given, Reader
 from autoplan.frameworks.megatron_bridge import read as megatron_bridge
 from autoplan.frameworks.megatron_lm import read as megatron_lm
 from autoplan.frameworks.primus import read as primus
-from autoplan.read.model import load_model
+from autoplan.readers.model import load_model
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
 

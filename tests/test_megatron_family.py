@@ -31,7 +31,7 @@ from autoplan.frameworks.primus import read as primus_in
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import Launcher
 from autoplan.launch.targets import exported
-from autoplan.read.model import load_model
+from autoplan.readers.model import load_model
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import chunk_layers

@@ -16,7 +16,7 @@ from autoplan.frameworks.megatron_bridge import read as megatron_bridge
 from autoplan.frameworks.megatron_lm import read as megatron_lm
 from autoplan.frameworks.megatron_lm.notation import layout_counts, moe_places
 from autoplan.frameworks.primus import read as primus
-from autoplan.read.model import load_model
+from autoplan.readers.model import load_model
 
 OPTIONS = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention"

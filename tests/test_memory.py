@@ -18,7 +18,7 @@ from autoplan.cost.memory.stage_memory import CACHED_SHARE, MEMORY_TERMS, PASS_T
 from autoplan.cost.pipeline.layout import stage_blocks
 from autoplan.cost.pipeline.order import rank_orders
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.estimate import VERDICTS, CostEstimate, StageCost
 from autoplan.spec.framework import Framework

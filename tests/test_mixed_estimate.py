@@ -18,8 +18,8 @@ from autoplan.cost.network.links import Links, ProcessGroup
 from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.closed_forms import hop_sends_exposed_s, send_exposed_s
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.cluster import load_cluster
-from autoplan.read.mixed_cluster import load_parts
+from autoplan.readers.cluster import load_cluster
+from autoplan.readers.mixed_cluster import load_parts
 from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind, as_parallel, check_mixed
 from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.model import ModelSpec

@@ -12,7 +12,7 @@ from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import book_of
-from autoplan.read.model import load_model
+from autoplan.readers.model import load_model
 from autoplan.search.mixed_refinement import Refiner
 from autoplan.search.mixed_search import best_alone, search_mixed
 from autoplan.search.structures import Pipelines, Structure, groupings, pipelines, tensor_degrees

@@ -19,7 +19,7 @@ from autoplan.cost.passes import SplitPass
 from autoplan.cost.pipeline.recurrence import rank_steps
 from autoplan.cost.pipeline.waits import ROWS
 from autoplan.cost.timeline import RankTimeline, Timeline, timeline
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.report.trace import trace_json
 from autoplan.search.mixed_explanation import explain_mixed
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as_parallel

@@ -10,7 +10,7 @@ import pytest
 
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import block_shapes, count_parameters, model_flops_per_token
-from autoplan.read.model import load_model, plain_name, preset_models
+from autoplan.readers.model import load_model, plain_name, preset_models
 from autoplan.spec.model import Block, Experts, Mamba, ModelSpec
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "llama3-70b" / "config.json"

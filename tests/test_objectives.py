@@ -14,7 +14,7 @@ from autoplan.cost.energy import device_power_w, step_energy_j, waiting_power_w
 from autoplan.cost.estimate import estimate
 from autoplan.cost.goodput import Reliability
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.cluster import load_cluster, preset_clusters
+from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.search.objectives import (
     OBJECTIVES,
     Run,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.cost.estimate import estimate
 from autoplan.cost.network.process_groups import process_groups
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.ranks import coordinates, hosts

@@ -11,8 +11,8 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import decode
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.cluster import load_cluster
-from autoplan.read.model import load_model
+from autoplan.readers.cluster import load_cluster
+from autoplan.readers.model import load_model
 from autoplan.search.ranking import ranked
 from autoplan.spec.framework import GROUPS
 from autoplan.spec.plan import ParallelPlan, PlanBatch

@@ -8,8 +8,8 @@ import pytest
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.cluster import load_cluster
-from autoplan.read.model import load_model
+from autoplan.readers.cluster import load_cluster
+from autoplan.readers.model import load_model
 from autoplan.spec.enums import Precision
 from autoplan.spec.problem import Problem, precisions_of
 from autoplan.spec.training import TrainingSpec

@@ -11,7 +11,7 @@ from autoplan.api.problem import make_problem
 from autoplan.cost.estimate import estimate
 from autoplan.cost.pipeline.closed_forms import one_forward_one_backward_s
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.spec.estimate import VERDICTS, CostEstimate
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec

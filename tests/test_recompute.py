@@ -17,7 +17,7 @@ from autoplan.cost.pipeline.layout import chunk_blocks
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_lm import rules as megatron_lm
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.spec.enums import RecomputeModule
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, Experts, LatentAttention, ModelSpec

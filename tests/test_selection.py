@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.profiler.selection import EXPERTS_KERNEL, for_training
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.spec.timing import Measurement, Operation
 
 H100 = load_cluster("h100-sxm:1x8").device

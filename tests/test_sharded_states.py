@@ -11,8 +11,8 @@ from autoplan.cost.collectives.sharded_states import UnitParameters, sharded_sta
 from autoplan.cost.estimate import estimate
 from autoplan.cost.network.links import Links
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.cluster import load_cluster
-from autoplan.read.model import load_model
+from autoplan.readers.cluster import load_cluster
+from autoplan.readers.model import load_model
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Calibration

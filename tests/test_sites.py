@@ -10,7 +10,7 @@ import pytest
 from autoplan.cost.network.links import Links, ProcessGroup
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.search.limits import default_limits, with_flags
 from autoplan.search.ranking import RankedPlan
 from autoplan.search.space import Space

@@ -19,7 +19,7 @@ from autoplan.frameworks.nanotron import rules as nanotron
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import BOOKS, book_of
 from autoplan.frameworks.torchtitan import rules as torchtitan
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.search.limits import Limits, batch_grid, check_words, default_limits, divisors, with_flags
 from autoplan.search.space import Cell, Space, chunk_counts, layouts
 from autoplan.spec.enums import RankOrder

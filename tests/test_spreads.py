@@ -21,9 +21,9 @@ from autoplan.cost.spreads import (
     spread_range,
 )
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.calibration import calibration_among, shipped_calibrations
-from autoplan.read.cluster import load_cluster
-from autoplan.read.model import load_model
+from autoplan.readers.calibration import calibration_among, shipped_calibrations
+from autoplan.readers.cluster import load_cluster
+from autoplan.readers.model import load_model
 from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem

@@ -21,7 +21,7 @@ from autoplan.profiler.record import Fingerprint, Status
 from autoplan.profiler.store import open_store
 from autoplan.profiler.sweep import Progress, extrapolations, outliers, run
 from autoplan.profiler.tasks import RankedTask, ranked_tasks
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from stores import held
 from test_tasks import LAB, SCOPE
 

@@ -18,9 +18,9 @@ from autoplan.profiler.protocol import BESIDE, Hello, Task
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
 from autoplan.profiler.tasks import MeasurementScope, ranked_tasks, reference_s, unmeasurable_parts
-from autoplan.read.cluster import load_cluster
-from autoplan.read.device import load_device
-from autoplan.read.model import load_model
+from autoplan.readers.cluster import load_cluster
+from autoplan.readers.device import load_device
+from autoplan.readers.model import load_model
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch

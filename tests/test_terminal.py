@@ -15,7 +15,7 @@ from rich.console import Console
 
 from autoplan.base.files import decode
 from autoplan.base.units import format_seconds
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.report.answer import mfu_convention, print_search
 from autoplan.report.estimate import print_estimate, print_memory
 from autoplan.report.terminal import make_console

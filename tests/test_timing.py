@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoplan.base.arrays import Floats, Ints
 from autoplan.base.errors import InputError
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.spec.timing import (
     DISTURBED_SPREAD,
     Match,

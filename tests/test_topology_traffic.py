@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoplan.cost.network.links import ProcessGroup, collective_s
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.topology.cluster import ClusterSpec, LinkLevel, NetworkSpec, SwitchTier, WanSpec
 from autoplan.topology.levels import compile_topology
 from flows import ALGORITHMS, Algorithm, Expanded, RankGroups, sibling_groups, traffic

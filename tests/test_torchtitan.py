@@ -25,7 +25,7 @@ from autoplan.frameworks.torchtitan.options import spread, stages
 from autoplan.frameworks.torchtitan.read import _known, read, recognises
 from autoplan.frameworks.torchtitan.rules import RULES
 from autoplan.launch.targets import exported, job_of
-from autoplan.read.model import load_model
+from autoplan.readers.model import load_model
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers

@@ -12,8 +12,8 @@ from autoplan.base.version import __version__
 from autoplan.cost.calibration import Fitted, MeasuredRun, calibrated
 from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.run_record import RunRecord
-from autoplan.read.calibration import built_in_calibration, load_calibration
-from autoplan.read.cluster import of_size
+from autoplan.readers.calibration import built_in_calibration, load_calibration
+from autoplan.readers.cluster import of_size
 from autoplan.spec.framework import Framework
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem

@@ -12,9 +12,9 @@ from autoplan.base.units import GIB, format_tokens
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import TARGETS, facts_files
-from autoplan.read.cluster import load_cluster, preset_clusters
-from autoplan.read.device import load_device, preset_devices
-from autoplan.read.model import load_model, preset_models
+from autoplan.readers.cluster import load_cluster, preset_clusters
+from autoplan.readers.device import load_device, preset_devices
+from autoplan.readers.model import load_model, preset_models
 
 
 def known(kind: str) -> Table:

@@ -23,8 +23,8 @@ from autoplan.frameworks.launch_files import read_launch_on_part
 from autoplan.frameworks.presets import load_framework
 from autoplan.profiler.record import MOST_SAMPLES
 from autoplan.profiler.run_record import RunRecord
-from autoplan.read.calibration import built_in_calibration, calibration_text
-from autoplan.read.cluster import of_size
+from autoplan.readers.calibration import built_in_calibration, calibration_text
+from autoplan.readers.cluster import of_size
 from autoplan.report.score import COLUMNS, score_by_source, score_table
 from autoplan.runs.log_folder import PassedOver, PastRun, past_runs
 from autoplan.runs.outcomes import read_outcomes

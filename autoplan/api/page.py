@@ -17,7 +17,7 @@ from autoplan.cost.collectives.traffic import step_traffic
 from autoplan.cost.mixed.stages import mixed_stages, mixed_timeline
 from autoplan.cost.provenance import term_shares
 from autoplan.cost.timeline import timeline
-from autoplan.read.model import preset_models
+from autoplan.readers.model import preset_models
 from autoplan.report.page.content import MixedContent, PlanContent, Step
 from autoplan.report.page.page import page
 from autoplan.search.choice import robust_margin, robust_order

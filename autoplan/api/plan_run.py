@@ -32,7 +32,7 @@ from autoplan.frameworks.trainer.log import line
 from autoplan.jobs.program import Ending, ProgramError, run_program
 from autoplan.profiler.record import MOST_SAMPLES, Fingerprint
 from autoplan.profiler.run_record import RunRecord
-from autoplan.read.calibration import built_in_calibration
+from autoplan.readers.calibration import built_in_calibration
 from autoplan.runs.failure import LogEnd
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile

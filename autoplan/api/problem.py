@@ -16,10 +16,10 @@ from autoplan.base.version import __version__
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.frameworks import presets
 from autoplan.frameworks.registry import book_of, find_target
-from autoplan.read.calibration import built_in_calibration, load_calibration
-from autoplan.read.finetuning import combined
-from autoplan.read.mixed_cluster import load_parts
-from autoplan.read.model import load_model as read_model
+from autoplan.readers.calibration import built_in_calibration, load_calibration
+from autoplan.readers.finetuning import combined
+from autoplan.readers.mixed_cluster import load_parts
+from autoplan.readers.model import load_model as read_model
 from autoplan.search.limits import batch_grid, check_words, default_limits, with_flags
 from autoplan.search.placement import is_fragmented
 from autoplan.search.space import Space

@@ -53,8 +53,8 @@ def _files() -> Mapping[str, Callable[[], dict[str, Any]]]:
     from autoplan.base import files
     from autoplan.frameworks.presets import framework_schema
     from autoplan.jobs.template import job_template_schema
-    from autoplan.read.cluster import cluster_schema
-    from autoplan.read.mixed_cluster import mixed_schema
+    from autoplan.readers.cluster import cluster_schema
+    from autoplan.readers.mixed_cluster import mixed_schema
     from autoplan.spec.model import ModelSpec
     from autoplan.spec.plan_file import MixedPlanFile, PlanFile
     from autoplan.spec.training import TrainingSpec

@@ -14,7 +14,7 @@ from autoplan.base.files import is_file
 from autoplan.profiler.contention import contention_shares
 from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.selection import for_training
-from autoplan.read.calibration import built_in_calibration
+from autoplan.readers.calibration import built_in_calibration
 from autoplan.spec.framework import Framework
 from autoplan.spec.pinned_timings import PinnedTimings
 from autoplan.spec.problem import Problem

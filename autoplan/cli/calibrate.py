@@ -114,7 +114,7 @@ def _hand_over_imported(
             known = " and ".join(imported.calibrations) or "none"
             raise InputError(f"--out takes the calibration of one framework, there are {known}: leave it out")
         (fitted,) = imported.calibrations.values()
-        from autoplan.read.calibration import calibration_text
+        from autoplan.readers.calibration import calibration_text
 
         write_text(out, calibration_text(fitted.calibration), force=force)
         print_written(out, quiet=quiet)

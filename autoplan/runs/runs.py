@@ -21,10 +21,10 @@ from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_lm.notation import layout_counts
 from autoplan.frameworks.registry import book_of
-from autoplan.read.calibration import built_in_calibration
-from autoplan.read.cluster import load_cluster, preset_clusters
-from autoplan.read.device import closest
-from autoplan.read.model import load_model, plain_name, preset_models
+from autoplan.readers.calibration import built_in_calibration
+from autoplan.readers.cluster import load_cluster, preset_clusters
+from autoplan.readers.device import closest
+from autoplan.readers.model import load_model, plain_name, preset_models
 from autoplan.runs.recipes import Recipe, nearest_recipe, recipe_called
 from autoplan.runs.table import BLANKS, read_rows
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES

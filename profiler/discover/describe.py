@@ -11,7 +11,7 @@ from autoplan.profiler.discover.defects import SAME_RATE
 from autoplan.profiler.discover.fabric import Fabric, fabric_of
 from autoplan.profiler.discover.identify import identify
 from autoplan.profiler.discover.observed import ObservedNic, ObservedNode, Path
-from autoplan.read.cluster import load_cluster, preset_clusters
+from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec
 
 # From whose network the efficiency and latency come where a node has another kind than the shipped one.

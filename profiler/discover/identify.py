@@ -10,8 +10,8 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.profiler.discover.observed import ObservedDevice, ObservedNode
 from autoplan.profiler.machine.device_names import devices_named
-from autoplan.read.cluster import load_cluster, preset_clusters
-from autoplan.read.device import closest, load_device, preset_devices
+from autoplan.readers.cluster import load_cluster, preset_clusters
+from autoplan.readers.device import closest, load_device, preset_devices
 from autoplan.topology.cluster import DeviceSpec
 
 _FIGURES = (

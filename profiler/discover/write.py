@@ -9,7 +9,7 @@ from typing import Any
 
 from autoplan.base.hostlist import compress_hosts
 from autoplan.base.units import cleaned, file_units
-from autoplan.read.device import load_device
+from autoplan.readers.device import load_device
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec
 
 WIDTH = 120

@@ -22,7 +22,7 @@ from autoplan.base.files import read_text
 from autoplan.base.units import cleaned
 from autoplan.profiler.machine.device_names import device_named
 from autoplan.profiler.record import MOST_SAMPLES, Fingerprint, Record
-from autoplan.read.cluster import load_cluster, preset_clusters
+from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.spec.timing import Operation
 
 MOST_BYTES = 64 * 2**20

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from autoplan.base.units import cleaned
 from autoplan.profiler.machine.device_names import devices_named
-from autoplan.read.device import load_device
+from autoplan.readers.device import load_device
 
 SYS = Path("/sys")
 CPUINFO = Path("/proc/cpuinfo")

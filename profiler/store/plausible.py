@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 
 from autoplan.profiler.record import Record
-from autoplan.read.cluster import load_cluster, preset_clusters
-from autoplan.read.device import load_device
+from autoplan.readers.cluster import load_cluster, preset_clusters
+from autoplan.readers.device import load_device
 from autoplan.spec.timing import COLLECTIVES, PRODUCTS, RATE_TYPES
 from autoplan.topology.cluster import DeviceSpec
 

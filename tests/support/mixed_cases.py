@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.calibration import built_in_calibration
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.calibration import built_in_calibration
+from autoplan.readers.cluster import load_cluster
 from autoplan.spec.enums import Precision
 from autoplan.spec.framework import Framework
 from autoplan.spec.mixed_problem import MixedProblem, MixedStage, ReplicaKind

@@ -6,7 +6,7 @@ from typing import Any
 
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.presets import load_framework
-from autoplan.read.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster
 from autoplan.search.limits import default_limits, with_flags
 from autoplan.search.space import Space
 from autoplan.spec.model import ModelSpec

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 
-from autoplan.read.model import load_model, preset_models
+from autoplan.readers.model import load_model, preset_models
 from autoplan.spec.model import ModelSpec
 
 

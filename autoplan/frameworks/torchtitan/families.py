@@ -17,7 +17,7 @@ from autoplan.frameworks.common.option_table import (
     written,
 )
 from autoplan.frameworks.common.options import Argument, Options
-from autoplan.read.model import load_model
+from autoplan.readers.model import load_model
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan_file import PlanFile
 

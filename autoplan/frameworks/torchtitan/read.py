@@ -32,7 +32,7 @@ from autoplan.frameworks.torchtitan.options import (
     read_sequence,
     read_sharding,
 )
-from autoplan.read.model import load_model
+from autoplan.readers.model import load_model
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec

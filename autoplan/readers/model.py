@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, is_file, is_folder, read_table, shipped
-from autoplan.read.huggingface import read_huggingface
+from autoplan.readers.huggingface import read_huggingface
 from autoplan.spec.model import ModelSpec
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, is_file, read_table, schema, shipped
 from autoplan.base.hostlist import expand_hosts
-from autoplan.read.device import based_on, closest, device_schema, device_table, preset_devices
+from autoplan.readers.device import based_on, closest, device_schema, device_table, preset_devices
 from autoplan.topology.cluster import MAX_DEVICES, ClusterSpec, DeviceSpec, LinkLevel
 
 _COMPLETED = ("levels", "network")  # keys of a file that a similar cluster stands in for

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, is_file, read_table, schema
-from autoplan.read.cluster import cluster_from_table, cluster_schema, load_cluster
+from autoplan.readers.cluster import cluster_from_table, cluster_schema, load_cluster
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import BetweenSpec, MixedCluster, joined
 
