@@ -44,12 +44,12 @@ from autoplan.cost.spreads import HARD, NOVELTIES, Familiarity, general_spreads,
 from autoplan.readers.calibration import calibration_among, calibration_text
 from autoplan.runs.predictions import predict, prediction_table
 from autoplan.runs.runs import Run, read_runs
+from autoplan.spec.calibration import TIME_SPREADS, Calibration
 from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.run_outcome import Prediction
 from autoplan.spec.terms import STEP_TERMS
-from autoplan.spec.timing import TIME_SPREADS, Calibration
 
 Strings = npt.NDArray[np.str_]
 

@@ -55,9 +55,10 @@ from autoplan.profiler.tasks import MeasurementScope, ranked_tasks
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.enums import Precision
 from autoplan.spec.model import ModelSpec
+from autoplan.spec.operations import LAYER_HALVES, LAYERS, SHARED_LAYERS, Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import LAYER_HALVES, LAYERS, SHARED_LAYERS, Operation, Provenance
+from autoplan.spec.timing import Provenance
 from autoplan.spec.training import TrainingSpec
 from autoplan.trainer.run import PRELOAD, run_task
 from autoplan.trainer.task import Task, TrainingReport

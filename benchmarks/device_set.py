@@ -37,7 +37,7 @@ from autoplan.profiler.sweep import Progress, run
 from autoplan.profiler.tasks import MeasurementScope, ranked_tasks
 from autoplan.readers.device import load_device
 from autoplan.readers.model import load_model
-from autoplan.spec.timing import PRODUCTS, SHAPES, Operation
+from autoplan.spec.operations import PRODUCTS, SHAPES, Operation
 from autoplan.topology.cluster import DeviceSpec
 
 DTYPES = ("bf16", "fp8")

@@ -48,8 +48,8 @@ from autoplan.cost.calibration import (
 from autoplan.cost.estimate import NORMAL_90, estimate
 from autoplan.readers.calibration import calibration_among
 from autoplan.runs.runs import read_runs
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.estimate import CostEstimate
-from autoplan.spec.timing import Calibration
 
 LEAST_OTHERS = 5  # runs of a cluster to judge on
 MOST_RATIO = 1.3

@@ -37,7 +37,8 @@ from autoplan.profiler import fit
 from autoplan.profiler.imports.aiconfigurator import read_measurements
 from autoplan.profiler.selection import COLLECTIVES_KERNEL, EXPERTS_KERNEL, for_training
 from autoplan.readers.cluster import load_cluster
-from autoplan.spec.timing import Measurement, Operation, TimingTable
+from autoplan.spec.operations import Operation
+from autoplan.spec.timing import Measurement, TimingTable
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel
 from autoplan.topology.levels import Topology, compile_topology
 

@@ -28,9 +28,9 @@ from autoplan.profiler.protocol import Hello
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
 from autoplan.profiler.tasks import reference_s
+from autoplan.spec.operations import COLLECTIVES, SHAPES, Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.plan_file import PlanFile
-from autoplan.spec.timing import COLLECTIVES, SHAPES, Operation
 
 # (name, cluster, model, sequences, tokens, nodes that are measured, ranks on each)
 CASES = [

@@ -30,7 +30,7 @@ from autoplan.base.errors import AutoplanError
 from autoplan.base.files import write_text
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import Store, open_store
-from autoplan.spec.timing import Operation
+from autoplan.spec.operations import Operation
 
 SERVER = "postgresql://postgres@127.0.0.1:5432/postgres"
 AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]

@@ -40,11 +40,11 @@ from autoplan.runs.runs import Run, read_runs
 from autoplan.search.choice import pace
 from autoplan.search.ranking import ranked
 from autoplan.search.tune import TrialResult, TunedTrial, tuning_state
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.run_outcome import RunOutcome
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.terms import COMPONENTS
-from autoplan.spec.timing import Calibration
 from autoplan.spec.tune_report import TrialEnd
 
 SOURCES = ("bloom", "vtrain", "hagemann", "nanotron")

@@ -14,7 +14,8 @@ from autoplan.profiler.group_layouts import Layout
 from autoplan.profiler.protocol import BESIDE, Hello, Task, rules_for
 from autoplan.profiler.record import Mode
 from autoplan.profiler.tasks import BESIDE_LEAST_BYTES, OVERHEAD_S, RankedTask, TaskKey, reference_s
-from autoplan.spec.timing import COLLECTIVES, SHAPES, Operation, batch_index
+from autoplan.spec.operations import COLLECTIVES, SHAPES, Operation
+from autoplan.spec.timing import batch_index
 from autoplan.topology.cluster import DeviceSpec
 
 Asked = Mapping[tuple[Operation, str], Collection[tuple[int, ...]]]

@@ -17,7 +17,8 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats
 from autoplan.base.curves import AttentionCurve, CollectiveCurve, GemmCurve
 from autoplan.base.errors import InputError
-from autoplan.spec.timing import Measurement, Operation
+from autoplan.spec.operations import Operation
+from autoplan.spec.timing import Measurement
 from autoplan.topology.cluster import DeviceSpec, LinkLevel
 
 Curve = TypeVar("Curve")
@@ -40,7 +41,7 @@ class Fit(Generic[Curve]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Points:
-    """Measured shapes of one operation: rows of numbers as `timing.SHAPES` names them, and their times."""
+    """Measured shapes of one operation: rows of numbers as `SHAPES` names them, and their times."""
 
     shapes: Floats
     seconds: Floats
@@ -154,7 +155,7 @@ def held_out_attention(points: Points) -> Bools:
 
 
 def attention_s(device: DeviceSpec, curve: AttentionCurve, plateau: float, shapes: Floats) -> Floats:
-    """Seconds of causal forward attention, rows as `timing.SHAPES` has them, at that share of the bf16 peak."""
+    """Seconds of causal forward attention, rows as `SHAPES` has them, at that share of the bf16 peak."""
     batch, length, heads, kv_heads, head_dim, _ = shapes.T
     blocks = batch * heads * length / TILE / device.compute_units
     operations = 2 * batch * length**2 * heads * head_dim
@@ -207,7 +208,7 @@ def held_out_experts(points: Points) -> Bools:
 
 
 def experts_s(device: DeviceSpec, curve: ExpertsCurve, share: float, shapes: Floats) -> Floats:
-    """Seconds of gated experts, rows as `timing.SHAPES` has them, at that share of the plateau of dense products."""
+    """Seconds of gated experts, rows as `SHAPES` has them, at that share of the plateau of dense products."""
     tokens, hidden, ffn, per_token, experts, tp, ep = shapes.T
     width, each, local = ffn / tp, tokens * per_token / experts, experts / ep
     gemm = device.gemm

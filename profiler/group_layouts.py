@@ -1,6 +1,6 @@
 """Layouts of the groups of devices that a job of several nodes can form.
 
-A shape of a collective is (num_devices, devices_per_domain, num_groups, buffer_bytes), as `timing.SHAPES` has it; what
+A shape of a collective is (num_devices, devices_per_domain, num_groups, buffer_bytes), as `SHAPES` has it; what
 is called a node here is a scale-up domain, which may be several.  Groups that work at once are siblings, of the same
 layout on the other devices of the same nodes; whatever they do, the other nodes do it too.
 """

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autoplan.profiler.record import Fingerprint, Mode, Status
-from autoplan.spec.timing import Operation
+from autoplan.spec.operations import Operation
 
 BESIDE = " beside gemm"  # ending of a collective's kernel where products run at the same time
 PRODUCTS_S = "products_s"  # condition of such a record: seconds of these products alone

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import MOST_TEXT
-from autoplan.spec.timing import Operation, check_shape
+from autoplan.spec.operations import Operation, check_shape
 
 PROTOCOL = 1  # raised when the way of measuring changes so that older samples mean something else
 
@@ -84,7 +84,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Operation of one shape, measured on one machine; times in seconds, `shape` as `timing.SHAPES` names it."""
+    """Operation of one shape, measured on one machine; times in seconds, `shape` as `operations.SHAPES` names it."""
 
     fingerprint: Fingerprint
     operation: Operation

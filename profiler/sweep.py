@@ -18,7 +18,7 @@ from autoplan.profiler.crew import Crew
 from autoplan.profiler.protocol import Hello, Outcome, Task
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.tasks import RankedTask, TaskKey
-from autoplan.spec.timing import Operation
+from autoplan.spec.operations import Operation
 from autoplan.topology.cluster import ClusterSpec
 
 MOST_RESTARTS = 3  # in a row

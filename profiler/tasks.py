@@ -23,17 +23,9 @@ from autoplan.profiler.record import Mode
 from autoplan.readers.device import load_device
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.operations import COLLECTIVES, LAYER_HALVES, LAYERS, PRODUCTS, RATE_TYPES, SHARED_LAYERS, Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.timing import (
-    COLLECTIVES,
-    LAYER_HALVES,
-    LAYERS,
-    PRODUCTS,
-    RATE_TYPES,
-    SHARED_LAYERS,
-    Operation,
-    batch_index,
-)
+from autoplan.spec.timing import batch_index
 from autoplan.topology.cluster import DeviceSpec
 
 BUFFERS = {"cpu": tuple(2**power for power in range(10, 26, 3)), "cuda": tuple(2**power for power in range(16, 31, 2))}
@@ -94,7 +86,7 @@ class RankedTask:
 
 
 def unmeasurable_parts(scope: MeasurementScope) -> list[str]:
-    """Say what the model has and no operation of `timing.SHAPES` measures."""
+    """Say what the model has and no operation of `operations.SHAPES` measures."""
     blocks = {block for layer in scope.model.layers for block in layer}
     found = []
     if scope.is_latent and scope.window_of(Block.WINDOW_ATTENTION) and Block.WINDOW_ATTENTION in blocks:

@@ -34,7 +34,7 @@ from autoplan.profiler.operations.inputs import DTYPES, BesideRun, InputFactory,
 from autoplan.profiler.protocol import BESIDE, PRODUCTS_S, Hello, Job, Outcome, Task, ranks_in_domain, rules_for
 from autoplan.profiler.record import SETTINGS, Fingerprint, settings_differ
 from autoplan.profiler.timer import measure, synchronise
-from autoplan.spec.timing import COLLECTIVES, Operation
+from autoplan.spec.operations import COLLECTIVES, Operation
 from autoplan.trainer.device import describe, take_device
 
 CHECK_SIZE = {"cpu": 512, "cuda": 8192}  # of the product by which devices are compared

@@ -19,11 +19,12 @@ from autoplan.search.findings import KEPT
 from autoplan.search.ranking import TIE, seconds_per_sequence
 from autoplan.search.space import Space
 from autoplan.search.study import MARGIN, search
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.estimate import RISKY_Z
+from autoplan.spec.operations import ATTENTIONS, COLLECTIVES, EXPERTS, PRODUCTS, STREAMS, Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import Flip, RankedPlan, SearchResult, Sensitivity
-from autoplan.spec.timing import ATTENTIONS, COLLECTIVES, EXPERTS, PRODUCTS, STREAMS, Calibration, Operation
 from autoplan.topology.cluster import ClusterSpec
 
 MOST_CHANGE = 2.0  # a number that is off by more is another machine

@@ -20,9 +20,10 @@ from autoplan.search.study import search
 from autoplan.spec.axes import USUAL_SCHEDULES
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.operations import Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Measurement, Operation, TimingTable
+from autoplan.spec.timing import Measurement, TimingTable
 from autoplan.spec.training import TrainingSpec
 
 DENSE = ModelSpec(

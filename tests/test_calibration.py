@@ -29,9 +29,9 @@ from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.readers.calibration import built_in_calibration, calibration_text, load_calibration
 from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.readers.model import load_model
+from autoplan.spec.calibration import FACTORS, Calibration
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import FACTORS, Calibration
 from autoplan.spec.training import TrainingSpec
 from commands import run
 

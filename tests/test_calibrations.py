@@ -17,10 +17,10 @@ from autoplan.profiler.record import Record
 from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store import open_store
 from autoplan.readers.calibration import calibration_text, load_calibration
+from autoplan.spec.calibration import Calibration, FitConditions
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Calibration, FitConditions
 
 PLANS = [
     ParallelPlan(global_batch=64, micro_batch=1, tp=tp, pp=pp, dp_shard=16 // tp // pp, sharding=Sharding.ZERO1)

@@ -25,9 +25,9 @@ from autoplan.search.choice import (
 )
 from autoplan.search.ranking import ranked, seconds_per_sequence
 from autoplan.search.study import search
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.search_result import SearchResult
 from autoplan.spec.terms import COMPONENTS, STEP_TERMS
-from autoplan.spec.timing import Calibration
 from search_cases import LARGE, make
 
 Z90 = 1.2815515655446004  # of a one-sided 90 % quantile

@@ -28,9 +28,9 @@ from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store import open_store
 from autoplan.readers.cluster import load_cluster
 from autoplan.readers.model import load_model
+from autoplan.spec.operations import Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Operation
 from autoplan.spec.training import TrainingSpec
 from autoplan.trainer import run as trainer_run
 from autoplan.trainer.task import Advance, TrainingReport

@@ -18,8 +18,8 @@ from autoplan.api.schemas import FILES, KINDS, PRINTED
 from autoplan.base.files import encode
 from autoplan.cli import COMMANDS, make_app
 from autoplan.profiler.store import open_store
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.timing import Calibration
 from autoplan.trainer.task import Command, PredictedRun, RunFile, Task, TrainingReport
 from commands import run
 from search_cases import DENSE

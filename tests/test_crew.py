@@ -32,7 +32,7 @@ from autoplan.base.processes import Children, CrewError, RankPlace, place_from
 from autoplan.profiler.crew import Crew
 from autoplan.profiler.protocol import BESIDE, PRODUCTS_S, Hello, Job, Outcome, Task
 from autoplan.profiler.record import Fingerprint
-from autoplan.spec.timing import COLLECTIVES, Operation
+from autoplan.spec.operations import COLLECTIVES, Operation
 
 # Which of the two timers speaks first, the barrier's or the watchdog's, depends on how busy the machine is.
 HUNG = r"Rank.*\b1\b.*failed to pass|did not end within 6 s"

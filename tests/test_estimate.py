@@ -22,6 +22,7 @@ from autoplan.cost.network.links import CONTENTION_SHARE, Links, ProcessGroup, c
 from autoplan.cost.pipeline.closed_forms import gpipe_s, one_forward_one_backward_s
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.readers.cluster import load_cluster
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import ContextParallelKind, Recompute, Sharding
 from autoplan.spec.estimate import OOM_ABOVE, RISKY_ABOVE, VERDICTS, CostEstimate
 from autoplan.spec.framework import Framework
@@ -29,7 +30,6 @@ from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS, STEP_TERMS
-from autoplan.spec.timing import Calibration
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 

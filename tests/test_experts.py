@@ -24,10 +24,10 @@ from autoplan.cost.network.links import Links
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.calibration import built_in_calibration
 from autoplan.readers.cluster import load_cluster
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.model import Block, Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Calibration
 from autoplan.spec.training import TrainingSpec
 
 MODEL = ModelSpec(

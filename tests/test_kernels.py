@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from autoplan.profiler.operations.inputs import InputFactory  # noqa: E402
 from autoplan.profiler.operations.kernels import KERNELS, build, implementation, implementation_windowed  # noqa: E402
-from autoplan.spec.timing import Operation  # noqa: E402
+from autoplan.spec.operations import Operation  # noqa: E402
 
 CPU = torch.device("cpu")
 SHAPE = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autoplan.base.errors import InputError
 from autoplan.cost.network.links import ProcessGroup, collective_s
 from autoplan.readers.cluster import load_cluster
-from autoplan.spec.timing import Operation
+from autoplan.spec.operations import Operation
 from autoplan.topology.cluster import ClusterSpec, LinkLevel, NetworkSpec, SwitchTier, WanSpec
 from autoplan.topology.levels import Level, Topology, compile_topology
 

@@ -20,12 +20,12 @@ from autoplan.frameworks.megatron_lm.table import words
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import Launcher
 from autoplan.launch.targets import job_of
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PLAN_FILE_VERSION, PlanFile
 from autoplan.spec.search_result import RankedPlan
-from autoplan.spec.timing import Calibration
 from autoplan.spec.training import Attention, TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec, NodeGroup
 from launched import launched

@@ -13,9 +13,9 @@ from autoplan.cost.network.links import Links
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
 from autoplan.readers.model import load_model
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Calibration
 from autoplan.spec.training import TrainingSpec
 
 FRAMEWORK = load_framework("deepspeed-zero")

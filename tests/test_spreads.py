@@ -24,10 +24,11 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.readers.calibration import calibration_among, shipped_calibrations
 from autoplan.readers.cluster import load_cluster
 from autoplan.readers.model import load_model
+from autoplan.spec.calibration import GENERAL_PUBLISHERS, TIME_SPREADS, Calibration
 from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import GENERAL_PUBLISHERS, TIME_SPREADS, Calibration, Measurement, TimingTable
+from autoplan.spec.timing import Measurement, TimingTable
 from autoplan.spec.training import TrainingSpec
 
 SPREAD = ParallelPlan(global_batch=32, tp=4, pp=2, dp_shard=2)

@@ -23,9 +23,10 @@ from autoplan.readers.device import load_device
 from autoplan.readers.model import load_model
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
+from autoplan.spec.operations import COLLECTIVES, LAYERS, SHAPES
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import COLLECTIVES, LAYERS, SHAPES, batch_index
+from autoplan.spec.timing import batch_index
 from autoplan.spec.training import TrainingSpec
 
 MEGATRON: Framework = load_framework("megatron-core")

@@ -14,11 +14,11 @@ from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.pipeline.order import chunks_of_ranks
 from autoplan.cost.timeline import Event, RankTimeline, Timeline, timeline
 from autoplan.frameworks.presets import load_framework
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Schedule
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import END_TERMS, STEP_TERMS, STREAMS
-from autoplan.spec.timing import Calibration
 from test_blocks import eager
 from test_estimate import cases, problem_of, problems
 

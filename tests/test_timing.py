@@ -13,15 +13,9 @@ from hypothesis import strategies as st
 from autoplan.base.arrays import Floats, Ints
 from autoplan.base.errors import InputError
 from autoplan.readers.cluster import load_cluster
-from autoplan.spec.timing import (
-    DISTURBED_SPREAD,
-    Match,
-    Measurement,
-    Operation,
-    SourceFactors,
-    TimingTable,
-    burst_factors,
-)
+from autoplan.spec.calibration import burst_factors
+from autoplan.spec.operations import Operation
+from autoplan.spec.timing import DISTURBED_SPREAD, Match, Measurement, SourceFactors, TimingTable
 
 
 def measured(operation: Operation, shape: tuple[int, ...], seconds: float, dtype: str = "bf16") -> Measurement:

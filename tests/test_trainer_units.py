@@ -27,7 +27,7 @@ from autoplan.profiler.operations.trainer_units import (  # noqa: E402
     implementation,
     meets,
 )
-from autoplan.spec.timing import TRAINER_UNITS, Operation  # noqa: E402
+from autoplan.spec.operations import TRAINER_UNITS, Operation  # noqa: E402
 
 CPU = torch.device("cpu")
 LAYER = (1, 64, 32, 48, 4, 2, 8, 1)

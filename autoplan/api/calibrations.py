@@ -14,10 +14,11 @@ from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.run_record import RunRecord
 from autoplan.readers.calibration import built_in_calibration, load_calibration
 from autoplan.readers.cluster import of_size
+from autoplan.spec.calibration import Calibration, FitConditions
 from autoplan.spec.framework import Framework
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import NO_TIMINGS, Calibration, FitConditions, TimingTable
+from autoplan.spec.timing import NO_TIMINGS, TimingTable
 from autoplan.topology.cluster import ClusterSpec
 
 LEAST_RUNS = 3  # for a calibration

@@ -19,7 +19,7 @@ from autoplan.profiler.record import Record
 from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store import Added, Finding, Mark, Store
 from autoplan.profiler.store.exchange import write_exchange
-from autoplan.spec.timing import SHAPES
+from autoplan.spec.operations import SHAPES
 
 # `db` is the path or URL of a database; None: AUTOPLAN_DB, else a file in the user's data folder.
 OnBatch = Callable[[int], None] | None  # takes how many records have been taken in

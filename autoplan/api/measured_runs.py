@@ -30,10 +30,11 @@ from autoplan.runs.log_folder import PassedOver, PastRun, past_runs
 from autoplan.runs.outcomes import read_outcomes
 from autoplan.runs.predictions import predict_runs, prediction_table, read_predictions
 from autoplan.runs.runs import read_runs
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.run_outcome import Prediction
-from autoplan.spec.timing import NO_TIMINGS, Calibration
+from autoplan.spec.timing import NO_TIMINGS
 from autoplan.topology.cluster import ClusterSpec
 
 # -- predictions ------------------------------------------------------------------------------------------------------

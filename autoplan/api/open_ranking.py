@@ -26,11 +26,12 @@ from autoplan.search.measurement_value import (
     spread_of_price,
 )
 from autoplan.search.ranking import ranked
+from autoplan.spec.operations import COLLECTIVES, Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
-from autoplan.spec.timing import COLLECTIVES, PROVENANCES, Measurement, Operation
+from autoplan.spec.timing import PROVENANCES, Measurement
 
 
 class OpenRanking:

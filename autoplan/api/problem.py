@@ -23,6 +23,7 @@ from autoplan.readers.model import load_model as read_model
 from autoplan.search.limits import batch_grid, check_words, default_limits, with_flags
 from autoplan.search.placement import is_fragmented
 from autoplan.search.space import Space
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Precision
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.framework import Framework
@@ -30,7 +31,6 @@ from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import SpaceFlags
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Calibration
 from autoplan.spec.training import Attention, TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import MixedCluster

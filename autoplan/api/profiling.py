@@ -26,8 +26,8 @@ from autoplan.profiler.sweep import run as sweep
 from autoplan.profiler.tasks import MeasurementScope, RankedTask, ranked_tasks, unmeasurable_parts
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
+from autoplan.spec.operations import NARROW_PRODUCTS, SHAPES
 from autoplan.spec.search_result import RankedPlan
-from autoplan.spec.timing import NARROW_PRODUCTS, SHAPES
 from autoplan.topology.cluster import ClusterSpec
 
 if TYPE_CHECKING:  # Optuna, which a profile of a model does not need

@@ -15,19 +15,12 @@ from autoplan.profiler.contention import contention_shares
 from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.selection import for_training
 from autoplan.readers.calibration import built_in_calibration
+from autoplan.spec.calibration import Calibration, burst_factors
 from autoplan.spec.framework import Framework
+from autoplan.spec.operations import SHAPES, Operation
 from autoplan.spec.pinned_timings import PinnedTimings
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import (
-    NOWHERE,
-    SHAPES,
-    Calibration,
-    Measurement,
-    Operation,
-    TimingOrigin,
-    TimingTable,
-    burst_factors,
-)
+from autoplan.spec.timing import NOWHERE, Measurement, TimingOrigin, TimingTable
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec
 
 if TYPE_CHECKING:

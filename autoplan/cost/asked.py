@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autoplan.cost.estimate import estimate
+from autoplan.spec.operations import Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Operation, TimingTable
+from autoplan.spec.timing import TimingTable
 
 
 def asked_shapes(problem: Problem, batch: PlanBatch) -> Mapping[tuple[Operation, str], set[tuple[int, ...]]]:

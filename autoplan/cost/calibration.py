@@ -25,10 +25,10 @@ from autoplan.cost.spreads import (
     spread_range,
     width_of,
 )
+from autoplan.spec.calibration import FACTORS, TIME_SPREADS, Calibration
 from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import FACTORS, TIME_SPREADS, Calibration
 
 RUNS_PER_FACTOR = 15
 # Standard deviations of logarithms: of a measured step around the model with the right factors, beyond which a run

@@ -18,11 +18,11 @@ import numpy as np
 from autoplan.base.arrays import Floats, Ints, Rows, add_up
 from autoplan.base.files import decode, read_table, shipped
 from autoplan.base.units import check_positive
+from autoplan.spec.calibration import TIME_SPREADS
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import COMPONENTS
-from autoplan.spec.timing import TIME_SPREADS
 
 # Terms of a step that are no exposed traffic, launches or end of the step: kernels, and waiting in a pipeline.
 UNEXPOSED = (*COMPONENTS["kernels"], "pipeline_bubble", "stragglers")

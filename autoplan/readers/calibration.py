@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from autoplan.base.files import decode, read_table, shipped
+from autoplan.spec.calibration import FACTORS, TIME_SPREADS, Calibration
 from autoplan.spec.framework import Framework
-from autoplan.spec.timing import FACTORS, TIME_SPREADS, Calibration
 from autoplan.topology.cluster import DeviceSpec
 
 # Of runs that are priced as those of another framework, which works like theirs: nine tenths of the 60 of six sources

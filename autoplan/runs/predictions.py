@@ -15,12 +15,12 @@ from autoplan.cost.estimate import estimate
 from autoplan.runs.runs import Run, read_runs
 from autoplan.runs.table import positive, read_rows
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Recompute
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.run_outcome import Prediction, RunVerdict
-from autoplan.spec.timing import Calibration
 
 
 def predict(run: Run) -> Prediction:

@@ -28,6 +28,7 @@ from autoplan.readers.model import load_model, plain_name, preset_models
 from autoplan.runs.recipes import Recipe, nearest_recipe, recipe_called
 from autoplan.runs.table import BLANKS, read_rows
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import (
     ContextParallelKind,
     Dispatcher,
@@ -42,7 +43,6 @@ from autoplan.spec.framework import Framework, GraphScope
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Calibration
 from autoplan.spec.training import Attention, TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 

@@ -7,12 +7,12 @@ from string import ascii_uppercase
 
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.units import check_count
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Precision, Recompute, Schedule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Calibration
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, WanSpec
 from autoplan.topology.levels import Level

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.base.errors import InputError
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Dispatcher, GradType
 from autoplan.spec.estimate import StageCost
 from autoplan.spec.explanation import CurrentPlan
@@ -16,7 +17,7 @@ from autoplan.spec.pinned_timings import PinnedTimings
 from autoplan.spec.ranks import HostRanks
 from autoplan.spec.run_report import RunReport
 from autoplan.spec.search_result import Allowance, Certificate, Confidence, MemoryKnob, RankedPlan
-from autoplan.spec.timing import Calibration, Provenance
+from autoplan.spec.timing import Provenance
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import MixedCluster

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import format_bytes
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Precision
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.timing import NO_TIMINGS, Calibration, TimingTable
+from autoplan.spec.timing import NO_TIMINGS, TimingTable
 from autoplan.spec.training import TrainingSpec
 from autoplan.spec.workload import Workload
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec

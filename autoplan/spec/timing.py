@@ -1,4 +1,4 @@
-"""Measured times of operations by shape, and calibrations fitted to whole runs."""
+"""Measured times of operations, looked up by shape."""
 
 from __future__ import annotations
 
@@ -15,139 +15,21 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats, Ints, Rows
 from autoplan.base.errors import InputError
 from autoplan.base.interpolation import Scattered
-from autoplan.base.units import check_count, check_positive
-from autoplan.topology.cluster import DeviceSpec
-
-Operation = Literal[
-    "gemm",
-    "dgrad",
-    "wgrad",
-    "attention",
-    "attention_backward",
-    "latent_attention",
-    "latent_attention_backward",
-    "experts",
-    "experts_backward",
-    "norm",
-    "norm_backward",
-    "rope",
-    "swiglu",
-    "swiglu_backward",
-    "cross_entropy",
-    "optimizer",
-    "layer",
-    "layer_backward",
-    "layer_backward_selective",
-    "layer_backward_full",
-    "layer_input_gradient",
-    "layer_weight_gradient",
-    "replicated_layer",
-    "sharded_layer",
-    "resharded_layer",
-    "pipeline_actions",
-    "embedding",
-    "head",
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "send_recv",
-]
-
-# Operations whose times rest on the same rates, or that are measured alike.
-PRODUCTS: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad")
-ATTENTIONS: tuple[Operation, ...] = (
-    *("attention", "attention_backward"),
-    *("latent_attention", "latent_attention_backward"),
+from autoplan.base.units import check_positive
+from autoplan.spec.operations import (
+    ATTENTION_SIZES,
+    END_SIZES,
+    EXPERTS_SIZES,
+    GROUP_SIZES,
+    LATENT_SIZES,
+    LAYER_SIZES,
+    PIPELINE_SIZES,
+    PRODUCT_SIZES,
+    SHAPES,
+    SHARED_LAYER_SIZES,
+    Operation,
+    check_shape,
 )
-EXPERTS: tuple[Operation, ...] = ("experts", "experts_backward")
-STREAMS: tuple[Operation, ...] = (  # through the memory of the device
-    *("norm", "norm_backward", "rope", "swiglu", "swiglu_backward", "cross_entropy", "optimizer"),
-)
-LAYERS: tuple[Operation, ...] = ("layer", "layer_backward", "layer_backward_selective", "layer_backward_full")
-LAYER_HALVES: tuple[Operation, ...] = ("layer_input_gradient", "layer_weight_gradient")
-SHARED_LAYERS: tuple[Operation, ...] = ("replicated_layer", "sharded_layer", "resharded_layer")
-COLLECTIVES: tuple[Operation, ...] = (
-    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"),
-)
-
-_PRODUCT = ("m", "n", "k")
-_ATTENTION = ("batch", "seq_len", "num_heads", "num_kv_heads", "head_dim", "window")
-_LATENT = ("batch", "seq_len", "num_heads", "qk_head_dim", "v_head_dim")
-_EXPERTS = ("tokens", "hidden_size", "ffn_size", "experts_per_token", "num_experts", "etp", "ep")
-_LAYER = ("batch", "seq_len", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_dim", "tp")
-_SHARED_LAYER = (*_LAYER, "num_devices", "devices_per_domain")
-_ENDS = ("tokens", "hidden_size", "vocab_size", "tp")
-_PIPELINE = ("num_micro_batches", "num_devices", "devices_per_domain")
-_GROUP = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
-
-NARROW_TYPES = ("fp8", "mxfp8", "nvfp4")
-# Those that can be measured: one scale a tensor, for every 32 or 16 numbers, or for tiles of 128, which no precision of
-# a plan names yet.
-NARROW_PRODUCTS = (*NARROW_TYPES, "fp8_block")
-RATE_TYPES = {"mxfp8": "fp8", "fp8_block": "fp8"}  # at whose rate of the datasheet the others run
-
-# What the numbers of a shape are, by operation.  A matrix of k inputs and n outputs meets m tokens: `gemm` forward,
-# `dgrad` and `wgrad` backward, the latter added to an fp32 buffer.  `attention` is causal, over `batch` sequences,
-# over the last `window` tokens, itself among them, or over all where it is 0; `latent_attention` is causal too, with
-# values narrower than keys and as many heads of both.  `experts` are all routed experts of one rank, both products and
-# the activation between, for the `tokens` of all ranks that share them.  `rope` (of queries and keys) and
-# `cross_entropy` are both ways together, `optimizer` is one Adam step.  A group of a collective has
-# `devices_per_domain` members in each scale-up domain that it touches, and `num_groups` such groups work at once in
-# these domains; its buffer is the whole one: what an all-gather ends with, a reduce-scatter begins with.
-#
-# The others are units of the built-in trainer, with all that its host does for them.  `layer` is the forward pass of a
-# whole gated transformer layer over tp ranks, collectives included, its weights there, its gradients not reduced.  Its
-# backward pass finds all that it needs kept, or first runs the core of the attention (`_selective`) or the layer
-# (`_full`) again; `layer_input_gradient` and `layer_weight_gradient` are its halves where a schedule splits it.  A
-# layer whose states `num_devices` replicas share is both passes of a micro-batch that begins and ends a step: it
-# gathers the weights, or casts them, and reduces the gradients, one among others that compute meanwhile.
-# `replicated_layer` shards nothing, also on one device, `sharded_layer` keeps what it gathered for the backward pass,
-# `resharded_layer` gathers it again.  `embedding` and `head` (the last norm and the loss with it) are both ways.
-# `pipeline_actions` is what the 2 x num_micro_batches passes of one stage take of the host beyond computation and
-# messages.
-SHAPES: dict[Operation, tuple[str, ...]] = {
-    **dict.fromkeys(PRODUCTS, _PRODUCT),
-    **dict.fromkeys(("attention", "attention_backward"), _ATTENTION),
-    **dict.fromkeys(("latent_attention", "latent_attention_backward"), _LATENT),
-    **dict.fromkeys(EXPERTS, _EXPERTS),
-    **dict.fromkeys(("norm", "norm_backward"), ("tokens", "hidden_size")),
-    "rope": ("tokens", "num_heads", "head_dim"),
-    **dict.fromkeys(("swiglu", "swiglu_backward"), ("tokens", "ffn_size")),
-    "cross_entropy": ("tokens", "vocab_size"),
-    "optimizer": ("num_parameters",),
-    **dict.fromkeys((*LAYERS, *LAYER_HALVES), _LAYER),
-    **dict.fromkeys(SHARED_LAYERS, _SHARED_LAYER),
-    "pipeline_actions": _PIPELINE,
-    **dict.fromkeys(("embedding", "head"), _ENDS),
-    **dict.fromkeys(COLLECTIVES, _GROUP),
-}
-
-
-# What the built-in trainer does and no sum of the others stands for.
-TRAINER_UNITS: frozenset[Operation] = frozenset(
-    name for name, sizes in SHAPES.items() if sizes in (_LAYER, _SHARED_LAYER, _ENDS, _PIPELINE)
-)
-
-
-def devices_together(operation: Operation, shape: tuple[int, ...]) -> int:
-    """Return how many devices an operation runs on together: what links them decides how long it takes, if several."""
-    sizes = dict(zip(SHAPES[operation], shape, strict=True))
-    # Experts are those of one rank, whatever the degrees that make them so few.
-    return sizes.get("tp", 1) * sizes.get("num_devices", 1)
-
-
-def check_shape(operation: str, shape: tuple[int, ...]) -> None:
-    """Refuse an operation or a shape that `SHAPES` does not know."""
-    names = SHAPES.get(operation)  # type: ignore[call-overload]
-    if names is None:
-        raise InputError(f"operation {operation!r} is unknown: known are {', '.join(SHAPES)}")
-    # A window of 0 is none.
-    if len(shape) != len(names) or not all(
-        (name != "window") <= size < 2**63 for name, size in zip(names, shape, strict=True)
-    ):
-        raise InputError(f"{operation} needs {', '.join(names)}, all positive, got {shape}")
 
 
 class Match(IntEnum):
@@ -201,15 +83,15 @@ PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
 # The sizes between which times are interpolated, first the one that grows with the batch; where none are listed, all.
 # The other numbers of a shape must match: kernels and algorithms change with them.
 _BETWEEN: dict[tuple[str, ...], tuple[str, ...]] = {
-    _PRODUCT: _PRODUCT,
-    _ATTENTION: ("seq_len", "batch", "num_heads"),
-    _LATENT: ("seq_len", "batch", "num_heads"),
-    _EXPERTS: ("tokens", "hidden_size", "ffn_size"),
-    _LAYER: ("batch", "seq_len"),
-    _SHARED_LAYER: ("batch", "seq_len"),
-    _ENDS: ("tokens", "hidden_size", "vocab_size"),
-    _PIPELINE: ("num_micro_batches",),
-    _GROUP: ("buffer_bytes",),
+    PRODUCT_SIZES: PRODUCT_SIZES,
+    ATTENTION_SIZES: ("seq_len", "batch", "num_heads"),
+    LATENT_SIZES: ("seq_len", "batch", "num_heads"),
+    EXPERTS_SIZES: ("tokens", "hidden_size", "ffn_size"),
+    LAYER_SIZES: ("batch", "seq_len"),
+    SHARED_LAYER_SIZES: ("batch", "seq_len"),
+    END_SIZES: ("tokens", "hidden_size", "vocab_size"),
+    PIPELINE_SIZES: ("num_micro_batches",),
+    GROUP_SIZES: ("buffer_bytes",),
     ("tokens", "num_heads", "head_dim"): ("tokens", "num_heads"),
 }
 _SQUARED = ("seq_len",)  # the work of attention grows with its square, but within a window
@@ -362,7 +244,7 @@ class TimingTable:
     @property
     def has_kernels(self) -> bool:
         """Whether anything that a device computes was measured."""
-        return any(SHAPES[operation] not in (_GROUP, _PIPELINE) for operation, _ in self.times)
+        return any(SHAPES[operation] not in (GROUP_SIZES, PIPELINE_SIZES) for operation, _ in self.times)
 
     @property
     def spread(self) -> float:
@@ -451,28 +333,6 @@ class TimingTable:
 NO_TIMINGS = TimingTable()  # one for all, so that problems without measured times are alike
 
 
-def burst_factors(
-    device: DeviceSpec, calibration: Calibration | None = None
-) -> dict[Operation | tuple[Operation, str], float]:
-    """Time of operations in training over that in short benchmarks at burst clocks (`modelling` C2, C9).
-
-    Bursts tell the shape, not the level: that stays the one of the reference, whose `calibration` thus holds for them.
-    Products in 8 or 4 bits stand apart where the device sustains those at a rate of its own.
-    """
-    calibration = calibration or Calibration()
-    gemm = device.gemm.burst_efficiency / device.gemm_efficiency * calibration.gemm
-    attention = device.attention.burst_efficiency / device.attention.efficiency * calibration.attention
-    factors: dict[Operation | tuple[Operation, str], float] = {
-        **dict.fromkeys((*PRODUCTS, *EXPERTS), gemm),
-        **dict.fromkeys(ATTENTIONS, attention),
-        **dict.fromkeys(COLLECTIVES[:4], calibration.scale_up),
-    }
-    if device.narrow_gemm_efficiency is not None:
-        narrow = device.gemm.burst_efficiency / device.narrow_gemm_efficiency * calibration.gemm
-        factors |= {(product, dtype): narrow for product in (*PRODUCTS, *EXPERTS) for dtype in NARROW_TYPES}
-    return factors
-
-
 def batch_index(operation: Operation) -> int:
     """Index of the number in an operation's shapes that grows with the batch."""
     return _columns(operation)[0][0]
@@ -516,119 +376,3 @@ def _times(operation: Operation, repeats: _Repeats, disturbed: Iterable[tuple[in
             if any(is_shaken):
                 shifted[kind] = Scattered.of(table[:, :-1], longer, powers)
     return _Times(exact=exact, sources=sources, disturbed=shaken, between=scattered, shifted=shifted)
-
-
-# What a calibration may move, in the order in which a fit takes them up: what most runs tell apart first.
-FACTORS = ("overall", "memory_bound", "host", "scale_out", "scale_up", "attention", "gemm")
-
-# The spreads of step times, one for every kind of plans: those below have the first unless they have their own.
-TIME_SPREADS = (
-    "time_spread",
-    "tensor_time_spread",
-    "pipeline_time_spread",
-    "spine_time_spread",
-    "experts_time_spread",
-)
-# Publishers of runs as which the general spreads count beside a calibration's own: of 1 to 4 the one with which most
-# sources that are left out have nine of ten runs inside, at the least width (`benchmarks/accuracy.py`).
-GENERAL_PUBLISHERS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitConditions:
-    """What the runs of a calibration were priced with when it was fitted: its factors hold beside nothing else."""
-
-    device: str
-    autoplan: str  # version, of which the cost model is a part
-    timings: str = ""  # digest of the measured times (`TimingTable.digest`); blank: none
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
-    """Multiplicative factors on the time of each component, and the residual spread that remains.
-
-    A factor of 1 is the reference model.  Spreads are standard deviations of log(measured / predicted): those of the
-    runs that the calibration rests on, by kind of plan, hold for plans like these runs; all others have the general
-    spreads of `cost.spreads`, wider by what is new about them.  The 90 % interval of a step time is exp(+-1.645 spread)
-    around the prediction, and the probability of running out of memory follows from `memory_spread`.
-    """
-
-    name: str = "reference"
-    overall: float = 1.0  # on the whole step
-    gemm: float = 1.0
-    attention: float = 1.0
-    memory_bound: float = 1.0
-    host: float = 1.0
-    scale_up: float = 1.0  # collectives inside the scale-up domain
-    scale_out: float = 1.0  # collectives over the network
-    time_spread: float | None = None  # None: no runs, so that the general spreads hold
-    tensor_time_spread: float | None = None  # of plans whose tensor or context parallelism leaves the scale-up domain
-    pipeline_time_spread: float | None = None  # of plans with several stages
-    spine_time_spread: float | None = None  # of all plans on more nodes than one leaf switch serves
-    experts_time_spread: float | None = None  # of all mixtures of experts
-    # Publishers of the runs: the spreads of a few are weighed against the general ones.  0: of the cluster itself.
-    num_publishers: int = 0
-    # What the runs were like; empty: nothing counts as new.
-    blocks: tuple[str, ...] = ()  # what their models have beside dense layers, and "dense"
-    precisions: tuple[str, ...] = ()
-    most_devices: int = 0  # 0: any number
-    # Share of a step outside of kernels, bubbles aside, up to which plans are like the runs: their 95 % quantile.
-    exposed_share: float = 1.0
-    unseen: tuple[str, ...] = ()  # of a whole problem, "framework" or "generation": no run rests on it
-    memory_spread: float = 0.06
-    sources: tuple[str, ...] = ()
-    fitted_with: FitConditions | None = None  # None: shipped, written by hand, or fitted before this was kept
-
-    def __post_init__(self) -> None:
-        for name in FACTORS:
-            check_positive(name, getattr(self, name), most=100.0)
-        if not 0 <= self.exposed_share <= 1:
-            raise InputError(f"exposed_share must lie in [0, 1], got {self.exposed_share:g}")
-        check_count("num_publishers", self.num_publishers, least=0)
-        check_count("most_devices", self.most_devices, least=0)
-        for name in (*TIME_SPREADS, "memory_spread"):
-            if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name), most=5.0)
-
-    def check_goes_with(self, timings: str, autoplan: str, device: str | None = None) -> None:
-        """Refuse measured times of another digest than its factors were fitted with: an error would count twice.
-
-        `autoplan` is this version, `device` the one that is planned for where there is one.
-        """
-        fitted = self.fitted_with
-        if fitted is None:
-            # Before conditions were kept all fits were without measured times; what was not fitted says what is wanted.
-            if timings and self.sources and any(getattr(self, name) != 1.0 for name in FACTORS):
-                raise InputError(
-                    f"calibration {self.name!r} was fitted without measured times, beside them its factors would count "
-                    "an error twice: take --calibration db, fit it anew, or leave --timings out"
-                )
-            return
-        if device is not None and fitted.device != device:
-            raise InputError(
-                f"calibration {self.name!r} was fitted on {fitted.device}, the cluster has {device}: "
-                "take one of that device, or leave --calibration out"
-            )
-        if fitted.autoplan != autoplan:
-            raise InputError(
-                f"calibration {self.name!r} was fitted with autoplan {fitted.autoplan}, this is {autoplan}: "
-                "fit it anew, or take --calibration db"
-            )
-        if fitted.timings != timings:
-            said = f"with the measured times {fitted.timings}" if fitted.timings else "without measured times"
-            given = f"those here are {timings}" if timings else "there are none here"
-            raise InputError(
-                f"calibration {self.name!r} was fitted {said}, {given}: take --calibration db, which is fitted to what "
-                "is given, fit it anew, or give the same --timings"
-            )
-
-    @property
-    def own_weight(self) -> float:
-        """Weight of the variance of the calibration's runs beside the general one."""
-        return self.num_publishers / (self.num_publishers + GENERAL_PUBLISHERS) if self.num_publishers else 1.0
-
-    @property
-    def time_spreads(self) -> Floats:
-        """The spread of every kind in `TIME_SPREADS`; NaN where no run tells it."""
-        found = (getattr(self, name) or self.time_spread for name in TIME_SPREADS)
-        return np.array([math.nan if spread is None else spread for spread in found])

@@ -17,7 +17,8 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.base.units import cleaned
 from autoplan.profiler.record import Fingerprint, Record
-from autoplan.spec.timing import Measurement, Operation
+from autoplan.spec.operations import Operation
+from autoplan.spec.timing import Measurement
 
 INSTALL = "pip install 'autoplan[reference]'"
 
@@ -38,7 +39,7 @@ _MS = 1e-3  # latencies are in milliseconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
-    """Columns of one kind of file: `shape` are those that `timing.SHAPES` lists, in its order.
+    """Columns of one kind of file: `shape` are those that `operations.SHAPES` lists, in its order.
 
     A table of collectives has devices and elements instead (`modelling` D1: not bytes), for several operations.
     """

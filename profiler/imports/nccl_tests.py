@@ -2,7 +2,7 @@
 
 Read are `all_reduce_perf`, `all_gather_perf`, `reduce_scatter_perf`, `alltoall_perf`, `broadcast_perf` and
 `sendrecv_perf`.  Their size is that of the whole buffer of a rank (doc/PERFORMANCE.md of nccl-tests: of an all-gather
-what a rank ends with, of a reduce-scatter what it begins with), as `timing.SHAPES` has it; their time is the mean of
+what a rank ends with, of a reduce-scatter what it begins with), as `SHAPES` has it; their time is the mean of
 the iterations, in microseconds.  The lines of the ranks tell the groups; hosts are taken for scale-up domains, but for
 devices whose shipped clusters join several hosts by their fabric.
 """
@@ -23,7 +23,7 @@ from autoplan.base.units import cleaned
 from autoplan.profiler.machine.device_names import device_named
 from autoplan.profiler.record import MOST_SAMPLES, Fingerprint, Record
 from autoplan.readers.cluster import load_cluster, preset_clusters
-from autoplan.spec.timing import Operation
+from autoplan.spec.operations import Operation
 
 MOST_BYTES = 64 * 2**20
 MOST_ROWS = 100_000

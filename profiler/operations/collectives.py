@@ -12,7 +12,7 @@ import torch.distributed as dist
 from autoplan.base.errors import InputError
 from autoplan.profiler.group_layouts import Layout, groups_of
 from autoplan.profiler.operations.inputs import BesideRun, InputFactory, Run
-from autoplan.spec.timing import COLLECTIVES, Operation
+from autoplan.spec.operations import COLLECTIVES, Operation
 
 _GEMM_SIZE = {"cpu": 256, "cuda": 4096}  # of a product long enough to launch and short enough to fill gaps
 

@@ -1,6 +1,6 @@
 """Kernels of training that can be run and timed.
 
-Every operation of `timing.SHAPES` that needs one device only.  Inputs are drawn from N(0, 1), since zeros draw less
+Every operation of `operations.SHAPES` that needs one device only.  Inputs are drawn from N(0, 1), since zeros draw less
 power; sets of them take turns, so that what a kernel reads has left the cache as it has in a model.  Backward passes
 run alone, on a graph that is kept.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoplan.profiler.operations import attention
 from autoplan.profiler.operations.inputs import InputFactory, Run, backward, in_turns, num_sets
-from autoplan.spec.timing import EXPERTS, NARROW_PRODUCTS, PRODUCTS, Operation
+from autoplan.spec.operations import EXPERTS, NARROW_PRODUCTS, PRODUCTS, Operation
 
 _ROPE_BASE = 10_000.0
 # Rows of 16 bits to which grouped products want each expert's share of the tokens: where it is none, some versions of

@@ -27,8 +27,8 @@ from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.profiler.operations.inputs import ChainedRun, InputFactory, Run, StagedRun, in_turns, num_sets
 from autoplan.spec.enums import Sharding
 from autoplan.spec.model import ModelSpec
+from autoplan.spec.operations import SHAPES, Operation
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.timing import SHAPES, Operation
 from autoplan.trainer.parallel import DTYPES, Grid, announce, make_grid, passes, share, spread
 from autoplan.trainer.step import loss_of
 from autoplan.trainer.transformer import Transformer

@@ -23,7 +23,7 @@ from autoplan.base.version import __version__
 from autoplan.profiler.record import PROTOCOL, Record
 from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store.marks import BY_CHECK, Mark
-from autoplan.spec.timing import SHAPES
+from autoplan.spec.operations import SHAPES
 
 FORMAT, VERSION = "autoplan-timings", 3
 # Versions of files without marks, and of records only, which older programs read.

@@ -9,7 +9,7 @@ from functools import lru_cache
 from autoplan.profiler.record import Record
 from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.readers.device import load_device
-from autoplan.spec.timing import COLLECTIVES, PRODUCTS, RATE_TYPES
+from autoplan.spec.operations import COLLECTIVES, PRODUCTS, RATE_TYPES
 from autoplan.topology.cluster import DeviceSpec
 
 MOST_OVER_PEAK = 1.1  # devices may boost a little above the clock of their datasheet

@@ -39,7 +39,8 @@ from autoplan.profiler.store.marks import (
 from autoplan.profiler.store.match import match
 from autoplan.profiler.store.plausible import implausible
 from autoplan.profiler.store.schema import DAMAGED, fingerprints, insert_new, records, runs
-from autoplan.spec.timing import COLLECTIVES, Match, Measurement, Operation, devices_together
+from autoplan.spec.operations import COLLECTIVES, Operation, devices_together
+from autoplan.spec.timing import Match, Measurement
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.network.links import ProcessGroup
-from autoplan.spec.timing import Operation
+from autoplan.spec.operations import Operation
 
 
 class LinkTimes(Protocol):

@@ -23,9 +23,9 @@ from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.spec.enums import Offload, Precision, Schedule, Sharding
 from autoplan.spec.framework import Framework
+from autoplan.spec.operations import Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Operation
 
 _REDUCTIONS: tuple[Operation, ...] = ("reduce_scatter", "all_reduce")
 

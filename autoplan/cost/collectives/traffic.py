@@ -30,9 +30,9 @@ from autoplan.cost.network.links import Links, link_bytes
 from autoplan.cost.pipeline.layout import StageBlocks, repeats_mtp, stage_blocks
 from autoplan.cost.pipeline.order import rank_of_chunks
 from autoplan.spec.model import Block
+from autoplan.spec.operations import Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Operation
 from autoplan.topology.levels import Level, compile_topology
 
 

@@ -21,9 +21,9 @@ from autoplan.cost.kernels.sizes import rank_tokens
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import ContextParallelKind, Precision
 from autoplan.spec.model import Block
+from autoplan.spec.operations import Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Operation
 
 # Rates on Hopper over FlashAttention 3 there, which the device's curve describes.  FlashAttention 2 and its kin, of
 # instructions that Ampere has too: 1 / 2 to 1 / 1.5 in short benchmarks (arXiv:2407.08608), of which the curve's level

@@ -20,9 +20,9 @@ from autoplan.cost.passes import Pass
 from autoplan.spec.enums import Dispatcher, Precision, RecomputeModule
 from autoplan.spec.framework import GraphScope
 from autoplan.spec.model import Block
+from autoplan.spec.operations import NARROW_TYPES
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import NARROW_TYPES
 
 ATTENTION_KINDS = (Block.ATTENTION, Block.WINDOW_ATTENTION)
 NARROW = [Precision(name).code for name in NARROW_TYPES]

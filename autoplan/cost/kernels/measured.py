@@ -7,7 +7,7 @@ none, its datasheet.
 The factors of a calibration on single components were fitted to what the reference rates leave unexplained, so they
 multiply references alone: a time that was measured as training runs has that in it already.  `overall` and `host`
 stand for what no timing of a kernel shows, and hold for all.  Bursts are brought to the level of the references before
-they become a table (`autoplan.spec.timing.burst_factors`).
+they become a table (`autoplan.spec.calibration.burst_factors`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import numpy as np
 from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import Precision
+from autoplan.spec.operations import Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Lookup, Operation, TimingTable
+from autoplan.spec.timing import Lookup, TimingTable
 
 Sizes = Floats | Ints | float
 
@@ -42,7 +43,7 @@ def find(timings: TimingTable, operation: Operation, dtypes: Iterable[str], shap
 def find_kernels(problem: Problem, batch: PlanBatch, operation: Operation, *sizes: Sizes) -> Lookup:
     """Times of kernels in the precision of each plan.
 
-    `sizes` are the numbers that `timing.SHAPES` names, each with an element for every plan along its last axis or one
+    `sizes` are the numbers that `SHAPES` names, each with an element for every plan along its last axis or one
     for all.
     """
     columns = np.stack(np.broadcast_arrays(np.zeros(len(batch)), *sizes)[1:], axis=-1)

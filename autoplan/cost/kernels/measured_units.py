@@ -3,7 +3,7 @@
 Sums of kernels miss what lies between them: launches, allocations, caches that are still warm (`modelling` C8, C9),
 dispatch, hooks and waits on the host (`closed-loop` 3).  A measured layer is priced through its blocks, whose kernels
 and collectives take as much longer or shorter together as it says; so the order of its passes is priced as for any
-other.  Only a framework that runs the very units of `timing.SHAPES` has such measurements (`TimingTable.is_own`).
+other.  Only a framework that runs the very units of `operations.SHAPES` has such measurements (`TimingTable.is_own`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from autoplan.base.arrays import Bools, Floats, Rows
 from autoplan.cost.kernels.measured import Sizes, find_kernels
 from autoplan.spec.enums import Sharding
 from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.operations import Operation
 from autoplan.spec.plan import DEFAULT_MODULE_BITS, SELECTIVE, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Lookup, Operation
+from autoplan.spec.timing import Lookup
 
 LAYER = (Block.ATTENTION, Block.MLP)
 FORWARD_SHARE = 1 / 3  # of both passes of an end; a pipeline hardly notices how much of them comes first
@@ -183,7 +184,7 @@ def _is_whole(problem: Problem) -> bool:
 
 
 def _has_measured_layer(model: ModelSpec) -> bool:
-    """Return whether layers of attention and MLP are those of `timing.SHAPES`: gated, normed by RMS, with rope."""
+    """Return whether layers of attention and MLP are those of `operations.SHAPES`: gated, normed by RMS, with rope."""
     has_extras = model.mlp_bias or model.qkv_bias or model.attention_output_bias or model.attention_sinks
     return (
         LAYER in model.layers

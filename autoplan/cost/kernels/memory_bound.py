@@ -23,9 +23,9 @@ from autoplan.cost.kernels.sizes import (
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import Precision
 from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.operations import Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Operation
 
 # Every kernel costs a start of its own on the device (3 us, aiconfigurator's figure in `modelling` C5); a dense block
 # is about this many of them (C6: 25-40 a layer forward, 50-80 backward, of which the GEMMs are counted apart).

@@ -15,9 +15,9 @@ from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, matrix_pieces, norm_tokens, rank_tokens
 from autoplan.cost.passes import SplitPass
 from autoplan.spec.enums import Precision
+from autoplan.spec.operations import PRODUCTS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import PRODUCTS
 
 # How many times as long 16-bit GEMMs of large shapes take where the rows of a matrix are no multiple of 16 bytes, so
 # that it is loaded in narrower pieces, and where rows have an odd number of elements, which no asynchronous copy takes

@@ -21,9 +21,9 @@ from autoplan.cost.kernels.sizes import norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.passes import Pass, SplitPass
 from autoplan.spec.finetuning import HEAD
 from autoplan.spec.model import Block
+from autoplan.spec.operations import EXPERTS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import EXPERTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,9 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints, Rows
 from autoplan.cost.network.links import Links, ProcessGroup
-from autoplan.spec.timing import NO_TIMINGS, Calibration, Operation
+from autoplan.spec.calibration import Calibration
+from autoplan.spec.operations import Operation
+from autoplan.spec.timing import NO_TIMINGS
 from autoplan.topology.levels import Level, Topology
 
 

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from autoplan.base.arrays import Bools, Floats, Ints, distinct_rows
 from autoplan.cost.kernels.measured import find
+from autoplan.spec.operations import Operation
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import NO_TIMINGS, Operation, TimingTable
+from autoplan.spec.timing import NO_TIMINGS, TimingTable
 from autoplan.topology.levels import Gaps, Topology
 from autoplan.topology.placement import Pattern
 from autoplan.topology.traffic import (

@@ -9,8 +9,9 @@ from autoplan.report.page.content import MixedContent, PlanContent
 from autoplan.report.page.elements import Segment, bar, bars, folded, key, pairs, section
 from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.terminal import LEAST_SHOWN_S, term_name
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.plan_file import MixedPlanFile, PlanFile
-from autoplan.spec.timing import Calibration, Provenance
+from autoplan.spec.timing import Provenance
 from autoplan.topology.cluster import ClusterSpec
 
 MEANS: dict[Provenance, str] = {

@@ -1,0 +1,151 @@
+"""Calibrations: factors on the times of components, fitted to whole runs, and the spread that remains."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoplan.base.arrays import Floats
+from autoplan.base.errors import InputError
+from autoplan.base.units import check_count, check_positive
+from autoplan.spec.operations import ATTENTIONS, COLLECTIVES, EXPERTS, NARROW_TYPES, PRODUCTS, Operation
+from autoplan.topology.cluster import DeviceSpec
+
+# What a calibration may move, in the order in which a fit takes them up: what most runs tell apart first.
+FACTORS = ("overall", "memory_bound", "host", "scale_out", "scale_up", "attention", "gemm")
+
+# The spreads of step times, one for every kind of plans: those below have the first unless they have their own.
+TIME_SPREADS = (
+    "time_spread",
+    "tensor_time_spread",
+    "pipeline_time_spread",
+    "spine_time_spread",
+    "experts_time_spread",
+)
+# Publishers of runs as which the general spreads count beside a calibration's own: of 1 to 4 the one with which most
+# sources that are left out have nine of ten runs inside, at the least width (`benchmarks/accuracy.py`).
+GENERAL_PUBLISHERS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitConditions:
+    """What the runs of a calibration were priced with when it was fitted: its factors hold beside nothing else."""
+
+    device: str
+    autoplan: str  # version, of which the cost model is a part
+    timings: str = ""  # digest of the measured times (`TimingTable.digest`); blank: none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Multiplicative factors on the time of each component, and the residual spread that remains.
+
+    A factor of 1 is the reference model.  Spreads are standard deviations of log(measured / predicted): those of the
+    runs that the calibration rests on, by kind of plan, hold for plans like these runs; all others have the general
+    spreads of `cost.spreads`, wider by what is new about them.  The 90 % interval of a step time is exp(+-1.645 spread)
+    around the prediction, and the probability of running out of memory follows from `memory_spread`.
+    """
+
+    name: str = "reference"
+    overall: float = 1.0  # on the whole step
+    gemm: float = 1.0
+    attention: float = 1.0
+    memory_bound: float = 1.0
+    host: float = 1.0
+    scale_up: float = 1.0  # collectives inside the scale-up domain
+    scale_out: float = 1.0  # collectives over the network
+    time_spread: float | None = None  # None: no runs, so that the general spreads hold
+    tensor_time_spread: float | None = None  # of plans whose tensor or context parallelism leaves the scale-up domain
+    pipeline_time_spread: float | None = None  # of plans with several stages
+    spine_time_spread: float | None = None  # of all plans on more nodes than one leaf switch serves
+    experts_time_spread: float | None = None  # of all mixtures of experts
+    # Publishers of the runs: the spreads of a few are weighed against the general ones.  0: of the cluster itself.
+    num_publishers: int = 0
+    # What the runs were like; empty: nothing counts as new.
+    blocks: tuple[str, ...] = ()  # what their models have beside dense layers, and "dense"
+    precisions: tuple[str, ...] = ()
+    most_devices: int = 0  # 0: any number
+    # Share of a step outside of kernels, bubbles aside, up to which plans are like the runs: their 95 % quantile.
+    exposed_share: float = 1.0
+    unseen: tuple[str, ...] = ()  # of a whole problem, "framework" or "generation": no run rests on it
+    memory_spread: float = 0.06
+    sources: tuple[str, ...] = ()
+    fitted_with: FitConditions | None = None  # None: shipped, written by hand, or fitted before this was kept
+
+    def __post_init__(self) -> None:
+        for name in FACTORS:
+            check_positive(name, getattr(self, name), most=100.0)
+        if not 0 <= self.exposed_share <= 1:
+            raise InputError(f"exposed_share must lie in [0, 1], got {self.exposed_share:g}")
+        check_count("num_publishers", self.num_publishers, least=0)
+        check_count("most_devices", self.most_devices, least=0)
+        for name in (*TIME_SPREADS, "memory_spread"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name), most=5.0)
+
+    def check_goes_with(self, timings: str, autoplan: str, device: str | None = None) -> None:
+        """Refuse measured times of another digest than its factors were fitted with: an error would count twice.
+
+        `autoplan` is this version, `device` the one that is planned for where there is one.
+        """
+        fitted = self.fitted_with
+        if fitted is None:
+            # Before conditions were kept all fits were without measured times; what was not fitted says what is wanted.
+            if timings and self.sources and any(getattr(self, name) != 1.0 for name in FACTORS):
+                raise InputError(
+                    f"calibration {self.name!r} was fitted without measured times, beside them its factors would count "
+                    "an error twice: take --calibration db, fit it anew, or leave --timings out"
+                )
+            return
+        if device is not None and fitted.device != device:
+            raise InputError(
+                f"calibration {self.name!r} was fitted on {fitted.device}, the cluster has {device}: "
+                "take one of that device, or leave --calibration out"
+            )
+        if fitted.autoplan != autoplan:
+            raise InputError(
+                f"calibration {self.name!r} was fitted with autoplan {fitted.autoplan}, this is {autoplan}: "
+                "fit it anew, or take --calibration db"
+            )
+        if fitted.timings != timings:
+            said = f"with the measured times {fitted.timings}" if fitted.timings else "without measured times"
+            given = f"those here are {timings}" if timings else "there are none here"
+            raise InputError(
+                f"calibration {self.name!r} was fitted {said}, {given}: take --calibration db, which is fitted to what "
+                "is given, fit it anew, or give the same --timings"
+            )
+
+    @property
+    def own_weight(self) -> float:
+        """Weight of the variance of the calibration's runs beside the general one."""
+        return self.num_publishers / (self.num_publishers + GENERAL_PUBLISHERS) if self.num_publishers else 1.0
+
+    @property
+    def time_spreads(self) -> Floats:
+        """The spread of every kind in `TIME_SPREADS`; NaN where no run tells it."""
+        found = (getattr(self, name) or self.time_spread for name in TIME_SPREADS)
+        return np.array([math.nan if spread is None else spread for spread in found])
+
+
+def burst_factors(
+    device: DeviceSpec, calibration: Calibration | None = None
+) -> dict[Operation | tuple[Operation, str], float]:
+    """Time of operations in training over that in short benchmarks at burst clocks (`modelling` C2, C9).
+
+    Bursts tell the shape, not the level: that stays the one of the reference, whose `calibration` thus holds for them.
+    Products in 8 or 4 bits stand apart where the device sustains those at a rate of its own.
+    """
+    calibration = calibration or Calibration()
+    gemm = device.gemm.burst_efficiency / device.gemm_efficiency * calibration.gemm
+    attention = device.attention.burst_efficiency / device.attention.efficiency * calibration.attention
+    factors: dict[Operation | tuple[Operation, str], float] = {
+        **dict.fromkeys((*PRODUCTS, *EXPERTS), gemm),
+        **dict.fromkeys(ATTENTIONS, attention),
+        **dict.fromkeys(COLLECTIVES[:4], calibration.scale_up),
+    }
+    if device.narrow_gemm_efficiency is not None:
+        narrow = device.gemm.burst_efficiency / device.narrow_gemm_efficiency * calibration.gemm
+        factors |= {(product, dtype): narrow for product in (*PRODUCTS, *EXPERTS) for dtype in NARROW_TYPES}
+    return factors
