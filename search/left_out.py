@@ -12,14 +12,16 @@ from autoplan.search.choice import is_as_safe, pace
 from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
 from autoplan.search.walk import prices
-from autoplan.spec.enums import Schedule
+from autoplan.spec.enums import CudaGraphs, Schedule
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan, SearchResult
 
 
 def with_left_out(problem: Problem, space: Space, result: SearchResult, fixed: Collection[str]) -> SearchResult:
-    """Return `result` with its best plan under another order of the ranks, without sequence parallelism or with GPipe.
+    """Return `result` with its best plan under another order of the ranks, or other options that are rarely better.
+
+    They are sequence parallelism switched, GPipe, and CUDA graphs of more.
 
     Each is taken where it is faster and as safe, and the axis is not among those `fixed` by the user.
     """
@@ -48,6 +50,8 @@ def _changed(problem: Problem, plan: ParallelPlan, fixed: Collection[str]) -> It
         changes.append({"sp": not plan.sp})
     if plan.schedule == Schedule.ONE_F_ONE_B and plan.pp > 1 and "schedule" not in fixed:
         changes += [{"schedule": Schedule.GPIPE}] * ("gpipe" in book_of(problem.framework).words("schedule"))
+    if "cuda_graphs" not in fixed and plan.cuda_graphs != CudaGraphs.NONE:
+        changes += [{"cuda_graphs": graphs} for graphs in CudaGraphs if graphs.code > plan.cuda_graphs.code]
     for change in changes:
         try:
             yield replace(plan, **change)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from autoplan.frameworks.common.rules import Rulebook
 from autoplan.frameworks.megatron_lm.rules import missing_modules
 from autoplan.frameworks.registry import book_of
 from autoplan.spec.axes import AXES, AXIS, SEARCHED, Axis, Kind, Value, shown
-from autoplan.spec.enums import Dispatcher, Precision, Recompute, RecomputeModule, Schedule
+from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, Recompute, RecomputeModule, Schedule
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import parse_recompute
@@ -159,6 +159,7 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         offered["schedule"] = [name for name in offered["schedule"] if name != Schedule.GPIPE]
     if problem.framework.overlap.tp_overlap_share == 0:
         offered["tp_overlap"] = [False]
+    offered["cuda_graphs"] = [word for word in offered["cuda_graphs"] if _has_graphs(word, problem.model)]
     offered["dispatcher"] = [word for word in offered["dispatcher"] if _runs(word, problem)]
     return limits.where(**offered | {"rank_order": orders if _order_matters(problem) else orders[:1]})
 
@@ -182,6 +183,14 @@ def _runs(dispatcher: Value, problem: Problem) -> bool:
     domain = problem.cluster.levels[-1].num_devices
     is_known = problem.device.generation in ("hopper", "blackwell") and not problem.framework.experts.drops_tokens
     return is_known and (dispatcher == Dispatcher.HYBRIDEP or domain <= 8)
+
+
+def _has_graphs(graphs: Value, model: ModelSpec) -> bool:
+    """Return whether a search looks at these graphs everywhere: with experts, whose waits they shorten, attention's.
+
+    Other ones are tried on the best plan (`left_out`).
+    """
+    return graphs not in ((CudaGraphs.LAYER, CudaGraphs.FULL_ITERATION) if model.moe else (CudaGraphs.ATTENTION,))
 
 
 def _order_matters(problem: Problem) -> bool:

@@ -67,8 +67,7 @@ def test_an_all_to_all_counts_its_tokens_in_front_of_every_forward_pass_unless_a
     """14 kernels of 50 us each, of a host that takes twice as long."""
     wait = _experts_wait_s(PROBLEM, batch_of())
     assert (wait.forward_s - wait.backward_s)[0] == pytest.approx(2.0 * 14 * 50e-6)
-    graphed = replace(PROBLEM, framework=FRAMEWORK.changed(graphs=("moe_router", "moe_preprocess")))
-    assert _experts_wait_s(graphed, batch_of()).forward_s[0] == pytest.approx(2.0 * 1e-3)
+    assert _experts_wait_s(PROBLEM, batch_of(cuda_graphs="router")).forward_s[0] == pytest.approx(2.0 * 1e-3)
 
 
 def test_a_graph_of_static_shapes_waits_for_nothing() -> None:

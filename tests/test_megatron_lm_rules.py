@@ -32,6 +32,7 @@ LATENT = replace(
 TWELVE_HEADS = replace(DENSE, num_heads=12, num_kv_heads=4, head_dim=128)
 SIX_GROUPS = replace(DENSE, num_heads=12, num_kv_heads=6, head_dim=128)
 BIASED = replace(MOE, mlp_bias=True, qkv_bias=True, attention_output_bias=True)
+DENSE_FIRST = replace(MOE, moe=replace(MOE.moe, num_dense_layers=1))  # type: ignore[type-var]
 ODD_EXPERTS = replace(MOE, moe=Experts(num_experts=8, experts_per_token=2, expert_ffn_size=1535))
 
 
@@ -85,6 +86,9 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     ),
     "gather overlap": (DENSE, plan_of(dp_shard=8, grad_reduce_overlap=False), 4096),
     "offload": (DENSE, plan_of(dp_shard=8, sharding="none", offload="optimizer"), 4096),
+    "graphs of routers": (DENSE, plan_of(cuda_graphs="router"), 4096),
+    "graphs and recompute": (DENSE, plan_of(cuda_graphs="layer", recompute="full"), 4096),
+    "graphs and ep overlap": (DENSE_FIRST, plan_of(ep=2, dp_shard=2, ep_overlap=True, cuda_graphs="layer"), 4096),
     "narrow states": (DENSE, plan_of(dp_shard=8, sharding="zero3", main_weights="remainders"), 4096),
     "remainders": (DENSE, plan_of(dp_shard=8, precision="fp8", main_weights="remainders"), 4096),
     "modules exist": (DENSE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096),

@@ -26,6 +26,7 @@ from autoplan.cost.kernels.launches import (
     NARROW,
     counts_tokens,
     extra_launches_s,
+    holds_graphs,
     is_graphed,
     is_one_graph,
     repeated_launches_s,
@@ -44,7 +45,7 @@ from autoplan.cost.memory.parameters import layer_parameters, unit_parameters
 from autoplan.cost.memory.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Pass
-from autoplan.spec.enums import RecomputeModule
+from autoplan.spec.enums import CudaGraphs, RecomputeModule
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import FULL, PlanBatch
@@ -244,11 +245,11 @@ def _experts_wait_s(problem: Problem, batch: PlanBatch) -> Pass:
     framework, moe = problem.framework, problem.model.moe
     assert moe is not None
     experts, host = framework.experts, framework.host
+    waits_less = holds_graphs(batch, CudaGraphs.ATTENTION)
     late = experts.narrow_sync_s + experts.s_per_local_expert * moe.num_experts / batch.ep
     wait = experts.moe_sync_s + np.isin(batch.precision, NARROW) * late
-    if "attn" in host.graphs:
-        wait = wait * GRAPHED_ATTENTION_WAIT
-    counting_s = host.host_s_per_launch * COUNT_TOKENS.forward * counts_tokens(problem, batch)
+    wait = wait * np.where(waits_less, GRAPHED_ATTENTION_WAIT, 1.0)
+    counting_s = host.host_s_per_launch * COUNT_TOKENS.forward * counts_tokens(batch)
     shows = np.where(is_one_graph(problem, batch), 0.0, problem.calibration.host)
     return Pass(wait + counting_s, wait).scaled(shows)
 
@@ -354,7 +355,7 @@ def _host_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -
     dense = Pass(
         np.full(len(batch), host.host_s_per_block_forward), np.full(len(batch), host.host_s_per_block_backward)
     )
-    factor = np.where(is_whole | is_graphed(problem, block), 0.0, problem.calibration.host)
+    factor = np.where(is_whole | is_graphed(batch, block), 0.0, problem.calibration.host)
     return dense.plus(extra_launches_s(problem, batch, block)).scaled(factor)
 
 

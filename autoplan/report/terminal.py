@@ -33,6 +33,7 @@ MEMORY_NAMES = {
     "logits": "head and loss",
     "transients": "backward transients",
     "wgrad_buffers": "weight-gradient buffers",
+    "graphs": "buffers of CUDA graphs",
     "gathered": "gathered parameters, buckets",
     "update": "more for the optimizer's step",
     "fragmentation": "fragmentation",
@@ -46,7 +47,7 @@ MEMORY_SUMS: dict[str, tuple[str, ...]] = {
     "optimizer": ("optimizer",),
     "activations": ("activations",),
     "logits": ("logits",),
-    "buffers": ("transients", "wgrad_buffers", "gathered", "update"),
+    "buffers": ("transients", "wgrad_buffers", "graphs", "gathered", "update"),
     "outside": ("fragmentation", "cached", "communicators", "context"),
 }
 TERM_NAMES = {term.name: term.title for term in TERMS} | {

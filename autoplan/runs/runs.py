@@ -19,7 +19,7 @@ from autoplan.base.errors import AutoplanError, UnpricedError
 from autoplan.base.units import GIB
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken
-from autoplan.frameworks.megatron_lm.notation import layout_counts
+from autoplan.frameworks.megatron_lm.notation import GRAPH_SCOPES, graphs_of, layout_counts
 from autoplan.frameworks.registry import book_of
 from autoplan.readers.calibration import built_in_calibration
 from autoplan.readers.cluster import load_cluster, preset_clusters
@@ -31,6 +31,7 @@ from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import (
     ContextParallelKind,
+    CudaGraphs,
     Dispatcher,
     Offload,
     Precision,
@@ -39,7 +40,7 @@ from autoplan.spec.enums import (
     Sharding,
     enum_value,
 )
-from autoplan.spec.framework import Framework, GraphScope
+from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
@@ -216,8 +217,6 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
     framework = _as_chosen(row, framework)
     if recipe.routes_unfused_alltoall and _named_dispatcher(row, recipe) == Dispatcher.ALL_TO_ALL:
         framework = framework.changed(fused_router=False, fused_latent_rope=False)
-    if graphs := _graphs(row):
-        framework = framework.changed(graphs=graphs)
     if model.position_embedding == "learned":  # the table does not say how long the position table was
         model = replace(model, max_positions=max(model.max_positions, training.seq_len))
     cluster = _cluster(row)
@@ -258,16 +257,15 @@ def find_preset(name: str) -> ModelSpec | None:
     return _presets_by_name().get(_plain(name))
 
 
-def _graphs(row: _Row) -> tuple[GraphScope, ...]:
+def _graphs(row: _Row, model: ModelSpec) -> CudaGraphs:
     """What is launched as CUDA graphs: scopes by Megatron-Core's names, joined by "+"; none where nothing is said."""
-    scopes = [scope for scope in row.options().get("cuda_graph", "none").split("+") if scope != "none"]
-    if scopes == ["layer"]:  # all of a layer that has static shapes
-        return tuple(scope for scope in get_args(GraphScope) if scope != "full_iteration")
-    if unknown := set(scopes) - set(get_args(GraphScope)):
-        raise UnpricedError(
-            f"option cuda_graph {sorted(unknown)[0][:40]!r} is not one of {', '.join(get_args(GraphScope))}"
-        )
-    return tuple(scopes)  # type: ignore[arg-type]
+    scopes = {scope for scope in row.options().get("cuda_graph", "none").split("+") if scope != "none"}
+    if scopes == {"layer"}:  # all of a layer that has static shapes
+        return CudaGraphs.LAYER
+    known = {scope for level in GRAPH_SCOPES.values() for scope in level} | {"full_iteration"}
+    if unknown := scopes - known:
+        raise UnpricedError(f"option cuda_graph {min(unknown)[:40]!r} is not one of {', '.join(sorted(known))}")
+    return graphs_of(scopes, model)
 
 
 def _drops_tokens(model: str, framework: Framework) -> bool:
@@ -475,6 +473,7 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         dispatcher=_dispatcher(row, problem, recipe, ep),
         ep_overlap=ep > 1 and row.option("ep_overlap", _overlaps_experts(row, problem, recipe, pp, vp, ep)),
         **problem.framework.choices,
+        cuda_graphs=_graphs(row, problem.model),
         grad_reduce_overlap=row.option("grad_reduce_overlap", default=True),
         param_gather_overlap=row.option("param_gather_overlap", default=True),
     )

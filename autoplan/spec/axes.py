@@ -15,6 +15,7 @@ from autoplan.base.errors import InputError
 from autoplan.spec.enums import (
     CodedEnum,
     ContextParallelKind,
+    CudaGraphs,
     Dispatcher,
     GradType,
     MainWeights,
@@ -332,6 +333,14 @@ AXES: tuple[Axis, ...] = (
         help="none or optimizer.",
         default=Offload.NONE,
         searched=(Offload.NONE, Offload.OPTIMIZER),
+    ),
+    _word(
+        name="cuda_graphs",
+        help="none, router (of experts), attn, layer (all of a layer whose shapes do not change) or full_iteration.",
+        default=CudaGraphs.NONE,
+        label="CUDA graphs",
+        known_of="Megatron-LM and Primus",
+        searched=(CudaGraphs.NONE, CudaGraphs.ATTENTION, CudaGraphs.LAYER, CudaGraphs.FULL_ITERATION),
     ),
     _word(
         name="grad_dtype",

@@ -100,6 +100,19 @@ class Offload(CodedEnum):
     ACTIVATIONS = "activations"
 
 
+class CudaGraphs(CodedEnum):
+    """What is launched as CUDA graphs: each holds all of the one before it, and the last one a whole pass.
+
+    router: the router and the counts of tokens that follow it; attn: attention; layer: dense MLP and Mamba layers too.
+    """
+
+    NONE = "none"
+    ROUTER = "router"
+    ATTENTION = "attn"
+    LAYER = "layer"
+    FULL_ITERATION = "full_iteration"
+
+
 class GradType(CodedEnum):
     """Data type in which gradients are added up, kept and reduced.
 

@@ -10,8 +10,6 @@ from autoplan.base.units import check_count, check_not_negative, check_positive,
 from autoplan.spec.axes import AXIS, Value
 from autoplan.spec.enums import RankOrder
 
-GraphScope = Literal["attn", "mlp", "mamba", "moe_router", "moe_preprocess", "full_iteration"]
-
 
 def _check(traits: object, *, positive: tuple[str, ...] = (), **ranges: tuple[float, float]) -> None:
     """Refuse numbers outside their range, else those that are negative or, where so named, not positive."""
@@ -261,7 +259,6 @@ class Host:
     # Of each kernel that a block of experts, or of latent attention, launches beyond a dense block
     # (`cost/kernels/launches.py`): an eager operation (`modelling` C6), or what a framework's layers put around it.
     host_s_per_launch: float = 10e-6
-    graphs: tuple[GraphScope, ...] = ()  # what it launches as CUDA graphs, by Megatron-Core's names (cuda_graph_scope)
     host_s_per_collective: float = 20e-6  # added where ranks must meet before a collective starts
     # Where zero1 gathers every rank's slice of every tensor of weights on its own: slicing, flattening, copying back.
     host_s_per_gathered_piece: float = 0.0
@@ -310,8 +307,8 @@ class Framework:
         if strange := set(self.fitted) - GROUP_OF.keys():
             raise InputError(f"fitted names no trait of a framework: {', '.join(sorted(strange))}")
         named = [text.partition("=")[0] for text in self.usual]
-        if strange := {*named, *self.lacks} - {name for name, axis in AXIS.items() if axis.exact is not None}:
-            raise InputError(f"usual and lacks name no option that has another value: {', '.join(sorted(strange))}")
+        if strange := {*named, *self.lacks} - {name for name, axis in AXIS.items() if axis.known_of}:
+            raise InputError(f"usual and lacks name no option of few frameworks: {', '.join(sorted(strange))}")
         for text in self.usual:
             name, _, value = text.partition("=")
             AXIS[name].parse(value, "usual")
@@ -357,6 +354,7 @@ _RETIRED = {
     "counts_ends_as_layers",
     "dispatches_once",
     "expert_compute_units",
+    "graphs",
     "host_factor_moe",
     "interleaves_layers",
     "microbatch_per_rank",

@@ -16,6 +16,7 @@ from autoplan.base.units import check_count
 from autoplan.spec.axes import AXES, COLUMNS, DEFAULT_RECOMPUTE_MODULES, Axis, Kind
 from autoplan.spec.enums import (
     ContextParallelKind,
+    CudaGraphs,
     Dispatcher,
     GradType,
     MainWeights,
@@ -53,7 +54,13 @@ _SHARDING_TERMS = {
     Sharding.ZERO1: "distributed optimizer (ZeRO-1)",
     Sharding.ZERO3: "fully sharded (ZeRO-3)",
 }
-_STATE_WORDS: dict[str, dict[str, str]] = {
+_OPTION_WORDS: dict[str, dict[str, str]] = {
+    "cuda_graphs": {
+        CudaGraphs.ROUTER: "CUDA graphs of routers",
+        CudaGraphs.ATTENTION: "CUDA graphs of attention",
+        CudaGraphs.LAYER: "CUDA graphs of layers",
+        CudaGraphs.FULL_ITERATION: "one CUDA graph",
+    },
     "grad_dtype": {GradType.BF16: "bf16 gradients", GradType.BF16_MAIN: "bf16 main gradients"},
     "main_weights": {MainWeights.REMAINDERS: "main weights as remainders", MainWeights.FP16: "fp16 main weights"},
     "moment_dtype": {MomentType.BF16: "bf16 moments", MomentType.FP8: "fp8 moments"},
@@ -104,6 +111,7 @@ class ParallelPlan:
     param_gather_overlap: bool = True
     ep_overlap: bool = False
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
+    cuda_graphs: CudaGraphs = CudaGraphs.NONE
     grad_dtype: GradType = GradType.FP32
     main_weights: MainWeights = MainWeights.FP32
     moment_dtype: MomentType = MomentType.FP32
@@ -202,7 +210,7 @@ class ParallelPlan:
             words.append(self._recompute_words())
         if self.offload != "none":
             words.append(f"{self.offload} on the CPU")
-        words += [text for name, texts in _STATE_WORDS.items() if (text := texts.get(getattr(self, name)))]
+        words += [text for name, texts in _OPTION_WORDS.items() if (text := texts.get(getattr(self, name)))]
         return ", ".join(words)
 
     def _recompute_words(self) -> str:
@@ -296,6 +304,7 @@ class PlanBatch(Rows):
     recompute_num_layers: Ints  # of a chunk; 0 unless recompute is full, ALL_LAYERS where a plan names no number
     precision: Ints
     offload: Ints
+    cuda_graphs: Ints
     grad_dtype: Ints
     main_weights: Ints
     moment_dtype: Ints

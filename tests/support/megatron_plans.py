@@ -84,6 +84,9 @@ MATRIX: dict[str, PlanFile] = {
     "dense, zero3": plan_file_of(LLAMA_8B, dp_shard=16, sharding="zero3"),
     "dense, replicated zero3": plan_file_of(LLAMA_8B, dp_replicate=4, dp_shard=8, sharding="zero3"),
     "dense, host": plan_file_of(LLAMA_8B, dp_shard=8, offload="optimizer"),
+    "dense, graphs of layers": plan_file_of(LLAMA_8B, pp=2, dp_shard=4, cuda_graphs="layer"),
+    "dense, one graph": plan_file_of(LLAMA_8B, dp_shard=8, cuda_graphs="full_iteration"),
+    "experts, graphs of layers": plan_file_of(MIXTRAL, ep=8, dp_shard=8, cuda_graphs="layer"),
     "dense, 16-bit gradients": plan_file_of(LLAMA_8B, dp_shard=8, grad_dtype="bf16"),
     "dense, remainders": plan_file_of(LLAMA_8B, dp_shard=8, main_weights="remainders"),
     "dense, 16-bit states": plan_file_of(
@@ -163,6 +166,10 @@ DEFECTS: dict[str, tuple[PlanFile, bool]] = {
         True,
     ),
     "expert bias": (plan_file_of(GPT_OSS, tp=2, sp=True, etp=2, ep=2, dp_shard=4), True),
+    "graphs of recomputed layers": (
+        plan_file_of(LLAMA_8B, dp_shard=8, cuda_graphs="layer", recompute="full"),
+        True,
+    ),
     # core/optimizer/__init__.py, when the optimizer is made
     "moments of whole copies": (
         plan_file_of(
@@ -305,6 +312,7 @@ def plan_files(draw: st.DrawFn, *, zero_bubble: bool = False) -> PlanFile:
     precision = draw(st.sampled_from(["bf16", "fp16", "fp8"]))
     plan = ParallelPlan(
         **draw(st.sampled_from(STATES[precision == "bf16"])),
+        cuda_graphs=draw(st.sampled_from(["none", "none", "layer", "full_iteration"])),
         global_batch=dp * draw(st.sampled_from([12, 24])) * 2,
         micro_batch=draw(st.sampled_from([1, 2])),
         tp=tp,

@@ -17,8 +17,7 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats, add_up
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.passes import Pass
-from autoplan.spec.enums import Dispatcher, Precision, RecomputeModule
-from autoplan.spec.framework import GraphScope
+from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, RecomputeModule
 from autoplan.spec.model import Block
 from autoplan.spec.operations import NARROW_TYPES
 from autoplan.spec.plan import PlanBatch
@@ -132,7 +131,7 @@ def repeated_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Flo
 
 def _each_s(problem: Problem, batch: PlanBatch, block: Block) -> Floats:
     """Time of the host for each launch of a block; none where a CUDA graph holds them."""
-    graphed = is_one_graph(problem, batch) | is_graphed(problem, block)
+    graphed = is_one_graph(problem, batch) | is_graphed(batch, block)
     return np.where(graphed, 0.0, problem.framework.host.host_s_per_launch)
 
 
@@ -140,13 +139,13 @@ def _expert_parts(problem: Problem, batch: PlanBatch) -> list[tuple[Launches, Fl
     """(part of a block of experts, how often each plan launches it)."""
     framework, moe = problem.framework, problem.model.moe
     assert moe is not None
-    graphs, once = framework.host.graphs, np.ones(len(batch))
+    once = np.ones(len(batch))
     local, sends = moe.num_experts / batch.ep, batch.ep > 1
-    routes = once * ("moe_router" not in graphs)
+    routes = once * ~holds_graphs(batch, CudaGraphs.ROUTER)
     return [
         (FUSED_ROUTER if framework.experts.fused_router else ROUTER, routes),
         (SHARED_EXPERTS, routes * (moe.shared_expert_ffn_size > 0)),
-        (COUNT_TOKENS, once * counts_tokens(problem, batch)),
+        (COUNT_TOKENS, once * counts_tokens(batch)),
         *((launches, once * sends * (batch.dispatcher == kind.code)) for kind, launches in DISPATCH.items()),
         (AROUND_EXPERTS, once),
         (PER_EXPERT, LIGHT * local),
@@ -154,29 +153,35 @@ def _expert_parts(problem: Problem, batch: PlanBatch) -> list[tuple[Launches, Fl
     ]
 
 
-def counts_tokens(problem: Problem, batch: PlanBatch) -> Bools:
+def counts_tokens(batch: PlanBatch) -> Bools:
     """Return which plans make the splits of an all-to-all with kernels of their own, outside of a CUDA graph."""
-    is_free = "moe_preprocess" not in problem.framework.host.graphs
+    is_free = ~holds_graphs(batch, CudaGraphs.ROUTER)
     return np.asarray((batch.ep > 1) & (batch.dispatcher == Dispatcher.ALL_TO_ALL.code) & is_free)
 
 
-GRAPHED_AS: dict[Block, GraphScope] = {
-    Block.ATTENTION: "attn",
-    Block.WINDOW_ATTENTION: "attn",
-    Block.MAMBA: "mamba",
-    Block.MLP: "mlp",
+# The least graphs that hold all launches of a kind of block.
+GRAPHED_IN: dict[Block, CudaGraphs] = {
+    Block.ATTENTION: CudaGraphs.ATTENTION,
+    Block.WINDOW_ATTENTION: CudaGraphs.ATTENTION,
+    Block.LINEAR_ATTENTION: CudaGraphs.ATTENTION,
+    Block.MAMBA: CudaGraphs.LAYER,
+    Block.MLP: CudaGraphs.LAYER,
 }
 
 
-def is_graphed(problem: Problem, block: Block) -> bool:
-    """Return whether a CUDA graph holds all launches of a kind of block."""
-    graphs = problem.framework.host.graphs
-    return "full_iteration" in graphs or GRAPHED_AS.get(block) in graphs
+def holds_graphs(batch: PlanBatch, graphs: CudaGraphs) -> Bools:
+    """Return which plans launch at least these as CUDA graphs."""
+    return batch.cuda_graphs >= graphs.code
+
+
+def is_graphed(batch: PlanBatch, block: Block) -> Bools:
+    """Return which plans have a CUDA graph that holds all launches of a kind of block."""
+    return holds_graphs(batch, GRAPHED_IN.get(block, CudaGraphs.FULL_ITERATION))
 
 
 def is_one_graph(problem: Problem, batch: PlanBatch) -> Bools:
     """Return which plans of mixtures of experts have static shapes, and launch a pass as one CUDA graph."""
-    experts, graphs = problem.framework.experts, problem.framework.host.graphs
-    is_static = experts.drops_tokens or "full_iteration" in graphs
+    experts = problem.framework.experts
+    is_static = experts.drops_tokens | holds_graphs(batch, CudaGraphs.FULL_ITERATION)
     overlaps = batch.ep_overlap & np.isin(batch.precision, [Precision(name).code for name in experts.static_overlap])
     return np.asarray(is_static | overlaps)

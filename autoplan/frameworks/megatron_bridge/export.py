@@ -17,7 +17,7 @@ from autoplan.frameworks.megatron_lm.export import checked_parts, environment
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import arguments_of
-from autoplan.spec.enums import GradType, MainWeights, MomentType
+from autoplan.spec.enums import CudaGraphs, GradType, MainWeights, MomentType
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import Block
 from autoplan.spec.plan_file import PlanFile
@@ -154,6 +154,10 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
     if plan.sharding in ("zero2", "zero3"):
         table["ddp.average_in_collective"] = False
     table.pop("comm_overlap.tp_comm_overlap", None)
+    if plan.cuda_graphs != CudaGraphs.NONE:
+        table["model.use_te_rng_tracker"] = True
+    if plan.cuda_graphs == CudaGraphs.FULL_ITERATION:
+        table["rerun_state_machine.check_for_nan_in_loss"] = False
     fused = framework.memory.bytes_per_logit < 4  # what a loss that works in place keeps
     table["model.cross_entropy_loss_fusion"] = fused
     if fused:
@@ -175,7 +179,8 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
         lines.append(f"cfg.model.transformer_layer_spec = {spec}")
     if training.attention == "unfused":
         lines.append("cfg.model.attention_backend = AttnBackend.unfused")
-    order = ("model", "train", "dataset", "tokenizer", "ddp", "dist", "optimizer", "checkpoint")
+    places = ("model", "train", "dataset", "tokenizer", "ddp", "dist", "optimizer", "rng")
+    order = (*places, "rerun_state_machine", "checkpoint")
     ordered = sorted(table.items(), key=lambda item: order.index(item[0].partition(".")[0]))
     for section, rows in groupby(ordered, key=lambda item: item[0].partition(".")[0]):
         lines += [] if section == "model" else [""]

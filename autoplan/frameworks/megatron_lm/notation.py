@@ -8,6 +8,7 @@ from itertools import groupby
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.option_table import Value
+from autoplan.spec.enums import CudaGraphs
 from autoplan.spec.model import Block, ModelSpec
 
 MOST_LAYERS = 10**4
@@ -99,3 +100,48 @@ def _places(text: str) -> list[int]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         result = []
     return result if isinstance(result, list) else []
+
+
+# Scopes of CUDA graphs that each choice of them adds to the one before it (core/transformer/cuda_graph_config.py).
+GRAPH_SCOPES: dict[CudaGraphs, tuple[str, ...]] = {
+    CudaGraphs.ROUTER: ("moe_router", "moe_preprocess"),
+    CudaGraphs.ATTENTION: ("attn",),
+    CudaGraphs.LAYER: ("mlp", "mamba"),
+}
+_SCOPE_OF = {
+    Block.ATTENTION: "attn",
+    Block.WINDOW_ATTENTION: "attn",
+    Block.LINEAR_ATTENTION: "attn",
+    Block.MLP: "mlp",
+    Block.MAMBA: "mamba",
+}
+
+
+def graph_scopes(graphs: CudaGraphs, model: ModelSpec) -> list[str]:
+    """Return the scopes of graphs of blocks in a model."""
+    known = _known_scopes(model)
+    return [
+        scope
+        for level, scopes in GRAPH_SCOPES.items()
+        if level.code <= graphs.code
+        for scope in scopes
+        if scope in known
+    ]
+
+
+def graphs_of(scopes: set[str], model: ModelSpec) -> CudaGraphs:
+    """Return the most graphs whose scopes, as far as the model has them, are all among `scopes`."""
+    held, found = _known_scopes(model), CudaGraphs.NONE
+    if "full_iteration" in scopes:
+        return CudaGraphs.FULL_ITERATION
+    for level, wanted in GRAPH_SCOPES.items():
+        if not held.intersection(wanted) <= scopes:
+            break
+        found = level if scopes & held else found
+    return found
+
+
+def _known_scopes(model: ModelSpec) -> set[str]:
+    blocks = {block for layer in model.layers for block in layer}
+    scopes = {_SCOPE_OF[block] for block in blocks & _SCOPE_OF.keys()}
+    return scopes | ({"moe_router", "moe_preprocess"} if Block.MOE in blocks else set())

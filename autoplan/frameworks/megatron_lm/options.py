@@ -23,7 +23,13 @@ from autoplan.frameworks.common.option_table import (
 )
 from autoplan.frameworks.common.options import Options
 from autoplan.frameworks.megatron_lm.model_options import ARCHITECTURE, DROPOUT
-from autoplan.frameworks.megatron_lm.notation import MOST_LAYERS, layout_counts, pipeline_layout
+from autoplan.frameworks.megatron_lm.notation import (
+    MOST_LAYERS,
+    graph_scopes,
+    graphs_of,
+    layout_counts,
+    pipeline_layout,
+)
 from autoplan.frameworks.megatron_lm.table import (
     BRIDGE,
     Line,
@@ -35,6 +41,7 @@ from autoplan.frameworks.megatron_lm.table import (
 )
 from autoplan.spec.enums import (
     ContextParallelKind,
+    CudaGraphs,
     Dispatcher,
     GradType,
     MainWeights,
@@ -244,6 +251,39 @@ def _write_offload(file: PlanFile) -> dict[str, Value]:
     return dict.fromkeys(keys, True) if file.best.plan.offload == "optimizer" else {}
 
 
+def _write_graphs(file: PlanFile) -> dict[str, Value]:
+    graphs = file.best.plan.cuda_graphs
+    if graphs == CudaGraphs.NONE:
+        return {}
+    if graphs == CudaGraphs.FULL_ITERATION:  # what looks for NaN waits for the device
+        return {"cuda_graph_impl": "full_iteration", "no_check_for_nan_in_loss_and_grad": True, "te_rng_tracker": True}
+    scopes = graph_scopes(graphs, file.model)
+    return {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": scopes, "te_rng_tracker": True}
+
+
+def _read_graphs(reading: Reading) -> Fields:
+    """Read what is launched as CUDA graphs, by the names of today and those of before core 0.15."""
+    arguments, model = reading.arguments, reading.model
+    assert model is not None
+    kind = str(arguments.text("cuda_graph_impl", "none"))
+    if arguments.flag("enable_cuda_graph"):
+        kind = "local"
+    if arguments.flag("external_cuda_graph"):
+        kind = "transformer_engine"
+    names = [*arguments.words("cuda_graph_scope"), *arguments.words("cuda_graph_modules")]
+    scopes = {name.rpartition(".")[2] for word in names for name in word.split(",")} - {"", "None"}
+    if kind == "full_iteration" or (kind != "none" and "full_iteration" in scopes):
+        return {"cuda_graphs": CudaGraphs.FULL_ITERATION}
+    if kind in ("none", "None"):
+        return {}
+    graphs = CudaGraphs.LAYER if scopes <= {"full"} else graphs_of(scopes, model)
+    if scopes - set(graph_scopes(graphs, model)) - {"full"}:
+        arguments.remark(
+            "cuda_graph_scope", f"priced as graphs of {' and '.join(graph_scopes(graphs, model)) or 'none'}"
+        )
+    return {"cuda_graphs": graphs}
+
+
 def _write_states(file: PlanFile) -> dict[str, Value]:
     plan = file.best.plan
     types: dict[str, Value] = {}
@@ -406,6 +446,14 @@ PLAN: tuple[Line, ...] = (
         switch("overlap_moe_expert_parallel_comm", "ep_overlap"),
     ),
     (
+        Special("cuda_graph_impl", _write_graphs, _read_graphs,
+                others=(*valued("cuda_graph_scope", "cuda_graph_modules"),
+                        *switches("enable_cuda_graph", "external_cuda_graph"),
+                        Option("te_rng_tracker", names={BRIDGE: "rng."}, is_switch=True),
+                        Option("check_for_nan_in_loss_and_grad", names={BRIDGE: "ddp.check_for_nan_in_grad"},
+                               is_switch=True))),
+    ),
+    (
         Special("recompute_granularity", _write_recompute, _read_recompute,
                 others=(*valued("recompute_method", "recompute_num_layers", "recompute_modules"),
                         *switches("recompute_activations"))),
@@ -508,7 +556,6 @@ UNWRITTEN: Line = (
     Assumed("bias_swiglu_fusion", (True,), "priced with a fused activation"),
     Assumed("apply_rope_fusion", (True,), "priced with a fused rotation"),
     Assumed("empty_unused_memory_level", (0,), "giving cached memory back is not priced"),
-    Assumed("cuda_graph_impl", ("none",), "CUDA graphs are not priced"),
     Assumed("nccl_ub", (False,), "registered communication buffers are not priced", names=DDP),
     Assumed("fine_grained_activation_offloading", (False,), "activations on the host are not priced"),
     Assumed("cpu_offloading_num_layers", (0,), "activations on the host are not priced"),
@@ -519,7 +566,7 @@ UNWRITTEN: Line = (
     *(Assumed(key) for key in (  # whose effect is small, or priced
         "moe_use_legacy_grouped_gemm", "gradient_accumulation_fusion", "cross_entropy_fusion_impl",
         "masked_softmax_fusion", "bias_gelu_fusion", "bias_dropout_fusion", "calculate_per_token_loss",
-        "apply_layernorm_1p", "tp_comm_overlap_cfg", "cuda_graph_scope", "cuda_graph_warmup_steps",
+        "apply_layernorm_1p", "tp_comm_overlap_cfg", "cuda_graph_warmup_steps",
         "openai_gelu",
     )),
 )

@@ -19,6 +19,7 @@ from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all
 from autoplan.frameworks.common.widths import has_dense_mlp, kv_groups
 from autoplan.spec.enums import (
     ContextParallelKind,
+    CudaGraphs,
     GradType,
     MainWeights,
     MomentType,
@@ -208,8 +209,26 @@ def _remainders(workload: Workload, batch: PlanBatch) -> Bools:
     )
 
 
+def _graphs_exist(workload: Workload, batch: PlanBatch) -> Bools:
+    """Sizes of the experts' inputs are known on the device alone, and a model without experts has no router."""
+    if workload.model.moe:
+        return batch.cuda_graphs != CudaGraphs.FULL_ITERATION.code
+    return batch.cuda_graphs != CudaGraphs.ROUTER.code
+
+
+def _graphs_recompute(workload: Workload, batch: PlanBatch) -> Bools:
+    is_partial = (batch.cuda_graphs > CudaGraphs.NONE.code) & (batch.cuda_graphs < CudaGraphs.FULL_ITERATION.code)
+    return ~is_partial | ((batch.recompute != FULL) & ~batch.repeats(RecomputeModule.MOE))
+
+
+def _graphs_overlap(workload: Workload, batch: PlanBatch) -> Bools:
+    if not has_dense_mlp(workload.model):
+        return all_true(batch)
+    return ~batch.ep_overlap | (batch.cuda_graphs != CudaGraphs.LAYER.code)
+
+
 # Options that few other frameworks have.
-EXTRAS = ("ep_overlap", "dispatcher", "grad_dtype", "main_weights", "moment_dtype")
+EXTRAS = ("ep_overlap", "dispatcher", "cuda_graphs", "grad_dtype", "main_weights", "moment_dtype")
 
 COMMON: tuple[Rule, ...] = (
     *universal.RULES,
@@ -349,6 +368,27 @@ COMMON: tuple[Rule, ...] = (
             f"{s.model.name} has no {' and no '.join(sorted(missing_modules(s.model) & set(p.recompute_modules)))} to "
             "recompute: leave it out of recompute_modules"
         ),
+    ),
+    Rule(
+        source=f"{_CONFIG}:2820",
+        holds=_graphs_exist,
+        says=lambda s, p: (
+            f"cuda_graphs {p.cuda_graphs} with {'experts' if s.model.moe else 'a model without experts'}: use "
+            f"{'layer' if s.model.moe else 'attn or layer'}"
+        ),
+    ),
+    Rule(
+        source=f"{_CONFIG}:2832",
+        holds=_graphs_recompute,
+        says=lambda s, p: (
+            f"cuda_graphs {p.cuda_graphs} cannot hold layers, or experts, that are recomputed as a whole, recompute is "
+            f"{p.recompute!r}: use none"
+        ),
+    ),
+    Rule(
+        source=f"{_CONFIG}:3065",
+        holds=_graphs_overlap,
+        says=lambda s, p: "cuda_graphs layer holds dense MLPs, which ep_overlap does not go with: use attn",
     ),
     Rule(
         source="core/optimizer/__init__.py:1057",
