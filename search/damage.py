@@ -1,4 +1,4 @@
-"""What a damaged journal or study ends in when it is read, as an error of the user's."""
+"""Errors that reading a damaged journal or study ends in, as an error of the user's."""
 
 from __future__ import annotations
 

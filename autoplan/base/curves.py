@@ -34,7 +34,7 @@ class _Sourced:
 
     @property
     def is_measured(self) -> bool:
-        """Whether a measurement of the device or of a relative stands behind the curve."""
+        """Return whether a measurement of the device or of a relative stands behind the curve."""
         return not self.source.startswith("not measured")
 
 

@@ -48,7 +48,7 @@ def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
 
 
 def is_file(path: Path) -> bool:
-    """Whether `path` is a file; no for one that cannot be looked at, or a name that the file system cannot hold."""
+    """Return whether `path` is a file: not one that cannot be looked at, or whose name no file system can hold."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -56,7 +56,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether `path` is a folder, as `is_file` has it."""
+    """Return whether `path` is a folder, as `is_file` has it."""
     try:
         return path.is_dir()
     except (OSError, ValueError):

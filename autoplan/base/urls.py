@@ -18,7 +18,7 @@ _FLAG = re.compile(r"(?P<flag>--?[a-z-]+=)?(?P<value>.*)", re.DOTALL)
 
 
 def is_url(text: str) -> bool:
-    """Whether `text` is a database URL that can be read in one way only."""
+    """Return whether `text` is a database URL that can be read in one way only."""
     return _URL.fullmatch(text) is not None
 
 

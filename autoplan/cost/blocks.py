@@ -340,7 +340,7 @@ def _block_cost(
 
 
 def _repeat_terms(parts: _Parts, repeated: dict[str, Floats], backward: dict[str, Floats]) -> dict[str, Floats]:
-    """What recomputing the whole block adds to the terms of its backward pass: as measured, where it was."""
+    """Additions of recomputing the whole block to the terms of its backward pass: as measured, where it was."""
     repeat = {name: repeated[name] - backward[name] for name in BLOCK_TERMS}
     if parts.is_whole.any():
         is_known = ~np.isnan(parts.again_s)

@@ -81,7 +81,7 @@ def exposed_shares(terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
 
 
 def model_blocks(model: ModelSpec) -> frozenset[str]:
-    """What a model has beside dense layers with full attention that is priced by formulas of its own."""
+    """Parts of a model beside dense layers with full attention that are priced by formulas of their own."""
     return frozenset(name for name, part in (("experts", model.moe), ("latent", model.mla)) if part)
 
 
@@ -109,7 +109,7 @@ def spread_kinds(problem: Problem, batch: PlanBatch, *, experts_apart: bool = Tr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Familiarity(Rows):
-    """How well plans are known before their times are: arrays have one element per plan."""
+    """Knowledge of plans before their times are known: arrays have one element per plan."""
 
     own: Floats  # variance of the runs of their kind
     weight: Floats  # of that, beside the general one: 0 where something is new

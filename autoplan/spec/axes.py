@@ -141,12 +141,12 @@ class Axis:
 
     @property
     def is_column(self) -> bool:
-        """Whether an array of a batch holds one number of it for every plan."""
+        """Return whether an array of a batch holds one number of it for every plan."""
         return self.kind is not Kind.LIST and self.name != "dp"
 
     @property
     def can_be_bounded(self) -> bool:
-        """Whether a search may be told the most that it may be."""
+        """Return whether a search may be told the most that it may be."""
         return self.kind is Kind.COUNT and not self.elsewhere
 
     @property

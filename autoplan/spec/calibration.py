@@ -31,7 +31,7 @@ GENERAL_PUBLISHERS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitConditions:
-    """What the runs of a calibration were priced with when it was fitted: its factors hold beside nothing else."""
+    """Conditions under which the runs of a calibration were priced: its factors hold beside nothing else."""
 
     device: str
     autoplan: str  # version, of which the cost model is a part

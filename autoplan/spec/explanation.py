@@ -76,7 +76,7 @@ class Neighbour:
 
     @property
     def is_possible(self) -> bool:
-        """Whether it could be started."""
+        """Return whether it could be started."""
         return self.plan.verdict == "fits" and not self.broken
 
 

@@ -139,7 +139,7 @@ class FineTuning:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether the weights are frozen and adapters trained."""
+        """Return whether the weights are frozen and adapters trained."""
         return self.rank is not None
 
     @property
@@ -149,14 +149,14 @@ class FineTuning:
 
     @property
     def saves_inputs(self) -> bool:
-        """Whether products of frozen weights keep their inputs: those of bitsandbytes do, whatever needs a gradient.
+        """Return whether products of frozen weights keep their inputs: those of bitsandbytes do in any case.
 
         Source: bitsandbytes 0.41 autograd/_functions.py, MatMul4Bit and MatMul8bitLt (ctx.tensors).
         """
         return self.quantization in ("int8", "nf4", "nf4-dq")
 
     def trains(self, end: str) -> bool:
-        """Whether embedding or head is trained."""
+        """Return whether embedding or head is trained."""
         return end in self.saved_modules if self.has_adapters else end not in self.frozen
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ def _check(traits: object, *, positive: tuple[str, ...] = (), **ranges: tuple[fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a rank keeps, what its allocator adds, and which peak the log shows.
+    """Memory: the bytes that a rank keeps, those that its allocator adds, and which peak the log shows.
 
     Bytes are per element unless a name says otherwise.
     """
@@ -110,7 +110,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """What the passes compute, repeat and move through the memory of the device, and with which kernels."""
+    """Kernels of the passes: what they compute, repeat and move through the memory of the device."""
 
     fused_norm: bool = True  # an eager norm keeps and moves fp32 copies
     fused_activation: bool = True  # an eager SwiGLU keeps one more tensor of the MLP width
@@ -164,7 +164,7 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """How a mixture of experts runs: its traffic, its waits for the host and the kernels of its experts."""
+    """Mixtures of experts: their traffic, its waits for the host and the kernels of its experts."""
 
     # Its experts take a fixed number of tokens each and drop the rest: shapes are static, so that nothing waits for the
     # host, and tokens travel by plain all-to-all.
@@ -193,7 +193,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What is sent between ranks, how often, and what that costs beyond the time on the wire."""
+    """Traffic between ranks: what is sent, how often, and what that costs beyond the time on the wire."""
 
     sequence_parallel: bool = True  # whether tp > 1 normally runs with sequence parallelism
     narrow_tp_gathers: bool = False  # 8-bit plans gather what enters the matrices as quantised, gradients too
@@ -231,7 +231,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """Which communication runs beside computation, and how much of it hides there."""
+    """Communication that runs beside computation, and how much of it hides there."""
 
     # Tensor-parallel ranks reduce the gradient of a matrix's inputs while they compute that of its weights.
     tp_reduce_overlap: bool = True
@@ -252,7 +252,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What the host spends on launching kernels, on collectives, on its allocator and on a step as such."""
+    """Time that the host spends on launching kernels, on collectives, on its allocator and on a step as such."""
 
     host_s_per_block_forward: float = 150e-6  # CPU time to launch one attention or MLP block
     host_s_per_block_backward: float = 250e-6

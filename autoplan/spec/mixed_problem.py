@@ -234,7 +234,7 @@ class MixedProblem:
         return replace(own, name="between", bytes_per_s=rate, latency_s=latency, half_rate_bytes=half_rate)
 
     def is_apart(self, part: int, used: frozenset[int]) -> bool:
-        """Whether what joins the parts is worse than the network of `part`; else they are to it one network."""
+        """Return whether what joins the parts is worse than the network of `part`; else they are to it one network."""
         own, level = self._fabric(part, used), self.between(part, used, self.cluster.parts[part].num_devices)
         return level != replace(own, name="between")
 

@@ -1,4 +1,4 @@
-"""What varies?  One parallel configuration, and many of them as a struct of arrays."""
+"""Plans, the varying half of an estimate: one parallel configuration, and many of them as a struct of arrays."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ class PlanBatch(Rows):
         return self.global_batch // (self.micro_batch * self.dp)
 
     def repeats(self, module: RecomputeModule) -> Bools:
-        """Which plans recompute this part of a layer by name."""
+        """Return which plans recompute this part of a layer by name."""
         return (self.recompute_modules >> RecomputeModule(module).code) & 1 == 1
 
     @classmethod
@@ -428,7 +428,7 @@ def module_bits(plan: ParallelPlan) -> int:
 
 
 def repeated_layers(plan: ParallelPlan) -> int:
-    """How many layers of a chunk `plan` recomputes as a whole, as a batch holds it."""
+    """Number of layers of a chunk that `plan` recomputes as a whole, as a batch holds it."""
     if plan.recompute != "full":
         return 0
     return ALL_LAYERS if plan.recompute_num_layers is None else plan.recompute_num_layers

@@ -53,7 +53,7 @@ class SpaceFlags:
 
     @property
     def narrows(self) -> bool:
-        """Whether plans were left out that are usually looked at."""
+        """Return whether plans were left out that are usually looked at."""
         return bool(self.fix or self.at_most or self.forbid or self.to)
 
 

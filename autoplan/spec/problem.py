@@ -88,7 +88,7 @@ class Problem:
 
     @property
     def fuses_attention(self) -> bool:
-        """Whether a kernel computes attention without storing its scores."""
+        """Return whether a kernel computes attention without storing its scores."""
         width = self.model.qk_head_dim if self.device.generation == "blackwell" else 0
         return self.training.attention.startswith("flash") and width <= self.framework.kernels.widest_blackwell_head
 

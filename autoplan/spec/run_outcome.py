@@ -36,5 +36,5 @@ class RunOutcome:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run ended well and its step was timed."""
+        """Return whether the run ended well and its step was timed."""
         return self.status == "ok" and self.step_s is not None

@@ -180,5 +180,5 @@ class Confidence:
 
     @property
     def is_close(self) -> bool:
-        """Whether the runner-up is a contender."""
+        """Return whether the runner-up is a contender."""
         return self.ratio is not None and self.width is not None and self.ratio <= self.width

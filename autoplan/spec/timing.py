@@ -130,7 +130,7 @@ class Lookup(Rows):
         return replace(self, seconds=self.seconds * factor, is_exact=self.is_exact & (factor == 1.0))
 
     def before(self, other: Lookup) -> Lookup:
-        """These times, and those of `other` where the table refused these."""
+        """Return these times, and those of `other` where the table refused these."""
         known = ~np.isnan(self.seconds)
         return replace(
             other,
@@ -203,7 +203,7 @@ class _Times:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingOrigin:
-    """Where the times of a table were read."""
+    """Origin of the times of a table."""
 
     database: str = ""  # without password
     machine: str = ""  # that they were read for, in words
@@ -238,12 +238,12 @@ class TimingTable:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was measured, and nothing is to be noted."""
+        """Return whether nothing was measured, and nothing is to be noted."""
         return not self.times and self.asked is None
 
     @property
     def has_kernels(self) -> bool:
-        """Whether anything that a device computes was measured."""
+        """Return whether anything that a device computes was measured."""
         return any(SHAPES[operation] not in (GROUP_SIZES, PIPELINE_SIZES) for operation, _ in self.times)
 
     @property
@@ -267,7 +267,7 @@ class TimingTable:
         return hashed.hexdigest()[:16]
 
     def holds(self, operation: Operation, *dtypes: str) -> bool:
-        """Whether the operation was measured in one of these types at all."""
+        """Return whether the operation was measured in one of these types at all."""
         return self.asked is not None or any((operation, dtype) in self.times for dtype in dtypes)
 
     def groups(self, operation: Operation, *dtypes: str) -> list[tuple[int, ...]]:

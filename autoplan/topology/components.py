@@ -166,7 +166,7 @@ def _host_link(cluster: ClusterSpec, kind: str, below: int, most_bytes_per_s: fl
 
 
 def num_rails(cluster: ClusterSpec) -> int:
-    """Into how many switches the NICs of a node go: one for each where the fabric is rail-optimised."""
+    """Number of switches into which the NICs of a node go: one for each where the fabric is rail-optimised."""
     return nics_of_node(cluster)[0] if cluster.network.rail_optimised and cluster.network.tiers else 1
 
 
@@ -269,7 +269,7 @@ def named_paths(cluster: ClusterSpec) -> list[tuple[str, ...]]:
 
 
 def needs_no_core(cluster: ClusterSpec, num_switches: int) -> bool:
-    """Whether one switch holds all nodes, so that nothing is to be joined."""
+    """Return whether one switch holds all nodes, so that nothing is to be joined."""
     num_tiers = len(cluster.network.tiers)
     rails = num_rails(cluster) if num_tiers == 1 else 1
     return cluster.wan is None and num_tiers > 0 and num_switches * rails == 1

@@ -174,7 +174,7 @@ def _misplaced(cluster: ClusterSpec, order: tuple[str, ...]) -> str:
 
 
 def fills_evenly(switch: Ints) -> bool:
-    """Whether all switches hold as many nodes, each of them in a row."""
+    """Return whether all switches hold as many nodes, each of them in a row."""
     starts = np.flatnonzero(np.diff(switch, prepend=-1))
     lengths = np.diff(np.append(starts, len(switch)))
     return len(np.unique(switch)) == len(starts) and bool((lengths == lengths[0]).all())

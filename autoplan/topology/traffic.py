@@ -45,7 +45,7 @@ class Spans:
 
     @property
     def is_crossed(self) -> Bools:
-        """Whether the groups use the links of the level."""
+        """Return whether the groups use the links of the level."""
         return self.reach > self.inner
 
     @property

@@ -82,7 +82,7 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
 def _measured_experts(
     problem: Problem, batch: PlanBatch, shape: BlockShape, matrices: dict[str, SplitPass], activation: Pass
 ) -> tuple[Floats, Floats]:
-    """How many times as long (forward, backward) as their references the routed experts took where they were measured.
+    """Times of the routed experts where they were measured over their references: (forward, backward).
 
     Two matrices and the activation between them were measured as one.
     """

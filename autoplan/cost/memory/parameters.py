@@ -43,8 +43,8 @@ def local_parameters(batch: PlanBatch, shape: BlockShape, *, trained: bool = Fal
 def frozen_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Floats]:
     """(dense, expert) bytes of the weights of a block that one rank holds without gradients."""
     element = problem.training.element_bytes
-    held, trained = local_parameters(batch, shape), local_parameters(batch, shape, trained=True)
-    dense, expert = element * (held[0] - trained[0]), element * (held[1] - trained[1])
+    every, trained = local_parameters(batch, shape), local_parameters(batch, shape, trained=True)
+    dense, expert = element * (every[0] - trained[0]), element * (every[1] - trained[1])
     for linear in shape.linears:
         if linear.is_frozen and linear.weight_bytes is not None:
             inputs, outputs = local_sizes(linear, batch)
@@ -126,7 +126,7 @@ def _with_frozen(
         )
     saved = sum((tables[end] for end in finetuning.saved_modules), start=blocks.zeros())
     shapes, element = block_shapes(model, finetuning), problem.training.element_bytes
-    adapters, held, sizes = (
+    adapters, every, sizes = (
         _of_blocks(model, blocks, {block: of_block(shape) for block, shape in shapes.items()})
         for of_block in (
             partial(local_parameters, batch, trained=True),
@@ -140,7 +140,7 @@ def _with_frozen(
         ends=parameters.ends + saved,
         only_trained=StageParameters(dense=adapters[0] + saved, expert=adapters[1], ends=saved),
         frozen_bytes=StageParameters(
-            dense=sizes[0] + element * (parameters.dense - held[0]), expert=sizes[1], ends=element * parameters.ends
+            dense=sizes[0] + element * (parameters.dense - every[0]), expert=sizes[1], ends=element * parameters.ends
         ),
     )
 

@@ -156,9 +156,9 @@ def _gathered_beside_frozen(
     shapes = block_shapes(problem.model, problem.training.finetuning)
     unit = np.zeros(len(batch))
     for layer in set(problem.model.layers):
-        held = [unit_parameters(problem, batch, shapes[block]) for block in layer]
-        weights = add_up(spread(part.dense_bytes, part.expert_bytes) for part in held)
-        gradients = add_up(spread(part.trained_dense, part.trained_expert) for part in held)
+        parts = [unit_parameters(problem, batch, shapes[block]) for block in layer]
+        weights = add_up(spread(part.dense_bytes, part.expert_bytes) for part in parts)
+        gradients = add_up(spread(part.trained_dense, part.trained_expert) for part in parts)
         unit = np.maximum(unit, prefetched * weights + wire * gradients)
     trained, frozen = parameters.trained, parameters.frozen_bytes
     assert frozen is not None
@@ -219,11 +219,9 @@ def states(
     zero3 = sharding >= Sharding.ZERO3.code
     spread = partial(spread_bytes, parameters.trained, groups)
     fp16 = batch.precision == Precision.FP16.code
-    weights = spread(
-        framework.memory.bytes_per_weight, zero1 if framework.memory.fsdp2_states else zero3
-    ) + _narrow_weight_bytes(problem, batch, parameters)
+    is_sharded = zero1 if framework.memory.fsdp2_states else zero3
+    weights = spread(framework.memory.bytes_per_weight, is_sharded) + _narrow_weight_bytes(problem, batch, parameters)
     if parameters.frozen_bytes is not None:
-        is_sharded = zero1 if framework.memory.fsdp2_states else zero3
         weights = weights + spread_bytes(parameters.frozen_bytes, groups, 1.0, is_sharded)
     per_grad = grad_bytes(problem, batch)
     gradients = spread(per_grad, zero2)
@@ -282,6 +280,26 @@ def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameter
     return copies + buckets * (batch.sharding == Sharding.ZERO1.code)[:, None]
 
 
+def _moments(
+    problem: Problem,
+    batch: PlanBatch,
+    blocks: StageBlocks,
+    parameters: StageParameters,
+    groups: ProcessGroups,
+    kept: dict[Block, Floats],
+    repeat: Floats,
+) -> Moments:
+    """Moments of a step of FSDP2 that may be its peak."""
+    sizes = pass_sizes(problem, batch, blocks, parameters, groups, kept, repeat)
+    if blocks.num_stages > 1:
+        moments = stage_terms(pipeline_sizes(problem, batch, blocks, sizes, kept))
+    else:
+        moments = pass_terms(sizes)
+    if parameters.frozen_bytes is None:
+        return moments
+    return with_gathered(moments, frozen_copies(problem, batch, blocks, parameters, groups))
+
+
 def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters) -> StageMemory:
     """Peak memory of every pipeline rank: states, and what the passes or the optimizer's step need beside."""
     model, framework = problem.model, problem.framework
@@ -317,13 +335,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     terms["gathered"] += (framework.memory.bucket_bytes * (batch.sharding >= Sharding.ZERO2.code))[:, None]
     moments: Moments = {}
     if framework.memory.fsdp2_states:
-        sizes = pass_sizes(problem, batch, blocks, parameters, groups, kept, repeat)
-        if blocks.num_stages > 1:
-            moments = stage_terms(pipeline_sizes(problem, batch, blocks, sizes, kept))
-        else:
-            moments = pass_terms(sizes)
-        if parameters.frozen_bytes is not None:
-            moments = with_gathered(moments, frozen_copies(problem, batch, blocks, parameters, groups))
+        moments = _moments(problem, batch, blocks, parameters, groups, kept, repeat)
         terms |= at_peak(moments)
     passes = add_up(terms[name] for name in PASS_TERMS)
     update = _update_bytes(problem, batch, parameters, groups)
