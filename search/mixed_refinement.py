@@ -6,7 +6,7 @@ needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,8 @@ from autoplan.spec.mixed_result import MixedCost, MixedKindCost, MixedStageCost
 from autoplan.spec.plan import even_chunks
 
 ROUNDS = 6
+
+Accepts = Callable[[MixedPlan], bool]
 
 
 @dataclass(slots=True)
@@ -55,15 +57,21 @@ def _places_of(kind: ReplicaKind) -> tuple[Place, ...]:
     return tuple((stage.part, stage.tp) for stage in kind.stages)
 
 
+def accept_all(plan: MixedPlan) -> bool:
+    """Return that a plan may be the answer, whichever it is."""
+    return True
+
+
 class Refiner:
-    """Refines structures of one problem and batch, and counts the plans that it prices."""
+    """Refines structures of one problem and batch to plans that `accepts` takes, and counts those that it prices."""
 
     problem: MixedProblem
     global_batch: int
+    accepts: Accepts
     num_priced: int
 
-    def __init__(self, problem: MixedProblem, global_batch: int) -> None:
-        self.problem, self.global_batch = problem, global_batch
+    def __init__(self, problem: MixedProblem, global_batch: int, accepts: Accepts = accept_all) -> None:
+        self.problem, self.global_batch, self.accepts = problem, global_batch, accepts
         self.num_priced = 0
         kinds = problem.model.layer_kinds
         self._kind_of_layer = np.array([kinds.index(layer) for layer in problem.model.layers])
@@ -87,7 +95,8 @@ class Refiner:
             self.num_priced += len(open_)
             costs = estimate_mixed(self.problem, [draft.plan for _, draft in open_ if draft.plan])
             for (_, draft), cost in zip(open_, costs, strict=True):
-                if cost.plan.global_batch == self.global_batch and _is_better(cost, draft.cost):
+                is_answer = cost.plan.global_batch == self.global_batch and self.accepts(cost.plan)
+                if is_answer and _is_better(cost, draft.cost):
                     draft.cost = cost
                 draft.plan = self._next_plan(draft, cost)
         return ordered(RefinedStructure(structure=draft.structure, cost=draft.cost) for draft in drafts if draft.cost)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from autoplan.cost.memory.recompute import stores_scores
 from autoplan.frameworks.registry import book_of
 from autoplan.search.limits import default_limits
-from autoplan.search.mixed_refinement import RefinedStructure, Refiner, ordered
+from autoplan.search.mixed_refinement import Accepts, RefinedStructure, Refiner, accept_all, ordered
 from autoplan.search.space import Space
 from autoplan.search.structures import LEAST_USED, MAX_STAGES, Pipelines, Structure, groupings, pipelines
 from autoplan.search.study import search
@@ -37,6 +37,7 @@ LIMITS = (
     f"best {KEPT_STRUCTURES} structures of every set of parts in use",
     f"micro-batch {'|'.join(map(str, MICRO_BATCHES))}, 1f1b without interleaving, cp 1, ep 1",
 )
+STARTED = "what the framework starts: one tp and one cut of the layers on all parts"
 
 
 def _refine_plainly(
@@ -94,16 +95,22 @@ def best_alone(problem: MixedProblem, part: int, global_batch: int) -> RankedPla
 
 
 def search_mixed(
-    problem: MixedProblem, global_batch: int, shardings: Sequence[Sharding] = (Sharding.NONE, Sharding.ZERO1)
+    problem: MixedProblem,
+    global_batch: int,
+    shardings: Sequence[Sharding] = (Sharding.NONE, Sharding.ZERO1),
+    accepts: Accepts | None = None,
 ) -> MixedResult:
-    """Find the best plans, and how far they stay behind the sum of the rates that the parts reach alone."""
-    refiner = Refiner(problem, global_batch)
+    """Find the best plans, and how far they stay behind the sum of the rates that the parts reach alone.
+
+    `accepts` says which plans the framework starts, all of whose stages have one tensor-parallel degree.
+    """
+    refiner = Refiner(problem, global_batch, accepts or accept_all)
     parts = range(len(problem.cluster.parts))
     structures: set[tuple[Pipelines, ...]] = set()
     best_of: dict[tuple[int, ...], list[Pipelines]] = {}
     refined: list[RefinedStructure] = []
     for group in _subsets(parts):
-        ways = pipelines(problem, group, global_batch)
+        ways = [way for way in pipelines(problem, group, global_batch) if accepts is None or way.has_one_tp]
         structures |= {(way,) for way in ways}
         of_group = _refine_plainly(refiner, [(way,) for way in ways], shardings)
         best_of[group] = list(dict.fromkeys(found.structure.kinds[0] for found in of_group))[:KEPT_PIPELINES]
@@ -130,7 +137,8 @@ def search_mixed(
     refined += refiner.refine(
         other for structure in _best_by_parts(refined, KEPT_CHOICES) for other in _other_micro_batches(structure)
     )
-    return _result(problem, global_batch, refined, len(structures), refiner.num_priced)
+    limits = (*LIMITS, STARTED) if accepts else LIMITS
+    return _result(problem, global_batch, refined, len(structures), refiner.num_priced, limits)
 
 
 def _best_by_parts(refined: Iterable[RefinedStructure], most: int) -> list[Structure]:
@@ -145,7 +153,12 @@ def _best_by_parts(refined: Iterable[RefinedStructure], most: int) -> list[Struc
 
 
 def _result(
-    problem: MixedProblem, global_batch: int, refined: Sequence[RefinedStructure], num_structures: int, num_priced: int
+    problem: MixedProblem,
+    global_batch: int,
+    refined: Sequence[RefinedStructure],
+    num_structures: int,
+    num_priced: int,
+    limits: tuple[str, ...],
 ) -> MixedResult:
     costs = [found.cost for found in ordered(refined)]
     ranked = tuple({cost.plan: cost for cost in costs if cost.oom_z <= RISKY_Z}.values())[:KEPT_PLANS]
@@ -163,7 +176,7 @@ def _result(
         plans=num_priced,
         rates_alone=tuple(rates),
         gap=1 - ranked[0].sequences_per_s / sum(rates) if ranked else 1.0,
-        limits=LIMITS,
+        limits=limits,
     )
     closest = costs[0] if costs and not ranked else None
     return MixedResult(ranked=ranked, closest=closest, alone=plans_alone, certificate=certificate)

@@ -6,9 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken
-from autoplan.frameworks.megatron_lm import rules as megatron_lm
+from autoplan.frameworks.registry import book_of
 from autoplan.search.limits import divisors
 from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.mixed_problem import MixedProblem
@@ -28,6 +27,11 @@ class Pipelines:
     count: int
     places: tuple[Place, ...]
 
+    @property
+    def has_one_tp(self) -> bool:
+        """Whether all stages have the same tensor-parallel degree."""
+        return len({tp for _, tp in self.places}) == 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
@@ -42,7 +46,7 @@ class Structure:
 def tensor_degrees(problem: MixedProblem, part: int) -> tuple[int, ...]:
     """Powers of two that stay in the scale-up domain of a part and that the framework admits."""
     cluster = problem.cluster.parts[part]
-    rules = megatron_lm.RULES if problem.framework.rules == "megatron-lm" else universal.RULES_ALONE
+    rules = book_of(problem.framework).rules
     most, degrees = min(cluster.levels[-1].num_devices, cluster.num_devices), []
     for power in range(most.bit_length()):
         tp = 2**power

@@ -58,11 +58,26 @@ def test_a_mixed_plan_file_is_priced_again_to_the_same_step(searched: Path) -> N
     assert json.loads(again.stdout)["best"] == json.loads((searched / "plan.json").read_text())["best"]
 
 
-def test_a_mixed_plan_is_not_exported(searched: Path) -> None:
-    done = run(searched, "export", "plan.json", "--to", "megatron-lm")
+NODES = ("--cluster", "h100-sxm:1x8+a100-sxm:1x8", "--global-batch", "128", "--seq-len", "4096")
+
+
+def test_a_plan_that_no_framework_starts_says_how_to_find_one(searched: Path) -> None:
+    done = run(searched, "search", "llama.json", *NODES, "--out", "unlike.json")
+    assert done.returncode == 0, done.stderr
+    assert "search with --to megatron-lm for the fastest that it does" in " ".join(done.stdout.split())
+    done = run(searched, "export", "unlike.json", "--to", "megatron-lm")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    assert "no framework that is known here starts a plan whose replicas or stages are unlike" in done.stderr
+    assert re.search("Megatron-LM does not start the plan: its .*; search with --to megatron-lm", done.stderr)
+
+
+def test_a_search_for_a_target_finds_a_plan_that_it_starts(searched: Path) -> None:
+    done = run(searched, "search", "llama.json", *NODES, "--to", "megatron-lm", "--out", "even.json")
+    assert done.returncode == 0, done.stderr
+    assert "next:  autoplan export even.json --to megatron-lm" in done.stdout
+    done = run(searched, "export", "even.json", "--to", "megatron-lm", "--out", "launch")
+    assert done.returncode == 0, done.stderr
+    assert "--pipeline-model-parallel-layout" in (searched / "launch/launch.sh").read_text()
 
 
 @pytest.mark.parametrize("columns", [60, 80, 140])

@@ -19,7 +19,7 @@ from autoplan.spec.plan import ParallelPlan
 from autoplan.trainer import run as trainer_run
 from autoplan.trainer.run import check_task, run_task
 from autoplan.trainer.task import Advance, Deviation
-from trained import DENSE, peaks_of_building, plan_of, task
+from trained import DENSE, assert_alike, peaks_of_building, plan_of, task
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,14 @@ def test_ranks_that_share_weights_never_hold_all_of_them() -> None:
     for plan in (plan_of(dp_shard=2, sharding="zero3"), plan_of(tp=2, sp=True)):
         # Half of it, and of one layer the whole with what it is drawn into.
         assert 0.5 * whole <= peaks_of_building(task(plan, model)) <= 0.75 * whole
+
+
+def test_replicas_with_unlike_micro_batches_train_what_one_process_does() -> None:
+    two = [plan_of(dp_shard=2, sharding=sharding) for sharding in ("none", "zero1")]
+    assert_alike([replace(task(plan), num_microbatches=(5, 3)) for plan in two])
+    # Stages of three layers and of one, and a replica with thrice the micro-batches of the other.
+    four = plan_of(dp_shard=2, pp=2, layers_per_chunk=(3, 1), sharding="zero1", rank_order="tp-cp-ep-pp-dp")
+    assert_alike([replace(task(four), num_microbatches=(6, 2))])
 
 
 def killed_in_the_middle(number: signal.Signals, limit_s: float) -> str:

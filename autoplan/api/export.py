@@ -6,8 +6,9 @@ import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autoplan.api.plan_files import load_any_plan_file, problem_of
-from autoplan.api.results import PlanResult, Result, Table
+from autoplan.api.plan_files import load_any_plan_file, mixed_problem_of, problem_of
+from autoplan.api.results import MixedPlanResult, PlanResult, Result, Table
+from autoplan.api.unlike_nodes import node_ranges
 from autoplan.base.errors import AutoplanError, InputError, NoPlanError
 from autoplan.base.files import encode, write_folder
 from autoplan.base.units import format_bytes, format_percent, format_seconds
@@ -20,8 +21,6 @@ from autoplan.spec.axes import LABELS
 from autoplan.spec.plan_file import MixedPlanFile, PlanFile
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
-
-NOT_STARTED = "no framework that is known here starts a plan whose replicas or stages are unlike"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,7 @@ class ExportResult(Result):
 
 
 def export(
-    plan: PlanResult | str | Path,
+    plan: PlanResult | MixedPlanResult | str | Path,
     *,
     to: str,
     launcher: str = "torchrun",
@@ -80,13 +79,15 @@ def export(
     containers on Kubernetes or with skypilot.  With `nearest` the nearest plan that the framework can express is
     written where it cannot express this one; `warnings` say which.
 
+    On a cluster with unlike parts a plan is written whose replicas are equal and whose stages have one tensor degree.
+
     Raises InputError where the framework cannot express the plan, NoPlanError where the plan does not fit in memory.
     """
     find_target(to)
-    file = plan.file if isinstance(plan, PlanResult) else load_any_plan_file(Path(plan))
-    where = "" if isinstance(plan, PlanResult) else f"{plan}: "
+    file = load_any_plan_file(Path(plan)) if isinstance(plan, str | Path) else plan.file
+    where = f"{plan}: " if isinstance(plan, str | Path) else ""
     if isinstance(file, MixedPlanFile):
-        raise NoPlanError(f"{where}{NOT_STARTED}")
+        return _export_unlike(file, where, to, launcher, target_version, image)
     if file.best.verdict == "oom":
         raise NoPlanError(
             f"{where}the plan needs {format_bytes(file.best.memory_bytes)} and would run out of memory: "
@@ -96,6 +97,21 @@ def export(
     file, warnings = _startable(file, to, target_version, problem, or_nearest=nearest)
     files = exported(file, to, launcher, target_version, image)
     return ExportResult(plan=file.best.plan.describe(), files=files, warnings=warnings)
+
+
+def _export_unlike(
+    file: MixedPlanFile, where: str, to: str, launcher: str, version: str | None, image: str | None
+) -> ExportResult:
+    """Return the files that start the plan of a mixed cluster on its unlike nodes."""
+    if file.best.verdict == "oom":
+        raise NoPlanError(f"{where}the plan would run out of memory: search for one that fits")
+    try:
+        nodes = node_ranges(mixed_problem_of(file), file, to)
+    except InputError as error:
+        raise InputError(f"{where}{error}") from None
+    first = nodes[0].plan_file
+    files = exported(first, to, launcher, version, image, unlike_nodes=nodes)
+    return ExportResult(plan=first.best.plan.describe(), files=files)
 
 
 def _startable(
@@ -153,16 +169,21 @@ def _difference(best: RankedPlan, near: Near) -> str:
 # -- what to type -----------------------------------------------------------------------------------------------------
 
 
-def start_of(file: PlanFile, path: Path, launcher: str = "torchrun") -> str:
+def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = "torchrun") -> str:
     """Return the command that writes what starts the plan at `path`; an `AutoplanError` says why there is none."""
     # What runs today, else what bears the name of its rules, comes before others that take the plan.
-    first = (file.today.target if file.today else "", file.framework.rules)
+    today = file.today.target if isinstance(file, PlanFile) and file.today else ""
+    first = (today, file.framework.rules)
     able = [known for known in TARGETS.values() if file.framework.rules in known.rules]
-    names = [known.name for known in able if takes_tuning(known, file)] or [known.name for known in able]
+    tuned = [known.name for known in able if isinstance(file, PlanFile) and takes_tuning(known, file)]
+    names = tuned or [known.name for known in able]
     target = min(names, key=lambda name: first.index(name) if name in first else len(first), default=None)
     if target is None:
         raise NoPlanError(f"no launch files are written for {file.framework.name}")
     command = f"autoplan export {shlex.quote(str(path))} --to {target} --launcher {launcher} --out launch"
+    if isinstance(file, MixedPlanFile):
+        _export_unlike(file, "", target, launcher, None, None)
+        return command
     try:
         job_of(file, target)
     except InputError:
@@ -171,7 +192,7 @@ def start_of(file: PlanFile, path: Path, launcher: str = "torchrun") -> str:
     return command
 
 
-def next_step(file: PlanFile, path: Path) -> tuple[str, str]:
+def next_step(file: PlanFile | MixedPlanFile, path: Path) -> tuple[str, str]:
     """Return (label, what to type next), or why no file starts the plan at `path`."""
     try:
         return "next", start_of(file, path)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
 from autoplan.api.plan_files import load_mixed_plan, make_mixed_file
 from autoplan.api.problem import ProblemOptions, load_any_cluster, make_mixed_problem
 from autoplan.api.results import MixedPlanResult
+from autoplan.api.unlike_nodes import is_expressible
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.units import format_bytes
 from autoplan.base.values import parse_batches
 from autoplan.cost.mixed.estimate import estimate_mixed as price_mixed
+from autoplan.frameworks.registry import facts_for, find_target
 from autoplan.search import mixed_search
 from autoplan.spec.enums import Sharding
 from autoplan.spec.mixed_problem import MixedProblem
@@ -31,23 +34,31 @@ def search_mixed(
     global_batch: int | str,
     seq_len: int,
     forbid: Iterable[str] = (),
+    to: str | None = None,
     **options: Unpack[ProblemOptions],
 ) -> MixedPlanResult:
     """Return the fastest plans that fit on a cluster with unlike parts, best first.
 
     `cluster` names clusters joined by + ("h100-sxm:4x8+a100-sxm:4x8"), a file of parts, or is a loaded one;
-    `global_batch` is in sequences, `seq_len` in tokens; `forbid` leaves out "zero2" or "zero3".
+    `global_batch` is in sequences, `seq_len` in tokens; `forbid` leaves out "zero2" or "zero3".  `to` is the target of
+    export that has to be able to start the plans: equal replicas, whose stages have one tensor-parallel degree; they
+    are priced as those of its framework, unless the options name one.
 
     Raises InputError where something that was given cannot be used, NoPlanError where no plan is legal or fits.
     """
     parts = load_any_cluster(cluster)
     if isinstance(parts, ClusterSpec):
         raise InputError(f"{cluster} has equal nodes: use autoplan.search")
+    if to is not None:
+        options.setdefault("framework", facts_for(find_target(to).rules[0]))
     problem = make_mixed_problem(model, cluster=parts, seq_len=seq_len, **options)
+    accepts = None
+    if to is not None:
+        accepts = partial(is_expressible, problem, target=find_target(to, problem.framework))
     low, high = parse_batches(str(global_batch))
     if low != high:
         raise InputError(f"--global-batch {global_batch}: a mixed cluster takes one number, not a range")
-    result = mixed_search.search_mixed(problem, low, _shardings(tuple(forbid)))
+    result = mixed_search.search_mixed(problem, low, _shardings(tuple(forbid)), accepts)
     _check(problem, result)
     command = "autoplan.search_mixed() of Python"
     file = make_mixed_file(problem, result.ranked, result.certificate, command=command)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from autoplan.api.compare import fastest
-from autoplan.api.export import NOT_STARTED, start_of
+from autoplan.api.export import start_of
 from autoplan.api.problem import space_of
 from autoplan.api.results import MixedPlanResult, PlanResult
 from autoplan.base.errors import AutoplanError, InputError
@@ -55,7 +55,12 @@ def page_of(
 
 def _mixed_content(result: MixedPlanResult, path: Path) -> MixedContent:
     """Return what the page of a plan of a mixed cluster shows."""
-    file, problem, missing = result.file, result.problem, {"start": NOT_STARTED}
+    file, problem, missing, start = result.file, result.problem, dict[str, str](), list[Step]()
+    try:
+        purpose = "Write the files that start this plan"
+        start.append(Step(purpose=purpose, command=start_of(file, path)))
+    except AutoplanError as error:
+        missing["start"] = str(error)
     try:
         schedule = mixed_timeline(problem, file.best.plan)
     except AutoplanError as error:
@@ -64,7 +69,7 @@ def _mixed_content(result: MixedPlanResult, path: Path) -> MixedContent:
         file=file,
         stages=mixed_stages(problem, file.best.plan),
         schedule=schedule,
-        steps=tuple(_look(path)),
+        steps=(*start, *_look(path)),
         missing=missing,
     )
 

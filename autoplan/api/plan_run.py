@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autoplan.api.calibrations import described_machine
-from autoplan.api.plan_files import load_plan_file, problem_of
+from autoplan.api.plan_files import is_mixed_file, load_mixed_file, load_plan_file, mixed_problem_of, problem_of
 from autoplan.api.timings import with_timings
 from autoplan.base.errors import AutoplanError, AutoplanWarning, InputError, StoreError
 from autoplan.base.files import check_target, refused_writes
@@ -26,6 +26,7 @@ from autoplan.base.units import cleaned
 from autoplan.base.user import user_name
 from autoplan.base.values import parse_duration
 from autoplan.cost.estimate import estimate
+from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.frameworks.logs import Batch, LoggedRun, LogReader
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.trainer.log import line
@@ -34,8 +35,9 @@ from autoplan.profiler.record import MOST_SAMPLES, Fingerprint
 from autoplan.profiler.run_record import RunRecord
 from autoplan.readers.calibration import built_in_calibration
 from autoplan.runs.failure import LogEnd
+from autoplan.spec.mixed_problem import MixedProblem, started_plan
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.plan_file import MixedPlanFile, PlanFile
 from autoplan.spec.problem import Problem
 from autoplan.trainer.run import run_task, usual_data
 from autoplan.trainer.task import Advance, Command, PredictedRun, RunFile, Task, TrainingReport
@@ -78,6 +80,14 @@ def run(
     are lost, ProgramError where the program fails, and AutoplanError where the plan trains something else.
     """
     limit_s = parse_duration(limit)
+    follow = _Follow(log=log, force=force, progress=progress or (lambda done, total: None), say=say)
+    task: Task | Command
+    if is_mixed_file(Path(plan)):
+        if program or db is not None:
+            raise InputError(f"{plan} is for a mixed cluster: the built-in trainer runs it, without --command and --db")
+        asked = {"steps": steps, "warmup": warmup, "limit_s": limit_s, "data": data, "check": check}
+        task, predicted = _mixed_run(load_mixed_file(Path(plan)), **asked)
+        return _handed_over(task, predicted, _train(task, place_from(os.environ), follow), hand_over)
     file, problem = plan_to_run(Path(plan), db)
     wanted = file.best.plan
     place = None if program else place_from(os.environ)
@@ -88,8 +98,6 @@ def run(
         if leads:
             warn_of_emulation(problem)
     predicted = _predicted(problem, wanted)
-    follow = _Follow(log=log, force=force, progress=progress or (lambda done, total: None), say=say)
-    task: Task | Command
     report: TrainingReport | None
     try:
         if program:
@@ -98,17 +106,7 @@ def run(
                     problem, wanted, program, follow, steps=steps, warmup=warmup, limit_s=limit_s
                 )
         else:
-            task = Task(
-                model=problem.model,
-                plan=wanted,
-                seq_len=problem.training.seq_len,
-                dtype=wanted.precision,  # type: ignore[arg-type]  # `check_task` refuses others
-                num_steps=steps,
-                num_warmup=warmup,
-                data="synthetic" if (data or usual_data(problem.model)) == "synthetic" else "text",
-                checks=check,
-                limit_s=limit_s,
-            )
+            task = _task(problem, wanted, steps=steps, warmup=warmup, limit_s=limit_s, data=data, check=check)
             with keeper.watch() if keeper else nullcontext():
                 report = _train(task, place, follow)
     except (ProgramError, CrewError) as error:
@@ -118,21 +116,84 @@ def run(
         except StoreError as unkept:
             raise AutoplanError(f"{error}; and this was not stored: {unkept}") from None
         raise
+
+    def keep(measured: RunFile) -> None:
+        if keeper and (disturbance := keeper.keep(problem, measured)):
+            say(f"{disturbance}: kept as contaminated, no calibration learns from this run")
+
+    return _handed_over(task, predicted, report, hand_over, keep)
+
+
+def _task(
+    problem: Problem | MixedProblem,
+    plan: ParallelPlan,
+    *,
+    steps: int,
+    warmup: int,
+    limit_s: float,
+    data: str | None,
+    check: bool,
+    num_microbatches: tuple[int, ...] = (),
+) -> Task:
+    """Return the task of the built-in trainer."""
+    return Task(
+        model=problem.model,
+        plan=plan,
+        seq_len=problem.training.seq_len,
+        dtype=plan.precision,  # type: ignore[arg-type]  # `check_task` refuses others
+        num_steps=steps,
+        num_warmup=warmup,
+        data="synthetic" if (data or usual_data(problem.model)) == "synthetic" else "text",
+        checks=check,
+        limit_s=limit_s,
+        num_microbatches=num_microbatches,
+    )
+
+
+def _handed_over(
+    task: Task | Command,
+    predicted: PredictedRun,
+    report: TrainingReport | None,
+    hand_over: Callable[[RunFile], None],
+    keep: Callable[[RunFile], None] = lambda run: None,
+) -> RunFile | None:
+    """Return the run of the first rank, once it was handed over and kept; refuse one that trained wrongly."""
     if report is None:
         return None
     measured = RunFile(task=task, predicted=predicted, measured=report)
     try:
         hand_over(measured)
     finally:  # a disk that is full for the one need not be for the other
-        holds = report.check is None or report.check.holds
-        if keeper and holds and (disturbance := keeper.keep(problem, measured)):
-            say(f"{disturbance}: kept as contaminated, no calibration learns from this run")
+        if report.check is None or report.check.holds:
+            keep(measured)
     if report.check is not None and not report.check.holds:
         raise AutoplanError(
             f"the plan trains something else than one process does: losses differ by {report.check.loss:.2g}, "
             f"gradients by {report.check.gradients:.2g}, weights by {report.check.weights:.2g} of their size"
         )
     return measured
+
+
+def _mixed_run(file: MixedPlanFile, **asked: Any) -> tuple[Task, PredictedRun]:
+    """Return the task of a plan of a mixed cluster, and the prediction for it."""
+    problem = mixed_problem_of(file)
+    if problem.framework.name != FRAMEWORK:
+        framework = load_framework(FRAMEWORK)
+        calibrations = tuple(built_in_calibration(framework, part.device) for part in problem.cluster.parts)
+        problem = replace(problem, framework=framework, calibrations=calibrations)
+    started = started_plan(problem, file.best.plan, unequal_batches=True)
+    (cost,) = estimate_mixed(problem, [file.best.plan])
+    alike = [problem.as_if(at, file.best.plan.parts) for at in file.best.plan.parts]
+    batch = PlanBatch.of([started.plan], problem.model.num_layers)
+    predicted = PredictedRun(
+        device=" and ".join(dict.fromkeys(problem.cluster.parts[at].device.name for at in started.node_parts)),
+        step_s=cost.step_s,
+        low_s=cost.low_s,
+        high_s=cost.high_s,
+        terms_s=cost.terms_s,
+        peak_bytes=max(float(estimate(part, batch).logged_memory_bytes[0]) for part in alike),
+    )
+    return _task(problem, started.plan, num_microbatches=started.num_microbatches, **asked), predicted
 
 
 def plan_to_run(path: Path, url: str | None) -> tuple[PlanFile, Problem]:

@@ -132,7 +132,7 @@ def _print_run(console: Console, run: RunFile) -> None:
 
     measured, predicted = run.measured, run.predicted
     step_s = median(measured.step_s)
-    tokens = run.task.plan.global_batch * run.task.seq_len
+    tokens = run.task.global_batch * run.task.seq_len
     console.print(
         f"{run.task.plan.describe()}: {format_seconds(step_s)} a step on {measured.device}, "
         f"{tokens / step_s:,.0f} tokens/s" + (f", loss {measured.losses[-1]:.3f}" if measured.losses else ""),

@@ -184,7 +184,7 @@ def search(
         assert global_batch is not None
         assert seq_len is not None
         mixed = autoplan.search_mixed(
-            model, cluster=parts, global_batch=global_batch, seq_len=seq_len, forbid=forbid or (), **options
+            model, cluster=parts, global_batch=global_batch, seq_len=seq_len, forbid=forbid or (), to=to, **options
         )
         mixed = mixed.with_command(command_line())
         _hand_over(mixed, out, page, asked_before, force=force, details=details, json=json, quiet=quiet)
@@ -258,7 +258,7 @@ def _print(found: PlanResult | MixedPlanResult, path: Path, *, details: bool) ->
     more = [] if details else [("more", "--details: the next plans, what was searched, memory by stage")]
     if isinstance(found, api.results.MixedPlanResult):
         report.mixed_search.print_mixed(console, found.file, details=details)
-        terminal.print_next_steps(console, why, *more)
+        terminal.print_next_steps(console, api.export.next_step(found.file, path), why, *more)
         return
     file = found.file
     report.answer.print_search(console, file, details=details)

@@ -10,7 +10,7 @@ from autoplan.launch.names import Launcher
 from autoplan.launch.node_script import node_files
 from autoplan.launch.schedulers import mpirun_files, slurm_files
 from autoplan.launch.skypilot import skypilot_files
-from autoplan.launch.start import Start
+from autoplan.launch.start import NodeRange, Start
 from autoplan.spec.plan_file import PlanFile
 
 
@@ -35,11 +35,16 @@ _FILES: dict[Launcher, Callable[[Start], tuple[File, ...]]] = {
 
 
 def launch_files(
-    plan_file: PlanFile, job: Job, launcher: Launcher, image: str | None = None, name: str | None = None
+    plan_file: PlanFile,
+    job: Job,
+    launcher: Launcher,
+    image: str | None = None,
+    name: str | None = None,
+    unlike_nodes: tuple[NodeRange, ...] = (),
 ) -> tuple[File, ...]:
     """Return the files that start `job`: the one to start with, those that it starts, and those that the job reads.
 
     Manifests for Kubernetes hold all of them.
     `image` is that of the containers; `name` is the job's, by default that of its model.
     """
-    return _FILES[launcher](Start.of(plan_file, job, launcher, image, name))
+    return _FILES[launcher](Start.of(plan_file, job, launcher, image, name, unlike_nodes))

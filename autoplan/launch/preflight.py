@@ -8,7 +8,7 @@ import shlex
 
 from autoplan.base.units import MIB
 from autoplan.frameworks.common.header import comment
-from autoplan.launch.start import Start
+from autoplan.launch.start import NodeRange, Start
 
 _RDMA = ("infiniband", "roce", "efa")  # networks whose adapters programs reach through /dev/infiniband
 
@@ -87,12 +87,25 @@ def _nodes(start: Start, given: str | None) -> list[str]:
 
 
 def _devices(start: Start) -> list[str]:
-    vendor = start.plan_file.cluster.device.vendor
+    """Return the check of the devices and of the free memory of each, by the part that the node belongs to."""
+    lines = []
+    for nodes in start.node_ranges:
+        last = nodes.first + nodes.num_nodes - 1
+        of_part = _devices_of(nodes, start.num_devices)
+        if of_part and len(start.node_ranges) > 1:
+            inner = (f"    {line}" for line in of_part)
+            of_part = [f"    if ((NODE_RANK >= {nodes.first} && NODE_RANK <= {last})); then", *inner, "    fi"]
+        lines += of_part
+    return lines
+
+
+def _devices_of(nodes: NodeRange, count: int) -> list[str]:
+    vendor = nodes.plan_file.cluster.device.vendor
     if vendor == "cpu":
         return []
     tool, ask, files = ("nvidia-smi", _NVIDIA, _NVIDIA_FILES) if vendor == "nvidia" else ("rocm-smi", _AMD, _AMD_FILES)
     exists = " || ".join(f"-e {file}" for file in files)
-    count, need_mib = start.num_devices, math.ceil(start.plan_file.best.memory_bytes / MIB)
+    need_mib = math.ceil(nodes.memory_bytes / MIB)
     return [
         f"    if command -v {tool} >/dev/null; then",
         *(f"        {line}" for line in ask),

@@ -18,8 +18,25 @@ IN_CONTAINERS: tuple[Launcher, ...] = ("trainjob", "jobset", "pytorchjob", "skyp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRange:
+    """Nodes of one part of the cluster: `num_nodes` from the rank `first`, and the memory that a device there needs.
+
+    `plan_file` holds the plan as if all nodes were of that part.
+    """
+
+    part: str
+    first: int
+    num_nodes: int
+    memory_bytes: float
+    plan_file: PlanFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A job on `num_nodes` nodes of `num_devices` devices each; `hosts` in the order of the ranks, where listed."""
+    """A job on `num_nodes` nodes of `num_devices` devices each; `hosts` in the order of the ranks, where listed.
+
+    `node_ranges` are the parts of its cluster, a single one where all nodes are alike.
+    """
 
     name: str  # by which the scheduler knows it
     plan_file: PlanFile
@@ -29,12 +46,22 @@ class Start:
     num_devices: int
     hosts: tuple[str, ...]
     image: str | None  # of the containers that it runs in
+    node_ranges: tuple[NodeRange, ...]
 
     @classmethod
     def of(
-        cls, plan_file: PlanFile, job: Job, launcher: Launcher, image: str | None = None, name: str | None = None
+        cls,
+        plan_file: PlanFile,
+        job: Job,
+        launcher: Launcher,
+        image: str | None = None,
+        name: str | None = None,
+        unlike_nodes: tuple[NodeRange, ...] = (),
     ) -> Start:
-        """The start of a plan, named after its model by default; an `InputError` where there are no such nodes."""
+        """Return the start of a plan, named after its model by default, on equal nodes where no unlike ones are given.
+
+        Raises InputError where there are no such nodes.
+        """
         num_nodes, num_devices = node_shape(plan_file.cluster, plan_file.best.plan.num_devices)
         hosts = host_order(plan_file.cluster, plan_file.best.plan)[:num_nodes]
         if image is not None and launcher not in IN_CONTAINERS:
@@ -53,6 +80,16 @@ class Start:
             num_devices=num_devices,
             hosts=tuple(_host(host) for host in hosts),
             image=image,
+            node_ranges=unlike_nodes
+            or (
+                NodeRange(
+                    part=plan_file.cluster.name,
+                    first=0,
+                    num_nodes=num_nodes,
+                    memory_bytes=plan_file.best.memory_bytes,
+                    plan_file=plan_file,
+                ),
+            ),
         )
 
     @property
@@ -80,7 +117,18 @@ def node_shape(cluster: ClusterSpec, num_devices: int) -> tuple[int, int]:
 
 def header(start: Start, how: str) -> list[str]:
     """The comment at the top of each file; `how` says what to do with it."""
-    return [*plan_header(start.plan_file, start.job.framework), comment(f"Start: {how}")]
+    lines = [*plan_header(start.plan_file, start.job.framework), comment(f"Start: {how}")]
+    if len(start.node_ranges) > 1:
+        nodes = ", ".join(f"{_ranks(nodes)} {nodes.part}" for nodes in start.node_ranges)
+        lines.append(
+            comment(f"Nodes by NODE_RANK, as every stage of the pipeline is laid out for its devices: {nodes}")
+        )
+    return lines
+
+
+def _ranks(nodes: NodeRange) -> str:
+    last = nodes.first + nodes.num_nodes - 1
+    return f"{nodes.first} to {last}" if last > nodes.first else str(last)
 
 
 def dns_name(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autoplan.base.errors import InputError
@@ -9,6 +10,7 @@ from autoplan.frameworks.common.job import File, Job, Target
 from autoplan.frameworks.registry import TARGETS, find_target
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import LAUNCHERS
+from autoplan.launch.start import NodeRange
 from autoplan.spec.plan_file import PlanFile
 
 
@@ -20,8 +22,6 @@ def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
         known = f"known are {', '.join(target.versions)}" if any(target.versions) else "leave the version out"
         raise InputError(f"no version {version!r} of {target.says}: {known}")
     _check_tuning(plan_file, target)
-    if (optimizer := plan_file.training.optimizer) not in target.optimizers:
-        raise InputError(f"{target.says} is not told of {optimizer}: it takes {' or '.join(target.optimizers)}")
     if plan_file.training.attention == "flash-fp8" and target.name != "megatron-bridge":
         raise InputError(f"{target.says} is not told of attention in 8 bits: plan with flash, or use megatron-bridge")
     return target.job(plan_file, version)
@@ -59,16 +59,32 @@ def exported(
     *,
     name: str | None = None,
     num_steps: int | None = None,
+    unlike_nodes: tuple[NodeRange, ...] = (),
 ) -> tuple[File, ...]:
     """The files that start a plan, the launch file first; `image` is that of the containers that it runs in.
 
-    The job is named `name`, by default after its model, and takes `num_steps`, where the target can be told.
+    The job is named `name`, by default after its model, and takes `num_steps`, where the target can be told.  Where the
+    plan is one for `unlike_nodes`, `plan_file` is that of the first of them.
     """
     known = next((name for name in LAUNCHERS if name == launcher), None)
     if known is None:
         raise InputError(f"no launcher {launcher!r}: known are {', '.join(LAUNCHERS)}")
-    job = job_of(plan_file, to, version)
+    job = _job_of_all(unlike_nodes, to, version) if unlike_nodes else job_of(plan_file, to, version)
     if num_steps is not None:
         variables = (replace(one, default=str(num_steps)) if one.counts_steps else one for one in job.variables)
         job = replace(job, variables=tuple(variables))
-    return launch_files(plan_file, job, known, image, name)
+    return launch_files(plan_file, job, known, image, name, unlike_nodes)
+
+
+def _job_of_all(unlike_nodes: Sequence[NodeRange], to: str, version: str | None) -> Job:
+    """Return the job that runs on all of these nodes, with what the environment of each needs.
+
+    Raises InputError where they need other options or files.
+    """
+    jobs = [job_of(nodes.plan_file, to, version) for nodes in unlike_nodes]
+    settings = {setting.name: setting for job in jobs for setting in job.environment}
+    first, *others = (replace(job, environment=tuple(settings.values())) for job in jobs)
+    if any(other != first for other in others):
+        parts = " and ".join(nodes.part for nodes in unlike_nodes)
+        raise InputError(f"{jobs[0].framework} needs other options on {parts}: no one launch file starts the plan")
+    return first

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from string import ascii_uppercase
 
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.units import check_count
 from autoplan.spec.calibration import Calibration
-from autoplan.spec.enums import Precision, Recompute, Schedule, Sharding
+from autoplan.spec.enums import Precision, RankOrder, Recompute, Schedule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -256,6 +257,68 @@ def as_parallel(problem: MixedProblem, plan: MixedPlan, kind: ReplicaKind, tp: i
         precision=plan.precision,
         **problem.framework.choices,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedPlan:
+    """A plan of a mixed cluster as frameworks start it: degrees that hold for all replicas, and the part of every node.
+
+    `num_microbatches` are those of every replica where they differ, else there are none.
+    """
+
+    plan: ParallelPlan
+    node_parts: tuple[int, ...]  # in the order of the ranks
+    num_microbatches: tuple[int, ...] = ()
+
+
+def started_plan(problem: MixedProblem, plan: MixedPlan, *, unequal_batches: bool = False) -> StartedPlan:
+    """Return the plan as frameworks start it; `unequal_batches` says whether replicas may have unlike micro-batches.
+
+    Of equal replicas the ranks of a stage stand together, of unlike ones those of a replica.  Raises InputError where
+    replicas or degrees are too different, or where a node would hold ranks of two parts.
+    """
+    counts = {kind.num_microbatches for kind in plan.kinds}
+    if len(counts) > 1 and not unequal_batches:
+        raise InputError(f"its replicas take {_listed(counts)} micro-batches a step")
+    if len(counts) > 1 and plan.sharding in ("zero2", "zero3"):
+        raise InputError(f"{plan.sharding} communicates in every micro-batch, of which replicas have {_listed(counts)}")
+    if len({tuple(stage.layers for stage in kind.stages) for kind in plan.kinds}) > 1:
+        raise InputError("its replicas cut the layers differently")
+    if len(degrees := {stage.tp for kind in plan.kinds for stage in kind.stages}) > 1:
+        raise InputError(f"its stages have the tensor-parallel degrees {_listed(degrees)}")
+    if len(sizes := {kind.micro_batch for kind in plan.kinds}) > 1:
+        raise InputError(f"its micro-batches hold {_listed(sizes)} sequences")
+    if len({kind.state_share for kind in plan.kinds}) > 1:
+        raise InputError("its replicas hold unlike shares of the optimizer's states")
+    tp = degrees.pop()
+    parallel = as_parallel(problem, plan, plan.kinds[0], tp)
+    if len(plan.kinds) == 1:
+        places = [stage.part for stage in plan.kinds[0].stages for _ in range(plan.num_replicas)]
+    else:
+        places = [stage.part for kind in plan.kinds for _ in range(kind.count) for stage in kind.stages]
+        parallel = replace(parallel, rank_order=RankOrder.PP_BEFORE_DP) if parallel.pp > 1 else parallel
+    return StartedPlan(
+        plan=parallel,
+        node_parts=_parts_of_nodes(problem, [part for part in places for _ in range(tp)]),
+        num_microbatches=tuple(kind.num_microbatches for kind in plan.kinds for _ in range(kind.count))
+        if len(counts) > 1
+        else (),
+    )
+
+
+def _parts_of_nodes(problem: MixedProblem, parts: Sequence[int]) -> tuple[int, ...]:
+    """Return the part of every node, from the part of every rank."""
+    if len(sizes := {problem.cluster.parts[part].devices_per_node for part in parts}) > 1:
+        raise InputError(f"its nodes have {_listed(sizes)} devices")
+    size = sizes.pop()
+    nodes = [set(parts[first : first + size]) for first in range(0, len(parts), size)]
+    if len(parts) % size or any(len(node) > 1 for node in nodes):
+        raise InputError(f"its ranks do not fill nodes of {size} devices of one part each")
+    return tuple(node.pop() for node in nodes)
+
+
+def _listed(values: Iterable[int]) -> str:
+    return " and ".join(map(str, sorted(values)))
 
 
 def check_mixed(problem: MixedProblem, plan: MixedPlan) -> None:

@@ -191,3 +191,10 @@ class MixedPlanFile:
                 f"mixed_schema_version is {self.mixed_schema_version}, this autoplan reads {MIXED_FILE_VERSION}: "
                 "make the file again with this version"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartPlanFile(PlanFile):
+    """A plan of the mixed cluster of `whole` as if all of its nodes were those of one part, as frameworks start it."""
+
+    whole: MixedPlanFile

@@ -220,20 +220,37 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def passes(
-    parts: Sequence[nn.Module], plan: ParallelPlan, grid: Grid, device: torch.device, loss_of: Loss
+    parts: Sequence[nn.Module],
+    plan: ParallelPlan,
+    grid: Grid,
+    device: torch.device,
+    loss_of: Loss,
+    num_microbatches: Sequence[int] = (),
 ) -> Callable[[Tensor, Tensor], list[Tensor]]:
     """Forward and backward of a step for this replica's (inputs, targets): the losses of the micro-batches.
 
-    Gradients are means over micro-batches and replicas.  Ranks without the head get no loss.
+    Gradients are means over the micro-batches of all replicas; `num_microbatches` are those of each where they differ.
+    Ranks without the head get no loss.
     """
+    counts = num_microbatches or (plan.num_microbatches,) * plan.dp
+    weight = plan.dp / sum(counts)  # of one micro-batch in the mean over replicas
     if grid.pp is None:
-        return _accumulating(parts[0], plan, loss_of)
+        return _accumulating(parts[0], plan, loss_of, weight)
     stages = [
         PipelineStage(part, at, plan.pp * plan.vp, device, group=grid.pp.get_group())
         for at, part in zip(chunks_of(plan, grid.pp_rank), parts, strict=True)
     ]
     made = _SCHEDULES[plan.schedule]
-    schedule = made(stages[0] if plan.schedule in _ONE_STAGE else stages, plan.num_microbatches, loss_fn=loss_of)
+
+    def weighted(output: Tensor, target: Tensor) -> Tensor:
+        return weight * loss_of(output, target)
+
+    schedule = made(
+        stages[0] if plan.schedule in _ONE_STAGE else stages,
+        counts[grid.dp_rank],
+        loss_fn=weighted,
+        scale_grads=False,  # it would do so after they are reduced, by the number of this replica
+    )
     has_first = any(stage.is_first for stage in stages)
     has_last = any(stage.is_last for stage in stages)
 
@@ -245,7 +262,7 @@ def passes(
             losses=losses if has_last else None,
             return_outputs=False,
         )
-        return losses
+        return [loss / weight for loss in losses]
 
     return run
 
@@ -258,14 +275,16 @@ def announce(unit: nn.Module, plan: ParallelPlan, *, is_last: bool) -> None:
         unit.set_reshard_after_backward(is_last or plan.sharding == "zero3")
 
 
-def _accumulating(part: nn.Module, plan: ParallelPlan, loss_of: Loss) -> Callable[[Tensor, Tensor], list[Tensor]]:
+def _accumulating(
+    part: nn.Module, plan: ParallelPlan, loss_of: Loss, weight: float
+) -> Callable[[Tensor, Tensor], list[Tensor]]:
     def run(inputs: Tensor, targets: Tensor) -> list[Tensor]:
         losses: list[Tensor] = []
         pairs = list(zip(torch.split(inputs, plan.micro_batch), torch.split(targets, plan.micro_batch), strict=True))
         for at, (x, y) in enumerate(pairs):
             announce(part, plan, is_last=at == len(pairs) - 1)
             loss = loss_of(part(x), y)
-            torch.autograd.backward(loss / len(pairs))
+            torch.autograd.backward(weight * loss)
             losses.append(loss.detach())
         return losses
 

@@ -127,7 +127,15 @@ def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere
 
 
 def _training(task: Task, device: torch.device) -> Training:
-    return Training(task.model, task.plan, seq_len=task.seq_len, device=device, dtype=task.dtype, seed=task.seed)
+    return Training(
+        task.model,
+        task.plan,
+        seq_len=task.seq_len,
+        device=device,
+        dtype=task.dtype,
+        seed=task.seed,
+        num_microbatches=task.num_microbatches,
+    )
 
 
 def _gathered(value: Any) -> list[Any]:
@@ -198,10 +206,9 @@ def compared(task: Task, rank: int, device: torch.device) -> Deviation:
 
 def task_on_one_rank(task: Task) -> Task:
     """Return the task for one process."""
-    plan = task.plan
-    return replace(
-        task, plan=ParallelPlan(global_batch=plan.global_batch, micro_batch=plan.micro_batch, sharding=Sharding.NONE)
-    )
+    micro_batch = task.plan.micro_batch
+    plan = ParallelPlan(global_batch=task.global_batch, micro_batch=micro_batch, sharding=Sharding.NONE)
+    return replace(task, plan=plan, num_microbatches=())
 
 
 def trained_state(task: Task, device: torch.device) -> TrainedState:
@@ -216,6 +223,7 @@ def trained_state(task: Task, device: torch.device) -> TrainedState:
         lr=_SGD_LR,
         seed=task.seed,
         is_alone=task.plan.num_devices == 1,
+        num_microbatches=task.num_microbatches,
     )
     losses = [training.step(sequences(task, step))[1] for step in range(CHECKED_STEPS)]
     return TrainedState(losses=losses, gradients=training.whole_gradients(), weights=training.whole_weights())

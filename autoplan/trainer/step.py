@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ class Training:
 
     Weights are fp32; `dtype` is what products are computed in.  `optimizer` is "adam", or "sgd" for comparisons: Adam
     hides gradients that are wrong by a factor (`closed-loop` 1, trap 2).  With `is_alone` the plan is of one rank, whom
-    others do not wait for.
+    others do not wait for.  `num_microbatches` are those of each replica where they differ.
     """
 
     plan: ParallelPlan
@@ -52,13 +53,17 @@ class Training:
         lr: float = 1e-4,
         seed: int = 0,
         is_alone: bool = False,
+        num_microbatches: tuple[int, ...] = (),
     ) -> None:
         self.plan, self.device, self._is_alone = plan, device, is_alone
         self.grid: Grid = ALONE if is_alone else make_grid(plan, device)
         self.parts: list[Transformer] = build(
             model, plan, self.grid, seq_len=seq_len, dtype=dtype, device=device, seed=seed
         )
-        self._run = passes(self.parts, plan, self.grid, device, loss_of)
+        counts = num_microbatches or (plan.num_microbatches,) * plan.dp
+        ends = [0, *accumulate(count * plan.micro_batch for count in counts)]
+        self._own = slice(*ends[self.grid.dp_rank :][:2])
+        self._run = passes(self.parts, plan, self.grid, device, loss_of, num_microbatches)
         weights = [weight for part in self.parts for weight in part.parameters()]
         if optimizer == "adam":
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(weights, lr=lr, fused=True)
@@ -67,8 +72,7 @@ class Training:
 
     def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(inputs, targets) of this replica, from all sequences of a step, (global_batch, seq_len + 1)."""
-        size = self.plan.global_batch // self.plan.dp
-        own = tokens[self.grid.dp_rank * size :][:size].to(self.device)
+        own = tokens[self._own].to(self.device)
         return own[:, :-1].contiguous(), own[:, 1:].contiguous()
 
     def backpropagate(self, tokens: Tensor) -> list[Tensor]:

@@ -16,6 +16,7 @@ class Task:
     """One run.  Weights are fp32; `dtype` is that of the products.
 
     With `checks` the same steps are trained by one process too, in fp32 and with SGD, and compared.
+    `num_microbatches` are those of each replica where they differ.
     """
 
     model: ModelSpec
@@ -29,6 +30,12 @@ class Task:
     tracks_memory: bool = True
     limit_s: float = 300.0  # of one step, after which a rank is taken to hang
     seed: int = 0
+    num_microbatches: tuple[int, ...] = ()
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences in a step."""
+        return sum(self.num_microbatches) * self.plan.micro_batch or self.plan.global_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +98,11 @@ class Command:
     log_of: str  # the framework that its log is one of
     times_from: str  # how that log tells times, see `autoplan.frameworks.common.log_seen.Source`
     num_steps: int  # that the times cover: a log may tell the mean of many
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences in a step."""
+        return self.plan.global_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

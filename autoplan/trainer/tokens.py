@@ -17,7 +17,7 @@ from autoplan.trainer.task import Task
 def sequences(task: Task, step: int) -> Tensor:
     """The tokens of one step, (global_batch, seq_len + 1): the same on every rank."""
     generator = torch.Generator().manual_seed(task.seed * 1_000_003 + step)
-    shape = (task.plan.global_batch, task.seq_len + 1)
+    shape = (task.global_batch, task.seq_len + 1)
     if task.data == "synthetic":
         return torch.randint(task.model.vocab_size, shape, generator=generator)
     text = torch.frombuffer(bytearray(files("autoplan.trainer").joinpath("text.txt").read_bytes()), dtype=torch.uint8)

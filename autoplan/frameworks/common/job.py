@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from autoplan.frameworks.common.rules import Rule
 from autoplan.spec.finetuning import FineTuning
-from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.plan_file import PlanFile
 
 Line = list[str]  # words that stand on one line of a script
@@ -85,7 +84,7 @@ class Target:
     limits: tuple[Rule, ...] = ()
     # Says what of a fine-tuning it cannot express, in words, or nothing; None: it trains all weights.
     refused_tuning: Callable[[FineTuning], str] | None = None
-    optimizers: tuple[OptimizerName, ...] = ("adam",)  # that it can be told to take
+    unequal_batches: bool = False  # whether replicas may take unlike numbers of micro-batches
 
 
 def safe_name(text: str) -> str:

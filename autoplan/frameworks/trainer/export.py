@@ -6,7 +6,7 @@ from autoplan.base.files import encode
 from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.trainer.rules import DECLINES, RULES, check_model
-from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.plan_file import PartPlanFile, PlanFile
 
 _FILE = "plan.json"
 
@@ -20,8 +20,8 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
         variables=(LaunchVariable(name="STEPS", default="10", says="steps that are timed", counts_steps=True),),
         program=f'--no-python -- autoplan run "$HERE/{_FILE}"',  # torchrun would look for options of its own further on
         trailing=('--steps "$STEPS"',),
-        files=(File(name=_FILE, text=encode(plan_file)),),
+        files=(File(name=_FILE, text=encode(plan_file.whole if isinstance(plan_file, PartPlanFile) else plan_file)),),
     )
 
 
-TARGET = Target(name="autoplan", says="the built-in trainer", rules=("trainer",), job=job)
+TARGET = Target(name="autoplan", says="the built-in trainer", rules=("trainer",), job=job, unequal_batches=True)

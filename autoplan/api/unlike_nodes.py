@@ -1,0 +1,115 @@
+"""Plans of a mixed cluster that frameworks start as they are: equal replicas whose stages sit on unlike nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import groupby
+
+from autoplan.base.errors import InputError
+from autoplan.cost.estimate import estimate
+from autoplan.cost.kernels.arithmetic import model_flops_per_token
+from autoplan.cost.mixed.stages import mixed_stages
+from autoplan.frameworks.common.job import Target
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.registry import book_of, find_target
+from autoplan.launch.start import NodeRange
+from autoplan.search.ranking import ranked
+from autoplan.spec.estimate import datasheet_peak, probability_above
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, StartedPlan, started_plan
+from autoplan.spec.mixed_result import MixedCost
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.plan_file import PLAN_FILE_VERSION, MixedPlanFile, PartPlanFile
+from autoplan.spec.search_result import RankedPlan
+
+
+def is_expressible(problem: MixedProblem, plan: MixedPlan, target: Target) -> bool:
+    """Return whether the framework of a target starts the plan, as far as its rules say."""
+    try:
+        started = started_plan(problem, plan, unequal_batches=target.unequal_batches)
+    except InputError:
+        return False
+    workload = replace(problem.as_if(started.node_parts[0], plan.parts).workload, num_devices=plan.num_devices)
+    is_ordered = started.plan.rank_order in problem.framework.rank_orders
+    return is_ordered and not broken(book_of(problem.framework).rules + target.limits, workload, started.plan)
+
+
+def node_ranges(problem: MixedProblem, file: MixedPlanFile, to: str) -> tuple[NodeRange, ...]:
+    """Return the nodes of every part in use, in the order of the ranks, with what starts the plan on all of them.
+
+    Raises InputError where the framework of the target `to` does not start the plan.
+    """
+    cost, target = file.best, find_target(to)
+    try:
+        started = started_plan(problem, cost.plan, unequal_batches=target.unequal_batches)
+    except InputError as error:
+        raise InputError(
+            f"{target.says} does not start the plan: {error}; search with --to {to} for the fastest that it does"
+        ) from None
+    parts = problem.cluster.parts
+    used = tuple(dict.fromkeys(started.node_parts))
+    # Files that the job reads name the devices: they have to be the same on all of them.
+    devices, calibration = (
+        _joined(parts[at].device.name for at in used),
+        _joined(file.calibrations[at].name for at in used),
+    )
+    best, costs = _ranked(problem, cost, started), tuple(placed.cost for placed in mixed_stages(problem, cost.plan))
+    found, first = [], 0
+    for at, nodes in groupby(started.node_parts):
+        as_if, num_nodes = problem.as_if(at, cost.plan.parts), len(list(nodes))
+        device = replace(parts[at].device, name=devices)
+        plan_file = PartPlanFile(
+            schema_version=PLAN_FILE_VERSION,
+            versions=file.versions,
+            command=file.command,
+            model=file.model,
+            training=file.training,
+            cluster=replace(as_if.cluster, name=problem.cluster.name, device=device),
+            framework=file.framework,
+            calibration=replace(as_if.calibration, name=calibration),
+            reserve_bytes=file.reserve_bytes,
+            best=best,
+            stages=costs,
+            alternatives=(),
+            certificate=None,
+            whole=file,
+        )
+        stages = (stage for kind in cost.kinds for stage in kind.stages if stage.part == at)
+        found.append(
+            NodeRange(
+                part=parts[at].name,
+                first=first,
+                num_nodes=num_nodes,
+                memory_bytes=max(stage.memory_bytes for stage in stages),
+                plan_file=plan_file,
+            )
+        )
+        first += num_nodes
+    return tuple(found)
+
+
+def _joined(names: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(names))
+
+
+def _ranked(problem: MixedProblem, cost: MixedCost, started: StartedPlan) -> RankedPlan:
+    """Return the figures of a plan: memory on the stage that is nearest to its capacity, MFU of all devices' peaks."""
+    fullest = max((stage for kind in cost.kinds for stage in kind.stages), key=lambda stage: stage.oom_z)
+    as_if = problem.as_if(fullest.part, cost.plan.parts)
+    (plain,) = ranked(as_if, estimate(as_if, PlanBatch.of([started.plan], problem.model.num_layers)), [0])
+    tokens_per_s = cost.sequences_per_s * problem.training.seq_len
+    peaks = [datasheet_peak(problem.cluster.parts[at].device, cost.plan.precision)[1] for at in started.node_parts]
+    per_node = cost.plan.num_devices / len(peaks)
+    return replace(
+        plain,
+        step_s=cost.step_s,
+        low_s=cost.low_s,
+        high_s=cost.high_s,
+        tokens_per_s_per_device=tokens_per_s / cost.plan.num_devices,
+        mfu=tokens_per_s * model_flops_per_token(problem.model, problem.training.seq_len) / (per_node * sum(peaks)),
+        memory_bytes=fullest.memory_bytes,
+        memory_headroom_bytes=fullest.capacity_bytes - fullest.memory_bytes,
+        oom_probability=probability_above(cost.oom_z),
+        verdict=cost.verdict,
+        terms_s=cost.terms_s,
+    )

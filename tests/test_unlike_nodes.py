@@ -1,0 +1,125 @@
+"""Do frameworks start a plan of unlike nodes as it was priced: ranks, layers, micro-batches and memory?"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import autoplan
+from autoplan.api.plan_files import make_mixed_file
+from autoplan.api.results import MixedPlanResult
+from autoplan.base.errors import InputError
+from autoplan.base.files import decode
+from autoplan.cost.mixed.estimate import estimate_mixed
+from autoplan.frameworks.presets import load_framework
+from autoplan.readers.cluster import load_cluster
+from autoplan.spec.enums import RankOrder
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, started_plan
+from autoplan.spec.plan_file import MixedPlanFile
+from mixed_cases import SMALL, problem_of, replicas, scaled
+
+H100, A100 = load_cluster("h100-sxm:1x8"), load_cluster("a100-sxm:2x8")
+# Of 12 layers: A100 take the stages 0 and 1, H100 the stage 2.
+UNEVEN = MixedPlan(kinds=(replicas(4, 8, (1, 2, 2), (1, 2, 3), (0, 2, 7)),))
+
+
+@pytest.fixture(scope="module")
+def problem() -> MixedProblem:
+    return problem_of(H100, A100)
+
+
+def result_of(problem: MixedProblem, plan: MixedPlan) -> MixedPlanResult:
+    file = make_mixed_file(problem, estimate_mixed(problem, [plan]), None, command="a test")
+    return MixedPlanResult(file=file, problem=problem)
+
+
+def test_ranks_of_a_stage_stand_together_so_that_parts_follow_one_another(problem: MixedProblem) -> None:
+    started = started_plan(problem, UNEVEN)
+    assert started.node_parts == (1, 1, 0)  # 4 replicas x tp 2 fill a node with every stage
+    assert (started.plan.tp, started.plan.pp, started.plan.dp) == (2, 3, 4)
+    assert started.plan.layers_per_chunk == (2, 3, 7)
+    assert started.plan.rank_order == RankOrder.DP_BEFORE_PP
+    assert started.num_microbatches == ()
+
+
+def test_ranks_of_unlike_replicas_stand_together(problem: MixedProblem) -> None:
+    plan = MixedPlan(kinds=(replicas(4, 9, (0, 2, 12)), replicas(8, 4, (1, 2, 12))))
+    started = started_plan(problem, plan, unequal_batches=True)
+    assert started.node_parts == (0, 1, 1)
+    assert started.num_microbatches == (9,) * 4 + (4,) * 8
+    deep = MixedPlan(kinds=(replicas(1, 9, (0, 4, 5), (0, 4, 7)), replicas(2, 4, (1, 4, 5), (1, 4, 7))))
+    assert started_plan(problem, deep, unequal_batches=True).plan.rank_order == RankOrder.PP_BEFORE_DP
+
+
+@pytest.mark.parametrize(
+    ("kinds", "says"),
+    [
+        ((replicas(4, 9, (0, 2, 12)), replicas(8, 4, (1, 2, 12))), "its replicas take 4 and 9 micro-batches"),
+        ((replicas(1, 8, (0, 4, 5), (0, 4, 7)), replicas(2, 8, (1, 4, 6), (1, 4, 6))), "cut the layers differently"),
+        ((replicas(4, 8, (1, 4, 5), (0, 2, 7)),), "tensor-parallel degrees 2 and 4"),
+        ((replicas(8, 8, (0, 1, 12)), replicas(16, 8, (1, 1, 12), micro_batch=2)), "hold 1 and 2 sequences"),
+        ((replicas(2, 8, (1, 2, 5), (0, 2, 7)),), "do not fill nodes of 8 devices of one part each"),
+    ],
+)
+def test_a_plan_that_no_framework_starts_is_refused(
+    problem: MixedProblem, kinds: tuple[ReplicaKind, ...], says: str
+) -> None:
+    with pytest.raises(InputError, match=says):
+        started_plan(problem, MixedPlan(kinds=kinds))
+
+
+@pytest.mark.parametrize("target", ["megatron-lm", "megatron-bridge", "primus"])
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm", "mpirun"])
+def test_launch_files_name_the_nodes_and_check_the_memory_of_each_part(
+    problem: MixedProblem, target: str, launcher: str, tmp_path: Path
+) -> None:
+    result = result_of(problem, UNEVEN)
+    files = autoplan.export(result, to=target, launcher=launcher).texts
+    text = files["launch.sh"]
+    assert "Nodes by NODE_RANK" in text
+    assert "0 to 1 a100-sxm, 2 h100-sxm" in text
+    stages = result.best.kinds[0].stages
+    for part, ranks in ((1, "NODE_RANK >= 0 && NODE_RANK <= 1"), (0, "NODE_RANK >= 2 && NODE_RANK <= 2")):
+        most = max(stage.memory_bytes for stage in stages if stage.part == part)
+        check = text.index(f"the plan needs {math.ceil(most / 2**20)} MiB")
+        assert text.rindex("NODE_RANK >=", 0, check) == text.index(ranks)
+    for name, script in files.items():
+        if script.startswith("#!/bin/bash"):
+            (tmp_path / name).write_text(script)
+            assert subprocess.run(["bash", "-n", tmp_path / name], check=False).returncode == 0
+
+
+def test_the_layout_that_megatron_reads_has_the_layers_of_the_plan(problem: MixedProblem) -> None:
+    (text,) = autoplan.export(result_of(problem, UNEVEN), to="megatron-lm").texts.values()
+    layout = re.search(r"--pipeline-model-parallel-layout '(.*)'", text)
+    assert layout is not None
+    assert layout[1] == "Et*2|t*3|t*7L"
+    assert "MFU" in text
+
+
+def test_the_built_in_trainer_gets_the_whole_plan(problem: MixedProblem) -> None:
+    trained = problem_of(H100, A100, framework=load_framework("torch"))
+    plan = MixedPlan(kinds=(replicas(4, 9, (0, 2, 12)), replicas(8, 4, (1, 2, 12))))
+    files = autoplan.export(result_of(trained, plan), to="autoplan").texts
+    assert decode(MixedPlanFile, json.loads(files["plan.json"]), "plan.json").best.plan == plan
+
+
+def test_the_built_in_trainer_trains_unlike_replicas_as_one_process_does(tmp_path: Path) -> None:
+    """Of S54's kind: a device of half the speed takes half the micro-batches."""
+    fast, slow = (scaled("cpu:1x1", name, speed=speed) for name, speed in (("fast", 1.0), ("slow", 0.5)))
+    tiny = replace(SMALL, num_layers=2, hidden_size=32, vocab_size=256, num_heads=4, num_kv_heads=2, ffn_size=64)
+    problem = problem_of(fast, slow, model=tiny, seq_len=16, precision="fp32", framework=load_framework("torch"))
+    plan = MixedPlan(kinds=(replicas(1, 4, (0, 1, 2)), replicas(1, 2, (1, 1, 2))), precision="fp32")
+    result_of(problem, plan).save(tmp_path / "plan.json")
+    measured = autoplan.run(tmp_path / "plan.json", steps=1, warmup=1, check=True)
+    assert measured is not None
+    assert measured.task.global_batch == 6
+    assert measured.measured.check is not None
+    assert measured.measured.check.holds
+    assert len(measured.measured.peak_bytes) == 2
