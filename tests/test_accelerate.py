@@ -204,7 +204,7 @@ def test_a_command_line_is_read_like_a_config() -> None:
     ("change", "says"),
     [
         (("--use_fsdp", "--config_file my.yaml"), "read that file"),
-        (("--use_fsdp", ""), "neither --use_fsdp nor --multi_gpu"),
+        (("--use_fsdp", ""), "names none of --use_fsdp"),
         (("16", "$N"), "give it with --set NAME=VALUE"),
     ],
 )
@@ -213,19 +213,88 @@ def test_a_command_line_that_says_too_little_is_refused(change: tuple[str, str],
         read(COMMAND.replace(*change), Given(model=LLAMA_8B, seq_len=4096))
 
 
+# As in examples/accelerate_configs/deepspeed_zero3.yaml of TRL.
+DEEPSPEED_CONFIG = """
+distributed_type: DEEPSPEED
+deepspeed_config:
+  deepspeed_multinode_launcher: standard
+  gradient_accumulation_steps: 1
+  offload_optimizer_device: cpu
+  offload_param_device: none
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+  zero_stage: 3
+downcast_bf16: 'no'
+mixed_precision: bf16
+num_processes: 8
+"""
+BATCH = (("PER_DEVICE_TRAIN_BATCH_SIZE", "2"), ("GRADIENT_ACCUMULATION_STEPS", "4"), ("GRADIENT_CHECKPOINTING", "true"))
+
+
+def test_a_config_with_deepspeed_is_the_configuration_that_accelerate_makes_of_it() -> None:
+    launch = read(DEEPSPEED_CONFIG, Given(model=LLAMA_8B, seq_len=4096, variables=BATCH))
+    assert launch.plan == ParallelPlan.derived(
+        dp_shard=8,
+        sharding="zero3",
+        offload="optimizer",
+        recompute="full",
+        micro_batch=2,
+        global_batch=64,
+        grad_reduce_overlap=True,
+        param_gather_overlap=True,
+    )
+    assert launch.framework == "deepspeed-zero"
+    assert [item.option for item in launch.unread if item.matters] == []
+
+
+def test_a_command_line_with_deepspeed_is_read_like_its_config() -> None:
+    command = "accelerate launch --use_deepspeed --zero_stage 2 --mixed_precision no --num_processes 8 train.py "
+    options = "--bf16 --per_device_train_batch_size 2 --gradient_accumulation_steps 4"
+    launch = read(command + options, Given(model=LLAMA_8B, seq_len=4096))
+    assert (launch.plan.sharding, launch.plan.precision, launch.plan.global_batch) == ("zero2", "bf16", 64)
+
+
+def test_the_file_of_a_command_is_read_where_it_lies_beside_or_above(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "configs" / "ds.yaml").write_text(DEEPSPEED_CONFIG)
+    command = "accelerate launch --config_file configs/ds.yaml --num_processes 16 sft.py"
+    given = Given(model=LLAMA_8B, seq_len=4096, variables=BATCH, folder=tmp_path / "examples")
+    assert read(command, given).plan.num_devices == 16
+    for elsewhere in ("/etc/passwd", "../configs/ds.yaml"):
+        with pytest.raises(InputError, match="read that file"):
+            read(command.replace("configs/ds.yaml", elsewhere), given)
+
+
 WRONG: dict[str, tuple[dict[str, Any], Given, str]] = {
     "no model": ({}, Given(seq_len=4096), "pass --model"),
     "no sequence": ({}, Given(model=LLAMA_8B), "pass --seq-len"),
     "no batch": ({}, Given(model=LLAMA_8B, seq_len=4096), "pass --set PER_DEVICE_TRAIN_BATCH_SIZE=N"),
     "a kind": (
-        {"distributed_type": "DEEPSPEED"},
+        {"distributed_type": "XLA"},
         given_of(PLANS["sharded"]),
-        "must be FSDP or MULTI_GPU or NO",
+        "must be FSDP or MULTI_GPU or NO or DEEPSPEED",
     ),
     "a precision": (
-        {"mixed_precision": "no"},
+        {"mixed_precision": "fp4"},
         given_of(PLANS["sharded"]),
         "must be bf16 or fp16 or fp8",
+    ),
+    "no precision": (
+        {"mixed_precision": "no"},
+        given_of(PLANS["sharded"]),
+        "pass --set BF16=true",
+    ),
+    "all that is missing": (
+        {"mixed_precision": "no", "num_processes": None},
+        Given(),
+        "pass --model, --seq-len, --devices, --set PER_DEVICE_TRAIN_BATCH_SIZE=N, "
+        "--set GRADIENT_ACCUMULATION_STEPS=N, --set BF16=true",
+    ),
+    "a file of DeepSpeed": (
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "zero3.json"}},
+        given_of(PLANS["sharded"]),
+        "the plan is in 'zero3.json': read that file with --as deepspeed",
     ),
     "devices": ({"num_processes": 24}, given_of(PLANS["sharded"]), "needs 16 devices, there are 24"),
     "open devices": ({"num_processes": -1}, given_of(PLANS["sharded"]), "pass --devices"),

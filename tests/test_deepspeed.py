@@ -409,3 +409,24 @@ def test_an_example_is_read_as_a_person_reads_it(name: str) -> None:
     assert {key: getattr(launch.plan, key) for key in plan} == plan
     assert launch.plan.num_devices == num_devices
     assert told <= {one.option for one in launch.unread}
+
+
+def test_all_that_is_auto_is_asked_for_at_once() -> None:
+    table = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3},
+    }
+    with pytest.raises(InputError) as error:
+        read(json.dumps(table), Given())
+    assert (
+        "pass --model, --seq-len, --devices, --set PER_DEVICE_TRAIN_BATCH_SIZE=N, --set GRADIENT_ACCUMULATION_STEPS=N, "
+        "--set BF16=true or --set FP16=true" in str(error.value)
+    )
+
+
+def test_gpt_neox_is_no_configuration_of_deepspeed() -> None:
+    assert not recognises("1-3B.yml", '{ "train_micro_batch_size_per_gpu": 4, # a comment')

@@ -401,3 +401,39 @@ def test_a_program_that_starts_recipes_is_none() -> None:
     text = 'import os\nENTRYPOINT_RECIPE = "run_recipe.py"\ndef main():\n    os.execv("python", [ENTRYPOINT_RECIPE])\n'
     with pytest.raises(InputError, match="no function of the file sets a configuration"):
         megatron_bridge.READER.read(text, Given(model=load_model("llama3-8b"), seq_len=4096, num_devices=8))
+
+
+# As in examples/qwen2_5/run_mcore_qwen.sh of Pai-Megatron-Patch: arguments by place, and a program of its own.
+PAI = """
+BATCH_SIZE=$1
+PR=$2
+if [ $PR = fp16 ]; then
+    pr_options="--fp16"
+elif [ $PR = bf16 ]; then
+    pr_options="--bf16"
+fi
+megatron_options=" \\
+    --micro-batch-size ${BATCH_SIZE} --global-batch-size 64 --train-iters 10 --seq-length 4096 \\
+    --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --disable-bias-linear \\
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+run_cmd="torchrun --nproc_per_node 8 ../qwen2/pretrain_qwen.py ${megatron_options} ${pr_options}"
+echo ${run_cmd}
+eval ${run_cmd}
+"""
+
+
+def test_a_program_that_takes_the_options_of_megatron_is_read_and_named() -> None:
+    assert megatron_lm.recognises("run_mcore_qwen.sh", PAI)
+    launch = megatron_lm.read(PAI, Given(variables=(("1", "2"), ("2", "bf16"))))
+    assert (launch.plan.tp, launch.plan.pp, launch.plan.micro_batch, launch.plan.num_devices) == (2, 2, 2, 8)
+    assert [item.option for item in launch.unread if "another program" in item.why] == ["pretrain_qwen.py"]
+
+
+def test_what_a_condition_hangs_on_is_asked_for_by_name() -> None:
+    with pytest.raises(InputError, match=r"pass --set PR=VALUE"):
+        megatron_lm.read(PAI, Given(variables=(("1", "2"),)))
+
+
+def test_programs_of_other_models_are_refused() -> None:
+    with pytest.raises(InputError, match=r"pretrain_bert.py \(bert\) trains no plain language model"):
+        megatron_lm.read(PAI.replace("pretrain_qwen.py", "pretrain_bert.py"), Given())

@@ -90,8 +90,11 @@ def make_given(
     pairs = []
     for text in texts:
         name, sign, value_of = text.partition("=")
-        if not sign or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise InputError(f"--set {text[:60]!r}: write NAME=VALUE with the name of a variable of the shell")
+        if not sign or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,3}", name):
+            raise InputError(
+                f"--set {text[:60]!r}: write NAME=VALUE with the name of a variable of the shell, "
+                "or the place of an argument of the script"
+            )
         pairs.append((name, value_of))
     return Given(
         model=load_model(model) if model is not None else None,

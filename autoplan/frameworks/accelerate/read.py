@@ -1,16 +1,21 @@
-"""Reader of what `accelerate launch` starts, by config file or options, with FSDP2 or DistributedDataParallel.
+"""Reader of what `accelerate launch` starts, by config file or options.
 
-Neither holds the model, and a config file no batch: these are given.  Plans for DeepSpeed are in a file of its own.
+It trains with FSDP2, DistributedDataParallel or DeepSpeed, which is read as a configuration of DeepSpeed.  Neither form
+holds the model, and a config file no batch: these are given.
 Places are below accelerate/ in 1.15.0.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from autoplan.base.errors import InputError
+from autoplan.base.files import is_file, read_text
 from autoplan.frameworks.accelerate.options import (
     COSTLESS,
     FSDP,
@@ -26,13 +31,21 @@ from autoplan.frameworks.common.launch import Given, Launch, Reader
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_yaml, show, typed
 from autoplan.frameworks.common.shell import is_open, read_script
-from autoplan.spec.enums import Sharding
+from autoplan.frameworks.deepspeed import read as deepspeed
+from autoplan.spec.enums import Precision, Sharding
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
 _LAUNCH = re.compile(r"^[^#\n]*\baccelerate\s+launch\b", re.MULTILINE)
-_KINDS = {"use_fsdp": "FSDP", "multi_gpu": "MULTI_GPU"}
+_KINDS = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
 _BATCH = ("PER_DEVICE_TRAIN_BATCH_SIZE", "GRADIENT_ACCUMULATION_STEPS")
+_PROGRAM = (*_BATCH, "BF16", "FP16", "GRADIENT_CHECKPOINTING")  # arguments of the Trainer, as variables
+_DEEPSPEED = (  # options of the command that are in the section `deepspeed_config`
+    *("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag", "zero3_save_16bit_model"),
+    *("gradient_accumulation_steps", "gradient_clipping", "deepspeed_config_file", "deepspeed_hostfile"),
+)
+_AUTO = "auto"
+MOST_ABOVE = 6  # folders above a script in which the file is looked for that it names
 
 
 def recognises(name: str, text: str) -> bool:
@@ -45,24 +58,25 @@ def recognises(name: str, text: str) -> bool:
 def read(text: str, given: Given) -> Launch:
     """Return the launch that the file starts, with the model, the batch and the sequence that are given."""
     if _LAUNCH.search(text):
-        table, batch = _of_script(text, given)
+        table, program = _of_script(text, given)
     else:
-        table, batch = parse_yaml(text, "the file"), {}
-    batch |= dict(given.variables)
+        table, program = parse_yaml(text, "the file"), {}
+    program |= dict(given.variables)
     options = Options.of_table(table)
     options.known(*COSTLESS)
-    model, seq_len = given.model, given.seq_len
-    if model is None or seq_len is None:
-        missing = "--model" if model is None else "--seq-len"
-        raise InputError(f"nothing is said of model and sequence: pass {missing}")
-    kind = options.word("distributed_type", {word: word for word in ("FSDP", "MULTI_GPU", "NO")})
-    precision = PRECISION.of(options)
+    kind = options.word("distributed_type", {word: word for word in ("FSDP", "MULTI_GPU", "NO", "DEEPSPEED")})
+    _ask_for_missing(options, program, given, kind)
+    assert given.model is not None
+    assert given.seq_len is not None
+    precision = _precision(options, program)
     num_devices = _devices(options, given, kind)
+    if kind == "DEEPSPEED":
+        return _with_deepspeed(options, program, precision, replace(given, num_devices=num_devices))
     mesh = _mesh(options.inside("parallelism_config"), num_devices, kind)
     states = _states(options.inside("fsdp_config"), mesh) if kind == "FSDP" else _unsharded(mesh)
-    micro, steps = (_batch_count(batch, name) for name in _BATCH)
+    micro, steps = (_batch_count(program, name) for name in _BATCH)
     plan = ParallelPlan.derived(
-        has_experts=model.moe is not None,
+        has_experts=given.model.moe is not None,
         **mesh | states,
         precision=precision,
         micro_batch=micro,
@@ -74,37 +88,110 @@ def read(text: str, given: Given) -> Launch:
     return Launch(
         target="accelerate",
         framework="pytorch-fsdp",
-        model=model,
-        training=TrainingSpec(seq_len=seq_len, precision=precision),
+        model=given.model,
+        training=TrainingSpec(seq_len=given.seq_len, precision=precision),
         plan=plan,
         options=options.options(),
         unread=options.unread(),
     )
 
 
+def _ask_for_missing(options: Options, program: dict[str, str], given: Given, kind: str) -> None:
+    """Name all that neither the file nor what is given says, at once."""
+    missing = [flag for flag, value in (("--model", given.model), ("--seq-len", given.seq_len)) if value is None]
+    if given.num_devices is None and kind != "NO" and not options.has("num_processes"):
+        missing.append("--devices")
+    steps = options.inside("deepspeed_config").value("gradient_accumulation_steps", _AUTO)
+    in_file = (_BATCH[1],) if isinstance(steps, int) else ()
+    missing += [f"--set {name}=N" for name in _BATCH if name not in program and name not in in_file]
+    if _is_open_precision(options) and not program.keys() & {"BF16", "FP16"}:
+        missing.append("--set BF16=true (or FP16=true, as the program is told)")
+    if missing:
+        raise InputError(f"the file does not say all that the program is told: pass {', '.join(missing)}")
+
+
+def _is_open_precision(options: Options) -> bool:
+    """Return whether the program alone may say the precision; YAML reads a bare no as false."""
+    return not options.has("mixed_precision") or options.given["mixed_precision"].value in ("no", False)
+
+
+def _precision(options: Options, program: dict[str, str]) -> Precision:
+    """Return the precision; what the Trainer is told wins over what the file says."""
+    for name, precision in (("BF16", Precision.BF16), ("FP16", Precision.FP16)):
+        if program.get(name, "false").casefold() in ("true", "", "1"):
+            options.known("mixed_precision")
+            return precision
+    if _is_open_precision(options):
+        raise InputError("neither file nor program says bf16 or fp16: training in 32 bits is not priced here")
+    return PRECISION.of(options)
+
+
+def _with_deepspeed(options: Options, program: dict[str, str], precision: Precision, given: Given) -> Launch:
+    """Return the launch with DeepSpeed, read as the configuration that Accelerate makes of its section.
+
+    Source: accelerate/utils/dataclasses.py, DeepSpeedPlugin.
+    """
+    section = options.inside("deepspeed_config")
+    if section.has("deepspeed_config_file"):
+        file = show(section.value("deepspeed_config_file"))
+        raise InputError(f"the plan is in {file}: read that file with --as deepspeed, which takes the same --set")
+    section.known("zero3_init_flag", "zero3_save_16bit_model", "gradient_clipping", "deepspeed_multinode_launcher")
+    section.known("deepspeed_hostfile", "deepspeed_moe_layer_cls_names", "deepspeed_inclusion_filter")
+    steps = section.value("gradient_accumulation_steps", _AUTO)
+    if _BATCH[1] in program and steps not in (_AUTO, _batch_count(program, _BATCH[1])):
+        section.remark("gradient_accumulation_steps", f"the program is told {program[_BATCH[1]]}", matters=False)
+        steps = _AUTO
+    zero: dict[str, Any] = {"stage": section.value("zero_stage", 2)}
+    for name in ("offload_optimizer", "offload_param"):
+        zero[name] = {"device": section.value(f"{name}_device", "none")}
+    made = {
+        "train_micro_batch_size_per_gpu": _AUTO,
+        "gradient_accumulation_steps": steps,
+        "zero_optimization": zero,
+        str(precision): {"enabled": True},
+    }
+    launch = deepspeed.read(json.dumps(made), replace(given, variables=tuple(program.items())))
+    return replace(launch, unread=(*launch.unread, *options.unread()))
+
+
 def _of_script(text: str, given: Given) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return (the table that a config file would hold, the batch that the program is given) of the command."""
+    """Return (the table that a config file would hold, what the program is told) of the command."""
     commands = read_script(text, given.variables).commands
     words = next((item.words for item in commands if _LAUNCH.search(" ".join(item.words))), None)
     if words is None or "launch" not in words:
         raise InputError("no command is accelerate launch")
     options = _options(words[words.index("launch") + 1 :])
-    if "config_file" in options:
-        raise InputError(f"the command reads {show(options['config_file'])}: read that file, with --set for the batch")
-    batch = {name: options.pop(name.lower()) for name in _BATCH if name.lower() in options}
+    program = {name: options.pop(name.lower()) for name in _PROGRAM if name.lower() in options}
     kind = next((kind for name, kind in _KINDS.items() if options.pop(name, None) is not None), None)
-    if kind is None:
+    table: dict[str, Any] = {"fsdp_config": {}, "parallelism_config": {}, "deepspeed_config": {}}
+    if file := options.pop("config_file", None):
+        table |= _config_beside(file, given.folder)
+    if kind is not None:
+        table["distributed_type"] = kind
+    if "distributed_type" not in table:
         raise InputError(
-            "the command names neither --use_fsdp nor --multi_gpu: what it starts is in its default config"
+            "the command names none of --use_fsdp, --use_deepspeed, --multi_gpu: what it starts is in its default "
+            "config, ~/.cache/huggingface/accelerate/default_config.yaml: read that file"
         )
-    table: dict[str, Any] = {"distributed_type": kind, "fsdp_config": {}, "parallelism_config": {}}
     for name, value in options.items():
         if is_open(value):
             raise InputError(f"--{name} {show(value)} is known to a running shell only: give it with --set NAME=VALUE")
         section = next((item for item in ("fsdp", "parallelism") if name.startswith(f"{item}_")), None)
-        place = table[f"{section}_config"] if section else table
+        if name in _DEEPSPEED:
+            section = "deepspeed"
+        place = table.setdefault(f"{section}_config", {}) if section else table
         place[name] = {"true": True, "false": False}.get(value.lower(), typed(value))
-    return table, batch
+    return table, program
+
+
+def _config_beside(file: str, folder: Path | None) -> dict[str, Any]:
+    """Return the table of the config file that a command names, from the script's folder or one above it."""
+    path = Path(file)
+    if folder is not None and not is_open(file) and not path.is_absolute() and ".." not in path.parts:
+        for place in (folder, *folder.absolute().parents[:MOST_ABOVE]):
+            if is_file(place / path):
+                return parse_yaml(read_text(place / path, most_bytes=2**20), str(place / path))
+    raise InputError(f"the command reads {show(file)}: read that file, with --set for what the program is told")
 
 
 def _options(words: tuple[str, ...]) -> dict[str, str]:

@@ -161,6 +161,8 @@ class Options:
         found = self.given[key].value
         if isinstance(found, Unknown):
             what, names = cleaned(found.text)[:60], re.findall(r"\$\{?([A-Za-z0-9_]+)", found.text)
+            if not names and found.text.startswith("$(("):
+                names = re.findall(r"[A-Za-z_]\w*", found.text)
             if "$" in what or "`" in what:
                 way = f"pass --set {names[0]}=VALUE" if names else "write its value"
                 raise InputError(f"{self.name(key)} is {what}, which only a running shell knows: {way}")

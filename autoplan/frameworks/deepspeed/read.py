@@ -74,17 +74,18 @@ _ADAM = ("adam", "adamw")
 def recognises(name: str, text: str) -> bool:
     """Return whether a file is a JSON table with the batch of a device or the section of ZeRO."""
     keys = "zero_optimization|train_micro_batch_size_per_gpu|train_batch_size"
+    if name.endswith((".yml", ".yaml", ".py", ".sh")):  # GPT-NeoX has the same keys in YAML with braces
+        return False
     return text.lstrip()[:1] == "{" and re.search(rf'"({keys})"\s*:', text) is not None
 
 
 def read(text: str, given: Given) -> Launch:
     """Return the plan of a configuration; what the script alone decides is told, or taken from `given` if needed."""
     table = parse_json(text, "DeepSpeed configuration")
-    if given.model is None or given.seq_len is None:
-        raise InputError(
-            "a configuration of DeepSpeed holds neither model nor sequence length: pass --model, --seq-len"
-        )
     trainer = dict(given.variables)
+    _ask_for_missing(table, trainer, given)
+    assert given.model is not None
+    assert given.seq_len is not None
     table, remarks = _filled_in(table, trainer)
     options = Options.of_table(table, remarks=remarks)
     options.known(*_COSTLESS)
@@ -105,6 +106,28 @@ def read(text: str, given: Given) -> Launch:
         options=options.options(),
         unread=options.unread(),
     )
+
+
+def _ask_for_missing(table: dict[str, Any], trainer: dict[str, str], given: Given) -> None:
+    """Name all that the file leaves to others and nobody says, at once."""
+    flags = {"--model": given.model, "--seq-len": given.seq_len}
+    sizes = [table.get(row.key) for row in (TOTAL, MICRO_BATCH, ACCUMULATION)]
+    if not all(isinstance(size, int) for size in sizes):
+        flags["--devices"] = given.num_devices
+    missing = [flag for flag, value in flags.items() if value is None]
+    missing += [
+        f"--set {argument}=N"
+        for key, argument in _COUNTS.items()
+        if table.get(key) == _AUTO and argument not in trainer
+    ]
+    sections = [(name, table[name].get("enabled")) for name in _PRECISIONS if isinstance(table.get(name), dict)]
+    left = [name.upper() for name, enabled in sections if enabled == _AUTO]
+    if left and not any(enabled is True for _, enabled in sections) and not any(name in trainer for name in left):
+        missing.append(f"--set {left[0]}=true" + "".join(f" or --set {name}=true" for name in left[1:]))
+    if missing:
+        auto = any(flag.startswith("--set") for flag in missing)
+        why = "what is 'auto' there the Trainer fills in" if auto else "it is not in such a file"
+        raise InputError(f"a configuration of DeepSpeed does not say all ({why}): pass {', '.join(missing)}")
 
 
 def _filled_in(table: dict[str, Any], trainer: dict[str, str]) -> tuple[dict[str, Any], list[Unread]]:

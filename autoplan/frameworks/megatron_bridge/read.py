@@ -20,7 +20,7 @@ from autoplan.frameworks.common.shell import is_open, read_script
 from autoplan.frameworks.megatron_lm.known_models import preset_of
 from autoplan.frameworks.megatron_lm.launch import launch_of
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
-from autoplan.frameworks.megatron_lm.read import num_devices, started
+from autoplan.frameworks.megatron_lm.read import named, num_devices, started
 from autoplan.spec.model import ModelSpec
 
 ENTRIES = ("run_recipe.py",)
@@ -96,7 +96,7 @@ def read(text: str, given: Given) -> Launch:
     recipe = _Recipe()
     if any(entry in text for entry in ENTRIES) and not _PYTHON.search(text):
         script = read_script(text, given.variables)
-        before, words = started(script, ENTRIES, given)
+        before, words = started(script, named(ENTRIES), given)
         if words is None:
             raise InputError("no command of the script starts run_recipe.py")
         devices = num_devices(before, script, text)

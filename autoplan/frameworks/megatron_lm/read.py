@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
@@ -15,24 +16,38 @@ from autoplan.frameworks.megatron_lm.table import argument_of
 from autoplan.frameworks.megatron_lm.with_deepspeed import FRAMEWORK, is_with_deepspeed, translate
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")
+# Options by which a launch of another program that takes Megatron-LM's is known, and programs that are none.
+_DEGREES = re.compile(r"(?<!\S)--(tensor-model-parallel-size|pipeline-model-parallel-size)\b")
+_LENGTHS = re.compile(r"(?<!\S)--(train-iters|train-samples|global-batch-size)\b")
+MOST_NAMED = 6  # variables in a message
+_OTHER_NAMES = (".py", ".json", ".yaml", ".yml", ".toml", ".md")
+_NOT_DECODERS = re.compile(
+    r"bert|t5|retro|ict|vision|vlm|vit|llava|multimodal|mimo|diffusion|whisper|encoder|generat|infer|server|convert"
+    r"|checkpoint|eval|export|quantiz|prune|distill"
+)
 
 
 def recognises(name: str, text: str) -> bool:
-    """Return whether a file looks like a launch of Megatron-LM."""
+    """Return whether a file looks like a launch of Megatron-LM, or of a program that takes its options."""
     if any(entry in text for entry in ENTRIES):
         return True
-    return (
-        text.lstrip().startswith("--") and re.search(r"--(num-layers|tensor-model-parallel-size)\b", text) is not None
-    )
+    if text.lstrip().startswith("--"):
+        return re.search(r"--(num-layers|tensor-model-parallel-size)\b", text) is not None
+    is_script = not name.endswith(_OTHER_NAMES) and "run_recipe.py" not in text
+    return is_script and _DEGREES.search(text) is not None and _LENGTHS.search(text) is not None
 
 
 def read(text: str, given: Given) -> Launch:
     """The launch that a script or a list of options describes."""
     script = read_script(text, given.variables)
+    other = None
     if not text.lstrip().startswith("--"):
-        before, words = started(script, ENTRIES, given)
+        before, words = started(script, named(ENTRIES), given)
         if words is None:
-            raise InputError("no command of the script starts pretrain_gpt.py")
+            before, words = started(script, _OTHER, given)
+            other = _other_program(before)
+        if words is None:
+            raise InputError("no command of the script starts pretrain_gpt.py, or a program with options of its kind")
     else:
         before, words = (), tuple(word for command in script.commands for word in command.words)
     arguments = Options(given_arguments(words), way_out="pass --model")
@@ -40,39 +55,85 @@ def read(text: str, given: Given) -> Launch:
         Unread(option=condition, value="", why="only a running shell can decide it", matters=False)
         for condition in script.open
     )
+    if other is not None:
+        arguments.remarks.append(Unread(option=other, value="", why="another program: read as pretrain_gpt.py"))
     target, framework = "megatron-lm", "megatron-core"
     if is_with_deepspeed(arguments):
         translate(arguments, has_model=given.model is not None)
         target = framework = FRAMEWORK
     devices = num_devices(before, script, text)
-    return launch_of(arguments, given, target=target, framework=framework, num_devices=devices)
+    try:
+        return launch_of(arguments, given, target=target, framework=framework, num_devices=devices)
+    except InputError as error:
+        raise InputError(f"{error}{_left_open(script)}") from None
+
+
+def _left_open(script: Script) -> str:
+    """Return what to say of conditions that could not be decided, by the variables that decide them."""
+    names = dict.fromkeys(name for condition in script.open for name in re.findall(r"\$\{?(\w+)", condition))
+    ways = ", ".join(f"--set {name}=VALUE" for name in list(names)[:MOST_NAMED])
+    return f"; conditions of the script hang on variables that it does not set: pass {ways}" if ways else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a program is known by: its position among words, and whether a text may hold a command of it."""
+
+    position: Callable[[Sequence[str]], int | None]
+    may_be_in: Callable[[str], bool]
+
+
+def named(entries: Sequence[str]) -> Entry:
+    """Return what finds the programs of some names."""
+
+    def position(words: Sequence[str]) -> int | None:
+        found = (at for at, word in enumerate(words) if word.endswith(tuple(entries)) and not re.search(r"\s", word))
+        return next(found, None)
+
+    return Entry(position, lambda text: any(entry in text for entry in entries))
+
+
+def _program_before_degrees(words: Sequence[str]) -> int | None:
+    """Return where the program stands that the words give degrees of Megatron-LM."""
+    if not any(_DEGREES.fullmatch(word.partition("=")[0]) for word in words):
+        return None
+    programs = (at for at, word in enumerate(words) if word.endswith(".py") and not re.search(r"\s", word))
+    return next(programs, None)
+
+
+_OTHER = Entry(_program_before_degrees, lambda text: _DEGREES.search(text) is not None)
+
+
+def _other_program(before: Sequence[str]) -> str | None:
+    """Return the program behind some words, by its name; a program that trains no decoder is refused."""
+    name = before[-1].rpartition("/")[2] if before else None
+    if name is not None and (kind := _NOT_DECODERS.search(name.casefold())):
+        raise InputError(f"{name[:60]} ({kind[0]}) trains no plain language model: it is not read")
+    return name
 
 
 def started(
-    script: Script, entries: Sequence[str], given: Given, depth: int = 0
+    script: Script, entry: Entry, given: Given, depth: int = 0
 ) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """The words before and behind the program of that name, of the last command that starts it; None: there is none.
+    """The words up to the program and behind it, of the last command that starts it; None: there is none.
 
     Where the program stands inside a word or a here-document, that is a script of its own.
     """
     found: tuple[tuple[str, ...], tuple[str, ...] | None] = ((), None)
     for command in script.commands:
-        for at, word in enumerate(command.words):
-            if word.endswith(tuple(entries)) and not re.search(r"\s", word):
-                found = (command.words[:at], command.words[at + 1 :])
-                break
-        else:
-            if depth < 5 and (inner := _inner(command, entries)) is not None:
-                nested = read_script(inner, [*given.variables, *_texts(script)])
-                before, words = started(nested, entries, given, depth + 1)
-                if words is not None:
-                    found = ((*command.words, *before), words)
+        if (at := entry.position(command.words)) is not None:
+            found = (command.words[: at + 1], command.words[at + 1 :])
+        elif depth < 5 and (inner := _inner(command, entry)) is not None:
+            nested = read_script(inner, [*given.variables, *_texts(script)])
+            before, words = started(nested, entry, given, depth + 1)
+            if words is not None:
+                found = ((*command.words, *before), words)
     return found
 
 
-def _inner(command: Command, entries: Sequence[str]) -> str | None:
+def _inner(command: Command, entry: Entry) -> str | None:
     for text in (*command.words, command.text):
-        if any(entry in text for entry in entries) and re.search(r"\s", text):
+        if re.search(r"\s", text) and entry.may_be_in(text):
             return text
     return None
 
