@@ -262,6 +262,29 @@ def test_latent_attention_on_blackwell_had_no_kernel_of_its_own_at_first(
     assert run.plan.recompute == recompute
 
 
+def test_wide_heads_on_blackwell_had_flash_attention_where_values_are_as_wide(tmp_path: Path) -> None:
+    """Nemotron-4 340B with heads of 192 took 32.66 s a step on 128 GB200 (dgxc-benchmarking v25.05.05, nemotron)."""
+    row = {
+        "framework": "NeMo/Megatron-Core",
+        "gpu": "gb200",
+        "gpu_memory_gib": "186",
+        "gpus_per_node": "4",
+        "num_gpus": "128",
+        "model": "nemotron4-340b",
+        "seq_len": "4096",
+        "global_batch": "512",
+        "tp": "8",
+        "cp": "1",
+        "vp": "12",
+        "dp": "4",
+    }
+    sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "gated_mlp", "vocab_size")
+    (run,) = runs_of(tmp_path, LLAMA | row | dict.fromkeys(sizes, ""))
+    assert run.problem is not None, run.refusal
+    assert run.problem.fuses_attention
+    assert predict(run).step_time_s == pytest.approx(32.66, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("framework", "name", "depths"),
     [

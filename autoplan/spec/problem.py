@@ -18,6 +18,10 @@ from autoplan.spec.workload import Workload
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec
 from autoplan.topology.levels import Topology, compile_topology
 
+# FlashAttention-2 takes heads as wide, if values are as wide as keys, where a framework has no other kernel
+# (Transformer Engine 2.2, dot_product_attention/utils.py, get_attention_backend).
+FLASH2_WIDEST_HEAD = 256
+
 MICROSCALING = ("blackwell", "cdna4")  # generations whose matrix units take a scale for every block of 32 elements
 
 
@@ -90,7 +94,9 @@ class Problem:
     def fuses_attention(self) -> bool:
         """Return whether a kernel computes attention without storing its scores."""
         width = self.model.qk_head_dim if self.device.generation == "blackwell" else 0
-        return self.training.attention.startswith("flash") and width <= self.framework.kernels.widest_blackwell_head
+        is_even = self.model.qk_head_dim == self.model.v_head_dim
+        widest = max(self.framework.kernels.widest_blackwell_head, FLASH2_WIDEST_HEAD if is_even else 0)
+        return self.training.attention.startswith("flash") and width <= widest
 
     @property
     def bytes_per_reduced_grad(self) -> float:
