@@ -389,6 +389,17 @@ def test_a_row_of_torchtitan_that_captures_nothing_was_not_compiled(tmp_path: Pa
     assert unsaid.problem.framework.name == "torchtitan-0.1"
 
 
+@pytest.mark.parametrize(
+    ("attention", "option", "kernel"),
+    [("flash", "1", "flash-fp8"), ("", "1", "flash-fp8"), ("flash", "0", "flash"), ("flash2", "1", "flash2")],
+)
+def test_a_row_says_that_attention_ran_in_8_bits(tmp_path: Path, attention: str, option: str, kernel: str) -> None:
+    (run,) = runs_of(tmp_path, LLAMA | {"attention": attention, "options": f"fp8_attention={option}"})
+    assert run.problem is not None
+    assert run.problem.training.attention == kernel
+    assert not any("fp8_attention" in column for column in run.filled)
+
+
 def test_recipes_of_the_library_fuse_the_router_beside_a_fused_dispatcher_alone(tmp_path: Path) -> None:
     experts = {"num_experts": "8", "experts_per_token": "2", "expert_ffn_size": "1024", "ep": "8"}
     for framework, said, fuses, dispatcher in (

@@ -67,6 +67,7 @@ READ_OPTIONS = {
     "dispatcher",
     "dropout",
     "ep_overlap",
+    "fp8_attention",
     "fp8_params",
     "grad_reduce_overlap",
     "param_gather_overlap",
@@ -200,6 +201,8 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
     if recipe.is_kin:
         row.filled.append(f"framework treated as {recipe.framework}")
     attention = row.word("attention", get_args(Attention), recipe.attention)
+    if attention == "flash" and row.option("fp8_attention", default=False):
+        attention = "flash-fp8"
     precision = row.word("precision", tuple(Precision), recipe.precision or "bf16")
     if recipe.precision and precision != recipe.precision:
         row.filled.append(f"precision={recipe.precision} as its scripts train")
