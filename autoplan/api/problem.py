@@ -29,6 +29,7 @@ from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.framework import Framework
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.model import ModelSpec
+from autoplan.spec.optimizers import OPTIMIZERS, TRAITS
 from autoplan.spec.plan_file import SpaceFlags
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import Attention, TrainingSpec
@@ -55,6 +56,7 @@ class ProblemOptions(TypedDict, total=False):
     finetune: str | Path | FineTuning | None
     lora_rank: int | None  # of adapters on frozen weights
     lora_targets: str | None  # modules with adapters, as PEFT calls them, joined by commas; or "all-linear"
+    optimizer: str  # adam, adam8bit, adam4bit, adafactor, lion, sgd or muon
     quantize: str | None  # the frozen weights: int8, nf4, nf4-dq or int4
 
 
@@ -163,6 +165,8 @@ def make_mixed_problem(
     parts = _parts(model, seq_len, options)
     if parts.training.finetuning is not None:
         raise InputError("fine-tuning is not priced on mixed clusters yet: take one of their parts")
+    if TRAITS[parts.training.optimizer].orthogonalises:
+        raise InputError(f"{parts.training.optimizer} is not priced on mixed clusters yet: take one of their parts")
     return MixedProblem(
         model=parts.model,
         training=parts.training,
@@ -177,7 +181,7 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     training = options.get("training")
     table = asdict(training) if training else {}
     table |= {"seq_len": seq_len} if seq_len is not None else {}
-    for name, known in (("precision", tuple(Precision)), ("attention", get_args(Attention))):
+    for name, known in (("precision", tuple(Precision)), ("attention", get_args(Attention)), ("optimizer", OPTIMIZERS)):
         value = options.get(name)
         if value is None:
             continue

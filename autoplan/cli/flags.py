@@ -11,6 +11,7 @@ import typer
 from autoplan.cli import options
 from autoplan.cli.complete import words
 from autoplan.spec.axes import AXES, Axis, Kind, shown
+from autoplan.spec.optimizers import OPTIMIZERS
 
 Command = Callable[..., None]
 TEXT = str | None
@@ -78,6 +79,14 @@ SHARED: dict[str, tuple[Any, Any]] = {
         "FORMAT",
         "Of the frozen weights: int8, nf4, nf4-dq or int4.",
         autocompletion=words(("int8", "nf4", "nf4-dq", "int4")),
+    ),
+    "optimizer": _option(
+        str,
+        "adam",
+        "--optimizer",
+        "NAME",
+        "adam, adam8bit (bitsandbytes, torchao), adam4bit (torchao), adafactor, lion, sgd (with momentum) or muon.",
+        autocompletion=words(OPTIMIZERS),
     ),
     "objective": _option(
         list[str] | None,

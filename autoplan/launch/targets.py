@@ -22,6 +22,8 @@ def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
         known = f"known are {', '.join(target.versions)}" if any(target.versions) else "leave the version out"
         raise InputError(f"no version {version!r} of {target.says}: {known}")
     _check_tuning(plan_file, target)
+    if (optimizer := plan_file.training.optimizer) not in target.optimizers:
+        raise InputError(f"{target.says} is not told of {optimizer}: it takes {' or '.join(target.optimizers)}")
     if plan_file.training.attention == "flash-fp8" and target.name != "megatron-bridge":
         raise InputError(f"{target.says} is not told of attention in 8 bits: plan with flash, or use megatron-bridge")
     return target.job(plan_file, version)

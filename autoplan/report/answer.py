@@ -24,6 +24,7 @@ from autoplan.report.terminal import (
 )
 from autoplan.spec.estimate import datasheet_peak
 from autoplan.spec.mixed_result import MixedCost
+from autoplan.spec.optimizers import TRAITS
 from autoplan.spec.plan import chunk_layers
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.ranks import HostRanks
@@ -88,9 +89,10 @@ def headline(file: PlanFile) -> str:
     slow = f" ({len(cluster.faults)} of their parts slow)" if cluster.faults else ""
     place = f"{cluster.num_nodes} x {cluster.devices_per_node} {cluster.device.name}"
     where = place if cluster.name == cluster.device.name else f"{cluster.name}: {place}"
+    optimizer = "" if training.optimizer == "adam" else f", {TRAITS[training.optimizer].says}"
     return (
         f"{file.model.name} on {where}{slow}, {training.precision}, {training.seq_len:,} tokens, "
-        f"global batch {file.best.plan.global_batch:,}"
+        f"global batch {file.best.plan.global_batch:,}{optimizer}"
     )
 
 

@@ -9,6 +9,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.units import check_count
 from autoplan.spec.enums import Precision, enum_value
 from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.optimizers import OptimizerName
 
 # flash-fp8: the best kernel in 8 bits (fp8_dot_product_attention of Megatron-Core).
 Attention = Literal["flash", "flash1", "flash2", "flash-fp8", "megatron-fused", "unfused"]
@@ -22,7 +23,7 @@ class TrainingSpec:
     precision: Precision = Precision.BF16
     attention: Attention = "flash"
     fused_norm: bool | None = None  # None: what the framework does
-    optimizer: Literal["adam"] = "adam"
+    optimizer: OptimizerName = "adam"
     # Tokens of the busiest rank of experts over their mean, whose memory and time a step waits for: 1.05-1.3 where a
     # loss balances the routing, 1.5 and more without (`modelling` B5).
     expert_imbalance: float = 1.0

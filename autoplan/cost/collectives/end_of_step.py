@@ -15,6 +15,7 @@ from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
 from autoplan.cost.kernels.measured import find
 from autoplan.cost.kernels.memory_bound import memory_bound_s
+from autoplan.cost.kernels.orthogonalise import orthogonalise_s
 from autoplan.cost.memory.allocator_cache import GRAD_BYTES
 from autoplan.cost.memory.parameters import StageParameters
 from autoplan.cost.memory.state_types import grad_bytes, reduced_grad_bytes, update_moved_bytes
@@ -24,6 +25,7 @@ from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.spec.enums import Offload, Precision, Schedule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.operations import Operation
+from autoplan.spec.optimizers import GATHERED_MOMENTA_SHARE, TRAITS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
@@ -82,7 +84,9 @@ def end_of_step(problem: Problem, batch: PlanBatch, parameters: StageParameters)
     reduces_once = is_zero1 | (is_zero2 & (not framework.network.zero2_reduces_every_microbatch))
     reduction: Operation = "all_reduce" if framework.network.zero1_grad_all_reduce else "reduce_scatter"
     element, narrow = problem.training.element_bytes, _gathered_bytes(problem, batch)[:, None]
-    gathered, gathers = element * parameters.ends + narrow * (dense - parameters.ends), is_zero1 | is_zero2
+    orthogonalises = TRAITS[problem.training.optimizer].orthogonalises
+    momenta = GATHERED_MOMENTA_SHARE * (wire + narrow) if orthogonalises else 0.0 * narrow
+    gathered, gathers = element * parameters.ends + (narrow + momenta) * (dense - parameters.ends), is_zero1 | is_zero2
     shard = dense / groups.shard.size[:, None] + expert / groups.expert_shard.size[:, None]
 
     def at_end(
@@ -101,7 +105,7 @@ def end_of_step(problem: Problem, batch: PlanBatch, parameters: StageParameters)
         # Copies of a shard group reduce the shard that each holds.
         reduce_across=at_end("replicate", "all_reduce", groups.replicate, wire * shard, ~is_plain),
         gather=at_end("shard", "all_gather", groups.shard, gathered, gathers),
-        gather_experts=at_end("expert shard", "all_gather", groups.expert_shard, narrow * expert, gathers),
+        gather_experts=at_end("expert shard", "all_gather", groups.expert_shard, (narrow + momenta) * expert, gathers),
     )
 
 
@@ -269,4 +273,5 @@ def optimizer_s(problem: Problem, batch: PlanBatch, own: Floats, whole: Floats) 
     framework, link = problem.framework, problem.cluster.device.host_link_bytes_per_s
     sent = grad_bytes(problem, batch) + problem.training.element_bytes
     on_host = own * (sent / link + framework.kernels.bytes_moved_per_host_update / HOST_BYTES_PER_S)
-    return np.where(batch.offload == Offload.OPTIMIZER.code, on_host, update_s(problem, batch, own, whole))
+    on_device = update_s(problem, batch, own, whole) + orthogonalise_s(problem, batch, own)
+    return np.where(batch.offload == Offload.OPTIMIZER.code, on_host, on_device)

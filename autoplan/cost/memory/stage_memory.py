@@ -32,7 +32,13 @@ from autoplan.cost.memory.recompute import (
     kept_bytes,
     whole_bytes,
 )
-from autoplan.cost.memory.state_types import grad_bytes, optimizer_bytes, update_copy_bytes, whole_grad_bytes
+from autoplan.cost.memory.state_types import (
+    grad_bytes,
+    more_bytes_of_ends,
+    optimizer_bytes,
+    update_copy_bytes,
+    whole_grad_bytes,
+)
 from autoplan.cost.network.process_groups import ProcessGroups, process_groups
 from autoplan.cost.pipeline.layout import (
     StageBlocks,
@@ -229,6 +235,10 @@ def states(
         gradients *= (on_device | ~zero3)[:, None]
     kept = np.where(on_device, optimizer_bytes(problem, batch), framework.memory.bytes_per_state_kept_on_device)
     optimizer = spread(kept, zero1)
+    if more := more_bytes_of_ends(problem):
+        ends = parameters.trained.ends
+        alone = StageParameters(dense=ends, expert=np.zeros_like(ends), ends=ends)
+        optimizer = optimizer + spread_bytes(alone, groups, np.where(on_device, more, 0.0), zero1)
     if not framework.memory.frees_unscaled_grads:
         optimizer += spread(framework.memory.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
     return weights, gradients, optimizer

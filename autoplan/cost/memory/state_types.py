@@ -12,6 +12,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.spec.enums import GradType, MainWeights, MomentType
+from autoplan.spec.optimizers import ADAM_MOMENT_BYTES, TRAITS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
@@ -57,10 +58,24 @@ def update_copy_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 def optimizer_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Return the bytes of main weights and moments of a parameter that the rank updates."""
     saved = _SAVED_WEIGHTS[batch.main_weights] + _SAVED_MOMENTS[batch.moment_dtype]
-    return problem.framework.memory.bytes_per_optimizer_state - saved
+    return problem.framework.memory.bytes_per_optimizer_state - saved - _saved_by_optimizer(problem)
+
+
+def _saved_by_optimizer(problem: Problem) -> float:
+    """Bytes of a parameter of the layers that the optimizer keeps less than Adam does."""
+    kind, hidden = TRAITS[problem.training.optimizer], problem.model.hidden_size
+    usual = min(ADAM_MOMENT_BYTES, problem.framework.memory.bytes_per_optimizer_state)
+    # Of a matrix as wide as the hidden size on both sides.
+    return max(usual - kind.moment_bytes - 2.0 * kind.factored_bytes / hidden, 0.0)
+
+
+def more_bytes_of_ends(problem: Problem) -> float:
+    """Bytes that the optimizer keeps more of a parameter of embedding, head and last norm than of the layers."""
+    kind = TRAITS[problem.training.optimizer]
+    return ADAM_MOMENT_BYTES - kind.moment_bytes if kind.orthogonalises else 0.0
 
 
 def update_moved_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Return the bytes that the update of a parameter reads and writes."""
     unmoved = _UNMOVED_WEIGHTS[batch.main_weights] + 2.0 * _SAVED_MOMENTS[batch.moment_dtype]
-    return problem.framework.kernels.bytes_moved_per_update - unmoved
+    return problem.framework.kernels.bytes_moved_per_update - unmoved - 2.0 * _saved_by_optimizer(problem)

@@ -22,10 +22,20 @@ from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_b
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.fsdp2.rules import RULES
 from autoplan.spec.enums import Precision, Recompute, Sharding
+from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.plan import ALL_LAYERS, ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile
 
 YAML = "accelerate.yaml"
+# TrainingArguments.optim (transformers/training_args.py, OptimizerNames).
+OPTIM: dict[OptimizerName, str] = {
+    "adam": "adamw_torch",
+    "adam8bit": "adamw_torch_8bit",
+    "adam4bit": "adamw_torch_4bit",
+    "adafactor": "adafactor",
+    "lion": "lion_32bit",
+    "sgd": "sgd",
+}
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
@@ -58,6 +68,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
             lines=(
                 ["--per_device_train_batch_size", str(plan.micro_batch)],
                 ["--gradient_accumulation_steps", str(plan.num_microbatches)],
+                *([] if plan_file.training.optimizer == "adam" else [["--optim", OPTIM[plan_file.training.optimizer]]]),
             ),
         ),
         files=(
@@ -191,4 +202,5 @@ TARGET = Target(
     job=job,
     limits=LIMITS,
     refused_tuning=refused_by_peft,
+    optimizers=tuple(OPTIM),
 )

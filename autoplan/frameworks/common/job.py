@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autoplan.frameworks.common.rules import Rule
 from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.plan_file import PlanFile
 
 Line = list[str]  # words that stand on one line of a script
@@ -85,6 +86,7 @@ class Target:
     # Says what of a fine-tuning it cannot express, in words, or nothing; None: it trains all weights.
     refused_tuning: Callable[[FineTuning], str] | None = None
     unequal_batches: bool = False  # whether replicas may take unlike numbers of micro-batches
+    optimizers: tuple[OptimizerName, ...] = ("adam",)  # that it can be told to take
 
 
 def safe_name(text: str) -> str:

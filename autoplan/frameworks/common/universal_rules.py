@@ -5,7 +5,8 @@ from __future__ import annotations
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, Rulebook, all_true
 from autoplan.spec.axes import AXES, Axis, Kind
-from autoplan.spec.enums import Precision, Schedule
+from autoplan.spec.enums import MainWeights, MomentType, Offload, Precision, Schedule, Sharding
+from autoplan.spec.optimizers import TRAITS
 from autoplan.spec.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PP_BEFORE_DP, PlanBatch
 from autoplan.spec.workload import Workload
 
@@ -50,7 +51,35 @@ def _linear_attention(workload: Workload, batch: PlanBatch) -> Bools:
     return (batch.cp == 1) & (net.num_key_heads % batch.tp == 0) if net else all_true(batch)
 
 
+def _adams_types(workload: Workload, batch: PlanBatch) -> Bools:
+    """Types of main weights and moments are those of an Adam that Megatron-Core fuses, and that on the host is one."""
+    if workload.training.optimizer == "adam":
+        return all_true(batch)
+    are_plain = (batch.moment_dtype == MomentType.FP32.code) & (batch.main_weights == MainWeights.FP32.code)
+    return are_plain & (batch.offload != Offload.OPTIMIZER.code)
+
+
+def _whole_matrices(workload: Workload, batch: PlanBatch) -> Bools:
+    """Muon takes whole matrices."""
+    if not TRAITS[workload.training.optimizer].orthogonalises:
+        return all_true(batch)
+    return batch.sharding != Sharding.ZERO3.code
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(
+        source=SOURCE,
+        holds=_adams_types,
+        says=lambda s, p: (
+            f"moment_dtype {p.moment_dtype}, main_weights {p.main_weights} and offload {p.offload} are of Adam, the "
+            f"optimizer is {s.training.optimizer}: leave them out"
+        ),
+    ),
+    Rule(
+        source=SOURCE,
+        holds=_whole_matrices,
+        says=lambda s, p: f"muon with {p.sharding} is not priced: use zero1",
+    ),
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.num_devices == s.num_devices,

@@ -20,6 +20,7 @@ from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.deepspeed.options import ACCUMULATION, CP, EP, MICRO_BATCH, TOTAL, TP, TP_OVERLAP, ZERO
 from autoplan.frameworks.deepspeed.rules import RULES
 from autoplan.spec.enums import Sharding
+from autoplan.spec.optimizers import TRAITS
 from autoplan.spec.plan_file import PlanFile
 
 _FILE = "deepspeed.json"
@@ -78,6 +79,8 @@ def _duties(plan_file: PlanFile) -> str:
         duties.append("registers Ulysses attention (UlyssesSPAttentionHF)")
     if plan.offload == "optimizer":
         duties.append("takes DeepSpeedCPUAdam")
+    if (optimizer := plan_file.training.optimizer) != "adam":
+        duties.append(f"takes {TRAITS[optimizer].says} as its optimizer")
     if plan.dp_replicate > 1 and plan.sharding == "zero3":
         duties.append("makes the model under deepspeed.zero.MiCS_Init")
     return "yours: " + ", ".join([*duties, *peft_duties(plan_file)])
@@ -124,4 +127,5 @@ TARGET = Target(
     versions=("0.19.8", _WITH_MICS),
     limits=LIMITS,
     refused_tuning=refused_by_peft,
+    optimizers=("adam", "adam8bit", "adafactor", "lion", "sgd"),
 )

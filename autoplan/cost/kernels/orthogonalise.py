@@ -1,0 +1,40 @@
+"""Time of the products that Muon makes momenta orthogonal with (arXiv:2502.16982, section 2)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autoplan.base.arrays import Floats
+from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.kernels.products import gemm_rate
+from autoplan.cost.kernels.sizes import local_sizes
+from autoplan.spec.optimizers import NEWTON_SCHULZ_STEPS, TRAITS
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+
+
+def orthogonalise_s(problem: Problem, batch: PlanBatch, own: Floats) -> Floats:
+    """Time of a rank that updates `own` parameters, of which the layers' matrices are as many as in the whole model.
+
+    Tensor-parallel ranks take their own parts of a matrix (Megatron-Core's `blockwise`), data-parallel ones that share
+    states the matrices that they hold.
+    """
+    if not TRAITS[problem.training.optimizer].orthogonalises:
+        return np.zeros_like(own)
+    model, finetuning = problem.model, problem.training.finetuning
+    shapes = block_shapes(model, finetuning)
+    operations, elements = np.zeros(len(batch)), np.zeros(len(batch))
+    for layer in model.layers:
+        for block in layer:
+            for linear in shapes[block].linears:
+                if linear.is_frozen:
+                    continue
+                inputs, outputs = local_sizes(linear, batch)
+                short, long = np.minimum(inputs, outputs), np.maximum(inputs, outputs)
+                steps = NEWTON_SCHULZ_STEPS * (4.0 * short**2 * long + 2.0 * short**3)
+                operations = operations + linear.copies * steps
+                elements = elements + linear.copies * inputs * outputs
+    if finetuning is None or not finetuning.has_adapters:
+        tables = 1.0 if model.tied_embeddings else 2.0
+        elements = elements + tables * model.vocab_size * model.hidden_size / batch.tp
+    return own * operations / np.maximum(elements, 1.0) / gemm_rate(problem, batch.unquantised())
