@@ -172,6 +172,7 @@ def test_both_formats_of_one_tree_agree():
         ("RingName=r Nodes=n[1-4]\n", "line 1: 'ringname' is no key of topology/tree or topology/block"),
         ("BlockSizes=4\n", "holds no node"),
         ("SwitchName=a Nodes=a[1-99999]\nSwitchName=b Nodes=b[1-9]\n", "line 2: more than 100,000 names"),
+        ("- topology: a\n  tree:\n    switches:\n      - 2026-99-99: n1\n", "not valid YAML: .*month"),
         ("a: [", r"not valid YAML: .*\(line \d, column \d\)"),
         ("a: &x [1]\nb: *x\n", "line 2: an alias"),
         ("[" * 200, "line 1: nested more than 20 deep"),

@@ -332,6 +332,7 @@ def test_numbers_of_a_json_file_that_are_not_finite_are_refused(tmp_path: Path, 
         ("a.toml", "a = " + "[" * 5000 + "]" * 5000),
         ("a.json", '{"a": ' + "9" * 5000 + "}"),
         ("a.toml", "a = " + "9" * 5000),
+        ("a.json", '{"command": "\\ud800"}'),
     ],
 )
 def test_files_meant_to_break_the_parser_are_refused(tmp_path: Path, name: str, text: str) -> None:
@@ -700,3 +701,13 @@ class _Pair:
 def test_an_optional_quantity_may_be_left_out_and_is_scaled_when_given() -> None:
     assert decode(_Pair, {"first_ms": 2.0}, "x").second_bytes is None
     assert decode(_Pair, {"first_us": 2, "second_mib": 3}, "x") == _Pair(first_s=2e-6, second_bytes=3 * 2**20)
+
+
+def test_a_quantity_too_large_for_a_float_in_its_unit_is_refused() -> None:
+    refusal(DeviceSpec, {**{key: value for key, value in DEVICE.items() if "memory" not in key}, "memory_gib": 10**400})
+
+
+def test_a_message_repeats_a_few_unknown_keys_each_cut() -> None:
+    message = refusal(DeviceSpec, DEVICE | {f"{'k' * 5000}{number}": 1 for number in range(50)})
+    assert "and 42 more" in message
+    assert len(message) < 1500

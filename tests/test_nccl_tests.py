@@ -249,6 +249,7 @@ def test_json_lines_of_rccl_tests_need_the_device(tmp_path: Path) -> None:
         (ALL_TO_ALL.replace("1174.14", "n\x1ban"), "line 14"),
         (ALL_TO_ALL.replace("  time", "cputime"), "option -C"),
         (ALL_TO_ALL.replace("#wrong", "_wrong"), "line 14: no column says whether results were right"),
+        (ALL_TO_ALL.replace("type ", "type\ufffd "), "line 12: the table has no column 'type'"),
         ('{"results": 3}', "not the JSON of nccl-tests"),
         ('{"results": []}', "not the JSON of nccl-tests"),
         ('{"name":', "not valid JSON"),

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from autoplan.base.errors import InputError, OutOfRangeError
-from autoplan.base.units import file_keys, file_units
+from autoplan.base.units import file_keys, file_units, listed
 
 T = TypeVar("T")
 
 # Far above any configuration file that people write; a weight file given by mistake is not read into memory.
 MOST_BYTES = 8 * 2**20
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
@@ -86,6 +87,11 @@ def read_table(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: {str(error).splitlines()[0]}") from None
     if not isinstance(table, dict):
         raise InputError(f"{path}: must hold one table (object), not a {type(table).__name__}")
+    if _SURROGATE.search(text):  # JSON may name half a character, which nothing can write again
+        try:
+            json.dumps(table, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{path}: holds text that is not Unicode") from None
     return table
 
 
@@ -166,7 +172,10 @@ def _scaled(value: Any, factor: float) -> Any:
         return {key: _scaled(part, factor) for key, part in value.items()}
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value  # the decoder says what is wrong with it
-    return value * factor
+    try:
+        return value * factor
+    except OverflowError:  # an integer beyond all floats, which is refused like infinity
+        return math.inf
 
 
 def to_fields(
@@ -216,7 +225,7 @@ def to_fields(
     missing = [file_keys(name)[0] for name in needed if name not in fields]
     faults = []
     if unknown:
-        faults.append(f"unknown key{'s' * (len(unknown) > 1)} {', '.join(map(repr, unknown))}")
+        faults.append(f"unknown key{'s' * (len(unknown) > 1)} {listed(map(repr, unknown))}")
     if missing:
         faults.append(f"missing {', '.join(missing)}")
     if faults:

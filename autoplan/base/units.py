@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from collections.abc import Iterable
 from functools import lru_cache
 
 from autoplan.base.errors import InputError, OutOfRangeError
@@ -142,3 +143,10 @@ MOST_TEXT = 1_000  # characters of a name or a reason
 def cleaned(text: str) -> str:
     """`text` without control characters, cut to `MOST_TEXT`: for what comes from outside."""
     return "".join(letter for letter in text if unicodedata.category(letter)[0] != "C")[:MOST_TEXT]
+
+
+def listed(words: Iterable[str], most: int = 8) -> str:
+    """Return words of a file as a message may repeat them: the first few, each without control characters and cut."""
+    every = list(words)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(cleaned(word)[:60] for word in every[:most]) + more

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from autoplan.base.errors import InputError
-from autoplan.base.units import check_count, check_not_negative, check_positive, file_keys
+from autoplan.base.units import check_count, check_not_negative, check_positive, file_keys, listed
 from autoplan.spec.axes import AXIS, Value
 from autoplan.spec.enums import RankOrder
 
@@ -305,10 +305,10 @@ class Framework:
         if not self.rank_orders:
             raise InputError("rank_orders must name at least one")
         if strange := set(self.fitted) - GROUP_OF.keys():
-            raise InputError(f"fitted names no trait of a framework: {', '.join(sorted(strange))}")
+            raise InputError(f"fitted names no trait of a framework: {listed(sorted(strange))}")
         named = [text.partition("=")[0] for text in self.usual]
         if strange := {*named, *self.lacks} - {name for name, axis in AXIS.items() if axis.known_of}:
-            raise InputError(f"usual and lacks name no option of few frameworks: {', '.join(sorted(strange))}")
+            raise InputError(f"usual and lacks name no option of few frameworks: {listed(sorted(strange))}")
         for text in self.usual:
             name, _, value = text.partition("=")
             AXIS[name].parse(value, "usual")

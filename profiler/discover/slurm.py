@@ -183,11 +183,13 @@ def _yaml(text: str) -> object:
             if depth > _MOST_YAML_DEPTH:
                 raise InputError(f"line {event.start_mark.line + 1}: nested more than {_MOST_YAML_DEPTH} deep")
         return yaml.load(text, Loader=_LOADER)
+    except InputError:
+        raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         raise InputError(f"not valid YAML: {error.problem}{place}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # ValueError: such as the date 2026-99-99
         raise InputError(f"not valid YAML: {shown(str(error))}") from None
 
 

@@ -120,6 +120,8 @@ def _from_table(text: str, run: _Run, device: str | None) -> list[Record]:
                 run.runtime = f"{'rocm' if match['kind'] == 'hip' else 'cuda'} {match['runtime']}"
         elif _COLUMNS.match(line):
             run.columns = line.removeprefix("#").split()
+            if lacking := [name for name in ("size", "type") if name not in run.columns]:
+                raise InputError(f"line {number}: the table has no column {lacking[0]!r}")
         elif run.columns and line[:1].isdigit():
             try:
                 records += _row(line.split(), run, device)
