@@ -75,7 +75,9 @@ def test_a_result_is_a_table_json_html_and_a_file(found: autoplan.PlanResult, tm
     rows = list(found.table())
     assert rows[0]["step_s"] == found.best.step_s
     assert len(rows) == len(found.plans) == len(found.table())
-    assert [row["step_s"] for row in rows] == sorted(row["step_s"] for row in rows)
+    chosen_s, *others_s = (row["step_s"] for row in rows)  # the simple one of those within 1 % of the fastest leads
+    assert others_s == sorted(others_s)
+    assert chosen_s <= 1.01 * min(others_s)
     assert found.table().to_csv().splitlines()[0].startswith("plan,step_s,")
     assert found.plan.describe() in found._repr_html_()
     assert "<td>" in found.table()._repr_html_()
@@ -161,8 +163,8 @@ def test_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_option_that_there_is_not_is_no_option() -> None:
-    with pytest.raises(TypeError, match=r"search\(\) has no option allow"):
-        autoplan.search("llama3-8b", **PLACE, allow=["zero3"])  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"search\(\) has no option permit"):
+        autoplan.search("llama3-8b", **PLACE, permit=["zero3"])  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/api.md"])
