@@ -73,8 +73,10 @@ def recipes() -> tuple[Recipe, ...]:
 def recipe_called(name: str, year: str, device: str = "") -> Recipe | None:
     """Return the recipe of the runs that a table calls `name`; None where there is none.
 
-    Where none begins it, one that begins one of its later words is kin: "Trainer of ours on FSDP".
+    A colon stands before what was run of a group of versions: "NeMo 24.07 or older: NeMo 23.04".  Where no recipe
+    begins the name, one that begins one of its later words is kin: "Trainer of ours on FSDP".
     """
+    name = name.rpartition(": ")[2]
     words = [name, *(name[match.start() :] for match in re.finditer(r"\b\w", name) if match.start())]
     for at, rest in enumerate(words):
         best = max(recipes(), key=lambda recipe: recipe.fit(rest, year, device))
