@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from autoplan.api.plan_files import make_plan_file
 from autoplan.api.problem import ProblemOptions, load_cluster, make_problem, space_of
@@ -34,6 +34,10 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile, SpaceFlags
 from autoplan.spec.problem import Problem
 from autoplan.topology.cluster import ClusterSpec
+
+if TYPE_CHECKING:
+    from autoplan.api.launch_files import LaunchStart
+    from autoplan.spec.search_result import Certificate, RankedPlan
 
 PREFERENCES = ("simple", "fastest", "robust")
 USUAL_QUANTILE = 0.9
@@ -94,80 +98,116 @@ def search(
     Raises InputError where something that was given cannot be used, NoPlanError where no plan is legal or fits, and
     UnpricedError where the rules of the framework are not known.
     """
-    if robust is not None and not 0.5 <= robust < 1:
-        raise InputError(f"--robust {robust:g}: must be a quantile from 0.5 to below 1, such as 0.9")
-    if prefer not in PREFERENCES:
-        raise InputError(f"--prefer {prefer}: must be one of {', '.join(PREFERENCES)}")
-    if prefer == "robust" and robust is None:
-        robust = USUAL_QUANTILE
-    if unknown := options.keys() - {*RunOptions.__annotations__, *ProblemOptions.__annotations__}:
-        raise TypeError(f"search() has no option {', '.join(sorted(unknown))}")
-    run = cast("RunOptions", {name: options.get(name) for name in RunOptions.__annotations__})
-    about = cast("ProblemOptions", {name: options[name] for name in options if name in ProblemOptions.__annotations__})  # type: ignore[literal-required]
+    quantile = _quantile(prefer, robust)
+    about, run = _divided(options)
     if to is not None and launch_file is None:
         about.setdefault("framework", facts_for(find_target(to).rules[0]))
-    is_for_run = any(value not in (None, []) for value in run.values())
     place, started = load_cluster(cluster), None
     if launch_file is not None:
         from autoplan.api.launch_files import start_from  # brings the readers of all frameworks
 
-        if is_for_run or robust is not None:
+        if run or quantile is not None:
             raise InputError("--from is about the fastest step of equal nodes: leave objectives, runs and --robust out")
-        started = start_from(
-            launch_file,
-            place,
-            about,
-            model=model,
-            seq_len=seq_len,
-            global_batch=global_batch,
-            variables=variables,
-            target=target,
-        )
+        given: dict[str, Any] = {"model": model, "seq_len": seq_len, "global_batch": global_batch}
+        started = start_from(launch_file, place, about, variables=variables, target=target, **given)
         model, about, global_batch, seq_len = started.launch.model, started.options, started.global_batch, None
     elif variables or target:
         raise InputError("--set and --as are about a launch file: give --from FILE")
     if model is None or global_batch is None or (seq_len is None and started is None):
         raise InputError("give model, global_batch and seq_len, or a launch_file that has them")
-    flags = SpaceFlags(
-        global_batch=str(global_batch),
-        fix=limit_texts(fix),
-        at_most=limit_texts(at_most),
-        forbid=tuple(forbid),
-        allowed=tuple(allow),
-        to=to or "",
+    asked = _Asked(
+        problem=make_problem(model, cluster=place, seq_len=seq_len, **about),
+        space=SpaceFlags(
+            global_batch=str(global_batch),
+            fix=limit_texts(fix),
+            at_most=limit_texts(at_most),
+            forbid=tuple(forbid),
+            allowed=tuple(allow),
+            to=to or "",
+        ),
+        timings=about.get("timings") or "",
+        quantile=quantile,
+        is_simple=prefer == "simple",
+        why=why,
+        sampling=None if sampler == "bound" else Sampling(name=sampler, trials=trials, seed=seed),
+        sharing=_Sharing(storage=storage, study=study, workers=workers, progress=progress),
+        started=started,
     )
-    problem = make_problem(model, cluster=place, seq_len=seq_len, **about)
-    sharing = _Sharing(storage=storage, study=study, workers=workers, progress=progress)
-    make_file = partial(
-        make_plan_file, timings=about.get("timings") or "", space=flags, command="autoplan.search() of Python"
-    )
-    if is_for_run:
-        if robust is not None or why:
-            raise InputError(f"{'--why' if why else '--robust'} is about step times: leave objectives and runs out")
-        if sampler != "bound":
-            raise InputError(f"--sampler {sampler} is for step times on one cluster: leave objectives and runs out")
-        chosen = sharing.run(partial(search_run, problem, run, partial(space_of, flags=flags)))
-        file = make_file(chosen.problem, chosen.plans, chosen.certificate, run=chosen.report)
-        return _result(file, chosen.problem)
-    space = space_of(problem, flags)
-    margin = MARGIN if robust is None else max(MARGIN, robust_margin(problem, robust))
-    sampling = None if sampler == "bound" else Sampling(name=sampler, trials=trials, seed=seed)
-    result = sharing.run(partial(run_study, problem, space, margin=margin, sampling=sampling))
+    return _best_run(asked, run) if run else _best_step(asked)
+
+
+def _quantile(prefer: str, robust: float | None) -> float | None:
+    """Return the quantile of the step time that is to be the least; None: no quantile was asked for."""
+    if robust is not None and not 0.5 <= robust < 1:
+        raise InputError(f"--robust {robust:g}: must be a quantile from 0.5 to below 1, such as 0.9")
+    if prefer not in PREFERENCES:
+        raise InputError(f"--prefer {prefer}: must be one of {', '.join(PREFERENCES)}")
+    return USUAL_QUANTILE if prefer == "robust" and robust is None else robust
+
+
+def _divided(options: Mapping[str, Any]) -> tuple[ProblemOptions, RunOptions | None]:
+    """Return the options of the problem, and those of a run to plan for where there are any."""
+    problem_names, run_names = ProblemOptions.__annotations__, RunOptions.__annotations__
+    if unknown := options.keys() - {*run_names, *problem_names}:
+        raise TypeError(f"search() has no option {', '.join(sorted(unknown))}")
+    run = {name: options.get(name) for name in run_names}
+    is_for_run = any(value not in (None, []) for value in run.values())
+    about = {name: options[name] for name in options if name in problem_names}
+    return cast("ProblemOptions", about), cast("RunOptions", run) if is_for_run else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What a search is asked: the problem, which plans count, how one is chosen, and who helps to look."""
+
+    problem: Problem
+    space: SpaceFlags
+    timings: str
+    quantile: float | None  # of the step time, that is to be the least
+    is_simple: bool  # a simple plan that is nearly as fast is preferred
+    why: bool
+    sampling: Sampling | None
+    sharing: _Sharing
+    started: LaunchStart | None
+
+    def file(self, problem: Problem, plans: Sequence[RankedPlan], certificate: Certificate, **parts: Any) -> PlanFile:
+        """Return the plan file of an answer."""
+        said: dict[str, Any] = {"timings": self.timings, "space": self.space, "command": "autoplan.search() of Python"}
+        return make_plan_file(problem, plans, certificate, **said, **parts)
+
+
+def _best_run(asked: _Asked, run: RunOptions) -> PlanResult:
+    """Return the best plans for a whole run."""
+    if asked.quantile is not None or asked.why:
+        raise InputError(f"{'--why' if asked.why else '--robust'} is about step times: leave objectives and runs out")
+    if asked.sampling is not None:
+        name = asked.sampling.name
+        raise InputError(f"--sampler {name} is for step times on one cluster: leave objectives and runs out")
+    chosen = asked.sharing.run(partial(search_run, asked.problem, run, partial(space_of, flags=asked.space)))
+    return _result(asked.file(chosen.problem, chosen.plans, chosen.certificate, run=chosen.report), chosen.problem)
+
+
+def _best_step(asked: _Asked) -> PlanResult:
+    """Return the plans with the least step time, or the least quantile of it."""
+    problem, quantile, started, sampling = asked.problem, asked.quantile, asked.started, asked.sampling
+    space = space_of(problem, asked.space)
+    margin = MARGIN if quantile is None else max(MARGIN, robust_margin(problem, quantile))
+    result = asked.sharing.run(partial(run_study, problem, space, margin=margin, sampling=sampling))
     check_result(problem, space, result)
     result = place_best(problem, result)
-    if robust is None and sampling is None:
-        result = with_left_out(problem, space, result, [text.partition("=")[0] for text in flags.fix])
-    if started and not flags.narrows:
+    if quantile is None and sampling is None:
+        result = with_left_out(problem, space, result, [text.partition("=")[0] for text in asked.space.fix])
+    if started and not asked.space.narrows:
         result = started.nearest_result(problem, space, result)
-    if robust is not None:
-        result = robust_order(problem, result, robust)
-    flips = sensitivity(problem, space, result, margin) if why else None
-    if prefer == "simple" and robust is None and not started:
+    if quantile is not None:
+        result = robust_order(problem, result, quantile)
+    flips = sensitivity(problem, space, result, margin) if asked.why else None
+    if asked.is_simple and quantile is None and not started:
         result = simplest_first(problem, space, result)
     choice = choice_of(result)
-    if why:
+    if asked.why:
         choice = replace(choice, sensitivity=flips, obvious=obvious(problem, space, result))
-    file = make_file(problem, result.rivals, result.certificate, choice=choice)
+    file = asked.file(problem, result.rivals, result.certificate, choice=choice)
     file = replace(file, allowances=allowances(problem, space, result.rivals[0]))
     if started:
         file = replace(file, today=started.compared(problem, file, result))

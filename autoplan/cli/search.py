@@ -125,7 +125,8 @@ def search(
         ),
     ] = None,
     study: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of the search in the storage; from the problem if not given.")
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the search in the storage; made from the problem if not given."),
     ] = None,
     workers: Annotated[int, whole_number("--workers", "N", "Processes on this machine that share the search.")] = 1,
     sampler: Annotated[
@@ -137,7 +138,7 @@ def search(
         ),
     ] = "bound",
     trials: Annotated[int, whole_number("--trials", "N", "Combinations of degrees to try with such a sampler.")] = 100,
-    seed: Annotated[int, whole_number("--seed", "N", "Of such a sampler.")] = 0,
+    seed: Annotated[int, whole_number("--seed", "N", "Seed of such a sampler.")] = 0,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan file is written.")] = Path("plan.json"),
     page: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Also write the HTML page of `autoplan report`.")
@@ -168,18 +169,7 @@ def search(
     bounds = [*(max_ or []), *([f"tp={max_tp}"] if max_tp is not None else [])]
     options, run, parts = problem_options(context), run_options(context), api.problem.load_any_cluster(cluster)
     if isinstance(parts, MixedCluster):
-        if launch_file is not None:
-            raise InputError("--from is about the fastest step of equal nodes: leave objectives, runs and --robust out")
-        if variables or target:
-            raise InputError("--set and --as are about a launch file: give --from FILE")
-        if robust is not None or why:
-            raise InputError(f"{'--why' if why else '--robust'} is not there for mixed clusters yet: leave it out")
-        if storage or study or workers != 1 or sampler != "bound":
-            raise InputError("mixed clusters are searched by one process: leave --storage and the like out")
-        if run:
-            raise InputError("objectives and runs are not searched on mixed clusters yet: leave their flags out")
-        if fix or bounds or allow:
-            raise InputError("--fix, --max and --allow do not change the plans of a mixed cluster yet: leave them out")
+        _check_mixed(context.params, bool(run))
         assert model is not None
         assert global_batch is not None
         assert seq_len is not None
@@ -220,6 +210,27 @@ def search(
         )
     found = found.with_command(command_line())
     _hand_over(found, out, page, asked_before, force=force, details=details, json=json, quiet=quiet)
+
+
+def _check_mixed(given: dict[str, Any], is_for_run: bool) -> None:
+    """Refuse flags that a search of unlike nodes does not take yet."""
+    is_shared = given["storage"] or given["study"] or given["workers"] != 1 or given["sampler"] != "bound"
+    is_narrowed = given["fix"] or given["max_"] or given["max_tp"] is not None or given["allow"]
+    refusals = (
+        (
+            given["launch_file"] is not None,
+            "--from is about the fastest step of equal nodes: leave objectives, runs and --robust out",
+        ),
+        (given["variables"] or given["target"], "--set and --as are about a launch file: give --from FILE"),
+        (given["why"], "--why is not there for mixed clusters yet: leave it out"),
+        (given["robust"] is not None, "--robust is not there for mixed clusters yet: leave it out"),
+        (is_shared, "mixed clusters are searched by one process: leave --storage and the like out"),
+        (is_for_run, "objectives and runs are not searched on mixed clusters yet: leave their flags out"),
+        (is_narrowed, "--fix, --max and --allow do not change the plans of a mixed cluster yet: leave them out"),
+    )
+    for is_refused, why in refusals:
+        if is_refused:
+            raise InputError(why)
 
 
 def _hand_over(
