@@ -28,7 +28,7 @@ SHARED: dict[str, tuple[Any, Any]] = {
         "bf16",
         "--precision",
         None,
-        "Of the matrix products: bf16, fp16, fp8, mxfp8, nvfp4 or, with the built-in trainer, fp32.",
+        "Number format of the matrix products: bf16, fp16, fp8, mxfp8, nvfp4 or, with the built-in trainer, fp32.",
         autocompletion=words(("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32")),
     ),
     "attention": _option(
@@ -36,7 +36,7 @@ SHARED: dict[str, tuple[Any, Any]] = {
         "flash",
         "--attention",
         None,
-        "Kernel: flash, flash1, flash2, flash-fp8, megatron-fused or unfused.",
+        "Attention kernel: flash, flash1, flash2, flash-fp8, megatron-fused or unfused.",
         autocompletion=words(("flash", "flash1", "flash2", "flash-fp8", "megatron-fused", "unfused")),
     ),
     "framework": (options.FrameworkOption, "megatron-core"),
@@ -77,7 +77,7 @@ SHARED: dict[str, tuple[Any, Any]] = {
         None,
         "--quantize",
         "FORMAT",
-        "Of the frozen weights: int8, nf4, nf4-dq or int4.",
+        "Number format of the frozen weights: int8, nf4, nf4-dq or int4.",
         autocompletion=words(("int8", "nf4", "nf4-dq", "int4")),
     ),
     "optimizer": _option(
@@ -101,14 +101,16 @@ SHARED: dict[str, tuple[Any, Any]] = {
     ),
     "max_nodes": (Annotated[int | None, options.whole_number("--max-nodes", "N", "Short for --nodes 1:N.")], None),
     "tokens": _option(TEXT, None, "--tokens", "N", "Tokens to train, such as 15T."),
-    "deadline": _option(TEXT, None, "--deadline", "TIME", "For these tokens, such as 30d."),
+    "deadline": _option(TEXT, None, "--deadline", "TIME", "Time in which the tokens are to be trained, such as 30d."),
     "gpu_hours": _option(TEXT, None, "--gpu-hours", "HOURS", "Device hours that may be spent."),
-    "price": _option(TEXT, None, "--price", "PRICE", "Of a device and hour, in place of the cluster's."),
+    "price": _option(TEXT, None, "--price", "PRICE", "Price of a device for an hour, in place of the cluster's."),
     "device_mtbf": _option(
         TEXT, None, "--device-mtbf", "TIME", "Mean time between failures of one device; as Llama 3: 2112d."
     ),
-    "checkpoint_time": _option(TEXT, None, "--checkpoint-time", "TIME", "A checkpoint stops the run for; 60s."),
-    "restart_time": _option(TEXT, None, "--restart-time", "TIME", "From a failure to the first step; 10m."),
+    "checkpoint_time": _option(
+        TEXT, None, "--checkpoint-time", "TIME", "Time that a checkpoint stops the run for; 60s."
+    ),
+    "restart_time": _option(TEXT, None, "--restart-time", "TIME", "Time from a failure to the next step; 10m."),
     "pue": _option(TEXT, None, "--pue", "RATIO", "Power of the building over that of its nodes; 1."),
 }
 _names = tuple(SHARED)

@@ -70,9 +70,12 @@ def tune(
         list[str] | None, typer.Option(metavar="CHOICE", help="Leave out a choice, as for search (repeatable).")
     ] = None,
     trials: Annotated[int, whole_number("--trials", "N", "Runs at most, those of earlier calls among them.")] = 10,
-    budget: Annotated[str | None, typer.Option(metavar="TIME", help="Of this call at most, such as 30m.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Time that this call may take, such as 30m.")
+    ] = None,
     gpu_hours: Annotated[
-        str | None, typer.Option(metavar="HOURS", help="Of all devices at most, earlier calls among them.")
+        str | None,
+        typer.Option(metavar="HOURS", help="Device hours of all trials at most, those of earlier calls among them."),
     ] = None,
     parallel: Annotated[int, whole_number("--parallel", "N", "Trials at once, where they do not share devices.")] = 1,
     steps: Annotated[int, whole_number("--steps", "N", "Steps of a trial that are timed.")] = 10,
@@ -89,17 +92,21 @@ def tune(
         str, typer.Option(metavar="TARGET", help="With --template: what trains, as for export; autoplan is built in.")
     ] = "autoplan",
     target_version: Annotated[str | None, typer.Option(metavar="VERSION", help="With --to: as for export.")] = None,
-    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Of the containers, on Kubernetes.")] = None,
-    limit: Annotated[str, typer.Option(metavar="TIME", help="Of a trial, after which it is taken to hang.")] = "15m",
+    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Image of the containers, on Kubernetes.")] = None,
+    limit: Annotated[str, typer.Option(metavar="TIME", help="Time after which a trial is taken to hang.")] = "15m",
     work: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Of the trials and the study; the same call again goes on there.")
+        Path,
+        typer.Option(metavar="FOLDER", help="Folder of the trials and the study; the same call again goes on there."),
     ] = Path("tune"),
     storage: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Of the study, if not in FOLDER: a path, sqlite:/// or postgresql://."),
+        typer.Option(
+            metavar="URL", help="Where the study is kept, if not in FOLDER: a path, sqlite:/// or postgresql://."
+        ),
     ] = None,
     study: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of the study in the storage; from the plans if not given.")
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the study in the storage; made from the plans if not given."),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the best plan is written.")] = Path("plan.json"),
     force: ForceOption = False,
