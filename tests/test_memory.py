@@ -16,7 +16,7 @@ from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.cost.memory.parameters import stage_parameters
 from autoplan.cost.memory.stage_memory import CACHED_SHARE, MEMORY_TERMS, PASS_TERMS, stage_memory
 from autoplan.cost.pipeline.layout import stage_blocks
-from autoplan.cost.pipeline.order import rank_orders
+from autoplan.cost.pipeline.order import PipelineShape, rank_orders
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.enums import Recompute, Sharding
@@ -892,7 +892,7 @@ def test_stage_0_of_gpt3_keeps_the_9_56_gib_of_activations_of_korthikanti_less_d
 def test_forwards_of_zb_h1_follow_on_gradients_of_weights_beyond_as_many_as_ranks(
     stages: int, num_microbatches: int
 ) -> None:
-    for order in rank_orders("zb-h1", stages, 1, num_microbatches):
+    for order in rank_orders(PipelineShape("zb-h1", stages, 1, num_microbatches)):
         kinds = "".join(one.kind for one in order)
         assert ("F" in kinds[kinds.index("W") :]) == (num_microbatches > stages)
 

@@ -16,6 +16,7 @@ from autoplan.cost.estimate import stage_costs
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.mixed.stages import mixed_stages, mixed_timeline
 from autoplan.cost.passes import SplitPass
+from autoplan.cost.pipeline.order import PipelineShape
 from autoplan.cost.pipeline.recurrence import rank_steps
 from autoplan.cost.pipeline.waits import ROWS
 from autoplan.cost.timeline import RankTimeline, Timeline, timeline
@@ -183,12 +184,9 @@ def test_unlike_hops_run_as_the_simulation_of_blocking_calls(p: int, m: int, dat
 
     forward, backward, hops = some(0.5, 2, p), some(0.5, 4, p), some(0.01, 2, p - 1)
     found = rank_steps(
-        "1f1b",
-        p,
-        1,
-        m,
-        passes=SplitPass(np.array(forward), np.array(backward), np.zeros(p)),
-        hop_s=np.array(hops),
+        PipelineShape("1f1b", p, 1, m),
+        SplitPass(np.array(forward), np.array(backward), np.zeros(p)),
+        np.array(hops),
         blocking=True,
     )
     makespan = max(float(one.end_s[-1]) for one in found)

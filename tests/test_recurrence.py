@@ -15,7 +15,7 @@ from autoplan.base.errors import InputError
 from autoplan.cost.passes import SplitPass
 from autoplan.cost.pipeline import recurrence
 from autoplan.cost.pipeline.closed_forms import gpipe_s, one_forward_one_backward_s
-from autoplan.cost.pipeline.order import microbatch_group
+from autoplan.cost.pipeline.order import PipelineShape, microbatch_group
 from autoplan.cost.pipeline.recurrence import PipelineTimes, is_recurrent, pipeline_times
 from autoplan.spec.enums import Schedule
 from pipeline_oracle import (
@@ -35,7 +35,7 @@ EVERY_SCHEDULE = {schedule: (1 if schedule in ("gpipe", "1f1b", "zb-h1") else 2)
 
 def run(schedule: Schedule, p: int, v: int, m: int, times: Floats, send_s: Floats, **switch: Any) -> PipelineTimes:
     """`times`: (forward, input gradient, weight gradient) x plans x chunks."""
-    return pipeline_times(schedule, p, v, m, passes=SplitPass(*times), send_s=send_s, **switch)
+    return pipeline_times(PipelineShape(schedule, p, v, m), SplitPass(*times), send_s, **switch)
 
 
 def equal(schedule: Schedule, p: int, v: int, m: int, *times: float, send_s: float = 0.0, **switch: Any) -> float:
@@ -258,8 +258,8 @@ def test_one_stage_has_no_bubble_and_sends_nothing(schedule: Schedule) -> None:
 
 
 def test_an_order_too_long_is_refused_by_its_length_alone() -> None:
-    assert is_recurrent("interleaved", 16, 8, 1024)
-    assert not is_recurrent("interleaved", 16, 8, 4096)
+    assert is_recurrent(PipelineShape("interleaved", 16, 8, 1024))
+    assert not is_recurrent(PipelineShape("interleaved", 16, 8, 4096))
     with pytest.raises(InputError, match="use the closed form"):
         equal("interleaved", 16, 8, 4096, 1.0, 1.0, 1.0)
 

@@ -42,7 +42,7 @@ from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Ends, Pass, SplitPass
 from autoplan.cost.pipeline.closed_forms import Makespan, gpipe_s, one_forward_one_backward_s, send_exposed_s
 from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
-from autoplan.cost.pipeline.order import chunks_of_ranks
+from autoplan.cost.pipeline.order import PipelineShape, chunks_of_ranks
 from autoplan.cost.pipeline.recurrence import PipelineTimes, pipeline_times
 from autoplan.cost.spreads import Familiarity
 from autoplan.spec.enums import Schedule
@@ -246,17 +246,10 @@ def _run_in_order(problem: Problem, laid: Stages, message: Floats) -> Iterator[t
     found, inverse = np.unique(keys, axis=1, return_inverse=True)
     for at, (layout, num_repeated, schedule, microbatches) in enumerate(found.T.tolist()):
         rows = plans[inverse.reshape(-1) == at]
-        yield (
-            rows,
-            pipeline_times(
-                tuple(Schedule)[schedule],
-                stages,
-                len(batch.layouts[layout]) // blocks.num_stages,
-                microbatches,
-                passes=_chunk_times(problem, laid, rows, batch.layouts[layout], num_repeated),
-                send_s=message[rows],
-            ),
-        )
+        chunks = len(batch.layouts[layout]) // blocks.num_stages
+        shape = PipelineShape(tuple(Schedule)[schedule], stages, chunks, microbatches)
+        passes = _chunk_times(problem, laid, rows, batch.layouts[layout], num_repeated)
+        yield rows, pipeline_times(shape, passes, message[rows])
 
 
 def needs_order(batch: PlanBatch) -> Bools:

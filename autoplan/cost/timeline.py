@@ -28,7 +28,7 @@ from autoplan.cost.memory.activations import chunk_activation_bytes
 from autoplan.cost.memory.stage_memory import ALLOCATED_TERMS, StageMemory
 from autoplan.cost.passes import SplitPass
 from autoplan.cost.pipeline.layout import chunk_blocks
-from autoplan.cost.pipeline.order import Operation, chunks_of_ranks, rank_of_chunks, rank_orders
+from autoplan.cost.pipeline.order import Operation, PipelineShape, chunks_of_ranks, rank_of_chunks, rank_orders
 from autoplan.cost.pipeline.recurrence import RankSteps, is_recurrent, rank_steps
 from autoplan.cost.pipeline.waits import ROWS
 from autoplan.spec.enums import Schedule
@@ -127,9 +127,9 @@ class Pipeline:
     end_s: Mapping[str, Floats]  # all of the gradient reduction and of the gather of parameters, shown or hidden
 
     @property
-    def num_microbatches(self) -> int:
-        """Micro-batches that pass through every stage."""
-        return self.places[0].num_microbatches
+    def shape(self) -> PipelineShape:
+        """The schedule, its ranks and chunks, and the micro-batches that pass through every stage."""
+        return PipelineShape(self.schedule, len(self.places), self.vp, self.places[0].num_microbatches)
 
 
 def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
@@ -138,7 +138,7 @@ def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
     Raises InputError for a step of more passes than a recurrence runs (`recurrence.MAX_OPERATIONS`).
     """
     problem = problem.placed(plan.placement)
-    check_length(plan.schedule, plan.pp, plan.vp, plan.num_microbatches)
+    check_length(PipelineShape(plan.schedule, plan.pp, plan.vp, plan.num_microbatches))
     batch = PlanBatch.of([plan], problem.model.num_layers)
     terms = {name: float(value[0]) for name, value in estimate(problem, batch).terms_s.items()}
     laid = lay_out(problem, batch, plan.pp)
@@ -168,12 +168,12 @@ def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
     return step_timeline([pipeline], terms)
 
 
-def check_length(schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> None:
+def check_length(shape: PipelineShape) -> None:
     """Refuse a step of more passes than a recurrence runs."""
-    if not is_recurrent(schedule, stages, chunks, num_microbatches):
+    if not is_recurrent(shape):
         raise InputError(
-            f"a step of {num_microbatches:,} micro-batches through {stages * chunks} chunks is too long for a "
-            "timeline: give a smaller --global-batch, which repeats the same steady state"
+            f"a step of {shape.num_microbatches:,} micro-batches through {shape.stages * shape.chunks} chunks is too "
+            "long for a timeline: give a smaller --global-batch, which repeats the same steady state"
         )
 
 
@@ -197,7 +197,7 @@ def _draw(pipeline: Pipeline, terms: Mapping[str, float], last_s: float) -> tupl
     steps = _run(pipeline)
     exact_s = max(float(event.end_s[-1]) for event in steps)
     chunks_of = chunks_of_ranks(pipeline.schedule, len(pipeline.places), pipeline.vp)
-    orders = rank_orders(pipeline.schedule, len(pipeline.places), pipeline.vp, pipeline.num_microbatches)
+    orders = rank_orders(pipeline.shape)
     ranks = []
     for stage, order in enumerate(orders):
         own = {key: value for key, value in pipeline.pass_terms_s.items() if key[1] in chunks_of[stage]}
@@ -271,20 +271,11 @@ def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int],
 
 def _run(pipeline: Pipeline) -> tuple[RankSteps, ...]:
     """The order of the pipeline, pass by pass, with messages that block where the closed form has them so."""
-    stages = len(pipeline.places)
     passes = (
-        np.array([sum(pipeline.pass_terms_s[kind, chunk].values()) for chunk in range(stages * pipeline.vp)])
+        np.array([sum(pipeline.pass_terms_s[kind, chunk].values()) for chunk in range(len(pipeline.alive_bytes))])
         for kind in ("forward", "input_gradient", "weight_gradient")
     )
-    return rank_steps(
-        pipeline.schedule,
-        stages,
-        pipeline.vp,
-        pipeline.num_microbatches,
-        passes=SplitPass(*passes),
-        hop_s=pipeline.hop_s,
-        blocking=pipeline.blocking,
-    )
+    return rank_steps(pipeline.shape, SplitPass(*passes), pipeline.hop_s, blocking=pipeline.blocking)
 
 
 def _placed(

@@ -12,7 +12,7 @@ from autoplan.cost.kernels.sizes import norm_tokens
 from autoplan.cost.memory.recompute import activation_parts, kept_bytes
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
 from autoplan.cost.pipeline.layout import StageBlocks, by_chunks, chunk_blocks, chunk_layers_of, repeats_mtp
-from autoplan.cost.pipeline.order import chunks_of_ranks, live_chunks
+from autoplan.cost.pipeline.order import PipelineShape, chunks_of_ranks, live_chunks
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import Block
 from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
@@ -136,7 +136,8 @@ def _most_alive(
         rows, schedule = np.flatnonzero(inverse == at), tuple(Schedule)[schedules[plan]]
         waits = waiting_bytes is not None and schedules[plan] in SPLIT_SCHEDULES
         # Whole numbers as floats, as those they are multiplied with are.
-        alive = live_chunks(schedule, stages, vp, int(microbatches[plan]), waiting=waits).astype(np.float64)
+        shape = PipelineShape(schedule, stages, vp, int(microbatches[plan]))
+        alive = live_chunks(shape, waiting=waits).astype(np.float64)
         chunks = chunks_of_ranks(schedule, stages, vp)
         sizes = np.take(chunk_bytes.T, rows, axis=1)[chunks]  # (ranks, chunks of a rank, rows)
         if waiting_bytes is not None and waits:

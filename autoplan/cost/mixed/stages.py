@@ -15,6 +15,7 @@ from autoplan.cost.estimate import stage_cost
 from autoplan.cost.memory.activations import chunk_activation_bytes
 from autoplan.cost.mixed.estimate import estimate_mixed, pipeline_s
 from autoplan.cost.mixed.part_layouts import Member, PartLayout, lay_out_kinds, memory_terms, stage_cells
+from autoplan.cost.pipeline.order import PipelineShape
 from autoplan.cost.timeline import HIDING, Pipeline, Timeline, check_length, memory_levels, pass_terms, step_timeline
 from autoplan.spec.estimate import PlacedStage, StageCost, StagePlace, probability_above
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
@@ -93,7 +94,7 @@ def mixed_stages(problem: MixedProblem, plan: MixedPlan) -> tuple[PlacedStage, .
 def mixed_timeline(problem: MixedProblem, plan: MixedPlan) -> Timeline:
     """Timeline of the step that `estimate_mixed` prices, event by event; ranks are counted part by part."""
     for kind in plan.kinds:
-        check_length(plan.schedule, len(kind.stages), 1, kind.num_microbatches)
+        check_length(PipelineShape(plan.schedule, len(kind.stages), 1, kind.num_microbatches))
     (cost,) = estimate_mixed(problem, [plan])
     ranks = _ranks(problem, plan)
     pipelines = [_pipeline(problem, cost, at, ranks[at]) for at in range(len(plan.kinds))]

@@ -36,8 +36,18 @@ class Operation(NamedTuple):
     joined: bool = False
 
 
-def check_schedule(schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> None:
+class PipelineShape(NamedTuple):
+    """A schedule on so many ranks, the chunks that each of them holds, and the micro-batches of a step."""
+
+    schedule: Schedule
+    stages: int
+    chunks: int
+    num_microbatches: int
+
+
+def check_schedule(shape: PipelineShape) -> None:
     """Refuse a combination for which the schedule has no order."""
+    schedule, stages, chunks, num_microbatches = shape
     if schedule in V_SHAPED and chunks != 2:
         raise InputError(f"schedule {schedule!r} needs vp 2, vp is {chunks}: its two chunks a rank form a V")
     if schedule in ("gpipe", "1f1b") and chunks != 1:
@@ -114,30 +124,30 @@ def _alternating(forwards: Sequence[_Pass], backwards: Sequence[_Pass], warmup: 
     return [*forwards[:warmup], *itertools.chain.from_iterable(steady), *backwards[len(forwards) - warmup :]]
 
 
-def warmup_forwards(rank: int, stages: int, chunks: int, num_microbatches: int, group: int) -> int:
+def warmup_forwards(shape: PipelineShape, rank: int, group: int) -> int:
     """Forwards of 1F1B, interleaved or not, before forwards and backwards alternate: all of them if there are few."""
-    hops = stages - 1 - rank
-    return min(hops if chunks == 1 else 2 * hops + (chunks - 1) * group, chunks * num_microbatches)
+    hops, chunks = shape.stages - 1 - rank, shape.chunks
+    return min(hops if chunks == 1 else 2 * hops + (chunks - 1) * group, chunks * shape.num_microbatches)
 
 
-def _one_forward_one_backward(rank: int, stages: int, chunks: int, num_microbatches: int, group: int) -> list[_Pass]:
+def _one_forward_one_backward(shape: PipelineShape, rank: int, group: int) -> list[_Pass]:
     """Megatron-LM's 1F1B, interleaved where there are several chunks (schedules.py get_pp_rank_microbatches)."""
-    turns = _turns(chunks, num_microbatches, group)
+    turns = _turns(shape.chunks, shape.num_microbatches, group)
     forwards = [_Pass("F", chunk) for chunk in turns]
-    backwards = [_Pass("B", chunks - 1 - chunk) for chunk in turns]
-    return _alternating(forwards, backwards, warmup_forwards(rank, stages, chunks, num_microbatches, group))
+    backwards = [_Pass("B", shape.chunks - 1 - chunk) for chunk in turns]
+    return _alternating(forwards, backwards, warmup_forwards(shape, rank, group))
 
 
-def _zb_h1(rank: int, stages: int, chunks: int, num_microbatches: int, group: int) -> list[_Pass]:
+def _zb_h1(shape: PipelineShape, rank: int, group: int) -> list[_Pass]:
     """1F1B with a split backward in which rank r keeps r weight gradients back to fill its cool-down.
 
     arXiv:2401.10241, figure 2; torch's ScheduleInterleavedZeroBubble, of which a single chunk is the special case.
     The patch for Megatron-LM (branch zb-h1-quick-start) delays by the same r, but runs whole backwards in between.
     """
-    turns = _turns(chunks, num_microbatches, group)
-    inputs = [_Pass("I", chunks - 1 - chunk) for chunk in turns]
+    turns = _turns(shape.chunks, shape.num_microbatches, group)
+    inputs = [_Pass("I", shape.chunks - 1 - chunk) for chunk in turns]
     weights = [_Pass("W", step.chunk) for step in inputs]
-    warmup = stages - 1 - rank + (chunks - 1) * group
+    warmup = shape.stages - 1 - rank + (shape.chunks - 1) * group
     passes: list[_Pass] = []
     run = 0
     for step in _alternating([_Pass("F", chunk) for chunk in turns], inputs, warmup):
@@ -180,17 +190,15 @@ def _dualpipe_v(rank: int, stages: int, num_microbatches: int) -> list[_Pass]:
     return passes + late[behind:]
 
 
-def _rank_passes(
-    schedule: Schedule, rank: int, stages: int, chunks: int, num_microbatches: int, group: int
-) -> list[_Pass]:
-    if schedule == "gpipe":
-        return _gpipe(num_microbatches)
-    if schedule == "zb-v":
-        return _zb_v(rank, stages, num_microbatches)
-    if schedule == "dualpipe-v":
-        return _dualpipe_v(rank, stages, num_microbatches)
-    make = _zb_h1 if schedule == "zb-h1" else _one_forward_one_backward
-    return make(rank, stages, chunks, num_microbatches, group)
+def _rank_passes(shape: PipelineShape, rank: int, group: int) -> list[_Pass]:
+    if shape.schedule == "gpipe":
+        return _gpipe(shape.num_microbatches)
+    if shape.schedule == "zb-v":
+        return _zb_v(rank, shape.stages, shape.num_microbatches)
+    if shape.schedule == "dualpipe-v":
+        return _dualpipe_v(rank, shape.stages, shape.num_microbatches)
+    make = _zb_h1 if shape.schedule == "zb-h1" else _one_forward_one_backward
+    return make(shape, rank, group)
 
 
 def _numbered(passes: Iterable[_Pass], chunks: Sequence[int], num_microbatches: int) -> tuple[Operation, ...]:
@@ -208,20 +216,18 @@ def _numbered(passes: Iterable[_Pass], chunks: Sequence[int], num_microbatches: 
     return tuple(operations)
 
 
-def rank_orders(
-    schedule: Schedule, stages: int, chunks: int, num_microbatches: int, *, group: int | None = None
-) -> tuple[tuple[Operation, ...], ...]:
-    """Operations that every rank runs, in order; `chunks` is the number of chunks that a rank holds.
+def rank_orders(shape: PipelineShape, *, group: int | None = None) -> tuple[tuple[Operation, ...], ...]:
+    """Operations that every rank runs, in order.
 
     Interleaved with one chunk is plain 1F1B.  `group` is the number of micro-batches that an interleaved schedule
     sends through a chunk at a time, None that of `microbatch_group`.  Which source each order is taken from stands
     at its function here.
     """
-    check_schedule(schedule, stages, chunks, num_microbatches)
-    group = group or microbatch_group(stages, num_microbatches)
-    orders = (_rank_passes(schedule, rank, stages, chunks, num_microbatches, group) for rank in range(stages))
-    of_ranks = chunks_of_ranks(schedule, stages, chunks).tolist()
-    return tuple(_numbered(passes, own, num_microbatches) for passes, own in zip(orders, of_ranks, strict=True))
+    check_schedule(shape)
+    group = group or microbatch_group(shape.stages, shape.num_microbatches)
+    orders = (_rank_passes(shape, rank, group) for rank in range(shape.stages))
+    of_ranks = chunks_of_ranks(shape.schedule, shape.stages, shape.chunks).tolist()
+    return tuple(_numbered(passes, own, shape.num_microbatches) for passes, own in zip(orders, of_ranks, strict=True))
 
 
 # -- live activations -------------------------------------------------------------------------------------------------
@@ -230,18 +236,19 @@ def rank_orders(
 _SATURATING_GROUPS = 3
 
 
-def _saturated(schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> tuple[int, int]:
-    """(fewest micro-batches that keep as much alive at once as those given, their group).
+def _saturated(shape: PipelineShape) -> tuple[PipelineShape, int]:
+    """(the shape with the fewest micro-batches that keep as much alive at once as its own, their group).
 
     In the steady state every rank repeats itself, with each micro-batch or, interleaved, with each group of them: what
     is alive at one turn is alive again at the next.  All turns but those that fill and drain the pipeline can go, with
     the shorter last group kept as it is.
     """
-    if chunks == 1 or schedule in V_SHAPED:
-        return min(num_microbatches, _SATURATING_GROUPS * stages), stages
+    stages, num_microbatches = shape.stages, shape.num_microbatches
+    if shape.chunks == 1 or shape.schedule in V_SHAPED:
+        return shape._replace(num_microbatches=min(num_microbatches, _SATURATING_GROUPS * stages)), stages
     group = microbatch_group(stages, num_microbatches)
     groups, rest = divmod(num_microbatches, group)
-    return min(groups, _SATURATING_GROUPS) * group + rest, group
+    return shape._replace(num_microbatches=min(groups, _SATURATING_GROUPS) * group + rest), group
 
 
 def _undominated(vectors: Ints) -> Ints:
@@ -251,18 +258,17 @@ def _undominated(vectors: Ints) -> Ints:
     return distinct[reached.sum(axis=1) == 1]
 
 
-def _alive(operations: Sequence[Operation], chunks: Ints, last: Kind) -> tuple[Ints, Ints]:
+def _alive(operations: Sequence[Operation], chunks: Ints) -> tuple[Ints, Ints]:
     """Micro-batches alive in each of the rank's chunks whenever the next one is released: shape (times, chunks).
 
     And of them those that wait for the gradient of the weights.
     """
-    released = ("B", last)
     change, waiting = (np.zeros((len(operations), len(chunks)), dtype=np.int64) for _ in range(2))
     places = {chunk: place for place, chunk in enumerate(chunks.tolist())}
     for at, operation in enumerate(operations):
         if operation.kind == "F":
             change[at, places[operation.chunk]] = 1
-        elif operation.kind in released:
+        elif operation.kind in ("B", "W"):
             change[at, places[operation.chunk]] = -1
         if operation.kind in ("I", "W"):
             waiting[at, places[operation.chunk]] = 1 if operation.kind == "I" else -1
@@ -283,17 +289,14 @@ def _alive_in_turns(turns: Ints, chunks: int, warmup: int) -> Ints:
 
 
 @lru_cache(maxsize=4096)
-def _live_chunks(
-    schedule: Schedule, stages: int, chunks: int, num_microbatches: int, group: int, last: Kind, *, waiting: bool
-) -> Ints:
-    if schedule in ("1f1b", "interleaved"):
-        turns = np.array(_turns(chunks, num_microbatches, group), dtype=np.int64)
-        warmups = (warmup_forwards(rank, stages, chunks, num_microbatches, group) for rank in range(stages))
-        peaks = [_undominated(_alive_in_turns(turns, chunks, warmup)) for warmup in warmups]
+def _live_chunks(shape: PipelineShape, group: int, *, waiting: bool) -> Ints:
+    if shape.schedule in ("1f1b", "interleaved"):
+        turns = np.array(_turns(shape.chunks, shape.num_microbatches, group), dtype=np.int64)
+        warmups = (warmup_forwards(shape, rank, group) for rank in range(shape.stages))
+        peaks = [_undominated(_alive_in_turns(turns, shape.chunks, warmup)) for warmup in warmups]
     else:
-        orders = rank_orders(schedule, stages, chunks, num_microbatches, group=group)
-        of_ranks = chunks_of_ranks(schedule, stages, chunks)
-        both = [_alive(order, own, last) for order, own in zip(orders, of_ranks, strict=True)]
+        of_ranks = chunks_of_ranks(shape.schedule, shape.stages, shape.chunks)
+        both = [_alive(order, own) for order, own in zip(rank_orders(shape, group=group), of_ranks, strict=True)]
         peaks = [_undominated(np.hstack(pair) if waiting else pair[0]) for pair in both]
     most = max(len(peak) for peak in peaks)
     padded = np.stack([np.concatenate([peak, np.repeat(peak[:1], most - len(peak), axis=0)]) for peak in peaks])
@@ -301,29 +304,19 @@ def _live_chunks(
     return padded
 
 
-def live_chunks(
-    schedule: Schedule,
-    stages: int,
-    chunks: int,
-    num_microbatches: int,
-    *,
-    until: Literal["weight", "input"] = "weight",
-    waiting: bool = False,
-) -> Ints:
+def live_chunks(shape: PipelineShape, *, waiting: bool = False) -> Ints:
     """Micro-batches that each chunk of a rank may hold activations of at once: shape (ranks, K, chunks of a rank).
 
     The K rows of a rank are the distinct largest states of its memory, none of which another one exceeds in every
     chunk, repeated where a rank has fewer; the peak of rank r, in bytes, is exactly
     `(live[r] @ bytes_per_chunk[r]).max()`, also for chunks of different size.  Chunks as in `chunks_of_ranks`.
 
-    A chunk is alive from its forward until its backward is over.  Of a split backward that is the weight gradient
-    (`until="weight"`); what only the input gradient needs is free after that (`until="input"`): with ZB-H1 p chunks
-    on every rank against p - r on rank r (`modelling` B4).  With `waiting`, of a schedule that splits them, the last
-    axis goes on with those chunks between their two gradients.  Read-only and cached.
+    A chunk is alive from its forward until its backward is over, of a split backward until that of the weights.  With
+    `waiting`, of a schedule that splits them, the last axis goes on with those chunks between their two gradients.
+    Read-only and cached.
     """
-    check_schedule(schedule, stages, chunks, num_microbatches)
-    if schedule == "gpipe":  # all of them, without counting that many
-        return np.broadcast_to(np.int64(num_microbatches), (stages, 1, 1))
-    fewer, group = _saturated(schedule, stages, chunks, num_microbatches)
-    last: Kind = "W" if until == "weight" else "I"
-    return _live_chunks(schedule, stages, chunks, fewer, group, last, waiting=waiting)
+    check_schedule(shape)
+    if shape.schedule == "gpipe":  # all of them, without counting that many
+        return np.broadcast_to(np.int64(shape.num_microbatches), (shape.stages, 1, 1))
+    fewer, group = _saturated(shape)
+    return _live_chunks(fewer, group, waiting=waiting)

@@ -17,9 +17,8 @@ import numpy as np
 from autoplan.base.arrays import Floats, Ints
 from autoplan.base.errors import InputError
 from autoplan.cost.passes import SplitPass
-from autoplan.cost.pipeline.order import check_schedule, chunks_of_ranks
+from autoplan.cost.pipeline.order import PipelineShape, check_schedule, chunks_of_ranks
 from autoplan.cost.pipeline.waits import Step, blocking_steps, overlapped_steps
-from autoplan.spec.enums import Schedule
 
 MAX_OPERATIONS = 2**19  # a larger order would compile for seconds
 BLOCK_VALUES = 2**18  # ends of operations that are held at once, 2 MiB: more leaves the caches, fewer run short rows
@@ -134,9 +133,10 @@ def _program(ranks: Sequence[Sequence[Step]], given: list[int], *, delays: bool)
     )
 
 
-def _check(schedule: Schedule, stages: int, chunks: int, num_microbatches: int, *, blocking: bool) -> None:
-    check_schedule(schedule, stages, chunks, num_microbatches)
-    if not is_recurrent(schedule, stages, chunks, num_microbatches):
+def _check(shape: PipelineShape, *, blocking: bool) -> None:
+    check_schedule(shape)
+    schedule, stages, chunks, num_microbatches = shape
+    if not is_recurrent(shape):
         raise InputError(
             f"{schedule} with pp {stages}, vp {chunks} and {num_microbatches} micro-batches has more than "
             f"{MAX_OPERATIONS} operations: use the closed form"
@@ -150,12 +150,9 @@ def _check(schedule: Schedule, stages: int, chunks: int, num_microbatches: int, 
 
 
 @lru_cache(maxsize=256)
-def _compiled(schedule: Schedule, stages: int, chunks: int, num_microbatches: int, *, blocking: bool) -> _Program:
-    _check(schedule, stages, chunks, num_microbatches, blocking=blocking)
-    if blocking:
-        ranks, early, num_gifts = blocking_steps(stages, chunks, num_microbatches)
-    else:
-        ranks, early, num_gifts = overlapped_steps(schedule, stages, chunks, num_microbatches)
+def _compiled(shape: PipelineShape, *, blocking: bool) -> _Program:
+    _check(shape, blocking=blocking)
+    ranks, early, num_gifts = blocking_steps(shape) if blocking else overlapped_steps(shape)
     given = [_NEVER] * num_gifts
     for gift in early:
         given[gift] = _START
@@ -192,27 +189,18 @@ def _table(passes: SplitPass, hop_s: Floats) -> Floats:
     return np.ascontiguousarray(np.concatenate(tables, axis=1).T)
 
 
-def is_recurrent(schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> bool:
+def is_recurrent(shape: PipelineShape) -> bool:
     """Return whether the recurrence prices a plan, by the number of its operations; else a closed form has to.
 
     A function of the plan alone.  Nothing is extrapolated: from when on an order repeats itself in time depends on the
     times of the chunks and may be arbitrarily late.
     """
-    kinds = 2 if schedule in ("gpipe", "1f1b", "interleaved") else 3
-    return kinds * stages * chunks * num_microbatches <= MAX_OPERATIONS
+    kinds = 2 if shape.schedule in ("gpipe", "1f1b", "interleaved") else 3
+    return kinds * shape.stages * shape.chunks * shape.num_microbatches <= MAX_OPERATIONS
 
 
-def pipeline_times(
-    schedule: Schedule,
-    stages: int,
-    chunks: int,
-    num_microbatches: int,
-    *,
-    passes: SplitPass,
-    send_s: Floats,
-    blocking: bool = False,
-) -> PipelineTimes:
-    """Return when every rank is done with the passes of one step, exactly, for plans that share the leading arguments.
+def pipeline_times(shape: PipelineShape, passes: SplitPass, send_s: Floats, *, blocking: bool = False) -> PipelineTimes:
+    """Return when every rank is done with the passes of one step, exactly, for plans of one shape.
 
     `passes`: one micro-batch through each chunk, chunks in model order, shape (plans, stages x chunks).  A backward
     that is not split takes the sum of the gradients, and sends at its end.  `send_s`: one message between two ranks,
@@ -226,7 +214,8 @@ def pipeline_times(
     Raises InputError where the schedule has no such order or the plan more than `MAX_OPERATIONS` (`is_recurrent`).
     Source: `modelling` E4; the orders have theirs in `autoplan.cost.pipeline.order`.
     """
-    program = _compiled(schedule, stages, chunks, num_microbatches, blocking=blocking)
+    program = _compiled(shape, blocking=blocking)
+    schedule, stages, chunks, num_microbatches = shape
     chunks_of = chunks_of_ranks(schedule, stages, chunks)
     busy_s = num_microbatches * (passes.forward_s + passes.backward_s)[:, chunks_of].sum(axis=2)
     hops = stages * chunks - 1
@@ -255,21 +244,14 @@ class RankSteps(NamedTuple):
 
 
 def rank_steps(
-    schedule: Schedule,
-    stages: int,
-    chunks: int,
-    num_microbatches: int,
-    *,
-    passes: SplitPass,
-    hop_s: Floats,
-    blocking: bool = False,
+    shape: PipelineShape, passes: SplitPass, hop_s: Floats, *, blocking: bool = False
 ) -> tuple[RankSteps, ...]:
     """Every step of every rank of one plan, whose last end is the makespan of `pipeline_times`.
 
     Arguments as there, times of shape (stages x chunks).  `hop_s` is one message over each hop between chunks, shape
     (stages x chunks - 1); only the blocking calls of plain 1F1B may take unlike times.
     """
-    program = _compiled(schedule, stages, chunks, num_microbatches, blocking=blocking)
+    program = _compiled(shape, blocking=blocking)
     times = _table(SplitPass(*(seconds[None] for seconds in passes)), hop_s[None])
     ends = _ends(program, times, hop_s[:1])[:, 0]
     previous = np.concatenate([level.previous for level in program.levels])

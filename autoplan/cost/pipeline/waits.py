@@ -6,8 +6,14 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from autoplan.cost.pipeline.order import Operation, microbatch_group, rank_of_chunks, rank_orders, warmup_forwards
-from autoplan.spec.enums import Schedule
+from autoplan.cost.pipeline.order import (
+    Operation,
+    PipelineShape,
+    microbatch_group,
+    rank_of_chunks,
+    rank_orders,
+    warmup_forwards,
+)
 
 # Rows of the table of times, each of them for all chunks: forward, backward, its halves, and a joined forward and
 # backward (named by the chunk of the forward).  After them comes one row, the time of a message.
@@ -28,11 +34,11 @@ class Step(NamedTuple):
 class _Messages:
     """Numbers of the messages that the operations of one (schedule, p, v, m) receive and send."""
 
-    def __init__(self, schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> None:
-        self._num_chunks = stages * chunks
-        self._num_microbatches = num_microbatches
-        self.count = 2 * self._num_chunks * num_microbatches
-        rank_of = rank_of_chunks(schedule, stages, chunks)
+    def __init__(self, shape: PipelineShape) -> None:
+        self._num_chunks = shape.stages * shape.chunks
+        self._num_microbatches = shape.num_microbatches
+        self.count = 2 * self._num_chunks * shape.num_microbatches
+        rank_of = rank_of_chunks(shape.schedule, shape.stages, shape.chunks)
         # Whether something is sent between a chunk and the one before: not where both are on one rank.
         self._crosses = [False, *(rank_of[1:] != rank_of[:-1]).tolist(), False]
 
@@ -181,25 +187,24 @@ class Steps(NamedTuple):
     num_gifts: int  # numbers that `needs` and `gives` are below
 
 
-def overlapped_steps(schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> Steps:
+def overlapped_steps(shape: PipelineShape) -> Steps:
     """Steps where every message travels while both ranks go on."""
-    messages = _Messages(schedule, stages, chunks, num_microbatches)
-    orders = rank_orders(schedule, stages, chunks, num_microbatches)
-    ranks = [_overlapped(messages, order, stages * chunks) for order in orders]
+    messages = _Messages(shape)
+    ranks = [_overlapped(messages, order, shape.stages * shape.chunks) for order in rank_orders(shape)]
     return Steps(ranks, [], messages.count)
 
 
-def blocking_steps(stages: int, chunks: int, num_microbatches: int) -> Steps:
+def blocking_steps(shape: PipelineShape) -> Steps:
     """Steps of 1F1B, interleaved or not, where both ranks stay in the call that passes a message on."""
-    messages = _Messages(Schedule.INTERLEAVED, stages, chunks, num_microbatches)
-    orders = rank_orders(Schedule.INTERLEAVED, stages, chunks, num_microbatches)
-    group = microbatch_group(stages, num_microbatches)
+    messages, orders = _Messages(shape), rank_orders(shape)
+    group = microbatch_group(shape.stages, shape.num_microbatches)
     ranks: list[list[Step]] = []
     early: list[int] = []
     for rank, order in enumerate(orders):
-        warmup = warmup_forwards(rank, stages, chunks, num_microbatches, group)
-        calls = _plain_calls(messages, order, warmup) if chunks == 1 else _ring_calls(messages, orders, rank, warmup)
-        given, steps = _blocking(messages, calls, stages * chunks)
+        warmup = warmup_forwards(shape, rank, group)
+        is_chain = shape.chunks == 1
+        calls = _plain_calls(messages, order, warmup) if is_chain else _ring_calls(messages, orders, rank, warmup)
+        given, steps = _blocking(messages, calls, shape.stages * shape.chunks)
         ranks.append(steps)
         early += given
     return Steps(ranks, early, 2 * messages.count)
