@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import kernel_fits
 import numpy as np
 from reports import curve_toml, make_parser, write_report
 
@@ -177,8 +178,8 @@ def curves(device: DeviceSpec, records: list[Record]) -> list[str]:
     lines: list[str] = []
     for mode in MODES:
         gemms, attention = (points_of(records, operation, mode) for operation in ("gemm", "attention"))
-        lines += fitted("gemm", mode, functools.partial(fit.fit_gemm, device, gemms))
-        lines += fitted("attention", mode, functools.partial(fit.fit_attention, device, attention))
+        lines += fitted("gemm", mode, functools.partial(kernel_fits.fit_gemm, device, gemms))
+        lines += fitted("attention", mode, functools.partial(kernel_fits.fit_attention, device, attention))
     return lines
 
 
@@ -206,9 +207,9 @@ def compared(device: DeviceSpec, records: list[Record]) -> list[str]:
             if not len(points.seconds):
                 continue
             if operation == "attention":
-                predicted = fit.attention_s(device, attention, core, points.shapes)
+                predicted = kernel_fits.attention_s(device, attention, core, points.shapes)
             else:
-                predicted = fit.gemm_s(device, gemm, dense, turned(operation, points.shapes))
+                predicted = kernel_fits.gemm_s(device, gemm, dense, turned(operation, points.shapes))
             lines.append(error_line(f"{operation} {mode}", predicted, points.seconds))
     return lines
 

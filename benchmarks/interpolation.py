@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import kernel_fits
 import numpy as np
 from reports import curve_toml, make_parser
 from scipy.interpolate import RBFInterpolator
@@ -79,28 +80,28 @@ def _error(predicted_s: Floats, measured_s: Floats) -> float:
 
 
 def _gemms(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str, str]:
-    points = fit.training_gemms(fit.points_of(measurements))
-    found: fit.Fit[GemmCurve] = fit.fit_gemm(device, points)
-    unseen = points.where(fit.held_out_gemms(points))
+    points = kernel_fits.training_gemms(fit.points_of(measurements))
+    found: fit.Fit[GemmCurve] = kernel_fits.fit_gemm(device, points)
+    unseen = points.where(kernel_fits.held_out_gemms(points))
     large = unseen.where(np.all(unseen.shapes >= 512, axis=1))
     row = [device.name, "GEMM", found.num_points, found.num_held_out, found.error]
     for curve in (CONSTANT, BY_EYE):
-        row.append(_error(fit.gemm_s(device, curve, found.plateau, unseen.shapes), unseen.seconds))
-    row.append(_error(fit.gemm_s(device, found.curve, found.plateau, large.shapes), large.seconds))
+        row.append(_error(kernel_fits.gemm_s(device, curve, found.plateau, unseen.shapes), unseen.seconds))
+    row.append(_error(kernel_fits.gemm_s(device, found.curve, found.plateau, large.shapes), large.seconds))
     return _row(row), curve_toml("gemm", found.curve)
 
 
 def _flash(device: DeviceSpec, measurements: list[Measurement]) -> fit.Points:
-    return fit.training_attention(fit.points_of(for_training(measurements, device)))
+    return kernel_fits.training_attention(fit.points_of(for_training(measurements, device)))
 
 
 def _attention(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str, str]:
     points = _flash(device, measurements)
-    found: fit.Fit[AttentionCurve] = fit.fit_attention(device, points)
-    unseen = points.where(fit.held_out_attention(points))
+    found: fit.Fit[AttentionCurve] = kernel_fits.fit_attention(device, points)
+    unseen = points.where(kernel_fits.held_out_attention(points))
     long = unseen.where(unseen.shapes[:, 1] >= 2048)
-    flat = fit.attention_s(device, OCCUPANCY_ALONE, found.plateau, unseen.shapes)
-    at_long = fit.attention_s(device, found.curve, found.plateau, long.shapes)
+    flat = kernel_fits.attention_s(device, OCCUPANCY_ALONE, found.plateau, unseen.shapes)
+    at_long = kernel_fits.attention_s(device, found.curve, found.plateau, long.shapes)
     row = [device.name, "attention", found.num_points, found.num_held_out, found.error, None]
     row += [_error(flat, unseen.seconds), _error(at_long, long.seconds)]
     return _row(row), curve_toml("attention", found.curve)
@@ -110,15 +111,15 @@ def _experts(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str, 
     usable = [measurement for measurement in measurements if measurement.kernel == EXPERTS_KERNEL]
     if not usable:
         return _row([device.name, "experts", *[None] * 6]), "# experts: not measured with balanced routing"
-    points = fit.training_experts(fit.points_of(usable))
-    found = fit.fit_experts(device, points)
-    unseen = points.where(fit.held_out_experts(points))
-    by_eye = fit.ExpertsCurve(half_tokens=GROUPED_HALF_M, traffic=1.0, start_s=found.curve.start_s)
+    points = kernel_fits.training_experts(fit.points_of(usable))
+    found = kernel_fits.fit_experts(device, points)
+    unseen = points.where(kernel_fits.held_out_experts(points))
+    by_eye = kernel_fits.ExpertsCurve(half_tokens=GROUPED_HALF_M, traffic=1.0, start_s=found.curve.start_s)
     many = unseen.where(unseen.shapes[:, 0] * unseen.shapes[:, 3] / unseen.shapes[:, 4] >= 128)
     row = [device.name, "experts", found.num_points, found.num_held_out, found.error, None]
-    row.append(_error(fit.experts_s(device, by_eye, GROUPED_SHARE, unseen.shapes), unseen.seconds))
-    row.append(fit.mean_error(fit.experts_s(device, found.curve, 1.0, many.shapes), many.seconds))
-    bias = fit.experts_s(device, by_eye, GROUPED_SHARE, many.shapes) / many.seconds
+    row.append(_error(kernel_fits.experts_s(device, by_eye, GROUPED_SHARE, unseen.shapes), unseen.seconds))
+    row.append(fit.mean_error(kernel_fits.experts_s(device, found.curve, 1.0, many.shapes), many.seconds))
+    bias = kernel_fits.experts_s(device, by_eye, GROUPED_SHARE, many.shapes) / many.seconds
     shown = [f"# experts, {name}: {value:.3g}" for name, value in asdict(found.curve).items()]
     return _row(row), "\n".join([*shown, f"# experts, time of the cost model: {np.median(bias):.2f} x measured"])
 
@@ -205,9 +206,9 @@ def _curve_s(cluster: ClusterSpec, operation: Operation, shapes: Floats) -> Floa
     """Times by the curves that the device and its innermost link ship with; NaN where they have none."""
     device, link = cluster.device, cluster.levels[-1]
     if operation == "gemm":
-        return fit.gemm_s(device, device.gemm, device.gemm.burst_efficiency, shapes)
+        return kernel_fits.gemm_s(device, device.gemm, device.gemm.burst_efficiency, shapes)
     if operation == "attention":
-        return fit.attention_s(device, device.attention, device.attention.burst_efficiency, shapes)
+        return kernel_fits.attention_s(device, device.attention, device.attention.burst_efficiency, shapes)
     if link.collectives is None:
         return np.full(len(shapes), np.nan)
     kind = np.tile((fit.VOLUMES[operation], float(operation == "all_to_all")), (len(shapes), 1))

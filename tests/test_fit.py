@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import kernel_fits
 import numpy as np
 import pytest
 
@@ -26,7 +27,9 @@ def gemm_shapes() -> fit.Floats:
 def test_a_fit_finds_the_gemm_curve_that_made_the_times() -> None:
     curve = GemmCurve(half_m=60, half_n=20, half_k=120, half_output=2e5, start_s=4e-6, source="")
     shapes = gemm_shapes()
-    found = fit.fit_gemm(DEVICE, fit.Points(shapes=shapes, seconds=fit.gemm_s(DEVICE, curve, 0.75, shapes)))
+    found = kernel_fits.fit_gemm(
+        DEVICE, fit.Points(shapes=shapes, seconds=kernel_fits.gemm_s(DEVICE, curve, 0.75, shapes))
+    )
     assert found.plateau == pytest.approx(0.75, rel=0.01)
     assert found.curve.half_k == pytest.approx(120, rel=0.05)
     assert found.curve.start_s == pytest.approx(4e-6, rel=0.02)
@@ -37,16 +40,18 @@ def test_a_fit_finds_the_gemm_curve_that_made_the_times() -> None:
 def test_the_error_is_that_of_the_noise_on_shapes_not_seen() -> None:
     shapes = gemm_shapes()
     noise = np.exp(np.random.default_rng(0).normal(0, 0.1, len(shapes)))
-    seconds = fit.gemm_s(DEVICE, GemmCurve(), 0.75, shapes) * noise
-    found = fit.fit_gemm(DEVICE, fit.Points(shapes=shapes, seconds=seconds))
+    seconds = kernel_fits.gemm_s(DEVICE, GemmCurve(), 0.75, shapes) * noise
+    found = kernel_fits.fit_gemm(DEVICE, fit.Points(shapes=shapes, seconds=seconds))
     assert 0.06 < found.error < 0.11  # the mean of |error| is .08 where the deviation is .10
 
 
 def test_a_few_kernels_chosen_badly_do_not_move_the_fit() -> None:
     shapes = gemm_shapes()
-    seconds = fit.gemm_s(DEVICE, GemmCurve(), 0.75, shapes)
+    seconds = kernel_fits.gemm_s(DEVICE, GemmCurve(), 0.75, shapes)
     seconds[::25] *= 3
-    assert fit.fit_gemm(DEVICE, fit.Points(shapes=shapes, seconds=seconds)).plateau == pytest.approx(0.75, rel=0.03)
+    assert kernel_fits.fit_gemm(DEVICE, fit.Points(shapes=shapes, seconds=seconds)).plateau == pytest.approx(
+        0.75, rel=0.03
+    )
 
 
 def test_a_fit_finds_the_attention_curve_that_made_the_times() -> None:
@@ -61,15 +66,15 @@ def test_a_fit_finds_the_attention_curve_that_made_the_times() -> None:
         ],
         dtype=float,
     )
-    points = fit.Points(shapes=shapes, seconds=fit.attention_s(DEVICE, curve, 0.6, shapes))
-    found = fit.fit_attention(DEVICE, points)
+    points = fit.Points(shapes=shapes, seconds=kernel_fits.attention_s(DEVICE, curve, 0.6, shapes))
+    found = kernel_fits.fit_attention(DEVICE, points)
     assert found.plateau == pytest.approx(0.6, rel=0.02)
     assert found.curve.half_seq_len == pytest.approx(500, rel=0.05)
     assert found.error < 0.01
 
 
 def test_a_fit_finds_what_few_tokens_for_each_expert_cost() -> None:
-    curve = fit.ExpertsCurve(half_tokens=120, traffic=1.2, start_s=40e-6)
+    curve = kernel_fits.ExpertsCurve(half_tokens=120, traffic=1.2, start_s=40e-6)
     shapes = np.array(
         [
             (tokens, hidden, ffn, 8, experts, 1, ep)
@@ -80,8 +85,8 @@ def test_a_fit_finds_what_few_tokens_for_each_expert_cost() -> None:
         ],
         dtype=float,
     )
-    seconds = fit.experts_s(DEVICE, curve, 1.0, shapes)
-    found = fit.fit_experts(DEVICE, fit.Points(shapes=shapes, seconds=seconds))
+    seconds = kernel_fits.experts_s(DEVICE, curve, 1.0, shapes)
+    found = kernel_fits.fit_experts(DEVICE, fit.Points(shapes=shapes, seconds=seconds))
     assert found.curve.half_tokens == pytest.approx(120, rel=0.03)
     assert found.curve.start_s == pytest.approx(40e-6, rel=0.03)
 
@@ -110,7 +115,7 @@ def test_a_fit_finds_the_curve_of_collectives_that_made_the_times() -> None:
 def test_too_few_shapes_are_refused() -> None:
     shapes = gemm_shapes()[:10]
     with pytest.raises(InputError, match="at least 30"):
-        fit.fit_gemm(DEVICE, fit.Points(shapes=shapes, seconds=np.ones(10)))
+        kernel_fits.fit_gemm(DEVICE, fit.Points(shapes=shapes, seconds=np.ones(10)))
 
 
 def test_repeats_of_a_shape_are_one_point() -> None:

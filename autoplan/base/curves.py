@@ -1,9 +1,10 @@
 """Speed of kernels and collectives by size, as curves of a few parameters that devices hold as data.
 
-The shapes are fitted to public measurements by `profiler.fit` (tables of aiconfigurator-core, own ones on an H200, see
-`benchmarks/results`); a device or a link that was not measured takes those of its nearest relative.  The level is
-kept apart from the shape: short benchmarks run at clocks that training does not sustain (`modelling` C2).  Where
-neither the device nor a relative was measured, the source of a curve begins with "not measured".
+The shapes are fitted to public measurements by `benchmarks/kernel_fits.py` and `profiler.fit` (tables of
+aiconfigurator-core, own ones on an H200, see `benchmarks/results`); a device or a link that was not measured takes
+those of its nearest relative.  The level is kept apart from the shape: short benchmarks run at clocks that training
+does not sustain (`modelling` C2).  Where neither the device nor a relative was measured, the source of a curve begins
+with "not measured".
 """
 
 from __future__ import annotations
