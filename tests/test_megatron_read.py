@@ -437,3 +437,35 @@ def test_what_a_condition_hangs_on_is_asked_for_by_name() -> None:
 def test_programs_of_other_models_are_refused() -> None:
     with pytest.raises(InputError, match=r"pretrain_bert.py \(bert\) trains no plain language model"):
         megatron_lm.read(PAI.replace("pretrain_qwen.py", "pretrain_bert.py"), Given())
+    with pytest.raises(InputError, match=r"tasks/main.py \(a task\) trains no plain language model"):
+        megatron_lm.read(PAI.replace("qwen2/pretrain_qwen.py", "tasks/main.py"), Given())
+
+
+# As in scripts/run-qwen3-4B.sh of slime, whose model is in a file that it sources.
+SLIME = """
+source "scripts/models/qwen3-4B.sh"
+ROLLOUT_ARGS=(--rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256)
+PERF_ARGS=(--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full --recompute-method uniform
+   --recompute-num-layers 1 --use-dynamic-batch-size --max-tokens-per-gpu 9216)
+ray job submit --address="http://127.0.0.1:8265" -- python3 train.py --actor-num-nodes 2 --actor-num-gpus-per-node 8 \\
+   --colocate ${MODEL_ARGS[@]} ${ROLLOUT_ARGS[@]} ${PERF_ARGS[@]}
+"""
+
+
+def test_the_training_half_of_slime_is_read_with_what_slime_sets() -> None:
+    assert megatron_lm.recognises("run-qwen3-4B.sh", SLIME)
+    launch = megatron_lm.read(SLIME, Given(model=load_model("llama3-8b"), seq_len=4096))
+    plan = launch.plan
+    assert (plan.tp, plan.sp, plan.num_devices, plan.sharding, plan.precision) == (2, True, 16, "zero1", "bf16")
+    assert (plan.recompute, plan.global_batch) == ("full", 256)
+    assert {"--rollout-batch-size", "--use-dynamic-batch-size", "train.py"} <= matters(launch)
+
+
+def test_layers_that_another_file_may_place_are_spread_and_listed() -> None:
+    uneven = PAI.replace("--num-layers 32", "--num-layers 33")
+    launch = megatron_lm.read(uneven, Given(variables=(("1", "2"), ("2", "bf16"))))
+    assert "--pipeline-model-parallel-size" in matters(launch)
+    with pytest.raises(InputError, match="33 layers do not spread evenly over 2 chunks, which Megatron refuses"):
+        megatron_lm.read(
+            uneven.replace("pretrain_qwen.py", "pretrain_gpt.py"), Given(variables=(("1", "2"), ("2", "bf16")))
+        )

@@ -127,6 +127,7 @@ class Options:
         self.defaults: dict[str, Any] = dict(defaults or {})
         self.understood: set[str] = set()
         self.remarks: list[Unread] = [] if remarks is None else remarks
+        self.is_partial: bool = False  # whether a program or file that was not read may set options too
         self._place = place
         self._way_out = way_out  # where an option is missing that has no default
         self._costless: set[str] = set()

@@ -278,6 +278,7 @@ def _launch(recipe: _Recipe, given: Given, devices: int | None) -> Launch:
     if arguments.count("expert_model_parallel_size", 1) > 1:
         arguments.defaults["expert_tensor_parallel_size"] = 1
     arguments.remarks += recipe.unread
+    arguments.is_partial = any(setting.matters for setting in recipe.unread)
     # As the framework's recipes have it, and as it is priced.
     arguments.understood |= {
         "cross_entropy_loss_fusion",

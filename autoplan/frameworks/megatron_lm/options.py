@@ -132,6 +132,11 @@ def _read_stages(reading: Reading) -> Fields:
     vp = chunks or 1
     if not 1 <= vp * pp <= 10 * MOST_LAYERS:
         raise InputError(f"pp {pp} x {vp} chunks are more than {10 * MOST_LAYERS:,}")
+    if first is None and last is None and arguments.is_partial and (num_layers + embeds + loses) % (pp * vp):
+        arguments.remark(
+            "pipeline_model_parallel_size", f"{num_layers} layers are spread as evenly as {pp * vp} chunks go"
+        )
+        return _stages(vp, list(even_chunks(num_layers, pp * vp)))
     if first is None and last is None:
         return _stages(vp, _even_counts(num_layers, pp * vp, embeds=embeds, loses=loses))
     ends = (first or 0) + (last or 0)

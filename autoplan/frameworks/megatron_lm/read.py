@@ -10,15 +10,17 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
 from autoplan.frameworks.common.options import Argument, Options, Unknown, typed
 from autoplan.frameworks.common.shell import Command, Script, is_open, read_script
+from autoplan.frameworks.megatron_lm import with_slime
 from autoplan.frameworks.megatron_lm.launch import launch_of
 from autoplan.frameworks.megatron_lm.options import SWITCHES
 from autoplan.frameworks.megatron_lm.table import argument_of
 from autoplan.frameworks.megatron_lm.with_deepspeed import FRAMEWORK, is_with_deepspeed, translate
+from autoplan.frameworks.megatron_lm.with_slime import is_with_slime
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")
 # Options by which a launch of another program that takes Megatron-LM's is known, and programs that are none.
-_DEGREES = re.compile(r"(?<!\S)--(tensor-model-parallel-size|pipeline-model-parallel-size)\b")
-_LENGTHS = re.compile(r"(?<!\S)--(train-iters|train-samples|global-batch-size)\b")
+_DEGREES = re.compile(r"(?<![\w-])--(tensor-model-parallel-size|pipeline-model-parallel-size)\b")
+_LENGTHS = re.compile(r"(?<![\w-])--(train-iters|train-samples|global-batch-size)\b")
 MOST_NAMED = 6  # variables in a message
 _OTHER_NAMES = (".py", ".json", ".yaml", ".yml", ".toml", ".md")
 _NOT_DECODERS = re.compile(
@@ -56,12 +58,15 @@ def read(text: str, given: Given) -> Launch:
         for condition in script.open
     )
     if other is not None:
+        arguments.is_partial = True
         arguments.remarks.append(Unread(option=other, value="", why="another program: read as pretrain_gpt.py"))
     target, framework = "megatron-lm", "megatron-core"
     if is_with_deepspeed(arguments):
         translate(arguments, has_model=given.model is not None)
         target = framework = FRAMEWORK
     devices = num_devices(before, script, text)
+    if is_with_slime(arguments):
+        devices = with_slime.translate(arguments) or devices
     try:
         return launch_of(arguments, given, target=target, framework=framework, num_devices=devices)
     except InputError as error:
@@ -106,9 +111,12 @@ _OTHER = Entry(_program_before_degrees, lambda text: _DEGREES.search(text) is no
 
 def _other_program(before: Sequence[str]) -> str | None:
     """Return the program behind some words, by its name; a program that trains no decoder is refused."""
-    name = before[-1].rpartition("/")[2] if before else None
-    if name is not None and (kind := _NOT_DECODERS.search(name.casefold())):
-        raise InputError(f"{name[:60]} ({kind[0]}) trains no plain language model: it is not read")
+    if not before:
+        return None
+    folder, _, name = before[-1].rpartition("/")
+    kind = _NOT_DECODERS.search(name.casefold())
+    if kind is not None or folder.endswith("tasks"):  # tasks/main.py evaluates and fine-tunes several kinds
+        raise InputError(f"{before[-1][-60:]} ({kind[0] if kind else 'a task'}) trains no plain language model")
     return name
 
 
