@@ -62,6 +62,7 @@ def run(
     check: bool = False,
     limit: str = "5m",
     log: Path | None = None,
+    traces: Path | None = None,
     db: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -73,8 +74,8 @@ def run(
     The built-in trainer runs it, on this node or, under torchrun, srun or mpirun, with one rank for each device; or
     `program`, a command with its arguments, whose log is read.  `steps` are timed after `warmup` ones; with `check`
     one process trains the same first and is compared.  `limit` is the time of a step, or of the program's silence,
-    after which it is taken to hang.  The run is kept in the timing database `db` if that is given; `hand_over` gets
-    the result before.
+    after which it is taken to hang; `traces` is a folder for what torch's profiler sees of some more steps, by rank.
+    The run is kept in the timing database `db` if that is given; `hand_over` gets the result before.
 
     Returns None on other ranks than the first.  Raises InputError where the plan cannot be run, CrewError where ranks
     are lost, ProgramError where the program fails, and AutoplanError where the plan trains something else.
@@ -87,7 +88,7 @@ def run(
             raise InputError(f"{plan} is for a mixed cluster: the built-in trainer runs it, without --command and --db")
         asked = {"steps": steps, "warmup": warmup, "limit_s": limit_s, "data": data, "check": check}
         task, predicted = _mixed_run(load_mixed_file(Path(plan)), **asked)
-        return _handed_over(task, predicted, _train(task, place_from(os.environ), follow), hand_over)
+        return _handed_over(task, predicted, _train(_traced(task, traces), place_from(os.environ), follow), hand_over)
     file, problem = plan_to_run(Path(plan), db)
     wanted = file.best.plan
     place = None if program else place_from(os.environ)
@@ -97,7 +98,7 @@ def run(
         problem = of_trainer(problem, file.timings, db)
         if leads:
             warn_of_emulation(problem)
-    predicted = _predicted(problem, wanted)
+    predicted = predicted_run(problem, wanted)
     report: TrainingReport | None
     try:
         if program:
@@ -107,6 +108,7 @@ def run(
                 )
         else:
             task = _task(problem, wanted, steps=steps, warmup=warmup, limit_s=limit_s, data=data, check=check)
+            task = _traced(task, traces)
             with keeper.watch() if keeper else nullcontext():
                 report = _train(task, place, follow)
     except (ProgramError, CrewError) as error:
@@ -122,6 +124,14 @@ def run(
             say(f"{disturbance}: kept as contaminated, no calibration learns from this run")
 
     return _handed_over(task, predicted, report, hand_over, keep)
+
+
+def _traced(task: Task, folder: Path | None) -> Task:
+    """Return the task with traces of its ranks in a folder, if one is given."""
+    if folder is None:
+        return task
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr otherwise
+    return replace(task, trace_folder=str(folder.absolute()))
 
 
 def _task(
@@ -279,7 +289,8 @@ def of_trainer(problem: Problem, timings: str, url: str | None) -> Problem:
     return problem
 
 
-def _predicted(problem: Problem, plan: ParallelPlan) -> PredictedRun:
+def predicted_run(problem: Problem, plan: ParallelPlan) -> PredictedRun:
+    """Return what is predicted of a run by `plan`."""
     cost = estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
     return PredictedRun(
         device=problem.cluster.device.name,

@@ -77,6 +77,7 @@ def _printed(kind: str) -> dict[str, Any]:
     from autoplan.api.doctor import Checkup
     from autoplan.api.export import Exported
     from autoplan.api.measured_runs import Imported
+    from autoplan.api.traces import TraceResult
     from autoplan.frameworks.common.launch import Launch
     from autoplan.profiler.discover.report import ReportFile
     from autoplan.profiler.store import Added, Finding
@@ -88,7 +89,7 @@ def _printed(kind: str) -> dict[str, Any]:
         "explain": Explanation | MixedExplanation,
         "compare": list[Compared],
         "export": Exported,
-        "read": Launch,
+        "read": Launch | TraceResult,
         "predict": outputs.Predicted,
         "score": dict[str, dict[str, float | None]],
         "calibrate": outputs.Calibrated | Imported,

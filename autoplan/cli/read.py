@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import autoplan
-from autoplan import report
-from autoplan.cli.options import AsOption, SetOption, whole_number
+from autoplan import api, report
+from autoplan.base.errors import InputError
+from autoplan.base.units import format_percent, format_seconds
+from autoplan.cli.inputs import is_typed, whole_url
+from autoplan.cli.options import AsOption, DbOption, SetOption, whole_number
+
+OF_A_LAUNCH_FILE = ("model", "devices", "devices_per_node", "seq_len", "variables", "target")
 
 
 def read(
-    file: Annotated[
-        Path,
+    context: typer.Context,
+    files: Annotated[
+        list[Path],
         typer.Argument(
-            metavar="FILE", help="A script or configuration that starts training today, of any target of export."
+            metavar="FILE...",
+            help="A script or configuration that starts training today, of any target of export; or traces of torch's "
+            "profiler, one of each rank, or a folder of them.",
         ),
     ],
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="PLAN", help="Of traces: the plan file that ran; its prediction stands beside."),
+    ] = None,
+    url: DbOption = None,
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="As for search, in place of what the file says.")
     ] = None,
@@ -29,12 +43,24 @@ def read(
     target: AsOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print what was read as JSON.")] = False,
 ) -> None:
-    """Read a launch file into model, training and plan, and list what was not understood.
+    """Read a launch file into model, training and plan, and list what was not understood; or what traces tell.
 
-    Nothing in the file is run.
+    Nothing in the file is run.  Traces of torch's profiler (Kineto) tell what each rank did in a step: work by kind,
+    communication that it hid or not, and gaps.
     """
+    from autoplan.profiler.imports.kineto import is_trace
+
+    if files[0].is_dir() or is_trace(files[0]):
+        if any(is_typed(context, name) for name in OF_A_LAUNCH_FILE):
+            raise InputError(
+                f"{files[0]}: traces go with --plan, --db and --json alone: other options are of launch files"
+            )
+        _read_traces(files, plan, whole_url(context, url), json=json)
+        return
+    if len(files) > 1 or plan is not None:
+        raise InputError(f"{files[0]}: no trace of torch's profiler: of launch files name one, without --plan")
     found = autoplan.read(
-        file,
+        files[0],
         model=model,
         devices=devices,
         devices_per_node=devices_per_node,
@@ -51,3 +77,29 @@ def read(
     spec = (found.launch.model, found.launch.training, found.launch.plan)
     console = report.terminal.make_console()
     report.launch_file.print_launch(console, found.headline, spec, matters=unread[True], rest=unread[False])
+
+
+def _read_traces(files: list[Path], plan: Path | None, url: str | None, *, json: bool) -> None:
+    """Print what traces tell, and what was predicted beside it."""
+    found = api.traces.read_traces(files, plan=plan, db=url)
+    if json:
+        typer.echo(found.to_json(), nl=False)
+        return
+    console = report.terminal.make_console()
+    ranks = found.ranks
+    headline = (
+        f"{len(ranks)} rank{'s' * (len(ranks) > 1)}, {ranks[0].num_steps} step{'s' * (ranks[0].num_steps > 1)} each: "
+        f"{format_seconds(found.step_s)} a step"
+    )
+    rows = [(name, [rank.seconds[name] for rank in ranks]) for name in ranks[0].seconds]
+    idle = ("idle", [rank.idle_s for rank in ranks])
+    report.run_trace.print_ranks(console, headline, [*rows, idle], [rank.step_s for rank in ranks])
+    if communication_s := sum(rank.communication_s for rank in ranks):
+        hidden = format_percent(sum(rank.hidden_s for rank in ranks) / communication_s)
+        mean = format_seconds(communication_s / len(ranks))
+        report.terminal.print_part(console, f"\ncommunication takes {mean} a step, {hidden} of it beside other work")
+    if found.predicted_step_s is not None:
+        terms = [(term.what, term.predicted_s, term.measured_s) for term in found.terms]
+        report.run_trace.print_compared(console, terms, found.predicted_step_s, found.step_s)
+    for remark in found.remarks:
+        print(f"autoplan: {remark}", file=sys.stderr)

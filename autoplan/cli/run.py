@@ -48,6 +48,13 @@ def run(
     log: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Keep what PROGRAM writes, or a line a step of the trainer.")
     ] = None,
+    traces: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Trace some more steps with torch's profiler: a file of each rank, for autoplan read.",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what was measured as JSON.")] = None,
     db: Annotated[
         str | None,
@@ -69,7 +76,9 @@ def run(
     from autoplan.cli.process import leave_on_sigterm
     from autoplan.cli.progress import progress_bar
 
-    _check_words(program, data, command=command, check=check)
+    _check_words(program, data, command=command, is_own=check or traces is not None)
+    if traces is not None and traces.exists() and not force:
+        raise InputError(f"{traces} exists: name another folder, or say --force")
     if out is not None:
         check_output(out, force=force)
     leave_on_sigterm()
@@ -90,6 +99,7 @@ def run(
             check=check,
             limit=limit,
             log=log,
+            traces=traces,
             db=whole_url(context, db),
             force=force,
             progress=show,
@@ -98,12 +108,12 @@ def run(
         )
 
 
-def _check_words(program: list[str] | None, data: str | None, *, command: bool, check: bool) -> None:
+def _check_words(program: list[str] | None, data: str | None, *, command: bool, is_own: bool) -> None:
     """Refuse options that do not go together."""
     if bool(program) != command:
         raise InputError("--command and PROGRAM go together: autoplan run plan.json --command -- PROGRAM ARG...")
-    if command and (check or data):
-        raise InputError("--check and --data are of the built-in trainer: leave them out with --command")
+    if command and (is_own or data):
+        raise InputError("--check, --data and --traces are of the built-in trainer: leave them out with --command")
     if data not in (None, "text", "synthetic"):
         raise InputError(f"no data {data!r}: text or synthetic")
 

@@ -33,6 +33,7 @@ from autoplan.trainer.tensor_memory import StorageTracker
 from autoplan.trainer.tokens import sequences
 
 CHECKED_STEPS = 3
+TRACED_STEPS = 3
 LEAST_LOADED_S = 1.0  # of core time, which the system counts in hundredths of a second
 _LEAST = 1e-4
 _SGD_LR = 0.5  # large, so that a wrong gradient shows (`closed-loop` 1)
@@ -110,6 +111,9 @@ def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere
             line.send(Advance(step=step, step_s=times.step_s, loss=loss))
     if device.type == "cuda" and task.tracks_memory:
         peaks = _gathered(float(torch.cuda.max_memory_allocated(device)))
+    if task.trace_folder is not None:
+        watch()
+        _trace(training, task, rank)
     by_rank = _gathered(rows[task.num_warmup :])
     loads = _gathered((socket.gethostname(), [row[2:] for row in rows[task.num_warmup :]]))
     steps = [[ranks[at] for ranks in by_rank] for at in range(task.num_steps)]
@@ -124,6 +128,22 @@ def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         check=check,
     )
+
+
+def _trace(training: Training, task: Task, rank: int) -> None:
+    """Train some more steps, and write what torch's profiler saw of them to a file of this rank."""
+    assert task.trace_folder is not None
+    folder, first = Path(task.trace_folder), task.num_warmup + task.num_steps
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if training.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    training.step(sequences(task, first))
+    with torch.profiler.profile(activities=activities) as profiler:  # whose first step costs more than others
+        for step in range(first + 1, first + 1 + TRACED_STEPS):
+            with torch.profiler.record_function(f"ProfilerStep#{step}"):
+                training.step(sequences(task, step))
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / f"rank-{rank}.json.gz"))
 
 
 def _training(task: Task, device: torch.device) -> Training:

@@ -30,6 +30,7 @@ class Task:
     tracks_memory: bool = True
     limit_s: float = 300.0  # of one step, after which a rank is taken to hang
     seed: int = 0
+    trace_folder: str | None = None  # absolute: every rank traces some more steps, and leaves the file there
     num_microbatches: tuple[int, ...] = ()
 
     @property

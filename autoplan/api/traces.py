@@ -1,0 +1,159 @@
+"""Traces of a step that ran: what every rank did, beside what was predicted of the plan that it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from autoplan.api.plan_run import plan_to_run, predicted_run
+from autoplan.api.results import Table
+from autoplan.base.errors import InputError
+from autoplan.base.files import encode, is_folder
+from autoplan.profiler.imports.kineto import RankTrace, is_trace, read_trace
+from autoplan.spec.terms import TERMS
+
+MOST_FILES = 4096
+APART = 0.03  # of the step: beyond it the marks of steps and what ran in them are not of the same steps
+WORTH_A_WORD = 0.05  # of the step
+
+_WAITS = tuple(
+    term.name for term in TERMS if term.stream not in ("compute", "host")
+)  # of the network or of other ranks: kernels of communication run for as long as they wait
+_HOST = tuple(term.name for term in TERMS if term.stream == "host")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedTerm:
+    """What was predicted and what was measured of a part of a step, in seconds, in the mean of the ranks."""
+
+    what: str
+    predicted_s: float
+    measured_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceResult:
+    """Traces of some ranks, and beside them what was predicted, where the plan was given."""
+
+    ranks: tuple[RankTrace, ...]
+    predicted_step_s: float | None = None
+    terms: tuple[ComparedTerm, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """Mean step time of the ranks."""
+        return float(np.mean([rank.step_s for rank in self.ranks]))
+
+    def table(self) -> Table:
+        """Return seconds of a step by rank and activity."""
+        columns = ("rank", "step_s", *self.ranks[0].seconds, "idle_s", "exposed_s", "hidden_s")
+        rows = (
+            (rank.rank, rank.step_s, *rank.seconds.values(), rank.idle_s, rank.exposed_s, rank.hidden_s)
+            for rank in self.ranks
+        )
+        return Table(columns=columns, rows=tuple(rows))
+
+    def to_json(self) -> str:
+        """Return the traces and the comparison as JSON."""
+        return encode(self)
+
+
+# What is compared: of the prediction terms, of a trace what was measured.
+_COMPARED: tuple[tuple[str, tuple[str, ...], Callable[[RankTrace], float]], ...] = (
+    ("matrix products and head", ("gemm", "head"), lambda rank: rank.seconds["gemm"]),
+    ("attention core", ("attention",), lambda rank: rank.seconds["attention"]),
+    ("other kernels, copies", ("memory_bound",), lambda rank: rank.seconds["kernels"] + rank.seconds["copies"]),
+    ("recomputation", ("recompute",), lambda rank: 0.0),
+    ("optimizer", ("optimizer",), lambda rank: rank.seconds["optimizer"]),
+    ("exposed communication, waits", _WAITS, lambda rank: rank.exposed_s),
+    ("host, gaps between kernels", _HOST, lambda rank: rank.idle_s),
+)
+_ADVICE = {
+    _WAITS: "see links and overlap as described to the planner, and whether ranks wait for a slow one",
+    _HOST: "see data loading, launches (compiled code, CUDA graphs), and what the profiler itself costs",
+}
+_OF_KERNELS = (
+    "measure the kernels that ran (`autoplan profile --for PLAN`), or see whether precision and kernels are alike"
+)
+
+
+def read_traces(paths: Sequence[str | Path], *, plan: str | Path | None = None, db: str | None = None) -> TraceResult:
+    """Read traces of torch's profiler, one file of each rank, packed or not; or folders of them.
+
+    `plan` is the plan file that ran: what was predicted of it, with its measured times or those of the database `db`,
+    stands beside what the ranks did.
+
+    Raises InputError where a file is no trace, or traces are not of one run.
+    """
+    ranks = sorted((read_trace(path) for path in _files(paths)), key=lambda rank: (rank.rank is None, rank.rank or 0))
+    known = [rank.rank for rank in ranks if rank.rank is not None]
+    if len(set(known)) < len(known):
+        raise InputError(f"two traces are of the same rank: name those of one run (ranks {', '.join(map(str, known))})")
+    remarks = [remark for rank in ranks for remark in _remarks(rank)]
+    worlds = {rank.world_size for rank in ranks if rank.world_size}
+    if len(worlds) > 1:
+        raise InputError(
+            f"traces are of runs with {' and '.join(map(str, sorted(worlds)))} ranks: name those of one run"
+        )
+    if worlds and (missing := max(worlds) - len(ranks)) > 0:
+        remarks.append(f"{missing} of {max(worlds)} ranks have no trace here: the mean is of the others")
+    if plan is None:
+        return TraceResult(ranks=tuple(ranks), remarks=tuple(remarks))
+    file, problem = plan_to_run(Path(plan), db)
+    if worlds and file.best.plan.num_devices != max(worlds):
+        raise InputError(f"{plan}: the plan is for {file.best.plan.num_devices} devices, the traces of {max(worlds)}")
+    predicted = predicted_run(problem, file.best.plan)
+    terms = tuple(
+        ComparedTerm(
+            what=what,
+            predicted_s=sum(predicted.terms_s.get(name, 0.0) for name in names),
+            measured_s=float(np.mean([measured(rank) for rank in ranks])),
+        )
+        for what, names, measured in _COMPARED
+    )
+    return TraceResult(
+        ranks=tuple(ranks),
+        predicted_step_s=predicted.step_s,
+        terms=tuple(term for term in terms if term.predicted_s or term.measured_s),
+        remarks=(*remarks, *_where(terms, predicted.step_s)),
+    )
+
+
+def _files(paths: Sequence[str | Path]) -> list[Path]:
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if not is_folder(path):
+            found.append(path)
+            continue
+        inside = [item for item in sorted(path.rglob("*.json*"))[:MOST_FILES] if is_trace(item)]
+        if not inside:
+            raise InputError(f"{path}: no traces of torch's profiler in it (*.json, *.json.gz)")
+        found += inside
+    return found
+
+
+def _remarks(rank: RankTrace) -> list[str]:
+    remarks = []
+    if not rank.is_marked:
+        remarks.append(f"{rank.file}: no steps are marked, the whole trace counts as one: call step() of the profiler")
+    elif rank.marked_step_s and abs(rank.step_s / rank.marked_step_s - 1) > APART:
+        remarks.append(
+            f"{rank.file}: what ran covers {100 * rank.step_s / rank.marked_step_s:.0f} % of the marked steps: "
+            "trace several, whose ends weigh less"
+        )
+    return remarks
+
+
+def _where(terms: Sequence[ComparedTerm], step_s: float) -> list[str]:
+    """Say where the prediction is wrong the most, and what to look at."""
+    worst = max(zip(terms, _COMPARED, strict=True), key=lambda pair: abs(pair[0].measured_s - pair[0].predicted_s))
+    term, (what, names, _) = worst
+    difference_s = term.measured_s - term.predicted_s
+    if abs(difference_s) < WORTH_A_WORD * step_s:
+        return []
+    more = "longer" if difference_s > 0 else "shorter"
+    return [f"{what}: {100 * abs(difference_s) / step_s:.0f} % of the step {more}; {_ADVICE.get(names, _OF_KERNELS)}"]

@@ -1,0 +1,61 @@
+"""Traces of a step that ran, on a terminal: what the ranks did, and what was predicted beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+
+from autoplan.base.units import format_percent, format_seconds
+from autoplan.report.terminal import print_part, print_table
+
+TITLES = {
+    "gemm": "matrix products",
+    "attention": "attention",
+    "optimizer": "optimizer",
+    "kernels": "other kernels",
+    "collectives": "collectives, exposed",
+    "messages": "messages and all-to-all, exposed",
+    "copies": "copies, exposed",
+    "idle": "nothing runs",
+}
+Row = tuple[str, Sequence[float]]  # what, and its seconds on every rank
+
+
+def print_ranks(console: Console, headline: str, rows: Sequence[Row], steps_s: Sequence[float]) -> None:
+    """Print what the ranks did in a step, in seconds that add up to it."""
+    print_part(console, escape(headline))
+    console.print()
+    step_s = float(np.mean(steps_s))
+    cells = [
+        (
+            TITLES.get(name, name),
+            format_seconds(float(np.mean(seconds))),
+            format_percent(float(np.mean(seconds)) / step_s),
+            format_seconds(min(seconds)),
+            format_seconds(max(seconds)),
+        )
+        for name, seconds in (*rows, ("step", steps_s))
+        if max(seconds) > 0
+    ]
+    columns = [("what runs", False), *((name, True) for name in ("mean", "share", "least", "most"))]
+    print_table(console, columns, cells, keep=3)
+
+
+def print_compared(
+    console: Console, terms: Sequence[tuple[str, float, float]], predicted_s: float, measured_s: float
+) -> None:
+    """Print (what, predicted, measured), in seconds, and what the difference is of the step."""
+    cells = [
+        (
+            what,
+            format_seconds(predicted),
+            format_seconds(measured),
+            f"{100 * (measured - predicted) / predicted_s:+.1f} %",
+        )
+        for what, predicted, measured in (*terms, ("step", predicted_s, measured_s))
+    ]
+    console.print()
+    print_table(console, [("term", False), ("predicted", True), ("measured", True), ("of step", True)], cells, keep=4)

@@ -1,0 +1,272 @@
+"""Traces of torch's profiler (Kineto): what each rank did in a step, and what of its communication work has hidden.
+
+Times are attributed instant by instant, so that they add up: to work where some kernel of it runs, else to
+communication, else to copies, else to nothing.  Exposed communication is thereby what Holistic Trace Analysis computes:
+the time in which kernels of NCCL or RCCL run and none of work does.  A trace without devices is one of CPU operators:
+the innermost one counts, and the communication of gloo, which runs in threads of its own.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+import numpy as np
+
+from autoplan.base.errors import InputError
+from autoplan.base.units import cleaned
+
+MOST_BYTES = 2**32  # unpacked
+MAGIC = b"\x1f\x8b"
+HEAD_BYTES = 4096
+
+# What a rank does at an instant: the first of these of which something runs, else it is idle.
+Activity = Literal["gemm", "attention", "optimizer", "kernels", "collectives", "messages", "copies"]
+ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
+WORK: tuple[Activity, ...] = ("gemm", "attention", "optimizer", "kernels")
+COMMUNICATION: tuple[Activity, ...] = ("collectives", "messages")
+
+_NAMES: tuple[tuple[Activity, re.Pattern[str]], ...] = (
+    ("messages", re.compile(r"^(n|r)ccl\w*(send_?recv|sendrecv)|^(gloo|nccl):(send|recv)", re.IGNORECASE)),
+    ("collectives", re.compile(r"^(n|r)ccl|^gloo:|nvshmem|deep_?ep|oneccl", re.IGNORECASE)),
+    ("copies", re.compile(r"^(memcpy|memset|dma|copydevicetodevice|copyhosttodevice|copydevicetohost)", re.IGNORECASE)),
+    ("attention", re.compile(r"flash|fmha|attention|sdpa|_attn", re.IGNORECASE)),
+    ("optimizer", re.compile(r"multi_tensor_apply|adam|fused_?sgd|lamb(?!da)|_foreach_", re.IGNORECASE)),
+    (
+        "gemm",
+        re.compile(
+            r"gemm|cutlass|xmma|nvjet|cijk|matmul|wgmma|hmma|tensile|splitk|gemv|dot_kernel"
+            r"|aten::(addmm|mm|bmm|baddbmm|_scaled_mm|_grouped_mm)$|conv\w*(fprop|dgrad|wgrad)",
+            re.IGNORECASE,
+        ),
+    ),
+)
+_STEP = re.compile(r"ProfilerStep\s*#(\d+)")
+_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+_OPTIMIZER = "Optimizer.step#"
+
+
+class _Event(msgspec.Struct):
+    """Fields of an event that are read; others are passed over."""
+
+    ph: str = ""
+    name: Any = ""
+    cat: Any = ""
+    ts: float | str = 0.0
+    dur: float | str = 0.0
+    tid: Any = None
+
+
+class _Distributed(msgspec.Struct):
+    rank: int = 0
+    world_size: int = 0
+
+
+class _Trace(msgspec.Struct):
+    traceEvents: list[_Event]  # noqa: N815 - as the file calls it
+    distributedInfo: _Distributed | None = None  # noqa: N815
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTrace:
+    """What one rank did in a step, in the mean of the steps traced; `seconds` and `idle_s` add up to `step_s`."""
+
+    file: str
+    rank: int | None  # where the trace tells it
+    world_size: int | None
+    num_steps: int
+    is_marked: bool  # whether steps are marked; else the whole trace counts as one
+    has_devices: bool
+    step_s: float
+    marked_step_s: float | None  # mean length of the marks, which the host sets: work may end behind them
+    seconds: dict[Activity, float]
+    idle_s: float
+    communication_s: float  # of collectives and messages, hidden or not
+    exposed_s: float  # of it, while no work runs
+    longest: tuple[tuple[str, float], ...]  # kernels or operators by name, seconds in a step
+
+    @property
+    def work_s(self) -> float:
+        """Seconds in which some work runs."""
+        return sum(self.seconds[name] for name in WORK)
+
+    @property
+    def hidden_s(self) -> float:
+        """Communication beside work, in seconds."""
+        return self.communication_s - self.exposed_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    start_s: float
+    end_s: float
+    name: str
+
+
+def is_trace(path: Path) -> bool:
+    """Tell whether a file begins as the JSON of a trace does, packed or not."""
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(HEAD_BYTES)
+        if head.startswith(MAGIC):
+            head = zlib.decompressobj(31).decompress(head)
+    except (OSError, zlib.error):
+        return False
+    return head.lstrip()[:1] in (b"{", b"[") and any(
+        key in head for key in (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"')
+    )
+
+
+def read_trace(path: Path) -> RankTrace:
+    """Return what a rank did, from the trace of torch's profiler in a file, which may be packed by gzip.
+
+    Raises InputError where the file is none, or has neither kernels nor operators.
+    """
+    trace = _decoded(path)
+    complete = [event for event in trace.traceEvents if event.ph == "X" and isinstance(event.name, str)]
+    try:
+        on_device = [_span(event) for event in complete if event.cat in _DEVICE_CATEGORIES]
+        marks = list(_marks(complete, has_devices=bool(on_device)))
+        spans = [(span, activity_of(span.name)) for span in on_device] or list(_on_host(complete))
+    except (TypeError, ValueError):
+        raise InputError(f"{path}: an event has no time in microseconds") from None
+    spans = [(span, activity) for span, activity in spans if span.end_s > span.start_s]
+    if not spans:
+        raise InputError(f"{path}: a trace without kernels of a device and without CPU operators: profile a step anew")
+    return _summed(path, trace.distributedInfo, spans, marks, has_devices=bool(on_device))
+
+
+def activity_of(name: str) -> Activity:
+    """Return what a kernel or operator of that name does."""
+    return next((activity for activity, pattern in _NAMES if pattern.search(name)), "kernels")
+
+
+def _decoded(path: Path) -> _Trace:
+    try:
+        with path.open("rb") as stream:
+            is_packed = stream.read(2) == MAGIC
+        with gzip.open(path, "rb") if is_packed else path.open("rb") as stream:
+            content = stream.read(MOST_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: cannot be read: {cleaned(str(error))}") from None
+    if len(content) > MOST_BYTES:
+        raise InputError(f"{path}: unpacked, it is larger than {MOST_BYTES:,} bytes: trace fewer steps")
+    try:
+        return msgspec.json.decode(content, type=_Trace, strict=False)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{path}: no trace of torch's profiler: {cleaned(str(error))}") from None
+
+
+def _span(event: _Event) -> _Span:
+    start_s = float(event.ts) * 1e-6
+    return _Span(start_s, start_s + float(event.dur) * 1e-6, str(event.name))
+
+
+def _marks(events: Iterable[_Event], *, has_devices: bool) -> Iterator[tuple[_Span, bool]]:
+    """Yield the marks of steps, and whether the device set each: those of the host run ahead of the kernels."""
+    for event in events:
+        if event.cat in ("user_annotation", "gpu_user_annotation", "cpu_op") and _STEP.match(str(event.name)):
+            yield _span(event), has_devices and event.cat == "gpu_user_annotation"
+
+
+def _on_host(events: Sequence[_Event]) -> Iterator[tuple[_Span, Activity]]:
+    """Yield what ran on the threads of a rank without devices: the innermost operators, and communication."""
+    by_thread: dict[Any, list[_Span]] = {}
+    for event in events:
+        span = _span(event)
+        if event.cat == "user_annotation" and span.name.startswith(("gloo:", "nccl:")):
+            yield span, activity_of(span.name)
+        elif event.cat == "cpu_op" or span.name.startswith(_OPTIMIZER):
+            by_thread.setdefault(event.tid, []).append(span)
+    for spans in by_thread.values():
+        yield from _innermost(spans)
+
+
+def _innermost(spans: list[_Span]) -> Iterator[tuple[_Span, Activity]]:
+    """Yield the pieces of nested operators of one thread in which each of them was the innermost."""
+    stack: list[_Span] = []
+    at_s = 0.0
+
+    def piece(until_s: float) -> Iterator[tuple[_Span, Activity]]:
+        if stack and until_s > at_s:
+            updates = any(span.name.startswith(_OPTIMIZER) for span in stack)
+            name = stack[-1].name
+            yield _Span(at_s, until_s, name), "optimizer" if updates else activity_of(name)
+
+    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
+        while stack and stack[-1].end_s <= span.start_s:
+            yield from piece(stack[-1].end_s)
+            at_s = max(at_s, stack.pop().end_s)
+        yield from piece(span.start_s)
+        at_s = span.start_s
+        stack.append(span)
+    while stack:
+        yield from piece(stack[-1].end_s)
+        at_s = max(at_s, stack.pop().end_s)
+
+
+def _summed(
+    path: Path,
+    distributed: _Distributed | None,
+    spans: Sequence[tuple[_Span, Activity]],
+    marks: Sequence[tuple[_Span, bool]],
+    *,
+    has_devices: bool,
+) -> RankTrace:
+    """Attribute every instant of the steps to what ran in it."""
+    by_device = [span for span, is_device in marks if is_device]
+    by_host = [span for span, is_device in marks if not is_device]
+    steps = by_device or by_host
+    start_s, end_s = min(span.start_s for span, _ in spans), max(span.end_s for span, _ in spans)
+    if steps and (by_device or not has_devices):
+        start_s, end_s = min(step.start_s for step in steps), max(step.end_s for step in steps)
+    num_steps = max(len({step.name for step in steps}), 1)
+    clipped = [
+        (max(span.start_s, start_s), min(span.end_s, end_s), ACTIVITIES.index(activity))
+        for span, activity in spans
+        if span.end_s > start_s and span.start_s < end_s
+    ]
+    lengths_s, running = _instants(np.asarray(clipped, dtype=np.float64).reshape(-1, 3))
+    chosen = np.where(running.any(axis=1), running.argmax(axis=1), -1)
+    seconds = {name: float(lengths_s[chosen == at].sum()) / num_steps for at, name in enumerate(ACTIVITIES)}
+    communicates = running[:, [ACTIVITIES.index(name) for name in COMMUNICATION]].any(axis=1)
+    step_s = (end_s - start_s) / num_steps
+    totals: dict[str, float] = {}
+    for span, activity in spans:
+        if activity not in COMMUNICATION:
+            totals[span.name] = totals.get(span.name, 0.0) + (span.end_s - span.start_s) / num_steps
+    longest = sorted(totals.items(), key=lambda item: -item[1])[:10]
+    return RankTrace(
+        file=str(path),
+        rank=distributed.rank if distributed else None,
+        world_size=distributed.world_size if distributed else None,
+        num_steps=num_steps,
+        is_marked=bool(steps),
+        has_devices=has_devices,
+        step_s=step_s,
+        marked_step_s=float(np.mean([span.end_s - span.start_s for span in by_host])) if by_host else None,
+        seconds=seconds,
+        idle_s=step_s - sum(seconds.values()),
+        communication_s=float(lengths_s[communicates].sum()) / num_steps,
+        exposed_s=sum(seconds[name] for name in COMMUNICATION),
+        longest=tuple((cleaned(name)[:80], time_s) for name, time_s in longest),
+    )
+
+
+def _instants(spans: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the lengths of the pieces between all borders of spans, and by piece and activity whether it runs.
+
+    `spans` are rows of (start, end, number of the activity).
+    """
+    borders = np.unique(spans[:, :2])
+    changes = np.zeros((len(borders), len(ACTIVITIES)), dtype=np.int64)
+    activities = spans[:, 2].astype(np.int64)
+    np.add.at(changes, (np.searchsorted(borders, spans[:, 0]), activities), 1)
+    np.add.at(changes, (np.searchsorted(borders, spans[:, 1]), activities), -1)
+    return np.diff(borders), np.cumsum(changes, axis=0)[:-1] > 0
