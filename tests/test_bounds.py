@@ -19,8 +19,10 @@ from autoplan.search.space import Inside, Space
 from autoplan.search.study import search
 from autoplan.spec.axes import USUAL_SCHEDULES
 from autoplan.spec.enums import Schedule, Sharding
+from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.operations import Operation
+from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Measurement, TimingTable
@@ -60,14 +62,31 @@ MODELS = (
 CLUSTERS = ("h100-sxm:2x8", "a100-sxm-40:3x8", "gb200-nvl72:4x4", "mi300x:1x8", "v100:4x4", "cpu:2x1")
 
 
+# What is trained, and by which optimizer.
+LORA = FineTuning(rank=16, targets=("all-linear",), saved_modules=("embed_tokens",))
+TRAINED: tuple[tuple[FineTuning | None, OptimizerName], ...] = (
+    *((None, "adam"),) * 3,
+    (None, "muon"),
+    (replace(LORA, dropout=0.1), "lion"),
+    (replace(LORA, quantization="nf4", saved_modules=(), dora=True), "adam"),
+    (FineTuning(frozen=("embed_tokens", "lm_head")), "adafactor"),
+)
+
+
 def make(
-    model: ModelSpec, cluster: str, framework: str, batches: tuple[int, ...], seq_len: int, all_schedules: bool
+    model: ModelSpec,
+    cluster: str,
+    framework: str,
+    batches: tuple[int, ...],
+    seq_len: int,
+    all_schedules: bool,
+    trained: tuple[FineTuning | None, OptimizerName] = (None, "adam"),
 ) -> tuple[Problem, Space]:
     spec = load_cluster(cluster)
     precision = "bf16" if "bf16" in spec.device.peak_flops_per_s else "fp16"
     problem = Problem(
         model=model,
-        training=TrainingSpec(seq_len=seq_len, precision=precision),
+        training=TrainingSpec(seq_len=seq_len, precision=precision, finetuning=trained[0], optimizer=trained[1]),
         cluster=spec,
         framework=load_framework(framework),
     )
@@ -86,6 +105,7 @@ problems = st.builds(
     st.sampled_from(((48,), (24, 96), (7, 480))),
     st.sampled_from((2048, 8192)),
     st.booleans(),
+    st.sampled_from(TRAINED),
 )
 
 

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 import autoplan
+from autoplan.api.estimate import check_oracle
 from autoplan.base.errors import InputError
 from autoplan.cost.collectives.sharded_states import sharded_states
 from autoplan.cost.estimate import estimate, stage_costs
@@ -470,3 +471,21 @@ def test_full_finetuning_is_exported_as_training() -> None:
     )
     assert full.file.best.step_s == plain.file.best.step_s
     assert autoplan.export(full, to="megatron-lm").texts.keys() == autoplan.export(plain, to="megatron-lm").texts.keys()
+
+
+def test_the_built_in_trainer_refuses_what_it_would_not_train(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for options, says in (
+        ({"lora_rank": 8}, "the built-in trainer trains all weights, not LoRA of rank 8"),
+        ({"optimizer": "lion"}, "the built-in trainer has Adam, not lion"),
+    ):
+        found = autoplan.estimate(
+            "qwen2.5-0.5b", cluster="h100-sxm:1x1", global_batch=2, seq_len=128, framework="torch", **options
+        )
+        found.save(path, force=True)
+        with pytest.raises(InputError, match=says):
+            autoplan.run(path)
+        with pytest.raises(InputError, match=says):
+            check_oracle(found)
+        with pytest.raises(InputError, match=says):
+            autoplan.tune(path)

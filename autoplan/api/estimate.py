@@ -21,6 +21,7 @@ from autoplan.base.files import decode
 from autoplan.cost import estimate as cost
 from autoplan.frameworks.common.rules import Rule, broken
 from autoplan.frameworks.registry import book_of
+from autoplan.frameworks.trainer.rules import check_training
 from autoplan.search import knobs
 from autoplan.search.ranking import ranked
 from autoplan.spec.axes import AXES
@@ -176,6 +177,7 @@ def check_oracle(result: PlanResult) -> None:
             f"the memory oracle is plain torch, the plan is for {problem.framework.name}, which keeps other tensors: "
             "leave out --verify-memory, or price the plan with --framework torch"
         )
+    check_training(problem.training)
     check(problem.model, result.plan, problem.training.seq_len)
 
 

@@ -30,6 +30,7 @@ from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.frameworks.logs import Batch, LoggedRun, LogReader
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.trainer.log import line
+from autoplan.frameworks.trainer.rules import check_training
 from autoplan.jobs.program import Ending, ProgramError, run_program
 from autoplan.profiler.record import MOST_SAMPLES, Fingerprint
 from autoplan.profiler.run_record import RunRecord
@@ -278,6 +279,7 @@ def of_trainer(problem: Problem, timings: str, url: str | None) -> Problem:
 
     Of the database whose times are in it, the trainer's own units count then too.
     """
+    check_training(problem.training)
     if problem.framework.name == FRAMEWORK:
         return problem
     framework = load_framework(FRAMEWORK)

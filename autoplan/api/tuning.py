@@ -16,7 +16,7 @@ from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.files import encode, refused_writes
 from autoplan.base.values import parse_duration, parse_positive
 from autoplan.frameworks.common.rules import broken
-from autoplan.frameworks.trainer.rules import RULES, check_model
+from autoplan.frameworks.trainer.rules import RULES, check_model, check_training
 from autoplan.jobs.job import Jobs, LocalJobs
 from autoplan.jobs.scheduler import SchedulerJobs
 from autoplan.jobs.template import load_job_template
@@ -296,6 +296,7 @@ def _trainable(candidates: Candidates) -> Candidates:
             "say what runs them with --command -- PROGRAM ARG..."
         )
     check_model(problem.model)
+    check_training(problem.training)
     reasons = [next(iter(broken(RULES, problem.workload, ranked.plan)), "") for ranked in plans]
     if all(reasons):
         raise NoPlanError(f"the built-in trainer runs none of the plans: {reasons[0]}")

@@ -14,6 +14,7 @@ from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords
 from autoplan.frameworks.fsdp2.rules import PIPELINE_RULES
 from autoplan.spec.enums import Offload, RecomputeModule, Sharding
 from autoplan.spec.model import ModelSpec
+from autoplan.spec.training import TrainingSpec
 
 _PARALLEL = "autoplan/trainer/parallel.py"
 _TRANSFORMER = "autoplan/trainer/transformer.py"
@@ -77,6 +78,15 @@ BOOK = Rulebook(
     repeats_parts=True,
     repeats_some_layers=True,
 )
+
+
+def check_training(training: TrainingSpec) -> None:
+    """Refuse what the trainer does not do with the weights: it trains all of them with Adam."""
+    finetuning = training.finetuning
+    if finetuning is not None and (finetuning.has_adapters or finetuning.frozen):
+        raise InputError(f"the built-in trainer trains all weights, not {finetuning}: give a program of your own")
+    if training.optimizer != "adam":
+        raise InputError(f"the built-in trainer has Adam, not {training.optimizer}: give a program of your own")
 
 
 def check_model(model: ModelSpec) -> None:
