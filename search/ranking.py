@@ -75,7 +75,7 @@ def ranked(problem: Problem, costs: CostEstimate, order: Iterable[int]) -> tuple
     MFU is Megatron-LM's: model FLOPs without recomputation over the datasheet peak of the precision.
     """
     devices, seq_len = problem.cluster.num_devices, problem.training.seq_len
-    flops_per_token = model_flops_per_token(problem.model, seq_len, problem.training.finetuning)
+    flops_per_token = model_flops_per_token(problem.model, problem.training.attended_len, problem.training.finetuning)
     _, peak = datasheet_peak(problem.cluster.device, problem.training.precision)
     verdicts = costs.verdict
     result = []

@@ -307,6 +307,23 @@ def test_adapters_spare_weight_gradients_and_quantisation_costs_time() -> None:
     assert qlora["gemm"] == lora["gemm"]
 
 
+def test_attention_to_packed_documents_takes_as_much_less() -> None:
+    model, steps = load_model("llama3-8b"), {}
+    batch = PlanBatch.of([ParallelPlan(global_batch=4, recompute="full")], 32)  # type: ignore[arg-type]
+    for length in (None, 8192, 1024):
+        problem = _problem(model, FineTuning(), seq_len=8192, document_len=length)
+        steps[length] = {name: float(value[0]) for name, value in estimate(problem, batch).terms_s.items()}
+    assert steps[None] == steps[8192]
+    assert steps[1024]["attention"] < steps[None]["attention"] / 4
+    assert steps[1024]["gemm"] == steps[None]["gemm"]
+    packed, whole = (model_flops_per_token(model, length) for length in (1024, 8192))
+    assert whole - packed == 3 * 32 * 2 * (8192 - 1024) / 2 * 32 * 2 * 128
+    with pytest.raises(InputError, match="document_len must"):
+        TrainingSpec(seq_len=512, document_len=1024)
+    with pytest.raises(InputError, match="skips other documents, not unfused"):
+        TrainingSpec(seq_len=512, document_len=128, attention="unfused")
+
+
 # -- where it is read from --------------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,7 @@ class ProblemOptions(TypedDict, total=False):
     finetune: str | Path | FineTuning | None
     lora_rank: int | None  # of adapters on frozen weights
     lora_targets: str | None  # modules with adapters, as PEFT calls them, joined by commas; or "all-linear"
+    document_len: int | None  # mean tokens of the documents packed into a sequence
     optimizer: str  # adam, adam8bit, adam4bit, adafactor, lion, sgd or muon
     quantize: str | None  # the frozen weights: int8, nf4, nf4-dq or int4
 
@@ -193,6 +194,8 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     )
     if tuning is not None:
         table["finetuning"] = asdict(tuning)
+    if (document_len := options.get("document_len")) is not None:
+        table["document_len"] = document_len
     reserve = options.get("reserve_memory", 0.0)
     reserve_bytes = parse_size(reserve) if isinstance(reserve, str) else reserve
     return _Parts(

@@ -88,6 +88,17 @@ SHARED: dict[str, tuple[Any, Any]] = {
         "adam, adam8bit (bitsandbytes, torchao), adam4bit (torchao), adafactor, lion, sgd (with momentum) or muon.",
         autocompletion=words(OPTIMIZERS),
     ),
+    "document_len": (
+        Annotated[
+            int | None,
+            options.whole_number(
+                "--document-len",
+                "TOKENS",
+                "Mean length of packed documents, to which attention keeps.",
+            ),
+        ],
+        None,
+    ),
     "objective": _option(
         list[str] | None,
         None,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Flags that mean what an option of the API of that name does; what was not typed is left to the API.
 PROBLEM_FLAGS = (
     *("precision", "attention", "framework", "calibration", "timings", "reserve_memory"),
-    *("finetune", "lora_rank", "lora_targets", "quantize", "optimizer"),
+    *("finetune", "lora_rank", "lora_targets", "quantize", "optimizer", "document_len"),
 )
 RUN_FLAGS = (
     *("nodes", "tokens", "deadline", "gpu_hours", "price", "device_mtbf", "checkpoint_time", "restart_time", "pue"),

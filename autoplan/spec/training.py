@@ -28,12 +28,26 @@ class TrainingSpec:
     # loss balances the routing, 1.5 and more without (`modelling` B5).
     expert_imbalance: float = 1.0
     finetuning: FineTuning | None = None  # None: all weights are trained
+    # Mean tokens of the documents packed into a sequence, over tokens, beyond which attention does not look; None: it
+    # looks at the whole sequence.
+    document_len: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", enum_value("precision", Precision, self.precision))
         check_count("seq_len", self.seq_len, most=10**8)
+        if self.document_len is not None:
+            check_count("document_len", self.document_len, most=self.seq_len)
+            if not self.attention.startswith("flash"):
+                raise InputError(
+                    f"document_len needs attention that skips other documents, not {self.attention}: use flash"
+                )
         if not 1.0 <= self.expert_imbalance <= 1000.0:
             raise InputError(f"expert_imbalance must lie between 1 (balanced) and 1000, got {self.expert_imbalance:g}")
+
+    @property
+    def attended_len(self) -> int:
+        """Tokens that attention sees as one sequence."""
+        return self.seq_len if self.document_len is None else self.document_len
 
     @property
     def element_bytes(self) -> float:

@@ -74,8 +74,8 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     # One thread block per head and FLASH_TILE queries: too few of them leave compute units idle.
     blocks_per_unit = heads * tokens / FLASH_TILE / device.compute_units
     widths = model.qk_head_dim + model.v_head_dim
-    operations = 2.0 * tokens * heads * attention_context(model, block, training.seq_len) * widths
-    slowdown = curve.slowdown(training.seq_len, blocks_per_unit, model.qk_head_dim)
+    operations = 2.0 * tokens * heads * attention_context(model, block, training.attended_len) * widths
+    slowdown = curve.slowdown(training.attended_len, blocks_per_unit, model.qk_head_dim)
     forward = factor * eight_bits * operations * slowdown / (wide_peak(problem) * efficiency)
     start_s = factor * eight_bits * curve.start_s
     reference = Pass(forward + start_s, forward * 2.5 / FLASH_BACKWARD_SHARE + start_s)
@@ -118,7 +118,11 @@ def _measured_s(problem: Problem, batch: PlanBatch, block: Block, share: Floats,
 
     All-to-all context parallelism divides the heads, a ring the queries of a whole sequence.
     """
-    model, seq_len = problem.model, problem.training.seq_len
+    model, training = problem.model, problem.training
+    seq_len = training.attended_len
+    sequences: Floats | Ints = batch.micro_batch
+    if training.document_len is not None:
+        sequences = batch.micro_batch * training.seq_len / training.document_len
     is_ring = batch.cp_kind == ContextParallelKind.RING.code
     split = batch.tp * np.where(is_ring, 1, batch.cp)
     is_windowed = block is Block.WINDOW_ATTENTION and model.window and model.window < seq_len
@@ -133,7 +137,7 @@ def _measured_s(problem: Problem, batch: PlanBatch, block: Block, share: Floats,
         passes, shape = ("latent_attention", "latent_attention_backward"), (heads, width, float(model.v_head_dim))
     part = 1.0 / np.where(is_ring, batch.cp, 1) / (1.0 if problem.timings.is_own else share)
     wide = batch.unquantised()  # whatever the precision of the matrices: the tables know no narrower one
-    sizes = (batch.micro_batch, float(seq_len), *shape)
+    sizes = (sequences, float(seq_len), *shape)
     return measured_pass([find_kernels(problem, wide, entry, *sizes).scaled(part) for entry in passes], reference)
 
 

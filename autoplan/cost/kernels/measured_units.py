@@ -179,7 +179,7 @@ def _only(found: Lookup, which: Bools) -> Lookup:
 
 def _is_whole(problem: Problem) -> bool:
     training = problem.training
-    is_usual = training.attention == "flash" and training.finetuning is None
+    is_usual = training.attention == "flash" and training.finetuning is None and training.document_len is None
     return problem.timings.is_own and is_usual and _has_measured_layer(problem.model)
 
 
