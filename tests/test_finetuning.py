@@ -19,6 +19,7 @@ import autoplan
 from autoplan.api.estimate import check_oracle
 from autoplan.base.errors import InputError
 from autoplan.cost.collectives.sharded_states import sharded_states
+from autoplan.cost.collectives.tensor_parallel import adapter_collectives, block_collectives
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.kernels.arithmetic import (
     block_shapes,
@@ -220,6 +221,20 @@ def test_gathers_are_of_all_weights_and_reductions_of_adapters() -> None:
     weights, adapters = 3 * 256 * 704, 3 * 16 * (256 + 704)
     assert unit.gather.buffer_bytes == pytest.approx(0.5625 * weights + 2 * (256 + adapters))
     assert unit.reduce.buffer_bytes == pytest.approx(problem.bytes_per_reduced_grad * adapters)
+
+
+def test_tensor_parallel_ranks_send_what_adapters_need_and_gather_inputs_once() -> None:
+    tuned = FineTuning(rank=16, targets=("linear_qkv", "linear_proj"))
+    frozen, plain = (_problem(SMALL, one, "megatron-core", "h100-sxm:1x4") for one in (tuned, None))
+    batch = PlanBatch.of([ParallelPlan(global_batch=4, tp=4, sp=True)], SMALL.num_layers)
+    shape = block_shapes(SMALL, tuned)[Block.ATTENTION]
+    gather, scatter, reduce = adapter_collectives(frozen, batch, shape)
+    # One of the two adapters is gathered forward and the other scattered; without sequence parallelism both are sums.
+    assert gather.buffer_bytes == pytest.approx(2 * 512 * 16)
+    assert (gather.forward, gather.backward, scatter.forward, scatter.backward) == (1.0, 1.0, 1.0, 1.0)
+    assert not reduce.forward.any()
+    assert block_collectives(plain, batch).gather.backward == 2.0
+    assert block_collectives(frozen, batch).gather.backward == 1.0
 
 
 def test_a_frozen_model_in_four_bits_takes_two_thirds_of_a_gigabyte() -> None:

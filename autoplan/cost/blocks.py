@@ -15,9 +15,11 @@ from autoplan.cost.collectives.expert_parallel import expert_parallel_s, shown_e
 from autoplan.cost.collectives.sharded_states import copied_states_s, sharded_states_s
 from autoplan.cost.collectives.tensor_parallel import (
     TensorParallelTimes,
+    adapters_s,
     block_collectives,
     has_tensor_parallel,
     hosts_wait_s,
+    regathers_inputs,
     tensor_parallel_s,
 )
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
@@ -208,6 +210,8 @@ def _parts(
         tp = tensor_parallel_s(problem, batch, shape, tp_alone, kernels)
         inputs, alone = tp_alone.gather_s, tp_alone.forward_s
         tp_inputs = tp.forward_s * np.divide(inputs, alone, out=zeros.copy(), where=alone > 0)
+    if shape.is_frozen:
+        tp = tp.plus(adapters_s(problem, batch, shape, links))
     if block in ATTENTION_BLOCKS:
         cp = context_parallel_s(problem, batch, links, kernels.attention)
     ep = expert_parallel_s(problem, batch, links) if block is Block.MOE else zeros
@@ -364,7 +368,7 @@ def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools)
     wait = hosts_wait_s(problem, batch) * ~is_whole
     meets = Pass(
         np.where(batch.sp, 2, 1) * wait,
-        np.where(batch.sp, 2 + problem.framework.memory.regathers_norm_output, 1) * wait,
+        np.where(batch.sp, 2 + regathers_inputs(problem), 1) * wait,
     )
     again = problem.calibration.host * repeated_launches_s(problem, batch, block) * ~is_whole
     return _host_s(problem, batch, block, is_whole).plus(meets).plus(Pass(0.0 * again, again))

@@ -17,6 +17,7 @@ from autoplan.cost.network.links import Links, contention_share
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.passes import Ends, Pass
 from autoplan.spec.enums import Precision
+from autoplan.spec.finetuning import HEAD
 from autoplan.spec.model import Block
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -65,6 +66,45 @@ def _collectives(
     )
 
 
+def regathers_inputs(problem: Problem) -> bool:
+    """Return whether the inputs of a block's matrices are gathered once more, for the gradients of their weights.
+
+    Frozen matrices have none, and adapters take the slice of the inputs that a rank has.
+    """
+    finetuning = problem.training.finetuning
+    has_gradients = finetuning is None or not finetuning.has_adapters
+    return problem.framework.memory.regathers_norm_output and has_gradients
+
+
+def adapter_collectives(problem: Problem, batch: PlanBatch, shape: BlockShape) -> tuple[Collective, ...]:
+    """Describe the collectives of a block's adapters: each sends a micro-batch as wide as its rank.
+
+    Beside a matrix that is cut along its outputs, what its first matrix makes of a slice of the tokens is gathered, and
+    its gradients are summed; beside one that is cut along its inputs the sums come first.
+    """
+    split = {linear.name: linear.split for linear in shape.linears}
+    adapters = [linear for linear in shape.linears if linear.name.endswith("lora_a")]
+    columns, rows = (float(sum(split[linear.adapts] == kind for linear in adapters)) for kind in ("column", "row"))
+    if not columns + rows:
+        return ()
+    group, sp = process_groups(batch).tp, batch.sp.astype(np.float64)
+    buffer = problem.training.element_bytes * rank_tokens(problem, batch) * adapters[0].out_size
+    return (
+        Collective("tp", "all_gather", group, buffer, forward=columns * sp, backward=rows * sp),
+        Collective("tp", "reduce_scatter", group, buffer, forward=rows * sp, backward=columns * sp),
+        Collective("tp", "all_reduce", group, buffer, forward=rows * (1.0 - sp), backward=columns * (1.0 - sp)),
+    )
+
+
+def adapters_s(problem: Problem, batch: PlanBatch, shape: BlockShape, links: LinkTimes) -> Pass:
+    """Time of the collectives of a block's adapters, beside which nothing runs."""
+    passes, meeting = Pass.none(len(batch)), add_up(_meeting_s(problem, batch))
+    for collective in adapter_collectives(problem, batch, shape):
+        each = collective.seconds(links) + meeting
+        passes = passes.plus(Pass(each * collective.forward, each * collective.backward))
+    return passes
+
+
 def block_collectives(problem: Problem, batch: PlanBatch) -> TensorParallel:
     """Describe the collectives of a block with matrices that tensor parallelism splits (`modelling` D5).
 
@@ -76,7 +116,7 @@ def block_collectives(problem: Problem, batch: PlanBatch) -> TensorParallel:
     framework = problem.framework
     is_narrow = framework.network.narrow_tp_gathers & (batch.precision == Precision.FP8.code)
     gathered = np.where(is_narrow, 0.5, 1.0) * _hidden_bytes(problem, batch)
-    return _collectives(problem, batch, gathered, (1.0, 1.0 + framework.memory.regathers_norm_output), (1.0, 1.0))
+    return _collectives(problem, batch, gathered, (1.0, 1.0 + regathers_inputs(problem)), (1.0, 1.0))
 
 
 def embedding_collectives(problem: Problem, batch: PlanBatch) -> TensorParallel:
@@ -98,7 +138,9 @@ def head_collectives(problem: Problem, batch: PlanBatch) -> tuple[TensorParallel
     parallel/tensor_parallel/functional.py.
     """
     framework, tokens = problem.framework, rank_tokens(problem, batch)
-    again = 0.0 + framework.memory.regathers_norm_output
+    finetuning = problem.training.finetuning
+    is_trained = finetuning is None or finetuning.trains(HEAD)
+    again = 0.0 + (framework.memory.regathers_norm_output and is_trained)
     hidden = _collectives(problem, batch, _hidden_bytes(problem, batch), (1.0, again), (0.0, 1.0))
     if framework.memory.shards_logits:
         loss = Collective(

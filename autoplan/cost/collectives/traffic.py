@@ -18,6 +18,7 @@ from autoplan.cost.collectives.expert_parallel import expert_parallel
 from autoplan.cost.collectives.pipeline_messages import message, tied_table
 from autoplan.cost.collectives.sharded_states import sharded_states
 from autoplan.cost.collectives.tensor_parallel import (
+    adapter_collectives,
     block_collectives,
     embedding_collectives,
     has_tensor_parallel,
@@ -178,6 +179,7 @@ def _of_block(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShap
     """Collectives of one block."""
     if has_tensor_parallel(block, shape):
         yield from block_collectives(problem, batch)
+    yield from adapter_collectives(problem, batch, shape)
     if block in ATTENTION_BLOCKS:
         yield from context_parallel(problem, batch)
     if block is Block.MOE:
