@@ -197,13 +197,13 @@ def graph_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
     8,192 tokens, whose runs with graphs take 4.0 GiB more than is counted without (Megatron-Bridge 067f987,
     skills/nemo-mbridge-perf-activation-recompute, two runs).  A graph of a whole pass has none.
     """
-    held = blocks.zeros()
+    num_graphed = blocks.zeros()
     for block, count in blocks.count.items():
         least = CudaGraphs.ROUTER if block is Block.MOE else GRAPHED_IN[block]
-        held += count * holds_graphs(batch, least)[:, None]
-    held *= ~holds_graphs(batch, CudaGraphs.FULL_ITERATION)[:, None]
+        num_graphed += count * holds_graphs(batch, least)[:, None]
+    num_graphed *= ~holds_graphs(batch, CudaGraphs.FULL_ITERATION)[:, None]
     hidden = norm_tokens(problem, batch) * problem.model.hidden_size
-    return 2.0 * problem.training.element_bytes * hidden[:, None] * held
+    return 2.0 * problem.training.element_bytes * hidden[:, None] * num_graphed
 
 
 def states(
