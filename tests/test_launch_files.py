@@ -330,3 +330,10 @@ def test_of_a_range_of_batches_rates_are_compared(folder: Path) -> None:
     today = plan_file(folder / "range.json").today
     assert today is not None
     assert today.plan.global_batch == 16
+
+
+def test_a_page_of_text_is_no_launch_file_that_a_script_starts(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("torchrun pretrain_gpt.py --num-layers 8")
+    (tmp_path / "conversion.sh").write_text("# see README.md\necho\n")
+    with pytest.raises(InputError, match="looks like no launch file that is known"):
+        read_launch(tmp_path / "conversion.sh", Given())

@@ -13,6 +13,7 @@ from autoplan.frameworks.common.launch import Given, Launch, Reader
 from autoplan.topology.cluster import ClusterSpec
 
 MOST_BYTES = 2**20  # a launch file is written by hand
+_PAGES = (".md", ".rst", ".txt", ".ipynb")  # tell of launch files, and are none
 
 READERS = tuple(sorted((*registry.READERS.values(), plan_file.READER), key=lambda reader: reader.target))
 
@@ -77,7 +78,8 @@ def _named_in(path: Path, text: str) -> Path | None:
     """The launch file in the same folder that a script names, or that a file does which it names."""
     looked_at, scripts = {path}, [text]
     with suppress(OSError):  # what may not be read helps nobody
-        beside = [item for item in sorted(path.parent.iterdir()) if is_file(item) and item.stat().st_size <= MOST_BYTES]
+        files = [item for item in sorted(path.parent.iterdir()) if item.suffix not in _PAGES and is_file(item)]
+        beside = [item for item in files if item.stat().st_size <= MOST_BYTES]
         while scripts:
             script = scripts.pop(0)
             for other in [item for item in beside if item not in looked_at and item.name in script]:
