@@ -14,116 +14,98 @@ from autoplan.spec.axes import AXES, Axis, Kind, shown
 from autoplan.spec.optimizers import OPTIMIZERS
 
 Command = Callable[..., None]
-TEXT = str | None
 
 
-def _option(kind: Any, default: Any, flag: str, metavar: str | None, text: str, **more: Any) -> tuple[Any, Any]:
-    return Annotated[kind, typer.Option(flag, metavar=metavar, help=text, **more)], default
+def _shared(
+    name: str,
+    metavar: str | None,
+    text: str,
+    default: str | None = None,
+    *,
+    kind: Any = str,
+    known: Iterable[str] = (),
+) -> tuple[str, tuple[Any, Any]]:
+    """Return a flag by the name of its parameter; without a default it may be left out.  `known` completes it."""
+    completion: dict[str, Any] = {"autocompletion": words(tuple(known))} if known else {}
+    option = typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, **completion)
+    return name, (Annotated[kind if default is not None else kind | None, option], default)
 
 
+def _number(name: str, text: str, metavar: str = "N") -> tuple[str, tuple[Any, Any]]:
+    """Return a flag that takes a whole number, and may be left out."""
+    return name, (Annotated[int | None, options.whole_number(f"--{name.replace('_', '-')}", metavar, text)], None)
+
+
+_PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32")
+_ATTENTION = ("flash", "flash1", "flash2", "flash-fp8", "megatron-fused", "unfused")
+_OBJECTIVES = (
+    "step-time, tokens-per-device, cost-per-token, energy-per-token, time-to-tokens, devices, tokens or "
+    "memory-headroom; of several (repeatable) all plans that no other beats in every one."
+)
 # By the name of its parameter, a flag and its default.  What is typed is read by `inputs`, not by the command.
-SHARED: dict[str, tuple[Any, Any]] = {
-    "precision": _option(
-        str,
-        "bf16",
-        "--precision",
-        None,
-        "Number format of the matrix products: bf16, fp16, fp8, mxfp8, nvfp4 or, with the built-in trainer, fp32.",
-        autocompletion=words(("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32")),
-    ),
-    "attention": _option(
-        str,
-        "flash",
-        "--attention",
-        None,
-        "Attention kernel: flash, flash1, flash2, flash-fp8, megatron-fused or unfused.",
-        autocompletion=words(("flash", "flash1", "flash2", "flash-fp8", "megatron-fused", "unfused")),
-    ),
-    "framework": (options.FrameworkOption, "megatron-core"),
-    "calibration": (options.CalibrationOption, None),
-    "timings": _option(
-        TEXT,
-        None,
-        "--timings",
-        "aiconfigurator|db",
-        "Measured times of kernels before fitted curves: of the installed wheel, or of the timing database.",
-        autocompletion=words(("aiconfigurator", "db")),
-    ),
-    "url": (options.DbOption, None),
-    "reserve_memory": _option(str, "0", "--reserve-memory", "SIZE", "Device memory to keep free, such as 4GiB."),
-    "finetune": _option(
-        TEXT,
-        None,
-        "--finetune",
-        "FILE|METHOD",
-        "Fine-tuning: PEFT's adapter_config.json, a YAML of axolotl, LLaMA-Factory or TRL, or a method such as "
-        "lora:r=16,targets=all-linear, qlora:r=64 or full:freeze=embed_tokens.",
-    ),
-    "lora_rank": (
-        Annotated[
-            int | None, options.whole_number("--lora-rank", "N", "Train adapters of this rank on frozen weights.")
-        ],
-        None,
-    ),
-    "lora_targets": _option(
-        TEXT,
-        None,
-        "--lora-targets",
-        "NAME,NAME,...",
-        "Modules with adapters, as PEFT calls them, or all-linear; q_proj,v_proj.",
-    ),
-    "quantize": _option(
-        TEXT,
-        None,
-        "--quantize",
-        "FORMAT",
-        "Number format of the frozen weights: int8, nf4, nf4-dq or int4.",
-        autocompletion=words(("int8", "nf4", "nf4-dq", "int4")),
-    ),
-    "optimizer": _option(
-        str,
-        "adam",
-        "--optimizer",
-        "NAME",
-        "adam, adam8bit (bitsandbytes, torchao), adam4bit (torchao), adafactor, lion, sgd (with momentum) or muon.",
-        autocompletion=words(OPTIMIZERS),
-    ),
-    "document_len": (
-        Annotated[
-            int | None,
-            options.whole_number(
-                "--document-len",
-                "TOKENS",
-                "Mean length of packed documents, to which attention keeps.",
-            ),
-        ],
-        None,
-    ),
-    "objective": _option(
-        list[str] | None,
-        None,
-        "--objective",
-        "NAME",
-        "step-time, tokens-per-device, cost-per-token, energy-per-token, time-to-tokens, devices, tokens or "
-        "memory-headroom; of several (repeatable) all plans that no other beats in every one.",
-    ),
-    "nodes": _option(
-        TEXT, None, "--nodes", "N,N|LOW:HIGH", "Numbers of nodes to try; of a range those that divide well."
-    ),
-    "max_nodes": (Annotated[int | None, options.whole_number("--max-nodes", "N", "Short for --nodes 1:N.")], None),
-    "tokens": _option(TEXT, None, "--tokens", "N", "Tokens to train, such as 15T."),
-    "deadline": _option(TEXT, None, "--deadline", "TIME", "Time in which the tokens are to be trained, such as 30d."),
-    "gpu_hours": _option(TEXT, None, "--gpu-hours", "HOURS", "Device hours that may be spent."),
-    "price": _option(TEXT, None, "--price", "PRICE", "Price of a device for an hour, in place of the cluster's."),
-    "device_mtbf": _option(
-        TEXT, None, "--device-mtbf", "TIME", "Mean time between failures of one device; as Llama 3: 2112d."
-    ),
-    "checkpoint_time": _option(
-        TEXT, None, "--checkpoint-time", "TIME", "Time that a checkpoint stops the run for; 60s."
-    ),
-    "restart_time": _option(TEXT, None, "--restart-time", "TIME", "Time from a failure to the next step; 10m."),
-    "pue": _option(TEXT, None, "--pue", "RATIO", "Power of the building over that of its nodes; 1."),
-}
+SHARED: dict[str, tuple[Any, Any]] = dict(
+    (
+        _shared(
+            "precision",
+            None,
+            "Number format of the matrix products: bf16, fp16, fp8, mxfp8, nvfp4 or, with the built-in trainer, fp32.",
+            "bf16",
+            known=_PRECISIONS,
+        ),
+        _shared(
+            "attention",
+            None,
+            "Attention kernel: flash, flash1, flash2, flash-fp8, megatron-fused or unfused.",
+            "flash",
+            known=_ATTENTION,
+        ),
+        ("framework", (options.FrameworkOption, "megatron-core")),
+        ("calibration", (options.CalibrationOption, None)),
+        _shared(
+            "timings",
+            "aiconfigurator|db",
+            "Measured times of kernels before fitted curves: of the installed wheel, or of the timing database.",
+            known=("aiconfigurator", "db"),
+        ),
+        ("url", (options.DbOption, None)),
+        _shared("reserve_memory", "SIZE", "Device memory to keep free, such as 4GiB.", "0"),
+        _shared(
+            "finetune",
+            "FILE|METHOD",
+            "Fine-tuning: PEFT's adapter_config.json, a YAML of axolotl, LLaMA-Factory or TRL, or a method such as "
+            "lora:r=16,targets=all-linear, qlora:r=64 or full:freeze=embed_tokens.",
+        ),
+        _number("lora_rank", "Train adapters of this rank on frozen weights."),
+        _shared(
+            "lora_targets", "NAME,NAME,...", "Modules with adapters, as PEFT calls them, or all-linear; q_proj,v_proj."
+        ),
+        _shared(
+            "quantize",
+            "FORMAT",
+            "Number format of the frozen weights: int8, nf4, nf4-dq or int4.",
+            known=("int8", "nf4", "nf4-dq", "int4"),
+        ),
+        _shared(
+            "optimizer",
+            "NAME",
+            "adam, adam8bit (bitsandbytes, torchao), adam4bit (torchao), adafactor, lion, sgd (with momentum) or muon.",
+            "adam",
+            known=OPTIMIZERS,
+        ),
+        _number("document_len", "Mean length of packed documents, to which attention keeps.", "TOKENS"),
+        _shared("objective", "NAME", _OBJECTIVES, kind=list[str]),
+        _shared("nodes", "N,N|LOW:HIGH", "Numbers of nodes to try; of a range those that divide well."),
+        _number("max_nodes", "Short for --nodes 1:N."),
+        _shared("tokens", "N", "Tokens to train, such as 15T."),
+        _shared("deadline", "TIME", "Time in which the tokens are to be trained, such as 30d."),
+        _shared("gpu_hours", "HOURS", "Device hours that may be spent."),
+        _shared("price", "PRICE", "Price of a device for an hour, in place of the cluster's."),
+        _shared("device_mtbf", "TIME", "Mean time between failures of one device; as Llama 3: 2112d."),
+        _shared("checkpoint_time", "TIME", "Time that a checkpoint stops the run for; 60s."),
+        _shared("restart_time", "TIME", "Time from a failure to the next step; 10m."),
+        _shared("pue", "RATIO", "Power of the building over that of its nodes; 1."),
+    )
+)
 _names = tuple(SHARED)
 PROBLEM = _names[: _names.index("objective")]
 RUN = _names[_names.index("objective") :]
