@@ -98,6 +98,21 @@ def test_list_and_show(folder: Path) -> None:
     assert "known are gemm" in bad(folder, "list", "--db", "a.db", "--operation", "sort")
 
 
+def test_a_list_is_narrowed_by_host_status_and_day(folder: Path) -> None:
+    later = replace(GEMM, shape=(8, 8, 8), host="node8", measured_at="2026-11-24T09:00:00+00:00", status="unstable")
+    with open_store(str(folder / "a.db")) as store:
+        store.add([later])
+    for flags, keys in (
+        (("--host", "node7"), [GEMM.key]),
+        (("--status", "unstable"), [later.key]),
+        (("--since", "2026-11-22"), [later.key]),
+        (("--since", "2026-11-21"), [GEMM.key, later.key]),
+        (("--host", "node7", "--status", "unstable"), []),
+    ):
+        listed = json.loads(good(folder, "list", "--db", "a.db", "--json", *flags))
+        assert [one["key"] for one in listed] == keys
+
+
 def test_a_list_that_is_cut_says_so(folder: Path) -> None:
     from test_run_record import RUN
 

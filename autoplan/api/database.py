@@ -17,7 +17,7 @@ from autoplan.base.user import user_name
 from autoplan.profiler.imports import read_source
 from autoplan.profiler.record import Record
 from autoplan.profiler.run_record import RunRecord
-from autoplan.profiler.store import Added, Finding, Mark, Store
+from autoplan.profiler.store import ALL, Added, Beside, Finding, Mark, Store
 from autoplan.profiler.store.exchange import write_exchange
 from autoplan.spec.operations import SHAPES
 
@@ -43,6 +43,7 @@ def list_records(
     operation: str | None = None,
     trust: Collection[str] | None = None,
     hidden: bool = False,
+    beside: Beside | None = None,
     limit: int,
 ) -> list[Listed]:
     """Return the first `limit` records, in the order in which they came in; hidden ones with `hidden` alone.
@@ -53,7 +54,9 @@ def list_records(
         raise InputError(f"--operation {operation!r}: known are {', '.join(SHAPES)}")
     with _reading(db) as store:
         wanted = [operation] if operation else None
-        found = store.records(device=device, operations=wanted, trust=trust or None, include_hidden=hidden)
+        found = store.records(
+            device=device, operations=wanted, trust=trust or None, include_hidden=hidden, beside=beside or ALL
+        )
         return [Listed(key=record.key, seconds=_seconds(record), record=record) for record in islice(found, limit)]
 
 
@@ -63,11 +66,12 @@ def list_runs(
     device: str | None = None,
     trust: Collection[str] | None = None,
     hidden: bool = False,
+    beside: Beside | None = None,
     limit: int,
 ) -> list[ListedRun]:
     """Return the first `limit` training runs, in the order in which they came in; hidden ones with `hidden` alone."""
     with _reading(db) as store:
-        found = store.runs(device=device, trust=trust or None, include_hidden=hidden)
+        found = store.runs(device=device, trust=trust or None, include_hidden=hidden, beside=beside or ALL)
         return [ListedRun(key=run.key, seconds=run.seconds, run=run) for run in islice(found, limit)]
 
 

@@ -63,22 +63,30 @@ def list_(
     device: DeviceOption = None,
     operation: Annotated[str | None, typer.Option(metavar="NAME", help="Only of this operation: gemm, layer.")] = None,
     trust: TrustOption = None,
+    host: Annotated[str | None, typer.Option(metavar="NAME", help="Only what this host measured.")] = None,
+    status: Annotated[
+        str | None, typer.Option(metavar="STATUS", help="Only ok, unstable, contaminated, oom or failed ones.")
+    ] = None,
+    since: Annotated[str | None, typer.Option(metavar="DAY", help="Only what was measured from 2026-11-24 on.")] = None,
     hidden: Annotated[bool, typer.Option("--hidden", help="Hidden ones as well.")] = False,
     runs: Annotated[bool, typer.Option("--runs", help="Training runs instead of operations.")] = False,
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="At most so many.")] = 100,
     json: JsonOption = False,
 ) -> None:
     """Records, or training runs, in the order in which they came in."""
+    from autoplan.profiler.store import Beside  # brings SQLAlchemy
+
     place, most = whole_url(context, url), limit + 1  # one more tells whether there are more
+    beside = Beside(host=host, status=status, since=since)
     if not runs:
         records = api.database.list_records(
-            place, device=device, operation=operation, trust=trust, hidden=hidden, limit=most
+            place, device=device, operation=operation, trust=trust, hidden=hidden, beside=beside, limit=most
         )
         _print_listed(RECORD_COLUMNS, records, limit, numbers=("time",), json=json)
         return
     if operation:
         raise InputError("--runs lists training runs, which have no --operation")
-    found = api.database.list_runs(place, device=device, trust=trust, hidden=hidden, limit=most)
+    found = api.database.list_runs(place, device=device, trust=trust, hidden=hidden, beside=beside, limit=most)
     _print_listed(RUN_COLUMNS, found, limit, numbers=("step", "predicted", "memory"), json=json)
 
 
@@ -93,6 +101,8 @@ RECORD_COLUMNS: dict[str, Callable[[Any], object]] = {
     "kernel": lambda row: row.record.kernel,
     "mode": lambda row: row.record.mode,
     "by": lambda row: row.record.measured_by,
+    "host": lambda row: row.record.host,
+    "day": lambda row: row.record.measured_at[:10],
 }
 RUN_COLUMNS: dict[str, Callable[[Any], object]] = {
     "key": lambda row: row.key[:12],
@@ -105,6 +115,8 @@ RUN_COLUMNS: dict[str, Callable[[Any], object]] = {
     "status": lambda row: row.run.status,
     "device": lambda row: row.run.fingerprint.device,
     "by": lambda row: row.run.measured_by,
+    "host": lambda row: row.run.host,
+    "day": lambda row: row.run.measured_at[:10],
 }
 
 

@@ -5,9 +5,21 @@ from __future__ import annotations
 from autoplan.profiler.store.database import default_path, open_database
 from autoplan.profiler.store.marks import Mark
 from autoplan.profiler.store.match import match
-from autoplan.profiler.store.store import Added, Finding, Holding, HostsApart, Store
+from autoplan.profiler.store.store import ALL, Added, Beside, Finding, Holding, HostsApart, Store
 
-__all__ = ["Added", "Finding", "Holding", "HostsApart", "Mark", "Store", "default_path", "match", "open_store"]
+__all__ = [
+    "ALL",
+    "Added",
+    "Beside",
+    "Finding",
+    "Holding",
+    "HostsApart",
+    "Mark",
+    "Store",
+    "default_path",
+    "match",
+    "open_store",
+]
 
 
 def open_store(url: str | None = None, *, writable: bool = True, creates: bool = True) -> Store:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
-from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, case, func, or_, select
 
 from autoplan.base.errors import InputError, StoreError
 from autoplan.profiler.contention import BesideProducts
@@ -63,6 +63,23 @@ class Finding:
     key: str
     what: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Choice of records or runs by what is told beside them; None: all."""
+
+    host: str | None = None
+    status: str | None = None
+    since: str | None = None  # a day or moment, as ISO 8601 writes it in UTC
+
+    def conditions(self, table: Table) -> list[ColumnElement[bool]]:
+        """Return the conditions on rows of a table."""
+        found = [table.c[name] == getattr(self, name) for name in ("host", "status") if getattr(self, name) is not None]
+        return [*found, table.c.measured_at >= self.since] if self.since is not None else found
+
+
+ALL = Beside()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +216,7 @@ class Store:
         operations: Collection[Operation] | None = None,
         trust: Collection[str] | None = None,
         include_hidden: bool = False,
+        beside: Beside = ALL,
     ) -> Iterator[Record]:
         """Records in the order in which they were added; `trust` names those whose measurements count."""
         query = select(records)
@@ -209,12 +227,18 @@ class Store:
                 query = query.where(records.c[column].in_(list(wanted)))
         if not include_hidden:
             query = query.where(~is_hidden())
+        query = query.where(*beside.conditions(records))
         for row, machine in self._rows_with_machines(query, records.c.id):
             if record := self._read(_record, row, machine):
                 yield record
 
     def runs(
-        self, *, device: str | None = None, trust: Collection[str] | None = None, include_hidden: bool = False
+        self,
+        *,
+        device: str | None = None,
+        trust: Collection[str] | None = None,
+        include_hidden: bool = False,
+        beside: Beside = ALL,
     ) -> Iterator[RunRecord]:
         """Training runs in the order in which they were added; `trust` names those whose measurements count."""
         query = select(runs)
@@ -224,6 +248,7 @@ class Store:
             query = query.where(runs.c.measured_by.in_(list(trust)))
         if not include_hidden and RUNS in self._marked:
             query = query.where(~is_hidden(RUNS))
+        query = query.where(*beside.conditions(runs))
         for row, machine in self._rows_with_machines(query, runs.c.id):
             if run := self._read(_run, row, machine):
                 yield run
