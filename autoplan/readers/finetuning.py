@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table, read_text
 from autoplan.base.values import parse_count
@@ -120,6 +118,8 @@ def _number(text: str, where: str) -> float:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml  # which takes as long to load as much else of a search
+
     try:
         table = yaml.safe_load(read_text(path))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
