@@ -4,11 +4,11 @@ Prices a table of runs as the presets ship, with intervals that were fitted with
 and with none of the calibrations.  Every prediction table is scored; then come what each term contributes and the worst
 runs of every source with their terms.
 
-Calibrations hold spreads and no factor, so that a fit moves intervals alone.  `--ship` writes them: of every framework
-on a generation of devices the spreads of its runs and what these are like (`cost.spreads.Familiarity`), and the general
-spreads of what no run tells.  These are the likeliest for the errors of runs whose whole source is left out, so that
-what is new about it counts as new, times the least factor with which `COVER` of them are inside, in the mean of
-sources.
+Calibrations hold no factor, so that a fit moves intervals alone.  `--ship` writes them: of every framework on a
+generation of devices what its runs are like (`cost.spreads.Familiarity`), and the general spreads.  These are the
+likeliest for the errors of runs whose whole source is left out, so that what is new about it counts as new, times the
+least factor with which `COVER` of them are inside, in the mean of sources.  Where a recipe leaves in doubt which of two
+builds a run had, its interval holds both and its error is that of the nearer one.
 
 usage: python benchmarks/accuracy.py [--runs RUNS.csv] [--scorer SCORER.py] [--worst N] [--as-shipped]
                                      [--report REPORT.md] [--ship]
@@ -38,13 +38,13 @@ from scipy.optimize import minimize
 import autoplan
 from autoplan.base.arrays import Bools, Floats
 from autoplan.base.files import write_text
-from autoplan.cost.calibration import MeasuredRun, conformal_spread, likeness
+from autoplan.cost.calibration import MeasuredRun, likeness
 from autoplan.cost.estimate import NORMAL_90, estimate
-from autoplan.cost.spreads import HARD, NOVELTIES, Familiarity, general_spreads, spread_kinds
+from autoplan.cost.spreads import GENERAL_PARTS, HARD, NOVELTIES, Familiarity, general_spreads
 from autoplan.readers.calibration import calibration_among, calibration_text
-from autoplan.runs.predictions import predict, prediction_table
+from autoplan.runs.predictions import log_doubt, predict, prediction_table
 from autoplan.runs.runs import Run, read_runs
-from autoplan.spec.calibration import TIME_SPREADS, Calibration
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -55,11 +55,14 @@ Strings = npt.NDArray[np.str_]
 
 PRESETS = Path(autoplan.__file__).parent / "presets"
 LEAST_RUNS = 15  # of a framework on a generation, for a calibration
-LEAST_OF_KIND = 10  # of them, for a spread of a kind of plans
 LEAST_ERROR = 1e-3  # of a logarithm: below it runs scatter
 # Where spreads start, and how far their logarithms may lie from that [judged]: of what is new, and of components.
 PRIOR_SPREAD, PRIOR_WIDTH = 0.1, 0.7
 HARD_SPREAD, HARD_WIDTH = 0.2, 1.0
+LATER = (  # sources that came when the presets had been made
+    "alpa", "bridge_ab", "colossalai", "dlperf", "flagperf_ds", "flagperf_mds", "flagperf_paddle", "launcher2208",
+    "libai_bert", "libai_gpt", "mlperf_8b", "mlperf_gpt3", "paddlenlp", "primus_pipe", "sailor", "xtuner_moe", "yafsdp",
+)  # fmt: skip
 # Share of the runs of a source left out that shall be inside, in the mean: more than is said, for traits had all
 # sources in view.  Intervals that aim at .90 hold .80 of what was predicted for 17 sources before they were.
 COVER = 0.92
@@ -75,6 +78,7 @@ class Case:
     measured: MeasuredRun
     cost: CostEstimate
     fold: str
+    doubt: float  # logarithm of its step under the framework that it may as well have had; 0: none
 
     @property
     def problem(self) -> Problem:
@@ -92,14 +96,14 @@ class Case:
         return "framework" in self.problem.calibration.unseen
 
     @property
-    def kind(self) -> int:
-        """Return the index into `TIME_SPREADS` of the spread that holds for it."""
-        return int(spread_kinds(self.problem, self.cost.batch)[0])
-
-    @property
     def log_error(self) -> float:
         """Return log(measured / predicted)."""
         return float(np.log(self.measured.step_s / self.cost.step_s[0]))
+
+    @property
+    def nearer_error(self) -> float:
+        """Return |log(measured / predicted)| of the framework in doubt that comes nearer."""
+        return min(abs(self.log_error), abs(self.log_error - self.doubt))
 
 
 def main() -> None:
@@ -155,7 +159,8 @@ def read_cases(path: Path, runs: Sequence[Run]) -> list[Case]:
         if run.problem and run.plan and row["status"] == "ok" and row["step_time_s"]:
             measured = MeasuredRun(problem=run.problem, plan=run.plan, step_s=float(row["step_time_s"]))
             cost = estimate(run.problem, PlanBatch.of([run.plan], run.problem.model.num_layers))
-            finished.append(Case(run=run, source=source_of(run), measured=measured, cost=cost, fold=""))
+            doubt = log_doubt(run, cost)
+            finished.append(Case(run=run, source=source_of(run), measured=measured, cost=cost, fold="", doubt=doubt))
     by_source: dict[str, list[Case]] = defaultdict(list)
     for case in finished:
         by_source[case.source].append(case)
@@ -192,7 +197,7 @@ def by_key(cases: Sequence[Case]) -> dict[tuple[str, str], list[Case]]:
 
 
 def calibrations(cases: Sequence[Case]) -> dict[str, Calibration]:
-    """The calibration of every framework on a generation with enough runs, by name, without factors.
+    """The calibration of every framework on a generation with enough runs, by name, with no spread of time.
 
     Spreads of memory are those that ship.
     """
@@ -204,23 +209,13 @@ def calibrations(cases: Sequence[Case]) -> dict[str, Calibration]:
 
 
 def _calibration(key: tuple[str, str], own: Sequence[Case]) -> Calibration:
-    by_kind: dict[int, list[Case]] = defaultdict(list)
-    for case in own:
-        by_kind[case.kind].append(case)
-    spreads = {
-        TIME_SPREADS[kind]: conformal_spread(np.array([case.log_error for case in alike]))
-        for kind, alike in by_kind.items()
-        if len(alike) >= LEAST_OF_KIND
-    }
     errors = np.array([case.log_error for case in own])
-    spreads.setdefault("time_spread", conformal_spread(errors))
     median = 100 * float(np.median(np.abs(np.expm1(errors))))
     sources = sorted({case.source for case in own})
-    known_runs = likeness([case.problem for case in own], [case.cost for case in own], quantile=0.95)
+    known_runs = likeness([case.problem for case in own], [case.cost for case in own])
+    del known_runs["exposed_share"]  # up to which spreads of its own would hold
     return Calibration(
         name=" on ".join(key),
-        num_publishers=len(sources),
-        **spreads,  # type: ignore[arg-type]
         **known_runs,
         memory_spread=own[0].problem.calibration.memory_spread,
         sources=(f"{len(own)} runs ({', '.join(sources)}): median error {median:.1f} %",),
@@ -245,7 +240,7 @@ class Unseen:
 
     sources: Strings
     error: Floats  # |log(measured / predicted)|
-    own: Floats  # variance that runs of other sources like it have, by its weight
+    own: Floats  # variance of devices that stand for unlike ones
     parts: Floats  # of the general variance, to be multiplied by `GeneralSpreads.squares`: shape (cases, parts)
 
     @classmethod
@@ -254,12 +249,12 @@ class Unseen:
         own, parts = [], []
         for case, calibration in zip(cases, made_by, strict=True):
             known = Familiarity.of(replace(case.problem, calibration=calibration), case.cost.batch)
-            weight, general = known.own_parts(case.cost.terms_s, case.cost.step_s)
-            own.append(float((weight * known.own + known.machine)[0]))
+            _, general = known.own_parts(case.cost.terms_s, case.cost.step_s)
+            own.append(float(known.machine[0]))
             parts.append(general[0])
         return cls(
             sources=np.array([case.source for case in cases]),
-            error=np.abs([case.log_error for case in cases]),
+            error=np.array([case.nearer_error for case in cases]),
             own=np.array(own),
             parts=np.array(parts),
         )
@@ -288,7 +283,7 @@ def fitted_squares(unseen: Unseen) -> Floats:
     runs: neither do the most runs decide, nor the fewest.  For the cover every source of ten runs counts the same.
     """
     weights, error = unseen.weights(0.5), np.maximum(unseen.error, LEAST_ERROR)
-    counts = (1, len(HARD), len(NOVELTIES))
+    counts = (1, len(HARD), 1 + len(NOVELTIES))
     prior = np.repeat(np.log([PRIOR_SPREAD, HARD_SPREAD, PRIOR_SPREAD]), counts)
     width = np.repeat([math.inf, HARD_WIDTH, PRIOR_WIDTH], counts)  # what every step has needs no prior
 
@@ -348,7 +343,7 @@ def general_parts(squares: Floats, unseen: Unseen) -> Iterator[Part]:
     """Yield the general spreads with what each rests on."""
     spread = unseen.spread(squares)
     inside = unseen.error <= NORMAL_90 * spread
-    for at, name in enumerate(("any_step", *HARD, *NOVELTIES)):
+    for at, name in enumerate(GENERAL_PARTS):
         which = unseen.parts[:, at] * squares[at] >= SAID_SHARE * spread**2
         yield Part(
             name=name,
@@ -377,7 +372,7 @@ def show_general(cases: Sequence[Case]) -> None:
     print()
 
 
-Steps = dict[str, tuple[float, float]]  # id of a run -> (step, spread of its logarithm)
+Steps = dict[str, tuple[float, float, float]]  # id of a run -> (step, spread of its logarithm, logarithm of its doubt)
 
 
 def source_left_out(cases: Sequence[Case]) -> Steps:
@@ -390,17 +385,31 @@ def source_left_out(cases: Sequence[Case]) -> Steps:
     for source in np.unique(unseen.sources):
         spread = unseen.spread(fitted_squares(unseen.take(unseen.sources != source)))
         for at in np.flatnonzero(unseen.sources == source).tolist():
-            steps[cases[at].run.id] = (float(cases[at].cost.step_s[0]), float(spread[at]))
+            steps[cases[at].run.id] = _step(cases[at], spread[at])
     return steps
+
+
+def later_left_out(cases: Sequence[Case]) -> Steps:
+    """Steps of the cases of `LATER` sources, with calibrations and general spreads of those before them alone."""
+    before = calibrations([case for case in cases if case.source not in LATER])
+    made_by = [calibration_among(before, *case.key, is_kin=case.is_kin) for case in cases]
+    is_later = np.array([case.source in LATER for case in cases])
+    squares = fitted_squares(Unseen.of(cases, without_source(cases)).take(~is_later))
+    spreads = Unseen.of(cases, made_by).spread(squares)
+    return {
+        case.run.id: _step(case, spread) for case, spread, later in zip(cases, spreads, is_later, strict=True) if later
+    }
+
+
+def _step(case: Case, spread: float) -> tuple[float, float, float]:
+    return float(case.cost.step_s[0]), float(spread), case.doubt
 
 
 def uncalibrated(cases: Sequence[Case]) -> Steps:
     """Steps of all cases with the spreads of runs of which nothing is known but the general case."""
     unseen = Unseen.of(cases, [Calibration()] * len(cases))
     spreads = unseen.spread(general_spreads().squares)
-    return {
-        case.run.id: (float(case.cost.step_s[0]), float(spread)) for case, spread in zip(cases, spreads, strict=True)
-    }
+    return {case.run.id: _step(case, spread) for case, spread in zip(cases, spreads, strict=True)}
 
 
 def ship(cases: Sequence[Case]) -> None:
@@ -428,24 +437,28 @@ class Scoring:
         """The score of what ships."""
         return self._score(self._as_shipped)
 
-    def with_steps(self, steps: Steps) -> str:
-        """The score with other steps, where there are some."""
-        return self._score([_with_step(prediction, steps.get(prediction.id)) for prediction in self._as_shipped])
+    def with_steps(self, steps: Steps, sources: Sequence[str] = ()) -> str:
+        """The score with other steps, where there are some; of these sources alone if any are named."""
+        return self._score(
+            [_with_step(prediction, steps.get(prediction.id)) for prediction in self._as_shipped], sources
+        )
 
-    def _score(self, predictions: Sequence[Prediction]) -> str:
+    def _score(self, predictions: Sequence[Prediction], sources: Sequence[str] = ()) -> str:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "predictions.csv"
             write_text(path, prediction_table(predictions), force=True)
-            command = (sys.executable, str(self._scorer), str(self._runs), str(path))
+            command = [sys.executable, str(self._scorer), str(self._runs), str(path)]
+            command += ["--source", *(f"{source}-" for source in sources)] if sources else []
             return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def _with_step(prediction: Prediction, step: tuple[float, float] | None) -> Prediction:
+def _with_step(prediction: Prediction, step: tuple[float, float, float] | None) -> Prediction:
     if step is None:
         return prediction
-    value, spread = step
+    value, spread, doubt = step
     width = float(np.exp(NORMAL_90 * spread))
-    return replace(prediction, step_time_s=value, step_time_low_s=value / width, step_time_high_s=value * width)
+    low, high = value / width * math.exp(min(doubt, 0.0)), value * width * math.exp(max(doubt, 0.0))
+    return replace(prediction, step_time_s=value, step_time_low_s=low, step_time_high_s=high)
 
 
 def show_unseen(cases: Sequence[Case], scoring: Scoring) -> None:
@@ -456,6 +469,8 @@ def show_unseen(cases: Sequence[Case], scoring: Scoring) -> None:
         ("No calibration", uncalibrated(cases)),
     ):
         print(f"{title}\n\n{scoring.with_steps(steps)}", flush=True)
+    later = scoring.with_steps(later_left_out(cases), LATER)
+    print(f"All later sources left out\n\n{later}", flush=True)
 
 
 def show_ablation(cases: Sequence[Case]) -> None:

@@ -178,7 +178,6 @@ def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
         host=0.5,
         time_spread=0.08,
         spine_time_spread=0.9,
-        num_publishers=2,
         most_devices=512,
         blocks=("dense", "experts"),
         precisions=("bf16",),

@@ -10,6 +10,7 @@ import pytest
 
 from autoplan.cost.estimate import NORMAL_90, estimate
 from autoplan.cost.spreads import (
+    GENERAL_PARTS,
     HARD,
     NOVELTIES,
     UNEXPOSED,
@@ -24,7 +25,7 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.readers.calibration import calibration_among, shipped_calibrations
 from autoplan.readers.cluster import load_cluster
 from autoplan.readers.model import load_model
-from autoplan.spec.calibration import GENERAL_PUBLISHERS, TIME_SPREADS, Calibration
+from autoplan.spec.calibration import TIME_SPREADS, Calibration
 from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
@@ -66,11 +67,21 @@ def test_a_plan_without_any_run_has_the_parts_of_its_components() -> None:
     assert spread_of(cost) == pytest.approx(math.sqrt(expected))
 
 
-def test_runs_like_a_plan_count_as_much_as_their_publishers() -> None:
-    general = spread_under(Calibration())
-    for publishers, weight in ((0, 1.0), (1, 1 / (1 + GENERAL_PUBLISHERS)), (6, 6 / (6 + GENERAL_PUBLISHERS))):
-        found = spread_under(replace(OWN, num_publishers=publishers))
-        assert found == pytest.approx(math.sqrt(weight * 0.06**2 + (1 - weight) * general**2))
+def test_runs_like_a_plan_have_their_spread() -> None:
+    assert spread_under(OWN) == pytest.approx(0.06)
+
+
+@pytest.mark.parametrize(("scale", "halvings"), [(1.0, 0.0), (2.0, 1.0), (8.0, 3.0)])
+def test_steps_below_a_second_are_less_sure_with_every_halving(scale: float, halvings: float) -> None:
+    cost = price(problem_of(calibration=Calibration()), SPREAD)
+    size = float(cost.step_s[0]) * scale  # to a step of 1 s, of a half, of an eighth
+    terms = {name: value / size for name, value in cost.terms_s.items()}
+    known = Familiarity.of(problem_of(calibration=Calibration()), cost.batch)
+    second, shorter = (
+        known.spreads({name: value * times for name, value in terms.items()}, cost.step_s / size * times)[0]
+        for times in (scale, 1.0)
+    )
+    assert shorter**2 - second**2 == pytest.approx(halvings * general_spreads().short ** 2)
 
 
 def test_what_a_plan_exposes_beyond_the_runs_takes_it_out_of_them() -> None:
@@ -116,7 +127,7 @@ def test_a_generation_whose_kernels_were_measured_is_not_new() -> None:
 
 
 def test_no_plan_has_less_than_its_least_spread_or_than_that_of_the_problem() -> None:
-    for calibration in (Calibration(), OWN, replace(OWN, num_publishers=2, exposed_share=0.1)):
+    for calibration in (Calibration(), OWN, replace(OWN, exposed_share=0.1)):
         problem = problem_of(calibration=calibration)
         plans = [ParallelPlan(global_batch=16, dp_shard=16), ParallelPlan(global_batch=16, tp=8, pp=2), SPREAD]
         batch = PlanBatch.of(plans, problem.model.num_layers)
@@ -170,5 +181,5 @@ def test_calibrations_of_a_framework_elsewhere_leave_the_generation_unseen() -> 
 
 def test_every_general_spread_says_what_it_rests_on() -> None:
     general = general_spreads()
-    assert set(general.evidence) == {"any_step", *HARD, *NOVELTIES}
-    assert all(own.num_publishers for own in shipped_calibrations().values() if own.time_spread is not None)
+    assert set(general.evidence) == set(GENERAL_PARTS)
+    assert all(own.time_spread is None for own in shipped_calibrations().values())

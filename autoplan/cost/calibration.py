@@ -19,7 +19,6 @@ from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.estimate import NORMAL_90, estimate
 from autoplan.cost.spreads import (
     exposed_shares,
-    general_spreads,
     model_blocks,
     spread_kinds,
     spread_range,
@@ -299,9 +298,7 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
             changed[kind] = float(np.sqrt(weight * conformal_spread(own) ** 2 + (1 - weight) * started))
     sources = (*base.sources, f"{len(runs)} runs of one's own")
     return Fitted(
-        calibration=replace(
-            whole, name=name, sources=sources, num_publishers=0, unseen=(), **(changed | _likeness(runs, base))
-        ),
+        calibration=replace(whole, name=name, sources=sources, unseen=(), **(changed | _likeness(runs, base))),
         median_error_before=float(np.median(np.abs(np.expm1(before)))),
         median_error=float(np.median(np.abs(np.expm1(left_out)))),
     )
@@ -310,8 +307,7 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
 def _started_spreads(problem: Problem) -> list[float]:
     """Spread of every kind of plan before any run: that of the calibration, or what a plan may have without."""
     base = problem.calibration
-    general = (1.0 - base.own_weight) * general_spreads().any_step ** 2
-    own = np.sqrt(base.own_weight * base.time_spreads**2 + general)
+    own = base.time_spreads
     return [float(spread) for spread in np.where(np.isnan(own), spread_range(problem)[1], own)]
 
 

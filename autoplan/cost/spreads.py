@@ -2,9 +2,10 @@
 
 The logarithm of measured over predicted step has a variance of a few stated parts (`presets/spreads.toml`, fitted by
 `benchmarks/accuracy.py --ship` to runs whose whole source is left out): one of any step, one for each component that
-is harder to predict than kernels, by the share of the step that it takes, and one for each property of the plan that no
-run of its calibration had.  Plans like the runs of a calibration have the spread of these runs instead, as far as
-publishers of such runs outweigh the general case.
+is harder to predict than kernels, by the share of the step that it takes, one for steps of less than a second, and
+one for each property of the plan that no run of its calibration had.  Plans like runs of one's own have the spread of
+these runs instead.  Published runs have none: the parts hold as many runs of a source left out as the spread of other
+publishers' runs did, at a lesser width (`benchmarks/results`, accuracy).
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ UNEXPOSED = (*COMPONENTS["kernels"], "pipeline_bubble", "stragglers")
 
 HARD = tuple(name for name in COMPONENTS if name != "kernels")
 NOVELTIES = ("framework", "generation", "model", "precision", "size")
+GENERAL_PARTS = ("any_step", *HARD, "short", *NOVELTIES)
+SHORT_S = 1.0  # below it a step counts as short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneralSpreads:
     """Standard deviations of log(measured / predicted), added in quadrature.
 
-    Those of components are by the share of the step that they take; the variance of `size` comes with every doubling
-    of the number of devices beyond that of measured runs.
+    Those of components are by the share of the step that they take; the variance of `short` comes with every halving
+    of a step below a second, that of `size` with every doubling of the devices beyond those of measured runs.
     """
 
     any_step: float
@@ -45,6 +48,7 @@ class GeneralSpreads:
     experts: float
     states: float
     pipeline: float
+    short: float  # what takes the same time in every step, whatever its work: loader, host, clocks
     framework: float  # priced as another one that works like it
     generation: float  # of devices, under this framework; under any, for a framework that is new itself
     model: float  # experts or latent attention
@@ -60,7 +64,7 @@ class GeneralSpreads:
     @property
     def squares(self) -> Floats:
         """Variances in the order of the columns of `general_parts`."""
-        return np.array([getattr(self, name) for name in ("any_step", *HARD, *NOVELTIES)]) ** 2
+        return np.array([getattr(self, name) for name in GENERAL_PARTS]) ** 2
 
 
 @lru_cache(maxsize=1)
@@ -112,7 +116,7 @@ class Familiarity(Rows):
     """Knowledge of plans before their times are known: arrays have one element per plan."""
 
     own: Floats  # variance of the runs of their kind
-    weight: Floats  # of that, beside the general one: 0 where something is new
+    weight: Floats  # of that, beside the general one: 1, or 0 where something is new or no run tells it
     news: Floats  # how much of each of `NOVELTIES` is new: shape (plans, novelties)
     machine: Floats  # variance of timings and devices that stand for unlike ones
     exposed_share: Floats  # up to which a plan is like the runs
@@ -136,7 +140,7 @@ class Familiarity(Rows):
             news[:, 4] = np.sqrt(np.maximum(np.log2(batch.num_devices / calibration.most_devices), 0.0))
         return cls(
             own=np.nan_to_num(own) ** 2,
-            weight=np.where(np.isnan(own) | news.any(axis=1), 0.0, calibration.own_weight),
+            weight=np.where(np.isnan(own) | news.any(axis=1), 0.0, 1.0),
             news=news,
             machine=np.full(size, problem.machine_spread**2),
             exposed_share=np.full(size, calibration.exposed_share),
@@ -163,7 +167,8 @@ class Familiarity(Rows):
         """
         weight = np.where(exposed_shares(terms_s, step_s) <= self.exposed_share, self.weight, 0.0)
         shares = component_shares(terms_s)[:, [list(COMPONENTS).index(name) for name in HARD]]
-        general = np.concatenate([np.ones((len(weight), 1)), shares, self.news], axis=1) ** 2
+        short = np.sqrt(np.maximum(np.log2(SHORT_S / step_s), 0.0))
+        general = np.column_stack([np.ones(len(weight)), shares, short, self.news]) ** 2
         return weight, general * (1.0 - weight)[:, None]
 
     def spreads(self, terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
@@ -192,11 +197,8 @@ def spread_range(problem: Problem) -> tuple[float, float]:
     apart = calibration.experts_time_spread is not None and problem.model.moe is not None
     own = calibration.time_spreads[[(name == "experts_time_spread") == apart for name in TIME_SPREADS]] ** 2
     own = own[~np.isnan(own)]
-    weight = calibration.own_weight if len(own) else 0.0
     is_limited = bool(calibration.blocks or calibration.precisions or calibration.most_devices)
-    least, most = (float(pick(own)) if len(own) else 0.0 for pick in (np.min, np.max))
-    least = weight * least + (1.0 - weight) * squares[0]
-    most = weight * most + (1.0 - weight) * hardest
+    least, most = (float(own.min()), float(own.max())) if len(own) else (squares[0], hardest)
     if calibration.exposed_share < 1 or is_limited:
         least, most = min(least, squares[0]), max(most, squares[0])
     machine = problem.machine_spread**2

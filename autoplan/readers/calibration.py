@@ -44,13 +44,13 @@ def calibration_among(
 ) -> Calibration:
     """Return the calibration of a framework on a generation, as far as those that are `known` tell.
 
-    Where none is of both, it has no spreads of its own, says what is unseen, and holds what the runs were like under
+    Where none is of both, it says what is unseen, and holds what the runs were like under
     this framework elsewhere, or under any.
     """
     exact = known.get(f"{framework}-{generation}")
-    if exact and exact.time_spread is not None and not is_kin:
+    if exact and exact.blocks and not is_kin:
         return exact
-    names = {name: name.rpartition("-") for name, own in known.items() if own.time_spread is not None}
+    names = {name: name.rpartition("-") for name, own in known.items() if own.blocks}
     elsewhere = [known[name] for name, (own, _, _) in names.items() if own == framework]
     under_any = {of for _, _, of in names.values()}
     is_new = generation not in under_any if is_kin or not elsewhere else True
@@ -84,9 +84,7 @@ def calibration_text(calibration: Calibration) -> str:
         for name in (*TIME_SPREADS, "memory_spread")
         if (value := getattr(calibration, name)) is not None
     ]
-    lines += [
-        f"{name} = {value}" for name in ("num_publishers", "most_devices") if (value := getattr(calibration, name))
-    ]
+    lines += [f"most_devices = {calibration.most_devices}"] if calibration.most_devices else []
     lines += [
         f"{name} = [{', '.join(map(_quoted, value))}]"
         for name in ("blocks", "precisions", "unseen")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
+
+import numpy as np
 
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.units import GIB
@@ -17,7 +20,7 @@ from autoplan.runs.table import positive, read_rows
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Recompute
-from autoplan.spec.estimate import VERDICTS
+from autoplan.spec.estimate import VERDICTS, CostEstimate
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.run_outcome import Prediction, RunVerdict
@@ -34,6 +37,7 @@ def predict(run: Run) -> Prediction:
     except AutoplanError as error:
         return Prediction(id=run.id, verdict="unpriced", note="; ".join(part for part in (str(error), filled) if part))
     cost = estimate(run.problem, batch)
+    doubt = math.exp(log_doubt(run, cost))
     verdict = VERDICTS[int(cost.verdict[0])]
     if verdict == "oom" and not recompute_is_told(run) and _fits_recomputed(run.problem, run.plan):
         verdict = "risky"
@@ -44,12 +48,20 @@ def predict(run: Run) -> Prediction:
     return Prediction(
         id=run.id,
         step_time_s=float(cost.step_s[0]),
-        step_time_low_s=float(cost.low_s[0]),
-        step_time_high_s=float(cost.high_s[0]),
+        step_time_low_s=float(cost.low_s[0]) * min(doubt, 1.0),
+        step_time_high_s=float(cost.high_s[0]) * max(doubt, 1.0),
         peak_memory_gib=float(cost.logged_memory_bytes[0]) / GIB,
         verdict=verdict,
         note=note,
     )
+
+
+def log_doubt(run: Run, cost: CostEstimate) -> float:
+    """Logarithm of the step of a run under the framework that it may as well have had, over that of its estimate."""
+    if run.problem is None or run.doubted is None:
+        return 0.0
+    other = estimate(replace(run.problem, framework=run.doubted), cost.batch)
+    return float(np.log(other.step_s[0] / cost.step_s[0]))
 
 
 def predict_runs(path: Path, calibration: Calibration | None) -> list[Prediction]:

@@ -29,6 +29,9 @@ class Recipe:
         ""  # id of those without torch.compile, of which cuda_graph=none tells where nothing else captures
     )
     traits: Mapping[str, int | float] = field(default_factory=dict)  # what their build of it did and no release does
+    # What another build of it did, from so many nodes on as often as not, and no column tells: an interval holds both.
+    doubted: Mapping[str, int | float] = field(default_factory=dict)
+    doubted_from_nodes: int = 1
     is_kin: bool = False  # they were made with another framework, which works like this one and was not measured
     attention: Attention = "flash"
     precision: Precision | None = None  # what its scripts train in, whatever a table says

@@ -88,6 +88,7 @@ class Run:
     refusal: str
     is_invalid: bool  # the framework itself would refuse it
     filled: tuple[str, ...]
+    doubted: Framework | None = None  # which the run may as well have had; None: no doubt
 
     def calibrated(self, calibration: Calibration) -> Run:
         """Return the run under another calibration."""
@@ -165,11 +166,13 @@ def read_runs(path: Path) -> Iterator[Run]:
 
 def _run(cells: dict[str, str]) -> Run:
     row = _Row(cells)
-    problem, plan, refusal, invalid = None, None, "", False
+    problem, plan, refusal, invalid, doubted = None, None, "", False, None
     try:
         recipe = _recipe(row)
         problem = _problem(row, recipe)
         plan = _plan(row, problem, recipe)
+        if recipe.doubted and problem.cluster.num_nodes >= recipe.doubted_from_nodes:
+            doubted = problem.framework.changed(**recipe.doubted)
         row.filled.extend(
             f"{name}={value} left out" for name, value in row.options().items() if name not in READ_OPTIONS
         )
@@ -184,6 +187,7 @@ def _run(cells: dict[str, str]) -> Run:
         refusal=refusal,
         is_invalid=invalid,
         filled=tuple(row.filled),
+        doubted=doubted,
     )
 
 

@@ -24,9 +24,6 @@ TIME_SPREADS = (
     "spine_time_spread",
     "experts_time_spread",
 )
-# Publishers of runs as which the general spreads count beside a calibration's own: of 1 to 4 the one with which most
-# sources that are left out have nine of ten runs inside, at the least width (`benchmarks/accuracy.py`).
-GENERAL_PUBLISHERS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +53,11 @@ class Calibration:
     host: float = 1.0
     scale_up: float = 1.0  # collectives inside the scale-up domain
     scale_out: float = 1.0  # collectives over the network
-    time_spread: float | None = None  # None: no runs, so that the general spreads hold
+    time_spread: float | None = None  # None: no runs of one's own, so that the general spreads hold
     tensor_time_spread: float | None = None  # of plans whose tensor or context parallelism leaves the scale-up domain
     pipeline_time_spread: float | None = None  # of plans with several stages
     spine_time_spread: float | None = None  # of all plans on more nodes than one leaf switch serves
     experts_time_spread: float | None = None  # of all mixtures of experts
-    # Publishers of the runs: the spreads of a few are weighed against the general ones.  0: of the cluster itself.
-    num_publishers: int = 0
     # What the runs were like; empty: nothing counts as new.
     blocks: tuple[str, ...] = ()  # what their models have beside dense layers, and "dense"
     precisions: tuple[str, ...] = ()
@@ -79,7 +74,6 @@ class Calibration:
             check_positive(name, getattr(self, name), most=100.0)
         if not 0 <= self.exposed_share <= 1:
             raise InputError(f"exposed_share must lie in [0, 1], got {self.exposed_share:g}")
-        check_count("num_publishers", self.num_publishers, least=0)
         check_count("most_devices", self.most_devices, least=0)
         for name in (*TIME_SPREADS, "memory_spread"):
             if getattr(self, name) is not None:
@@ -116,11 +110,6 @@ class Calibration:
                 f"calibration {self.name!r} was fitted {said}, {given}: take --calibration db, which is fitted to what "
                 "is given, fit it anew, or give the same --timings"
             )
-
-    @property
-    def own_weight(self) -> float:
-        """Weight of the variance of the calibration's runs beside the general one."""
-        return self.num_publishers / (self.num_publishers + GENERAL_PUBLISHERS) if self.num_publishers else 1.0
 
     @property
     def time_spreads(self) -> Floats:
