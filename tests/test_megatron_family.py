@@ -276,3 +276,15 @@ def test_squared_relu_stays_what_it_is() -> None:
     assert primus.overrides(file)["squared_relu"] is True
     for reader, text in ((lm_in.READER, group.text), (bridge_in.READER, recipe)):
         assert reader.read(text, Given(num_devices=8)).model.squared_relu
+
+
+def test_a_base_that_is_no_whole_number_goes_to_bridge_alone() -> None:
+    """Megatron-LM parses --rotary-base as a whole number (training/arguments.py)."""
+    odd = plan_file_of(replace(LLAMA_8B, rope_base=999999.44), dp_shard=8)
+    recipe = megatron_bridge.recipe(odd)
+    assert "rotary_base = 999999.44" in recipe or "rotary_base=999999.44" in recipe
+    given = Given(num_devices=8, seq_len=odd.training.seq_len)
+    assert bridge_in.READER.read(recipe, given).model.rope_base == 999999.44
+    for write in (checked_parts, primus.experiment):
+        with pytest.raises(InputError, match=r"rope_base 999999.44 \(Bridge takes it\)"):
+            write(odd)

@@ -32,6 +32,9 @@ DATA = Part(
 _BLOCK_SCALED = ("volta", "turing", "ampere", "ada", "hopper", "cdna2", "cdna3")
 _TOO_OLD = {"fp8": ("volta", "turing", "ampere", "cdna2"), "mxfp8": _BLOCK_SCALED, "nvfp4": _BLOCK_SCALED}
 
+# Sets a field, as its conversion of checkpoints does with rope_theta; others parse a whole number (arguments.py:2418).
+_TAKE_ANY_ROPE_BASE = ("Megatron-Bridge",)
+
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
     """Return what starts the plan in a checkout of Megatron-LM."""
@@ -95,7 +98,10 @@ def _check_model(model: ModelSpec, says: str) -> None:
         (model.norm == "layernorm" and not model.norm_bias, "a layernorm without bias"),
         (model.qk_norm == "full", "qk_norm 'full' (its --qk-layernorm is per head)"),
         (model.mla is not None and model.qkv_bias, "qkv_bias with latent attention"),
-        (not float(model.rope_base).is_integer(), f"rope_base {model.rope_base:g} (it takes a whole number)"),
+        (
+            says not in _TAKE_ANY_ROPE_BASE and not float(model.rope_base).is_integer(),
+            f"rope_base {model.rope_base:.9g} (Bridge takes it)",
+        ),
         (has_bias(model) is None, "this mixture of mlp_bias, qkv_bias and attention_output_bias (all or qkv alone)"),
         (
             model.moe is not None and model.moe.router_bias != bool(has_bias(model)),
