@@ -30,6 +30,7 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch, chunk_layers, derived_values, parse_recompute
 from autoplan.spec.problem import Problem
 from autoplan.topology.cluster import ClusterSpec
+from autoplan.topology.placement import switches_of_nodes
 
 
 def estimate(
@@ -158,6 +159,8 @@ def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
     if plan.tp_overlap:
         check_tp_overlap(problem.framework)
     check_rank_order(problem.framework, plan.rank_order)
+    if plan.placement is not None:
+        switches_of_nodes(problem.cluster, plan.placement)  # which refuses other nodes than those of the cluster
     rules = book_of(problem.framework).rules
     if faults := broken(rules, problem.workload, plan):
         raise NoPlanError(f"{problem.framework.name} does not admit the plan: {faults[0]}")
