@@ -54,12 +54,24 @@ PIPELINES: tuple[Case, ...] = (
 )
 
 # (model, plan, sequence length, what is said): legal but for one rule, and one for every rule.
+# What Megatron-Core alone lets its users choose.
+CORE_OPTIONS: tuple[Case, ...] = tuple(
+    (DENSE, plan_of(**{axis: value}), 4096, f"{axis} {value} is known of Megatron-LM and Primus only")
+    for axis, value in (
+        ("cuda_graphs", "layer"),
+        ("grad_dtype", "bf16"),
+        ("main_weights", "fp16"),
+        ("moment_dtype", "bf16"),
+    )
+)
+
 BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
     "torchtitan": (
         torchtitan.BOOK,
         (
             (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
             (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
+            *CORE_OPTIONS,
             *PIPELINES,
             (MOE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096, "recompute of moe_act"),
             (DENSE, plan_of(recompute="full", recompute_num_layers=2), 4096, "recompute of 2 layers of a chunk"),
@@ -86,6 +98,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
         (
             (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
             (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
+            *CORE_OPTIONS,
             *PIPELINES,
             (MOE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096, "recompute of moe_act"),
             (DENSE, plan_of(dp_shard=8, sharding="zero1"), 4096, "use 'none' or 'zero2' or 'zero3'"),
@@ -104,6 +117,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
     "nanotron": (
         nanotron.BOOK,
         (
+            *CORE_OPTIONS,
             (
                 DENSE,
                 plan_of(dispatcher="hybridep"),
@@ -140,6 +154,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
         (
             (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
             (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
+            *CORE_OPTIONS,
             (DENSE, plan_of(recompute="full", recompute_num_layers=2), 4096, "recompute of 2 layers of a chunk"),
             (DENSE, plan_of(pp=2, schedule="gpipe"), 4096, "schedule 'gpipe' does not exist: use '1f1b'"),
             (DENSE, plan_of(cp=2), 4096, "cp_kind 'ring' does not exist"),
