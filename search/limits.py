@@ -17,7 +17,7 @@ from autoplan.spec.axes import AXES, AXIS, SEARCHED, Axis, Kind, Value, shown
 from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, Recompute, RecomputeModule, Schedule
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import parse_recompute
+from autoplan.spec.plan import NARROW_PRECISIONS, parse_recompute
 from autoplan.spec.problem import Problem
 
 # Context parallelism splits a sequence; below this many tokens a rank its GEMMs shrink and the ring no longer hides
@@ -159,6 +159,10 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         offered["schedule"] = [name for name in offered["schedule"] if name != Schedule.GPIPE]
     if problem.framework.overlap.tp_overlap_share == 0:
         offered["tp_overlap"] = [False]
+    if training.precision not in NARROW_PRECISIONS:
+        offered["narrow_params"] = [False]
+    elif offered["narrow_params"] == [True]:  # what shards nothing gathers nothing
+        offered["narrow_params"] = [False, True]
     offered["cuda_graphs"] = [word for word in offered["cuda_graphs"] if _has_graphs(word, problem.model)]
     offered["dispatcher"] = [word for word in offered["dispatcher"] if _runs(word, problem)]
     return limits.where(**offered | {"rank_order": orders if _order_matters(problem) else orders[:1]})

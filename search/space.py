@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -253,10 +254,11 @@ class Space:
         if not free or not len(kinds):
             return kinds
         first, kind_of = kinds.distinct("sharding", "offload", "grad_dtype")
-        states, chosen = kinds.take(first), dict[str, Ints]()
+        states, chosen = kinds.take(first), dict[str, Ints | Bools]()
         for axis in free:
-            codes = [np.full(len(states), axis.code(value)) for value in self.limits.of(axis.name)]
-            best = codes[0]
+            kind = column_type(axis)
+            codes: list[Any] = [np.full(len(states), axis.code(word), dtype=kind) for word in self.limits.of(axis.name)]
+            best: Any = codes[0]
             for code in codes:
                 tried = _with_columns(states, {axis.name: code})
                 lawful = legal_so_far(self.rules, self.workload, tried, _KNOWN_OF_MONOTONE)
@@ -427,7 +429,7 @@ class Space:
         return batch, owner[of_group][of_kind]
 
 
-def _with_columns(batch: PlanBatch, columns: dict[str, Ints]) -> PlanBatch:
+def _with_columns(batch: PlanBatch, columns: Mapping[str, Ints | Bools]) -> PlanBatch:
     """The batch with other values of some axes."""
     return replace(batch, **columns)  # type: ignore[arg-type]
 

@@ -25,9 +25,7 @@ from test_estimate import PLAIN, price, problem_of, terms_of
 from test_topology_traffic import cluster_of
 
 # Nothing hides, and nothing is gathered twice; 8-bit plans gather in 8 bits.
-OPEN = PLAIN.changed(
-    fsdp_unhidden_share=1.0, regathers_norm_output=False, narrow_tp_gathers=True, narrow_weights=("fp8",)
-)
+OPEN = PLAIN.changed(fsdp_unhidden_share=1.0, regathers_norm_output=False, narrow_tp_gathers=True)
 
 
 def rows_of(step: StepTraffic) -> dict[str, TrafficRow]:

@@ -913,10 +913,10 @@ def test_products_in_pieces_show_a_piece_of_the_reductions_and_are_slower_the_fe
 def test_weights_kept_in_8_bits_of_one_scale_are_gathered_so() -> None:
     plan = dataclasses.replace(TWO_NODES, sharding="zero1", precision="fp8")
     wide = priced(plan)["parameter_gather"]
-    narrow = priced(plan, narrow_weights=("fp8", "mxfp8"))["parameter_gather"]
+    narrow = priced(dataclasses.replace(plan, narrow_params=True))["parameter_gather"]
     assert wide / 2 < narrow < 0.8 * wide  # embedding and head stay wide
     blocks = dataclasses.replace(plan, precision="mxfp8")
-    assert priced(blocks, narrow_weights=("fp8", "mxfp8")) == priced(blocks)
+    assert priced(dataclasses.replace(blocks, narrow_params=True)) == priced(blocks)
 
 
 def test_gpt_keeps_its_dropout_where_recipes_say_so() -> None:

@@ -89,6 +89,7 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     "graphs of routers": (DENSE, plan_of(cuda_graphs="router"), 4096),
     "graphs and recompute": (DENSE, plan_of(cuda_graphs="layer", recompute="full"), 4096),
     "graphs and ep overlap": (DENSE_FIRST, plan_of(ep=2, dp_shard=2, ep_overlap=True, cuda_graphs="layer"), 4096),
+    "narrow params": (DENSE, plan_of(dp_shard=8, narrow_params=True), 4096),
     "narrow states": (DENSE, plan_of(dp_shard=8, sharding="zero3", main_weights="remainders"), 4096),
     "remainders": (DENSE, plan_of(dp_shard=8, precision="fp8", main_weights="remainders"), 4096),
     "modules exist": (DENSE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096),

@@ -20,7 +20,7 @@ from autoplan.search.allowances import allowances
 from autoplan.search.study import search
 from autoplan.spec.axes import AXIS, SEARCHED
 from autoplan.spec.model import Experts
-from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan import ParallelPlan, PlanBatch, column_type
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.problem import Problem
 from search_cases import DENSE
@@ -76,7 +76,7 @@ def test_16_bit_gradients_take_half_the_buffer_and_half_the_wire() -> None:
 
 def test_megatron_bridge_reduces_16_bits_unless_told_otherwise() -> None:
     framework = load_framework("nemo")
-    assert framework.choices == {"grad_dtype": "bf16"}
+    assert framework.choices == {"grad_dtype": "bf16", "narrow_params": True}
     assert load_framework("nemo-26.06").choices == framework.choices
     space = make_space(problem_of("nemo"), 64)
     assert space.limits.of("grad_dtype") == ("bf16",)
@@ -109,7 +109,7 @@ def test_what_changes_the_numerics_is_searched_when_it_is_allowed() -> None:
 @pytest.mark.parametrize("model", [DENSE, MIXTURE], ids=["dense", "mixture"])
 def test_a_search_finds_what_enumeration_over_all_types_finds(precision: str, model: object) -> None:
     problem = problem_of(precision=precision, model=model)
-    allow = ["grad_dtype", "main_weights", "moment_dtype"]
+    allow = ["grad_dtype", "narrow_params", "main_weights", "moment_dtype"]
     space = make_space(problem, 16, allow=allow, fix=["micro_batch=1", "cp=1", "recompute=none"])
     result = search(problem, space, margin=0.0)
     batch, _ = space.plans(space.cells())
@@ -117,7 +117,7 @@ def test_a_search_finds_what_enumeration_over_all_types_finds(precision: str, mo
     others = [batch]
     for axis in axes:
         others = [
-            replace(part, **{axis.name: np.full(len(part), AXIS[axis.name].code(value))})  # type: ignore[arg-type]
+            replace(part, **{axis.name: np.full(len(part), AXIS[axis.name].code(value), dtype=column_type(axis))})  # type: ignore[arg-type]
             for part in others
             for value in axis.searched
         ]

@@ -97,7 +97,7 @@ def search(
         typer.Option(
             metavar="CHOICE",
             help="Also look at plans with an option that changes the numerics of training: grad_dtype, main_weights, "
-            "moment_dtype, or a value such as moment_dtype=bf16 (repeatable).",
+            "moment_dtype, narrow_params, or a value such as moment_dtype=bf16 (repeatable).",
         ),
     ] = None,
     prefer: Annotated[

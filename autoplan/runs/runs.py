@@ -234,15 +234,13 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
 
 
 def _as_chosen(row: _Row, framework: Framework) -> Framework:
-    """The framework with what the row's recipe chose of it: dropping of tokens, dropout, weights in 8 bits."""
-    kernels, memory = framework.kernels, framework.memory
+    """The framework with what the row's recipe chose of it: dropping of tokens, dropout."""
+    kernels = framework.kernels
     drops = row.option("token_dropping", _drops_tokens(row.text("model"), framework))
-    others = tuple(narrow for narrow in memory.narrow_weights if narrow != "fp8")
-    is_narrow = row.option("fp8_params", "fp8" in memory.narrow_weights)
     drops_out = row.options().get("dropout")
     if drops_out is not None:
         framework = framework.changed(gpt_dropout=False, dropout=row.option("dropout", kernels.dropout))
-    return framework.changed(drops_tokens=drops, narrow_weights=("fp8", *others) if is_narrow else others)
+    return framework.changed(drops_tokens=drops)
 
 
 def _plain(name: str) -> str:
@@ -476,7 +474,8 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         tp_overlap=row.option("tp_overlap", problem.framework.overlap.tp_overlap_share > 0),
         dispatcher=_dispatcher(row, problem, recipe, ep),
         ep_overlap=ep > 1 and row.option("ep_overlap", _overlaps_experts(row, problem, recipe, pp, vp, ep)),
-        **problem.framework.choices,
+        **problem.framework.choices
+        | {"narrow_params": row.option("fp8_params", bool(problem.framework.choice("narrow_params")))},
         cuda_graphs=_graphs(row, problem.model),
         grad_reduce_overlap=row.option("grad_reduce_overlap", default=True),
         param_gather_overlap=row.option("param_gather_overlap", default=True),

@@ -352,6 +352,17 @@ AXES: tuple[Axis, ...] = (
         exact=(),
         flag_default=None,
     ),
+    _flag(
+        name="narrow_params",
+        help="Keep and gather the weights of narrow products as they are multiplied, in 8 or 4 bits.",
+        label="narrow weights",
+        phrase="narrow weights",
+        known_of="Megatron-LM and Primus",
+        searched=(False, True),
+        exact=(),
+        is_monotone=True,
+        flag_default=None,
+    ),
     _word(
         name="main_weights",
         help="Of the optimizer: fp32, remainders (what 16-bit weights lack of fp32) or fp16.",

@@ -47,8 +47,6 @@ class Memory:
     fsdp2_states: bool = False
     fsdp_prefetch_units: int = 2  # gathered units alive at once under zero3
     keeps_narrow_copies: bool = True  # 8- and 4-bit GEMMs keep their quantised inputs, and of the weights such copies
-    # Precisions in which those copies are all that is kept of the weights of narrow GEMMs (--fp8-param-gather).
-    narrow_weights: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
     dummy_wgrad_buffers: bool = False  # one persistent bf16 buffer per distinct weight shape (Transformer Engine)
     # The optimizer's step, when no activations live:
     bytes_per_update_copy: float = 0.0  # fp32 gradients and Adam's temporaries, per parameter that the rank updates
@@ -88,6 +86,11 @@ class Memory:
     # Which peak its log, or people who use it, report: handed out by the allocator, held by it, or taken on the device.
     logs_memory: Literal["allocated", "reserved", "device"] = "allocated"
     logs_first_rank: bool = False  # of rank 0 alone, not of the worst rank
+
+    @staticmethod
+    def upgraded(table: dict[str, Any]) -> dict[str, Any]:
+        """Return the table of a file; older ones hold what plans say today."""
+        return {key: value for key, value in table.items() if key not in _RETIRED}
 
     def __post_init__(self) -> None:
         check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, most=1000)
@@ -268,6 +271,11 @@ class Host:
     retries_above_share: float = 1.0
     step_overhead_s: float = 0.01  # data, logging, the norm's barrier
 
+    @staticmethod
+    def upgraded(table: dict[str, Any]) -> dict[str, Any]:
+        """Return the table of a file; older ones hold what plans say today."""
+        return {key: value for key, value in table.items() if key not in _RETIRED}
+
     def __post_init__(self) -> None:
         _check(self, retries_above_share=(0, 1))
 
@@ -358,6 +366,7 @@ _RETIRED = {
     "host_factor_moe",
     "interleaves_layers",
     "microbatch_per_rank",
+    "narrow_weights",
     "overlaps_experts",
     "overlaps_far_experts",
     "repeats_up_projections",

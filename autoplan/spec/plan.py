@@ -65,6 +65,7 @@ _OPTION_WORDS: dict[str, dict[str, str]] = {
     "main_weights": {MainWeights.REMAINDERS: "main weights as remainders", MainWeights.FP16: "fp16 main weights"},
     "moment_dtype": {MomentType.BF16: "bf16 moments", MomentType.FP8: "fp8 moments"},
 }
+NARROW_PRECISIONS = (Precision.FP8, Precision.MXFP8, Precision.NVFP4)
 SELECTIVE, FULL = Recompute.SELECTIVE.code, Recompute.FULL.code
 DEFAULT_MODULE_BITS = 1 << RecomputeModule.CORE_ATTN.code
 ALL_LAYERS = 10**6  # more than any chunk has
@@ -113,6 +114,7 @@ class ParallelPlan:
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
     cuda_graphs: CudaGraphs = CudaGraphs.NONE
     grad_dtype: GradType = GradType.FP32
+    narrow_params: bool = False
     main_weights: MainWeights = MainWeights.FP32
     moment_dtype: MomentType = MomentType.FP32
     rank_order: RankOrder = RankOrder.DP_BEFORE_PP
@@ -230,7 +232,8 @@ def derived_values(
 
     Data parallelism takes what the other degrees leave of the devices, and all replicas that are no copies share their
     states; chunks of a rank are interleaved; experts are split like other matrices.  Sequence parallelism needs tp > 1,
-    and where nothing is sharded no parameters are gathered.  `hint` ends the refusal of degrees that do not divide.
+    narrow weights narrow products, and where nothing is sharded no parameters are gathered.  `hint` ends the refusal of
+    degrees that do not divide.
     """
     tp = values.get("tp", 1)
     if num_devices is not None:
@@ -246,7 +249,9 @@ def derived_values(
     if values.get("etp") is None:
         values["etp"] = tp if has_experts else 1
     gathers = values.get("param_gather_overlap", True) and values.get("sharding") != Sharding.NONE
-    return values | {"sp": tp > 1 and bool(values.get("sp")), "param_gather_overlap": gathers}
+    narrow = bool(values.get("narrow_params")) and values.get("precision") in NARROW_PRECISIONS
+    sp = tp > 1 and bool(values.get("sp"))
+    return values | {"sp": sp, "param_gather_overlap": gathers, "narrow_params": narrow}
 
 
 def _data_parallel(num_devices: int, degrees: Mapping[str, int], hint: str) -> int:
@@ -306,6 +311,7 @@ class PlanBatch(Rows):
     offload: Ints
     cuda_graphs: Ints
     grad_dtype: Ints
+    narrow_params: Bools
     main_weights: Ints
     moment_dtype: Ints
     rank_order: Ints

@@ -58,7 +58,8 @@ class SpaceFlags:
 
 
 PLAN_FILE_VERSION = 5
-# In 2 a framework's traits stood in no groups; in 3 the dispatcher was one of them, in 4 the type of the gradients.
+# In 2 a framework's traits stood in no groups; in 3 the dispatcher was one of them, in 4 the types of gradients and of
+# gathered weights.
 _READABLE_PLAN_FILES = (2, 3, 4, PLAN_FILE_VERSION)
 
 
@@ -111,6 +112,11 @@ class PlanFile:
         experts = framework.get("experts", framework)
         if table["schema_version"] < 4 and isinstance(experts, dict) and experts.get("dispatches_once"):
             table = _with_choice(table, dispatcher=Dispatcher.HYBRIDEP)
+        memory = framework.get("memory", framework)
+        narrow = memory.get("narrow_weights") if isinstance(memory, dict) else None
+        if isinstance(narrow, list) and isinstance(table.get("training"), dict):
+            is_narrow = table["training"].get("precision") in narrow
+            table = _with_choice(table, narrow_params=True) if is_narrow else table
         memory, network = framework.get("memory", framework), framework.get("network", framework)
         if framework.get("rules", "megatron-lm") != "megatron-lm" or not (
             isinstance(memory, dict) and isinstance(network, dict)
@@ -152,7 +158,7 @@ def _with_16_bit_gradients(table: dict[str, Any]) -> dict[str, Any]:
     return chosen | {"framework": framework}
 
 
-def _with_choice(value: Any, **choice: str) -> Any:
+def _with_choice(value: Any, **choice: str | bool) -> Any:
     """Return part of a plan file in which every plan has a choice."""
     if isinstance(value, list):
         return [_with_choice(part, **choice) for part in value]

@@ -87,6 +87,7 @@ MATRIX: dict[str, PlanFile] = {
     "dense, graphs of layers": plan_file_of(LLAMA_8B, pp=2, dp_shard=4, cuda_graphs="layer"),
     "dense, one graph": plan_file_of(LLAMA_8B, dp_shard=8, cuda_graphs="full_iteration"),
     "experts, graphs of layers": plan_file_of(MIXTRAL, ep=8, dp_shard=8, cuda_graphs="layer"),
+    "dense, fp8 weights": plan_file_of(LLAMA_8B, dp_shard=64, precision="fp8", narrow_params=True),
     "dense, 16-bit gradients": plan_file_of(LLAMA_8B, dp_shard=8, grad_dtype="bf16"),
     "dense, remainders": plan_file_of(LLAMA_8B, dp_shard=8, main_weights="remainders"),
     "dense, 16-bit states": plan_file_of(
@@ -312,6 +313,7 @@ def plan_files(draw: st.DrawFn, *, zero_bubble: bool = False) -> PlanFile:
     precision = draw(st.sampled_from(["bf16", "fp16", "fp8"]))
     plan = ParallelPlan(
         **draw(st.sampled_from(STATES[precision == "bf16"])),
+        narrow_params=precision == "fp8" and sharding != "none" and draw(st.booleans()),
         cuda_graphs=draw(st.sampled_from(["none", "none", "layer", "full_iteration"])),
         global_batch=dp * draw(st.sampled_from([12, 24])) * 2,
         micro_batch=draw(st.sampled_from([1, 2])),

@@ -147,7 +147,7 @@ def _gathered_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     Those with scales of blocks are gathered in 16 bits and quantised then: either copy is needed.
     Source: Megatron-LM core/distributed/param_and_grad_buffer.py, and reuse_grad_buf_for_mxfp8_param_ag.
     """
-    is_narrow = (batch.precision == Precision.FP8.code) & ("fp8" in problem.framework.memory.narrow_weights)
+    is_narrow = (batch.precision == Precision.FP8.code) & batch.narrow_params
     return np.where(is_narrow, 1.0, problem.training.element_bytes)
 
 

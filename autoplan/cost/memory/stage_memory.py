@@ -249,16 +249,17 @@ def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StagePa
 
     Hopper multiplies 8-bit matrices in one layout only, and blocks of scales run along one side, so that the data
     gradient has a copy of its own; Blackwell's 8-bit copies with one scale serve both (Transformer Engine
-    module/base.py get_weight_workspace).  Weights that are gathered for every pass are not kept.  Where a framework
-    holds no weights of these products beside the copies, less those in 16 bits.
+    module/base.py get_weight_workspace).  Weights that are gathered for every pass are not kept.  Where there
+    are no weights of these products beside the copies, less those in 16 bits.
     """
     if not problem.framework.memory.keeps_narrow_copies:
         return np.zeros_like(parameters.dense)
     one_layout = problem.cluster.device.generation == "blackwell"
     copies = {name: size * (1.0 if name == "fp8" and one_layout else 2.0) for name, size in NARROW_BYTES.items()}
-    for name in problem.framework.memory.narrow_weights:
-        copies[name] -= problem.framework.memory.bytes_per_weight
     per_weight = np.array([copies.get(precision, 0.0) for precision in Precision])[batch.precision]
+    per_weight = per_weight - np.where(
+        batch.narrow_params & (per_weight > 0.0), problem.framework.memory.bytes_per_weight, 0.0
+    )
     per_weight = np.where(batch.sharding >= Sharding.ZERO3.code, 0.0, per_weight)
     return (parameters.dense - parameters.ends + parameters.expert) * per_weight[:, None]
 

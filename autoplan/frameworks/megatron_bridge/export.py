@@ -20,6 +20,7 @@ from autoplan.frameworks.megatron_lm.table import arguments_of
 from autoplan.spec.enums import CudaGraphs, GradType, MainWeights, MomentType
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import Block
+from autoplan.spec.plan import NARROW_PRECISIONS
 from autoplan.spec.plan_file import PlanFile
 
 NAME = "recipe.py"
@@ -36,6 +37,7 @@ _ELSEWHERE = frozenset(
     (
         *("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp4_recipe", "vocab_size", "max_position_embeddings"),
         *("group_query_attention", "attention_backend", "optimizer", "squared_relu"),
+        *("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"),
         *("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"),
     )
 )
@@ -191,6 +193,11 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
         *lines,
         "",
         f"cfg.mixed_precision = get_mixed_precision_config({_PRECISIONS[plan.precision]!r})",
+        *(
+            [f"cfg.mixed_precision.{'fp4' if plan.precision == 'nvfp4' else 'fp8'}_param_gather = {plan.narrow_params}"]
+            if plan.precision in NARROW_PRECISIONS
+            else []
+        ),
         f"cfg.mixed_precision.grad_reduce_in_fp32 = {plan.grad_dtype == GradType.FP32}",
         *(["cfg.mixed_precision.fp8_dot_product_attention = True"] if narrows_attention else []),
         "cfg.comm_overlap = CommOverlapConfig(",

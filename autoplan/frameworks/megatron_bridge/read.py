@@ -36,6 +36,8 @@ _COMMON = {
     "overlap_param_gather": True,
     "data_parallel_sharding_strategy": "optim_grads_params",
     "grad_reduce_in_bf16": True,  # perf_recipes/_common.py
+    "fp8_param_gather": True,  # mixed_precision.py
+    "fp4_param_gather": True,
 }
 _SHORT = {
     "tp": "model.tensor_model_parallel_size",

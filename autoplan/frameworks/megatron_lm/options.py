@@ -289,6 +289,25 @@ def _read_graphs(reading: Reading) -> Fields:
     return {"cuda_graphs": graphs}
 
 
+def _write_narrow_params(file: PlanFile) -> dict[str, Value]:
+    plan = file.best.plan
+    if not plan.narrow_params:
+        return {}
+    if plan.precision == Precision.NVFP4:
+        return {"fp4_param_gather": True}
+    # Scales of blocks are made of what was gathered, in the buffer of the gradients.
+    reuse = {"reuse_grad_buf_for_mxfp8_param_ag": True} if plan.precision == Precision.MXFP8 else {}
+    return {"fp8_param_gather": True, **reuse}
+
+
+def _read_narrow_params(reading: Reading) -> Fields:
+    arguments = reading.arguments
+    is_fp4 = reading.fields["precision"] == Precision.NVFP4
+    gathers = [arguments.flag("fp8_param_gather"), arguments.flag("fp4_param_gather")]
+    arguments.flag("reuse_grad_buf_for_mxfp8_param_ag")
+    return {"narrow_params": gathers[is_fp4]}
+
+
 def _write_states(file: PlanFile) -> dict[str, Value]:
     plan = file.best.plan
     types: dict[str, Value] = {}
@@ -459,6 +478,13 @@ PLAN: tuple[Line, ...] = (
                                is_switch=True))),
     ),
     (
+        Special("fp8_param_gather", _write_narrow_params, _read_narrow_params, is_switch=True,
+                names={BRIDGE: "mixed_precision."},
+                others=(Option("fp4_param_gather", names={BRIDGE: "mixed_precision."}, is_switch=True),
+                        Option("reuse_grad_buf_for_mxfp8_param_ag", names={BRIDGE: "mixed_precision."},
+                               is_switch=True))),
+    ),
+    (
         Special("recompute_granularity", _write_recompute, _read_recompute,
                 others=(*valued("recompute_method", "recompute_num_layers", "recompute_modules"),
                         *switches("recompute_activations"))),
@@ -555,8 +581,6 @@ UNWRITTEN: Line = (
     Assumed("outer_dp_sharding_strategy", ("no_shard",), "priced without sharding over the outer replicas", names=DDP),
     Assumed("align_param_gather", names=DDP),
     Assumed("overlap_p2p_comm", (True,), "priced with messages that overlap"),
-    Assumed("fp8_param_gather", (False,), "weights are priced as gathered in 16 bits",
-            names={BRIDGE: "mixed_precision."}),
     Assumed("cross_entropy_loss_fusion", (False,), "priced as the framework's usual loss"),
     Assumed("bias_swiglu_fusion", (True,), "priced with a fused activation"),
     Assumed("apply_rope_fusion", (True,), "priced with a fused rotation"),

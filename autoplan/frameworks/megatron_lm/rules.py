@@ -31,7 +31,7 @@ from autoplan.spec.enums import (
     Sharding,
 )
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import FULL, PP_BEFORE_DP, ParallelPlan, PlanBatch
+from autoplan.spec.plan import FULL, NARROW_PRECISIONS, PP_BEFORE_DP, ParallelPlan, PlanBatch
 from autoplan.spec.workload import Workload
 
 _ARGUMENTS = "training/arguments.py"
@@ -44,6 +44,7 @@ INTERLEAVED = Schedule.INTERLEAVED.code
 ZERO1 = Sharding.ZERO1.code
 ZERO2 = Sharding.ZERO2.code
 ZERO3 = Sharding.ZERO3.code
+_NARROW = [precision.code for precision in NARROW_PRECISIONS]
 ALL_TO_ALL = ContextParallelKind.ALL_TO_ALL.code
 
 
@@ -228,7 +229,7 @@ def _graphs_overlap(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 # Options that few other frameworks have.
-EXTRAS = ("ep_overlap", "dispatcher", "cuda_graphs", "grad_dtype", "main_weights", "moment_dtype")
+EXTRAS = ("ep_overlap", "dispatcher", "cuda_graphs", "grad_dtype", "narrow_params", "main_weights", "moment_dtype")
 
 COMMON: tuple[Rule, ...] = (
     *universal.RULES,
@@ -389,6 +390,14 @@ COMMON: tuple[Rule, ...] = (
         source=f"{_CONFIG}:3065",
         holds=_graphs_overlap,
         says=lambda s, p: "cuda_graphs layer holds dense MLPs, which ep_overlap does not go with: use attn",
+    ),
+    Rule(
+        source=f"{_ARGUMENTS}:1095",
+        holds=lambda s, b: ~b.narrow_params | ((b.sharding >= ZERO1) & np.isin(b.precision, _NARROW)),
+        says=lambda s, p: (
+            f"narrow_params need narrow products and sharded states, got precision {p.precision} and sharding "
+            f"{p.sharding}: leave narrow_params out"
+        ),
     ),
     Rule(
         source="core/optimizer/__init__.py:1057",
