@@ -21,7 +21,8 @@ TIE = 1e-9
 _TIE_ORDER = (
     *("pp", "tp", "cp", "ep", "etp", "vp", "schedule"),
     *("recompute", "recompute_modules", "recompute_num_layers"),
-    *("offload", "sharding", "cp_kind", "dispatcher", "tp_overlap", "rank_order"),
+    *("offload", "sharding", "cp_kind", "dispatcher", "tp_overlap", "ep_overlap", "rank_order"),
+    *("cuda_graphs", "narrow_params", "main_weights", "moment_dtype", "grad_dtype"),
     *("micro_batch", "dp_replicate", "dp_shard", "global_batch"),
 )
 

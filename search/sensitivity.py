@@ -28,7 +28,7 @@ from autoplan.spec.search_result import Flip, RankedPlan, SearchResult, Sensitiv
 from autoplan.topology.cluster import ClusterSpec
 
 MOST_CHANGE = 2.0  # a number that is off by more is another machine
-MOST_PLANS = 64  # that are priced again
+MOST_PLANS = 256  # that are priced again
 LEAST_SLOPE = 1e-4  # of the logarithm of the step: what changes it less cannot change the answer
 CLOSE = 1e-4  # of two steps at a flip, as a share
 MOST_ROUNDS = 12

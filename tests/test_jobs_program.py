@@ -175,7 +175,7 @@ def test_flags_that_do_not_go_together_are_refused(folder: Path) -> None:
     for arguments, said in (
         (("--command",), "--command and PROGRAM go together"),
         (("--", "true"), "--command and PROGRAM go together"),
-        (("--command", "--check", "--", "true"), "--check and --data are of the built-in trainer"),
+        (("--command", "--check", "--", "true"), "--check, --data and --traces are of the built-in trainer"),
         (("--command", "--", "no-such-program"), "'no-such-program' cannot be started: No such file"),
     ):
         done = run(folder, "run", "plan.json", *arguments)

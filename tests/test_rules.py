@@ -56,12 +56,13 @@ PIPELINES: tuple[Case, ...] = (
 # (model, plan, sequence length, what is said): legal but for one rule, and one for every rule.
 # What Megatron-Core alone lets its users choose.
 CORE_OPTIONS: tuple[Case, ...] = tuple(
-    (DENSE, plan_of(**{axis: value}), 4096, f"{axis} {value} is known of Megatron-LM and Primus only")
+    (DENSE, plan_of(**{axis: value}), 4096, f"{axis if value is True else f'{axis} {value}'} is known of")
     for axis, value in (
         ("cuda_graphs", "layer"),
         ("grad_dtype", "bf16"),
         ("main_weights", "fp16"),
         ("moment_dtype", "bf16"),
+        ("narrow_params", True),
     )
 )
 

@@ -53,8 +53,11 @@ def test_no_line_is_too_long_and_nothing_is_cut(file: PlanFile, show: Any, width
     assert "…" not in text
     words = " ".join(line.strip("│ ") for line in text.splitlines())
     assert re.search(rf"time +{format_seconds(file.best.step_s)} a step; nine of ten runs take ", words)
-    for says in ("tokens/s per device", "MFU", "on the fullest device", "plans is faster, under this model"):
+    for says in ("tokens/s per device", "MFU", "on the fullest device"):
         assert says in re.sub(r"\s+", " ", words)
+    assert re.search(
+        r"none of [\d,]+ plans is (more than [\d.]+ % )?faster, under this model", re.sub(r"\s+", " ", words)
+    )
 
 
 def test_the_peak_of_a_core_is_told_as_it_is(file: PlanFile) -> None:
@@ -71,11 +74,11 @@ def test_numbers_of_the_ranking_are_never_folded(file: PlanFile, width: int) -> 
 
 
 def test_an_answer_is_short_and_its_details_are_there(file: PlanFile) -> None:
-    """The longest plan of all presets in two lines of 80 columns, the answer without next steps in fourteen."""
+    """The longest plan of all presets in three lines of 80 columns, the answer without next steps in fifteen."""
     lines = shown(print_search, file, 80).splitlines()
     assert lines[2].startswith("plan ")
-    assert lines[4].startswith("time ")
-    assert len(lines) <= 14
+    assert lines[5].startswith("time ")
+    assert len(lines) <= 15
     text = " ".join(shown(partial(print_search, details=True), file, 80).split())
     for says in (
         "Megatron model FLOPs",

@@ -32,7 +32,7 @@ from autoplan.spec.search_result import Allowance, Certificate, Confidence, Obvi
 from autoplan.spec.timing import Provenance
 
 SHOWN_PLANS = 10
-SHOWN_ALLOWANCES = 3
+SHOWN_ALLOWANCES = 2
 SHOWN_REASONS = 3
 LEAST_REASON = 0.02  # of the largest
 LEAST_OFF = 0.001  # less would read as 0.0 %
@@ -125,15 +125,15 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
         if file.choice and file.choice.runner_up:
             yield "next best", next_best_line(file.choice, file.certificate)
     if file.allowances:
-        yield "left out", "; ".join(map(allowance_text, file.allowances[:SHOWN_ALLOWANCES]))
+        yield "--allow", "; ".join(map(allowance_text, file.allowances[:SHOWN_ALLOWANCES]))
 
 
 def allowance_text(allowance: Allowance) -> str:
     """What the plan would gain with an option that changes the numerics of training."""
     freed = allowance.freed_bytes
+    gain = [slower(allowance.ratio - 1.0)] if abs(allowance.ratio - 1.0) >= LEAST_OFF else []
     memory = f"{format_bytes(abs(freed))} {'less' if freed > 0 else 'more'}"
-    gain = slower(allowance.ratio - 1.0) if abs(allowance.ratio - 1.0) >= LEAST_OFF else "as fast"
-    return f"--allow {allowance.choice}: {gain}, {memory}"
+    return f"{allowance.choice}: {', '.join([*gain, memory])}"
 
 
 def _memory(file: PlanFile) -> str:
