@@ -90,7 +90,7 @@ def test_a_plan_file_survives_reading_and_writing(searched: Path) -> None:
     assert file.command.startswith("autoplan ")
     assert sum(stage.layers for stage in file.stages) == 16
     # The simplest of those about as fast stands in front.
-    steps = [one.step_s for one in file.alternatives]
+    steps = [choice.step_s for choice in file.alternatives]
     assert steps == sorted(steps)
     assert file.best.step_s <= 1.01 * steps[0]
 
@@ -409,7 +409,7 @@ def test_a_range_of_batches_takes_the_best_rate(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert 16 <= plan["best"]["plan"]["global_batch"] <= 64
-    rates = [one["tokens_per_s_per_device"] for one in plan["alternatives"]]
+    rates = [choice["tokens_per_s_per_device"] for choice in plan["alternatives"]]
     assert rates == sorted(rates, reverse=True)
     assert plan["best"]["tokens_per_s_per_device"] >= rates[0] / 1.01
 

@@ -110,7 +110,7 @@ def test_a_list_is_narrowed_by_host_status_and_day(folder: Path) -> None:
         (("--host", "node7", "--status", "unstable"), []),
     ):
         listed = json.loads(good(folder, "list", "--db", "a.db", "--json", *flags))
-        assert [one["key"] for one in listed] == keys
+        assert [record["key"] for record in listed] == keys
 
 
 def test_a_list_that_is_cut_says_so(folder: Path) -> None:

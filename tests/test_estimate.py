@@ -334,7 +334,7 @@ def test_recomputation_that_stops_early_leaves_out_the_last_matrix_and_its_reduc
 
 
 def test_recomputation_that_stops_early_leaves_out_the_way_back_from_the_experts() -> None:
-    """Of a pass, the second of two exchanges and the last product; a latent width needs both for the matrix behind."""
+    """The second of two exchanges and the last product are; a latent width needs both for the matrix behind."""
     assert MODELS["moe"].moe is not None
     moe = dataclasses.replace(MODELS["moe"], moe=dataclasses.replace(MODELS["moe"].moe, num_dense_layers=0))
     assert moe.moe is not None

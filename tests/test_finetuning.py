@@ -225,7 +225,7 @@ def test_gathers_are_of_all_weights_and_reductions_of_adapters() -> None:
 
 def test_tensor_parallel_ranks_send_what_adapters_need_and_gather_inputs_once() -> None:
     tuned = FineTuning(rank=16, targets=("linear_qkv", "linear_proj"))
-    frozen, plain = (_problem(SMALL, one, "megatron-core", "h100-sxm:1x4") for one in (tuned, None))
+    frozen, plain = (_problem(SMALL, finetuning, "megatron-core", "h100-sxm:1x4") for finetuning in (tuned, None))
     batch = PlanBatch.of([ParallelPlan(global_batch=4, tp=4, sp=True)], SMALL.num_layers)
     shape = block_shapes(SMALL, tuned)[Block.ATTENTION]
     gather, scatter, reduce = adapter_collectives(frozen, batch, shape)
@@ -275,8 +275,8 @@ def test_matrices_of_low_rank_take_as_much_less() -> None:
         assert adapters == share * model.num_layers * hidden**2
         frozen = FineTuning(rank=1, targets=("o_proj",))
         more = model_flops_per_token(model, 2048, narrow) - model_flops_per_token(model, 2048, frozen)
-        one = 6 * model.num_layers * 2 * hidden
-        assert more == pytest.approx(6 * share * model.num_layers * hidden**2 - one)
+        of_rank_1 = 6 * model.num_layers * 2 * hidden
+        assert more == pytest.approx(6 * share * model.num_layers * hidden**2 - of_rank_1)
 
 
 @pytest.mark.parametrize("framework", ["torch", "deepspeed-zero", "megatron-core", "torchtitan"])
@@ -284,7 +284,7 @@ def test_less_is_held_the_less_is_trained(framework: str) -> None:
     model = load_model("llama3-8b")
     tunings = (None, ALL, replace(ALL, quantization="int8"), replace(ALL, quantization="nf4"))
     plan = ParallelPlan(global_batch=8, sharding="zero1", dp_shard=8, recompute="full")  # type: ignore[arg-type]
-    stages = [stage_costs(_problem(model, one, framework, "h100-sxm:1x8"), plan)[0] for one in tunings]
+    stages = [stage_costs(_problem(model, tuning, framework, "h100-sxm:1x8"), plan)[0] for tuning in tunings]
     memory = [stage.memory_bytes for stage in stages]
     assert memory == sorted(memory, reverse=True)
     assert stages[1].memory_terms_bytes["optimizer"] < 0.02 * stages[0].memory_terms_bytes["optimizer"]

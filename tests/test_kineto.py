@@ -48,8 +48,8 @@ STEP = [
 
 
 def written(path: Path, events: list[Event], rank: int = 0, world: int = 2) -> Path:
-    told = {"schemaVersion": 1, "distributedInfo": {"rank": rank, "world_size": world}, "traceEvents": events}
-    text = json.dumps(told).encode()
+    trace = {"schemaVersion": 1, "distributedInfo": {"rank": rank, "world_size": world}, "traceEvents": events}
+    text = json.dumps(trace).encode()
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
     return path
 
@@ -80,8 +80,10 @@ def test_instants_are_those_of_counting_microseconds(spans: list[tuple[int, int,
     lengths, running = _instants(rows)
     work, communication = ([ACTIVITIES.index(name) for name in names] for names in (WORK, COMMUNICATION))
     exposed = lengths[running[:, communication].any(axis=1) & ~running[:, work].any(axis=1)].sum()
-    at_work = {at for start, length, what in spans if what in work for at in range(start, start + length)}
-    talking = {at for start, length, what in spans if what in communication for at in range(start, start + length)}
+    at_work = {at for start, length, activity in spans if activity in work for at in range(start, start + length)}
+    talking = {
+        at for start, length, activity in spans if activity in communication for at in range(start, start + length)
+    }
     assert exposed == len(talking - at_work)
     assert lengths[running[:, work].any(axis=1)].sum() == len(at_work)
 
@@ -148,7 +150,7 @@ def test_traces_of_other_runs_or_without_marks_are_told(tmp_path: Path) -> None:
         read_traces([first, written(tmp_path / "again.json", STEP)])
     with pytest.raises(InputError, match=r"runs with 2 and 4 ranks"):
         read_traces([first, written(tmp_path / "1.json", STEP, rank=1, world=4)])
-    unmarked = written(tmp_path / "2.json", [one for one in STEP if "Step" not in one["name"]])
+    unmarked = written(tmp_path / "2.json", [span for span in STEP if "Step" not in span["name"]])
     remarks = read_traces([unmarked]).remarks
     assert "no steps are marked" in remarks[0]
     assert "1 of 2 ranks have no trace" in remarks[1]

@@ -222,7 +222,7 @@ def assert_comes_back(reader: Reader, name: str, text: str, file: PlanFile) -> N
     assert without_name(launch.model) == without_name(file.model)
     assert launch.training == file.training
     # Of what is priced, all is read.
-    assert [one for one in launch.unread if one.matters] == []
+    assert [option for option in launch.unread if option.matters] == []
 
 
 FEW = settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])

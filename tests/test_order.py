@@ -75,16 +75,16 @@ def test_orders_are_those_of_megatron(p: int) -> None:
 
 @pytest.mark.parametrize(("schedule", "p", "v", "m"), cases((1, 2, 4), (1, 3, 8, 11)))
 def test_every_pass_of_every_chunk_runs_once_on_its_rank(schedule: Schedule, p: int, v: int, m: int) -> None:
-    for held, order in zip(
+    for chunks, order in zip(
         chunks_of_ranks(schedule, p, v).tolist(), rank_orders(PipelineShape(schedule, p, v, m)), strict=True
     ):
         runs = [(o.kind if o.kind in "FW" else "I", o.chunk, o.microbatch) for o in order]
         runs += [("W", o.chunk, o.microbatch) for o in order if o.kind == "B"]
-        assert sorted(runs) == sorted(itertools.product("FIW", held, range(m)))
+        assert sorted(runs) == sorted(itertools.product("FIW", chunks, range(m)))
         for operation, after in itertools.pairwise(order):
             if operation.joined:
                 assert (operation.kind, after.kind, after.joined) == ("F", "B", False)
-                assert {operation.chunk, after.chunk} == set(held)
+                assert {operation.chunk, after.chunk} == set(chunks)
 
 
 def test_the_orders_of_zb_h1_for_four_stages_are_those_of_the_paper() -> None:
@@ -186,12 +186,12 @@ def test_peak_bytes_are_exact_for_chunks_of_any_size(schedule: Schedule, p: int,
 def test_chunks_between_their_two_gradients_count_with_those_alive(schedule: Schedule, v: int, m: int) -> None:
     """Exactly, whatever either weighs."""
     p = 4
-    held, live = chunks_of_ranks(schedule, p, v), live_chunks(PipelineShape(schedule, p, v, m), waiting=True)
+    chunks, live = chunks_of_ranks(schedule, p, v), live_chunks(PipelineShape(schedule, p, v, m), waiting=True)
     alive, waiting = np.random.default_rng(m).uniform(0.1, 1.0, (2, p * v))
     for rank, order in enumerate(rank_orders(PipelineShape(schedule, p, v, m))):
         weights = {"F": alive, "B": -alive, "I": waiting, "W": -(alive + waiting)}
-        peak = max(itertools.accumulate(float(weights[one.kind][one.chunk]) for one in order))
-        sizes = np.concatenate([alive[held[rank]], waiting[held[rank]]])
+        peak = max(itertools.accumulate(float(weights[operation.kind][operation.chunk]) for operation in order))
+        sizes = np.concatenate([alive[chunks[rank]], waiting[chunks[rank]]])
         assert float((live[rank] @ sizes).max()) == pytest.approx(peak)
 
 

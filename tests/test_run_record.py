@@ -213,8 +213,8 @@ def test_commands_of_the_database_take_runs_along(folder: Path) -> None:
     assert b"noisy" not in gzip.decompress((folder / "marks.gz").read_bytes())
     refused = run(folder, "db", "list", "--runs", "--operation", "gemm", "--db", "a.db")
     assert "--runs lists training runs" in refused.stderr
-    few = run(folder, "db", "list", "--runs", "--hidden", "--limit", "1", "--db", "a.db")
-    assert "the first 1 are shown" in few.stderr
+    cut = run(folder, "db", "list", "--runs", "--hidden", "--limit", "1", "--db", "a.db")
+    assert "the first 1 are shown" in cut.stderr
 
 
 def test_a_command_that_ran_is_kept_and_one_that_failed_too(tmp_path: Path) -> None:

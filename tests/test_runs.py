@@ -382,11 +382,11 @@ def test_a_row_of_torchtitan_that_captures_nothing_was_not_compiled(tmp_path: Pa
         "vp": "",
         "dp": "8",
     }
-    said, unsaid = runs_of(tmp_path, row | {"options": "cuda_graph=none"}, row | {"id": "2"})
-    assert said.problem is not None
-    assert unsaid.problem is not None
-    assert said.problem.framework.name == "torchtitan-eager"
-    assert unsaid.problem.framework.name == "torchtitan-0.1"
+    eager, default = runs_of(tmp_path, row | {"options": "cuda_graph=none"}, row | {"id": "2"})
+    assert eager.problem is not None
+    assert default.problem is not None
+    assert eager.problem.framework.name == "torchtitan-eager"
+    assert default.problem.framework.name == "torchtitan-0.1"
 
 
 @pytest.mark.parametrize(

@@ -159,10 +159,10 @@ def test_the_answer_tells_what_was_left_out() -> None:
     problem = problem_of()
     space = make_space(problem, 64)
     result = search(problem, space)
-    told = {one.choice.partition("=")[0]: one for one in allowances(problem, space, result.rivals[0])}
-    assert set(told) <= {"grad_dtype", "main_weights", "moment_dtype"}
-    assert told["grad_dtype"].freed_bytes > 0.5 * GIB
-    for allowance in told.values():
+    by_axis = {option.choice.partition("=")[0]: option for option in allowances(problem, space, result.rivals[0])}
+    assert set(by_axis) <= {"grad_dtype", "main_weights", "moment_dtype"}
+    assert by_axis["grad_dtype"].freed_bytes > 0.5 * GIB
+    for allowance in by_axis.values():
         axis, _, value = allowance.choice.partition("=")
         assert getattr(allowance.plan.plan, axis) == value
     everything = make_space(problem, 64, allow=["grad_dtype", "main_weights", "moment_dtype"])

@@ -578,9 +578,9 @@ def test_a_revision_only_adds_so_that_the_version_before_can_go_on(url: str) -> 
             inspector = inspect(connection)
             columns = {name: inspector.get_columns(name) for name in inspector.get_table_names()}
             if revision > schema.FIRST_TOLERANT:
-                for name, held in before.items():
-                    added = [column for column in columns[name] if column["name"] not in held]
-                    assert held <= {column["name"] for column in columns[name]}
+                for name, known in before.items():
+                    added = [column for column in columns[name] if column["name"] not in known]
+                    assert known <= {column["name"] for column in columns[name]}
                     assert all(column["nullable"] or column["default"] for column in added)
             before = {name: {column["name"] for column in found} for name, found in columns.items()}
     database.engine.dispose()

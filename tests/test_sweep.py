@@ -193,7 +193,7 @@ def test_a_budget_ends_a_sweep_before_it_is_exceeded(tmp_path: Path, pair: tuple
     progress = Progress(total=3)
     long = replace(products(32)[0], task=replace(products(32)[0].task, operation="dgrad"), expected_s=1e6)
     run(crew, hello, store, [products(16)[0], long, products(48)[0]], budget_s=1e3, progress=progress)
-    assert [one.shape for one in store.records()][:2] == [(16, 32, 32), (48, 32, 32)]
+    assert [record.shape for record in store.records()][:2] == [(16, 32, 32), (48, 32, 32)]
     assert progress.num_left == 1
 
 

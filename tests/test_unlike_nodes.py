@@ -111,7 +111,7 @@ def test_the_built_in_trainer_gets_the_whole_plan(problem: MixedProblem) -> None
 
 
 def test_the_built_in_trainer_trains_unlike_replicas_as_one_process_does(tmp_path: Path) -> None:
-    """Of S54's kind: a device of half the speed takes half the micro-batches."""
+    """A device of half the speed takes half the micro-batches (the kind of `systems` S54)."""
     fast, slow = (scaled("cpu:1x1", name, speed=speed) for name, speed in (("fast", 1.0), ("slow", 0.5)))
     tiny = replace(SMALL, num_layers=2, hidden_size=32, vocab_size=256, num_heads=4, num_kv_heads=2, ffn_size=64)
     problem = problem_of(fast, slow, model=tiny, seq_len=16, precision="fp32", framework=load_framework("torch"))

@@ -131,13 +131,13 @@ def graph_scopes(graphs: CudaGraphs, model: ModelSpec) -> list[str]:
 
 def graphs_of(scopes: set[str], model: ModelSpec) -> CudaGraphs:
     """Return the most graphs whose scopes, as far as the model has them, are all among `scopes`."""
-    held, found = _known_scopes(model), CudaGraphs.NONE
+    known, found = _known_scopes(model), CudaGraphs.NONE
     if "full_iteration" in scopes:
         return CudaGraphs.FULL_ITERATION
     for level, wanted in GRAPH_SCOPES.items():
-        if not held.intersection(wanted) <= scopes:
+        if not known.intersection(wanted) <= scopes:
             break
-        found = level if scopes & held else found
+        found = level if scopes & known else found
     return found
 
 
