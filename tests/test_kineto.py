@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from autoplan.api.traces import read_traces
 from autoplan.base.errors import InputError
+from autoplan.profiler.imports import kineto
 from autoplan.profiler.imports.kineto import (
     ACTIVITIES,
     COMMUNICATION,
@@ -133,6 +135,11 @@ def test_operators_of_a_cpu_count_where_they_are_the_innermost(tmp_path: Path) -
         (b'{"traceEvents": 3}', "no trace of torch's profiler"),
         (b'{"traceEvents": []}', "without kernels of a device"),
         (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": "x", "dur": 1}]}', "no time in micro"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "dur": 1}]}', "no time in micro"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": "inf"}]}', "none that can be"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": -1}]}', "without kernels"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "k", "ts": 1, "dur": 1, "tid": []}]}', "`int . str"),
+        (b'{"distributedInfo": {"rank": -1}, "traceEvents": []}', ">= 0"),
         (b"\x1f\x8b\x08", "cannot be read"),
     ],
 )
@@ -144,9 +151,38 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path: Path, content: bytes,
     assert "\n" not in str(error.value)
 
 
+def test_steps_in_which_nothing_ran_are_refused(tmp_path: Path) -> None:
+    marks = [event("ProfilerStep#1", 5000, 100, "gpu_user_annotation"), event("ProfilerStep#2", 5100, -100, "cpu_op")]
+    with pytest.raises(InputError, match="runs in the marked steps"):
+        read_trace(written(tmp_path / "trace.json", [STEP[0], *marks]))
+
+
+def test_operators_may_be_nested_deeply(tmp_path: Path) -> None:
+    """So that a look at all that an operator is part of, for each of them, would take minutes."""
+    depth = 100_000
+    events = [event("aten::mm", at, 2 * (depth - at), cat="cpu_op") for at in range(depth)]
+    assert read_trace(written(tmp_path / "deep.json", events)).step_s == pytest.approx(2e-6 * depth)
+
+
+def test_more_events_than_memory_has_room_for_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kineto, "MOST_OBJECTS", 5)
+    path = written(tmp_path / "trace.json.gz", STEP)
+    with pytest.raises(InputError, match="more than 4,294,967,296 bytes or 5 objects: trace fewer steps"):
+        read_trace(path)
+    monkeypatch.setattr(kineto, "MOST_BYTES", 5)
+    with pytest.raises(InputError, match="more than 5 bytes"):
+        read_trace(path)
+
+
+def test_a_pipe_is_no_trace(tmp_path: Path) -> None:
+    """What is read of it would be gone for the reader of launch files, and one that nobody writes to never ends."""
+    os.mkfifo(tmp_path / "pipe.json")
+    assert not is_trace(tmp_path / "pipe.json")
+
+
 def test_traces_of_other_runs_or_without_marks_are_told(tmp_path: Path) -> None:
     first = written(tmp_path / "0.json", STEP)
-    with pytest.raises(InputError, match="of the same rank"):
+    with pytest.raises(InputError, match="of the same rank, 0: "):
         read_traces([first, written(tmp_path / "again.json", STEP)])
     with pytest.raises(InputError, match=r"runs with 2 and 4 ranks"):
         read_traces([first, written(tmp_path / "1.json", STEP, rank=1, world=4)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,6 @@ from autoplan.base.files import encode, is_folder
 from autoplan.profiler.imports.kineto import RankTrace, is_trace, read_trace
 from autoplan.spec.terms import TERMS
 
-MOST_FILES = 4096
 APART = 0.03  # of the step: beyond it the marks of steps and what ran in them are not of the same steps
 WORTH_A_WORD = 0.05  # of the step
 
@@ -90,10 +90,12 @@ def read_traces(paths: Sequence[str | Path], *, plan: str | Path | None = None, 
     Raises InputError where a file is no trace, or traces are not of one run.
     """
     ranks = sorted((read_trace(path) for path in _files(paths)), key=lambda rank: (rank.rank is None, rank.rank or 0))
-    known = [rank.rank for rank in ranks if rank.rank is not None]
-    if len(set(known)) < len(known):
-        raise InputError(f"two traces are of the same rank: name those of one run (ranks {', '.join(map(str, known))})")
-    remarks = [remark for rank in ranks for remark in _remarks(rank)]
+    for first, second in itertools.pairwise(ranks):
+        if first.rank is not None and first.rank == second.rank:
+            raise InputError(
+                f"{first.file} and {second.file}: both of the same rank, {first.rank}: name one run's traces"
+            )
+    remarks = _remarks(ranks)
     worlds = {rank.world_size for rank in ranks if rank.world_size}
     if len(worlds) > 1:
         raise InputError(
@@ -129,23 +131,33 @@ def _files(paths: Sequence[str | Path]) -> list[Path]:
         if not is_folder(path):
             found.append(path)
             continue
-        inside = [item for item in sorted(path.rglob("*.json*"))[:MOST_FILES] if is_trace(item)]
+        inside = [item for item in sorted(path.rglob("*.json*")) if is_trace(item)]
         if not inside:
             raise InputError(f"{path}: no traces of torch's profiler in it (*.json, *.json.gz)")
         found += inside
     return found
 
 
-def _remarks(rank: RankTrace) -> list[str]:
+def _remarks(ranks: Sequence[RankTrace]) -> list[str]:
+    """Say what makes step times doubtful, each once: by the file where it is the most."""
     remarks = []
-    if not rank.is_marked:
-        remarks.append(f"{rank.file}: no steps are marked, the whole trace counts as one: call step() of the profiler")
-    elif rank.marked_step_s and abs(rank.step_s / rank.marked_step_s - 1) > APART:
+    if unmarked := [rank.file for rank in ranks if not rank.is_marked]:
         remarks.append(
-            f"{rank.file}: what ran covers {100 * rank.step_s / rank.marked_step_s:.0f} % of the marked steps: "
+            f"{unmarked[0]}{_and_more(unmarked)}: no steps are marked, the whole trace counts as one: "
+            "call step() of the profiler"
+        )
+    covered = [(rank.step_s / rank.marked_step_s, rank.file) for rank in ranks if rank.is_marked and rank.marked_step_s]
+    if apart := sorted((share for share in covered if abs(share[0] - 1) > APART), key=lambda share: -abs(share[0] - 1)):
+        share, file = apart[0]
+        remarks.append(
+            f"{file}{_and_more(apart)}: what ran covers {100 * share:.0f} % of the marked steps: "
             "trace several, whose ends weigh less"
         )
     return remarks
+
+
+def _and_more(items: Sequence[object]) -> str:
+    return f" and {len(items) - 1} more" if len(items) > 1 else ""
 
 
 def _where(terms: Sequence[ComparedTerm], step_s: float) -> list[str]:

@@ -13,16 +13,21 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import numpy as np
 
 from autoplan.base.errors import InputError
+from autoplan.base.files import is_file
 from autoplan.base.units import cleaned
 
 MOST_BYTES = 2**32  # unpacked
+MOST_OBJECTS = 2**25  # of JSON: an event is two, and takes about 100 bytes of memory
+MOST_S = 1e11  # of a moment and of a length: some 3,000 years
+CHUNK_BYTES = 2**24
 MAGIC = b"\x1f\x8b"
 HEAD_BYTES = 4096
 
@@ -42,7 +47,7 @@ _NAMES: tuple[tuple[Activity, re.Pattern[str]], ...] = (
         "gemm",
         re.compile(
             r"gemm|cutlass|xmma|nvjet|cijk|matmul|wgmma|hmma|tensile|splitk|gemv|dot_kernel"
-            r"|aten::(addmm|mm|bmm|baddbmm|_scaled_mm|_grouped_mm)$|conv\w*(fprop|dgrad|wgrad)",
+            r"|aten::(addmm|mm|bmm|baddbmm|_scaled_mm|_grouped_mm)$|conv\w{0,40}(fprop|dgrad|wgrad)",
             re.IGNORECASE,
         ),
     ),
@@ -53,19 +58,19 @@ _OPTIMIZER = "Optimizer.step#"
 
 
 class _Event(msgspec.Struct):
-    """Fields of an event that are read; others are passed over."""
+    """Fields of an event that are read; others are passed over.  `ts` and `dur` are microseconds."""
 
     ph: str = ""
     name: Any = ""
     cat: Any = ""
-    ts: float | str = 0.0
+    ts: float | str = ""
     dur: float | str = 0.0
-    tid: Any = None
+    tid: int | str | None = None
 
 
 class _Distributed(msgspec.Struct):
-    rank: int = 0
-    world_size: int = 0
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
+    world_size: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
 
 
 class _Trace(msgspec.Struct):
@@ -110,7 +115,9 @@ class _Span:
 
 
 def is_trace(path: Path) -> bool:
-    """Tell whether a file begins as the JSON of a trace does, packed or not."""
+    """Tell whether a file begins as the JSON of a trace does, packed or not; a pipe is left for who reads it."""
+    if not is_file(path):
+        return False
     try:
         with path.open("rb") as stream:
             head = stream.read(HEAD_BYTES)
@@ -126,22 +133,25 @@ def is_trace(path: Path) -> bool:
 def read_trace(path: Path) -> RankTrace:
     """Return what a rank did, from the trace of torch's profiler in a file, which may be packed by gzip.
 
-    Raises InputError where the file is none, or has neither kernels nor operators.
+    Events without a length are passed over.
+
+    Raises InputError where the file is none, has neither kernels nor operators, or none of them in the marked steps.
     """
     trace = _decoded(path)
     complete = [event for event in trace.traceEvents if event.ph == "X" and isinstance(event.name, str)]
     try:
         on_device = [_span(event) for event in complete if event.cat in _DEVICE_CATEGORIES]
-        marks = list(_marks(complete, has_devices=bool(on_device)))
+        marks = [mark for mark in _marks(complete, has_devices=bool(on_device)) if mark[0].end_s > mark[0].start_s]
         spans = [(span, activity_of(span.name)) for span in on_device] or list(_on_host(complete))
-    except (TypeError, ValueError):
-        raise InputError(f"{path}: an event has no time in microseconds") from None
+    except ValueError:
+        raise InputError(f"{path}: an event has no time in microseconds, or none that can be") from None
     spans = [(span, activity) for span, activity in spans if span.end_s > span.start_s]
     if not spans:
         raise InputError(f"{path}: a trace without kernels of a device and without CPU operators: profile a step anew")
     return _summed(path, trace.distributedInfo, spans, marks, has_devices=bool(on_device))
 
 
+@lru_cache(maxsize=2**14)
 def activity_of(name: str) -> Activity:
     """Return what a kernel or operator of that name does."""
     return next((activity for activity, pattern in _NAMES if pattern.search(name)), "kernels")
@@ -151,12 +161,16 @@ def _decoded(path: Path) -> _Trace:
     try:
         with path.open("rb") as stream:
             is_packed = stream.read(2) == MAGIC
+        content = bytearray()  # by and by: a read of as much as is allowed would take that much memory for any file
         with gzip.open(path, "rb") if is_packed else path.open("rb") as stream:
-            content = stream.read(MOST_BYTES + 1)
+            while len(content) <= MOST_BYTES and (chunk := stream.read(CHUNK_BYTES)):
+                content += chunk
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: cannot be read: {cleaned(str(error))}") from None
-    if len(content) > MOST_BYTES:
-        raise InputError(f"{path}: unpacked, it is larger than {MOST_BYTES:,} bytes: trace fewer steps")
+    if len(content) > MOST_BYTES or content.count(b"{") > MOST_OBJECTS:
+        raise InputError(
+            f"{path}: unpacked, it has more than {MOST_BYTES:,} bytes or {MOST_OBJECTS:,} objects: trace fewer steps"
+        )
     try:
         return msgspec.json.decode(content, type=_Trace, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -164,8 +178,10 @@ def _decoded(path: Path) -> _Trace:
 
 
 def _span(event: _Event) -> _Span:
-    start_s = float(event.ts) * 1e-6
-    return _Span(start_s, start_s + float(event.dur) * 1e-6, str(event.name))
+    start_s, length_s = float(event.ts) * 1e-6, float(event.dur) * 1e-6
+    if not abs(start_s) < MOST_S or not abs(length_s) < MOST_S:  # also where they are no numbers
+        raise ValueError
+    return _Span(start_s, start_s + length_s, str(event.name))
 
 
 def _marks(events: Iterable[_Event], *, has_devices: bool) -> Iterator[tuple[_Span, bool]]:
@@ -190,25 +206,24 @@ def _on_host(events: Sequence[_Event]) -> Iterator[tuple[_Span, Activity]]:
 
 def _innermost(spans: list[_Span]) -> Iterator[tuple[_Span, Activity]]:
     """Yield the pieces of nested operators of one thread in which each of them was the innermost."""
-    stack: list[_Span] = []
+    stack: list[tuple[_Span, bool]] = []  # and whether it is part of an update
     at_s = 0.0
 
     def piece(until_s: float) -> Iterator[tuple[_Span, Activity]]:
         if stack and until_s > at_s:
-            updates = any(span.name.startswith(_OPTIMIZER) for span in stack)
-            name = stack[-1].name
-            yield _Span(at_s, until_s, name), "optimizer" if updates else activity_of(name)
+            span, updates = stack[-1]
+            yield _Span(at_s, until_s, span.name), "optimizer" if updates else activity_of(span.name)
 
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
-        while stack and stack[-1].end_s <= span.start_s:
-            yield from piece(stack[-1].end_s)
-            at_s = max(at_s, stack.pop().end_s)
+        while stack and stack[-1][0].end_s <= span.start_s:
+            yield from piece(stack[-1][0].end_s)
+            at_s = max(at_s, stack.pop()[0].end_s)
         yield from piece(span.start_s)
         at_s = span.start_s
-        stack.append(span)
+        stack.append((span, span.name.startswith(_OPTIMIZER) or (bool(stack) and stack[-1][1])))
     while stack:
-        yield from piece(stack[-1].end_s)
-        at_s = max(at_s, stack.pop().end_s)
+        yield from piece(stack[-1][0].end_s)
+        at_s = max(at_s, stack.pop()[0].end_s)
 
 
 def _summed(
@@ -232,7 +247,9 @@ def _summed(
         for span, activity in spans
         if span.end_s > start_s and span.start_s < end_s
     ]
-    lengths_s, running = _instants(np.asarray(clipped, dtype=np.float64).reshape(-1, 3))
+    if not clipped:
+        raise InputError(f"{path}: no kernel or operator runs in the marked steps: profile a step anew")
+    lengths_s, running = _instants(np.asarray(clipped, dtype=np.float64))
     chosen = np.where(running.any(axis=1), running.argmax(axis=1), -1)
     seconds = {name: float(lengths_s[chosen == at].sum()) / num_steps for at, name in enumerate(ACTIVITIES)}
     communicates = running[:, [ACTIVITIES.index(name) for name in COMMUNICATION]].any(axis=1)
