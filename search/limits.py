@@ -333,6 +333,12 @@ def _allowing(limits: Limits, typed: str, offered: Callable[[Axis, Value], bool]
     return limits.where(**{name: values if axis.is_monotone else sorted(values, key=lambda word: word != kept[0])})
 
 
+def _is_other_value(allowed: str, axis: str, limits: Limits) -> bool:
+    """Return whether a choice that is allowed is a value of an axis that the limits do not have."""
+    name, _, value = allowed.strip().lower().replace("-", "_").partition("=")
+    return name == axis and bool(value) and AXIS[name].parse(value, "--allow") not in limits.of(name)
+
+
 def with_flags(
     limits: Limits,
     *,
@@ -346,7 +352,8 @@ def with_flags(
 
     `offered` says whether the framework has a value of an axis.
     """
-    for text in allow:
+    allowed = tuple(allow)
+    for text in allowed:
         limits = _allowing(limits, text, offered)
     bounds: dict[str, int] = {}
     for axis, text in _pairs(at_most, "--max"):
@@ -357,6 +364,8 @@ def with_flags(
     limits = replace(limits, most=(*kept, *bounds.items()))
     for axis, text in _pairs(fix, "--fix"):
         limits = _fixed(limits, axis, text)
+        if strange := [choice for choice in allowed if _is_other_value(choice, axis, limits)]:
+            raise InputError(f"--allow {strange[0]} and --fix {axis}={text}: leave one of them out")
     for axis, count in limits.fixed:
         if count > bounds.get(axis, count):
             raise InputError(f"--fix {axis}={count} is above --max {axis}={bounds[axis]}: leave one of them out")

@@ -354,10 +354,15 @@ def test_methods_are_read_with_their_settings() -> None:
         ("lora:r", "write NAME=VALUE"),
         ("lora:alpha=3", "settings are r, targets"),
         ("lora:r=0", "rank"),
+        ("lora:r=8,r=16", "--finetune lora:r is given twice"),
+        ("full:r=8", "full trains all weights and has no rank"),
         ("prefix", "write lora, dora, qlora or full"),
+        ("a" * 5000, "write lora, dora, qlora or full"),
     ):
         with pytest.raises(InputError, match=says):
             load_finetuning(text)
+    with pytest.raises(InputError, match="--finetune trains all weights, --lora-rank adapters"):
+        combined("full", lora_rank=8)
 
 
 def test_adapter_config_of_peft_is_read(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_every_rule_has_a_plan_that_breaks_it() -> None:
     # Those of other optimizers than Adam are broken in `test_optimizers`; the number of devices has a test of its own
     # below, and the last is about a schedule that another rule turns down.
     assert len(says) == 4
-    for rule, word in zip(says, ("are of Adam", "muon with", "devices", "dualpipe-v"), strict=True):
+    for rule, word in zip(says, ("needs Adam", "muon with", "devices", "dualpipe-v"), strict=True):
         assert word in rule
 
 

@@ -120,7 +120,7 @@ def test_ranks_that_share_momenta_of_muon_put_matrices_together() -> None:
 
 
 def test_choices_that_are_adams_are_refused_with_others() -> None:
-    for plan, says in (({"offload": "optimizer"}, "are of Adam, the optimizer is lion"),):
+    for plan, says in (({"offload": "optimizer"}, "offload optimizer needs Adam, the optimizer is lion"),):
         with pytest.raises(NoPlanError, match=says):
             _estimated("lion", plan)
     with pytest.raises(NoPlanError, match="muon with zero3 is not priced: use zero1"):

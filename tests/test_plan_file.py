@@ -94,6 +94,14 @@ def test_a_plan_in_another_precision_than_the_training_is_refused(place: str) ->
         decode(PlanFile, file, "plan.json")
 
 
+@pytest.mark.parametrize("place", ["best", "alternatives"])
+def test_a_plan_without_a_micro_batch_is_refused(place: str) -> None:
+    file = msgspec.json.decode(msgspec.json.encode(table()))
+    (file[place] if place == "best" else file[place][0])["plan"]["global_batch"] = 1
+    with pytest.raises(InputError, match="global_batch 1 is less than micro_batch 1 x dp 2"):
+        decode(PlanFile, file, "plan.json")
+
+
 def test_flags_of_a_search_of_before_forbid_what_it_left_out() -> None:
     flags = decode(SpaceFlags, {"global_batch": "64", "fix": ["tp=2"], "allow": ["zero3", "tp-overlap"]}, "plan.json")
     assert flags.fix == ("tp=2",)

@@ -103,6 +103,10 @@ def test_what_changes_the_numerics_is_searched_when_it_is_allowed() -> None:
     for text, says in (("tp", "unknown; "), ("moment_dtyp", "did you mean moment_dtype"), ("moment_dtype=int", "did")):
         with pytest.raises(InputError, match=says):
             make_space(problem, 64, allow=[text])
+    fixed = make_space(problem, 64, allow=["moment_dtype", "grad_dtype=bf16"], fix=["moment_dtype=bf16"]).limits
+    assert fixed.of("moment_dtype") == ("bf16",)
+    with pytest.raises(InputError, match="--allow grad-dtype=bf16 and --fix grad_dtype=fp32: leave one of them out"):
+        make_space(problem, 64, allow=["grad-dtype=bf16"], fix=["grad_dtype=fp32"])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

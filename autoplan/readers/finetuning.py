@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import decode, read_table, read_text
+from autoplan.base.files import decode, is_file, is_folder, read_table, read_text
 from autoplan.base.values import parse_count
 from autoplan.spec.finetuning import ALL_LINEAR, DEFAULT_TARGETS, QUANTIZED_BYTES, FineTuning, Quantization
 
@@ -29,9 +29,9 @@ def load_finetuning(text: str) -> FineTuning:
     if method in METHODS:
         return _from_settings(method, settings)
     path = Path(text)
-    if path.is_dir():
+    if is_folder(path):
         path = path / ADAPTER_CONFIG
-    if not path.is_file():
+    if not is_file(path):
         raise InputError(
             f"--finetune {text[:60]!r}: write {', '.join(METHODS[:3])} or full, with settings such as lora:r=16, "
             f"or the path of {ADAPTER_CONFIG} or a YAML of axolotl, LLaMA-Factory or TRL"
@@ -63,6 +63,8 @@ def combined(
             flag for flag, value in (("--lora-targets", lora_targets), ("--quantize", quantize)) if value is not None
         ]
         raise InputError(f"{' and '.join(flags)}: give --lora-rank too, or --finetune")
+    if tuning is not None and not tuning.has_adapters and "rank" in changes:
+        raise InputError("--finetune trains all weights, --lora-rank adapters: leave one of them out")
     return replace(tuning, **changes) if tuning is not None else FineTuning(**changes)
 
 
@@ -80,6 +82,7 @@ def _quantization(text: str, option: str) -> Quantization:
 
 def _from_settings(method: str, settings: str) -> FineTuning:
     table: dict[str, Any] = {}
+    given: set[str] = set()
     if method != "full":
         table = {"rank": PEFT_RANK, "dora": "dora" in method}
     if method.startswith("q"):
@@ -90,6 +93,11 @@ def _from_settings(method: str, settings: str) -> FineTuning:
         where = f"--finetune {method}:{name}"
         if not sign:
             raise InputError(f"{where}: write NAME=VALUE, such as r=16")
+        if name in given:
+            raise InputError(f"{where} is given twice: leave one of them out")
+        given.add(name)
+        if name == "r" and method == "full":
+            raise InputError(f"{where}: full trains all weights and has no rank, leave it out or write lora")
         if name == "r":
             table["rank"] = parse_count(value, where)
         elif name == "targets":

@@ -229,7 +229,7 @@ class Network:
     def __post_init__(self) -> None:
         check_count("message_poll_from_nodes", self.message_poll_from_nodes)
         check_count("message_poll_from_tp", self.message_poll_from_tp)
-        _check(self)
+        _check(self, positive=("messages_per_block",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

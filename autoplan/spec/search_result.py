@@ -63,6 +63,11 @@ class RankedPlan:
             "host_memory_bytes",
         ):
             check_positive(name, getattr(self, name))
+        if not self.plan.num_microbatches:
+            raise InputError(
+                f"global_batch {self.plan.global_batch} is less than micro_batch {self.plan.micro_batch} x dp "
+                f"{self.plan.dp}, so that no step has a micro-batch: change one of them"
+            )
         if not self.low_s <= self.step_s <= self.high_s:
             raise InputError(
                 f"step_s {self.step_s:g} must lie in its interval from low_s {self.low_s:g} to high_s {self.high_s:g}"

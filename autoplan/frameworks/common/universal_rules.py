@@ -7,7 +7,7 @@ from autoplan.frameworks.common.rules import Rule, Rulebook, all_true
 from autoplan.spec.axes import AXES, Axis, Kind
 from autoplan.spec.enums import MainWeights, MomentType, Offload, Precision, Schedule, Sharding
 from autoplan.spec.optimizers import TRAITS
-from autoplan.spec.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PP_BEFORE_DP, PlanBatch
+from autoplan.spec.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PP_BEFORE_DP, ParallelPlan, PlanBatch
 from autoplan.spec.workload import Workload
 
 SOURCE = "any framework"
@@ -59,6 +59,13 @@ def _adams_types(workload: Workload, batch: PlanBatch) -> Bools:
     return are_plain & (batch.offload != Offload.OPTIMIZER.code)
 
 
+def _of_adam(plan: ParallelPlan) -> str:
+    """The choices of a plan that only Adam has."""
+    plain = {"moment_dtype": MomentType.FP32, "main_weights": MainWeights.FP32, "offload": Offload.NONE}
+    chosen = {name: getattr(plan, name) for name in plain}
+    return " and ".join(f"{name} {value}" for name, value in chosen.items() if value != plain[name])
+
+
 def _whole_matrices(workload: Workload, batch: PlanBatch) -> Bools:
     """Muon takes whole matrices."""
     if not TRAITS[workload.training.optimizer].orthogonalises:
@@ -70,10 +77,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=SOURCE,
         holds=_adams_types,
-        says=lambda s, p: (
-            f"moment_dtype {p.moment_dtype}, main_weights {p.main_weights} and offload {p.offload} are of Adam, the "
-            f"optimizer is {s.training.optimizer}: leave them out"
-        ),
+        says=lambda s, p: f"{_of_adam(p)} needs Adam, the optimizer is {s.training.optimizer}: leave one of them out",
     ),
     Rule(
         source=SOURCE,
