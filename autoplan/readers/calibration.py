@@ -15,9 +15,6 @@ from autoplan.topology.cluster import DeviceSpec
 # Of runs that are priced as those of another framework, which works like theirs: nine tenths of the 60 of six sources
 # that fill more than four tenths of a device are within .29, and of the 46 beyond six tenths within .18: .18 and .11.
 KIN_MEMORY_SPREAD = 0.15
-# Of runs under a framework that nothing is known of: known ones priced with the traits of Megatron-Core are off by .2
-# to .36 where they fill more than half of a device.
-UNKNOWN_MEMORY_SPREAD = 0.25
 
 
 @lru_cache(maxsize=1)
@@ -44,8 +41,8 @@ def calibration_among(
 ) -> Calibration:
     """Return the calibration of a framework on a generation, as far as those that are `known` tell.
 
-    Where none is of both, it says what is unseen, and holds what the runs were like under
-    this framework elsewhere, or under any.
+    Where none is of both, it says what is unseen, and holds what the runs were like under this framework elsewhere, or
+    under any.
     """
     exact = known.get(f"{framework}-{generation}")
     if exact and exact.blocks and not is_kin:
@@ -55,18 +52,15 @@ def calibration_among(
     under_any = {of for _, _, of in names.values()}
     is_new = generation not in under_any if is_kin or not elsewhere else True
     similar = (elsewhere if elsewhere and not is_kin else [known[name] for name in names]) or [Calibration()]
+    named = Calibration(name="another framework", memory_spread=KIN_MEMORY_SPREAD) if is_kin else exact or Calibration()
     return Calibration(
-        name="another framework" if is_kin else exact.name if exact else "reference",
+        name=named.name,
         blocks=tuple(sorted({block for own in similar for block in own.blocks})),
         precisions=tuple(sorted({precision for own in similar for precision in own.precisions})),
         most_devices=max(own.most_devices for own in similar),
         unseen=("framework",) * is_kin + ("generation",) * is_new,
-        memory_spread=exact.memory_spread
-        if exact and not is_kin
-        else KIN_MEMORY_SPREAD
-        if is_kin
-        else Calibration().memory_spread,
-        sources=exact.sources if exact and not is_kin else (),
+        memory_spread=named.memory_spread,
+        sources=named.sources,
     )
 
 

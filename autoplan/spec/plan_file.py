@@ -117,7 +117,7 @@ class PlanFile:
         if isinstance(narrow, list) and isinstance(table.get("training"), dict):
             is_narrow = table["training"].get("precision") in narrow
             table = _with_choice(table, narrow_params=True) if is_narrow else table
-        memory, network = framework.get("memory", framework), framework.get("network", framework)
+        network = framework.get("network", framework)
         if framework.get("rules", "megatron-lm") != "megatron-lm" or not (
             isinstance(memory, dict) and isinstance(network, dict)
         ):

@@ -208,7 +208,7 @@ def least_shown_s(problem: Problem, batch: PlanBatch, reduce_s: Floats, gather_s
 def _can_hide_reduction(problem: Problem, batch: PlanBatch) -> Bools:
     """Return whether the framework reduces gradients beside the backward pass."""
     overlap = problem.framework.overlap
-    return np.where(batch.sharding == 0, overlap.grad_reduce_overlap, overlap.sharded_reduce_overlap)
+    return np.where(batch.sharding == Sharding.NONE.code, overlap.grad_reduce_overlap, overlap.sharded_reduce_overlap)
 
 
 def _chunks(batch: PlanBatch) -> Ints:

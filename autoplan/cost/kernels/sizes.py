@@ -9,6 +9,7 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats
 from autoplan.cost.kernels.arithmetic import Linear
 from autoplan.spec.enums import Dispatcher
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
@@ -72,6 +73,18 @@ def matrix_pieces(problem: Problem, linear: Linear) -> tuple[Linear, ...]:
         half = replace(linear, out_size=linear.out_size // 2)
         return half, half
     return (linear,)
+
+
+def widest_mlp(model: ModelSpec) -> int:
+    """The widest that a token becomes in an MLP or in all its experts."""
+    moe = model.moe
+    return max(model.ffn_size, moe.shared_expert_ffn_size + moe.experts_per_token * moe.expert_ffn_size if moe else 0)
+
+
+def local_logits(problem: Problem, batch: PlanBatch) -> Floats:
+    """Logits of a micro-batch that a rank with the head holds."""
+    split = np.where(problem.framework.memory.shards_logits, batch.tp, 1)
+    return rank_tokens(problem, batch) * padded_vocab(problem, batch) / split
 
 
 def padded_vocab(problem: Problem, batch: PlanBatch) -> Floats:

@@ -8,7 +8,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints, add_up, distinct_rows
 from autoplan.cost.kernels.arithmetic import block_shapes
-from autoplan.cost.kernels.sizes import norm_tokens
+from autoplan.cost.kernels.sizes import local_logits, norm_tokens
 from autoplan.cost.memory.recompute import activation_parts, kept_bytes
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
 from autoplan.cost.pipeline.layout import StageBlocks, by_chunks, chunk_blocks, chunk_layers_of, repeats_mtp
@@ -144,6 +144,13 @@ def _most_alive(
             sizes = np.concatenate([sizes, np.take(waiting_bytes.T, rows, axis=1)[chunks]], axis=1)
         result[rows] = np.einsum("pvr,pkv->pkr", sizes, alive).max(axis=1).T
     return result
+
+
+def logit_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Bytes of a micro-batch's logits at the peak of head and loss, on a rank with the head (`modelling` B3)."""
+    memory = problem.framework.memory
+    gathered = np.where(batch.tp > 1, memory.bytes_per_gathered_logit, 0.0)
+    return (memory.bytes_per_logit + gathered) * local_logits(problem, batch)
 
 
 def boundary_bytes(problem: Problem, batch: PlanBatch) -> Floats:

@@ -14,11 +14,10 @@ from typing import Literal
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats
+from autoplan.cost.memory.state_types import WIDE_BYTES
 
 # Terms of memory at the moments of each phase of a step that may be its peak.
 Moments = dict[Literal["forward", "backward", "update"], tuple[dict[str, Floats], ...]]
-
-WIDE_BYTES = 4.0  # in fp32, in which gradients are added up and reduced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,20 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, add_up
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
-from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, norm_tokens, padded_vocab, rank_tokens
-from autoplan.cost.memory.activations import ChunkEnds, activation_bytes, layer_bytes, stored_bytes
-from autoplan.cost.memory.fsdp2_peaks import WIDE_BYTES, PassSizes, PipelineSizes
+from autoplan.cost.kernels.sizes import (
+    expert_tokens,
+    local_logits,
+    local_sizes,
+    norm_tokens,
+    padded_vocab,
+    rank_tokens,
+    widest_mlp,
+)
+from autoplan.cost.memory.activations import ChunkEnds, activation_bytes, layer_bytes, logit_bytes, stored_bytes
+from autoplan.cost.memory.fsdp2_peaks import PassSizes, PipelineSizes
 from autoplan.cost.memory.parameters import StageParameters, frozen_bytes, local_parameters, spread_bytes
 from autoplan.cost.memory.recompute import casts_norms, eager_norm_bytes
+from autoplan.cost.memory.state_types import WIDE_BYTES
 from autoplan.cost.network.links import ProcessGroup
 from autoplan.cost.network.process_groups import ProcessGroups
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
@@ -46,7 +55,7 @@ def pass_sizes(
     repeat: Floats,
 ) -> PassSizes:
     """Sizes that make up the moments of an FSDP2 step; `repeat` is what a layer recomputed as a whole keeps again."""
-    model, framework, finetuning = problem.model, problem.framework, problem.training.finetuning
+    model, finetuning = problem.model, problem.training.finetuning
     shapes, parameters = block_shapes(model, finetuning), parameters.trained
     every = (batch.sharding >= Sharding.ZERO2.code) & (batch.pp == 1)
     sharded = batch.sharding >= Sharding.ZERO1.code
@@ -67,10 +76,7 @@ def pass_sizes(
     summed[:, 0] = table * (1.0 - 1.0 / batch.tp) * (finetuning is None or finetuning.trains(EMBEDDING))
     gate = 2 if model.gated_mlp else 1
     element = problem.training.element_bytes
-    transients = element * tokens * ((gate + 1) * _width(problem) / batch.tp + model.hidden_size)
-    per_logit = framework.memory.bytes_per_logit + np.where(
-        batch.tp > 1, framework.memory.bytes_per_gathered_logit, 0.0
-    )
+    transients = element * tokens * ((gate + 1) * widest_mlp(model) / batch.tp + model.hidden_size)
     # Where weights are neither cast nor gathered the passes read them where they are.
     has_copies = (batch.dp > 1) | (problem.training.precision != "fp32")
     return PassSizes(
@@ -89,7 +95,7 @@ def pass_sizes(
         frees_weights=((batch.sharding == Sharding.ZERO3.code) & (batch.pp == 1))[:, None] & (whole > 0),
         live=live,
         left=np.maximum(live - per_microbatch / batch.vp[:, None], 0.0),
-        logits=blocks.at_last(per_logit * _num_logits(problem, batch) + _last_norm_bytes(problem, batch)),
+        logits=blocks.at_last(logit_bytes(problem, batch) + _last_norm_bytes(problem, batch)),
         transients=transients[:, None] + np.where(blocks.repeats_chunk, repeat[:, None], 0.0),
     )
 
@@ -116,7 +122,7 @@ def pipeline_sizes(
     model = problem.model
     element = problem.training.element_bytes
     sliced = element * norm_tokens(problem, batch) * model.hidden_size
-    logits, norm = _num_logits(problem, batch), _last_norm_bytes(problem, batch)
+    logits, norm = local_logits(problem, batch), _last_norm_bytes(problem, batch)
     inputs = blocks.at_all(batch.vp)
     inputs[:, 0] -= 1
     outputs = batch.vp[:, None] - blocks.is_last
@@ -126,7 +132,7 @@ def pipeline_sizes(
     least = np.min([add_up(kept[block] for block in layer) for layer in set(model.layers)], axis=0)
     stored = stored_bytes(problem, batch) * len(model.layers[0])
     # In the backward pass of an MLP its last input is gone, and the gradient of its output is that of the layer's.
-    gone = element * rank_tokens(problem, batch) * (_width(problem) / batch.tp + model.hidden_size)
+    gone = element * rank_tokens(problem, batch) * (widest_mlp(model) / batch.tp + model.hidden_size)
     return PipelineSizes(
         passes=passes,
         # One for every micro-batch, alive or not, and the gradient that is being sent.
@@ -159,7 +165,7 @@ def _chunk_ends(problem: Problem, batch: PlanBatch) -> ChunkEnds:
     element = problem.training.element_bytes
     sliced = element * norm_tokens(problem, batch) * problem.model.hidden_size
     is_copied = (batch.recompute_num_layers == 0) & casts_norms(problem)
-    logits, shapes = _num_logits(problem, batch), block_shapes(problem.model, problem.training.finetuning)
+    logits, shapes = local_logits(problem, batch), block_shapes(problem.model, problem.training.finetuning)
     return ChunkEnds(
         received=np.where(is_copied, 0.0, -sliced),
         sent=sliced,
@@ -183,23 +189,10 @@ def _output_gradient_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape
     return size + per_norm * model.norms_per_block * norm_tokens(problem, batch) * model.hidden_size
 
 
-def _num_logits(problem: Problem, batch: PlanBatch) -> Floats:
-    """Logits of a micro-batch that a rank with the head holds."""
-    split = np.where(problem.framework.memory.shards_logits, batch.tp, 1)
-    return rank_tokens(problem, batch) * padded_vocab(problem, batch) / split
-
-
 def _last_norm_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Bytes that the norm before the head keeps of a micro-batch."""
     sliced, tokens, element = norm_tokens(problem, batch), rank_tokens(problem, batch), problem.training.element_bytes
     return ((element + eager_norm_bytes(problem)) * sliced + element * tokens) * problem.model.hidden_size
-
-
-def _width(problem: Problem) -> float:
-    """The widest that a token becomes in an MLP or in all its experts."""
-    model = problem.model
-    moe = model.moe
-    return max(model.ffn_size, moe.shared_expert_ffn_size + moe.experts_per_token * moe.expert_ffn_size if moe else 0)
 
 
 def _last_matrix(problem: Problem, batch: PlanBatch) -> Floats:

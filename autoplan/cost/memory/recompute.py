@@ -16,7 +16,7 @@ from autoplan.cost.kernels.arithmetic import DELTA_CHUNK_TOKENS, BlockShape
 from autoplan.cost.kernels.memory_bound import has_dropout, memory_bound_s
 from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, norm_tokens, rank_tokens
 from autoplan.cost.kernels.times import KernelTimes
-from autoplan.cost.memory.fsdp2_peaks import WIDE_BYTES
+from autoplan.cost.memory.state_types import WIDE_BYTES
 from autoplan.spec.enums import Precision, RecomputeModule
 from autoplan.spec.model import Block
 from autoplan.spec.plan import SELECTIVE, PlanBatch

@@ -13,8 +13,8 @@ import numpy as np
 from autoplan.base.arrays import Floats, add_up
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.launches import GRAPHED_IN, holds_graphs
-from autoplan.cost.kernels.sizes import local_sizes, norm_tokens, padded_vocab, rank_tokens
-from autoplan.cost.memory.activations import activation_bytes, stored_bytes
+from autoplan.cost.kernels.sizes import local_sizes, norm_tokens, padded_vocab, rank_tokens, widest_mlp
+from autoplan.cost.memory.activations import activation_bytes, logit_bytes, stored_bytes
 from autoplan.cost.memory.allocator_cache import cached_bytes
 from autoplan.cost.memory.fsdp2_peaks import Moments, at_peak, pass_terms, stage_terms, with_gathered
 from autoplan.cost.memory.fsdp2_sizes import dealt_experts, frozen_copies, pass_sizes, pipeline_sizes
@@ -72,13 +72,10 @@ def _transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, re
     """
     model = problem.model
     tokens, sliced = rank_tokens(problem, batch), norm_tokens(problem, batch)
-    width = model.ffn_size
-    if model.moe:
-        width = max(width, model.moe.shared_expert_ffn_size + model.moe.experts_per_token * model.moe.expert_ffn_size)
     # The gradient of fc1's output, or where that needs no memory of its own, of fc2's input.
     gate = 2 if model.gated_mlp and not problem.framework.memory.in_place_activation else 1
     element = problem.training.element_bytes
-    transient = element * tokens * gate * width / batch.tp + element * tokens * model.hidden_size
+    transient = element * tokens * gate * widest_mlp(model) / batch.tp + element * tokens * model.hidden_size
     transient = transient + 3 * element * sliced * model.hidden_size
     transient = np.maximum(transient, problem.framework.memory.transient_layers * repeat_bytes)
     buffers = problem.framework.memory.bytes_per_gathered_hidden * tokens * model.hidden_size * batch.sp
@@ -91,16 +88,10 @@ def _transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, re
 
 def _head_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Logits and hidden states at the peak of head and loss on the last stage (`modelling` B3, B7)."""
-    framework, hidden = problem.framework, problem.model.hidden_size
-    tokens = rank_tokens(problem, batch)
-    split = batch.tp if framework.memory.shards_logits else np.ones(len(batch), dtype=np.int64)
-    per_logit = framework.memory.bytes_per_logit + np.where(
-        batch.tp > 1, framework.memory.bytes_per_gathered_logit, 0.0
-    )
-    logits = per_logit * tokens * padded_vocab(problem, batch) / split
+    tokens, hidden = rank_tokens(problem, batch), problem.model.hidden_size
     # The gathered hidden states and their gradient, and both again as every rank holds them between blocks.
     states = 2 * problem.training.element_bytes * (tokens + norm_tokens(problem, batch)) * hidden
-    return (1 + problem.model.num_mtp_layers) * (logits + states)
+    return (1 + problem.model.num_mtp_layers) * (logit_bytes(problem, batch) + states)
 
 
 def _gathered_bytes(

@@ -16,7 +16,7 @@ from autoplan.spec.optimizers import ADAM_MOMENT_BYTES, TRAITS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
-HALF_BYTES, WIDE_BYTES = 2.0, 4.0
+HALF_BYTES, WIDE_BYTES = 2.0, 4.0  # of an element in 16 bits, and in fp32
 # Of the 12 bytes of fp32 weights and moments, what each choice leaves out; and of what the update moves, which reads
 # and writes each of them.  With remainders it reads the 16-bit weights as well.
 _SAVED_WEIGHTS, _UNMOVED_WEIGHTS = (
