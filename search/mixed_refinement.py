@@ -58,7 +58,7 @@ def _places_of(kind: ReplicaKind) -> tuple[Place, ...]:
 
 
 def accept_all(plan: MixedPlan) -> bool:
-    """Return that a plan may be the answer, whichever it is."""
+    """Return True: any plan may be the answer."""
     return True
 
 

@@ -365,7 +365,7 @@ AXES: tuple[Axis, ...] = (
     ),
     _word(
         name="main_weights",
-        help="Of the optimizer: fp32, remainders (what 16-bit weights lack of fp32) or fp16.",
+        help="Weights that the optimizer updates: fp32, remainders (what 16-bit weights lack of fp32) or fp16.",
         default=MainWeights.FP32,
         label="main weights",
         known_of="Megatron-LM and Primus",
@@ -376,7 +376,7 @@ AXES: tuple[Axis, ...] = (
     ),
     _word(
         name="moment_dtype",
-        help="Of Adam's moments: fp32, bf16 or fp8.",
+        help="Adam's moments: fp32, bf16 or fp8.",
         default=MomentType.FP32,
         label="data type of the moments",
         known_of="Megatron-LM and Primus",

@@ -356,7 +356,8 @@ class Framework:
         return grouped
 
 
-# What files of before 2026-12 may say, and no price depends on.
+# Keys of files of before 2026-12: no price depends on them, or they are options of the plan today.  A plan file's
+# become those of its plans (`plan_file`), a framework's own file has to say them in `usual`.
 _RETIRED = {
     "aliases",
     "counts_ends_as_layers",

@@ -111,9 +111,8 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
             moved["rope"] = Traffic(roped, roped)
         if model.attention_output_gate:
             gated = tokens * model.num_heads * model.qk_head_dim / batch.tp
-            moved["output_gate"] = Traffic(
-                6.0 * gated, 10.0 * gated
-            )  # gate and output in, product out; as much and both back
+            # Gate and output in, product out; as much and both back.
+            moved["output_gate"] = Traffic(6.0 * gated, 10.0 * gated)
     elif block in RECURRENT_BLOCKS:
         scan = tokens * _scanned_width(model, block) / batch.tp
         # Convolution, gate, time steps, chunk states and their normalisation, each read and written [fitted: hybrids].

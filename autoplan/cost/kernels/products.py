@@ -101,7 +101,7 @@ def gemm_s(
 def products_s(
     problem: Problem, batch: PlanBatch, rate: Floats, m: Floats, n: Floats, k: Floats, pace: Floats | float = 1.0
 ) -> SplitPass:
-    """SplitPass of a matrix of k inputs and n outputs that m tokens meet."""
+    """Times of the three products of a matrix of k inputs and n outputs that m tokens meet."""
     slower = _narrow_rows_time(problem, n, k)
     references = SplitPass(
         gemm_s(problem, rate, m, n, k, pace=pace, slower=slower),
@@ -127,7 +127,7 @@ def _narrow_rows_time(problem: Problem, n: Floats, k: Floats) -> Floats | float:
 
 
 def matrices_s(problem: Problem, batch: PlanBatch, linears: tuple[Linear, ...], rate: Floats) -> dict[str, SplitPass]:
-    """SplitPass of the matrices of a block by their names: GEMMs of the same size; those of experts are references."""
+    """Times of the products of a block's matrices, by their names; those of experts by the reference."""
     pace = gemm_pace(problem, batch, rate)
     times: dict[str, SplitPass] = {}
     dense = [piece for linear in linears if not linear.is_expert for piece in matrix_pieces(problem, linear)]
@@ -146,7 +146,7 @@ def matrices_s(problem: Problem, batch: PlanBatch, linears: tuple[Linear, ...], 
 
 
 def _experts_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats, pace: Floats) -> SplitPass:
-    """SplitPass of one matrix of all local experts, by the reference."""
+    """Times of the products of one matrix of all local experts, by the reference."""
     inputs, outputs = local_sizes(linear, batch)
     tokens = expert_tokens(problem, batch)
     num_local = linear.copies / batch.ep
