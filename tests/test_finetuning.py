@@ -355,7 +355,8 @@ def test_methods_are_read_with_their_settings() -> None:
         ("lora:alpha=3", "settings are r, targets"),
         ("lora:r=0", "rank"),
         ("lora:r=8,r=16", "--finetune lora:r is given twice"),
-        ("full:r=8", "full trains all weights and has no rank"),
+        ("full:r=8", "full:r is about adapters, and full has none"),
+        ("full:freeze=lm_head,quantize=nf4", "full:quantize is about adapters"),
         ("prefix", "write lora, dora, qlora or full"),
         ("a" * 5000, "write lora, dora, qlora or full"),
     ):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan.api.estimate import make_plan
 from autoplan.api.problem import make_problem, make_space
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
@@ -107,6 +108,11 @@ def test_what_changes_the_numerics_is_searched_when_it_is_allowed() -> None:
     assert fixed.of("moment_dtype") == ("bf16",)
     with pytest.raises(InputError, match="--allow grad-dtype=bf16 and --fix grad_dtype=fp32: leave one of them out"):
         make_space(problem, 64, allow=["grad-dtype=bf16"], fix=["grad_dtype=fp32"])
+
+
+def test_narrow_weights_that_are_asked_for_stay_in_the_plan_for_a_rule_to_refuse() -> None:
+    assert not make_plan(problem_of("nemo"), 64, {}).narrow_params  # its usual choice needs narrow products
+    assert make_plan(problem_of("nemo"), 64, {"narrow_params": True}).narrow_params
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

@@ -141,6 +141,8 @@ def make_plan(problem: Problem, global_batch: int, axes: Mapping[str, Any]) -> P
         hint=": change one degree or the size of the cluster",
         **values,
     )
+    if axes.get("narrow_params"):  # refused where there is nothing narrow, not left out like a framework's usual choice
+        table["narrow_params"] = True
     return decode(ParallelPlan, table, "plan")
 
 

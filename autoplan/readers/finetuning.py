@@ -13,6 +13,7 @@ from autoplan.base.values import parse_count
 from autoplan.spec.finetuning import ALL_LINEAR, DEFAULT_TARGETS, QUANTIZED_BYTES, FineTuning, Quantization
 
 ADAPTER_CONFIG = "adapter_config.json"
+_OF_ADAPTERS = ("r", "targets", "dropout", "quantize", "train")  # settings of all methods but full
 METHODS = ("lora", "dora", "qlora", "qdora", "full")
 PEFT_RANK = 8  # LoraConfig.r where a config names none; LLaMA-Factory's lora_rank too
 TRL_RANK, TRL_DROPOUT = 16, 0.05  # trl/trainer/model_config.py
@@ -96,8 +97,8 @@ def _from_settings(method: str, settings: str) -> FineTuning:
         if name in given:
             raise InputError(f"{where} is given twice: leave one of them out")
         given.add(name)
-        if name == "r" and method == "full":
-            raise InputError(f"{where}: full trains all weights and has no rank, leave it out or write lora")
+        if method == "full" and name in _OF_ADAPTERS:
+            raise InputError(f"{where} is about adapters, and full has none: leave it out, or write lora")
         if name == "r":
             table["rank"] = parse_count(value, where)
         elif name == "targets":
