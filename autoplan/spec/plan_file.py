@@ -122,12 +122,9 @@ class PlanFile:
             isinstance(memory, dict) and isinstance(network, dict)
         ):
             return table
-        traits = (
-            memory.get("bytes_per_grad"),
-            memory.get("bytes_per_update_copy"),
-            network.get("bytes_per_reduced_grad"),
-        )
-        return _with_16_bit_gradients(table) if traits == (2.0, 4.0, 2.0) else table
+        traits = memory | network
+        is_narrow = all(traits.get(name) == value for name, value in _TRAITS_OF_16_BIT_GRADIENTS.items())
+        return _with_16_bit_gradients(table) if is_narrow else table
 
     def __post_init__(self) -> None:
         if self.schema_version not in _READABLE_PLAN_FILES:
