@@ -50,6 +50,14 @@ def test_a_mixed_search_shows_stages_on_their_parts_and_how_sure_it_is(searched:
     assert "wrote plan.json" in (searched / "stderr").read_text()
 
 
+def test_clusters_that_a_comma_joins_are_refused_with_the_way_out(searched: Path) -> None:
+    done = run(
+        searched, "search", "llama.json", "--cluster", "h100-sxm:1x4,a100-sxm:1x2", *MIXED[2:], "--out", "x.json"
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith("clusters are joined by +, as in h100-sxm:1x4+a100-sxm:1x2\n")
+
+
 def test_a_mixed_plan_file_is_priced_again_to_the_same_step(searched: Path) -> None:
     file = decode(MixedPlanFile, read_table(searched / "plan.json"), "plan.json")
     assert file.best.plan.global_batch == 16

@@ -292,7 +292,7 @@ def test_a_host_has_no_negative_parts(tmp_path: Path, key: str) -> None:
         load_cluster(str(path))
 
 
-@pytest.mark.parametrize("word", ["h100", "H100"])
+@pytest.mark.parametrize("word", ["h100", "H100", "h100-80gb", "H100-SXM5-80GB"])
 def test_a_cluster_that_is_named_in_part_is_told_in_full(word: str) -> None:
     with pytest.raises(InputError, match=f"unknown cluster '{word}': did you mean .*h100-sxm"):
         load_cluster(f"{word}:4x8")

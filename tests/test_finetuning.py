@@ -489,10 +489,10 @@ def test_megatron_bridge_has_adapters_of_both_kinds() -> None:
             "megatron-core",
             "megatron-lm",
             ALL,
-            "Megatron-LM is told nothing of LoRA of rank 16 on all-linear: export to ",
+            "Megatron-LM cannot express LoRA of rank 16 on all-linear: use --to .*megatron-bridge",
         ),
-        ("torchtitan", "torchtitan", ALL, "torchtitan is told nothing of LoRA"),
-        ("torch", "autoplan", ALL, "the built-in trainer is told nothing of LoRA"),
+        ("torchtitan", "torchtitan", ALL, "torchtitan cannot express LoRA"),
+        ("torch", "autoplan", ALL, "the built-in trainer cannot express LoRA"),
         ("megatron-core", "megatron-bridge", replace(ALL, quantization="nf4"), "cannot express frozen weights in nf4"),
         ("transformers", "accelerate", FineTuning(frozen=("embed_tokens",)), "cannot express a frozen embed_tokens"),
     ],
@@ -500,6 +500,16 @@ def test_megatron_bridge_has_adapters_of_both_kinds() -> None:
 def test_what_a_target_would_not_train_so_is_refused(framework: str, target: str, tuned: FineTuning, says: str) -> None:
     with pytest.raises(InputError, match=says):
         autoplan.export(_planned(framework=framework, finetune=tuned), to=target)
+
+
+def test_files_say_that_sequences_are_packed_from_documents() -> None:
+    for length, says in ((512, True), (None, False)):
+        found = autoplan.estimate(
+            "llama3-8b", cluster="h100-sxm:1x8", global_batch=64, seq_len=2048, plan={"tp": 8}, document_len=length
+        )
+        assert (
+            "packed from documents of 512 tokens" in autoplan.export(found, to="megatron-lm").texts["launch.sh"]
+        ) is says
 
 
 def test_full_finetuning_is_exported_as_training() -> None:

@@ -140,8 +140,13 @@ def test_exports_name_the_optimizer_or_refuse_it() -> None:
     found = _estimated("adam8bit", {"sharding": "zero3", "recompute": "full"}, "transformers")
     assert "--optim adamw_torch_8bit" in autoplan.export(found, to="accelerate").texts["launch.sh"]
     lion = _estimated("lion", {"tp": 8})
-    with pytest.raises(InputError, match="Megatron-LM is not told of lion: it takes adam"):
+    with pytest.raises(
+        InputError, match=r"Megatron-LM cannot express Lion \(it takes adam\): use --to accelerate or deepspeed"
+    ):
         autoplan.export(lion, to="megatron-lm")
+    muon = _estimated("muon", {"tp": 8})
+    with pytest.raises(InputError, match=r"Megatron-LM cannot express Muon .*: no target can"):
+        autoplan.export(muon, to="megatron-lm")
 
 
 def test_a_model_fits_with_adafactor_where_adam_does_not() -> None:

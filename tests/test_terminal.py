@@ -18,7 +18,7 @@ from autoplan.base.units import format_seconds
 from autoplan.readers.cluster import load_cluster
 from autoplan.report.answer import mfu_convention, print_search
 from autoplan.report.estimate import print_estimate, print_memory
-from autoplan.report.terminal import make_console
+from autoplan.report.terminal import make_console, print_next_steps
 from autoplan.spec.plan_file import PlanFile
 from commands import run
 
@@ -90,6 +90,16 @@ def test_an_answer_is_short_and_its_details_are_there(file: PlanFile) -> None:
         assert says in text
     for jargon in (" cells", " bounds,", "rests on", "runner-up", "interleave "):
         assert jargon not in text
+
+
+def test_commands_stay_on_a_line_and_words_are_folded() -> None:
+    out = io.StringIO()
+    command = f"autoplan export {'p' * 90} --to x"
+    print_next_steps(Console(file=out, width=60), ("next", command), ("no launch script", "word-s " * 30))
+    lines = out.getvalue().splitlines()
+    assert f"next:              {command}" in lines
+    assert len(lines) > 4
+    assert all(len(line) <= 60 for line in lines if command not in line)
 
 
 def test_colours_are_for_terminals_that_want_them(file: PlanFile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from autoplan.base.files import encode, write_folder
 from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.frameworks.common.job import File
 from autoplan.frameworks.registry import TARGETS, find_target
-from autoplan.launch.targets import exported, job_of, takes_tuning
+from autoplan.frameworks.trainer.rules import check_model, check_training
+from autoplan.launch.targets import exported, job_of, refused_training
 from autoplan.search.nearest import Near
 from autoplan.search.nearest import nearest as nearest_plan
 from autoplan.spec.axes import LABELS
@@ -174,12 +175,14 @@ def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = "torchr
     # What runs today, else what bears the name of its rules, comes before others that take the plan.
     today = file.today.target if isinstance(file, PlanFile) and file.today else ""
     first = (today, file.framework.rules)
-    able = [known for known in TARGETS.values() if file.framework.rules in known.rules]
-    tuned = [known.name for known in able if isinstance(file, PlanFile) and takes_tuning(known, file)]
-    names = tuned or [known.name for known in able]
-    target = min(names, key=lambda name: first.index(name) if name in first else len(first), default=None)
-    if target is None:
+    known = [target for target in TARGETS.values() if file.framework.rules in target.rules]
+    if not known:
         raise NoPlanError(f"no launch files are written for {file.framework.name}")
+    known.sort(key=lambda target: first.index(target.name) if target.name in first else len(first))
+    refusals = {target.name: refused_training(target, file.training) for target in known}
+    target = next((name for name, why in refusals.items() if not why), None)
+    if target is None:
+        raise NoPlanError(next(iter(refusals.values())))
     command = f"autoplan export {shlex.quote(str(path))} --to {target} --launcher {launcher} --out launch"
     if isinstance(file, MixedPlanFile):
         _export_unlike(file, "", target, launcher, None, None)
@@ -189,6 +192,17 @@ def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = "torchr
     except InputError:
         _startable(file, target, None, None, or_nearest=True)
         return f"{command} --nearest"
+    return command
+
+
+def measurement(file: PlanFile, path: Path) -> str:
+    """Return the command that runs the plans which are close to that at `path`."""
+    command = f"autoplan tune {shlex.quote(str(path))}"
+    try:
+        check_training(file.training)
+        check_model(file.model)
+    except InputError:
+        return f"{command} --command -- PROGRAM"
     return command
 
 

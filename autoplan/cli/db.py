@@ -127,7 +127,7 @@ def show(
     url: DbOption = None,
     json: JsonOption = False,
 ) -> None:
-    """One record with its samples, its machine and whether it is hidden; or one training run so."""
+    """One record or training run, with its samples, its machine and whether it is hidden."""
     found = api.database.find(key, whole_url(context, url))
     if json:
         _print_json(found)

@@ -219,7 +219,7 @@ def _check_mixed(given: dict[str, Any], is_for_run: bool) -> None:
     refusals = (
         (
             given["launch_file"] is not None,
-            "--from is about the fastest step of equal nodes: leave objectives, runs and --robust out",
+            "--from is about equal nodes: leave it out, or name a cluster of such nodes",
         ),
         (given["variables"] or given["target"], "--set and --as are about a launch file: give --from FILE"),
         (given["why"], "--why is not there for mixed clusters yet: leave it out"),
@@ -278,5 +278,5 @@ def _print(found: PlanResult | MixedPlanResult, path: Path, *, details: bool) ->
     if file.today:
         report.launch_file.print_today(console, file.today, LABELS)
     is_close = file.choice is not None and file.choice.is_close
-    measure = [("measure", f"autoplan tune {named}")] if is_close else []
+    measure = [("measure", api.export.measurement(file, path))] if is_close else []
     terminal.print_next_steps(console, api.export.next_step(file, path), *measure, why, *more)

@@ -108,7 +108,12 @@ def tune(
         str | None,
         typer.Option(metavar="NAME", help="Name of the study in the storage; made from the plans if not given."),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the best plan is written.")] = Path("plan.json"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Where the best plan is written: plan.json, or tuned.json if MODEL is a plan.json."
+        ),
+    ] = None,
     force: ForceOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print the trials as JSON instead of a table.")] = False,
     quiet: QuietOption = False,
@@ -128,8 +133,10 @@ def tune(
 
     if bool(program) != command:
         raise InputError("--command and PROGRAM go together: autoplan tune MODEL ... --command -- PROGRAM ARG...")
+    is_plan = is_plan_file(Path(model))
+    out = out or Path("tuned.json" if is_plan else "plan.json")
     check_output(out, force=force)
-    if is_plan_file(Path(model)):
+    if is_plan:
         check_untyped(context, SAID_BY_A_PLAN, f"{model} says what is trained where, and by which plans")
     elif cluster is None or global_batch is None or seq_len is None:
         context.fail("give MODEL with --cluster, --global-batch and --seq-len, or a plan.json")

@@ -11,7 +11,9 @@ from autoplan.frameworks.registry import TARGETS, find_target
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import LAUNCHERS
 from autoplan.launch.start import NodeRange
+from autoplan.spec.optimizers import TRAITS
 from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.training import TrainingSpec
 
 
 def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
@@ -21,35 +23,32 @@ def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
     if version not in target.versions:
         known = f"known are {', '.join(target.versions)}" if any(target.versions) else "leave the version out"
         raise InputError(f"no version {version!r} of {target.says}: {known}")
-    _check_tuning(plan_file, target)
-    if (optimizer := plan_file.training.optimizer) not in target.optimizers:
-        raise InputError(f"{target.says} is not told of {optimizer}: it takes {' or '.join(target.optimizers)}")
-    if plan_file.training.attention == "flash-fp8" and target.name != "megatron-bridge":
-        raise InputError(f"{target.says} is not told of attention in 8 bits: plan with flash, or use megatron-bridge")
+    if why := refused_training(target, plan_file.training):
+        raise InputError(why)
     return target.job(plan_file, version)
 
 
-def takes_tuning(target: Target, plan_file: PlanFile) -> bool:
-    """Return whether the target can express what the plan trains."""
-    return not _refused_tuning(target, plan_file)
-
-
-def _check_tuning(plan_file: PlanFile, target: Target) -> None:
-    """Refuse a fine-tuning that the target would not carry out."""
-    if why := _refused_tuning(target, plan_file):
-        raise InputError(why)
-
-
-def _refused_tuning(target: Target, plan_file: PlanFile) -> str:
-    """Say why the target cannot express what the plan trains; empty where it can."""
-    finetuning = plan_file.training.finetuning
-    if finetuning is None or not (finetuning.has_adapters or finetuning.frozen):
+def refused_training(target: Target, training: TrainingSpec) -> str:
+    """Say what of the training a target cannot express, and the way out; empty where it can express all of it."""
+    if not (refused := _refused(target, training)):
         return ""
-    if target.refused_tuning is None:
-        able = [name for name, known in TARGETS.items() if known.refused_tuning is not None]
-        return f"{target.says} is told nothing of {finetuning}: export to {' or '.join(able)}"
-    why = target.refused_tuning(finetuning)
-    return f"{target.says} cannot express {why}" if why else ""
+    able = [name for name, known in TARGETS.items() if not _refused(known, training)]
+    way_out = f"use --to {' or '.join(able)}" if able else "no target can, a program of yours has to"
+    return f"{target.says} cannot express {refused}: {way_out}"
+
+
+def _refused(target: Target, training: TrainingSpec) -> str:
+    """Say what of the training a target cannot express."""
+    finetuning = training.finetuning
+    if finetuning is not None and (finetuning.has_adapters or finetuning.frozen):
+        refused = target.refused_tuning(finetuning) if target.refused_tuning else str(finetuning)
+        if refused:
+            return refused
+    if training.optimizer not in target.optimizers:
+        return f"{TRAITS[training.optimizer].says} (it takes {', '.join(target.optimizers)})"
+    if training.attention == "flash-fp8" and not target.takes_narrow_attention:
+        return "attention in 8 bits"
+    return ""
 
 
 def exported(
@@ -73,8 +72,13 @@ def exported(
         raise InputError(f"no launcher {launcher!r}: known are {', '.join(LAUNCHERS)}")
     job = _job_of_all(unlike_nodes, to, version) if unlike_nodes else job_of(plan_file, to, version)
     if num_steps is not None:
-        variables = (replace(one, default=str(num_steps)) if one.counts_steps else one for one in job.variables)
-        job = replace(job, variables=tuple(variables))
+        steps = str(num_steps)
+        job = replace(
+            job,
+            variables=tuple(
+                replace(variable, default=steps) if variable.counts_steps else variable for variable in job.variables
+            ),
+        )
     return launch_files(plan_file, job, known, image, name, unlike_nodes)
 
 

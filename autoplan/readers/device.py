@@ -178,5 +178,6 @@ def device_schema() -> dict[str, Any]:
 def closest(word: str, known: tuple[str, ...]) -> str:
     """Return a hint at the names that `word` may stand for."""
     longer = [name for name in known if word and word.lower() in name]
-    close = longer[:3] or difflib.get_close_matches(word.lower(), known, n=3, cutoff=0.4)
+    family = [name for name in known if name.partition("-")[0] == word.lower().partition("-")[0]]
+    close = longer[:3] or family[:3] or difflib.get_close_matches(word.lower(), known, n=3, cutoff=0.4)
     return f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known)}"

@@ -22,6 +22,8 @@ def load_parts(text: str) -> ClusterSpec | MixedCluster:
         table = read_table(path)
         return _from_table(table, str(path)) if "parts" in table else cluster_from_table(table, str(path))
     names = text.split("+")
+    if "," in text:
+        raise InputError(f"cluster {text!r}: clusters are joined by +, as in {text.replace(',', '+')}")
     if len(names) == 1:
         return load_cluster(text)
     return joined([load_cluster(name) for name in names], BetweenSpec(), text)

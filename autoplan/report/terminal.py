@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TextIO
@@ -156,11 +157,14 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def print_next_steps(console: Console, *steps: tuple[str, str]) -> None:
-    """Print next steps by label, each on one line whatever the width, so that it can be copied."""
+    """Print next steps by label: a command on one line whatever the width, so that it can be copied, words folded."""
     console.print()
-    width = max(len(label) for label, _ in steps) + 1
+    width = max(len(label) for label, _ in steps) + 3
     for label, text in steps:
-        console.print(f"{f'{label}:':{width}}  {escape(text)}", soft_wrap=True)
+        line = f"{f'{label}:':{width}}{text}"
+        if not text.startswith("autoplan "):
+            line = textwrap.fill(line, console.width, subsequent_indent=" " * width, break_on_hyphens=False)
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def print_terms(console: Console, best: RankedPlan | MixedCost, *, has_sum: bool = False) -> None:

@@ -27,4 +27,9 @@ def header(plan_file: PlanFile, framework: str) -> list[str]:
         f"Priced as {plan_file.framework.name}, calibration {plan_file.calibration.name}, by {made_by}",
         f"Made from: {plan_file.command}",
     ]
+    if documents := plan_file.training.document_len:
+        lines.append(
+            f"Sequences are priced as packed from documents of {documents:,} tokens, each with attention of its own: "
+            "data and attention mask are yours to set so"
+        )
     return [comment(line) for line in lines]

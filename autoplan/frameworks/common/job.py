@@ -83,10 +83,11 @@ class Target:
     job: Callable[[PlanFile, str], Job]
     versions: tuple[str, ...] = ("",)
     limits: tuple[Rule, ...] = ()
-    # Says what of a fine-tuning it cannot express, in words, or nothing; None: it trains all weights.
+    # Says what of a fine-tuning it cannot express, as a noun, or nothing; None: it trains all weights.
     refused_tuning: Callable[[FineTuning], str] | None = None
     unequal_batches: bool = False  # whether replicas may take unlike numbers of micro-batches
     optimizers: tuple[OptimizerName, ...] = ("adam",)  # that it can be told to take
+    takes_narrow_attention: bool = False  # whether it can be told to compute attention in 8 bits
 
 
 def safe_name(text: str) -> str:

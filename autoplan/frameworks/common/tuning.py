@@ -16,9 +16,9 @@ ALPHA_PER_RANK = 2  # a usual choice, which changes no cost
 def refused_by_peft(finetuning: FineTuning) -> str:
     """Say what of a fine-tuning the files of PEFT cannot carry; empty where they carry all of it."""
     if finetuning.frozen:
-        return f"a frozen {' and '.join(finetuning.frozen)} beside trained weights: the program has to freeze it"
+        return f"a frozen {' and '.join(finetuning.frozen)} beside trained weights"
     if finetuning.quantization == "int4":
-        return "weights in int4: GPTQ and AWQ checkpoints have their own settings, use nf4"
+        return "weights in int4 (GPTQ and AWQ checkpoints have their own settings)"
     return ""
 
 

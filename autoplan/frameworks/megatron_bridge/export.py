@@ -236,4 +236,5 @@ TARGET = Target(
     versions=("main", "0.3"),
     limits=RULES,
     refused_tuning=refused,
+    takes_narrow_attention=True,
 )

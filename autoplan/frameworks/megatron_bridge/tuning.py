@@ -22,13 +22,12 @@ def refused(finetuning: FineTuning) -> str:
     """Say what of a fine-tuning Megatron-Bridge cannot express; empty where it can express all of it."""
     if finetuning.frozen or finetuning.saved_modules:
         ends = (*finetuning.frozen, *finetuning.saved_modules)
-        return f"{' and '.join(ends)} apart from other weights: leave it out"
+        return f"{' and '.join(ends)} apart from other weights"
     if finetuning.quantization != "none":
-        return f"frozen weights in {finetuning.quantization}: use --quantize none, or --framework transformers"
+        return f"frozen weights in {finetuning.quantization}"
     if not _has_names(finetuning):
-        return f"adapters on {', '.join(finetuning.targets)}: use {', '.join(FUSED)}" + (
-            "" if finetuning.dora else f", or {', '.join(CANONICAL)}"
-        )
+        names = FUSED if finetuning.dora else (*FUSED, *CANONICAL)
+        return f"adapters on {', '.join(finetuning.targets)} (it takes {', '.join(names)})"
     return ""
 
 

@@ -189,7 +189,6 @@ SUPPORTED = (
 )
 
 
-# Whatever the schedule; other schedules than its own run on its code elsewhere (`primus`).
 def _is_aware(batch: PlanBatch) -> Bools:
     """Return which plans need the precision-aware optimizer for their states."""
     is_main = batch.grad_dtype == GradType.BF16_MAIN.code
@@ -231,6 +230,7 @@ def _graphs_overlap(workload: Workload, batch: PlanBatch) -> Bools:
 # Options that few other frameworks have.
 EXTRAS = ("ep_overlap", "dispatcher", "cuda_graphs", "grad_dtype", "narrow_params", "main_weights", "moment_dtype")
 
+# Whatever the schedule; other schedules than its own run on its code elsewhere (`primus`).
 COMMON: tuple[Rule, ...] = (
     *universal.RULES,
     *universal.options_of_others(*EXTRAS),
