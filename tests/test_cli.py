@@ -74,7 +74,7 @@ def test_a_search_answers_first_and_says_how_sure_it_is(searched: Path) -> None:
         " ".join(shown.split()),
     )
     assert len(shown.splitlines()) <= 20
-    assert "measure:  autoplan tune plan.json" in shown
+    assert "measure:  autoplan tune plan.json --command -- PROGRAM" in shown
     assert "autoplan export plan.json --to megatron-lm --launcher torchrun" in shown
     assert "\x1b" not in shown
     assert all(line == line.rstrip() for line in shown.splitlines())

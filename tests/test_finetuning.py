@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import autoplan
 from autoplan.api.estimate import check_oracle
+from autoplan.api.export import measurement
 from autoplan.base.errors import InputError
 from autoplan.cost.collectives.sharded_states import sharded_states
 from autoplan.cost.collectives.tensor_parallel import adapter_collectives, block_collectives
@@ -531,6 +532,7 @@ def test_the_built_in_trainer_refuses_what_it_would_not_train(tmp_path: Path) ->
             "qwen2.5-0.5b", cluster="h100-sxm:1x1", global_batch=2, seq_len=128, framework="torch", **options
         )
         found.save(path, force=True)
+        assert measurement(found.file, path).endswith("plan.json --command -- PROGRAM")
         with pytest.raises(InputError, match=says):
             autoplan.run(path)
         with pytest.raises(InputError, match=says):

@@ -118,7 +118,7 @@ def test_stdout_holds_the_answer_and_stderr_nothing_but_remarks(tmp_path: Path) 
     assert done.stderr == "wrote plan.json\n"
     following, measure, why, more = done.stdout.rstrip().splitlines()[-4:]
     assert following.startswith("next:     autoplan export plan.json --to megatron-lm")
-    assert measure == "measure:  autoplan tune plan.json"
+    assert measure == "measure:  autoplan tune plan.json --command -- PROGRAM"
     assert why == "why:      autoplan explain plan.json"
     assert more.startswith("more:     --details")
     quiet = run(tmp_path, "search", *asked, "--force", "--quiet")

@@ -196,14 +196,16 @@ def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = "torchr
 
 
 def measurement(file: PlanFile, path: Path) -> str:
-    """Return the command that runs the plans which are close to that at `path`."""
+    """Return the command that runs the plans which are close to that at `path`, by a program where ours runs none."""
     command = f"autoplan tune {shlex.quote(str(path))}"
     try:
         check_training(file.training)
         check_model(file.model)
     except InputError:
-        return f"{command} --command -- PROGRAM"
-    return command
+        is_ours = False
+    else:
+        is_ours = file.framework.rules == "trainer"
+    return command if is_ours else f"{command} --command -- PROGRAM"
 
 
 def next_step(file: PlanFile | MixedPlanFile, path: Path) -> tuple[str, str]:
