@@ -34,6 +34,7 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
 from autoplan.readers.finetuning import combined, load_finetuning
 from autoplan.readers.model import load_model
+from autoplan.report.answer import answer_lines
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import Block, Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -431,6 +432,7 @@ def test_files_of_trainers_are_read(tmp_path: Path, text: str, expected: FineTun
         ("a: [\n", "not valid YAML"),
         ("stage: dpo\nfinetuning_type: lora\n", "stage 'dpo' is not priced"),
         ("base_model: m\nadapter: relora\n", "adapter 'relora' is not priced"),
+        ("base_model: m\nadapter: qlora\nload_in_8bit: true\n", "load_in_8bit beside weights in 4 bits"),
     ],
 )
 def test_what_is_not_priced_is_refused(tmp_path: Path, text: str, says: str) -> None:
@@ -519,6 +521,7 @@ def test_full_finetuning_is_exported_as_training() -> None:
         "llama3-8b", cluster="h100-sxm:1x8", global_batch=64, seq_len=2048, plan={"tp": 8}, finetune="full"
     )
     assert full.file.best.step_s == plain.file.best.step_s
+    assert dict(answer_lines(full.file))["trains"] == "full fine-tuning: 8,030,261,248 parameters, 100 %"
     assert autoplan.export(full, to="megatron-lm").texts.keys() == autoplan.export(plain, to="megatron-lm").texts.keys()
 
 

@@ -137,6 +137,11 @@ def _three_figures(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
+def format_two_figures(value: float) -> str:
+    """`value` with two figures at least, and all that stand before the point: '0.042', '87', '1,234'."""
+    return f"{value:.2g}" if value < 9.95 else f"{value:,.0f}"
+
+
 MOST_TEXT = 1_000  # characters of a name or a reason
 
 

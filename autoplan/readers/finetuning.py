@@ -129,8 +129,9 @@ def _number(text: str, where: str) -> float:
 def _read_yaml(path: Path) -> dict[str, Any]:
     import yaml  # which takes as long to load as much else of a search
 
+    text = read_text(path)
     try:
-        table = yaml.safe_load(read_text(path))
+        table = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())[:120]}") from None
     if not isinstance(table, dict):
@@ -196,6 +197,13 @@ def _from_yaml(table: dict[str, Any], where: str) -> FineTuning:
     )
 
 
+def _loaded_in(table: Mapping[str, Any], four: Quantization | None, where: str) -> Quantization | None:
+    """Number format of the weights by load_in_4bit, which `four` is where that is set, and load_in_8bit."""
+    if four and table.get("load_in_8bit"):
+        raise InputError(f"{where}: load_in_8bit beside weights in 4 bits: leave one of them out")
+    return "int8" if table.get("load_in_8bit") else four
+
+
 def _from_axolotl(table: dict[str, Any], where: str) -> FineTuning:
     """Axolotl (src/axolotl/utils/schemas/peft.py and loaders/model.py, which quantises the constants too)."""
     adapter = table.get("adapter")
@@ -215,7 +223,7 @@ def _from_axolotl(table: dict[str, Any], where: str) -> FineTuning:
             "targets": targets or list(DEFAULT_TARGETS),
             "dropout": table.get("lora_dropout"),
             "dora": table.get("peft_use_dora"),
-            "quantization": "nf4-dq" if is_4bit else "int8" if table.get("load_in_8bit") else None,
+            "quantization": _loaded_in(table, "nf4-dq" if is_4bit else None, where),
             "saved_modules": _list(table.get("lora_modules_to_save"), f"{where}: lora_modules_to_save"),
         },
         where,
@@ -254,7 +262,7 @@ def _from_trl(table: dict[str, Any], where: str) -> FineTuning:
     """TRL's ModelConfig (trl/trainer/model_config.py)."""
     if not table.get("use_peft"):
         return FineTuning()
-    four = "nf4-dq" if table.get("use_bnb_nested_quant") else "nf4"
+    four: Quantization = "nf4-dq" if table.get("use_bnb_nested_quant") else "nf4"
     return _made(
         {
             "rank": table.get("lora_r", TRL_RANK),
@@ -262,7 +270,7 @@ def _from_trl(table: dict[str, Any], where: str) -> FineTuning:
             or list(DEFAULT_TARGETS),
             "dropout": table.get("lora_dropout", TRL_DROPOUT),
             "dora": table.get("use_dora"),
-            "quantization": four if table.get("load_in_4bit") else "int8" if table.get("load_in_8bit") else None,
+            "quantization": _loaded_in(table, four if table.get("load_in_4bit") else None, where),
             "saved_modules": _list(table.get("lora_modules_to_save"), f"{where}: lora_modules_to_save"),
         },
         where,

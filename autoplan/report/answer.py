@@ -8,7 +8,7 @@ from statistics import NormalDist
 from rich.console import Console
 from rich.markup import escape
 
-from autoplan.base.units import GIB, format_bytes, format_flops, format_percent, format_seconds
+from autoplan.base.units import GIB, format_bytes, format_flops, format_percent, format_seconds, format_two_figures
 from autoplan.cost.estimate import NORMAL_90
 from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_parameters
 from autoplan.report.terminal import (
@@ -103,7 +103,8 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
     yield "plan", spelled if len(spelled) <= MOST_SPELLED else best.plan.describe()
     if (tuning := file.training.finetuning) is not None:
         trained = count_trained_parameters(file.model, tuning)
-        yield "trains", f"{tuning}: {trained:,} parameters, {100 * trained / count_parameters(file.model):.2g} %"
+        percent = 100 * trained / count_parameters(file.model)
+        yield "trains", f"{tuning}: {trained:,} parameters, {format_two_figures(percent)} %"
     interval = f"{format_seconds(best.low_s)} to {format_seconds(best.high_s)}"
     yield "time", f"{format_seconds(best.step_s)} a step; nine of ten runs take {interval}"
     name, peak = datasheet_peak(file.cluster.device, file.training.precision)

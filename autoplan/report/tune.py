@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 
-from autoplan.base.units import format_percent, format_seconds
+from autoplan.base.units import format_percent, format_seconds, format_two_figures
 from autoplan.report.terminal import labelled, print_part, print_table
 from autoplan.spec.tune_report import TriedPlan, TuneReport
 
@@ -33,7 +33,7 @@ def print_tuned(console: Console, report: TuneReport) -> None:
         grid.add_row("model", f"steps take {report.ratio:.2f} times as long as predicted, in the median of the trials")
         grid.add_row("left", f"{report.left} of {report.candidates} plans may still be faster and were not run")
     count = len(report.trials)
-    grid.add_row("spent", f"{count} trial{'s' * (count != 1)}, {report.gpu_hours:.2g} device-hours")
+    grid.add_row("spent", f"{count} trial{'s' * (count != 1)}, {format_two_figures(report.gpu_hours)} device-hours")
     print_part(console, grid)
 
 
