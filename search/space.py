@@ -254,18 +254,19 @@ class Space:
         if not free or not len(kinds):
             return kinds
         first, kind_of = kinds.distinct("sharding", "offload", "grad_dtype")
-        states, chosen = kinds.take(first), dict[str, Ints | Bools]()
+        states = kinds.take(first)
+        # All begin with their first values: what one of them needs of another is not turned down for its last.
+        chosen: dict[str, Any] = {
+            axis.name: np.full(len(states), axis.code(self.limits.of(axis.name)[0]), dtype=column_type(axis))
+            for axis in free
+        }
         for axis in free:
-            kind = column_type(axis)
-            codes: list[Any] = [np.full(len(states), axis.code(word), dtype=kind) for word in self.limits.of(axis.name)]
-            best: Any = codes[0]
-            for code in codes:
-                tried = _with_columns(states, {axis.name: code})
+            for word in self.limits.of(axis.name):
+                code = np.full_like(chosen[axis.name], axis.code(word))
+                tried = _with_columns(states, chosen | {axis.name: code})
                 lawful = legal_so_far(self.rules, self.workload, tried, _KNOWN_OF_MONOTONE)
-                best = np.where(lawful, code, best)
-            states = _with_columns(states, {axis.name: best})
-            chosen[axis.name] = best[kind_of]
-        return _with_columns(kinds, chosen)
+                chosen[axis.name] = np.where(lawful, code, chosen[axis.name])
+        return _with_columns(kinds, {name: values[kind_of] for name, values in chosen.items()})
 
     def extremes(self, groups: PlanBatch) -> tuple[PlanBatch, PlanBatch, Ints]:
         """(the plainest kinds, those of the leanest states, for each the index of its group).

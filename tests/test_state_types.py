@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import autoplan
 from autoplan.api.estimate import make_plan
 from autoplan.api.problem import make_problem, make_space
 from autoplan.base.errors import InputError
@@ -117,9 +118,14 @@ def test_narrow_weights_that_are_asked_for_stay_in_the_plan_for_a_rule_to_refuse
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("model", [DENSE, MIXTURE], ids=["dense", "mixture"])
-def test_a_search_finds_what_enumeration_over_all_types_finds(precision: str, model: object) -> None:
-    problem = problem_of(precision=precision, model=model)
-    allow = ["grad_dtype", "narrow_params", "main_weights", "moment_dtype"]
+@pytest.mark.parametrize(
+    ("framework", "allow"),
+    [("megatron-core", ("grad_dtype", "narrow_params", "main_weights", "moment_dtype")), ("nemo", ())],
+)
+def test_a_search_finds_what_enumeration_over_all_types_finds(
+    precision: str, model: object, framework: str, allow: tuple[str, ...]
+) -> None:
+    problem = problem_of(framework, precision, model)
     space = make_space(problem, 16, allow=allow, fix=["micro_batch=1", "cp=1", "recompute=none"])
     result = search(problem, space, margin=0.0)
     batch, _ = space.plans(space.cells())
@@ -129,7 +135,7 @@ def test_a_search_finds_what_enumeration_over_all_types_finds(precision: str, mo
         others = [
             replace(part, **{axis.name: np.full(len(part), AXIS[axis.name].code(value), dtype=column_type(axis))})  # type: ignore[arg-type]
             for part in others
-            for value in axis.searched
+            for value in space.limits.of(axis.name)
         ]
     everything = PlanBatch.concatenate(others)
     lawful = np.ones(len(everything), dtype=bool)
@@ -163,6 +169,25 @@ def test_later_values_of_monotone_axes_take_no_more(changes: dict[str, object], 
         costs = estimate(problem, PlanBatch.of(plans, problem.model.num_layers))
         for values in (costs.step_s, costs.memory_bytes, costs.host_memory_bytes):
             assert (np.diff(values) <= 1e-9 * values[0]).all()
+
+
+def test_weights_are_gathered_in_8_bits_where_that_is_usual_and_states_are_sharded() -> None:
+    # Remainders go with 16-bit products alone: they do not keep the 8-bit weights of others out.
+    space = make_space(problem_of("nemo", "fp8"), 64)
+    plans, _ = space.plans(space.cells())
+    assert set(zip(plans.sharding > 0, plans.narrow_params, strict=True)) == {(False, False), (True, True)}
+
+
+def test_a_search_from_a_file_keeps_its_types(tmp_path: Path) -> None:
+    types = {"grad_dtype": "bf16_main", "moment_dtype": "bf16", "main_weights": "fp16"}
+    plan = {"sharding": "zero1", **types}
+    on = {"cluster": "h100-sxm:1x8", "global_batch": 64, "seq_len": 4096}
+    autoplan.estimate("llama3-8b", plan=plan, **on).export("megatron-lm").save(tmp_path)  # type: ignore[arg-type]
+    found = autoplan.search(launch_file=tmp_path / "launch.sh", cluster="h100-sxm:1x8")
+    assert {name: str(getattr(found.plan, name)) for name in types} == types
+    assert found.file.today is not None
+    assert found.file.today.gap is not None
+    assert found.file.today.gap.ratio >= 1.0
 
 
 def test_the_answer_tells_what_was_left_out() -> None:

@@ -115,8 +115,11 @@ def search(
         raise InputError("--set and --as are about a launch file: give --from FILE")
     if model is None or global_batch is None or (seq_len is None and started is None):
         raise InputError("give model, global_batch and seq_len, or a launch_file that has them")
+    problem = make_problem(model, cluster=place, seq_len=seq_len, **about)
+    if started:  # what a launch file says of the numerics of training stays
+        problem = replace(problem, framework=problem.framework.choosing(started.plan))
     asked = _Asked(
-        problem=make_problem(model, cluster=place, seq_len=seq_len, **about),
+        problem=problem,
         space=SpaceFlags(
             global_batch=str(global_batch),
             fix=limit_texts(fix),

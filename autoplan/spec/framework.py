@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_count, check_not_negative, check_positive, file_keys, listed
-from autoplan.spec.axes import AXIS, Value
+from autoplan.spec.axes import AXIS, Value, shown
 from autoplan.spec.enums import RankOrder
+from autoplan.spec.plan import ParallelPlan
 
 
 def _check(traits: object, *, positive: tuple[str, ...] = (), **ranges: tuple[float, float]) -> None:
@@ -331,6 +332,12 @@ class Framework:
         """The options that are not the usual ones of `spec/axes.py`, in plans that do not say them."""
         pairs = (text.partition("=") for text in self.usual)
         return {name: AXIS[name].parse(value, "usual") for name, _, value in pairs}
+
+    def choosing(self, plan: ParallelPlan) -> Framework:
+        """Return the framework whose plans have the options of `plan` that decide the numerics of training."""
+        own = {name: getattr(plan, name) for name, axis in AXIS.items() if axis.exact is not None}
+        chosen = {name: value for name, value in (self.choices | own).items() if value != AXIS[name].default}
+        return replace(self, usual=tuple(f"{name}={shown(value)}" for name, value in chosen.items()))
 
     def trait(self, name: str) -> Any:
         """Return the trait called `name`, whichever group holds it."""
