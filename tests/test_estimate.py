@@ -453,6 +453,16 @@ def test_kernels_of_attention_have_rates_of_their_own(cluster: str, kernel: Any,
     assert times[1] / times[0] == pytest.approx(rate, rel=0.01)
 
 
+@pytest.mark.parametrize(("cluster", "time"), [("h100-sxm:1x8", 1.0), ("b200:1x8", 0.65), ("mi300x:1x8", 1.0)])
+def test_attention_in_8_bits_is_faster_where_runs_say_so(cluster: str, time: float) -> None:
+    wide, narrow = (
+        terms_of(dataclasses.replace(problem, training=TrainingSpec(seq_len=8192, attention=attention)), single())
+        for problem in [problem_of(framework=PLAIN, cluster=cluster)]
+        for attention in ("flash", "flash-fp8")
+    )
+    assert narrow["attention"] / wide["attention"] == pytest.approx(time)
+
+
 def test_a_wide_softmax_output_is_kept_written_cast_and_read_once_more() -> None:
     narrow = problem_of(framework=PLAIN)
     narrow = dataclasses.replace(narrow, training=TrainingSpec(seq_len=2048, attention="megatron-fused"))

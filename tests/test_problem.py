@@ -29,10 +29,10 @@ RUNS: dict[str, str] = {
 }
 
 
-def problem(cluster: str, precision: Any, framework: str = "torch") -> Problem:
+def problem(cluster: str, precision: Any, framework: str = "torch", **training: Any) -> Problem:
     return Problem(
         model=load_model("llama3-8b"),
-        training=TrainingSpec(seq_len=4096, precision=precision),
+        training=TrainingSpec(seq_len=4096, precision=precision, **training),
         cluster=load_cluster(cluster),
         framework=load_framework(framework),
     )
@@ -48,6 +48,12 @@ def test_a_device_runs_the_precisions_that_it_has_units_for(cluster: str) -> Non
         else:
             with pytest.raises(InputError, match=rf"has no {precision} matrix units: use {' or '.join(usable)}"):
                 problem(cluster, precision)
+
+
+def test_attention_in_8_bits_needs_units_for_it() -> None:
+    with pytest.raises(InputError, match="a100-sxm has no fp8 matrix units for attention flash-fp8: use flash"):
+        problem("a100-sxm", "bf16", attention="flash-fp8")
+    assert problem("h100-sxm", "bf16", attention="flash-fp8").fuses_attention
 
 
 @pytest.mark.parametrize("framework", ["megatron-core", "pytorch-fsdp", "deepspeed-zero", "torchtitan"])

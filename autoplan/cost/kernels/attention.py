@@ -103,12 +103,13 @@ def _unfused_s(problem: Problem, batch: PlanBatch, factor: Floats) -> Pass:
 
 
 def _narrows_attention(problem: Problem, batch: PlanBatch) -> Bools:
-    """Return which plans run the core of the attention in 8 bits; on Hopper that was not seen to be faster.
+    """Return which plans run the core of the attention in 8 bits and are the faster for it: those on Blackwell.
 
-    MLPerf's Llama-2-70B LoRA with fp8_dot_product_attention (training_results_v4.0) takes as long there as in 16 bits.
+    On Hopper MLPerf's Llama-2-70B LoRA with fp8_dot_product_attention (training_results_v4.0) takes as long as in 16
+    bits; of others no run tells.
     """
     if problem.training.attention == "flash-fp8":
-        return np.full(len(batch), problem.device.generation != "hopper")
+        return np.full(len(batch), problem.device.generation == "blackwell")
     precisions = problem.framework.experts.narrow_attention if problem.model.moe else ()
     return np.isin(batch.precision, [Precision(precision).code for precision in precisions])
 
