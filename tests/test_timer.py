@@ -236,7 +236,7 @@ def test_a_long_call_is_repeated_as_often_as_the_budget_allows() -> None:
             left_s=left_s,
         )  # fmt: skip
         assert (outcome.status, len(outcome.samples_s) <= num_samples) == (status, True)
-        assert outcome.samples_s[0] == pytest.approx(0.05, rel=0.5)
+        assert 0.049 < outcome.samples_s[0] < 1.0  # a busy machine wakes it late
         assert ("the budget left" in outcome.reason) == (status == "unstable")
 
 
