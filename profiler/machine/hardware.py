@@ -120,12 +120,17 @@ def amdsmi() -> Any | None:
 
 
 def visible_nvidia_handles() -> list[Any]:
-    """NVML's handles of the GPUs that CUDA_VISIBLE_DEVICES leaves: of all where it names none by number or UUID."""
+    """NVML's handles of the GPUs that CUDA_VISIBLE_DEVICES leaves: of all where it names parts of them."""
     library = nvml()
     if library is None:
         return []
     handles, _ = _nvidia_handles(library)
-    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return handles
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if not names or names[0] == "-1":
+        return []
     visible = []
     for name in names:
         with suppress(library.NVMLError):

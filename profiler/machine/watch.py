@@ -68,11 +68,11 @@ class Watch:
 def conditions(seen: Sequence[Seen], load: float | None) -> tuple[dict[str, str], str]:
     """Return what is kept of a watch beside a run, and what disturbed the run: blank if nothing did.
 
-    `load` is the share of the cores that others used, where these are the devices.
+    `load` is the share of the cores that others used, where these are the devices: nothing is told of others then.
     """
     found: dict[str, str] = {}
     disturbances: list[str] = []
-    if seen:
+    if seen and load is None:
         load = float(np.mean([look.foreign for look in seen]))
         found |= {name: f"{np.median([getattr(look, name) for look in seen]):.0f}" for name in ("clock_mhz", "power_w")}
         slowed = Counter(look.slowdown for look in seen if look.slowdown)

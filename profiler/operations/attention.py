@@ -25,7 +25,7 @@ _BACKENDS = {
 
 
 OPERATIONS = ("attention", "attention_backward", "latent_attention", "latent_attention_backward")
-_ENTRY = re.compile(r"_scaled_dot_product_(\w+?)_attention|_(flash)_attention|_(varlen)_attn")
+_ENTRY = re.compile(r"_scaled_dot_product_(\w+?)_attention(?:_for_(cpu))?|_(flash)_attention|_(varlen)_attn")
 
 
 class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -39,19 +39,20 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if found := _ENTRY.search(str(function)):
-            self.backends.append(next(filter(None, found.groups())))
+            self.backends.append(" ".join(filter(None, found.groups())))
         return function(*args, **kwargs or {})
 
 
 def backend_of(run: Callable[[], object]) -> str:
     """Name what torch's entry chose for a call: flash, cudnn, efficient, ...; math where it put it together itself.
 
-    Flash stands with its implementation where torch has several of them.
+    Flash stands with its implementation on CUDA, where torch has several of them.
     """
     with _Dispatched() as seen:
         run()
     backend = seen.backends[0] if seen.backends else "math"
-    if backend == "flash" and (version := getattr(torch.nn.attention, "current_flash_attention_impl", None)):
+    version = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    if backend == "flash" and version and not torch.version.hip:
         return f"flash {version() or 'FA2'}"
     return backend
 

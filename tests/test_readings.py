@@ -1,0 +1,41 @@
+"""Is what libraries of devices tell of their state understood?"""
+
+from __future__ import annotations
+
+import pytest
+
+from autoplan.profiler.machine import readings
+
+
+class OneAmd:
+    """AMD SMI of a device, as it answers in Python."""
+
+    AmdSmiException = RuntimeError
+
+    def __init__(self, violations: dict[str, object] | None, throttle_status: object = "N/A") -> None:
+        self.violations, self.throttle_status = violations, throttle_status
+
+    def amdsmi_get_violation_status(self, handle: int) -> dict[str, object]:
+        if self.violations is None:
+            raise self.AmdSmiException("not supported")
+        return self.violations
+
+    def amdsmi_get_gpu_metrics_info(self, handle: int) -> dict[str, object]:
+        return {"indep_throttle_status": self.throttle_status}
+
+
+@pytest.mark.parametrize(
+    ("library", "slowdown"),
+    [
+        (OneAmd({"active_socket_thrm": True, "active_hbm_thrm": True}), "socket thermal, memory thermal"),
+        (OneAmd({"active_ppt_pwr": True, "active_socket_thrm": False}), ""),  # at its power cap, as in training
+        (OneAmd({"active_socket_thrm": "N/A"}, 1 << 36), "thermal"),  # MI200: TEMP_HOTSPOT
+        (OneAmd(None, 1 << 36), "thermal"),
+        (OneAmd(None, 0x3), ""),  # PPT0 and PPT1
+        (OneAmd(None, 2**64 - 1), ""),  # not supported
+        (OneAmd(None), ""),
+    ],
+)
+def test_what_slows_an_amd_device_down_is_told(monkeypatch: pytest.MonkeyPatch, library: OneAmd, slowdown: str) -> None:
+    monkeypatch.setattr(readings, "amdsmi", lambda: library)
+    assert readings.amd_slowdown(0) == slowdown
