@@ -64,6 +64,14 @@ def test_adding_again_adds_nothing(store: Store) -> None:
     assert keys(store) == sorted(record.key for record in records)
 
 
+def test_a_damaged_mark_does_not_keep_the_others_from_travelling(store: Store) -> None:
+    store.add(some_records(0, 2))
+    store.change(keys(store), hides=True, by="ada", reason="hot GPU")
+    with store._database.writing() as connection:
+        connection.execute(text("UPDATE marks SET at = 'noon' WHERE id = 1"))
+    assert (len(list(store.marks())), store.num_unread) == (1, 1)
+
+
 def test_a_record_given_twice_in_one_call_is_held_once(store: Store) -> None:
     added = store.add([GEMM, GEMM, replace(GEMM, measured_by="eve")])
     assert (added.new, added.held, len(keys(store))) == (1, 2, 1)

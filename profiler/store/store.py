@@ -423,7 +423,12 @@ class Store:
         for of in self._marked:
             query = select(of.marks, of.rows.c.key).join_from(of.marks, of.rows)
             for row in self._rows(query, of.marks.c.id):
-                yield Mark(key=row.key, by=row.by, reason=row.reason, at=row.at, hides=row.hides)
+                try:
+                    mark = Mark(key=row.key, by=row.by, reason=row.reason, at=row.at, hides=row.hides)
+                except InputError:  # damaged: what it is of goes on without it
+                    self._unread.add(row.key)
+                    continue
+                yield mark
 
     def holdings(self) -> list[Holding]:
         """Summarise the records machine by machine, the largest first."""
