@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import platform
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,20 @@ def curve_toml(head: str, curve: Any, **more: float) -> str:
 
 
 def write_report(path: Path, title: str, made_by: str, *blocks: str) -> None:
-    """Write `blocks`, as they were printed, below the title, the day, and what they were made by."""
+    """Write `blocks`, as they were printed, below the title, the day, the commit, and what they were made by."""
     lines = [
         f"# {title}, {datetime.date.today().isoformat()}",
-        f"autoplan {autoplan.__version__}, Python {platform.python_version()}; {made_by}.",
+        f"autoplan {autoplan.__version__}{_commit()}, Python {platform.python_version()}; {made_by}.",
         *(f"```\n{block.rstrip()}\n```" for block in blocks),
     ]
     write_text(path, "\n\n".join(lines) + "\n", force=True)
+
+
+def _commit() -> str:
+    """Return the commit of this checkout, with a word on files that were changed since; blank outside of one."""
+    command = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=, changed", "--exclude=*")
+    try:
+        found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f" ({found})"
