@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.base.errors import InputError
+import autoplan
+from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import decode
+from autoplan.frameworks.common.job import File
 from autoplan.frameworks.registry import TARGETS, facts_for
 from autoplan.launch.targets import exported
+from autoplan.spec.axes import AXES
+from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.optimizers import OPTIMIZERS
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 from commands import run
 
@@ -46,3 +52,58 @@ def test_gathers_that_wait_are_refused_where_a_target_cannot_be_told(tmp_path: P
     waiting = replace(file, best=replace(file.best, plan=replace(file.best.plan, param_gather_overlap=False)))
     with pytest.raises(InputError, match=r"always gathers ahead|traffic that is not overlapped"):
         exported(waiting, to, "torchrun")
+
+
+OPTIONS = ("cuda_graphs", "grad_dtype", "narrow_params", "main_weights", "moment_dtype")
+CHANGED = [(axis.name, value) for axis in AXES if axis.name in OPTIONS for value in axis.searched]
+TUNINGS = (
+    FineTuning(rank=8),
+    FineTuning(rank=8, targets=("all-linear",), quantization="nf4"),
+    FineTuning(rank=8, targets=("linear_qkv",), dora=True),
+    FineTuning(rank=8, saved_modules=("lm_head",)),
+    FineTuning(frozen=("embed_tokens",)),
+)
+
+
+# (target, precision, how many of the choices below it writes at least)
+WRITTEN = (
+    *(("accelerate", "bf16", 9), ("deepspeed", "bf16", 8), ("megatron-bridge", "bf16", 9), ("megatron-lm", "bf16", 6)),
+    *(("primus", "bf16", 6), ("megatron-bridge", "mxfp8", 12), ("megatron-lm", "mxfp8", 9), ("primus", "mxfp8", 9)),
+    *((to, "bf16", 0) for to in ("autoplan", "fsdp2", "nanotron", "torchtitan")),
+)
+
+
+def settings(files: tuple[File, ...]) -> list[str]:
+    """The lines of files that a program reads."""
+    return [line for file in files for line in file.text.splitlines() if not line.lstrip().startswith("#")]
+
+
+def test_every_target_is_asked_what_it_writes() -> None:
+    assert {to for to, _, _ in WRITTEN} == {*TARGETS}
+
+
+@pytest.mark.parametrize(("to", "precision", "least"), WRITTEN)
+def test_every_option_of_a_plan_is_written_or_refused(to: str, precision: str, least: int) -> None:
+    """An option that is dropped would start another plan than was priced."""
+    plan = {"micro_batch": 1, "sharding": "zero3" if to in ("accelerate", "fsdp2", "torchtitan") else "zero1"}
+    place = {"cluster": "b200:1x8", "global_batch": 64, "seq_len": 2048, "plan": plan, "precision": precision}
+    file = autoplan.estimate("llama3-8b", **place, framework=facts_for(TARGETS[to].rules[0])).file
+    before, written = settings(exported(file, to, "torchrun")), set()
+
+    def write(what: str, changed: PlanFile) -> None:
+        try:
+            files = exported(changed, to, "torchrun")
+        except AutoplanError:
+            return
+        assert settings(files) != before, f"{to} drops {what}"
+        written.add(what)
+
+    for name, value in CHANGED:
+        plan_with: ParallelPlan = file.best.plan
+        if getattr(plan_with, name) != value:
+            plan_with = replace(plan_with, **{name: value})
+            write(f"{name}={value}", replace(file, best=replace(file.best, plan=plan_with)))
+    trained = [("optimizer", name) for name in OPTIMIZERS if name != "adam"]
+    for name, choice in (*trained, *(("finetuning", tuning) for tuning in TUNINGS), ("attention", "flash-fp8")):
+        write(f"{name}={choice}", replace(file, training=replace(file.training, **{name: choice})))
+    assert len(written) >= least, sorted(written)
