@@ -107,3 +107,13 @@ def test_every_option_of_a_plan_is_written_or_refused(to: str, precision: str, l
     for name, choice in (*trained, *(("finetuning", tuning) for tuning in TUNINGS), ("attention", "flash-fp8")):
         write(f"{name}={choice}", replace(file, training=replace(file.training, **{name: choice})))
     assert len(written) >= least, sorted(written)
+
+
+@pytest.mark.parametrize("to", ["accelerate", "fsdp2", "deepspeed"])
+def test_files_name_the_attention_that_only_a_program_can_take(to: str) -> None:
+    plan = {"micro_batch": 1, "sharding": "zero3"}
+    place = {"cluster": "h100-sxm:1x8", "global_batch": 64, "seq_len": 2048, "plan": plan, "attention": "flash1"}
+    file = autoplan.estimate("llama3-8b", **place, framework=facts_for(TARGETS[to].rules[0])).file
+    assert "Priced with flash1 attention" in exported(file, to, "torchrun")[0].text
+    usual = replace(file, training=replace(file.training, attention="flash"))
+    assert "Priced with" not in exported(usual, to, "torchrun")[0].text

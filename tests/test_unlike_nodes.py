@@ -123,3 +123,10 @@ def test_the_built_in_trainer_trains_unlike_replicas_as_one_process_does(tmp_pat
     assert measured.measured.check is not None
     assert measured.measured.check.holds
     assert len(measured.measured.peak_bytes) == 2
+
+
+def test_the_built_in_trainer_refuses_another_optimizer_on_unlike_nodes(tmp_path: Path) -> None:
+    place = {"cluster": "h100-sxm:1x2+a100-sxm:1x2", "global_batch": 16, "seq_len": 512, "framework": "torch"}
+    autoplan.search_mixed("qwen2.5-0.5b", **place, optimizer="sgd").save(tmp_path / "plan.json")
+    with pytest.raises(InputError, match="the built-in trainer has Adam, not sgd"):
+        autoplan.run(tmp_path / "plan.json")

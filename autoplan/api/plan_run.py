@@ -188,6 +188,7 @@ def _handed_over(
 def _mixed_run(file: MixedPlanFile, **asked: Any) -> tuple[Task, PredictedRun]:
     """Return the task of a plan of a mixed cluster, and the prediction for it."""
     problem = mixed_problem_of(file)
+    check_training(problem.training)
     if problem.framework.name != FRAMEWORK:
         framework = load_framework(FRAMEWORK)
         calibrations = tuple(built_in_calibration(framework, part.device) for part in problem.cluster.parts)

@@ -49,10 +49,8 @@ def node_ranges(problem: MixedProblem, file: MixedPlanFile, to: str) -> tuple[No
     parts = problem.cluster.parts
     used = tuple(dict.fromkeys(started.node_parts))
     # Files that the job reads name the devices: they have to be the same on all of them.
-    devices, calibration = (
-        _joined(parts[at].device.name for at in used),
-        _joined(file.calibrations[at].name for at in used),
-    )
+    devices = _joined(parts[at].device.name for at in used)
+    calibration = _joined(file.calibrations[at].name for at in used)
     best, costs = _ranked(problem, cost, started), tuple(placed.cost for placed in mixed_stages(problem, cost.plan))
     found, first = [], 0
     for at, nodes in groupby(started.node_parts):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.spec.plan_file import PlanFile
 
+USUAL_ATTENTION = "flash"
+
 
 def comment(text: str) -> str:
     """`text` as one line that cannot leave its comment: anything that is not printable becomes a question mark."""
@@ -27,6 +29,8 @@ def header(plan_file: PlanFile, framework: str) -> list[str]:
         f"Priced as {plan_file.framework.name}, calibration {plan_file.calibration.name}, by {made_by}",
         f"Made from: {plan_file.command}",
     ]
+    if (attention := plan_file.training.attention) != USUAL_ATTENTION:
+        lines.append(f"Priced with {attention} attention, which your program has to take where no option below says so")
     if documents := plan_file.training.document_len:
         lines.append(
             f"Sequences are priced as packed from documents of {documents:,} tokens, each with attention of its own: "
