@@ -63,6 +63,18 @@ def test_a_plan_file_of_version_2_is_read_whose_traits_stand_in_no_groups() -> N
     assert older.framework == today.framework
 
 
+@pytest.mark.parametrize(("num_publishers", "spread"), [(0, 0.2), (7, None)])
+def test_a_plan_file_of_version_4_is_read_whose_calibration_counts_publishers(
+    num_publishers: int, spread: float | None
+) -> None:
+    file = msgspec.json.decode(msgspec.json.encode(table()))
+    file["calibration"] |= {"num_publishers": num_publishers, "time_spread": 0.2, "exposed_share": 0.4}
+    calibration = decode(PlanFile, file | {"schema_version": 4}, "plan.json").calibration
+    # Runs of the cluster itself keep their spread; published ones have the general spreads today.
+    assert calibration.time_spread == spread
+    assert calibration.exposed_share == (0.4 if spread else 1.0)
+
+
 @pytest.mark.parametrize(
     ("place", "key", "value", "says"),
     [
