@@ -14,7 +14,7 @@ import pytest
 import autoplan
 from autoplan.api.plan_files import make_mixed_file
 from autoplan.api.results import MixedPlanResult
-from autoplan.base.errors import InputError
+from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import decode
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.frameworks.presets import load_framework
@@ -130,3 +130,16 @@ def test_the_built_in_trainer_refuses_another_optimizer_on_unlike_nodes(tmp_path
     autoplan.search_mixed("qwen2.5-0.5b", **place, optimizer="sgd").save(tmp_path / "plan.json")
     with pytest.raises(InputError, match="the built-in trainer has Adam, not sgd"):
         autoplan.run(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("to", "optimizer", "says"),
+    [
+        ("megatron-lm", "sgd", "Megatron-LM cannot express SGD with momentum"),
+        ("accelerate", "adam", "no plan that was found is one that Hugging Face Accelerate starts on unlike nodes"),
+    ],
+)
+def test_a_search_for_what_a_target_does_not_start_says_so(to: str, optimizer: str, says: str) -> None:
+    place = {"cluster": "h100-sxm:1x2+a100-sxm:1x2", "global_batch": 16, "seq_len": 512}
+    with pytest.raises(AutoplanError, match=says):
+        autoplan.search_mixed("qwen2.5-0.5b", **place, to=to, optimizer=optimizer)

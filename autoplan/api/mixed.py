@@ -15,7 +15,9 @@ from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.units import format_bytes
 from autoplan.base.values import parse_batches
 from autoplan.cost.mixed.estimate import estimate_mixed as price_mixed
+from autoplan.frameworks.common.job import Target
 from autoplan.frameworks.registry import facts_for, find_target
+from autoplan.launch.targets import refused_training
 from autoplan.search import mixed_search
 from autoplan.spec.enums import Sharding
 from autoplan.spec.mixed_problem import MixedProblem
@@ -52,14 +54,16 @@ def search_mixed(
     if to is not None:
         options.setdefault("framework", facts_for(find_target(to).rules[0]))
     problem = make_mixed_problem(model, cluster=parts, seq_len=seq_len, **options)
-    accepts = None
-    if to is not None:
-        accepts = partial(is_expressible, problem, target=find_target(to, problem.framework))
+    accepts, target = None, find_target(to, problem.framework) if to is not None else None
+    if target is not None:
+        if why := refused_training(target, problem.training):
+            raise InputError(why)
+        accepts = partial(is_expressible, problem, target=target)
     low, high = parse_batches(str(global_batch))
     if low != high:
         raise InputError(f"--global-batch {global_batch}: a mixed cluster takes one number, not a range")
     result = mixed_search.search_mixed(problem, low, _shardings(tuple(forbid)), accepts)
-    _check(problem, result)
+    _check(problem, result, target)
     command = "autoplan.search_mixed() of Python"
     file = make_mixed_file(problem, result.ranked, result.certificate, command=command)
     warnings = tuple(
@@ -86,11 +90,16 @@ def _shardings(forbid: tuple[str, ...]) -> tuple[Sharding, ...]:
     return tuple(sharding for sharding in Sharding if sharding not in words)
 
 
-def _check(problem: MixedProblem, result: MixedResult) -> None:
+def _check(problem: MixedProblem, result: MixedResult, target: Target | None) -> None:
     """Refuse a result without a plan, with the reason."""
     if result.ranked:
         return
     if result.closest is None:
+        if target is not None:
+            raise NoPlanError(
+                f"no plan that was found is one that {target.says} starts on unlike nodes: leave --to out, or name "
+                "another target"
+            )
         raise NoPlanError(
             "no plan: the global batch leaves no replica a micro-batch, or cross_vendor_collectives = false leaves no "
             "way to share out the layers; change one of them"
