@@ -190,6 +190,7 @@ class Axis:
         raise InputError(f"{option} {self.name}={text}: must be one of {', '.join(words)}")
 
 
+_MEGATRON = "Megatron-LM and Primus"
 _degree = partial(Axis, kind=Kind.COUNT, default=1, most=MAX_DEGREE, metavar="N")
 _flag = partial(Axis, kind=Kind.FLAG, default=False)
 _word = partial(Axis, kind=Kind.WORD)
@@ -272,7 +273,7 @@ AXES: tuple[Axis, ...] = (
         needs=Needs.SPREAD_EXPERTS,
         label="overlap of expert traffic",
         phrase="EP overlap",
-        known_of="Megatron-LM and Primus",
+        known_of=_MEGATRON,
         searched=(False, True),
     ),
     _word(
@@ -281,7 +282,7 @@ AXES: tuple[Axis, ...] = (
         default=Dispatcher.ALL_TO_ALL,
         needs=Needs.SPREAD_EXPERTS,
         label="dispatcher of tokens",
-        known_of="Megatron-LM and Primus",
+        known_of=_MEGATRON,
         searched=tuple(Dispatcher),
     ),
     _flag(
@@ -339,7 +340,7 @@ AXES: tuple[Axis, ...] = (
         help="none, router (of experts), attn, layer (all of a layer whose shapes do not change) or full_iteration.",
         default=CudaGraphs.NONE,
         label="CUDA graphs",
-        known_of="Megatron-LM and Primus",
+        known_of=_MEGATRON,
         searched=(CudaGraphs.NONE, CudaGraphs.ATTENTION, CudaGraphs.LAYER, CudaGraphs.FULL_ITERATION),
     ),
     _word(
@@ -347,7 +348,7 @@ AXES: tuple[Axis, ...] = (
         help="Gradients are added up and reduced in fp32 or bf16; bf16_main without an fp32 copy for the update.",
         default=GradType.FP32,
         label="data type of the gradients",
-        known_of="Megatron-LM and Primus",
+        known_of=_MEGATRON,
         searched=tuple(GradType),
         exact=(),
         flag_default=None,
@@ -357,7 +358,7 @@ AXES: tuple[Axis, ...] = (
         help="Keep and gather the weights of narrow products as they are multiplied, in 8 or 4 bits.",
         label="narrow weights",
         phrase="narrow weights",
-        known_of="Megatron-LM and Primus",
+        known_of=_MEGATRON,
         searched=(False, True),
         exact=(),
         is_monotone=True,
@@ -368,7 +369,7 @@ AXES: tuple[Axis, ...] = (
         help="Weights that the optimizer updates: fp32, remainders (what 16-bit weights lack of fp32) or fp16.",
         default=MainWeights.FP32,
         label="main weights",
-        known_of="Megatron-LM and Primus",
+        known_of=_MEGATRON,
         searched=tuple(MainWeights),
         exact=(MainWeights.FP32, MainWeights.REMAINDERS),
         is_monotone=True,
@@ -379,7 +380,7 @@ AXES: tuple[Axis, ...] = (
         help="Adam's moments: fp32, bf16 or fp8.",
         default=MomentType.FP32,
         label="data type of the moments",
-        known_of="Megatron-LM and Primus",
+        known_of=_MEGATRON,
         searched=tuple(MomentType),
         exact=(),
         is_monotone=True,
