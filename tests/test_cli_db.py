@@ -111,6 +111,10 @@ def test_a_list_is_narrowed_by_host_status_and_day(folder: Path) -> None:
     ):
         listed = json.loads(good(folder, "list", "--db", "a.db", "--json", *flags))
         assert [record["key"] for record in listed] == keys
+    known = "known are ok, unstable, contaminated, failed, oom"
+    assert f"status 'slow': {known}" in bad(folder, "list", "--db", "a.db", "--status", "slow")
+    for since in ("yesterday", "2026", "2026-13-01", "2026-11-24T09:00:00+02:00"):
+        assert "write a day or a moment in UTC" in bad(folder, "list", "--db", "a.db", "--since", since)
 
 
 def test_a_list_that_is_cut_says_so(folder: Path) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 import numpy as np
@@ -19,8 +19,8 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, case
 from autoplan.base.errors import InputError, StoreError
 from autoplan.profiler.contention import BesideProducts
 from autoplan.profiler.protocol import PRODUCTS_S
-from autoplan.profiler.record import NOT_CONTENT, SLOWED, Fingerprint, Record
-from autoplan.profiler.run_record import RunRecord
+from autoplan.profiler.record import NOT_CONTENT, SLOWED, Fingerprint, Record, Status, is_moment
+from autoplan.profiler.run_record import RunRecord, RunStatus
 from autoplan.profiler.selection import DISTURBED, may_stand_in
 from autoplan.profiler.store.database import Database
 from autoplan.profiler.store.marks import (
@@ -72,6 +72,15 @@ class Beside:
     host: str | None = None
     status: str | None = None
     since: str | None = None  # a day or moment, as ISO 8601 writes it in UTC
+
+    def __post_init__(self) -> None:
+        known = dict.fromkeys((*get_args(Status), *get_args(RunStatus)))
+        if self.status is not None and self.status not in known:
+            raise InputError(f"status {self.status!r}: known are {', '.join(known)}")
+        if self.since is not None and not is_moment(self.since if "T" in self.since else f"{self.since}T00:00Z"):
+            raise InputError(
+                f"since {self.since!r}: write a day or a moment in UTC, as 2026-11-24 or 2026-11-24T16:00Z"
+            )
 
     def conditions(self, table: Table) -> list[ColumnElement[bool]]:
         """Return the conditions on rows of a table."""
