@@ -3,7 +3,7 @@
 usage: python benchmarks/finetune.py [--report FILE]
 
 The figures stand in `tests/data/finetuning_runs.csv` and `tests/data/mlperf_lora_runs.csv`, with their sources.  What a
-framework does is that of the facts that ship, but for what a source says of itself (`FRAMEWORKS`).
+framework does is that of the facts that ship, but for what a source says of itself (`_frameworks`).
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def main() -> None:
             if kind == "refused":
                 message = message.replace(str(path.parent), "")
                 refusals[re.sub(r"'[^']*'|(?<!\w)/\S+|\d+", "#", message)[:100]] += 1
-    table = told(counts, refusals)
+    table = outcomes_table(counts, refusals)
     print(table)
     if asked.report:
         names = " ".join(checkout.name for checkout in asked.checkouts)
@@ -132,7 +132,7 @@ def judged(path: Path) -> tuple[str, str, bool]:
     return "read" if message == "read" else "refused", message, is_partly
 
 
-def told(counts: dict[str, Counts], refusals: Counter[str]) -> str:
+def outcomes_table(counts: dict[str, Counts], refusals: Counter[str]) -> str:
     """Return the table of outcomes, and the most frequent refusals."""
     lines = [f"{'checkout':<36} {'files':>6} {'read':>6} {'partly':>7} {'refused':>8} {'broken':>7}"]
     for name, count in sorted(counts.items()):

@@ -11,36 +11,37 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
-from torch import Tensor, nn
 
-import autoplan
-from autoplan.api.estimate import check_oracle
-from autoplan.api.export import measurement
-from autoplan.base.errors import InputError
-from autoplan.cost.collectives.sharded_states import sharded_states
-from autoplan.cost.collectives.tensor_parallel import adapter_collectives, block_collectives
-from autoplan.cost.estimate import estimate, stage_costs
-from autoplan.cost.kernels.arithmetic import (
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+
+import autoplan  # noqa: E402
+from autoplan.api.estimate import check_oracle  # noqa: E402
+from autoplan.api.export import measurement  # noqa: E402
+from autoplan.base.errors import InputError  # noqa: E402
+from autoplan.cost.collectives.sharded_states import sharded_states  # noqa: E402
+from autoplan.cost.collectives.tensor_parallel import adapter_collectives, block_collectives  # noqa: E402
+from autoplan.cost.estimate import estimate, stage_costs  # noqa: E402
+from autoplan.cost.kernels.arithmetic import (  # noqa: E402
     block_shapes,
     count_parameters,
     count_trained_parameters,
     model_flops_per_token,
 )
-from autoplan.cost.memory.parameters import unit_parameters
-from autoplan.cost.memory.recompute import activation_parts, kept_bytes
-from autoplan.frameworks.presets import load_framework
-from autoplan.readers.cluster import load_cluster
-from autoplan.readers.finetuning import combined, load_finetuning
-from autoplan.readers.model import load_model
-from autoplan.report.answer import answer_lines
-from autoplan.spec.finetuning import FineTuning
-from autoplan.spec.model import Block, Experts, ModelSpec
-from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.problem import Problem
-from autoplan.spec.training import TrainingSpec
-from autoplan.trainer.transformer import Layer
+from autoplan.cost.memory.parameters import unit_parameters  # noqa: E402
+from autoplan.cost.memory.recompute import activation_parts, kept_bytes  # noqa: E402
+from autoplan.frameworks.presets import load_framework  # noqa: E402
+from autoplan.readers.cluster import load_cluster  # noqa: E402
+from autoplan.readers.finetuning import combined, load_finetuning  # noqa: E402
+from autoplan.readers.model import load_model  # noqa: E402
+from autoplan.report.answer import answer_lines  # noqa: E402
+from autoplan.spec.finetuning import FineTuning  # noqa: E402
+from autoplan.spec.model import Block, Experts, ModelSpec  # noqa: E402
+from autoplan.spec.plan import ParallelPlan, PlanBatch  # noqa: E402
+from autoplan.spec.problem import Problem  # noqa: E402
+from autoplan.spec.training import TrainingSpec  # noqa: E402
+from autoplan.trainer.transformer import Layer  # noqa: E402
 
 SMALL = ModelSpec(name="small", num_layers=4, hidden_size=256, vocab_size=2048, num_heads=8, ffn_size=704)
 ALL = FineTuning(rank=16, targets=("all-linear",))
@@ -467,6 +468,7 @@ def test_adapters_are_exported_as_peft_reads_them(framework: str, target: str, t
     quantized = json.loads(texts["quantization_config.json"])
     assert quantized["load_in_4bit"]
     assert quantized["bnb_4bit_use_double_quant"]
+    transformers = pytest.importorskip("transformers")
     assert transformers.BitsAndBytesConfig.from_dict(quantized).bnb_4bit_compute_dtype == torch.bfloat16
 
 
