@@ -135,9 +135,10 @@ def graphs_of(scopes: set[str], model: ModelSpec) -> CudaGraphs:
     if "full_iteration" in scopes:
         return CudaGraphs.FULL_ITERATION
     for level, wanted in GRAPH_SCOPES.items():
-        if not known.intersection(wanted) <= scopes:
+        own = known.intersection(wanted)
+        if not own <= scopes:
             break
-        found = level if scopes & known else found
+        found = level if own else found  # what a level adds nothing to is called by the one before it
     return found
 
 
