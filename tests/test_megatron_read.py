@@ -14,10 +14,9 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch
 from autoplan.frameworks.megatron_bridge import read as megatron_bridge
 from autoplan.frameworks.megatron_lm import read as megatron_lm
-from autoplan.frameworks.megatron_lm.notation import graph_scopes, graphs_of, layout_counts, moe_places
+from autoplan.frameworks.megatron_lm.notation import layout_counts, moe_places
 from autoplan.frameworks.primus import read as primus
 from autoplan.readers.model import load_model
-from autoplan.spec.enums import CudaGraphs
 
 OPTIONS = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention"
@@ -470,18 +469,3 @@ def test_layers_that_another_file_may_place_are_spread_and_listed() -> None:
         megatron_lm.read(
             uneven.replace("pretrain_qwen.py", "pretrain_gpt.py"), Given(variables=(("1", "2"), ("2", "bf16")))
         )
-
-
-@pytest.mark.parametrize(
-    ("model", "graphs"),
-    [
-        ("llama3-8b", CudaGraphs.ATTENTION),
-        ("llama3-8b", CudaGraphs.LAYER),
-        ("mixtral-8x7b", CudaGraphs.ROUTER),
-        ("mixtral-8x7b", CudaGraphs.ATTENTION),
-        ("deepseek-v3", CudaGraphs.LAYER),  # whose first layers have dense MLPs
-    ],
-)
-def test_scopes_of_graphs_are_read_as_what_wrote_them(model: str, graphs: CudaGraphs) -> None:
-    spec = load_model(model)
-    assert graphs_of(set(graph_scopes(graphs, spec)), spec) == graphs

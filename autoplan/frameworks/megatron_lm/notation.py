@@ -135,10 +135,9 @@ def graphs_of(scopes: set[str], model: ModelSpec) -> CudaGraphs:
     if "full_iteration" in scopes:
         return CudaGraphs.FULL_ITERATION
     for level, wanted in GRAPH_SCOPES.items():
-        own = known.intersection(wanted)
-        if not own <= scopes:
+        if not known.intersection(wanted) <= scopes:
             break
-        found = level if own else found  # what a level adds nothing to is called by the one before it
+        found = level if scopes & known else found
     return found
 
 
