@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -286,15 +286,22 @@ def _fixed(limits: Limits, name: str, text: str) -> Limits:
     return replace(limits, fixed=(*limits.fixed, (name, int(value))), most=most)
 
 
+def _closest(typed: str, choices: Sequence[str]) -> str:
+    """Return what may have been meant: a choice that is spelled nearly so, or those of the axis that was named."""
+    axis = typed.partition("=")[0].replace("-", "_")
+    of_axis = [choice for choice in choices if choice.startswith(f"{axis}=")]
+    if close := difflib.get_close_matches(typed, of_axis or choices, n=1, cutoff=0.9 if of_axis else 0.6):
+        return f"did you mean {close[0]}?"
+    return f"{f'of {axis} there are' if of_axis else 'known:'} {', '.join(of_axis or choices)}"
+
+
 def _forbidding(limits: Limits, typed: str) -> Limits:
     """`limits` without a choice."""
     name, sign, value = typed.strip().lower().partition("=")
     name = name.replace("-", "_") + (f"={value}" if sign else "")
     choice = next((known for known in FORBIDDEN if known.replace("_", "-") == name.replace("_", "-")), None)
     if choice is None:
-        close = difflib.get_close_matches(name, FORBIDDEN, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(FORBIDDEN)}"
-        raise InputError(f"--forbid {typed}: unknown; {hint}")
+        raise InputError(f"--forbid {typed}: unknown; {_closest(name, FORBIDDEN)}")
     if choice == "uneven_stages":
         return replace(limits, fewer_at_ends=1)
     if choice == "partial_sharding":
@@ -323,9 +330,7 @@ def _allowing(limits: Limits, typed: str, offered: Callable[[Axis, Value], bool]
     name, sign, value = typed.strip().lower().replace("-", "_").partition("=")
     axis = AXIS.get(name)
     if axis is None or axis.exact is None or f"{name}{sign}{value}" not in ALLOWED:
-        close = difflib.get_close_matches(typed, ALLOWED, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(ALLOWED)}"
-        raise InputError(f"--allow {typed}: unknown; {hint}")
+        raise InputError(f"--allow {typed}: unknown; {_closest(typed, ALLOWED)}")
     wanted = [axis.parse(value, "--allow")] if value else [word for word in axis.searched if offered(axis, word)]
     kept = limits.of(name)
     values = [word for word in axis.searched if word in kept or word in wanted]

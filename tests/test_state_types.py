@@ -102,7 +102,11 @@ def test_what_changes_the_numerics_is_searched_when_it_is_allowed() -> None:
     allowed = make_space(problem, 64, allow=["moment-dtype=bf16", "grad_dtype"]).limits
     assert allowed.of("moment_dtype") == ("fp32", "bf16")
     assert allowed.of("grad_dtype") == ("fp32", "bf16", "bf16_main")
-    for text, says in (("tp", "unknown; "), ("moment_dtyp", "did you mean moment_dtype"), ("moment_dtype=int", "did")):
+    for text, says in (
+        ("tp", "unknown; "),
+        ("moment_dtyp", "did you mean moment_dtype"),
+        ("moment_dtype=int", "of moment_dtype there are moment_dtype=fp32"),
+    ):
         with pytest.raises(InputError, match=says):
             make_space(problem, 64, allow=[text])
     fixed = make_space(problem, 64, allow=["moment_dtype", "grad_dtype=bf16"], fix=["moment_dtype=bf16"]).limits

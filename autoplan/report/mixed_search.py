@@ -27,7 +27,8 @@ def describe_kind(kind: ReplicaKind, names: Sequence[str]) -> str:
             runs_of.append(((stage.part, stage.tp), []))
         runs_of[-1][1].append(stage.layers)
     stages = " | ".join(f"{names[part]} tp {tp}: {repetitions(layers)}" for (part, tp), layers in runs_of)
-    return f"{kind.count} x ({stages}) of {kind.num_microbatches} micro-batches of {kind.micro_batch}"
+    count = f"{kind.num_microbatches} micro-batch{'es' if kind.num_microbatches > 1 else ''}"
+    return f"{kind.count} x ({stages}) of {count} of {kind.micro_batch}"
 
 
 def describe(plan: MixedPlan, names: Sequence[str]) -> str:
