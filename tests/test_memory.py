@@ -159,6 +159,17 @@ def test_an_offloaded_optimizer_takes_no_device_memory() -> None:
     assert states(stage) == pytest.approx(6 * TOTAL)
 
 
+@pytest.mark.parametrize(("main_weights", "per_parameter"), [("fp32", 4), ("remainders", 2)])
+def test_an_offloaded_optimizer_keeps_no_more_on_the_device_than_it_has(
+    main_weights: Any, per_parameter: float
+) -> None:
+    problem = problem_of(framework=BARE.changed(bytes_per_state_kept_on_device=4.0))
+    problem = dataclasses.replace(problem, training=dataclasses.replace(problem.training, optimizer="sgd"))
+    moments = {"moment_dtype": "bf16", "main_weights": main_weights}
+    (stage,) = stages_of(problem, dp_shard=4, sharding="none", offload="optimizer", **moments)
+    assert states(stage) == pytest.approx((6 + per_parameter) * TOTAL)
+
+
 @pytest.mark.parametrize(("sharding", "per_parameter"), [("zero1", 2 + 4), ("zero3", 2 / 4)])
 def test_an_optimizer_on_the_host_may_take_the_gradients_of_zero3_along(sharding: Any, per_parameter: float) -> None:
     problem = problem_of(framework=BARE.changed(offloads_grads=True))

@@ -224,7 +224,9 @@ def states(
     on_device = batch.offload != Offload.OPTIMIZER.code
     if framework.memory.offloads_grads:
         gradients *= (on_device | ~zero3)[:, None]
-    kept = np.where(on_device, optimizer_bytes(problem, batch), framework.memory.bytes_per_state_kept_on_device)
+    whole = optimizer_bytes(problem, batch)
+    # What stays of offloaded states is a part of them: a small optimizer has no more on the device than without.
+    kept = np.where(on_device, whole, np.minimum(framework.memory.bytes_per_state_kept_on_device, whole))
     optimizer = spread(kept, zero1)
     if more := more_bytes_of_ends(problem):
         ends = parameters.trained.ends
