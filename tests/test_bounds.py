@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.arrays import Floats, Ints
@@ -147,8 +147,15 @@ def test_no_plan_beats_its_bounds(made: tuple[Problem, Space], seed: int) -> Non
     assert (bound > 0.3 * found.step_s).mean() > 0.3
 
 
+# A small optimizer, of which no part is worth keeping on the host; a rank with unlike layers that waits for its host.
+SMALL_STATES = (make(DENSE, "h100-sxm:2x8", "nemo-23.06", (48,), 2048, False, TRAINED[-1]), 1.0)
+UNLIKE_LAYERS = (make(MODELS[2], "gb200-nvl72:4x4", "torch", (7, 480), 2048, False, TRAINED[4]), 0.5)
+
+
 @settings(max_examples=8, deadline=None)
 @given(problems, st.sampled_from((0.2, 0.5, 0.8, 1.0)))
+@example(*SMALL_STATES)
+@example(*UNLIKE_LAYERS)
 def test_bounds_of_kinds_and_groups_lie_below_those_of_their_plans(made: tuple[Problem, Space], share: float) -> None:
     """`share`: of the plans, those with the least memory that count."""
     problem, space = made
