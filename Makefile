@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: search test lint types contracts tests clean
+.PHONY: search test lint types contracts tests hunt clean
 
 search: $(VENV)/.runtime
 	$(BIN)/autoplan search examples/llama3-70b/config.json --cluster h100-sxm:16x8 --global-batch 512 --seq-len 8192 --force
@@ -24,6 +24,10 @@ contracts: $(VENV)/.dev
 
 tests: $(VENV)/.dev
 	$(BIN)/pytest -n auto --dist loadfile
+
+# The property tests with examples that no run has drawn yet; what it finds becomes a test of its own.
+hunt: $(VENV)/.dev
+	$(BIN)/pytest -n auto --dist loadfile --hypothesis-profile hunt -m "not slow"
 
 $(VENV)/.runtime: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -39,7 +39,8 @@ from autoplan.cost.pipeline.closed_forms import send_exposed_s
 from autoplan.cost.pipeline.layout import StageBlocks, repeats_mtp
 from autoplan.cost.pipeline.order import V_SHAPED
 from autoplan.search.space import Inside, Space
-from autoplan.spec.enums import Schedule
+from autoplan.spec.axes import AXIS
+from autoplan.spec.enums import Recompute, Schedule, Sharding
 from autoplan.spec.finetuning import EMBEDDING
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import PlanBatch
@@ -503,10 +504,31 @@ def group_bounds(
         plain, lean, of_group = space.extremes(groups.take(np.arange(start, min(start + BLOCK_GROUPS, len(groups)))))
         overhead_s = np.full(len(plain), problem.framework.host.step_overhead_s)
         costs = replace(kind_costs(problem, plain), rest_s=overhead_s, **_held_bytes(problem, lean))
+        costs = replace(costs, repeat_s=_least_repeat_s(problem, space, costs))
         step_s, needed = kind_bounds(problem, space, costs, most_bytes)
         np.minimum.at(time, start + of_group, step_s)
         np.minimum.at(least_bytes, start + of_group, needed)
     return time, least_bytes
+
+
+def _least_repeat_s(problem: Problem, space: Space, plain: KindCosts) -> Floats:
+    """What recomputing a layer adds at least, whatever the sharding.
+
+    A rank with unlike layers that waits for its host hides launches of some of them under others; where traffic of
+    sharded states takes their place in one sort of layer, another one shows less of its own.  All layers together take
+    longer for it, a few that are recomputed need not.
+    """
+    model = problem.model
+    sorts = {*model.layers, *([model.mtp_layer] if model.num_mtp_layers else [])}
+    some = np.flatnonzero((plain.batch.pp == 1) & (plain.batch.recompute == Recompute.FULL.code))
+    if len(sorts) == 1 or not len(some):
+        return plain.repeat_s
+    batch, least_s = plain.batch.take(some), plain.repeat_s.copy()
+    for sharding in space.limits.of("sharding"):
+        code = np.full_like(batch.sharding, AXIS["sharding"].code(sharding))
+        sharded = replace(batch, sharding=code, param_gather_overlap=code > Sharding.NONE.code)
+        least_s[some] = np.minimum(least_s[some], kind_costs(problem, sharded).repeat_s)
+    return least_s
 
 
 def first_layers(problem: Problem, space: Space, kinds: PlanBatch) -> tuple[Ints, Ints]:
