@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from autoplan.api.problem import load_framework as load_framework
     from autoplan.api.problem import load_model as load_model
     from autoplan.api.profiling import profile as profile
+    from autoplan.api.replan import ReplanResult as ReplanResult
+    from autoplan.api.replan import replan as replan
     from autoplan.api.results import MixedPlanResult as MixedPlanResult
     from autoplan.api.results import PlanResult as PlanResult
     from autoplan.api.results import Table as Table
@@ -63,6 +65,7 @@ __all__ = [
     "PlanResult",
     "PredictResult",
     "ReadResult",
+    "ReplanResult",
     "ScoreResult",
     "StoreError",
     "Table",
@@ -79,6 +82,7 @@ __all__ = [
     "predict",
     "profile",
     "read",
+    "replan",
     "run",
     "score",
     "search",
@@ -101,6 +105,7 @@ _PUBLIC = {
     "autoplan.api.plan_run": ("run",),
     "autoplan.api.problem": ("load_model", "load_cluster", "load_framework"),
     "autoplan.api.profiling": ("profile",),
+    "autoplan.api.replan": ("replan", "ReplanResult"),
     "autoplan.api.results": ("PlanResult", "MixedPlanResult", "Table"),
     "autoplan.api.search": ("search",),
     "autoplan.api.tuning": ("tune",),

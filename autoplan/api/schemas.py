@@ -15,6 +15,7 @@ PRINTED = {
     "estimate": "plan",
     "explain": "explain",
     "compare": "compare",
+    "replan": "replan",
     "export": "export",
     "read": "read",
     "predict": "predict",
@@ -83,11 +84,13 @@ def _printed(kind: str) -> dict[str, Any]:
     from autoplan.profiler.store import Added, Finding
     from autoplan.report.compare import Compared
     from autoplan.spec.explanation import Explanation, MixedExplanation
+    from autoplan.spec.replan_summary import ReplanSummary
     from autoplan.spec.tune_report import TuneReport
 
     types: dict[str, Any] = {
         "explain": Explanation | MixedExplanation,
         "compare": list[Compared],
+        "replan": ReplanSummary,
         "export": Exported,
         "read": Launch | TraceResult,
         "predict": outputs.Predicted,

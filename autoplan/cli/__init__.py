@@ -23,6 +23,7 @@ COMMANDS = (
     "estimate",
     "explain",
     "compare",
+    "replan",
     "report",
     "export",
     "read",

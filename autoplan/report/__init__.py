@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autoplan.report import launch_file as launch_file
     from autoplan.report import markdown as markdown
     from autoplan.report import mixed_search as mixed_search
+    from autoplan.report import replan as replan
     from autoplan.report import run_report as run_report
     from autoplan.report import run_trace as run_trace
     from autoplan.report import score as score

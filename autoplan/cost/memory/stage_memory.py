@@ -47,7 +47,7 @@ from autoplan.cost.pipeline.layout import (
 from autoplan.spec.enums import CudaGraphs, Offload, Precision, Sharding
 from autoplan.spec.finetuning import HEAD
 from autoplan.spec.model import Block
-from autoplan.spec.plan import PlanBatch
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 
 # The terms of a stage in the order in which they are shown.  What the framework's tensors take comes first; then what
@@ -405,14 +405,27 @@ def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) 
     checkpoint stages in host memory, of which every replica of a parameter saves its part (Megatron-LM
     core/optimizer/cpu_offloading/hybrid_optimizer.py, core/dist_checkpointing/strategies/filesystem_async.py).
     """
-    framework, groups = problem.framework, process_groups(batch)
+    groups = process_groups(batch)
     on_host = (batch.offload == Offload.OPTIMIZER.code)[:, None]
     per_state = optimizer_bytes(problem, batch)[:, None]
     offloaded = own_parameters(batch, parameters) * on_host
     offloaded = offloaded * (per_state + grad_bytes(problem, batch)[:, None])
+    staged = _saved_bytes(problem, batch, parameters, groups)
+    devices = np.minimum(problem.cluster.devices_per_node, batch.num_devices)
+    return devices * (HOST_PROCESS_BYTES + (offloaded + staged).max(axis=1))
+
+
+def checkpoint_bytes(problem: Problem, plan: ParallelPlan) -> float:
+    """Size of a checkpoint: weights and the optimizer's states, each of them once, of what is trained."""
+    batch = PlanBatch.of([plan], problem.model.num_layers)
+    parameters = stage_parameters(problem, batch, stage_blocks(problem.model, batch, plan.pp))
+    of_ranks = _saved_bytes(problem, batch, parameters, process_groups(batch))
+    return float(of_ranks.sum()) * plan.num_devices / plan.pp
+
+
+def _saved_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups) -> Floats:
+    """What each rank of a stage writes into a checkpoint: shape (plans, stages)."""
     dense_copies, expert_copies = groups.dense_copies.size[:, None], groups.expert_copies.size[:, None]
     trained = parameters.trained
     saved = trained.dense / dense_copies + trained.expert / expert_copies
-    staged = saved * (framework.memory.bytes_per_weight + per_state)
-    devices = np.minimum(problem.cluster.devices_per_node, batch.num_devices)
-    return devices * (HOST_PROCESS_BYTES + (offloaded + staged).max(axis=1))
+    return saved * (problem.framework.memory.bytes_per_weight + optimizer_bytes(problem, batch)[:, None])

@@ -1,0 +1,185 @@
+"""Replanning: the best plan on what is left of a cluster, and what changing to it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from autoplan.api.plan_files import load_plan, make_plan_file
+from autoplan.api.problem import space_of
+from autoplan.api.results import PlanResult, Result, Table
+from autoplan.api.training_run import RunOptions, make_run, resized, search_run
+from autoplan.base.errors import InputError
+from autoplan.base.files import encode
+from autoplan.base.units import check_positive, format_seconds
+from autoplan.cost.estimate import estimate
+from autoplan.cost.memory.stage_memory import checkpoint_bytes
+from autoplan.frameworks.common.rules import legal
+from autoplan.search.ranking import ranked
+from autoplan.search.sizes import size_grid
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan_file import SpaceFlags
+from autoplan.spec.problem import Problem
+from autoplan.spec.replan_summary import ReplanSummary
+from autoplan.spec.search_result import RankedPlan
+from autoplan.topology.cluster import ClusterSpec
+
+# Some of the nodes that are left may stand idle: a batch divides well among few of the numbers of nodes.
+FEWEST_SHARE = 0.5
+# Axes by which ranks hold other parts of the weights, so that a checkpoint has to be cut anew.
+CUT_BY = ("tp", "tp_grid", "pp", "vp", "schedule", "layers_per_chunk", "ep", "etp", "dp_shard", "sharding")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplanResult(Result):
+    """The best plan on what is left of a cluster, beside the one of before."""
+
+    plan: PlanResult
+    summary: ReplanSummary
+
+    @property
+    def headline(self) -> str:
+        """The new plan, and what it keeps of the rate."""
+        summary = self.summary
+        step = format_seconds(summary.after.step_s)
+        return (
+            f"{summary.after.plan.describe()}: {step} a step on {summary.nodes_used} of {summary.nodes_left} nodes, "
+            f"{100 * summary.kept_share:.1f} % of the tokens a second of {summary.nodes_before}"
+        )
+
+    def table(self) -> Table:
+        """Return a row for the plan of before, that with the same layout and the best one: times in seconds."""
+        summary = self.summary
+        rows = {"before": summary.before, "same layout": summary.same_layout, "best": summary.after}
+        return Table.of(
+            {
+                "which": which,
+                "plan": plan.plan.describe(),
+                "num_devices": plan.plan.num_devices,
+                "step_s": plan.step_s,
+                "memory_bytes": plan.memory_bytes,
+            }
+            for which, plan in rows.items()
+            if plan is not None
+        )
+
+    def to_json(self) -> str:
+        """Return what changes as JSON; the plan itself is saved as a plan file."""
+        return encode(self.summary)
+
+
+def replan(
+    plan: str | Path | PlanResult,
+    *,
+    nodes: int | None = None,
+    without: Iterable[str] = (),
+    storage_bytes_per_s: float | None = None,
+    run: RunOptions | None = None,
+    db: str | None = None,
+    progress: Callable[[int, int | None], None] | None = None,
+) -> ReplanResult:
+    """Return the best plan on what is left of the cluster of a plan, with the same batch, and what changing costs.
+
+    `plan` is a result or the path of a plan file.  What is left is so many `nodes`, or the nodes that the cluster file
+    names `without` some of them.  The limits of the plan's own search hold.  A batch divides well among few numbers of
+    nodes, so that of nodes without names some may be left idle.  `storage_bytes_per_s` is the rate at which all ranks
+    together read and write checkpoints; `run` has how often devices fail.
+
+    Raises InputError where something that was given cannot be used, NoPlanError where nothing that is left has a plan.
+    """
+    before = plan if isinstance(plan, PlanResult) else load_plan(plan, db=db)
+    if storage_bytes_per_s is not None:
+        check_positive("storage_bytes_per_s", storage_bytes_per_s)
+    problem = replace(before.problem, cluster=_left(before.problem.cluster, nodes, tuple(without)))
+    best = before.file.best
+    flags = replace(before.file.space or SpaceFlags(global_batch=""), global_batch=str(best.plan.global_batch))
+    options: RunOptions = {**(run or {}), "objectives": ["step-time"], "nodes": _sizes(problem.cluster)}
+    found = search_run(problem, options, partial(space_of, flags=flags), progress)
+    file = make_plan_file(
+        found.problem,
+        found.plans,
+        found.certificate,
+        timings=before.file.timings,
+        space=flags,
+        command="autoplan.replan() of Python",
+    )
+    after = file.best
+    saved_bytes = checkpoint_bytes(before.problem, best.plan)
+    load_s = None if storage_bytes_per_s is None else saved_bytes / storage_bytes_per_s
+    reliability = make_run(run or {}).reliability
+    if load_s is not None and not (run or {}).get("checkpoint_time"):
+        reliability = replace(reliability, checkpoint_s=load_s)
+    return ReplanResult(
+        plan=PlanResult(file=file, problem=found.problem),
+        summary=ReplanSummary(
+            nodes_before=before.problem.cluster.num_nodes,
+            nodes_left=problem.cluster.num_nodes,
+            nodes_used=found.problem.cluster.num_nodes,
+            before=best,
+            after=after,
+            same_layout=_same_layout(problem, best.plan, flags),
+            kept_share=best.step_s / after.step_s,
+            checkpoint_bytes=saved_bytes,
+            cuts_anew=any(getattr(best.plan, axis) != getattr(after.plan, axis) for axis in CUT_BY),
+            load_s=load_s,
+            checkpoint_interval_s=None if load_s is None else reliability.interval_s(after.plan.num_devices),
+        ),
+    )
+
+
+def _left(cluster: ClusterSpec, nodes: int | None, without: tuple[str, ...]) -> ClusterSpec:
+    """Return the part of a cluster that is left."""
+    if (nodes is None) == (not without):
+        raise InputError("say what is left of the cluster: a number of nodes, or the names of those that are gone")
+    if nodes is not None:
+        if not 1 <= nodes < cluster.num_nodes:
+            raise InputError(
+                f"--nodes {nodes} of the {cluster.num_nodes} that the plan runs on: give 1 to fewer than that"
+            )
+        if cluster.nodes:
+            raise InputError(f"{cluster.name} names its nodes: say which are gone, by --without")
+        return replace(cluster, num_nodes=nodes)
+    named = [name for group in cluster.nodes for name in group.names]
+    if not named:
+        raise InputError(f"{cluster.name} does not name its nodes: give the number of those that are left, by --nodes")
+    if unknown := [name for name in without if name not in named]:
+        raise InputError(f"--without {unknown[0]}: {cluster.name} has no such node ({', '.join(named[:8])}, ...)")
+    if len(set(without)) == len(named):
+        raise InputError("no node is left")
+    kept = [replace(group, names=names) for group in cluster.nodes if (names := _without(group.names, without))]
+    faults = tuple(fault for fault in cluster.faults if fault.node not in without)
+    return replace(cluster, num_nodes=sum(len(group.names) for group in kept), nodes=tuple(kept), faults=faults)
+
+
+def _without(names: tuple[str, ...], gone: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in gone)
+
+
+def _sizes(cluster: ClusterSpec) -> tuple[int, ...]:
+    """Return the numbers of nodes to look at: all that are left, or those not far below that divide well."""
+    if cluster.nodes or cluster.faults:
+        return (cluster.num_nodes,)
+    return size_grid(max(1, round(FEWEST_SHARE * cluster.num_nodes)), cluster.num_nodes)
+
+
+def _same_layout(problem: Problem, plan: ParallelPlan, flags: SpaceFlags) -> RankedPlan | None:
+    """Return the plan with as many replicas as are left and divide the batch; None where there is no legal one."""
+    per_node, replica = problem.cluster.devices_per_node, plan.num_devices // plan.dp
+    for dp in range(min(problem.cluster.num_devices // replica, plan.dp), 0, -1):
+        devices = dp * replica
+        if plan.global_batch % (dp * plan.micro_batch) or devices % per_node:
+            continue
+        shard = dp if plan.dp_shard == plan.dp else plan.dp_shard
+        if dp % shard:
+            continue
+        try:
+            fewer = replace(plan, dp_replicate=dp // shard, dp_shard=shard, placement=None)
+            sized = resized(problem, devices // per_node)
+        except InputError:  # experts do not divide among so many, or the nodes are listed
+            continue
+        batch = PlanBatch.of([fewer], problem.model.num_layers)
+        if legal(space_of(sized, flags).rules, sized.workload, batch)[0]:
+            return ranked(sized, estimate(sized, batch), [0])[0]
+    return None

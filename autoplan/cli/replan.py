@@ -1,0 +1,68 @@
+"""Command `autoplan replan`: the best plan on what is left of a cluster that lost nodes."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import autoplan
+from autoplan import report
+from autoplan.base.values import parse_positive
+from autoplan.cli.flags import shared_flags
+from autoplan.cli.inputs import check_outputs, command_line, run_options, whole_url
+from autoplan.cli.options import DbOption, ForceOption, QuietOption, whole_number
+from autoplan.cli.progress import progress_bar
+from autoplan.cli.remarks import print_warnings
+
+
+@shared_flags(("device_mtbf", "checkpoint_time", "restart_time"), after="checkpoint_rate")
+def replan(
+    context: typer.Context,
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json of before.")],
+    num_nodes: Annotated[
+        int | None, whole_number("--nodes", "N", "Nodes that are left, where the cluster file does not name them.")
+    ] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(metavar="NODE[,...]", help="Nodes that are gone, by name (repeatable).")
+    ] = None,
+    checkpoint_rate: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoint-gbytes-per-s",
+            metavar="GB/S",
+            help="Rate at which all ranks together read and write checkpoints.",
+        ),
+    ] = None,
+    url: DbOption = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The new plan file.")] = Path("replan.json"),
+    force: ForceOption = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    quiet: QuietOption = False,
+    **_: Any,
+) -> None:
+    """Find the best plan on what is left of a cluster, with the same batch, and say what changing to it costs."""
+    check_outputs(out, force=force)
+    rate = None if checkpoint_rate is None else 1e9 * parse_positive(checkpoint_rate, "--checkpoint-gbytes-per-s")
+    run = run_options(context)
+    run.pop("nodes", None)
+    with progress_bar(quiet=quiet, doing="searching", unit="sizes") as advance:
+        found = autoplan.replan(
+            plan,
+            nodes=num_nodes,
+            without=[name.strip() for names in without or () for name in names.split(",") if name.strip()],
+            storage_bytes_per_s=rate,
+            run=run,
+            db=whole_url(context, url),
+            progress=advance,
+        )
+    found.plan.with_command(command_line()).save(out, force=force)
+    if json:
+        typer.echo(found.to_json(), nl=False)
+    else:
+        console = report.terminal.make_console()
+        report.replan.print_replan(console, found.summary)
+        report.terminal.print_next_steps(console, ("next", f"autoplan explain {shlex.quote(str(out))}"))
+    print_warnings(found.plan.warnings, quiet=quiet)

@@ -1,0 +1,24 @@
+"""What becomes of a plan when its cluster loses nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoplan.spec.search_result import RankedPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplanSummary:
+    """What changes with the devices that were lost, and what it costs to change."""
+
+    nodes_before: int
+    nodes_left: int
+    nodes_used: int  # by the new plan
+    before: RankedPlan
+    after: RankedPlan
+    same_layout: RankedPlan | None  # the plan of before with fewer replicas; None where there is no such plan
+    kept_share: float  # of the tokens a second of before
+    checkpoint_bytes: float
+    cuts_anew: bool  # ranks hold other parts of weights and states than before
+    load_s: float | None  # of the checkpoint; None where the rate of the storage was not given
+    checkpoint_interval_s: float | None  # that loses least, by failures and the time that a checkpoint takes

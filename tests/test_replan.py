@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import autoplan
+from autoplan.api.results import PlanResult
+from autoplan.base.errors import InputError, NoPlanError
+from autoplan.cli import make_app
+from autoplan.cost.memory.stage_memory import checkpoint_bytes
+from autoplan.readers.cluster import load_cluster
+from autoplan.spec.finetuning import FineTuning
+from autoplan.topology.cluster import NodeGroup
+
+
+@pytest.fixture(scope="module")
+def before() -> PlanResult:
+    return autoplan.search("llama3-8b", cluster="h100-sxm:4x8", global_batch=128, seq_len=4096)
+
+
+@pytest.fixture(scope="module")
+def named() -> PlanResult:
+    """The same on nodes with names."""
+    cluster = load_cluster("h100-sxm:4x8")
+    groups = [NodeGroup(names=names, switches=("leaf",)) for names in (("a", "b"), ("c", "d"))]
+    cluster = replace(cluster, nodes=tuple(groups))
+    return autoplan.search("llama3-8b", cluster=cluster, global_batch=96, seq_len=4096)
+
+
+def test_a_checkpoint_is_weights_and_states_of_every_parameter_once(before: PlanResult) -> None:
+    # 8.03e9 parameters: weights in 2 bytes, fp32 weights and two moments in 12.
+    for axes in ({"tp": 1}, {"tp": 4, "pp": 2}, {"tp": 2, "sharding": "zero3"}):
+        plan = autoplan.estimate("llama3-8b", cluster="h100-sxm:4x8", global_batch=128, seq_len=4096, plan=axes)
+        assert checkpoint_bytes(plan.problem, plan.plan) == pytest.approx(8.03e9 * 14, rel=2e-3)
+
+
+def test_a_checkpoint_of_adapters_has_the_adapters_alone() -> None:
+    adapters = FineTuning(rank=8, targets=("q_proj",))
+    plan = autoplan.estimate("llama3-8b", cluster="h100-sxm:1x8", global_batch=8, seq_len=4096, plan={"tp": 2})
+    tuned = replace(plan.problem, training=replace(plan.problem.training, finetuning=adapters))
+    # A matrix of 4096 x 8 and one of 8 x 4096 in each of 32 layers.
+    one_copy = 32 * 2 * 8 * 4096 * 14
+    assert one_copy <= checkpoint_bytes(tuned, plan.plan) <= 1.5 * one_copy  # the first of the two is on both ranks
+
+
+def test_the_new_plan_is_the_best_of_all_numbers_of_nodes_that_are_left(before: PlanResult) -> None:
+    found = autoplan.replan(before, nodes=3)
+    steps = []
+    for nodes in (2, 3):
+        try:
+            other = autoplan.search(
+                "llama3-8b", cluster=f"h100-sxm:{nodes}x8", global_batch=128, seq_len=4096, prefer="fastest"
+            )
+        except NoPlanError:
+            continue
+        steps.append(other.best.step_s)
+    assert found.summary.after.step_s == pytest.approx(min(steps), rel=1e-9)
+    assert found.summary.after.plan.global_batch == 128
+    assert found.summary.nodes_left == 3
+    assert found.summary.kept_share == pytest.approx(before.best.step_s / min(steps))
+    assert found.plan.plan == found.summary.after.plan
+
+
+def test_the_same_layout_keeps_all_but_the_replicas(before: PlanResult) -> None:
+    same = autoplan.replan(before, nodes=3).summary.same_layout
+    assert same is not None
+    old, new = before.plan, same.plan
+    assert new == replace(old, dp_replicate=new.dp_replicate, dp_shard=new.dp_shard)
+    assert new.num_devices <= 24
+    assert new.num_microbatches * new.micro_batch * new.dp == 128
+    again = autoplan.estimate(before, cluster=None).best
+    assert again.step_s < same.step_s
+
+
+def test_named_nodes_are_left_out_by_name(named: PlanResult) -> None:
+    found = autoplan.replan(named, without=["b"])
+    assert [name for group in found.plan.problem.cluster.nodes for name in group.names] == ["a", "c", "d"]
+    assert found.summary.after.plan.num_devices == 24
+    whole_group = autoplan.replan(named, without=["a", "b"])
+    assert [group.names for group in whole_group.plan.problem.cluster.nodes] == [("c", "d")]
+
+
+def test_a_store_says_how_long_and_how_often(before: PlanResult) -> None:
+    summary = autoplan.replan(before, nodes=2, storage_bytes_per_s=2e9).summary
+    assert summary.load_s == pytest.approx(summary.checkpoint_bytes / 2e9)
+    faster = autoplan.replan(before, nodes=2, storage_bytes_per_s=8e9).summary
+    assert summary.checkpoint_interval_s is not None
+    assert faster.checkpoint_interval_s is not None
+    # By Young twice the rate of checkpoints at four times the rate of the store; Daly's is near.
+    assert summary.checkpoint_interval_s / faster.checkpoint_interval_s == pytest.approx(2, rel=0.05)
+    assert autoplan.replan(before, nodes=2).summary.load_s is None
+
+
+@pytest.mark.parametrize(
+    ("left", "says"),
+    [
+        ({}, "say what is left"),
+        ({"nodes": 4}, "--nodes 4 of the 4"),
+        ({"nodes": 0}, "--nodes 0"),
+        ({"without": ["x"]}, "does not name its nodes"),
+        ({"nodes": 2, "without": ["x"]}, "say what is left"),
+        ({"nodes": 2, "storage_bytes_per_s": -1.0}, "storage_bytes_per_s"),
+    ],
+)
+def test_what_cannot_be_left_is_said(before: PlanResult, left: dict[str, object], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        autoplan.replan(before, **left)  # type: ignore[arg-type]
+
+
+def test_names_that_are_not_there_are_said(named: PlanResult) -> None:
+    with pytest.raises(InputError, match="no such node"):
+        autoplan.replan(named, without=["z"])
+    with pytest.raises(InputError, match="no node is left"):
+        autoplan.replan(named, without=["a", "b", "c", "d"])
+    with pytest.raises(InputError, match="by --without"):
+        autoplan.replan(named, nodes=3)
+
+
+def test_what_is_too_small_has_no_plan() -> None:
+    large = autoplan.search("llama3-70b", cluster="h100-sxm:8x8", global_batch=64, seq_len=8192, forbid=["offload"])
+    with pytest.raises(NoPlanError):
+        autoplan.replan(large, nodes=1)
+
+
+def test_the_command_writes_the_new_plan(
+    before: PlanResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before.save("plan.json")
+    flags = ["replan", "plan.json", "--nodes", "3", "--checkpoint-gbytes-per-s", "10"]
+    make_app()(flags, standalone_mode=False, obj={})
+    said = capsys.readouterr().out
+    for part in ("before", "on 4 nodes", "checkpoint"):
+        assert part in said
+    written = autoplan.load_plan("replan.json")
+    assert written.plan.global_batch == 128
+    assert written.file.command.startswith("autoplan ")
+    with pytest.raises(InputError, match=r"replan\.json exists"):
+        make_app()(flags, standalone_mode=False, obj={})
