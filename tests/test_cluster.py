@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
+from autoplan.base.files import read_table, shipped
 from autoplan.readers.cluster import cluster_schema, load_cluster, preset_clusters
 from autoplan.readers.device import preset_devices
 from autoplan.topology.cluster import MAX_DEVICES, ClusterSpec, DeviceSpec, HostSpec, LinkLevel, NetworkSpec
@@ -183,7 +184,7 @@ def test_any_text_is_a_cluster_or_one_line(text: str) -> None:
 
 
 def test_an_unknown_cluster_is_refused_with_the_nearest_names() -> None:
-    assert "h100-sxm" in refusal("h100_sxm:2x8")
+    assert "did you mean h100-pcie, h100-sxm?" in refusal("h100-sxn:2x8")
 
 
 def test_an_unknown_device_is_refused_with_the_nearest_names(tmp_path: Path) -> None:
@@ -292,7 +293,29 @@ def test_a_host_has_no_negative_parts(tmp_path: Path, key: str) -> None:
         load_cluster(str(path))
 
 
-@pytest.mark.parametrize("word", ["h100", "H100", "h100-80gb", "H100-SXM5-80GB"])
-def test_a_cluster_that_is_named_in_part_is_told_in_full(word: str) -> None:
-    with pytest.raises(InputError, match=f"unknown cluster '{word}': did you mean .*h100-sxm"):
-        load_cluster(f"{word}:4x8")
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        *((word, "h100-sxm") for word in ("h100", "H100", "h100-80gb", "H100-SXM5-80GB", "dgx_h100")),
+        ("h100-pcie", "h100-pcie"),
+        ("a100-40gb", "a100-sxm-40"),
+        ("RTX4090", "rtx-4090"),
+        ("p5.48xlarge", "aws-p5"),
+        ("gb200", "gb200-nvl72"),
+    ],
+)
+def test_a_cluster_goes_by_its_common_names(word: str, name: str) -> None:
+    assert load_cluster(f"{word}:4x8") == load_cluster(f"{name}:4x8")
+
+
+def test_a_common_name_is_of_one_shipped_cluster() -> None:
+    names = read_table(shipped()["cluster_names"])
+    assert names.keys() <= set(preset_clusters())
+    listed = [name for others in names.values() for name in others]
+    assert len({*listed, *preset_clusters()}) == len(listed) + len(preset_clusters())
+
+
+@pytest.mark.parametrize(("word", "size"), [("8xH100", "h100-sxm:1x8"), ("2x8xa100", "a100-sxm:2x8")])
+def test_devices_before_the_name_are_told_where_they_stand(word: str, size: str) -> None:
+    with pytest.raises(InputError, match=f"write {size}"):
+        load_cluster(word)

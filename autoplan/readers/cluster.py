@@ -16,6 +16,7 @@ from autoplan.topology.cluster import MAX_DEVICES, ClusterSpec, DeviceSpec, Link
 
 _COMPLETED = ("levels", "network")  # keys of a file that a similar cluster stands in for
 _SIZED = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?::(?P<nodes>-?\d{1,9})x(?P<devices>-?\d{1,9}))?")
+_COUNTED = re.compile(r"(?:(?P<nodes>\d{1,9})x)?(?P<devices>\d{1,9})x(?P<name>[A-Za-z][A-Za-z0-9._-]*)")  # 8xH100
 
 
 @cache
@@ -34,10 +35,7 @@ def load_cluster(text: str) -> ClusterSpec:
     match = _SIZED.fullmatch(text)
     if not match:
         raise InputError(f"cluster {text!r} is neither NAME:NODESxDEVICES, such as h100-sxm:16x8, nor a TOML file")
-    name = match["name"]
-    if name not in preset_clusters():
-        raise InputError(f"unknown cluster {name!r}: {closest(name, preset_clusters())}")
-    cluster = _preset(name)
+    cluster = _preset(_known_name(match["name"]))
     if match["nodes"] is None:
         return cluster
     nodes, devices = int(match["nodes"]), int(match["devices"])
@@ -62,6 +60,30 @@ def of_size(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
         )
     resized = replace(cluster, num_nodes=max(nodes, 1), nodes=(), faults=())
     return resized if nodes else replace(resized, devices_per_node=rest, levels=_resized(cluster, rest))
+
+
+def _known_name(text: str) -> str:
+    """Return the id of the shipped cluster that `text` names, in whatever common spelling."""
+    if text in preset_clusters():
+        return text
+    if found := _spellings().get(_plain(text)):
+        return found
+    if (counted := _COUNTED.fullmatch(text)) and (found := _spellings().get(_plain(counted["name"]))):
+        size = f"{counted['nodes'] or 1}x{counted['devices']}"
+        raise InputError(f"cluster {text!r} is not NAME:NODESxDEVICES: write {found}:{size}")
+    raise InputError(f"unknown cluster {text!r}: {closest(text, preset_clusters())}")
+
+
+@cache
+def _spellings() -> dict[str, str]:
+    """Return the ids of the shipped clusters by all their names, plain."""
+    names = read_table(shipped()["cluster_names"])
+    others = {_plain(name): known for known, listed in names.items() for name in listed}
+    return others | {_plain(known): known for known in preset_clusters()}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[ ._-]", "", name.casefold())
 
 
 @lru_cache(maxsize=64)
