@@ -23,40 +23,46 @@ if TYPE_CHECKING:
     from autoplan.api.measured_runs import Imported
 
 
+RunsOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="CSV table of measured runs in the columns of measured_runs.csv."),
+]
+FromLogsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--from-logs",
+        metavar="DIR",
+        help="Folder of logs of past runs with the launch files that started them: kept in the timing database.",
+    ),
+]
+ClusterOption = Annotated[
+    str | None, typer.Option(metavar="CLUSTER", help="On which the logs were written, in its whole size.")
+]
+ModelOption = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="Of launch files that name none, as for search.")
+]
+SeqLenOption = Annotated[int | None, whole_number("--seq-len", "TOKENS", "Of launch files that name none.")]
+TimingsOption = Annotated[
+    bool,
+    typer.Option("--timings", help="Fit beside the measured times in the database: for a search with --timings db."),
+]
+OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Calibration (TOML) to write.")]
+AsJsonOption = Annotated[bool, typer.Option("--json", help="Print the errors, or what became of the logs, as JSON.")]
+
+
 def calibrate(
     context: typer.Context,
-    runs: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="CSV table of measured runs in the columns of measured_runs.csv."),
-    ] = None,
-    from_logs: Annotated[
-        Path | None,
-        typer.Option(
-            "--from-logs",
-            metavar="DIR",
-            help="Folder of logs of past runs with the launch files that started them: kept in the timing database.",
-        ),
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(metavar="CLUSTER", help="On which the logs were written, in its whole size.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Of launch files that name none, as for search.")
-    ] = None,
-    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Of launch files that name none.")] = None,
+    runs: RunsOption = None,
+    from_logs: FromLogsOption = None,
+    cluster: ClusterOption = None,
+    model: ModelOption = None,
+    seq_len: SeqLenOption = None,
     variables: SetOption = None,
     url: DbOption = None,
-    timings: Annotated[
-        bool,
-        typer.Option(
-            "--timings", help="Fit beside the measured times in the database: for a search with --timings db."
-        ),
-    ] = False,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Calibration (TOML) to write.")] = None,
+    timings: TimingsOption = False,
+    out: OutOption = None,
     force: ForceOption = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the errors, or what became of the logs, as JSON.")
-    ] = False,
+    as_json: AsJsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Fit a calibration to finished runs of one framework on one kind of device, from as few as three.

@@ -14,12 +14,33 @@ from autoplan.cli.complete import clusters
 from autoplan.cli.flags import PROBLEM, shared_flags
 from autoplan.cli.inputs import check_outputs, problem_options, run_options
 from autoplan.cli.options import (
+    FixOption,
+    ForbidOption,
     ForceOption,
+    JsonOption,
+    MaxOption,
     ModelArgument,
     QuietOption,
     SeqLenOption,
 )
 from autoplan.cli.progress import progress_bar
+
+ClusterOption = Annotated[
+    list[str],
+    typer.Option(
+        metavar="CLUSTER",
+        help="As for search (repeatable); the size may come from --nodes.",
+        autocompletion=clusters,
+    ),
+]
+GlobalBatchOption = Annotated[str, typer.Option(metavar="N|LOW:HIGH", help="Sequences in a step, as for search.")]
+PriceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[CLUSTER=]PRICE", help="Of a device and hour, of all or of one of the clusters (repeatable)."
+    ),
+]
+SvgOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw rates by size into an SVG file.")]
 
 
 @shared_flags(("device_mtbf", "checkpoint_time", "restart_time", "pue"), after="price")
@@ -28,28 +49,16 @@ from autoplan.cli.progress import progress_bar
 def compare(
     context: typer.Context,
     model: ModelArgument,
-    cluster: Annotated[
-        list[str],
-        typer.Option(
-            metavar="CLUSTER",
-            help="As for search (repeatable); the size may come from --nodes.",
-            autocompletion=clusters,
-        ),
-    ],
-    global_batch: Annotated[str, typer.Option(metavar="N|LOW:HIGH", help="Sequences in a step, as for search.")],
+    cluster: ClusterOption,
+    global_batch: GlobalBatchOption,
     seq_len: SeqLenOption,
-    price: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[CLUSTER=]PRICE", help="Of a device and hour, of all or of one of the clusters (repeatable)."
-        ),
-    ] = None,
-    fix: Annotated[list[str] | None, typer.Option(metavar="AXIS=VALUE", help="As for search.")] = None,
-    max_: Annotated[list[str] | None, typer.Option("--max", metavar="AXIS=VALUE", help="As for search.")] = None,
-    forbid: Annotated[list[str] | None, typer.Option(metavar="CHOICE", help="As for search.")] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw rates by size into an SVG file.")] = None,
+    price: PriceOption = None,
+    fix: FixOption = None,
+    max_: MaxOption = None,
+    forbid: ForbidOption = None,
+    svg: SvgOption = None,
     force: ForceOption = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json: JsonOption = False,
     quiet: QuietOption = False,
     **_: Any,
 ) -> None:

@@ -16,29 +16,40 @@ if TYPE_CHECKING:
     from autoplan.profiler.discover.describe import Description
 
 
+SourcesOption = Annotated[
+    list[Path] | None,
+    typer.Option("--from", metavar="FILE", help="What a tool printed on another machine; may be repeated."),
+]
+KindOption = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        metavar="NAME",
+        help="Of the files: nccl-xml, nvidia-smi, rocm-smi, hwloc, adapters, slurm, autoplan; auto looks inside.",
+    ),
+]
+OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of to stdout.")]
+NameOption = Annotated[str, typer.Option(metavar="NAME", help="Of the cluster.")]
+NodesOption = Annotated[
+    int, whole_number("--nodes", "N", "How many such nodes there are.", show_default="those of the job")
+]
+DeviceOption = Annotated[
+    str, typer.Option(metavar="ID", help="The shipped device, where the sources do not say which it is.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print what was seen, as a file for --from.")]
+
+
 def discover(
     context: typer.Context,
-    sources: Annotated[
-        list[Path] | None,
-        typer.Option("--from", metavar="FILE", help="What a tool printed on another machine; may be repeated."),
-    ] = None,
-    kind: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            metavar="NAME",
-            help="Of the files: nccl-xml, nvidia-smi, rocm-smi, hwloc, adapters, slurm, autoplan; auto looks inside.",
-        ),
-    ] = "auto",
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of to stdout.")] = None,
+    sources: SourcesOption = None,
+    kind: KindOption = "auto",
+    out: OutOption = None,
     force: ForceOption = False,
-    name: Annotated[str, typer.Option(metavar="NAME", help="Of the cluster.")] = "",
-    nodes: Annotated[int, whole_number("--nodes", "N", "How many such nodes there are; 0: those of the job.")] = 0,
-    device: Annotated[
-        str, typer.Option(metavar="ID", help="The shipped device, where the sources do not say which it is.")
-    ] = "",
+    name: NameOption = "",
+    nodes: NodesOption = 0,
+    device: DeviceOption = "",
     url: DbOption = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print what was seen, as a file for --from.")] = False,
+    json_: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Write a cluster.toml of this machine, of the nodes of a job, or of saved output of tools.

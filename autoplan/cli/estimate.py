@@ -12,24 +12,28 @@ import typer
 import autoplan
 from autoplan import api, report
 from autoplan.base.errors import InputError
-from autoplan.cli.complete import clusters, presets
+from autoplan.cli.complete import presets
 from autoplan.cli.files import write_trace
 from autoplan.cli.flags import PROBLEM, plan_flags, shared_flags
-from autoplan.cli.inputs import check_outputs, check_untyped, command_line, is_typed, problem_options
+from autoplan.cli.inputs import check_outputs, check_untyped, command_line, is_typed, problem_options, typed_options
 from autoplan.cli.options import (
     AsOption,
     ForceOption,
-    JsonOption,
+    GlobalBatchOption,
+    OptionalSeqLenOption,
+    OtherClusterOption,
+    PlanJsonOption,
     QuietOption,
     SetOption,
     TraceOption,
-    whole_number,
 )
 from autoplan.cli.remarks import print_warnings
 
 if TYPE_CHECKING:
     from autoplan.api.results import MixedPlanResult, PlanResult
 
+# Parameters that mean what that of `autoplan.estimate` of that name does.
+ESTIMATE_FLAGS = ("model", "launch_file", "variables", "target", "cluster", "global_batch", "seq_len")
 BESIDE_A_PLAN_FILE = {"model", "memory", "verify_memory", "trace", "out", "force", "json", "quiet", "url", "timings"}
 BESIDE_A_LAUNCH_FILE = {
     *BESIDE_A_PLAN_FILE,
@@ -38,40 +42,45 @@ BESIDE_A_LAUNCH_FILE = {
 }
 
 
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL|PLAN",
+        help="As for search; or a plan.json: by the times it carries or, with --timings db, by those of today.",
+        autocompletion=presets("models"),
+    ),
+]
+LaunchFileOption = Annotated[
+    Path | None, typer.Option("--from", metavar="FILE", help="A launch file, whose plan is priced as it is.")
+]
+MemoryOption = Annotated[
+    bool,
+    typer.Option("--memory", help="Show memory by term and stage, and what would free how much."),
+]
+VerifyMemoryOption = Annotated[
+    bool,
+    typer.Option("--verify-memory", help="Compare with what torch's tensors would hold; needs torch, no device."),
+]
+OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a plan file here.")]
+
+
 @plan_flags(after="seq_len")
 @shared_flags(PROBLEM, after="seq_len")
 def estimate(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL|PLAN",
-            help="As for search; or a plan.json: by the times it carries or, with --timings db, by those of today.",
-            autocompletion=presets("models"),
-        ),
-    ] = None,
-    launch_file: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE", help="A launch file, whose plan is priced as it is.")
-    ] = None,
+    model: ModelArgument = None,
+    launch_file: LaunchFileOption = None,
     variables: SetOption = None,
     target: AsOption = None,
-    cluster: Annotated[
-        str | None, typer.Option(metavar="CLUSTER", help="As for search.", autocompletion=clusters)
-    ] = None,
-    global_batch: Annotated[int | None, whole_number("--global-batch", "N", "Sequences in a step.")] = None,
-    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length; 8k is 8,192.")] = None,
-    memory: Annotated[
-        bool,
-        typer.Option("--memory", help="Show memory by term and stage, and what would free how much."),
-    ] = False,
-    verify_memory: Annotated[
-        bool,
-        typer.Option("--verify-memory", help="Compare with what torch's tensors would hold; needs torch, no device."),
-    ] = False,
+    cluster: OtherClusterOption = None,
+    global_batch: GlobalBatchOption = None,
+    seq_len: OptionalSeqLenOption = None,
+    memory: MemoryOption = False,
+    verify_memory: VerifyMemoryOption = False,
     trace: TraceOption = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a plan file here.")] = None,
+    out: OutOption = None,
     force: ForceOption = False,
-    json: JsonOption = False,
+    json: PlanJsonOption = False,
     quiet: QuietOption = False,
     **flags: Any,
 ) -> None:
@@ -83,11 +92,7 @@ def estimate(
         raise InputError("--verify-memory prints a table: leave out --json")
     check_outputs(out, trace, force=force)
     if model is not None and api.plan_files.is_mixed_file(Path(model)):
-        said = context.params.keys() - BESIDE_A_PLAN_FILE | {"timings"}
-        check_untyped(context, said, "a plan file is priced as it is")
-        if verify_memory:
-            raise InputError("--verify-memory is not there for mixed clusters: leave it out")
-        mixed = api.mixed.estimate_mixed(model).with_command(command_line())
+        mixed = _mixed(context, model)
         _write(mixed, out, trace, force=force, quiet=quiet)
         if json:
             typer.echo(mixed.to_json(), nl=False)
@@ -101,29 +106,32 @@ def estimate(
         context.fail("give MODEL or a plan.json, or a launch file: --from FILE")
     elif model is not None and api.plan_files.is_plan_file(Path(model)):
         check_untyped(context, context.params.keys() - BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
-    found = autoplan.estimate(
-        model,
-        cluster=cluster,
-        global_batch=global_batch,
-        seq_len=seq_len,
-        launch_file=launch_file,
-        variables=variables or (),
-        target=target,
+    result = autoplan.estimate(
+        **typed_options(context, ESTIMATE_FLAGS),
         plan={name: value for name, value in flags.items() if name not in PROBLEM and is_typed(context, name)},
         memory_knobs=memory,
         **problem_options(context),
     ).with_command(command_line())
     if verify_memory:
-        api.estimate.check_oracle(found)
-    _write(found, out, trace, force=force, quiet=quiet)
+        api.estimate.check_oracle(result)
+    _write(result, out, trace, force=force, quiet=quiet)
     if json:
-        typer.echo(found.to_json(), nl=False)
+        typer.echo(result.to_json(), nl=False)
     else:
-        _print(found, memory=memory, verify_memory=verify_memory, quiet=quiet)
+        _print(result, memory=memory, verify_memory=verify_memory, quiet=quiet)
         if out is not None:
             step = ("next", f"autoplan explain {shlex.quote(str(out))}")
             report.terminal.print_next_steps(report.terminal.make_console(), step)
-    print_warnings(found.warnings, quiet=quiet)
+    print_warnings(result.warnings, quiet=quiet)
+
+
+def _mixed(context: typer.Context, plan_file: str) -> MixedPlanResult:
+    """Price the plan file of a mixed cluster."""
+    says = context.params.keys() - BESIDE_A_PLAN_FILE | {"timings"}
+    check_untyped(context, says, "a plan file is priced as it is")
+    if context.params["verify_memory"]:
+        raise InputError("--verify-memory is not there for mixed clusters: leave it out")
+    return api.mixed.estimate_mixed(plan_file).with_command(command_line())
 
 
 def _write(

@@ -12,28 +12,33 @@ from autoplan import api, report
 from autoplan.base.errors import InputError
 from autoplan.cli.files import write_trace
 from autoplan.cli.inputs import check_outputs, whole_url
-from autoplan.cli.options import DbOption, ForceOption, QuietOption, TraceOption
+from autoplan.cli.options import DbOption, ForceOption, JsonOption, QuietOption, TraceOption
 
 if TYPE_CHECKING:
     from autoplan.api.explain import ExplainResult, MixedExplainResult
 
 
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json, whose best plan is explained.")]
+AgainstOption = Annotated[
+    str | None,
+    typer.Option(
+        "--versus", metavar="PLAN|CHANGES", help="Another plan.json, or changes of this one such as tp=4,pp=8."
+    ),
+]
+MarkdownOption = Annotated[
+    bool, typer.Option("--markdown", help="Print a block of Markdown, for a pull request, instead of tables.")
+]
+
+
 def explain(
     context: typer.Context,
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json, whose best plan is explained.")],
-    against: Annotated[
-        str | None,
-        typer.Option(
-            "--versus", metavar="PLAN|CHANGES", help="Another plan.json, or changes of this one such as tp=4,pp=8."
-        ),
-    ] = None,
+    plan: PlanArgument,
+    against: AgainstOption = None,
     trace: TraceOption = None,
     url: DbOption = None,
     force: ForceOption = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print a block of Markdown, for a pull request, instead of tables.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    markdown: MarkdownOption = False,
+    json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Say where time and memory of a plan go, what binds it, what faster plans would need, and why others lost.

@@ -11,42 +11,46 @@ import autoplan
 from autoplan import api
 from autoplan.base.errors import InputError
 from autoplan.cli.complete import words
-from autoplan.cli.options import ForceOption
+from autoplan.cli.options import ForceOption, PlanArgument
 from autoplan.cli.remarks import print_warnings
 from autoplan.frameworks.registry import TARGETS
 from autoplan.launch.names import LAUNCHERS
 
+ToOption = Annotated[
+    str, typer.Option(metavar="TARGET", help=f"Framework: {', '.join(TARGETS)}.", autocompletion=words(TARGETS))
+]
+LauncherOption = Annotated[
+    str,
+    typer.Option(metavar="LAUNCHER", help=f"What starts it: {', '.join(LAUNCHERS)}.", autocompletion=words(LAUNCHERS)),
+]
+ImageOption = Annotated[
+    str | None, typer.Option(metavar="IMAGE", help="Of the containers, on Kubernetes or with skypilot.")
+]
+TargetVersionOption = Annotated[
+    str | None, typer.Option(metavar="VERSION", help="Of the framework, where several are known.")
+]
+OutOption = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Write the files into this folder instead of to stdout.")
+]
+NearestOption = Annotated[
+    bool,
+    typer.Option(
+        "--nearest", help="Where the target cannot express the plan, write the nearest one that it can; says which."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON: the files, with their texts without --out.")]
+
 
 def export(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
-    to: Annotated[
-        str, typer.Option(metavar="TARGET", help=f"Framework: {', '.join(TARGETS)}.", autocompletion=words(TARGETS))
-    ],
-    launcher: Annotated[
-        str,
-        typer.Option(
-            metavar="LAUNCHER", help=f"What starts it: {', '.join(LAUNCHERS)}.", autocompletion=words(LAUNCHERS)
-        ),
-    ] = "torchrun",
-    image: Annotated[
-        str | None, typer.Option(metavar="IMAGE", help="Of the containers, on Kubernetes or with skypilot.")
-    ] = None,
-    target_version: Annotated[
-        str | None, typer.Option(metavar="VERSION", help="Of the framework, where several are known.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write the files into this folder instead of to stdout.")
-    ] = None,
-    nearest: Annotated[
-        bool,
-        typer.Option(
-            "--nearest", help="Where the target cannot express the plan, write the nearest one that it can; says which."
-        ),
-    ] = False,
+    plan: PlanArgument,
+    to: ToOption,
+    launcher: LauncherOption = "torchrun",
+    image: ImageOption = None,
+    target_version: TargetVersionOption = None,
+    out: OutOption = None,
+    nearest: NearestOption = False,
     force: ForceOption = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: the files, with their texts without --out.")
-    ] = False,
+    json: JsonOption = False,
 ) -> None:
     """Write the files that start a plan."""
     from autoplan.base.files import check_folder, encode

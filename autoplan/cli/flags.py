@@ -24,10 +24,16 @@ def _shared(
     *,
     kind: Any = str,
     known: Iterable[str] = (),
+    unset: str | None = None,
 ) -> tuple[str, tuple[Any, Any]]:
-    """Return a flag by the name of its parameter; without a default it may be left out.  `known` completes it."""
+    """Return a flag by the name of its parameter; without a default it may be left out, which then means `unset`.
+
+    `known` completes it.
+    """
     completion: dict[str, Any] = {"autocompletion": words(tuple(known))} if known else {}
-    option = typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, **completion)
+    option = typer.Option(
+        f"--{name.replace('_', '-')}", metavar=metavar, help=text, show_default=unset or True, **completion
+    )
     return name, (Annotated[kind if default is not None else kind | None, option], default)
 
 
@@ -77,7 +83,10 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
         ),
         _number("lora_rank", "Train adapters of this rank on frozen weights."),
         _shared(
-            "lora_targets", "NAME,NAME,...", "Modules with adapters, as PEFT calls them, or all-linear; q_proj,v_proj."
+            "lora_targets",
+            "NAME,NAME,...",
+            "Modules with adapters, as PEFT calls them, or all-linear.",
+            unset="q_proj,v_proj",
         ),
         _shared(
             "quantize",
@@ -100,10 +109,10 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
         _shared("deadline", "TIME", "Time in which the tokens are to be trained, such as 30d."),
         _shared("gpu_hours", "HOURS", "Device hours that may be spent."),
         _shared("price", "PRICE", "Price of a device for an hour, in place of the cluster's."),
-        _shared("device_mtbf", "TIME", "Mean time between failures of one device; as Llama 3: 2112d."),
-        _shared("checkpoint_time", "TIME", "Time that a checkpoint stops the run for; 60s."),
-        _shared("restart_time", "TIME", "Time from a failure to the next step; 10m."),
-        _shared("pue", "RATIO", "Power of the building over that of its nodes; 1."),
+        _shared("device_mtbf", "TIME", "Mean time between failures of one device.", unset="2112d, as of Llama 3"),
+        _shared("checkpoint_time", "TIME", "Time that a checkpoint stops the run for.", unset="60s"),
+        _shared("restart_time", "TIME", "Time from a failure to the next step.", unset="10m"),
+        _shared("pue", "RATIO", "Power of the building over that of its nodes.", unset="1"),
     )
 )
 _names = tuple(SHARED)

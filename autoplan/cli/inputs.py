@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autoplan.api.problem import ProblemOptions
     from autoplan.api.training_run import RunOptions
 
-# Flags that mean what an option of the API of that name does; what was not typed is left to the API.
+# Parameters that mean what that of the API of that name does.
 PROBLEM_FLAGS = (
     *("precision", "attention", "framework", "calibration", "timings", "reserve_memory"),
     *("finetune", "lora_rank", "lora_targets", "quantize", "optimizer", "document_len"),
@@ -30,7 +30,7 @@ RUN_FLAGS = (
 
 
 def whole_url(context: typer.Context, url: str | None) -> str | None:
-    """The database URL as it was typed: `main` lets every argument be parsed without the password in it."""
+    """Return the database URL as it was typed: `main` lets every argument be parsed without the password in it."""
     whole: dict[str, str] = context.obj or {}
     return whole.get(url, url) if url else None
 
@@ -41,19 +41,20 @@ def is_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _typed(context: typer.Context, names: Collection[str]) -> dict[str, Any]:
+def typed_options(context: typer.Context, names: Collection[str]) -> dict[str, Any]:
+    """Return values of the parameters of these names that stand on the command line; others are left to the API."""
     return {name: context.params[name] for name in names if name in context.params and is_typed(context, name)}
 
 
 def problem_options(context: typer.Context) -> ProblemOptions:
     """Return what was typed of a problem beside model, cluster and sequence length."""
-    typed = _typed(context, PROBLEM_FLAGS) | {"db": whole_url(context, context.params.get("url"))}
+    typed = typed_options(context, PROBLEM_FLAGS) | {"db": whole_url(context, context.params.get("url"))}
     return cast("ProblemOptions", typed)
 
 
 def run_options(context: typer.Context) -> RunOptions:
     """Return what was typed of a run to plan for."""
-    typed = _typed(context, RUN_FLAGS)
+    typed = typed_options(context, RUN_FLAGS)
     if context.params.get("objective"):
         typed["objectives"] = context.params["objective"]
     if context.params.get("max_nodes") is not None:
@@ -70,9 +71,13 @@ def command_line() -> str:
 
 def check_untyped(context: typer.Context, said: Collection[str], says: str) -> None:
     """Refuse parameters on the command line that a file beside them says: they would be ignored."""
-    typed = [one for one in context.command.params if one.name and one.name in said and is_typed(context, one.name)]
-    if typed:
-        flags = ", ".join(one.opts[0] if one.param_type_name == "option" else one.human_readable_name for one in typed)
+    parameters = [
+        known for known in context.command.params if known.name and known.name in said and is_typed(context, known.name)
+    ]
+    if parameters:
+        flags = ", ".join(
+            known.opts[0] if known.param_type_name == "option" else known.human_readable_name for known in parameters
+        )
         raise InputError(f"{says}, without {flags}: leave them out, or give a model in place of the file")
 
 

@@ -20,7 +20,9 @@ def new(
     kind: Annotated[
         str, typer.Argument(metavar="|".join(KINDS), help="What to describe.", autocompletion=words(KINDS))
     ],
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where it is written; KIND.toml.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where it is written.", show_default="KIND.toml")
+    ] = None,
     force: ForceOption = False,
     quiet: QuietOption = False,
 ) -> None:

@@ -14,8 +14,12 @@ from autoplan.cli.remarks import hide_remarks
 from autoplan.frameworks.registry import TARGETS
 
 
-def whole_number(flag: str, metavar: str, help_: str) -> Any:  # typer.Option is untyped
-    """An option that reads a whole number; anything else is refused in one line that names the flag.
+def whole_number(
+    flag: str, metavar: str, help_: str, *, show_default: bool | str = True
+) -> Any:  # typer.Option is untyped
+    """Return an option that reads a whole number; anything else is refused in one line that names the flag.
+
+    `show_default` says what an option that may be left out means then.
 
     The error is no ValueError: typer would turn that into its own message, of several lines.
     """
@@ -26,7 +30,7 @@ def whole_number(flag: str, metavar: str, help_: str) -> Any:  # typer.Option is
         except InputError as error:
             raise AutoplanError(str(error)) from None
 
-    return typer.Option(flag, metavar=metavar, help=help_, parser=parse)
+    return typer.Option(flag, metavar=metavar, help=help_, parser=parse, show_default=show_default)
 
 
 ModelArgument = Annotated[
@@ -46,7 +50,30 @@ ClusterOption = Annotated[
         autocompletion=clusters,
     ),
 ]
-SeqLenOption = Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence length; 8k is 8,192.")]
+OtherClusterOption = Annotated[
+    str | None, typer.Option("--cluster", metavar="CLUSTER", help="As for search.", autocompletion=clusters)
+]
+GlobalBatchOption = Annotated[int | None, whole_number("--global-batch", "N", "Sequences in a step.")]
+SEQ_LEN = whole_number("--seq-len", "TOKENS", "Sequence length; 8k is 8,192.")
+SeqLenOption = Annotated[int, SEQ_LEN]
+OptionalSeqLenOption = Annotated[int | None, SEQ_LEN]
+FixOption = Annotated[
+    list[str] | None,
+    typer.Option("--fix", metavar="AXIS=VALUE", help="Look only at plans with this value (repeatable)."),
+]
+MaxOption = Annotated[
+    list[str] | None,
+    typer.Option("--max", metavar="AXIS=VALUE", help="Bound a degree, or raise its default bound (repeatable)."),
+]
+ForbidOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--forbid",
+        metavar="CHOICE",
+        help="Leave out offload, tp_overlap, ep_overlap, uneven_stages, partial_recompute, partial_sharding, or "
+        "a value such as sharding=zero3 or schedule=zb-v (repeatable).",
+    ),
+]
 FrameworkOption = Annotated[
     str,
     typer.Option(metavar="NAME", help="Framework preset or TOML file.", autocompletion=frameworks),
@@ -72,7 +99,9 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that 
 QuietOption = Annotated[
     bool, typer.Option("--quiet", "-q", callback=hide_remarks, help="No progress and no remarks on stderr.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan file instead of tables.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+PlanJsonOption = Annotated[bool, typer.Option("--json", help="Print the plan file instead of tables.")]
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")]
 TraceOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Also write one step as a Chrome trace, for ui.perfetto.dev: ranks by stage."),

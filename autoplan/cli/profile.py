@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli.inputs import check_untyped, whole_url
-from autoplan.cli.options import DbOption, FrameworkOption, QuietOption, whole_number
+from autoplan.cli.options import DbOption, FrameworkOption, QuietOption, SeqLenOption, whole_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,56 +22,77 @@ if TYPE_CHECKING:
 SAID_BY_A_PLAN = ("model", "seq_len", "tp", "micro_batches", "ep", "dtypes", "only", "cluster", "framework")
 
 
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="Preset (llama3-70b), Hugging Face config.json or folder, or TOML file."),
+]
+PlanFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--for",
+        metavar="PLAN",
+        help="In place of MODEL, a plan.json of a search: measure only what could make another plan win.",
+    ),
+]
+BudgetOption = Annotated[str, typer.Option(metavar="TIME", help="Stop after this long: 90s, 10m, 1h.")]
+TpOption = Annotated[
+    str | None,
+    typer.Option(metavar="N,N,...", help="Tensor-parallel degrees.", show_default="powers of two in a node"),
+]
+MicroBatchesOption = Annotated[str, typer.Option(metavar="N,N,...", help="Sequences in a micro-batch.")]
+EpOption = Annotated[str, typer.Option(metavar="N,N,...", help="Expert-parallel degrees.")]
+DtypesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TYPE,...",
+        help="bf16, fp16, fp32, fp8, mxfp8, nvfp4, fp8_block.",
+        show_default="what the device trains in",
+    ),
+]
+ModeOption = Annotated[
+    str, typer.Option(metavar="MODE,...", help="sustained, as training runs, or burst, as short benchmarks do.")
+]
+OnlyOption = Annotated[
+    str | None, typer.Option(metavar="OPERATION,...", help="Only these, such as gemm,attention,all_reduce.")
+]
+ClusterOption = Annotated[
+    str | None, typer.Option(metavar="CLUSTER", help="What the job will run on: says what is extrapolated.")
+]
+RanksOption = Annotated[
+    int,
+    whole_number("--ranks", "N", "Ranks to start here.", show_default="one a device, two on a machine without devices"),
+]
+AllowanceOption = Annotated[str, typer.Option(metavar="TIME", help="How long one measurement may take to settle.")]
+VisitsOption = Annotated[
+    int,
+    whole_number("--visits", "N", "How often to measure each, in rounds: the middle counts on uneasy machines."),
+]
+LimitOption = Annotated[str, typer.Option(metavar="TIME", help="After how long a rank is taken to hang.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be measured.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print what was measured as JSON instead of tables.")]
+
+
 def profile(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="Preset (llama3-70b), Hugging Face config.json or folder, or TOML file."),
-    ] = None,
-    plan_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--for",
-            metavar="PLAN",
-            help="In place of MODEL, a plan.json of a search: measure only what could make another plan win.",
-        ),
-    ] = None,
+    model: ModelArgument = None,
+    plan_file: PlanFileOption = None,
     url: DbOption = None,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="Stop after this long: 90s, 10m, 1h.")] = "10m",
-    seq_len: Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence length; 8k is 8,192.")] = 4096,
-    tp: Annotated[
-        str | None,
-        typer.Option(metavar="N,N,...", help="Tensor-parallel degrees; powers of two in a node."),
-    ] = None,
-    micro_batches: Annotated[str, typer.Option(metavar="N,N,...", help="Sequences in a micro-batch.")] = "1,2",
-    ep: Annotated[str, typer.Option(metavar="N,N,...", help="Expert-parallel degrees.")] = "8",
-    dtypes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TYPE,...", help="bf16, fp16, fp32, fp8, mxfp8, nvfp4, fp8_block; what the device trains in."
-        ),
-    ] = None,
-    mode: Annotated[
-        str, typer.Option(metavar="MODE,...", help="sustained, as training runs, or burst, as short benchmarks do.")
-    ] = "sustained",
-    only: Annotated[
-        str | None, typer.Option(metavar="OPERATION,...", help="Only these, such as gemm,attention,all_reduce.")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(metavar="CLUSTER", help="What the job will run on: says what is extrapolated.")
-    ] = None,
+    budget: BudgetOption = "10m",
+    seq_len: SeqLenOption = 4096,
+    tp: TpOption = None,
+    micro_batches: MicroBatchesOption = "1,2",
+    ep: EpOption = "8",
+    dtypes: DtypesOption = None,
+    mode: ModeOption = "sustained",
+    only: OnlyOption = None,
+    cluster: ClusterOption = None,
     framework: FrameworkOption = "megatron-core",
-    ranks: Annotated[
-        int, whole_number("--ranks", "N", "Ranks to start here; one a device, two on a machine without devices.")
-    ] = 0,
-    allowance: Annotated[str, typer.Option(metavar="TIME", help="How long one measurement may take to settle.")] = "3s",
-    visits: Annotated[
-        int,
-        whole_number("--visits", "N", "How often to measure each, in rounds: the middle counts on uneasy machines."),
-    ] = 1,
-    limit: Annotated[str, typer.Option(metavar="TIME", help="After how long a rank is taken to hang.")] = "2m",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be measured.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON instead of tables.")] = False,
+    ranks: RanksOption = 0,
+    allowance: AllowanceOption = "3s",
+    visits: VisitsOption = 1,
+    limit: LimitOption = "2m",
+    dry_run: DryRunOption = False,
+    json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Measure the kernels and collectives that plans for a model are made of, and store them.

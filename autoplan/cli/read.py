@@ -13,35 +13,43 @@ from autoplan import api, report
 from autoplan.base.errors import InputError
 from autoplan.base.units import format_percent, format_seconds
 from autoplan.cli.inputs import is_typed, whole_url
-from autoplan.cli.options import AsOption, DbOption, SetOption, whole_number
+from autoplan.cli.options import AsOption, DbOption, OptionalSeqLenOption, SetOption, whole_number
 
 OF_A_LAUNCH_FILE = ("model", "devices", "devices_per_node", "seq_len", "variables", "target")
 
 
+FilesArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILE...",
+        help="A script or configuration that starts training today, of any target of export; or traces of torch's "
+        "profiler, one of each rank, or a folder of them.",
+    ),
+]
+PlanOption = Annotated[
+    Path | None,
+    typer.Option("--plan", metavar="PLAN", help="Of traces: the plan file that ran; its prediction stands beside."),
+]
+ModelOption = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="As for search, in place of what the file says.")
+]
+DevicesOption = Annotated[int | None, whole_number("--devices", "N", "On which it runs, all together.")]
+DevicesPerNodeOption = Annotated[int | None, whole_number("--devices-per-node", "N", "Of them, in one node.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print what was read as JSON.")]
+
+
 def read(
     context: typer.Context,
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILE...",
-            help="A script or configuration that starts training today, of any target of export; or traces of torch's "
-            "profiler, one of each rank, or a folder of them.",
-        ),
-    ],
-    plan: Annotated[
-        Path | None,
-        typer.Option("--plan", metavar="PLAN", help="Of traces: the plan file that ran; its prediction stands beside."),
-    ] = None,
+    files: FilesArgument,
+    plan: PlanOption = None,
     url: DbOption = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="As for search, in place of what the file says.")
-    ] = None,
-    devices: Annotated[int | None, whole_number("--devices", "N", "On which it runs, all together.")] = None,
-    devices_per_node: Annotated[int | None, whole_number("--devices-per-node", "N", "Of them, in one node.")] = None,
-    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length; 8k is 8,192.")] = None,
+    model: ModelOption = None,
+    devices: DevicesOption = None,
+    devices_per_node: DevicesPerNodeOption = None,
+    seq_len: OptionalSeqLenOption = None,
     variables: SetOption = None,
     target: AsOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print what was read as JSON.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Read a launch file into model, training and plan, and list what was not understood; or what traces tell.
 

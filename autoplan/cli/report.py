@@ -10,12 +10,12 @@ import typer
 from autoplan import api
 from autoplan.cli.files import write_page
 from autoplan.cli.inputs import check_outputs, whole_url
-from autoplan.cli.options import DbOption, ForceOption, QuietOption
+from autoplan.cli.options import DbOption, ForceOption, PlanArgument, QuietOption
 
 
 def report(
     context: typer.Context,
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
+    plan: PlanArgument,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the page is written.")] = Path("report.html"),
     url: DbOption = None,
     force: ForceOption = False,

@@ -12,7 +12,7 @@ import typer
 import autoplan
 from autoplan.base.errors import InputError
 from autoplan.cli.inputs import check_output, whole_url
-from autoplan.cli.options import ForceOption, QuietOption
+from autoplan.cli.options import ForceOption, PlanArgument, QuietOption
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,51 +20,61 @@ if TYPE_CHECKING:
     from autoplan.trainer.task import RunFile
 
 
+ProgramArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="PROGRAM ARG...", help="After --command --: what to run instead.")
+]
+CommandOption = Annotated[bool, typer.Option("--command", help="Run PROGRAM, and read step times from what it writes.")]
+StepsOption = Annotated[int, typer.Option(metavar="N", min=1, help="Steps that are timed.")]
+WarmupOption = Annotated[int, typer.Option(metavar="N", min=0, help="Steps before them.")]
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="text (bytes of a small one, the default where the vocabulary holds them) or synthetic.",
+        show_default=False,
+    ),
+]
+CheckOption = Annotated[bool, typer.Option("--check", help="First train some steps by one process too, and compare.")]
+LimitOption = Annotated[
+    str, typer.Option(metavar="TIME", help="Of a step, or of PROGRAM's silence, after which it is taken to hang.")
+]
+LogOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Keep what PROGRAM writes, or a line a step of the trainer.")
+]
+TracesOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Trace some more steps with torch's profiler: a file of each rank, for autoplan read.",
+    ),
+]
+OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write what was measured as JSON.")]
+DbOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Keep the run in this timing database, out of memory or not; a plan's times come from it.",
+    ),
+]
+AsJsonOption = Annotated[bool, typer.Option("--json", help="Print what was measured as JSON instead of tables.")]
+
+
 def run(
     context: typer.Context,
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
-    program: Annotated[
-        list[str] | None, typer.Argument(metavar="PROGRAM ARG...", help="After --command --: what to run instead.")
-    ] = None,
-    command: Annotated[
-        bool, typer.Option("--command", help="Run PROGRAM, and read step times from what it writes.")
-    ] = False,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps that are timed.")] = 10,
-    warmup: Annotated[int, typer.Option(metavar="N", min=0, help="Steps before them.")] = 2,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND",
-            help="text (bytes of a small one, the default where the vocabulary holds them) or synthetic.",
-            show_default=False,
-        ),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="First train some steps by one process too, and compare.")
-    ] = False,
-    limit: Annotated[
-        str, typer.Option(metavar="TIME", help="Of a step, or of PROGRAM's silence, after which it is taken to hang.")
-    ] = "5m",
-    log: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keep what PROGRAM writes, or a line a step of the trainer.")
-    ] = None,
-    traces: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Trace some more steps with torch's profiler: a file of each rank, for autoplan read.",
-        ),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what was measured as JSON.")] = None,
-    db: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Keep the run in this timing database, out of memory or not; a plan's times come from it.",
-        ),
-    ] = None,
+    plan: PlanArgument,
+    program: ProgramArgument = None,
+    command: CommandOption = False,
+    steps: StepsOption = 10,
+    warmup: WarmupOption = 2,
+    data: DataOption = None,
+    check: CheckOption = False,
+    limit: LimitOption = "5m",
+    log: LogOption = None,
+    traces: TracesOption = None,
+    out: OutOption = None,
+    db: DbOption = None,
     force: ForceOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON instead of tables.")] = False,
+    as_json: AsJsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Train by a plan with torch's own parallelism, or by a program of yours, and compare with the prediction.

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import autoplan
-from autoplan.cli.options import CalibrationOption
+from autoplan.cli.options import CalibrationOption, JsonOption
 
 
 def score(
@@ -17,7 +17,7 @@ def score(
         Path | None, typer.Option(help="Table that `autoplan predict` wrote; left out, the runs are priced now.")
     ] = None,
     calibration: CalibrationOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Compare predictions with what was measured, source by source: errors, intervals, ranks, picks and memory."""
     found = autoplan.score(runs, predictions=predictions, calibration=calibration)

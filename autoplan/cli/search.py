@@ -21,13 +21,18 @@ from autoplan.cli.inputs import (
     is_typed,
     problem_options,
     run_options,
+    typed_options,
     whole_url,
 )
 from autoplan.cli.options import (
     AsOption,
     ClusterOption,
+    FixOption,
+    ForbidOption,
     ForceOption,
-    JsonOption,
+    MaxOption,
+    OptionalSeqLenOption,
+    PlanJsonOption,
     QuietOption,
     SetOption,
     whole_number,
@@ -39,115 +44,131 @@ from autoplan.frameworks.registry import TARGETS
 if TYPE_CHECKING:
     from autoplan.api.results import MixedPlanResult, PlanResult
 
+# Parameters that mean what that of `autoplan.search_mixed`, or `autoplan.search`, of that name does.
+MIXED_SEARCH_FLAGS = ("model", "global_batch", "seq_len", "forbid", "to")
+SEARCH_FLAGS = (
+    *MIXED_SEARCH_FLAGS,
+    *("launch_file", "variables", "target", "fix", "allow", "prefer", "robust", "why"),
+    *("sampler", "trials", "seed", "workers", "study"),
+)
+
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Preset (llama3-70b), Hugging Face config.json or folder, or TOML file.",
+        autocompletion=presets("models"),
+    ),
+]
+LaunchFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="A launch file that runs today: says what is not typed, and is compared with the best plan.",
+    ),
+]
+ToOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TARGET",
+        help="Look only at plans that can be exported to this target, priced as its framework.",
+        autocompletion=words(TARGETS),
+    ),
+]
+GlobalBatchOption = Annotated[
+    str | None,
+    typer.Option(metavar="N|LOW:HIGH", help="Sequences in a step; of a range, the best for the rate is taken."),
+]
+MaxTpOption = Annotated[int | None, whole_number("--max-tp", "N", "Short for --max tp=N.")]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="CHOICE",
+        help="Also look at plans with an option that changes the numerics of training: grad_dtype, main_weights, "
+        "moment_dtype, narrow_params, or a value such as moment_dtype=bf16 (repeatable).",
+    ),
+]
+PreferOption = Annotated[
+    str,
+    typer.Option(
+        metavar="WHAT",
+        help="Of plans at most 1 % slower than the fastest take the simple one; or the fastest; or robust, "
+        "as --robust 0.9.",
+        autocompletion=words(("simple", "fastest", "robust")),
+    ),
+]
+RobustOption = Annotated[
+    float | None,
+    typer.Option(metavar="Q", help="Take the plan with the least Q-quantile of the step time, such as 0.9."),
+]
+WhyOption = Annotated[
+    bool, typer.Option("--why", help="Also say what would change the answer, and why obvious plans lost.")
+]
+StorageOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Where workers meet and a search resumes: a path, sqlite:///, postgresql:// or grpc://host:port. "
+        "Watch it with optuna-dashboard.",
+    ),
+]
+StudyOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Name of the search in the storage.", show_default="made from the problem"),
+]
+WorkersOption = Annotated[int, whole_number("--workers", "N", "Processes on this machine that share the search.")]
+SamplerOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="bound proves; tpe, gp, nsga2, cmaes and random only try --trials combinations of degrees.",
+        autocompletion=words(("bound", "tpe", "gp", "nsga2", "cmaes", "random")),
+    ),
+]
+TrialsOption = Annotated[int, whole_number("--trials", "N", "Combinations of degrees to try with such a sampler.")]
+SeedOption = Annotated[int, whole_number("--seed", "N", "Seed of such a sampler.")]
+OutOption = Annotated[Path, typer.Option(metavar="FILE", help="Where the plan file is written.")]
+PageOption = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE", help="Also write the HTML page of `autoplan report`.")
+]
+DetailsOption = Annotated[
+    bool, typer.Option("--details", help="Also show the next plans, what was searched, and memory by stage.")
+]
+
 
 @shared_flags(PROBLEM, after="seq_len")
 @shared_flags(RUN, after="why")
 def search(
     context: typer.Context,
     cluster: ClusterOption,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="Preset (llama3-70b), Hugging Face config.json or folder, or TOML file.",
-            autocompletion=presets("models"),
-        ),
-    ] = None,
-    launch_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--from",
-            metavar="FILE",
-            help="A launch file that runs today: says what is not typed, and is compared with the best plan.",
-        ),
-    ] = None,
+    model: ModelArgument = None,
+    launch_file: LaunchFileOption = None,
     variables: SetOption = None,
     target: AsOption = None,
-    to: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TARGET",
-            help="Look only at plans that can be exported to this target, priced as its framework.",
-            autocompletion=words(TARGETS),
-        ),
-    ] = None,
-    global_batch: Annotated[
-        str | None,
-        typer.Option(metavar="N|LOW:HIGH", help="Sequences in a step; of a range, the best for the rate is taken."),
-    ] = None,
-    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length; 8k is 8,192.")] = None,
-    fix: Annotated[
-        list[str] | None, typer.Option(metavar="AXIS=VALUE", help="Look only at plans with this value (repeatable).")
-    ] = None,
-    max_: Annotated[
-        list[str] | None,
-        typer.Option("--max", metavar="AXIS=VALUE", help="Bound a degree, or raise its default bound (repeatable)."),
-    ] = None,
-    max_tp: Annotated[int | None, whole_number("--max-tp", "N", "Short for --max tp=N.")] = None,
-    forbid: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="CHOICE",
-            help="Leave out offload, tp_overlap, ep_overlap, uneven_stages, partial_recompute, partial_sharding, or "
-            "a value such as sharding=zero3 or schedule=zb-v (repeatable).",
-        ),
-    ] = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="CHOICE",
-            help="Also look at plans with an option that changes the numerics of training: grad_dtype, main_weights, "
-            "moment_dtype, narrow_params, or a value such as moment_dtype=bf16 (repeatable).",
-        ),
-    ] = None,
-    prefer: Annotated[
-        str,
-        typer.Option(
-            metavar="WHAT",
-            help="Of plans at most 1 % slower than the fastest take the simple one; or the fastest; or robust, "
-            "as --robust 0.9.",
-            autocompletion=words(("simple", "fastest", "robust")),
-        ),
-    ] = "simple",
-    robust: Annotated[
-        float | None,
-        typer.Option(metavar="Q", help="Take the plan with the least Q-quantile of the step time, such as 0.9."),
-    ] = None,
-    why: Annotated[
-        bool, typer.Option("--why", help="Also say what would change the answer, and why obvious plans lost.")
-    ] = False,
-    storage: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Where workers meet and a search resumes: a path, sqlite:///, postgresql:// or grpc://host:port. "
-            "Watch it with optuna-dashboard.",
-        ),
-    ] = None,
-    study: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Name of the search in the storage; made from the problem if not given."),
-    ] = None,
-    workers: Annotated[int, whole_number("--workers", "N", "Processes on this machine that share the search.")] = 1,
-    sampler: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="bound proves; tpe, gp, nsga2, cmaes and random only try --trials combinations of degrees.",
-            autocompletion=words(("bound", "tpe", "gp", "nsga2", "cmaes", "random")),
-        ),
-    ] = "bound",
-    trials: Annotated[int, whole_number("--trials", "N", "Combinations of degrees to try with such a sampler.")] = 100,
-    seed: Annotated[int, whole_number("--seed", "N", "Seed of such a sampler.")] = 0,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan file is written.")] = Path("plan.json"),
-    page: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE", help="Also write the HTML page of `autoplan report`.")
-    ] = None,
+    to: ToOption = None,
+    global_batch: GlobalBatchOption = None,
+    seq_len: OptionalSeqLenOption = None,
+    fix: FixOption = None,
+    max_: MaxOption = None,
+    max_tp: MaxTpOption = None,
+    forbid: ForbidOption = None,
+    allow: AllowOption = None,
+    prefer: PreferOption = "simple",
+    robust: RobustOption = None,
+    why: WhyOption = False,
+    storage: StorageOption = None,
+    study: StudyOption = None,
+    workers: WorkersOption = 1,
+    sampler: SamplerOption = "bound",
+    trials: TrialsOption = 100,
+    seed: SeedOption = 0,
+    out: OutOption = Path("plan.json"),
+    page: PageOption = None,
     force: ForceOption = False,
-    details: Annotated[
-        bool, typer.Option("--details", help="Also show the next plans, what was searched, and memory by stage.")
-    ] = False,
-    json: JsonOption = False,
+    details: DetailsOption = False,
+    json: PlanJsonOption = False,
     quiet: QuietOption = False,
     **_: Any,
 ) -> None:
@@ -158,58 +179,42 @@ def search(
     With an objective, numbers of nodes or a run to plan for, the best in that is taken, over all these numbers.
     With a launch file it is said how good that is, and what each change on the way to the best plan brings.
     """
-    from autoplan.topology.mixed_cluster import MixedCluster
-
     asked_before = not force and api.plan_files.asks_the_same(out, command_line())
     check_outputs(None if asked_before else out, page, force=force)
     if sampler == "bound" and (idle := [f"--{name}" for name in ("trials", "seed") if is_typed(context, name)]):
         raise InputError(f"{' and '.join(idle)}: a search looks at all plans unless a --sampler is given: leave it out")
     if launch_file is None and (model is None or global_batch is None or seq_len is None):
         context.fail("give MODEL, --global-batch and --seq-len, or a launch file that has them: --from FILE")
-    bounds = [*(max_ or []), *([f"tp={max_tp}"] if max_tp is not None else [])]
-    options, run, parts = problem_options(context), run_options(context), api.problem.load_any_cluster(cluster)
-    if isinstance(parts, MixedCluster):
-        _check_mixed(context.params, bool(run))
-        assert model is not None
-        assert global_batch is not None
-        assert seq_len is not None
-        mixed = autoplan.search_mixed(
-            model, cluster=parts, global_batch=global_batch, seq_len=seq_len, forbid=forbid or (), to=to, **options
-        )
-        mixed = mixed.with_command(command_line())
-        _hand_over(mixed, out, page, asked_before, force=force, details=details, json=json, quiet=quiet)
-        return
+    result = _searched(context, quiet=quiet).with_command(command_line())
+    _hand_over(result, out, page, asked_before, force=force, details=details, json=json, quiet=quiet)
+
+
+def _searched(context: typer.Context, *, quiet: bool) -> PlanResult | MixedPlanResult:
+    """Search a cluster of equal nodes or of unlike ones, by what was typed."""
+    from autoplan.topology.mixed_cluster import MixedCluster
+
+    params = context.params
+    cluster, options, run = (
+        api.problem.load_any_cluster(params["cluster"]),
+        problem_options(context),
+        run_options(context),
+    )
+    if isinstance(cluster, MixedCluster):
+        _check_mixed(params, bool(run))
+        return autoplan.search_mixed(cluster=cluster, **typed_options(context, MIXED_SEARCH_FLAGS), **options)
+    storage, max_tp = params["storage"], params["max_tp"]
     if storage and not storage.startswith("grpc:") and not quiet:
         say_how_to_watch(storage)
     with progress_bar(quiet=quiet, unit="sizes" if run else "combinations") as advance:
-        found = autoplan.search(
-            model,
-            cluster=parts,
-            global_batch=global_batch,
-            seq_len=seq_len,
-            launch_file=launch_file,
-            variables=variables or (),
-            target=target,
-            to=to,
-            fix=fix or (),
-            at_most=bounds,
-            forbid=forbid or (),
-            allow=allow or (),
-            prefer=prefer,
-            robust=robust,
-            why=why,
-            sampler=sampler,
-            trials=trials,
-            seed=seed,
-            workers=workers,
+        return autoplan.search(
+            cluster=cluster,
+            at_most=[*(params["max_"] or []), *([f"tp={max_tp}"] if max_tp is not None else [])],
             storage=whole_url(context, storage),
-            study=study,
             progress=advance,
+            **typed_options(context, SEARCH_FLAGS),
             **options,
             **run,
         )
-    found = found.with_command(command_line())
-    _hand_over(found, out, page, asked_before, force=force, details=details, json=json, quiet=quiet)
 
 
 def _check_mixed(given: dict[str, Any], is_for_run: bool) -> None:

@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoplan.base.errors import InputError, NoPlanError
-from autoplan.cli.complete import clusters, presets
+from autoplan.cli.complete import presets
 from autoplan.cli.flags import PROBLEM, shared_flags
-from autoplan.cli.inputs import check_output, check_untyped, problem_options, whole_url
+from autoplan.cli.inputs import check_output, check_untyped, problem_options, typed_options, whole_url
 from autoplan.cli.options import (
+    FixOption,
+    ForbidOption,
     ForceOption,
+    GlobalBatchOption,
+    MaxOption,
+    OptionalSeqLenOption,
+    OtherClusterOption,
     QuietOption,
     whole_number,
 )
@@ -24,98 +30,116 @@ if TYPE_CHECKING:
     from autoplan.spec.tune_report import TuneReport
 
 
+# Parameters that mean what that of `autoplan.tune` of that name does.
+TUNE_FLAGS = (
+    *("model", "cluster", "global_batch", "seq_len"),
+    *("fix", "at_most", "forbid", "program", "trials", "budget", "gpu_hours", "parallel", "steps", "warmup"),
+    *("template", "to", "target_version", "image", "limit", "work", "study"),
+)
 SAID_BY_A_PLAN = (
     *("cluster", "global_batch", "seq_len", "precision", "attention", "framework", "calibration", "timings"),
     *("reserve_memory", "fix", "at_most", "forbid"),
 )
 
 
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|PLAN",
+        help="As for search, or a plan.json, whose plans are tried.",
+        autocompletion=presets("models"),
+    ),
+]
+ProgramArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="PROGRAM ARG...",
+        help="After --command --: what trains by a plan; {plan} and {folder} stand for its file and folder.",
+    ),
+]
+CommandOption = Annotated[bool, typer.Option("--command", help="Run PROGRAM, and read step times from what it writes.")]
+FrameworkOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Framework preset or TOML file.", show_default="torch, which is built in"),
+]
+TrialsOption = Annotated[int, whole_number("--trials", "N", "Runs at most, those of earlier calls among them.")]
+BudgetOption = Annotated[str | None, typer.Option(metavar="TIME", help="Time that this call may take, such as 30m.")]
+GpuHoursOption = Annotated[
+    str | None,
+    typer.Option(metavar="HOURS", help="Device hours of all trials at most, those of earlier calls among them."),
+]
+ParallelOption = Annotated[int, whole_number("--parallel", "N", "Trials at once, where they do not share devices.")]
+StepsOption = Annotated[int, whole_number("--steps", "N", "Steps of a trial that are timed.")]
+WarmupOption = Annotated[int, whole_number("--warmup", "N", "Steps before them.")]
+TemplateOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE",
+        help="Submit trials as jobs: slurm, kubernetes, or a TOML file of your own.",
+        autocompletion=presets("jobs"),
+    ),
+]
+ToOption = Annotated[
+    str,
+    typer.Option(
+        metavar="TARGET", help="With --template: what trains, as for export; the built-in trainer is autoplan."
+    ),
+]
+TargetVersionOption = Annotated[str | None, typer.Option(metavar="VERSION", help="With --to: as for export.")]
+ImageOption = Annotated[str | None, typer.Option(metavar="IMAGE", help="Image of the containers, on Kubernetes.")]
+LimitOption = Annotated[str, typer.Option(metavar="TIME", help="Time after which a trial is taken to hang.")]
+WorkOption = Annotated[
+    Path,
+    typer.Option(metavar="FOLDER", help="Folder of the trials and the study; the same call again goes on there."),
+]
+StorageOption = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Where the study is kept, if not in FOLDER: a path, sqlite:/// or postgresql://."),
+]
+StudyOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Name of the study in the storage.", show_default="made from the plans"),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Where the best plan is written: plan.json, or tuned.json if MODEL is a plan.json."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the trials as JSON instead of a table.")]
+
+
 @shared_flags(PROBLEM[PROBLEM.index("calibration") :], after="framework")
 @shared_flags(("precision", "attention"), after="seq_len")
 def tune(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL|PLAN",
-            help="As for search, or a plan.json, whose plans are tried.",
-            autocompletion=presets("models"),
-        ),
-    ],
-    program: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="PROGRAM ARG...",
-            help="After --command --: what trains by a plan; {plan} and {folder} stand for its file and folder.",
-        ),
-    ] = None,
-    command: Annotated[
-        bool, typer.Option("--command", help="Run PROGRAM, and read step times from what it writes.")
-    ] = False,
-    cluster: Annotated[
-        str | None, typer.Option(metavar="CLUSTER", help="As for search.", autocompletion=clusters)
-    ] = None,
-    global_batch: Annotated[int | None, whole_number("--global-batch", "N", "Sequences in a step.")] = None,
-    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length; 8k is 8,192.")] = None,
-    framework: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Framework preset or TOML file; torch, which is built in.")
-    ] = None,
-    fix: Annotated[
-        list[str] | None, typer.Option(metavar="AXIS=VALUE", help="Look only at plans with this value (repeatable).")
-    ] = None,
-    at_most: Annotated[
-        list[str] | None, typer.Option("--max", metavar="AXIS=VALUE", help="Bound a degree (repeatable).")
-    ] = None,
-    forbid: Annotated[
-        list[str] | None, typer.Option(metavar="CHOICE", help="Leave out a choice, as for search (repeatable).")
-    ] = None,
-    trials: Annotated[int, whole_number("--trials", "N", "Runs at most, those of earlier calls among them.")] = 10,
-    budget: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Time that this call may take, such as 30m.")
-    ] = None,
-    gpu_hours: Annotated[
-        str | None,
-        typer.Option(metavar="HOURS", help="Device hours of all trials at most, those of earlier calls among them."),
-    ] = None,
-    parallel: Annotated[int, whole_number("--parallel", "N", "Trials at once, where they do not share devices.")] = 1,
-    steps: Annotated[int, whole_number("--steps", "N", "Steps of a trial that are timed.")] = 10,
-    warmup: Annotated[int, whole_number("--warmup", "N", "Steps before them.")] = 2,
-    template: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="Submit trials as jobs: slurm, kubernetes, or a TOML file of your own.",
-            autocompletion=presets("jobs"),
-        ),
-    ] = None,
-    to: Annotated[
-        str, typer.Option(metavar="TARGET", help="With --template: what trains, as for export; autoplan is built in.")
-    ] = "autoplan",
-    target_version: Annotated[str | None, typer.Option(metavar="VERSION", help="With --to: as for export.")] = None,
-    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Image of the containers, on Kubernetes.")] = None,
-    limit: Annotated[str, typer.Option(metavar="TIME", help="Time after which a trial is taken to hang.")] = "15m",
-    work: Annotated[
-        Path,
-        typer.Option(metavar="FOLDER", help="Folder of the trials and the study; the same call again goes on there."),
-    ] = Path("tune"),
-    storage: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="Where the study is kept, if not in FOLDER: a path, sqlite:/// or postgresql://."
-        ),
-    ] = None,
-    study: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Name of the study in the storage; made from the plans if not given."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Where the best plan is written: plan.json, or tuned.json if MODEL is a plan.json."
-        ),
-    ] = None,
+    model: ModelArgument,
+    program: ProgramArgument = None,
+    command: CommandOption = False,
+    cluster: OtherClusterOption = None,
+    global_batch: GlobalBatchOption = None,
+    seq_len: OptionalSeqLenOption = None,
+    framework: FrameworkOption = None,
+    fix: FixOption = None,
+    at_most: MaxOption = None,
+    forbid: ForbidOption = None,
+    trials: TrialsOption = 10,
+    budget: BudgetOption = None,
+    gpu_hours: GpuHoursOption = None,
+    parallel: ParallelOption = 1,
+    steps: StepsOption = 10,
+    warmup: WarmupOption = 2,
+    template: TemplateOption = None,
+    to: ToOption = "autoplan",
+    target_version: TargetVersionOption = None,
+    image: ImageOption = None,
+    limit: LimitOption = "15m",
+    work: WorkOption = Path("tune"),
+    storage: StorageOption = None,
+    study: StudyOption = None,
+    out: OutOption = None,
     force: ForceOption = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the trials as JSON instead of a table.")] = False,
+    json: JsonOption = False,
     quiet: QuietOption = False,
     **_: Any,
 ) -> None:
@@ -126,8 +150,7 @@ def tune(
     is told with its reason.  Interrupted, or killed, the same call goes on where it was.
     """
     from autoplan.api.plan_files import is_plan_file
-    from autoplan.api.problem import ProblemOptions
-    from autoplan.api.tuning import TuneOptions, prepare
+    from autoplan.api.tuning import prepare
     from autoplan.cli.process import leave_on_sigterm
     from autoplan.cli.progress import live_line, progress_bar, say_how_to_watch
 
@@ -140,18 +163,9 @@ def tune(
         check_untyped(context, SAID_BY_A_PLAN, f"{model} says what is trained where, and by which plans")
     elif cluster is None or global_batch is None or seq_len is None:
         context.fail("give MODEL with --cluster, --global-batch and --seq-len, or a plan.json")
-    named = {name: context.params[name] for name in TuneOptions.__annotations__ if name in context.params}
-    named = {name: value for name, value in named.items() if name not in ProblemOptions.__annotations__}
     with progress_bar(quiet=quiet) as advance:
-        prepared = prepare(
-            model,
-            cluster=cluster,
-            global_batch=global_batch,
-            seq_len=seq_len,
-            progress=advance,
-            **named | {"storage": whole_url(context, storage)},
-            **problem_options(context),
-        )
+        url, named = whole_url(context, storage), typed_options(context, TUNE_FLAGS)
+        prepared = prepare(progress=advance, storage=url, **named, **problem_options(context))
     leave_on_sigterm()
     made = prepared.made_storage()
     if not quiet:

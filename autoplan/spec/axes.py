@@ -203,7 +203,12 @@ AXES: tuple[Axis, ...] = (
     _degree(name="pp", help="Pipeline stages."),
     _degree(name="vp", help="Chunks of layers per stage.", change="schedule"),
     _degree(name="ep", help="Expert-parallel degree.", needs=Needs.EXPERTS),
-    _degree(name="etp", help="Tensor-parallel degree of experts; as tp.", needs=Needs.SPLIT_EXPERTS, flag_default=None),
+    _degree(
+        name="etp",
+        help="Tensor-parallel degree of experts; that of tp if not given.",
+        needs=Needs.SPLIT_EXPERTS,
+        flag_default=None,
+    ),
     _degree(name="dp", help="Data-parallel degree, what the other degrees leave of the devices.", change="", flag=""),
     _degree(name="dp_replicate", help="Copies of the group that shards states.", change="sharding"),
     _degree(name="dp_shard", help="Replicas that share states.", change="sharding", flag=""),
@@ -246,7 +251,7 @@ AXES: tuple[Axis, ...] = (
     ),
     _list(
         name="recompute_num_layers",
-        help="Layers of every chunk that full recomputation repeats; all.",
+        help="Layers of every chunk that full recomputation repeats; all if not given.",
         change="recompute",
         elsewhere="use recompute",
         flag="",
@@ -313,7 +318,7 @@ AXES: tuple[Axis, ...] = (
     ),
     _list(
         name="layers_per_chunk",
-        help="Layers of every chunk in model order; evenly spread.",
+        help="Layers of every chunk in model order; spread evenly if not given.",
         needs=Needs.STAGES,
         label="layers of the chunks",
         change="layers",
@@ -412,7 +417,7 @@ AXES: tuple[Axis, ...] = (
     ),
     _list(
         name="placement",
-        help="Nodes in the order of the ranks; as the cluster has them.",
+        help="Nodes in the order of the ranks; that of the cluster if not given.",
         label="order of the nodes",
         change="nodes",
         elsewhere="searches order the nodes",
