@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from autoplan.api.measured_runs import predict as predict
     from autoplan.api.measured_runs import score as score
     from autoplan.api.mixed import search_mixed as search_mixed
-    from autoplan.api.plan_files import load_plan as load_plan
+    from autoplan.api.plan_result import PlanResult as PlanResult
+    from autoplan.api.plan_result import load_plan as load_plan
     from autoplan.api.plan_run import run as run
     from autoplan.api.problem import load_cluster as load_cluster
     from autoplan.api.problem import load_framework as load_framework
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from autoplan.api.replan import ReplanResult as ReplanResult
     from autoplan.api.replan import replan as replan
     from autoplan.api.results import MixedPlanResult as MixedPlanResult
-    from autoplan.api.results import PlanResult as PlanResult
     from autoplan.api.results import Table as Table
     from autoplan.api.search import search as search
     from autoplan.api.tuning import tune as tune
@@ -101,12 +101,12 @@ _PUBLIC = {
         *("PredictResult", "ScoreResult", "CalibrateResult"),
     ),
     "autoplan.api.mixed": ("search_mixed",),
-    "autoplan.api.plan_files": ("load_plan",),
+    "autoplan.api.plan_result": ("load_plan", "PlanResult"),
     "autoplan.api.plan_run": ("run",),
     "autoplan.api.problem": ("load_model", "load_cluster", "load_framework"),
     "autoplan.api.profiling": ("profile",),
     "autoplan.api.replan": ("replan", "ReplanResult"),
-    "autoplan.api.results": ("PlanResult", "MixedPlanResult", "Table"),
+    "autoplan.api.results": ("MixedPlanResult", "Table"),
     "autoplan.api.search": ("search",),
     "autoplan.api.tuning": ("tune",),
     "autoplan.base.errors": (

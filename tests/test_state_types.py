@@ -209,7 +209,7 @@ def test_the_answer_tells_what_was_left_out() -> None:
 
 
 def test_a_plan_file_of_before_says_its_gradients(tmp_path: Path) -> None:
-    from autoplan.api.plan_files import load_plan
+    from autoplan.api.plan_result import load_plan
     from autoplan.api.search import search as search_plan
 
     found = search_plan(DENSE, cluster="h100-sxm:1x8", global_batch=64, seq_len=4096, framework="nemo")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from autoplan.api import outputs as outputs
     from autoplan.api import page as page
     from autoplan.api import plan_files as plan_files
+    from autoplan.api import plan_result as plan_result
     from autoplan.api import plan_run as plan_run
     from autoplan.api import problem as problem
     from autoplan.api import profiling as profiling

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-from autoplan.api.problem import ProblemOptions, make_problem, make_space
+from autoplan.api.problem import ProblemOptions, limit_texts, make_problem, make_space
 from autoplan.api.results import Result, Table
-from autoplan.api.search import limit_texts
 from autoplan.api.training_run import RunOptions, make_run, parse_sizes, priced, resized
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.files import encode

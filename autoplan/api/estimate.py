@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from autoplan.api.plan_files import is_plan_file, load_plan, make_plan_file, retimed_problem
+from autoplan.api.plan_files import is_plan_file, make_plan_file, retimed_problem
+from autoplan.api.plan_result import PlanResult, load_plan
 from autoplan.api.problem import (
     ProblemOptions,
     check_rank_order,
@@ -15,7 +16,6 @@ from autoplan.api.problem import (
     load_cluster,
     make_problem,
 )
-from autoplan.api.results import PlanResult
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.files import decode
 from autoplan.cost import estimate as cost

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from autoplan.api.plan_files import load_mixed_plan, load_plan
-from autoplan.api.results import MixedPlanResult, PlanResult, Result, Table
+from autoplan.api.plan_files import load_mixed_plan, read_plans
+from autoplan.api.results import MixedPlanResult, PricedPlans, Result, Table
 from autoplan.base.files import encode, is_file
 from autoplan.search import explain as search_explain
 from autoplan.search import mixed_explanation
@@ -37,7 +37,7 @@ class _Reasons(Result, Generic[Explained]):
 class ExplainResult(_Reasons[Explanation]):
     """Reasons why a plan takes as long as it does: what binds it, what faster plans need, and why others lost."""
 
-    explained: PlanResult
+    explained: PricedPlans
     explanation: Explanation
 
     @property
@@ -60,7 +60,7 @@ class MixedExplainResult(_Reasons[MixedExplanation]):
 
 
 def explain(
-    plan: PlanResult | str | Path, *, versus: PlanResult | str | Path | None = None, db: str | None = None
+    plan: PricedPlans | str | Path, *, versus: PricedPlans | str | Path | None = None, db: str | None = None
 ) -> ExplainResult:
     """Say where time and memory of a plan go, what binds it, what faster plans would need, and why others lost.
 
@@ -69,20 +69,20 @@ def explain(
 
     Raises InputError where a file or a change cannot be used, NoPlanError where the other plan cannot be priced.
     """
-    explained = plan if isinstance(plan, PlanResult) else load_plan(plan, db=db)
+    explained = plan if isinstance(plan, PricedPlans) else read_plans(plan, db=db)
     other = None if versus is None else _versus(explained, versus, db)
     found = search_explain.explain(explained.problem, explained.file, other)
     return ExplainResult(explained=explained, explanation=found)
 
 
-def _versus(explained: PlanResult, versus: PlanResult | str | Path, db: str | None) -> Versus:
+def _versus(explained: PricedPlans, versus: PricedPlans | str | Path, db: str | None) -> Versus:
     """Compare with the plan of another result or file, with its own problem, or with this one after changes."""
     problem, best = explained.problem, explained.plan
-    if not isinstance(versus, PlanResult) and not is_file(Path(versus)):
+    if not isinstance(versus, PricedPlans) and not is_file(Path(versus)):
         changes = str(versus)
         return search_explain.versus(problem, best, changes, search_explain.changed(problem, best, changes), problem)
-    other = versus if isinstance(versus, PlanResult) else load_plan(versus, db=db)
-    name = "the other plan" if isinstance(versus, PlanResult) else str(versus)
+    other = versus if isinstance(versus, PricedPlans) else read_plans(versus, db=db)
+    name = "the other plan" if isinstance(versus, PricedPlans) else str(versus)
     return search_explain.versus(problem, best, name, other.plan, other.problem)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autoplan.api.plan_files import load_any_plan_file, mixed_problem_of, problem_of
-from autoplan.api.results import MixedPlanResult, PlanResult, Result, Table
+from autoplan.api.results import MixedPlanResult, PricedPlans, Result, Table
 from autoplan.api.unlike_nodes import node_ranges
 from autoplan.base.errors import AutoplanError, InputError, NoPlanError
 from autoplan.base.files import encode, write_folder
@@ -66,7 +66,7 @@ class ExportResult(Result):
 
 
 def export(
-    plan: PlanResult | MixedPlanResult | str | Path,
+    plan: PricedPlans | MixedPlanResult | str | Path,
     *,
     to: str,
     launcher: str = "torchrun",
@@ -94,7 +94,7 @@ def export(
             f"{where}the plan needs {format_bytes(file.best.memory_bytes)} and would run out of memory: "
             "search for one that fits"
         )
-    problem = plan.problem if isinstance(plan, PlanResult) else None
+    problem = plan.problem if isinstance(plan, PricedPlans) else None
     file, warnings = _startable(file, to, target_version, problem, or_nearest=nearest)
     files = exported(file, to, launcher, target_version, image)
     return ExportResult(plan=file.best.plan.describe(), files=files, warnings=warnings)

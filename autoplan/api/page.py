@@ -11,7 +11,7 @@ from typing import TypeVar
 from autoplan.api.compare import fastest
 from autoplan.api.export import start_of
 from autoplan.api.problem import space_of
-from autoplan.api.results import MixedPlanResult, PlanResult
+from autoplan.api.results import MixedPlanResult, PricedPlans
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.cost.collectives.traffic import step_traffic
 from autoplan.cost.mixed.stages import mixed_stages, mixed_timeline
@@ -39,7 +39,7 @@ PARTS = 5  # that are worked out again
 
 
 def page_of(
-    result: PlanResult | MixedPlanResult,
+    result: PricedPlans | MixedPlanResult,
     path: str | Path = "plan.json",
     progress: Callable[[int, int | None], None] | None = None,
 ) -> str:

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from autoplan.api.calibrations import check_fitted
-from autoplan.api.results import MixedPlanResult, PlanResult
+from autoplan.api.results import MixedPlanResult, PricedPlans
 from autoplan.api.timings import pinned_problem, with_timings
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import decode, is_file, read_table
@@ -44,26 +44,16 @@ def is_mixed_file(path: Path) -> bool:
     return path.suffix == ".json" and is_file(path) and "mixed_schema_version" in read_table(path)
 
 
-def load_plan(path: str | Path, *, db: str | None = None) -> PlanResult:
-    """Return the plans of a plan file, of a cluster of equal nodes.
-
-    Measured times that it rests on are in it; where the timing database `db` holds others by now, a StoreWarning says
-    so.  Those of a file that is older than that are read from the database.  Raises InputError where there is no such
-    file, it is of another kind or version, or the measured times are not there.
-    """
+def read_plans(path: str | Path, *, db: str | None = None) -> PricedPlans:
+    """Return the plans of a plan file, of a cluster of equal nodes; `load_plan` says more."""
     file = load_plan_file(Path(path))
-    return PlanResult(file=file, problem=problem_of(file, db))
+    return PricedPlans(file=file, problem=problem_of(file, db))
 
 
 def load_mixed_plan(path: str | Path) -> MixedPlanResult:
-    """Return the plans of a plan file of a mixed cluster; raises InputError as `load_plan` does."""
+    """Return the plans of a plan file of a mixed cluster; raises InputError as `read_plans` does."""
     file = load_mixed_file(Path(path))
     return MixedPlanResult(file=file, problem=mixed_problem_of(file))
-
-
-def load_any_plan(path: str | Path, *, db: str | None = None) -> PlanResult | MixedPlanResult:
-    """Return the plans of a plan file, of whatever cluster."""
-    return load_mixed_plan(path) if "mixed_schema_version" in read_table(Path(path)) else load_plan(path, db=db)
 
 
 def load_plan_file(path: Path) -> PlanFile:
@@ -104,7 +94,7 @@ def _question(command: str) -> list[str]:
         return [command]
 
 
-def holds_answer(path: Path, found: PlanResult | MixedPlanResult) -> bool:
+def holds_answer(path: Path, found: PricedPlans | MixedPlanResult) -> bool:
     """Whether the plan file at `path` says what `found` does."""
     asked = {"command", "versions"}
     before, now = read_table(path), json.loads(found.to_json())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple, TypedDict, Unpack, get_args
+from typing import Any, NamedTuple, TypedDict, Unpack, get_args
 
 from autoplan.api.calibrations import calibration_of, check_fitted
 from autoplan.api.timings import with_timings
@@ -289,6 +289,11 @@ def make_space(
     placement = by_switch(problem.cluster) if is_fragmented(problem) else None
     rules = book.rules + (find_target(to, problem.framework).limits if to else ())
     return Space(workload=problem.workload, limits=limits, rules=rules, placement=placement)
+
+
+def limit_texts(limits: Iterable[str] | Mapping[str, Any]) -> tuple[str, ...]:
+    """Return limits as texts, AXIS=VALUE."""
+    return tuple(f"{axis}={value}" for axis, value in limits.items()) if isinstance(limits, Mapping) else tuple(limits)
 
 
 def space_of(problem: Problem, flags: SpaceFlags) -> Space:

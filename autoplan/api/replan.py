@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from autoplan.api.plan_files import load_plan, make_plan_file
+from autoplan.api.plan_files import make_plan_file
+from autoplan.api.plan_result import PlanResult, load_plan
 from autoplan.api.problem import space_of
-from autoplan.api.results import PlanResult, Result, Table
+from autoplan.api.results import Result, Table
 from autoplan.api.training_run import RunOptions, make_run, resized, search_run
 from autoplan.base.errors import InputError
 from autoplan.base.files import encode

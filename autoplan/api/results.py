@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from autoplan.base.files import encode, write_text
 from autoplan.base.units import format_bytes, format_percent, format_seconds
@@ -20,10 +20,6 @@ from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import MixedPlanFile, PlanFile
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
-
-if TYPE_CHECKING:
-    from autoplan.api.explain import ExplainResult
-    from autoplan.api.export import ExportResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +106,8 @@ class FileResult(Result, Generic[File]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanResult(FileResult[PlanFile]):
-    """Plans for one problem on a cluster of equal nodes, best first: of a search, of an estimate or of a plan file.
+class PricedPlans(FileResult[PlanFile]):
+    """Plans for one problem on a cluster of equal nodes, best first, with what they cost; `PlanResult` can do more.
 
     `file` is the content of plan.json: the plan, what it costs by term and by pipeline stage, why it is the best.
     `warnings` say what a user should know before running the plan.
@@ -163,27 +159,6 @@ class PlanResult(FileResult[PlanFile]):
             for ranked in self.plans
         )
 
-    def explain(self, versus: str | Path | PlanResult | None = None) -> ExplainResult:
-        """Say where the time and memory of the best plan go and why others lost: `autoplan.explain`."""
-        from autoplan.api.explain import explain  # which builds on results
-
-        return explain(self, versus=versus)
-
-    def export(self, to: str, *, launcher: str = "torchrun", nearest: bool = False, **options: str) -> ExportResult:
-        """Return the files that start the best plan: `autoplan.export`."""
-        from autoplan.api.export import export  # which builds on results, and loads the writers of all frameworks
-
-        return export(self, to=to, launcher=launcher, nearest=nearest, **options)
-
-    def report(self, path: str | Path = "report.html", *, force: bool = False) -> None:
-        """Write a self-contained HTML page about the answer; what the plan file does not hold is searched again.
-
-        Raises InputError where the file exists and `force` is not set, or cannot be written.
-        """
-        from autoplan.api.page import page_of  # which builds on results, and loads what draws
-
-        write_text(Path(path), page_of(self), force=force)
-
     def trace(self) -> str:
         """Return one step of the best plan as a Chrome trace, for ui.perfetto.dev."""
         from autoplan.cost.timeline import timeline  # neither is needed to hold a result
@@ -194,7 +169,7 @@ class PlanResult(FileResult[PlanFile]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPlanResult(FileResult[MixedPlanFile]):
-    """Plans for one problem on a cluster with unlike parts, best first; as `PlanResult`."""
+    """Plans for one problem on a cluster with unlike parts, best first; as `PricedPlans`."""
 
     file: MixedPlanFile
     problem: MixedProblem = field(repr=False)

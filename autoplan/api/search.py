@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from autoplan.api.plan_files import make_plan_file
-from autoplan.api.problem import ProblemOptions, load_cluster, make_problem, space_of
-from autoplan.api.results import PlanResult
+from autoplan.api.plan_result import PlanResult
+from autoplan.api.problem import ProblemOptions, limit_texts, load_cluster, make_problem, space_of
 from autoplan.api.training_run import RunOptions, search_run
 from autoplan.base.errors import InputError
 from autoplan.base.units import format_bytes
@@ -245,11 +245,6 @@ class _Sharing:
         else:
             with tempfile.TemporaryDirectory() as folder:
                 yield Shared(url=str(Path(folder) / "journal"))
-
-
-def limit_texts(limits: Iterable[str] | Mapping[str, Any]) -> tuple[str, ...]:
-    """Return limits as texts, AXIS=VALUE."""
-    return tuple(f"{axis}={value}" for axis, value in limits.items()) if isinstance(limits, Mapping) else tuple(limits)
 
 
 def _result(file: PlanFile, problem: Problem) -> PlanResult:

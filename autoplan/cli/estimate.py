@@ -30,7 +30,8 @@ from autoplan.cli.options import (
 from autoplan.cli.remarks import print_warnings
 
 if TYPE_CHECKING:
-    from autoplan.api.results import MixedPlanResult, PlanResult
+    from autoplan.api.plan_result import PlanResult
+    from autoplan.api.results import MixedPlanResult
 
 # Parameters that mean what that of `autoplan.estimate` of that name does.
 ESTIMATE_FLAGS = ("model", "launch_file", "variables", "target", "cluster", "global_batch", "seq_len")

@@ -49,7 +49,7 @@ def explain(
     from autoplan.spec.axes import LABELS
 
     check_outputs(trace, force=force)
-    saved = api.plan_files.load_any_plan(plan, db=whole_url(context, url))
+    saved = api.plan_result.load_any_plan(plan, db=whole_url(context, url))
     if markdown:
         if isinstance(saved, api.results.MixedPlanResult) or against is not None or json:
             raise InputError("--markdown is of one plan of equal nodes: leave --versus and --json out")

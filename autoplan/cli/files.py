@@ -10,7 +10,8 @@ from autoplan.cli.progress import progress_bar
 from autoplan.cli.remarks import print_written
 
 if TYPE_CHECKING:
-    from autoplan.api.results import MixedPlanResult, PlanResult
+    from autoplan.api.plan_result import PlanResult
+    from autoplan.api.results import MixedPlanResult
 
 
 def write_trace(found: PlanResult | MixedPlanResult, path: Path, *, force: bool, quiet: bool) -> None:

@@ -42,7 +42,8 @@ from autoplan.cli.remarks import print_warnings, print_written
 from autoplan.frameworks.registry import TARGETS
 
 if TYPE_CHECKING:
-    from autoplan.api.results import MixedPlanResult, PlanResult
+    from autoplan.api.plan_result import PlanResult
+    from autoplan.api.results import MixedPlanResult
 
 # Parameters that mean what that of `autoplan.search_mixed`, or `autoplan.search`, of that name does.
 MIXED_SEARCH_FLAGS = ("model", "global_batch", "seq_len", "forbid", "to")
