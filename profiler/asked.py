@@ -29,7 +29,7 @@ def asked_tasks(
     asked: Asked, hello: Hello, modes: Collection[Mode], device: DeviceSpec, known: Collection[TaskKey]
 ) -> list[RankedTask]:
     """Return the tasks that measure what was asked and is not known yet, those first whose calls take longest."""
-    found: list[RankedTask] = []
+    tasks_asked: list[RankedTask] = []
     for mode in modes:
         for operation, dtype, shape, suffix in sorted(_measurable(asked, hello)):
             is_windowed = operation.startswith("attention") and shape[-1] > 0
@@ -40,13 +40,15 @@ def asked_tasks(
             if task.key not in known:
                 call_s = reference_s(task, device)
                 expected_s = rules_for(hello.device_type, mode).expected_s(call_s) + OVERHEAD_S
-                found.append(RankedTask(task=task, effect_s=call_s, expected_s=expected_s))
-    return sorted(found, key=lambda ranked: (-ranked.effect_s, ranked.task.shape[batch_index(ranked.task.operation)]))
+                tasks_asked.append(RankedTask(task=task, effect_s=call_s, expected_s=expected_s))
+    return sorted(
+        tasks_asked, key=lambda ranked: (-ranked.effect_s, ranked.task.shape[batch_index(ranked.task.operation)])
+    )
 
 
 def _measurable(asked: Asked, hello: Hello) -> set[tuple[Operation, str, tuple[int, ...], str]]:
     """Return (operation, type, shape, ending of the kernel's name) of what these ranks can run."""
-    found: set[tuple[Operation, str, tuple[int, ...], str]] = set()
+    measurable: set[tuple[Operation, str, tuple[int, ...], str]] = set()
     groups: dict[tuple[Operation, Layout], set[int]] = defaultdict(set)
     for (operation, dtype), shapes in asked.items():
         for shape in shapes:
@@ -54,15 +56,15 @@ def _measurable(asked: Asked, hello: Hello) -> set[tuple[Operation, str, tuple[i
                 if layout := nearest_layout(shape, hello.num_domains, hello.ranks_per_domain):
                     groups[operation, layout].add(shape[3])
             elif dtype in hello.dtypes and _is_shape(operation, shape):
-                found.add((operation, dtype, shape, ""))
+                measurable.add((operation, dtype, shape, ""))
     wide = next((dtype for dtype in hello.dtypes if dtype in ("bf16", "fp16", "fp32")), None)
     for (operation, layout), sizes in groups.items() if wide else ():
         assert wide is not None
         for buffer_bytes in _buffers(sizes):
-            found.add((operation, wide, layout.shape(buffer_bytes), ""))
+            measurable.add((operation, wide, layout.shape(buffer_bytes), ""))
             if operation in REDUCTIONS and buffer_bytes >= BESIDE_LEAST_BYTES:
-                found.add((operation, wide, layout.shape(buffer_bytes), BESIDE))
-    return found
+                measurable.add((operation, wide, layout.shape(buffer_bytes), BESIDE))
+    return measurable
 
 
 def _is_shape(operation: Operation, shape: tuple[int, ...]) -> bool:

@@ -40,4 +40,4 @@ def contention_shares(beside: Iterable[BesideProducts], alone: Iterable[Measurem
             continue
         share = (measured.seconds - max(own_s, measured.products_s)) / min(own_s, measured.products_s)
         shares[measured.operation].append(min(max(share, 0.0), 1.0))
-    return {operation: statistics.median(found) for operation, found in sorted(shares.items())}
+    return {operation: statistics.median(values) for operation, values in sorted(shares.items())}

@@ -27,20 +27,20 @@ class Layout:
 
 def layouts(num_nodes: int, devices_per_node: int) -> list[Layout]:
     """Inside a node by 2, 4, 8 ..., one device of each node, and all devices: alone, and with all siblings at once."""
-    found = []
+    group_layouts = []
     sizes = [size for size in (2**power for power in range(1, 11)) if devices_per_node % size == 0]
     if devices_per_node > 1 and devices_per_node not in sizes:
         sizes.append(devices_per_node)
     for size in sizes:
         siblings = sorted({1, devices_per_node // size})
-        found += [Layout(num_devices=size, devices_per_node=size, num_groups=at) for at in siblings]
+        group_layouts += [Layout(num_devices=size, devices_per_node=size, num_groups=at) for at in siblings]
     if num_nodes > 1:
         siblings = sorted({1, devices_per_node})
-        found += [Layout(num_devices=num_nodes, devices_per_node=1, num_groups=at) for at in siblings]
+        group_layouts += [Layout(num_devices=num_nodes, devices_per_node=1, num_groups=at) for at in siblings]
         everyone = num_nodes * devices_per_node
         if devices_per_node > 1:
-            found.append(Layout(num_devices=everyone, devices_per_node=devices_per_node, num_groups=1))
-    return found
+            group_layouts.append(Layout(num_devices=everyone, devices_per_node=devices_per_node, num_groups=1))
+    return group_layouts
 
 
 def groups_of(layout: Layout, num_nodes: int, devices_per_node: int) -> list[list[int]]:

@@ -54,10 +54,10 @@ class Progress:
 
     def counts(self) -> dict[Operation, Counter[str]]:
         """Count the statuses in which measurements of each operation ended."""
-        found: dict[Operation, Counter[str]] = {}
+        counts: dict[Operation, Counter[str]] = {}
         for task, outcome in self.outcomes.items():
-            found.setdefault(task.operation, Counter())[outcome.status] += 1
-        return found
+            counts.setdefault(task.operation, Counter())[outcome.status] += 1
+        return counts
 
 
 def outliers(hello: Hello) -> list[str]:
@@ -66,11 +66,11 @@ def outliers(hello: Hello) -> list[str]:
     def usual(values: Sequence[float]) -> float:
         return float(np.median(values)) if len(values) > 2 else min(values)
 
-    found = []
+    outlying = []
     for rank, seconds in enumerate(hello.gemm_s):
         if (over := seconds / usual(hello.gemm_s)) > SLOW_DEVICE:
             name = f"rank {rank} on {hello.hosts[rank]}"
-            found.append(f"{name}: matrix products take {100 * (over - 1):.0f} % longer than on the others")
+            outlying.append(f"{name}: matrix products take {100 * (over - 1):.0f} % longer than on the others")
     kinds: dict[bool, list[float]] = {}
     for (first, second), seconds in hello.links_s.items():
         kinds.setdefault(hello.hosts[first] == hello.hosts[second], []).append(seconds)
@@ -78,34 +78,34 @@ def outliers(hello: Hello) -> list[str]:
         over = seconds / usual(kinds[hello.hosts[first] == hello.hosts[second]])
         if over > SLOW_LINK:
             ends = f"rank {first} on {hello.hosts[first]} and rank {second} on {hello.hosts[second]}"
-            found.append(f"between {ends}: messages take {100 * (over - 1):.0f} % longer than on the other links")
-    return found
+            outlying.append(f"between {ends}: messages take {100 * (over - 1):.0f} % longer than on the other links")
+    return outlying
 
 
 def extrapolations(hello: Hello, cluster: ClusterSpec) -> list[str]:
     """Say what of the cluster these ranks cannot show, and where its price comes from instead."""
-    found = []
+    remarks = []
     in_domain = cluster.levels[-1].num_devices
     num_domains = cluster.num_devices // in_domain
     name = "nodes" if in_domain == cluster.devices_per_node else "link domains"
     if num_domains > hello.num_domains == 1:
-        found.append(f"groups over several {name} are not measured on one: they keep the reference")
+        remarks.append(f"groups over several {name} are not measured on one: they keep the reference")
     elif num_domains > hello.num_domains:
-        found.append(
+        remarks.append(
             f"groups over {hello.num_domains + 1} to {num_domains} {name} are scaled from those over "
             f"{hello.num_domains} and fewer"
         )
     if in_domain > hello.ranks_per_domain:
         over = ", and groups that leave it keep the reference" if num_domains > 1 else ""
-        found.append(
+        remarks.append(
             f"groups of {hello.ranks_per_domain + 1} to {in_domain} devices of a {name[:-1]} are scaled from those of "
             f"{hello.ranks_per_domain} and fewer{over}"
         )
     if hello.fingerprint.device != cluster.device.name:
-        found.append(
+        remarks.append(
             f"the cluster has {cluster.device.name}, this is {hello.fingerprint.device}: it learns nothing here"
         )
-    return found
+    return remarks
 
 
 def run(

@@ -88,12 +88,12 @@ class RankedTask:
 def unmeasurable_parts(scope: MeasurementScope) -> list[str]:
     """Say what the model has and no operation of `operations.SHAPES` measures."""
     blocks = {block for layer in scope.model.layers for block in layer}
-    found = []
+    parts = []
     if scope.is_latent and scope.window_of(Block.WINDOW_ATTENTION) and Block.WINDOW_ATTENTION in blocks:
-        found.append("latent attention within a window")
+        parts.append("latent attention within a window")
     if Block.MAMBA in blocks:
-        found.append("state-space scans")
-    return found
+        parts.append("state-space scans")
+    return parts
 
 
 def ranked_tasks(scope: MeasurementScope, hello: Hello, known: Collection[TaskKey]) -> list[RankedTask]:
@@ -243,13 +243,13 @@ def _replicas(tp: int, hello: Hello) -> list[int]:
 
 def _collectives(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
     """Yield calls of what groups of every layout send: each a few times in a layer."""
-    found = layouts(hello.num_domains, hello.ranks_per_domain)
-    for layout in found:
+    group_layouts = layouts(hello.num_domains, hello.ranks_per_domain)
+    for layout in group_layouts:
         is_widest = not any(
             other.num_devices == layout.num_devices
             and other.devices_per_node == layout.devices_per_node
             and other.num_groups > layout.num_groups
-            for other in found
+            for other in group_layouts
         )
         for buffer_bytes in BUFFERS[hello.device_type]:
             for operation in sorted(COLLECTIVES):

@@ -354,21 +354,21 @@ def _fault(reports: Sequence[object], num_samples: int) -> str:
 def _conditions(
     working: Sequence[_Report], num_calls: int, foreign: float, *, is_collective: bool, by_cpu_time: bool
 ) -> dict[str, str]:
-    found = {"calls": str(num_calls), "other_load": f"{100 * foreign:.1f} %"}
+    conditions = {"calls": str(num_calls), "other_load": f"{100 * foreign:.1f} %"}
     if by_cpu_time:
-        found["clock"] = "cpu time"
-        found["pace"] = f"{max(report.window.pace for report in working):.2f}"
+        conditions["clock"] = "cpu time"
+        conditions["pace"] = f"{max(report.window.pace for report in working):.2f}"
         waited = float(np.median([report.wall_over_cpu for report in working]))
         if waited > MOST_WALL_OVER_CPU:
-            found["wall_over_cpu"] = f"{waited:.2f}"
+            conditions["wall_over_cpu"] = f"{waited:.2f}"
     if len(working) > 1 and not is_collective:
         medians = [float(np.median(report.samples_s)) for report in working]
-        found["slowest_device"] = f"+{100 * (max(medians) / float(np.median(medians)) - 1):.1f} %"
+        conditions["slowest_device"] = f"+{100 * (max(medians) / float(np.median(medians)) - 1):.1f} %"
     windows = [report.window for report in working]
     for name, values in (
         ("clock_mhz", [window.clock_mhz for window in windows]),
         ("power_w", [window.power_w for window in windows]),
     ):
         if any(values):
-            found[name] = f"{float(np.median(values)):.0f}"
-    return found
+            conditions[name] = f"{float(np.median(values)):.0f}"
+    return conditions

@@ -74,11 +74,11 @@ def why_empty(space: Space) -> str:
 def _lawful_degrees(space: Space, cells: Sequence[Cell]) -> set[int]:
     """The data-parallel degrees with which `space` holds a legal plan."""
     lean = replace(space, limits=_leanest(space.limits))
-    found: set[int] = set()
+    degrees: set[int] = set()
     for block in lean.blocks(cells, BLOCK_PLANS):
         _, owner = lean.plans(block)
-        found |= {block[at].dp for at in owner.tolist()}
-    return found
+        degrees |= {block[at].dp for at in owner.tolist()}
+    return degrees
 
 
 def _is_lawful(space: Space) -> bool:

@@ -24,7 +24,7 @@ def allowances(problem: Problem, space: Space, best: RankedPlan) -> tuple[Allowa
 
     An option that others depend on comes with these.  The best plan with it may be another one, and faster still.
     """
-    found = []
+    rows = []
     for choice, plans in _left_out(problem, space, best.plan):
         lawful = [plan for plan in plans if not broken(space.rules, problem.workload, plan)]
         if not lawful:
@@ -32,10 +32,10 @@ def allowances(problem: Problem, space: Space, best: RankedPlan) -> tuple[Allowa
         changed = min(prices(problem, lawful[:1]), key=pace)
         ratio, freed = pace(changed) / pace(best), best.memory_bytes - changed.memory_bytes
         if ratio < 1.0 - LEAST_GAIN or (ratio < 1.0 + LEAST_GAIN and freed > LEAST_FREED * problem.capacity_bytes):
-            found.append(Allowance(choice=choice, plan=changed, ratio=ratio, freed_bytes=freed))
-    found.sort(key=lambda allowance: (allowance.ratio, -allowance.freed_bytes))
-    of_axis = {allowance.choice.partition("=")[0]: allowance for allowance in reversed(found)}
-    return tuple(allowance for allowance in found if allowance in of_axis.values())
+            rows.append(Allowance(choice=choice, plan=changed, ratio=ratio, freed_bytes=freed))
+    rows.sort(key=lambda allowance: (allowance.ratio, -allowance.freed_bytes))
+    of_axis = {allowance.choice.partition("=")[0]: allowance for allowance in reversed(rows)}
+    return tuple(allowance for allowance in rows if allowance in of_axis.values())
 
 
 def _left_out(problem: Problem, space: Space, plan: ParallelPlan) -> Iterator[tuple[str, list[ParallelPlan]]]:

@@ -59,13 +59,13 @@ def pool_runs(runs: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
         by_plan.setdefault(run.at, []).append(run)
     around = sum(float(np.var(np.log([run.step_s for run in own])) * len(own)) for own in by_plan.values())
     apart = (RUN_SPREAD**2 + around) / (1 + len(runs) - len(by_plan))
-    found = []
+    measured_plans = []
     for at, own in by_plan.items():
         variance = float(np.mean([run.spread**2 for run in own])) - RUN_SPREAD**2
         step_s = float(np.exp(np.mean(np.log([run.step_s for run in own]))))
         spread = math.sqrt((max(variance, 0.0) + apart) / len(own))
-        found.append(MeasuredPlan(at=at, step_s=step_s, spread=spread, num_runs=len(own)))
-    return found
+        measured_plans.append(MeasuredPlan(at=at, step_s=step_s, spread=spread, num_runs=len(own)))
+    return measured_plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +92,13 @@ class Belief:
         same = (degrees[:, None, :] == degrees[None, :, :]).all(axis=-1)
         rows = np.array([run.at for run in measured], dtype=np.intp)
         batches = np.array([plans[run.at].plan.global_batch for run in measured])
-        found = np.log([run.step_s for run in measured]) - np.log(batches)
+        log_errors = np.log([run.step_s for run in measured]) - np.log(batches)
         runs = np.array([run.spread for run in measured])
         means, spreads, evidence = [], [], []
         for own in PLAN_SPREAD * np.exp(SCATTER * _SCATTERS):
             shared = factors + DEGREES_SHARE * own**2 * same
             alone = (1.0 - DEGREES_SHARE) * own**2
-            fit = _robust(shared[np.ix_(rows, rows)], found - predicted[rows], alone + runs**2)
+            fit = _robust(shared[np.ix_(rows, rows)], log_errors - predicted[rows], alone + runs**2)
             gain = shared[:, rows]
             left = np.diag(shared) - np.einsum("ij,jk,ik->i", gain, fit.inverse, gain)
             means.append(predicted + gain @ fit.weights)
@@ -106,7 +106,7 @@ class Belief:
             evidence.append(fit.log_evidence)
         mean, spread = np.array(means), np.array(spreads)
         # What was measured is known, however erratic.
-        mean[:, rows], spread[:, rows] = found, runs
+        mean[:, rows], spread[:, rows] = log_errors, runs
         prior = np.exp(-(_SCATTERS**2) / 2.0)
         weights = prior / prior.sum() * np.exp(np.array(evidence) - max(evidence))
         log_evidence = max(evidence) + math.log(weights.sum())

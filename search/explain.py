@@ -106,11 +106,11 @@ def _startable(plan: ParallelPlan) -> ParallelPlan:
     return replace(plan, global_batch=-(-plan.global_batch // step) * step)
 
 
-def _by_axis(found: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
+def _by_axis(neighbours: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
     """The first of every axis that could be started, else the one that lacks least."""
     best: dict[str, Neighbour] = {}
-    lacking = sorted((candidate for candidate in found if not candidate.is_possible), key=_lacks)
-    for near in (*(candidate for candidate in found if candidate.is_possible), *lacking):
+    lacking = sorted((candidate for candidate in neighbours if not candidate.is_possible), key=_lacks)
+    for near in (*(candidate for candidate in neighbours if candidate.is_possible), *lacking):
         if len(near.changes) == 1:
             best.setdefault(near.changes[0][0], near)
     return tuple(sorted(best.values(), key=lambda near: near.ratio))
@@ -164,16 +164,16 @@ def versus(problem: Problem, best: ParallelPlan, name: str, other: ParallelPlan,
         raise InputError(f"{name}: {faults[0]}")
     (second,) = prices(theirs, [other])
     rules = book_of(theirs.framework).rules
-    found: tuple[AxisChange, ...] = ()
+    axis_changes: tuple[AxisChange, ...] = ()
     if problem.workload == theirs.workload and problem.cluster == theirs.cluster:
-        found = changes(Way(problem=problem, rules=rules, before=best, after=other))
+        axis_changes = changes(Way(problem=problem, rules=rules, before=best, after=other))
     return Versus(
         name=name,
         plan=second,
         stages=stage_costs(theirs, other),
         gap=compared(second, first),
         broken=broken(rules, theirs.workload, other),
-        changes=found,
+        changes=axis_changes,
     )
 
 

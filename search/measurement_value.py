@@ -108,10 +108,10 @@ def spread_of_price(
     problem: Problem, operation: Operation, dtype: str, shape: tuple[int, ...]
 ) -> tuple[float, Provenance]:
     """Return the spread, of the logarithm, and the provenance of the time that prices take for an operation."""
-    found = problem.timings.lookup(operation, dtype, np.array([shape]))
-    if found.is_exact[0]:
+    lookup = problem.timings.lookup(operation, dtype, np.array([shape]))
+    if lookup.is_exact[0]:
         return 0.0, "measured"
-    if np.isfinite(found.seconds[0]):
+    if np.isfinite(lookup.seconds[0]):
         return INTERPOLATED_SPREAD, "interpolated"
     device = problem.cluster.device
     if operation in ATTENTIONS:
@@ -173,13 +173,13 @@ def shares_of(
 
     now = seconds_per_sequence(estimate(problem, batch))
     scaled = [_scaled(group, _level(partial(_priced, price, group), now)) for group in groups]
-    found = np.zeros((len(plans), len(groups)))
+    shares = np.zeros((len(plans), len(groups)))
     if scaled:
         unchanged = price(list(chain(*scaled)))
         for at, group in enumerate(scaled):
             slower = [replace(time, seconds=(1.0 + _NUDGE) * time.seconds) for time in group]
-            found[:, at] = price([*chain(*scaled[:at]), *slower, *chain(*scaled[at + 1 :])]) / unchanged - 1.0
-    return np.clip(found / _NUDGE, 0.0, 1.0)
+            shares[:, at] = price([*chain(*scaled[:at]), *slower, *chain(*scaled[at + 1 :])]) / unchanged - 1.0
+    return np.clip(shares / _NUDGE, 0.0, 1.0)
 
 
 def _level(price: Callable[[float], Floats], now: Floats) -> float:

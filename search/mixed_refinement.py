@@ -235,8 +235,8 @@ def _layers_s(layer_s: Floats, layers: Sequence[int]) -> Floats:
 def ordered(refined: Iterable[RefinedStructure]) -> list[RefinedStructure]:
     """Return plans that fit by their rate, then those that do not by how far they are from it."""
 
-    def key(found: RefinedStructure) -> tuple[float, float, int, str]:
-        cost = found.cost
+    def key(refined: RefinedStructure) -> tuple[float, float, int, str]:
+        cost = refined.cost
         return max(cost.oom_z - RISKY_Z, 0.0), -cost.sequences_per_s, len(cost.plan.kinds), repr(cost.plan)
 
     return sorted(refined, key=key)

@@ -54,7 +54,7 @@ def _refine_plainly(
         if sharding != "none"
     ]
     refined = refiner.refine(plain)
-    fitting = {found.structure for found in refined if found.cost.oom_z <= RISKY_Z}
+    fitting = {candidate.structure for candidate in refined if candidate.cost.oom_z <= RISKY_Z}
     return ordered(
         refined + refiner.refine(replace(each, recompute=Recompute.FULL) for each in plain if each not in fitting)
     )
@@ -113,7 +113,7 @@ def search_mixed(
         ways = [way for way in pipelines(problem, group, global_batch) if accepts is None or way.has_one_tp]
         structures |= {(way,) for way in ways}
         of_group = _refine_plainly(refiner, [(way,) for way in ways], shardings)
-        best_of[group] = list(dict.fromkeys(found.structure.kinds[0] for found in of_group))[:KEPT_PIPELINES]
+        best_of[group] = list(dict.fromkeys(candidate.structure.kinds[0] for candidate in of_group))[:KEPT_PIPELINES]
         refined += of_group
     combined = {
         kinds
@@ -144,11 +144,11 @@ def search_mixed(
 def _best_by_parts(refined: Iterable[RefinedStructure], most: int) -> list[Structure]:
     """Return, for every set of parts, the structures with its best plans: at most `most` ways to form pipelines."""
     kept: dict[frozenset[int], dict[tuple[Pipelines, ...], Structure]] = defaultdict(dict)
-    for found in ordered(refined):
-        kinds = found.structure.kinds
+    for candidate in ordered(refined):
+        kinds = candidate.structure.kinds
         of_parts = kept[frozenset(part for kind in kinds for part, _ in kind.places)]
         if len(of_parts) < most:
-            of_parts.setdefault(kinds, found.structure)
+            of_parts.setdefault(kinds, candidate.structure)
     return [structure for of_parts in kept.values() for structure in of_parts.values()]
 
 
@@ -160,7 +160,7 @@ def _result(
     num_priced: int,
     limits: tuple[str, ...],
 ) -> MixedResult:
-    costs = [found.cost for found in ordered(refined)]
+    costs = [candidate.cost for candidate in ordered(refined)]
     ranked = tuple({cost.plan: cost for cost in costs if cost.oom_z <= RISKY_Z}.values())[:KEPT_PLANS]
     parts = range(len(problem.cluster.parts))
     plans_alone = tuple(best_alone(problem, part, global_batch) for part in parts)

@@ -48,23 +48,23 @@ def nearest(
     Looked at are the legal plans that fit and differ in up to `most_changes` axes, and `others`.
     """
     axes = axes_of(problem.model, plan)
-    found = {
+    num_changes = {
         candidate: len(differing(axes, axes_of(problem.model, candidate)))
         for candidate in others
         if candidate.placement is None
     }
     for count in range(1, most_changes + 1):
         for candidate in neighbours(problem, plan, count):
-            found.setdefault(candidate, count)
-    found.pop(plan, None)
-    candidates = [candidate for candidate in found if candidate.global_batch == plan.global_batch]
+            num_changes.setdefault(candidate, count)
+    num_changes.pop(plan, None)
+    candidates = [candidate for candidate in num_changes if candidate.global_batch == plan.global_batch]
     if not candidates:
         return None
     batch = PlanBatch.of(candidates, problem.model.num_layers)
     lawful = np.flatnonzero(legal(book_of(problem.framework).rules, problem.workload, batch))
     costs = estimate(problem, batch.take(lawful))
     fitting = np.flatnonzero(costs.verdict == VERDICTS.index("fits"))
-    changed = np.array([found[candidates[at]] for at in lawful], dtype=np.int64)[fitting]
+    changed = np.array([num_changes[candidates[at]] for at in lawful], dtype=np.int64)[fitting]
     order = fitting[np.lexsort((seconds_per_sequence(costs)[fitting], changed))]
     for near in ranked(problem, costs, order[:MOST_ASKED]):
         if accepts(near):

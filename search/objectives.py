@@ -136,15 +136,15 @@ OBJECTIVES = {
 
 def find_objectives(names: Iterable[str]) -> tuple[Objective, ...]:
     """Return the objectives of those names, each once."""
-    found = {}
+    objectives = {}
     for name in names:
         key = name.strip().lower().replace("_", "-")
         if key not in OBJECTIVES:
             close = difflib.get_close_matches(key, OBJECTIVES, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(OBJECTIVES)}"
             raise InputError(f"--objective {name!r} is unknown: {hint}")
-        found[key] = OBJECTIVES[key]
-    return tuple(found.values())
+        objectives[key] = OBJECTIVES[key]
+    return tuple(objectives.values())
 
 
 def default_objective(run: Run) -> str:
@@ -162,13 +162,13 @@ def measures_of(objectives: Iterable[Objective], run: Run) -> tuple[Measure, ...
 
 def costs_of(objectives: Iterable[Objective], figures: RunFigures) -> tuple[float, ...]:
     """Return the value of every objective, which it makes small."""
-    found = []
+    costs = []
     for objective in objectives:
         cost = objective.cost(figures)
         if cost is None:
             raise InputError(f"--objective {objective.name} needs {objective.needs}")
-        found.append(cost)
-    return tuple(found)
+        costs.append(cost)
+    return tuple(costs)
 
 
 def figures_at(

@@ -47,7 +47,7 @@ def families(problem: Problem, limits: Limits) -> Iterator[tuple[str, Limits]]:
 def obvious(problem: Problem, space: Space, result: SearchResult) -> tuple[ObviousPlan, ...]:
     """Return the best legal plan of every family, unless it is the answer or that of a family before."""
     best = result.rivals[0]
-    seen, found = {best.plan}, []
+    seen, rows = {best.plan}, []
     for name, limits in families(problem, space.limits):
         outcome = search(problem, replace(space, limits=limits), margin=0.0)
         plan = outcome.rivals[0] if outcome.rivals else outcome.closest
@@ -55,5 +55,5 @@ def obvious(problem: Problem, space: Space, result: SearchResult) -> tuple[Obvio
             continue
         seen.add(plan.plan)
         excess = 0.0 if outcome.rivals else max(plan.memory_bytes - problem.capacity_bytes, 0.0)
-        found.append(ObviousPlan(family=name, plan=plan, ratio=pace(plan) / pace(best), excess_bytes=excess))
-    return tuple(found)
+        rows.append(ObviousPlan(family=name, plan=plan, ratio=pace(plan) / pace(best), excess_bytes=excess))
+    return tuple(rows)

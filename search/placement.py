@@ -244,11 +244,11 @@ class _OrderSearch:
     def _spread(self, orders: Ints) -> Floats:
         """Return the number of leaf switches of the widest group, and a little of the mean: shape (orders)."""
         leaf = self.above[0][orders]
-        found = [spreads(leaf, group, self.problem.cluster.devices_per_node) for group in self.spans]
-        if not found:
+        spread_of_groups = [spreads(leaf, group, self.problem.cluster.devices_per_node) for group in self.spans]
+        if not spread_of_groups:
             return np.zeros(len(orders))
-        worst = np.max([counts.max(axis=1) for counts in found], axis=0)
-        return worst + MEAN_WEIGHT * np.sum([counts.mean(axis=1) for counts in found], axis=0)
+        worst = np.max([counts.max(axis=1) for counts in spread_of_groups], axis=0)
+        return worst + MEAN_WEIGHT * np.sum([counts.mean(axis=1) for counts in spread_of_groups], axis=0)
 
     def _what_if(
         self, shares: dict[tuple[int, RankGroup], Floats], where: tuple[int, RankGroup], leaving: float

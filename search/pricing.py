@@ -62,11 +62,11 @@ def _promising(frontier: Frontier, groups: Ints, room_bytes: float) -> PlanBatch
     cell = frontier.owner[groups][of_group[finite]]
     costs = costs.take(finite[_first_of(cell, lowest[finite] / kinds.global_batch[finite])])
     parts, bounds = [costs.batch.take(np.empty(0, dtype=np.int64))], [np.empty(0)]
-    for found in plan_bounds(problem, space, costs):
-        step_s = np.where(found.memory_bytes <= room_bytes, found.step_s, np.inf)
+    for bounded in plan_bounds(problem, space, costs):
+        step_s = np.where(bounded.memory_bytes <= room_bytes, bounded.step_s, np.inf)
         best = np.argsort(step_s, axis=1, kind="stable")[:, :CANDIDATES_OF_KIND]
         kind, rank = np.nonzero(np.isfinite(np.take_along_axis(step_s, best, axis=1)))
-        plans = space.plans_of(costs.batch, found.inside, found.kinds[kind], best[kind, rank])
+        plans = space.plans_of(costs.batch, bounded.inside, bounded.kinds[kind], best[kind, rank])
         lawful = np.flatnonzero(legal(space.rules, space.workload, plans))
         lawful = lawful[_first_of(kind[lawful], rank[lawful])]
         parts.append(plans.take(lawful))
@@ -137,18 +137,18 @@ class _BlockPricer:
         most_bytes = limit_bytes(problem, self.verdict)
         parts, owners = [kinds.take(owner[:0])], [owner[:0]]
         bounds = [np.empty((0, len(frontier.measures)))]
-        for found in plan_bounds(problem, space, kind_costs(problem, kinds, first_layers(problem, space, kinds))):
-            self.findings.counts["bounded"] += found.step_s.size
-            pace = found.step_s / kinds.global_batch[found.kinds, None]
-            bound = measure_bounds(problem, frontier.measures, pace.ravel(), found.memory_bytes.ravel())
-            bound[(found.memory_bytes > most_bytes).ravel()] = np.inf
+        for bounded in plan_bounds(problem, space, kind_costs(problem, kinds, first_layers(problem, space, kinds))):
+            self.findings.counts["bounded"] += bounded.step_s.size
+            pace = bounded.step_s / kinds.global_batch[bounded.kinds, None]
+            bound = measure_bounds(problem, frontier.measures, pace.ravel(), bounded.memory_bytes.ravel())
+            bound[(bounded.memory_bytes > most_bytes).ravel()] = np.inf
             is_out = incumbents.rules_out(bound)
             incumbents.skip(bound[is_out])
             if not is_out.all():
-                kind, plan = np.divmod(np.flatnonzero(~is_out), len(found.inside))
-                parts.append(space.plans_of(kinds, found.inside, found.kinds[kind], plan))
+                kind, plan = np.divmod(np.flatnonzero(~is_out), len(bounded.inside))
+                parts.append(space.plans_of(kinds, bounded.inside, bounded.kinds[kind], plan))
                 bounds.append(bound[~is_out])
-                owners.append(owner[found.kinds[kind]])
+                owners.append(owner[bounded.kinds[kind]])
         plans, bound, of_cell = PlanBatch.concatenate(parts), np.concatenate(bounds), np.concatenate(owners)
         lawful = np.flatnonzero(legal(space.rules, space.workload, plans))
         lawful = lawful[best_first(bound[lawful])]

@@ -154,9 +154,9 @@ class _Contenders:
 
     def least(self, times: Floats) -> Floats:
         """Return the least time of each kind."""
-        found = np.full(int(self.kinds.max()) + 1, np.inf)
-        np.minimum.at(found, self.kinds, times)
-        return found
+        least_s = np.full(int(self.kinds.max()) + 1, np.inf)
+        np.minimum.at(least_s, self.kinds, times)
+        return least_s
 
 
 def sensitivity(problem: Problem, space: Space, result: SearchResult, margin: float) -> Sensitivity:
@@ -187,10 +187,10 @@ def _flips(
     least = contenders.least(now)
     slope = (contenders.least(nudged) - least) / _NUDGE
     for end in (MOST_CHANGE, 1.0 / MOST_CHANGE):
-        found = first_crossing(lambda growth: contenders.least(times(growth)), least, slope, end)
-        if found is None:
+        crossing = first_crossing(lambda growth: contenders.least(times(growth)), least, slope, end)
+        if crossing is None:
             continue
-        growth, kind = found
+        growth, kind = crossing
         then = times(growth)
         winner = min(np.flatnonzero(contenders.kinds == kind), key=lambda at: float(then[at]))
         # What is left out takes at least `1 + margin` times as long as the best one now, more where the number is
@@ -268,15 +268,15 @@ def _more_memory(problem: Problem, space: Space, result: SearchResult) -> Iterat
     best, z = result.rivals[0], normal_z(result.certificate.quantile)
     device = problem.cluster.device
     roomy = replace(device, visible_memory_bytes=MOST_CHANGE * device.visible_memory_bytes)
-    found = search(replace(problem, cluster=replace(problem.cluster, device=roomy)), space)
+    with_room = search(replace(problem, cluster=replace(problem.cluster, device=roomy)), space)
     bar = at_quantile(best, z) * (1.0 - TIE)
-    better = [plan for plan in (*found.ranked, *found.rivals) if at_quantile(plan, z) < bar]
+    better = [plan for plan in (*with_room.ranked, *with_room.rivals) if at_quantile(plan, z) < bar]
     better = [plan for plan in better if kind_of(plan.plan) != kind_of(best.plan)]
     if not better:
         return
     first = min(better, key=lambda plan: (plan.memory_bytes, pace(plan)))
     # A search finds all plans within its margin, and keeps so many.
-    is_complete = pace(best) <= pace(found.rivals[0]) * (1.0 + MARGIN) and len(found.ranked) < KEPT
+    is_complete = pace(best) <= pace(with_room.rivals[0]) * (1.0 + MARGIN) and len(with_room.ranked) < KEPT
     factor = first.memory_bytes / _safe_share(problem) / problem.capacity_bytes
     is_proven = is_complete and result.certificate.quantile is None
     yield Flip(quantity="device memory", factor=factor, plan=first.plan, is_proven=is_proven)

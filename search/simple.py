@@ -36,8 +36,8 @@ def simplest_first(problem: Problem, space: Space, result: SearchResult) -> Sear
     near = [
         candidate for candidate in others[:MOST_RIVALS] if pace(candidate) <= slowest and is_as_safe(candidate, fastest)
     ]
-    found = [simplified(problem, space, candidate, slowest) for candidate in (fastest, *near)]
-    _, simplest = min(found, key=lambda each: (each[0], pace(each[1])))
+    simplified_plans = [simplified(problem, space, candidate, slowest) for candidate in (fastest, *near)]
+    _, simplest = min(simplified_plans, key=lambda each: (each[0], pace(each[1])))
     if simplest.plan == fastest.plan:
         return result
     rivals = (simplest, *(candidate for candidate in result.rivals if candidate.plan != simplest.plan))
@@ -52,16 +52,16 @@ def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float
     `slowest` is the most time per sequence that it may take.
     """
     even = [candidate for candidate in _evened(problem, space, start) if pace(candidate) <= slowest]
-    found = min(even, key=pace, default=start)
+    simplest = min(even, key=pace, default=start)
     for keeps_cp in (False, True):
         try:
-            plain = _plain(problem, space.limits, found.plan, keeps_cp=keeps_cp)
+            plain = _plain(problem, space.limits, simplest.plan, keeps_cp=keeps_cp)
             break
         except InputError:
             continue
     else:
-        return len(axes_of(problem.model, found.plan)), found
-    way = Way(problem=problem, rules=space.rules, before=plain, after=found.plan)
+        return len(axes_of(problem.model, simplest.plan)), simplest
+    way = Way(problem=problem, rules=space.rules, before=plain, after=simplest.plan)
     kept = way.axes()
     while kept:
         fewer = safe_mixes(way, [tuple(axis for axis in kept if axis != plainer) for plainer in kept], start)
@@ -69,8 +69,8 @@ def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float
         if not near:
             break
         kept = min(near, key=lambda axes: pace(near[axes]))
-        found = near[kept]
-    return len(kept), found
+        simplest = near[kept]
+    return len(kept), simplest
 
 
 def _evened(problem: Problem, space: Space, start: RankedPlan) -> Sequence[RankedPlan]:

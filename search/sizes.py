@@ -90,11 +90,11 @@ def search_sizes(
                 result = search(size.problem, size.space, measures=measures, shared=_of_size(shared, size))
             results[size.num_nodes] = result
             plans = result.ranked[:1] if is_time_alone else result.ranked
-            found = [
+            run_plans = [
                 RunPlan(num_nodes=size.num_nodes, plan=plan, figures=figures(size.problem, run, plan)) for plan in plans
             ]
-            outcomes.append(_outcome(size, found, objectives, run))
-            front = _front([*front, *(plan for plan in found if run.admits(plan.figures))], objectives)
+            outcomes.append(_outcome(size, run_plans, objectives, run))
+            front = _front([*front, *(plan for plan in run_plans if run.admits(plan.figures))], objectives)
         if progress:
             progress(at + 1, len(waiting))
     outcomes.sort(key=lambda outcome: outcome.num_nodes)
@@ -156,15 +156,15 @@ def _ruled_out(size: _Size, front: Sequence[RunPlan], objectives: Sequence[Objec
     if not run.admits(size.least):
         return TOO_SLOW
     costs = [costs_of(objectives, plan.figures) for plan in front if plan.plan.verdict == "fits"]
-    if any(_is_no_worse(found, size.costs) for found in costs):
+    if any(_is_no_worse(rival, size.costs) for rival in costs):
         return "no better than what was found"
     return ""
 
 
-def _outcome(size: _Size, found: Sequence[RunPlan], objectives: Sequence[Objective], run: Run) -> SizeOutcome:
-    if not found:
+def _outcome(size: _Size, front: Sequence[RunPlan], objectives: Sequence[Objective], run: Run) -> SizeOutcome:
+    if not front:
         return SizeOutcome(num_nodes=size.num_nodes, best=None, least=size.least, why="no plan fits")
-    usable = [plan for plan in found if run.admits(plan.figures)] or found
+    usable = [plan for plan in front if run.admits(plan.figures)] or front
     best = min(usable, key=lambda plan: costs_of(objectives, plan.figures))
     return SizeOutcome(
         num_nodes=size.num_nodes,

@@ -163,11 +163,11 @@ class Space:
     def inside(self, pp: int, number: int) -> Inside:
         """Return the plans that kinds on so many stages hold whose `recompute_num_layers` is `number`."""
         if (pp, number) not in self._insides:
-            found = self.layouts_on(pp)
-            layouts = tuple(dict.fromkeys(layers for *_, layers in found))
+            layouts_here = self.layouts_on(pp)
+            layouts = tuple(dict.fromkeys(layers for *_, layers in layouts_here))
             place = {layers: at for at, layers in enumerate(layouts)}
-            columns = np.array([(vp, schedule, place[layers]) for vp, schedule, layers in found], dtype=np.int64)
-            longest = np.array([max(layers) for *_, layers in found], dtype=np.int64)
+            columns = np.array([(vp, schedule, place[layers]) for vp, schedule, layers in layouts_here], dtype=np.int64)
+            longest = np.array([max(layers) for *_, layers in layouts_here], dtype=np.int64)
             numbers = np.array(self.limits.repeat_numbers if 0 < number < ALL_LAYERS else (number,), dtype=np.int64)
             # A number of layers that is no less than those of a chunk is the same plan as all of them.
             row, which = np.nonzero((numbers == ALL_LAYERS) | (numbers < longest[:, None]))
@@ -471,18 +471,18 @@ def layouts(
     as up to `fewer_at_ends`.  Only an end may be without a layer, and every rank has one.
     """
     chunks = pp * vp
-    found = [even_chunks(num_layers, chunks)]
+    chunkings = [even_chunks(num_layers, chunks)]
     if pp > 1:
         for behind in sorted({*range(1, fewer_at_ends + 1), 1 + num_mtp_layers}):
             for before in range(fewer_at_ends + 1):
                 whole = even_chunks(num_layers + before + behind, chunks)
-                found.append((whole[0] - before, *whole[1:-1], whole[-1] - behind))
+                chunkings.append((whole[0] - before, *whole[1:-1], whole[-1] - behind))
 
     def usable(layout: tuple[int, ...]) -> bool:
         # Ranks of several chunks have one that is no end.
         return min(layout) >= 0 and all(layout if vp == 1 else layout[1:-1])
 
-    return tuple(dict.fromkeys(layout for layout in found if usable(layout)))
+    return tuple(dict.fromkeys(layout for layout in chunkings if usable(layout)))
 
 
 @lru_cache(maxsize=4096)

@@ -78,7 +78,7 @@ def pipelines(problem: MixedProblem, parts: Sequence[int], most_replicas: int) -
     degrees = {part: tensor_degrees(problem, part) for part in parts}
     size = {part: problem.cluster.parts[part].num_devices for part in parts}
     deepest = min(problem.model.num_layers, MAX_STAGES)
-    found = []
+    kinds = []
     for order in orders(problem, parts):
         for tps in itertools.product(*(degrees[part] for part in order)):
             if len(order) > 2 and any(
@@ -93,8 +93,8 @@ def pipelines(problem: MixedProblem, parts: Sequence[int], most_replicas: int) -
                     continue
                 if used >= LEAST_USED * sum(size.values()):
                     stages = [[(part, tp)] * depth for part, tp, depth in zip(order, tps, depths, strict=True)]
-                    found.append(Pipelines(count=count, places=tuple(itertools.chain(*stages))))
-    return tuple(dict.fromkeys(found))
+                    kinds.append(Pipelines(count=count, places=tuple(itertools.chain(*stages))))
+    return tuple(dict.fromkeys(kinds))
 
 
 def groupings(parts: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:

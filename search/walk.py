@@ -48,16 +48,16 @@ class Way:
 
     def legal(self, choices: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ParallelPlan]]:
         """Return those of `choices` of changed axes that make a legal plan, each with its plan."""
-        found = []
+        legal_plans = []
         for changed in choices:
             try:
-                found.append((changed, self.mix(changed)))
+                legal_plans.append((changed, self.mix(changed)))
             except AutoplanError:
                 continue
         keep: list[tuple[tuple[str, ...], ParallelPlan]] = []
-        for places, batch in _by_placement(self.problem, [plan for _, plan in found]):
+        for places, batch in _by_placement(self.problem, [plan for _, plan in legal_plans]):
             lawful = legal(self.rules, self.problem.workload, batch)
-            keep += [found[place] for place in np.asarray(places)[lawful]]
+            keep += [legal_plans[place] for place in np.asarray(places)[lawful]]
         return keep
 
 
@@ -120,11 +120,11 @@ def _next(
     """The changes to make next and the plan with them; `before_s` is the time per sequence so far."""
     slower = None
     for size in range(1, min(MOST_AT_ONCE, len(left)) + 1):
-        found = safe_mixes(way, [(*done, *more) for more in combinations(left, size)], last)
-        if found:
-            best = min(found, key=lambda changed: pace(found[changed]))
-            step = best[len(done) :], found[best]
-            if pace(found[best]) < before_s:
+        mixes = safe_mixes(way, [(*done, *more) for more in combinations(left, size)], last)
+        if mixes:
+            best = min(mixes, key=lambda changed: pace(mixes[changed]))
+            step = best[len(done) :], mixes[best]
+            if pace(mixes[best]) < before_s:
                 return step
             slower = slower or step
     return slower or (tuple(left), last)
@@ -132,10 +132,12 @@ def _next(
 
 def safe_mixes(way: Way, choices: Sequence[tuple[str, ...]], last: RankedPlan) -> dict[tuple[str, ...], RankedPlan]:
     """Return the plans that are legal and as safe as `last`, by changed axes."""
-    found = way.legal(choices)
-    costs = prices(way.problem, [plan for _, plan in found])
+    legal_plans = way.legal(choices)
+    costs = prices(way.problem, [plan for _, plan in legal_plans])
     return {
-        changed: candidate for (changed, _), candidate in zip(found, costs, strict=True) if is_as_safe(candidate, last)
+        changed: candidate
+        for (changed, _), candidate in zip(legal_plans, costs, strict=True)
+        if is_as_safe(candidate, last)
     }
 
 
@@ -149,10 +151,10 @@ def nearest_equal(problem: Problem, rules: tuple[Rule, ...], before: ParallelPla
         way = Way(problem=problem, rules=rules, before=before, after=best.plan)
         axes = way.axes()
         choices = [tuple(axis for axis in axes if axis != kept) for kept in axes]
-        found = safe_mixes(way, [*choices, ()] if axes else [], best)
+        mixes = safe_mixes(way, [*choices, ()] if axes else [], best)
         equal = [
             candidate
-            for candidate in found.values()
+            for candidate in mixes.values()
             if pace(candidate) <= pace(best) * (1 + TIE) and len(replace(way, after=candidate.plan).axes()) < len(axes)
         ]
         if not equal:

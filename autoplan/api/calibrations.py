@@ -44,15 +44,15 @@ def calibration_of(
     They are priced with the measured times that the calibration will be used beside, so that it learns what these leave
     unexplained and nothing twice.
     """
-    found = list(_measured(cluster, framework, url, timings))
-    if len(found) < LEAST_RUNS:
+    runs = list(_measured(cluster, framework, url, timings))
+    if len(runs) < LEAST_RUNS:
         raise InputError(
-            f"the database holds {len(found)} finished runs of {framework.name} on {cluster.device.name} that can be "
-            f"priced, a calibration needs {LEAST_RUNS}: add some with autoplan calibrate --from-logs, or leave "
+            f"the database holds {len(runs)} finished runs of {framework.name} on {cluster.device.name} that can "
+            f"be priced, a calibration needs {LEAST_RUNS}: add some with autoplan calibrate --from-logs, or leave "
             "--calibration db out"
         )
-    name = f"{framework.name} on {cluster.device.name}, from {len(found)} runs in the database"
-    return fitted_to(found, name=name)
+    name = f"{framework.name} on {cluster.device.name}, from {len(runs)} runs in the database"
+    return fitted_to(runs, name=name)
 
 
 def fitted_to(runs: Sequence[MeasuredRun], *, name: str) -> Fitted:

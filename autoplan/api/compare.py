@@ -101,14 +101,16 @@ def compare(
         for name, problem in problems.items()
         for size in (parse_sizes(nodes) if nodes is not None else (problem.cluster.num_nodes,))
     ]
-    found = []
+    outcomes = []
     for done, (name, size) in enumerate(places, 1):
-        found.append(Compared(cluster=name, outcome=fastest(problems[name], size, space_of, run)))
+        outcomes.append(Compared(cluster=name, outcome=fastest(problems[name], size, space_of, run)))
         if progress:
             progress(done, len(places))
-    if all(row.outcome.best is None for row in found):
-        raise NoPlanError(f"none of these clusters and sizes has a plan; {found[-1].cluster}: {found[-1].outcome.why}")
-    return CompareResult(outcomes=tuple(found))
+    if all(row.outcome.best is None for row in outcomes):
+        raise NoPlanError(
+            f"none of these clusters and sizes has a plan; {outcomes[-1].cluster}: {outcomes[-1].outcome.why}"
+        )
+    return CompareResult(outcomes=tuple(outcomes))
 
 
 def fastest(problem: Problem, num_nodes: int, space_of: Callable[[Problem], Space], run: Run) -> SizeOutcome:

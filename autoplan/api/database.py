@@ -32,8 +32,8 @@ def _reading(db: str | None) -> AbstractContextManager[Store]:
 def holdings(db: str | None = None) -> Held:
     """Return where the database is, and what it holds of which machine."""
     with _reading(db) as store:
-        found, num_runs = store.holdings(), sum(1 for _ in store.runs(include_hidden=True))
-        return Held(database=store.name, schema=store.schema, holdings=found, runs=num_runs)
+        held, num_runs = store.holdings(), sum(1 for _ in store.runs(include_hidden=True))
+        return Held(database=store.name, schema=store.schema, holdings=held, runs=num_runs)
 
 
 def list_records(
@@ -54,10 +54,10 @@ def list_records(
         raise InputError(f"--operation {operation!r}: known are {', '.join(SHAPES)}")
     with _reading(db) as store:
         wanted = [operation] if operation else None
-        found = store.records(
+        records = store.records(
             device=device, operations=wanted, trust=trust or None, include_hidden=hidden, beside=beside or ALL
         )
-        return [Listed(key=record.key, seconds=_seconds(record), record=record) for record in islice(found, limit)]
+        return [Listed(key=record.key, seconds=_seconds(record), record=record) for record in islice(records, limit)]
 
 
 def list_runs(
@@ -71,17 +71,17 @@ def list_runs(
 ) -> list[ListedRun]:
     """Return the first `limit` training runs, in the order in which they came in; hidden ones with `hidden` alone."""
     with _reading(db) as store:
-        found = store.runs(device=device, trust=trust or None, include_hidden=hidden, beside=beside or ALL)
-        return [ListedRun(key=run.key, seconds=run.seconds, run=run) for run in islice(found, limit)]
+        runs = store.runs(device=device, trust=trust or None, include_hidden=hidden, beside=beside or ALL)
+        return [ListedRun(key=run.key, seconds=run.seconds, run=run) for run in islice(runs, limit)]
 
 
 def find(key: str, db: str | None = None) -> Shown | ShownRun:
     """Return the record or the training run whose key begins so, with the mark that hides it."""
     with _reading(db) as store:
-        found, mark = store.find(key.lower())
-    if isinstance(found, RunRecord):
-        return ShownRun(key=found.key, seconds=found.seconds, run=found, hidden=mark)
-    return Shown(key=found.key, seconds=_seconds(found), record=found, hidden=mark)
+        row, mark = store.find(key.lower())
+    if isinstance(row, RunRecord):
+        return ShownRun(key=row.key, seconds=row.seconds, run=row, hidden=mark)
+    return Shown(key=row.key, seconds=_seconds(row), record=row, hidden=mark)
 
 
 def _seconds(record: Record) -> float | None:

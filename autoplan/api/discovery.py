@@ -97,13 +97,13 @@ def read_files(sources: list[Path], kind: str) -> tuple[list[Report], SwitchTree
     parsed = sorted((read_source(path, kind) for path in sources), key=lambda source: order.index(source[0]))
     reports: list[Report] = []
     trees = []
-    for _, found in parsed:
-        if isinstance(found, SwitchTree):
-            trees.append(found)
-        elif isinstance(found, ReportFile):
-            reports += found.nodes
+    for _, content in parsed:
+        if isinstance(content, SwitchTree):
+            trees.append(content)
+        elif isinstance(content, ReportFile):
+            reports += content.nodes
         else:
-            reports.append(Report(host=found.host, seen=(found,)))
+            reports.append(Report(host=content.host, seen=(content,)))
     if not reports:
         raise InputError("--from: no file tells of a node: add what nvidia-smi topo -m, NCCL or lstopo say of one")
     if len(trees) > 1:

@@ -287,9 +287,9 @@ def _slurm(variables: Mapping[str, str]) -> Check:
 
 
 def _frameworks() -> Iterator[Check]:
-    found = {name: version for name, distribution in FRAMEWORKS.items() if (version := _version(distribution))}
-    says = ", ".join(f"{name} {version}" for name, version in found.items())
-    yield Check(part="frameworks", state="ok" if found else "absent", says=says or "none: files for them need none")
+    versions = {name: version for name, distribution in FRAMEWORKS.items() if (version := _version(distribution))}
+    says = ", ".join(f"{name} {version}" for name, version in versions.items())
+    yield Check(part="frameworks", state="ok" if versions else "absent", says=says or "none: files for them need none")
     version = _version("optuna-dashboard")
     yield Check(
         part="live view",

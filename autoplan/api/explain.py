@@ -71,8 +71,8 @@ def explain(
     """
     explained = plan if isinstance(plan, PricedPlans) else read_plans(plan, db=db)
     other = None if versus is None else _versus(explained, versus, db)
-    found = search_explain.explain(explained.problem, explained.file, other)
-    return ExplainResult(explained=explained, explanation=found)
+    explanation = search_explain.explain(explained.problem, explained.file, other)
+    return ExplainResult(explained=explained, explanation=explanation)
 
 
 def _versus(explained: PricedPlans, versus: PricedPlans | str | Path, db: str | None) -> Versus:
@@ -89,5 +89,5 @@ def _versus(explained: PricedPlans, versus: PricedPlans | str | Path, db: str | 
 def explain_mixed(plan: MixedPlanResult | str | Path) -> MixedExplainResult:
     """Say where time and memory of a plan of a mixed cluster go, and why others lost; as `explain`."""
     explained = plan if isinstance(plan, MixedPlanResult) else load_mixed_plan(plan)
-    found = mixed_explanation.explain_mixed(explained.problem, explained.file)
-    return MixedExplainResult(explained=explained, explanation=found)
+    explanation = mixed_explanation.explain_mixed(explained.problem, explained.file)
+    return MixedExplainResult(explained=explained, explanation=explanation)

@@ -122,10 +122,10 @@ def score(
         raise InputError("--predictions were priced already: leave --calibration out")
     outcomes = list(read_outcomes(Path(runs)))
     if predictions is not None:
-        found = tuple(read_predictions(Path(predictions)))
+        predicted = tuple(read_predictions(Path(predictions)))
     else:
-        found = predict(runs, calibration=calibration).predictions
-    by_id = {prediction.id: prediction for prediction in found}
+        predicted = predict(runs, calibration=calibration).predictions
+    by_id = {prediction.id: prediction for prediction in predicted}
     if not any(outcome.id in by_id for outcome in outcomes):
         raise InputError(f"{predictions or runs} has none of the runs of {runs}: predict that table first")
     return ScoreResult(by_source=score_by_source(outcomes, by_id))

@@ -64,24 +64,24 @@ class OpenRanking:
     def asked(self) -> dict[str, Asked]:
         """Return what the price of the plans looks up, by their settings: what plans have in common at the first."""
         has_experts = self.file.model.moe is not None
-        found: dict[str, dict[tuple[Operation, str], set[tuple[int, ...]]]] = {}
+        shapes_by_kernel: dict[str, dict[tuple[Operation, str], set[tuple[int, ...]]]] = {}
         seen: set[tuple[Operation, str, tuple[int, ...]]] = set()
         for plan in self._plans:
             words = f"tp {plan.tp}, micro-batch {plan.micro_batch}" + (f", ep {plan.ep}" if has_experts else "")
-            new = found.setdefault(words, defaultdict(set))
+            new = shapes_by_kernel.setdefault(words, defaultdict(set))
             batch = PlanBatch.of([plan], self.file.model.num_layers)
             for (operation, dtype), shapes in asked_shapes(self._problem, batch).items():
                 new[operation, dtype] |= {shape for shape in shapes if (operation, dtype, shape) not in seen}
                 seen |= {(operation, dtype, shape) for shape in shapes}
-        return dict(found)
+        return dict(shapes_by_kernel)
 
     def planned(self, hello: Hello, known: Collection[TaskKey]) -> tuple[MeasurementAdvice, list[RankedTask]]:
         """Return what measuring on the ranks of `hello` could settle, and the tasks in the order in which they pay."""
         self._check(hello)
         tasks: dict[OperationGroup, list[RankedTask]] = dict(self._groups(hello, known))
         problem = self._timed(())
-        found = advise_measurements(problem, self._ranked(problem), list(tasks), self._timed)
-        return found, [task for value in found.groups for task in tasks[value.group]]
+        advice = advise_measurements(problem, self._ranked(problem), list(tasks), self._timed)
+        return advice, [task for value in advice.groups for task in tasks[value.group]]
 
     def tasks(self, hello: Hello) -> list[Task]:
         """Return all that the ranks of `hello` can measure for these plans, were it to change their order or not."""
@@ -132,8 +132,8 @@ class OpenRanking:
     def _timed(self, more: Sequence[Measurement]) -> Problem:
         """Return the problem with the times of the database and `more`."""
         times = [*self._stored.measurements, *more]
-        found = replace(self._stored, measurements=times)
-        return with_measurements(self._problem, found) if times else self._problem
+        timings = replace(self._stored, measurements=times)
+        return with_measurements(self._problem, timings) if times else self._problem
 
     def reload(self) -> None:
         """Look again at what the database holds."""
@@ -147,9 +147,9 @@ class OpenRanking:
 def _group(problem: Problem, family: str, setting: str, tasks: list[RankedTask]) -> OperationGroup:
     device = problem.cluster.device
     alone = [item for item in tasks if not item.task.kernel.endswith(BESIDE)] or tasks
-    found = [spread_of_price(problem, item.task.operation, item.task.dtype, item.task.shape) for item in alone]
+    spreads = [spread_of_price(problem, item.task.operation, item.task.dtype, item.task.shape) for item in alone]
     weights = [item.effect_s for item in alone]
-    variance = sum(weight * spread**2 for weight, (spread, _) in zip(weights, found, strict=True)) / sum(weights)
+    variance = sum(weight * spread**2 for weight, (spread, _) in zip(weights, spreads, strict=True)) / sum(weights)
     return OperationGroup(
         family=family,  # type: ignore[arg-type]
         setting=setting,
@@ -165,5 +165,5 @@ def _group(problem: Problem, family: str, setting: str, tasks: list[RankedTask])
         ),
         seconds=sum(item.expected_s for item in tasks),
         spread=variance**0.5,
-        rests_on=max((provenance for _, provenance in found), key=PROVENANCES.index),
+        rests_on=max((provenance for _, provenance in spreads), key=PROVENANCES.index),
     )

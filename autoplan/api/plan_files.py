@@ -94,10 +94,10 @@ def _question(command: str) -> list[str]:
         return [command]
 
 
-def holds_answer(path: Path, found: PricedPlans | MixedPlanResult) -> bool:
-    """Whether the plan file at `path` says what `found` does."""
+def holds_answer(path: Path, result: PricedPlans | MixedPlanResult) -> bool:
+    """Whether the plan file at `path` says what `result` does."""
     asked = {"command", "versions"}
-    before, now = read_table(path), json.loads(found.to_json())
+    before, now = read_table(path), json.loads(result.to_json())
     return {key: before.get(key) for key in before.keys() - asked} == {key: now[key] for key in now.keys() - asked}
 
 

@@ -425,7 +425,7 @@ class RunKeeper:
         """Add a run that ended well; return what disturbed it, so that no calibration learns from it."""
         from autoplan.profiler.machine.watch import conditions
 
-        found, disturbance = conditions(self._seen, run.measured.other_load)
+        seen_conditions, disturbance = conditions(self._seen, run.measured.other_load)
         log_of = run.task.log_of if isinstance(run.task, Command) else ""
         self._add(
             problem,
@@ -436,7 +436,7 @@ class RunKeeper:
             predicted_s=run.predicted.step_s,
             status="contaminated" if disturbance else "ok",
             reason=disturbance,
-            conditions=found,
+            conditions=seen_conditions,
             source=f"log of {log_of}" if log_of else "built-in trainer",
         )
         return disturbance

@@ -110,10 +110,10 @@ def load_cluster(cluster: str | Path | ClusterSpec | MixedCluster) -> ClusterSpe
 
     `cluster` is as for `load_any_cluster`.  Raises InputError where its parts are unlike, or there is none.
     """
-    found = load_any_cluster(cluster)
-    if isinstance(found, MixedCluster):
+    spec = load_any_cluster(cluster)
+    if isinstance(spec, MixedCluster):
         raise InputError(f"{cluster} has unlike parts, for which there is autoplan search only")
-    return found
+    return spec
 
 
 # -- problems ---------------------------------------------------------------------------------------------------------
@@ -226,9 +226,9 @@ def _part_calibration(framework: Framework, part: ClusterSpec, options: ProblemO
     """Return the calibration of a part of a mixed cluster."""
     if _is_from_runs(options):
         return calibration_of(part, framework, options.get("db")).calibration
-    found = _calibration(framework, part, options)
-    found.check_goes_with("", __version__)
-    return found
+    calibration = _calibration(framework, part, options)
+    calibration.check_goes_with("", __version__)
+    return calibration
 
 
 # -- the space of plans -----------------------------------------------------------------------------------------------

@@ -262,11 +262,11 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
             f"no training run on {device.name} was measured: the interval allows for {100 * device.rate_spread:.0f} % "
             "in its rates; autoplan profile measures them"
         )
-    host, there = file.best.host_memory_bytes, problem.cluster.host.memory_bytes
+    host, total = file.best.host_memory_bytes, problem.cluster.host.memory_bytes
     if plan.offload != "none":
         warnings.append(
             f"{plan.offload} states on the CPU take {format_bytes(host)} of the memory of every host, which is taken "
-            f"to have {format_bytes(there)}: if yours has less, say memory_gib under [host] in a file of your cluster "
+            f"to have {format_bytes(total)}: if yours has less, say memory_gib under [host] in a file of your cluster "
             "(autoplan new cluster), or pass --forbid offload"
         )
     if plan.sharding == "zero3" and plan.dp_shard * plan.cp > WIDEST_MEASURED_ZERO3:

@@ -46,30 +46,30 @@ def with_timings(problem: Problem, source: str, url: str | None = None) -> Probl
     if source not in TIMINGS:
         raise InputError(f"no timings are known as {source!r}: use {' or '.join(TIMINGS)}")
     is_stored = source == "db"
-    found = usable_timings(problem, url) if is_stored else FoundTimings(measurements=_published(problem))
-    if not found.measurements:
+    usable = usable_timings(problem, url) if is_stored else FoundTimings(measurements=_published(problem))
+    if not usable.measurements:
         raise InputError(f"{source} has no timings of {problem.cluster.device.name}: leave --timings out")
-    return with_measurements(problem, found, is_own=is_stored and problem.framework.kernels.eager_layers)
+    return with_measurements(problem, usable, is_own=is_stored and problem.framework.kernels.eager_layers)
 
 
-def with_measurements(problem: Problem, found: FoundTimings, *, is_own: bool | None = None) -> Problem:
+def with_measurements(problem: Problem, timings: FoundTimings, *, is_own: bool | None = None) -> Problem:
     """Return the problem with measured times: own ones are of the very kernels and layers that the framework runs."""
     own = problem.framework.kernels.eager_layers if is_own is None else is_own
     calibration, device = problem.calibration, problem.cluster.device
     # One that was fitted beside measured times was so beside bursts at the level of the shipped one.
     if calibration.fitted_with and calibration.fitted_with.timings:
         calibration = built_in_calibration(problem.framework, device)
-    return replace(problem, timings=_table(found, device, calibration, is_own=own))
+    return replace(problem, timings=_table(timings, device, calibration, is_own=own))
 
 
 def stored_table(cluster: ClusterSpec, framework: Framework, url: str | None) -> TimingTable:
     """Return the times in the database at `url` that plans of `framework` are priced with."""
     device = cluster.device
-    found = stored_timings(cluster, url, usable_operations(framework))
-    if not found.measurements:
+    timings = stored_timings(cluster, url, usable_operations(framework))
+    if not timings.measurements:
         raise InputError(f"the database has no timings of {device.name}: leave --timings out")
     calibration = built_in_calibration(framework, device)
-    return _table(found, device, calibration, is_own=framework.kernels.eager_layers)
+    return _table(timings, device, calibration, is_own=framework.kernels.eager_layers)
 
 
 def pinned_problem(problem: Problem, source: str, pinned: PinnedTimings, url: str | None) -> Problem:
@@ -131,10 +131,10 @@ def _differences(pinned: PinnedTimings, today: TimingTable) -> str:
     return ", ".join(words) or "other shapes"
 
 
-def _table(found: FoundTimings, device: DeviceSpec, calibration: Calibration, *, is_own: bool) -> TimingTable:
+def _table(timings: FoundTimings, device: DeviceSpec, calibration: Calibration, *, is_own: bool) -> TimingTable:
     slower = burst_factors(device, calibration)
     return TimingTable.of(
-        found.measurements, slower=slower, is_own=is_own, contention=found.contention, origin=found.origin
+        timings.measurements, slower=slower, is_own=is_own, contention=timings.contention, origin=timings.origin
     )
 
 
@@ -170,10 +170,10 @@ def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection
         origin = TimingOrigin(database=store.name, machine=wanted.words)
         measurements = store.timings(wanted, operations=operations)
         contention = contention_shares(store.beside_products(wanted), measurements)
-        found = FoundTimings(measurements=measurements, contention=contention, origin=origin)
+        timings = FoundTimings(measurements=measurements, contention=contention, origin=origin)
         if store.hosts_apart:
             _warn_of_hosts(store.hosts_apart)
-        return found
+        return timings
 
 
 def usual_cap_w(cluster: ClusterSpec) -> int:

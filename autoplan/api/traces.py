@@ -126,16 +126,16 @@ def read_traces(paths: Sequence[str | Path], *, plan: str | Path | None = None, 
 
 
 def _files(paths: Sequence[str | Path]) -> list[Path]:
-    found: list[Path] = []
+    traces: list[Path] = []
     for path in map(Path, paths):
         if not is_folder(path):
-            found.append(path)
+            traces.append(path)
             continue
         inside = [item for item in sorted(path.rglob("*.json*")) if is_trace(item)]
         if not inside:
             raise InputError(f"{path}: no traces of torch's profiler in it (*.json, *.json.gz)")
-        found += inside
-    return found
+        traces += inside
+    return traces
 
 
 def _remarks(ranks: Sequence[RankTrace]) -> list[str]:

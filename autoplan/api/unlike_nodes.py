@@ -52,7 +52,7 @@ def node_ranges(problem: MixedProblem, file: MixedPlanFile, to: str) -> tuple[No
     devices = _joined(parts[at].device.name for at in used)
     calibration = _joined(file.calibrations[at].name for at in used)
     best, costs = _ranked(problem, cost, started), tuple(placed.cost for placed in mixed_stages(problem, cost.plan))
-    found, first = [], 0
+    ranges, first = [], 0
     for at, nodes in groupby(started.node_parts):
         as_if, num_nodes = problem.as_if(at, cost.plan.parts), len(list(nodes))
         device = replace(parts[at].device, name=devices)
@@ -73,7 +73,7 @@ def node_ranges(problem: MixedProblem, file: MixedPlanFile, to: str) -> tuple[No
             whole=file,
         )
         stages = (stage for kind in cost.kinds for stage in kind.stages if stage.part == at)
-        found.append(
+        ranges.append(
             NodeRange(
                 part=parts[at].name,
                 first=first,
@@ -83,7 +83,7 @@ def node_ranges(problem: MixedProblem, file: MixedPlanFile, to: str) -> tuple[No
             )
         )
         first += num_nodes
-    return tuple(found)
+    return tuple(ranges)
 
 
 def _joined(names: Iterable[str]) -> str:

@@ -17,8 +17,8 @@ _QUOTED, _WORD = re.compile(rf"'[^'\n]{{{MOST_ECHOED + 20},}}'"), re.compile(r"\
 
 def readable(message: str) -> str:
     """Return a message that a terminal can show: long values cut, and characters that steer a terminal escaped."""
-    message = _QUOTED.sub(lambda found: f"'{found[0][1 : 1 + MOST_ECHOED]}...'", message)
-    message = _WORD.sub(lambda found: f"{found[0][:MOST_ECHOED]}...", message)
+    message = _QUOTED.sub(lambda match: f"'{match[0][1 : 1 + MOST_ECHOED]}...'", message)
+    message = _WORD.sub(lambda match: f"{match[0][:MOST_ECHOED]}...", message)
     if not message.isprintable():
         message = "".join(
             letter if letter == "\n" or unicodedata.category(letter)[0] != "C" else ascii(letter)[1:-1]

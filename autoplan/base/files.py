@@ -99,8 +99,8 @@ def read_table(path: Path) -> dict[str, Any]:
 def shipped(folder: str = "") -> dict[str, Path]:
     """The TOML files of a folder of presets, by their ids in alphabetical order."""
     entries = (Path(str(entry)) for entry in (resources.files("autoplan.presets") / folder).iterdir())
-    found = {path.stem: path for path in entries if path.suffix == ".toml"}
-    return dict(sorted(found.items()))
+    files = {path.stem: path for path in entries if path.suffix == ".toml"}
+    return dict(sorted(files.items()))
 
 
 def decode(kind: type[T], table: dict[str, Any], where: str) -> T:
@@ -159,9 +159,9 @@ def _dataclass_inside(annotation: Any) -> tuple[type | None, bool]:
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         for part in typing.get_args(annotation):
-            found = _dataclass_inside(part)
-            if found[0]:
-                return found
+            inside = _dataclass_inside(part)
+            if inside[0]:
+                return inside
     if origin is tuple:
         return _dataclass_inside(typing.get_args(annotation)[0])[0], True
     return None, False

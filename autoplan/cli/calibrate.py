@@ -93,16 +93,16 @@ def calibrate(
         raise InputError("a table of runs says all of them: --cluster, --db and the like go with --from-logs")
     if out is None:
         raise InputError("a calibration from a table is written to a file: give --out FILE")
-    found = autoplan.calibrate(runs)
-    for text in () if quiet else found.warnings:
+    calibrated = autoplan.calibrate(runs)
+    for text in () if quiet else calibrated.warnings:
         print(f"autoplan: {text}", file=sys.stderr)
-    found.save(out, force=force)
+    calibrated.save(out, force=force)
     if as_json:
-        errors = found.table()
+        errors = calibrated.table()
         typer.echo(encode(api.outputs.Calibrated(out=str(out), **next(iter(errors)))), nl=False)
     if not quiet:
         taken = f"take it with --calibration {shlex.quote(str(out))}"
-        print(f"{found.headline}; wrote {out}: {taken}", file=sys.stderr)
+        print(f"{calibrated.headline}; wrote {out}: {taken}", file=sys.stderr)
 
 
 def _hand_over_imported(

@@ -72,7 +72,7 @@ def compare(
     run = run_options(context)
     run.pop("price", None)  # several, by cluster
     with progress_bar(quiet=quiet, doing="searching", unit="sizes") as advance:
-        found = autoplan.compare(
+        compared = autoplan.compare(
             model,
             clusters=cluster,
             global_batch=global_batch,
@@ -86,22 +86,22 @@ def compare(
             **run,
         )
     if json:
-        typer.echo(found.to_json(), nl=False)
+        typer.echo(compared.to_json(), nl=False)
     else:
-        report.compare.print_compared(report.terminal.make_console(), found.outcomes)
+        report.compare.print_compared(report.terminal.make_console(), compared.outcomes)
     if svg is not None:
-        write_text(svg, found.draw(), force=force)
+        write_text(svg, compared.draw(), force=force)
         typer.echo(f"drawn into {svg}", err=True)
 
 
 def _prices(texts: list[str], clusters: list[str]) -> dict[str, str]:
     """Price by cluster, '' for all others."""
-    found = {}
+    prices = {}
     for text in texts:
         name, _, price = text.rpartition("=")
         if name and name not in clusters:
             raise InputError(f"--price {text}: {name} is not one of the clusters ({', '.join(clusters)})")
-        if name in found:
+        if name in prices:
             raise InputError(f"--price is given twice for {name or 'all clusters'}")
-        found[name] = price
-    return found
+        prices[name] = price
+    return prices

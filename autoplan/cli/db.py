@@ -86,8 +86,8 @@ def list_(
         return
     if operation:
         raise InputError("--runs lists training runs, which have no --operation")
-    found = api.database.list_runs(place, device=device, trust=trust, hidden=hidden, beside=beside, limit=most)
-    _print_listed(RUN_COLUMNS, found, limit, numbers=("step", "predicted", "memory"), json=json)
+    listed = api.database.list_runs(place, device=device, trust=trust, hidden=hidden, beside=beside, limit=most)
+    _print_listed(RUN_COLUMNS, listed, limit, numbers=("step", "predicted", "memory"), json=json)
 
 
 RECORD_COLUMNS: dict[str, Callable[[Any], object]] = {
@@ -128,11 +128,11 @@ def show(
     json: JsonOption = False,
 ) -> None:
     """One record or training run, with its samples, its machine and whether it is hidden."""
-    found = api.database.find(key, whole_url(context, url))
+    shown = api.database.find(key, whole_url(context, url))
     if json:
-        _print_json(found)
+        _print_json(shown)
     else:
-        typer.echo(encode(found), nl=False)
+        typer.echo(encode(shown), nl=False)
 
 
 @db.command()
@@ -262,10 +262,10 @@ def unhide(
 def _change(
     keys: list[str], reason: str, url: str | None, changed: str, as_before: str, *, hides: bool, json: bool
 ) -> None:
-    found = api.database.change(keys, reason, url, hides=hides)
+    counts = api.database.change(keys, reason, url, hides=hides)
     if json:
-        _print_json(found)
-    print(f"{found.changed:,} {changed}, {found.as_before:,} {as_before}", file=sys.stderr)
+        _print_json(counts)
+    print(f"{counts.changed:,} {changed}, {counts.as_before:,} {as_before}", file=sys.stderr)
 
 
 def _print_added(added: Added, *, json: bool) -> None:

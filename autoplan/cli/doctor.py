@@ -21,9 +21,9 @@ def doctor(
 
     Nothing is changed, no password is shown, and a problem is no failure: every one comes with its remedy.
     """
-    found = api.doctor.check_up(whole_url(context, url))
+    checkup = api.doctor.check_up(whole_url(context, url))
     if json:
-        typer.echo(encode(found), nl=False)
+        typer.echo(encode(checkup), nl=False)
         return
     from rich.markup import escape
 
@@ -32,10 +32,10 @@ def doctor(
     styles = {"ok": "green", "absent": "dim", "problem": "bold red"}
     console = make_console()
     grid = labelled(columns=3)
-    for check in found.checks:
+    for check in checkup.checks:
         grid.add_row(check.part, f"[{styles[check.state]}]{check.state}[/]", escape(check.says))
         if check.remedy:
             grid.add_row("", "", f"[bold]-> {escape(check.remedy)}[/]")
     print_part(console, grid)
-    problems = found.num_problems
+    problems = checkup.num_problems
     console.print(f"\n{problems} problem{'s' * (problems != 1)}" if problems else "\nno problems")

@@ -136,28 +136,28 @@ def _mixed(context: typer.Context, plan_file: str) -> MixedPlanResult:
 
 
 def _write(
-    found: PlanResult | MixedPlanResult, out: Path | None, trace: Path | None, *, force: bool, quiet: bool
+    result: PlanResult | MixedPlanResult, out: Path | None, trace: Path | None, *, force: bool, quiet: bool
 ) -> None:
     if out is not None:
-        found.save(out, force=force)
+        result.save(out, force=force)
     if trace is not None:
-        write_trace(found, trace, force=force, quiet=quiet)
+        write_trace(result, trace, force=force, quiet=quiet)
 
 
-def _print(found: PlanResult, *, memory: bool, verify_memory: bool, quiet: bool) -> None:
+def _print(result: PlanResult, *, memory: bool, verify_memory: bool, quiet: bool) -> None:
     terminal = report.terminal
     show = report.estimate.print_memory if memory else report.estimate.print_estimate
-    show(terminal.make_console(), found.file)
+    show(terminal.make_console(), result.file)
     if verify_memory:
         if not quiet:
             print("autoplan: asking the memory oracle, in a minute at most", file=sys.stderr)
-        report.verified.print_verified(terminal.make_console(), found.file, api.estimate.ask_oracle(found))
+        report.verified.print_verified(terminal.make_console(), result.file, api.estimate.ask_oracle(result))
 
 
-def _print_mixed(found: MixedPlanResult, *, memory: bool) -> None:
+def _print_mixed(result: MixedPlanResult, *, memory: bool) -> None:
     console = report.terminal.make_console()
     if memory:
-        report.mixed_search.print_mixed_answer(console, found.file)
-        report.estimate.print_waterfall(console, found.stages())
+        report.mixed_search.print_mixed_answer(console, result.file)
+        report.estimate.print_waterfall(console, result.stages())
     else:
-        report.mixed_search.print_mixed(console, found.file, details=True)
+        report.mixed_search.print_mixed(console, result.file, details=True)

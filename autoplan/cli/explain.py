@@ -56,19 +56,19 @@ def explain(
         label, step = api.export.next_step(saved.file, plan)
         typer.echo(report.markdown.markdown(saved.file, [step] if label == "next" else []), nl=False)
         return
-    found: ExplainResult | MixedExplainResult
+    explained: ExplainResult | MixedExplainResult
     if isinstance(saved, api.results.MixedPlanResult):
         if against is not None:
             raise InputError("--versus is not there for mixed clusters yet: leave it out")
-        found = api.explain.explain_mixed(saved)
+        explained = api.explain.explain_mixed(saved)
     else:
-        found = autoplan.explain(saved, versus=against, db=whole_url(context, url))
+        explained = autoplan.explain(saved, versus=against, db=whole_url(context, url))
     if trace is not None:
         write_trace(saved, trace, force=force, quiet=quiet)
     console = report.terminal.make_console()
     if json:
-        typer.echo(found.to_json(), nl=False)
-    elif isinstance(found, api.explain.MixedExplainResult):
-        report.explain.print_mixed_explanation(console, found.explained.file, found.explanation)
+        typer.echo(explained.to_json(), nl=False)
+    elif isinstance(explained, api.explain.MixedExplainResult):
+        report.explain.print_mixed_explanation(console, explained.explained.file, explained.explanation)
     else:
-        report.explain.print_explanation(console, found.explained.file, found.explanation, LABELS, str(plan))
+        report.explain.print_explanation(console, explained.explained.file, explained.explanation, LABELS, str(plan))

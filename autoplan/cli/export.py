@@ -59,18 +59,20 @@ def export(
         raise InputError(f"no target {to!r}: known are {', '.join(TARGETS)}")
     if out is not None:
         check_folder(out, force=force)
-    found = autoplan.export(plan, to=to, launcher=launcher, target_version=target_version, image=image, nearest=nearest)
-    print_warnings(found.warnings)
+    exported = autoplan.export(
+        plan, to=to, launcher=launcher, target_version=target_version, image=image, nearest=nearest
+    )
+    print_warnings(exported.warnings)
     if out is not None:
-        typer.echo(f"wrote {', '.join(map(str, found.save(out, force=force)))}", err=True)
+        typer.echo(f"wrote {', '.join(map(str, exported.save(out, force=force)))}", err=True)
     if json and out is not None:
-        written: dict[str, str | None] = {str(out / name): None for name in found.texts}
-        typer.echo(encode(api.export.Exported(plan=found.plan, files=written)), nl=False)
+        written: dict[str, str | None] = {str(out / name): None for name in exported.texts}
+        typer.echo(encode(api.export.Exported(plan=exported.plan, files=written)), nl=False)
     elif json:
-        typer.echo(found.to_json(), nl=False)
+        typer.echo(exported.to_json(), nl=False)
     elif out is not None:
         return
-    elif len(found.files) == 1:
-        typer.echo(found.files[0].text, nl=False)
+    elif len(exported.files) == 1:
+        typer.echo(exported.files[0].text, nl=False)
     else:
-        raise InputError(f"{len(found.files)} files start this plan: pass --out FOLDER")
+        raise InputError(f"{len(exported.files)} files start this plan: pass --out FOLDER")

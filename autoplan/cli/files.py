@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from autoplan.api.results import MixedPlanResult
 
 
-def write_trace(found: PlanResult | MixedPlanResult, path: Path, *, force: bool, quiet: bool) -> None:
+def write_trace(result: PlanResult | MixedPlanResult, path: Path, *, force: bool, quiet: bool) -> None:
     """Write one step of the best plan as a Chrome trace."""
     from autoplan.base.files import write_text
 
-    write_text(path, found.trace(), force=force)
+    write_text(path, result.trace(), force=force)
     print_written(path, quiet=quiet, then=": open it in ui.perfetto.dev")
 
 
-def write_page(found: PlanResult | MixedPlanResult, path: Path, out: Path, *, force: bool, quiet: bool) -> None:
+def write_page(result: PlanResult | MixedPlanResult, path: Path, out: Path, *, force: bool, quiet: bool) -> None:
     """Write the page of a result, whose plan file lies at `path`, into the file `out`."""
     from autoplan.base.files import write_text
 
     with progress_bar(quiet=quiet, doing="preparing the page", unit="parts") as advance:
-        page = api.page.page_of(found, path, advance)
+        page = api.page.page_of(result, path, advance)
     write_text(out, page, force=force)
     print_written(out, quiet=quiet)

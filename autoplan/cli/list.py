@@ -20,10 +20,10 @@ def list(  # named as the command is
     """List the models, clusters, devices, frameworks or targets of export that are known by name."""
     from rich.markup import escape  # which help does not need
 
-    found = api.listing.known(kind)
+    listed = api.listing.known(kind)
     if json:
-        typer.echo(json_module.dumps([*found], indent=2))
+        typer.echo(json_module.dumps([*listed], indent=2))
         return
-    columns = [(name, name in api.listing.NUMBERS) for name in found.columns]
-    rows = [[escape(str(cell)) for cell in row] for row in found.rows]
+    columns = [(name, name in api.listing.NUMBERS) for name in listed.columns]
+    rows = [[escape(str(cell)) for cell in row] for row in listed.rows]
     report.terminal.print_table(report.terminal.make_console(), columns, rows)

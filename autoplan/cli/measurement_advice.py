@@ -14,29 +14,29 @@ from autoplan.search.measurement_value import MeasurementAdvice
 from autoplan.spec.search_result import RankedPlan
 
 
-def print_advice(console: Console, found: MeasurementAdvice, planned: Sequence[RankedTask]) -> None:
+def print_advice(console: Console, advice: MeasurementAdvice, planned: Sequence[RankedTask]) -> None:
     """Print what is open, and what each group of measurements is expected to bring."""
-    if found.rival is None:
-        console.print(f"{found.best.plan.describe()} has no rival of another kind: nothing is to be settled")
+    if advice.rival is None:
+        console.print(f"{advice.best.plan.describe()} has no rival of another kind: nothing is to be settled")
         return
     seconds = sum(task.expected_s for task in planned)
-    console.print(f"A  {found.best.plan.describe()}: {format_seconds(found.best.step_s)}")
-    console.print(f"B  {found.rival.plan.describe()}: {format_seconds(found.rival.step_s)}")
-    if not found.groups:
+    console.print(f"A  {advice.best.plan.describe()}: {format_seconds(advice.best.step_s)}")
+    console.print(f"B  {advice.rival.plan.describe()}: {format_seconds(advice.rival.step_s)}")
+    if not advice.groups:
         console.print(
-            f"now {_sure(found.probability)} sure that A is the faster; no measurement here could swap any two plans"
+            f"now {_sure(advice.probability)} sure that A is the faster; no measurement here could swap any two plans"
         )
         return
     console.print(
-        f"now {_sure(found.probability)} sure that A is the faster; expected after {len(planned)} measurements "
-        f"of about {format_seconds(seconds)}: {_sure(found.expected_probability)} sure of one of them\n"
+        f"now {_sure(advice.probability)} sure that A is the faster; expected after {len(planned)} measurements "
+        f"of about {format_seconds(seconds)}: {_sure(advice.expected_probability)} sure of one of them\n"
     )
     table = Table(box=None, pad_edge=False)
     for name in ("operations", "of", "rests on"):
         table.add_column(name)
     for name in ("off by", "share A", "share B", "takes", "then sure"):
         table.add_column(name, justify="right", no_wrap=True)
-    for value in found.groups:
+    for value in advice.groups:
         group = value.group
         table.add_row(
             group.family,

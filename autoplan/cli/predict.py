@@ -24,11 +24,11 @@ def predict(
 ) -> None:
     """Price every run of a table from its configuration alone, in the columns that a scorer reads."""
     check_output(out, force=force)
-    found = autoplan.predict(runs, calibration=calibration)
-    found.save(out, force=force)
+    predicted = autoplan.predict(runs, calibration=calibration)
+    predicted.save(out, force=force)
     if json:
-        counts = api.outputs.Predicted(out=str(out), runs=len(found.predictions), verdicts=found.verdicts)
+        counts = api.outputs.Predicted(out=str(out), runs=len(predicted.predictions), verdicts=predicted.verdicts)
         typer.echo(encode(counts), nl=False)
         return
-    typer.echo(f"{found.headline}; written to {out}")
+    typer.echo(f"{predicted.headline}; written to {out}")
     typer.echo(f"next: autoplan score --runs {shlex.quote(str(runs))} --predictions {shlex.quote(str(out))}", err=True)

@@ -67,7 +67,7 @@ def read(
         return
     if len(files) > 1 or plan is not None:
         raise InputError(f"{files[0]}: no trace of torch's profiler: of launch files name one, without --plan")
-    found = autoplan.read(
+    result = autoplan.read(
         files[0],
         model=model,
         devices=devices,
@@ -77,27 +77,27 @@ def read(
         target=target,
     )
     if json:
-        typer.echo(found.to_json(), nl=False)
+        typer.echo(result.to_json(), nl=False)
         return
     unread: dict[bool, list[tuple[str, str, str]]] = {True: [], False: []}
-    for option in found.launch.unread:
+    for option in result.launch.unread:
         unread[option.matters].append((option.option, option.value, option.why))
-    spec = (found.launch.model, found.launch.training, found.launch.plan)
+    spec = (result.launch.model, result.launch.training, result.launch.plan)
     console = report.terminal.make_console()
-    report.launch_file.print_launch(console, found.headline, spec, matters=unread[True], rest=unread[False])
+    report.launch_file.print_launch(console, result.headline, spec, matters=unread[True], rest=unread[False])
 
 
 def _read_traces(files: list[Path], plan: Path | None, url: str | None, *, json: bool) -> None:
     """Print what traces tell, and what was predicted beside it."""
-    found = api.traces.read_traces(files, plan=plan, db=url)
+    result = api.traces.read_traces(files, plan=plan, db=url)
     if json:
-        typer.echo(found.to_json(), nl=False)
+        typer.echo(result.to_json(), nl=False)
         return
     console = report.terminal.make_console()
-    ranks = found.ranks
+    ranks = result.ranks
     headline = (
         f"{len(ranks)} rank{'s' * (len(ranks) > 1)}, {ranks[0].num_steps} step{'s' * (ranks[0].num_steps > 1)} each: "
-        f"{format_seconds(found.step_s)} a step"
+        f"{format_seconds(result.step_s)} a step"
     )
     rows = [(name, [rank.seconds[name] for rank in ranks]) for name in ranks[0].seconds]
     idle = ("idle", [rank.idle_s for rank in ranks])
@@ -106,8 +106,8 @@ def _read_traces(files: list[Path], plan: Path | None, url: str | None, *, json:
         hidden = format_percent(sum(rank.hidden_s for rank in ranks) / communication_s)
         mean = format_seconds(communication_s / len(ranks))
         report.terminal.print_part(console, f"\ncommunication takes {mean} a step, {hidden} of it beside other work")
-    if found.predicted_step_s is not None:
-        terms = [(term.what, term.predicted_s, term.measured_s) for term in found.terms]
-        report.run_trace.print_compared(console, terms, found.predicted_step_s, found.step_s)
-    for remark in found.remarks:
+    if result.predicted_step_s is not None:
+        terms = [(term.what, term.predicted_s, term.measured_s) for term in result.terms]
+        report.run_trace.print_compared(console, terms, result.predicted_step_s, result.step_s)
+    for remark in result.remarks:
         print(f"autoplan: {remark}", file=sys.stderr)

@@ -27,5 +27,5 @@ def report(
     on fewer and more nodes, and the numbers that the answer hangs on.
     """
     check_outputs(out, force=force)
-    found = api.plan_result.load_any_plan(plan, db=whole_url(context, url))
-    write_page(found, plan, out, force=force, quiet=quiet)
+    result = api.plan_result.load_any_plan(plan, db=whole_url(context, url))
+    write_page(result, plan, out, force=force, quiet=quiet)

@@ -169,8 +169,8 @@ def _print_run(console: Console, run: RunFile) -> None:
     table.add_column("")
     for name in ("predicted", "measured", "off by"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name, expected, found in rows:
-        table.add_row(name, format_seconds(expected), format_seconds(found), _off(expected, found))
+    for name, expected, seconds in rows:
+        table.add_row(name, format_seconds(expected), format_seconds(seconds), _off(expected, seconds))
     if measured.peak_bytes:
         peak = max(measured.peak_bytes)
         expected = predicted.peak_bytes
@@ -194,8 +194,8 @@ def _times(run: RunFile) -> str:
     return f"{times} times of {run.task.num_steps} steps in the log of {run.task.log_of}"
 
 
-def _off(expected: float, found: float) -> str:
+def _off(expected: float, actual: float) -> str:
     from autoplan.base.units import format_percent
 
-    sign = "+" if expected >= found else "-"
-    return f"{sign}{format_percent(abs(expected / found - 1))}"
+    sign = "+" if expected >= actual else "-"
+    return f"{sign}{format_percent(abs(expected / actual - 1))}"

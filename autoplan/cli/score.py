@@ -20,5 +20,5 @@ def score(
     json: JsonOption = False,
 ) -> None:
     """Compare predictions with what was measured, source by source: errors, intervals, ranks, picks and memory."""
-    found = autoplan.score(runs, predictions=predictions, calibration=calibration)
-    typer.echo(found.to_json() if json else found.to_text(), nl=False)
+    scores = autoplan.score(runs, predictions=predictions, calibration=calibration)
+    typer.echo(scores.to_json() if json else scores.to_text(), nl=False)

@@ -240,7 +240,7 @@ def _check_mixed(given: dict[str, Any], is_for_run: bool) -> None:
 
 
 def _hand_over(
-    found: PlanResult | MixedPlanResult,
+    result: PlanResult | MixedPlanResult,
     out: Path,
     page: Path | None,
     asked_before: bool,
@@ -251,33 +251,33 @@ def _hand_over(
     quiet: bool,
 ) -> None:
     """Write the plan file, unless it holds this answer to the same question, and its page, and print what it says."""
-    is_unchanged = asked_before and api.plan_files.holds_answer(out, found)
+    is_unchanged = asked_before and api.plan_files.holds_answer(out, result)
     if not is_unchanged:
-        found.save(out, force=force)
+        result.save(out, force=force)
     if json:
-        typer.echo(found.to_json(), nl=False)
+        typer.echo(result.to_json(), nl=False)
     else:
-        _print(found, out, details=details)
+        _print(result, out, details=details)
     if page is not None:
-        write_page(found, out, page, force=force, quiet=quiet)
-    print_warnings(found.warnings, quiet=quiet)
+        write_page(result, out, page, force=force, quiet=quiet)
+    print_warnings(result.warnings, quiet=quiet)
     if is_unchanged and not quiet:
         print(f"{out} is unchanged", file=sys.stderr)
     elif not is_unchanged:
         print_written(out, quiet=quiet)
 
 
-def _print(found: PlanResult | MixedPlanResult, path: Path, *, details: bool) -> None:
+def _print(result: PlanResult | MixedPlanResult, path: Path, *, details: bool) -> None:
     from autoplan.spec.axes import LABELS
 
     terminal, named = report.terminal, shlex.quote(str(path))
     console, why = terminal.make_console(), ("why", f"autoplan explain {named}")
     more = [] if details else [("more", "--details: the next plans, what was searched, memory by stage")]
-    if isinstance(found, api.results.MixedPlanResult):
-        report.mixed_search.print_mixed(console, found.file, details=details)
-        terminal.print_next_steps(console, api.export.next_step(found.file, path), why, *more)
+    if isinstance(result, api.results.MixedPlanResult):
+        report.mixed_search.print_mixed(console, result.file, details=details)
+        terminal.print_next_steps(console, api.export.next_step(result.file, path), why, *more)
         return
-    file = found.file
+    file = result.file
     report.answer.print_search(console, file, details=details)
     if file.run:
         report.run_report.print_run(console, file.run)

@@ -40,13 +40,13 @@ def topo(
         else:
             print_mixed_topology(make_console(), spec)
         return
-    found = api.topology.topology(spec, plan)
+    shown = api.topology.topology(spec, plan)
     if json:
-        typer.echo(encode_line(found.to_table()), nl=False)
+        typer.echo(encode_line(shown.to_table()), nl=False)
     else:
-        print_topology(make_console(), found.cluster, found.graph)
-        if found.traffic is not None:
-            print_traffic(make_console(), found.traffic)
+        print_topology(make_console(), shown.cluster, shown.graph)
+        if shown.traffic is not None:
+            print_traffic(make_console(), shown.traffic)
     if svg is not None:
-        write_text(svg, found.draw(), force=force)
+        write_text(svg, shown.draw(), force=force)
         typer.echo(f"drawn into {svg}", err=True)

@@ -179,14 +179,14 @@ def _as_measured(problem: Problem, batch: PlanBatch, parts: dict[Block, _Parts])
         np.where(times.known, times.forward_s / total.forward_s, 1.0),
         np.where(times.known, times.backward_s / total.backward_s, 1.0),
     )
-    found = {}
+    parts_by_block = {}
     for block in LAYER:
         part = parts[block]
         share = np.where(times.known, passes[block].backward_s / total.backward_s, np.nan)
         of_weights = part.kernels.gemm_weight_s / weights
         kernels = part.kernels.times(*longer)
         apart = times.known & ~np.isnan(times.halves_s[1])
-        found[block] = replace(
+        parts_by_block[block] = replace(
             part,
             kernels=kernels,
             tp=part.tp.times(*longer),
@@ -197,7 +197,7 @@ def _as_measured(problem: Problem, batch: PlanBatch, parts: dict[Block, _Parts])
             weight_s=np.where(apart, of_weights * times.halves_s[1], kernels.gemm_weight_s),
             split_s=np.where(apart, of_weights * times.split_s, 0.0),
         )
-    return found
+    return parts_by_block
 
 
 def _parts(

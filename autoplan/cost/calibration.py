@@ -194,23 +194,23 @@ def _peak(errors: Floats, slopes: Floats, spread: Floats, prior: ClusterPrior, s
 
     The evidence is that of a Gaussian of the same height and width (Laplace's approximation).
     """
-    found: Floats = start
-    ridge = np.full(len(found), prior.factor_spread**-2.0)
+    position: Floats = start
+    ridge = np.full(len(position), prior.factor_spread**-2.0)
     for _ in range(_MOST_STEPS):
-        weights = (RUN_FREEDOM + 1.0) / (RUN_FREEDOM * spread**2 + (errors + slopes @ found) ** 2)
-        ridge[0] = (CLUSTER_FREEDOM + 1.0) / (CLUSTER_FREEDOM * prior.factor_spread**2 + found[0] ** 2)
+        weights = (RUN_FREEDOM + 1.0) / (RUN_FREEDOM * spread**2 + (errors + slopes @ position) ** 2)
+        ridge[0] = (CLUSTER_FREEDOM + 1.0) / (CLUSTER_FREEDOM * prior.factor_spread**2 + position[0] ** 2)
         curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(ridge)
-        before = found
-        found = -np.asarray(np.linalg.solve(curvature, slopes.T @ (weights * errors)), dtype=np.float64)
-        if np.abs(found - before).max() < _SETTLED:
+        before = position
+        position = -np.asarray(np.linalg.solve(curvature, slopes.T @ (weights * errors)), dtype=np.float64)
+        if np.abs(position - before).max() < _SETTLED:
             break
     log_height = (
-        _log_student((errors + slopes @ found) / spread, RUN_FREEDOM).sum()
+        _log_student((errors + slopes @ position) / spread, RUN_FREEDOM).sum()
         - np.log(spread).sum()
-        + _log_student(found[0] / prior.factor_spread, CLUSTER_FREEDOM)
-        - (found[1:] ** 2).sum() / (2.0 * prior.factor_spread**2)
+        + _log_student(position[0] / prior.factor_spread, CLUSTER_FREEDOM)
+        - (position[1:] ** 2).sum() / (2.0 * prior.factor_spread**2)
     )
-    return float(log_height - np.linalg.slogdet(curvature)[1] / 2.0), found
+    return float(log_height - np.linalg.slogdet(curvature)[1] / 2.0), position
 
 
 def _log_student(scaled: Floats | float, freedom: float) -> Floats:
@@ -225,12 +225,12 @@ def fit(runs: Sequence[MeasuredRun], base: Calibration, factors: Sequence[str] |
     steps; by default as many factors as the number of runs allows.
     """
     names = factors_for(len(runs)) if factors is None else tuple(factors)
-    found = base
+    fitted = base
     for _ in range(MOST_ROUNDS):
-        before, found = found, Linearised(runs, names, found).fit(base)
-        if max(abs(np.log(getattr(found, name) / getattr(before, name))) for name in names) < SOLVED:
+        before, fitted = fitted, Linearised(runs, names, fitted).fit(base)
+        if max(abs(np.log(getattr(fitted, name) / getattr(before, name))) for name in names) < SOLVED:
             break
-    return found
+    return fitted
 
 
 def with_factors(base: Calibration, names: Sequence[str], logs: Floats) -> Calibration:
@@ -269,12 +269,12 @@ def fit_cluster(runs: Sequence[MeasuredRun], prior: ClusterPrior = PRIOR) -> Cal
     nothing is learnt, of three that agree their level.
     """
     base, spreads = runs[0].problem.calibration, _spreads(runs)
-    found = base
+    fitted = base
     for _ in range(MOST_ROUNDS):
-        before, found = found, Linearised(runs, FACTORS, found).near(base, spreads, prior)
-        if max(abs(np.log(getattr(found, name) / getattr(before, name))) for name in FACTORS) < SOLVED:
+        before, fitted = fitted, Linearised(runs, FACTORS, fitted).near(base, spreads, prior)
+        if max(abs(np.log(getattr(fitted, name) / getattr(before, name))) for name in FACTORS) < SOLVED:
             break
-    return found
+    return fitted
 
 
 def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = PRIOR) -> Fitted:

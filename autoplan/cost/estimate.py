@@ -243,8 +243,8 @@ def _run_in_order(problem: Problem, laid: Stages, message: Floats) -> Iterator[t
     batch, blocks, stages = laid.batch, laid.blocks, laid.forward_s.shape[1]
     plans = np.flatnonzero(needs_order(batch))
     keys = np.stack([batch.layout, batch.recompute_num_layers, batch.schedule, batch.num_microbatches])[:, plans]
-    found, inverse = np.unique(keys, axis=1, return_inverse=True)
-    for at, (layout, num_repeated, schedule, microbatches) in enumerate(found.T.tolist()):
+    distinct, inverse = np.unique(keys, axis=1, return_inverse=True)
+    for at, (layout, num_repeated, schedule, microbatches) in enumerate(distinct.T.tolist()):
         rows = plans[inverse.reshape(-1) == at]
         chunks = len(batch.layouts[layout]) // blocks.num_stages
         shape = PipelineShape(tuple(Schedule)[schedule], stages, chunks, microbatches)
@@ -398,15 +398,15 @@ def _oom_z(problem: Problem, reserved_bytes: Floats, host_bytes: Floats) -> Floa
 def memory_oom_z(problem: Problem, batch: PlanBatch) -> Floats:
     """Return `oom_z` of an estimate of `batch` without the times of its pipelines."""
     problem = problem.placed(batch.placement)
-    found = np.zeros(len(batch))
+    oom_z = np.zeros(len(batch))
     for stages in np.unique(batch.pp).tolist():
         where = np.flatnonzero(batch.pp == stages)
         plans = batch.take(where)
         blocks = stage_blocks(problem.model, plans, stages)
         parameters = stage_parameters(problem, plans, blocks)
         reserved = stage_memory(problem, plans, blocks, parameters).reserved_bytes.max(axis=1)
-        found[where] = _oom_z(problem, reserved, host_bytes(problem, plans, parameters))
-    return found
+        oom_z[where] = _oom_z(problem, reserved, host_bytes(problem, plans, parameters))
+    return oom_z
 
 
 def _laid_out(problem: Problem, batch: PlanBatch) -> Iterator[tuple[Ints, Stages]]:

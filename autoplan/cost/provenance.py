@@ -55,15 +55,15 @@ def _grown(problem: Problem, batch: PlanBatch) -> dict[Provenance, CostEstimate 
 def _shares(value: Floats, grown: dict[Provenance, Floats | None]) -> dict[Provenance, Floats]:
     """Shares of `value`, from what it is where the times of each provenance but `reference` are longer."""
     none, divisor = np.zeros(len(value)), np.where(value > 0, value, 1.0)
-    found = {
+    shares = {
         name: none if longer is None else np.maximum((longer - value) / divisor, 0.0) / _GROWTH
         for name, longer in grown.items()
     }
     # Where two of them tie for a maximum, either makes the step longer.
-    whole = np.maximum(sum(found.values()), 1.0)
-    found = {name: share / whole for name, share in found.items()}
-    found["reference"] = np.maximum(1.0 - sum(found.values()), 0.0)
-    return {name: found[name] for name in PROVENANCES}
+    whole = np.maximum(sum(shares.values()), 1.0)
+    shares = {name: share / whole for name, share in shares.items()}
+    shares["reference"] = np.maximum(1.0 - sum(shares.values()), 0.0)
+    return {name: shares[name] for name in PROVENANCES}
 
 
 def _slower_datasheet(problem: Problem) -> Problem:

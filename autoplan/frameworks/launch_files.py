@@ -93,13 +93,13 @@ def _named_in(path: Path, text: str) -> Path | None:
 
 def _recognised(path: Path, text: str) -> Reader:
     try:
-        found = [reader for reader in READERS if reader.recognises(path.name, text)]
+        readers = [reader for reader in READERS if reader.recognises(path.name, text)]
     except RecursionError:
         raise InputError(f"{path}: nested too deeply") from None
-    if len(found) == 1:
-        return found[0]
-    if not found and (beside := _named_in(path, text)):
+    if len(readers) == 1:
+        return readers[0]
+    if not readers and (beside := _named_in(path, text)):
         raise InputError(f"{path}: says nothing of the plan: read {beside}, which it starts")
-    targets = [reader.target for reader in found or READERS]
-    looks = f"looks like a file of {' and '.join(targets)}" if found else "looks like no launch file that is known"
+    targets = [reader.target for reader in readers or READERS]
+    looks = f"looks like a file of {' and '.join(targets)}" if readers else "looks like no launch file that is known"
     raise InputError(f"{path}: {looks}: say with --as what it is ({', '.join(targets)})")

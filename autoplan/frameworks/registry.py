@@ -133,5 +133,5 @@ def find_target(name: str, framework: Framework | None = None) -> Target:
 @cache
 def facts_files() -> dict[str, Path]:
     """Return the files of facts by their ids, in alphabetical order."""
-    found = {path.stem: path for entry in FRAMEWORKS for path in (HERE / entry.folder / "facts").glob("*.toml")}
-    return dict(sorted(found.items()))
+    files = {path.stem: path for entry in FRAMEWORKS for path in (HERE / entry.folder / "facts").glob("*.toml")}
+    return dict(sorted(files.items()))

@@ -105,8 +105,8 @@ class LocalJobs:
 
     def cancel(self, names: Sequence[str]) -> None:
         """End these jobs: `autoplan run` is asked to end what it runs, which may take as long as that is given."""
-        found = [program for _, program in map(self._find, names) if program is not None]
-        end_programs([program for program in found if program.is_running()], grace_s=2 * GRACE_S)
+        programs = [program for _, program in map(self._find, names) if program is not None]
+        end_programs([program for program in programs if program.is_running()], grace_s=2 * GRACE_S)
 
     def _find(self, name: str) -> tuple[str, Program | None]:
         """Return (the machine, the program if it is this machine)."""

@@ -163,9 +163,9 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> Ending:
 def _marked(mark: str) -> list[int]:
     """Processes whose environment bears the mark; none where the system does not tell."""
     wanted = f"{_MARK}={mark}".encode()
-    found = []
+    pids = []
     for folder in _PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # not ours, or gone
             if wanted in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids

@@ -151,19 +151,19 @@ class JobTemplate:
         """The scheduler's name of a job, from what submit wrote; blank without an `answer`."""
         if not self.answer:
             return ""
-        found = re.search(self.answer, text, re.MULTILINE)
-        if found is None:
+        match = re.search(self.answer, text, re.MULTILINE)
+        if match is None:
             raise InputError(f"{self.submit[0]} wrote {_short(text)}, in which answer {self.answer!r} finds no id")
-        return found["id"]
+        return match["id"]
 
     def read_rows(self, program: str, text: str) -> list[Row]:
         """Read an answer line by line; lines that are no rows are passed over where others are."""
         lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-        found = [row for line in lines if (row := re.search(self.rows, line))]
-        if lines and not found:
+        rows = [row for line in lines if (row := re.search(self.rows, line))]
+        if lines and not rows:
             raise InputError(f"{program} wrote {_short(text)}, in which rows {self.rows!r} finds nothing")
         return [
-            Row(**{name: row.groupdict("").get(name, "") for name in ("job", "id", "state", "why")}) for row in found
+            Row(**{name: row.groupdict("").get(name, "") for name in ("job", "id", "state", "why")}) for row in rows
         ]
 
     def meaning(self, rows: Sequence[Row]) -> tuple[Meaning, str]:
@@ -198,7 +198,7 @@ def _pattern(key: str, text: str, groups: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _filled(word: str, values: Mapping[str, str]) -> str:
-    return _PLACEHOLDER.sub(lambda found: values[found[1]], word)
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], word)
 
 
 def _short(text: str) -> str:

@@ -32,8 +32,10 @@ def built_in_calibration(framework: Framework, device: DeviceSpec, *, is_kin: bo
     On a device whose own rates nobody measured it counts as fitted to no run.  `is_kin`: the runs are of another
     framework, which none describes, and this one works like it.
     """
-    found = calibration_among(shipped_calibrations(), framework.calibration_name, device.generation, is_kin=is_kin)
-    return replace(found, sources=()) if device.rate_spread else found
+    calibration = calibration_among(
+        shipped_calibrations(), framework.calibration_name, device.generation, is_kin=is_kin
+    )
+    return replace(calibration, sources=()) if device.rate_spread else calibration
 
 
 def calibration_among(

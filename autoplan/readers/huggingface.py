@@ -42,13 +42,13 @@ def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
     """The model that the config.json `table` describes; `name` is its name, and stands before every message."""
     try:
         config, kind = _text_model(table)
-        found = _Config(config=config, kind=kind, rules=_rules(kind)).spec_fields()
+        fields = _Config(config=config, kind=kind, rules=_rules(kind)).spec_fields()
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
-    found["left_out"] = " and ".join(
+    fields["left_out"] = " and ".join(
         [key for key in _data()["encoders"] if table.get(key)] + [key for key in _data()["indexers"] if config.get(key)]
     )
-    return decode(ModelSpec, {"name": name, **found, "sources": [f"Hugging Face config.json, {kind}"]}, name)
+    return decode(ModelSpec, {"name": name, **fields, "sources": [f"Hugging Face config.json, {kind}"]}, name)
 
 
 def _rules(kind: str) -> dict[str, Any]:
@@ -133,10 +133,10 @@ class _Config:
     def check_only(self) -> None:
         """Refuse what ModelSpec cannot express."""
         for key, allowed in self.rules.get("only", {}).items():
-            found = self.given(key)
+            value = self.given(key)
             same_as = self.config.get(allowed) if isinstance(allowed, str) else allowed
-            if found is not _ABSENT and found is not None and found not in (allowed, same_as):
-                raise InputError(f"{key} = {_show(found)} is not covered for {self.kind}, only {_show(allowed)}")
+            if value is not _ABSENT and value is not None and value not in (allowed, same_as):
+                raise InputError(f"{key} = {_show(value)} is not covered for {self.kind}, only {_show(allowed)}")
 
     def given(self, key: str) -> Any:
         """Value in the file under a key whose dots enter tables."""

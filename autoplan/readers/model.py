@@ -32,8 +32,8 @@ def load_model(text: str) -> ModelSpec:
         for alias in read_table(place).get("aliases", ()):
             aliases[alias.casefold()] = preset
     spelled = {plain_name(known): preset for known, preset in (*zip(presets, presets, strict=True), *aliases.items())}
-    if found := aliases.get(name) or spelled.get(plain_name(name)):
-        return _preset(found, presets[found])
+    if path_of_name := aliases.get(name) or spelled.get(plain_name(name)):
+        return _preset(path_of_name, presets[path_of_name])
     close = difflib.get_close_matches(name, [*presets, *aliases], n=3, cutoff=0.4)
     names = list(dict.fromkeys(aliases.get(alias, alias) for alias in close)) or sorted(presets)
     hint = f"did you mean {', '.join(names)}?" if close else f"known: {', '.join(names)}"

@@ -90,9 +90,9 @@ def component_text(component: Component, count: int) -> str:
     return f"{count:,} {name}{'es' if name.endswith('switch') else 's'}"
 
 
-def _ways(found: ClusterGraph, vertex: str) -> Iterator[str]:
+def _ways(cluster_graph: ClusterGraph, vertex: str) -> Iterator[str]:
     """The links of one component of a node."""
-    graph = found.graph
+    graph = cluster_graph.graph
     component, count = graph.nodes[vertex]["component"], graph.nodes[vertex]["count"]
     for other, edge in graph[vertex].items():
         to, link = graph.nodes[other]["component"], edge["link"]
@@ -121,23 +121,25 @@ def _way_up(link: Link) -> str:
     return _whole(link, f" up{blocking}{far}{sharp}")
 
 
-def _switch_lines(found: ClusterGraph, group: PlaceGroup, places: int) -> Iterator[Tree]:
+def _switch_lines(cluster_graph: ClusterGraph, group: PlaceGroup, places: int) -> Iterator[Tree]:
     """The switches of a place, those with the same links together."""
     counts: Counter[tuple[Component, str]] = Counter()
     for vertex in group.vertices:
-        ways = ", ".join(_way_up(link) for link in links_up(found.graph, vertex))
-        counts[found.graph.nodes[vertex]["component"], ways] += found.graph.nodes[vertex]["count"] // places
+        ways = ", ".join(_way_up(link) for link in links_up(cluster_graph.graph, vertex))
+        counts[cluster_graph.graph.nodes[vertex]["component"], ways] += (
+            cluster_graph.graph.nodes[vertex]["count"] // places
+        )
     for (component, ways), count in counts.items():
         yield _tree(": ".join(text for text in (component_text(component, count), ways) if text))
 
 
-def _line(found: ClusterGraph, vertex: str, places: int) -> Tree:
+def _line(cluster_graph: ClusterGraph, vertex: str, places: int) -> Tree:
     """One class of components and its links, in one line where that holds them."""
-    component: Component = found.graph.nodes[vertex]["component"]
-    text = component_text(component, found.graph.nodes[vertex]["count"] // places)
+    component: Component = cluster_graph.graph.nodes[vertex]["component"]
+    text = component_text(component, cluster_graph.graph.nodes[vertex]["count"] // places)
     if component.kind == "device" and component.share < 1:
         text += f"; {fault_text(component.share)}"
-    ways = list(_ways(found, vertex))
+    ways = list(_ways(cluster_graph, vertex))
     if len(ways) < 2:
         return _tree(": ".join([text, *ways]))
     line = _tree(text)
@@ -145,39 +147,41 @@ def _line(found: ClusterGraph, vertex: str, places: int) -> Tree:
     return line
 
 
-def _has_fault(found: ClusterGraph, vertex: str) -> bool:
-    edges = found.graph[vertex].values()
-    return found.graph.nodes[vertex]["component"].share < 1 or any(edge["link"].share < 1 for edge in edges)
+def _has_fault(cluster_graph: ClusterGraph, vertex: str) -> bool:
+    edges = cluster_graph.graph[vertex].values()
+    return cluster_graph.graph.nodes[vertex]["component"].share < 1 or any(edge["link"].share < 1 for edge in edges)
 
 
 def _tree(text: str, style: str = "") -> Tree:
     return Tree(Text(text, style=style))
 
 
-def _place(found: ClusterGraph, group: PlaceGroup, places: int, *, is_known: bool = False) -> Tree:
+def _place(cluster_graph: ClusterGraph, group: PlaceGroup, places: int, *, is_known: bool = False) -> Tree:
     """One place with what is inside it; `places` of it are in the cluster.  The components of a node are told once."""
     name = place_name(group)
     if not group.inside:
         tree = _tree(f"{name}, as above" if is_known else name, "bold")
-        kinds = {vertex: found.graph.nodes[vertex]["component"].kind for vertex in group.vertices}
-        shown = [vertex for vertex in kinds if kinds[vertex] in SHOWN and (not is_known or _has_fault(found, vertex))]
+        kinds = {vertex: cluster_graph.graph.nodes[vertex]["component"].kind for vertex in group.vertices}
+        shown = [
+            vertex for vertex in kinds if kinds[vertex] in SHOWN and (not is_known or _has_fault(cluster_graph, vertex))
+        ]
         shown.sort(key=lambda vertex: SHOWN.index(kinds[vertex]))
-        tree.children += [_line(found, vertex, places) for vertex in shown]
+        tree.children += [_line(cluster_graph, vertex, places) for vertex in shown]
         return tree
     tree = _tree(name, "bold")
-    tree.children += _switch_lines(found, group, places)
+    tree.children += _switch_lines(cluster_graph, group, places)
     for at, inner in enumerate(group.inside):
-        tree.children.append(_place(found, inner, places * inner.count, is_known=is_known or at > 0))
+        tree.children.append(_place(cluster_graph, inner, places * inner.count, is_known=is_known or at > 0))
     return tree
 
 
-def print_topology(console: Console, cluster: ClusterSpec, found: ClusterGraph) -> None:
+def print_topology(console: Console, cluster: ClusterSpec, cluster_graph: ClusterGraph) -> None:
     """The cluster as a tree, then what a device gets on every level."""
     console.print(Text(cluster_line(cluster), style="bold"), soft_wrap=True)
     if (rate := halves_bytes_per_s(cluster)) is not None:
         console.print(f"{format_rate(rate)} between its halves, one direction", soft_wrap=True)
     console.print()
-    console.print(_place(found, found.root, 1))
+    console.print(_place(cluster_graph, cluster_graph.root, 1))
     console.print()
     columns = (("of a group of devices", False), ("joins", True), ("a device gets", True), ("latency", True))
     rows = [
@@ -187,9 +191,9 @@ def print_topology(console: Console, cluster: ClusterSpec, found: ClusterGraph) 
     print_table(console, columns, rows)
 
 
-def topology_json(cluster: ClusterSpec, found: ClusterGraph) -> dict[str, Any]:
+def topology_json(cluster: ClusterSpec, cluster_graph: ClusterGraph) -> dict[str, Any]:
     """The quotient graph and its places, in SI units."""
-    graph = found.graph
+    graph = cluster_graph.graph
     return {
         "cluster": cluster.name,
         "num_nodes": cluster.num_nodes,
@@ -203,7 +207,7 @@ def topology_json(cluster: ClusterSpec, found: ClusterGraph) -> dict[str, Any]:
             {"between": [a, b], "num_links": data["num_links"], **msgspec.to_builtins(data["link"])}
             for a, b, data in graph.edges(data=True)
         ],
-        "places": msgspec.to_builtins(found.root),
+        "places": msgspec.to_builtins(cluster_graph.root),
     }
 
 

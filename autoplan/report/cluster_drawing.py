@@ -137,7 +137,7 @@ def _colour(link: Link) -> str:
     return FAULT_COLOUR if link.share < 1 else LINK_COLOURS.get(link.kind, NETWORK_COLOUR)
 
 
-def draw(cluster: ClusterSpec, found: ClusterGraph, step: StepTraffic | None = None) -> str:
+def draw(cluster: ClusterSpec, cluster_graph: ClusterGraph, step: StepTraffic | None = None) -> str:
     """The cluster as the text of an SVG file, with what a step of a plan moves over its links."""
     moved = _moved(cluster, step) if step else {}
     canvas = _Canvas()
@@ -147,7 +147,7 @@ def draw(cluster: ClusterSpec, found: ClusterGraph, step: StepTraffic | None = N
     note = "Rates are for one direction, sustained of nominal.  What is alike is drawn once."
     note += "  What a step moves is that of a device, of shared links its part." if step else ""
     canvas.text(MARGIN, 54, note, style='font-size="11"')
-    places = list(_opened(found.root))
+    places = list(_opened(cluster_graph.root))
     y, total = 80.0, 1
     above: _Box | None = None
     tops = []
@@ -156,9 +156,9 @@ def draw(cluster: ClusterSpec, found: ClusterGraph, step: StepTraffic | None = N
         tops.append(y)
         y += 32
         if group.inside and group.vertices:
-            above = _draw_switches(canvas, found, group, total, _span(depth), above, y + ROW / 2, moved)
+            above = _draw_switches(canvas, cluster_graph, group, total, _span(depth), above, y + ROW / 2, moved)
             y += ROW + 10
-    bottom = _draw_node(canvas, cluster, found, places[-1], total, _span(len(places) - 1), above, y + 10, moved)
+    bottom = _draw_node(canvas, cluster, cluster_graph, places[-1], total, _span(len(places) - 1), above, y + 10, moved)
     for depth, group in reversed(list(enumerate(places))):
         (x0, x1), others = _span(depth), _others(group)
         bottom += 12 + LINE * bool(others)
@@ -179,19 +179,19 @@ def _moved(cluster: ClusterSpec, step: StepTraffic) -> dict[str, str]:
     switches the links lead out of, "nic", or "wan".
     """
     words = [f"{format_volume(moved)} a step" for moved in step.level_bytes]
-    found: dict[str, str] = {}
+    words_by_link: dict[str, str] = {}
     for at, level in enumerate(step.levels):
         if not level.is_network:
-            found |= {level.name: words[at]} | ({cluster.levels[at].kind: words[at]} if level.is_mesh else {})
+            words_by_link |= {level.name: words[at]} | ({cluster.levels[at].kind: words[at]} if level.is_mesh else {})
             continue
         below = step.levels[at - 1] if at else None
         if level.name == "wan":
-            found["wan"] = words[at]
+            words_by_link["wan"] = words[at]
         elif below is None or not below.is_network:
-            found["nic"] = words[at]
+            words_by_link["nic"] = words[at]
         else:
-            found[below.name.removeprefix(f"{cluster.network.kind} ")] = words[at]
-    return found
+            words_by_link[below.name.removeprefix(f"{cluster.network.kind} ")] = words[at]
+    return words_by_link
 
 
 def _span(depth: int) -> Span:
@@ -217,7 +217,7 @@ def _others(group: PlaceGroup) -> str:
 
 def _draw_switches(
     canvas: _Canvas,
-    found: ClusterGraph,
+    cluster_graph: ClusterGraph,
     group: PlaceGroup,
     total: int,
     span: Span,
@@ -226,12 +226,14 @@ def _draw_switches(
     moved: dict[str, str],
 ) -> _Box:
     """The switches of a place as one bar, and their links to the tier above."""
-    component: Component = found.graph.nodes[group.vertices[0]]["component"]
-    text = component_text(component, sum(found.graph.nodes[vertex]["count"] for vertex in group.vertices) // total)
+    component: Component = cluster_graph.graph.nodes[group.vertices[0]]["component"]
+    text = component_text(
+        component, sum(cluster_graph.graph.nodes[vertex]["count"] for vertex in group.vertices) // total
+    )
     box = _Box(kind=component.kind, text=text, x=sum(span) / 2, y=y, width=span[1] - span[0] - 2 * INSET)
     canvas.box(box)
     if above:
-        for link in {link: None for vertex in group.vertices for link in links_up(found.graph, vertex)}:
+        for link in {link: None for vertex in group.vertices for link in links_up(cluster_graph.graph, vertex)}:
             canvas.link(above, box, link)
             over = f", {link.oversubscription:g}:1" if link.oversubscription > 1 else ""
             far = f", {format_seconds(2 * link.latency_s)}" if link.latency_s else ""
@@ -243,7 +245,7 @@ def _draw_switches(
 def _draw_node(
     canvas: _Canvas,
     cluster: ClusterSpec,
-    found: ClusterGraph,
+    cluster_graph: ClusterGraph,
     node: PlaceGroup,
     total: int,
     span: Span,
@@ -252,7 +254,7 @@ def _draw_node(
     moved: dict[str, str],
 ) -> float:
     """The parts of a node in rows, from the network down to the fabrics, and their links; returns where it ends."""
-    graph: Graph = found.graph.subgraph(node.vertices)
+    graph: Graph = cluster_graph.graph.subgraph(node.vertices)
     if cluster.devices_per_node <= MOST_DRAWN:
         graph, total = node_graph(cluster), 1
     boxes: dict[Any, _Box] = {}

@@ -51,7 +51,7 @@ BEST: tuple[tuple[str, Callable[[RunFigures], float | None], Callable[[RunFigure
 )
 
 
-def print_compared(console: Console, found: Sequence[Compared]) -> None:
+def print_compared(console: Console, compared: Sequence[Compared]) -> None:
     """The table of all clusters and sizes, and which is best in what."""
     rows = [
         Row(
@@ -60,12 +60,12 @@ def print_compared(console: Console, found: Sequence[Compared]) -> None:
             least=entry.outcome.least,
             why=entry.outcome.why,
         )
-        for entry in found
+        for entry in compared
     ]
     print_runs(console, ("cluster", "nodes"), rows)
     console.print()
     grid = labelled()
-    planned = [entry for entry in found if entry.outcome.best]
+    planned = [entry for entry in compared if entry.outcome.best]
     safe = [entry for entry in planned if entry.outcome.best and entry.outcome.best.plan.verdict == "fits"]
     for label, cost, shown in BEST:
         known = [
@@ -81,12 +81,12 @@ def print_compared(console: Console, found: Sequence[Compared]) -> None:
     print_part(console, grid)
 
 
-def draw_rates(found: Sequence[Compared]) -> str:
+def draw_rates(compared: Sequence[Compared]) -> str:
     """An SVG of tokens per second by devices, both logarithmic: a line for every cluster, broken ones for what its
     smallest size would reach if it scaled perfectly.
     """
     lines: dict[str, list[tuple[float, float]]] = {}
-    for entry in found:
+    for entry in compared:
         if (best := entry.outcome.best) is not None:
             lines.setdefault(entry.cluster, []).append((best.figures.num_devices, best.figures.tokens_per_s))
     lines = {name: sorted(points) for name, points in lines.items()}

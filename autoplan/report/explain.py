@@ -34,52 +34,56 @@ LEVEL = 5e-4  # of two steps that are called level
 Names = Mapping[str, str]
 
 
-def print_explanation(console: Console, file: PlanFile, found: Explanation, names: Names, path: str) -> None:
+def print_explanation(console: Console, file: PlanFile, explanation: Explanation, names: Names, path: str) -> None:
     """All of it; `names` are those of axes that are not called on screen as they are inside."""
     print_answer(console, file)
     console.print()
-    stages = placed(found.stages, found.plan.plan.num_microbatches, found.capacity_bytes)
-    _print_terms(console, found.plan, stages)
+    stages = placed(explanation.stages, explanation.plan.plan.num_microbatches, explanation.capacity_bytes)
+    _print_terms(console, explanation.plan, stages)
     console.print()
     grid = labelled()
     for at, reason in enumerate(
-        found.binds or ("neither memory nor a rule: no plan with one or two changes is faster",)
+        explanation.binds or ("neither memory nor a rule: no plan with one or two changes is faster",)
     ):
         grid.add_row("" if at else "binds", escape(reason))
-    for at, near in enumerate(found.better):
-        grid.add_row("" if at else "faster", escape(f"{_changes(near, names)}: {_needs(near, found)}"))
+    for at, near in enumerate(explanation.better):
+        grid.add_row("" if at else "faster", escape(f"{_changes(near, names)}: {_needs(near, explanation)}"))
     print_part(console, grid)
-    if found.versus:
+    if explanation.versus:
         console.print()
-        _print_versus(console, found.plan, found.versus, names)
+        _print_versus(console, explanation.plan, explanation.versus, names)
     else:
         console.print()
-        _print_changes(console, found, names)
-        if found.alternatives:
-            lost = [(plan.plan.describe(), plan) for plan in found.alternatives]
+        _print_changes(console, explanation, names)
+        if explanation.alternatives:
+            lost = [(plan.plan.describe(), plan) for plan in explanation.alternatives]
             console.print()
-            _print_lost(console, found.plan, lost)
-    wish = next((wish for near in _effective_changes(found) if near.is_possible and (wish := _versus_flag(near))), "")
-    if wish and not found.versus:
+            _print_lost(console, explanation.plan, lost)
+    wish = next(
+        (wish for near in _effective_changes(explanation) if near.is_possible and (wish := _versus_flag(near))), ""
+    )
+    if wish and not explanation.versus:
         print_next_steps(console, ("next", f"autoplan explain {shlex.quote(path)} --versus {wish}"))
 
 
-def print_mixed_explanation(console: Console, file: MixedPlanFile, found: MixedExplanation) -> None:
+def print_mixed_explanation(console: Console, file: MixedPlanFile, explanation: MixedExplanation) -> None:
     """Print the explanation of a plan of a mixed cluster, with the plans that one change makes of it."""
     names = file.cluster.part_names
     print_mixed_answer(console, file)
     console.print()
-    _print_terms(console, found.plan, found.stages)
+    _print_terms(console, explanation.plan, explanation.stages)
     console.print()
     grid = labelled()
-    for label, text in (*waiting(found.plan, found.stages), *_binding(found, names)):
+    for label, text in (*waiting(explanation.plan, explanation.stages), *_binding(explanation, names)):
         grid.add_row(label, escape(text))
     print_part(console, grid)
     console.print()
-    _print_mixed_changes(console, found, names)
-    if found.alternatives:
+    _print_mixed_changes(console, explanation, names)
+    if explanation.alternatives:
         console.print()
-        _print_lost(console, found.plan, [(describe(plan.plan, names), plan) for plan in found.alternatives])
+        _print_lost(
+            console, explanation.plan, [(describe(plan.plan, names), plan) for plan in explanation.alternatives]
+        )
 
 
 def _print_terms(console: Console, best: RankedPlan | MixedCost, stages: Sequence[PlacedStage]) -> None:
@@ -124,13 +128,13 @@ def _faster(ratio: float) -> str:
     )
 
 
-def _needs(near: Neighbour, found: Explanation) -> str:
+def _needs(near: Neighbour, explanation: Explanation) -> str:
     """Speed-up of a neighbour, and what it lacks."""
     parts = [f"{format_seconds(near.plan.step_s)}, {_faster(near.ratio)}"]
     if near.plan.verdict != "fits":
-        parts.append(_memory_needed(near, found.capacity_bytes))
+        parts.append(_memory_needed(near, explanation.capacity_bytes))
     parts += [f"refused: {rule}" for rule in near.broken[:1]]
-    if near.plan.plan.global_batch != found.plan.plan.global_batch:
+    if near.plan.plan.global_batch != explanation.plan.plan.global_batch:
         parts.append(f"a global batch of {near.plan.plan.global_batch:,} would do")
     if near.is_possible:
         parts.append("possible: the search leaves it out or --fix does")
@@ -159,17 +163,19 @@ def _memory_needed(near: Neighbour, capacity_bytes: float) -> str:
     return needed if near.plan.verdict == "oom" else f"{needed}, {format_percent(near.plan.oom_probability)} risk"
 
 
-def _effective_changes(found: Explanation) -> list[Neighbour]:
+def _effective_changes(explanation: Explanation) -> list[Neighbour]:
     """Changes that make a difference: neither those that leave the step as it is nor slower ones that are refused."""
-    return [near for near in found.changes if near.ratio <= 1 - LEVEL or (near.ratio >= 1 + LEVEL and not near.broken)]
+    return [
+        near for near in explanation.changes if near.ratio <= 1 - LEVEL or (near.ratio >= 1 + LEVEL and not near.broken)
+    ]
 
 
-def _print_changes(console: Console, found: Explanation, names: Names) -> None:
+def _print_changes(console: Console, explanation: Explanation, names: Names) -> None:
     rows = []
-    for near in _effective_changes(found)[:SHOWN_CHANGES]:
-        why = reasons(near.plan, found.plan) if near.ratio >= 1 + LEVEL else ""
+    for near in _effective_changes(explanation)[:SHOWN_CHANGES]:
+        why = reasons(near.plan, explanation.plan) if near.ratio >= 1 + LEVEL else ""
         if near.plan.verdict != "fits":
-            why = f"{_memory_needed(near, found.capacity_bytes)}{'; ' * bool(why)}{why}"
+            why = f"{_memory_needed(near, explanation.capacity_bytes)}{'; ' * bool(why)}{why}"
         if near.broken:
             why = f"refused: {near.broken[0]}"
         rows.append(
@@ -178,9 +184,9 @@ def _print_changes(console: Console, found: Explanation, names: Names) -> None:
     print_table(console, (("one change", False), ("step", True), ("why not", False)), rows, keep=3)
 
 
-def _binding(found: MixedExplanation, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _binding(explanation: MixedExplanation, names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(label, text) of the memory that the faster plan with least of it lacks."""
-    faster = [near.plan for near in found.changes if near.ratio < 1 - LEVEL and near.plan.verdict != "fits"]
+    faster = [near.plan for near in explanation.changes if near.ratio < 1 - LEVEL and near.plan.verdict != "fits"]
     if faster:
         yield "binds", f"memory: a faster plan {_needed(min(faster, key=lambda plan: plan.oom_z), names)}"
 
@@ -192,12 +198,12 @@ def _needed(plan: MixedCost, names: Sequence[str]) -> str:
     return f"needs {format_bytes(worst.memory_bytes)} of {format_bytes(worst.capacity_bytes)} on {names[worst.part]}"
 
 
-def _print_mixed_changes(console: Console, found: MixedExplanation, names: Sequence[str]) -> None:
+def _print_mixed_changes(console: Console, explanation: MixedExplanation, names: Sequence[str]) -> None:
     rows = []
-    telling = [near for near in found.changes if abs(near.ratio - 1) >= LEVEL]
+    telling = [near for near in explanation.changes if abs(near.ratio - 1) >= LEVEL]
     for near in telling[:SHOWN_CHANGES]:
         why = [_needed(near.plan, names)] if near.plan.verdict != "fits" else []
-        why.append(reasons(near.plan, found.plan) if near.ratio > 1 else _faster(near.ratio))
+        why.append(reasons(near.plan, explanation.plan) if near.ratio > 1 else _faster(near.ratio))
         what, before, after = near.change
         rows.append((f"{what} {before} -> {after}", format_seconds(near.plan.step_s), escape("; ".join(why))))
     print_table(console, (("one change", False), ("step", True), ("why not", False)), rows, keep=3)

@@ -46,7 +46,7 @@ class LogEnd:
     @property
     def error(self) -> str:
         """The first error that the end names, which the others follow from; blank if it names none."""
-        errors = [found[1] for line in self._lines if (found := _ERROR.match(line))]
+        errors = [match[1] for line in self._lines if (match := _ERROR.match(line))]
         own = [line for line in errors if not any(name in line for name in _LAUNCHERS)]
         return next(iter(own or errors), "")
 

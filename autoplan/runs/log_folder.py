@@ -84,8 +84,8 @@ def past_runs(folder: Path, read: Callable[[Path], Launch]) -> Iterator[PastRun 
 
     What cannot be read is passed over and never stops the rest.  Links are followed to files, not to folders.
     """
-    found = _find(folder)
-    yield from found.passed_over
+    files = _find(folder)
+    yield from files.passed_over
     readings: dict[Path, Launch | str] = {}
 
     def reading(path: Path) -> Launch | str:
@@ -96,9 +96,9 @@ def past_runs(folder: Path, read: Callable[[Path], Launch]) -> Iterator[PastRun 
                 readings[path] = cleaned(str(error))
         return readings[path]
 
-    for (_, name), logs in sorted(found.logs.items()):
+    for (_, name), logs in sorted(files.logs.items()):
         try:
-            path, launch = _started_by(logs[0], name, folder, found.launches, reading)
+            path, launch = _started_by(logs[0], name, folder, files.launches, reading)
             yield _read_run(logs, path, launch)
         except InputError as error:
             yield PassedOver(path=logs[0], reason=cleaned(str(error)))
@@ -108,29 +108,29 @@ def past_runs(folder: Path, read: Callable[[Path], Launch]) -> Iterator[PastRun 
 
 
 def _find(folder: Path) -> _Found:
-    found = _Found()
+    files = _Found()
     seen: set[tuple[int, int]] = set()
     if not is_folder(folder):
         raise InputError(f"{folder} is no folder: name the one that holds logs and launch files")
 
     def complain(error: OSError) -> None:
         where = Path(str(error.filename or folder))
-        found.passed_over.append(PassedOver(path=where, reason=f"cannot be read: {error.strerror or error}"))
+        files.passed_over.append(PassedOver(path=where, reason=f"cannot be read: {error.strerror or error}"))
 
     paths = (Path(top, name) for top, _, names in os.walk(folder, onerror=complain) for name in names)
     found_paths = sorted(islice(paths, MOST_FILES + 1))
     if len(found_paths) > MOST_FILES:
-        found.passed_over.append(PassedOver(path=folder, reason=f"only {MOST_FILES:,} of its files were looked at"))
+        files.passed_over.append(PassedOver(path=folder, reason=f"only {MOST_FILES:,} of its files were looked at"))
     for path in sorted(found_paths[:MOST_FILES], key=Path.is_symlink):  # what a link leads to has a name of its own
         try:
-            _sort_in(path, found, seen)
+            _sort_in(path, files, seen)
         except (InputError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            found.passed_over.append(PassedOver(path=path, reason=cleaned(reason)))
-    return found
+            files.passed_over.append(PassedOver(path=path, reason=cleaned(reason)))
+    return files
 
 
-def _sort_in(path: Path, found: _Found, seen: set[tuple[int, int]]) -> None:
+def _sort_in(path: Path, files: _Found, seen: set[tuple[int, int]]) -> None:
     """Tell what a file is; one that is linked to twice counts once."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) in seen:
@@ -146,12 +146,12 @@ def _sort_in(path: Path, found: _Found, seen: set[tuple[int, int]]) -> None:
         if not reader.has_times:
             text = head.decode("utf-8", errors="replace")
             if status.st_size <= MOST_LAUNCH_BYTES and looks_like_launch(path, text):
-                found.launches[path.parent].append(path)
+                files.launches[path.parent].append(path)
             return
     if path.name in _RANK_STREAMS and path.parent.name.isdigit():
-        found.logs[path.parent.parent, ""].append(path)
+        files.logs[path.parent.parent, ""].append(path)
     else:
-        found.logs[path.parent, named[1] if named else path.stem].append(path)
+        files.logs[path.parent, named[1] if named else path.stem].append(path)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

@@ -360,15 +360,15 @@ def _clusters_of_device() -> dict[str, list[str]]:
 
     Tables that do not tell the network of a machine are mostly of rented ones.
     """
-    found: dict[str, list[ClusterSpec]] = {}
+    clusters: dict[str, list[ClusterSpec]] = {}
     for cluster in map(load_cluster, preset_clusters()):
-        found.setdefault(cluster.device.name, []).append(cluster)
+        clusters.setdefault(cluster.device.name, []).append(cluster)
 
     def rank(cluster: ClusterSpec) -> tuple[bool, float]:
         network = cluster.network
         return cluster.name != cluster.device.name, network.nic_bytes_per_s * network.nics_per_device
 
-    return {device: [cluster.name for cluster in sorted(of, key=rank)] for device, of in found.items()}
+    return {device: [cluster.name for cluster in sorted(of, key=rank)] for device, of in clusters.items()}
 
 
 def _sized_gpu(row: _Row) -> str:

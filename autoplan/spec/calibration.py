@@ -122,8 +122,8 @@ class Calibration:
     @property
     def time_spreads(self) -> Floats:
         """The spread of every kind in `TIME_SPREADS`; NaN where no run tells it."""
-        found = (getattr(self, name) or self.time_spread for name in TIME_SPREADS)
-        return np.array([math.nan if spread is None else spread for spread in found])
+        spreads = (getattr(self, name) or self.time_spread for name in TIME_SPREADS)
+        return np.array([math.nan if spread is None else spread for spread in spreads])
 
 
 def burst_factors(

@@ -83,7 +83,7 @@ class PinnedTimings:
 
 
 def _pinned(table: TimingTable, *, asked_only: bool) -> dict[str, tuple[PinnedTime, ...]]:
-    found = {}
+    pinned = {}
     for (operation, dtype), times in sorted(table.times.items()):
         asked = times.asked_kinds(operation) if asked_only else set()
         kept = tuple(
@@ -92,5 +92,5 @@ def _pinned(table: TimingTable, *, asked_only: bool) -> dict[str, tuple[PinnedTi
             if not asked_only or matched_numbers(operation, shape) in asked
         )
         if kept:
-            found[f"{operation} {dtype}"] = kept
-    return found
+            pinned[f"{operation} {dtype}"] = kept
+    return pinned

@@ -171,8 +171,8 @@ class _Times:
         keys = [tuple(shape) for shape in shapes.tolist()]
         if new := [at for at, key in enumerate(keys) if key not in self.known]:
             seconds, is_disturbed = self._looked_up(operation, shapes[new])
-            found = zip(seconds.tolist(), is_disturbed.tolist(), strict=True)
-            self.known.update(zip([keys[at] for at in new], found, strict=True))
+            cells = zip(seconds.tolist(), is_disturbed.tolist(), strict=True)
+            self.known.update(zip([keys[at] for at in new], cells, strict=True))
         return Lookup(
             seconds=np.array([self.known[key][0] for key in keys], dtype=np.float64),
             is_exact=np.array([key in self.exact for key in keys], dtype=np.bool_),
@@ -325,9 +325,9 @@ class TimingTable:
         if times is None:
             return Lookup.refused(len(shapes))
         rows, inverse = np.unique(shapes, axis=0, return_inverse=True)
-        found = times.at(operation, rows)
-        seconds = found.seconds * self.slower.get(operation, 1.0)
-        return replace(found, seconds=seconds, source_factors=self.source_factors).take(inverse.ravel())
+        lookup = times.at(operation, rows)
+        seconds = lookup.seconds * self.slower.get(operation, 1.0)
+        return replace(lookup, seconds=seconds, source_factors=self.source_factors).take(inverse.ravel())
 
 
 NO_TIMINGS = TimingTable()  # one for all, so that problems without measured times are alike

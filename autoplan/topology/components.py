@@ -226,17 +226,17 @@ def wide_levels(cluster: ClusterSpec) -> list[tuple[LinkLevel, int]]:
 def node_faults(cluster: ClusterSpec) -> dict[int, Faults]:
     """The faults in each node that has some, by its place in the order of ranks."""
     names = [name for group in cluster.nodes for name in group.names]
-    found: dict[int, Faults] = {}
+    faults_by_node: dict[int, Faults] = {}
     for fault in cluster.faults:
         if fault.node is not None and fault.part != "uplink":
             node = names.index(str(fault.node)) if names else int(fault.node)
-            found[node] = (*found.get(node, ()), (fault.part, fault.index, fault.rate_share))
-    return {node: tuple(sorted(faults)) for node, faults in found.items()}
+            faults_by_node[node] = (*faults_by_node.get(node, ()), (fault.part, fault.index, fault.rate_share))
+    return {node: tuple(sorted(faults)) for node, faults in faults_by_node.items()}
 
 
 def uplink_faults(cluster: ClusterSpec) -> dict[int, dict[int, float]]:
     """Slow uplinks above every node, by its place: tiers (innermost 0) and the share that is left."""
-    found: dict[int, dict[int, float]] = {}
+    faults_by_leaf: dict[int, dict[int, float]] = {}
     for fault in cluster.faults:
         if fault.part != "uplink" or fault.switch is None:
             continue
@@ -249,8 +249,8 @@ def uplink_faults(cluster: ClusterSpec) -> dict[int, dict[int, float]]:
             first = int(fault.switch.rpartition(" ")[2]) * size
             nodes = list(range(first, min(first + size, cluster.num_nodes)))
         for node in nodes:
-            found.setdefault(node, {})[tier] = fault.rate_share
-    return found
+            faults_by_leaf.setdefault(node, {})[tier] = fault.rate_share
+    return faults_by_leaf
 
 
 def place_names(cluster: ClusterSpec) -> tuple[str, ...]:

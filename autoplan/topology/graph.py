@@ -137,12 +137,12 @@ def links_up(graph: Graph, vertex: Hashable) -> list[Link]:
     """The links of a switch, a NIC or a site to what is above it in the network."""
     order = {"nic": -1, "switch": 0, "core": 1, "wan": 2}
     component = graph.nodes[vertex]["component"]
-    found = []
+    links = []
     for other, edge in graph[vertex].items():
         above = graph.nodes[other]["component"]
         if above.kind in order and (order[above.kind], above.tier) > (order[component.kind], component.tier):
-            found.append(edge["link"])
-    return found
+            links.append(edge["link"])
+    return links
 
 
 def min_cut_bytes_per_s(graph: Graph, left: Iterable[Hashable], right: Iterable[Hashable]) -> float:
@@ -299,9 +299,11 @@ class _Folded:
         """The class of every rail of a set of leaf switches: two differ where a node below tells their NICs apart."""
         rails = (0,) * num_rails(self.cluster)
         while True:
-            found = [self._inside(faults, rails)[1] for faults in sorted({node.faults for node in switch.nodes})]
+            rails_of_nodes = [
+                self._inside(faults, rails)[1] for faults in sorted({node.faults for node in switch.nodes})
+            ]
             numbers: dict[Any, int] = {}
-            seen = [tuple(class_of["nic", at] for class_of in found) for at in range(len(rails))]
+            seen = [tuple(class_of["nic", at] for class_of in rails_of_nodes) for at in range(len(rails))]
             refined = tuple(numbers.setdefault(classes, len(numbers)) for classes in seen)
             if refined == rails:
                 return rails

@@ -106,8 +106,8 @@ def _seated(seats: Seats, stride: Ints, size: Ints, gaps: Gaps | None, pattern: 
     step = stride * size if gaps is None else np.where(run < size, gaps.step, stride * size)
     rows = np.stack([column.ravel() for column in np.broadcast_arrays(stride, size, run, step)])
     first, inverse = distinct_rows(*rows)
-    found = [seats.members(RankGroup(pattern, *row)) for row in rows.T[first].tolist()]
-    return np.array(found, dtype=np.float64)[inverse].reshape(size.shape)
+    members = [seats.members(RankGroup(pattern, *row)) for row in rows.T[first].tolist()]
+    return np.array(members, dtype=np.float64)[inverse].reshape(size.shape)
 
 
 def used_of_domain(num_devices: int, devices_per_node: int, total: int) -> int:

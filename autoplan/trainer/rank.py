@@ -159,9 +159,9 @@ def _training(task: Task, device: torch.device) -> Training:
 
 
 def _gathered(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def other_load(loads: Sequence[tuple[str, list[tuple[float, float]]]], wall_s: float, num_cores: int) -> float | None:

@@ -120,12 +120,12 @@ class Training:
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Gradients that the last backward passes left, unsharded as in `whole_weights`."""
-        found = {}
+        gradients = {}
         for part in self.parts:
             for name, weight in _named(part):
                 assert weight.grad is not None, name
-                found[name] = _whole(weight.grad)
-        return found
+                gradients[name] = _whole(weight.grad)
+        return gradients
 
 
 def _named(part: torch.nn.Module) -> list[tuple[str, Tensor]]:

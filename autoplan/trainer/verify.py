@@ -50,12 +50,12 @@ def ask(question: Question, *, budget_s: float = BUDGET_S) -> dict[int, float]:
     """
     check(question.model, question.plan, question.seq_len)
     began, last = time.monotonic(), question.plan.pp - 1
-    found: dict[int, float] = {}
+    peaks: dict[int, float] = {}
     for stage in sorted(range(question.plan.pp), key=lambda stage: (stage not in (0, last), stage)):
-        if found and time.monotonic() - began > budget_s:
+        if peaks and time.monotonic() - began > budget_s:
             break
-        found[stage] = peak_bytes(replace(question, stage=stage))
-    return found
+        peaks[stage] = peak_bytes(replace(question, stage=stage))
+    return peaks
 
 
 def check(model: ModelSpec, plan: ParallelPlan, seq_len: int) -> None:
@@ -89,11 +89,13 @@ def peak_bytes(question: Question) -> float:
         layers = (sum(own) / len(own) - _FEW) / (_MORE - _FEW)  # chunks that differ count as their mean
     if plan.pp > 1 and filled < count:
         questions.append(_with_microbatches(questions[0], filled + plan.pp))
-    found = _answer(questions)
-    more, longer = found[min(1, len(questions) - 1)] if layers else found[0], found[-1]
+    answers = _answer(questions)
+    more, longer = answers[min(1, len(questions) - 1)] if layers else answers[0], answers[-1]
     # A pipeline stage has a buffer for every micro-batch, however few of them are alive.
     times = (count - filled) / plan.pp if plan.pp > 1 and filled < count else 0.0
-    return max(few + layers * (more[moment] - few) + times * (longer[moment] - few) for moment, few in found[0].items())
+    return max(
+        few + layers * (more[moment] - few) + times * (longer[moment] - few) for moment, few in answers[0].items()
+    )
 
 
 def _filled(plan: ParallelPlan) -> int:

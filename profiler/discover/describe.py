@@ -37,8 +37,8 @@ class Description:
 
 def describe(node: ObservedNode, *, num_nodes: int = 1, name: str = "", device: str = "") -> Description:
     """A cluster of `num_nodes` such nodes; `device` is the id of a shipped one, where sources do not tell."""
-    found = identify(node, device)
-    spec, base = found.device, _nearest(found.like, node)
+    identified = identify(node, device)
+    spec, base = identified.device, _nearest(identified.like, node)
     size = len(node.devices) or base.devices_per_node
     cluster = replace(load_cluster(f"{base.name}:{num_nodes}x{size}"), device=spec)
     shipped = _shipped(base)
@@ -47,9 +47,11 @@ def describe(node: ObservedNode, *, num_nodes: int = 1, name: str = "", device: 
         "devices_per_node": node.source if node.devices else shipped,
     }
     warnings = []
-    if found.assumed:
-        warnings.append(f"{spec.name!r} is not shipped: figures of {found.like} stand in, correct [device] in the file")
-        remarks |= {f"device.{name}": f"of {found.like}: correct it" for name in found.assumed}
+    if identified.assumed:
+        warnings.append(
+            f"{spec.name!r} is not shipped: figures of {identified.like} stand in, correct [device] in the file"
+        )
+        remarks |= {f"device.{name}": f"of {identified.like}: correct it" for name in identified.assumed}
         remarks["device"] = "not shipped by autoplan"
     odd = Counter(device.name for device in node.devices)
     if len(odd) > 1:

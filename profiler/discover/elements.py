@@ -109,6 +109,6 @@ def read_elements(text: str, root: str) -> Element:
         problem = expat.ErrorString(error.code)
         raise InputError(f"not valid XML: {problem} (line {error.lineno}, column {error.offset + 1})") from None
     if reader.root is None or reader.root.name != root:
-        found = shown(reader.root.name) if reader.root else "nothing"
-        raise InputError(f"line 1: the outermost element must be <{root}>, got {found}")
+        root_name = shown(reader.root.name) if reader.root else "nothing"
+        raise InputError(f"line 1: the outermost element must be <{root}>, got {root_name}")
     return reader.root

@@ -65,9 +65,9 @@ def identify(node: ObservedNode, wanted: str = "") -> Identified:
     seen = _usual(node)
     ids = _ids(seen)
     if len(ids) == 1:
-        found = load_device(ids[0])
-        assert found is not None
-        return Identified(device=found, like=found.name)
+        spec = load_device(ids[0])
+        assert spec is not None
+        return Identified(device=spec, like=spec.name)
     if ids:
         raise InputError(f"{node.source}: {seen.name or 'the device'} may be {' or '.join(ids)}: pass --device")
     generation = _generation(seen)

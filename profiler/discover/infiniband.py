@@ -72,10 +72,10 @@ def _adapters(lines: Sequence[str], begins: re.Pattern[str]) -> list[_Adapter]:
     adapters: list[_Adapter] = []
     for number, line in enumerate(lines, start=1):
         if match := begins.fullmatch(line):
-            found = match.groupdict()
-            if not adapters or not found.get("port") or adapters[-1].name != found["name"]:
-                adapters.append(_Adapter(name=found.get("name", ""), line=number))
-            if found.get("port"):
+            fields = match.groupdict()
+            if not adapters or not fields.get("port") or adapters[-1].name != fields["name"]:
+                adapters.append(_Adapter(name=fields.get("name", ""), line=number))
+            if fields.get("port"):
                 adapters[-1].ports.append(_Port(line=number))
             if len(adapters) > MOST_DEVICES:
                 raise InputError(f"line {number}: more than {MOST_DEVICES:,} devices")
@@ -147,8 +147,8 @@ def _bytes_per_s(port: _Port) -> float | None:
 
 def _merged(nics: Iterator[ObservedNic]) -> list[ObservedNic]:
     """Join entries about the same adapter: libfabric tells of one several times, and not always its rate."""
-    found: dict[str, ObservedNic] = {}
+    adapters: dict[str, ObservedNic] = {}
     for nic in nics:
-        if nic.name not in found or found[nic.name].bytes_per_s is None:
-            found[nic.name] = nic
-    return list(found.values())
+        if nic.name not in adapters or adapters[nic.name].bytes_per_s is None:
+            adapters[nic.name] = nic
+    return list(adapters.values())

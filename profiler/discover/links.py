@@ -34,10 +34,10 @@ def with_measured(cluster: ClusterSpec, measured: Sequence[Measurement]) -> tupl
     for at, level in enumerate(cluster.levels):
         below = cluster.levels[at - 1].num_devices if at else 1
         inside = [measurement for measurement in measured if _is_inside(measurement, below, level.num_devices)]
-        found = _measured_level(level, inside)
-        levels.append(found[0] if found else level)
-        if found:
-            remarks[f"levels[{at}].efficiency"] = found[1]
+        sustained_level = _measured_level(level, inside)
+        levels.append(sustained_level[0] if sustained_level else level)
+        if sustained_level:
+            remarks[f"levels[{at}].efficiency"] = sustained_level[1]
     network = cluster.network
     if sustained := _sustained([measurement for measurement in measured if _is_between(measurement, cluster)]):
         nominal = network.nic_bytes_per_s * network.nics_per_device

@@ -159,18 +159,18 @@ def _device(index: int, gpu: Gpu, path: Path) -> ObservedDevice:
 
 def _adapters(ports: Sequence[Nic]) -> tuple[ObservedNic, ...]:
     """Return an adapter for each name; a rate of 0 is a link that is down."""
-    found: dict[str, ObservedNic] = {}
+    adapters: dict[str, ObservedNic] = {}
     for port in ports:
-        before = found[port.name].bytes_per_s if port.name in found else None
+        before = adapters[port.name].bytes_per_s if port.name in adapters else None
         rate = (port.gbit_per_s * 1e9 / 8 if port.gbit_per_s else None) if port.is_up else 0.0
-        found[port.name] = ObservedNic(
+        adapters[port.name] = ObservedNic(
             name=cleaned(port.name),
             kind=port.kind,
             bytes_per_s=rate if before is None else before + (rate or 0.0),
             pci=port.path.name if re.fullmatch(r"[0-9a-f:.]{12,16}", port.path.name) else "",
             numa=_numa(port.path),
         )
-    return tuple(found.values())
+    return tuple(adapters.values())
 
 
 def _place(path: Path) -> Place:

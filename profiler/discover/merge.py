@@ -88,17 +88,17 @@ def _joined(
     ours: Iterable[Part], theirs: Iterable[Part], key: Callable[[Part], object], says: list[str]
 ) -> tuple[Part, ...]:
     """Ours with what they lack of theirs, then theirs alone; `says` takes contradictions."""
-    found = {key(part): part for part in ours}
+    parts_by_key = {key(part): part for part in ours}
     for part in theirs:
-        known = found.get(key(part))
+        known = parts_by_key.get(key(part))
         if known is None:
-            found[key(part)] = part
+            parts_by_key[key(part)] = part
             continue
         blank = {name: getattr(part, name) for name in part.__slots__ if getattr(known, name) in (None, "")}
         if remark := _contradiction(known, part):
             says.append(remark)
-        found[key(part)] = replace(known, **blank)
-    return tuple(found.values())
+        parts_by_key[key(part)] = replace(known, **blank)
+    return tuple(parts_by_key.values())
 
 
 def _contradiction(earlier: Part, later: Part) -> str:

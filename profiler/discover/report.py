@@ -46,12 +46,12 @@ def encode(reports: ReportFile) -> str:
 def decode(text: str) -> ReportFile:
     """The report file that `text` is."""
     try:
-        found = msgspec.json.decode(text, type=ReportFile)
+        report = msgspec.json.decode(text, type=ReportFile)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InputError(f"is no report of autoplan discover: {cleaned(str(error))}") from None
-    if any(not text.isprintable() for text in _texts(msgspec.to_builtins(found))):
+    if any(not text.isprintable() for text in _texts(msgspec.to_builtins(report))):
         raise InputError("is no report of autoplan discover: it holds control characters")
-    return found
+    return report
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -82,11 +82,11 @@ def read_source(path: Path, kind: str = "auto") -> tuple[str, Parsed]:
     if kind != "auto" and kind not in FORMATS:
         raise InputError(f"--format {kind!r} is unknown: known are auto, {', '.join(FORMATS)}")
     text = read_text(path, most_bytes=MOST_BYTES)
-    found = recognise(text) if kind == "auto" else kind
-    if not found:
+    kind_of_text = recognise(text) if kind == "auto" else kind
+    if not kind_of_text:
         raise InputError(f"{path}: of no format that is known: pass --format with one of {', '.join(FORMATS)}")
     try:
-        return found, FORMATS[found][1](text)
+        return kind_of_text, FORMATS[kind_of_text][1](text)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 

@@ -161,11 +161,11 @@ def _from_yaml(text: str) -> SwitchTree:
         names = ", ".join(shown(str(entry.get("topology"))) for entry in usable) or "none"
         raise InputError(f"name the topology that the nodes are in; trees and blocks here: {names}")
     place = "topology " + shown(str(chosen[0].get("topology")))
-    found = decode(_YamlTopology, chosen[0], place)
-    if found.block is not None:
-        blocks = [_Entry(where=place, name=block.block, nodes=block.nodes) for block in found.block.blocks]
-        return _block(blocks, found.block.block_sizes)
-    switches = found.tree.switches if found.tree else ()
+    topology = decode(_YamlTopology, chosen[0], place)
+    if topology.block is not None:
+        blocks = [_Entry(where=place, name=block.block, nodes=block.nodes) for block in topology.block.blocks]
+        return _block(blocks, topology.block.block_sizes)
+    switches = topology.tree.switches if topology.tree else ()
     return _tree(
         [_Entry(where=place, name=switch.switch, nodes=switch.nodes, children=switch.children) for switch in switches]
     )

@@ -84,8 +84,8 @@ _OPTIONAL = {"window_size": 0, "kernel_source": ""}  # columns that older tables
 
 def default_root() -> Path:
     """The folder of tables inside the installed wheel, found without importing the package."""
-    found = importlib.util.find_spec("aiconfigurator_core")
-    for place in (found.submodule_search_locations or ()) if found else ():
+    package = importlib.util.find_spec("aiconfigurator_core")
+    for place in (package.submodule_search_locations or ()) if package else ():
         if (Path(place) / "systems" / "data").is_dir():
             return Path(place) / "systems" / "data"
     raise InputError(f"the tables of aiconfigurator-core are not installed: {INSTALL}")
@@ -112,11 +112,11 @@ def read_measurements(
     not positive are refused by one line.
     """
     root = root or default_root()
-    found = 0
+    num_tables = 0
     for path in sorted(root.glob("*/*/*/*/*_perf.parquet")):
         table = next((known for known in _TABLES if known.file == path.name), None)
         folder, _, framework, _ = path.relative_to(root).parts[:4]
-        found += table is not None
+        num_tables += table is not None
         if table is None or (operations is not None and table.operations.isdisjoint(operations)):
             continue
         if (devices is not None and device_of(folder) not in devices) or (
@@ -126,7 +126,7 @@ def read_measurements(
         for measurement in _read_table(path, table, root, dtypes):
             if operations is None or measurement.operation in operations:
                 yield measurement
-    if not found:
+    if not num_tables:
         raise InputError(f"{root}: no tables of aiconfigurator-core below it (DEVICE/FAMILY/FRAMEWORK/VERSION)")
 
 

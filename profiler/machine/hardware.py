@@ -239,11 +239,11 @@ def _amd_gpu(sys: Path, properties: dict[str, str]) -> Gpu:
 
 def nics(sys: Path) -> list[Nic]:
     """List every port of every NIC; virtual ones are left out."""
-    found = []
+    adapters = []
     for port in sorted((sys / "class/infiniband").glob("*/ports/*")):
         device = (port.parents[1] / "device").resolve()
         fabric: Literal["infiniband", "roce"] = "infiniband" if read(port / "link_layer") == "InfiniBand" else "roce"
-        found.append(
+        adapters.append(
             Nic(
                 name=port.parents[1].name,
                 kind="efa" if (device / "driver").resolve().name == "efa" else fabric,
@@ -257,7 +257,7 @@ def nics(sys: Path) -> list[Nic]:
         if not device.exists() or (device / "infiniband").exists():
             continue
         mbit_per_s = _number(read(net / "speed"))  # -1 where the driver does not know
-        found.append(
+        adapters.append(
             Nic(
                 name=net.name,
                 kind="slingshot" if (device / "driver").resolve().name.startswith("cxi") else "ethernet",
@@ -266,7 +266,7 @@ def nics(sys: Path) -> list[Nic]:
                 path=device,
             )
         )
-    return found
+    return adapters
 
 
 def _number(text: str) -> float | None:
@@ -294,16 +294,16 @@ def numa_nodes(sys: Path) -> list[str]:
 def cpu_model() -> str:
     """The processor's name; its architecture where /proc does not tell one, as on Arm."""
     with suppress(OSError):
-        if found := re.search(r"^model name\s*:\s*(.+)$", CPUINFO.read_text(), re.MULTILINE):
-            return cleaned(" ".join(found[1].split()))
+        if match := re.search(r"^model name\s*:\s*(.+)$", CPUINFO.read_text(), re.MULTILINE):
+            return cleaned(" ".join(match[1].split()))
     return cleaned(platform.processor() or platform.machine())
 
 
 def emulates_bf16(cpuinfo: Path = CPUINFO) -> bool:
     """Tell whether the cores are known to lack units for products in bf16, which take many times as long as fp32."""
     with suppress(OSError):
-        if found := re.search(r"^(?:flags|Features)\s*:(.+)$", cpuinfo.read_text(), re.MULTILINE):
-            return _BF16_UNITS.isdisjoint(found[1].split())
+        if match := re.search(r"^(?:flags|Features)\s*:(.+)$", cpuinfo.read_text(), re.MULTILINE):
+            return _BF16_UNITS.isdisjoint(match[1].split())
     return False
 
 

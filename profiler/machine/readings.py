@@ -42,9 +42,9 @@ def amd_slowdown(handle: Any) -> str:
         return ""
     with suppress(library.AmdSmiException):  # what older devices do not have is an error
         status = library.amdsmi_get_violation_status(handle)
-        found = [name for key, name in _AMD_SLOWDOWNS.items() if status.get(key) in (True, 1)]  # else False or "N/A"
-        if found or any(isinstance(status.get(key), bool | int) for key in _AMD_SLOWDOWNS):
-            return ", ".join(found)
+        reasons = [name for key, name in _AMD_SLOWDOWNS.items() if status.get(key) in (True, 1)]  # else False or "N/A"
+        if reasons or any(isinstance(status.get(key), bool | int) for key in _AMD_SLOWDOWNS):
+            return ", ".join(reasons)
     with suppress(library.AmdSmiException):
         bits = library.amdsmi_get_gpu_metrics_info(handle).get("indep_throttle_status")
         return "thermal" if isinstance(bits, int) and bits != 2**64 - 1 and bits & _AMD_TEMPERATURES else ""

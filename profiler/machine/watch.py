@@ -70,18 +70,20 @@ def conditions(seen: Sequence[Seen], load: float | None) -> tuple[dict[str, str]
 
     `load` is the share of the cores that others used, where these are the devices: nothing is told of others then.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     disturbances: list[str] = []
     if seen and load is None:
         load = float(np.mean([look.foreign for look in seen]))
-        found |= {name: f"{np.median([getattr(look, name) for look in seen]):.0f}" for name in ("clock_mhz", "power_w")}
+        values |= {
+            name: f"{np.median([getattr(look, name) for look in seen]):.0f}" for name in ("clock_mhz", "power_w")
+        }
         slowed = Counter(look.slowdown for look in seen if look.slowdown)
         if slowed:
             share = slowed.total() / len(seen)
-            found["slowdown"] = f"{slowed.most_common(1)[0][0]} at {100 * share:.0f} % of {len(seen)} looks"
-            disturbances += [f"devices slowed down: {found['slowdown']}"] if share > MOST_SLOWED else []
+            values["slowdown"] = f"{slowed.most_common(1)[0][0]} at {100 * share:.0f} % of {len(seen)} looks"
+            disturbances += [f"devices slowed down: {values['slowdown']}"] if share > MOST_SLOWED else []
     if load is not None:
-        found["other_load"] = f"{100 * load:.1f} %"
+        values["other_load"] = f"{100 * load:.1f} %"
         if load > Rules().most_foreign:
             disturbances.insert(0, f"other load took {100 * load:.0f} % of the machine")
-    return found, "; ".join(disturbances)
+    return values, "; ".join(disturbances)

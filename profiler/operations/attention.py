@@ -38,8 +38,8 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if found := _ENTRY.search(str(function)):
-            self.backends.append(" ".join(filter(None, found.groups())))
+        if entry := _ENTRY.search(str(function)):
+            self.backends.append(" ".join(filter(None, entry.groups())))
         return function(*args, **kwargs or {})
 
 

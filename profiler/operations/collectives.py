@@ -30,13 +30,13 @@ class Groups:
         """Return (this rank's group of `shape`, its ranks); None for a rank that stands by.  All ranks call it."""
         num_devices, on_node, num_groups, _ = shape
         layout = Layout(num_devices=num_devices, devices_per_node=on_node, num_groups=num_groups)
-        found = None
+        own_group = None
         for ranks in groups_of(layout, self._num_nodes, self._devices_per_node):
             if tuple(ranks) not in self._made:  # every rank makes every group, in the same order
                 self._made[tuple(ranks)] = dist.new_group(ranks)
             if self.rank in ranks:
-                found = (self._made[tuple(ranks)], ranks)
-        return found
+                own_group = (self._made[tuple(ranks)], ranks)
+        return own_group
 
 
 def build(operation: Operation, shape: tuple[int, ...], factory: InputFactory, groups: Groups) -> Run | None:
@@ -134,8 +134,8 @@ def _starter(
 
 def _newest(*names: str) -> Callable[..., dist.Work]:
     """Return torch.distributed's function under the first of its names that this version has: 2.13 renamed some."""
-    found: Callable[..., dist.Work] = next(getattr(dist, name) for name in names if hasattr(dist, name))
-    return found
+    collective: Callable[..., dist.Work] = next(getattr(dist, name) for name in names if hasattr(dist, name))
+    return collective
 
 
 def _posted(work: dist.Work | None) -> dist.Work:

@@ -60,13 +60,13 @@ def is_hidden(of: Marked = OPERATIONS) -> ColumnElement[bool]:
 def hiding_mark(connection: Connection, of: Marked, row_id: int, key: str) -> Mark | None:
     """The mark that hides a row."""
     said = of.marks.c
-    found = connection.execute(
+    row = connection.execute(
         select(of.marks)
         .where(said.record_id == row_id, said.hides, said.record_id.in_(hidden_ids(of)))
         .order_by(_moment(of).desc(), said.id)
         .limit(1)
     ).first()
-    return Mark(key=key, by=found.by, reason=found.reason, at=found.at) if found else None
+    return Mark(key=key, by=row.by, reason=row.reason, at=row.at) if row else None
 
 
 def add_marks(connection: Connection, of: Marked, new: Sequence[Mark]) -> int:
@@ -87,8 +87,10 @@ def add_marks(connection: Connection, of: Marked, new: Sequence[Mark]) -> int:
 def change(connection: Connection, of: Marked, keys: Collection[str], *, hides: bool, by: str, reason: str) -> int:
     """Hide rows, or take them back into use; how many were not so before."""
     was_otherwise = ~is_hidden(of) if hides else is_hidden(of)
-    found = connection.scalars(select(of.rows.c.key).where(of.rows.c.key.in_(keys), was_otherwise)).all()
-    return add_marks(connection, of, [Mark(key=key, by=by, reason=reason, at=now(), hides=hides) for key in found])
+    changed_keys = connection.scalars(select(of.rows.c.key).where(of.rows.c.key.in_(keys), was_otherwise)).all()
+    return add_marks(
+        connection, of, [Mark(key=key, by=by, reason=reason, at=now(), hides=hides) for key in changed_keys]
+    )
 
 
 def quarantine(connection: Connection, reasons: dict[str, str]) -> set[str]:

@@ -84,8 +84,10 @@ class Beside:
 
     def conditions(self, table: Table) -> list[ColumnElement[bool]]:
         """Return the conditions on rows of a table."""
-        found = [table.c[name] == getattr(self, name) for name in ("host", "status") if getattr(self, name) is not None]
-        return [*found, table.c.measured_at >= self.since] if self.since is not None else found
+        conditions = [
+            table.c[name] == getattr(self, name) for name in ("host", "status") if getattr(self, name) is not None
+        ]
+        return [*conditions, table.c.measured_at >= self.since] if self.since is not None else conditions
 
 
 ALL = Beside()
@@ -284,7 +286,11 @@ class Store:
                 shape = _shape(row.shape)
                 if devices_together(row.operation, shape) == 1 or machines[row.fingerprint_id] == fingerprint:
                     counts[row.operation, shape, row.dtype, row.kernel, row.mode][row.status] += row.num
-        return {key for key, found in counts.items() if found["ok"] >= num_visits or found["failed"] >= MOST_FAILURES}
+        return {
+            key
+            for key, statuses in counts.items()
+            if statuses["ok"] >= num_visits or statuses["failed"] >= MOST_FAILURES
+        }
 
     def latest(self, device: str) -> Fingerprint | None:
         """The machine with that device that was measured last, of what was not imported, failed or hidden.
@@ -343,7 +349,7 @@ class Store:
                 )
                 rows += self._middle_ones(connection.execute(query.order_by(chosen.c.place)))
             rows += _stand_ins(connection, levels, usable)
-        found = []
+        measurements = []
         for operation, shape, dtype, seconds, kernel, source, key, number, mode, status in rows:
             try:
                 measurement = Measurement(
@@ -361,8 +367,8 @@ class Store:
             except (ValueError, TypeError):  # damaged: text in place of a number
                 self._unread.add(key)
             else:
-                found.append(measurement)
-        return found
+                measurements.append(measurement)
+        return measurements
 
     def beside_products(self, wanted: Fingerprint) -> list[BesideProducts]:
         """Return the collectives that were measured beside products on the nearest machines that have some."""
@@ -380,8 +386,8 @@ class Store:
             )
             with self._database.reading() as connection:
                 rows: Sequence[Any] = connection.execute(query.order_by(records.c.id)).all()
-            if found := [measured for row in rows if (measured := _beside(row))]:
-                return found
+            if beside := [measured for row in rows if (measured := _beside(row))]:
+                return beside
         return []
 
     def find(self, key: str) -> tuple[Record | RunRecord, Mark | None]:
@@ -406,16 +412,16 @@ class Store:
     def _named(self, key: str) -> tuple[Marked, Row[Any]]:
         if len(key) < LEAST_PREFIX or set(key) - set("0123456789abcdef"):
             raise InputError(f"key {key[:70]!r}: write at least {LEAST_PREFIX} of its hexadecimal digits, as shown")
-        found: list[tuple[Marked, Row[Any]]] = []
+        rows: list[tuple[Marked, Row[Any]]] = []
         with self._database.reading() as connection:
             for of in (OPERATIONS, RUNS):
                 begins = of.rows.c.key.between(key, key + "g")
-                found += [(of, row) for row in connection.execute(select(of.rows).where(begins).limit(2))]
-        if len(found) != 1:
+                rows += [(of, row) for row in connection.execute(select(of.rows).where(begins).limit(2))]
+        if len(rows) != 1:
             raise InputError(
-                f"key {key}: {'several records begin so' if found else f'{self.name} holds no such record'}"
+                f"key {key}: {'several records begin so' if rows else f'{self.name} holds no such record'}"
             )
-        return found[0]
+        return rows[0]
 
     def change(self, keys: Iterable[str], *, hides: bool, by: str, reason: str) -> int:
         """Mark what has these whole keys as not to be used, or to be used again; how many were not so before."""
@@ -469,8 +475,8 @@ class Store:
             if connection.dialect.name == "sqlite":
                 said = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
                 if said != "ok":
-                    found = " ".join(str(said).split())
-                    raise StoreError(f"{self.name} {DAMAGED} ({found})")
+                    problem = " ".join(str(said).split())
+                    raise StoreError(f"{self.name} {DAMAGED} ({problem})")
         for row, machine in self._rows_with_machines(select(records).where(~is_hidden()), records.c.id):
             yield from _findings(row, machine, _record, f"{row.operation} {row.shape}")
         query = select(runs).where(~is_hidden(RUNS)) if RUNS in self._marked else select(runs)
@@ -627,12 +633,12 @@ def _stand_ins(connection: Connection, levels: Mapping[int, Match], usable: Sequ
         records.c.work_hash.not_in(served),
         *usable,
     )
-    found: dict[tuple[str, ...], list[Any]] = defaultdict(list)
+    stand_ins: dict[tuple[str, ...], list[Any]] = defaultdict(list)
     for row in connection.execute(query.order_by(records.c.id)):
         if may_stand_in(row.operation, row.status, json.loads(row.conditions)):
-            found[row.operation, row.shape, row.dtype].append(row)
+            stand_ins[row.operation, row.shape, row.dtype].append(row)
     chosen = []
-    for alike in found.values():
+    for alike in stand_ins.values():
         nearest = min(levels[row.fingerprint_id] for row in alike)
         middle = _middle(row for row in alike if levels[row.fingerprint_id] == nearest)
         chosen.append(tuple(middle)[: len(_TIMED)])
@@ -644,13 +650,13 @@ def _findings(
 ) -> Iterator[Finding]:
     """Yield what is wrong with a row: it cannot be read, is not what its key says, or is implausible."""
     try:
-        found = read(row, machine)
+        entry = read(row, machine)
     except InputError as error:
         yield Finding(key=row.key, what=what, reason=str(error))
         return
-    if found.key != row.key:
+    if entry.key != row.key:
         yield Finding(key=row.key, what=what, reason="was changed in the database: its content has another key")
-    elif isinstance(found, Record) and (finding := _finding(row.key, found)):
+    elif isinstance(entry, Record) and (finding := _finding(row.key, entry)):
         yield finding
 
 

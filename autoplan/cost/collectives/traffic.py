@@ -109,11 +109,11 @@ def step_traffic(problem: Problem, plan: ParallelPlan) -> StepTraffic:
     """Traffic of one step of `plan`; every tier of switches is a level, also those that hold nothing back."""
     problem = problem.placed(plan.placement)
     topology = compile_topology(problem.cluster, plan.placement, every_tier=True)
-    links, found = Links.of(problem), list(transfers(problem, plan))
-    seconds = [transfer.seconds(links) for transfer in found]
+    links, moves = Links.of(problem), list(transfers(problem, plan))
+    seconds = [transfer.seconds(links) for transfer in moves]
     stage = int(np.argmax(sum(seconds, np.zeros(plan.pp))))
     rows: dict[tuple[str, Operation], TrafficRow] = {}
-    for transfer, time_s in zip(found, seconds, strict=True):
+    for transfer, time_s in zip(moves, seconds, strict=True):
         sent, times = transfer.collective, float(transfer.times[stage])
         if transfer.members < 2 or times * transfer.buffer_bytes[stage] == 0:
             continue

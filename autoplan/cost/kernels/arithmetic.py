@@ -231,8 +231,8 @@ def block_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> Mapp
     if finetuning is None or not finetuning.has_adapters:
         return shapes
     adapted = {kind: _adapted(model, shape, finetuning) for kind, shape in shapes.items()}
-    found = {name for _, names in adapted.values() for name in names}
-    if missing := [name for name in finetuning.targets if name not in found]:
+    adapted_names = {name for _, names in adapted.values() for name in names}
+    if missing := [name for name in finetuning.targets if name not in adapted_names]:
         known = sorted(
             {name for name, targets in MODULES.items() if any(_is_in(shapes, model, target) for target in targets)}
         )
@@ -288,14 +288,14 @@ def _targeted_parts(model: ModelSpec, linear: Linear, targets: tuple[str, ...]) 
     pieces: tuple[str, ...] = {"qkv": ("q", "k", "v")}.get(linear.name, ("",))
     if linear.name.endswith("fc1") and model.gated_mlp:
         pieces = ("gate", "up")
-    found = []
+    targeted = []
     for name in targets:
         if name == ALL_LINEAR:
-            found += [(name, piece) for piece in pieces]
+            targeted += [(name, piece) for piece in pieces]
         for target in MODULES.get(name, ()):
             if target.linear == linear.name and (not target.part or target.part in pieces):
-                found.append((name, target.part))
-    return found
+                targeted.append((name, target.part))
+    return targeted
 
 
 def _part(linear: Linear, part: str) -> Linear:

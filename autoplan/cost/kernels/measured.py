@@ -33,11 +33,11 @@ _MEASURED_IN = {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16")}
 
 def find(timings: TimingTable, operation: Operation, dtypes: Iterable[str], shapes: Floats) -> Lookup:
     """Times of `shapes` in the first of some types in which they were measured."""
-    found = Lookup.refused(len(shapes))
+    lookup = Lookup.refused(len(shapes))
     for dtype in dtypes:
         if timings.holds(operation, dtype):
-            found = found.before(timings.lookup(operation, dtype, shapes))
-    return found
+            lookup = lookup.before(timings.lookup(operation, dtype, shapes))
+    return lookup
 
 
 def find_kernels(problem: Problem, batch: PlanBatch, operation: Operation, *sizes: Sizes) -> Lookup:
@@ -47,29 +47,29 @@ def find_kernels(problem: Problem, batch: PlanBatch, operation: Operation, *size
     for all.
     """
     columns = np.stack(np.broadcast_arrays(np.zeros(len(batch)), *sizes)[1:], axis=-1)
-    found = Lookup.refused(columns.shape[:-1])
+    lookup = Lookup.refused(columns.shape[:-1])
     for at in np.unique(batch.precision):
         name = tuple(Precision)[at]
         rows = np.flatnonzero(batch.precision == at)
         shapes = columns[..., rows, :]
         own = find(problem.timings, operation, _MEASURED_IN.get(name, (name,)), shapes.reshape(-1, shapes.shape[-1]))
-        found.seconds[..., rows] = own.seconds.reshape(shapes.shape[:-1])
-        found.is_exact[..., rows] = own.is_exact.reshape(shapes.shape[:-1])
-        found.is_disturbed[..., rows] = own.is_disturbed.reshape(shapes.shape[:-1])
-    return replace(found, source_factors=problem.timings.source_factors).scaled(1 / problem.device_share)
+        lookup.seconds[..., rows] = own.seconds.reshape(shapes.shape[:-1])
+        lookup.is_exact[..., rows] = own.is_exact.reshape(shapes.shape[:-1])
+        lookup.is_disturbed[..., rows] = own.is_disturbed.reshape(shapes.shape[:-1])
+    return replace(lookup, source_factors=problem.timings.source_factors).scaled(1 / problem.device_share)
 
 
-def passes_s(found: Sequence[Lookup], references: Sequence[Floats]) -> tuple[Floats, ...]:
+def passes_s(lookups: Sequence[Lookup], references: Sequence[Floats]) -> tuple[Floats, ...]:
     """Seconds of a forward pass and the passes that go with it, from what was found of each and their references."""
-    forward = found[0]
+    forward = lookups[0]
     times, unmeasured = [forward.otherwise(references[0])], np.zeros_like(forward.is_exact)
-    for own, reference in zip(found[1:], references[1:], strict=True):
+    for own, reference in zip(lookups[1:], references[1:], strict=True):
         # A backward pass was not measured itself, even where it takes as long as the forward one.
         kin = replace(forward, seconds=forward.seconds * reference / references[0], is_exact=unmeasured)
         times.append(own.before(kin).otherwise(reference))
     return tuple(times)
 
 
-def measured_pass(found: Sequence[Lookup], reference: Pass) -> Pass:
+def measured_pass(lookups: Sequence[Lookup], reference: Pass) -> Pass:
     """Both passes, from what was found of each and their reference."""
-    return Pass(*passes_s(found, (reference.forward_s, reference.backward_s)))
+    return Pass(*passes_s(lookups, (reference.forward_s, reference.backward_s)))

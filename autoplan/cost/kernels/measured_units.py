@@ -152,8 +152,8 @@ def action_s(problem: Problem, batch: PlanBatch) -> Floats:
         return np.zeros(len(batch))
     passes = batch.num_microbatches * batch.vp
     here = np.minimum(np.maximum(problem.cluster.levels[-1].num_devices // (batch.tp * batch.dp), 1), batch.pp)
-    found = _only(find_kernels(problem, batch, "pipeline_actions", passes, batch.pp, here), batch.pp > 1)
-    return found.otherwise(np.zeros(len(batch))) / (2 * passes)
+    lookup = _only(find_kernels(problem, batch, "pipeline_actions", passes, batch.pp, here), batch.pp > 1)
+    return lookup.otherwise(np.zeros(len(batch))) / (2 * passes)
 
 
 def _seconds(problem: Problem, batch: PlanBatch, operation: Operation, *shape: Sizes) -> Floats:
@@ -173,8 +173,8 @@ def _fits(batch: PlanBatch) -> Bools:
     return ((batch.tp == 1) | batch.sp) & (batch.cp == 1)
 
 
-def _only(found: Lookup, which: Bools) -> Lookup:
-    return replace(found, seconds=np.where(which, found.seconds, np.nan))
+def _only(lookup: Lookup, is_wanted: Bools) -> Lookup:
+    return replace(lookup, seconds=np.where(is_wanted, lookup.seconds, np.nan))
 
 
 def _is_whole(problem: Problem) -> bool:

@@ -206,8 +206,8 @@ def _measured_beyond_s(problem: Problem, batch: PlanBatch, block: Block, traffic
         name: str, passes: tuple[Operation, Operation], shape: tuple[Sizes, ...], count: int = 1, heavier: float = 1.0
     ) -> Pass:
         known = reference(name, count)
-        found = [find_kernels(problem, wide, operation, *shape).scaled(factor * heavier) for operation in passes]
-        return measured_pass(found, known).less(known).scaled(count)
+        lookups = [find_kernels(problem, wide, operation, *shape).scaled(factor * heavier) for operation in passes]
+        return measured_pass(lookups, known).less(known).scaled(count)
 
     hidden = float(model.hidden_size)
     heavier = 1.0 if is_own else _norm_traffic(problem)
@@ -220,8 +220,8 @@ def _measured_beyond_s(problem: Problem, batch: PlanBatch, block: Block, traffic
         )
     if "rope" in traffic and model.mla is None:
         both = reference("rope").total_s
-        found = find_kernels(problem, wide, "rope", tokens, _roped_heads(problem, batch), float(model.qk_head_dim))
-        half = (found.scaled(factor).otherwise(both) - both) / 2
+        rope = find_kernels(problem, wide, "rope", tokens, _roped_heads(problem, batch), float(model.qk_head_dim))
+        half = (rope.scaled(factor).otherwise(both) - both) / 2
         total = total.plus(Pass(half, half))
     return total
 

@@ -95,8 +95,8 @@ def _measured_experts(
     tokens = norm_tokens(problem, batch) * batch.ep * batch.etp * problem.training.expert_imbalance
     width = (float(moe.latent_size or model.hidden_size), float(moe.expert_ffn_size))
     sizes = (tokens, *width, float(moe.experts_per_token), float(moe.num_experts), batch.etp, batch.ep)
-    found = [find_kernels(problem, batch, operation, *sizes) for operation in EXPERTS]
-    measured = measured_pass(found, reference)
+    lookups = [find_kernels(problem, batch, operation, *sizes) for operation in EXPERTS]
+    measured = measured_pass(lookups, reference)
     return measured.forward_s / reference.forward_s, measured.backward_s / reference.backward_s
 
 

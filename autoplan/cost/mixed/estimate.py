@@ -90,8 +90,8 @@ def _price_kinds(
     known = Familiarity.full(len(members))
     for layout in layouts:
         own = layout.problem
-        for found in (_work_terms(layout, critical), _shown_terms(layout, cells)):
-            for name, (who, value) in found.items():
+        for priced in (_work_terms(layout, critical), _shown_terms(layout, cells)):
+            for name, (who, value) in priced.items():
                 terms[name][who] = value
         rows, columns = np.nonzero(layout.here)
         layer_s[layout.member[rows], columns] = own.calibration.overall * _layer_s(own, layout.laid)[rows]

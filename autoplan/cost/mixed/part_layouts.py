@@ -209,8 +209,8 @@ def hops_s(
             at = layout.member[row]
             pair = frozenset(parts[at, hop : hop + 2].tolist())
             alike[pair, senders[at][pair]].append((row, hop))
-        for (pair, count), found in alike.items():
-            rows, columns = np.array(found).T
+        for (pair, count), stages in alike.items():
+            rows, columns = np.array(stages).T
             calibration = layout.problem.calibration
             links = links_between(problem.between(layout.part, pair, count), calibration)
             message = calibration.overall * message_s(layout.problem, layout.laid.batch.take(rows), links)

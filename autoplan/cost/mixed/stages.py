@@ -80,12 +80,12 @@ def _places(problem: MixedProblem, plan: MixedPlan, kind_at: int) -> tuple[Stage
 
 def mixed_stages(problem: MixedProblem, plan: MixedPlan) -> tuple[PlacedStage, ...]:
     """Every stage of every kind of replica, in the order of the plan."""
-    found = []
+    placed = []
     for kind_at in range(len(plan.kinds)):
         costs = {stage: row.cost(stage) for row in _rows(problem, plan, kind_at) for stage in row.stages}
         places = _places(problem, plan, kind_at)
-        found += [PlacedStage(place=place, cost=costs[place.stage]) for place in places]
-    return tuple(found)
+        placed += [PlacedStage(place=place, cost=costs[place.stage]) for place in places]
+    return tuple(placed)
 
 
 # -- moment by moment -------------------------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ def mixed_timeline(problem: MixedProblem, plan: MixedPlan) -> Timeline:
 
 
 def _pipeline(problem: MixedProblem, cost: MixedCost, kind_at: int, ranks: Sequence[tuple[int, ...]]) -> Pipeline:
-    plan, found = cost.plan, cost.kinds[kind_at]
-    stages, num_devices = len(found.stages), plan.num_devices
+    plan, kind = cost.plan, cost.kinds[kind_at]
+    stages, num_devices = len(kind.stages), plan.num_devices
     passes: dict[tuple[str, int], dict[str, float]] = {}
     alive = np.zeros(stages)
     levels: dict[str, Floats] = {}
@@ -123,20 +123,20 @@ def _pipeline(problem: MixedProblem, cost: MixedCost, kind_at: int, ranks: Seque
         places=_places(problem, plan, kind_at),
         ranks=ranks,
         pass_terms_s=passes,
-        hop_s=np.array([stage.send_s for stage in found.stages[:-1]]),
+        hop_s=np.array([stage.send_s for stage in kind.stages[:-1]]),
         blocking=stages > 1,
-        pipeline_s=found.pipeline_s,
-        send_s=_exposed_send_s(found, plan.kinds[kind_at].num_microbatches),
+        pipeline_s=kind.pipeline_s,
+        send_s=_exposed_send_s(kind, plan.kinds[kind_at].num_microbatches),
         alive_bytes=alive,
         levels=levels,
         end_s=end,
     )
 
 
-def _exposed_send_s(found: MixedKindCost, num_microbatches: int) -> float:
+def _exposed_send_s(kind: MixedKindCost, num_microbatches: int) -> float:
     """Time that messages add to the pipeline."""
     forward, backward, send = (
-        np.array([[getattr(stage, name) for stage in found.stages]]) for name in ("forward_s", "backward_s", "send_s")
+        np.array([[getattr(stage, name) for stage in kind.stages]]) for name in ("forward_s", "backward_s", "send_s")
     )
     return float(pipeline_s(forward, backward, send[:, :-1], np.array([num_microbatches])).send_s[0])
 
@@ -148,12 +148,12 @@ def _ranks(problem: MixedProblem, plan: MixedPlan) -> list[list[tuple[int, ...]]
     """
     sizes = [part.num_devices for part in problem.cluster.parts]
     free = np.cumsum([0, *sizes[:-1]]).tolist()
-    found = []
+    ranks = []
     for kind in plan.kinds:
         of_stages = []
         for stage in kind.stages:
             first, count = free[stage.part], kind.count * stage.tp
             of_stages.append(tuple(range(first, first + count)))
             free[stage.part] += count
-        found.append(of_stages)
-    return found
+        ranks.append(of_stages)
+    return ranks

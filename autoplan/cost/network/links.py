@@ -369,8 +369,8 @@ class Links:
         shapes = [np.stack([members, inside, groups, moved], axis=1) for groups in (siblings, alone)]
         both = find(self.timings, operation, _DTYPES, np.concatenate(shapes))
         half = np.arange(len(first))
-        found = both.take(half).before(both.take(half + len(first)))
-        measured_s, ratio = found.otherwise(np.full(len(first), np.nan)), np.ones(len(first))
+        lookup = both.take(half).before(both.take(half + len(first)))
+        measured_s, ratio = lookup.otherwise(np.full(len(first), np.nan)), np.ones(len(first))
         missing = np.flatnonzero(np.isnan(measured_s))
         ratio[missing] = self._ratio_of_others(operation, members[missing], inside[missing], moved[missing])
         own_s = reference_s[rows]
@@ -411,8 +411,8 @@ class Links:
         reference_s = collective_s(self.topology, operation, ProcessGroup(stride, size), moved)
         sizes, of_size = np.unique(moved, return_inverse=True)
         shapes = np.stack([np.full(len(sizes), float(number)) for number in (members, inside, siblings)], axis=1)
-        found = find(self.timings, operation, _DTYPES, np.column_stack([shapes, sizes]))
-        return found.seconds[of_size] / reference_s
+        lookup = find(self.timings, operation, _DTYPES, np.column_stack([shapes, sizes]))
+        return lookup.seconds[of_size] / reference_s
 
     @property
     def _domain_size(self) -> int:

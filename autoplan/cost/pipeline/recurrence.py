@@ -256,7 +256,7 @@ def rank_steps(
     ends = _ends(program, times, hop_s[:1])[:, 0]
     previous = np.concatenate([level.previous for level in program.levels])
     rows = np.concatenate([level.rows for level in program.levels])
-    found = []
+    steps_of_ranks = []
     for last in program.last.tolist():
         steps = []
         step = last
@@ -264,5 +264,5 @@ def rank_steps(
             steps.append(step - _RESERVED)
             step = int(previous[step - _RESERVED])
         at = np.array(steps[::-1], dtype=np.int64)
-        found.append(RankSteps(rows[at], times[rows[at], 0], ends[at + _RESERVED]))
-    return tuple(found)
+        steps_of_ranks.append(RankSteps(rows[at], times[rows[at], 0], ends[at + _RESERVED]))
+    return tuple(steps_of_ranks)

@@ -206,15 +206,15 @@ class Module:
     def _root(self, node: ast.expr, names: Mapping[str, Any]) -> Built | None:
         """Return the object in whose attribute, or its attribute's, an expression is."""
         name = dotted(node).partition(".")[0]
-        found = names.get(name, self.names.get(name))
-        return found if isinstance(found, Built) else None
+        value = names.get(name, self.names.get(name))
+        return value if isinstance(value, Built) else None
 
     def _place(self, node: ast.expr, names: Mapping[str, Any]) -> Built:
         """Return the object under a dotted name whose first part is an object, with what is missing on the way."""
         if not isinstance(node, ast.Attribute):
-            found = self._root(node, names)
-            assert found is not None
-            return found
+            value = self._root(node, names)
+            assert value is not None
+            return value
         place = self._place(node.value, names)
         inside = place.named.get(node.attr)
         if not isinstance(inside, Built):

@@ -30,17 +30,17 @@ class LineSplitter:
     def feed(self, data: bytes) -> list[str]:
         """The lines that `data` completes, cleaned, none of them empty."""
         pieces = _ENDS.split(data)
-        found = []
+        lines = []
         for piece in pieces[:-1]:
             if not self._is_cut:
-                found.append(self._rest + piece)
+                lines.append(self._rest + piece)
             self._rest, self._is_cut = b"", False
         if not self._is_cut:
             self._rest += pieces[-1]
             if len(self._rest) > MOST_LINE_BYTES:
-                found.append(self._rest)
+                lines.append(self._rest)
                 self._rest, self._is_cut = b"", True
-        return [text for line in found if (text := cleaned_line(line))]
+        return [text for line in lines if (text := cleaned_line(line))]
 
     def finish(self) -> list[str]:
         """The last line, where no end of it came."""
@@ -62,7 +62,7 @@ def split_label(line: str) -> tuple[str, str]:
     A moment among them tells ranks apart no more than the line itself does, and is no part of either.
     """
     labels, at = "", 0
-    while found := _LABEL.match(line, at) or _MOMENT.match(line, at):
-        labels += found[1] if found.re is _LABEL else ""
-        at = found.end()
+    while match := _LABEL.match(line, at) or _MOMENT.match(line, at):
+        labels += match[1] if match.re is _LABEL else ""
+        at = match.end()
     return labels, line[at:]

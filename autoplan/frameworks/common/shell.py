@@ -153,8 +153,8 @@ def _end(text: str, at: int, depth: int = 0) -> int:
 
 
 def _behind(text: str, mark: str, start: int) -> int:
-    found = text.find(mark, start)
-    return len(text) if found < 0 else found + 1
+    mark_at = text.find(mark, start)
+    return len(text) if mark_at < 0 else mark_at + 1
 
 
 def _tokens(text: str) -> list[_Token]:
@@ -531,7 +531,7 @@ class _State:
                     yield (" ".join(value) if isinstance(value, _Words) else value), True
                 at = stop
             else:
-                stop = min((found for sign in "$\\" if (found := text.find(sign, at)) >= 0), default=len(text))
+                stop = min((sign_at for sign in "$\\" if (sign_at := text.find(sign, at)) >= 0), default=len(text))
                 yield text[at:stop], True
                 at = stop
 

@@ -209,13 +209,13 @@ def _sets(function: ast.FunctionDef) -> bool:
 
 def _inner(built: Built) -> list[Built]:
     """Return the objects in the attributes of one, each once."""
-    found: list[Built] = []
+    inner: list[Built] = []
     waiting = [built]
     while waiting:
-        new = [item for item in waiting.pop().named.values() if isinstance(item, Built) and item not in found]
-        found += new
+        new = [item for item in waiting.pop().named.values() if isinstance(item, Built) and item not in inner]
+        inner += new
         waiting += new
-    return found
+    return inner
 
 
 def _add_base(root: Built, recipe: _Recipe) -> None:

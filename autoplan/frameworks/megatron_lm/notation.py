@@ -131,14 +131,14 @@ def graph_scopes(graphs: CudaGraphs, model: ModelSpec) -> list[str]:
 
 def graphs_of(scopes: set[str], model: ModelSpec) -> CudaGraphs:
     """Return the most graphs whose scopes, as far as the model has them, are all among `scopes`."""
-    known, found = _known_scopes(model), CudaGraphs.NONE
+    known, graphs = _known_scopes(model), CudaGraphs.NONE
     if "full_iteration" in scopes:
         return CudaGraphs.FULL_ITERATION
     for level, wanted in GRAPH_SCOPES.items():
         if not known.intersection(wanted) <= scopes:
             break
-        found = level if scopes & known else found
-    return found
+        graphs = level if scopes & known else graphs
+    return graphs
 
 
 def _known_scopes(model: ModelSpec) -> set[str]:

@@ -127,16 +127,16 @@ def started(
 
     Where the program stands inside a word or a here-document, that is a script of its own.
     """
-    found: tuple[tuple[str, ...], tuple[str, ...] | None] = ((), None)
+    start: tuple[tuple[str, ...], tuple[str, ...] | None] = ((), None)
     for command in script.commands:
         if (at := entry.position(command.words)) is not None:
-            found = (command.words[: at + 1], command.words[at + 1 :])
+            start = (command.words[: at + 1], command.words[at + 1 :])
         elif depth < 5 and (inner := _inner(command, entry)) is not None:
             nested = read_script(inner, [*given.variables, *_texts(script)])
             before, words = started(nested, entry, given, depth + 1)
             if words is not None:
-                found = ((*command.words, *before), words)
-    return found
+                start = ((*command.words, *before), words)
+    return start
 
 
 def _inner(command: Command, entry: Entry) -> str | None:

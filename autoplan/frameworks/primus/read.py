@@ -145,8 +145,8 @@ def _model(name: str, given: Given) -> ModelSpec | None:
     plain = _PLAIN.sub("", name)
     if given.model is not None or plain == "language_model":
         return given.model
-    if found := preset_of(plain):
-        return found
+    if preset := preset_of(plain):
+        return preset
     raise InputError(f"the preset {name[:60]!r} of Primus is no model that is known here: pass --model")
 
 

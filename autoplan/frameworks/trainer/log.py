@@ -19,11 +19,11 @@ class Reader:
 
     def read(self, line: str) -> Seen | None:
         """Return what a line says; None where it is not one of the trainer's."""
-        found = _LINE.search(line) if "trainer step" in line else None
-        seconds = quantity(found[2]) if found else None
-        if found is None or seconds is None:
+        match = _LINE.search(line) if "trainer step" in line else None
+        seconds = quantity(match[2]) if match else None
+        if match is None or seconds is None:
             return None
-        return Seen(step=int(found[1]), times=(("stated", seconds),), loss=number(found[3]))
+        return Seen(step=int(match[1]), times=(("stated", seconds),), loss=number(match[3]))
 
 
 LOG = LogFormat(name="the built-in trainer", looked_for="trainer step N | T s | loss L", reader=Reader)

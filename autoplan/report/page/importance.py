@@ -16,35 +16,35 @@ LEAST_SHOWN = 0.005  # per cent of the step, for one per cent more
 
 def importance(content: PlanContent) -> Markup:
     """Elasticities of the step, and the nearest numbers at which another plan wins."""
-    found = content.sensitivity
+    sensitivity = content.sensitivity
     title = "What the answer hangs on"
-    if found is None:
+    if sensitivity is None:
         return section("importance", title, content.why_not("sensitivity"))
     return section(
         "importance",
         title,
-        _summary(found),
+        _summary(sensitivity),
         key([("faster", "shortens the step"), ("slower", "lengthens it")]),
         bars(
             "Change of the step time with one per cent more of each number",
             ("one per cent more", "changes the step", "by"),
-            _slopes(found),
+            _slopes(sensitivity),
         ),
-        tag("h3", "What would make another plan win") if found.flips else None,
-        _flips(found) if found.flips else None,
+        tag("h3", "What would make another plan win") if sensitivity.flips else None,
+        _flips(sensitivity) if sensitivity.flips else None,
     )
 
 
-def _summary(found: Sensitivity) -> str:
-    if not found.flips:
+def _summary(sensitivity: Sensitivity) -> str:
+    if not sensitivity.flips:
         return "No number of the hardware, halved or doubled alone, makes another plan win."
-    flip = found.flips[0]
+    flip = sensitivity.flips[0]
     change = f"{format_percent(abs(flip.factor - 1))} {'higher' if flip.factor > 1 else 'lower'}"
     return f"The nearest thing that would change the answer: {flip.quantity} {change} than assumed."
 
 
-def _slopes(found: Sensitivity) -> Iterator[tuple[str, Markup, str]]:
-    ordered = sorted(found.elasticities.items(), key=lambda item: -abs(item[1]))
+def _slopes(sensitivity: Sensitivity) -> Iterator[tuple[str, Markup, str]]:
+    ordered = sorted(sensitivity.elasticities.items(), key=lambda item: -abs(item[1]))
     most = max((abs(value) for _, value in ordered), default=0.0) or 1.0
     for name, slope in ordered:
         text = f"{'+' if slope > 0 else '−'}{abs(slope):.2f} %" if abs(slope) >= LEAST_SHOWN else "0"
@@ -53,7 +53,7 @@ def _slopes(found: Sensitivity) -> Iterator[tuple[str, Markup, str]]:
         yield name, bar([Segment(name=name, colour=colour, share=share, text=text)]), text
 
 
-def _flips(found: Sensitivity) -> Markup:
+def _flips(sensitivity: Sensitivity) -> Markup:
     columns = [("number", False), ("would have to be", False), ("then wins", False), ("autoplan profile", False)]
     rows = (
         (
@@ -63,6 +63,6 @@ def _flips(found: Sensitivity) -> Markup:
             flip.plan.describe(),
             tag("code", f"--only {','.join(flip.measure)}") if flip.measure else "",
         )
-        for flip in found.flips[:SHOWN_FLIPS]
+        for flip in sensitivity.flips[:SHOWN_FLIPS]
     )
     return table("Numbers that would make another plan win", columns, rows)

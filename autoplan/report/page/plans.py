@@ -165,11 +165,11 @@ def _summary(front: Sequence[RankedPlan]) -> str:
     )
 
 
-def _front_of_run(found: Sequence[RunPlan], objectives: Sequence[str]) -> Markup:
+def _front_of_run(front: Sequence[RunPlan], objectives: Sequence[str]) -> Markup:
     """Front of a run as a table: the objectives may be any two or more."""
     from autoplan.report.run_report import FIGURES, SHOWN_FRONT
 
-    shown = found[:SHOWN_FRONT]
+    shown = front[:SHOWN_FRONT]
     kept = [(head, text) for head, text in FIGURES if any(text(plan.figures) for plan in shown)]
     columns = [("plan", False), ("nodes", True), ("step", True), ("memory", True), *((head, True) for head, _ in kept)]
     rows = (
@@ -185,6 +185,6 @@ def _front_of_run(found: Sequence[RunPlan], objectives: Sequence[str]) -> Markup
     return section(
         "front",
         "Plans that no other beats",
-        f"In {', '.join(objectives)}: {len(found):,} plans, the best in the first one first.",
+        f"In {', '.join(objectives)}: {len(front):,} plans, the best in the first one first.",
         table("Plans that no other beats in the objectives", columns, rows),
     )

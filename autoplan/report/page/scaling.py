@@ -15,22 +15,22 @@ from autoplan.spec.run_report import RunFigures, RunPlan
 def scaling(content: PlanContent) -> Markup:
     """Tokens per second by devices, beside what perfect scaling would give."""
     title = "Fewer or more devices"
-    found = [size.best for size in content.sizes if size.best]
-    if not found:
+    best_plans = [size.best for size in content.sizes if size.best]
+    if not best_plans:
         return section("scaling", title, content.why_not("sizes"))
-    first, last = found[0].figures, found[-1].figures
+    first, last = best_plans[0].figures, best_plans[-1].figures
     perfect = [
         (figures.num_devices, first.tokens_per_s * figures.num_devices / first.num_devices, "perfect scaling")
         for figures in (first, last)
     ]
-    same_size = [run for run in found if run.num_nodes == content.file.cluster.num_nodes]
+    same_size = [run for run in best_plans if run.num_nodes == content.file.cluster.num_nodes]
     drawn = plot(
         "Tokens per second by number of devices",
         Axis(label="devices", scale="log", base=2),
         Axis(label="tokens/s", scale="log"),
         [
             Series(name="perfect scaling", kind="dashes", colour="faint", points=perfect),
-            Series(name="best plan", kind="line", colour="first", points=[_point(run) for run in found]),
+            Series(name="best plan", kind="line", colour="first", points=[_point(run) for run in best_plans]),
             Series(
                 name="the answer",
                 kind="point",
@@ -39,7 +39,7 @@ def scaling(content: PlanContent) -> Markup:
             ),
         ],
     )
-    return section("scaling", title, _summary(first, last), drawn, _table(content, found))
+    return section("scaling", title, _summary(first, last), drawn, _table(content, best_plans))
 
 
 def _point(run: RunPlan, what: str = "") -> tuple[float, float, str]:
@@ -58,9 +58,9 @@ def _summary(first: RunFigures, last: RunFigures) -> str:
     )
 
 
-def _table(content: PlanContent, found: Sequence[RunPlan]) -> Markup:
+def _table(content: PlanContent, best_plans: Sequence[RunPlan]) -> Markup:
     columns = [("devices", True), ("plan", False), ("step", True), ("tokens/s", True), ("MFU", True)]
-    has_cost = any(run.figures.cost_per_token is not None for run in found)
+    has_cost = any(run.figures.cost_per_token is not None for run in best_plans)
     if has_cost:
         columns.append(("cost per M tokens", True))
     rows = []

@@ -29,41 +29,41 @@ COLOURS = {
 
 def schedule(content: Content) -> Markup:
     """The step of one rank of every stage, and what each of them spends it on."""
-    found = content.schedule
+    timeline = content.schedule
     title = "The step, moment by moment"
-    if found is None:
+    if timeline is None:
         return section("schedule", title, content.why_not("schedule"))
     return section(
         "schedule",
         title,
-        _summary(found),
+        _summary(timeline),
         chart(
             "gantt",
             "Schedule of the pipeline, a row for one rank of each stage",
-            _key(found),
-            data("content", _content(found)),
+            _key(timeline),
+            data("content", _content(timeline)),
         ),
-        note(*_notes(found)),
-        folded("Each stage", _table(found)),
+        note(*_notes(timeline)),
+        folded("Each stage", _table(timeline)),
     )
 
 
-def _summary(found: Timeline) -> str:
-    if len(found.ranks) == 1:
+def _summary(timeline: Timeline) -> str:
+    if len(timeline.ranks) == 1:
         return "There is one stage: every rank does the same, and none waits for another one's passes."
-    waits = [_waits_s(rank, found.pipeline_s) for rank in found.ranks]
-    idle = sum(waits) / len(waits) / found.step_s
+    waits = [_waits_s(rank, timeline.pipeline_s) for rank in timeline.ranks]
+    idle = sum(waits) / len(waits) / timeline.step_s
     return (
-        f"{_micro_batches(found)} {format_seconds(found.pipeline_s)} of the {format_seconds(found.step_s)}; a stage "
-        f"waits for others {format_percent(idle)} of the step, in the mean."
+        f"{_micro_batches(timeline)} {format_seconds(timeline.pipeline_s)} of the {format_seconds(timeline.step_s)}; "
+        f"a stage waits for others {format_percent(idle)} of the step, in the mean."
     )
 
 
-def _micro_batches(found: Timeline) -> str:
+def _micro_batches(timeline: Timeline) -> str:
     """Whose passes come before the end of the step."""
-    last = {rank.place.kind: rank.place for rank in found.ranks}
+    last = {rank.place.kind: rank.place for rank in timeline.ranks}
     if len(last) == 1:
-        return f"Its {found.ranks[0].place.num_microbatches:,} micro-batches take the {len(found.ranks)} stages"
+        return f"Its {timeline.ranks[0].place.num_microbatches:,} micro-batches take the {len(timeline.ranks)} stages"
     parts = [f"{place.num_microbatches:,} micro-batches of a replica {kind}" for kind, place in last.items()]
     return f"{', '.join(parts[:-1])} and {parts[-1]} take, each on its own stages,"
 
@@ -73,22 +73,23 @@ def _waits_s(rank: RankTimeline, until_s: float) -> float:
     return sum(event.duration_s for event in rank.others if event.stream == "wait" and event.start_s < until_s)
 
 
-def _key(found: Timeline) -> Markup:
-    is_split = any(kind == "weight_gradient" for kind, _ in _codes(found.ranks[0]))
+def _key(timeline: Timeline) -> Markup:
+    is_split = any(kind == "weight_gradient" for kind, _ in _codes(timeline.ranks[0]))
     entries = [("forward", "forward"), ("backward", "gradient of the inputs" if is_split else "backward")]
     entries += [("weight-gradient", "gradient of the weights")] if is_split else []
     entries += [("traffic", "communication that shows, messages"), ("wait", "bubble")]
     return key([*entries, ("end", "end of the step"), ("host", "host and slow ranks")])
 
 
-def _notes(found: Timeline) -> Iterable[str]:
+def _notes(timeline: Timeline) -> Iterable[str]:
     yield "Drag to move, Ctrl and the wheel or two fingers to zoom. "
     yield "In a pass, the strip at the bottom is the part in which its ranks only communicate; below the passes stand "
     yield "messages and what else hides beside them. Where passes are too thin to draw, colours show their shares. "
-    if abs(found.order_error) > 1e-3:
+    if abs(timeline.order_error) > 1e-3:
         yield (
-            f"The estimate of this schedule is a closed form, {format_percent(abs(found.order_error))} "
-            f"{'more' if found.order_error > 0 else 'less'} than its passes one by one: waits are drawn in proportion."
+            f"The estimate of this schedule is a closed form, {format_percent(abs(timeline.order_error))} "
+            f"{'more' if timeline.order_error > 0 else 'less'} than its passes one by one: waits are drawn in "
+            "proportion."
         )
 
 
@@ -100,12 +101,12 @@ def _codes(rank: RankTimeline) -> list[tuple[str, int]]:
     return list(dict.fromkeys((event.kind, event.chunk or 0) for event in rank.passes))
 
 
-def _content(found: Timeline) -> dict[str, Any]:
-    num_messages = sum(event.kind == "message" for rank in found.ranks for event in rank.others)
-    fullest = max(found.ranks, key=lambda rank: float(rank.memory_bytes.max()) / rank.place.capacity_bytes)
+def _content(timeline: Timeline) -> dict[str, Any]:
+    num_messages = sum(event.kind == "message" for rank in timeline.ranks for event in rank.others)
+    fullest = max(timeline.ranks, key=lambda rank: float(rank.memory_bytes.max()) / rank.place.capacity_bytes)
     return {
-        "step_s": found.step_s,
-        "rows": [_row(rank, with_messages=num_messages <= MOST_MESSAGES) for rank in found.ranks],
+        "step_s": timeline.step_s,
+        "rows": [_row(rank, with_messages=num_messages <= MOST_MESSAGES) for rank in timeline.ranks],
         "memory": {
             "stage": fullest.place.words,
             "capacity": fullest.place.capacity_bytes,
@@ -186,12 +187,12 @@ def _colour(kind: str) -> str:
 # -- the same as a table ----------------------------------------------------------------------------------------------
 
 
-def _table(found: Timeline) -> Markup:
+def _table(timeline: Timeline) -> Markup:
     """Table of how every stage spends its step; rows add up to the step."""
-    names = {name: None for rank in found.ranks for name, seconds in rank.terms_s().items() if seconds > 0}
+    names = {name: None for rank in timeline.ranks for name, seconds in rank.terms_s().items() if seconds > 0}
     columns = [("stage", False), ("ranks", False), *((term_name(name), True) for name in names)]
     rows = (
         (rank.place.words.removeprefix("stage "), _ranks(rank), *(or_none(rank.terms_s()[name]) for name in names))
-        for rank in found.ranks
+        for rank in timeline.ranks
     )
     return table("Time of a step on each stage by term", columns, rows)
