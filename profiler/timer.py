@@ -216,11 +216,11 @@ def _sample_s(run: Run | StagedRun | None, num_calls: int, clock: Callable[[], f
     if isinstance(run, StagedRun):
         total = 0.0
         for _ in range(num_calls):
-            made = run.prepare()
+            inputs = run.prepare()
             began = clock()
-            run.run(made)
+            run.run(inputs)
             total += clock() - began
-            del made
+            del inputs
         return total
     began = clock()
     if run is not None:

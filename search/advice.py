@@ -37,12 +37,12 @@ def check_result(problem: Problem, space: Space, result: SearchResult) -> None:
         ways = " or ".join(islice(wider, SHOWN_WAYS))
         raise NoPlanError(why_empty(space) + (f"; there is one {ways}" if ways else ""))
     closest = result.closest
-    needed, there = closest.memory_bytes, format_bytes(problem.capacity_bytes)
+    needed, capacity = closest.memory_bytes, format_bytes(problem.capacity_bytes)
     host = problem.cluster.host.memory_bytes
     if closest.host_memory_bytes / host > needed / problem.capacity_bytes:
-        needed, there = closest.host_memory_bytes, f"{format_bytes(host)} of a node's host memory"
+        needed, capacity = closest.host_memory_bytes, f"{format_bytes(host)} of a node's host memory"
     raise NoPlanError(
-        f"no plan fits: the closest ({closest.plan.describe()}) needs {format_bytes(needed)} of {there}; "
+        f"no plan fits: the closest ({closest.plan.describe()}) needs {format_bytes(needed)} of {capacity}; "
         f"{_way_out(problem, space)}"
     )
 
@@ -109,8 +109,8 @@ def _why_no_cell(space: Space) -> str:
 
 
 def _why_no_batch(limits: Limits, degrees: set[int]) -> str:
-    asked = limits.global_batches
-    low, high = asked[0], asked[-1]
+    batches = limits.global_batches
+    low, high = batches[0], batches[-1]
     near = {low // dp * dp for dp in degrees} | {-(-high // dp) * dp for dp in degrees}
     usable = sorted(near - {0}, key=lambda batch: (min(abs(batch - low), abs(batch - high)), batch))
     shown = ", ".join(str(batch) for batch in sorted(usable[:NEAREST_BATCHES]))

@@ -88,19 +88,19 @@ def _share_out(
         return None
     result = []
     for before, most, size in zip(reversed(reached[:-1]), reversed(spare), reversed(sizes), strict=True):
-        taken = next(n for n in range(min(most, rest // size), -1, -1) if before >> (rest - n * size) & 1)
-        rest -= taken * size
-        result.append(taken)
-    return tuple(count + taken for count, taken in zip(counts, reversed(result), strict=True))
+        num_taken = next(n for n in range(min(most, rest // size), -1, -1) if before >> (rest - n * size) & 1)
+        rest -= num_taken * size
+        result.append(num_taken)
+    return tuple(count + num_taken for count, num_taken in zip(counts, reversed(result), strict=True))
 
 
 def _multiples(sums: int, size: int, most: int) -> int:
     """Return the bits of `sums`, each with 0 to `most` times `size` added."""
     step = 1
     while most > 0:
-        taken = min(step, most)
-        sums |= sums << taken * size
-        most -= taken
+        step_taken = min(step, most)
+        sums |= sums << step_taken * size
+        most -= step_taken
         step *= 2
     return sums
 

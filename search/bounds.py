@@ -163,9 +163,9 @@ def _figures(model: ModelSpec, layout: tuple[int, ...], pp: int, *, is_folded: b
 @lru_cache(maxsize=64)
 def _layers_before(model: ModelSpec) -> Ints:
     """Number of layers of each sort among the first n: shape (layers + 1, sorts)."""
-    which = np.array([model.layer_kinds.index(layer) for layer in model.layers])
+    kind_of_layer = np.array([model.layer_kinds.index(layer) for layer in model.layers])
     total = np.zeros((model.num_layers + 1, len(model.layer_kinds)), dtype=np.int64)
-    np.cumsum(which[:, None] == np.arange(total.shape[1]), axis=0, out=total[1:])
+    np.cumsum(kind_of_layer[:, None] == np.arange(total.shape[1]), axis=0, out=total[1:])
     return total
 
 
@@ -276,14 +276,14 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
     # The more chunks, the more of a step's expert traffic has another micro-batch beside it.
     costs = block_costs(problem, replace(batch, vp=np.full_like(batch.vp, model.num_layers + 2)))
     forward = {block: cost.total_forward_s for block, cost in costs.items()}
-    both = {block: forward[block] + cost.total_backward_s for block, cost in costs.items()}
+    passes_s = {block: forward[block] + cost.total_backward_s for block, cost in costs.items()}
     repeat = {block: cost.total_repeat_s for block, cost in costs.items()}
     first_of, of_kernels = batch.distinct(*KERNEL_AXES)
     head = head_s(problem, batch.take(first_of)).take(of_kernels).passes.total_s
     head = head - _hidden_launches_s(problem, batch, costs, head)
     for block in model.mtp_layer if model.num_mtp_layers else ():
-        head = head + model.num_mtp_layers * (both[block] + repeat[block] * repeats_mtp(batch))
-    layer_s = _per_layer(model, both)
+        head = head + model.num_mtp_layers * (passes_s[block] + repeat[block] * repeats_mtp(batch))
+    layer_s = _per_layer(model, passes_s)
     dense, expert = _parameters(problem, batch, trained=True)
     framework = problem.framework
     counts = np.array([model.layers.count(layer) for layer in model.layer_kinds])
@@ -520,24 +520,24 @@ def _least_repeat_s(problem: Problem, space: Space, plain: KindCosts) -> Floats:
     """
     model = problem.model
     sorts = {*model.layers, *([model.mtp_layer] if model.num_mtp_layers else [])}
-    some = np.flatnonzero((plain.batch.pp == 1) & (plain.batch.recompute == Recompute.FULL.code))
-    if len(sorts) == 1 or not len(some):
+    repeating = np.flatnonzero((plain.batch.pp == 1) & (plain.batch.recompute == Recompute.FULL.code))
+    if len(sorts) == 1 or not len(repeating):
         return plain.repeat_s
-    batch, least_s = plain.batch.take(some), plain.repeat_s.copy()
+    batch, least_s = plain.batch.take(repeating), plain.repeat_s.copy()
     for sharding in space.limits.of("sharding"):
         code = np.full_like(batch.sharding, AXIS["sharding"].code(sharding))
         sharded = replace(batch, sharding=code, param_gather_overlap=code > Sharding.NONE.code)
-        least_s[some] = np.minimum(least_s[some], kind_costs(problem, sharded).repeat_s)
+        least_s[repeating] = np.minimum(least_s[repeating], kind_costs(problem, sharded).repeat_s)
     return least_s
 
 
 def first_layers(problem: Problem, space: Space, kinds: PlanBatch) -> tuple[Ints, Ints]:
     """(fewest, most) layers of the first rank in all layouts of each kind."""
     fewest, most = np.zeros(len(kinds), dtype=np.int64), np.zeros(len(kinds), dtype=np.int64)
-    for inside, which in space.alike(kinds):
+    for inside, kinds_alike in space.alike(kinds):
         if len(inside):
             layers = spread_of(problem.model, inside).first.sum(axis=1)
-            fewest[which], most[which] = layers.min(), layers.max()
+            fewest[kinds_alike], most[kinds_alike] = layers.min(), layers.max()
     return fewest, most
 
 

@@ -62,13 +62,13 @@ def explain(problem: Problem, file: PlanFile, versus: Versus | None = None) -> E
 def _priced(problem: Problem, best: RankedPlan, count: int) -> list[Neighbour]:
     """The plans with so many axes changed that can be priced at all, fastest first."""
     plan = best.plan
-    asked = {
+    requested = {
         _startable(replace(candidate, placement=plan.placement)): candidate
         for candidate in neighbours(problem, plan, count)
     }
-    asked.pop(plan, None)
+    requested.pop(plan, None)
     most = MOST_BATCH * plan.global_batch
-    candidates = [candidate for candidate in asked if candidate.global_batch <= most]
+    candidates = [candidate for candidate in requested if candidate.global_batch <= most]
     if not candidates:
         return []
     workload = problem.workload
@@ -82,7 +82,7 @@ def _priced(problem: Problem, best: RankedPlan, count: int) -> list[Neighbour]:
     mine = axes_of(problem.model, plan)
     result = []
     for at, near in zip(order.tolist(), ranked(problem, costs, order), strict=True):
-        wanted = asked[candidates[lawful[at]]]
+        wanted = requested[candidates[lawful[at]]]
         axes = axes_of(problem.model, near.plan) | {"global_batch": wanted.global_batch}
         changes = tuple((axis, words(axis, mine[axis]), words(axis, axes[axis])) for axis in differing(mine, axes))
         rules = book_of(problem.framework).rules
@@ -143,13 +143,13 @@ def _binding(
     says = []
     if best.verdict != "fits":
         worst = max(stages, key=lambda stage: stage.memory_bytes)
-        needed, there = format_bytes(worst.memory_bytes), format_bytes(problem.capacity_bytes)
-        says.append(f"memory of stage {worst.stage}: the plan itself needs {needed} of {there} there")
+        needed, capacity = format_bytes(worst.memory_bytes), format_bytes(problem.capacity_bytes)
+        says.append(f"memory of stage {worst.stage}: the plan itself needs {needed} of {capacity} there")
     heavy = [near for near in faster if near.plan.verdict != "fits" and not near.broken]
     if heavy:
         least = min(heavy, key=_excess)
-        needed, there = format_bytes(least.plan.memory_bytes), format_bytes(problem.capacity_bytes)
-        says.append(f"memory of stage {least.stage}: a faster plan needs {needed} of {there} there")
+        needed, capacity = format_bytes(least.plan.memory_bytes), format_bytes(problem.capacity_bytes)
+        says.append(f"memory of stage {least.stage}: a faster plan needs {needed} of {capacity} there")
     rules = [near.broken[0] for near in faster if near.plan.verdict == "fits" and len(near.broken) == 1]
     return (*says, *list(dict.fromkeys(rules))[:MOST_RULES])
 

@@ -112,7 +112,7 @@ def _shifted(plan: MixedPlan, giver: int, taker: int) -> Iterator[tuple[Change, 
         return
     for at, count in zip((giver, taker), counts, strict=True):
         kinds[at] = replace(kinds[at], num_microbatches=count)
-    both = sorted((giver, taker))
-    before, after = (", ".join(str(of[at].num_microbatches) for at in both) for of in (plan.kinds, kinds))
-    what = f"micro-batches of {', '.join(plan.letters[at] for at in both)}"
+    pair = sorted((giver, taker))
+    before, after = (", ".join(str(of[at].num_microbatches) for at in pair) for of in (plan.kinds, kinds))
+    what = f"micro-batches of {', '.join(plan.letters[at] for at in pair)}"
     yield (what, before, after), {"kinds": tuple(kinds)}

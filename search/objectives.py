@@ -156,8 +156,8 @@ def default_objective(run: Run) -> str:
 
 def measures_of(objectives: Iterable[Objective], run: Run) -> tuple[Measure, ...]:
     """Return the measures that decide, each once: the time too where some plans may be too slow for the run."""
-    asked: list[Measure] = [objective.measure for objective in objectives]
-    return tuple(dict.fromkeys([*asked, "time"] if run.is_bounded else asked))
+    measures: list[Measure] = [objective.measure for objective in objectives]
+    return tuple(dict.fromkeys([*measures, "time"] if run.is_bounded else measures))
 
 
 def costs_of(objectives: Iterable[Objective], figures: RunFigures) -> tuple[float, ...]:

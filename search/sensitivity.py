@@ -222,20 +222,20 @@ def first_crossing(
         with np.errstate(divide="ignore", invalid="ignore"):
             reach = np.where(closing > 0, np.maximum(here - here[0], 0.0) / closing, np.inf)
         target = at + toward * min(float(reach.min()), abs(beyond - at))
-        there = times(target)
+        at_target = times(target)
         # Rows that come no nearer are none that cross here, however near they are.
-        behind = np.where((closing > 0) | (there < there[0]), there / there[0] - 1.0, np.inf)
+        behind = np.where((closing > 0) | (at_target < at_target[0]), at_target / at_target[0] - 1.0, np.inf)
         behind[0] = np.inf
         rival = int(np.argmin(behind))
         if abs(behind[rival]) <= CLOSE and (target != end or behind[rival] <= TIE):
             return target, rival
         if target == end and behind[rival] > 0:
             return None
-        slope = (there - here) / (target - at)
+        slope = (at_target - here) / (target - at)
         if behind[rival] < 0:
             beyond, is_crossed = target, True
         else:
-            at, here = target, there
+            at, here = target, at_target
     return (at, rival) if is_crossed else None
 
 

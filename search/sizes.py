@@ -227,21 +227,21 @@ def _why_slow(outcomes: Sequence[SizeOutcome], run: Run) -> str:
             f"{format_days(run.deadline_s or 0.0)}: give more nodes, or fewer hours"
         )
     fastest, leanest = min(takes), min(takes, key=lambda took: took[1] or math.inf)
-    asked, ways = [], []
+    demands, ways = [], []
     if run.deadline_s is not None:
-        asked.append(
+        demands.append(
             f"the deadline is {format_days(run.deadline_s)}, the fastest size ({_nodes(fastest[2])}) takes "
             f"{format_days(fastest[0])} or more"
         )
         ways += ["more nodes", "a later deadline"]
     if run.device_hours is not None:
-        asked.append(
+        demands.append(
             f"there are {run.device_hours:,.0f} device hours, the size that needs least ({_nodes(leanest[2])}) takes "
             f"{leanest[1]:,.0f} or more"
         )
         ways.append("more device hours")
     return (
-        f"no size trains {format_tokens(run.tokens or 0.0)} tokens as asked: {'; '.join(asked)}: "
+        f"no size trains {format_tokens(run.tokens or 0.0)} tokens as asked: {'; '.join(demands)}: "
         f"give {', '.join(ways)} or fewer tokens"
     )
 

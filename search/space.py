@@ -170,10 +170,10 @@ class Space:
             longest = np.array([max(layers) for *_, layers in layouts_here], dtype=np.int64)
             numbers = np.array(self.limits.repeat_numbers if 0 < number < ALL_LAYERS else (number,), dtype=np.int64)
             # A number of layers that is no less than those of a chunk is the same plan as all of them.
-            row, which = np.nonzero((numbers == ALL_LAYERS) | (numbers < longest[:, None]))
+            row, column = np.nonzero((numbers == ALL_LAYERS) | (numbers < longest[:, None]))
             vp, schedule, layout = columns.reshape(-1, 3)[row].T
             self._insides[pp, number] = Inside(
-                layouts=layouts, pp=pp, vp=vp, schedule=schedule, layout=layout, recompute_num_layers=numbers[which]
+                layouts=layouts, pp=pp, vp=vp, schedule=schedule, layout=layout, recompute_num_layers=numbers[column]
             )
         return self._insides[pp, number]
 
@@ -199,9 +199,9 @@ class Space:
     def plans_in(self, kinds: PlanBatch) -> tuple[PlanBatch, Ints]:
         """(all plans of all kinds, for each the index of its kind); the rules are not asked yet."""
         parts, owners = [kinds.take(np.empty(0, dtype=np.int64))], [np.empty(0, dtype=np.int64)]
-        for inside, which in self.alike(kinds):
-            owner = np.repeat(which, len(inside))
-            parts.append(self.plans_of(kinds, inside, owner, np.tile(np.arange(len(inside)), len(which))))
+        for inside, kinds_alike in self.alike(kinds):
+            owner = np.repeat(kinds_alike, len(inside))
+            parts.append(self.plans_of(kinds, inside, owner, np.tile(np.arange(len(inside)), len(kinds_alike))))
             owners.append(owner)
         batch, owner = PlanBatch.concatenate(parts), np.concatenate(owners)
         order = np.argsort(owner, kind="stable")
@@ -435,15 +435,15 @@ def _with_columns(batch: PlanBatch, columns: Mapping[str, Ints | Bools]) -> Plan
     return replace(batch, **columns)  # type: ignore[arg-type]
 
 
-def _expanded(which: Ints, tables: Sequence[Ints], width: int) -> tuple[Ints, Ints]:
-    """(for each row the index into `which`, the rows of its table): every element of `which` names a table."""
+def _expanded(columns: Ints, tables: Sequence[Ints], width: int) -> tuple[Ints, Ints]:
+    """(for each row the index into `columns`, the rows of its table): every element of `columns` names a table."""
     sizes = np.array([len(table) for table in tables], dtype=np.int64)
     starts = np.cumsum(sizes) - sizes
     rows = np.concatenate([np.reshape(table, (-1, width)) for table in tables] or [np.empty((0, width), np.int64)])
-    each = sizes[which]
-    owner = np.repeat(np.arange(len(which)), each)
+    each = sizes[columns]
+    owner = np.repeat(np.arange(len(columns)), each)
     inside = np.arange(len(owner)) - np.repeat(np.cumsum(each) - each, each)
-    return owner, rows[starts[which][owner] + inside]
+    return owner, rows[starts[columns][owner] + inside]
 
 
 @lru_cache(maxsize=4096)

@@ -153,7 +153,7 @@ def _without_secret(text: str, url: str) -> str:
     return text
 
 
-def join_study(storage: BaseStorage, name: str | None, about: Mapping[str, str]) -> tuple[optuna.Study, bool]:
+def join_study(storage: BaseStorage, name: str | None, identity: Mapping[str, str]) -> tuple[optuna.Study, bool]:
     """Return the study and whether it was made here; one that is about something else is refused."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if name is not None and not _NAME.fullmatch(name):
@@ -162,21 +162,23 @@ def join_study(storage: BaseStorage, name: str | None, about: Mapping[str, str])
         study = optuna.create_study(study_name=name, storage=storage, direction="minimize")
     except optuna.exceptions.DuplicatedStudyError:
         study = optuna.load_study(study_name=name, storage=storage)
-        _check_same(study, about)
+        _check_same(study, identity)
         return study, False
-    study.set_user_attr(IDENTITY, dict(about))
+    study.set_user_attr(IDENTITY, dict(identity))
     return study, True
 
 
-def _check_same(study: optuna.Study, about: Mapping[str, str]) -> None:
+def _check_same(study: optuna.Study, identity: Mapping[str, str]) -> None:
     until = time.monotonic() + IDENTITY_PATIENCE_S
-    while (there := study.user_attrs.get(IDENTITY)) is None:
+    while (recorded := study.user_attrs.get(IDENTITY)) is None:
         if time.monotonic() > until:
             raise InputError(f"study {study.study_name} was not made by this command: give another --study")
         time.sleep(0.1)
-    if there == dict(about):
+    if recorded == dict(identity):
         return
-    other = [f"{key} {there.get(key)}, here {value}" for key, value in about.items() if there.get(key) != value]
+    other = [
+        f"{key} {recorded.get(key)}, here {value}" for key, value in identity.items() if recorded.get(key) != value
+    ]
     raise InputError(f"study {study.study_name} is about something else ({'; '.join(other)}): give another --study")
 
 

@@ -79,7 +79,8 @@ def compare(
 
     Raises InputError where something that was given cannot be used, NoPlanError where no cluster has a plan.
     """
-    about = cast("ProblemOptions", {name: options[name] for name in options if name in ProblemOptions.__annotations__})  # type: ignore[literal-required]
+    named = {name: value for name, value in options.items() if name in ProblemOptions.__annotations__}
+    problem_options = cast("ProblemOptions", named)
     run = make_run(cast("RunOptions", {name: options.get(name) for name in RunOptions.__annotations__}))
     if repeated := next((name for name in clusters if clusters.count(name) > 1), None):
         raise InputError(f"--cluster {repeated} is given twice")
@@ -90,7 +91,7 @@ def compare(
 
     problems = {
         name: priced(
-            make_problem(model, cluster=name, seq_len=seq_len, **about),
+            make_problem(model, cluster=name, seq_len=seq_len, **problem_options),
             costs.get(name, costs.get("", options.get("price"))),
         )
         for name in clusters

@@ -32,8 +32,8 @@ def _reading(db: str | None) -> AbstractContextManager[Store]:
 def holdings(db: str | None = None) -> Held:
     """Return where the database is, and what it holds of which machine."""
     with _reading(db) as store:
-        held, num_runs = store.holdings(), sum(1 for _ in store.runs(include_hidden=True))
-        return Held(database=store.name, schema=store.schema, holdings=held, runs=num_runs)
+        holdings, num_runs = store.holdings(), sum(1 for _ in store.runs(include_hidden=True))
+        return Held(database=store.name, schema=store.schema, holdings=holdings, runs=num_runs)
 
 
 def list_records(

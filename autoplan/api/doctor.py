@@ -129,12 +129,12 @@ def _libraries() -> Iterator[Check]:
         says = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
         if missing:
             says = f"{says}{'; ' * bool(says)}without {', '.join(missing)}"
-        what = f"autoplan[{extra}]" if extra else "autoplan"
+        package = f"autoplan[{extra}]" if extra else "autoplan"
         yield Check(
             part=f"extra {extra}" if extra else "libraries",
             state="ok" if not missing else "absent" if extra else "problem",
             says=says,
-            remedy=f"pip install '{what}'" if missing else "",
+            remedy=f"pip install '{package}'" if missing else "",
         )
 
 
@@ -179,14 +179,14 @@ def _torch(num_devices: int) -> Check:
         remedy = "pip install 'autoplan[profile]', to profile and to run plans with the built-in trainer"
         return Check(part="torch", state="absent", says="not installed", remedy=remedy)
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", ASK_TORCH],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=TORCH_S,
             check=True,
         )
-        answer: dict[str, Any] = msgspec.json.decode(done.stdout.splitlines()[-1])
+        answer: dict[str, Any] = msgspec.json.decode(process.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         says = f"{_version('torch')}, does not answer within {TORCH_S:.0f} s"
         return Check(part="torch", state="problem", says=says, remedy="see whether nvidia-smi or rocm-smi answers")

@@ -118,12 +118,12 @@ def make_plan(problem: Problem, global_batch: int, axes: Mapping[str, Any]) -> P
 
     Data parallelism takes what the other degrees leave of it.
     """
-    said = {axis.name: axis for axis in AXES if axis.spelled}
-    if unknown := next((name for name in axes if name not in said), None):
-        raise InputError(f"plan has no axis {unknown!r}: known are {', '.join(said)}")
-    usual = {name: axis.default if axis.flag_default is ... else axis.flag_default for name, axis in said.items()}
-    usual |= {name: problem.framework.choice(name) for name, axis in said.items() if axis.exact is not None}
-    values: dict[str, Any] = {name: usual[name] if axes.get(name) is None else axes[name] for name in said}
+    flagged = {axis.name: axis for axis in AXES if axis.spelled}
+    if unknown := next((name for name in axes if name not in flagged), None):
+        raise InputError(f"plan has no axis {unknown!r}: known are {', '.join(flagged)}")
+    usual = {name: axis.default if axis.flag_default is ... else axis.flag_default for name, axis in flagged.items()}
+    usual |= {name: problem.framework.choice(name) for name, axis in flagged.items() if axis.exact is not None}
+    values: dict[str, Any] = {name: usual[name] if axes.get(name) is None else axes[name] for name in flagged}
     values = {name: str(value) if isinstance(value, CodedEnum) else value for name, value in values.items()}
     split = book_of(problem.framework).split
     layers, placement = _layers(values["layers_per_chunk"]), values["placement"]

@@ -130,9 +130,9 @@ class LaunchStart:
         priced = None if _broken(problem, plan, universal.RULES) else prices(problem, [plan])[0]
         way = Way(problem=problem, rules=book_of(problem.framework).rules, before=plan, after=file.best.plan)
         try:
-            differing, steps = changes(way), walk(way)
+            axis_changes, steps = changes(way), walk(way)
         except AutoplanError:  # the plan does not even add up, as `broken` says
-            differing, steps = (), ()
+            axis_changes, steps = (), ()
         today = CurrentPlan(
             path=str(self.path),
             target=launch.target,
@@ -141,7 +141,7 @@ class LaunchStart:
             priced=priced,
             gap=compared(priced, file.best) if priced else None,
             num_faster=sum(pace(rival) < pace(priced) * (1 - TIE) for rival in result.rivals) if priced else 0,
-            changes=differing,
+            changes=axis_changes,
             walk=steps,
             options=(),
             no_options="",

@@ -244,7 +244,7 @@ def import_logs(
     from autoplan.profiler.store import open_store  # brings SQLAlchemy
 
     place, where, beside = load_cluster(cluster), Path(folder), make_given(**given)
-    taken: list[Taken] = []
+    taken_runs: list[Taken] = []
     passed_over: dict[str, str] = {}
     with open_store(db) as store:  # what is wrong with it shall be known before any log is read
         for past in past_runs(where, lambda path: read_launch_on_part(path, beside, place)):
@@ -259,7 +259,7 @@ def import_logs(
             except AutoplanError as error:
                 passed_over[log] = str(error)
                 continue
-            taken.append(
+            taken_runs.append(
                 Taken(
                     log=log,
                     launch_file=_inside(past.launch_file, where),
@@ -268,9 +268,9 @@ def import_logs(
                     run=record,
                 )
             )
-        num_new = store.add([run.run for run in taken]).new
+        num_new = store.add([run.run for run in taken_runs]).new
     calibrations, without = {}, {}
-    for name in sorted({run.run.framework for run in taken}):
+    for name in sorted({run.run.framework for run in taken_runs}):
         try:
             framework = load_framework(name)
             timings = stored_table(place, framework, db) if with_times else NO_TIMINGS
@@ -278,7 +278,7 @@ def import_logs(
         except InputError as error:
             without[name] = str(error).partition(":")[0]
     return Imported(
-        taken=tuple(taken), passed_over=passed_over, num_new=num_new, calibrations=calibrations, without=without
+        taken=tuple(taken_runs), passed_over=passed_over, num_new=num_new, calibrations=calibrations, without=without
     )
 
 

@@ -60,10 +60,10 @@ def load_plan_file(path: Path) -> PlanFile:
     """The plan file at `path`, of a cluster of equal nodes."""
     table = read_table(path)
     if "schema_version" not in table:
-        what = (
+        remedy = (
             "plans of mixed clusters are not read here" if "mixed_schema_version" in table else "give what search wrote"
         )
-        raise InputError(f"{path} is no plan file of a cluster of equal nodes: {what}")
+        raise InputError(f"{path} is no plan file of a cluster of equal nodes: {remedy}")
     return decode(PlanFile, table, str(path))
 
 
@@ -96,9 +96,11 @@ def _question(command: str) -> list[str]:
 
 def holds_answer(path: Path, result: PricedPlans | MixedPlanResult) -> bool:
     """Whether the plan file at `path` says what `result` does."""
-    asked = {"command", "versions"}
+    asking_keys = {"command", "versions"}
     before, now = read_table(path), json.loads(result.to_json())
-    return {key: before.get(key) for key in before.keys() - asked} == {key: now[key] for key in now.keys() - asked}
+    return {key: before.get(key) for key in before.keys() - asking_keys} == {
+        key: now[key] for key in now.keys() - asking_keys
+    }
 
 
 def problem_of(file: PlanFile, url: str | None = None) -> Problem:

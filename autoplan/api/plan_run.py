@@ -87,8 +87,8 @@ def run(
     if is_mixed_file(Path(plan)):
         if program or db is not None:
             raise InputError(f"{plan} is for a mixed cluster: the built-in trainer runs it, without --command and --db")
-        asked = {"steps": steps, "warmup": warmup, "limit_s": limit_s, "data": data, "check": check}
-        task, predicted = _mixed_run(load_mixed_file(Path(plan)), **asked)
+        task_options = {"steps": steps, "warmup": warmup, "limit_s": limit_s, "data": data, "check": check}
+        task, predicted = _mixed_run(load_mixed_file(Path(plan)), **task_options)
         return _handed_over(task, predicted, _train(_traced(task, traces), place_from(os.environ), follow), hand_over)
     file, problem = plan_to_run(Path(plan), db)
     wanted = file.best.plan
@@ -185,7 +185,7 @@ def _handed_over(
     return measured
 
 
-def _mixed_run(file: MixedPlanFile, **asked: Any) -> tuple[Task, PredictedRun]:
+def _mixed_run(file: MixedPlanFile, **task_options: Any) -> tuple[Task, PredictedRun]:
     """Return the task of a plan of a mixed cluster, and the prediction for it."""
     problem = mixed_problem_of(file)
     check_training(problem.training)
@@ -205,7 +205,7 @@ def _mixed_run(file: MixedPlanFile, **asked: Any) -> tuple[Task, PredictedRun]:
         terms_s=cost.terms_s,
         peak_bytes=max(float(estimate(part, batch).logged_memory_bytes[0]) for part in alike),
     )
-    return _task(problem, started.plan, num_microbatches=started.num_microbatches, **asked), predicted
+    return _task(problem, started.plan, num_microbatches=started.num_microbatches, **task_options), predicted
 
 
 def plan_to_run(path: Path, url: str | None) -> tuple[PlanFile, Problem]:

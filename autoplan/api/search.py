@@ -99,9 +99,9 @@ def search(
     UnpricedError where the rules of the framework are not known.
     """
     quantile = _quantile(prefer, robust)
-    about, run = _divided(options)
+    problem_options, run = _divided(options)
     if to is not None and launch_file is None:
-        about.setdefault("framework", facts_for(find_target(to).rules[0]))
+        problem_options.setdefault("framework", facts_for(find_target(to).rules[0]))
     place, started = load_cluster(cluster), None
     if launch_file is not None:
         from autoplan.api.launch_files import start_from  # brings the readers of all frameworks
@@ -109,16 +109,21 @@ def search(
         if run or quantile is not None:
             raise InputError("--from is about the fastest step of equal nodes: leave objectives, runs and --robust out")
         given: dict[str, Any] = {"model": model, "seq_len": seq_len, "global_batch": global_batch}
-        started = start_from(launch_file, place, about, variables=variables, target=target, **given)
-        model, about, global_batch, seq_len = started.launch.model, started.options, started.global_batch, None
+        started = start_from(launch_file, place, problem_options, variables=variables, target=target, **given)
+        model, problem_options, global_batch, seq_len = (
+            started.launch.model,
+            started.options,
+            started.global_batch,
+            None,
+        )
     elif variables or target:
         raise InputError("--set and --as are about a launch file: give --from FILE")
     if model is None or global_batch is None or (seq_len is None and started is None):
         raise InputError("give model, global_batch and seq_len, or a launch_file that has them")
-    problem = make_problem(model, cluster=place, seq_len=seq_len, **about)
+    problem = make_problem(model, cluster=place, seq_len=seq_len, **problem_options)
     if started:  # what a launch file says of the numerics of training stays
         problem = replace(problem, framework=problem.framework.choosing(started.plan))
-    asked = _Asked(
+    question = _Asked(
         problem=problem,
         space=SpaceFlags(
             global_batch=str(global_batch),
@@ -128,7 +133,7 @@ def search(
             allowed=tuple(allow),
             to=to or "",
         ),
-        timings=about.get("timings") or "",
+        timings=problem_options.get("timings") or "",
         quantile=quantile,
         is_simple=prefer == "simple",
         why=why,
@@ -136,7 +141,7 @@ def search(
         sharing=_Sharing(storage=storage, study=study, workers=workers, progress=progress),
         started=started,
     )
-    return _best_run(asked, run) if run else _best_step(asked)
+    return _best_run(question, run) if run else _best_step(question)
 
 
 def _quantile(prefer: str, robust: float | None) -> float | None:
@@ -155,8 +160,8 @@ def _divided(options: Mapping[str, Any]) -> tuple[ProblemOptions, RunOptions | N
         raise TypeError(f"search() has no option {', '.join(sorted(unknown))}")
     run = {name: options.get(name) for name in run_names}
     is_for_run = any(value not in (None, []) for value in run.values())
-    about = {name: options[name] for name in options if name in problem_names}
-    return cast("ProblemOptions", about), cast("RunOptions", run) if is_for_run else None
+    problem_options = {name: options[name] for name in options if name in problem_names}
+    return cast("ProblemOptions", problem_options), cast("RunOptions", run) if is_for_run else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,42 +180,48 @@ class _Asked:
 
     def file(self, problem: Problem, plans: Sequence[RankedPlan], certificate: Certificate, **parts: Any) -> PlanFile:
         """Return the plan file of an answer."""
-        said: dict[str, Any] = {"timings": self.timings, "space": self.space, "command": "autoplan.search() of Python"}
-        return make_plan_file(problem, plans, certificate, **said, **parts)
+        stated: dict[str, Any] = {
+            "timings": self.timings,
+            "space": self.space,
+            "command": "autoplan.search() of Python",
+        }
+        return make_plan_file(problem, plans, certificate, **stated, **parts)
 
 
-def _best_run(asked: _Asked, run: RunOptions) -> PlanResult:
+def _best_run(question: _Asked, run: RunOptions) -> PlanResult:
     """Return the best plans for a whole run."""
-    if asked.quantile is not None or asked.why:
-        raise InputError(f"{'--why' if asked.why else '--robust'} is about step times: leave objectives and runs out")
-    if asked.sampling is not None:
-        name = asked.sampling.name
+    if question.quantile is not None or question.why:
+        raise InputError(
+            f"{'--why' if question.why else '--robust'} is about step times: leave objectives and runs out"
+        )
+    if question.sampling is not None:
+        name = question.sampling.name
         raise InputError(f"--sampler {name} is for step times on one cluster: leave objectives and runs out")
-    chosen = asked.sharing.run(partial(search_run, asked.problem, run, partial(space_of, flags=asked.space)))
-    return _result(asked.file(chosen.problem, chosen.plans, chosen.certificate, run=chosen.report), chosen.problem)
+    chosen = question.sharing.run(partial(search_run, question.problem, run, partial(space_of, flags=question.space)))
+    return _result(question.file(chosen.problem, chosen.plans, chosen.certificate, run=chosen.report), chosen.problem)
 
 
-def _best_step(asked: _Asked) -> PlanResult:
+def _best_step(question: _Asked) -> PlanResult:
     """Return the plans with the least step time, or the least quantile of it."""
-    problem, quantile, started, sampling = asked.problem, asked.quantile, asked.started, asked.sampling
-    space = space_of(problem, asked.space)
+    problem, quantile, started, sampling = question.problem, question.quantile, question.started, question.sampling
+    space = space_of(problem, question.space)
     margin = MARGIN if quantile is None else max(MARGIN, robust_margin(problem, quantile))
-    result = asked.sharing.run(partial(run_study, problem, space, margin=margin, sampling=sampling))
+    result = question.sharing.run(partial(run_study, problem, space, margin=margin, sampling=sampling))
     check_result(problem, space, result)
     result = place_best(problem, result)
     if quantile is None and sampling is None:
-        result = with_left_out(problem, space, result, [text.partition("=")[0] for text in asked.space.fix])
-    if started and not asked.space.narrows:
+        result = with_left_out(problem, space, result, [text.partition("=")[0] for text in question.space.fix])
+    if started and not question.space.narrows:
         result = started.nearest_result(problem, space, result)
     if quantile is not None:
         result = robust_order(problem, result, quantile)
-    flips = sensitivity(problem, space, result, margin) if asked.why else None
-    if asked.is_simple and quantile is None and not started:
+    flips = sensitivity(problem, space, result, margin) if question.why else None
+    if question.is_simple and quantile is None and not started:
         result = simplest_first(problem, space, result)
     choice = choice_of(result)
-    if asked.why:
+    if question.why:
         choice = replace(choice, sensitivity=flips, obvious=obvious(problem, space, result))
-    file = asked.file(problem, result.rivals, result.certificate, choice=choice)
+    file = question.file(problem, result.rivals, result.certificate, choice=choice)
     file = replace(file, allowances=allowances(problem, space, result.rivals[0]))
     if started:
         file = replace(file, today=started.compared(problem, file, result))

@@ -163,8 +163,10 @@ def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection
     device, machine = cluster.device.name, cluster.machine
     with opened_store(url, writable=False) as store:
         if machine is not None:
-            said = asdict(machine)
-            wanted = Fingerprint(device=device, **said | {"power_cap_w": machine.power_cap_w or usual_cap_w(cluster)})
+            machine_fields = asdict(machine)
+            wanted = Fingerprint(
+                device=device, **machine_fields | {"power_cap_w": machine.power_cap_w or usual_cap_w(cluster)}
+            )
         else:
             wanted = store.latest(device) or Fingerprint(device=device)
         origin = TimingOrigin(database=store.name, machine=wanted.words)

@@ -109,7 +109,7 @@ def prepare(
     db, budget, gpu_hours = options.get("db"), options.get("budget"), options.get("gpu_hours")
     if isinstance(gpu_hours, str):
         gpu_hours = parse_positive(gpu_hours, "--gpu-hours")
-    how = TrialOptions(
+    trial_options = TrialOptions(
         program=tuple(options.get("program") or ()),
         template=options.get("template"),
         to=options.get("to", "autoplan"),
@@ -123,7 +123,7 @@ def prepare(
         db=db,
     )
     limits = Budget(
-        trials=how.trials,
+        trials=trial_options.trials,
         seconds=parse_duration(budget) if budget else math.inf,
         gpu_hours=math.inf if gpu_hours is None else gpu_hours,
     )
@@ -135,8 +135,8 @@ def prepare(
     elif cluster is None or global_batch is None or seq_len is None:
         raise InputError("give model with cluster, global_batch and seq_len, or a plan file")
     else:
-        about = {name: value for name, value in options.items() if name in ProblemOptions.__annotations__}
-        problem_options = cast("ProblemOptions", {"framework": FRAMEWORK, **about})
+        named = {name: value for name, value in options.items() if name in ProblemOptions.__annotations__}
+        problem_options = cast("ProblemOptions", {"framework": FRAMEWORK, **named})
         flags = SpaceFlags(
             global_batch=str(global_batch),
             fix=tuple(options.get("fix") or ()),
@@ -144,11 +144,11 @@ def prepare(
             forbid=tuple(options.get("forbid") or ()),
         )
         candidates = _searched(str(model), cluster, seq_len, problem_options, flags, progress)
-    runner = _runner_of(how, candidates)
-    if not (how.program or how.template):
+    runner = _runner_of(trial_options, candidates)
+    if not (trial_options.program or trial_options.template):
         warn_of_emulation(candidates.problem)
     return PreparedTuning(
-        how=how,
+        how=trial_options,
         runner=runner,
         budget=limits,
         folder=Path(options.get("work", "tune")),

@@ -380,12 +380,12 @@ def write_folder(path: Path, texts: dict[str, tuple[str, bool]], *, force: bool 
         is_new = not path.is_dir()
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".autoplan-", dir=path.parent if is_new else path) as scratch:
-            made = Path(scratch) / "made"
-            made.mkdir()
+            folder = Path(scratch) / "made"
+            folder.mkdir()
             for name, (text, executable) in texts.items():
-                write_text(made / name, text, executable=executable)
+                write_text(folder / name, text, executable=executable)
             if is_new:
-                made.rename(path)
+                folder.rename(path)
             else:
                 for name in texts:
-                    (made / name).replace(path / name)
+                    (folder / name).replace(path / name)

@@ -101,8 +101,8 @@ def calibrate(
         errors = calibrated.table()
         typer.echo(encode(api.outputs.Calibrated(out=str(out), **next(iter(errors)))), nl=False)
     if not quiet:
-        taken = f"take it with --calibration {shlex.quote(str(out))}"
-        print(f"{calibrated.headline}; wrote {out}: {taken}", file=sys.stderr)
+        use = f"take it with --calibration {shlex.quote(str(out))}"
+        print(f"{calibrated.headline}; wrote {out}: {use}", file=sys.stderr)
 
 
 def _hand_over_imported(

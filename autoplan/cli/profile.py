@@ -220,8 +220,8 @@ def _print_json(progress: Progress) -> None:
     from autoplan.base.files import encode
 
     outcomes = {str(operation): dict(counts) for operation, counts in progress.counts().items()}
-    made = Profiled(planned=progress.total, outcomes=outcomes, elapsed_s=progress.elapsed_s, left=progress.num_left)
-    typer.echo(encode(made), nl=False)
+    profiled = Profiled(planned=progress.total, outcomes=outcomes, elapsed_s=progress.elapsed_s, left=progress.num_left)
+    typer.echo(encode(profiled), nl=False)
 
 
 def _print_outcomes(console: Console, progress: Progress) -> None:

@@ -167,9 +167,9 @@ def tune(
         url, named = whole_url(context, storage), typed_options(context, TUNE_FLAGS)
         prepared = prepare(progress=advance, storage=url, **named, **problem_options(context))
     leave_on_sigterm()
-    made = prepared.made_storage()
+    made_storage = prepared.made_storage()
     if not quiet:
-        say_how_to_watch(storage or made)
+        say_how_to_watch(storage or made_storage)
     with live_line(quiet=quiet) as (show, show_now):
         tuned = prepared.run(show=show, show_now=show_now)
     _hand_over(tuned, out, force=force, json=json, quiet=quiet)

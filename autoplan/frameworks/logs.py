@@ -177,13 +177,13 @@ class LogReader:
     def _best(self) -> tuple[_Dialect, Source, list[_Time]] | None:
         """The most exact source that has times; of frameworks that share it, the one with most."""
         for source in get_args(Source):
-            held = [
+            timed = [
                 (dialect, source, times)
                 for dialect in self._dialects
                 if source in dialect.series and (times := dialect.series[source].kept())
             ]
-            if held:
-                return max(held, key=lambda item: len(item[2]))
+            if timed:
+                return max(timed, key=lambda item: len(item[2]))
         return None
 
     @property
@@ -201,15 +201,15 @@ class LogReader:
     @property
     def lacks(self) -> str:
         """Reason why no step time can be told from the log, where none can."""
-        told = [(dialect.name, source) for dialect in self._dialects for source in dialect.series]
-        rates = [name for name, source in told if source in ("tokens", "samples")]
+        series_seen = [(dialect.name, source) for dialect in self._dialects for source in dialect.series]
+        rates = [name for name, source in series_seen if source in ("tokens", "samples")]
         if rates and self._batch is None:
             return f"the log of {rates[0]} states rates only: the batch of a step is needed to read times from it"
         if self.other_batch:
             return f"the log has no step time of the plan's batch: {self.other_batch}"
-        if told:
+        if series_seen:
             return (
-                f"the log of {told[0][0]} has no step time after the first {self._warmup} steps, which warm up: "
+                f"the log of {series_seen[0][0]} has no step time after the first {self._warmup} steps, which warm up: "
                 "log more steps, or more often"
             )
         return "the log says no step time"

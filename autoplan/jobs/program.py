@@ -109,8 +109,8 @@ def start_program(arguments: Sequence[str], output: IO[bytes] | int) -> Program:
             start_new_session=True,
         )
     except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputError(f"{arguments[0]!r} cannot be started: {said}") from None
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError(f"{arguments[0]!r} cannot be started: {reason}") from None
     return Program(pid=process.pid, mark=mark, process=process)
 
 

@@ -127,12 +127,12 @@ class SchedulerJobs:
     def poll(self, names: Sequence[str]) -> dict[str, JobStatus]:
         """Return the states of jobs, as the scheduler has said at most `poll_every_s` ago."""
         unknown = JobStatus(state="waiting")
-        asked = [name for name in names if self._status.get(name, unknown).state not in ("ended", "lost")]
-        if asked and time.monotonic() >= self._next_s:
+        unfinished = [name for name in names if self._status.get(name, unknown).state not in ("ended", "lost")]
+        if unfinished and time.monotonic() >= self._next_s:
             try:
-                self._ask(asked)
+                self._ask(unfinished)
             except NoAnswerError as error:
-                self._wait(asked, error)
+                self._wait(unfinished, error)
         return {name: self._status.get(name, unknown) for name in names}
 
     def cancel(self, names: Sequence[str]) -> None:
@@ -184,8 +184,8 @@ class SchedulerJobs:
             files = ("--out", str(folder / OUTCOME), "--log", str(folder / LOG))
             words = (*files, "--force", "--quiet", *self._options)
         try:
-            said = self._run(self._template.submission(self._values(folder, job), words))
-            _keep(folder, replace(job, id=self._template.read_id(said), stage="submitted"))
+            answer = self._run(self._template.submission(self._values(folder, job), words))
+            _keep(folder, replace(job, id=self._template.read_id(answer), stage="submitted"))
         except NoAnswerError as error:
             if error.is_silent and not self._template.finds_by_name:
                 raise InputError(f"{error}, and rows name no (?P<job>...): look whether the job was taken") from None
@@ -258,10 +258,10 @@ class SchedulerJobs:
 
     def _rows(self, answers: Iterable[tuple[str, str]], jobs: Mapping[str, JobFile]) -> dict[str, list[Row]]:
         """Ask the scheduler for the rows of these jobs, by name, of those that it knows."""
-        said = [row for program, text in answers for row in self._template.read_rows(program, text)]
+        answered = [row for program, text in answers for row in self._template.read_rows(program, text)]
         by_name = self._template.finds_by_name
         found = {
-            name: [row for row in said if (row.job == job.job if by_name else row.id == job.id)]
+            name: [row for row in answered if (row.job == job.job if by_name else row.id == job.id)]
             for name, job in jobs.items()
         }
         return {name: rows for name, rows in found.items() if rows}
@@ -313,7 +313,7 @@ class SchedulerJobs:
         """
         program = command[0]
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -325,17 +325,17 @@ class SchedulerJobs:
         except subprocess.TimeoutExpired:
             raise NoAnswerError(f"{program} has not ended within {ANSWER_S:.0f} s", is_silent=True) from None
         except (OSError, ValueError) as error:
-            said = error.strerror if isinstance(error, OSError) else str(error)
-            raise InputError(f"{program!r} cannot be started: {said}") from None
-        text = (done.stdout or b"").decode("utf-8", errors="replace")
-        if done.returncode == 0:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise InputError(f"{program!r} cannot be started: {reason}") from None
+        text = (process.stdout or b"").decode("utf-8", errors="replace")
+        if process.returncode == 0:
             self._answered.add(program)
             return text
-        said = done.stderr.decode("utf-8", errors="replace").strip() or text.strip() or "it said nothing"
+        reason = process.stderr.decode("utf-8", errors="replace").strip() or text.strip() or "it said nothing"
         # kubectl says all of it twice.
-        message = f"{program} failed ({done.returncode}): {cleaned(said.splitlines()[-1])}"
+        message = f"{program} failed ({process.returncode}): {cleaned(reason.splitlines()[-1])}"
         asks = program in (self._template.poll[0], *self._template.history[:1])
-        if self._template.is_busy(said) or (asks and program in self._answered):
+        if self._template.is_busy(reason) or (asks and program in self._answered):
             raise NoAnswerError(message)
         raise InputError(message)
 

@@ -136,8 +136,8 @@ class JobTemplate:
     def questions(self, command: Literal["poll", "history"], jobs: Sequence[Mapping[str, str]]) -> Iterator[list[str]]:
         """The commands that ask for all of `jobs`; none where there is none."""
         words: tuple[str, ...] = getattr(self, command)
-        asked = {name for word in words for name in _PLACEHOLDER.findall(word)}
-        if asked & {"job", "id"} or not jobs:
+        placeholders = {name for word in words for name in _PLACEHOLDER.findall(word)}
+        if placeholders & {"job", "id"} or not jobs:
             yield from ([_filled(word, values) for word in words] for values in jobs)
             return
         joined = {_JOBS: ",".join(job["job"] for job in jobs), _IDS: ",".join(job["id"] for job in jobs if job["id"])}

@@ -66,7 +66,7 @@ def assignments(variables: list[LaunchVariable]) -> list[str]:
         rest = ":?must be set" if variable.default is None else f":-{variable.default}"
         assigned.append(f"{variable.name}=${{{variable.name}{rest}}}")
     width = max(map(len, assigned))
-    return [f"{line:<{width}}  # {one.says}" for line, one in zip(assigned, variables, strict=True)]
+    return [f"{line:<{width}}  # {known.says}" for line, known in zip(assigned, variables, strict=True)]
 
 
 def _variables(start: Start, numbering: Numbering) -> list[str]:

@@ -166,8 +166,12 @@ def _completed(table: dict[str, Any], device: str | dict[str, Any], where: str) 
         replace(level, bandwidth_bytes_per_s=spec.host_link_bytes_per_s) if level.kind == "pcie" else level
         for level in _resized(base, size)
     ]
-    taken = {"levels": [asdict(level) for level in levels], "network": asdict(base.network), "host": asdict(base.host)}
-    missing = {key: value for key, value in taken.items() if key not in table}
+    inherited = {
+        "levels": [asdict(level) for level in levels],
+        "network": asdict(base.network),
+        "host": asdict(base.host),
+    }
+    missing = {key: value for key, value in inherited.items() if key not in table}
     note = f"{', '.join(missing)} of {base.name}" if missing else ""
     own = {key: value for key, value in table.items() if key != "based_on"}
     return {**own, **missing, "sources": [*table.get("sources", ()), *([note] if note else [])]}

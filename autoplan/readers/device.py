@@ -76,26 +76,28 @@ def completed(table: dict[str, Any], where: str) -> dict[str, Any]:
     assert base is not None
     own = {key: value for key, value in table.items() if key != "based_on"}
     given = _given(own, where)
-    taken = {name: getattr(base, name) for name in _TAKEN if name not in given}
+    inherited = {name: getattr(base, name) for name in _TAKEN if name not in given}
     if "visible_memory_bytes" not in given:
-        taken["visible_memory_bytes"] = given["memory_bytes"] * base.visible_memory_bytes / base.memory_bytes
+        inherited["visible_memory_bytes"] = given["memory_bytes"] * base.visible_memory_bytes / base.memory_bytes
     if "gemm_efficiency" in given or base.narrow_gemm_efficiency is None:
-        taken.pop("narrow_gemm_efficiency", None)
+        inherited.pop("narrow_gemm_efficiency", None)
     # Curves keep their shape, and what they reach its ratio to what is sustained.
     pace = given.get("gemm_efficiency", base.gemm_efficiency) / base.gemm_efficiency
     if "gemm" not in given:
-        taken["gemm"] = _curve(base.gemm, base.name, pace, "burst_efficiency")
+        inherited["gemm"] = _curve(base.gemm, base.name, pace, "burst_efficiency")
     if "attention" not in given:
-        taken["attention"] = _curve(base.attention, base.name, pace, "efficiency", "burst_efficiency")
+        inherited["attention"] = _curve(base.attention, base.name, pace, "efficiency", "burst_efficiency")
     peaks = given["peak_flops_per_s"]
     if len(peaks) == 1:
         (precision, rate), shares = next(iter(peaks.items())), base.peak_flops_per_s
         if precision in shares:
             own = {key: value for key, value in own.items() if key not in file_keys("peak_flops_per_s")}
-            taken["peak_flops_per_s"] = {name: rate * peak / shares[precision] for name, peak in shares.items()} | peaks
-    names = sorted(file_keys(name)[0] for name in taken.keys() - {"vendor", "generation"})
+            inherited["peak_flops_per_s"] = {
+                name: rate * peak / shares[precision] for name, peak in shares.items()
+            } | peaks
+    names = sorted(file_keys(name)[0] for name in inherited.keys() - {"vendor", "generation"})
     note = f"figures of {base.name} stand in for {', '.join(names)}"
-    return {"rate_spread": UNMEASURED_SPREAD, **own, **taken, "sources": [*given.get("sources", ()), note]}
+    return {"rate_spread": UNMEASURED_SPREAD, **own, **inherited, "sources": [*given.get("sources", ()), note]}
 
 
 def _given(table: dict[str, Any], where: str) -> dict[str, Any]:

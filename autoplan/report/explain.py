@@ -227,9 +227,9 @@ def _print_versus(console: Console, best: RankedPlan, other: Versus, names: Name
     grid.add_row("", escape(f"{_faster(other.gap.ratio)}, {apart}"))
     if other.plan.verdict != "fits":
         worst = max(other.stages, key=lambda stage: stage.memory_bytes)
-        there = format_bytes(other.plan.memory_bytes + other.plan.memory_headroom_bytes)
+        capacity = format_bytes(other.plan.memory_bytes + other.plan.memory_headroom_bytes)
         risk = format_percent(other.plan.oom_probability)
-        grid.add_row("", f"needs {format_bytes(worst.memory_bytes)} of {there} on stage {worst.stage}, {risk} risk")
+        grid.add_row("", f"needs {format_bytes(worst.memory_bytes)} of {capacity} on stage {worst.stage}, {risk} risk")
     for fault in other.broken:
         grid.add_row("refused", escape(fault))
     if scale != 1.0:

@@ -104,8 +104,8 @@ def waiting(cost: MixedCost, stages: Sequence[PlacedStage]) -> Iterator[tuple[st
     slowest, fullest = max(stages, key=lambda stage: stage.busy_s), max(stages, key=lambda stage: stage.fill)
     if len(stages) > 1:
         yield "slowest", f"{slowest.place.words}: at work {format_percent(slowest.busy_s / cost.step_s)} of the step"
-    there = f"{format_bytes(fullest.cost.memory_bytes)} of {format_bytes(fullest.place.capacity_bytes)}"
-    yield "fullest", f"{fullest.place.words}: {there}, {format_percent(fullest.cost.oom_probability)} risk"
+    usage = f"{format_bytes(fullest.cost.memory_bytes)} of {format_bytes(fullest.place.capacity_bytes)}"
+    yield "fullest", f"{fullest.place.words}: {usage}, {format_percent(fullest.cost.oom_probability)} risk"
     last_s, last = max((kind.pipeline_s, letter) for kind, letter in zip(cost.kinds, cost.plan.letters, strict=True))
     early = zip((last_s - kind.pipeline_s for kind in cost.kinds), cost.plan.letters, strict=True)
     if waits := [f"{letter} {format_seconds(wait_s)}" for wait_s, letter in early if wait_s >= LEAST_SHOWN_S]:

@@ -113,15 +113,15 @@ def _decisions(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Predict
     taus, regrets, bad = [], [], []
     for plans in decisions.values():
         choices = [_Choice(members, predictions) for members in plans.values()]
-        done = [choice.measured_s for choice in choices if choice.measured_s is not None]
+        chosen_s = [choice.measured_s for choice in choices if choice.measured_s is not None]
         pairs = [(choice.said_s, choice.measured_s) for choice in choices if choice.said_s is not None]
         both = [(predicted, measured) for predicted, measured in pairs if measured is not None]
         if len(both) >= LEAST_PLANS and len({measured for _, measured in both}) > 1:
             taus += [tau] if (tau := kendall_tau(both)) is not None else []
         known = [choice for choice in choices if choice.status in ("ok", "oom", "invalid")]
-        if len(done) >= 2 and len(known) >= LEAST_PLANS:
+        if len(chosen_s) >= 2 and len(known) >= LEAST_PLANS:
             pick = _pick(known)
-            regrets.append(1.0 - min(done) / pick.measured_s if pick and pick.measured_s else 1.0)
+            regrets.append(1.0 - min(chosen_s) / pick.measured_s if pick and pick.measured_s else 1.0)
             pick = _pick([choice for choice in choices if choice.status != "?"])
             bad.append(float(not (pick and pick.measured_s)))
     return {

@@ -112,11 +112,11 @@ class Calibration:
                 "fit it anew, or take --calibration db"
             )
         if fitted.timings != timings:
-            said = f"with the measured times {fitted.timings}" if fitted.timings else "without measured times"
+            basis = f"with the measured times {fitted.timings}" if fitted.timings else "without measured times"
             given = f"those here are {timings}" if timings else "there are none here"
             raise InputError(
-                f"calibration {self.name!r} was fitted {said}, {given}: take --calibration db, which is fitted to what "
-                "is given, fit it anew, or give the same --timings"
+                f"calibration {self.name!r} was fitted {basis}, {given}: take --calibration db, which is fitted to "
+                "what is given, fit it anew, or give the same --timings"
             )
 
     @property

@@ -332,9 +332,11 @@ def check_mixed(problem: MixedProblem, plan: MixedPlan) -> None:
         if (layers_elsewhere := sum(stage.layers for stage in kind.stages)) != num_layers:
             raise InputError(f"layers of the stages add up to {layers_elsewhere}, the model has {num_layers}")
     for at in sorted(plan.parts):
-        taken = sum(kind.num_devices(at) for kind in plan.kinds)
-        if taken > parts[at].num_devices:
-            raise InputError(f"the plan takes {taken} devices of {parts[at].name}, which has {parts[at].num_devices}")
+        num_devices = sum(kind.num_devices(at) for kind in plan.kinds)
+        if num_devices > parts[at].num_devices:
+            raise InputError(
+                f"the plan takes {num_devices} devices of {parts[at].name}, which has {parts[at].num_devices}"
+            )
     if reason := mixes_vendors(problem, plan):
         raise InputError(reason)
     _check_sharding(problem, plan)
@@ -366,8 +368,8 @@ def _check_sharding(problem: MixedProblem, plan: MixedPlan) -> None:
         return
     for at in plan.parts:
         degrees = {stage.tp for kind in plan.kinds for stage in kind.stages if stage.part == at}
-        taken = sum(kind.num_devices(at) for kind in plan.kinds)
-        is_whole = taken == problem.cluster.parts[at].num_devices
+        num_devices = sum(kind.num_devices(at) for kind in plan.kinds)
+        is_whole = num_devices == problem.cluster.parts[at].num_devices
         if len(degrees) > 1 or not is_whole or any(len(kind.stages) > 1 for kind in plan.kinds):
             raise UnpricedError(
                 f"sharding {plan.sharding!r} over several parts is priced for replicas of one stage and one tp that "

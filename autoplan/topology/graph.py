@@ -193,9 +193,9 @@ def _blocks(runs: Runs, size: int) -> Iterator[tuple[Runs, int]]:
     room = size
     for node, count in runs:
         if partial:
-            taken = min(room, count)
-            partial.append((node, taken))
-            room, count = room - taken, count - taken
+            num_taken = min(room, count)
+            partial.append((node, num_taken))
+            room, count = room - num_taken, count - num_taken
             if not room:
                 yield tuple(partial), 1
                 partial, room = [], size

@@ -240,12 +240,12 @@ def passes(
         PipelineStage(part, at, plan.pp * plan.vp, device, group=grid.pp.get_group())
         for at, part in zip(chunks_of(plan, grid.pp_rank), parts, strict=True)
     ]
-    made = _SCHEDULES[plan.schedule]
+    make_schedule = _SCHEDULES[plan.schedule]
 
     def weighted(output: Tensor, target: Tensor) -> Tensor:
         return weight * loss_of(output, target)
 
-    schedule = made(
+    schedule = make_schedule(
         stages[0] if plan.schedule in _ONE_STAGE else stages,
         counts[grid.dp_rank],
         loss_fn=weighted,

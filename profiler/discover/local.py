@@ -78,7 +78,7 @@ def see(
 def _output(tool: Tool) -> str | None:
     """Return what `tool` prints; None where it is not installed."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             tool,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -92,10 +92,10 @@ def _output(tool: Tool) -> str | None:
         raise InputError(f"it cannot be started: {error.strerror or error}") from None
     except subprocess.TimeoutExpired:
         raise InputError(f"it did not end within {TOOL_S:.0f} s") from None
-    if done.returncode:
-        words = cleaned(" ".join(done.stderr.decode(errors="replace").split()))[:120]
-        raise InputError(f"it ended with status {done.returncode} {words}".rstrip())
-    return done.stdout[:MOST_BYTES].decode(errors="replace")
+    if process.returncode:
+        words = cleaned(" ".join(process.stderr.decode(errors="replace").split()))[:120]
+        raise InputError(f"it ended with status {process.returncode} {words}".rstrip())
+    return process.stdout[:MOST_BYTES].decode(errors="replace")
 
 
 def as_seen(sys: Path, gpus: Sequence[Gpu], links: Links, source: str) -> ObservedNode:

@@ -215,6 +215,6 @@ def _fabric(devices: Sequence[_Leaf]) -> Mapping[frozenset[str], int]:
                 direct[pair] = max(direct[pair], count)  # each end reports it
             elif kind.startswith(_SWITCH_CLASS) and kind != _POWER_CLASS:
                 switched[own] += count
-    for one, other in combinations(switched, 2):
-        direct[frozenset((one, other))] += min(switched[one], switched[other])
+    for device, other in combinations(switched, 2):
+        direct[frozenset((device, other))] += min(switched[device], switched[other])
     return direct

@@ -168,15 +168,15 @@ def _numa(affinities: Sequence[_Word]) -> int | None:
 
 
 def _check_symmetry(rows: Mapping[str, _Row], names: Sequence[str]) -> None:
-    for at, one in enumerate(names):
+    for at, name in enumerate(names):
         for beside, other in enumerate(names[:at]):
-            if one not in rows or other not in rows:
+            if name not in rows or other not in rows:
                 continue
-            there, back = rows[one].cells[beside], rows[other].cells[at]
-            if there.text != back.text:
+            forth, back = rows[name].cells[beside], rows[other].cells[at]
+            if forth.text != back.text:
                 raise InputError(
-                    f"line {there.line}, column {there.column}: {one} to {other} is {there.text}, "
-                    f"{other} to {one} is {back.text}: they must agree"
+                    f"line {forth.line}, column {forth.column}: {name} to {other} is {forth.text}, "
+                    f"{other} to {name} is {back.text}: they must agree"
                 )
 
 
@@ -187,15 +187,15 @@ def _node(rows: Mapping[str, _Row], names: Sequence[str], aliases: Mapping[str, 
         raise InputError("the legend of the NICs gives one name to two of them")
     links = []
     for at, name in enumerate(names):
-        for one in names[:at]:
-            if one not in indices:
+        for earlier in names[:at]:
+            if earlier not in indices:
                 continue
-            cell = rows[one].cells[at].text
+            cell = rows[earlier].cells[at].text
             fabric = _CELL.fullmatch(cell)
             num_links = int(fabric[1]) if fabric and fabric[1] else 0
             links.append(
                 ObservedLink(
-                    a=indices[one],
+                    a=indices[earlier],
                     b=indices.get(name),
                     nic=nics.get(name, ""),
                     path="fabric" if num_links else _PATHS[cell],

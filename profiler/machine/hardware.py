@@ -212,13 +212,13 @@ def amd_gpus(sys: Path) -> tuple[list[Gpu], Links]:
     for name, (node, properties) in nodes.items():
         gpus.append(_amd_gpu(sys, properties))
         for link in (node / "io_links").glob("*"):
-            about = _properties(link / "properties")
-            other = order.get(about.get("node_to", ""), -1)
+            link_properties = _properties(link / "properties")
+            other = order.get(link_properties.get("node_to", ""), -1)
             if order[name] < other:
                 links[order[name], other] = GpuLink(
-                    kind=_KFD_LINKS.get(about.get("type", ""), "link"),
-                    weight=str(about.get("weight")),
-                    bytes_per_s=int(about.get("max_bandwidth", 0)) * 1e6 or None,  # MB/s
+                    kind=_KFD_LINKS.get(link_properties.get("type", ""), "link"),
+                    weight=str(link_properties.get("weight")),
+                    bytes_per_s=int(link_properties.get("max_bandwidth", 0)) * 1e6 or None,  # MB/s
                 )
     return gpus, links
 

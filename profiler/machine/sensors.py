@@ -47,11 +47,11 @@ def foreign_load(windows: Sequence[Window], *, on_cpu: bool) -> float:
     for window in windows:
         hosts[window.host].append(window)
     shares = []
-    for there in hosts.values():
-        busy = max(window.busy_core_s for window in there)
-        longest = max(window.wall_s for window in there)
-        own = sum(window.own_core_s for window in there)
-        shares.append((busy - own) / (longest * there[0].num_cores))
+    for on_host in hosts.values():
+        busy = max(window.busy_core_s for window in on_host)
+        longest = max(window.wall_s for window in on_host)
+        own = sum(window.own_core_s for window in on_host)
+        shares.append((busy - own) / (longest * on_host[0].num_cores))
     return max(0.0, *shares)
 
 

@@ -64,13 +64,13 @@ class Database:
 
     def _explained(self, error: SQLAlchemyError) -> str:
         cause = error.orig if isinstance(error, DBAPIError) and error.orig else error
-        said = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+        reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
         for secret in self.secrets:
-            said = said.replace(secret, "***")
+            reason = reason.replace(secret, "***")
         for part, advice in _ADVICE:
             if part in str(cause):
-                return f"{self.name}: {advice} ({said})"
-        return f"{self.name}: {said}"
+                return f"{self.name}: {advice} ({reason})"
+        return f"{self.name}: {reason}"
 
 
 # What a driver says, and what it means for the user.  What was committed before is whole in every case.

@@ -47,9 +47,9 @@ class Mark:
 
 def hidden_ids(of: Marked = OPERATIONS) -> Select[Any]:
     """Ids of the rows that are out of use: the newest word of a person counts, the check's only where none spoke."""
-    said = of.marks.c
-    hidden_at, used_at = (func.max(case((kind, _moment(of)))) for kind in (said.hides, ~said.hides))
-    return select(said.record_id).group_by(said.record_id).having(hidden_at >= func.coalesce(used_at, ""))
+    marks = of.marks.c
+    hidden_at, used_at = (func.max(case((kind, _moment(of)))) for kind in (marks.hides, ~marks.hides))
+    return select(marks.record_id).group_by(marks.record_id).having(hidden_at >= func.coalesce(used_at, ""))
 
 
 def is_hidden(of: Marked = OPERATIONS) -> ColumnElement[bool]:
@@ -59,11 +59,11 @@ def is_hidden(of: Marked = OPERATIONS) -> ColumnElement[bool]:
 
 def hiding_mark(connection: Connection, of: Marked, row_id: int, key: str) -> Mark | None:
     """The mark that hides a row."""
-    said = of.marks.c
+    marks = of.marks.c
     row = connection.execute(
         select(of.marks)
-        .where(said.record_id == row_id, said.hides, said.record_id.in_(hidden_ids(of)))
-        .order_by(_moment(of).desc(), said.id)
+        .where(marks.record_id == row_id, marks.hides, marks.record_id.in_(hidden_ids(of)))
+        .order_by(_moment(of).desc(), marks.id)
         .limit(1)
     ).first()
     return Mark(key=key, by=row.by, reason=row.reason, at=row.at) if row else None

@@ -473,9 +473,9 @@ class Store:
         """Records, of those not hidden, that are implausible, unreadable or not what their key says."""
         with self._database.reading() as connection:
             if connection.dialect.name == "sqlite":
-                said = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
-                if said != "ok":
-                    problem = " ".join(str(said).split())
+                verdict = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+                if verdict != "ok":
+                    problem = " ".join(str(verdict).split())
                     raise StoreError(f"{self.name} {DAMAGED} ({problem})")
         for row, machine in self._rows_with_machines(select(records).where(~is_hidden()), records.c.id):
             yield from _findings(row, machine, _record, f"{row.operation} {row.shape}")

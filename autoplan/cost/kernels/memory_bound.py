@@ -219,9 +219,9 @@ def _measured_beyond_s(problem: Problem, batch: PlanBatch, block: Block, traffic
             beyond("activation", ("swiglu", "swiglu_backward"), (tokens, _ffn_size(problem, block) / batch.tp))
         )
     if "rope" in traffic and model.mla is None:
-        both = reference("rope").total_s
+        rope_s = reference("rope").total_s
         rope = find_kernels(problem, wide, "rope", tokens, _roped_heads(problem, batch), float(model.qk_head_dim))
-        half = (rope.scaled(factor).otherwise(both) - both) / 2
+        half = (rope.scaled(factor).otherwise(rope_s) - rope_s) / 2
         total = total.plus(Pass(half, half))
     return total
 

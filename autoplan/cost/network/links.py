@@ -367,9 +367,9 @@ class Links:
         siblings = self._domain_size // inside
         alone = np.where(members == inside, 1, siblings)
         shapes = [np.stack([members, inside, groups, moved], axis=1) for groups in (siblings, alone)]
-        both = find(self.timings, operation, _DTYPES, np.concatenate(shapes))
+        lookups = find(self.timings, operation, _DTYPES, np.concatenate(shapes))
         half = np.arange(len(first))
-        lookup = both.take(half).before(both.take(half + len(first)))
+        lookup = lookups.take(half).before(lookups.take(half + len(first)))
         measured_s, ratio = lookup.otherwise(np.full(len(first), np.nan)), np.ones(len(first))
         missing = np.flatnonzero(np.isnan(measured_s))
         ratio[missing] = self._ratio_of_others(operation, members[missing], inside[missing], moved[missing])

@@ -41,9 +41,9 @@ def one_forward_one_backward_s(
     simulation for stage times within 30 % of each other; m must be a multiple of the stages there.
     """
     stages = forward_s.shape[1]
-    both = forward_s + backward_s
-    before = np.cumsum(both, axis=1) - both
-    behind = _whole(both)[:, None] - before - both
+    passes_s = forward_s + backward_s
+    before = np.cumsum(passes_s, axis=1) - passes_s
+    behind = _whole(passes_s)[:, None] - before - passes_s
     warmup = np.arange(stages - 1, -1, -1)[:, None]
     # Forwards of the warm-up cover work behind the stage before its first backward, backwards of the cool-down after
     # its last forward.  With fewer micro-batches than that, all forwards come first and there is one gap, not two.
@@ -51,7 +51,7 @@ def one_forward_one_backward_s(
     filling = np.maximum(behind - covering * forward_s, 0.0)
     draining = np.maximum(behind - covering * backward_s, 0.0)
     uncovered = np.where(covering < warmup.T, np.maximum(filling, draining), filling + draining)
-    path = num_microbatches[:, None] * both + (before + uncovered) / chunks[:, None] + sends_s
+    path = num_microbatches[:, None] * passes_s + (before + uncovered) / chunks[:, None] + sends_s
     critical = np.argmax(path, axis=1)
     rows = np.arange(len(path))
     send_s = np.broadcast_to(sends_s, path.shape)[rows, critical]

@@ -77,17 +77,17 @@ def chunk_blocks(model: ModelSpec, layers: Ints, num_repeated: Ints) -> dict[Blo
     }
 
 
-def chunk_layers_of(batch: PlanBatch, which: Ints) -> Ints:
+def chunk_layers_of(batch: PlanBatch, rows: Ints) -> Ints:
     """Layers of every chunk of some plans that have as many chunks: shape (plans, chunks)."""
-    used, at = np.unique(batch.layout[which], return_inverse=True)
+    used, at = np.unique(batch.layout[rows], return_inverse=True)
     return np.take(np.array([batch.layouts[layout] for layout in used], dtype=np.int64).T, at, axis=1).T
 
 
-def by_chunks(batch: PlanBatch, which: Ints) -> Iterator[tuple[int, Ints]]:
+def by_chunks(batch: PlanBatch, rows: Ints) -> Iterator[tuple[int, Ints]]:
     """(chunks of a rank, those of some plans of one number of stages that have as many)."""
-    chunks = batch.vp[which]
+    chunks = batch.vp[rows]
     for vp in sorted(set(chunks.tolist())):
-        yield vp, which[chunks == vp]
+        yield vp, rows[chunks == vp]
 
 
 def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks:

@@ -73,16 +73,16 @@ def _free_bytes(stage: PlacedStage) -> float:
 
 def _capacities(stages: Iterable[PlacedStage]) -> str:
     """Capacity of a device on every part of the cluster that is in use."""
-    there = {stage.place.part: format_bytes(stage.place.capacity_bytes) for stage in stages}
-    return ", ".join(f"{size} on {part}" if part else size for part, size in there.items())
+    capacities = {stage.place.part: format_bytes(stage.place.capacity_bytes) for stage in stages}
+    return ", ".join(f"{size} on {part}" if part else size for part, size in capacities.items())
 
 
 def _summary(worst: PlacedStage, num_stages: int) -> str:
     free, words = _free_bytes(worst), worst.place.words
     where = f"{words[0].upper()}{words[1:]} is fullest: it" if num_stages > 1 else "A device"
     left = f"and leaves {format_bytes(free)}" if free >= 0 else f"which is {format_bytes(-free)} too much"
-    there = f"{format_bytes(worst.cost.memory_bytes)} of {format_bytes(worst.place.capacity_bytes)}"
-    return f"{where} takes {there} {left}."
+    usage = f"{format_bytes(worst.cost.memory_bytes)} of {format_bytes(worst.place.capacity_bytes)}"
+    return f"{where} takes {usage} {left}."
 
 
 def _waterfall(stage: PlacedStage, scale: float) -> Iterator[tuple[str, Markup, str]]:
