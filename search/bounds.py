@@ -324,7 +324,7 @@ def _held_bytes(problem: Problem, batch: PlanBatch) -> dict[str, Any]:
 
 
 def _held_beside_frozen(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats) -> dict[str, Any]:
-    """The same where a part of the weights is frozen."""
+    """Return the fields of `KindCosts` that the states decide, where a part of the weights is frozen."""
     model, finetuning, element = problem.model, problem.training.finetuning, problem.training.element_bytes
     assert finetuning is not None
     none = np.zeros_like(dense)
@@ -384,7 +384,7 @@ def _state_bytes(problem: Problem, batch: PlanBatch, dense: float, expert: float
 
 
 def _kept_state_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
-    """The same of parameters in columns: shape (plans, columns)."""
+    """Bytes of weights, gradients and optimizer of parameters in columns: shape (plans, columns)."""
     weights, gradients, optimizer = states(problem, batch, parameters, process_groups(batch))
     kept = weights + optimizer + (0.0 if problem.framework.memory.fsdp2_states else gradients)
     return problem.framework.memory.reserved_factor * kept

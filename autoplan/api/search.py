@@ -110,12 +110,8 @@ def search(
             raise InputError("--from is about the fastest step of equal nodes: leave objectives, runs and --robust out")
         given: dict[str, Any] = {"model": model, "seq_len": seq_len, "global_batch": global_batch}
         started = start_from(launch_file, place, problem_options, variables=variables, target=target, **given)
-        model, problem_options, global_batch, seq_len = (
-            started.launch.model,
-            started.options,
-            started.global_batch,
-            None,
-        )
+        model, problem_options = started.launch.model, started.options
+        global_batch, seq_len = started.global_batch, None
     elif variables or target:
         raise InputError("--set and --as are about a launch file: give --from FILE")
     if model is None or global_batch is None or (seq_len is None and started is None):

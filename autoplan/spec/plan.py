@@ -378,7 +378,7 @@ class PlanBatch(Rows):
         return ParallelPlan(**values, placement=self.placement)  # type: ignore[arg-type]
 
     def unquantised(self) -> PlanBatch:
-        """The same plans in 16 bits, or in fp32 where they are: what narrow ones compute all but matrices in."""
+        """Return the plans in 16 bits, or in fp32 where they are: what narrow ones compute all but matrices in."""
         fp32, bf16 = Precision.FP32.code, Precision.BF16.code
         return replace(self, precision=np.where(self.precision == fp32, fp32, bf16))
 

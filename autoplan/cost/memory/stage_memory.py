@@ -132,7 +132,9 @@ def _gathered_bytes(
 def _gathered_beside_frozen(
     problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups
 ) -> Floats:
-    """The same where weights are frozen: they are gathered as they are held, and gradients are those of the others.
+    """Bytes of weights and gradients gathered at once where weights are frozen: shape (plans, stages).
+
+    Frozen weights are gathered as they are held, and gradients are those of the others.
 
     What zero1 gathers at the end of a step is no more than the adapters, and fits into what activations leave.
     """
