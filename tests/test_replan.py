@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import autoplan
-from autoplan.api.results import PlanResult
+from autoplan.api.plan_result import PlanResult
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cli import make_app
 from autoplan.cost.memory.stage_memory import checkpoint_bytes
