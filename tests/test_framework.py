@@ -90,8 +90,10 @@ def test_rules_that_no_folder_has_are_refused(tmp_path: Path) -> None:
 
 def test_every_folder_has_a_line_and_every_line_what_it_says() -> None:
     folders = {path.name for path in registry.HERE.iterdir() if (path / "__init__.py").is_file()} - {"common"}
+    logs = {log.name for log in registry.LOGS.values()}
     assert folders == {entry.folder for entry in registry.FRAMEWORKS}
     for entry in registry.FRAMEWORKS:
+        assert set(entry.logs) <= logs
         assert (bool(entry.rules), bool(entry.target)) == (entry.has("rules"), entry.has("export"))
         if entry.rules:
             assert isinstance(registry.BOOKS[entry.rules], Rulebook)

@@ -21,6 +21,7 @@ from autoplan.base.errors import AutoplanError
 from autoplan.base.files import is_file
 from autoplan.base.units import cleaned, format_bytes
 from autoplan.base.version import __version__
+from autoplan.frameworks.registry import FRAMEWORKS
 from autoplan.profiler.machine.hardware import SYS, amd_gpus, nics, num_lost_gpus, nvidia_gpus
 
 State = Literal["ok", "absent", "problem"]  # absent: not there, and not needed for everything
@@ -47,16 +48,9 @@ print(json.dumps({
     "bf16_over_fp32": 0 if cuda else product_s(torch.bfloat16) / product_s(torch.float32),
 }))
 """
-# The framework, by the names of its distribution.
-FRAMEWORKS = {
-    "Megatron-Core": "megatron-core",
-    "Megatron-Bridge": "megatron-bridge",
-    "NeMo": "nemo-toolkit",
-    "Primus": "primus",
-    "torchtitan": "torchtitan",
-    "nanotron": "nanotron",
-    "DeepSpeed": "deepspeed",
-    "accelerate": "accelerate",
+# The distributions of frameworks, and of the kernels that they take, by what they are called.
+DISTRIBUTIONS = {
+    **{name: distribution for entry in FRAMEWORKS for name, distribution in entry.distributions.items()},
     "Transformer Engine": "transformer-engine",
     "FlashAttention": "flash-attn",
 }
@@ -287,7 +281,7 @@ def _slurm(variables: Mapping[str, str]) -> Check:
 
 
 def _frameworks() -> Iterator[Check]:
-    versions = {name: version for name, distribution in FRAMEWORKS.items() if (version := _version(distribution))}
+    versions = {name: version for name, distribution in DISTRIBUTIONS.items() if (version := _version(distribution))}
     says = ", ".join(f"{name} {version}" for name, version in versions.items())
     yield Check(part="frameworks", state="ok" if versions else "absent", says=says or "none: files for them need none")
     version = _version("optuna-dashboard")

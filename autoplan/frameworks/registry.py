@@ -1,4 +1,4 @@
-"""Registry of the frameworks, a line each; rules, exporters, readers, log readers and facts follow from it.
+"""Registry of the frameworks, a row each; rules, exporters, readers, log readers and facts follow from it.
 
 A framework is a folder beside this module, which may hold
 
@@ -14,7 +14,7 @@ Names are known at once, which the help of the command line needs; a module is i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -36,30 +36,45 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One folder: the name that facts call its rules by, its target of export, and the facts to plan with."""
+    """One folder: the name that facts call its rules by, its target of export, and the facts to plan with.
+
+    `logs` are the frameworks that write the log of what a launch file for the target starts, where not any may.
+    `distributions` are those of Python that it is installed as, by what they are called.
+    """
 
     folder: str
     rules: str = ""
     target: str = ""
     facts: str = ""
+    logs: tuple[str, ...] = ()
+    distributions: Mapping[str, str] = field(default_factory=dict)
 
     def has(self, module: str) -> bool:
         """Return whether the folder holds a module of that name."""
         return (HERE / self.folder / f"{module}.py").is_file()
 
 
+# fmt: off
 FRAMEWORKS = (  # in the order in which a log is taken for theirs
-    Entry(folder="megatron_lm", rules="megatron-lm", target="megatron-lm", facts="megatron-core"),
-    Entry(folder="megatron_bridge", target="megatron-bridge"),
-    Entry(folder="primus", rules="primus", target="primus", facts="primus"),
-    Entry(folder="torchtitan", rules="torchtitan", target="torchtitan", facts="torchtitan"),
-    Entry(folder="nanotron", rules="nanotron", target="nanotron", facts="nanotron"),
-    Entry(folder="deepspeed", rules="deepspeed", target="deepspeed", facts="deepspeed-zero"),
+    Entry(folder="megatron_lm", rules="megatron-lm", target="megatron-lm", facts="megatron-core",
+          logs=("Megatron-LM",), distributions={"Megatron-Core": "megatron-core"}),
+    Entry(folder="megatron_bridge", target="megatron-bridge",
+          logs=("Megatron-LM",), distributions={"Megatron-Bridge": "megatron-bridge", "NeMo": "nemo-toolkit"}),
+    Entry(folder="primus", rules="primus", target="primus", facts="primus",
+          logs=("Megatron-LM", "torchtitan"), distributions={"Primus": "primus"}),
+    Entry(folder="torchtitan", rules="torchtitan", target="torchtitan", facts="torchtitan",
+          logs=("torchtitan",), distributions={"torchtitan": "torchtitan"}),
+    Entry(folder="nanotron", rules="nanotron", target="nanotron", facts="nanotron",
+          logs=("nanotron",), distributions={"nanotron": "nanotron"}),
+    Entry(folder="deepspeed", rules="deepspeed", target="deepspeed", facts="deepspeed-zero",
+          logs=("DeepSpeed", "HF Trainer", "Megatron-LM"), distributions={"DeepSpeed": "deepspeed"}),
     Entry(folder="fsdp2", rules="fsdp2", target="fsdp2", facts="pytorch-fsdp"),
-    Entry(folder="accelerate", target="accelerate"),
+    Entry(folder="accelerate", target="accelerate",
+          logs=("HF Trainer", "DeepSpeed"), distributions={"accelerate": "accelerate"}),
     Entry(folder="trainer", rules="trainer", target="autoplan", facts="torch"),
     Entry(folder="others", rules="unknown"),
 )
+# fmt: on
 
 
 class Modules(Mapping[str, T], Generic[T]):

@@ -23,6 +23,7 @@ from autoplan.frameworks.common.launch import Launch
 from autoplan.frameworks.launch_files import MOST_BYTES as MOST_LAUNCH_BYTES
 from autoplan.frameworks.launch_files import looks_like_launch
 from autoplan.frameworks.logs import Batch, LoggedRun, LogReader, chunks
+from autoplan.frameworks.registry import FRAMEWORKS
 from autoplan.runs.failure import LogEnd
 from autoplan.spec.plan import chunk_layers
 
@@ -34,16 +35,7 @@ _HEAD_BYTES = 2**22  # in which a file without the name of a log must tell a ste
 _LOG_NAME = re.compile(r"(.*?)\.(log|out|err|stdout|stderr)(\.gz)?", re.DOTALL)
 _RANK_STREAMS = ("stdout.log", "stderr.log")  # that torchrun --log-dir writes into a folder of each rank
 
-# Which frameworks write the log of what a launch file starts, by its target; of others it may be any.
-_WRITTEN_BY = {
-    "megatron-lm": ("Megatron-LM",),
-    "megatron-bridge": ("Megatron-LM",),
-    "primus": ("Megatron-LM", "torchtitan"),
-    "torchtitan": ("torchtitan",),
-    "nanotron": ("nanotron",),
-    "deepspeed": ("DeepSpeed", "HF Trainer", "Megatron-LM"),
-    "accelerate": ("HF Trainer", "DeepSpeed"),
-}
+_WRITTEN_BY = {entry.target: entry.logs for entry in FRAMEWORKS if entry.logs}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

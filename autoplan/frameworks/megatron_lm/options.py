@@ -30,6 +30,7 @@ from autoplan.frameworks.megatron_lm.notation import (
     layout_counts,
     pipeline_layout,
 )
+from autoplan.frameworks.megatron_lm.rules import is_precision_aware
 from autoplan.frameworks.megatron_lm.table import (
     BRIDGE,
     Line,
@@ -52,7 +53,7 @@ from autoplan.spec.enums import (
     RecomputeModule,
     Sharding,
 )
-from autoplan.spec.plan import ParallelPlan, chunk_layers, even_chunks
+from autoplan.spec.plan import ParallelPlan, PlanBatch, chunk_layers, even_chunks
 from autoplan.spec.plan_file import PlanFile
 
 TRAIN, DDP, DIST, OPTIMIZER = ({BRIDGE: section} for section in ("train.", "ddp.", "dist.", "optimizer."))
@@ -315,14 +316,13 @@ def _write_states(file: PlanFile) -> dict[str, Value]:
         types["accumulate_allreduce_grads_in_fp32"] = True
     if plan.grad_dtype != GradType.FP32 and plan.precision != Precision.FP16:
         types["grad_reduce_in_bf16"] = True
-    is_aware = plan.main_weights != MainWeights.FP32
     if plan.grad_dtype == GradType.BF16_MAIN:
-        is_aware, types["main_grads_dtype"] = True, "bf16"
+        types["main_grads_dtype"] = "bf16"
     if plan.main_weights == MainWeights.FP16:
         types["main_params_dtype"] = "fp16"
     if plan.moment_dtype != MomentType.FP32:
-        is_aware = True
         types |= dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), str(plan.moment_dtype))
+    is_aware = is_precision_aware(PlanBatch.of([plan], file.model.num_layers))[0]
     return ({"use_precision_aware_optimizer": True} if is_aware else {}) | types
 
 

@@ -189,14 +189,14 @@ SUPPORTED = (
 )
 
 
-def _is_aware(batch: PlanBatch) -> Bools:
-    """Return which plans need the precision-aware optimizer for their states."""
+def is_precision_aware(batch: PlanBatch) -> Bools:
+    """Return which plans need the precision-aware optimizer for the types of their states."""
     is_main = batch.grad_dtype == GradType.BF16_MAIN.code
     return is_main | (batch.main_weights != MainWeights.FP32.code) | (batch.moment_dtype != MomentType.FP32.code)
 
 
 def _narrow_states(workload: Workload, batch: PlanBatch) -> Bools:
-    return ~_is_aware(batch) | ((batch.sharding == ZERO1) & (batch.offload == Offload.NONE.code))
+    return ~is_precision_aware(batch) | ((batch.sharding == ZERO1) & (batch.offload == Offload.NONE.code))
 
 
 def _remainders(workload: Workload, batch: PlanBatch) -> Bools:
@@ -204,7 +204,7 @@ def _remainders(workload: Workload, batch: PlanBatch) -> Bools:
     is_bf16 = batch.precision == Precision.BF16.code
     return np.where(
         is_bf16,
-        ~_is_aware(batch) | (batch.main_weights != MainWeights.FP32.code),
+        ~is_precision_aware(batch) | (batch.main_weights != MainWeights.FP32.code),
         batch.main_weights != MainWeights.REMAINDERS.code,
     )
 
