@@ -134,13 +134,9 @@ def measure(
     elif remaining_s() < first_s:
         reason = f"the budget left no time for a second call; the first took {first_s:.2g} s"
         return Outcome(samples_s=(first_s,), status="unstable", reason=reason)
-    num_calls = rules.least_calls if first_s < rules.long_s else 1
-    while True:
-        own_s = _sample_s(run, num_calls, clock) if device.type == "cpu" else _elapsed_s(run, num_calls, device)
-        elapsed = max(team.decide(own_s), 1e-7)  # rank 0 decides: collectives need the same calls everywhere
-        if elapsed >= rules.sample_s or num_calls >= MOST_CALLS:
-            break
-        num_calls = min(max(2 * num_calls, math.ceil(1.1 * num_calls * rules.sample_s / elapsed)), MOST_CALLS)
+    num_calls, elapsed = _calls_of_sample(
+        run, rules.least_calls if first_s < rules.long_s else 1, team=team, device=device, rules=rules, clock=clock
+    )
     for _ in range(math.ceil(rules.soak_s / elapsed) if first_s < rules.long_s else 0):
         _repeat(run, num_calls, device)
     hold = 0
@@ -184,17 +180,33 @@ def measure(
         slowed = f"{SLOWED}: {best.slowdown}" if best.slowdown else ""
         why = slowed or f"other load took {100 * best.foreign:.0f} % of the machine"
         return Outcome(samples_s=tuple(best.samples_s), status="contaminated", reason=why, conditions=conditions)
-    kept = tuple(clean[-MOST_KEPT:])
+    kept, why = tuple(clean[-MOST_KEPT:]), ""
     if is_cut:
         why = f"the budget left time for {num_samples} samples"
-        return Outcome(samples_s=kept, status="unstable", reason=why, conditions=conditions)
-    if not is_settled:
+    elif not is_settled:
         why = (
             f"after {rules.allowance_s:g} s the median is known to {100 * spread(kept):.0f} %, "
             f"half of the samples lie within {100 * scatter(kept):.0f} %"
         )
-        return Outcome(samples_s=kept, status="unstable", reason=why, conditions=conditions)
-    return Outcome(samples_s=kept, conditions=conditions)
+    return Outcome(samples_s=kept, status="unstable" if why else "ok", reason=why, conditions=conditions)
+
+
+def _calls_of_sample(
+    run: Run | StagedRun | None,
+    num_calls: int,
+    *,
+    team: Team,
+    device: torch.device,
+    rules: Rules,
+    clock: Callable[[], float],
+) -> tuple[int, float]:
+    """Return how many calls, `num_calls` at least, make a sample long enough to be timed, and the seconds it takes."""
+    while True:
+        own_s = _sample_s(run, num_calls, clock) if device.type == "cpu" else _elapsed_s(run, num_calls, device)
+        elapsed = max(team.decide(own_s), 1e-7)  # rank 0 decides: collectives need the same calls everywhere
+        if elapsed >= rules.sample_s or num_calls >= MOST_CALLS:
+            return num_calls, elapsed
+        num_calls = min(max(2 * num_calls, math.ceil(1.1 * num_calls * rules.sample_s / elapsed)), MOST_CALLS)
 
 
 def _repeat(run: Run | StagedRun | None, num_calls: int, device: torch.device) -> None:
