@@ -19,7 +19,7 @@ from torch import Tensor, nn  # noqa: E402
 import autoplan  # noqa: E402
 from autoplan.api.estimate import check_oracle  # noqa: E402
 from autoplan.api.export import measurement  # noqa: E402
-from autoplan.base.errors import InputError  # noqa: E402
+from autoplan.base.errors import InputError, NoPlanError  # noqa: E402
 from autoplan.cost.collectives.sharded_states import sharded_states  # noqa: E402
 from autoplan.cost.collectives.tensor_parallel import adapter_collectives, block_collectives  # noqa: E402
 from autoplan.cost.estimate import estimate, stage_costs  # noqa: E402
@@ -480,7 +480,7 @@ def test_megatron_bridge_has_adapters_of_both_kinds() -> None:
         (FineTuning(rank=8), "cfg.peft = CanonicalLoRA(target_modules=['linear_q', 'linear_v'], dim=8"),
         (ALL, "cfg.peft = CanonicalLoRA(target_modules=['linear_q', 'linear_k', 'linear_v', 'linear_proj', "),
     ):
-        recipe = autoplan.export(_planned(finetune=tuned), to="megatron-bridge").texts["recipe.py"]
+        recipe = autoplan.export(_planned(finetune=tuned, framework="nemo"), to="megatron-bridge").texts["recipe.py"]
         compile(recipe, "recipe.py", "exec")
         assert line in recipe
         assert "    finetune(process_config_with_overrides(" in recipe
@@ -544,3 +544,21 @@ def test_the_built_in_trainer_refuses_what_it_would_not_train(tmp_path: Path) ->
             check_oracle(found)
         with pytest.raises(InputError, match=says):
             autoplan.tune(path)
+
+
+def test_adapters_are_planned_for_transformers_where_no_framework_is_named() -> None:
+    given: dict[str, Any] = {"cluster": "rtx-4090:1x4", "global_batch": 16, "seq_len": 2048}
+    tuned = autoplan.search("llama3-8b", lora_rank=16, quantize="nf4", **given)
+    assert tuned.problem.framework.name == "transformers"
+    assert (tuned.plan.pp, tuned.plan.tp) == (1, 1)
+    assert "accelerate.yaml" in tuned.export("accelerate").texts
+    assert autoplan.search("llama3-8b", fix={"pp": 1}, **given).problem.framework.name == "megatron-core"
+    named = autoplan.search("llama3-8b", lora_rank=16, framework="nemo", **given)
+    assert named.problem.framework.name == "nemo"
+
+
+def test_tensor_parallelism_does_not_cut_quantised_weights() -> None:
+    given: dict[str, Any] = {"cluster": "rtx-4090:1x4", "global_batch": 16, "seq_len": 2048, "lora_rank": 16}
+    assert autoplan.search("llama3-8b", fix={"tp": 2}, **given).plan.tp == 2
+    with pytest.raises(NoPlanError, match="tp 2 of quantised weights"):
+        autoplan.search("llama3-8b", fix={"tp": 2}, quantize="nf4", **given)

@@ -38,6 +38,7 @@ from autoplan.topology.mixed_cluster import MixedCluster
 from autoplan.topology.placement import by_switch
 
 DEFAULT_FRAMEWORK = "megatron-core"
+ADAPTER_FRAMEWORK = "transformers"  # with PEFT; Megatron-LM itself trains no adapters
 
 
 class ProblemOptions(TypedDict, total=False):
@@ -196,12 +197,13 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
         table["finetuning"] = asdict(tuning)
     if (document_len := options.get("document_len")) is not None:
         table["document_len"] = document_len
+    usual = ADAPTER_FRAMEWORK if tuning is not None and tuning.has_adapters else DEFAULT_FRAMEWORK
     reserve = options.get("reserve_memory", 0.0)
     reserve_bytes = parse_size(reserve) if isinstance(reserve, str) else reserve
     return _Parts(
         model=load_model(model),
         training=decode(TrainingSpec, table, "training"),
-        framework=load_framework(options.get("framework", DEFAULT_FRAMEWORK)),
+        framework=load_framework(options.get("framework", usual)),
         reserve_bytes=reserve_bytes,
     )
 

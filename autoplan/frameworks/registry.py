@@ -69,7 +69,7 @@ FRAMEWORKS = (  # in the order in which a log is taken for theirs
     Entry(folder="deepspeed", rules="deepspeed", target="deepspeed", facts="deepspeed-zero",
           logs=("DeepSpeed", "HF Trainer", "Megatron-LM"), distributions={"DeepSpeed": "deepspeed"}),
     Entry(folder="fsdp2", rules="fsdp2", target="fsdp2", facts="pytorch-fsdp"),
-    Entry(folder="accelerate", target="accelerate",
+    Entry(folder="accelerate", rules="accelerate", target="accelerate", facts="transformers",
           logs=("HF Trainer", "DeepSpeed"), distributions={"accelerate": "accelerate"}),
     Entry(folder="trainer", rules="trainer", target="autoplan", facts="torch"),
     Entry(folder="others", rules="unknown"),

@@ -25,6 +25,7 @@ from autoplan.spec.enums import Precision, Recompute, Sharding
 from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.plan import ALL_LAYERS, ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.workload import Workload
 
 YAML = "accelerate.yaml"
 # TrainingArguments.optim (transformers/training_args.py, OptimizerNames).
@@ -141,7 +142,17 @@ LIMITS = (
         holds=lambda s, b: (b.tp * b.cp == 1) | (b.dp_replicate == 1) | (b.dp_shard > 1),
         says=lambda s, p: "tp or cp in copies of dp_shard 1: raise dp_shard",
     ),
+    Rule(  # bitsandbytes packs a matrix into one column of bytes, which the plans of transformers do not cut
+        source="github.com/huggingface/transformers/issues/38122",
+        holds=lambda s, b: (b.tp == 1) | (not _is_quantized(s)),
+        says=lambda s, p: f"tp {p.tp} of quantised weights: set tp 1",
+    ),
 )
+
+
+def _is_quantized(workload: Workload) -> bool:
+    finetuning = workload.training.finetuning
+    return finetuning is not None and finetuning.quantization != "none"
 
 
 def _check(plan_file: PlanFile) -> None:
@@ -198,7 +209,7 @@ def _word(value: Any) -> str:
 TARGET = Target(
     name="accelerate",
     says="Hugging Face Accelerate",
-    rules=("fsdp2",),
+    rules=("fsdp2", "accelerate"),
     job=job,
     limits=LIMITS,
     refused_tuning=refused_by_peft,
