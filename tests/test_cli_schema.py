@@ -56,6 +56,7 @@ def validate(folder: Path, kind: str, text: str) -> Any:
     [
         ("estimate", (*PLACE, "--tp", "2")),
         ("explain", ("plan.json", "--versus", "tp=2,recompute=full")),
+        ("explain", ("plan.json", "--timings")),
         ("compare", (*PLACE, "--cluster", "a100-sxm:2x8")),
         ("export", ("plan.json", "--to", "megatron-lm")),
         ("export", ("plan.json", "--to", "megatron-lm", "--out", "again")),

@@ -11,6 +11,7 @@ from typing import TypeVar
 from autoplan.api.compare import fastest
 from autoplan.api.export import start_of
 from autoplan.api.problem import space_of
+from autoplan.api.record_facts import step_sources
 from autoplan.api.results import MixedPlanResult, PricedPlans
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.cost.collectives.traffic import step_traffic
@@ -50,7 +51,8 @@ def page_of(
     """
     if isinstance(result, MixedPlanResult):
         return page(_mixed_content(result, Path(path)))
-    return page(_content(result.file, Path(path), result.problem, progress))
+    records = step_sources(result) if result.file.timings else None
+    return page(replace(_content(result.file, Path(path), result.problem, progress), records=records))
 
 
 def _mixed_content(result: MixedPlanResult, path: Path) -> MixedContent:

@@ -85,10 +85,11 @@ def _printed(kind: str) -> dict[str, Any]:
     from autoplan.report.compare import Compared
     from autoplan.spec.explanation import Explanation, MixedExplanation
     from autoplan.spec.replan_summary import ReplanSummary
+    from autoplan.spec.needed_times import StepSources
     from autoplan.spec.tune_report import TuneReport
 
     types: dict[str, Any] = {
-        "explain": Explanation | MixedExplanation,
+        "explain": Explanation | MixedExplanation | StepSources,
         "compare": list[Compared],
         "replan": ReplanSummary,
         "export": Exported,

@@ -91,7 +91,7 @@ def pinned_problem(problem: Problem, source: str, pinned: PinnedTimings, url: st
 
 def _moved(problem: Problem, pinned: PinnedTimings, url: str | None) -> str:
     """Say what became of the times since they were pinned; empty where nothing did, or nobody can tell."""
-    if url is None and not _is_at_hand(pinned.database):
+    if url is None and not is_at_hand(pinned.database):
         return ""
     try:
         today = with_timings(problem, "db", url or pinned.database or None).timings
@@ -107,7 +107,7 @@ def _moved(problem: Problem, pinned: PinnedTimings, url: str | None) -> str:
     )
 
 
-def _is_at_hand(database: str) -> bool:
+def is_at_hand(database: str) -> bool:
     """Return whether to look into a database that nobody named: a file that is there; no server is waited for."""
     return bool(database) and "://" not in database and is_file(Path(database))
 

@@ -77,6 +77,18 @@ class Scattered:
         seconds[inside] = fitted * np.exp(self._residuals(_coordinates(nearer[inside])))
         return seconds
 
+    def shares(self, sizes: Floats) -> dict[int, float]:
+        """Return the points whose measured times an estimate at one shape (sizes,) leans on, with their shares of one.
+
+        What the fitted sum misses there is these shares of what it misses at each; none where `at` refuses.
+        """
+        if np.isnan(self.at(sizes[None])[0]):
+            return {}
+        place = _coordinates(np.minimum(sizes, np.append(self.high[0], sizes[1:]))[None])
+        near, distances = self._neighbours(place)
+        found = _shares(self.points[near], distances)[0]
+        return dict(zip(near[0].tolist(), found.tolist(), strict=True))
+
     def _residuals(self, places: Floats) -> Floats:
         result = np.empty(len(places))
         for start in range(0, len(places), _AT_ONCE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,12 +11,15 @@ import typer
 import autoplan
 from autoplan import api, report
 from autoplan.base.errors import InputError
+from autoplan.base.files import encode
 from autoplan.cli.files import write_trace
 from autoplan.cli.inputs import check_outputs, whole_url
 from autoplan.cli.options import DbOption, ForceOption, JsonOption, QuietOption, TraceOption
 
 if TYPE_CHECKING:
     from autoplan.api.explain import ExplainResult, MixedExplainResult
+    from autoplan.api.plan_result import PlanResult
+    from autoplan.api.results import MixedPlanResult
 
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json, whose best plan is explained.")]
@@ -23,6 +27,13 @@ AgainstOption = Annotated[
     str | None,
     typer.Option(
         "--versus", metavar="PLAN|CHANGES", help="Another plan.json, or changes of this one such as tp=4,pp=8."
+    ),
+]
+TimingsOption = Annotated[
+    bool,
+    typer.Option(
+        "--timings",
+        help="Show which records serve each term: host, day, author, load, torch, driver; and what was not measured.",
     ),
 ]
 MarkdownOption = Annotated[
@@ -34,6 +45,7 @@ def explain(
     context: typer.Context,
     plan: PlanArgument,
     against: AgainstOption = None,
+    timings: TimingsOption = False,
     trace: TraceOption = None,
     url: DbOption = None,
     force: ForceOption = False,
@@ -49,12 +61,17 @@ def explain(
     from autoplan.spec.axes import LABELS
 
     check_outputs(trace, force=force)
+    if timings and (markdown or against is not None or trace is not None):
+        raise InputError("--timings shows the records behind a plan's time: leave --versus, --markdown and --trace out")
     saved = api.plan_result.load_any_plan(plan, db=whole_url(context, url))
     if markdown:
         if isinstance(saved, api.results.MixedPlanResult) or against is not None or json:
             raise InputError("--markdown is of one plan of equal nodes: leave --versus and --json out")
         label, step = api.export.next_step(saved.file, plan)
         typer.echo(report.markdown.markdown(saved.file, [step] if label == "next" else []), nl=False)
+        return
+    if timings:
+        _print_timings(saved, plan, whole_url(context, url), json=json)
         return
     explained: ExplainResult | MixedExplainResult
     if isinstance(saved, api.results.MixedPlanResult):
@@ -72,3 +89,15 @@ def explain(
         report.explain.print_mixed_explanation(console, explained.explained.file, explained.explanation)
     else:
         report.explain.print_explanation(console, explained.explained.file, explained.explanation, LABELS, str(plan))
+
+
+def _print_timings(saved: PlanResult | MixedPlanResult, path: Path, url: str | None, *, json: bool) -> None:
+    if not isinstance(saved, api.plan_result.PlanResult):
+        raise InputError("--timings is of one plan of equal nodes: mixed clusters are priced without measured times")
+    sources = api.record_facts.step_sources(saved, url)
+    if json:
+        typer.echo(encode(sources), nl=False)
+    else:
+        report.timing_sources.print_step_sources(
+            report.terminal.make_console(), saved.file, sources, shlex.quote(str(path))
+        )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autoplan.report import run_trace as run_trace
     from autoplan.report import score as score
     from autoplan.report import terminal as terminal
+    from autoplan.report import timing_sources as timing_sources
     from autoplan.report import trace as trace
     from autoplan.report import traffic as traffic
     from autoplan.report import tune as tune

@@ -45,6 +45,7 @@ PROVENANCE_WORDS: dict[Provenance, str] = {
     "measured": "measurements",
     "interpolated": "interpolated measurements",
     "disturbed": "disturbed measurements",
+    "scaled": "scaled measurements",
     "reference": "published measurements",
     "datasheet": "datasheets",
 }

@@ -152,6 +152,15 @@ _SHIFT = 1e-3  # of disturbed times, to see what between measured shapes rests o
 _DISTURBED_SHARE = 0.1  # of a time: as much resting on disturbed ones makes it one
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeSource:
+    """A measured time that serves a shape, itself or as a neighbour, with its share of what is interpolated."""
+
+    shape: tuple[int, ...]
+    source: str  # the beginning of its record's key, or where it was published
+    share: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Times:
     """Measured times of one operation in one type."""
@@ -182,6 +191,20 @@ class _Times:
     def asked_kinds(self, operation: Operation) -> set[tuple[float, ...]]:
         """Return the numbers that must match of all shapes that were asked for."""
         return {matched_numbers(operation, shape) for shape in self.known}
+
+    def sources_of(self, operation: Operation, shape: tuple[float, ...]) -> list[TimeSource]:
+        """Return the measured times that the time of a shape is made of; none where there is no time of it."""
+        own = tuple(map(int, shape))
+        if shape in self.exact:
+            return [TimeSource(shape=own, source=self.sources[own], share=1.0)]
+        kind = tuple(map(int, matched_numbers(operation, shape)))
+        if kind not in self.between:
+            return []
+        # In the order in which they became the points between which is interpolated.
+        points = [at for at in self.exact if matched_numbers(operation, at) == kind]
+        shares = self.between[kind].shares(np.array(shape)[_columns(operation)[0]])
+        found = [TimeSource(shape=points[at], source=self.sources[points[at]], share=own) for at, own in shares.items()]
+        return sorted(found, key=lambda source: -abs(source.share))
 
     def _looked_up(self, operation: Operation, shapes: Floats) -> tuple[Floats, Bools]:
         """Return (times, whether they rest on disturbed ones)."""
@@ -229,7 +252,7 @@ class TimingTable:
     match: Match = Match.EXACT  # the farthest among the machines of the measurements
     origin: TimingOrigin = NOWHERE
     is_own: bool = False  # the framework runs these very kernels and layers; else the best that the device has
-    asked: dict[tuple[Operation, str], set[tuple[int, ...]]] | None = None  # of one that only notes what it is asked
+    asked: dict[tuple[Operation, str], set[tuple[float, ...]]] | None = None  # of one that only notes what it is asked
 
     @classmethod
     def noting(cls, *, is_own: bool = False) -> TimingTable:
@@ -281,6 +304,20 @@ class TimingTable:
             return self
         return replace(self, slower={**self.slower, **dict.fromkeys(operations, growth)})
 
+    def sources_of(self, operation: Operation, dtype: str, shape: tuple[float, ...]) -> list[TimeSource]:
+        """Return the measured times that the time of a shape is made of, those that count most first."""
+        times = self.times.get((operation, dtype))
+        return times.sources_of(operation, shape) if times else []
+
+    def with_time(self, operation: Operation, dtype: str, shape: tuple[float, ...], seconds: float) -> TimingTable:
+        """Return the table as if one shape took so many seconds, and no other shape longer or shorter for it."""
+        times = self.times.get((operation, dtype)) or _Times(
+            exact={}, sources={}, disturbed=frozenset(), between={}, shifted={}
+        )
+        measured_s = seconds / self.slower.get(operation, 1.0)
+        changed = replace(times, exact={**times.exact, shape: measured_s}, known={})  # type: ignore[dict-item]
+        return replace(self, times={**self.times, (operation, dtype): changed})
+
     @classmethod
     def of(
         cls,
@@ -320,7 +357,7 @@ class TimingTable:
         if shapes.ndim != 2 or shapes.shape[1] != len(SHAPES[operation]):
             raise InputError(f"{operation} needs rows of {', '.join(SHAPES[operation])}, got shape {shapes.shape}")
         if self.asked is not None:
-            self.asked[operation, dtype] |= {tuple(shape) for shape in np.rint(shapes).astype(np.int64).tolist()}
+            self.asked[operation, dtype] |= {tuple(shape) for shape in shapes.tolist()}
         times = self.times.get((operation, dtype))
         if times is None:
             return Lookup.refused(len(shapes))

@@ -47,8 +47,9 @@ T = TypeVar("T")
 BATCH = 1_000  # records of one transaction: a killed writer loses at most these, and nobody waits long for another
 BESIDE = " beside "  # in the kernel of what was measured while something else ran on purpose
 LEAST_PREFIX = 6
+MOST_AT_ONCE = 100  # keys that one query looks for
 RUNS_HIDDEN_FROM = 4  # the schema that keeps marks of runs
-_TIMED = ("operation", "shape", "dtype", "seconds", "kernel", "source", "key", "fingerprint_id", "mode", "status")
+_TIMED = ("operation", "shape", "dtype", "seconds", "kernel", "key", "fingerprint_id", "mode", "status")
 _CHOSEN_BY = (*_TIMED, "conditions", "host")
 HOSTS_APART = 1.10  # of two hosts' times of one shape, worth a word: devices of one kind differ by 5 % (`modelling` C1)
 _PREFERRED_MODES = ("sustained", "burst", "imported")  # of one shape on equally near machines
@@ -350,7 +351,7 @@ class Store:
                 rows += self._middle_ones(connection.execute(query.order_by(chosen.c.place)))
             rows += _stand_ins(connection, levels, usable)
         measurements = []
-        for operation, shape, dtype, seconds, kernel, source, key, number, mode, status in rows:
+        for operation, shape, dtype, seconds, kernel, key, number, mode, status in rows:
             try:
                 measurement = Measurement(
                     operation=cast(Operation, operation),
@@ -359,7 +360,7 @@ class Store:
                     device=wanted.device,
                     seconds=seconds,
                     kernel=kernel,
-                    source=source or key[:12],
+                    source=key[:12],
                     match=levels[number],
                     is_burst=mode != "sustained",
                     is_disturbed=status != "ok",
@@ -399,6 +400,18 @@ class Store:
                 mark = hiding_mark(connection, of, row.id, row.key)
         machine = self._machines()[row.fingerprint_id]
         return _record(row, machine) if of is OPERATIONS else _run(row, machine), mark
+
+    def by_beginnings(self, keys: Collection[str]) -> dict[str, Record]:
+        """Return the records whose keys begin so, hidden ones too; what is no beginning of a key here is left out."""
+        wanted = sorted({key for key in keys if len(key) >= LEAST_PREFIX and not set(key) - set("0123456789abcdef")})
+        machines, found = self._machines(), dict[str, Record]()
+        with self._database.reading() as connection:
+            for batch in _batches(wanted, MOST_AT_ONCE):
+                begins = or_(*(records.c.key.between(key, key + "g") for key in batch))
+                for row in connection.execute(select(records).where(begins)):
+                    if record := self._read(_record, row, machines[row.fingerprint_id]):
+                        found |= {key: record for key in batch if row.key.startswith(key)}
+        return found
 
     def whole_key(self, key: str) -> str:
         """The key of the one record or run that begins with `key`, which need not be one that can be read."""

@@ -387,21 +387,45 @@ class Links:
         domains.
         """
         ratio = np.full(len(members), np.nan)
+        for own_members, own_inside in set(zip(members.tolist(), inside.tolist(), strict=True)):
+            rows = np.flatnonzero((members == own_members) & (inside == own_inside))
+            for other in self._nearest_groups(operation, own_members, own_inside):
+                left = rows[np.isnan(ratio[rows])]
+                if not len(left):
+                    break
+                ratio[left] = self._measured_over_reference(operation, other, moved[left])
+        return ratio * self.timings.source_factors.scaled
+
+    def _nearest_groups(self, operation: Operation, members: int, inside: int) -> list[tuple[int, ...]]:
+        """Return (members, inside, siblings) of the measured groups that others are scaled from, the nearest first."""
         groups = [
             (number, beside, siblings)
             for number, beside, siblings in self.timings.groups(operation, *_DTYPES)
-            if number == beside or siblings == self._domain_size // beside
+            if (number == beside) == (members == inside)
+            and (number == beside or siblings == self._domain_size // beside)
         ]
-        if not groups:
-            return ratio
-        for own_members, own_inside in set(zip(members.tolist(), inside.tolist(), strict=True)):
-            rows = np.flatnonzero((members == own_members) & (inside == own_inside))
-            for other in sorted(groups, key=lambda group: _distance(group, own_members, own_inside)):
-                left = rows[np.isnan(ratio[rows])]
-                if not len(left) or (other[0] == other[1]) != (own_members == own_inside):
-                    continue
-                ratio[left] = self._measured_over_reference(operation, other, moved[left])
-        return ratio * self.timings.source_factors.scaled
+        return sorted(groups, key=lambda group: _distance(group, members, inside))
+
+    def scaled_from(self, operation: Operation, shape: tuple[float, ...]) -> tuple[float, ...] | None:
+        """Return the shape of the measured group from which the time of one is scaled; None where there is none."""
+        members, inside, _, buffer_bytes = shape
+        for group in self._nearest_groups(operation, int(members), int(inside)):
+            other = (*map(float, group), buffer_bytes)
+            if not np.isnan(find(self.timings, operation, _DTYPES, np.array([other])).seconds[0]):
+                return other
+        return None
+
+    def siblings(self, shape: tuple[float, ...]) -> tuple[float, ...]:
+        """Return the shape of a group with as many beside it at once as its domains hold."""
+        members, inside, _, buffer_bytes = shape
+        return members, inside, float(self._domain_size // inside), buffer_bytes
+
+    def shape_s(self, operation: Operation, shape: tuple[float, ...]) -> float:
+        """Return the time of a group of a shape of `SHAPES`, whose members lie next to each other in their domains."""
+        members, inside = int(shape[0]), int(shape[1])
+        stride = 1 if members == inside else self._domain_size // inside
+        group = ProcessGroup(np.array([stride]), np.array([members]))
+        return float(self.seconds(operation, group, np.array([shape[3]]))[0])
 
     def _measured_over_reference(self, operation: Operation, other: tuple[int, ...], moved: Floats) -> Floats:
         """Return how much longer than by the reference a group takes that was measured, with buffers of these sizes."""

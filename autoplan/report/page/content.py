@@ -8,6 +8,7 @@ from autoplan.base.arrays import Floats
 from autoplan.cost.collectives.traffic import StepTraffic
 from autoplan.cost.timeline import Timeline
 from autoplan.spec.estimate import PlacedStage
+from autoplan.spec.needed_times import StepSources
 from autoplan.spec.plan_file import MixedPlanFile, PlanFile
 from autoplan.spec.run_report import SizeOutcome
 from autoplan.spec.search_result import RankedPlan, Sensitivity
@@ -47,6 +48,7 @@ class PlanContent(Content):
     front: tuple[RankedPlan, ...] = ()  # that no plan beats in both step time and memory, the fastest first
     sizes: tuple[SizeOutcome, ...] = ()  # the best plans on fewer and on more nodes
     sensitivity: Sensitivity | None = None
+    records: StepSources | None = None  # behind the times; None where the plan was priced without measured ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autoplan.base.units import format_percent, format_seconds
 from autoplan.report.page.content import MixedContent, PlanContent
-from autoplan.report.page.elements import Segment, bar, bars, folded, key, pairs, section
+from autoplan.report.page.elements import Segment, bar, bars, folded, key, note, pairs, section, table
 from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.terminal import LEAST_SHOWN_S, term_name
+from autoplan.report.timing_sources import NEED_COLUMNS, RECORD_COLUMNS, need_rows, record_rows, remarks
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.plan_file import MixedPlanFile, PlanFile
 from autoplan.spec.timing import Provenance
@@ -36,6 +37,7 @@ def sources(content: PlanContent) -> Markup:
         tag("h3", "What each part of the step rests on"),
         key((f"s-{name}", name) for name in MEANS),
         bars("What each term of the step rests on", ("term", "rests on", "time"), _terms(content), "total"),
+        *_records(content),
     )
 
 
@@ -72,6 +74,15 @@ def _summary(content: PlanContent) -> str:
             "A profile of the cluster replaces them: the commands stand below."
         )
     return f"{format_percent(own)} of the step rests on times that were measured ({file.timings})."
+
+
+def _records(content: PlanContent) -> Iterator[Markup]:
+    """Yield the records behind each term, folded, and what is to be said of them."""
+    if content.records is not None:
+        caption = "Records that serve each term of the step"
+        rows = [(*row, *[""] * (len(NEED_COLUMNS) - len(row))) for row in need_rows(content.records)]
+        known = table("Who measured them, where and when", RECORD_COLUMNS, record_rows(content.records))
+        yield folded(caption, table(caption, NEED_COLUMNS, rows), known, *map(note, remarks(content.records)))
 
 
 def _terms(content: PlanContent) -> Iterator[tuple[str, Markup, str]]:

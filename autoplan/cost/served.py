@@ -1,0 +1,150 @@
+"""Records behind a price: which measured times the terms of a plan's step rest on, and what was not measured.
+
+A price is asked which shapes it looks up; each of them in turn is made a little longer, and the terms that grow with it
+are those that rest on it.  What hides behind other work has no share, as nothing depends on it (`cost.provenance`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from autoplan.cost.asked import looked_up
+from autoplan.cost.estimate import estimate
+from autoplan.cost.kernels.measured import find
+from autoplan.cost.network.links import Links
+from autoplan.cost.provenance import term_shares
+from autoplan.spec.needed_times import NeededTime, Served
+from autoplan.spec.operations import COLLECTIVES, Operation
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import TimeSource
+
+_GROWTH = 1e-6
+_LEAST_SHARE = 1e-4  # of a term, that is no rounding of the derivative
+# Of the growth of the term that a time enters itself, how much others must grow to be named: a bubble grows with all.
+_ENTERS = 0.5
+# The backward passes that are priced from a measured forward pass where they were not measured.
+FORWARD_OF: dict[Operation, Operation] = {
+    "dgrad": "gemm",
+    "wgrad": "gemm",
+    "attention_backward": "attention",
+    "latent_attention_backward": "latent_attention",
+    "experts_backward": "experts",
+    "norm_backward": "norm",
+    "swiglu_backward": "swiglu",
+}
+
+
+def measured_shares(problem: Problem, plan: ParallelPlan) -> dict[str, float]:
+    """Return of every term that is not zero the share that rests on measured times."""
+    batch = PlanBatch.of([plan], problem.model.num_layers)
+    timed = ("measured", "disturbed", "interpolated", "scaled")
+    return {
+        name: float(sum(shares[kind][0] for kind in timed))  # type: ignore[index]
+        for name, shares in term_shares(problem, batch).items()
+    }
+
+
+def needed_times(problem: Problem, plan: ParallelPlan) -> list[NeededTime]:
+    """Return the times that the price of a plan looks up, and what serves each, largest shares of the step first."""
+    batch = PlanBatch.of([plan], problem.model.num_layers)
+    found = [_needed(problem, batch, *need) for need in _needs(problem, batch)]
+    return sorted(found, key=lambda need: (-need.step_share, need.operation, need.shape))
+
+
+def _needs(problem: Problem, batch: PlanBatch) -> Iterator[tuple[Operation, tuple[str, ...], tuple[float, ...]]]:
+    """Yield (operation, types in the order in which they count, shape); of a group with its siblings, once."""
+    dtypes: dict[tuple[Operation, tuple[float, ...]], list[str]] = {}
+    links = Links.of(problem)
+    for (operation, dtype), shapes in looked_up(problem, batch).items():
+        for shape in sorted(shapes):
+            dtypes.setdefault((operation, shape), []).append(dtype)
+    for (operation, shape), names in dtypes.items():
+        if operation in COLLECTIVES and shape != (beside := links.siblings(shape)) and (operation, beside) in dtypes:
+            continue  # the same group alone, which counts where it was not measured beside its siblings
+        yield operation, tuple(names), shape
+
+
+def _needed(
+    problem: Problem, batch: PlanBatch, operation: Operation, dtypes: tuple[str, ...], shape: tuple[float, ...]
+) -> NeededTime:
+    served, dtype, seconds, sources = _served(problem, operation, dtypes, shape)
+    terms: dict[str, float | None] = {}
+    step_share = 0.0
+    if seconds is not None:
+        shares, step_share = _shares(problem, batch, operation, dtype, shape, seconds)
+        terms.update(shares)
+    else:
+        terms.update(dict.fromkeys(_entered(problem, batch, operation, dtype, shape)))
+    return NeededTime(
+        operation=operation,
+        dtype=dtype,
+        shape=tuple(round(size) for size in shape),
+        served=served,
+        seconds=seconds,
+        terms=terms,
+        step_share=step_share,
+        sources=tuple(sources),
+    )
+
+
+def _served(
+    problem: Problem, operation: Operation, dtypes: tuple[str, ...], shape: tuple[float, ...]
+) -> tuple[Served, str, float | None, list[TimeSource]]:
+    """Return (how a time is had, its type, seconds, what it is made of)."""
+    timings = problem.timings
+    shapes = [shape, (*shape[:2], 1.0, shape[3])] if operation in COLLECTIVES and shape[0] == shape[1] else [shape]
+    for own in shapes:
+        for dtype in dtypes:
+            found = find(timings, operation, (dtype,), np.array([own]))
+            if np.isnan(found.seconds[0]):
+                continue
+            served: Served = (
+                "disturbed" if found.is_disturbed[0] else "measured" if found.is_exact[0] else "interpolated"
+            )
+            return served, dtype, float(found.seconds[0]), timings.sources_of(operation, dtype, own)
+    if operation in COLLECTIVES:
+        links = Links.of(problem)
+        if other := links.scaled_from(operation, shape):
+            _, dtype, _, sources = _served(problem, operation, dtypes, other)
+            return "scaled", dtype, links.shape_s(operation, shape), sources
+    if operation in FORWARD_OF:
+        served, dtype, seconds, sources = _served(problem, FORWARD_OF[operation], dtypes, shape)
+        if seconds is not None:  # its share in the step is in that of the forward pass
+            return "by its forward pass", dtype, None, sources
+    return "not measured", dtypes[0], None, []
+
+
+def _shares(
+    problem: Problem, batch: PlanBatch, operation: Operation, dtype: str, shape: tuple[float, ...], seconds: float
+) -> tuple[dict[str, float], float]:
+    """Return the shares of the terms, and of the step, that grow with a time."""
+    before, after = (
+        estimate(replace(problem, timings=problem.timings.with_time(operation, dtype, shape, time_s)), batch)
+        for time_s in (seconds, seconds * (1 + _GROWTH))
+    )
+    shares = {
+        name: float((after.terms_s[name][0] - value[0]) / (value[0] * _GROWTH))
+        for name, value in before.terms_s.items()
+        if value[0] > 0
+    }
+    step = float((after.step_s[0] - before.step_s[0]) / (before.step_s[0] * _GROWTH))
+    return {name: share for name, share in shares.items() if share > _LEAST_SHARE}, max(step, 0.0)
+
+
+def _entered(
+    problem: Problem, batch: PlanBatch, operation: Operation, dtype: str, shape: tuple[float, ...]
+) -> list[str]:
+    """Return the terms that a measured time of a shape would enter; none where it counts only with others."""
+    step_s = float(estimate(problem, batch).step_s[0])
+    # Long enough that it does not hide behind other work.
+    before, after = (
+        estimate(replace(problem, timings=problem.timings.with_time(operation, dtype, shape, time_s)), batch).terms_s
+        for time_s in (step_s, 2 * step_s)
+    )
+    growth = {name: float(after[name][0] - value[0]) for name, value in before.items()}
+    most = max(growth.values(), default=0.0)
+    return [name for name, value in growth.items() if most > 0 and value >= _ENTERS * most]

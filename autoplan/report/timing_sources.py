@@ -1,0 +1,126 @@
+"""Records behind a plan's step time, in the words and cells that the terminal and the page share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.markup import escape
+
+from autoplan.base.units import format_percent, format_seconds
+from autoplan.report.answer import print_answer
+from autoplan.report.terminal import LEAST_SHOWN_S, print_next_steps, print_part, print_table, term_name
+from autoplan.spec.needed_times import NeededTime, RecordFacts, StepSources
+from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.terms import TERMS
+from autoplan.spec.timing import TimeSource
+
+# (header, whether cells are numbers)
+NEED_COLUMNS: tuple[tuple[str, bool], ...] = (
+    *(("time of a step", False), ("shape", False), ("how", False), ("share", True), ("record", False)),
+)
+RECORD_COLUMNS: tuple[tuple[str, bool], ...] = (
+    *(("record", False), ("host", False), ("day", False), ("age", True), ("by", False), ("load", True)),
+    *(("torch", False), ("collectives", False), ("driver", False)),
+)
+MOST_NEIGHBOURS = 3  # records that are named of a time between measured shapes
+LEAST_SHARE = 5e-4  # of a term, that would not read as 0.0 %
+
+
+def print_step_sources(console: Console, file: PlanFile, found: StepSources, path: str) -> None:
+    """Print what serves each time that the plan's price looks up, and who measured the records where and when."""
+    print_answer(console, file)
+    console.print()
+    print_table(console, NEED_COLUMNS, [[escape(cell) for cell in row] for row in need_rows(found)], keep=5)
+    if rows := [[escape(cell) for cell in row] for row in record_rows(found)]:
+        console.print()
+        print_table(console, RECORD_COLUMNS, rows, keep=6)
+    console.print()
+    for line in remarks(found):
+        print_part(console, escape(line))
+    if any(need.served != "measured" for need in found.needed):
+        print_next_steps(console, ("next", f"autoplan profile --for {path}"))
+
+
+def remarks(found: StepSources) -> Iterator[str]:
+    """Yield where the records are, for which machine they were read, and which of them are not told of."""
+    if not found.timings:
+        yield "nothing was measured: the plan was priced without timings, from published measurements and datasheets"
+        return
+    of = f" for {found.machine}" if found.machine else ""
+    yield f"timings: {found.database or found.timings}{of}"
+    if found.unknown:
+        yield found.unknown
+
+
+def need_rows(found: StepSources) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of `NEED_COLUMNS`: term after term, of each those first that it rests on most."""
+    by_term: dict[str, list[NeededTime]] = {}
+    for need in found.needed:
+        by_term.setdefault(_term_of(need, found), []).append(need)
+    for name in (*(term.name for term in TERMS), ""):
+        needs = [need for need in by_term.get(name, ()) if _is_shown(need, name)]
+        seconds = found.terms_s.get(name, 0.0)
+        if not needs and seconds < LEAST_SHOWN_S:
+            continue
+        title = f"{term_name(name)}, {format_seconds(seconds)}" if name else "with others only"
+        own = found.measured_shares.get(name, 0.0)
+        if not needs and own > LEAST_SHARE:
+            yield (title, "", "as the terms above", format_percent(own))
+        elif not needs:
+            yield (title, "", "not measured", format_percent(1.0))
+        for need in sorted(needs, key=lambda need: -(need.terms.get(name) or 0.0)):
+            yield from _need_rows(title, need, need.terms.get(name))
+            title = ""
+        if needs and 1 - own > LEAST_SHARE:
+            yield ("", "(all the rest)" if own else "(all)", "not measured", format_percent(1 - own))
+
+
+def _term_of(need: NeededTime, found: StepSources) -> str:
+    """Return the term that a time enters most; blank where it counts with others only."""
+    return max(
+        need.terms,
+        key=lambda name: -1.0 if name == "stragglers" else found.terms_s.get(name, 0.0) * (need.terms[name] or 1.0),
+        default="",
+    )
+
+
+def _is_shown(need: NeededTime, term: str) -> bool:
+    share = need.terms.get(term)
+    return share is None or share >= LEAST_SHARE
+
+
+def _need_rows(title: str, need: NeededTime, share: float | None) -> Iterator[tuple[str, ...]]:
+    """Yield the row of a time, and those of the records between which, or from which, it is had."""
+    shape = f"{need.operation} {_sizes(need.shape)} {need.dtype}"
+    is_own = need.served in ("measured", "disturbed")
+    own = need.sources[0].source if is_own and need.sources else ""
+    yield (title, shape, need.served, "" if share is None else format_percent(share), own)
+    if need.served in ("interpolated", "scaled"):
+        for source in _shown_sources(need):
+            counts = f"counts {format_percent(source.share)}" if len(need.sources) > 1 else ""
+            yield ("", f"  from {_sizes(source.shape)}", counts, "", source.source)
+
+
+def _shown_sources(need: NeededTime) -> list[TimeSource]:
+    return [source for source in need.sources if abs(source.share) >= LEAST_SHARE][:MOST_NEIGHBOURS]
+
+
+def record_rows(found: StepSources) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of `RECORD_COLUMNS` of each record that is named, those that the step rests on most first."""
+    named = (source.source for need in found.needed for source in _shown_sources(need))
+    for key in dict.fromkeys(named):
+        if facts := found.records.get(key):
+            yield (
+                *(key, facts.host, facts.measured_at[:10], age_words(facts), facts.measured_by, facts.other_load),
+                *(facts.torch, facts.collectives, facts.driver),
+            )
+
+
+def age_words(facts: RecordFacts) -> str:
+    """Return how old a record is, in days."""
+    return "" if facts.age_days is None else f"{max(facts.age_days, 0.0):,.0f} d"
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
