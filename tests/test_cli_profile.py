@@ -75,13 +75,24 @@ def test_ranks_are_not_started_where_a_launcher_has(folder: Path) -> None:
 
 
 def test_a_dry_run_shows_the_plan_and_stores_nothing(folder: Path) -> None:
-    done = profile(folder, *QUICK, "--db", f"sqlite:///{folder}/times.db", "--dry-run", "--cluster", "h100-sxm:4x8")
+    done = profile(folder, *QUICK, "--db", f"sqlite:///{folder}/times.db", "--dry-run")
     assert done.returncode == 0
     assert "all_reduce" in done.stdout
     assert "measurements in about" in done.stdout
-    assert "groups over several nodes are not measured on one: they keep the reference" in done.stderr
     assert "; 0 are in the database" in " ".join(done.stdout.split())
     assert list(open_store(f"sqlite:///{folder}/times.db").records()) == []
+
+
+def test_a_dry_run_for_a_cluster_starts_no_rank_and_says_what_fewer_nodes_cannot_show(folder: Path) -> None:
+    asked = ("--seq-len", "32", "--cluster", "h100-sxm:4x8", "--db", "none.db", "--dry-run")
+    done = profile(folder, *asked, "--nodes", "1")
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [
+        "autoplan: h100-sxm: 8 ranks on 1 node",
+        "autoplan: warning: groups over several nodes are not measured on one: they keep the reference",
+    ]
+    assert not (folder / "none.db").exists()
+    assert profile(folder, *asked, "--nodes", "5").stderr == "autoplan: --nodes 5: the cluster has 4\n"
 
 
 @pytest.mark.parametrize("columns", ["60", "80"])

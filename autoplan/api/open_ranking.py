@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autoplan.api.plan_files import load_plan_file, problem_of
 from autoplan.api.timings import FoundTimings, usable_operations, usable_timings, with_measurements
-from autoplan.base.errors import InputError
+from autoplan.base.errors import InputError, NoStoreError
 from autoplan.cost.asked import asked_shapes
 from autoplan.cost.estimate import estimate
 from autoplan.profiler.asked import Asked, asked_tasks
@@ -123,7 +123,10 @@ class OpenRanking:
 
     @cached_property
     def _stored(self) -> FoundTimings:
-        return usable_timings(self._problem, self._url)
+        try:
+            return usable_timings(self._problem, self._url)
+        except NoStoreError:
+            return FoundTimings(measurements=[])
 
     @cached_property
     def _problem(self) -> Problem:

@@ -43,6 +43,33 @@ class Profiled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedMeasurement:
+    """A measurement that `profile --dry-run` shows."""
+
+    operation: str
+    shape: tuple[int, ...]
+    dtype: str
+    kernel: str
+    mode: str
+    expected_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedMeasurements:
+    """Output of `profile --dry-run`; `sure` are probabilities that the order of the plans is right, now and after."""
+
+    device: str
+    ranks: int
+    nodes: int
+    expected_s: float
+    budget_s: float
+    known: int
+    sure: float | None
+    sure_after: float | None
+    measurements: tuple[PlannedMeasurement, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
     """Output of `topo`: the quotient graph and its places, in SI units."""
 

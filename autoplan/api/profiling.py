@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoplan.api.plan_run import EMULATION
 from autoplan.api.problem import load_cluster, load_framework, load_model
-from autoplan.base.errors import InputError
+from autoplan.api.timings import machine_of, opened_store
+from autoplan.base.errors import InputError, NoStoreError
 from autoplan.base.processes import check_torch, place_from
 from autoplan.base.units import check_count
 from autoplan.base.user import user_name
 from autoplan.base.values import parse_duration, parse_numbers, parse_words
 from autoplan.profiler.crew import Crew, default_num_ranks
+from autoplan.profiler.expected import expected_hello
 from autoplan.profiler.machine.hardware import emulates_bf16
 from autoplan.profiler.protocol import Hello, Job
 from autoplan.profiler.record import Mode
 from autoplan.profiler.store import Store, open_store
 from autoplan.profiler.sweep import Progress, extrapolations, outliers
 from autoplan.profiler.sweep import run as sweep
-from autoplan.profiler.tasks import MeasurementScope, RankedTask, ranked_tasks, unmeasurable_parts
+from autoplan.profiler.tasks import MeasurementScope, RankedTask, TaskKey, ranked_tasks, unmeasurable_parts
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.operations import NARROW_PRODUCTS, SHAPES
@@ -57,17 +59,28 @@ class ProfileOptions:
 
 
 @dataclass(slots=True, kw_only=True)
-class Profile:
-    """Measurements that are planned on ranks that have met, and their progress."""
+class PlannedProfile:
+    """Measurements that are planned for ranks that have met, or that would meet on a cluster."""
 
     tasks: list[RankedTask]
     num_known: int  # measurements that the database has
     budget_s: float
     num_visits: int
-    progress: Progress
     advice: MeasurementAdvice | None  # how sure the order of the plans is, where these say what is measured
     remarks: list[str]  # what a user should know of this machine before
     hello: Hello
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that all of it takes on a quiet machine, in one visit."""
+        return sum(ranked.expected_s for ranked in self.tasks)
+
+
+@dataclass(slots=True, kw_only=True)
+class Profile(PlannedProfile):
+    """Measurements that are planned on ranks that have met, and their progress."""
+
+    progress: Progress
     _crew: Crew
     _store: Store
     _open_ranking: OpenRanking | None = field(default=None)
@@ -115,24 +128,76 @@ def profile(
         return started.measure(advance) if started else None
 
 
-@contextmanager
-def started_profile(
-    model: str | Path | ModelSpec | None, *, plan_file: str | Path | None, options: ProfileOptions
-) -> Iterator[Profile | None]:
-    """Start ranks, and yield what is to be measured on them; None on another rank than the first, when it is through.
+def planned_profile(
+    model: str | Path | ModelSpec | None = None,
+    *,
+    plan_file: str | Path | None = None,
+    options: ProfileOptions | None = None,
+    num_nodes: int = 0,
+) -> PlannedProfile:
+    """Return what `profile` would measure on so many nodes of a cluster, 0: on all, without any of its devices.
 
-    The ranks are ended however the block is left.
+    The cluster is that of the plan file, or of `options`.  With a plan file it tells as well how sure the order of its
+    plans is and what the measurements are expected to settle.
+
+    Raises InputError where something that was given cannot be used.
     """
-    check_torch()
-    place = place_from(os.environ)
-    check_count("--ranks", options.ranks, least=0)
+    options = options or ProfileOptions()
+    asked = _asked(model, plan_file, options)
+    cluster = asked.cluster
+    if cluster is None:
+        raise InputError("give the plan file of a search, or --cluster: it says which devices there would be")
+    if num_nodes > cluster.num_nodes:
+        raise InputError(f"--nodes {num_nodes}: the cluster has {cluster.num_nodes}")
+    machine, known = None, set[TaskKey]()
+    with suppress(NoStoreError), opened_store(options.db, writable=False) as store:
+        machine = machine_of(cluster, store)
+        known = store.known(machine, options.visits) if machine else known
+    hello = expected_hello(cluster, machine, known, dtypes=asked.dtypes, num_nodes=num_nodes)
+    return _planned(asked, hello, known, options)
+
+
+def _planned(asked: _AskedProfile, hello: Hello, known: Collection[TaskKey], options: ProfileOptions) -> PlannedProfile:
+    """Return the measurements that the ranks of `hello` have to make."""
+    advice = None
+    if asked.open_ranking is not None:
+        advice, tasks = asked.open_ranking.planned(hello, known)
+        scope = asked.open_ranking.scope
+    else:
+        assert asked.scope is not None
+        scope = asked.scope
+        if not scope.tps:
+            most = asked.cluster.devices_per_node if asked.cluster else len(hello.hosts)
+            scope = replace(scope, tps=tuple(degree for degree in scope.degrees() if degree <= most))
+        tasks = ranked_tasks(scope, hello, known)
+    return PlannedProfile(
+        tasks=tasks,
+        num_known=len(known),
+        budget_s=parse_duration(options.budget),
+        num_visits=options.visits,
+        advice=advice,
+        remarks=_remarks(hello, scope, asked.cluster),
+        hello=hello,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AskedProfile:
+    """What a profile is wanted for: a model, or the plans of a file that may be the fastest."""
+
+    cluster: ClusterSpec | None
+    dtypes: tuple[str, ...]
+    scope: MeasurementScope | None
+    open_ranking: OpenRanking | None
+
+
+def _asked(
+    model: str | Path | ModelSpec | None, plan_file: str | Path | None, options: ProfileOptions
+) -> _AskedProfile:
+    """Read what was given."""
     check_count("--visits", options.visits)
-    if place and options.ranks:
-        raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
     cluster = load_cluster(options.cluster) if options.cluster else None
-    budget_s = parse_duration(options.budget)
     modes: tuple[Mode, ...] = parse_words(options.mode, "--mode", ("sustained", "burst"))  # type: ignore[assignment]
-    num_ranks = place.num_ranks if place else options.ranks
     scope: MeasurementScope | None = None
     open_ranking: OpenRanking | None = None
     if plan_file is not None:
@@ -148,16 +213,31 @@ def started_profile(
         dtypes = ("bf16",) if scope.framework.kernels.eager_layers else ()
     if options.dtypes:
         dtypes = parse_words(options.dtypes, "--dtypes", ("bf16", "fp16", "fp32", *NARROW_PRODUCTS))
+    return _AskedProfile(cluster=cluster, dtypes=dtypes, scope=scope, open_ranking=open_ranking)
+
+
+@contextmanager
+def started_profile(
+    model: str | Path | ModelSpec | None, *, plan_file: str | Path | None, options: ProfileOptions
+) -> Iterator[Profile | None]:
+    """Start ranks, and yield what is to be measured on them; None on another rank than the first, when it is through.
+
+    The ranks are ended however the block is left.
+    """
+    check_torch()
+    place = place_from(os.environ)
+    check_count("--ranks", options.ranks, least=0)
+    if place and options.ranks:
+        raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
+    asked = _asked(model, plan_file, options)
+    parse_duration(options.budget)  # what is wrong with it shall be known before any rank starts
     job = Job(
-        dtypes=dtypes,
+        dtypes=asked.dtypes,
         allowance_s=parse_duration(options.allowance),
         limit_s=parse_duration(options.limit),
-        devices_per_domain=cluster.levels[-1].num_devices if cluster else 0,
+        devices_per_domain=asked.cluster.levels[-1].num_devices if asked.cluster else 0,
     )
-    num_ranks = num_ranks or default_num_ranks()
-    if scope is not None and not scope.tps:
-        most = cluster.devices_per_node if cluster else num_ranks
-        scope = replace(scope, tps=tuple(degree for degree in scope.degrees() if degree <= most))
+    num_ranks = (place.num_ranks if place else options.ranks) or default_num_ranks()
     with Crew(job, place, num_ranks) as crew:
         if not crew.leads:
             crew.start()
@@ -168,26 +248,13 @@ def started_profile(
         with open_store(options.db) as store:
             hello = crew.start()
             assert hello is not None
-            known = store.known(hello.fingerprint, options.visits)
-            advice = None
-            if open_ranking is not None:
-                advice, tasks = open_ranking.planned(hello, known)
-                scope = open_ranking.scope
-            else:
-                assert scope is not None
-                tasks = ranked_tasks(scope, hello, known)
+            planned = _planned(asked, hello, store.known(hello.fingerprint, options.visits), options)
             yield Profile(
-                tasks=tasks,
-                num_known=len(known),
-                budget_s=budget_s,
-                num_visits=options.visits,
-                progress=Progress(total=len(tasks)),
-                advice=advice,
-                remarks=_remarks(hello, scope, cluster),
-                hello=hello,
+                **{field.name: getattr(planned, field.name) for field in fields(PlannedProfile)},
+                progress=Progress(total=len(planned.tasks)),
                 _crew=crew,
                 _store=store,
-                _open_ranking=open_ranking,
+                _open_ranking=asked.open_ranking,
             )
 
 

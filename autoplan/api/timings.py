@@ -160,15 +160,8 @@ def usable_timings(problem: Problem, url: str | None) -> FoundTimings:
 
 def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection[Operation]) -> FoundTimings:
     """Return the times of the machine that the cluster file names, else of the one with its device measured last."""
-    device, machine = cluster.device.name, cluster.machine
     with opened_store(url, writable=False) as store:
-        if machine is not None:
-            machine_fields = asdict(machine)
-            wanted = Fingerprint(
-                device=device, **machine_fields | {"power_cap_w": machine.power_cap_w or usual_cap_w(cluster)}
-            )
-        else:
-            wanted = store.latest(device) or Fingerprint(device=device)
+        wanted = machine_of(cluster, store) or Fingerprint(device=cluster.device.name)
         origin = TimingOrigin(database=store.name, machine=wanted.words)
         measurements = store.timings(wanted, operations=operations)
         contention = contention_shares(store.beside_products(wanted), measurements)
@@ -176,6 +169,14 @@ def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection
         if store.hosts_apart:
             _warn_of_hosts(store.hosts_apart)
         return timings
+
+
+def machine_of(cluster: ClusterSpec, store: Store) -> Fingerprint | None:
+    """Return the machine that the cluster file names, else the one with its device measured last; None: none known."""
+    device, machine = cluster.device.name, cluster.machine
+    if machine is None:
+        return store.latest(device)
+    return Fingerprint(device=device, **asdict(machine) | {"power_cap_w": machine.power_cap_w or usual_cap_w(cluster)})
 
 
 def usual_cap_w(cluster: ClusterSpec) -> int:

@@ -67,6 +67,10 @@ class StoreError(AutoplanError):
     """The timing database cannot be read or written: not reachable, not allowed, full, damaged, too new."""
 
 
+class NoStoreError(StoreError):
+    """There is no timing database yet where one was looked for."""
+
+
 class AutoplanWarning(UserWarning):
     """Something that a user should know without having asked; the command line prints it on stderr."""
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.base.errors import InputError
 from autoplan.cli.inputs import check_untyped, whole_url
 from autoplan.cli.options import DbOption, FrameworkOption, QuietOption, SeqLenOption, whole_number
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autoplan.api.profiling import Profile
+    from autoplan.api.profiling import PlannedProfile, Profile
     from autoplan.profiler.sweep import Progress
     from autoplan.profiler.tasks import RankedTask
 
@@ -68,7 +69,14 @@ VisitsOption = Annotated[
     whole_number("--visits", "N", "How often to measure each, in rounds: the middle counts on uneasy machines."),
 ]
 LimitOption = Annotated[str, typer.Option(metavar="TIME", help="After how long a rank is taken to hang.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be measured.")]
+DryRunOption = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Show what would be measured; with --for or --cluster no device is needed for it."),
+]
+NodesOption = Annotated[
+    int,
+    whole_number("--nodes", "N", "With --dry-run: nodes of --for or --cluster to measure on.", show_default="all"),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print what was measured as JSON instead of tables.")]
 
 
@@ -92,6 +100,7 @@ def profile(
     visits: VisitsOption = 1,
     limit: LimitOption = "2m",
     dry_run: DryRunOption = False,
+    nodes: NodesOption = 0,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -101,7 +110,7 @@ def profile(
     the database holds is not measured again: after an interrupt, or when the budget is spent, run it once more.
     With --for it says first how sure the order of the best plans is and what the measurements are expected to settle.
     """
-    from autoplan.api.profiling import ProfileOptions, started_profile
+    from autoplan.api.profiling import ProfileOptions, planned_profile, started_profile
     from autoplan.cli.process import leave_on_sigterm
 
     if plan_file is not None:
@@ -110,6 +119,14 @@ def profile(
         context.fail("give MODEL, or the plan file of a search: --for PLAN")
     named = {option.name: context.params[option.name] for option in fields(ProfileOptions) if option.name != "db"}
     options = ProfileOptions(db=whole_url(context, url), **named)
+    is_elsewhere = dry_run and (plan_file is not None or cluster is not None)
+    if nodes and not is_elsewhere:
+        raise InputError("--nodes is of a --dry-run for a cluster: give --for PLAN or --cluster")
+    if is_elsewhere:
+        _print_planned(
+            planned_profile(model, plan_file=plan_file, options=options, num_nodes=nodes), json=json, quiet=quiet
+        )
+        return
     leave_on_sigterm()
     with started_profile(model, plan_file=plan_file, options=options) as started:
         if started is not None:
@@ -121,19 +138,19 @@ def _lead(started: Profile, *, dry_run: bool, json: bool, quiet: bool) -> None:
     from autoplan.cli.measurement_advice import print_advice, print_ranking
     from autoplan.report.terminal import make_console
 
+    if dry_run:
+        _print_planned(started, json=json, quiet=quiet)
+        return
     if not quiet:
         _say_where(started)
     console, tasks = make_console(), started.tasks
-    if json and (dry_run or not tasks):
+    if json and not tasks:
         _print_json(started.progress)
         return
     if started.advice is not None and not json:
         print_advice(console, started.advice, tasks)
-        if dry_run or not tasks:
+        if not tasks:
             return
-    if dry_run:
-        _print_plan(console, started)
-        return
     progress = _measured(started, quiet=quiet)
     if json:
         _print_json(progress)
@@ -147,7 +164,25 @@ def _lead(started: Profile, *, dry_run: bool, json: bool, quiet: bool) -> None:
         _say(f"the budget is spent: {progress.num_left} of {progress.total} are left for the same command")
 
 
-def _say_where(started: Profile) -> None:
+def _print_planned(planned: PlannedProfile, *, json: bool, quiet: bool) -> None:
+    """Print what would be measured, how long it takes, and what it is expected to settle."""
+    from autoplan.cli.measurement_advice import print_advice
+    from autoplan.report.terminal import make_console
+
+    if not quiet:
+        _say_where(planned)
+    if json:
+        _print_planned_json(planned)
+        return
+    console = make_console()
+    if planned.advice is not None:
+        print_advice(console, planned.advice, planned.tasks)
+        console.print()
+    if planned.tasks or planned.advice is None:
+        _print_plan(console, planned)
+
+
+def _say_where(started: PlannedProfile) -> None:
     """Say on what is measured, and warn of what stands in the way or is left out."""
     hello = started.hello
     ranks, nodes = len(hello.hosts), hello.num_nodes
@@ -186,7 +221,7 @@ def _tally(progress: Progress) -> str:
     return f"{len(progress.outcomes)} of {progress.total} measurements"
 
 
-def _print_plan(console: Console, started: Profile) -> None:
+def _print_plan(console: Console, started: PlannedProfile) -> None:
     """Print what would be measured: one row for each operation and kernel, in the order in which they begin."""
     from autoplan.base.units import format_seconds
     from autoplan.report.terminal import print_part, print_table
@@ -207,12 +242,40 @@ def _print_plan(console: Console, started: Profile) -> None:
         for names, tasks in rows.items()
     ]
     print_table(console, columns, cells, keep=6)
-    expected_s = sum(ranked.expected_s for ranked in started.tasks)
     print_part(
         console,
-        f"{len(started.tasks)} measurements in about {format_seconds(expected_s)} on a quiet machine; "
+        f"{len(started.tasks)} measurements in about {format_seconds(started.expected_s)} on a quiet machine; "
         f"the budget is {format_seconds(started.budget_s)}; {started.num_known} are in the database",
     )
+
+
+def _print_planned_json(planned: PlannedProfile) -> None:
+    from autoplan.api.outputs import PlannedMeasurement, PlannedMeasurements
+    from autoplan.base.files import encode
+
+    advice = planned.advice
+    found = PlannedMeasurements(
+        device=planned.hello.fingerprint.device,
+        ranks=len(planned.hello.hosts),
+        nodes=planned.hello.num_nodes,
+        expected_s=planned.expected_s,
+        budget_s=planned.budget_s,
+        known=planned.num_known,
+        sure=None if advice is None else advice.probability,
+        sure_after=None if advice is None else advice.expected_probability,
+        measurements=tuple(
+            PlannedMeasurement(
+                operation=ranked.task.operation,
+                shape=ranked.task.shape,
+                dtype=ranked.task.dtype,
+                kernel=ranked.task.kernel,
+                mode=ranked.task.mode,
+                expected_s=ranked.expected_s,
+            )
+            for ranked in planned.tasks
+        ),
+    )
+    typer.echo(encode(found), nl=False)
 
 
 def _print_json(progress: Progress) -> None:

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from autoplan.base.errors import InputError, StoreError
+from autoplan.base.errors import InputError, NoStoreError, StoreError
 from autoplan.base.urls import is_url, redact_url
 from autoplan.profiler.store.schema import DAMAGED, SCHEMA, check_schema, held_schema, may_migrate, migrate
 
@@ -163,7 +163,7 @@ def _sqlite(path: Path, *, writable: bool, creates: bool) -> Database:
         if writable and creates:
             path.parent.mkdir(parents=True, exist_ok=True)
         elif not path.exists():
-            raise StoreError(f"{name}: no such file: `autoplan profile` or `autoplan db import` makes one")
+            raise NoStoreError(f"{name}: no such file: `autoplan profile` or `autoplan db import` makes one")
     except OSError as error:
         raise StoreError(f"{name}: {error.strerror or error}") from None
     place = f"file:{quote(str(path.absolute()))}"

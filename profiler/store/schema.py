@@ -27,7 +27,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from autoplan.base.errors import StoreError, StoreWarning
+from autoplan.base.errors import NoStoreError, StoreError, StoreWarning
 
 DAMAGED = "is damaged: put it aside, restore a copy, or pull and profile anew"
 SCHEMA = 4  # the newest revision in `migrations/versions`
@@ -137,7 +137,7 @@ def check_schema(schema: int, name: str) -> None:
         text = f"{name} has schema {schema}, this autoplan knows {SCHEMA} and passes over what is new: update autoplan"
         warnings.warn(text, StoreWarning, stacklevel=4)
     if schema == 0:
-        raise StoreError(f"{name} holds no timings yet: `autoplan profile` or `autoplan db import` writes some")
+        raise NoStoreError(f"{name} holds no timings yet: `autoplan profile` or `autoplan db import` writes some")
     if schema < max(SCHEMA - 1, FIRST_TOLERANT):
         raise StoreError(f"{name} has schema {schema}, this autoplan {SCHEMA}: its owner migrates it by writing to it")
 

@@ -1,0 +1,82 @@
+"""Ranks that a cluster would bring, so that measurements can be planned where none of its devices is at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import cast
+
+from autoplan.profiler.protocol import BESIDE, Hello
+from autoplan.profiler.record import Fingerprint
+from autoplan.profiler.tasks import TaskKey
+from autoplan.spec.operations import (
+    COLLECTIVES,
+    EXPERTS,
+    NARROW_PRODUCTS,
+    PRODUCTS,
+    SHAPES,
+    TRAINER_UNITS,
+    Operation,
+)
+from autoplan.topology.cluster import ClusterSpec
+
+# How operations run where nothing was measured yet; a rank tries, and may find otherwise.
+_ATTENTIONS = {"attention": "sdpa flash", "latent_attention": "sdpa cudnn"}
+_LIBRARIES = {"nvidia": "nccl", "amd": "rccl", "cpu": "gloo"}
+
+
+def expected_hello(
+    cluster: ClusterSpec,
+    machine: Fingerprint | None,
+    known: Collection[TaskKey] = (),
+    *,
+    dtypes: tuple[str, ...] = (),
+    num_nodes: int = 0,
+) -> Hello:
+    """Return what a rank on every device of so many nodes of a cluster would say when they have met; 0: of all nodes.
+
+    `machine` is the one whose records serve the cluster, None where there is none, and `known` what it has measured:
+    operations are taken to run as they did there.
+    """
+    device, nodes = cluster.device, num_nodes or cluster.num_nodes
+    dtypes = dtypes or (("fp32",) if device.vendor == "cpu" else ("bf16",))
+    kernels: dict[tuple[Operation, str], str] = {}
+    windowed: dict[tuple[Operation, str], str] = {}
+    for dtype in dtypes:
+        for operation in SHAPES:
+            if kernel := _usual_kernel(operation, dtype, device.vendor):
+                kernels[operation, dtype] = kernel
+            if operation in ("attention", "attention_backward") and dtype not in NARROW_PRODUCTS:
+                windowed[operation, dtype] = "varlen flash"
+    for name, shape, dtype, kernel, _ in sorted(known):
+        is_windowed = name.startswith("attention") and shape[-1] > 0
+        if dtype in dtypes:
+            (windowed if is_windowed else kernels)[cast(Operation, name), dtype] = kernel.removesuffix(BESIDE)
+    return Hello(
+        fingerprint=machine
+        or Fingerprint(
+            device=device.name, memory_bytes=int(device.memory_bytes), devices_per_node=cluster.devices_per_node
+        ),
+        device_type="cpu" if device.vendor == "cpu" else "cuda",
+        hosts=tuple(f"node{at}" for at in range(nodes) for _ in range(cluster.devices_per_node)),
+        dtypes=dtypes,
+        kernels=kernels,
+        windowed=windowed,
+        devices_per_domain=cluster.levels[-1].num_devices,
+    )
+
+
+def _usual_kernel(operation: Operation, dtype: str, vendor: str) -> str:
+    """Return how an operation usually runs in a type; blank where it does not."""
+    if operation in PRODUCTS:
+        narrow = {"gemm": "scaled_mm", "dgrad": "scaled_mm", "wgrad": "scaled_mm + add"}
+        wide = {"gemm": "mm", "dgrad": "mm", "wgrad": "addmm" if dtype == "fp32" else "addmm fp32"}
+        return (narrow if dtype in NARROW_PRODUCTS else wide)[operation]
+    if dtype in NARROW_PRODUCTS:
+        return ""
+    if operation in COLLECTIVES:
+        return _LIBRARIES.get(vendor, "nccl")
+    if operation in EXPERTS:
+        return "grouped_mm"
+    if operation in TRAINER_UNITS:
+        return "trainer"
+    return _ATTENTIONS.get(operation.removesuffix("_backward"), "torch")
