@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from autoplan.api import plan_run as plan_run
     from autoplan.api import problem as problem
     from autoplan.api import profiling as profiling
-    from autoplan.api import replan as replan
     from autoplan.api import record_facts as record_facts
+    from autoplan.api import replan as replan
     from autoplan.api import results as results
     from autoplan.api import schemas as schemas
     from autoplan.api import search as search

@@ -84,8 +84,8 @@ def _printed(kind: str) -> dict[str, Any]:
     from autoplan.profiler.store import Added, Finding
     from autoplan.report.compare import Compared
     from autoplan.spec.explanation import Explanation, MixedExplanation
-    from autoplan.spec.replan_summary import ReplanSummary
     from autoplan.spec.needed_times import StepSources
+    from autoplan.spec.replan_summary import ReplanSummary
     from autoplan.spec.tune_report import TuneReport
 
     types: dict[str, Any] = {
