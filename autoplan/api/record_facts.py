@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from autoplan.api.results import PlanResult
+from autoplan.api.results import PricedPlans
 from autoplan.api.timings import is_at_hand, opened_store, usable_operations
 from autoplan.base.errors import StoreError
 from autoplan.cost.served import measured_shares, needed_times
@@ -13,7 +13,7 @@ from autoplan.profiler.record import Record
 from autoplan.spec.needed_times import NeededTime, RecordFacts, StepSources
 
 
-def step_sources(result: PlanResult, db: str | None = None) -> StepSources:
+def step_sources(result: PricedPlans, db: str | None = None) -> StepSources:
     """Return which records serve which terms of a plan's step, and what was not measured.
 
     `db` is the database that tells of the records; without one, the database that the plan was priced from, where it is
