@@ -62,7 +62,9 @@ def why_empty(space: Space) -> str:
     batch = space.candidates(cells[:: -(-len(cells) // CHECKED_CELLS)])
     if not len(batch):
         batches = " or ".join(str(batch) for batch in limits.global_batches[:NEAREST_BATCHES])
-        return f"no plan with global batch {batches} obeys {'; '.join(limits.describe())}: relax one of them"
+        return (
+            f"no plan with global batch {batches} obeys {'; '.join(limits.describe(workload.model))}: relax one of them"
+        )
     holds = np.array([rule.holds(workload, batch) for rule in space.rules])
     admitted = holds.sum(axis=1)
     nearest = int(holds.sum(axis=0).argmax())  # the plan that breaks the fewest
@@ -104,7 +106,7 @@ def _why_no_cell(space: Space) -> str:
         return f"{shown} must divide the {devices} devices of the cluster: change one degree or the size"
     return (
         f"no way to spread {model.name} over {devices} devices within the limits "
-        f"({'; '.join(limits.describe())}): relax one of them"
+        f"({'; '.join(limits.describe(model))}): relax one of them"
     )
 
 

@@ -35,7 +35,7 @@ def axes_of(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
     """
     axes: dict[str, Any] = {}
     for axis in _CHANGEABLE:
-        has_meaning = axis.needs.are_met(plan, has_experts=model.moe is not None)
+        has_meaning = axis.needs.are_met(plan, **parts_of(model))
         if axis.name == "sharding":
             has_meaning = has_meaning or plan.offload != "none"
         if axis.name == "param_gather_overlap":
@@ -43,6 +43,11 @@ def axes_of(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
         if has_meaning:
             axes[axis.changed_as] = _value(axis, model, plan)
     return axes
+
+
+def parts_of(model: ModelSpec) -> dict[str, bool]:
+    """Return which parts a model has that some axes need (`Needs.are_met`)."""
+    return {"has_experts": model.moe is not None, "has_latents": model.mla is not None}
 
 
 def _value(axis: Axis, model: ModelSpec, plan: ParallelPlan) -> Any:
@@ -76,7 +81,7 @@ def plan_of(problem: Problem, axes: Axes) -> ParallelPlan:
     plain |= problem.framework.choices
     plan = ParallelPlan.derived(
         num_devices=problem.cluster.num_devices,
-        has_experts=has_experts,
+        **parts_of(model),
         **plain
         | {axis.name: axes[axis.changed_as] for axis in _CHANGEABLE if axis.changed_as in axes}
         | {
@@ -100,13 +105,13 @@ def plan_of(problem: Problem, axes: Axes) -> ParallelPlan:
 
 def _without_idle(problem: Problem, plan: ParallelPlan, axes: Axes) -> ParallelPlan:
     """The plan with plain values of flags and of a sharding that mean nothing in it."""
-    has_experts = problem.model.moe is not None
+    parts = parts_of(problem.model)
     changes: dict[str, Any] = {
         axis.name: False
         for axis in _CHANGEABLE
-        if axis.default is False and getattr(plan, axis.name) and not axis.needs.are_met(plan, has_experts=has_experts)
+        if axis.default is False and getattr(plan, axis.name) and not axis.needs.are_met(plan, **parts)
     }
-    if plan.offload == "none" and not AXIS["sharding"].needs.are_met(plan, has_experts=has_experts):
+    if plan.offload == "none" and not AXIS["sharding"].needs.are_met(plan, **parts):
         sharding = book_of(problem.framework).words("sharding")[0]
         gathers = sharding != "none" and axes.get("param_gather_overlap", True)
         changes |= {"sharding": sharding, "param_gather_overlap": gathers}

@@ -13,6 +13,7 @@ from autoplan.cost.memory.recompute import stores_scores
 from autoplan.frameworks.common.rules import Rulebook
 from autoplan.frameworks.megatron_lm.rules import missing_modules
 from autoplan.frameworks.registry import book_of
+from autoplan.search.axes import parts_of
 from autoplan.spec.axes import AXES, AXIS, SEARCHED, Axis, Kind, Value, shown
 from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, Recompute, RecomputeModule, Schedule
 from autoplan.spec.framework import Framework
@@ -100,14 +101,15 @@ class Limits:
         """Numbers of layers of a chunk that plans may recompute where they say a number, ascending."""
         return tuple(sorted(int(choice[5:]) for choice in self.recomputes if choice.startswith("full:")))
 
-    def describe(self) -> tuple[str, ...]:
-        """The limits in words, for the certificate."""
+    def describe(self, model: ModelSpec) -> tuple[str, ...]:
+        """The limits in words, for the certificate; of options of parts that the model lacks nothing is said."""
         parts = [f"{axis} = {value}" for axis, value in self.fixed]
         parts += [f"{axis} <= {value}" for axis, value in self.most]
         parts += ["sharding " + "|".join(map(shown, self.of("sharding")))]
         parts += ["recompute " + "|".join(_in_short(self.recomputes))]
         for axis in SEARCHED:
-            if axis.name != "sharding" and self.of(axis.name) != axis.searched:
+            means_something = axis.name != "sharding" and axis.needs.can_be_met(**parts_of(model))
+            if means_something and self.of(axis.name) != axis.searched:
                 parts.append(f"{axis.name} " + "|".join(map(shown, self.of(axis.name))))
         return tuple(parts)
 
@@ -159,8 +161,10 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         offered["schedule"] = [name for name in offered["schedule"] if name != Schedule.GPIPE]
     if problem.framework.overlap.tp_overlap_share == 0:
         offered["tp_overlap"] = [False]
+    means_nothing = (axis for axis in SEARCHED if not axis.needs.can_be_met(**parts_of(problem.model)))
+    offered |= {axis.name: [axis.searched[0]] for axis in means_nothing}
     if training.precision not in NARROW_PRECISIONS:
-        offered["narrow_params"] = [False]
+        offered["narrow_params"] = offered["fp8_attention"] = [False]
     elif offered["narrow_params"] == [True]:  # what shards nothing gathers nothing
         offered["narrow_params"] = [False, True]
     offered["cuda_graphs"] = [word for word in offered["cuda_graphs"] if _has_graphs(word, problem.model)]
@@ -180,12 +184,12 @@ def _runs(dispatcher: Value, problem: Problem) -> bool:
     """Return whether a dispatcher runs on a cluster.
 
     Those that send a token once are written for NVIDIA's devices with NVLink from Hopper on, DeepEP for nodes of at
-    most 8 (deepseek-ai/DeepEP README; Megatron-Bridge training/flex_dispatcher_backend.py), and drop no tokens.
+    most 8 (deepseek-ai/DeepEP README; Megatron-Bridge training/flex_dispatcher_backend.py).
     """
     if dispatcher == Dispatcher.ALL_TO_ALL:
         return True
     domain = problem.cluster.levels[-1].num_devices
-    is_known = problem.device.generation in ("hopper", "blackwell") and not problem.framework.experts.drops_tokens
+    is_known = problem.device.generation in ("hopper", "blackwell")
     return is_known and (dispatcher == Dispatcher.HYBRIDEP or domain <= 8)
 
 

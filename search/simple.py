@@ -100,6 +100,7 @@ def _plain(problem: Problem, limits: Limits, plan: ParallelPlan, *, keeps_cp: bo
         axis.name: problem.framework.choice(axis.name)
         for axis in SEARCHED
         if (axis.kind is Kind.FLAG or axis.exact is not None or axis.name in ("offload", "dispatcher"))
+        and not (axis.is_monotone and axis.exact is None)  # which a search never leaves out
         and problem.framework.choice(axis.name) in limits.of(axis.name)
     }
     if "none" in limits.recomputes:

@@ -13,6 +13,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Ints
 from autoplan.frameworks.common.rules import Rule, legal, legal_so_far
+from autoplan.search.axes import parts_of
 from autoplan.search.limits import Limits, divisors
 from autoplan.spec.axes import AXIS, COLUMNS, SEARCHED, Value
 from autoplan.spec.enums import Recompute, Schedule, Sharding
@@ -114,7 +115,7 @@ class Space:
         batches = limits.global_batches
         if len(batches) > 1:
             parts.append(f"global batch on a grid of {len(batches)} values from {batches[0]} to {batches[-1]}")
-        parts += limits.describe()
+        parts += limits.describe(self.workload.model)
         if self.workload.model.moe and not limits.fixes("etp"):
             parts.append("etp 1|tp")
         if not limits.fixes("dp_replicate", "dp_shard"):
@@ -366,17 +367,17 @@ class Space:
                     yield ep, etp
 
     def _group_rows(self, cell: Cell) -> Ints:
-        has_experts = self.workload.model.moe is not None
+        parts = parts_of(self.workload.model)
         choices = []
         for axis in _GROUP_WORDS:
             values = self.limits.of(axis.name)
-            choices.append(values if axis.needs.are_met(cell, has_experts=has_experts) else values[:1])
+            choices.append(values if axis.needs.are_met(cell, **parts) else values[:1])
         return _group_rows(self.limits, cell.dp, tuple(choices))
 
     def _states(self, cell: Cell) -> Ints:
         """Every choice of sharding and offload: shape (choices, 2)."""
-        limits, has_experts = self.limits, self.workload.model.moe is not None
-        copies = AXIS["sharding"].needs.are_met(cell, has_experts=has_experts)
+        limits = self.limits
+        copies = AXIS["sharding"].needs.are_met(cell, **parts_of(self.workload.model))
         replicates = cell.dp_replicate > 1 and not limits.fixes("dp_replicate", "dp_shard")
         # Without copies of a parameter sharding changes nothing, but that the host takes sharded optimizers only;
         # without sharding the split of dp changes nothing.

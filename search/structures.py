@@ -52,6 +52,7 @@ def tensor_degrees(problem: MixedProblem, part: int) -> tuple[int, ...]:
         tp = 2**power
         plan = ParallelPlan.derived(
             has_experts=problem.model.moe is not None,
+            has_latents=problem.model.mla is not None,
             global_batch=1,
             tp=tp,
             sp=problem.framework.network.sequence_parallel and problem.training.seq_len % tp == 0,

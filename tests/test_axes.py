@@ -128,12 +128,12 @@ def test_words_are_read_with_either_dash_and_wrong_ones_are_answered_by_all() ->
 
 
 def test_changes_are_told_by_the_table_where_they_mean_something() -> None:
-    told = axes_of(load_model("mixtral-8x7b"), BUSY)
+    told = axes_of(load_model("deepseek-v3"), BUSY)
     assert set(told) == {axis.changed_as for axis in FIELDS} - {""}
     assert set(LABELS) <= set(told)
     assert set(axes_of(load_model("llama3-8b"), ParallelPlan(global_batch=1))) == {
         *("tp", "cp", "pp", "micro_batch", "global_batch", "recompute", "offload", "nodes"),
-        *("cuda_graphs", "grad_dtype", "narrow_params", "main_weights", "moment_dtype"),
+        *("cuda_graphs", "grad_dtype", "narrow_params", "fp8_attention", "main_weights", "moment_dtype"),
     }
     assert {axis.changed_as for axis in TYPED} == set(told) - {"layers", "nodes"}
 

@@ -456,9 +456,8 @@ def test_kernels_of_attention_have_rates_of_their_own(cluster: str, kernel: Any,
 @pytest.mark.parametrize(("cluster", "time"), [("h100-sxm:1x8", 1.0), ("b200:1x8", 0.65), ("mi300x:1x8", 1.0)])
 def test_attention_in_8_bits_is_faster_where_runs_say_so(cluster: str, time: float) -> None:
     wide, narrow = (
-        terms_of(dataclasses.replace(problem, training=TrainingSpec(seq_len=8192, attention=attention)), single())
-        for problem in [problem_of(framework=PLAIN, cluster=cluster)]
-        for attention in ("flash", "flash-fp8")
+        terms_of(problem_of(framework=PLAIN, cluster=cluster), dataclasses.replace(single(), fp8_attention=in_8_bits))
+        for in_8_bits in (False, True)
     )
     assert narrow["attention"] / wide["attention"] == pytest.approx(time)
 

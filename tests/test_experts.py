@@ -19,6 +19,7 @@ from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.attention import NARROW_ATTENTION_TIME
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.products import gemm_pace, gemm_rate
+from autoplan.cost.kernels.sizes import expert_tokens
 from autoplan.cost.kernels.times import kernel_times
 from autoplan.cost.network.links import Links
 from autoplan.frameworks.presets import load_framework
@@ -78,19 +79,24 @@ def test_a_graph_of_static_shapes_waits_for_nothing() -> None:
 
 
 def test_experts_that_drop_tokens_wait_for_no_host_and_get_every_copy_of_a_token() -> None:
-    dropping = replace(PROBLEM, framework=FRAMEWORK.changed(drops_tokens=True))
-    assert _experts_wait_s(dropping, batch_of()).total_s[0] == 0.0
-    once = batch_of(dispatcher="deepep")
-    copies = [expert_parallel(problem, once).dispatch.copies for problem in (PROBLEM, dropping)]
+    assert _experts_wait_s(PROBLEM, batch_of(token_dropping=True)).total_s[0] == 0.0
+    batches = batch_of(dispatcher="deepep"), batch_of(token_dropping=True)
+    copies = [expert_parallel(PROBLEM, batch).dispatch.copies for batch in batches]
     assert copies == [2, 1]  # what one transfer stands for
+
+
+def test_experts_that_drop_tokens_are_balanced() -> None:
+    uneven = replace(PROBLEM, training=replace(PROBLEM.training, expert_imbalance=1.5))
+    for drops, share in ((False, 1.5), (True, 1.0)):
+        batch = batch_of(token_dropping=drops)
+        assert expert_tokens(uneven, batch)[0] == pytest.approx(share * expert_tokens(PROBLEM, batch)[0])
 
 
 def test_permuting_tokens_by_capacity_moves_three_times_as_much() -> None:
     """Of 4 bytes for each of 2 copies of 4,096 tokens of width 1,024, in and out, times that of its own kernels."""
-    batch, shape = batch_of(), block_shapes(MODEL)[Block.MOE]
+    shape = block_shapes(MODEL)[Block.MOE]
     apart, dropping = (
-        kernel_times(replace(PROBLEM, framework=FRAMEWORK.changed(drops_tokens=drops)), batch, Block.MOE, shape)
-        for drops in (False, True)
+        kernel_times(PROBLEM, batch_of(token_dropping=drops), Block.MOE, shape) for drops in (False, True)
     )
     twice_s = memory_bound_s(
         PROBLEM, np.array([2 * FRAMEWORK.kernels.kernel_bytes_factor * 2 * 4.0 * 4096 * 2 * 1024])
@@ -171,17 +177,12 @@ def test_a_dispatcher_that_permutes_in_one_kernel_moves_every_copy_once() -> Non
     assert (apart.memory.backward_s - fused.memory.backward_s)[0] == pytest.approx(once_s)
 
 
-@pytest.mark.parametrize(
-    ("precision", "is_moe", "share"),
-    [("fp8", True, NARROW_ATTENTION_TIME), ("bf16", True, 1.0), ("fp8", False, 1.0)],
-)
-def test_mixtures_of_experts_may_attend_in_eight_bits(precision: str, is_moe: bool, share: float) -> None:
-    model = MODEL if is_moe else replace(MODEL, moe=None, ffn_size=4096)
-    shape, batch = block_shapes(model)[Block.ATTENTION], batch_of(ep=1, precision=precision)
-    narrow = FRAMEWORK.changed(narrow_attention=("fp8",))
+@pytest.mark.parametrize(("cluster", "share"), [("b200:1x8", NARROW_ATTENTION_TIME), ("h100-sxm:1x8", 1.0)])
+def test_attention_in_eight_bits_is_faster_on_blackwell(cluster: str, share: float) -> None:
+    shape, problem = block_shapes(MODEL)[Block.ATTENTION], replace(PROBLEM, cluster=load_cluster(cluster))
     wide, found = (
-        kernel_times(replace(PROBLEM, model=model, framework=one), batch, Block.ATTENTION, shape)
-        for one in (FRAMEWORK, narrow)
+        kernel_times(problem, batch_of(precision="fp8", fp8_attention=narrow), Block.ATTENTION, shape)
+        for narrow in (False, True)
     )
     assert found.attention.forward_s[0] == pytest.approx(share * wide.attention.forward_s[0])
     assert found.attention.backward_s[0] == pytest.approx(share * wide.attention.backward_s[0])

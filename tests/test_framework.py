@@ -19,7 +19,7 @@ def test_a_framework_that_extends_another_differs_in_what_it_says() -> None:
     differ = {f.name for f in dataclasses.fields(base) if getattr(base, f.name) != getattr(later, f.name)}
     assert differ == {"name", "calibrated_as", "sources", "experts"}
     traits = {trait for trait in GROUP_OF if base.trait(trait) != later.trait(trait)}
-    assert traits == {"static_overlap", "narrow_attention"}
+    assert traits == {"static_overlap"}
     assert later.calibration_name == "nemo"
 
 

@@ -47,6 +47,7 @@ def problem_of(model: Any = QWEN, **traits: Any) -> Problem:
 
 def batch_of(model: Any = QWEN, **changes: Any) -> PlanBatch:
     values: dict[str, Any] = {"global_batch": 16, "ep": 16, "dp_shard": 16, "dispatcher": "hybridep"}
+    values |= {"router_fusion": True, "rope_fusion": model.mla is not None}
     return PlanBatch.of([ParallelPlan(**(values | changes))], model.num_layers)
 
 
@@ -64,7 +65,7 @@ def test_launches_of_a_block_of_experts_are_those_of_its_parts() -> None:
     assert launched.forward_s[0] == pytest.approx(forward + 8 * LIGHT * PER_EXPERT.forward)
     narrow = extra_launches_s(problem, batch_of(precision="fp8"), Block.MOE)
     assert (narrow.backward_s - launched.backward_s)[0] == pytest.approx(8 * LIGHT * CASTS_PER_EXPERT.backward)
-    eager = extra_launches_s(problem_of(fused_router=False), batch_of(dispatcher="alltoall"), Block.MOE)
+    eager = extra_launches_s(problem, batch_of(dispatcher="alltoall", router_fusion=False), Block.MOE)
     router = ROUTER.forward - FUSED_ROUTER.forward
     dispatch = DISPATCH[Dispatcher.ALL_TO_ALL].forward - DISPATCH[Dispatcher.HYBRIDEP].forward
     assert (eager.forward_s - launched.forward_s)[0] == pytest.approx(router + dispatch + COUNT_TOKENS.forward)
@@ -83,10 +84,12 @@ def test_a_cuda_graph_takes_its_launches_away(graphs: str) -> None:
 
 def test_latent_attention_launches_more_and_most_without_a_kernel_for_its_rotary_embeddings() -> None:
     deepseek = load_model("deepseek-v3")
-    batch = batch_of(deepseek)
     assert extra_launches_s(problem_of(), batch_of(), Block.ATTENTION).total_s[0] == 0.0
-    assert extra_launches_s(problem_of(deepseek), batch, Block.ATTENTION).total_s[0] == sum(LATENT_ATTENTION)
-    unfused = extra_launches_s(problem_of(deepseek, fused_latent_rope=False), batch, Block.ATTENTION)
+    fused, unfused = (
+        extra_launches_s(problem_of(deepseek), batch_of(deepseek, rope_fusion=fuses), Block.ATTENTION)
+        for fuses in (True, False)
+    )
+    assert fused.total_s[0] == sum(LATENT_ATTENTION)
     assert unfused.total_s[0] == pytest.approx(sum(LATENT_ATTENTION) + LIGHT * sum(LATENT_ROPE))
 
 

@@ -37,7 +37,7 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import chunk_layers
 from autoplan.spec.plan_file import PlanFile
 from framework_parsers import ask
-from megatron_plans import DEFECTS, MATRIX, MIXTRAL, ZERO_BUBBLE, plan_files
+from megatron_plans import DEFECTS, LATENT, MATRIX, ZERO_BUBBLE, plan_files
 from test_megatron_lm_export import LLAMA_8B, plan_file_of, words_of
 
 NEEDS = {
@@ -242,13 +242,23 @@ def test_what_is_written_for_megatron_lm_is_read_back(file: PlanFile) -> None:
 
 def test_megatron_bridge_is_told_of_attention_in_8_bits_where_it_is_priced() -> None:
     line = "cfg.mixed_precision.fp8_dot_product_attention = True"
-    usual = plan_file_of(MIXTRAL, ep=8, dp_shard=8)
-    narrow = usual.framework.changed(narrow_attention=("mxfp8",))
-    cluster = replace(usual.cluster, device=replace(usual.cluster.device, generation="blackwell"))
-    for model, precision, told in ((MIXTRAL, "mxfp8", True), (MIXTRAL, "bf16", False), (LLAMA_8B, "mxfp8", False)):
-        file = plan_file_of(model, cluster, ep=8 if model.moe else 1, dp_shard=8, precision=precision)
-        assert (line in megatron_bridge.recipe(replace(file, framework=narrow))) == told
-        assert line not in megatron_bridge.recipe(file)
+    cluster = plan_file_of(LLAMA_8B).cluster
+    cluster = replace(cluster, device=replace(cluster.device, generation="blackwell"))
+    for narrow in (False, True):
+        file = plan_file_of(LLAMA_8B, cluster, dp_shard=8, precision="mxfp8", fp8_attention=narrow)
+        text = megatron_bridge.recipe(file)
+        assert (line in text) == narrow
+        assert bridge_in.READER.read(text, Given(num_devices=8)).plan.fp8_attention == narrow
+
+
+def test_recipes_of_megatron_bridge_fuse_what_plans_say() -> None:
+    """Providers leave the rotation of MLA and of others alone, which is priced as fused."""
+    for fuses in (False, True):
+        file = plan_file_of(LATENT, tp=2, sp=True, ep=8, dp_shard=8, rope_fusion=fuses, router_fusion=fuses)
+        text = megatron_bridge.recipe(file)
+        assert f"cfg.model.apply_rope_fusion = {fuses}\n" in text
+        assert f"cfg.model.moe_router_fusion = {fuses}\n" in text
+    assert "cfg.model.apply_rope_fusion = True" in megatron_bridge.recipe(plan_file_of(LLAMA_8B, dp_shard=8))
 
 
 @FEW

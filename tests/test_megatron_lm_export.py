@@ -131,7 +131,8 @@ def plan_file_of(
     attention: Attention = "flash",
     **plan: Any,
 ) -> PlanFile:
-    chosen = ParallelPlan.derived(**{"global_batch": 256, **plan})
+    parts = {"has_experts": model.moe is not None, "has_latents": model.mla is not None}
+    chosen = ParallelPlan.derived(**{"global_batch": 256, "etp": 1, **parts, **plan})
     best = RankedPlan(
         plan=chosen,
         step_s=7.31,
@@ -304,8 +305,7 @@ def test_a_choice_of_the_plan_has_its_options(changes: dict[str, Any], expected:
 
 
 def test_experts_that_drop_tokens_have_a_capacity_and_the_plain_dispatcher() -> None:
-    framework = Framework(name="nemo").changed(drops_tokens=True, bytes_per_logit=2.0)
-    written = words_of(replace(plan_file_of(GPT_OSS, ep=8, dp_shard=8, dispatcher="hybridep"), framework=framework))
+    written = words_of(plan_file_of(GPT_OSS, ep=8, dp_shard=8, token_dropping=True))
     assert written[written.index("--moe-token-dispatcher-type") + 1] == "alltoall"
     at = written.index("--moe-expert-capacity-factor")
     assert written[at : at + 3] == ["--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"]

@@ -116,6 +116,41 @@ def test_what_is_missing_is_said_in_one_line(text: str, given_: dict[str, Any], 
     assert "\n" not in str(error.value)
 
 
+EXPERTS = " --num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+CAPACITY = "--moe-expert-capacity-factor"
+
+
+@pytest.mark.parametrize(
+    ("options", "drops", "unread"),
+    [
+        (f"{EXPERTS} {CAPACITY} 1.0 --moe-pad-expert-input-to-capacity", True, set()),
+        (f"{EXPERTS} {CAPACITY} 1.5 --moe-pad-expert-input-to-capacity", True, {CAPACITY}),
+        (f"{EXPERTS} {CAPACITY} 1.0", False, {CAPACITY}),
+        (f"{EXPERTS} {CAPACITY} -1", False, set()),
+        (EXPERTS, False, set()),
+        (f"{CAPACITY} 1.0 --moe-pad-expert-input-to-capacity", False, set()),
+    ],
+)
+def test_experts_drop_tokens_beyond_a_capacity_that_they_are_padded_to(
+    options: str, drops: bool, unread: set[str]
+) -> None:
+    launch = read(options)
+    assert launch.plan.token_dropping == drops
+    assert matters(launch) == unread
+
+
+def test_fused_kernels_of_router_and_rotation_are_read() -> None:
+    latent = f"{EXPERTS} --multi-latent-attention"
+    for options, router, rope in (
+        (f"{latent} --moe-router-fusion", True, True),
+        (f"{latent} --no-rope-fusion", False, False),
+        ("--moe-router-fusion", False, False),
+    ):
+        plan = read(options).plan
+        assert (plan.router_fusion, plan.rope_fusion) == (router, rope)
+    assert matters(read("--no-rope-fusion")) == {"--no-rope-fusion"}
+
+
 def test_variables_of_the_shell_are_given_by_name() -> None:
     variables = (("NNODES", "2"), ("EXTRA", "--tensor-model-parallel-size 4"))
     launch = megatron_lm.READER.read(SCRIPT.format(options=OPTIONS), Given(variables=variables))

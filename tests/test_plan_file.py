@@ -63,6 +63,24 @@ def test_a_plan_file_of_version_2_is_read_whose_traits_stand_in_no_groups() -> N
     assert older.framework == today.framework
 
 
+def test_what_was_a_trait_in_version_5_is_a_choice_of_the_plans() -> None:
+    file = msgspec.json.decode(msgspec.json.encode(table())) | {"schema_version": 5}
+    file["training"] |= {"attention": "flash-fp8"}
+    file["framework"]["experts"] |= {"drops_tokens": True, "fused_router": True, "narrow_attention": []}
+    file["framework"]["kernels"] |= {"fused_latent_rope": True}
+    read = decode(PlanFile, file, "plan.json")
+    assert read.training.attention == "flash"
+    for priced in (read.best, *read.alternatives):
+        assert priced.plan.fp8_attention
+        assert not priced.plan.token_dropping  # of a model without experts and latents
+        assert not priced.plan.router_fusion
+        assert not priced.plan.rope_fusion
+    file["model"]["moe"] = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 1024}
+    read = decode(PlanFile, file, "plan.json")
+    assert read.best.plan.token_dropping
+    assert read.best.plan.router_fusion
+
+
 @pytest.mark.parametrize(("num_publishers", "spread"), [(0, 0.2), (7, None)])
 def test_a_plan_file_of_version_4_is_read_whose_calibration_counts_publishers(
     num_publishers: int, spread: float | None

@@ -50,12 +50,6 @@ def test_a_device_runs_the_precisions_that_it_has_units_for(cluster: str) -> Non
                 problem(cluster, precision)
 
 
-def test_attention_in_8_bits_needs_units_for_it() -> None:
-    with pytest.raises(InputError, match="a100-sxm has no fp8 matrix units for attention flash-fp8: use flash"):
-        problem("a100-sxm", "bf16", attention="flash-fp8")
-    assert problem("h100-sxm", "bf16", attention="flash-fp8").fuses_attention
-
-
 @pytest.mark.parametrize("framework", ["megatron-core", "pytorch-fsdp", "deepspeed-zero", "torchtitan"])
 def test_fp32_is_of_the_built_in_trainer(framework: str) -> None:
     with pytest.raises(InputError, match=f"fp32 is priced for the built-in trainer alone, not for {framework}"):

@@ -63,6 +63,10 @@ CORE_OPTIONS: tuple[Case, ...] = tuple(
         ("main_weights", "fp16"),
         ("moment_dtype", "bf16"),
         ("narrow_params", True),
+        ("fp8_attention", True),
+        ("token_dropping", True),
+        ("router_fusion", True),
+        ("rope_fusion", True),
     )
 )
 

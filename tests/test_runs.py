@@ -199,8 +199,8 @@ def test_tables_say_behind_a_model_whether_its_experts_drop_tokens(
     tmp_path: Path, framework: str, model: str, drops: bool
 ) -> None:
     (run,) = runs_of(tmp_path, MIXTURE | {"framework": framework, "model": model, "ep": "16"})
-    assert run.problem is not None
-    assert run.problem.framework.experts.drops_tokens == drops
+    assert run.plan is not None
+    assert run.plan.token_dropping == drops
 
 
 @pytest.mark.parametrize(
@@ -349,12 +349,12 @@ def test_what_a_recipe_chose_goes_before_what_recipes_usually_choose(tmp_path: P
     assert (run.plan.dispatcher, run.plan.ep_overlap, run.plan.tp_overlap) == ("deepep", True, False)
     assert (run.plan.grad_reduce_overlap, run.plan.param_gather_overlap) == (False, True)
     assert run.plan.recompute_modules == ("layernorm", "moe_act")
-    assert not run.problem.framework.experts.drops_tokens
+    assert not run.plan.token_dropping
     assert "packed=1 left out" in run.filled
     (dropping,) = runs_of(tmp_path, row | {"options": "token_dropping=1;dispatcher=hybridep;recompute_modules=none"})
     assert dropping.problem is not None
     assert dropping.plan is not None
-    assert dropping.problem.framework.experts.drops_tokens
+    assert dropping.plan.token_dropping
     assert (dropping.plan.dispatcher, dropping.plan.recompute) == ("alltoall", "none")
 
 
@@ -390,13 +390,14 @@ def test_a_row_of_torchtitan_that_captures_nothing_was_not_compiled(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("attention", "option", "kernel"),
-    [("flash", "1", "flash-fp8"), ("", "1", "flash-fp8"), ("flash", "0", "flash"), ("flash2", "1", "flash2")],
+    ("attention", "option", "is_narrow"),
+    [("flash", "1", True), ("", "1", True), ("flash", "0", False), ("flash2", "1", False)],
 )
-def test_a_row_says_that_attention_ran_in_8_bits(tmp_path: Path, attention: str, option: str, kernel: str) -> None:
-    (run,) = runs_of(tmp_path, LLAMA | {"attention": attention, "options": f"fp8_attention={option}"})
-    assert run.problem is not None
-    assert run.problem.training.attention == kernel
+def test_a_row_says_that_attention_ran_in_8_bits(tmp_path: Path, attention: str, option: str, is_narrow: bool) -> None:
+    row = LLAMA | {"precision": "fp8", "attention": attention, "options": f"fp8_attention={option}"}
+    (run,) = runs_of(tmp_path, row)
+    assert run.plan is not None
+    assert run.plan.fp8_attention == is_narrow
     assert not any("fp8_attention" in column for column in run.filled)
 
 
@@ -410,7 +411,7 @@ def test_recipes_of_the_library_fuse_the_router_beside_a_fused_dispatcher_alone(
         (run,) = runs_of(tmp_path, LLAMA | experts | {"framework": framework, "year": "2026", "options": said})
         assert run.problem
         assert run.plan
-        assert (run.problem.framework.experts.fused_router, run.plan.dispatcher) == (fuses, dispatcher)
+        assert (run.plan.router_fusion, run.plan.dispatcher) == (fuses, dispatcher)
 
 
 def test_a_layout_of_the_pipeline_says_the_layers_of_every_chunk(tmp_path: Path) -> None:

@@ -324,7 +324,7 @@ def test_flags_fix_bound_and_forbid() -> None:
     assert {plan.micro_batch for plan in plans} == {2}
     assert {plan.cp for plan in plans} == {1}
     assert {plan.ep_overlap for plan in plans} == {False}
-    assert "tp = 16" in asked.describe()
+    assert "tp = 16" in asked.describe(problem().model)
 
 
 @pytest.mark.parametrize(

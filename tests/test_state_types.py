@@ -18,6 +18,7 @@ from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import book_of
+from autoplan.readers.model import load_model
 from autoplan.search.allowances import allowances
 from autoplan.search.study import search
 from autoplan.spec.axes import AXIS, SEARCHED
@@ -78,7 +79,12 @@ def test_16_bit_gradients_take_half_the_buffer_and_half_the_wire() -> None:
 
 def test_megatron_bridge_reduces_16_bits_unless_told_otherwise() -> None:
     framework = load_framework("nemo")
-    assert framework.choices == {"grad_dtype": "bf16", "narrow_params": True}
+    assert framework.choices == {
+        "grad_dtype": "bf16",
+        "narrow_params": True,
+        "router_fusion": True,
+        "rope_fusion": True,
+    }
     assert load_framework("nemo-26.06").choices == framework.choices
     space = make_space(problem_of("nemo"), 64)
     assert space.limits.of("grad_dtype") == ("bf16",)
@@ -173,6 +179,60 @@ def test_later_values_of_monotone_axes_take_no_more(changes: dict[str, object], 
         costs = estimate(problem, PlanBatch.of(plans, problem.model.num_layers))
         for values in (costs.step_s, costs.memory_bytes, costs.host_memory_bytes):
             assert (np.diff(values) <= 1e-9 * values[0]).all()
+
+
+@settings(max_examples=20)
+@given(
+    st.fixed_dictionaries(
+        {
+            "ep": st.sampled_from([1, 4]),
+            "pp": st.sampled_from([1, 3]),
+            "dispatcher": st.sampled_from(["alltoall", "deepep"]),
+            "cuda_graphs": st.sampled_from(["none", "router", "attn"]),
+            "recompute": st.sampled_from(["none", "selective", "full"]),
+            "token_dropping": st.booleans(),
+        }
+    ),
+    st.sampled_from(["megatron-core", "nemo"]),
+)
+def test_fused_kernels_take_no_more(changes: dict[str, object], framework: str) -> None:
+    problem = problem_of(framework, model=load_model("deepseek-v2-lite"))
+    for name in ("router_fusion", "rope_fusion"):
+        plans = [
+            ParallelPlan(**{"global_batch": 16, "dp_shard": 8, **changes, name: value})  # type: ignore[arg-type]
+            for value in (False, True)
+        ]
+        costs = estimate(problem, PlanBatch.of(plans, problem.model.num_layers))
+        assert costs.step_s[1] <= costs.step_s[0] * (1 + 1e-9)
+        assert costs.memory_bytes[1] == costs.memory_bytes[0]
+
+
+def test_a_search_always_fuses_what_leaves_the_numerics_alone() -> None:
+    space = make_space(problem_of(model=load_model("deepseek-v2-lite")), 16)
+    plans, _ = space.plans(space.cells())
+    assert plans.router_fusion.all()
+    assert plans.rope_fusion.all()
+    assert not (plans.token_dropping | plans.fp8_attention).any()
+    dense, _ = (space := make_space(problem_of(), 16)).plans(space.cells())
+    assert not (dense.router_fusion | dense.rope_fusion).any()
+
+
+def test_tokens_are_dropped_where_that_is_allowed_or_usual_and_none_travels_once() -> None:
+    for framework, allow, drops in (("nemo-25.09", (), {True}), ("nemo", ("token_dropping",), {False, True})):
+        space = make_space(problem_of(framework, model=MIXTURE), 16, allow=allow, fix=["recompute=none", "cp=1"])
+        plans, _ = space.plans(space.cells())
+        assert set(plans.token_dropping.tolist()) == drops
+        assert set(plans.dispatcher[plans.token_dropping & (plans.ep > 1)].tolist()) == {0}
+
+
+def test_attention_in_8_bits_is_searched_when_it_is_allowed() -> None:
+    problem = make_problem(DENSE, cluster="b200:1x8", seq_len=16384, framework="nemo", precision="fp8")
+    wide, narrow = (
+        search(problem, make_space(problem, 16, allow=allow), margin=0.0).ranked[0]
+        for allow in ((), ("fp8_attention",))
+    )
+    assert (wide.plan.fp8_attention, narrow.plan.fp8_attention) == (False, True)
+    assert narrow.step_s < wide.step_s
 
 
 def test_weights_are_gathered_in_8_bits_where_that_is_usual_and_states_are_sharded() -> None:

@@ -54,7 +54,7 @@ def test_gathers_that_wait_are_refused_where_a_target_cannot_be_told(tmp_path: P
         exported(waiting, to, "torchrun")
 
 
-OPTIONS = ("cuda_graphs", "grad_dtype", "narrow_params", "main_weights", "moment_dtype")
+OPTIONS = ("cuda_graphs", "grad_dtype", "narrow_params", "fp8_attention", "main_weights", "moment_dtype")
 CHANGED = [(axis.name, value) for axis in AXES if axis.name in OPTIONS for value in axis.searched]
 TUNINGS = (
     FineTuning(rank=8),
@@ -67,7 +67,7 @@ TUNINGS = (
 
 # (target, precision, how many of the choices below it writes at least)
 WRITTEN = (
-    *(("accelerate", "bf16", 9), ("deepspeed", "bf16", 8), ("megatron-bridge", "bf16", 9), ("megatron-lm", "bf16", 6)),
+    *(("accelerate", "bf16", 9), ("deepspeed", "bf16", 8), ("megatron-bridge", "bf16", 8), ("megatron-lm", "bf16", 6)),
     *(("primus", "bf16", 6), ("megatron-bridge", "mxfp8", 12), ("megatron-lm", "mxfp8", 9), ("primus", "mxfp8", 9)),
     *((to, "bf16", 0) for to in ("autoplan", "fsdp2", "nanotron", "torchtitan")),
 )
@@ -104,7 +104,7 @@ def test_every_option_of_a_plan_is_written_or_refused(to: str, precision: str, l
             plan_with = replace(plan_with, **{name: value})
             write(f"{name}={value}", replace(file, best=replace(file.best, plan=plan_with)))
     trained = [("optimizer", name) for name in OPTIMIZERS if name != "adam"]
-    for name, choice in (*trained, *(("finetuning", tuning) for tuning in TUNINGS), ("attention", "flash-fp8")):
+    for name, choice in (*trained, *(("finetuning", tuning) for tuning in TUNINGS)):
         write(f"{name}={choice}", replace(file, training=replace(file.training, **{name: choice})))
     assert len(written) >= least, sorted(written)
 

@@ -113,6 +113,10 @@ def price(problem: Problem, plan: ParallelPlan, *, timings: str = "", with_knobs
     return PlanResult(file=file, problem=problem, warnings=(f"the plan {what} in device memory",))
 
 
+# Options that mean something with some precisions or models alone.
+_OPTIONS_OF_SOME = ("narrow_params", "fp8_attention", "token_dropping", "router_fusion", "rope_fusion")
+
+
 def make_plan(problem: Problem, global_batch: int, axes: Mapping[str, Any]) -> ParallelPlan:
     """Return the plan with these axes, and the usual ones, on the whole cluster.
 
@@ -122,7 +126,7 @@ def make_plan(problem: Problem, global_batch: int, axes: Mapping[str, Any]) -> P
     if unknown := next((name for name in axes if name not in flagged), None):
         raise InputError(f"plan has no axis {unknown!r}: known are {', '.join(flagged)}")
     usual = {name: axis.default if axis.flag_default is ... else axis.flag_default for name, axis in flagged.items()}
-    usual |= {name: problem.framework.choice(name) for name, axis in flagged.items() if axis.exact is not None}
+    usual |= {name: problem.framework.choice(name) for name, axis in flagged.items() if axis.known_of}
     values: dict[str, Any] = {name: usual[name] if axes.get(name) is None else axes[name] for name in flagged}
     values = {name: str(value) if isinstance(value, CodedEnum) else value for name, value in values.items()}
     split = book_of(problem.framework).split
@@ -138,11 +142,12 @@ def make_plan(problem: Problem, global_batch: int, axes: Mapping[str, Any]) -> P
     table = derived_values(
         num_devices=problem.cluster.num_devices,
         has_experts=problem.model.moe is not None,
+        has_latents=problem.model.mla is not None,
         hint=": change one degree or the size of the cluster",
         **values,
     )
-    if axes.get("narrow_params"):  # refused where there is nothing narrow, not left out like a framework's usual choice
-        table["narrow_params"] = True
+    # What is asked for is refused where it means nothing, not left out like a framework's usual choice.
+    table |= {name: True for name in _OPTIONS_OF_SOME if axes.get(name)}
     return decode(ParallelPlan, table, "plan")
 
 

@@ -43,7 +43,7 @@ def _number(name: str, text: str, metavar: str = "N") -> tuple[str, tuple[Any, A
 
 
 _PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32")
-_ATTENTION = ("flash", "flash1", "flash2", "flash-fp8", "megatron-fused", "unfused")
+_ATTENTION = ("flash", "flash1", "flash2", "megatron-fused", "unfused")
 _OBJECTIVES = (
     "step-time, tokens-per-device, cost-per-token, energy-per-token, time-to-tokens, devices, tokens or "
     "memory-headroom; of several (repeatable) all plans that no other beats in every one."
@@ -61,7 +61,7 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
         _shared(
             "attention",
             None,
-            "Attention kernel: flash, flash1, flash2, flash-fp8, megatron-fused or unfused.",
+            "Attention kernel: flash, flash1, flash2, megatron-fused or unfused.",
             "flash",
             known=_ATTENTION,
         ),

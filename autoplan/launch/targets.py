@@ -46,8 +46,6 @@ def _refused(target: Target, training: TrainingSpec) -> str:
             return refused
     if training.optimizer not in target.optimizers:
         return f"{TRAITS[training.optimizer].says} (it takes {', '.join(target.optimizers)})"
-    if training.attention == "flash-fp8" and not target.takes_narrow_attention:
-        return "attention in 8 bits"
     return ""
 
 

@@ -42,6 +42,7 @@ class Recipe:
     microbatch_per_rank: bool = False  # pipelines take as many micro-batches as they have ranks
     counts_ends_as_layers: bool = False  # embedding and head count for a layer each; first stages take what is left
     relieves_last_stage: bool = False  # the last of 4 stages or more has fewer layers, the middle ones one more
+    narrows_attention: tuple[Precision, ...] = ()  # precisions in which mixtures of experts attend in 8 bits
     overlaps_experts: tuple[Precision, ...] = ()  # precisions in which expert traffic is overlapped where it can be
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL  # of tokens that are not dropped
     # Router and rotary embeddings of latent attention run op by op where tokens travel by plain all-to-all.

@@ -205,8 +205,6 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
     if recipe.is_kin:
         row.filled.append(f"framework treated as {recipe.framework}")
     attention = row.word("attention", get_args(Attention), recipe.attention)
-    if attention == "flash" and row.option("fp8_attention", default=False):
-        attention = "flash-fp8"
     precision = row.word("precision", tuple(Precision), recipe.precision or "bf16")
     if recipe.precision and precision != recipe.precision:
         row.filled.append(f"precision={recipe.precision} as its scripts train")
@@ -219,8 +217,6 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
     )
     model = _model(row, recipe)
     framework = _as_chosen(row, framework)
-    if recipe.routes_unfused_alltoall and _named_dispatcher(row, recipe) == Dispatcher.ALL_TO_ALL:
-        framework = framework.changed(fused_router=False, fused_latent_rope=False)
     if model.position_embedding == "learned":  # the table does not say how long the position table was
         model = replace(model, max_positions=max(model.max_positions, training.seq_len))
     cluster = _cluster(row)
@@ -234,13 +230,10 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
 
 
 def _as_chosen(row: _Row, framework: Framework) -> Framework:
-    """The framework with what the row's recipe chose of it: dropping of tokens, dropout."""
-    kernels = framework.kernels
-    drops = row.option("token_dropping", _drops_tokens(row.text("model"), framework))
-    drops_out = row.options().get("dropout")
-    if drops_out is not None:
-        framework = framework.changed(gpt_dropout=False, dropout=row.option("dropout", kernels.dropout))
-    return framework.changed(drops_tokens=drops)
+    """The framework with what the row's recipe chose of it: dropout."""
+    if row.options().get("dropout") is None:
+        return framework
+    return framework.changed(gpt_dropout=False, dropout=row.option("dropout", framework.kernels.dropout))
 
 
 def _plain(name: str) -> str:
@@ -270,9 +263,11 @@ def _graphs(row: _Row, model: ModelSpec) -> CudaGraphs:
     return graphs_of(scopes, model)
 
 
-def _drops_tokens(model: str, framework: Framework) -> bool:
-    """Whether experts take a fixed number of tokens, which tables say behind the name of a model."""
-    return "(tokendrop)" in model or (framework.experts.drops_tokens and "(dropless)" not in model)
+def _drops_tokens(row: _Row, problem: Problem) -> bool:
+    """Whether experts take a fixed number of tokens, which tables say as an option or behind the name of a model."""
+    name, is_usual = row.text("model"), bool(problem.framework.choice("token_dropping"))
+    by_name = "(tokendrop)" in name or (is_usual and "(dropless)" not in name)
+    return row.option("token_dropping", by_name) and problem.model.moe is not None
 
 
 def _trains_mtp(model: str, recipe: Recipe) -> bool:
@@ -452,7 +447,10 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
     if not modules:
         recompute = Recompute.NONE
     chunks = vp if pp > 1 else 1
+    drops = _drops_tokens(row, problem)
     return ParallelPlan.derived(
+        has_experts=problem.model.moe is not None,
+        has_latents=problem.model.mla is not None,
         global_batch=global_batch,
         micro_batch=micro_batch,
         tp=tp,
@@ -472,14 +470,26 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         precision=problem.training.precision,
         offload=Offload.OPTIMIZER if offload else Offload.NONE,
         tp_overlap=row.option("tp_overlap", problem.framework.overlap.tp_overlap_share > 0),
-        dispatcher=_dispatcher(row, problem, recipe, ep),
-        ep_overlap=ep > 1 and row.option("ep_overlap", _overlaps_experts(row, problem, recipe, pp, vp, ep)),
-        **problem.framework.choices
-        | {"narrow_params": row.option("fp8_params", bool(problem.framework.choice("narrow_params")))},
+        dispatcher=_dispatcher(row, problem, recipe, ep, drops=drops),
+        ep_overlap=ep > 1
+        and row.option("ep_overlap", _overlaps_experts(row, problem, recipe, pp, vp, ep, drops=drops)),
+        **problem.framework.choices | _chosen(row, problem, recipe) | {"token_dropping": drops},
         cuda_graphs=_graphs(row, problem.model),
         grad_reduce_overlap=row.option("grad_reduce_overlap", default=True),
         param_gather_overlap=row.option("param_gather_overlap", default=True),
     )
+
+
+def _chosen(row: _Row, problem: Problem, recipe: Recipe) -> dict[str, bool]:
+    """What the row's recipe chose of the options that the framework's plans have unless they say otherwise."""
+    narrows = problem.model.moe is not None and problem.training.precision in recipe.narrows_attention
+    chosen = {
+        "narrow_params": row.option("fp8_params", bool(problem.framework.choice("narrow_params"))),
+        "fp8_attention": problem.training.attention == "flash" and row.option("fp8_attention", narrows),
+    }
+    if recipe.routes_unfused_alltoall and _named_dispatcher(row, recipe) == Dispatcher.ALL_TO_ALL:
+        chosen |= {"router_fusion": False, "rope_fusion": False}
+    return chosen
 
 
 def _context_kind(framework: Framework) -> ContextParallelKind:
@@ -584,9 +594,9 @@ def _usual_micro_batch(row: _Row, recipe: Recipe, pp: int, dp: int) -> int:
     return 1
 
 
-def _dispatcher(row: _Row, problem: Problem, recipe: Recipe, ep: int) -> Dispatcher:
-    """How tokens reach their experts: dropped ones by all-to-all alone."""
-    if problem.model.moe is None or ep == 1 or problem.framework.experts.drops_tokens:
+def _dispatcher(row: _Row, problem: Problem, recipe: Recipe, ep: int, *, drops: bool) -> Dispatcher:
+    """How tokens reach their experts: by all-to-all alone where some are dropped."""
+    if problem.model.moe is None or ep == 1 or drops:
         return Dispatcher.ALL_TO_ALL
     return _named_dispatcher(row, recipe)
 
@@ -595,7 +605,7 @@ def _named_dispatcher(row: _Row, recipe: Recipe) -> Dispatcher:
     return enum_value("dispatcher", Dispatcher, row.options().get("dispatcher", recipe.dispatcher))
 
 
-def _overlaps_experts(row: _Row, problem: Problem, recipe: Recipe, pp: int, vp: int, ep: int) -> bool:
+def _overlaps_experts(row: _Row, problem: Problem, recipe: Recipe, pp: int, vp: int, ep: int, *, drops: bool) -> bool:
     """Whether expert traffic runs beside another micro-batch, as the recipes of the framework do where it can.
 
     Not where the row says the dispatcher of its own recipe, and nothing of an overlap.
@@ -607,7 +617,7 @@ def _overlaps_experts(row: _Row, problem: Problem, recipe: Recipe, pp: int, vp: 
     framework = problem.framework
     can = framework.rules != "megatron-lm" or (problem.model.mamba is None and (pp == 1 or vp > 1))
     is_far = ep > problem.cluster.levels[-1].num_devices and pp > 1
-    by_choice = is_far and recipe.overlaps_far_experts and not framework.experts.drops_tokens
+    by_choice = is_far and recipe.overlaps_far_experts and not drops
     return can and (by_choice or problem.training.precision in recipe.overlaps_experts)
 
 

@@ -70,6 +70,7 @@ class Needs(Enum):
     EXPERTS = "experts"
     SPLIT_EXPERTS = "experts, and ranks over which each may be split"
     SPREAD_EXPERTS = "experts spread over ranks"
+    LATENTS = "latent attention"
     TENSOR_RANKS = "tp > 1"
     CONTEXT_RANKS = "cp > 1"
     STAGES = "pp > 1"
@@ -81,8 +82,18 @@ class Needs(Enum):
         """The place among the conditions."""
         return list(Needs).index(self)
 
-    def are_met(self, degrees: Degrees, *, has_experts: bool) -> bool:
-        """Return whether the axis means something where a model has experts, or none, and these degrees."""
+    def can_be_met(self, *, has_experts: bool, has_latents: bool) -> bool:
+        """Return whether the axis means something with some degrees, in a model with such parts or without."""
+        match self:
+            case Needs.EXPERTS | Needs.SPLIT_EXPERTS | Needs.SPREAD_EXPERTS:
+                return has_experts
+            case Needs.LATENTS:
+                return has_latents
+            case _:
+                return True
+
+    def are_met(self, degrees: Degrees, *, has_experts: bool, has_latents: bool) -> bool:
+        """Return whether the axis means something with these degrees, in a model with such parts or without."""
         match self:
             case Needs.NOTHING:
                 return True
@@ -92,6 +103,8 @@ class Needs(Enum):
                 return has_experts and (degrees.tp > 1 or degrees.etp > 1)
             case Needs.SPREAD_EXPERTS:
                 return has_experts and degrees.ep > 1
+            case Needs.LATENTS:
+                return has_latents
             case Needs.TENSOR_RANKS:
                 return degrees.tp > 1
             case Needs.CONTEXT_RANKS:
@@ -255,6 +268,19 @@ AXES: tuple[Axis, ...] = (
           help="Keep and gather the weights of narrow products as they are multiplied, in 8 or 4 bits.",
           label="narrow weights", phrase="narrow weights", known_of=_MEGATRON, searched=(False, True), exact=(),
           is_monotone=True, flag_default=None),
+    _flag(name="fp8_attention", help="Compute the core of attention in 8 bits, beside narrow products.",
+          label="attention in 8 bits", phrase="8-bit attention", known_of="Megatron-Bridge", searched=(False, True),
+          exact=(), flag_default=None),
+    _flag(name="token_dropping",
+          help="Give every expert a fixed number of tokens, and drop the others (capacity factor 1).",
+          needs=Needs.EXPERTS, label="dropping of tokens", phrase="dropped tokens", known_of=_MEGATRON,
+          searched=(False, True), exact=(), flag_default=None),
+    _flag(name="router_fusion", help="Choose the experts of tokens in a few fused kernels.", needs=Needs.EXPERTS,
+          label="fused router", phrase="fused router", known_of=_MEGATRON, searched=(False, True), is_monotone=True,
+          flag_default=None),
+    _flag(name="rope_fusion", help="Rotate queries and keys of latent attention in a kernel of its own.",
+          needs=Needs.LATENTS, label="fused rotation", phrase="fused rotation", known_of=_MEGATRON,
+          searched=(False, True), is_monotone=True, flag_default=None),
     _word(name="main_weights",
           help="Weights that the optimizer updates: fp32, remainders (what 16-bit weights lack of fp32) or fp16.",
           default=MainWeights.FP32, label="main weights", known_of=_MEGATRON, searched=tuple(MainWeights),

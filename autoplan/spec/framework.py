@@ -118,7 +118,6 @@ class Kernels:
 
     fused_norm: bool = True  # an eager norm keeps and moves fp32 copies
     fused_activation: bool = True  # an eager SwiGLU keeps one more tensor of the MLP width
-    fused_latent_rope: bool = False  # a kernel for the rotary embeddings of latent attention
     fused_squared_relu: bool = True  # else a ReLU and a power with kernels of their own
     fuses_softmax: bool = False  # what a plan calls unfused attention has a kernel that scales, masks and normalises
     dropout: bool = False
@@ -161,6 +160,11 @@ class Kernels:
     bytes_copied_per_gathered: float = 0.0
     bytes_copied_per_reduced: float = 0.0
 
+    @staticmethod
+    def upgraded(table: dict[str, Any]) -> dict[str, Any]:
+        """Return the table of a file; older ones hold what plans say today."""
+        return {key: value for key, value in table.items() if key not in _RETIRED}
+
     def __post_init__(self) -> None:
         check_count("widest_blackwell_head", self.widest_blackwell_head, most=2**16)
         _check(self, positive=("ring_attention_factor", "kernel_bytes_factor"), selective_recompute_share=(0, 1))
@@ -170,9 +174,6 @@ class Kernels:
 class Experts:
     """Mixtures of experts: their traffic, its waits for the host and the kernels of its experts."""
 
-    # Its experts take a fixed number of tokens each and drop the rest: shapes are static, so that nothing waits for the
-    # host, and tokens travel by plain all-to-all.
-    drops_tokens: bool = False
     bytes_per_dispatched: float = 2.0  # per element of a token on its way to the experts; on its way back 2
     # Every pass through a MoE block waits for the host: it reads how many tokens each expert got before it can launch
     # the experts, by when the device has caught up with it.
@@ -180,11 +181,8 @@ class Experts:
     # More in every such pass of 8 bits or fewer, as casts are kernels of each expert: once, and for each.
     narrow_sync_s: float = 0.0
     s_per_local_expert: float = 0.0
-    fused_router: bool = False  # scores, top-k and balancing loss have kernels of their own
     # Precisions in which plans with ep_overlap have static shapes, one graph and one kernel.
     static_overlap: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
-    # Precisions in which its mixtures of experts run the core of the attention in 8 bits too.
-    narrow_attention: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
 
     @staticmethod
     def upgraded(table: dict[str, Any]) -> dict[str, Any]:
@@ -369,11 +367,15 @@ _RETIRED = {
     "aliases",
     "counts_ends_as_layers",
     "dispatches_once",
+    "drops_tokens",
     "expert_compute_units",
+    "fused_latent_rope",
+    "fused_router",
     "graphs",
     "host_factor_moe",
     "interleaves_layers",
     "microbatch_per_rank",
+    "narrow_attention",
     "narrow_weights",
     "overlaps_experts",
     "overlaps_far_experts",

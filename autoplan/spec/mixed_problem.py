@@ -245,6 +245,7 @@ def as_parallel(problem: MixedProblem, plan: MixedPlan, kind: ReplicaKind, tp: i
     training, replicas = problem.training, plan.num_replicas
     return ParallelPlan.derived(
         has_experts=problem.model.moe is not None,
+        has_latents=problem.model.mla is not None,
         global_batch=kind.micro_batch * kind.num_microbatches * replicas,
         micro_batch=kind.micro_batch,
         tp=tp,

@@ -115,6 +115,10 @@ class ParallelPlan:
     cuda_graphs: CudaGraphs = CudaGraphs.NONE
     grad_dtype: GradType = GradType.FP32
     narrow_params: bool = False
+    fp8_attention: bool = False
+    token_dropping: bool = False
+    router_fusion: bool = False
+    rope_fusion: bool = False
     main_weights: MainWeights = MainWeights.FP32
     moment_dtype: MomentType = MomentType.FP32
     rank_order: RankOrder = RankOrder.DP_BEFORE_PP
@@ -226,14 +230,19 @@ class ParallelPlan:
 
 
 def derived_values(
-    *, num_devices: int | None = None, has_experts: bool = False, hint: str = "", **values: Any
+    *,
+    num_devices: int | None = None,
+    has_experts: bool = False,
+    has_latents: bool = False,
+    hint: str = "",
+    **values: Any,
 ) -> dict[str, Any]:
     """Return the fields of a plan: `values`, and those that follow from them where they are missing or None.
 
     Data parallelism takes what the other degrees leave of the devices, and all replicas that are no copies share their
     states; chunks of a rank are interleaved; experts are split like other matrices.  Sequence parallelism needs tp > 1,
-    narrow weights narrow products, and where nothing is sharded no parameters are gathered.  `hint` ends the refusal of
-    degrees that do not divide.
+    narrow weights and attention narrow products, and where nothing is sharded no parameters are gathered; what only
+    some models have is left out of the plans of others.  `hint` ends the refusal of degrees that do not divide.
     """
     tp = values.get("tp", 1)
     if num_devices is not None:
@@ -249,9 +258,11 @@ def derived_values(
     if values.get("etp") is None:
         values["etp"] = tp if has_experts else 1
     gathers = values.get("param_gather_overlap", True) and values.get("sharding") != Sharding.NONE
-    narrow = bool(values.get("narrow_params")) and values.get("precision") in NARROW_PRECISIONS
-    sp = tp > 1 and bool(values.get("sp"))
-    return values | {"sp": sp, "param_gather_overlap": gathers, "narrow_params": narrow}
+    is_narrow = values.get("precision") in NARROW_PRECISIONS
+    means = {"sp": tp > 1, "narrow_params": is_narrow, "fp8_attention": is_narrow}
+    means |= {"token_dropping": has_experts, "router_fusion": has_experts, "rope_fusion": has_latents}
+    flags = {name: bool(values.get(name)) and has_meaning for name, has_meaning in means.items()}
+    return values | flags | {"param_gather_overlap": gathers}
 
 
 def _data_parallel(num_devices: int, degrees: Mapping[str, int], hint: str) -> int:
@@ -312,6 +323,10 @@ class PlanBatch(Rows):
     cuda_graphs: Ints
     grad_dtype: Ints
     narrow_params: Bools
+    fp8_attention: Bools
+    token_dropping: Bools
+    router_fusion: Bools
+    rope_fusion: Bools
     main_weights: Ints
     moment_dtype: Ints
     rank_order: Ints

@@ -57,10 +57,10 @@ class SpaceFlags:
         return bool(self.fix or self.at_most or self.forbid or self.to)
 
 
-PLAN_FILE_VERSION = 5
+PLAN_FILE_VERSION = 6
 # In 2 a framework's traits stood in no groups; in 3 the dispatcher was one of them, in 4 the types of gradients and of
-# gathered weights.
-_READABLE_PLAN_FILES = (2, 3, 4, PLAN_FILE_VERSION)
+# gathered weights, in 5 attention in 8 bits, the dropping of tokens and kernels of router and rotation.
+_READABLE_PLAN_FILES = (2, 3, 4, 5, PLAN_FILE_VERSION)
 
 
 # Of Megatron-Bridge, in files of before they were an option of the plan.
@@ -107,7 +107,10 @@ class PlanFile:
     def upgraded(table: dict[str, Any]) -> dict[str, Any]:
         """Return the table of a file; in older ones the framework has what plans choose today."""
         framework = table.get("framework")
-        if table.get("schema_version") not in (2, 3, 4) or not isinstance(framework, dict):
+        if table.get("schema_version") not in (2, 3, 4, 5) or not isinstance(framework, dict):
+            return table
+        table = _with_kernels_chosen(table)
+        if table["schema_version"] == 5:
             return table
         experts = framework.get("experts", framework)
         if table["schema_version"] < 4 and isinstance(experts, dict) and experts.get("dispatches_once"):
@@ -141,6 +144,26 @@ class PlanFile:
                     f"{name}.plan.precision is {checked.plan.precision}, training.precision {self.training.precision}: "
                     "make them the same"
                 )
+
+
+def _with_kernels_chosen(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan file in which plans choose the kernels that were traits of the framework, or of the training."""
+    framework, training, model = (table.get(name) for name in ("framework", "training", "model"))
+    if not (isinstance(framework, dict) and isinstance(training, dict) and isinstance(model, dict)):
+        return table
+    groups = (framework.get(group, framework) for group in ("kernels", "experts"))
+    kernels, experts = (group if isinstance(group, dict) else {} for group in groups)
+    has_experts, narrow = model.get("moe") is not None, experts.get("narrow_attention")
+    is_asked = training.get("attention") == "flash-fp8"
+    is_usual = has_experts and isinstance(narrow, list) and training.get("precision") in narrow
+    chosen = {
+        "fp8_attention": is_asked or is_usual,
+        "token_dropping": has_experts and experts.get("drops_tokens") is True,
+        "router_fusion": has_experts and experts.get("fused_router") is True,
+        "rope_fusion": model.get("mla") is not None and kernels.get("fused_latent_rope") is True,
+    }
+    table = _with_choice(table, **{name: True for name, is_chosen in chosen.items() if is_chosen})
+    return table | {"training": training | {"attention": "flash"}} if is_asked else table
 
 
 def _with_16_bit_gradients(table: dict[str, Any]) -> dict[str, Any]:

@@ -61,8 +61,6 @@ class Problem:
         device, precision = self.cluster.device, self.training.precision
         if precision not in (usable := precisions_of(device)):
             raise InputError(f"device {device.name} has no {precision} matrix units: use {' or '.join(usable)}")
-        if self.training.attention == "flash-fp8" and "fp8" not in usable:
-            raise InputError(f"device {device.name} has no fp8 matrix units for attention flash-fp8: use flash")
         kernels = self.framework.kernels
         if precision == "fp32" and not (kernels.eager_layers or kernels.tf32_products):
             raise InputError(f"fp32 is priced for the built-in trainer alone, not for {self.framework.name}: use bf16")

@@ -11,8 +11,7 @@ from autoplan.spec.enums import Precision, enum_value
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.optimizers import OptimizerName
 
-# flash-fp8: the best kernel in 8 bits (fp8_dot_product_attention of Megatron-Core).
-Attention = Literal["flash", "flash1", "flash2", "flash-fp8", "megatron-fused", "unfused"]
+Attention = Literal["flash", "flash1", "flash2", "megatron-fused", "unfused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,10 +107,9 @@ MATRIX: dict[str, PlanFile] = {
         framework=Framework(name="nemo").changed(bytes_per_logit=2.0, bytes_per_reduced_grad=2.0),
     ),
     "experts, DeepEP": plan_file_of(MIXTRAL, ep=8, dp_shard=8, dispatcher="deepep"),
-    "experts, dropped tokens": replace(
-        plan_file_of(MIXTRAL, ep=8, dp_shard=8),
-        framework=Framework(name="nemo").changed(drops_tokens=True, bytes_per_logit=2.0, bytes_per_reduced_grad=2.0),
-    ),
+    "experts, dropped tokens": plan_file_of(MIXTRAL, ep=8, dp_shard=8, token_dropping=True),
+    "experts, fused router": plan_file_of(MIXTRAL, ep=8, dp_shard=8, router_fusion=True),
+    "latent, fused rotation": plan_file_of(LATENT, tp=2, sp=True, ep=8, dp_shard=8, rope_fusion=True),
     "experts, tensors": plan_file_of(MIXTRAL, tp=2, sp=True, ep=4, etp=2, dp_shard=8, pp=2),
     "experts, overlap": plan_file_of(
         MIXTRAL, pp=4, vp=2, schedule="interleaved", ep=8, dp_shard=16, ep_overlap=True, recompute="selective"
@@ -314,6 +313,9 @@ def plan_files(draw: st.DrawFn, *, zero_bubble: bool = False) -> PlanFile:
     plan = ParallelPlan(
         **draw(st.sampled_from(STATES[precision == "bf16"])),
         narrow_params=precision == "fp8" and sharding != "none" and draw(st.booleans()),
+        token_dropping=moe and draw(st.booleans()),
+        router_fusion=moe and draw(st.booleans()),
+        rope_fusion=model.mla is not None and draw(st.booleans()),
         cuda_graphs=draw(st.sampled_from(["none", "none", "layer", "full_iteration"])),
         global_batch=dp * draw(st.sampled_from([12, 24])) * 2,
         micro_batch=draw(st.sampled_from([1, 2])),

@@ -19,7 +19,7 @@ from autoplan.cost.kernels.memory_bound import has_dropout, memory_bound_s
 from autoplan.cost.kernels.products import gemm_rate, wide_peak
 from autoplan.cost.kernels.sizes import rank_tokens
 from autoplan.cost.passes import Pass
-from autoplan.spec.enums import ContextParallelKind, Precision
+from autoplan.spec.enums import ContextParallelKind
 from autoplan.spec.model import Block
 from autoplan.spec.operations import Operation
 from autoplan.spec.plan import PlanBatch
@@ -66,8 +66,7 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
         factor = factor * DROPOUT_ATTENTION_TIME
     eight_bits: Floats = np.where(_narrows_attention(problem, batch), NARROW_ATTENTION_TIME, 1.0)
     curve = device.attention
-    is_best = training.attention in ("flash", "flash-fp8")
-    kernel = problem.framework.kernels.flash_kernel if is_best else training.attention
+    kernel = problem.framework.kernels.flash_kernel if training.attention == "flash" else training.attention
     efficiency = curve.efficiency * FLASH_SHARE.get(kernel, 1.0)
     if kernel != "flash" and device.generation == "hopper":
         efficiency *= {"cudnn": CUDNN_ON_HOPPER, "triton": TRITON_ON_HOPPER}.get(kernel, FLASH2_ON_HOPPER)
@@ -108,10 +107,7 @@ def _narrows_attention(problem: Problem, batch: PlanBatch) -> Bools:
     On Hopper MLPerf's Llama-2-70B LoRA with fp8_dot_product_attention (training_results_v4.0) takes as long as in 16
     bits; of others no run tells.
     """
-    if problem.training.attention == "flash-fp8":
-        return np.full(len(batch), problem.device.generation == "blackwell")
-    precisions = problem.framework.experts.narrow_attention if problem.model.moe else ()
-    return np.isin(batch.precision, [Precision(precision).code for precision in precisions])
+    return batch.fp8_attention & (problem.device.generation == "blackwell")
 
 
 def _measured_s(problem: Problem, batch: PlanBatch, block: Block, share: Floats, reference: Pass) -> Pass:

@@ -82,7 +82,7 @@ def extra_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     if block is Block.MOE:
         parts = _expert_parts(problem, batch)
     elif block in ATTENTION_KINDS and problem.model.mla:
-        unfused = np.full(len(batch), 0.0 if problem.framework.kernels.fused_latent_rope else LIGHT)
+        unfused = np.where(batch.rope_fusion, 0.0, LIGHT)
         parts = [(LATENT_ATTENTION, np.ones(len(batch))), (LATENT_ROPE, unfused)]
     if problem.training.finetuning is not None:
         parts += _adapter_parts(problem, batch, block)
@@ -119,7 +119,7 @@ def repeated_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Flo
     modules: dict[RecomputeModule, float | Floats] = {}
     modules |= REPEATED.get(block, {})
     if block in ATTENTION_KINDS and problem.model.mla:
-        rope = 1.0 if problem.framework.kernels.fused_latent_rope else LIGHT * LATENT_ROPE.forward
+        rope = np.where(batch.rope_fusion, 1.0, LIGHT * LATENT_ROPE.forward)
         modules |= {RecomputeModule.MLA_UP_PROJ: UP_PROJECTIONS + rope, RecomputeModule.LAYERNORM: 1.0}
     if block is Block.MOE:
         parts = _expert_parts(problem, batch)
@@ -137,13 +137,14 @@ def _each_s(problem: Problem, batch: PlanBatch, block: Block) -> Floats:
 
 def _expert_parts(problem: Problem, batch: PlanBatch) -> list[tuple[Launches, Floats]]:
     """(part of a block of experts, how often each plan launches it)."""
-    framework, moe = problem.framework, problem.model.moe
+    moe = problem.model.moe
     assert moe is not None
     once = np.ones(len(batch))
     local, sends = moe.num_experts / batch.ep, batch.ep > 1
     routes = once * ~holds_graphs(batch, CudaGraphs.ROUTER)
     return [
-        (FUSED_ROUTER if framework.experts.fused_router else ROUTER, routes),
+        (FUSED_ROUTER, routes * batch.router_fusion),
+        (ROUTER, routes * ~batch.router_fusion),
         (SHARED_EXPERTS, routes * (moe.shared_expert_ffn_size > 0)),
         (COUNT_TOKENS, once * counts_tokens(batch)),
         *((launches, once * sends * (batch.dispatcher == kind.code)) for kind, launches in DISPATCH.items()),
@@ -182,6 +183,6 @@ def is_graphed(batch: PlanBatch, block: Block) -> Bools:
 def is_one_graph(problem: Problem, batch: PlanBatch) -> Bools:
     """Return which plans of mixtures of experts have static shapes, and launch a pass as one CUDA graph."""
     experts = problem.framework.experts
-    is_static = experts.drops_tokens | holds_graphs(batch, CudaGraphs.FULL_ITERATION)
+    is_static = batch.token_dropping | holds_graphs(batch, CudaGraphs.FULL_ITERATION)
     overlaps = batch.ep_overlap & np.isin(batch.precision, [Precision(name).code for name in experts.static_overlap])
     return np.asarray(is_static | overlaps)

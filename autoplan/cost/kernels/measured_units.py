@@ -170,7 +170,7 @@ def _layer_shape(problem: Problem, batch: PlanBatch) -> Sequence[Sizes]:
 
 def _fits(batch: PlanBatch) -> Bools:
     """Return which plans run the units as measured: sequence-parallel between cut matrices, over whole sequences."""
-    return ((batch.tp == 1) | batch.sp) & (batch.cp == 1)
+    return ((batch.tp == 1) | batch.sp) & (batch.cp == 1) & ~batch.fp8_attention
 
 
 def _only(lookup: Lookup, is_wanted: Bools) -> Lookup:

@@ -134,8 +134,7 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
     if "permute" in factors:
         # In a kernel of the dispatcher, or in several.
         factors["permute"] = np.where(sends_tokens_once(problem, batch), 1.0, framework.kernels.kernel_bytes_factor)
-        if framework.experts.drops_tokens:
-            factors["permute"] = factors["permute"] * DROPPING_PERMUTE
+        factors["permute"] = factors["permute"] * np.where(batch.token_dropping, DROPPING_PERMUTE, 1.0)
     wider = problem.training.element_bytes / 2.0
     return {
         name: Traffic(once.forward_bytes * factors[name] * wider, once.backward_bytes * factors[name] * wider)

@@ -14,7 +14,19 @@ from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
 # What decides the shapes of a plan's kernels: many plans share all of them.
-KERNEL_AXES = ("micro_batch", "tp", "sp", "cp", "cp_kind", "ep", "etp", "dispatcher", "precision")
+KERNEL_AXES = (
+    "micro_batch",
+    "tp",
+    "sp",
+    "cp",
+    "cp_kind",
+    "ep",
+    "etp",
+    "dispatcher",
+    "precision",
+    "fp8_attention",
+    "token_dropping",
+)
 
 
 def rank_tokens(problem: Problem, batch: PlanBatch) -> Floats:
@@ -31,17 +43,21 @@ def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
     """Tokens that a local expert of the busiest rank receives from its expert-parallel group."""
     moe = problem.model.moe
     assert moe is not None
-    routed = norm_tokens(problem, batch) * moe.experts_per_token * problem.training.expert_imbalance
+    routed = norm_tokens(problem, batch) * moe.experts_per_token * expert_imbalance(problem, batch)
     return routed * batch.ep * batch.etp / moe.num_experts
+
+
+def expert_imbalance(problem: Problem, batch: PlanBatch) -> Floats:
+    """Tokens of the busiest rank of experts over their mean: all have as many where those beyond that are dropped."""
+    return np.where(batch.token_dropping, 1.0, problem.training.expert_imbalance)
 
 
 def sends_tokens_once(problem: Problem, batch: PlanBatch) -> Bools:
     """Return which plans send a token to another rank or node once, however many experts it visits there.
 
-    One kernel then brings it into the order of its experts, or back.  Tokens are dropped with the all-to-all alone.
+    One kernel then brings it into the order of its experts, or back.
     """
-    sends_once = batch.dispatcher != Dispatcher.ALL_TO_ALL.code
-    return sends_once & (not problem.framework.experts.drops_tokens)
+    return batch.dispatcher != Dispatcher.ALL_TO_ALL.code
 
 
 def local_sizes(linear: Linear, batch: PlanBatch) -> tuple[Floats, Floats]:

@@ -17,7 +17,7 @@ from autoplan.cost.kernels.measured import find_kernels, measured_pass
 from autoplan.cost.kernels.measured_units import head_factor
 from autoplan.cost.kernels.memory_bound import RECURRENT_BLOCKS, memory_bound_s, streams_s, traffic_of
 from autoplan.cost.kernels.products import gemm_rate, products_s
-from autoplan.cost.kernels.sizes import norm_tokens, padded_vocab, rank_tokens
+from autoplan.cost.kernels.sizes import expert_imbalance, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.passes import Pass, SplitPass
 from autoplan.spec.finetuning import HEAD
 from autoplan.spec.model import Block
@@ -92,7 +92,7 @@ def _measured_experts(
     products = SplitPass(*(add_up(seconds) for seconds in zip(*own, strict=True)))
     reference = Pass(products.forward_s, products.backward_s).plus(activation)
     # All ranks of an expert group bring their tokens; the busiest of them decides.
-    tokens = norm_tokens(problem, batch) * batch.ep * batch.etp * problem.training.expert_imbalance
+    tokens = norm_tokens(problem, batch) * batch.ep * batch.etp * expert_imbalance(problem, batch)
     width = (float(moe.latent_size or model.hidden_size), float(moe.expert_ffn_size))
     sizes = (tokens, *width, float(moe.experts_per_token), float(moe.num_experts), batch.etp, batch.ep)
     lookups = [find_kernels(problem, batch, operation, *sizes) for operation in EXPERTS]

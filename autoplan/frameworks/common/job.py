@@ -87,7 +87,6 @@ class Target:
     refused_tuning: Callable[[FineTuning], str] | None = None
     unequal_batches: bool = False  # whether replicas may take unlike numbers of micro-batches
     optimizers: tuple[OptimizerName, ...] = ("adam",)  # that it can be told to take
-    takes_narrow_attention: bool = False  # whether it can be told to compute attention in 8 bits
 
 
 def safe_name(text: str) -> str:

@@ -132,7 +132,7 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
             f"Megatron-Bridge's position table is as long as the sequences: {model.name!r} has {model.max_positions} "
             f"positions, seq_len is {plan_file.training.seq_len}"
         )
-    said = arguments_of(checked_parts(plan_file, "Megatron-Bridge", RULES), plan_file)
+    said = arguments_of(checked_parts(plan_file, "Megatron-Bridge", RULES, limits=()), plan_file)
     said |= {"num_virtual_stages_per_pipeline_rank": plan.vp} if plan.vp > 1 else {}
     table: dict[str, Any] = {"dataset.seq_length": said["seq_length"], "model.seq_length": said["seq_length"]}
     table |= {"model.should_pad_vocab": True, "tokenizer.tokenizer_type": "NullTokenizer"}
@@ -148,6 +148,10 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
         table["model.window_size"] = (model.window - 1, 0)
     if "model.moe_layer_freq" in table:
         table["model.moe_layer_freq"] = [int(Block.MOE in layer) for layer in model.layers]
+    if model.moe:
+        table["model.moe_router_fusion"] = plan.router_fusion
+    if model.mla or model.position_embedding == "rope":
+        table["model.apply_rope_fusion"] = plan.rope_fusion or not model.mla
     is_sharded = plan.sharding != "none"
     table |= {"ddp.use_distributed_optimizer": is_sharded, "optimizer.use_distributed_optimizer": is_sharded}
     for name in _OVERLAPS[:2]:
@@ -187,8 +191,6 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
     for section, rows in groupby(ordered, key=lambda item: item[0].partition(".")[0]):
         lines += [] if section == "model" else [""]
         lines += [f"cfg.{path} = {_written(path, value)}" for path, value in rows]
-    narrows_attention = model.moe and plan.precision in plan_file.framework.experts.narrow_attention
-    narrows_attention = narrows_attention or training.attention == "flash-fp8"
     return [
         *lines,
         "",
@@ -199,7 +201,7 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
             else []
         ),
         f"cfg.mixed_precision.grad_reduce_in_fp32 = {plan.grad_dtype == GradType.FP32}",
-        *(["cfg.mixed_precision.fp8_dot_product_attention = True"] if narrows_attention else []),
+        *(["cfg.mixed_precision.fp8_dot_product_attention = True"] if plan.fp8_attention else []),
         "cfg.comm_overlap = CommOverlapConfig(",
         f"    tp_comm_overlap={plan.tp_overlap},",
         f"    overlap_grad_reduce={plan.grad_reduce_overlap},",
@@ -236,5 +238,4 @@ TARGET = Target(
     versions=("main", "0.3"),
     limits=RULES,
     refused_tuning=refused,
-    takes_narrow_attention=True,
 )

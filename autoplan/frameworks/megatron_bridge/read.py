@@ -39,6 +39,14 @@ _COMMON = {
     "fp8_param_gather": True,  # mixed_precision.py
     "fp4_param_gather": True,
 }
+# What providers of models set, and what recipes do.
+_PROVIDERS = {"apply_rope_fusion": False}
+_RECIPES = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "apply_rope_fusion": True,  # perf_recipes/_common.py, and the next
+    "moe_router_fusion": True,
+}
 _SHORT = {
     "tp": "model.tensor_model_parallel_size",
     "pp": "model.pipeline_model_parallel_size",
@@ -275,7 +283,7 @@ def _launch(recipe: _Recipe, given: Given, devices: int | None) -> Launch:
         names = ", ".join(dict.fromkeys(recipe.models))[:80]
         raise InputError(f"the model of the recipe ({names or 'no name'}) is not known here: pass --model")
     written = [argument for path, value in recipe.values.items() for argument in _arguments(path, value)]
-    defaults = _COMMON | ({} if own else {"hidden_dropout": 0.0, "attention_dropout": 0.0})
+    defaults = _COMMON | (_PROVIDERS if own else _RECIPES)
     arguments = Options(written, defaults, way_out="pass --model")
     if arguments.count("expert_model_parallel_size", 1) > 1:
         arguments.defaults["expert_tensor_parallel_size"] = 1

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common.job import EnvironmentVariable, Job, LaunchVariable, OptionGroup, Target
-from autoplan.frameworks.common.rules import Rule, check_legal
+from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.megatron_lm import model_options, options
 from autoplan.frameworks.megatron_lm.model_options import has_bias
-from autoplan.frameworks.megatron_lm.rules import RULES
+from autoplan.frameworks.megatron_lm.rules import LIMITS, RULES
 from autoplan.frameworks.megatron_lm.table import Part, words
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile
@@ -58,10 +58,15 @@ def _group(part: Part, plan_file: PlanFile) -> OptionGroup:
     return OptionGroup(name=part.name, says=part.says, lines=tuple(line for line in lines if line))
 
 
-def checked_parts(plan_file: PlanFile, says: str = "Megatron-LM", rules: tuple[Rule, ...] = RULES) -> tuple[Part, ...]:
+def checked_parts(
+    plan_file: PlanFile,
+    says: str = "Megatron-LM",
+    rules: tuple[Rule, ...] = RULES,
+    limits: tuple[Rule, ...] = LIMITS,
+) -> tuple[Part, ...]:
     """Return the options of model and plan for a framework that `says` its name and runs Megatron-Core.
 
-    What it cannot express is refused, and a plan that breaks its `rules`.
+    What it cannot express is refused, its `limits` among that, and a plan that breaks its `rules`.
     """
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     _check_model(model, says)
@@ -69,6 +74,7 @@ def checked_parts(plan_file: PlanFile, says: str = "Megatron-LM", rules: tuple[R
     if rules is RULES and (others := _SCHEDULED_BY.get(plan.schedule)):
         raise InputError(f"{says} has no schedule {plan.schedule!r}: plan and export for {others}, or plan with 1f1b")
     check_legal(rules, model, training, plan, f"{says} does not accept the plan")
+    check_limits(limits, model, training, plan, f"{says} has no option for")
     attention = (*model_options.LATENT, model_options.LATENT_ROPE) if model.mla else model_options.ATTENTION
     form = (*model_options.SIZES, *attention, *model_options.WINDOW, *model_options.FORM, model_options.DROPOUT)
     others = "squared ReLU" if model.squared_relu else "GELU"
@@ -136,4 +142,6 @@ def environment(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
     return ()
 
 
-TARGET = Target(name="megatron-lm", says="Megatron-LM", rules=("megatron-lm", "unknown"), job=job, limits=RULES)
+TARGET = Target(
+    name="megatron-lm", says="Megatron-LM", rules=("megatron-lm", "unknown"), job=job, limits=(*RULES, *LIMITS)
+)

@@ -103,8 +103,12 @@ def _plan(
     fields = reading.fields
     fields |= {"precision": precision, "dp": _replicas(reading.arguments, num_devices)}
     read_lines(options.PLAN, reading)
+    has_experts, has_latents = model.moe is not None, model.mla is not None
     return ParallelPlan.derived(
-        has_experts=model.moe is not None, schedule=schedule, **_consistent(fields, has_experts=model.moe is not None)
+        has_experts=has_experts,
+        has_latents=has_latents,
+        schedule=schedule,
+        **_consistent(fields, has_experts=has_experts),
     )
 
 

@@ -288,10 +288,6 @@ def _has_shared_expert(file: PlanFile) -> bool:
     return file.model.moe is not None and file.model.moe.shared_expert_ffn_size > 0
 
 
-def _drops_tokens(file: PlanFile) -> bool:
-    return file.framework.experts.drops_tokens
-
-
 def _pads_tokens(file: PlanFile) -> bool:
     """Return whether products need counts of tokens that experts, which see any number, do not give."""
     return file.best.plan.precision in ("fp8", "mxfp8", "nvfp4")
@@ -318,11 +314,6 @@ EXPERTS: tuple[Line, ...] = (
     (
         Assumed("moe_grouped_gemm", (True,), "priced with grouped products of the experts", True, is_switch=True),
         Assumed("moe_permute_fusion", (True,), "priced with a fused permutation", True, is_switch=True),
-        # Presets that drop tokens price it (`Experts.drops_tokens`); files do not choose a preset by it.
-        Assumed("moe_expert_capacity_factor", (-1,), "dropped tokens are priced by presets that drop them alone",
-                lambda file: "1.0" if _drops_tokens(file) else None),
-        Assumed("moe_pad_expert_input_to_capacity", (False,),
-                "dropped tokens are priced by presets that drop them alone", _drops_tokens),
     ),
     (Constant("moe_router_load_balancing_type", "aux_loss"), Constant("moe_aux_loss_coeff", "1e-2")),
     (

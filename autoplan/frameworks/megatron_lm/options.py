@@ -21,7 +21,7 @@ from autoplan.frameworks.common.option_table import (
     optional_count,
     switch,
 )
-from autoplan.frameworks.common.options import Options
+from autoplan.frameworks.common.options import Options, show
 from autoplan.frameworks.megatron_lm.model_options import ARCHITECTURE, DROPOUT
 from autoplan.frameworks.megatron_lm.notation import (
     MOST_LAYERS,
@@ -385,7 +385,7 @@ def _write_dispatcher(file: PlanFile) -> dict[str, Value]:
     plan = file.best.plan
     if file.model.moe is None:
         return {}
-    if plan.ep == 1 or plan.dispatcher == Dispatcher.ALL_TO_ALL or file.framework.experts.drops_tokens:
+    if plan.ep == 1 or plan.dispatcher == Dispatcher.ALL_TO_ALL:
         return {"moe_token_dispatcher_type": "alltoall"}
     return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": str(plan.dispatcher)}
 
@@ -406,6 +406,48 @@ def _read_dispatcher(reading: Reading) -> Fields:
     if kind != "alltoall":
         arguments.remark("moe_token_dispatcher_type", "priced as all-to-all")
     return {}
+
+
+def _write_dropping(file: PlanFile) -> dict[str, Value]:
+    if not file.best.plan.token_dropping:
+        return {}
+    return {"moe_expert_capacity_factor": "1.0", "moe_pad_expert_input_to_capacity": True}
+
+
+def _read_dropping(reading: Reading) -> Fields:
+    """Read whether experts take a fixed number of tokens; a capacity below 0 is none (transformer_config.py)."""
+    arguments, key = reading.arguments, "moe_expert_capacity_factor"
+    capacity, pads = arguments.value(key), arguments.flag("moe_pad_expert_input_to_capacity")
+    if capacity is None or reading.model is None or reading.model.moe is None:
+        return {}
+    if isinstance(capacity, bool) or not isinstance(capacity, int | float):
+        raise InputError(f"{arguments.name(key)} must be a number, got {show(capacity)}")
+    if capacity < 0:
+        return {}
+    if not pads:
+        arguments.remark(key, "priced without a capacity: experts are not padded to it, and shapes still change")
+        return {}
+    if capacity != 1.0:
+        arguments.remark(key, "priced with a capacity factor of 1")
+    return {"token_dropping": True}
+
+
+def _read_attention_type(reading: Reading) -> Fields:
+    return {"fp8_attention": reading.arguments.flag("fp8_dot_product_attention")}
+
+
+def _write_rope(file: PlanFile) -> dict[str, Value]:
+    return {} if file.model.mla is None or file.best.plan.rope_fusion else {"no_rope_fusion": True}
+
+
+def _read_rope(reading: Reading) -> Fields:
+    """Read whether rotations are fused, which is priced of latent attention alone."""
+    arguments, model, key = reading.arguments, reading.model, "apply_rope_fusion"
+    is_fused = arguments.flag(key, True)
+    is_priced_fused = model is not None and model.mla is None and model.position_embedding == "rope"
+    if not is_fused and arguments.has(key) and is_priced_fused:
+        arguments.remark(key, "priced with a fused rotation")
+    return {"rope_fusion": is_fused}
 
 
 def _read_batch(reading: Reading) -> Fields:
@@ -449,6 +491,12 @@ PLAN: tuple[Line, ...] = (
                 others=(*valued("moe_flex_dispatcher_backend"), *switches("moe_enable_deepep"))),
     ),
     (
+        Special("moe_expert_capacity_factor", _write_dropping, _read_dropping,
+                others=switches("moe_pad_expert_input_to_capacity")),
+        switch("moe_router_fusion", "router_fusion", when=_has_experts),
+    ),
+    (Special("apply_rope_fusion", _write_rope, _read_rope, is_switch=True),),
+    (
         Special("use_distributed_optimizer", _write_sharding, _read_sharding, names=DDP, is_switch=True,
                 others=(Option("use_megatron_fsdp", names=DDP, is_switch=True),
                         Option("use_torch_fsdp2", names=DIST, is_switch=True),
@@ -483,6 +531,11 @@ PLAN: tuple[Line, ...] = (
                 others=(Option("fp4_param_gather", names={BRIDGE: "mixed_precision."}, is_switch=True),
                         Option("reuse_grad_buf_for_mxfp8_param_ag", names={BRIDGE: "mixed_precision."},
                                is_switch=True))),
+    ),
+    # Without an option in the command line: Megatron-Bridge writes it among its precisions.
+    (
+        Special("fp8_dot_product_attention", lambda file: {}, _read_attention_type, is_switch=True,
+                names={BRIDGE: "mixed_precision."}),
     ),
     (
         Special("recompute_granularity", _write_recompute, _read_recompute,
@@ -583,7 +636,6 @@ UNWRITTEN: Line = (
     Assumed("overlap_p2p_comm", (True,), "priced with messages that overlap"),
     Assumed("cross_entropy_loss_fusion", (False,), "priced as the framework's usual loss"),
     Assumed("bias_swiglu_fusion", (True,), "priced with a fused activation"),
-    Assumed("apply_rope_fusion", (True,), "priced with a fused rotation"),
     Assumed("empty_unused_memory_level", (0,), "giving cached memory back is not priced"),
     Assumed("nccl_ub", (False,), "registered communication buffers are not priced", names=DDP),
     Assumed("fine_grained_activation_offloading", (False,), "activations on the host are not priced"),
@@ -611,7 +663,7 @@ HARMLESS = re.compile(
     r"|init_method|perform_initialization|eval_|exit_|distributed_(timeout|backend)|loss_scale|initial_loss|min_loss|hysteresis"
     r"|rerun|error_injection|check_for|norm_epsilon|layernorm_epsilon|use_mcore_models|deprecated_use_mcore|transformer_impl"
     r"|manual_gc|profile|use_pytorch_profiler|rotary_(percent|interleaved|scaling)|rope_type|rope_scaling|mscale|use_rope|yarn"
-    r"|moe_(aux_loss|z_loss|router_(load|score|topk_scaling|dtype|num_groups|group_topk|pre_|enable|bias|force|fusion))"
+    r"|moe_(aux_loss|z_loss|router_(load|score|topk_scaling|dtype|num_groups|group_topk|pre_|enable|bias|force))"
     r"|moe_per_layer|mtp_loss|attention_softmax_in|enable_experimental|accumulate_allreduce|add_position_embedding|add_class"
     r"|fp8_(amax|margin|interval)|te_rng|use_te_rng|activation_func_clamp|glu_linear|quick_geglu|enable_gpt_oss"
     r"|auto_continue|skip_train|comment|no_persist|stderr_sink|disable_(tensorboard|wandb|mlflow|last_saving)|debug|env_vars|dump"

@@ -20,6 +20,7 @@ from autoplan.frameworks.common.widths import has_dense_mlp, kv_groups
 from autoplan.spec.enums import (
     ContextParallelKind,
     CudaGraphs,
+    Dispatcher,
     GradType,
     MainWeights,
     MomentType,
@@ -228,7 +229,10 @@ def _graphs_overlap(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 # Options that few other frameworks have.
-EXTRAS = ("ep_overlap", "dispatcher", "cuda_graphs", "grad_dtype", "narrow_params", "main_weights", "moment_dtype")
+EXTRAS = (
+    *("ep_overlap", "dispatcher", "cuda_graphs", "grad_dtype", "narrow_params", "main_weights", "moment_dtype"),
+    *("fp8_attention", "token_dropping", "router_fusion", "rope_fusion"),
+)
 
 # Whatever the schedule; other schedules than its own run on its code elsewhere (`primus`).
 COMMON: tuple[Rule, ...] = (
@@ -358,6 +362,31 @@ COMMON: tuple[Rule, ...] = (
         says=lambda s, p: "param_gather_overlap needs grad_reduce_overlap: turn both on or both off",
     ),
     Rule(
+        source="core/fp8_utils.py:779",
+        holds=lambda s, b: ~b.fp8_attention | (np.isin(b.precision, _NARROW) & (s.training.attention == "flash")),
+        says=lambda s, p: (
+            f"fp8_attention needs narrow products and attention flash, got precision {p.precision} and attention "
+            f"{s.training.attention}: leave fp8_attention out"
+        ),
+    ),
+    Rule(
+        source=f"{_CONFIG}:917",
+        holds=lambda s, b: ~(b.token_dropping | b.router_fusion) | (s.model.moe is not None),
+        says=lambda s, p: (
+            f"{'token_dropping' if p.token_dropping else 'router_fusion'} needs a model with experts: leave it out"
+        ),
+    ),
+    Rule(
+        source=f"{_CONFIG}:513",
+        holds=lambda s, b: ~b.rope_fusion | (s.model.mla is not None),
+        says=lambda s, p: "rope_fusion is an option of latent attention, others always fuse the rotation: leave it out",
+    ),
+    Rule(
+        source="core/transformer/moe/token_dispatcher.py:1038",
+        holds=lambda s, b: ~b.token_dropping | (b.ep == 1) | (b.dispatcher == Dispatcher.ALL_TO_ALL.code),
+        says=lambda s, p: f"token_dropping with dispatcher {p.dispatcher} is not priced: use alltoall",
+    ),
+    Rule(
         source="core/optimizer/__init__.py:1057",
         holds=lambda s, b: (b.offload != Offload.OPTIMIZER.code) | (b.sharding == ZERO1),
         says=lambda s, p: f"offload 'optimizer' needs sharding zero1, it is {p.sharding}",
@@ -437,6 +466,15 @@ RULES: tuple[Rule, ...] = (
         says=lambda s, p: f"schedule {p.schedule!r} with vp {p.vp}: vp > 1 is interleaved, vp 1 is 1f1b",
     ),
     INTERLEAVED_MICROBATCHES,
+)
+
+# What its command line has no option for, and a program that makes its own TransformerConfig has.
+LIMITS: tuple[Rule, ...] = (
+    Rule(
+        source=f"{_ARGUMENTS}:2333",
+        holds=lambda s, b: ~b.fp8_attention,
+        says=lambda s, p: "fp8_attention: export for megatron-bridge, or plan without it",
+    ),
 )
 
 BOOK = Rulebook(rules=RULES, supported=SUPPORTED, extras=EXTRAS, repeats_parts=True, repeats_some_layers=True)

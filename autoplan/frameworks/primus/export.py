@@ -13,6 +13,7 @@ import yaml
 from autoplan.frameworks.common.header import comment, header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, Target, safe_name
 from autoplan.frameworks.megatron_lm.export import TRAINING, checked_parts, environment
+from autoplan.frameworks.megatron_lm.rules import LIMITS
 from autoplan.frameworks.megatron_lm.table import arguments_of
 from autoplan.frameworks.primus.options import SWITCHED_ON
 from autoplan.frameworks.primus.rules import ALGORITHMS, RULES
@@ -93,4 +94,6 @@ def _amd(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
     )
 
 
-TARGET = Target(name="primus", says="Primus", rules=("primus", "megatron-lm", "unknown"), job=job, limits=RULES)
+TARGET = Target(
+    name="primus", says="Primus", rules=("primus", "megatron-lm", "unknown"), job=job, limits=(*RULES, *LIMITS)
+)

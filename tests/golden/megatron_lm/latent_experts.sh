@@ -56,6 +56,7 @@ PLAN=(
     --pipeline-model-parallel-layout 'Et*7|(t*8|)*5t*7|t*7mL'
     --expert-model-parallel-size 32 --expert-tensor-parallel-size 1
     --moe-token-dispatcher-type alltoall
+    --no-rope-fusion
     --use-distributed-optimizer
     --overlap-grad-reduce --overlap-param-gather
     --bf16 --fp8-format hybrid --fp8-recipe tensorwise
