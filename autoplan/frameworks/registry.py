@@ -96,7 +96,9 @@ class Modules(Mapping[str, T], Generic[T]):
 
 BOOKS: Modules[Rulebook] = Modules("rules", "BOOK", {entry.rules: entry.folder for entry in FRAMEWORKS if entry.rules})
 _EXPORTED = sorted((entry for entry in FRAMEWORKS if entry.target), key=lambda entry: entry.target)
-TARGETS: Modules[Target] = Modules("export", "TARGET", {entry.target: entry.folder for entry in _EXPORTED})
+TARGETS: Modules[Target] = Modules(
+    "export", "TARGET", {entry.target: entry.folder for entry in _EXPORTED if entry.has("export")}
+)
 READERS: Modules[Reader] = Modules(
     "read", "READER", {entry.target: entry.folder for entry in _EXPORTED if entry.has("read")}
 )

@@ -15,6 +15,20 @@ from autoplan.spec.finetuning import ALL_LINEAR, DEFAULT_TARGETS, QUANTIZED_BYTE
 ADAPTER_CONFIG = "adapter_config.json"
 _OF_ADAPTERS = ("r", "targets", "dropout", "quantize", "train")  # settings of all methods but full
 METHODS = ("lora", "dora", "qlora", "qdora", "full")
+# Settings of a file that are read here, or that set values and no sizes.
+OF_LLAMA_FACTORY = (
+    *("finetuning_type", "stage", "lora_rank", "lora_target", "lora_dropout", "use_dora", "quantization_bit"),
+    *("double_quantization", "additional_target", "lora_alpha", "quantization_method", "use_rslora"),
+)
+OF_AXOLOTL = (
+    *("adapter", "unfrozen_parameters", "peft_layers_to_transform", "lora_target_modules", "lora_target_linear"),
+    *("load_in_4bit", "load_in_8bit", "lora_r", "lora_dropout", "peft_use_dora", "lora_modules_to_save", "lora_alpha"),
+    "peft_use_rslora",
+)
+OF_TRL = (
+    *("use_peft", "use_bnb_nested_quant", "lora_r", "lora_target_modules", "lora_dropout", "use_dora", "load_in_4bit"),
+    *("load_in_8bit", "lora_modules_to_save", "lora_alpha", "bnb_4bit_quant_type", "lora_task_type", "use_rslora"),
+)
 PEFT_RANK = 8  # LoraConfig.r where a config names none; LLaMA-Factory's lora_rank too
 TRL_RANK, TRL_DROPOUT = 16, 0.05  # trl/trainer/model_config.py
 
@@ -187,11 +201,11 @@ def _from_peft(table: dict[str, Any], where: str) -> FineTuning:
 
 def _from_yaml(table: dict[str, Any], where: str) -> FineTuning:
     if "finetuning_type" in table or "stage" in table:
-        return _from_llama_factory(table, where)
+        return of_llama_factory(table, where)
     if "base_model" in table or "adapter" in table:
-        return _from_axolotl(table, where)
+        return of_axolotl(table, where)
     if "model_name_or_path" in table or "use_peft" in table:
-        return _from_trl(table, where)
+        return of_trl(table, where)
     raise InputError(
         f"{where}: neither of axolotl (base_model), of LLaMA-Factory (finetuning_type) nor of TRL (model_name_or_path)"
     )
@@ -204,8 +218,8 @@ def _loaded_in(table: Mapping[str, Any], four: Quantization | None, where: str) 
     return "int8" if table.get("load_in_8bit") else four
 
 
-def _from_axolotl(table: dict[str, Any], where: str) -> FineTuning:
-    """Axolotl (src/axolotl/utils/schemas/peft.py and loaders/model.py, which quantises the constants too)."""
+def of_axolotl(table: Mapping[str, Any], where: str) -> FineTuning:
+    """Return the fine-tuning of axolotl (src/axolotl/utils/schemas/peft.py, loaders/model.py: constants quantised)."""
     adapter = table.get("adapter")
     if adapter in (None, "", False):
         _refuse(table, {"unfrozen_parameters": ([],)}, where)
@@ -230,8 +244,8 @@ def _from_axolotl(table: dict[str, Any], where: str) -> FineTuning:
     )
 
 
-def _from_llama_factory(table: dict[str, Any], where: str) -> FineTuning:
-    """LLaMA-Factory (src/llamafactory/hparams/finetuning_args.py and model_args.py)."""
+def of_llama_factory(table: Mapping[str, Any], where: str) -> FineTuning:
+    """Return the fine-tuning of LLaMA-Factory (src/llamafactory/hparams/finetuning_args.py and model_args.py)."""
     kind = table.get("finetuning_type", "lora")
     stage = table.get("stage", "sft")
     if stage not in ("sft", "pt"):
@@ -258,8 +272,8 @@ def _from_llama_factory(table: dict[str, Any], where: str) -> FineTuning:
     )
 
 
-def _from_trl(table: dict[str, Any], where: str) -> FineTuning:
-    """TRL's ModelConfig (trl/trainer/model_config.py)."""
+def of_trl(table: Mapping[str, Any], where: str) -> FineTuning:
+    """Return the fine-tuning of TRL's ModelConfig (trl/trainer/model_config.py)."""
     if not table.get("use_peft"):
         return FineTuning()
     four: Quantization = "nf4-dq" if table.get("use_bnb_nested_quant") else "nf4"

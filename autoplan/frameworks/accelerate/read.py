@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import is_file, read_text
 from autoplan.frameworks.accelerate.options import (
     COSTLESS,
     FSDP,
@@ -27,6 +26,7 @@ from autoplan.frameworks.accelerate.options import (
     RECOMPUTE,
     RESHARD,
 )
+from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import Given, Launch, Reader
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_yaml, show, typed
@@ -45,7 +45,6 @@ _DEEPSPEED = (  # options of the command that are in the section `deepspeed_conf
     *("gradient_accumulation_steps", "gradient_clipping", "deepspeed_config_file", "deepspeed_hostfile"),
 )
 _AUTO = "auto"
-MOST_ABOVE = 6  # folders above a script in which the file is looked for that it names
 
 
 def recognises(name: str, text: str) -> bool:
@@ -186,11 +185,8 @@ def _of_script(text: str, given: Given) -> tuple[dict[str, Any], dict[str, str]]
 
 def _config_beside(file: str, folder: Path | None) -> dict[str, Any]:
     """Return the table of the config file that a command names, from the script's folder or one above it."""
-    path = Path(file)
-    if folder is not None and not is_open(file) and not path.is_absolute() and ".." not in path.parts:
-        for place in (folder, *folder.absolute().parents[:MOST_ABOVE]):
-            if is_file(place / path):
-                return parse_yaml(read_text(place / path, most_bytes=2**20), str(place / path))
+    if found := read_beside(file, folder):
+        return parse_yaml(*found)
     raise InputError(f"the command reads {show(file)}: read that file, with --set for what the program is told")
 
 

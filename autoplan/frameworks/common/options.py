@@ -179,6 +179,11 @@ class Options:
             self._inside[key] = Options.of_table(table, f"{self.name(key)}.", self.remarks)
         return self._inside[key]
 
+    def nest(self, key: str, table: Options) -> None:
+        """Take `table`, which was read apart, for the one under a key."""
+        self.understood.add(key)
+        self._inside[key] = table
+
     def optional_count(self, key: str, default: int | None = None, *, least: int = 0) -> int | None:
         """Return a whole number of at least `least`, written as such or like 5e8, or the default."""
         found = self.value(key, default)

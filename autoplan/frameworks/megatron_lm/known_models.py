@@ -29,10 +29,21 @@ def _letters(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 
+# Endings under which a model of the same architecture is trained further, or published by others.
+_FURTHER = re.compile(
+    r"([_-](instruct|chat|base|thinking|it|pt|hf|bf16|fp8|nvfp4|fp8dynamic|\d{4}|v\d\.\d))+$", re.IGNORECASE
+)
+
+
 def preset_of(*names: str) -> ModelSpec | None:
-    """Return the shipped model that the first known of these names means: dots and dashes count for nothing."""
+    """Return the shipped model that the first known of these names means: dots and dashes count for nothing.
+
+    A name that ends like that of a fine-tuned version, such as "-Instruct", means the model that it was made from.
+    """
     for name in names:
-        for spelling in (name, name.rpartition("/")[2], re.sub(r"[_-]?v0\.1$", "", name)):
+        last = name.rpartition("/")[2]
+        plain = _FURTHER.sub("", last)
+        for spelling in (name, last, re.sub(r"[_-]?v0\.1$", "", name), plain, plain.removeprefix("Meta-")):
             if _letters(spelling) in _by_name():
                 return _by_name()[_letters(spelling)]
     return None

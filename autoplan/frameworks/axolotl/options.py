@@ -1,0 +1,34 @@
+"""Names that axolotl has for arguments of the Trainer, and its mesh (067b021, src/axolotl/utils/schemas/config.py)."""
+
+from __future__ import annotations
+
+from autoplan.frameworks.common.option_table import Row, count, optional_count
+
+LENGTH = "sequence_len"
+# By the names of the Trainer.
+NAMES = {
+    "per_device_train_batch_size": "micro_batch_size",
+    "optim": "optimizer",
+    "lr_scheduler_type": "lr_scheduler",
+    "fsdp_version": "fsdp_version",
+}
+MESH: tuple[Row, ...] = (
+    count("dp_replicate_size", "dp_replicate", 1),
+    optional_count("dp_shard_size", "dp_shard"),
+    count("tensor_parallel_size", "tp", 1),
+    count("context_parallel_size", "cp", 1),
+)
+COSTLESS = (
+    *("flash_attention", "sdp_attention", "xformers_attention", "strict", "special_tokens", "tokens", "val_set_size"),
+    *("test_datasets", "pretraining_dataset", "shuffle_merged_datasets", "evals_per_epoch", "saves_per_epoch"),
+    *("auto_resume_from_checkpoints", "num_epochs", "train_on_inputs", "base_model_config", "model_type"),
+    *(
+        "pad_to_sequence_len",
+        "eval_sample_packing",
+        "is_llama_derived_model",
+        "early_stopping_patience",
+        "chat_template",
+    ),
+    *("save_safetensors", "cosine_min_lr_ratio", "cosine_constant_lr_ratio", "torchao_quantization", "weight_decay"),
+    *("roles_to_train", "default_system_message", "loraplus_lr_ratio", "processor_type"),
+)

@@ -1,0 +1,73 @@
+"""Reader of axolotl's YAML (067b021); places are below src/axolotl/."""
+
+from __future__ import annotations
+
+import re
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.axolotl.options import COSTLESS, LENGTH, MESH, NAMES
+from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.option_table import read_fields
+from autoplan.frameworks.common.options import Argument, Options, parse_yaml
+from autoplan.frameworks.hf_trainer.launch import Mesh, Program, launch_of
+from autoplan.frameworks.hf_trainer.options import is_on
+from autoplan.readers.finetuning import OF_AXOLOTL, of_axolotl
+from autoplan.spec.enums import Precision
+
+_OTHER_LOSSES = ("rl", "reward_model", "process_reward_model")
+
+
+def recognises(name: str, text: str) -> bool:
+    """Return whether a file is a configuration of axolotl."""
+    if not name.endswith((".yaml", ".yml")):
+        return False
+    return all(re.search(rf"^{key}\s*:", text, re.MULTILINE) for key in ("base_model", "micro_batch_size"))
+
+
+def read(text: str, given: Given) -> Launch:
+    """Return the launch that a configuration starts; the number of devices is never in it."""
+    table = parse_yaml(text, "the file")
+    by_name = {written: name for name, written in NAMES.items()}
+    options = Options(
+        Argument(argument.option, argument.text, by_name.get(key, key), argument.value)
+        for key, argument in Options.of_table(table).given.items()
+    )
+    for key in _OTHER_LOSSES:
+        if table.get(key):
+            raise InputError(f"{key}: only training on the next token is priced, no preferences or rewards")
+    if table.get("model_config_type") == "mamba":
+        raise InputError("model_config_type mamba is not read: pass --model with --as hf-trainer")
+    finetuning = of_axolotl(table, "the file")
+    options.understood.update(key for key in OF_AXOLOTL if key in options.given)
+    options.known(*COSTLESS)
+    mesh = read_fields(MESH, options)
+    if options.optional_count("expert_parallel_size", 1, least=1) not in (None, 1):
+        raise InputError("expert_parallel_size > 1 of axolotl is not priced: set it to 1")
+    if (recompute := options.value("gradient_checkpointing")) in ("offload", "offload_disk"):
+        options.remark("gradient_checkpointing", "activations that are kept are priced on the device")
+    if isinstance(recompute, str):
+        options.given["gradient_checkpointing"] = Argument(
+            "gradient_checkpointing", recompute, "gradient_checkpointing", True
+        )
+    for key in options.given:
+        if re.match(r"(liger_|cut_cross_entropy$|lora_\w+_kernel$|unsloth_)", key) and is_on(options, key):
+            options.remark(key, "priced with the kernels of transformers, and whole logits")
+    plugins = options.value("plugins") or []
+    if not isinstance(plugins, list) or any("liger" not in str(plugin) for plugin in plugins):
+        options.remark("plugins", "what a plugin changes of a step is not priced")
+    if is_on(options, "fp8"):
+        options.remark("fp8", "priced as bf16")
+    program = Program(
+        target="axolotl",
+        model_key="base_model",
+        length_key=LENGTH,
+        length=512,
+        is_packed=is_on(options, "sample_packing") or table.get("datasets") is None,
+        finetuning=finetuning if finetuning.has_adapters else None,
+        precision=Precision.BF16,  # "auto" (utils/schemas/config.py:559)
+        mesh=Mesh(**mesh),
+    )
+    return launch_of(options, given, program, None)
+
+
+READER = Reader(target="axolotl", recognises=recognises, read=read)

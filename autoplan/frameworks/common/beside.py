@@ -1,0 +1,26 @@
+"""Files that a launch file names, found in its folder or in one above it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autoplan.base.files import is_file, read_text
+from autoplan.frameworks.common.options import show
+from autoplan.frameworks.common.shell import is_open
+
+MOST_ABOVE = 6  # folders above a script in which the file is looked for that it names
+MOST_BYTES = 2**20
+
+
+def read_beside(file: str, folder: Path | None) -> tuple[str, str] | None:
+    """Return (text, where it is) of the file that a launch file in `folder` names; None where it is not at hand.
+
+    Raises InputError where the file cannot be read.
+    """
+    path = Path(file)
+    if folder is None or is_open(file) or path.is_absolute() or ".." in path.parts:
+        return None
+    for place in (folder, *folder.absolute().parents[:MOST_ABOVE]):
+        if is_file(place / path):
+            return read_text(place / path, most_bytes=MOST_BYTES), show(str(place / path))
+    return None

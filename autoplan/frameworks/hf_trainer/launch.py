@@ -1,0 +1,319 @@
+"""Launches that arguments of the Trainer describe, for all programs that take them.
+
+Which states are sharded, `fsdp`, `deepspeed` or neither says; with DeepSpeed the file that is named is read, and what
+is "auto" there filled in from the arguments (transformers/integrations/deepspeed.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.accelerate.options import STRATEGIES
+from autoplan.frameworks.common.beside import read_beside
+from autoplan.frameworks.common.launch import Given, Launch, Unread
+from autoplan.frameworks.common.option_table import Fields, remark_assumed
+from autoplan.frameworks.common.options import Options, parse_json, show
+from autoplan.frameworks.deepspeed import read as deepspeed
+from autoplan.frameworks.hf_trainer.options import (
+    ACCUMULATION,
+    ASSUMED,
+    FSDP_COSTLESS,
+    HARMLESS,
+    MICRO_BATCH,
+    OFFLOADED,
+    OFFLOADS,
+    PRECISIONS,
+    RECOMPUTE,
+    is_on,
+    read_optimizer,
+)
+from autoplan.frameworks.megatron_lm.known_models import preset_of
+from autoplan.spec.enums import Precision, Recompute, Sharding
+from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.optimizers import OptimizerName
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.training import TrainingSpec
+
+AUTO = "auto"
+_SHARDED = {"full_shard": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP", "no_shard": "NO_SHARD"}
+_HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Ranks of every axis; `dp_shard` is None where all that the others leave share their states."""
+
+    dp_replicate: int = 1
+    dp_shard: int | None = None
+    tp: int = 1
+    cp: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What a program that takes the Trainer's arguments says beside them, or calls differently.
+
+    `length_key` is its option for the tokens of a sequence, `length` what holds without it; `finetuning` is None where
+    all weights are trained, or where nothing says.
+    """
+
+    target: str
+    model_key: str
+    length_key: str
+    length: int | None = None
+    is_packed: bool = False
+    finetuning: FineTuning | None = None
+    precision: Precision | None = None  # that holds unless the arguments say another
+    optimizer: OptimizerName | None = None  # in place of the Trainer's
+    mesh: Mesh = Mesh()
+
+
+def model_of(options: Options, key: str, given: Given) -> ModelSpec:
+    """Return the model that is given, or the shipped one of the name in a file."""
+    name = options.text(key)
+    if given.model is not None:
+        if name is not None:
+            options.remark(key, "--model wins", matters=False)
+        return given.model
+    if name is None:
+        raise InputError(f"{key} is not in the file: pass --model")
+    if found := preset_of(name):
+        return found
+    raise InputError(f"{key} {name[:80]!r} is no model that is known here: pass --model")
+
+
+def length_of(options: Options, program: Program, given: Given) -> int:
+    """Return the tokens of a sequence: those that are given, or the most that the file allows."""
+    known = options.optional_count(program.length_key, program.length, least=1)
+    length = given.seq_len or known
+    if length is None:
+        raise InputError(f"{program.length_key} is not in the file: pass --seq-len")
+    if not program.is_packed and given.seq_len is None:
+        why = "sequences are not packed, and shorter than that: priced as all of this length; pass --seq-len their mean"
+        options.remark(program.length_key, why, default=str(program.length))
+    return length
+
+
+def precision_of(options: Options, program: Program, given: Given) -> Precision:
+    """Return the precision that the arguments or `--set BF16=true` say, or that is the program's own."""
+    variables = dict(given.variables)
+    named = [kind for name, kind in PRECISIONS.items() if is_on(options, name)]
+    for name, kind in PRECISIONS.items():
+        if variables.get(name.upper(), "false").casefold() in ("true", "", "1"):
+            named = [kind]
+    # Where both are on, "auto" among them, axolotl takes the other one (utils/config/__init__.py).
+    if named:
+        return named[-1]
+    if program.precision is not None and "bf16" not in options.given:
+        return program.precision
+    raise InputError("neither bf16 nor fp16 is on: training in 32 bits is not priced here: pass --set BF16=true")
+
+
+def launch_of(options: Options, given: Given, program: Program, num_devices: int | None) -> Launch:
+    """Return what arguments of the Trainer start; raises InputError where they do not say enough."""
+    model = model_of(options, program.model_key, given)
+    length = length_of(options, program, given)
+    precision = precision_of(options, program, given)
+    num_devices = given.num_devices or num_devices
+    if num_devices is None:
+        raise InputError("the number of devices is not in the file: pass --devices")
+    training = TrainingSpec(
+        seq_len=length,
+        precision=precision,
+        optimizer=program.optimizer or read_optimizer(options),
+        finetuning=program.finetuning,
+    )
+    training = replace(training, attention="unfused") if _is_eager(options) else training
+    remark_assumed(ASSUMED, options)
+    given = replace(given, model=model, seq_len=length, num_devices=num_devices)
+    if options.has("deepspeed"):
+        return _with_deepspeed(options, given, program, training)
+    mesh = _sizes(program.mesh, num_devices)
+    states = _states(options, mesh, given)
+    micro, steps = MICRO_BATCH.of(options), ACCUMULATION.of(options)
+    plan = ParallelPlan.derived(
+        has_experts=model.moe is not None,
+        **mesh | states,
+        precision=precision,
+        micro_batch=micro,
+        global_batch=micro * steps * mesh["dp_replicate"] * mesh["dp_shard"],
+    )
+    return Launch(
+        target=program.target,
+        framework="transformers",
+        model=model,
+        training=training,
+        plan=plan,
+        options=options.options(),
+        unread=options.unread(HARMLESS),
+    )
+
+
+def _is_eager(options: Options) -> bool:
+    return any(options.text(key) in ("eager", "disabled") for key in ("attn_implementation", "flash_attn"))
+
+
+def _sizes(mesh: Mesh, num_devices: int) -> Fields:
+    """Return the ranks of every axis on so many devices."""
+    # axolotl fills in copies where shards are given, and shards where they are not (utils/distributed.py:319).
+    rest = max(num_devices // (mesh.tp * mesh.cp), 1)
+    shard = mesh.dp_shard if (mesh.dp_shard or 1) > 1 else None
+    copies = max(rest // shard, 1) if shard and mesh.dp_replicate == 1 else mesh.dp_replicate
+    shard = shard or max(rest // copies, 1)
+    needed = mesh.tp * mesh.cp * copies * shard
+    if needed != num_devices:
+        raise InputError(
+            f"tp {mesh.tp} x cp {mesh.cp} x {copies} copies of {shard} need {needed} devices, there are "
+            f"{num_devices}: pass another --devices"
+        )
+    return {"dp_replicate": copies, "dp_shard": shard, "tp": mesh.tp, "cp": mesh.cp}
+
+
+# -- FSDP, or copies ---------------------------------------------------------------------------------------------------
+
+
+def _words(options: Options, key: str) -> tuple[str, ...]:
+    """Return the words of `fsdp`: a text, a list, or a switch that says yes without any."""
+    found = options.value(key)
+    if found in (None, False, "", "false", "False"):
+        return ()
+    if found is True or str(found).casefold() == "true":
+        return ("auto_wrap",)
+    return tuple(str(word) for item in (found if isinstance(found, list) else [found]) for word in str(item).split())
+
+
+def fsdp_section(options: Options, given: Given) -> Options:
+    """Return `fsdp_config`, in the file or in one beside it, by the keys without "fsdp_"."""
+    value = options.value("fsdp_config")
+    if isinstance(value, str):
+        text = value if value.lstrip().startswith("{") else None
+        if text is None:
+            if (found := read_beside(value, given.folder)) is None:
+                raise InputError(f"fsdp_config is in {show(value)}, which is not at hand: put it beside this file")
+            text = found[0]
+        value = parse_json(text, "fsdp_config")
+    if not isinstance(value, dict | None):
+        raise InputError(f"fsdp_config must be a table or a file of JSON, got {show(value)}")
+    section = Options.of_table({}, "fsdp_config.", options.remarks)
+    for key, item in (value or {}).items():
+        name = str(key).removeprefix("fsdp_")
+        section.given[name] = Options.of_table({str(key): item}, "fsdp_config.").given[str(key)]
+    options.nest("fsdp_config", section)
+    return section
+
+
+def _states(options: Options, mesh: Fields, given: Given) -> Fields:
+    """Return what is sharded and recomputed."""
+    words, section = _words(options, "fsdp"), fsdp_section(options, given)
+    # axolotl takes `fsdp_config` alone for enough, and has the version outside of it.
+    uses_fsdp = bool(words) or (bool(section.given) and not options.has("fsdp"))
+    if options.value("fsdp") in (False, "") or not uses_fsdp:
+        return _copies(options, mesh, given)
+    section.known(*FSDP_COSTLESS)
+    version = section.optional_count("version", options.optional_count("fsdp_version", None)) or 2
+    word = next((str(item).casefold() for item in words if item.casefold() in (*_SHARDED, *_HYBRID)), None)
+    reshards = section.value("reshard_after_forward")
+    strategy = section.value("sharding_strategy")
+    if version == 1 and isinstance(reshards, str) and reshards.casefold() in (*_SHARDED, *_HYBRID):
+        strategy, reshards = reshards, None
+    if version == 1:
+        section.remark("version", "FSDP's first version is read as the second", default="1")
+    if strategy is not None and (version == 1 or reshards is None):
+        numbers = dict(enumerate((*STRATEGIES, "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"), start=1))
+        word = str(numbers.get(strategy, strategy)).casefold()
+    if word in _HYBRID:
+        raise InputError(f"fsdp {word}: say the copies with a mesh of FSDP2 (dp_replicate), which is read")
+    if word is not None and word not in _SHARDED:
+        raise InputError(f"fsdp strategy {show(word)} is not one of {', '.join(_SHARDED)}")
+    sharding = STRATEGIES[_SHARDED[word or "full_shard"]]
+    if version == 2 and reshards is not None:
+        sharding = Sharding.ZERO3 if section.flag("reshard_after_forward") else Sharding.ZERO2
+    if "offload" in words:
+        options.remark("fsdp", OFFLOADED)
+    for key in OFFLOADS:
+        if section.flag(key):
+            section.remark(key, OFFLOADED)
+    recompute = RECOMPUTE.of(options) if not section.flag("activation_checkpointing") else Recompute.FULL
+    if mesh["dp_shard"] * mesh["cp"] == 1 or sharding == Sharding.NONE:
+        return {**_unsharded(mesh), "recompute": recompute}
+    return {"sharding": sharding, "recompute": recompute}
+
+
+def _unsharded(mesh: Fields) -> Fields:
+    return {"dp_replicate": 1, "dp_shard": mesh["dp_replicate"] * mesh["dp_shard"], "sharding": Sharding.NONE}
+
+
+def _copies(options: Options, mesh: Fields, given: Given) -> Fields:
+    if mesh["dp_shard"] * mesh["dp_replicate"] > 1:
+        why = (
+            "neither fsdp nor deepspeed is on: read as whole copies (DDP); a config of accelerate launch may shard them"
+        )
+        options.remarks.append(Unread(option="fsdp", value="", why=why))
+    return {**_unsharded(mesh), "recompute": RECOMPUTE.of(options)}
+
+
+# -- DeepSpeed ---------------------------------------------------------------------------------------------------------
+
+
+def stage_table(stage: int, *, offload: bool) -> dict[str, Any]:
+    """Return a configuration of DeepSpeed of this stage whose batches and precision the Trainer fills in."""
+    zero: dict[str, Any] = {"stage": stage}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if stage == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    return {"bf16": {"enabled": AUTO}, "fp16": {"enabled": AUTO}, "zero_optimization": zero}
+
+
+def _table(options: Options, given: Given) -> dict[str, Any]:
+    value = options.value("deepspeed")
+    if isinstance(value, dict):
+        return dict(value)
+    text = str(value)
+    if not text.lstrip().startswith("{"):
+        if (found := read_beside(text, given.folder)) is None:
+            raise InputError(
+                f"the plan is in {show(text)}, which is not at hand: put it beside this file, or read it with --as "
+                "deepspeed"
+            )
+        text = found[0]
+    return parse_json(text, "DeepSpeed configuration")
+
+
+def _with_deepspeed(options: Options, given: Given, program: Program, training: TrainingSpec) -> Launch:
+    if program.mesh != Mesh():
+        raise InputError("deepspeed beside a mesh of tp, cp or dp_replicate: leave one of them out")
+    table = _table(options, given)
+    micro, steps = MICRO_BATCH.of(options), ACCUMULATION.of(options)
+    for row, ours in ((MICRO_BATCH, micro), (ACCUMULATION, steps)):
+        key = "train_micro_batch_size_per_gpu" if row is MICRO_BATCH else row.key
+        if table.setdefault(key, AUTO) not in (AUTO, ours):
+            raise InputError(f"{row.key} is {ours}, {key} of the DeepSpeed file {show(table[key])}: make them equal")
+    kind = str(training.precision)
+    if not any(isinstance(table.get(name), dict) for name in ("bf16", "bfloat16", "fp16")):
+        table[kind] = {"enabled": True}
+    recompute = RECOMPUTE.of(options) == Recompute.FULL
+    variables = {
+        "PER_DEVICE_TRAIN_BATCH_SIZE": str(micro),
+        "GRADIENT_ACCUMULATION_STEPS": str(steps),
+        kind.upper(): "true",
+        "GRADIENT_CHECKPOINTING": str(recompute).lower(),
+    }
+    launch = deepspeed.read(json.dumps(table), replace(given, variables=tuple(variables.items())))
+    return replace(
+        launch,
+        target=program.target,
+        framework="deepspeed-hf",
+        training=replace(training, precision=launch.training.precision),
+        options=(*options.options(), *launch.options),
+        unread=_sorted((*launch.unread, *options.unread(HARMLESS))),
+    )
+
+
+def _sorted(unread: Iterable[Unread]) -> tuple[Unread, ...]:
+    return tuple(sorted(unread, key=lambda item: not item.matters))

@@ -1,0 +1,101 @@
+"""Option table of the Trainer of transformers 5.24: TrainingArguments, as they are written and read.
+
+`fsdp_config` is a table of its own, whose keys may begin with "fsdp_" (transformers/training_args.py).
+"""
+
+from __future__ import annotations
+
+import re
+
+from autoplan.frameworks.common.option_table import Assumed, Constant, Option, count, switch
+from autoplan.frameworks.common.options import Options
+from autoplan.spec.enums import Precision, Recompute, Sharding
+from autoplan.spec.optimizers import OptimizerName
+
+MICRO_BATCH = count("per_device_train_batch_size", "micro_batch", 8)
+ACCUMULATION = count("gradient_accumulation_steps", "num_microbatches", 1)
+BATCH = (MICRO_BATCH, ACCUMULATION)
+RECOMPUTE = switch("gradient_checkpointing", "recompute", Recompute.NONE, on=Recompute.FULL, off=Recompute.NONE)
+PRECISIONS = {"bf16": Precision.BF16, "fp16": Precision.FP16}
+
+# `optim` (OptimizerNames); the first word of an optimizer is the one that is written.
+OPTIM: dict[str, OptimizerName] = {
+    "adamw_torch": "adam",
+    "adamw_torch_fused": "adam",
+    "adamw_hf": "adam",
+    "adamw_apex_fused": "adam",
+    "adamw_anyprecision": "adam",
+    "adamw_torch_npu_fused": "adam",
+    "paged_adamw_32bit": "adam",
+    "adamw_torch_8bit": "adam8bit",
+    "adamw_bnb_8bit": "adam8bit",
+    "adamw_8bit": "adam8bit",
+    "paged_adamw_8bit": "adam8bit",
+    "adamw_torch_4bit": "adam4bit",
+    "adafactor": "adafactor",
+    "lion_32bit": "lion",
+    "paged_lion_32bit": "lion",
+    "sgd": "sgd",
+}
+# Of programs that make their own (axolotl/utils/schemas/enums.py, CustomSupportedOptimizers).
+OTHER_OPTIM: dict[str, OptimizerName] = {"muon": "muon", "ao_adamw_8bit": "adam8bit", "ao_adamw_4bit": "adam4bit"}
+WRITTEN_OPTIM = {optimizer: word for word, optimizer in reversed(OPTIM.items())}
+
+# Section `fsdp_config`, by the keys without "fsdp_".
+FSDP: tuple[Option, ...] = (
+    Constant("version", 2),
+    Constant("reshard_after_forward", lambda file: file.best.plan.sharding == Sharding.ZERO3),
+    Constant("activation_checkpointing", lambda file: file.best.plan.recompute == Recompute.FULL),
+    Constant("auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
+    Constant("state_dict_type", "SHARDED_STATE_DICT"),
+)
+FSDP_COSTLESS = (
+    *("auto_wrap_policy", "transformer_layer_cls_to_wrap", "cpu_ram_efficient_loading", "state_dict_type", "xla"),
+    *("sync_module_states", "use_orig_params", "version", "final_state_dict_type", "min_num_params"),
+    *("xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "limit_all_gathers"),
+    *("backward_prefetch", "forward_prefetch"),
+)
+OFFLOADS = ("cpu_offload", "offload_params")
+OFFLOADED = "parameters and states on the host are not priced"
+
+# Arguments of which no plan tells, and how the step is priced.
+ASSUMED: tuple[Option, ...] = (
+    Assumed("torch_compile", (False, None), "priced as not compiled"),
+    Assumed("use_liger_kernel", (False, None), "priced with the kernels of transformers, and whole logits"),
+    Assumed("auto_find_batch_size", (False, None), "the batch may be halved until it fits"),
+    Assumed("group_by_length", (False, None), "sequences are priced at one length"),
+    Assumed("train_sampling_strategy", ("random", "sequential", None), "sequences are priced at one length"),
+    Assumed("torch_empty_cache_steps", (None, 0), "priced without it"),
+    Assumed("ddp_find_unused_parameters", (False, None), "priced without it"),
+    Assumed("ddp_bucket_cap_mb", (25, None), "priced as 25"),
+    Assumed("activation_offloading", (False, None), "activations are priced on the device"),
+)
+# Arguments that change neither time nor memory of a step.
+HARMLESS = re.compile(
+    r"(output_dir|overwrite_output_dir|do_(train|eval|predict)|num_train_epochs|max_steps|learning_rate|lr_\w+|lr"
+    r"|warmup_\w+|optim_args|weight_decay|adam_\w+|max_grad_norm|label_smoothing_factor|tf32|seed|data_seed"
+    r"|logging_\w+|log_\w+|log|report_to|run_name|project|trackio_\w+|wandb\w*|swanlab\w*|comet_\w+|mlflow_\w+|eval\w*"
+    r"|evaluation_strategy|save\w*|push_to_hub|hub_\w+|load_best_model_at_end|metric_for_best_model|greater_is_better"
+    r"|resume_from_checkpoint|dataloader_\w+|remove_unused_columns|ddp_(timeout|backend|broadcast_buffers)|local_rank"
+    r"|skip_memory_metrics|disable_tqdm|dataset\w*|datasets|data_\w+|train_file|validation_file|prediction_loss_only"
+    r"|preprocessing_num_workers|max_(train|eval|predict)?_?samples|cache_dir|trust_remote_code|model_revision"
+    r"|use_fast_tokenizer|tokenizer\w*|template|chat_template\w*|system\w*|plot_loss|include_\w+|full_determinism"
+    r"|per_device_eval_batch_size|(bf|fp)16_full_eval|neftune_noise_alpha|gradient_checkpointing_kwargs|ignore_data_skip|length_column_name"
+    r"|average_tokens_across_devices|use_cpu|debug|truncation_mode|overwrite_cache|adapter_name_or_path|token"
+    r"|packing_strategy|pad_token|eos_token|special_tokens|tokens|completion_only_loss|assistant_only_loss)$"
+)
+
+
+def read_optimizer(options: Options, key: str = "optim") -> OptimizerName:
+    """Return the optimizer that a file names; one that is not priced is remarked, and taken for Adam."""
+    word = options.text(key) or "adamw_torch"
+    if (known := (OPTIM | OTHER_OPTIM).get(word)) is None:
+        options.remark(key, "priced as Adam")
+        return "adam"
+    return known
+
+
+def is_on(options: Options, key: str) -> bool:
+    """Return whether a switch is on, also where a word stands for it, such as axolotl's "full" and "auto"."""
+    found = options.value(key)
+    return found is True or found == "" or str(found).casefold() in ("true", "1", "full", "auto")

@@ -1,0 +1,92 @@
+"""Reader of what starts the Trainer of transformers: scripts with its arguments, YAML or JSON of TRL's programs."""
+
+from __future__ import annotations
+
+import re
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
+from autoplan.frameworks.hf_trainer.launch import Program, launch_of
+from autoplan.frameworks.hf_trainer.options import is_on
+from autoplan.frameworks.hf_trainer.script import BATCH, SCRIPTS, of_script
+from autoplan.readers.finetuning import OF_TRL, of_trl
+from autoplan.spec.enums import Precision
+
+# Programs of TRL whose loss needs more than one pass, or which generate (trl/scripts).
+_OTHER_LOSSES = re.compile(
+    r"(dpo|grpo|kto|ppo|rloo|reward|orpo|cpo|gkd|nash|xpo|bco|online|distill|sapo|gspo)", re.IGNORECASE
+)
+_OTHER_SETTINGS = (
+    "beta",
+    "num_generations",
+    "max_prompt_length",
+    "max_completion_length",
+    "reward_model_path",
+    "rlhf_type",
+)
+_LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "model_max_length", "block_size", "cutoff_len")
+_OTHERS = re.compile(r"^\s*(finetuning_type|cutoff_len|base_model|micro_batch_size)\s*:", re.MULTILINE)
+_OTHER_STARTERS = re.compile(r"\baccelerate\s+launch\b|\b(llamafactory-cli|swift|megatron)\s+\w+|swift/cli")
+
+
+def recognises(name: str, text: str) -> bool:
+    """Return whether a file is a script or a table with arguments of the Trainer, and no other program's."""
+    if name.endswith((".yaml", ".yml")):
+        return re.search(r"^per_device_train_batch_size\s*:", text, re.MULTILINE) is not None and not _OTHERS.search(
+            text
+        )
+    if name.endswith(".json"):
+        return text.lstrip()[:1] == "{" and '"per_device_train_batch_size"' in text
+    return not name.endswith(SCRIPTS) and BATCH in text and not _OTHER_STARTERS.search(text)
+
+
+def read(text: str, given: Given) -> Launch:
+    """Return the launch that a script or a table of arguments describes."""
+    devices = None
+    if BATCH in text:
+        options, program, devices = of_script(text, given)
+    else:
+        parse = parse_json if text.lstrip().startswith("{") else parse_yaml
+        options, program = Options.of_table(parse(text, "the file")), ""
+    check_loss(options, program)
+    return launch_of(options, given, program_of(options, is_trl=not program or program == "sft.py"), devices)
+
+
+def check_loss(options: Options, program: str) -> None:
+    """Refuse programs that train by preferences or rewards, of which a step is not priced."""
+    named = [key for key in _OTHER_SETTINGS if options.has(key)]
+    if named or _OTHER_LOSSES.search(program):
+        raise InputError(
+            f"{named[0] if named else program}: only training on the next token is priced, no preferences or rewards"
+        )
+
+
+def program_of(options: Options, *, is_trl: bool) -> Program:
+    """Return what the arguments of a plain program, or of TRL's, say of model, length and fine-tuning.
+
+    TRL trains in bf16, recomputes, and cuts at 1,024 tokens unless it is told otherwise (trl/trainer/sft_config.py).
+    """
+    if is_trl:
+        options.defaults.setdefault("gradient_checkpointing", True)
+    raw = {key: argument.value for key, argument in options.given.items()}
+    for key, value in raw.items():
+        raw[key] = {"true": True, "false": False}.get(str(value).casefold(), value)
+    finetuning = of_trl(raw, "the arguments")
+    options.understood.update(key for key in OF_TRL if key in options.given)
+    for key in ("use_lora", "lora_rank"):
+        if options.has(key):
+            options.remark(key, "adapters of a program's own are not read: pass --finetune")
+    length_key = next((key for key in _LENGTHS if options.has(key)), _LENGTHS[0])
+    return Program(
+        target="hf-trainer",
+        model_key="model" if options.has("model") and not options.has("model_name_or_path") else "model_name_or_path",
+        length_key=length_key,
+        length=1024 if is_trl and length_key == "max_length" else None,
+        is_packed=is_on(options, "packing") or length_key in ("block_size",),
+        finetuning=finetuning if finetuning.has_adapters else None,
+        precision=Precision.BF16 if is_trl else None,
+    )
+
+
+READER = Reader(target="hf-trainer", recognises=recognises, read=read)

@@ -1,0 +1,82 @@
+"""Scripts that start a program with arguments of the Trainer: its words, and the devices of its launcher."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.beside import read_beside
+from autoplan.frameworks.common.launch import Given, Unread
+from autoplan.frameworks.common.options import Argument, Options, parse_json, parse_yaml
+from autoplan.frameworks.common.shell import Script, read_script
+from autoplan.frameworks.megatron_lm.read import Entry, given_arguments, num_devices, started
+
+SCRIPTS = (".py", ".json", ".yaml", ".yml", ".toml", ".md", ".ipynb")  # are no scripts of a shell
+BATCH = "--per_device_train_batch_size"
+
+
+def program_at(words: Sequence[str], programs: Sequence[str] = ()) -> int | None:
+    """Return where the program stands among the words of a command with the Trainer's batch; None: it has none."""
+    if not any(word.partition("=")[0] == BATCH for word in words):
+        return None
+    for at, word in enumerate(words):
+        name = word.rpartition("/")[2]
+        if (name in programs) if programs else (word.endswith(".py") or word == "$TRAIN_SCRIPT"):
+            return at
+    return None
+
+
+def of_script(text: str, given: Given, programs: Sequence[str] = ()) -> tuple[Options, str, int | None]:
+    """Return (the arguments, the program by its name, the devices) of the last command that starts one.
+
+    Positional files of YAML or JSON beside the script are read too; words of the command win over them.
+    Raises InputError where no command starts such a program.
+    """
+    script = read_script(text, given.variables)
+    entry = Entry(lambda words: program_at(words, programs), lambda inner: BATCH in inner)
+    before, words = started(script, entry, given)
+    if words is None:
+        raise InputError(f"no command of the script starts a program with {BATCH}")
+    arguments = given_arguments(words)
+    found = [_typed(argument) for argument in arguments if argument.option.startswith("--")]
+    options = Options([*of_files(arguments, given), *found])
+    options.remarks += (
+        Unread(option=condition, value="", why="only a running shell can decide it", matters=False)
+        for condition in script.open
+    )
+    return options, before[-1].rpartition("/")[2], devices_of(before, script, text)
+
+
+def _typed(argument: Argument) -> Argument:
+    """Return the argument with a table in the place of its JSON."""
+    if isinstance(argument.value, str) and argument.value.lstrip().startswith("{"):
+        value = parse_json(argument.value, argument.option)
+        return Argument(argument.option, argument.text, argument.name, value)
+    return argument
+
+
+def of_files(arguments: Sequence[Argument], given: Given) -> list[Argument]:
+    """Return the arguments in files that the words name without an option, or with `--config`."""
+    found: list[Argument] = []
+    for argument in arguments:
+        name = argument.option if argument.name != "config" else str(argument.value)
+        if name.endswith((".yaml", ".yml", ".json")) and (beside := read_beside(name, given.folder)):
+            parse = parse_json if name.endswith(".json") else parse_yaml
+            found += Options.of_table(parse(*beside)).given.values()
+    return found
+
+
+def devices_of(before: Sequence[str], script: Script, text: str) -> int | None:
+    """Return the devices that a launcher's words, directives or variables start; None where nothing says."""
+    if (known := num_devices(before, script, text)) is not None and known > 1:
+        return known
+    variables = {name: value for name, value in script.variables.items() if isinstance(value, str)}
+    per_node = variables.get("NPROC_PER_NODE", "")
+    nodes = variables.get("NNODES", "1")
+    if re.fullmatch(r"[1-9]\d{0,4}", per_node) and re.fullmatch(r"[1-9]\d{0,4}", nodes):
+        return int(per_node) * int(nodes)
+    visible = variables.get("CUDA_VISIBLE_DEVICES", "")
+    if re.fullmatch(r"\d{1,3}(,\d{1,3})*", visible) and "deepspeed" not in " ".join(before):
+        return visible.count(",") + 1 if before[:1] != ("python",) else known
+    return known

@@ -1,0 +1,109 @@
+"""Reader of LLaMA-Factory (ff6d4d1): YAML, JSON, or words of `llamafactory-cli train`.
+
+Places are below src/llamafactory/: hparams/{model,data,finetuning}_args.py beside the arguments of the Trainer.
+"""
+
+from __future__ import annotations
+
+import re
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
+from autoplan.frameworks.hf_trainer.launch import Program, launch_of
+from autoplan.frameworks.hf_trainer.options import is_on
+from autoplan.frameworks.hf_trainer.script import BATCH, SCRIPTS, of_script
+from autoplan.readers.finetuning import OF_LLAMA_FACTORY, of_llama_factory
+from autoplan.spec.enums import Precision
+
+COMMANDS = ("llamafactory-cli", "train.py", "train_bash.py")
+LENGTH, NO_RECOMPUTE = "cutoff_len", "disable_gradient_checkpointing"
+DEFAULT_LENGTH = 2048
+_YAML = re.compile(r"^(finetuning_type|cutoff_len)\s*:", re.MULTILINE)
+_SCRIPT = re.compile(r"\bllamafactory-cli\s+train\b|--finetuning_type\b")
+_MEGATRON = re.compile(r"(tensor|pipeline|expert)_model_parallel_size$")
+# Optimizers of its own, which replace the Trainer's (train/trainer_utils.py).
+_OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini")
+_COSTLESS = (
+    "flash_attn",
+    "rope_scaling",
+    "image_max_pixels",
+    "video_max_pixels",
+    "predict_with_generate",
+    "infer_backend",
+    "fsdp_transformer_layer_cls_to_wrap",
+)
+
+
+def recognises(name: str, text: str) -> bool:
+    """Return whether a file is a configuration of LLaMA-Factory, or a script that starts it with words."""
+    if name.endswith((".yaml", ".yml")):
+        return (
+            _YAML.search(text) is not None
+            and re.search(r"^\s*per_device_train_batch_size\s*:", text, re.MULTILINE) is not None
+        )
+    if name.endswith(SCRIPTS):
+        return False
+    return BATCH in text and _SCRIPT.search(text) is not None and re.search(r"\baccelerate\s+launch\b", text) is None
+
+
+def read(text: str, given: Given) -> Launch:
+    """Return the launch that a configuration starts; the number of devices is never in it."""
+    devices = None
+    if BATCH in text:
+        options, _, devices = of_script(text, given, COMMANDS)
+    else:
+        parse = parse_json if text.lstrip().startswith("{") else parse_yaml
+        options = Options.of_table(parse(text, "the file"))
+    return launch_of(options, given, program_of(options), devices)
+
+
+def program_of(options: Options) -> Program:
+    """Return what LLaMA-Factory's own arguments say; raises InputError where its step is not priced."""
+    if any(_MEGATRON.search(key) for key in options.given):
+        raise InputError(
+            "trains with Megatron-Core (USE_MCA or USE_MEGATRON_BRIDGE), whose arguments are not read from this file"
+        )
+    raw = {key: argument.value for key, argument in options.given.items()}
+    for key, value in raw.items():
+        raw[key] = {"true": True, "false": False}.get(str(value).casefold(), value)
+    finetuning = of_llama_factory(raw, "the file")
+    options.understood.update(key for key in OF_LLAMA_FACTORY if key in options.given)
+    options.known(*_COSTLESS)
+    # Recomputes unless it is told otherwise, whatever the Trainer's argument says (model/model_utils/checkpointing.py).
+    options.understood.add("gradient_checkpointing")
+    options.given.pop("gradient_checkpointing", None)
+    options.defaults["gradient_checkpointing"] = not is_on(options, NO_RECOMPUTE)
+    for key in _OPTIMIZERS:
+        if is_on(options, key):
+            options.remark(key, "priced as the Trainer's optimizer")
+    for key in (
+        "use_unsloth",
+        "use_unsloth_gc",
+        "enable_liger_kernel",
+        "mixture_of_depths",
+        "use_kt",
+        "shift_attn",
+        "use_llama_pro",
+    ):
+        if is_on(options, key):
+            options.remark(key, "priced without it")
+    is_pure = is_on(options, "pure_bf16")
+    if is_pure:
+        options.remark("pure_bf16", "weights and their update are priced in 32 bits")
+    if is_on(options, "fp8"):
+        options.known("fp8_backend", "fp8_enable_fsdp_float8_all_gather")
+        options.remark("fp8", "priced as bf16")
+    return Program(
+        target="llama-factory",
+        model_key="model_name_or_path",
+        length_key=LENGTH,
+        length=DEFAULT_LENGTH,
+        is_packed=is_on(options, "packing") or raw.get("stage") == "pt",
+        finetuning=finetuning if finetuning.has_adapters else None,
+        precision=Precision.BF16 if is_pure else None,
+        optimizer="muon" if is_on(options, "use_muon") else None,
+    )
+
+
+READER = Reader(target="llama-factory", recognises=recognises, read=read)

@@ -1,0 +1,105 @@
+"""Is the YAML of axolotl read as it starts, and what is not understood listed?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.axolotl.read import read, recognises
+from autoplan.frameworks.common.launch import Given, Launch
+
+FULL: dict[str, Any] = {
+    "base_model": "NousResearch/Meta-Llama-3.1-8B",
+    "sequence_len": 8192,
+    "sample_packing": True,
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 8,
+    "optimizer": "adamw_torch_fused",
+    "bf16": "auto",
+    "gradient_checkpointing": True,
+    "datasets": [{"path": "x", "type": "alpaca"}],
+}
+FSDP2 = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True, "offload_params": False}}
+
+
+def of(devices: int = 16, **settings: Any) -> Launch:
+    return read(yaml.safe_dump(FULL | settings), Given(num_devices=devices))
+
+
+def matters(launch: Launch) -> set[str]:
+    return {unread.option for unread in launch.unread if unread.matters}
+
+
+def test_a_configuration_is_read() -> None:
+    launch = of(**FSDP2)
+    assert recognises("fft.yml", yaml.safe_dump(FULL))
+    assert (launch.target, launch.framework, launch.model.name) == ("axolotl", "transformers", "llama3.1-8b")
+    plan = launch.plan
+    assert (plan.micro_batch, plan.global_batch, plan.dp_shard, plan.sharding) == (1, 128, 16, "zero3")
+    assert (plan.recompute, launch.training.seq_len, launch.training.precision) == ("full", 8192, "bf16")
+    assert matters(launch) == set()
+    assert ("micro_batch_size", "1") in launch.options
+
+
+@pytest.mark.parametrize(
+    ("devices", "mesh", "degrees"),
+    [  # as utils/distributed.py, _get_parallel_config_kwargs, fills them in
+        (16, {"dp_shard_size": 4, "dp_replicate_size": 2, "tensor_parallel_size": 2}, (2, 4, 2, 1)),
+        (16, {"tensor_parallel_size": 4}, (1, 4, 4, 1)),
+        (16, {"context_parallel_size": 2}, (1, 8, 1, 2)),
+        (16, {"dp_shard_size": 4}, (4, 4, 1, 1)),
+        (16, {"dp_replicate_size": 2}, (2, 8, 1, 1)),
+        (8, {"dp_shard_size": 1}, (1, 8, 1, 1)),
+    ],
+)
+def test_the_mesh_is_filled_in(devices: int, mesh: dict[str, int], degrees: tuple[int, ...]) -> None:
+    plan = of(devices, **FSDP2, **mesh).plan
+    assert (plan.dp_replicate, plan.dp_shard, plan.tp, plan.cp) == degrees
+    assert plan.global_batch == 8 * plan.dp
+
+
+def test_a_mesh_that_does_not_fill_the_devices_is_refused() -> None:
+    with pytest.raises(InputError, match="need 12 devices, there are 16"):
+        of(16, **FSDP2, tensor_parallel_size=3, dp_replicate_size=2, dp_shard_size=2)
+
+
+def test_adapters_optimizer_and_length_are_read() -> None:
+    launch = of(adapter="qlora", lora_r=64, lora_target_linear=True, optimizer="paged_adamw_8bit", sequence_len=2048)
+    tuning = launch.training.finetuning
+    assert tuning is not None
+    assert (tuning.rank, tuning.targets, tuning.quantization) == (64, ("all-linear",), "nf4-dq")
+    assert (launch.training.optimizer, launch.training.seq_len) == ("adam8bit", 2048)
+    assert launch.plan.sharding == "none"
+    assert of(optimizer="muon").training.optimizer == "muon"
+    assert of(fp16=True).training.precision == "fp16"
+
+
+def test_what_changes_a_step_and_is_not_priced_is_listed() -> None:
+    settings = {
+        "liger_rms_norm": True,
+        "plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"],
+        "gradient_checkpointing": "offload",
+        "qat": {"weight_dtype": "int4"},
+        "torch_compile": True,
+    }
+    assert matters(of(**FSDP2, **settings)) == set(settings)
+    assert "sequence_len" in matters(of(**FSDP2, sample_packing=False))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"rl": "dpo"}, "rl: only training"),
+        ({"expert_parallel_size": 2}, "expert_parallel_size"),
+        ({"adapter": "llama-adapter"}, "adapter"),
+        ({"bf16": False}, "neither bf16 nor fp16"),
+        ({"deepspeed": "deepspeed_configs/zero3.json"}, "not at hand"),
+        ({"micro_batch_size": -1}, "micro_batch_size"),
+    ],
+)
+def test_what_is_not_priced_at_all_is_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        of(**settings)

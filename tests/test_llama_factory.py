@@ -1,0 +1,110 @@
+"""Is the YAML of LLaMA-Factory read as it starts, and what is not understood listed?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.launch_files import read_launch
+from autoplan.frameworks.llama_factory.read import read, recognises
+
+LORA = """### model
+model_name_or_path: Qwen/Qwen3-8B
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 16
+lora_target: all
+dataset: identity
+cutoff_len: 4096
+packing: true
+output_dir: saves/x
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+bf16: true
+"""
+
+
+def of(*changes: tuple[str, str], more: str = "", devices: int = 8) -> Launch:
+    text = LORA
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return read(text + more, Given(num_devices=devices))
+
+
+def matters(launch: Launch) -> set[str]:
+    return {unread.option for unread in launch.unread if unread.matters}
+
+
+def test_a_configuration_is_read() -> None:
+    launch = of()
+    assert recognises("lora.yaml", LORA)
+    assert (launch.target, launch.framework, launch.model.name) == ("llama-factory", "transformers", "qwen3-8b")
+    tuning = launch.training.finetuning
+    assert tuning is not None
+    assert (tuning.rank, tuning.targets, tuning.quantization) == (16, ("all-linear",), "none")
+    plan = launch.plan
+    assert (plan.micro_batch, plan.global_batch, plan.dp, plan.sharding) == (2, 2 * 8 * 8, 8, "none")
+    # It recomputes unless it is told not to.
+    assert (plan.recompute, launch.training.seq_len) == ("full", 4096)
+    assert matters(launch) == {"fsdp"}
+
+
+def test_recomputation_is_its_own_switch() -> None:
+    assert of(more="disable_gradient_checkpointing: true\n").plan.recompute == "none"
+    # model/model_utils/checkpointing.py does not look at the Trainer's.
+    assert of(more="gradient_checkpointing: false\n").plan.recompute == "full"
+
+
+def test_full_training_quantisation_optimizer_and_sharding() -> None:
+    assert of(("finetuning_type: lora", "finetuning_type: full")).training.finetuning is None
+    quantised = of(more="quantization_bit: 4\n").training.finetuning
+    assert quantised is not None
+    assert quantised.quantization == "nf4-dq"
+    assert of(more="optim: paged_adamw_8bit\n").training.optimizer == "adam8bit"
+    assert of(more="use_muon: true\n").training.optimizer == "muon"
+    assert of(more="fsdp: [full_shard, auto_wrap]\n").plan.sharding == "zero3"
+
+
+def test_deepspeed_is_read_from_its_file(tmp_path: Path) -> None:
+    folder = tmp_path / "examples" / "deepspeed"
+    folder.mkdir(parents=True)
+    (folder / "z2.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}')
+    place = tmp_path / "examples" / "train_full"
+    place.mkdir()
+    (place / "full.yaml").write_text(f"{LORA}deepspeed: examples/deepspeed/z2.json\n")
+    launch = read_launch(place / "full.yaml", Given(num_devices=16))
+    assert (launch.framework, launch.plan.sharding, launch.plan.dp) == ("deepspeed-hf", "zero2", 16)
+    assert (launch.plan.recompute, launch.plan.global_batch) == ("full", 2 * 8 * 16)
+    assert launch.training.finetuning is not None
+
+
+def test_what_is_not_priced_is_listed_or_refused() -> None:
+    launch = of(more="use_galore: true\ngalore_rank: 128\nenable_liger_kernel: true\npure_bf16: true\n")
+    assert {"use_galore", "galore_rank", "enable_liger_kernel", "pure_bf16"} <= matters(launch)
+    assert "cutoff_len" in matters(of(("packing: true\n", "")))
+    for old, new, says in (
+        ("stage: sft", "stage: dpo", "stage 'dpo'"),
+        ("finetuning_type: lora", "finetuning_type: oft", "finetuning_type 'oft'"),
+        ("bf16: true", "tensor_model_parallel_size: 2", "Megatron-Core"),
+        ("bf16: true", "seed: 1", "neither bf16 nor fp16"),
+        ("Qwen/Qwen3-8B", "my/own", "--model"),
+    ):
+        with pytest.raises(InputError, match=says):
+            of((old, new))
+
+
+def test_words_of_the_command_are_read() -> None:
+    text = """#!/bin/bash
+CUDA_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli train \\
+    --model_name_or_path Qwen/Qwen3-4B-Instruct-2507 --stage sft --finetuning_type lora --lora_rank 8 \\
+    --lora_target all --cutoff_len 2048 --per_device_train_batch_size 1 --gradient_accumulation_steps 8 --bf16
+"""
+    assert recognises("train.sh", text)
+    launch = read(text, Given())
+    assert (launch.model.name, launch.plan.dp, launch.plan.global_batch) == ("qwen3-4b", 4, 32)
