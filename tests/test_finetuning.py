@@ -19,6 +19,7 @@ from torch import Tensor, nn  # noqa: E402
 import autoplan  # noqa: E402
 from autoplan.api.estimate import check_oracle  # noqa: E402
 from autoplan.api.export import measurement  # noqa: E402
+from autoplan.api.problem import make_problem  # noqa: E402
 from autoplan.base.errors import InputError, NoPlanError  # noqa: E402
 from autoplan.cost.collectives.sharded_states import sharded_states  # noqa: E402
 from autoplan.cost.collectives.tensor_parallel import adapter_collectives, block_collectives  # noqa: E402
@@ -367,6 +368,23 @@ def test_methods_are_read_with_their_settings() -> None:
             load_finetuning(text)
     with pytest.raises(InputError, match="--finetune trains all weights, --lora-rank adapters"):
         combined("full", lora_rank=8)
+    assert combined("lora:r=16", lora_rank=16) == FineTuning(rank=16)
+    with pytest.raises(InputError, match="--finetune says rank 16, --lora-rank 8: leave one of them out"):
+        combined("lora:r=16", lora_rank=8)
+
+
+@pytest.mark.parametrize(
+    ("line", "optimizer"),
+    [("optim: adamw_bnb_8bit", "adam8bit"), ("optimizer: adafactor", "adafactor"), ("seed: 1", "adam")],
+)
+def test_the_optimizer_of_a_yaml_is_priced_unless_another_is_said(tmp_path: Path, line: str, optimizer: str) -> None:
+    (tmp_path / "x.yaml").write_text(f"model_name_or_path: x\nuse_peft: true\n{line}\n")
+    about = {"cluster": "h100-sxm:1x8", "seq_len": 2048, "finetune": tmp_path / "x.yaml", "framework": "transformers"}
+    assert make_problem("llama3-8b", **about).training.optimizer == optimizer  # type: ignore[arg-type]
+    assert make_problem("llama3-8b", optimizer="sgd", **about).training.optimizer == "sgd"  # type: ignore[arg-type]
+    (tmp_path / "x.yaml").write_text("model_name_or_path: x\noptim: galore_adamw\n")
+    with pytest.raises(InputError, match="optim 'galore_adamw' is not priced: say one that is with --optimizer"):
+        make_problem("llama3-8b", **about)  # type: ignore[arg-type]
 
 
 def test_adapter_config_of_peft_is_read(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.frameworks import presets
 from autoplan.frameworks.registry import book_of, find_target
 from autoplan.readers.calibration import built_in_calibration, load_calibration
-from autoplan.readers.finetuning import combined
+from autoplan.readers.finetuning import combined, optimizer_of
 from autoplan.readers.mixed_cluster import load_parts
 from autoplan.readers.model import load_model as read_model
 from autoplan.search.limits import batch_grid, check_words, default_limits, with_flags
@@ -190,6 +190,8 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
         if value not in known:
             raise InputError(f"--{name} {value!r}: must be one of {', '.join(known)}")
         table[name] = value
+    if options.get("optimizer") is None and (optimizer := optimizer_of(options.get("finetune"))) is not None:
+        table["optimizer"] = optimizer
     tuning = combined(
         options.get("finetune"), options.get("lora_rank"), options.get("lora_targets"), options.get("quantize")
     )

@@ -11,6 +11,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import decode, is_file, is_folder, read_table, read_text
 from autoplan.base.values import parse_count
 from autoplan.spec.finetuning import ALL_LINEAR, DEFAULT_TARGETS, QUANTIZED_BYTES, FineTuning, Quantization
+from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
 
 ADAPTER_CONFIG = "adapter_config.json"
 _OF_ADAPTERS = ("r", "targets", "dropout", "quantize", "train")  # settings of all methods but full
@@ -29,6 +30,28 @@ OF_TRL = (
     *("use_peft", "use_bnb_nested_quant", "lora_r", "lora_target_modules", "lora_dropout", "use_dora", "load_in_4bit"),
     *("load_in_8bit", "lora_modules_to_save", "lora_alpha", "bnb_4bit_quant_type", "lora_task_type", "use_rslora"),
 )
+# `optim` of TrainingArguments (OptimizerNames); the first word of an optimizer is the one that is written.
+OPTIM: dict[str, OptimizerName] = {
+    "adamw_torch": "adam",
+    "adamw_torch_fused": "adam",
+    "adamw_hf": "adam",
+    "adamw_apex_fused": "adam",
+    "adamw_anyprecision": "adam",
+    "adamw_torch_npu_fused": "adam",
+    "paged_adamw_32bit": "adam",
+    "adamw_torch_8bit": "adam8bit",
+    "adamw_bnb_8bit": "adam8bit",
+    "adamw_8bit": "adam8bit",
+    "paged_adamw_8bit": "adam8bit",
+    "adamw_torch_4bit": "adam4bit",
+    "adafactor": "adafactor",
+    "lion_32bit": "lion",
+    "paged_lion_32bit": "lion",
+    "sgd": "sgd",
+}
+# Of programs that make their own (axolotl/utils/schemas/enums.py, CustomSupportedOptimizers).
+OTHER_OPTIM: dict[str, OptimizerName] = {"muon": "muon", "ao_adamw_8bit": "adam8bit", "ao_adamw_4bit": "adam4bit"}
+_OPTIMIZER_KEYS = ("optim", "optimizer")  # of TrainingArguments, of axolotl
 PEFT_RANK = 8  # LoraConfig.r where a config names none; LLaMA-Factory's lora_rank too
 TRL_RANK, TRL_DROPOUT = 16, 0.05  # trl/trainer/model_config.py
 
@@ -56,6 +79,26 @@ def load_finetuning(text: str) -> FineTuning:
     return _from_yaml(_read_yaml(path), str(path))
 
 
+def optimizer_of(finetune: str | Path | FineTuning | None) -> OptimizerName | None:
+    """Return the optimizer that the YAML of a fine-tuning names; None where there is no such file, or it names none.
+
+    Raises InputError where it names one that is not priced.
+    """
+    path = Path(finetune) if isinstance(finetune, str | Path) else None
+    if path is None or path.suffix not in (".yaml", ".yml") or not is_file(path):
+        return None
+    table = _read_yaml(path)
+    for key in _OPTIMIZER_KEYS:
+        if (word := table.get(key)) is not None:
+            if (known := (OPTIM | OTHER_OPTIM).get(str(word))) is None:
+                raise InputError(
+                    f"{path}: {key} {str(word)[:30]!r} is not priced: say one that is with --optimizer "
+                    f"({', '.join(OPTIMIZERS)})"
+                )
+            return known
+    return None
+
+
 def combined(
     finetune: str | Path | FineTuning | None,
     lora_rank: int | None = None,
@@ -78,6 +121,8 @@ def combined(
             flag for flag, value in (("--lora-targets", lora_targets), ("--quantize", quantize)) if value is not None
         ]
         raise InputError(f"{' and '.join(flags)}: give --lora-rank too, or --finetune")
+    if tuning is not None and tuning.has_adapters and lora_rank not in (None, tuning.rank):
+        raise InputError(f"--finetune says rank {tuning.rank}, --lora-rank {lora_rank}: leave one of them out")
     if tuning is not None and not tuning.has_adapters and "rank" in changes:
         raise InputError("--finetune trains all weights, --lora-rank adapters: leave one of them out")
     return replace(tuning, **changes) if tuning is not None else FineTuning(**changes)

@@ -21,29 +21,20 @@ from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS
 from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_by_peft
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.fsdp2.rules import RULES
+from autoplan.frameworks.hf_trainer.options import WRITTEN_OPTIM
 from autoplan.spec.enums import Precision, Recompute, Sharding
-from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.plan import ALL_LAYERS, ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload
 
 YAML = "accelerate.yaml"
-# TrainingArguments.optim (transformers/training_args.py, OptimizerNames).
-OPTIM: dict[OptimizerName, str] = {
-    "adam": "adamw_torch",
-    "adam8bit": "adamw_torch_8bit",
-    "adam4bit": "adamw_torch_4bit",
-    "adafactor": "adafactor",
-    "lion": "lion_32bit",
-    "sgd": "sgd",
-}
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
     """Return the job that starts a training program that uses Accelerate."""
     import yaml
 
-    plan = plan_file.best.plan
+    plan, optimizer = plan_file.best.plan, plan_file.training.optimizer
     _check(plan_file)
     table = _table(plan_file)
     notes = [
@@ -69,7 +60,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
             lines=(
                 ["--per_device_train_batch_size", str(plan.micro_batch)],
                 ["--gradient_accumulation_steps", str(plan.num_microbatches)],
-                *([] if plan_file.training.optimizer == "adam" else [["--optim", OPTIM[plan_file.training.optimizer]]]),
+                *([] if optimizer == "adam" else [["--optim", WRITTEN_OPTIM[optimizer]]]),
             ),
         ),
         files=(
@@ -213,5 +204,5 @@ TARGET = Target(
     job=job,
     limits=LIMITS,
     refused_tuning=refused_by_peft,
-    optimizers=tuple(OPTIM),
+    optimizers=tuple(WRITTEN_OPTIM),
 )

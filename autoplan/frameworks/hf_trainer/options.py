@@ -9,8 +9,9 @@ import re
 
 from autoplan.frameworks.common.option_table import Assumed, Constant, Option, count, switch
 from autoplan.frameworks.common.options import Options
+from autoplan.readers.finetuning import OPTIM, OTHER_OPTIM
 from autoplan.spec.enums import Precision, Recompute, Sharding
-from autoplan.spec.optimizers import OptimizerName
+from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
 
 MICRO_BATCH = count("per_device_train_batch_size", "micro_batch", 8)
 ACCUMULATION = count("gradient_accumulation_steps", "num_microbatches", 1)
@@ -18,28 +19,12 @@ BATCH = (MICRO_BATCH, ACCUMULATION)
 RECOMPUTE = switch("gradient_checkpointing", "recompute", Recompute.NONE, on=Recompute.FULL, off=Recompute.NONE)
 PRECISIONS = {"bf16": Precision.BF16, "fp16": Precision.FP16}
 
-# `optim` (OptimizerNames); the first word of an optimizer is the one that is written.
-OPTIM: dict[str, OptimizerName] = {
-    "adamw_torch": "adam",
-    "adamw_torch_fused": "adam",
-    "adamw_hf": "adam",
-    "adamw_apex_fused": "adam",
-    "adamw_anyprecision": "adam",
-    "adamw_torch_npu_fused": "adam",
-    "paged_adamw_32bit": "adam",
-    "adamw_torch_8bit": "adam8bit",
-    "adamw_bnb_8bit": "adam8bit",
-    "adamw_8bit": "adam8bit",
-    "paged_adamw_8bit": "adam8bit",
-    "adamw_torch_4bit": "adam4bit",
-    "adafactor": "adafactor",
-    "lion_32bit": "lion",
-    "paged_lion_32bit": "lion",
-    "sgd": "sgd",
+# The first word of an optimizer is the one that is written.
+WRITTEN_OPTIM = {
+    name: next(word for word, optimizer in OPTIM.items() if optimizer == name)
+    for name in OPTIMIZERS
+    if name in OPTIM.values()
 }
-# Of programs that make their own (axolotl/utils/schemas/enums.py, CustomSupportedOptimizers).
-OTHER_OPTIM: dict[str, OptimizerName] = {"muon": "muon", "ao_adamw_8bit": "adam8bit", "ao_adamw_4bit": "adam4bit"}
-WRITTEN_OPTIM = {optimizer: word for word, optimizer in reversed(OPTIM.items())}
 
 # Section `fsdp_config`, by the keys without "fsdp_".
 FSDP: tuple[Option, ...] = (

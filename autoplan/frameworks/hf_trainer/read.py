@@ -9,7 +9,7 @@ from autoplan.frameworks.common.launch import Given, Launch, Reader
 from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
 from autoplan.frameworks.hf_trainer.options import is_on
-from autoplan.frameworks.hf_trainer.script import BATCH, SCRIPTS, of_script
+from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
 from autoplan.readers.finetuning import OF_TRL, of_trl
 from autoplan.spec.enums import Precision
 
@@ -38,13 +38,13 @@ def recognises(name: str, text: str) -> bool:
         )
     if name.endswith(".json"):
         return text.lstrip()[:1] == "{" and '"per_device_train_batch_size"' in text
-    return not name.endswith(SCRIPTS) and BATCH in text and not _OTHER_STARTERS.search(text)
+    return not name.endswith(SCRIPTS) and has_batch(text) and not _OTHER_STARTERS.search(text)
 
 
 def read(text: str, given: Given) -> Launch:
     """Return the launch that a script or a table of arguments describes."""
     devices = None
-    if BATCH in text:
+    if has_batch(text):
         options, program, devices = of_script(text, given)
     else:
         parse = parse_json if text.lstrip().startswith("{") else parse_yaml

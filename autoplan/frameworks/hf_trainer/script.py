@@ -16,6 +16,14 @@ SCRIPTS = (".py", ".json", ".yaml", ".yml", ".toml", ".md", ".ipynb")  # are no 
 BATCH = "--per_device_train_batch_size"
 
 
+_BATCH = re.compile(rf"^[^#\n]*(?<![\w-]){BATCH}\b", re.MULTILINE)
+
+
+def has_batch(text: str) -> bool:
+    """Return whether the Trainer's batch is in a text outside of comments."""
+    return _BATCH.search(text) is not None
+
+
 def program_at(words: Sequence[str], programs: Sequence[str] = ()) -> int | None:
     """Return where the program stands among the words of a command with the Trainer's batch; None: it has none."""
     if not any(word.partition("=")[0] == BATCH for word in words):

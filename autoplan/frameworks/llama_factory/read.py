@@ -12,7 +12,7 @@ from autoplan.frameworks.common.launch import Given, Launch, Reader
 from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
 from autoplan.frameworks.hf_trainer.options import is_on
-from autoplan.frameworks.hf_trainer.script import BATCH, SCRIPTS, of_script
+from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
 from autoplan.readers.finetuning import OF_LLAMA_FACTORY, of_llama_factory
 from autoplan.spec.enums import Precision
 
@@ -44,13 +44,13 @@ def recognises(name: str, text: str) -> bool:
         )
     if name.endswith(SCRIPTS):
         return False
-    return BATCH in text and _SCRIPT.search(text) is not None and re.search(r"\baccelerate\s+launch\b", text) is None
+    return has_batch(text) and _SCRIPT.search(text) is not None and re.search(r"\baccelerate\s+launch\b", text) is None
 
 
 def read(text: str, given: Given) -> Launch:
     """Return the launch that a configuration starts; the number of devices is never in it."""
     devices = None
-    if BATCH in text:
+    if has_batch(text):
         options, _, devices = of_script(text, given, COMMANDS)
     else:
         parse = parse_json if text.lstrip().startswith("{") else parse_yaml
