@@ -71,6 +71,11 @@ FRAMEWORKS = (  # in the order in which a log is taken for theirs
     Entry(folder="fsdp2", rules="fsdp2", target="fsdp2", facts="pytorch-fsdp"),
     Entry(folder="accelerate", rules="accelerate", target="accelerate", facts="transformers",
           logs=("HF Trainer", "DeepSpeed"), distributions={"accelerate": "accelerate"}),
+    Entry(folder="hf_trainer", target="hf-trainer", logs=("HF Trainer", "DeepSpeed")),
+    Entry(folder="llama_factory", target="llama-factory", logs=("HF Trainer", "DeepSpeed")),
+    Entry(folder="axolotl", target="axolotl", logs=("HF Trainer", "DeepSpeed")),
+    Entry(folder="ms_swift", target="ms-swift"),
+    Entry(folder="automodel", target="automodel"),
     Entry(folder="trainer", rules="trainer", target="autoplan", facts="torch"),
     Entry(folder="others", rules="unknown"),
 )

@@ -1,0 +1,1 @@
+"""NeMo AutoModel: its YAML, read."""

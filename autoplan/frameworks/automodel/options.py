@@ -1,0 +1,46 @@
+"""Option table of NeMo AutoModel's YAML (36044ad): sections `distributed` and `step_scheduler`."""
+
+from __future__ import annotations
+
+from autoplan.frameworks.common.option_table import Assumed, Option, Row, count, optional_count, switch
+from autoplan.spec.enums import Recompute, Schedule
+
+# Section `distributed`; dp_size is what the others leave.
+DEGREES: tuple[Row, ...] = (
+    count("tp_size", "tp", 1),
+    count("cp_size", "cp", 1),
+    count("pp_size", "pp", 1),
+    count("ep_size", "ep", 1),
+    optional_count("dp_replicate_size", "dp_replicate"),
+    switch("sequence_parallel", "sp"),
+)
+RECOMPUTE = switch("activation_checkpointing", "recompute", Recompute.NONE, on=Recompute.FULL, off=Recompute.NONE)
+DISTRIBUTED: tuple[Option, ...] = (
+    Assumed("enable_async_tensor_parallel", (False, None), "priced without it"),
+    Assumed("enable_compile", (False, None), "priced as not compiled"),
+    Assumed("use_hf_tp_plan", (False, None), "priced with its own plan"),
+    Assumed("offload_policy", (None,), "parameters and states on the host are not priced"),
+)
+DISTRIBUTED_COSTLESS = (
+    *("strategy", "dp_size", "backend", "enable_fsdp2_prefetch", "patch_is_packed_sequence", "defer_fsdp_grad_sync"),
+    *("sequence_parallel", "sharding_strategy", "timeout_minutes", "defer_rs_grad_accum"),
+)
+# Words of `pp_schedule`, in small letters.
+SCHEDULES = {
+    "1f1b": Schedule.ONE_F_ONE_B,
+    "interleaved1f1b": Schedule.INTERLEAVED,
+    "gpipe": Schedule.GPIPE,
+    "interleavedzerobubble": Schedule.ZB_H1,
+    "zbvzerobubble": Schedule.ZB_V,
+    "dualpipev": Schedule.DUALPIPE_V,
+}
+PIPELINE_COSTLESS = (
+    *("round_virtual_stages_to_pp_multiple", "scale_grads_in_schedule", "patch_inner_model", "patch_causal_lm_model"),
+    *("pp_seq_len", "pp_batch_size", "dtype"),
+)
+# Whole sections that change neither time nor memory of a step.
+COSTLESS = (
+    *("seed", "benchmark", "dist_env", "rng", "checkpoint", "dataloader", "validation_dataset", "ci", "wandb"),
+    *("validation_dataloader", "lr_scheduler", "processor", "mlflow", "comet", "logger", "nvtx", "tokenizer", "slurm"),
+    *("clip_grad_norm", "moe_metrics", "skypilot"),
+)

@@ -1,0 +1,222 @@
+"""Reader of NeMo AutoModel's YAML (36044ad); places are below nemo_automodel/."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.automodel.options import (
+    COSTLESS,
+    DEGREES,
+    DISTRIBUTED,
+    DISTRIBUTED_COSTLESS,
+    PIPELINE_COSTLESS,
+    RECOMPUTE,
+    SCHEDULES,
+)
+from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
+from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
+from autoplan.frameworks.common.options import Options, parse_yaml, show
+from autoplan.frameworks.megatron_lm.known_models import preset_of
+from autoplan.spec.enums import Precision, Sharding
+from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.training import TrainingSpec
+
+_ALL = ("*_proj", "*proj", "*.proj", "all-linear")
+_ADAM = re.compile(r"(^|\.)(Fused)?AdamW?$")
+_SIZES = re.compile(r"^(num_.*(layers|heads|experts)|hidden_size|\w*intermediate_size|vocab_size|n_routed_experts)$")
+_PRICED = re.compile(r"(Train|Finetune|Pretrain|Benchmarking)\w*NextTokenPrediction$")  # recipes (recipes/llm/)
+_LENGTHS = ("seq_len", "seq_length", "max_length")
+
+
+def recognises(name: str, text: str) -> bool:
+    """Return whether a file is a recipe of AutoModel."""
+    if not name.endswith((".yaml", ".yml")):
+        return False
+    return all(re.search(rf"^{key}:", text, re.MULTILINE) for key in ("step_scheduler", "distributed", "model"))
+
+
+def read(text: str, given: Given) -> Launch:
+    """Return the launch of a recipe; the number of devices is that of `benchmark` or of `ci`, or given."""
+    options = Options.of_table(parse_yaml(text, "the file"))
+    recipe = options.text("recipe")
+    if recipe is not None and not _PRICED.match(recipe):
+        raise InputError(f"recipe {recipe[:60]}: only training on the next token is priced")
+    model = _model(options, given)
+    seq_len = _length(options, given)
+    training = TrainingSpec(seq_len=seq_len, precision=_precision(options), finetuning=_finetuning(options))
+    if given.num_devices is None:
+        raise InputError("the number of devices is not in the file: pass --devices")
+    plan = _plan(options, model, given.num_devices, training.precision)
+    options.known(*COSTLESS)
+    optimizer = options.inside("optimizer")
+    if not _ADAM.search(str(optimizer.value("_target_", "Adam"))):
+        optimizer.remark("_target_", "priced as Adam")
+    optimizer.known(*(key for key in optimizer.given if key != "_target_"))
+    for section in ("loss_fn", "dataset"):
+        options.inside(section).known(*options.inside(section).given)
+    return Launch(
+        target="automodel",
+        framework="nemo-automodel",
+        model=model,
+        training=training,
+        plan=plan,
+        options=options.options(),
+        unread=options.unread(),
+    )
+
+
+def _model(options: Options, given: Given) -> ModelSpec:
+    section = options.inside("model")
+    config = section.inside("config") if isinstance(section.value("config"), dict) else section
+    name = config.text("pretrained_model_name_or_path") or section.text("pretrained_model_name_or_path")
+    section.known("_target_", "trust_remote_code", "use_liger_kernel", "torch_dtype", "is_meta_device", "name_or_path")
+    config.known("_target_", "trust_remote_code")
+    for key in config.given if given.model is None else ():
+        if _SIZES.search(key):
+            raise InputError(f"{config.name(key)} makes another model of {show(name)}: pass --model")
+    if (attention := section.text("attn_implementation")) == "eager":
+        section.remark("attn_implementation", "priced as flash attention")
+    elif attention:
+        section.known("attn_implementation")
+    backend = section.inside("backend")
+    backend.known("_target_", "enable_hf_state_dict_adapter", "enable_fsdp_optimizations", "rope_fusion", "experts")
+    backend.known("fake_balanced_gate")
+    for key, priced in (("attn", "te"), ("linear", "te"), ("rms_norm", "te"), ("dispatcher", "deepep")):
+        if backend.is_other(key, priced):
+            backend.remark(key, f"priced as {priced}")
+    if given.model is not None:
+        return given.model
+    if name is not None and (found := preset_of(name)):
+        return found
+    raise InputError(f"model {show(name)} is no model that is known here: pass --model")
+
+
+def _length(options: Options, given: Given) -> int:
+    packed, dataset = options.inside("packed_sequence"), options.inside("dataset")
+    packed.known("post_tokenize_hook_fn", "collate_max_length")
+    packed.known("split_across_pack", "max_packs", "attn_implementation", "packing_strategy", "packing_ratio")
+    packed.known("drop_long_samples", "pretokenize", "split_samples", "max_sample_packing")
+    size = packed.optional_count("packed_sequence_size", 0) or packed.optional_count("pack_size", 0)
+    key = next((key for key in _LENGTHS if dataset.has(key)), None)
+    length = given.seq_len or size or (dataset.optional_count(key) if key else None)
+    if not length:
+        raise InputError("sequences are as long as the dataset's, which is not in the file: pass --seq-len")
+    return length
+
+
+def _precision(options: Options) -> Precision:
+    fp8 = options.inside("fp8")
+    if fp8.given and fp8.flag("enabled", True):
+        fp8.known(*fp8.given)
+        return Precision.FP8
+    fp8.known(*fp8.given)
+    return Precision.BF16
+
+
+def _finetuning(options: Options) -> FineTuning | None:
+    """Return the adapters of `peft` (components/_peft/lora.py, PeftConfig)."""
+    peft = options.inside("peft")
+    if not peft.given:
+        return None
+    matches_all = peft.flag("match_all_linear")
+    peft.known("_target_", "alpha", "use_triton", "lora_dtype", "lora_A_init", "dropout_position", "lora_A_init_method")
+    targets = peft.value("target_modules")
+    names = targets if isinstance(targets, list) else [targets]
+    if matches_all or targets is None or any(str(name) in _ALL for name in names):
+        chosen: tuple[str, ...] = (ALL_LINEAR,)
+    else:
+        chosen = tuple(str(name).rstrip("*.").rpartition("*")[2].rpartition(".")[2] for name in names)
+    if peft.value("exclude_modules"):
+        peft.remark("exclude_modules", "adapters are priced on all that target_modules names")
+    is_4bit = bool(options.value("quantization")) and options.inside("quantization").flag("load_in_4bit")
+    options.inside("quantization").known(*options.inside("quantization").given)
+    return FineTuning(
+        rank=peft.count("dim", 8),
+        targets=chosen,
+        dropout=peft.number("dropout", 0.0),
+        dora=peft.flag("use_dora"),
+        quantization="nf4" if is_4bit else "none",
+    )
+
+
+def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Precision) -> ParallelPlan:
+    table, steps = options.inside("distributed"), options.inside("step_scheduler")
+    for key, argument in list(table.given.items()):  # "none" is a word for nothing
+        if argument.value in ("none", "None"):
+            table.given.pop(key)
+    degrees = read_fields(DEGREES, table)
+    table.known(*DISTRIBUTED_COSTLESS)
+    remark_assumed(DISTRIBUTED, table)
+    needed = degrees["tp"] * degrees["cp"] * degrees["pp"]
+    if num_devices % needed:
+        raise InputError(f"tp, cp and pp need a multiple of {needed} devices, there are {num_devices}: pass --devices")
+    dp = num_devices // needed
+    if (size := table.optional_count("dp_size")) not in (None, 0, dp):
+        raise InputError(f"dp_size is {size}, {num_devices} devices leave {dp}: pass --devices {needed * (size or 1)}")
+    copies = degrees.pop("dp_replicate") or 1
+    if dp % copies:
+        raise InputError(f"dp_replicate_size {copies} does not divide the {dp} replicas")
+    strategy = table.text("strategy", "fsdp2")
+    if strategy not in ("fsdp2", "ddp", "megatron_fsdp"):
+        raise InputError(f"strategy {show(strategy)} is not one of fsdp2, ddp, megatron_fsdp")
+    if strategy == "megatron_fsdp":
+        table.remark("strategy", "priced as FSDP2")
+    reshards = table.flag("reshard_after_forward", degrees["pp"] == 1)
+    sharding = Sharding.ZERO3 if reshards else Sharding.ZERO2
+    if strategy == "ddp" or dp * degrees["cp"] == 1:
+        sharding = Sharding.NONE
+    moe = table.inside("moe")
+    moe.known("ignore_router_for_ac", "mp_policy", "_target_")
+    if moe.has("reshard_after_forward") and moe.flag("reshard_after_forward") != reshards and degrees["ep"] > 1:
+        moe.remark("reshard_after_forward", "experts are priced as sharded like all else")
+    micro = steps.count("local_batch_size", 1)
+    steps.known(*(key for key in steps.given if key not in ("local_batch_size", "global_batch_size")))
+    total = steps.count("global_batch_size", micro * dp)
+    rounds = total // max(micro * dp, 1)
+    pipeline = _pipeline(options, table, model, degrees["pp"], local=micro, rounds=rounds)
+    fields: Fields = {**degrees, **RECOMPUTE.read(table), **pipeline}
+    fields.setdefault("micro_batch", micro)
+    return ParallelPlan.derived(
+        has_experts=model.moe is not None,
+        **fields,
+        etp=1,
+        dp_replicate=copies if sharding != Sharding.NONE else 1,
+        dp_shard=dp // copies if sharding != Sharding.NONE else dp,
+        sharding=sharding,
+        precision=precision,
+        global_batch=total,
+    )
+
+
+def _pipeline(
+    options: Options, table: Options, model: ModelSpec, pp: int, *, local: int, rounds: int
+) -> dict[str, Any]:
+    """Return schedule, chunks and micro-batch (components/distributed/pipelining/config.py)."""
+    section = table.inside("pipeline")
+    section.known(*PIPELINE_COSTLESS)
+    if pp == 1:
+        section.known(*section.given)
+        return {}
+    word = str(section.value("pp_schedule", "interleaved1f1b")).casefold()
+    if word not in SCHEDULES:
+        raise InputError(f"pp_schedule {show(word)} is not one of {', '.join(SCHEDULES)}")
+    is_single = word in ("1f1b", "gpipe")
+    layers = section.optional_count("layers_per_stage")
+    stages = -(-model.num_layers // layers) if layers else pp if is_single else 2 * pp
+    if stages % pp:
+        section.remark("layers_per_stage", f"{stages} stages are rounded to a multiple of {pp}")
+        stages = max(stages // pp, 1) * pp
+    if rounds > 1:
+        why = f"the pipeline is filled and drained {rounds} times a step, and priced as once"
+        options.remarks.append(Unread(option="step_scheduler.global_batch_size", value="", why=why))
+    micro = section.count("pp_microbatch_size", 1)
+    if local % micro:
+        raise InputError(f"pp_microbatch_size {micro} does not divide local_batch_size {local}")
+    return {"schedule": SCHEDULES[word], "vp": stages // pp, "micro_batch": micro}
+
+
+READER = Reader(target="automodel", recognises=recognises, read=read)

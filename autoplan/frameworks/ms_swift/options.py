@@ -1,0 +1,44 @@
+"""Arguments of ms-swift (3602360) that are not called, or not set, as those of Megatron-LM or the Trainer."""
+
+from __future__ import annotations
+
+import re
+
+from autoplan.frameworks.common.option_table import Value
+
+# Of swift/megatron/arguments/megatron_args.py, where Megatron-LM's defaults differ.
+MEGATRON_DEFAULTS: dict[str, Value] = {
+    "micro_batch_size": 1,
+    "global_batch_size": 16,
+    "recompute_granularity": "selective",
+    "use_distributed_optimizer": True,
+    "bf16": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "moe_grouped_gemm": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "expert_tensor_parallel_size": 1,
+}
+# By its name, that of Megatron-LM's argument.
+MEGATRON_NAMES = {
+    "max_length": "seq_length",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+}
+# Of swift/arguments, where the Trainer's defaults differ.
+TRAINER_DEFAULTS: dict[str, Value] = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}
+MOST_SEQUENCES = 16  # of a step, which the steps of accumulation are chosen for where nothing says them
+STAGES = re.compile(r"zero([0-3])(_offload)?")  # words that stand for files of DeepSpeed in its package
+
+OF_TUNER = (
+    *("tuner_type", "train_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save"),
+    *("use_rslora", "use_dora", "quant_bits", "quant_method", "bnb_4bit_use_double_quant", "bnb_4bit_quant_type"),
+    *("bnb_4bit_compute_dtype", "lora_dtype", "lora_bias"),
+)
+COSTLESS = (
+    *("torch_dtype", "load_from_cache_file", "split_dataset_ratio", "loss_scale", "model_author", "model_name"),
+    *("merge_lora", "save_safetensors", "use_hf", "finetune", "lr", "min_lr", "lr_warmup_fraction", "num_train_epochs"),
+    *("cached_dataset", "cached_val_dataset", "to_cached_dataset", "use_chat_template", "agent_template", "adapters"),
+    *("truncation_strategy", "label_names", "columns", "model_type", "model_kwargs", "create_checkpoint_symlink"),
+    *("add_version", "max_epochs", "lazy_tokenize", "packing_cache", "strict", "mcore_model", "val_dataset"),
+    *("add_non_thinking_prefix", "response_prefix", "custom_register_path", "ignore_args_error", "streaming"),
+)

@@ -1,0 +1,171 @@
+"""Reader of scripts of ms-swift (3602360): `megatron sft` takes arguments of Megatron-Core, `swift sft` the Trainer's.
+
+Places are below swift/.  The model is that of `--model`, by its name on a hub.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.options import Argument, Options
+from autoplan.frameworks.common.shell import read_script
+from autoplan.frameworks.hf_trainer.launch import Program, launch_of, model_of, stage_table
+from autoplan.frameworks.hf_trainer.options import HARMLESS, is_on
+from autoplan.frameworks.hf_trainer.script import devices_of, has_batch, of_script
+from autoplan.frameworks.megatron_lm import launch as megatron
+from autoplan.frameworks.megatron_lm.read import Entry, given_arguments, started
+from autoplan.frameworks.ms_swift.options import (
+    COSTLESS,
+    MEGATRON_DEFAULTS,
+    MEGATRON_NAMES,
+    MOST_SEQUENCES,
+    OF_TUNER,
+    STAGES,
+    TRAINER_DEFAULTS,
+)
+from autoplan.readers.finetuning import PEFT_RANK
+from autoplan.spec.enums import Precision
+from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
+
+_COMMAND = re.compile(r"^[^#\n]*\b(megatron|swift)\s+(sft|pt)\b", re.MULTILINE)
+_OTHER_LOSSES = ("rlhf_type", "num_generations", "beta")
+_OTHER_TASKS = ("embedding", "seq_cls", "reranker", "generative_reranker")
+DROPOUT = 0.05
+
+
+def recognises(name: str, text: str) -> bool:
+    """Return whether a file is a script that trains with `megatron sft`, `swift sft` or `pt` of one of them."""
+    return name.endswith((".sh", ".slurm", ".sbatch", ".txt")) and _COMMAND.search(text) is not None
+
+
+def read(text: str, given: Given) -> Launch:
+    """Return the launch of the last command of a script; raises InputError where it does not say enough."""
+    found = _COMMAND.findall(text)
+    if not found:
+        raise InputError("no command of the script is megatron sft, swift sft, or pt of one of them")
+    kind = found[-1][0]
+    return _with_megatron(text, given) if kind == "megatron" else _with_trainer(text, given)
+
+
+def _check(options: Options) -> None:
+    """Refuse tasks of which a step is not priced; remark attention that is not the usual one."""
+    if options.text("attn_impl") == "eager":
+        options.remark("attn_impl", "priced as flash attention")
+    for key in _OTHER_LOSSES:
+        if options.has(key):
+            raise InputError(f"{key}: only training on the next token is priced, no preferences or rewards")
+    if (task := options.text("task_type", "causal_lm")) in _OTHER_TASKS:
+        raise InputError(f"task_type {task}: only training on the next token is priced")
+
+
+def _finetuning(options: Options, default: str) -> FineTuning | None:
+    """Return the adapters (arguments/tuner_args.py), None where all weights are trained."""
+    kind = options.text("tuner_type") or options.text("train_type") or default
+    options.understood.update(key for key in OF_TUNER if options.has(key))
+    if kind == "full":
+        return None
+    if kind != "lora":
+        raise InputError(f"tuner_type {kind[:20]!r} is not priced: only lora and full are")
+    targets = options.words("target_modules", (ALL_LINEAR,))
+    bits = options.optional_count("quant_bits")
+    if bits not in (None, 4, 8):
+        raise InputError(f"quant_bits {bits} is not priced: only 4 and 8 are")
+    return FineTuning(
+        rank=options.count("lora_rank", PEFT_RANK),
+        targets=tuple(targets),
+        dropout=options.number("lora_dropout", DROPOUT),
+        dora=options.flag("use_dora"),
+        quantization="none" if bits is None else "int8" if bits == 8 else "nf4-dq",
+        saved_modules=options.words("modules_to_save"),
+    )
+
+
+# -- megatron ----------------------------------------------------------------------------------------------------------
+
+
+def _with_megatron(text: str, given: Given) -> Launch:
+    script = read_script(text, given.variables)
+
+    def position(words: Sequence[str]) -> int | None:
+        pairs = (("megatron", "sft"), ("megatron", "pt"))
+        return next((at + 1 for at, pair in enumerate(pairwise(words)) if pair in pairs), None)
+
+    before, words = started(script, Entry(position, lambda inner: "megatron" in inner), given)
+    if words is None:
+        raise InputError("no command of the script is megatron sft or megatron pt")
+    arguments = Options(_renamed(given_arguments(words)), MEGATRON_DEFAULTS, way_out="pass --model")
+    _check(arguments)
+    model = model_of(arguments, "model", given)
+    finetuning = _finetuning(arguments, "full")
+    arguments.known(*COSTLESS)
+    for key in [key for key in arguments.given if HARMLESS.fullmatch(key)]:
+        arguments.known(key)
+    if arguments.text("recompute_granularity") == "none":
+        arguments.given.pop("recompute_granularity", None)
+        arguments.defaults.pop("recompute_granularity")
+    if not is_on(arguments, "packing") and given.seq_len is None and arguments.has("seq_length"):
+        why = "sequences are not packed, and shorter than that: priced as all of this length; pass --seq-len their mean"
+        arguments.remark("seq_length", why)
+    launch = megatron.launch_of(
+        arguments,
+        replace(given, model=model),
+        target="ms-swift",
+        framework="megatron-core",
+        num_devices=devices_of(before, script, text),
+    )
+    return replace(launch, training=replace(launch.training, finetuning=finetuning))
+
+
+def _renamed(arguments: list[Argument]) -> list[Argument]:
+    """Return the arguments by the names of Megatron-LM; switches have words here."""
+    values: Mapping[str, bool] = {"true": True, "false": False}
+    return [
+        _renamed_one(argument, values.get(str(argument.value).casefold(), argument.value)) for argument in arguments
+    ]
+
+
+def _renamed_one(argument: Argument, value: Any) -> Argument:
+    """Return the argument by Megatron-LM's name, with another value."""
+    name = MEGATRON_NAMES.get(argument.name, argument.name)
+    return Argument(argument.option, argument.text, name, value)
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+def _with_trainer(text: str, given: Given) -> Launch:
+    if not has_batch(text):
+        raise InputError("per_device_train_batch_size is not in the file: add it")
+    options, _, devices = of_script(text, given, ("swift",))
+    _check(options)
+    options.defaults |= TRAINER_DEFAULTS
+    devices = given.num_devices or devices
+    micro = options.count("per_device_train_batch_size")
+    if not options.has("gradient_accumulation_steps") and devices:
+        options.defaults["gradient_accumulation_steps"] = max(1, math.ceil(MOST_SEQUENCES / micro / devices))
+    if options.optional_count("sequence_parallel_size", 1, least=1) not in (None, 1):
+        raise InputError("sequence_parallel_size > 1 of swift is not read: read its DeepSpeed file with --as deepspeed")
+    if stage := STAGES.fullmatch(str(options.value("deepspeed"))):
+        table = stage_table(int(stage[1]), offload=bool(stage[2]))
+        given_as = options.given["deepspeed"]
+        options.given["deepspeed"] = Argument(given_as.option, given_as.text, "deepspeed", table)
+    options.known(*COSTLESS)
+    program = Program(
+        target="ms-swift",
+        model_key="model",
+        length_key="max_length",
+        is_packed=is_on(options, "packing"),
+        finetuning=_finetuning(options, "lora"),
+        precision=Precision.BF16 if options.text("torch_dtype", "bfloat16") == "bfloat16" else None,
+    )
+    return launch_of(options, given, program, devices)
+
+
+READER = Reader(target="ms-swift", recognises=recognises, read=read)
