@@ -55,7 +55,9 @@ def given_of(plan_file: PlanFile) -> Given:
     plan = plan_file.best.plan
     batch = (("PER_DEVICE_TRAIN_BATCH_SIZE", str(plan.micro_batch)),)
     steps = (("GRADIENT_ACCUMULATION_STEPS", str(plan.num_microbatches)),)
-    return Given(model=plan_file.model, seq_len=plan_file.training.seq_len, variables=batch + steps)
+    alone = plan.recompute == "full" and (plan.sharding == "none" or plan.dp_shard * plan.cp == 1)
+    recompute = (("GRADIENT_CHECKPOINTING", "true"),) if alone else ()
+    return Given(model=plan_file.model, seq_len=plan_file.training.seq_len, variables=batch + steps + recompute)
 
 
 def assert_read_back(plan_file: PlanFile) -> None:
@@ -113,7 +115,6 @@ REFUSED: dict[str, tuple[PlanFile, str]] = {
     "some layers": (fsdp(dp_shard=8, recompute="full", recompute_num_layers=2), "recomputation of some layers"),
     "unsharded tensors": (fsdp(tp=2, dp_shard=4, sharding="none"), "tp or cp of states that are not sharded"),
     "context in copies": (fsdp(cp=2, dp_replicate=4), "in copies of dp_shard 1"),
-    "recomputed copies": (fsdp(dp_shard=8, sharding="none", recompute="full"), "recomputation without FSDP"),
     "narrow": (fsdp(dp_shard=8, precision="mxfp8"), "precision 'mxfp8'"),
     "a broken rule": (fsdp(dp_shard=8, sharding="zero1"), "use 'none' or 'zero2' or 'zero3'"),
 }
@@ -366,3 +367,29 @@ def test_accelerate_accepts_the_plan_and_sets_the_same_environment(name: str, an
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_accelerate_refuses_what_is_wrong(name: str, answered: dict[str, Any]) -> None:
     assert "error" in answered[f"bad {name}"]
+
+
+def test_copies_that_recompute_leave_it_to_the_program() -> None:
+    job = job_of(fsdp(dp_shard=8, sharding="none", recompute="full"), "accelerate")
+    assert job.replaceable is not None
+    assert ["--gradient_checkpointing", "true"] in job.replaceable.lines
+    assert "# It recomputes every layer" in job.files[0].text
+    sharded = job_of(fsdp(dp_shard=8, recompute="full"), "accelerate")
+    assert sharded.replaceable is not None
+    assert ["--gradient_checkpointing", "true"] not in sharded.replaceable.lines
+
+
+def test_the_trainers_recomputation_is_read() -> None:
+    text = (
+        "accelerate launch --multi_gpu --num_processes 8 --mixed_precision bf16 train.py --gradient_checkpointing true"
+    )
+    assert read(text, given_of(fsdp(dp_shard=8))).plan.recompute == "full"
+    assert read(text.replace("true", "false"), given_of(fsdp(dp_shard=8))).plan.recompute == "none"
+
+
+def test_a_file_that_the_program_reads_is_listed() -> None:
+    options = "--use_fsdp --num_processes 2 --fsdp_version 2 --mixed_precision bf16"
+    text = f"accelerate launch {options} src/train.py lora.yaml"
+    assert recognises("train.sh", text)
+    launch = read(text, given_of(fsdp(dp_shard=2)))
+    assert [unread.option for unread in launch.unread if unread.matters] == ["lora.yaml"]

@@ -60,6 +60,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
             lines=(
                 ["--per_device_train_batch_size", str(plan.micro_batch)],
                 ["--gradient_accumulation_steps", str(plan.num_microbatches)],
+                *([["--gradient_checkpointing", "true"]] if _recomputes_alone(plan) else []),
                 *([] if optimizer == "adam" else [["--optim", WRITTEN_OPTIM[optimizer]]]),
             ),
         ),
@@ -75,7 +76,14 @@ def _program(plan_file: PlanFile) -> list[str]:
     plan = plan_file.best.plan
     loads = "loads its model with from_pretrained(..., tp_plan='auto', device_mesh=accelerator.torch_device_mesh)"
     splits = "runs every step inside accelerator.maybe_context_parallel(buffers=..., buffer_seq_dims=...)"
-    return ([loads] if plan.tp > 1 else []) + ([splits] if plan.cp > 1 else []) + peft_duties(plan_file)
+    recomputes = "recomputes every layer (--gradient_checkpointing true of the Trainer)"
+    duties = ((plan.tp > 1, loads), (plan.cp > 1, splits), (_recomputes_alone(plan), recomputes))
+    return [duty for is_needed, duty in duties if is_needed] + peft_duties(plan_file)
+
+
+def _recomputes_alone(plan: ParallelPlan) -> bool:
+    """Return whether the program has to recompute, since there is no FSDP that does."""
+    return plan.recompute == Recompute.FULL and not is_sharded(plan)
 
 
 def _duties(plan_file: PlanFile) -> str:
@@ -112,11 +120,6 @@ LIMITS = (
         source=SOURCE,
         holds=lambda s, b: (b.recompute_num_layers == 0) | (b.recompute_num_layers == ALL_LAYERS),
         says=lambda s, p: "recomputation of some layers: use full or none",
-    ),
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: (b.recompute != Recompute.FULL.code) | _is_sharded(b),
-        says=lambda s, p: "recomputation without FSDP: shard, or use none",
     ),
     Rule(
         source=SOURCE,

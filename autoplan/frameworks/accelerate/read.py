@@ -32,7 +32,7 @@ from autoplan.frameworks.common.option_table import Fields, read_fields, remark_
 from autoplan.frameworks.common.options import Options, parse_yaml, show, typed
 from autoplan.frameworks.common.shell import is_open, read_script
 from autoplan.frameworks.deepspeed import read as deepspeed
-from autoplan.spec.enums import Precision, Sharding
+from autoplan.spec.enums import Precision, Recompute, Sharding
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
@@ -45,6 +45,7 @@ _DEEPSPEED = (  # options of the command that are in the section `deepspeed_conf
     *("gradient_accumulation_steps", "gradient_clipping", "deepspeed_config_file", "deepspeed_hostfile"),
 )
 _AUTO = "auto"
+_TABLES = (".yaml", ".yml", ".json")
 
 
 def recognises(name: str, text: str) -> bool:
@@ -73,6 +74,8 @@ def read(text: str, given: Given) -> Launch:
         return _with_deepspeed(options, program, precision, replace(given, num_devices=num_devices))
     mesh = _mesh(options.inside("parallelism_config"), num_devices, kind)
     states = _states(options.inside("fsdp_config"), mesh) if kind == "FSDP" else _unsharded(mesh)
+    if program.get("GRADIENT_CHECKPOINTING", "false").casefold() in ("true", "", "1"):  # of the Trainer
+        states = states | {"recompute": Recompute.FULL}
     micro, steps = (_batch_count(program, name) for name in _BATCH)
     plan = ParallelPlan.derived(
         has_experts=given.model.moe is not None,
@@ -159,10 +162,13 @@ def _of_script(text: str, given: Given) -> tuple[dict[str, Any], dict[str, str]]
     words = next((item.words for item in commands if _LAUNCH.search(" ".join(item.words))), None)
     if words is None or "launch" not in words:
         raise InputError("no command is accelerate launch")
-    options = _options(words[words.index("launch") + 1 :])
+    words = words[words.index("launch") + 1 :]
+    options = _options(words)
     program = {name: options.pop(name.lower()) for name in _PROGRAM if name.lower() in options}
     kind = next((kind for name, kind in _KINDS.items() if options.pop(name, None) is not None), None)
     table: dict[str, Any] = {"fsdp_config": {}, "parallelism_config": {}, "deepspeed_config": {}}
+    # Files behind the program, such as src/train.py lora.yaml, are its own: they are listed as not understood.
+    table |= {word: "read by the program" for word in words if word.endswith(_TABLES) and word not in options.values()}
     if file := options.pop("config_file", None):
         table |= _config_beside(file, given.folder)
     if kind is not None:
