@@ -94,6 +94,14 @@ def test_what_cannot_be_read_is_refused(sections: dict[str, Any], says: str) -> 
         of(**sections)
 
 
+@pytest.mark.parametrize(("target", "is_listed"), [("x.MockIterableDataset", False), ("x.Squad", True)])
+def test_the_length_of_a_dataset_is_the_most_unless_it_is_made_up(target: str, is_listed: bool) -> None:
+    dataset = {"_target_": target, "seq_length": 2048}
+    launch = of(packed_sequence={"packed_sequence_size": 0}, dataset=dataset)
+    assert launch.training.seq_len == 2048
+    assert matters(launch) == ({"dataset.seq_length"} if is_listed else set())
+
+
 def test_what_is_not_known_is_listed() -> None:
     launch = of(
         model={"backend": {"attn": "sdpa", "linear": "te"}},

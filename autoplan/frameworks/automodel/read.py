@@ -103,6 +103,9 @@ def _length(options: Options, given: Given) -> int:
     size = packed.optional_count("packed_sequence_size", 0) or packed.optional_count("pack_size", 0)
     key = next((key for key in _LENGTHS if dataset.has(key)), None)
     length = given.seq_len or size or (dataset.optional_count(key) if key else None)
+    if key and not given.seq_len and not size and "mock" not in str(dataset.value("_target_")).casefold():
+        why = "sequences are not packed, and shorter than that: priced as all of this length; pass --seq-len their mean"
+        dataset.remark(key, why)
     if not length:
         raise InputError("sequences are as long as the dataset's, which is not in the file: pass --seq-len")
     return length
