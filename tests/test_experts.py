@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import autoplan
 from autoplan.base.curves import GemmCurve
+from autoplan.base.errors import InputError
 from autoplan.cost.blocks import _experts_wait_s, block_costs
 from autoplan.cost.collectives.expert_parallel import (
     _unpaired_share,
@@ -22,6 +24,7 @@ from autoplan.cost.kernels.products import gemm_pace, gemm_rate
 from autoplan.cost.kernels.sizes import expert_tokens
 from autoplan.cost.kernels.times import kernel_times
 from autoplan.cost.network.links import Links
+from autoplan.frameworks.common.header import header
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.calibration import built_in_calibration
 from autoplan.readers.cluster import load_cluster
@@ -90,6 +93,24 @@ def test_experts_that_drop_tokens_are_balanced() -> None:
     for drops, share in ((False, 1.5), (True, 1.0)):
         batch = batch_of(token_dropping=drops)
         assert expert_tokens(uneven, batch)[0] == pytest.approx(share * expert_tokens(PROBLEM, batch)[0])
+
+
+def test_the_imbalance_of_experts_is_said_by_a_flag_that_search_and_estimate_take() -> None:
+    place = {"cluster": "h100-sxm:2x8", "global_batch": 64, "seq_len": 4096}
+    plan = {"ep": 8, "recompute": "full"}
+    even, uneven = (
+        autoplan.estimate("mixtral-8x7b", plan=plan, expert_imbalance=ratio, **place)  # type: ignore[arg-type]
+        for ratio in (None, 1.3)
+    )
+    assert uneven.best.step_s > even.best.step_s
+    assert uneven.best.memory_bytes > even.best.memory_bytes
+    found = autoplan.search("mixtral-8x7b", expert_imbalance=1.3, **place)  # type: ignore[arg-type]
+    assert found.file.training.expert_imbalance == 1.3
+    assert "Priced with 1.3 times the mean" in "\n".join(header(found.file, "Megatron-LM"))
+    with pytest.raises(InputError, match="--expert-imbalance needs a model with experts, llama3-8b has none"):
+        autoplan.estimate("llama3-8b", expert_imbalance=1.3, **place)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="expert_imbalance must lie between 1"):
+        autoplan.estimate("mixtral-8x7b", expert_imbalance=0.5, **place)  # type: ignore[arg-type]
 
 
 def test_permuting_tokens_by_capacity_moves_three_times_as_much() -> None:

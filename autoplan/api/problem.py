@@ -57,6 +57,7 @@ class ProblemOptions(TypedDict, total=False):
     finetune: str | Path | FineTuning | None
     lora_rank: int | None  # of adapters on frozen weights
     lora_targets: str | None  # modules with adapters, as PEFT calls them, joined by commas; or "all-linear"
+    expert_imbalance: float | None  # tokens of the busiest rank of experts over their mean, 1 to 1000
     document_len: int | None  # mean tokens of the documents packed into a sequence
     optimizer: str  # adam, adam8bit, adam4bit, adafactor, lion, sgd or muon
     quantize: str | None  # the frozen weights: int8, nf4, nf4-dq or int4
@@ -197,13 +198,17 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     )
     if tuning is not None:
         table["finetuning"] = asdict(tuning)
-    if (document_len := options.get("document_len")) is not None:
-        table["document_len"] = document_len
+    for name in ("document_len", "expert_imbalance"):
+        if (value := options.get(name)) is not None:
+            table[name] = value
     usual = ADAPTER_FRAMEWORK if tuning is not None and tuning.has_adapters else DEFAULT_FRAMEWORK
     reserve = options.get("reserve_memory", 0.0)
     reserve_bytes = parse_size(reserve) if isinstance(reserve, str) else reserve
+    loaded = load_model(model)
+    if loaded.moe is None and options.get("expert_imbalance") is not None:
+        raise InputError(f"--expert-imbalance needs a model with experts, {loaded.name} has none: leave it out")
     return _Parts(
-        model=load_model(model),
+        model=loaded,
         training=decode(TrainingSpec, table, "training"),
         framework=load_framework(options.get("framework", usual)),
         reserve_bytes=reserve_bytes,

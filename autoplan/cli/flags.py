@@ -101,6 +101,13 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
             "adam",
             known=OPTIMIZERS,
         ),
+        _shared(
+            "expert_imbalance",
+            "RATIO",
+            "Tokens of the busiest rank of experts over their mean: 1.05 to 1.3 where a loss balances the routing.",
+            kind=float,
+            unset="1, balanced",
+        ),
         _number("document_len", "Mean length of packed documents, to which attention keeps.", "TOKENS"),
         _shared("objective", "NAME", _OBJECTIVES, kind=list[str]),
         _shared("nodes", "N,N|LOW:HIGH", "Numbers of nodes to try; of a range those that divide well."),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Parameters that mean what that of the API of that name does.
 PROBLEM_FLAGS = (
     *("precision", "attention", "framework", "calibration", "timings", "reserve_memory"),
-    *("finetune", "lora_rank", "lora_targets", "quantize", "optimizer", "document_len"),
+    *("finetune", "lora_rank", "lora_targets", "quantize", "optimizer", "document_len", "expert_imbalance"),
 )
 RUN_FLAGS = (
     *("nodes", "tokens", "deadline", "gpu_hours", "price", "device_mtbf", "checkpoint_time", "restart_time", "pue"),

@@ -31,6 +31,8 @@ def header(plan_file: PlanFile, framework: str) -> list[str]:
     ]
     if (attention := plan_file.training.attention) != USUAL_ATTENTION:
         lines.append(f"Priced with {attention} attention, which your program has to take where no option below says so")
+    if (imbalance := plan_file.training.expert_imbalance) > 1.0:
+        lines.append(f"Priced with {imbalance:g} times the mean of tokens on the busiest rank of experts")
     if documents := plan_file.training.document_len:
         lines.append(
             f"Sequences are priced as packed from documents of {documents:,} tokens, each with attention of its own: "
