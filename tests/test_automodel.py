@@ -108,8 +108,10 @@ def test_what_is_not_known_is_listed() -> None:
         optimizer={"_target_": "flashoptim.FlashAdam3"},
         distributed={"enable_compile": True, "frobnicate": 1},
         dllm={"x": 1},
+        loss_fn={"_target_": "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy"},
     )
     assert matters(launch) == {
+        "loss_fn._target_",
         *("model.backend.attn", "optimizer._target_", "distributed.enable_compile", "distributed.frobnicate"),
         "dllm",
     }

@@ -87,6 +87,7 @@ def test_what_changes_a_step_and_is_not_priced_is_listed() -> None:
     }
     assert matters(of(**FSDP2, **settings)) == set(settings)
     assert "sequence_len" in matters(of(**FSDP2, sample_packing=False))
+    assert "unfrozen_parameters" in matters(of(adapter="lora", unfrozen_parameters=["^lm_head.*"]))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ _ALL = ("*_proj", "*proj", "*.proj", "all-linear")
 _ADAM = re.compile(r"(^|\.)(Fused)?AdamW?$")
 _SIZES = re.compile(r"^(num_.*(layers|heads|experts)|hidden_size|\w*intermediate_size|vocab_size|n_routed_experts)$")
 _PRICED = re.compile(r"(Train|Finetune|Pretrain|Benchmarking)\w*NextTokenPrediction$")  # recipes (recipes/llm/)
+_LOSS = ".MaskedCrossEntropy"
 _LENGTHS = ("seq_len", "seq_length", "max_length")
 
 
@@ -55,9 +56,14 @@ def read(text: str, given: Given) -> Launch:
     optimizer = options.inside("optimizer")
     if not _ADAM.search(str(optimizer.value("_target_", "Adam"))):
         optimizer.remark("_target_", "priced as Adam")
+    if optimizer.has("foreach") and not optimizer.flag("foreach"):
+        optimizer.remark("foreach", "priced as on")
     optimizer.known(*(key for key in optimizer.given if key != "_target_"))
-    for section in ("loss_fn", "dataset"):
-        options.inside(section).known(*options.inside(section).given)
+    loss, dataset = options.inside("loss_fn"), options.inside("dataset")
+    if not str(loss.value("_target_", _LOSS)).endswith(_LOSS):
+        loss.remark("_target_", "priced with whole logits")
+    for section in (loss, dataset):
+        section.known(*section.given)
     return Launch(
         target="automodel",
         framework="nemo-automodel",

@@ -39,6 +39,8 @@ def read(text: str, given: Given) -> Launch:
         raise InputError("model_config_type mamba is not read: pass --model with --as hf-trainer")
     finetuning = of_axolotl(table, "the file")
     options.understood.update(key for key in OF_AXOLOTL if key in options.given)
+    if finetuning.has_adapters and table.get("unfrozen_parameters"):
+        options.remark("unfrozen_parameters", "adapters alone are priced as trained")
     options.known(*COSTLESS)
     mesh = read_fields(MESH, options)
     if options.optional_count("expert_parallel_size", 1, least=1) not in (None, 1):
