@@ -11,6 +11,7 @@ import pytest
 from autoplan.cost.blocks import block_costs
 from autoplan.cost.kernels.launches import (
     AROUND_EXPERTS,
+    BIAS_PER_EXPERT,
     CASTS_PER_EXPERT,
     CHECKPOINT,
     COUNT_TOKENS,
@@ -24,6 +25,7 @@ from autoplan.cost.kernels.launches import (
     extra_launches_s,
     repeated_launches_s,
 )
+from autoplan.cost.kernels.memory_bound import traffic_of
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
 from autoplan.readers.model import load_model
@@ -69,6 +71,23 @@ def test_launches_of_a_block_of_experts_are_those_of_its_parts() -> None:
     router = ROUTER.forward - FUSED_ROUTER.forward
     dispatch = DISPATCH[Dispatcher.ALL_TO_ALL].forward - DISPATCH[Dispatcher.HYBRIDEP].forward
     assert (eager.forward_s - launched.forward_s)[0] == pytest.approx(router + dispatch + COUNT_TOKENS.forward)
+
+
+def test_experts_with_biases_and_limits_move_more_unless_one_graph_fuses_them() -> None:
+    """Of every routed token, its width through the second bias and its expert's through the limits, and kernels."""
+    plain, odd = problem_of(), problem_of(replace(QWEN, mlp_bias=True, clamped_activation=True))
+    batch, graph = batch_of(), batch_of(cuda_graphs="full_iteration")
+    routed = 4096 * 8
+    limits, biases = routed * 768, routed * 2048
+    moved = traffic_of(odd, batch, Block.MOE)
+    assert moved["expert_limits"].forward_bytes[0] == pytest.approx(16 * limits)
+    assert moved["expert_limits"].backward_bytes[0] == pytest.approx(20 * limits)
+    assert moved["expert_biases"].forward_bytes[0] == pytest.approx(28 * biases)
+    assert moved["expert_biases"].backward_bytes[0] == pytest.approx(40 * biases)
+    assert not {"expert_limits", "expert_biases"} & set(traffic_of(plain, batch, Block.MOE))
+    assert traffic_of(odd, graph, Block.MOE)["expert_biases"].forward_bytes[0] == 0
+    more = extra_launches_s(odd, batch, Block.MOE).backward_s - extra_launches_s(plain, batch, Block.MOE).backward_s
+    assert more[0] == pytest.approx(8 * LIGHT * BIAS_PER_EXPERT.backward)
 
 
 @pytest.mark.parametrize("graphs", ["router", "layer", "full_iteration"])

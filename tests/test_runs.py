@@ -684,3 +684,35 @@ def test_dropout_and_weights_in_8_bits_are_as_the_recipe_chose(tmp_path: Path) -
     assert plain.plan is not None
     assert chosen.plan is not None
     assert (plain.plan.narrow_params, chosen.plan.narrow_params) == (False, True)
+
+
+def test_a_recipe_that_tells_its_choices_and_no_dispatcher_sends_tokens_by_all_to_all(tmp_path: Path) -> None:
+    experts = {"num_experts": "8", "experts_per_token": "2", "expert_ffn_size": "1024", "ep": "8"}
+    row = LLAMA | experts | {"framework": "Megatron-Bridge/Megatron-Core 26.02", "year": "2026"}
+    for said, dispatcher in (
+        ("token_dropping=0", "hybridep"),
+        ("cuda_graph=moe_router;token_dropping=0", "alltoall"),
+        ("cuda_graph=moe_router;dispatcher=deepep", "deepep"),
+    ):
+        (run,) = runs_of(tmp_path, row | {"options": said})
+        assert run.plan
+        assert run.plan.dispatcher == dispatcher, said
+
+
+def test_a_gated_model_of_a_preset_has_what_no_column_says(tmp_path: Path) -> None:
+    sizes = {"num_layers": "36", "hidden_size": "2880", "num_heads": "64", "num_kv_heads": "8", "ffn_size": "2880"}
+    experts = {
+        "num_experts": "128",
+        "experts_per_token": "4",
+        "expert_ffn_size": "2880",
+        "ep": "8",
+        "vocab_size": "201088",
+    }
+    row = LLAMA | sizes | experts
+    known, unknown = runs_of(tmp_path, row | {"model": "GPT OSS 120B"}, row | {"id": "mine-2", "model": "my mixture"})
+    assert known.problem is not None
+    assert unknown.problem is not None
+    model = known.problem.model
+    assert (model.window, model.full_attention_interval, model.attention_sinks) == (128, 2, True)
+    assert (model.mlp_bias, model.clamped_activation, model.tied_embeddings) == (True, True, False)
+    assert (unknown.problem.model.window, unknown.problem.model.mlp_bias) == (None, False)

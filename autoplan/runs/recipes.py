@@ -45,6 +45,8 @@ class Recipe:
     narrows_attention: tuple[Precision, ...] = ()  # precisions in which mixtures of experts attend in 8 bits
     overlaps_experts: tuple[Precision, ...] = ()  # precisions in which expert traffic is overlapped where it can be
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL  # of tokens that are not dropped
+    # Rows that tell what their own recipe chose tell its dispatcher where it names one; the others' goes by all-to-all.
+    tells_dispatcher: bool = False
     # Router and rotary embeddings of latent attention run op by op where tokens travel by plain all-to-all.
     routes_unfused_alltoall: bool = False
     overlaps_far_experts: bool = False  # likewise, in interleaved pipelines, what leaves the scale-up domain

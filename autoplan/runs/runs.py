@@ -48,9 +48,13 @@ from autoplan.spec.training import Attention, TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 
 GPT_VOCAB_SIZE = 50257  # of GPT-2's tokenizer, where a table leaves the vocabulary out
-# Of a model, where it has no gate and is no GPT.
+# Of a model whose positions are not learned, as those of GPT are.
 NOT_IN_COLUMNS = (
     "squared_relu",
+    "clamped_activation",
+    "attention_sinks",
+    "window",
+    "full_attention_interval",
     "norm",
     "norm_bias",
     "qkv_bias",
@@ -61,6 +65,8 @@ NOT_IN_COLUMNS = (
 MOST_DEGREE = 10**6
 SAME_MEMORY = 0.15  # tables round a device's memory: 192 GiB for 180 of a B200, 186 of a GB200; 94 is a rare H100's
 SLOWEST_NIC_BYTES_PER_S = 10e9  # of those of nodes of GPUs: EDR and 100 Gb/s Ethernet have 12.5
+# What the recipes of mixtures of experts choose beside a dispatcher.
+CHOSEN_WITH_DISPATCHER = {"cuda_graph", "ep_overlap", "recompute_modules"}
 # Of what the recipe of a row chose, what a problem and its plan hold.
 READ_OPTIONS = {
     "cuda_graph",
@@ -305,9 +311,9 @@ def _model(row: _Row, recipe: Recipe) -> ModelSpec:
         "tied_embeddings": row.flag("tied_embeddings", not gated),
     }
     preset = find_preset(row.text("model"))
-    if preset and not gated and not preset.gated_mlp and preset.position_embedding != "learned":
+    if preset and gated == preset.gated_mlp and preset.position_embedding != "learned":
         shape |= {name: getattr(preset, name) for name in NOT_IN_COLUMNS}
-        shape["tied_embeddings"] = row.flag("tied_embeddings", preset.tied_embeddings)
+        shape["tied_embeddings"] = row.flag("tied_embeddings", not gated and preset.tied_embeddings)
         shape["max_positions"] = 0
     is_latent = row.flag("mla", False)
     if is_latent:
@@ -598,6 +604,8 @@ def _dispatcher(row: _Row, problem: Problem, recipe: Recipe, ep: int, *, drops: 
     """How tokens reach their experts: by all-to-all alone where some are dropped."""
     if problem.model.moe is None or ep == 1 or drops:
         return Dispatcher.ALL_TO_ALL
+    if recipe.tells_dispatcher and not CHOSEN_WITH_DISPATCHER.isdisjoint(row.options()):
+        recipe = replace(recipe, dispatcher=Dispatcher.ALL_TO_ALL)
     return _named_dispatcher(row, recipe)
 
 

@@ -137,6 +137,7 @@ class ModelSpec:
     ffn_size: int = 0  # dense MLP; 0 only where every layer is MoE
     gated_mlp: bool = True
     squared_relu: bool = False  # between two matrices of an MLP without a gate
+    clamped_activation: bool = False  # both halves of a gated MLP's first matrix are limited before their product
     mlp_bias: bool = False
     qkv_bias: bool = False
     attention_output_bias: bool = False

@@ -51,6 +51,7 @@ DISPATCH = {
 }
 AROUND_EXPERTS = Launches(4, 6)
 PER_EXPERT = Launches(2, 4)  # in loops over the local experts
+BIAS_PER_EXPERT = Launches(2, 7)  # a product and a sum; backward a cast, two products, and sums of both and of scores
 CASTS_PER_EXPERT = Launches(2, 3)  # in 8 bits and fewer: an input of each product, and gradients of outputs
 SHARED_EXPERTS = Launches(6, 12)
 # Latent attention has more products and norms, and copies that its kernels need; without a kernel for them, the rotary
@@ -150,6 +151,7 @@ def _expert_parts(problem: Problem, batch: PlanBatch) -> list[tuple[Launches, Fl
         *((launches, once * sends * (batch.dispatcher == kind.code)) for kind, launches in DISPATCH.items()),
         (AROUND_EXPERTS, once),
         (PER_EXPERT, LIGHT * local),
+        (BIAS_PER_EXPERT, LIGHT * local * problem.model.mlp_bias),
         (CASTS_PER_EXPERT, LIGHT * local * np.isin(batch.precision, NARROW)),
     ]
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, add_up
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
+from autoplan.cost.kernels.launches import is_one_graph
 from autoplan.cost.kernels.measured import Sizes, find_kernels, measured_pass
 from autoplan.cost.kernels.sizes import (
     expert_tokens,
@@ -53,6 +54,14 @@ CAST_BYTES = {"fp8": 4.0, "mxfp8": 4.0, "nvfp4": 7.0}
 # Of these the transposed copy, which the weight gradient alone reads.
 TRANSPOSED_BYTES = {"fp8": 1.0, "mxfp8": 1.0, "nvfp4": 2.5}
 LARGEST_BYTES = 2.0  # read once more where the scale of 8 bits is that of the tensor itself (torchao, dynamic scaling)
+
+# Experts with biases and limits do more than others, op by op; bytes of both passes per routed token and element: both
+# halves of the first matrix's outputs are limited one by one and joined again; the bias of the second matrix is weighed
+# with the token's score in fp32 and added expert by expert.  Counted from Megatron-LM d98e8a6:
+# core/fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl, and core/transformer/moe/experts.py,
+# TEGroupedMLP._apply_bias, which one graph of all launches cannot hold.
+EXPERT_LIMIT_BYTES = (16.0, 20.0)
+EXPERT_BIAS_BYTES = (28.0, 40.0)
 
 # Traffic of permuting tokens by capacity, with sorts, selections by index and scaled scatters, over that without drops
 # [fitted: 7 runs of Megatron-Bridge 25.09 on B200, GB200 and H100].
@@ -127,10 +136,12 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
             moved["expert_activation"] = Traffic(read * width, backward_read * width)
             permute = 4.0 * sliced * moe.experts_per_token * (moe.latent_size or hidden)  # in and out, both ways
             moved["permute"] = Traffic(2 * permute, 2 * permute)
+            moved |= _op_by_op_traffic(problem, batch, sliced * moe.experts_per_token)
     pieces = max((len(matrix_pieces(problem, linear)) for linear in block_shapes(model)[block].linears), default=1)
     if pieces > 1:  # each has a gradient of the block's whole input, and they are added up
         moved["input_gradients"] = Traffic(0.0 * tokens, 2.0 * (pieces + 1) * tokens * hidden)
     factors: dict[str, Floats | float] = dict.fromkeys(moved, framework.kernels.kernel_bytes_factor)
+    factors |= dict.fromkeys(factors.keys() & {"expert_limits", "expert_biases"}, 1.0)  # counted kernel by kernel
     if "permute" in factors:
         # In a kernel of the dispatcher, or in several.
         factors["permute"] = np.where(sends_tokens_once(problem, batch), 1.0, framework.kernels.kernel_bytes_factor)
@@ -140,6 +151,21 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
         name: Traffic(once.forward_bytes * factors[name] * wider, once.backward_bytes * factors[name] * wider)
         for name, once in moved.items()
     }
+
+
+def _op_by_op_traffic(problem: Problem, batch: PlanBatch, routed: Floats) -> dict[str, Traffic]:
+    """Traffic of the limits and biases of experts that `routed` tokens of a rank visit, where no kernel fuses them."""
+    model, moe = problem.model, problem.model.moe
+    assert moe is not None
+    rows = np.where(is_one_graph(problem, batch), 0.0, routed)
+    moved: dict[str, Traffic] = {}
+    if model.clamped_activation:
+        width = rows * moe.expert_ffn_size
+        moved["expert_limits"] = Traffic(*(each * width for each in EXPERT_LIMIT_BYTES))
+    if model.mlp_bias:
+        width = rows * (moe.latent_size or model.hidden_size)
+        moved["expert_biases"] = Traffic(*(each * width for each in EXPERT_BIAS_BYTES))
+    return moved
 
 
 def has_dropout(problem: Problem) -> bool:
