@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autoplan.api import plan_result as plan_result
     from autoplan.api import plan_run as plan_run
     from autoplan.api import problem as problem
+    from autoplan.api import profile_job as profile_job
     from autoplan.api import profiling as profiling
     from autoplan.api import record_facts as record_facts
     from autoplan.api import replan as replan

@@ -16,7 +16,7 @@ from autoplan.cli.options import DbOption, FrameworkOption, QuietOption, SeqLenO
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autoplan.api.profiling import PlannedProfile, Profile
+    from autoplan.api.profiling import PlannedProfile, Profile, ProfileOptions
     from autoplan.profiler.sweep import Progress
     from autoplan.profiler.tasks import RankedTask
 
@@ -78,6 +78,17 @@ NodesOption = Annotated[
     whole_number("--nodes", "N", "With --dry-run: nodes of --for or --cluster to measure on.", show_default="all"),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print what was measured as JSON instead of tables.")]
+TemplateOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE",
+        help="Submit the profile of --for as a job, and follow it: slurm, kubernetes, or a TOML file of your own.",
+    ),
+]
+ImageOption = Annotated[str | None, typer.Option(metavar="IMAGE", help="Image of the containers, on Kubernetes.")]
+WorkOption = Annotated[
+    Path, typer.Option(metavar="FOLDER", help="With --template: folder of the job, which its nodes see too.")
+]
 
 
 def profile(
@@ -101,6 +112,9 @@ def profile(
     limit: LimitOption = "2m",
     dry_run: DryRunOption = False,
     nodes: NodesOption = 0,
+    template: TemplateOption = None,
+    image: ImageOption = None,
+    work: WorkOption = Path("profile-job"),
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -128,9 +142,46 @@ def profile(
         )
         return
     leave_on_sigterm()
+    if template is not None:
+        if plan_file is None or json:
+            raise InputError("--template submits what --for PLAN asks, and prints what the job prints: no --json")
+        _submit(context, plan_file, options)
+        return
     with started_profile(model, plan_file=plan_file, options=options) as started:
         if started is not None:
             _lead(started, dry_run=dry_run, json=json, quiet=quiet)
+
+
+def _submit(context: typer.Context, plan_file: Path, options: ProfileOptions) -> None:
+    """Run the profile as a job, print what it printed, and how sure the order of the plans is with what it stored."""
+    from autoplan.api.profile_job import ProfileJob, run_job
+    from autoplan.api.profiling import planned_profile
+    from autoplan.cli.inputs import is_typed
+
+    planned = planned_profile(plan_file=plan_file, options=options)  # what is wrong with it is known before a job waits
+    given = context.params
+    if not given["quiet"]:
+        _say_where(planned)
+    handed = tuple(
+        word
+        for name in ("allowance", "visits", "limit", "mode", "dtypes")
+        if is_typed(context, name)
+        for word in (f"--{name}", str(given[name]))
+    )
+    job = ProfileJob(
+        plan_file=plan_file,
+        template=given["template"],
+        options=handed,
+        budget=options.budget,
+        db=options.db,
+        image=given["image"],
+        folder=given["work"],
+    )
+    log = run_job(job, show=(lambda text: None) if given["quiet"] else _say)
+    typer.echo(log, nl=False)
+    advice = planned_profile(plan_file=plan_file, options=options).advice
+    if advice is not None:
+        _say(f"{100 * advice.probability:.0f} % sure now of {advice.best.plan.describe()}")
 
 
 def _lead(started: Profile, *, dry_run: bool, json: bool, quiet: bool) -> None:

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Literal
@@ -22,6 +22,7 @@ from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import decode, encode, is_file, read_table, replacing, write_text
 from autoplan.base.units import cleaned
 from autoplan.base.user import user_name
+from autoplan.frameworks.common.job import File
 from autoplan.jobs.job import LOG, MESSAGES, OUTCOME, PLAN, JobStatus, SilentError
 from autoplan.jobs.template import JobTemplate, Meaning, Row
 from autoplan.launch.start import node_shape
@@ -61,9 +62,10 @@ class SchedulerJobs:
 
     Where that has a launcher, each trial is started by the files that `autoplan export --to` writes for it, with
     `num_steps` where the target can be told.  `options` are those of `autoplan run`, after the plan and its files, for
-    trials of the built-in trainer: all without another `to` whose template takes {options}.  A scheduler that does not
-    answer is asked again after growing pauses, for the template's `patience_s`; until then its jobs stand where they
-    stood.
+    trials of the built-in trainer: all without another `to` whose template takes {options}.  `files` writes the launch
+    files of a plan file for a job of a name, where something else is started than what trains.  A scheduler that does
+    not answer is asked again after growing pauses, for the template's `patience_s`; until then its jobs stand where
+    they stood.
     """
 
     def __init__(
@@ -76,13 +78,17 @@ class SchedulerJobs:
         to: str = _OWN,
         version: str | None = None,
         image: str | None = None,
+        files: Callable[[PlanFile, str], tuple[File, ...]] | None = None,
     ) -> None:
         self._template, self._time_limit_s, self._num_steps = template, time_limit_s, num_steps
         self._to, self._version, self._image = to, version, image
-        self.runs_own: bool = to == _OWN and template.takes_options
+        self._files = files
+        self.runs_own: bool = to == _OWN and template.takes_options and files is None
         self._output = MESSAGES if self.runs_own else LOG  # that trainer keeps its log itself
         self._options = tuple(options)
-        if template.launcher and to == _OWN and not self.runs_own:
+        if files is not None and not template.launcher:
+            raise InputError(f"{template.name} has no launcher, by which ranks would be started: give the template one")
+        if template.launcher and to == _OWN and not self.runs_own and files is None:
             raise InputError(
                 f"submit of {template.name} has no {{options}}, which would tell the built-in trainer where to write "
                 "what it measures: say with --to what trains instead"
@@ -165,8 +171,15 @@ class SchedulerJobs:
 
     def _export(self, folder: Path, name: str) -> str:
         """Write the launch files of the trial; the name of the one to start."""
-        files = exported(
-            _plan_file(folder),
+        files = self._files(_plan_file(folder), name) if self._files else self._exported(_plan_file(folder), name)
+        for file in files:
+            write_text(folder / file.name, file.text, executable=file.executable, force=True)
+        return files[0].name
+
+    def _exported(self, plan_file: PlanFile, name: str) -> tuple[File, ...]:
+        """Return the launch files of a target of export."""
+        return exported(
+            plan_file,
             self._to,
             self._template.launcher,
             self._version,
@@ -174,9 +187,6 @@ class SchedulerJobs:
             name=name,
             num_steps=self._num_steps,
         )
-        for file in files:
-            write_text(folder / file.name, file.text, executable=file.executable, force=True)
-        return files[0].name
 
     def _submit(self, folder: Path, job: JobFile) -> JobStatus:
         words: tuple[str, ...] = ()

@@ -1,0 +1,97 @@
+"""Does a profile that is submitted to a scheduler measure on its nodes, and is every end told?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autoplan.api.plan_files import load_plan_file
+from autoplan.api.profile_job import ProfileJob, job_of, run_job
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.launch.launcher import launch_files
+from commands import run
+from slurms import StandIn
+from stores import held
+
+pytest.importorskip("torch")
+
+TINY = """
+name = "tiny"
+num_layers = 2
+hidden_size = 64
+vocab_size = 256
+num_heads = 4
+ffn_size = 128
+"""
+SEARCH = (
+    "search tiny.toml --cluster cpu:1x2 --global-batch 8 --seq-len 32 --framework torch --precision fp32 --quiet "
+    "--out plan.json"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a plan for two ranks on a node of CPUs, and a Slurm."""
+    (tmp_path / "tiny.toml").write_text(TINY)
+    assert run(tmp_path, *SEARCH.split()).returncode == 0
+    (tmp_path / "slurm").mkdir()
+    slurm = StandIn(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", slurm.environment["PATH"])
+    yield tmp_path
+    slurm.end()
+
+
+def test_a_job_measures_on_its_nodes_and_stores_where_the_login_node_reads(folder: Path) -> None:
+    asked = "profile --for plan.json --template slurm --budget 20s --allowance 0.05s --db times.db"
+    done = run(folder, *asked.split())
+    assert done.returncode == 0, done.stderr
+    records = held(folder / "times.db")
+    assert records
+    assert {record.fingerprint.collectives for record in records} == {"gloo"}
+    assert "measurements in" in done.stdout
+    assert "% sure now of" in done.stderr
+    assert not (folder / "profile-job" / "job.json").exists()
+
+
+def test_a_job_that_fails_says_why(folder: Path) -> None:
+    heard: list[str] = []
+    job = ProfileJob(
+        plan_file=folder / "plan.json", template="slurm", options=("--mode", "never"), folder=folder / "profile-job"
+    )
+    with pytest.raises(AutoplanError, match=r"the job has failed: .*--mode 'never' is unknown"):
+        run_job(job, heard.append)
+    assert heard[-1].startswith("running")
+
+
+def test_bad_input_is_refused_before_a_job_waits(folder: Path) -> None:
+    done = run(folder, "profile", "--for", "plan.json", "--template", "slurm", "--mode", "never")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert not (folder / "profile-job").exists()
+
+
+def test_a_manifest_for_kubernetes_holds_the_same_command(folder: Path) -> None:
+    plan_file = load_plan_file(folder / "plan.json")
+    job = ProfileJob(
+        plan_file=folder / "plan.json", template="kubernetes", options=("--visits", "2"), db="postgresql://ada@db.lab/t"
+    )
+    (manifest,) = launch_files(plan_file, job_of(plan_file, job), "jobset", "ours:1", "autoplan-1")
+    assert "autoplan profile --for" in manifest.text
+    assert "--budget 10m --db postgresql://ada@db.lab/t --visits 2 --quiet" in manifest.text
+
+
+@pytest.mark.parametrize(
+    ("template", "db", "says"),
+    [
+        ("slurm", "postgresql://ada:secret@db.lab/timings", "launch files would show the password"),
+        ("kubernetes", "times.db", "give the URL of a server"),
+        ("pbs", None, "unknown template 'pbs'"),
+    ],
+)
+def test_what_cannot_be_submitted_is_refused_first(tmp_path: Path, template: str, db: str | None, says: str) -> None:
+    job = ProfileJob(plan_file=tmp_path / "plan.json", template=template, options=(), db=db, folder=tmp_path / "job")
+    with pytest.raises(InputError, match=says) as told:
+        run_job(job)
+    assert "secret" not in str(told.value)
+    assert not (tmp_path / "job").exists()
