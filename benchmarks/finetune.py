@@ -178,7 +178,6 @@ def compared_steps() -> Iterator[Compared]:
                 seq_len=8192,
                 precision=Precision(row["precision"]),
                 finetuning=finetuning,
-                attention=row["attention"],  # type: ignore[arg-type]
             ),
             cluster=cluster,
             framework=framework,
@@ -192,6 +191,8 @@ def compared_steps() -> Iterator[Compared]:
             sp=row["sp"] == "1",
             tp_overlap=row["tp_overlap"] == "1",
             precision=Precision(row["precision"]),
+            fp8_attention=row["fp8_attention"] == "1",
+            **framework.choices,
             **parse_recompute(row["recompute"]),  # type: ignore[arg-type]
         )
         found = estimate(problem, PlanBatch.of([plan], model.num_layers))

@@ -94,10 +94,11 @@ def test_every_folder_has_a_line_and_every_line_what_it_says() -> None:
     assert folders == {entry.folder for entry in registry.FRAMEWORKS}
     for entry in registry.FRAMEWORKS:
         assert set(entry.logs) <= logs
-        assert (bool(entry.rules), bool(entry.target)) == (entry.has("rules"), entry.has("export"))
+        assert bool(entry.rules) == entry.has("rules")
+        assert bool(entry.target) == (entry.has("export") or entry.has("read"))
         if entry.rules:
             assert isinstance(registry.BOOKS[entry.rules], Rulebook)
-        if entry.target:
+        if entry.has("export"):
             assert registry.TARGETS[entry.target].name == entry.target
         if entry.has("read"):
             assert registry.READERS[entry.target].target == entry.target

@@ -97,7 +97,7 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
         plan_of(ep=2, dp_shard=2, token_dropping=True, dispatcher="deepep"),
         4096,
     ),
-    "fused rotation": (DENSE, plan_of(rope_fusion=True), 4096),
+    "fused RoPE": (DENSE, plan_of(rope_fusion=True), 4096),
     "narrow states": (DENSE, plan_of(dp_shard=8, sharding="zero3", main_weights="remainders"), 4096),
     "remainders": (DENSE, plan_of(dp_shard=8, precision="fp8", main_weights="remainders"), 4096),
     "modules exist": (DENSE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096),

@@ -163,7 +163,7 @@ def test_what_is_turned_down_early_holds_no_legal_plan(book: Rulebook, model: Mo
     plans = plans.take(legal(book.rules, space.workload, plans))
     expected = enumerated(space)
     assert {plans.plan(at) for at in range(len(plans))} == set(expected)
-    assert len(plans) == len(expected) > 50
+    assert len(plans) == len(expected) > 5  # Accelerate admits few
     assert space.size(cells) == len(space.candidates(cells))
     unasked = replace(space, rules=())
     assert len(kinds) < len(unasked.kinds(cells, *unasked.groups(cells))[0])

@@ -74,11 +74,11 @@ def test_numbers_of_the_ranking_are_never_folded(file: PlanFile, width: int) -> 
 
 
 def test_an_answer_is_short_and_its_details_are_there(file: PlanFile) -> None:
-    """The longest plan of all presets in three lines of 80 columns, the answer without next steps in fifteen."""
+    """The longest plan of all presets in four lines of 80 columns, the answer without next steps in sixteen."""
     lines = shown(print_search, file, 80).splitlines()
     assert lines[2].startswith("plan ")
-    assert lines[5].startswith("time ")
-    assert len(lines) <= 15
+    assert any(line.startswith("time ") for line in lines[3:7])
+    assert len(lines) <= 16
     text = " ".join(shown(partial(print_search, details=True), file, 80).split())
     for says in (
         "Megatron model FLOPs",

@@ -279,7 +279,7 @@ AXES: tuple[Axis, ...] = (
           label="fused router", phrase="fused router", known_of=_MEGATRON, searched=(False, True), is_monotone=True,
           flag_default=None),
     _flag(name="rope_fusion", help="Rotate queries and keys of latent attention in a kernel of its own.",
-          needs=Needs.LATENTS, label="fused rotation", phrase="fused rotation", known_of=_MEGATRON,
+          needs=Needs.LATENTS, label="fused RoPE", phrase="fused RoPE", known_of=_MEGATRON,
           searched=(False, True), is_monotone=True, flag_default=None),
     _word(name="main_weights",
           help="Weights that the optimizer updates: fp32, remainders (what 16-bit weights lack of fp32) or fp16.",

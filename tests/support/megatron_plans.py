@@ -109,7 +109,7 @@ MATRIX: dict[str, PlanFile] = {
     "experts, DeepEP": plan_file_of(MIXTRAL, ep=8, dp_shard=8, dispatcher="deepep"),
     "experts, dropped tokens": plan_file_of(MIXTRAL, ep=8, dp_shard=8, token_dropping=True),
     "experts, fused router": plan_file_of(MIXTRAL, ep=8, dp_shard=8, router_fusion=True),
-    "latent, fused rotation": plan_file_of(LATENT, tp=2, sp=True, ep=8, dp_shard=8, rope_fusion=True),
+    "latent, fused RoPE": plan_file_of(LATENT, tp=2, sp=True, ep=8, dp_shard=8, rope_fusion=True),
     "experts, tensors": plan_file_of(MIXTRAL, tp=2, sp=True, ep=4, etp=2, dp_shard=8, pp=2),
     "experts, overlap": plan_file_of(
         MIXTRAL, pp=4, vp=2, schedule="interleaved", ep=8, dp_shard=16, ep_overlap=True, recompute="selective"

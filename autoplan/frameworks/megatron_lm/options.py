@@ -446,7 +446,7 @@ def _read_rope(reading: Reading) -> Fields:
     is_fused = arguments.flag(key, True)
     is_priced_fused = model is not None and model.mla is None and model.position_embedding == "rope"
     if not is_fused and arguments.has(key) and is_priced_fused:
-        arguments.remark(key, "priced with a fused rotation")
+        arguments.remark(key, "priced with a fused RoPE")
     return {"rope_fusion": is_fused}
 
 

@@ -197,5 +197,6 @@ def _is_gpt_oss(model: ModelSpec) -> bool:
     biases = (model.mlp_bias, model.qkv_bias, model.attention_output_bias, model.attention_sinks, moe.router_bias)
     whole = not moe.num_dense_layers and moe.interval == 1 and not moe.shared_expert_ffn_size and not moe.latent_size
     usual = model.qk_norm == "none" and not model.tied_embeddings and not model.num_mtp_layers
-    # models/gpt_oss/__init__.py:76 and :183
-    return _is_plain(model) and fixed == (64, 8, 64, 128, 2) and all(biases) and whole and usual
+    # models/gpt_oss/__init__.py:76 and :183, moe.py (swiglu with a limit)
+    fixed_form = fixed == (64, 8, 64, 128, 2) and all(biases) and model.clamped_activation
+    return _is_plain(model) and fixed_form and whole and usual
