@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert run(tmp_path, *SEARCH.split()).returncode == 0
     (tmp_path / "slurm").mkdir()
     slurm = StandIn(tmp_path / "slurm")
-    monkeypatch.setenv("PATH", slurm.environment["PATH"])
+    programs = Path(sys.executable).parent  # torchrun is there, whether or not the environment is active
+    monkeypatch.setenv("PATH", f"{slurm.environment['PATH']}:{programs}")
     yield tmp_path
     slurm.end()
 
