@@ -49,7 +49,7 @@ from autoplan.search.study import MARGIN, search
 from autoplan.spec.axes import SEARCHED, Kind
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import PlanBatch
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan, SearchResult
 
@@ -116,13 +116,18 @@ def _one_of(kinds: dict[str, list[str]], rng: Rng) -> str:
     return str(rng.choice(kinds[str(rng.choice(list(kinds)))]))
 
 
+def draw_model(rng: Rng) -> str:
+    """Return a random preset of a model; kinds of models are equally likely."""
+    return _one_of(_models(), rng)
+
+
 def kind_of(model: ModelSpec) -> str:
     """Kind of its layers."""
     return "hybrid" if model.layer_pattern else "MLA" if model.mla else "MoE" if model.moe else "dense"
 
 
-def draw(rng: Rng, *, is_large: bool) -> Case | None:
-    """A random problem; None where what was drawn does not go together."""
+def draw(rng: Rng, *, is_large: bool, is_narrowed: bool = True) -> Case | None:
+    """A random problem, its space narrowed at random or whole; None where what was drawn does not go together."""
     name, nodes = str(rng.choice(preset_clusters())), int(rng.choice(LARGE_NODES if is_large else SMALL_NODES))
     devices = load_cluster(name).devices_per_node if is_large else int(rng.choice(SMALL_DEVICES))
     if not (256 <= nodes * devices <= LARGE_DEVICES if is_large else nodes * devices <= 64):
@@ -145,9 +150,10 @@ def draw(rng: Rng, *, is_large: bool) -> Case | None:
         states = STATE_BYTES * count_parameters(problem.model)
         if states > problem.capacity_bytes * problem.cluster.num_devices and rng.random() >= FEW:
             return None
-        space_flags["forbid"] = _forbidden(rng, problem, batch, 0.3 if is_large else 0.8)
+        if is_narrowed:
+            space_flags["forbid"] = _forbidden(rng, problem, batch, 0.3 if is_large else 0.8)
         space = make_space(problem, batch, **space_flags)
-        if rng.random() < (0.2 if is_large else 0.6):
+        if is_narrowed and rng.random() < (0.2 if is_large else 0.6):
             space_flags |= _narrowing(rng, space)
             space = make_space(problem, batch, **space_flags)
     except AutoplanError:
@@ -372,9 +378,9 @@ def wrong_with_plans(priced: Priced, result: SearchResult) -> Iterator[str]:
         yield "the closest plan is not the one that needs least memory"
 
 
-def cell_of(plan: RankedPlan) -> Cell:
+def cell_of(plan: ParallelPlan) -> Cell:
     """Cell of a plan."""
-    return Cell(**{name: getattr(plan.plan, name) for name in Cell.__slots__})
+    return Cell(**{name: getattr(plan, name) for name in Cell.__slots__})
 
 
 # -- what is told ------------------------------------------------------------------------------------------------------
@@ -456,7 +462,7 @@ def beside_plans(case: Case, rng: Rng, num_plans: int) -> Large | None:
     result = search(case.problem, case.space)
     wall_s = time.perf_counter() - start
     best = result.ranked[0]
-    others = Priced.of(case.problem, draw_plans(case.space, [cell_of(best)], rng, half))
+    others = Priced.of(case.problem, draw_plans(case.space, [cell_of(best.plan)], rng, half))
     fitting = np.concatenate([priced.pace[priced.verdict == 0] for priced in (anywhere, others)])
     return Large(
         command=case.command,

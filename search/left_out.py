@@ -9,31 +9,45 @@ from autoplan.base.errors import AutoplanError
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
 from autoplan.search.choice import is_as_safe, pace
+from autoplan.search.placement import place_best
 from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
+from autoplan.search.study import search
 from autoplan.search.walk import prices
 from autoplan.spec.enums import CudaGraphs, Schedule
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan, SearchResult
 
+_WORDS = ("schedule", "cuda_graphs")  # axes of which words are left out
 
-def with_left_out(problem: Problem, space: Space, result: SearchResult, fixed: Collection[str]) -> SearchResult:
-    """Return `result` with its best plan under another order of the ranks, or other options that are rarely better.
 
-    They are sequence parallelism switched, GPipe, and CUDA graphs of more.
+def with_left_out(problem: Problem, space: Space, result: SearchResult, barred: Collection[str]) -> SearchResult:
+    """Return `result`, or that of a search which also looks at an option that makes its best plan faster.
 
-    Each is taken where it is faster and as safe, and the axis is not among those `fixed` by the user.
+    The options are sequence parallelism switched, GPipe, and CUDA graphs of more.  What is best with one of them may
+    differ in more than that, so that all plans which have it are searched, until none of the options helps.  `barred`
+    are the axes that the user fixed, and the values, such as "schedule=gpipe", that the user forbade.
     """
-    best = first = result.rivals[0]
-    while better := _better(problem, space, best, fixed):
-        best = better
-    return result if best is first else result.led_by(best)
+    while better := _better(problem, space, result.rivals[0], barred):
+        space = _with_options_of(space, better.plan)
+        found = place_best(problem, search(problem, space))
+        if not is_as_safe(found.rivals[0], better) or pace(found.rivals[0]) > pace(better) * (1 + TIE):
+            return result.led_by(better)
+        result = found
+    return result
 
 
-def _better(problem: Problem, space: Space, best: RankedPlan, fixed: Collection[str]) -> RankedPlan | None:
+def _with_options_of(space: Space, plan: ParallelPlan) -> Space:
+    """Return the space that also holds plans with the options of one which it leaves out."""
+    limits = replace(space.limits, sequence_parallel=plan.sp if plan.tp > 1 else space.limits.sequence_parallel)
+    wider = {axis: tuple(dict.fromkeys((*limits.of(axis), getattr(plan, axis)))) for axis in _WORDS}
+    return replace(space, limits=limits.where(**wider))
+
+
+def _better(problem: Problem, space: Space, best: RankedPlan, barred: Collection[str]) -> RankedPlan | None:
     """Return the best plan with the one change that makes it fastest; None where none does."""
-    changed = [plan for plan in _changed(problem, best.plan, fixed) if not broken(space.rules, problem.workload, plan)]
+    changed = [plan for plan in switched(problem, best.plan, barred) if not broken(space.rules, problem.workload, plan)]
     faster = [
         candidate
         for candidate in prices(problem, changed)
@@ -42,17 +56,19 @@ def _better(problem: Problem, space: Space, best: RankedPlan, fixed: Collection[
     return min(faster, key=pace, default=None)
 
 
-def _changed(problem: Problem, plan: ParallelPlan, fixed: Collection[str]) -> Iterator[ParallelPlan]:
+def switched(problem: Problem, plan: ParallelPlan, barred: Collection[str]) -> Iterator[ParallelPlan]:
+    """Yield `plan` with each of the options that spaces leave out, but for those that are `barred`."""
     changes: list[dict[str, object]] = []
-    if plan.pp > 1 and plan.dp > 1 and "rank_order" not in fixed:
-        changes += [{"rank_order": order} for order in problem.framework.rank_orders if order != plan.rank_order]
-    if plan.tp > 1 and "sp" not in fixed and problem.training.seq_len // plan.cp % plan.tp == 0:
+    if plan.tp > 1 and problem.training.seq_len // plan.cp % plan.tp == 0:
         changes.append({"sp": not plan.sp})
-    if plan.schedule == Schedule.ONE_F_ONE_B and plan.pp > 1 and "schedule" not in fixed:
+    if plan.schedule == Schedule.ONE_F_ONE_B and plan.pp > 1:
         changes += [{"schedule": Schedule.GPIPE}] * ("gpipe" in book_of(problem.framework).words("schedule"))
-    if "cuda_graphs" not in fixed and plan.cuda_graphs != CudaGraphs.NONE:
+    if plan.cuda_graphs != CudaGraphs.NONE:
         changes += [{"cuda_graphs": graphs} for graphs in CudaGraphs if graphs.code > plan.cuda_graphs.code]
     for change in changes:
+        ((axis, value),) = change.items()
+        if axis in barred or f"{axis}={value}" in barred:
+            continue
         try:
             yield replace(plan, **change)  # type: ignore[arg-type]
         except AutoplanError:

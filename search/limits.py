@@ -169,7 +169,8 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         offered["narrow_params"] = [False, True]
     offered["cuda_graphs"] = [word for word in offered["cuda_graphs"] if _has_graphs(word, problem.model)]
     offered["dispatcher"] = [word for word in offered["dispatcher"] if _runs(word, problem)]
-    return limits.where(**offered | {"rank_order": orders if _order_matters(problem) else orders[:1]})
+    # Where all links are equal it does not matter which groups have the nearer ranks.
+    return limits.where(**offered | {"rank_order": orders if len(problem.topology.levels) > 1 else orders[:1]})
 
 
 def _unasked(axis: Axis, framework: Framework, book: Rulebook) -> list[Value]:
@@ -199,11 +200,6 @@ def _has_graphs(graphs: Value, model: ModelSpec) -> bool:
     Other ones are tried on the best plan (`left_out`).
     """
     return graphs not in ((CudaGraphs.LAYER, CudaGraphs.FULL_ITERATION) if model.moe else (CudaGraphs.ATTENTION,))
-
-
-def _order_matters(problem: Problem) -> bool:
-    """Return whether it matters much which groups have the nearer ranks: where links beyond a node differ."""
-    return len(problem.topology.levels) > len(problem.cluster.levels) + 1
 
 
 def _recomputes(problem: Problem, book: Rulebook) -> tuple[str, ...]:

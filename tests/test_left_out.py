@@ -4,37 +4,49 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from autoplan.search.choice import pace
-from autoplan.search.left_out import with_left_out
+from autoplan.search.left_out import switched, with_left_out
+from autoplan.search.space import Space
 from autoplan.search.study import search
-from autoplan.search.walk import prices
-from search_cases import LARGE, make
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.plan_file import SpaceFlags
+from autoplan.spec.problem import Problem
+from search_cases import DENSE, LARGE, make
 
 
-def test_the_best_plan_takes_whatever_of_them_is_faster() -> None:
-    problem, space = make(LARGE, "a100-sxm:4x8", batches=(64,), fix=("pp=2", "tp=4"))
+def without_sp() -> tuple[Problem, Space, Space]:
+    """A problem that needs recomputation without sequence parallelism, its space, and that without it."""
+    problem, whole = make(LARGE, "a100-sxm:4x8", batches=(64,), fix=("pp=2", "tp=8"))
+    return problem, whole, replace(whole, limits=replace(whole.limits, sequence_parallel=False))
+
+
+def test_what_is_best_with_an_option_is_searched_and_proven() -> None:
+    """Without sequence parallelism the best plan recomputes; that with it is another one in more than that."""
+    problem, whole, space = without_sp()
+    found, wanted = search(problem, space), search(problem, whole)
+    poor, best = found.rivals[0], wanted.rivals[0]
+    assert (poor.plan.sp, best.plan.sp) == (False, True)
+    assert replace(poor.plan, sp=True) != best.plan
+    assert pace(best) < pace(poor)
+    result = with_left_out(problem, space, found, ())
+    assert result.rivals[0] == result.ranked[0] == best
+    assert result.certificate == wanted.certificate
+
+
+def test_what_is_fixed_stays() -> None:
+    problem, _, space = without_sp()
     found = search(problem, space)
-    fastest = found.rivals[0]
-    # Begins with the slower order and without sequence parallelism, as a space that leaves these out may.
-    poor = prices(problem, [replace(fastest.plan, sp=False, rank_order="tp-cp-ep-pp-dp")])[0]
-    assert pace(poor) > pace(fastest)
-    result = with_left_out(problem, space, replace(found, rivals=(poor,), ranked=(poor,)), ())
-    best = result.rivals[0]
-    assert pace(best) <= pace(fastest) * (1 + 1e-9)
-    assert result.certificate.best_step_s == best.step_s
-    assert result.rivals[1] == poor
-    assert result.ranked[0] == best
+    assert with_left_out(problem, space, found, SpaceFlags(global_batch="64", fix=("SP=off",)).barred) == found
 
 
-@pytest.mark.parametrize("fixed", [("sp", "rank_order", "schedule")])
-def test_what_is_fixed_stays(fixed: tuple[str, ...]) -> None:
-    problem, space = make(LARGE, "a100-sxm:4x8", batches=(64,), fix=("pp=2", "tp=4"))
-    found = search(problem, space)
-    poor = prices(problem, [replace(found.rivals[0].plan, sp=False, tp_overlap=False)])[0]
-    given = replace(found, rivals=(poor,), ranked=(poor,))
-    assert with_left_out(problem, space, given, fixed) == given
+def test_an_option_that_is_forbidden_is_not_tried() -> None:
+    problem, _ = make(DENSE)
+    plan = ParallelPlan(global_batch=64, tp=2, sp=True, pp=4, dp_shard=2, cuda_graphs="attn")
+    tried = [replace(plan, sp=False)]  # Megatron-Core has no GPipe
+    tried += [replace(plan, cuda_graphs="layer"), replace(plan, cuda_graphs="full_iteration")]
+    assert list(switched(problem, plan, ())) == tried
+    flags = SpaceFlags(global_batch="64", fix=("SP=on",), forbid=("schedule=GPipe", "cuda-graphs=layer", "offload"))
+    assert list(switched(problem, plan, flags.barred)) == tried[-1:]
 
 
 def test_a_best_plan_that_they_do_not_help_stays() -> None:

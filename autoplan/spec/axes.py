@@ -290,7 +290,7 @@ AXES: tuple[Axis, ...] = (
           flag_default=None),
     _word(name="rank_order", help="tp-cp-ep-dp-pp or tp-cp-ep-pp-dp, nearest ranks first.",
           default=RankOrder.DP_BEFORE_PP, needs=Needs.STAGES_AND_REPLICAS, label="order of the ranks",
-          searched=(RankOrder.DP_BEFORE_PP,), metavar="ORDER"),
+          searched=tuple(RankOrder), metavar="ORDER"),
     _word(name="precision", help="Number format of the matrix products.", default=Precision.BF16, change="",
           elsewhere="use --precision", flag=""),
     _list(name="tp_grid", help="Tensor parallelism in several dimensions.", change="",

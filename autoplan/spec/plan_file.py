@@ -52,6 +52,13 @@ class SpaceFlags:
         return {key: value for key, value in table.items() if key != "allow"} | {"forbid": forbidden}
 
     @property
+    def barred(self) -> tuple[str, ...]:
+        """Axes that are fixed, and the values that are forbidden, such as "schedule=gpipe", as plans spell them."""
+        fixed = (text.partition("=")[0].strip().lower().replace("-", "_") for text in self.fix)
+        forbidden = (text.strip().lower().partition("=") for text in self.forbid)
+        return (*fixed, *(f"{axis.replace('-', '_')}{sign}{value}" for axis, sign, value in forbidden))
+
+    @property
     def narrows(self) -> bool:
         """Return whether plans were left out that are usually looked at."""
         return bool(self.fix or self.at_most or self.forbid or self.to)

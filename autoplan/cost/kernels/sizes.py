@@ -57,7 +57,7 @@ def sends_tokens_once(problem: Problem, batch: PlanBatch) -> Bools:
 
     One kernel then brings it into the order of its experts, or back.
     """
-    return batch.dispatcher != Dispatcher.ALL_TO_ALL.code
+    return (batch.ep > 1) & (batch.dispatcher != Dispatcher.ALL_TO_ALL.code)
 
 
 def local_sizes(linear: Linear, batch: PlanBatch) -> tuple[Floats, Floats]:

@@ -132,6 +132,11 @@ LIMITS = (
         says=lambda s, p: "tp or cp of states that are not sharded: use zero3 with dp_shard > 1",
     ),
     Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.sharding == Sharding.NONE.code) | _is_sharded(b),
+        says=lambda s, p: f"{p.sharding} over one rank: use none, or a larger dp_shard",
+    ),
+    Rule(
         source="parallelism_config.py:328",
         holds=lambda s, b: (b.tp * b.cp == 1) | (b.dp_replicate == 1) | (b.dp_shard > 1),
         says=lambda s, p: "tp or cp in copies of dp_shard 1: raise dp_shard",

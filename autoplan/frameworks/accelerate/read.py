@@ -78,8 +78,7 @@ def read(text: str, given: Given) -> Launch:
         states = states | {"recompute": Recompute.FULL}
     micro, steps = (_batch_count(program, name) for name in _BATCH)
     plan = ParallelPlan.derived(
-        has_experts=given.model.moe is not None,
-        **mesh | states,
+        **mesh | states,  # every rank holds whole experts
         precision=precision,
         micro_batch=micro,
         global_batch=micro * steps * mesh["dp_replicate"] * mesh["dp_shard"],

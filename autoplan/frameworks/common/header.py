@@ -33,6 +33,9 @@ def header(plan_file: PlanFile, framework: str) -> list[str]:
         lines.append(f"Priced with {attention} attention, which your program has to take where no option below says so")
     if (imbalance := plan_file.training.expert_imbalance) > 1.0:
         lines.append(f"Priced with {imbalance:g} times the mean of tokens on the busiest rank of experts")
+    if (fused := plan_file.training.fused_norm) is not None:
+        norms = "norms in one kernel" if fused else "norms of several kernels"
+        lines.append(f"Priced with {norms}, which your program has to have where no option below says so")
     if documents := plan_file.training.document_len:
         lines.append(
             f"Sequences are priced as packed from documents of {documents:,} tokens, each with attention of its own: "

@@ -32,6 +32,7 @@ from autoplan.frameworks.nanotron.options import (
     ZERO_STAGES,
 )
 from autoplan.frameworks.nanotron.rules import RULES
+from autoplan.spec.enums import Sharding
 from autoplan.spec.model import Block, Experts
 from autoplan.spec.plan_file import PlanFile
 
@@ -112,6 +113,11 @@ LIMITS = (
         source=SOURCE,
         holds=lambda s, b: b.grad_reduce_overlap,
         says=lambda s, p: "grad_reduce_overlap off: it has no switch for it",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.param_gather_overlap | (b.sharding == Sharding.NONE.code),
+        says=lambda s, p: "param_gather_overlap off: it has no switch for it",
     ),
     Rule(source=SOURCE, holds=lambda s, b: ~b.ep_overlap, says=lambda s, p: "ep_overlap: leave it out"),
     usual_rank_order("leave it out"),

@@ -37,6 +37,14 @@ def _resharding(workload: Workload, batch: PlanBatch) -> Bools:
 # -- tensor and context parallelism -----------------------------------------------------------------------------------
 
 
+def _shards_over_several(workload: Workload, batch: PlanBatch) -> Bools:
+    """It shards over dp_shard x cp ranks; of copies that are over one rank each it knows no more than of unsharded."""
+    has_copies = batch.dp_replicate > 1
+    if workload.model.moe:
+        has_copies |= batch.tp > batch.ep * batch.etp
+    return (batch.sharding == NONE) | (batch.dp_shard * batch.cp > 1) | ~has_copies
+
+
 def _cp_is_sharded(workload: Workload, batch: PlanBatch) -> Bools:
     """The ranks of a context group are among those that FSDP shards over."""
     return (batch.cp == 1) | (batch.sharding != NONE)
@@ -96,6 +104,11 @@ RULES: tuple[Rule, ...] = (
     shared.sp_needs_tp("trainer.py:300"),
     # Version 0.3 asks it of every sequence, b5bcd76 of the tokens of a micro-batch.
     shared.whole_sequence("trainer.py:302"),
+    Rule(
+        source=f"{_DIMS} fsdp_enabled",
+        holds=_shards_over_several,
+        says=lambda s, p: f"{p.sharding} over one rank shares nothing: use none, or a larger dp_shard",
+    ),
     Rule(
         source=f"{_FSDP}:54",
         holds=_cp_is_sharded,
