@@ -74,6 +74,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
     "torchtitan": (
         torchtitan.BOOK,
         (
+            (DENSE, plan_of(dp_replicate=4, sharding="zero3"), 1024, "zero3 over one rank shares nothing"),
             (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
             (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
             *CORE_OPTIONS,
