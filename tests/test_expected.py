@@ -55,19 +55,48 @@ def test_nothing_is_needed_of_torch_or_a_device(tmp_path: Path, monkeypatch: pyt
 
 def test_fewer_nodes_measure_smaller_groups(tmp_path: Path) -> None:
     whole = planned_profile("llama3-8b", options=ProfileOptions(db=str(tmp_path / "t.db"), cluster="h100-sxm:4x8"))
-    one = planned_profile(
+    single = planned_profile(
         "llama3-8b", options=ProfileOptions(db=str(tmp_path / "t.db"), cluster="h100-sxm:4x8"), num_nodes=1
     )
 
     def widest(tasks: list[tuple[int, ...]]) -> int:
         return max(shape[0] for shape in tasks)
 
-    groups = [[task.task.shape for task in plan.tasks if task.task.operation == "all_reduce"] for plan in (whole, one)]
+    groups = [
+        [task.task.shape for task in plan.tasks if task.task.operation == "all_reduce"] for plan in (whole, single)
+    ]
     assert [widest(shapes) for shapes in groups] == [32, 8]
     with pytest.raises(InputError, match="--nodes 5: the cluster has 4"):
         planned_profile("llama3-8b", options=ProfileOptions(cluster="h100-sxm:4x8"), num_nodes=5)
+    with pytest.raises(InputError, match="--nodes must be between 0"):
+        planned_profile("llama3-8b", options=ProfileOptions(cluster="h100-sxm:4x8"), num_nodes=-1)
     with pytest.raises(InputError, match="or --cluster"):
         planned_profile("llama3-8b")
+
+
+def test_every_visit_takes_its_time() -> None:
+    once, thrice = (
+        planned_profile("llama3-8b", options=ProfileOptions(cluster="h100-sxm:1x8", visits=visits)) for visits in (1, 3)
+    )
+    assert thrice.expected_s == pytest.approx(3 * once.expected_s)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--limit", "bogus", "--dry-run"), "'bogus'"),
+        (("--allowance", "3", "--dry-run"), "'3'"),
+        (("--ranks", "4", "--dry-run"), "leave it out"),
+        (("--nodes", "1"), "--nodes goes with --dry-run"),
+        (("--image", "x"), "they go with --template"),
+        (("--work", "x"), "they go with --template"),
+        (("--template", "slurm"), "give --for PLAN"),
+    ],
+)
+def test_what_is_asked_in_vain_is_refused(tmp_path: Path, flags: tuple[str, ...], says: str) -> None:
+    done = run(tmp_path, "profile", "llama3-8b", "--cluster", "h100-sxm:1x8", *flags)
+    assert done.returncode == 1
+    assert says in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
@@ -105,6 +134,6 @@ def _leaves_out(url: str, folder: Path) -> None:
     assert after.hello.fingerprint == LAB
     asked = "profile llama3-8b --cluster h100-sxm:2x8 --only wgrad --tp 1 --dry-run --json"
     done = run(folder, *asked.split(), "--db", url)
-    told = json.loads(done.stdout)
-    assert (told["known"], len(told["measurements"])) == (3, len(shapes) - 3)
-    assert told["expected_s"] == pytest.approx(after.expected_s)
+    printed = json.loads(done.stdout)
+    assert (printed["known"], len(printed["measurements"])) == (3, len(shapes) - 3)
+    assert printed["expected_s"] == pytest.approx(after.expected_s)

@@ -81,6 +81,7 @@ GPT_OSS = ModelSpec(
     num_heads=64,
     num_kv_heads=8,
     head_dim=64,
+    clamped_activation=True,
     mlp_bias=True,
     qkv_bias=True,
     attention_output_bias=True,

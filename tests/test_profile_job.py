@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_job_measures_on_its_nodes_and_stores_where_the_login_node_reads(folder: Path) -> None:
-    asked = "profile --for plan.json --template slurm --budget 20s --allowance 0.05s --db times.db"
+    asked = "profile --for plan.json --template slurm --budget 20s --allowance 0.05s --db times.db --work job"
     done = run(folder, *asked.split())
     assert done.returncode == 0, done.stderr
     records = held(folder / "times.db")
@@ -54,7 +55,7 @@ def test_a_job_measures_on_its_nodes_and_stores_where_the_login_node_reads(folde
     assert {record.fingerprint.collectives for record in records} == {"gloo"}
     assert "measurements in" in done.stdout
     assert "% sure now of" in done.stderr
-    assert not (folder / "profile-job" / "job.json").exists()
+    assert not (folder / "job" / "job.json").exists()
 
 
 def test_a_job_that_fails_says_why(folder: Path) -> None:
@@ -65,6 +66,21 @@ def test_a_job_that_fails_says_why(folder: Path) -> None:
     with pytest.raises(AutoplanError, match=r"the job has failed: .*--mode 'never' is unknown"):
         run_job(job, heard.append)
     assert heard[-1].startswith("running")
+
+
+def test_a_folder_goes_on_with_what_it_was_asked_alone(folder: Path) -> None:
+    def leave(status: str) -> None:
+        raise ConnectionError(status)
+
+    job = ProfileJob(
+        plan_file=folder / "plan.json", template="slurm", options=("--mode", "never"), folder=folder / "profile-job"
+    )
+    with pytest.raises(ConnectionError):
+        run_job(job, leave)
+    with pytest.raises(InputError, match="has a job that was asked something else"):
+        run_job(replace(job, options=("--mode", "burst")))
+    with pytest.raises(AutoplanError, match="the job has failed"):
+        run_job(job)
 
 
 def test_bad_input_is_refused_before_a_job_waits(folder: Path) -> None:
@@ -93,7 +109,7 @@ def test_a_manifest_for_kubernetes_holds_the_same_command(folder: Path) -> None:
 )
 def test_what_cannot_be_submitted_is_refused_first(tmp_path: Path, template: str, db: str | None, says: str) -> None:
     job = ProfileJob(plan_file=tmp_path / "plan.json", template=template, options=(), db=db, folder=tmp_path / "job")
-    with pytest.raises(InputError, match=says) as told:
+    with pytest.raises(InputError, match=says) as refused:
         run_job(job)
-    assert "secret" not in str(told.value)
+    assert "secret" not in str(refused.value)
     assert not (tmp_path / "job").exists()

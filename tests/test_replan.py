@@ -90,17 +90,20 @@ def test_a_store_says_how_long_and_how_often(before: PlanResult) -> None:
     assert faster.checkpoint_interval_s is not None
     # By Young twice the rate of checkpoints at four times the rate of the store; Daly's is near.
     assert summary.checkpoint_interval_s / faster.checkpoint_interval_s == pytest.approx(2, rel=0.05)
-    assert autoplan.replan(before, nodes=2).summary.load_s is None
+    silent = autoplan.replan(before, nodes=2).summary
+    assert (silent.load_s, silent.checkpoint_interval_s) == (None, None)
+    paused = autoplan.replan(before, nodes=2, run={"checkpoint_time": summary.load_s}).summary
+    assert paused.checkpoint_interval_s == pytest.approx(summary.checkpoint_interval_s)
 
 
 @pytest.mark.parametrize(
     ("left", "says"),
     [
-        ({}, "say what is left"),
-        ({"nodes": 4}, "--nodes 4 of the 4"),
+        ({}, "give one of them"),
+        ({"nodes": 4}, "--nodes 4: the plan runs on 4"),
         ({"nodes": 0}, "--nodes 0"),
         ({"without": ["x"]}, "does not name its nodes"),
-        ({"nodes": 2, "without": ["x"]}, "say what is left"),
+        ({"nodes": 2, "without": ["x"]}, "leave one of them out"),
         ({"nodes": 2, "storage_bytes_per_s": -1.0}, "storage_bytes_per_s"),
     ],
 )

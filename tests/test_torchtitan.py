@@ -38,7 +38,7 @@ from test_megatron_lm_export import DEEPSEEK, GPT_OSS, LLAMA_8B, cluster_of, pla
 TITAN = Framework(name="torchtitan", rules="torchtitan")
 QWEN = load_model("qwen3-0.6b")
 QWEN_MOE = replace(load_model("qwen3-30b-a3b"), num_layers=6, ffn_size=0)
-SINKS = replace(GPT_OSS, num_layers=4, clamped_activation=True)
+SINKS = replace(GPT_OSS, num_layers=4)
 DEEP = replace(DEEPSEEK, num_layers=8, num_mtp_layers=0)
 LLAMA = replace(LLAMA_8B, num_layers=10, hidden_size=1024, num_heads=16, ffn_size=2816)
 

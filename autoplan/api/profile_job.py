@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from autoplan.api.plan_files import load_plan_file
 from autoplan.base.errors import AutoplanError, InputError
@@ -19,12 +20,13 @@ from autoplan.jobs.job import LOG, PLAN
 from autoplan.jobs.scheduler import JOB, SchedulerJobs
 from autoplan.jobs.template import load_job_template
 from autoplan.launch.launcher import launch_files
-from autoplan.launch.names import LAUNCHERS
+from autoplan.launch.names import Launcher
 from autoplan.launch.start import IN_CONTAINERS
 from autoplan.spec.plan_file import PlanFile
 
 MARGIN_S = 600.0  # of a job beyond the budget of its measurements: ranks have to start and to meet
 _POLL_S = 0.5
+ASKED = "asked.json"  # what the job of a folder was asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +56,21 @@ def run_job(job: ProfileJob, show: Callable[[str], None] = lambda text: None) ->
         raise InputError("--db: pods share no file of yours: give the URL of a server, postgresql://user@host/name")
 
     def files(plan_file: PlanFile, name: str) -> tuple[File, ...]:
-        launcher = next(known for known in LAUNCHERS if known == template.launcher)
-        return launch_files(plan_file, job_of(plan_file, job), launcher, job.image, name)
+        return launch_files(plan_file, job_of(plan_file, job), cast("Launcher", template.launcher), job.image, name)
 
     time_limit_s = parse_duration(job.budget) + MARGIN_S
     jobs = SchedulerJobs(template, time_limit_s=time_limit_s, num_steps=0, image=job.image, files=files)
     folder = job.folder.resolve()
     with refused_writes(folder):
         folder.mkdir(parents=True, exist_ok=True)
+    asked = encode({"plan": load_plan_file(job.plan_file), "options": job.options, "budget": job.budget})
     name = jobs.find(folder)
+    if name and (not (folder / ASKED).is_file() or read_text(folder / ASKED) != asked):
+        raise InputError(f"{folder} has a job that was asked something else: end it, or name another folder by --work")
     if not name:
+        (folder / LOG).unlink(missing_ok=True)  # of an earlier job
         write_text(folder / PLAN, encode(load_plan_file(job.plan_file)), force=True)
+        write_text(folder / ASKED, asked, force=True)
         name = jobs.start(folder)
     shown = ""
     try:
@@ -72,7 +78,7 @@ def run_job(job: ProfileJob, show: Callable[[str], None] = lambda text: None) ->
             if (text := f"{status.state}: {status.reason}" if status.reason else status.state) != shown:
                 show(shown := text)
             time.sleep(_POLL_S)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # SIGTERM too
         jobs.cancel([name])
         (folder / JOB).unlink(missing_ok=True)
         raise

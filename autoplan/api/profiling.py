@@ -72,8 +72,8 @@ class PlannedProfile:
 
     @property
     def expected_s(self) -> float:
-        """Seconds that all of it takes on a quiet machine, in one visit."""
-        return sum(ranked.expected_s for ranked in self.tasks)
+        """Seconds that all visits take on a quiet machine."""
+        return self.num_visits * sum(ranked.expected_s for ranked in self.tasks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,6 +147,7 @@ def planned_profile(
     cluster = asked.cluster
     if cluster is None:
         raise InputError("give the plan file of a search, or --cluster: it says which devices there would be")
+    check_count("--nodes", num_nodes, least=0)
     if num_nodes > cluster.num_nodes:
         raise InputError(f"--nodes {num_nodes}: the cluster has {cluster.num_nodes}")
     machine, known = None, set[TaskKey]()
@@ -196,6 +197,8 @@ def _asked(
 ) -> _AskedProfile:
     """Read what was given."""
     check_count("--visits", options.visits)
+    for text in (options.budget, options.allowance, options.limit):  # before a rank or a job starts
+        parse_duration(text)
     cluster = load_cluster(options.cluster) if options.cluster else None
     modes: tuple[Mode, ...] = parse_words(options.mode, "--mode", ("sustained", "burst"))  # type: ignore[assignment]
     scope: MeasurementScope | None = None
@@ -230,7 +233,6 @@ def started_profile(
     if place and options.ranks:
         raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
     asked = _asked(model, plan_file, options)
-    parse_duration(options.budget)  # what is wrong with it shall be known before any rank starts
     job = Job(
         dtypes=asked.dtypes,
         allowance_s=parse_duration(options.allowance),

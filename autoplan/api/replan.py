@@ -109,9 +109,9 @@ def replan(
     after = file.best
     saved_bytes = checkpoint_bytes(before.problem, best.plan)
     load_s = None if storage_bytes_per_s is None else saved_bytes / storage_bytes_per_s
-    reliability = make_run(run or {}).reliability
-    if load_s is not None and not (run or {}).get("checkpoint_time"):
-        reliability = replace(reliability, checkpoint_s=load_s)
+    reliability, knows_pause = make_run(run or {}).reliability, bool((run or {}).get("checkpoint_time"))
+    if load_s is not None and not knows_pause:
+        reliability, knows_pause = replace(reliability, checkpoint_s=load_s), True
     return ReplanResult(
         plan=PlanResult(file=file, problem=found.problem),
         summary=ReplanSummary(
@@ -125,7 +125,7 @@ def replan(
             checkpoint_bytes=saved_bytes,
             cuts_anew=any(getattr(best.plan, axis) != getattr(after.plan, axis) for axis in CUT_BY),
             load_s=load_s,
-            checkpoint_interval_s=None if load_s is None else reliability.interval_s(after.plan.num_devices),
+            checkpoint_interval_s=reliability.interval_s(after.plan.num_devices) if knows_pause else None,
         ),
     )
 
@@ -133,11 +133,12 @@ def replan(
 def _left(cluster: ClusterSpec, nodes: int | None, without: tuple[str, ...]) -> ClusterSpec:
     """Return the part of a cluster that is left."""
     if (nodes is None) == (not without):
-        raise InputError("say what is left of the cluster: a number of nodes, or the names of those that are gone")
+        way_out = "leave one of them out" if without else "give one of them"
+        raise InputError(f"--nodes says how many nodes are left, --without which are gone: {way_out}")
     if nodes is not None:
         if not 1 <= nodes < cluster.num_nodes:
             raise InputError(
-                f"--nodes {nodes} of the {cluster.num_nodes} that the plan runs on: give 1 to fewer than that"
+                f"--nodes {nodes}: the plan runs on {cluster.num_nodes}, of which fewer have to be left, and at least 1"
             )
         if cluster.nodes:
             raise InputError(f"{cluster.name} names its nodes: say which are gone, by --without")

@@ -36,12 +36,14 @@ FromLogsOption = Annotated[
     ),
 ]
 ClusterOption = Annotated[
-    str | None, typer.Option(metavar="CLUSTER", help="On which the logs were written, in its whole size.")
+    str | None, typer.Option(metavar="CLUSTER", help="Cluster on which the logs were written, with its whole size.")
 ]
 ModelOption = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="Of launch files that name none, as for search.")
+    str | None, typer.Option(metavar="MODEL", help="Model of launch files that name none, as for search.")
 ]
-SeqLenOption = Annotated[int | None, whole_number("--seq-len", "TOKENS", "Of launch files that name none.")]
+SeqLenOption = Annotated[
+    int | None, whole_number("--seq-len", "TOKENS", "Sequence length of launch files that name none.")
+]
 TimingsOption = Annotated[
     bool,
     typer.Option("--timings", help="Fit beside the measured times in the database: for a search with --timings db."),

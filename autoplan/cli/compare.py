@@ -37,7 +37,7 @@ GlobalBatchOption = Annotated[str, typer.Option(metavar="N|LOW:HIGH", help="Sequ
 PriceOption = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="[CLUSTER=]PRICE", help="Of a device and hour, of all or of one of the clusters (repeatable)."
+        metavar="[CLUSTER=]PRICE", help="Price of a device and hour, in all clusters or in one of them (repeatable)."
     ),
 ]
 SvgOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw rates by size into an SVG file.")]

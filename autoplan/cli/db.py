@@ -201,10 +201,12 @@ def import_(
     ],
     url: DbOption = None,
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of a log: its device. Of aiconfigurator: only this one.")
+        str | None,
+        typer.Option(metavar="NAME", help="Device that a log is of; of aiconfigurator, the only one to take."),
     ] = None,
     operation: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of a log that does not say it: all_reduce, all_gather, ...")
+        str | None,
+        typer.Option(metavar="NAME", help="Operation of a log that does not say it: all_reduce, all_gather, ..."),
     ] = None,
     json: JsonOption = False,
     quiet: QuietOption = False,

@@ -25,11 +25,11 @@ KindOption = Annotated[
     typer.Option(
         "--format",
         metavar="NAME",
-        help="Of the files: nccl-xml, nvidia-smi, rocm-smi, hwloc, adapters, slurm, autoplan; auto looks inside.",
+        help="Kind of the files: nccl-xml, nvidia-smi, rocm-smi, hwloc, adapters, slurm, autoplan; auto looks inside.",
     ),
 ]
 OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of to stdout.")]
-NameOption = Annotated[str, typer.Option(metavar="NAME", help="Of the cluster.")]
+NameOption = Annotated[str, typer.Option(metavar="NAME", help="Name of the cluster.")]
 NodesOption = Annotated[
     int, whole_number("--nodes", "N", "How many such nodes there are.", show_default="those of the job")
 ]

@@ -24,10 +24,10 @@ LauncherOption = Annotated[
     typer.Option(metavar="LAUNCHER", help=f"What starts it: {', '.join(LAUNCHERS)}.", autocompletion=words(LAUNCHERS)),
 ]
 ImageOption = Annotated[
-    str | None, typer.Option(metavar="IMAGE", help="Of the containers, on Kubernetes or with skypilot.")
+    str | None, typer.Option(metavar="IMAGE", help="Image of the containers, on Kubernetes or with skypilot.")
 ]
 TargetVersionOption = Annotated[
-    str | None, typer.Option(metavar="VERSION", help="Of the framework, where several are known.")
+    str | None, typer.Option(metavar="VERSION", help="Version of the framework, where several are known.")
 ]
 OutOption = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="Write the files into this folder instead of to stdout.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.base.errors import InputError
-from autoplan.cli.inputs import check_untyped, whole_url
+from autoplan.cli.inputs import check_untyped, is_typed, whole_url
 from autoplan.cli.options import DbOption, FrameworkOption, QuietOption, SeqLenOption, whole_number
 
 if TYPE_CHECKING:
@@ -135,16 +135,22 @@ def profile(
     options = ProfileOptions(db=whole_url(context, url), **named)
     is_elsewhere = dry_run and (plan_file is not None or cluster is not None)
     if nodes and not is_elsewhere:
-        raise InputError("--nodes is of a --dry-run for a cluster: give --for PLAN or --cluster")
+        raise InputError("--nodes goes with --dry-run, and with --for PLAN or --cluster")
+    if ranks and (template is not None or is_elsewhere):
+        raise InputError("--ranks is of ranks that are started here: leave it out")
+    if template is None and (image is not None or is_typed(context, "work")):
+        raise InputError("--image and --work are of a job: they go with --template")
+    if template is not None and plan_file is None:
+        raise InputError("--template submits the profile of a plan file: give --for PLAN")
+    if template is not None and json and not dry_run:
+        raise InputError("--template prints what its job prints: leave --json out")
     if is_elsewhere:
         _print_planned(
             planned_profile(model, plan_file=plan_file, options=options, num_nodes=nodes), json=json, quiet=quiet
         )
         return
     leave_on_sigterm()
-    if template is not None:
-        if plan_file is None or json:
-            raise InputError("--template submits what --for PLAN asks, and prints what the job prints: no --json")
+    if template is not None and plan_file is not None:
         _submit(context, plan_file, options)
         return
     with started_profile(model, plan_file=plan_file, options=options) as started:
@@ -156,7 +162,6 @@ def _submit(context: typer.Context, plan_file: Path, options: ProfileOptions) ->
     """Run the profile as a job, print what it printed, and how sure the order of the plans is with what it stored."""
     from autoplan.api.profile_job import ProfileJob, run_job
     from autoplan.api.profiling import planned_profile
-    from autoplan.cli.inputs import is_typed
 
     planned = planned_profile(plan_file=plan_file, options=options)  # what is wrong with it is known before a job waits
     given = context.params
@@ -175,9 +180,9 @@ def _submit(context: typer.Context, plan_file: Path, options: ProfileOptions) ->
         budget=options.budget,
         db=options.db,
         image=given["image"],
-        folder=given["work"],
+        folder=Path(given["work"]),
     )
-    log = run_job(job, show=(lambda text: None) if given["quiet"] else _say)
+    log = run_job(job) if given["quiet"] else run_job(job, show=_say)
     typer.echo(log, nl=False)
     advice = planned_profile(plan_file=plan_file, options=options).advice
     if advice is not None:
@@ -287,7 +292,7 @@ def _print_plan(console: Console, started: PlannedProfile) -> None:
         (
             *names,
             str(len(tasks)),
-            format_seconds(sum(ranked.expected_s for ranked in tasks)),
+            format_seconds(started.num_visits * sum(ranked.expected_s for ranked in tasks)),
             "x".join(str(size) for size in tasks[0].task.shape),
         )
         for names, tasks in rows.items()
@@ -321,7 +326,7 @@ def _print_planned_json(planned: PlannedProfile) -> None:
                 dtype=ranked.task.dtype,
                 kernel=ranked.task.kernel,
                 mode=ranked.task.mode,
-                expected_s=ranked.expected_s,
+                expected_s=planned.num_visits * ranked.expected_s,
             )
             for ranked in planned.tasks
         ),

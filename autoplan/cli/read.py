@@ -28,13 +28,13 @@ FilesArgument = Annotated[
 ]
 PlanOption = Annotated[
     Path | None,
-    typer.Option("--plan", metavar="PLAN", help="Of traces: the plan file that ran; its prediction stands beside."),
+    typer.Option("--plan", metavar="PLAN", help="With traces: the plan file that ran, whose prediction stands beside."),
 ]
 ModelOption = Annotated[
     str | None, typer.Option(metavar="MODEL", help="As for search, in place of what the file says.")
 ]
-DevicesOption = Annotated[int | None, whole_number("--devices", "N", "On which it runs, all together.")]
-DevicesPerNodeOption = Annotated[int | None, whole_number("--devices-per-node", "N", "Of them, in one node.")]
+DevicesOption = Annotated[int | None, whole_number("--devices", "N", "Devices that it runs on, all together.")]
+DevicesPerNodeOption = Annotated[int | None, whole_number("--devices-per-node", "N", "Devices of a node.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print what was read as JSON.")]
 
 

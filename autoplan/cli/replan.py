@@ -9,16 +9,16 @@ from typing import Annotated, Any
 import typer
 
 import autoplan
-from autoplan import report
+from autoplan import api, report
 from autoplan.base.values import parse_positive
 from autoplan.cli.flags import shared_flags
 from autoplan.cli.inputs import check_outputs, command_line, run_options, whole_url
 from autoplan.cli.options import DbOption, ForceOption, QuietOption, whole_number
 from autoplan.cli.progress import progress_bar
-from autoplan.cli.remarks import print_warnings
+from autoplan.cli.remarks import print_warnings, print_written
 
 
-@shared_flags(("device_mtbf", "checkpoint_time", "restart_time"), after="checkpoint_rate")
+@shared_flags(("device_mtbf", "checkpoint_time"), after="checkpoint_rate")
 def replan(
     context: typer.Context,
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json of before.")],
@@ -33,7 +33,7 @@ def replan(
         typer.Option(
             "--checkpoint-gbytes-per-s",
             metavar="GB/S",
-            help="Rate at which all ranks together read and write checkpoints.",
+            help="Rate at which all ranks together read and write checkpoints; how often to write one follows.",
         ),
     ] = None,
     url: DbOption = None,
@@ -49,7 +49,7 @@ def replan(
     run = run_options(context)
     run.pop("nodes", None)
     with progress_bar(quiet=quiet, doing="searching", unit="sizes") as advance:
-        found = autoplan.replan(
+        result = autoplan.replan(
             plan,
             nodes=num_nodes,
             without=[name.strip() for names in without or () for name in names.split(",") if name.strip()],
@@ -58,11 +58,13 @@ def replan(
             db=whole_url(context, url),
             progress=advance,
         )
-    found.plan.with_command(command_line()).save(out, force=force)
+    result.plan.with_command(command_line()).save(out, force=force)
     if json:
-        typer.echo(found.to_json(), nl=False)
+        typer.echo(result.to_json(), nl=False)
     else:
         console = report.terminal.make_console()
-        report.replan.print_replan(console, found.summary)
-        report.terminal.print_next_steps(console, ("next", f"autoplan explain {shlex.quote(str(out))}"))
-    print_warnings(found.plan.warnings, quiet=quiet)
+        report.replan.print_replan(console, result.summary)
+        why = ("why", f"autoplan explain {shlex.quote(str(out))}")
+        report.terminal.print_next_steps(console, api.export.next_step(result.plan.file, out), why)
+    print_warnings(result.plan.warnings, quiet=quiet)
+    print_written(out, quiet=quiet)

@@ -19,7 +19,7 @@ from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import arguments_of
 from autoplan.spec.enums import CudaGraphs, GradType, MainWeights, MomentType
 from autoplan.spec.finetuning import FineTuning
-from autoplan.spec.model import Block
+from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import NARROW_PRECISIONS
 from autoplan.spec.plan_file import PlanFile
 
@@ -36,7 +36,7 @@ _PRECISIONS = {
 _ELSEWHERE = frozenset(
     (
         *("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp4_recipe", "vocab_size", "max_position_embeddings"),
-        *("group_query_attention", "attention_backend", "optimizer", "squared_relu"),
+        *("group_query_attention", "attention_backend", "optimizer", "squared_relu", "quick_geglu"),
         *("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"),
         *("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"),
     )
@@ -50,6 +50,7 @@ _IMPORTS = (
     "import torch",
     "import torch.nn.functional as F",
     "from megatron.core.activations import squared_relu",
+    "from megatron.core.fusions.fused_bias_geglu import quick_gelu",
     "from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec",
     "from megatron.core.transformer.enums import AttnBackend",
 )
@@ -121,7 +122,8 @@ def _is_needed(line: str, plan_file: PlanFile) -> bool:
     if line == "import torch":
         is_narrow = plan.grad_dtype == GradType.BF16_MAIN or plan.main_weights == MainWeights.FP16
         return is_narrow or plan.moment_dtype != MomentType.FP32
-    return "squared_relu" not in line or plan_file.model.squared_relu
+    needed = {"squared_relu": plan_file.model.squared_relu, "quick_gelu": plan_file.model.clamped_activation}
+    return next((is_used for name, is_used in needed.items() if line.endswith(f" {name}")), True)
 
 
 def fields(plan_file: PlanFile) -> dict[str, Any]:
@@ -148,6 +150,8 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
         table["model.window_size"] = (model.window - 1, 0)
     if "model.moe_layer_freq" in table:
         table["model.moe_layer_freq"] = [int(Block.MOE in layer) for layer in model.layers]
+    if model.clamped_activation:
+        table["model.gated_linear_unit"] = True
     if model.moe:
         table["model.moe_router_fusion"] = plan.router_fusion
     if model.mla or model.position_embedding == "rope":
@@ -178,8 +182,7 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
     sizes = {name: table.pop(f"model.{name}") for name in ("num_layers", "hidden_size", "num_attention_heads")}
     arguments = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
     lines = [f"cfg.model = {provider}({arguments})"]
-    activation = "F.silu" if model.gated_mlp else "squared_relu" if model.squared_relu else "F.gelu"
-    lines.append(f"cfg.model.activation_func = {activation}")
+    lines.append(f"cfg.model.activation_func = {_activation(model)}")
     if model.moe or model.mla:  # otherwise every layer is like the first, and its attention without latents
         spec = "partial(get_gpt_decoder_block_spec, use_transformer_engine=True)"
         lines.append(f"cfg.model.transformer_layer_spec = {spec}")
@@ -218,6 +221,13 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
         "cfg.train.train_iters = 100",
         'getattr(cfg, "validation", cfg.train).eval_iters = 0  # 0.3 has it among the settings of training',
     ]
+
+
+def _activation(model: ModelSpec) -> str:
+    """Return the activation of MLPs as Python."""
+    if model.clamped_activation:
+        return "quick_gelu"
+    return "F.silu" if model.gated_mlp else "squared_relu" if model.squared_relu else "F.gelu"
 
 
 def _written(path: str, value: Any) -> str:

@@ -201,6 +201,18 @@ WINDOW: tuple[Line, ...] = (
 _POSITIONS = {"rope": "rope", "learned": "learned_absolute", "none": "none", "alibi": "none"}
 
 
+def _write_clamp(file: PlanFile) -> dict[str, Value]:
+    """Write the activation of GPT-OSS: quick GELU with a gate and an offset, the one that Megatron-LM limits."""
+    if not file.model.clamped_activation:
+        return {}
+    return {"quick_geglu": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}
+
+
+def _read_clamp(reading: Reading) -> Fields:
+    known = 1.0 if reading.model and reading.model.clamped_activation else None
+    return {"clamped_activation": reading.arguments.number("activation_func_clamp_value", known) is not None}
+
+
 def _has_rope(file: PlanFile) -> bool:
     return file.model.position_embedding == "rope"
 
@@ -251,9 +263,10 @@ FORM: tuple[Line, ...] = (
     (word("normalization", "model.norm", "layernorm", meanings={"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}),),
     (
         # Without the switch an MLP has GELU: the activation itself changes no shape.
-        Special("swiglu", lambda file: {"swiglu": file.model.gated_mlp},
+        Special("swiglu", lambda file: {"swiglu": file.model.gated_mlp and not file.model.clamped_activation},
                 lambda reading: {"gated_mlp": is_gated(reading)}, names={BRIDGE: "model.gated_linear_unit"},
                 others=switches("quick_geglu", "openai_gelu"), is_switch=True),
+        Special("activation_func_clamp_value", _write_clamp, _read_clamp, others=valued("glu_linear_offset")),
         switch("squared_relu", "model.squared_relu"),
     ),
     (Special("add_bias_linear", _write_bias, _read_bias, others=switches("add_qkv_bias")),),

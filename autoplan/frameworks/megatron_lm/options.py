@@ -665,7 +665,7 @@ HARMLESS = re.compile(
     r"|manual_gc|profile|use_pytorch_profiler|rotary_(percent|interleaved|scaling)|rope_type|rope_scaling|mscale|use_rope|yarn"
     r"|moe_(aux_loss|z_loss|router_(load|score|topk_scaling|dtype|num_groups|group_topk|pre_|enable|bias|force))"
     r"|moe_per_layer|mtp_loss|attention_softmax_in|enable_experimental|accumulate_allreduce|add_position_embedding|add_class"
-    r"|fp8_(amax|margin|interval)|te_rng|use_te_rng|activation_func_clamp|glu_linear|quick_geglu|enable_gpt_oss"
+    r"|fp8_(amax|margin|interval)|te_rng|use_te_rng|glu_linear|enable_gpt_oss"
     r"|auto_continue|skip_train|comment|no_persist|stderr_sink|disable_(tensorboard|wandb|mlflow|last_saving)|debug|env_vars|dump"
 )
 
