@@ -516,7 +516,8 @@ def _least_repeat_s(problem: Problem, space: Space, plain: KindCosts) -> Floats:
 
     A rank with unlike layers that waits for its host hides launches of some of them under others; where traffic of
     sharded states takes their place in one sort of layer, another one shows less of its own.  All layers together take
-    longer for it, a few that are recomputed need not.
+    longer for it, a few that are recomputed need not.  In pipelines no layer makes up for one of another sort, so that
+    each takes longer alone.
     """
     model = problem.model
     sorts = {*model.layers, *([model.mtp_layer] if model.num_mtp_layers else [])}

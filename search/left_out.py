@@ -22,20 +22,22 @@ from autoplan.spec.search_result import RankedPlan, SearchResult
 _WORDS = ("schedule", "cuda_graphs")  # axes of which words are left out
 
 
-def with_left_out(problem: Problem, space: Space, result: SearchResult, barred: Collection[str]) -> SearchResult:
-    """Return `result`, or that of a search which also looks at an option that makes its best plan faster.
+def with_left_out(
+    problem: Problem, space: Space, result: SearchResult, barred: Collection[str]
+) -> tuple[Space, SearchResult]:
+    """Return space and `result`, or those of a search which also looks at an option that makes its best plan faster.
 
     The options are sequence parallelism switched, GPipe, and CUDA graphs of more.  What is best with one of them may
     differ in more than that, so that all plans which have it are searched, until none of the options helps.  `barred`
     are the axes that the user fixed, and the values, such as "schedule=gpipe", that the user forbade.
     """
     while better := _better(problem, space, result.rivals[0], barred):
-        space = _with_options_of(space, better.plan)
-        found = place_best(problem, search(problem, space))
-        if not is_as_safe(found.rivals[0], better) or pace(found.rivals[0]) > pace(better) * (1 + TIE):
-            return result.led_by(better)
-        result = found
-    return result
+        wider = _with_options_of(space, better.plan)
+        wider_result = place_best(problem, search(problem, wider))
+        if not is_as_safe(wider_result.rivals[0], better) or pace(wider_result.rivals[0]) > pace(better):
+            return wider, result.led_by(better)
+        space, result = wider, wider_result
+    return space, result
 
 
 def _with_options_of(space: Space, plan: ParallelPlan) -> Space:

@@ -23,7 +23,7 @@ from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.operations import Operation
 from autoplan.spec.optimizers import OptimizerName
-from autoplan.spec.plan import PlanBatch
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Measurement, TimingTable
 from autoplan.spec.training import TrainingSpec
@@ -132,6 +132,32 @@ def some_plans(problem: Problem, space: Space, count: int, seed: int) -> tuple[P
         bounds.append(found.step_s[kind, plan][lawful])
         bytes_.append(found.memory_bytes[kind, plan][lawful])
     return PlanBatch.concatenate(parts), np.concatenate(bounds), np.concatenate(bytes_)
+
+
+LIMITS = replace(MODELS[2], name="limits", clamped_activation=True, mlp_bias=True)
+
+
+@settings(max_examples=8, deadline=None)
+@given(problems, st.integers(0, 2**16))
+def test_a_price_does_not_depend_on_the_plans_beside(made: tuple[Problem, Space], seed: int) -> None:
+    """What decides the kernels of a plan is worked out once for all plans that share it."""
+    problem, space = made
+    plans, _, _ = some_plans(problem, space, 60, seed)
+    together = estimate(problem, plans)
+    for at in range(0, len(plans), max(len(plans) // 12, 1)):
+        alone = estimate(problem, plans.take(np.array([at])))
+        assert alone.step_s[0] == pytest.approx(together.step_s[at], rel=1e-12), plans.plan(at)
+        assert alone.memory_bytes[0] == pytest.approx(together.memory_bytes[at], rel=1e-12), plans.plan(at)
+
+
+def test_fused_experts_beside_others_keep_their_price() -> None:
+    problem, _ = make(LIMITS, "gb200-nvl72:4x4", "nemo-26.06", (48,), 2048, False)
+    problem = replace(problem, training=replace(problem.training, precision="mxfp8"))
+    plain = ParallelPlan(global_batch=48, ep=8, dp_shard=16, precision="mxfp8")
+    plans = [plain, replace(plain, ep_overlap=True), replace(plain, cuda_graphs="full_iteration")]
+    together = estimate(problem, PlanBatch.of(plans, LIMITS.num_layers)).step_s
+    alone = [estimate(problem, PlanBatch.of([plan], LIMITS.num_layers)).step_s[0] for plan in plans]
+    assert together == pytest.approx(alone, rel=1e-12)
 
 
 @settings(max_examples=8, deadline=None)

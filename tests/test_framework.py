@@ -112,3 +112,13 @@ def test_names_of_targets_are_known_before_any_module_is_imported() -> None:
     words = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {"megatron-lm", "autoplan"} <= set(words)
     assert not [name for name in words if name.startswith("autoplan.frameworks.") and name.count(".") > 2]
+
+
+@pytest.mark.parametrize("text", ["[experts]\nfused_router = true\n", "drops_tokens = true\n"])
+def test_a_trait_that_plans_choose_today_is_told_where_it_stands(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'name = "mine"\n{text}')
+    with pytest.raises(
+        InputError, match=r"is an option of plans today: write usual = \['(router_fusion|token_dropping)=on'\]"
+    ):
+        load_framework(str(path))

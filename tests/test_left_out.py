@@ -28,7 +28,7 @@ def test_what_is_best_with_an_option_is_searched_and_proven() -> None:
     assert (poor.plan.sp, best.plan.sp) == (False, True)
     assert replace(poor.plan, sp=True) != best.plan
     assert pace(best) < pace(poor)
-    result = with_left_out(problem, space, found, ())
+    _, result = with_left_out(problem, space, found, ())
     assert result.rivals[0] == result.ranked[0] == best
     assert result.certificate == wanted.certificate
 
@@ -36,7 +36,7 @@ def test_what_is_best_with_an_option_is_searched_and_proven() -> None:
 def test_what_is_fixed_stays() -> None:
     problem, _, space = without_sp()
     found = search(problem, space)
-    assert with_left_out(problem, space, found, SpaceFlags(global_batch="64", fix=("SP=off",)).barred) == found
+    assert with_left_out(problem, space, found, SpaceFlags(global_batch="64", fix=("SP=off",)).barred) == (space, found)
 
 
 def test_an_option_that_is_forbidden_is_not_tried() -> None:
@@ -47,9 +47,11 @@ def test_an_option_that_is_forbidden_is_not_tried() -> None:
     assert list(switched(problem, plan, ())) == tried
     flags = SpaceFlags(global_batch="64", fix=("SP=on",), forbid=("schedule=GPipe", "cuda-graphs=layer", "offload"))
     assert list(switched(problem, plan, flags.barred)) == tried[-1:]
+    flags = replace(flags, forbid=(*flags.forbid, "cuda_graphs=full-iteration"))
+    assert list(switched(problem, plan, flags.barred)) == []
 
 
 def test_a_best_plan_that_they_do_not_help_stays() -> None:
     problem, space = make(LARGE, "h100-sxm:2x8", batches=(64,), fix=("pp=1",))
     found = search(problem, space)
-    assert with_left_out(problem, space, found, ()) == found
+    assert with_left_out(problem, space, found, ()) == (space, found)

@@ -71,14 +71,17 @@ def test_what_was_a_trait_in_version_5_is_a_choice_of_the_plans() -> None:
     read = decode(PlanFile, file, "plan.json")
     assert read.training.attention == "flash"
     for priced in (read.best, *read.alternatives):
-        assert priced.plan.fp8_attention
+        assert not priced.plan.fp8_attention  # of products in 16 bits
         assert not priced.plan.token_dropping  # of a model without experts and latents
         assert not priced.plan.router_fusion
         assert not priced.plan.rope_fusion
     file["model"]["moe"] = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 1024}
     read = decode(PlanFile, file, "plan.json")
     assert read.best.plan.token_dropping
+    assert read.best.plan.dispatcher == "alltoall"
     assert read.best.plan.router_fusion
+    narrow = msgspec.json.decode(msgspec.json.encode(file).replace(b'"precision":"bf16"', b'"precision":"fp8"'))
+    assert decode(PlanFile, narrow, "plan.json").best.plan.fp8_attention
 
 
 @pytest.mark.parametrize(("num_publishers", "spread"), [(0, 0.2), (7, None)])

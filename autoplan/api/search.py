@@ -206,7 +206,7 @@ def _best_step(question: _Asked) -> PlanResult:
     check_result(problem, space, result)
     result = place_best(problem, result)
     if quantile is None and sampling is None:
-        result = with_left_out(problem, space, result, question.space.barred)
+        space, result = with_left_out(problem, space, result, question.space.barred)
     if started and not question.space.narrows:
         result = started.nearest_result(problem, space, result)
     if quantile is not None:

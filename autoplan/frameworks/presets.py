@@ -10,7 +10,7 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table, schema
 from autoplan.frameworks.registry import BOOKS, check_rules, facts_files
-from autoplan.spec.framework import GROUPS, Framework
+from autoplan.spec.framework import GROUPS, NOW_USUAL, Framework
 
 
 @lru_cache(maxsize=64)
@@ -55,6 +55,14 @@ def _extended(base: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
     return {**base, **table, **merged, "usual": list(stated.values()), "fitted": fitted}
 
 
+def _checked(table: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the table of a user's file; refused where it has as a trait what plans choose today."""
+    groups = [group for group in table.values() if isinstance(group, dict)]
+    for key in sorted({key for group in (table, *groups) for key in group} & NOW_USUAL.keys()):
+        raise InputError(f"{where}: {key} is an option of plans today: write usual = [{NOW_USUAL[key]!r}] in its place")
+    return table
+
+
 def preset_frameworks() -> tuple[str, ...]:
     """Ids of the shipped frameworks."""
     return tuple(facts_files())
@@ -67,7 +75,7 @@ def load_framework(text: str) -> Framework:
         return _preset(text)
     path = Path(text)
     if path.suffix == ".toml":
-        return _decoded(read_table(path), str(path))
+        return _decoded(_checked(read_table(path), str(path)), str(path))
     close = difflib.get_close_matches(text, known, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known)}, or give a TOML file"
     raise InputError(f"unknown framework {text!r}: {hint}")

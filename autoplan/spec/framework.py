@@ -383,6 +383,14 @@ _RETIRED = {
     "syncs_overlapped_experts",
     "trains_mtp",
 }
+# Of these, what stands in `usual` today.
+NOW_USUAL = {
+    "drops_tokens": "token_dropping=on",
+    "fused_latent_rope": "rope_fusion=on",
+    "fused_router": "router_fusion=on",
+    "narrow_attention": "fp8_attention=on",
+    "narrow_weights": "narrow_params=on",
+}
 GROUPS: dict[str, type] = {
     "memory": Memory,
     "kernels": Kernels,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.base.errors import InputError
+from autoplan.spec.axes import AXIS, shown
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Dispatcher, GradType
 from autoplan.spec.estimate import StageCost
@@ -14,6 +15,7 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.pinned_timings import PinnedTimings
+from autoplan.spec.plan import NARROW_PRECISIONS
 from autoplan.spec.ranks import HostRanks
 from autoplan.spec.run_report import RunReport
 from autoplan.spec.search_result import Allowance, Certificate, Confidence, MemoryKnob, RankedPlan
@@ -55,13 +57,19 @@ class SpaceFlags:
     def barred(self) -> tuple[str, ...]:
         """Axes that are fixed, and the values that are forbidden, such as "schedule=gpipe", as plans spell them."""
         fixed = (text.partition("=")[0].strip().lower().replace("-", "_") for text in self.fix)
-        forbidden = (text.strip().lower().partition("=") for text in self.forbid)
-        return (*fixed, *(f"{axis.replace('-', '_')}{sign}{value}" for axis, sign, value in forbidden))
+        return (*fixed, *map(_spelled, self.forbid))
 
     @property
     def narrows(self) -> bool:
         """Return whether plans were left out that are usually looked at."""
         return bool(self.fix or self.at_most or self.forbid or self.to)
+
+
+def _spelled(text: str) -> str:
+    """Return what --forbid was given as plans spell it: an axis, or AXIS=VALUE."""
+    name, sign, value = text.strip().lower().partition("=")
+    name = name.replace("-", "_")
+    return f"{name}={shown(AXIS[name].parse(value, '--forbid'))}" if sign and name in AXIS else f"{name}{sign}{value}"
 
 
 PLAN_FILE_VERSION = 6
@@ -164,12 +172,14 @@ def _with_kernels_chosen(table: dict[str, Any]) -> dict[str, Any]:
     is_asked = training.get("attention") == "flash-fp8"
     is_usual = has_experts and isinstance(narrow, list) and training.get("precision") in narrow
     chosen = {
-        "fp8_attention": is_asked or is_usual,
+        "fp8_attention": (is_asked and training.get("precision") in NARROW_PRECISIONS) or is_usual,
         "token_dropping": has_experts and experts.get("drops_tokens") is True,
         "router_fusion": has_experts and experts.get("fused_router") is True,
         "rope_fusion": model.get("mla") is not None and kernels.get("fused_latent_rope") is True,
     }
     table = _with_choice(table, **{name: True for name, is_chosen in chosen.items() if is_chosen})
+    if chosen["token_dropping"]:  # which no other dispatcher does
+        table = _with_choice(table, dispatcher=Dispatcher.ALL_TO_ALL)
     return table | {"training": training | {"attention": "flash"}} if is_asked else table
 
 

@@ -183,8 +183,12 @@ def is_graphed(batch: PlanBatch, block: Block) -> Bools:
 
 
 def is_one_graph(problem: Problem, batch: PlanBatch) -> Bools:
-    """Return which plans of mixtures of experts have static shapes, and launch a pass as one CUDA graph."""
-    experts = problem.framework.experts
-    is_static = batch.token_dropping | holds_graphs(batch, CudaGraphs.FULL_ITERATION)
-    overlaps = batch.ep_overlap & np.isin(batch.precision, [Precision(name).code for name in experts.static_overlap])
-    return np.asarray(is_static | overlaps)
+    """Return which plans of mixtures of experts have static shapes, and launch a pass as one CUDA graph: (plans)."""
+    return np.asarray(batch.token_dropping | has_fused_experts(problem, batch))
+
+
+def has_fused_experts(problem: Problem, batch: PlanBatch) -> Bools:
+    """Return which plans run experts in kernels that know no numbers of tokens on the host: (plans)."""
+    names = problem.framework.experts.static_overlap
+    overlaps = batch.ep_overlap & np.isin(batch.precision, [Precision(name).code for name in names])
+    return np.asarray(holds_graphs(batch, CudaGraphs.FULL_ITERATION) | overlaps)

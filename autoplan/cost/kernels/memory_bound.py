@@ -11,7 +11,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, add_up
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
-from autoplan.cost.kernels.launches import is_one_graph
+from autoplan.cost.kernels.launches import has_fused_experts
 from autoplan.cost.kernels.measured import Sizes, find_kernels, measured_pass
 from autoplan.cost.kernels.sizes import (
     expert_tokens,
@@ -157,13 +157,14 @@ def _op_by_op_traffic(problem: Problem, batch: PlanBatch, routed: Floats) -> dic
     """Traffic of the limits and biases of experts that `routed` tokens of a rank visit, where no kernel fuses them."""
     model, moe = problem.model, problem.model.moe
     assert moe is not None
-    rows = np.where(is_one_graph(problem, batch), 0.0, routed)
+    rows = np.where(has_fused_experts(problem, batch), 0.0, routed)
     moved: dict[str, Traffic] = {}
     if model.clamped_activation:
         width = rows * moe.expert_ffn_size
         moved["expert_limits"] = Traffic(*(each * width for each in EXPERT_LIMIT_BYTES))
     if model.mlp_bias:
-        width = rows * (moe.latent_size or model.hidden_size)
+        # Each of the ranks that cut an expert has a part of the sum for all of its tokens.
+        width = np.asarray(rows * batch.etp * (moe.latent_size or model.hidden_size), dtype=np.float64)
         moved["expert_biases"] = Traffic(*(each * width for each in EXPERT_BIAS_BYTES))
     return moved
 

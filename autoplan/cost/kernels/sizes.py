@@ -26,6 +26,8 @@ KERNEL_AXES = (
     "precision",
     "fp8_attention",
     "token_dropping",
+    "ep_overlap",
+    "cuda_graphs",
 )
 
 

@@ -209,8 +209,8 @@ def _write_clamp(file: PlanFile) -> dict[str, Value]:
 
 
 def _read_clamp(reading: Reading) -> Fields:
-    known = 1.0 if reading.model and reading.model.clamped_activation else None
-    return {"clamped_activation": reading.arguments.number("activation_func_clamp_value", known) is not None}
+    given = reading.arguments.value("activation_func_clamp_value")
+    return {"clamped_activation": bool(reading.model and reading.model.clamped_activation) or given is not None}
 
 
 def _has_rope(file: PlanFile) -> bool:

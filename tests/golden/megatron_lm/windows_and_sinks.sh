@@ -30,7 +30,7 @@ MODEL=(
     --softmax-type learnable
     --position-embedding-type rope --rotary-base 150000
     --normalization RMSNorm
-    --swiglu
+    --quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0
     --untie-embeddings-and-output-weights
     --attention-dropout 0.0 --hidden-dropout 0.0
 )
