@@ -115,3 +115,39 @@ def test_what_is_not_known_is_listed() -> None:
         *("model.backend.attn", "optimizer._target_", "distributed.enable_compile", "distributed.frobnicate"),
         "dllm",
     }
+
+
+@pytest.mark.parametrize(("word", "dispatcher"), [(None, "deepep"), ("deepep", "deepep"), ("torch", "alltoall")])
+def test_tokens_go_by_the_dispatcher_of_the_backend(word: str | None, dispatcher: str) -> None:
+    backend = {"backend": {"dispatcher": word}} if word else {}
+    launch = of(distributed={"ep_size": 8}, model=backend)
+    assert launch.plan.dispatcher == dispatcher
+    assert matters(launch) == set()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "kind"),
+    [
+        ({"load_in_4bit": True}, "nf4"),
+        ({"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, "nf4-dq"),
+        ({"load_in_8bit": True}, "int8"),
+    ],
+)
+def test_quantised_weights_are_read(quantization: dict[str, Any], kind: str) -> None:
+    finetuning = of(peft={"dim": 8, "match_all_linear": True}, quantization=quantization).training.finetuning
+    assert finetuning is not None
+    assert finetuning.quantization == kind
+
+
+def test_types_that_are_not_priced_are_listed() -> None:
+    launch = of(model={"torch_dtype": "float32"}, optimizer={"exp_avg_dtype": "torch.bfloat16"})
+    assert matters(launch) == {"model.torch_dtype", "optimizer.exp_avg_dtype"}
+
+
+@pytest.mark.parametrize(("rounding", "chunks"), [("up", 3), ("down", 2)])
+def test_stages_are_rounded_as_the_recipe_says(rounding: str, chunks: int) -> None:
+    pipeline = {"pp_schedule": "interleaved1f1b", "layers_per_stage": 5}  # 10 stages of the 48 layers
+    sizes: dict[str, Any] = {"pp_size": 4, "pipeline": {**pipeline, "round_virtual_stages_to_pp_multiple": rounding}}
+    assert of(distributed=sizes).plan.vp == chunks
+    with pytest.raises(InputError, match="makes 10 stages"):
+        of(distributed={"pp_size": 4, "pipeline": pipeline})

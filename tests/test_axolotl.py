@@ -104,3 +104,9 @@ def test_what_changes_a_step_and_is_not_priced_is_listed() -> None:
 def test_what_is_not_priced_at_all_is_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         of(**settings)
+
+
+def test_words_of_axolotl_mean_what_they_say_there() -> None:
+    assert of(gradient_checkpointing="false").plan.recompute == "none"
+    silent = yaml.safe_dump({key: value for key, value in (FULL | FSDP2).items() if key != "micro_batch_size"})
+    assert read(silent, Given(num_devices=16)).plan.micro_batch == 1

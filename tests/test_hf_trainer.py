@@ -156,3 +156,50 @@ def test_the_model_the_devices_and_the_length_are_asked_for() -> None:
         read(f"{text} --model_name_or_path Qwen/Qwen3-8B", Given())
     with pytest.raises(InputError, match="--devices"):
         read(TRL, Given())
+
+
+def started_by(command: str) -> Launch:
+    script = SCRIPT.format("").replace("torchrun --nnodes 2 --nproc_per_node 8", command)
+    return read(script.replace("#!/bin/bash", "export CUDA_VISIBLE_DEVICES=0,1"), Given())
+
+
+def test_a_launcher_says_more_than_the_devices_it_sees() -> None:
+    assert started_by("torchrun --nproc_per_node 1").plan.num_devices == 1
+    assert started_by("deepspeed --num_gpus 2").plan.num_devices == 2
+    for alone in ("python", "python3", "/usr/bin/python3.11"):
+        with pytest.raises(InputError, match="pass --devices"):
+            started_by(alone)
+
+
+def test_switches_that_are_off_cost_nothing() -> None:
+    switches = "--fsdp --torch_compile False --group_by_length false --use_liger_kernel False"
+    assert matters(of(switches)) == set()
+    assert "torch_compile" in {name.lstrip("-") for name in matters(of("--fsdp --torch_compile True"))}
+
+
+def test_what_the_trainer_ignores_or_refuses() -> None:
+    assert of("""--fsdp_config '{"reshard_after_forward": true}'""").plan.sharding == "none"
+    assert of("--deepspeed false").plan.sharding == "none"
+    with pytest.raises(InputError, match="fsdp 'ful_shard' is not one of"):
+        of("--fsdp ful_shard")
+    with pytest.raises(InputError, match="both on"):
+        of("--fp16")
+
+
+@pytest.mark.parametrize(
+    ("program", "is_priced"), [("train_support.py", True), ("export_model.py", True), ("dpo.py", False)]
+)
+def test_losses_are_told_by_whole_words(program: str, is_priced: bool) -> None:
+    script = SCRIPT.format("").replace("train.py", program)
+    if is_priced:
+        assert read(script, Given()).plan.dp == 16
+    else:
+        with pytest.raises(InputError, match="only training on the next token"):
+            read(script, Given())
+
+
+def test_a_table_of_a_plain_program_recomputes_only_if_it_says_so() -> None:
+    plain = """{"model_name_or_path": "meta-llama/Llama-3.1-8B", "per_device_train_batch_size": 1, "bf16": true,
+    "block_size": 2048}"""
+    assert read(plain, Given(num_devices=8)).plan.recompute == "none"
+    assert read(plain.replace("block_size", "max_length"), Given(num_devices=8)).plan.recompute == "full"

@@ -108,3 +108,10 @@ CUDA_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli train \\
     assert recognises("train.sh", text)
     launch = read(text, Given())
     assert (launch.model.name, launch.plan.dp, launch.plan.global_batch) == ("qwen3-4b", 4, 32)
+
+
+def test_packing_is_what_the_file_says_of_it() -> None:
+    assert "cutoff_len" in matters(of(("stage: sft", "stage: pt"), more="packing: false\n"))
+    neat = matters(of(more="neat_packing: true\n"))
+    assert "neat_packing" in neat
+    assert "cutoff_len" not in neat

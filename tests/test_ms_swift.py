@@ -97,3 +97,12 @@ def test_what_is_not_known_is_listed() -> None:
     assert matters(read(MEGATRON.format("").replace("--packing true", ""), Given())) == {"--max_length"}
     launch = read(TRAINER.format("--deepspeed zero2 --attn_impl eager --use_galore true"), Given())
     assert matters(launch) == {"--attn_impl", "--use_galore"}
+
+
+def test_other_ways_to_quantise_are_listed() -> None:
+    script = TRAINER.replace("--tuner_type full", "")
+    other = read(script.format("--quant_bits 4 --quant_method hqq"), Given())
+    assert "--quant_method" in {unread.option for unread in other.unread if unread.matters}
+    plain = read(script.format("--quant_bits 4 --bnb_4bit_use_double_quant false"), Given()).training.finetuning
+    assert plain is not None
+    assert plain.quantization == "nf4"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoplan.frameworks.common.option_table import Assumed, Option, Row, count, optional_count, switch
-from autoplan.spec.enums import Recompute, Schedule
+from autoplan.spec.enums import Dispatcher, Recompute, Schedule
 
 # Section `distributed`; dp_size is what the others leave.
 DEGREES: tuple[Row, ...] = (
@@ -23,8 +23,10 @@ DISTRIBUTED: tuple[Option, ...] = (
 )
 DISTRIBUTED_COSTLESS = (
     *("strategy", "dp_size", "backend", "enable_fsdp2_prefetch", "patch_is_packed_sequence", "defer_fsdp_grad_sync"),
-    *("sequence_parallel", "sharding_strategy", "timeout_minutes", "defer_rs_grad_accum"),
+    *("timeout_minutes", "defer_rs_grad_accum"),
 )
+# Words of `model.backend.dispatcher`; deepep where nothing is said, as its recipes have it.
+DISPATCHERS = {"deepep": Dispatcher.DEEPEP, "hybridep": Dispatcher.HYBRIDEP, "torch": Dispatcher.ALL_TO_ALL}
 # Words of `pp_schedule`, in small letters.
 SCHEDULES = {
     "1f1b": Schedule.ONE_F_ONE_B,
@@ -35,7 +37,7 @@ SCHEDULES = {
     "dualpipev": Schedule.DUALPIPE_V,
 }
 PIPELINE_COSTLESS = (
-    *("round_virtual_stages_to_pp_multiple", "scale_grads_in_schedule", "patch_inner_model", "patch_causal_lm_model"),
+    *("scale_grads_in_schedule", "patch_inner_model", "patch_causal_lm_model"),
     *("pp_seq_len", "pp_batch_size", "dtype"),
 )
 # Whole sections that change neither time nor memory of a step.

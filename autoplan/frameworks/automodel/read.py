@@ -9,6 +9,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.automodel.options import (
     COSTLESS,
     DEGREES,
+    DISPATCHERS,
     DISTRIBUTED,
     DISTRIBUTED_COSTLESS,
     PIPELINE_COSTLESS,
@@ -30,6 +31,7 @@ _ADAM = re.compile(r"(^|\.)(Fused)?AdamW?$")
 _SIZES = re.compile(r"^(num_.*(layers|heads|experts)|hidden_size|\w*intermediate_size|vocab_size|n_routed_experts)$")
 _PRICED = re.compile(r"(Train|Finetune|Pretrain|Benchmarking)\w*NextTokenPrediction$")  # recipes (recipes/llm/)
 _LOSS = ".MaskedCrossEntropy"
+_WIDTHS = ("bf16", "bfloat16", "torch.bfloat16", "auto")
 _LENGTHS = ("seq_len", "seq_length", "max_length")
 
 
@@ -41,7 +43,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, given: Given) -> Launch:
-    """Return the launch of a recipe; the number of devices is that of `benchmark` or of `ci`, or given."""
+    """Return the launch of a recipe; the number of devices is given, never in it."""
     options = Options.of_table(parse_yaml(text, "the file"))
     recipe = options.text("recipe")
     if recipe is not None and not _PRICED.match(recipe):
@@ -58,7 +60,8 @@ def read(text: str, given: Given) -> Launch:
         optimizer.remark("_target_", "priced as Adam")
     if optimizer.has("foreach") and not optimizer.flag("foreach"):
         optimizer.remark("foreach", "priced as on")
-    optimizer.known(*(key for key in optimizer.given if key != "_target_"))
+    optimizer.known("lr", "betas", "eps", "weight_decay", "fused", "foreach", "adam_w_mode", "bias_correction")
+    optimizer.known("_target_", "capturable", "amsgrad", "maximize", "differentiable")
     loss, dataset = options.inside("loss_fn"), options.inside("dataset")
     if not str(loss.value("_target_", _LOSS)).endswith(_LOSS):
         loss.remark("_target_", "priced with whole logits")
@@ -79,8 +82,10 @@ def _model(options: Options, given: Given) -> ModelSpec:
     section = options.inside("model")
     config = section.inside("config") if isinstance(section.value("config"), dict) else section
     name = config.text("pretrained_model_name_or_path") or section.text("pretrained_model_name_or_path")
-    section.known("_target_", "trust_remote_code", "use_liger_kernel", "torch_dtype", "is_meta_device", "name_or_path")
+    section.known("_target_", "trust_remote_code", "use_liger_kernel", "is_meta_device", "name_or_path")
     config.known("_target_", "trust_remote_code")
+    if section.is_other("torch_dtype", *_WIDTHS):
+        section.remark("torch_dtype", "priced as bf16")
     for key in config.given if given.model is None else ():
         if _SIZES.search(key):
             raise InputError(f"{config.name(key)} makes another model of {show(name)}: pass --model")
@@ -91,7 +96,7 @@ def _model(options: Options, given: Given) -> ModelSpec:
     backend = section.inside("backend")
     backend.known("_target_", "enable_hf_state_dict_adapter", "enable_fsdp_optimizations", "rope_fusion", "experts")
     backend.known("fake_balanced_gate")
-    for key, priced in (("attn", "te"), ("linear", "te"), ("rms_norm", "te"), ("dispatcher", "deepep")):
+    for key, priced in (("attn", "te"), ("linear", "te"), ("rms_norm", "te")):
         if backend.is_other(key, priced):
             backend.remark(key, f"priced as {priced}")
     if given.model is not None:
@@ -141,14 +146,16 @@ def _finetuning(options: Options) -> FineTuning | None:
         chosen = tuple(str(name).rstrip("*.").rpartition("*")[2].rpartition(".")[2] for name in names)
     if peft.value("exclude_modules"):
         peft.remark("exclude_modules", "adapters are priced on all that target_modules names")
-    is_4bit = bool(options.value("quantization")) and options.inside("quantization").flag("load_in_4bit")
-    options.inside("quantization").known(*options.inside("quantization").given)
+    quantized = options.inside("quantization") if options.value("quantization") else Options.of_table({})
+    four, eight = quantized.flag("load_in_4bit"), quantized.flag("load_in_8bit")
+    quantized.known("_target_", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type")
+    doubled = quantized.flag("bnb_4bit_use_double_quant")
     return FineTuning(
         rank=peft.count("dim", 8),
         targets=chosen,
         dropout=peft.number("dropout", 0.0),
         dora=peft.flag("use_dora"),
-        quantization="nf4" if is_4bit else "none",
+        quantization=("nf4-dq" if doubled else "nf4") if four else "int8" if eight else "none",
     )
 
 
@@ -187,7 +194,10 @@ def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Preci
     total = steps.count("global_batch_size", micro * dp)
     rounds = total // max(micro * dp, 1)
     pipeline = _pipeline(options, table, model, degrees["pp"], local=micro, rounds=rounds)
+    backend = options.inside("model").inside("backend")
+    dispatcher = backend.word("dispatcher", DISPATCHERS, "deepep")
     fields: Fields = {**degrees, **RECOMPUTE.read(table), **pipeline}
+    fields |= {"dispatcher": dispatcher} if degrees["ep"] > 1 else {}
     fields.setdefault("micro_batch", micro)
     return ParallelPlan.derived(
         has_experts=model.moe is not None,
@@ -216,9 +226,12 @@ def _pipeline(
     is_single = word in ("1f1b", "gpipe")
     layers = section.optional_count("layers_per_stage")
     stages = -(-model.num_layers // layers) if layers else pp if is_single else 2 * pp
-    if stages % pp:
-        section.remark("layers_per_stage", f"{stages} stages are rounded to a multiple of {pp}")
-        stages = max(stages // pp, 1) * pp
+    rounding = section.text("round_virtual_stages_to_pp_multiple")
+    if stages % pp and rounding not in ("up", "down"):
+        raise InputError(
+            f"layers_per_stage makes {stages} stages, which pp_size {pp} does not divide: change one of them"
+        )
+    stages = -(-stages // pp) * pp if rounding == "up" else max(stages // pp, 1) * pp
     if rounds > 1:
         why = f"the pipeline is filled and drained {rounds} times a step, and priced as once"
         options.remarks.append(Unread(option="step_scheduler.global_batch_size", value="", why=why))

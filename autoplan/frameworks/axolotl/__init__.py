@@ -1,1 +1,1 @@
-"""Axolotl: its YAML, written and read; what the Trainer takes goes through the table of `hf_trainer`."""
+"""Axolotl: its YAML, read; what the Trainer takes goes through the table of `hf_trainer`."""

@@ -10,7 +10,6 @@ NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
     "optim": "optimizer",
     "lr_scheduler_type": "lr_scheduler",
-    "fsdp_version": "fsdp_version",
 }
 MESH: tuple[Row, ...] = (
     count("dp_replicate_size", "dp_replicate", 1),

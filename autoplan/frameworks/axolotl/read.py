@@ -42,6 +42,7 @@ def read(text: str, given: Given) -> Launch:
     if finetuning.has_adapters and table.get("unfrozen_parameters"):
         options.remark("unfrozen_parameters", "adapters alone are priced as trained")
     options.known(*COSTLESS)
+    options.defaults.setdefault("per_device_train_batch_size", 1)  # utils/schemas/config.py
     mesh = read_fields(MESH, options)
     if options.optional_count("expert_parallel_size", 1, least=1) not in (None, 1):
         raise InputError("expert_parallel_size > 1 of axolotl is not priced: set it to 1")
@@ -49,7 +50,10 @@ def read(text: str, given: Given) -> Launch:
         options.remark("gradient_checkpointing", "activations that are kept are priced on the device")
     if isinstance(recompute, str):
         options.given["gradient_checkpointing"] = Argument(
-            "gradient_checkpointing", recompute, "gradient_checkpointing", True
+            "gradient_checkpointing",
+            recompute,
+            "gradient_checkpointing",
+            recompute.casefold() not in ("false", ""),
         )
     for key in options.given:
         if re.match(r"(liger_|cut_cross_entropy$|lora_\w+_kernel$|unsloth_)", key) and is_on(options, key):
@@ -68,6 +72,8 @@ def read(text: str, given: Given) -> Launch:
         finetuning=finetuning if finetuning.has_adapters else None,
         precision=Precision.BF16,  # "auto" (utils/schemas/config.py:559)
         mesh=Mesh(**mesh),
+        config_turns_fsdp_on=True,
+        takes_last_precision=True,  # "auto" counts as on (utils/config/__init__.py)
     )
     return launch_of(options, given, program, None)
 

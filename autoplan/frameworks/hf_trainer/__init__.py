@@ -1,1 +1,1 @@
-"""Trainer of Hugging Face's transformers: its arguments, written and read, for all programs that take them."""
+"""Trainer of Hugging Face's transformers: its arguments, read, for all programs that take them."""

@@ -71,6 +71,8 @@ class Program:
     precision: Precision | None = None  # that holds unless the arguments say another
     optimizer: OptimizerName | None = None  # in place of the Trainer's
     mesh: Mesh = Mesh()
+    config_turns_fsdp_on: bool = False  # `fsdp_config` alone is enough; the Trainer ignores it without `fsdp`
+    takes_last_precision: bool = False  # of bf16 and fp16, where both are on; the Trainer refuses that
 
 
 def model_of(options: Options, key: str, given: Given) -> ModelSpec:
@@ -106,7 +108,8 @@ def precision_of(options: Options, program: Program, given: Given) -> Precision:
     for name, kind in PRECISIONS.items():
         if variables.get(name.upper(), "false").casefold() in ("true", "", "1"):
             named = [kind]
-    # Where both are on, "auto" among them, axolotl takes the other one (utils/config/__init__.py).
+    if len(named) > 1 and not program.takes_last_precision:
+        raise InputError("bf16 and fp16 are both on: leave one of them out")
     if named:
         return named[-1]
     if program.precision is not None and "bf16" not in options.given:
@@ -131,14 +134,13 @@ def launch_of(options: Options, given: Given, program: Program, num_devices: int
     training = replace(training, attention="unfused") if _is_eager(options) else training
     remark_assumed(ASSUMED, options)
     given = replace(given, model=model, seq_len=length, num_devices=num_devices)
-    if options.has("deepspeed"):
+    if options.value("deepspeed") not in (None, False, ""):
         return _with_deepspeed(options, given, program, training)
     mesh = _sizes(program.mesh, num_devices)
-    states = _states(options, mesh, given)
+    states = _states(options, mesh, given, turns_on=program.config_turns_fsdp_on)
     micro, steps = MICRO_BATCH.of(options), ACCUMULATION.of(options)
     plan = ParallelPlan.derived(
-        has_experts=model.moe is not None,
-        **mesh | states,
+        **mesh | states,  # every rank holds whole experts
         precision=precision,
         micro_batch=micro,
         global_batch=micro * steps * mesh["dp_replicate"] * mesh["dp_shard"],
@@ -207,11 +209,12 @@ def fsdp_section(options: Options, given: Given) -> Options:
     return section
 
 
-def _states(options: Options, mesh: Fields, given: Given) -> Fields:
-    """Return what is sharded and recomputed."""
+def _states(options: Options, mesh: Fields, given: Given, *, turns_on: bool) -> Fields:
+    """Return what is sharded and recomputed; `turns_on` tells that `fsdp_config` alone turns FSDP on."""
     words, section = _words(options, "fsdp"), fsdp_section(options, given)
-    # axolotl takes `fsdp_config` alone for enough, and has the version outside of it.
-    uses_fsdp = bool(words) or (bool(section.given) and not options.has("fsdp"))
+    uses_fsdp = bool(words) or (turns_on and bool(section.given) and not options.has("fsdp"))
+    if unknown := [word for word in words if word.casefold() not in (*_SHARDED, *_HYBRID, "auto_wrap", "offload")]:
+        raise InputError(f"fsdp {show(unknown[0])} is not one of {', '.join(_SHARDED)}, auto_wrap, offload")
     if options.value("fsdp") in (False, "") or not uses_fsdp:
         return _copies(options, mesh, given)
     section.known(*FSDP_COSTLESS)

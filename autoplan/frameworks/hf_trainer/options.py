@@ -1,4 +1,4 @@
-"""Option table of the Trainer of transformers 5.24: TrainingArguments, as they are written and read.
+"""Option table of the Trainer of transformers 5.24: TrainingArguments, as they are read.
 
 `fsdp_config` is a table of its own, whose keys may begin with "fsdp_" (transformers/training_args.py).
 """
@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import re
 
-from autoplan.frameworks.common.option_table import Assumed, Constant, Option, count, switch
+from autoplan.frameworks.common.option_table import Assumed, Option, count, switch
 from autoplan.frameworks.common.options import Options
 from autoplan.readers.finetuning import OPTIM, OTHER_OPTIM
-from autoplan.spec.enums import Precision, Recompute, Sharding
+from autoplan.spec.enums import Precision, Recompute
 from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
 
 MICRO_BATCH = count("per_device_train_batch_size", "micro_batch", 8)
 ACCUMULATION = count("gradient_accumulation_steps", "num_microbatches", 1)
-BATCH = (MICRO_BATCH, ACCUMULATION)
 RECOMPUTE = switch("gradient_checkpointing", "recompute", Recompute.NONE, on=Recompute.FULL, off=Recompute.NONE)
 PRECISIONS = {"bf16": Precision.BF16, "fp16": Precision.FP16}
 
@@ -26,14 +25,7 @@ WRITTEN_OPTIM = {
     if name in OPTIM.values()
 }
 
-# Section `fsdp_config`, by the keys without "fsdp_".
-FSDP: tuple[Option, ...] = (
-    Constant("version", 2),
-    Constant("reshard_after_forward", lambda file: file.best.plan.sharding == Sharding.ZERO3),
-    Constant("activation_checkpointing", lambda file: file.best.plan.recompute == Recompute.FULL),
-    Constant("auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
-    Constant("state_dict_type", "SHARDED_STATE_DICT"),
-)
+# Keys of section `fsdp_config`, without "fsdp_", that change neither time nor memory of a step.
 FSDP_COSTLESS = (
     *("auto_wrap_policy", "transformer_layer_cls_to_wrap", "cpu_ram_efficient_loading", "state_dict_type", "xla"),
     *("sync_module_states", "use_orig_params", "version", "final_state_dict_type", "min_num_params"),

@@ -15,7 +15,8 @@ from autoplan.spec.enums import Precision
 
 # Programs of TRL whose loss needs more than one pass, or which generate (trl/scripts).
 _OTHER_LOSSES = re.compile(
-    r"(dpo|grpo|kto|ppo|rloo|reward|orpo|cpo|gkd|nash|xpo|bco|online|distill|sapo|gspo)", re.IGNORECASE
+    r"(?<![a-z])(dpo|grpo|kto|ppo|rloo|rewards?|orpo|cpo|gkd|nash|xpo|bco|online_\w+|distill\w*|sapo|gspo)(?![a-z])",
+    re.IGNORECASE,
 )
 _OTHER_SETTINGS = (
     "beta",
@@ -26,6 +27,7 @@ _OTHER_SETTINGS = (
     "rlhf_type",
 )
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "model_max_length", "block_size", "cutoff_len")
+_PLAIN = ("block_size", "do_train")  # of programs that are not TRL's
 _OTHERS = re.compile(r"^\s*(finetuning_type|cutoff_len|base_model|micro_batch_size)\s*:", re.MULTILINE)
 _OTHER_STARTERS = re.compile(r"\baccelerate\s+launch\b|\b(llamafactory-cli|swift|megatron)\s+\w+|swift/cli")
 
@@ -50,7 +52,10 @@ def read(text: str, given: Given) -> Launch:
         parse = parse_json if text.lstrip().startswith("{") else parse_yaml
         options, program = Options.of_table(parse(text, "the file")), ""
     check_loss(options, program)
-    return launch_of(options, given, program_of(options, is_trl=not program or program == "sft.py"), devices)
+    is_plain = any(options.has(key) for key in _PLAIN)
+    return launch_of(
+        options, given, program_of(options, is_trl=program == "sft.py" or not (program or is_plain)), devices
+    )
 
 
 def check_loss(options: Options, program: str) -> None:

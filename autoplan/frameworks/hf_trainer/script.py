@@ -57,10 +57,13 @@ def of_script(text: str, given: Given, programs: Sequence[str] = ()) -> tuple[Op
 
 
 def _typed(argument: Argument) -> Argument:
-    """Return the argument with a table in the place of its JSON."""
+    """Return the argument with a table in the place of its JSON, and with a switch in that of its word."""
     if isinstance(argument.value, str) and argument.value.lstrip().startswith("{"):
         value = parse_json(argument.value, argument.option)
         return Argument(argument.option, argument.text, argument.name, value)
+    word = str(argument.value).casefold()
+    if word in ("true", "false"):
+        return Argument(argument.option, argument.text, argument.name, word == "true")
     return argument
 
 
@@ -77,7 +80,8 @@ def of_files(arguments: Sequence[Argument], given: Given) -> list[Argument]:
 
 def devices_of(before: Sequence[str], script: Script, text: str) -> int | None:
     """Return the devices that a launcher's words, directives or variables start; None where nothing says."""
-    if (known := num_devices(before, script, text)) is not None and known > 1:
+    known = num_devices(before, script, text)
+    if any("torchrun" in word or "torch.distributed" in word for word in before) or (known or 0) > 1:
         return known
     variables = {name: value for name, value in script.variables.items() if isinstance(value, str)}
     per_node = variables.get("NPROC_PER_NODE", "")
@@ -86,5 +90,6 @@ def devices_of(before: Sequence[str], script: Script, text: str) -> int | None:
         return int(per_node) * int(nodes)
     visible = variables.get("CUDA_VISIBLE_DEVICES", "")
     if re.fullmatch(r"\d{1,3}(,\d{1,3})*", visible) and "deepspeed" not in " ".join(before):
-        return visible.count(",") + 1 if before[:1] != ("python",) else known
+        is_alone = any(re.fullmatch(r"python[\d.]*", word.rpartition("/")[2]) for word in before)
+        return known if is_alone else visible.count(",") + 1
     return known

@@ -1,1 +1,1 @@
-"""LLaMA-Factory: its YAML, written and read; the Trainer's arguments are those of `hf_trainer`."""
+"""LLaMA-Factory: its YAML, read; the Trainer's arguments are those of `hf_trainer`."""

@@ -94,12 +94,16 @@ def program_of(options: Options) -> Program:
     if is_on(options, "fp8"):
         options.known("fp8_backend", "fp8_enable_fsdp_float8_all_gather")
         options.remark("fp8", "priced as bf16")
+    is_packed = is_on(options, "packing") if options.has("packing") else raw.get("stage") == "pt"
+    if is_on(options, "neat_packing"):  # which turns packing on (hparams/data_args.py)
+        is_packed = True
+        options.remark("neat_packing", "attention is priced over the whole sequence, not by document")
     return Program(
         target="llama-factory",
         model_key="model_name_or_path",
         length_key=LENGTH,
         length=DEFAULT_LENGTH,
-        is_packed=is_on(options, "packing") or raw.get("stage") == "pt",
+        is_packed=is_packed,
         finetuning=finetuning if finetuning.has_adapters else None,
         precision=Precision.BF16 if is_pure else None,
         optimizer="muon" if is_on(options, "use_muon") else None,

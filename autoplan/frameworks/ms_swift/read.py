@@ -77,12 +77,15 @@ def _finetuning(options: Options, default: str) -> FineTuning | None:
     bits = options.optional_count("quant_bits")
     if bits not in (None, 4, 8):
         raise InputError(f"quant_bits {bits} is not priced: only 4 and 8 are")
+    if options.is_other("quant_method", "bnb"):
+        options.remark("quant_method", "priced as bitsandbytes")
+    four = "nf4-dq" if options.flag("bnb_4bit_use_double_quant", True) else "nf4"
     return FineTuning(
         rank=options.count("lora_rank", PEFT_RANK),
         targets=tuple(targets),
         dropout=options.number("lora_dropout", DROPOUT),
         dora=options.flag("use_dora"),
-        quantization="none" if bits is None else "int8" if bits == 8 else "nf4-dq",
+        quantization="none" if bits is None else "int8" if bits == 8 else four,  # type: ignore[arg-type]
         saved_modules=options.words("modules_to_save"),
     )
 
