@@ -11,6 +11,7 @@ certificate states excludes it.  Anything else is told, and the exit status is 1
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import time
@@ -44,11 +45,10 @@ KEPT_SPLIT = 0.2
 MOST_PLANS = 10_000_000
 TOLERANCE = 1e-3  # a plan that is faster by less is none that anybody would change for
 
-# Beginnings of what a certificate says of an axis that has not its name.
+# What a certificate says of an axis that has not its name.
 _SAYS = {
     "schedule": ("schedule", "vp"),
     "sharding": ("sharding", "states sharded"),
-    "layers": ("layers",),
     "dp": ("global batch",),
 }
 
@@ -127,10 +127,21 @@ def left_out(problem: Problem, space: Space, certificate: Certificate, best: Par
     before, after = axes_of(problem.model, best), axes_of(problem.model, plan)
     changed = differing(before, after)
     for change in changed:
-        says = _SAYS.get(change, (change,))
-        if any(limit.startswith(says) for limit in certificate.limits):
+        if _is_told(change, certificate) and not _is_admitted(change, space, plan):
             return f"{change} is limited, as the certificate says"
     return ""
+
+
+def _is_told(change: str, certificate: Certificate) -> bool:
+    """Return whether a limit that the certificate states is about the axis that was changed."""
+    words = "|".join(map(re.escape, _SAYS.get(change, (change,))))
+    return any(re.match(rf"({words})\b", limit) for limit in certificate.limits)
+
+
+def _is_admitted(change: str, space: Space, plan: ParallelPlan) -> bool:
+    """Return whether the space's limits admit the plan's value of an axis that is searched value by value."""
+    axis = AXIS.get(change)
+    return axis in SEARCHED and getattr(plan, change) in space.limits.of(change)
 
 
 def is_in(space: Space, plan: ParallelPlan) -> bool:

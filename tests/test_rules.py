@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import autoplan
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Rule, Rulebook, broken, legal
 from autoplan.frameworks.deepspeed import rules as deepspeed
@@ -281,6 +282,30 @@ def test_a_batch_holds_no_dualpipe_that_its_micro_batches_do_not_fill() -> None:
     short = replace(batch, schedule=batch.schedule * 0 + Schedule.DUALPIPE_V.code)
     assert legal(universal.RULES, workload_of(DENSE, plan), batch).all()
     assert not legal(universal.RULES, workload_of(DENSE, plan), short).any()
+
+
+def test_a_schedule_that_is_followed_pass_by_pass_is_refused_where_it_has_too_many() -> None:
+    # 3 x 4 stages x 40,960 micro-batches are 491,520 passes, 3 x 4 x 45,056 are 540,672.
+    short, long = (plan_of(pp=4, schedule="zb-h1", global_batch=batch) for batch in (40_960, 45_056))
+    assert broken(universal.RULES, workload_of(DENSE, short), short) == ()
+    assert broken(universal.RULES, workload_of(DENSE, long), long) == (
+        "zb-h1 with pp 4, vp 1 and 45056 micro-batches has more than the 524288 passes that are priced: "
+        "raise micro_batch, or use 1f1b or interleaved (any framework)",
+    )
+    assert not broken(universal.RULES, workload_of(DENSE, long), replace(long, schedule=Schedule.ONE_F_ONE_B))
+
+
+def test_a_search_leaves_out_schedules_of_too_many_passes() -> None:
+    """A search that would end in an error for one plan of its space."""
+    found = autoplan.search(
+        "llama3-8b",
+        cluster="h100:8x8",
+        global_batch=16384,
+        seq_len=1024,
+        framework="torchtitan",
+        fix={"pp": 32, "tp": 1, "micro_batch": 1},
+    )
+    assert found.plan.schedule in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.GPIPE)
 
 
 def test_the_rules_name_their_places() -> None:

@@ -135,7 +135,7 @@ class Pipeline:
 def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
     """Timeline of the step that `estimate` prices, event by event: the last event ends at its `step_s`.
 
-    Raises InputError for a step of more passes than a recurrence runs (`recurrence.MAX_OPERATIONS`).
+    Raises InputError for a step of more passes than a recurrence runs (`spec.plan.MAX_OPERATIONS`).
     """
     problem = problem.placed(plan.placement)
     check_length(PipelineShape(plan.schedule, plan.pp, plan.vp, plan.num_microbatches))

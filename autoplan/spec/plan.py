@@ -33,6 +33,7 @@ from autoplan.spec.enums import (
 
 # Schedules that put off the weight gradients; they have no closed form.
 SPLIT_SCHEDULES = tuple(name.code for name in (Schedule.ZB_H1, Schedule.ZB_V, Schedule.DUALPIPE_V))
+MAX_OPERATIONS = 2**19  # of a pipeline that is followed pass by pass; more would take seconds to prepare
 
 DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp")  # in the order in which a plan is told
 _SCHEDULE_WORDS = {

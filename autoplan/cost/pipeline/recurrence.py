@@ -19,8 +19,8 @@ from autoplan.base.errors import InputError
 from autoplan.cost.passes import SplitPass
 from autoplan.cost.pipeline.order import PipelineShape, check_schedule, chunks_of_ranks
 from autoplan.cost.pipeline.waits import Step, blocking_steps, overlapped_steps
+from autoplan.spec.plan import MAX_OPERATIONS
 
-MAX_OPERATIONS = 2**19  # a larger order would compile for seconds
 BLOCK_VALUES = 2**18  # ends of operations that are held at once, 2 MiB: more leaves the caches, fewer run short rows
 
 

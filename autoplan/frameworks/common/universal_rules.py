@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, Rulebook, all_true
 from autoplan.spec.axes import AXES, Axis, Kind
 from autoplan.spec.enums import MainWeights, MomentType, Offload, Precision, Schedule, Sharding
 from autoplan.spec.optimizers import TRAITS
-from autoplan.spec.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PP_BEFORE_DP, ParallelPlan, PlanBatch
+from autoplan.spec.plan import (
+    ALL_LAYERS,
+    DEFAULT_MODULE_BITS,
+    FULL,
+    MAX_OPERATIONS,
+    PP_BEFORE_DP,
+    SPLIT_SCHEDULES,
+    ParallelPlan,
+    PlanBatch,
+)
 from autoplan.spec.workload import Workload
 
 SOURCE = "any framework"
@@ -37,6 +48,12 @@ def _chunk_count(workload: Workload, batch: PlanBatch) -> Bools:
 def _dualpipe_filled(workload: Workload, batch: PlanBatch) -> Bools:
     """Single plans of fewer micro-batches cannot be made at all."""
     return (batch.schedule != Schedule.DUALPIPE_V.code) | (batch.num_microbatches >= 2 * batch.pp)
+
+
+def _followed(workload: Workload, batch: PlanBatch) -> Bools:
+    """Three passes a chunk and micro-batch (forward, input and weight gradients), few enough to follow one by one."""
+    passes = 3 * batch.pp * batch.vp * batch.num_microbatches
+    return ~np.isin(batch.schedule, SPLIT_SCHEDULES) | (passes <= MAX_OPERATIONS)
 
 
 def _folded(workload: Workload, batch: PlanBatch) -> Bools:
@@ -144,6 +161,14 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         holds=_dualpipe_filled,
         says=lambda s, p: f"dualpipe-v needs 2 pp micro-batches, there are {p.num_microbatches}: use zb-v or lower pp",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=_followed,
+        says=lambda s, p: (
+            f"{p.schedule} with pp {p.pp}, vp {p.vp} and {p.num_microbatches} micro-batches has more than the "
+            f"{MAX_OPERATIONS} passes that are priced: raise micro_batch, or use 1f1b or interleaved"
+        ),
     ),
 )
 
