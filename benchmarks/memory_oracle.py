@@ -31,9 +31,10 @@ from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
+from autoplan.trainer.question import Question
 from autoplan.trainer.run import run_task
 from autoplan.trainer.task import Task
-from autoplan.trainer.verify import Question, ask
+from autoplan.trainer.verify import ask
 
 MIB = 2.0**20
 SMALL = ModelSpec(

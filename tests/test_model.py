@@ -10,7 +10,7 @@ import pytest
 
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import block_shapes, count_parameters, model_flops_per_token
-from autoplan.readers.model import load_model, plain_name, preset_models
+from autoplan.readers.model import find_preset, load_model, preset_models
 from autoplan.spec.model import Block, Experts, Mamba, ModelSpec
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "llama3-70b" / "config.json"
@@ -291,9 +291,33 @@ def test_no_name_ends_in_anything_but_one_line(text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_no_spelling_names_two_presets() -> None:
-    spelled: dict[str, set[str]] = {}
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("DeepSeekV3 (w/o MTP)", "deepseek-v3"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama3-8b"),
+        ("llama3_1_70b", "llama3.1-70b"),
+        ("Mistral 7B", "mistral-7b"),
+        ("no such model", None),
+        ("", None),
+        ("(w/ MTP)", None),
+    ],
+)
+def test_names_are_compared_without_case_separators_publishers_and_tuning(name: str, preset: str | None) -> None:
+    found = find_preset(name)
+    assert (found.name if found else None) == preset
+
+
+def test_the_first_known_name_counts() -> None:
+    found = find_preset("none", "llama3-8b", "llama3-70b")
+    assert found is not None
+    assert found.name == "llama3-8b"
+
+
+def test_every_preset_is_found_under_all_its_names_in_other_spellings() -> None:
     for preset in preset_models():
         for name in (preset, *load_model(preset).aliases):
-            spelled.setdefault(plain_name(name), set()).add(preset)
-    assert [presets for presets in spelled.values() if len(presets) > 1] == []
+            for spelling in (name, name.upper(), name.replace("-", " "), name.replace("-", ""), f"{name}-Instruct"):
+                found = find_preset(spelling)
+                assert found is not None, spelling
+                assert found.name == preset, spelling

@@ -21,9 +21,10 @@ from commands import run
 
 pytest.importorskip("torch")
 
+from autoplan.trainer.question import Question
 from autoplan.trainer.run import run_task
 from autoplan.trainer.task import Task
-from autoplan.trainer.verify import Question, ask
+from autoplan.trainer.verify import ask
 
 SMALL = ModelSpec(
     name="small", num_layers=4, hidden_size=256, vocab_size=2048, num_heads=8, num_kv_heads=4, ffn_size=704

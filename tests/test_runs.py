@@ -17,7 +17,7 @@ from autoplan.cost.estimate import NORMAL_90
 from autoplan.cost.kernels.memory_bound import has_dropout
 from autoplan.cost.spreads import general_spreads
 from autoplan.runs.predictions import COLUMNS, predict, prediction_table
-from autoplan.runs.runs import Run, find_preset, read_runs
+from autoplan.runs.runs import Run, read_runs
 from autoplan.spec.estimate import VERDICTS
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "measured_runs.csv"
@@ -428,13 +428,6 @@ def test_a_blank_architecture_is_looked_up_by_the_model_name(tmp_path: Path) -> 
     assert run.problem is not None
     assert run.problem.model.name == "llama3.1-70b"
     assert "architecture of preset llama3.1-70b" in predict(run).note
-
-
-def test_names_are_compared_without_case_separators_and_remarks() -> None:
-    found = find_preset("DeepSeekV3 (w/o MTP)")
-    assert found is not None
-    assert found.name == "deepseek-v3"
-    assert find_preset("no such model") is None
 
 
 @pytest.mark.parametrize(

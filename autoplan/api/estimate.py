@@ -31,6 +31,7 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch, chunk_layers, derived_va
 from autoplan.spec.problem import Problem
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.placement import switches_of_nodes
+from autoplan.trainer.question import Question
 
 
 def estimate(
@@ -193,7 +194,7 @@ def check_oracle(result: PlanResult) -> None:
 
 def ask_oracle(result: PlanResult) -> Mapping[int, float]:
     """Return the bytes that torch's tensors would hold at the peak of every stage; it takes up to a minute."""
-    from autoplan.trainer.verify import Question, ask  # of interest here only
+    from autoplan.trainer.verify import ask  # of interest here only
 
     check_oracle(result)
     problem = result.problem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from autoplan.base.errors import InputError
@@ -19,31 +20,60 @@ def preset_models() -> tuple[str, ...]:
 
 
 def load_model(text: str) -> ModelSpec:
-    """The model that `text` names: a preset or one of its aliases, in any case, or else a path."""
-    presets = shipped("models")
+    """The model that `text` names: a preset or one of its aliases, in any spelling, or else a path."""
     name = text.strip().casefold()
-    if name in presets:
-        return _preset(name, presets[name])
+    if name in shipped("models"):
+        return _preset(name)
     path = Path(text)
     if path.suffix in (".toml", ".json") or _exists(path):
         return _from_path(path)
-    aliases: dict[str, str] = {}
-    for preset, place in presets.items():
-        for alias in read_table(place).get("aliases", ()):
-            aliases[alias.casefold()] = preset
-    spelled = {plain_name(known): preset for known, preset in (*zip(presets, presets, strict=True), *aliases.items())}
-    if path_of_name := aliases.get(name) or spelled.get(plain_name(name)):
-        return _preset(path_of_name, presets[path_of_name])
+    if preset := find_preset(text):
+        return preset
+    presets, aliases = preset_models(), _aliases()
     close = difflib.get_close_matches(name, [*presets, *aliases], n=3, cutoff=0.4)
     names = list(dict.fromkeys(aliases.get(alias, alias) for alias in close)) or sorted(presets)
     hint = f"did you mean {', '.join(names)}?" if close else f"known: {', '.join(names)}"
     raise InputError(f"unknown model {text!r}: neither a preset nor a path; {hint}")
 
 
-def plain_name(name: str) -> str:
-    """A name without what spellings differ in: who published it, blanks and dashes, and how it was tuned."""
-    short = re.sub(r"[\s_-]", "", name.casefold().rpartition("/")[2])
-    return re.sub(r"(instruct|base|chat|hf|it|pt|v0\.[0-9])+$", "", short) or short
+def find_preset(*names: str) -> ModelSpec | None:
+    """Return the preset that the first known of these names means, however it is spelled.
+
+    Separators, the publisher and remarks in brackets count for nothing.  A name that ends like that of a tuned version,
+    such as "-Instruct", means the model that it was made from.
+    """
+    for name in names:
+        for spelling in _spellings(name):
+            if preset := _presets_by_spelling().get(spelling):
+                return _preset(preset)
+    return None
+
+
+# Endings under which a model of the same architecture is trained further, or published in another form.
+_TUNED = re.compile(
+    r"([\s_-]*(instruct|base|chat|it|pt|hf|v0\.\d)|[\s_-](thinking|bf16|fp8|nvfp4|fp8dynamic|\d{4}|v\d\.\d))+$"
+)
+
+
+def _spellings(name: str) -> list[str]:
+    """Letters and digits of a name, then with less and less of it: its publisher, its tuning, a maker in front."""
+    full = re.sub(r"\(.*?\)", "", name).strip().casefold()
+    last = full.rpartition("/")[2]
+    untuned = _TUNED.sub("", last) or last
+    return [re.sub(r"[^a-z0-9]", "", text) for text in (full, last, untuned, untuned.removeprefix("meta-"))]
+
+
+@cache
+def _presets_by_spelling() -> dict[str, str]:
+    named = [*zip(preset_models(), preset_models(), strict=True), *_aliases().items()]
+    return {spelling: preset for name, preset in named for spelling in reversed(_spellings(name)) if spelling}
+
+
+@cache
+def _aliases() -> dict[str, str]:
+    """Presets by their other names, in small letters."""
+    tables = {preset: read_table(path) for preset, path in shipped("models").items()}
+    return {alias.casefold(): preset for preset, table in tables.items() for alias in table.get("aliases", ())}
 
 
 def _exists(path: Path) -> bool:
@@ -53,8 +83,9 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _preset(name: str, path: Path) -> ModelSpec:
-    return decode(ModelSpec, {"name": name, **read_table(path)}, f"model {name}")
+@cache
+def _preset(name: str) -> ModelSpec:
+    return decode(ModelSpec, {"name": name, **read_table(shipped("models")[name])}, f"model {name}")
 
 
 def _from_path(path: Path) -> ModelSpec:

@@ -8,7 +8,6 @@ lists.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,7 +23,7 @@ from autoplan.frameworks.registry import book_of
 from autoplan.readers.calibration import built_in_calibration
 from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.readers.device import closest
-from autoplan.readers.model import load_model, plain_name, preset_models
+from autoplan.readers.model import find_preset
 from autoplan.runs.recipes import Recipe, nearest_recipe, recipe_called
 from autoplan.runs.table import BLANKS, read_rows
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
@@ -240,22 +239,6 @@ def _as_chosen(row: _Row, framework: Framework) -> Framework:
     if row.options().get("dropout") is None:
         return framework
     return framework.changed(gpt_dropout=False, dropout=row.option("dropout", framework.kernels.dropout))
-
-
-def _plain(name: str) -> str:
-    """A model's name without separators, tuning and remarks in brackets: "DeepSeekV3 (w/o MTP)" is "deepseekv3"."""
-    return re.sub(r"[^a-z0-9.]", "", plain_name(re.sub(r"\(.*?\)", "", name)))
-
-
-@lru_cache(maxsize=1)
-def _presets_by_name() -> dict[str, ModelSpec]:
-    models = [load_model(name) for name in preset_models()]
-    return {_plain(name): model for model in models for name in (*model.aliases, model.name)}
-
-
-def find_preset(name: str) -> ModelSpec | None:
-    """The shipped model that a table of runs calls `name`, if there is one."""
-    return _presets_by_name().get(_plain(name))
 
 
 def _graphs(row: _Row, model: ModelSpec) -> CudaGraphs:

@@ -34,10 +34,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autoplan.trainer import parallel, step
+from autoplan.trainer.question import Moment, Question
 from autoplan.trainer.rank import error_cause
 from autoplan.trainer.step import Training
 from autoplan.trainer.tensor_memory import StorageTracker
-from autoplan.trainer.verify import Moment, Question
 
 # Where stages agree with their neighbours on how shapes are found: as torch 2.15 calls it, then as 2.13 does.
 _VOTES = ("_initialize_pipeline_distributed_state", "_warmup_p2p")

@@ -10,7 +10,7 @@ import importlib.metadata
 import importlib.util
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from autoplan.base.errors import InputError
@@ -20,26 +20,13 @@ from autoplan.frameworks.trainer.rules import RULES
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.training import TrainingSpec
+from autoplan.trainer.question import Moment, Question
 
 BUDGET_S = 45.0  # after which no further stage is begun
 _LIMIT_S = 300.0  # of one small plan
 _LEAST_TORCH = (2, 13)  # whose pipelines tell shapes as the oracle stands in for
 _FEW, _MORE = 2, 4  # layers of a chunk
 _FILLED = 3  # groups of micro-batches that leave a pipeline in its steady state
-
-# (chunk of the rank, what runs there): a part of a step at whose ends memory is linear in the layers.
-Moment = tuple[int, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """Question to the oracle: a plan, and one of its pipeline ranks."""
-
-    model: ModelSpec
-    plan: ParallelPlan
-    seq_len: int
-    stage: int = 0
-    fused_norm: bool = True  # as accelerators have it; the host's operations keep fp32 copies
 
 
 def ask(question: Question, *, budget_s: float = BUDGET_S) -> dict[int, float]:

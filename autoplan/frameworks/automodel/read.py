@@ -19,7 +19,7 @@ from autoplan.frameworks.automodel.options import (
 from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_yaml, show
-from autoplan.frameworks.megatron_lm.known_models import preset_of
+from autoplan.readers.model import find_preset
 from autoplan.spec.enums import Precision, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.model import ModelSpec
@@ -101,7 +101,7 @@ def _model(options: Options, given: Given) -> ModelSpec:
             backend.remark(key, f"priced as {priced}")
     if given.model is not None:
         return given.model
-    if name is not None and (found := preset_of(name)):
+    if name is not None and (found := find_preset(name)):
         return found
     raise InputError(f"model {show(name)} is no model that is known here: pass --model")
 

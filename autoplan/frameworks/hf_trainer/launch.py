@@ -31,7 +31,7 @@ from autoplan.frameworks.hf_trainer.options import (
     is_on,
     read_optimizer,
 )
-from autoplan.frameworks.megatron_lm.known_models import preset_of
+from autoplan.readers.model import find_preset
 from autoplan.spec.enums import Precision, Recompute, Sharding
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import ModelSpec
@@ -84,7 +84,7 @@ def model_of(options: Options, key: str, given: Given) -> ModelSpec:
         return given.model
     if name is None:
         raise InputError(f"{key} is not in the file: pass --model")
-    if found := preset_of(name):
+    if found := find_preset(name):
         return found
     raise InputError(f"{key} {name[:80]!r} is no model that is known here: pass --model")
 

@@ -17,10 +17,10 @@ from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
 from autoplan.frameworks.common.literals import RUNNING, Built, Module
 from autoplan.frameworks.common.options import Argument, Options, Unknown, typed
 from autoplan.frameworks.common.shell import is_open, read_script
-from autoplan.frameworks.megatron_lm.known_models import preset_of
 from autoplan.frameworks.megatron_lm.launch import launch_of
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
 from autoplan.frameworks.megatron_lm.read import named, num_devices, started
+from autoplan.readers.model import find_preset
 from autoplan.spec.model import ModelSpec
 
 ENTRIES = ("run_recipe.py",)
@@ -278,7 +278,7 @@ def _add(path: str, value: Any, recipe: _Recipe) -> None:
 def _launch(recipe: _Recipe, given: Given, devices: int | None) -> Launch:
     made = recipe.values.pop("model", None)
     own = made in ("GPTModelProvider", "MLAModelProvider")
-    base: ModelSpec | None = None if own else preset_of(*reversed(recipe.models))
+    base: ModelSpec | None = None if own else find_preset(*reversed(recipe.models))
     if not own and base is None and given.model is None and "model.num_layers" not in recipe.values:
         names = ", ".join(dict.fromkeys(recipe.models))[:80]
         raise InputError(f"the model of the recipe ({names or 'no name'}) is not known here: pass --model")

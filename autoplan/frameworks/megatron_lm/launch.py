@@ -9,9 +9,9 @@ from autoplan.frameworks.common.launch import Given, Launch
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options
 from autoplan.frameworks.megatron_lm import model_options, options
-from autoplan.frameworks.megatron_lm.known_models import named
 from autoplan.frameworks.megatron_lm.notation import moe_places
 from autoplan.frameworks.megatron_lm.table import Reading, read_lines, rows
+from autoplan.readers.model import load_model, preset_models
 from autoplan.spec.enums import Precision, RankOrder, Schedule
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -73,7 +73,15 @@ def _model(reading: Reading) -> ModelSpec:
     model = ModelSpec(name="megatron", **fields)
     if model.moe is not None and not any("mlp" in layer for layer in model.layers):
         model = replace(model, ffn_size=0)
-    return named(model, base)
+    return _shipped(model, base)
+
+
+def _shipped(model: ModelSpec, base: ModelSpec | None) -> ModelSpec:
+    """Return the shipped model of just this architecture, preferably the one that a file starts from."""
+    for preset in ([base] if base else []) + [load_model(name) for name in preset_models()]:
+        if replace(preset, name=model.name, aliases=(), sources=()) == model:
+            return preset
+    return replace(model, name=base.name if base else "megatron")
 
 
 def _latent_attention(reading: Reading) -> LatentAttention | None:

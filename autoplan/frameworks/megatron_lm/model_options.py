@@ -16,9 +16,9 @@ from autoplan.frameworks.common.option_table import (
     switch,
     word,
 )
-from autoplan.frameworks.megatron_lm.known_models import preset_of
 from autoplan.frameworks.megatron_lm.notation import expert_pattern
 from autoplan.frameworks.megatron_lm.table import BRIDGE, Line, Reading, Special, switches, valued
+from autoplan.readers.model import find_preset
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan_file import PlanFile
 
@@ -69,7 +69,7 @@ def _read_vocabulary(reading: Reading) -> Fields:
         return {"vocab_size": size or padded or (base.vocab_size if base else 0)}
     named = arguments.given.get("tokenizer_model")
     tokenizer_model = named.value if named else arguments.defaults.get("tokenizer_model")
-    if known := preset_of(str(tokenizer_model)):
+    if known := find_preset(str(tokenizer_model)):
         arguments.remark("tokenizer_model", f"its vocabulary is taken as that of {known.name}", matters=False)
         return {"vocab_size": known.vocab_size}
     tokenizer = arguments.text("tokenizer_type")

@@ -11,11 +11,11 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
 from autoplan.frameworks.common.literals import MOST_BITS
 from autoplan.frameworks.common.options import Argument, Options, typed
-from autoplan.frameworks.megatron_lm.known_models import preset_of
 from autoplan.frameworks.megatron_lm.launch import launch_of
 from autoplan.frameworks.primus.options import LANGUAGE_MODEL, TRAINER
 from autoplan.frameworks.primus.presets import configs_folder, preset
 from autoplan.frameworks.primus.rules import ALGORITHMS
+from autoplan.readers.model import find_preset
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import ModelSpec
 
@@ -94,8 +94,8 @@ def _presets(model: str, config: str, given: Given, variables: dict[str, str]) -
         return {}
     merged = (preset(folder, "modules", _file(config)) or TRAINER) | of_model
     expanded = {key: _expanded(value, variables) for key, value in merged.items()}
-    known = preset_of(_PLAIN.sub("", model))
-    if not preset_of(str(expanded.get("tokenizer_model"))) and expanded.get("vocab_size") is None and known:
+    known = find_preset(_PLAIN.sub("", model))
+    if not find_preset(str(expanded.get("tokenizer_model"))) and expanded.get("vocab_size") is None and known:
         expanded["vocab_size"] = known.vocab_size
     return {key: value for key, value in expanded.items() if value not in (None, "null")}
 
@@ -145,7 +145,7 @@ def _model(name: str, given: Given) -> ModelSpec | None:
     plain = _PLAIN.sub("", name)
     if given.model is not None or plain == "language_model":
         return given.model
-    if preset := preset_of(plain):
+    if preset := find_preset(plain):
         return preset
     raise InputError(f"the preset {name[:60]!r} of Primus is no model that is known here: pass --model")
 
