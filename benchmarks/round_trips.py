@@ -219,7 +219,8 @@ def trip(subject: Exported, to: str, version: str) -> Trip:
         if not known:
             return Trip(outcome="wrong", why="no file is recognised")
         launch, why = None, ""
-        for given in givens(subject, Path(folder)):
+        text = "\n".join(written.text for written in files)
+        for given in givens(subject, Path(folder), text):
             try:
                 launch = reader.read(known[0].text, given)
                 break
@@ -229,7 +230,6 @@ def trip(subject: Exported, to: str, version: str) -> Trip:
         return Trip(outcome="wrong", why=f"not read: {why}")
     if differing := different_axes(problem.model, plan, launch.plan):
         return Trip(outcome="wrong", why=f"other {', '.join(differing)}")
-    text = "\n".join(written.text for written in files)
     in_words = dict(said_in_words(problem.training, launch.training, text))
     training = replace(launch.training, **{name: getattr(problem.training, name) for name in in_words})
     ratios = price_ratios(subject, replace(launch, training=training))
@@ -238,8 +238,8 @@ def trip(subject: Exported, to: str, version: str) -> Trip:
     return Trip(outcome="in words", why=", ".join(in_words)) if in_words else Trip(outcome="same")
 
 
-def givens(subject: Exported, folder: Path) -> Iterator[Given]:
-    """Yield what a person says beside the file: nothing, then what several formats do not hold."""
+def givens(subject: Exported, folder: Path, text: str) -> Iterator[Given]:
+    """Yield what a person says beside the file: nothing, then what several formats do not hold, as the files say it."""
     problem, plan = subject.problem, subject.plan
     yield Given(folder=folder)
     whole = Given(
@@ -250,11 +250,13 @@ def givens(subject: Exported, folder: Path) -> Iterator[Given]:
         seq_len=problem.training.seq_len,
     )
     yield whole
-    batch = {
+    program: dict[str, Any] = {
         "PER_DEVICE_TRAIN_BATCH_SIZE": plan.micro_batch,
         "GRADIENT_ACCUMULATION_STEPS": plan.num_microbatches,
     }
-    yield replace(whole, variables=tuple((name, str(count)) for name, count in batch.items()))
+    if "--gradient_checkpointing true" in text:
+        program["GRADIENT_CHECKPOINTING"] = "true"
+    yield replace(whole, variables=tuple((name, str(count)) for name, count in program.items()))
 
 
 def different_axes(model: ModelSpec, plan: ParallelPlan, other: ParallelPlan) -> list[str]:

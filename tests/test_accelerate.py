@@ -55,8 +55,8 @@ def given_of(plan_file: PlanFile) -> Given:
     plan = plan_file.best.plan
     batch = (("PER_DEVICE_TRAIN_BATCH_SIZE", str(plan.micro_batch)),)
     steps = (("GRADIENT_ACCUMULATION_STEPS", str(plan.num_microbatches)),)
-    alone = plan.recompute == "full" and (plan.sharding == "none" or plan.dp_shard * plan.cp == 1)
-    recompute = (("GRADIENT_CHECKPOINTING", "true"),) if alone else ()
+    is_unsharded = plan.sharding == "none" or plan.dp_shard * plan.cp == 1
+    recompute = (("GRADIENT_CHECKPOINTING", str(plan.recompute == "full")),) if is_unsharded else ()
     return Given(model=plan_file.model, seq_len=plan_file.training.seq_len, variables=batch + steps + recompute)
 
 
@@ -111,8 +111,8 @@ def test_whatever_it_runs_is_read_back(
 REFUSED: dict[str, tuple[PlanFile, str]] = {
     "stages": (fsdp(pp=2), "pp 2: it has no pipelines"),
     "sequence": (fsdp(tp=2, sp=True, dp_shard=4), "no sequence parallelism"),
-    "selective": (fsdp(dp_shard=8, recompute="selective"), "selective recomputation"),
-    "some layers": (fsdp(dp_shard=8, recompute="full", recompute_num_layers=2), "recomputation of some layers"),
+    "selective": (fsdp(dp_shard=8, recompute="selective"), "recompute 'selective': use"),
+    "some layers": (fsdp(dp_shard=8, recompute="full", recompute_num_layers=2), "recompute of 2 layers"),
     "unsharded tensors": (fsdp(tp=2, dp_shard=4, sharding="none"), "tp or cp of states that are not sharded"),
     "context in copies": (fsdp(cp=2, dp_replicate=4), "in copies of dp_shard 1"),
     "narrow": (fsdp(dp_shard=8, precision="mxfp8"), "precision 'mxfp8'"),
@@ -367,6 +367,13 @@ def test_accelerate_accepts_the_plan_and_sets_the_same_environment(name: str, an
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_accelerate_refuses_what_is_wrong(name: str, answered: dict[str, Any]) -> None:
     assert "error" in answered[f"bad {name}"]
+
+
+def test_a_config_of_copies_asks_whether_the_program_recomputes() -> None:
+    given_ = replace(given_of(PLANS["copies"]), variables=BATCH[:2])
+    (asked,) = read(text_of(PLANS["copies"]), given_).unread
+    assert asked.option == "gradient_checkpointing"
+    assert "--set GRADIENT_CHECKPOINTING=true" in asked.why
 
 
 def test_copies_that_recompute_leave_it_to_the_program() -> None:

@@ -1,12 +1,15 @@
-"""Is what is exported read back, with every option of a plan switched, and would the benchmark notice a loss?"""
+"""Is what is exported read back, with every option of a plan and every value of it, and is a loss noticed?"""
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,9 +17,30 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import autoplan
+from autoplan.api.estimate import make_plan
+from autoplan.api.problem import make_problem
+from autoplan.base.errors import AutoplanError
 from autoplan.frameworks.common.launch import Launch
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.presets import load_framework, preset_frameworks
+from autoplan.frameworks.registry import TARGETS, book_of, facts_for
+from autoplan.spec.axes import AXES, AXIS, SEARCHED, Axis, Kind, Value, shown
+from autoplan.spec.enums import (
+    ContextParallelKind,
+    Dispatcher,
+    GradType,
+    MainWeights,
+    MomentType,
+    RankOrder,
+    RecomputeModule,
+    Schedule,
+    Sharding,
+)
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.problem import Problem
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+Way = Mapping[str, Any]  # what a plan sets
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +81,188 @@ def test_a_dropped_option_is_told(trips: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(trips, "reader_of", lambda to: replace(reader, read=forgetful))
     lost = trips.trip(subject, "megatron-lm", "")
     assert (lost.outcome, lost.why) == ("wrong", "other recompute")
+
+
+# -- every value of every option --------------------------------------------------------------------------------------
+
+BATCH = 64
+DENSE, EXPERTS, LATENTS = "llama3-8b", "mixtral-8x7b", "deepseek-v2-lite"
+STAGES: Way = {"pp": 2}
+EXPERT_RANKS: Way = {"ep": 2}
+NOT_OVERLAPPED: Way = {"grad_reduce_overlap": False, "param_gather_overlap": False}
+# Of options whose values need others: for every value, what plans set that have it; the first legal one makes the trip.
+# An order of the nodes is in no launch file: the launcher is given them in it.
+WAYS: dict[str, dict[str, tuple[Way, ...]]] = {
+    "vp": {"1": (STAGES,), "2": (STAGES | {"vp": 2},)},
+    "etp": {"1": ({"tp": 2, "ep": 2, "etp": 1},), "2": ({"tp": 2, "etp": 2},)},
+    "dp": {"1": ({"tp": 8}, {"tp": 4, "pp": 2}), "2": ({"tp": 4}, {"pp": 4})},
+    "dp_replicate": {"1": ({},), "2": ({"dp_replicate": 2}, {"dp_replicate": 2, "sharding": "zero3"})},
+    "dp_shard": {
+        "1": ({"dp_replicate": 8}, {"dp_replicate": 8, "sharding": "none"}),
+        "4": ({"dp_replicate": 2}, {"dp_replicate": 2, "sharding": "zero3"}),
+    },
+    "global_batch": {str(BATCH): ({},)},
+    "recompute_modules": {str(part): ({"recompute": str(part)},) for part in RecomputeModule},
+    "recompute_num_layers": {"all": ({"recompute": "full"},), "2": ({"recompute": "full:2"},)},
+    "sp": {"off": ({"tp": 2, "sp": False},), "on": ({"tp": 2, "sp": True},)},
+    "tp_overlap": {"off": ({"tp": 2},), "on": ({"tp": 2, "tp_overlap": True},)},
+    "ep_overlap": {"off": (EXPERT_RANKS,), "on": (EXPERT_RANKS | {"ep_overlap": True},)},
+    "dispatcher": {word: (EXPERT_RANKS | {"dispatcher": word},) for word in Dispatcher},
+    "grad_reduce_overlap": {"on": ({},), "off": (NOT_OVERLAPPED,)},
+    "param_gather_overlap": {"on": ({},), "off": ({"param_gather_overlap": False},)},
+    "schedule": {
+        word: tuple(STAGES | {"schedule": word, "vp": chunks} | overlap for overlap in ({}, NOT_OVERLAPPED))
+        for word, chunks in ((word, 2 if word in ("interleaved", "zb-v", "dualpipe-v") else 1) for word in Schedule)
+    },
+    "layers_per_chunk": {"even": (STAGES,), "uneven": (STAGES | {"layers_per_chunk": [15, 17]},)},
+    "cp_kind": {word: ({"cp": 2, "cp_kind": word},) for word in ContextParallelKind},
+    "narrow_params": {word: ({"precision": "fp8", "narrow_params": word == "on"},) for word in ("off", "on")},
+    "fp8_attention": {word: ({"precision": "fp8", "fp8_attention": word == "on"},) for word in ("off", "on")},
+    "main_weights": {
+        word: ({"main_weights": word}, {"main_weights": word, "moment_dtype": "bf16"}) for word in MainWeights
+    },
+    "grad_dtype": {
+        word: ({"grad_dtype": word}, {"grad_dtype": word, "main_weights": "remainders"}) for word in GradType
+    },
+    "moment_dtype": {
+        word: ({"moment_dtype": word}, {"moment_dtype": word, "main_weights": "remainders"}) for word in MomentType
+    },
+    "rank_order": {word: (STAGES | {"rank_order": word},) for word in RankOrder},
+    "tp_grid": {"none": ({},), "given": ({"tp_grid": (2, 1, 1)},)},
+    "placement": {"none": ({},)},
+}
+# Values that come back from no target.
+NOWHERE = {
+    "offload=activations": "not priced",
+    "tp_grid=given": "no launcher supports it",
+}
+
+
+def ways_to(axis: Axis) -> dict[str, tuple[Way, ...]]:
+    """The values of an option, and what plans set that have them."""
+    if axis.name in WAYS:
+        return WAYS[axis.name]
+    values = {Kind.COUNT: (1, 2), Kind.FLAG: (False, True)}.get(axis.kind) or tuple(axis.enum or ())
+    return {shown(value): ({axis.name: value},) for value in values}
+
+
+def models_with(axis: Axis) -> tuple[str, ...]:
+    """Models in which an option means something."""
+    if axis.needs.can_be_met(has_experts=False, has_latents=False):
+        return DENSE, EXPERTS, LATENTS
+    return (EXPERTS, LATENTS) if axis.needs.can_be_met(has_experts=True, has_latents=False) else (LATENTS,)
+
+
+@cache
+def problem_of(model: str, framework: str, precision: str) -> Problem:
+    return make_problem(model, cluster="b200:2x4", framework=framework, seq_len=4096, precision=precision)
+
+
+def books_of(to: str) -> tuple[str, ...]:
+    """The known books of rules whose plans a target takes."""
+    return tuple(rules for rules in TARGETS[to].rules if rules != "unknown")
+
+
+@cache
+def frameworks_of(rules: str) -> tuple[str, ...]:
+    """The presets under a book of rules, first the one to plan with."""
+    others = (name for name in preset_frameworks() if load_framework(name).rules == rules)
+    return tuple(dict.fromkeys((facts_for(rules), *others)))
+
+
+def plan_with(problem: Problem, way: Way) -> ParallelPlan:
+    """The plan that sets what a way says, with states sharded as the framework can."""
+    book, plain = book_of(problem.framework), {}
+    if Sharding.ZERO1 not in book.words("sharding"):
+        plain["sharding"] = "zero3"
+    if "cp_kind" not in way:
+        plain["cp_kind"] = book.words("cp_kind")[0]
+    flagged = {name: value for name, value in way.items() if name not in ("precision", "tp_grid", *NOT_OVERLAPPED)}
+    plan = make_plan(problem, BATCH, plain | flagged)
+    return replace(plan, **{name: way[name] for name in ("tp_grid", *NOT_OVERLAPPED) if name in way})
+
+
+def has(plan: ParallelPlan, axis: Axis, value: str) -> bool:
+    """Return whether a plan has a value, which a list is taken to be."""
+    return axis.kind is Kind.LIST or shown(getattr(plan, axis.name)) == value
+
+
+class Start(NamedTuple):
+    """A plan, and the names of what its problem is made of."""
+
+    model: str
+    framework: str
+    precision: str
+    plan: ParallelPlan
+
+
+@cache
+def legal_plans(axis: str, value: str, rules: str) -> tuple[Start, ...]:
+    """Legal plans with a value of an option under a book of rules: of the first framework that has any."""
+    found: list[Start] = []
+    for framework in frameworks_of(rules):
+        for way, model in product(ways_to(AXIS[axis])[value], models_with(AXIS[axis])):
+            precision = str(way.get("precision", "bf16"))
+            try:
+                problem = problem_of(model, framework, precision)
+                plan = plan_with(problem, way)
+                if has(plan, AXIS[axis], value) and not broken(
+                    book_of(problem.framework).rules, problem.workload, plan
+                ):
+                    found.append(Start(model, framework, precision, plan))
+            except AutoplanError:
+                continue
+        if found:
+            break
+    return tuple(found)
+
+
+@pytest.fixture(scope="module")
+def trips_from(trips: Any) -> Callable[[Start, str], tuple[Any, ...]]:
+    """Make the trips of a plan to all versions of a target, once."""
+
+    @cache
+    def made(start: Start, to: str) -> tuple[Any, ...]:
+        subject = trips.priced(problem_of(*start[:3]), start.plan)
+        return tuple(trips.trip(subject, to, version) for version in TARGETS[to].versions)
+
+    return made
+
+
+CASES = [(axis, value) for axis in AXES for value in ways_to(axis)]
+
+
+@pytest.mark.parametrize(("axis", "value"), CASES, ids=[f"{axis.name}={value}" for axis, value in CASES])
+def test_a_value_comes_back_from_every_target_or_is_refused_by_its_name(
+    trips_from: Callable[[Start, str], tuple[Any, ...]], axis: Axis, value: str
+) -> None:
+    came_back = False
+    for to in TARGETS:
+        refusals: list[str] = []
+        for start in (start for rules in books_of(to) for start in legal_plans(axis.name, value, rules)):
+            made = trips_from(start, to)
+            assert not [trip.why for trip in made if trip.outcome == "wrong"], (to, start)
+            refusals += [trip.why for trip in made if trip.outcome == "refused"]
+            has_come_back = any(trip.outcome != "refused" for trip in made)
+            came_back = came_back or has_come_back
+            if has_come_back or any(names(why, axis, value) for why in refusals):
+                break
+        else:
+            assert not refusals, (to, refusals)
+    assert came_back != (f"{axis.name}={value}" in NOWHERE)
+
+
+def names(why: str, axis: Axis, value: str) -> bool:
+    """Return whether a refusal names the option, what it needs, or what is set for it."""
+    named = [name for way in ways_to(axis)[value] for name in way]
+    return any(re.search(rf"\b{name}\b", why) for name in (axis.name, axis.needs.value, *named))
+
+
+RARE = [(axis, value) for axis in SEARCHED if axis.known_of for value in axis.searched]
+
+
+@pytest.mark.parametrize(("axis", "value"), RARE, ids=[f"{axis.name}={shown(value)}" for axis, value in RARE])
+def test_what_few_frameworks_offer_is_legal_in_some_plan_of_theirs(axis: Axis, value: Value) -> None:
+    for rules in dict.fromkeys(rules for to in TARGETS for rules in books_of(to)):
+        offers = any(axis.name in book_of(load_framework(name)).extras for name in frameworks_of(rules))
+        assert legal_plans(axis.name, shown(value), rules) or not offers, rules

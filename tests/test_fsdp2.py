@@ -102,9 +102,9 @@ def test_whatever_it_runs_is_read_back(
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "narrow": ({"dp_shard": 8, "precision": "fp8"}, "precision 'fp8'"),
-    "selective": ({"dp_shard": 8, "recompute": "selective"}, "selective recomputation"),
+    "selective": ({"dp_shard": 8, "recompute": "selective"}, "recompute 'selective': which"),
     "another order": ({"pp": 2, "dp_shard": 4, "rank_order": "tp-cp-ep-pp-dp"}, "numbers stages last"),
-    "overlap": ({"tp": 2, "tp_overlap": True}, "overlapped tensor"),
+    "overlap": ({"tp": 2, "tp_overlap": True}, "tp_overlap: leave it out"),
     "a broken rule": ({"dp_shard": 8, "sharding": "zero1"}, "use 'none' or 'zero2' or 'zero3'"),
 }
 

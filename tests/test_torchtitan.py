@@ -52,7 +52,8 @@ def titan(model: ModelSpec = LLAMA, **plan: Any) -> PlanFile:
     counts = chunk_layers(ParallelPlan(**{"global_batch": 256, **plan}), model.num_layers)
     plan["layers_per_chunk"] = counts if len(set(counts)) > 1 else None
     cluster = cluster_of(-(-ParallelPlan(**{"global_batch": 256, **plan}).num_devices // 8), "blackwell")
-    plan_file = plan_file_of(bare(model), cluster, **{"sharding": "zero3", **plan})
+    has_shards = plan.get("dp_shard", 1) * plan.get("cp", 1) > 1
+    plan_file = plan_file_of(bare(model), cluster, **{"sharding": "zero3" if has_shards else "none", **plan})
     return replace(plan_file, framework=TITAN)
 
 

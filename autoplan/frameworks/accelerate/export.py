@@ -114,12 +114,12 @@ LIMITS = (
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.recompute != Recompute.SELECTIVE.code,
-        says=lambda s, p: "selective recomputation: use full or none",
+        says=lambda s, p: "recompute 'selective': use full or none",
     ),
     Rule(
         source=SOURCE,
         holds=lambda s, b: (b.recompute_num_layers == 0) | (b.recompute_num_layers == ALL_LAYERS),
-        says=lambda s, p: "recomputation of some layers: use full or none",
+        says=lambda s, p: f"recompute of {p.recompute_num_layers} layers: use full or none",
     ),
     Rule(
         source=SOURCE,

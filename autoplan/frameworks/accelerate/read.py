@@ -27,7 +27,7 @@ from autoplan.frameworks.accelerate.options import (
     RESHARD,
 )
 from autoplan.frameworks.common.beside import read_beside
-from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_yaml, show, typed
 from autoplan.frameworks.common.shell import is_open, read_script
@@ -39,7 +39,8 @@ from autoplan.spec.training import TrainingSpec
 _LAUNCH = re.compile(r"^[^#\n]*\baccelerate\s+launch\b", re.MULTILINE)
 _KINDS = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
 _BATCH = ("PER_DEVICE_TRAIN_BATCH_SIZE", "GRADIENT_ACCUMULATION_STEPS")
-_PROGRAM = (*_BATCH, "BF16", "FP16", "GRADIENT_CHECKPOINTING")  # arguments of the Trainer, as variables
+_CHECKPOINTING = "GRADIENT_CHECKPOINTING"
+_PROGRAM = (*_BATCH, "BF16", "FP16", _CHECKPOINTING)  # arguments of the Trainer, as variables
 _DEEPSPEED = (  # options of the command that are in the section `deepspeed_config`
     *("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag", "zero3_save_16bit_model"),
     *("gradient_accumulation_steps", "gradient_clipping", "deepspeed_config_file", "deepspeed_hostfile"),
@@ -57,10 +58,8 @@ def recognises(name: str, text: str) -> bool:
 
 def read(text: str, given: Given) -> Launch:
     """Return the launch that the file starts, with the model, the batch and the sequence that are given."""
-    if _LAUNCH.search(text):
-        table, program = _of_script(text, given)
-    else:
-        table, program = parse_yaml(text, "the file"), {}
+    is_table = _LAUNCH.search(text) is None
+    table, program = (parse_yaml(text, "the file"), {}) if is_table else _of_script(text, given)
     program |= dict(given.variables)
     options = Options.of_table(table)
     options.known(*COSTLESS)
@@ -74,8 +73,12 @@ def read(text: str, given: Given) -> Launch:
         return _with_deepspeed(options, program, precision, replace(given, num_devices=num_devices))
     mesh = _mesh(options.inside("parallelism_config"), num_devices, kind)
     states = _states(options.inside("fsdp_config"), mesh) if kind == "FSDP" else _unsharded(mesh)
-    if program.get("GRADIENT_CHECKPOINTING", "false").casefold() in ("true", "", "1"):  # of the Trainer
-        states = states | {"recompute": Recompute.FULL}
+    if _CHECKPOINTING in program:
+        if program[_CHECKPOINTING].casefold() in ("true", "", "1"):  # of the Trainer
+            states = states | {"recompute": Recompute.FULL}
+    elif is_table and kind != "FSDP":
+        why = f"without FSDP it is the program's: pass --set {_CHECKPOINTING}=true if it recomputes"
+        options.remarks.append(Unread(option=_CHECKPOINTING.lower(), value="", why=why))
     micro, steps = (_batch_count(program, name) for name in _BATCH)
     plan = ParallelPlan.derived(
         **mesh | states,  # every rank holds whole experts

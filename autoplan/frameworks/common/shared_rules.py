@@ -134,11 +134,13 @@ FSDP2_OVERLAPS = (
     Rule(
         source=SOURCE,
         holds=lambda s, b: ~(b.tp_overlap | b.ep_overlap),
-        says=lambda s, p: "overlapped tensor or expert traffic: leave it out",
+        says=lambda s, p: f"{'tp_overlap' if p.tp_overlap else 'ep_overlap'}: leave it out",
     ),
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.grad_reduce_overlap & (b.param_gather_overlap | (b.sharding == Sharding.NONE.code)),
-        says=lambda s, p: "traffic that is not overlapped: FSDP2 overlaps",
+        says=lambda s, p: (
+            f"{'param_gather_overlap' if p.grad_reduce_overlap else 'grad_reduce_overlap'} off: FSDP2 always overlaps"
+        ),
     ),
 )

@@ -218,7 +218,7 @@ def options_of_others(*offered: str) -> tuple[Rule, ...]:
 
 def options_lacked(*lacks: str) -> tuple[Rule, ...]:
     """Return rules against options that this version of a framework does not have."""
-    return tuple(_option_of_others(axis, "of later versions") for axis in AXES if axis.name in lacks)
+    return tuple(_option_of_others(axis, "of other versions") for axis in AXES if axis.name in lacks)
 
 
 def _option_of_others(axis: Axis, others: str = "") -> Rule:

@@ -53,7 +53,7 @@ LIMITS = (
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.recompute != Recompute.SELECTIVE.code,
-        says=lambda s, p: "selective recomputation: which operations is your program's, use full or none",
+        says=lambda s, p: "recompute 'selective': which operations is your program's, use full or none",
     ),
     stages_last("its mesh numbers stages last, leave it out"),
     *FSDP2_OVERLAPS,

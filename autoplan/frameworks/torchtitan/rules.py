@@ -38,11 +38,8 @@ def _resharding(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _shards_over_several(workload: Workload, batch: PlanBatch) -> Bools:
-    """It shards over dp_shard x cp ranks; of copies that are over one rank each it knows no more than of unsharded."""
-    has_copies = batch.dp_replicate > 1
-    if workload.model.moe:
-        has_copies |= batch.tp > batch.ep * batch.etp
-    return (batch.sharding == NONE) | (batch.dp_shard * batch.cp > 1) | ~has_copies
+    """It shards over dp_shard x cp ranks; of what is over one rank it knows no more than of unsharded."""
+    return (batch.sharding == NONE) | (batch.dp_shard * batch.cp > 1)
 
 
 def _cp_is_sharded(workload: Workload, batch: PlanBatch) -> Bools:
