@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.profiler.record import Fingerprint, Mode, Status
 from autoplan.spec.operations import Operation
@@ -25,6 +25,7 @@ class Task:
     dtype: str
     kernel: str
     mode: Mode = "sustained"
+    partners: tuple[int, ...] = ()  # of a round of messages between pairs: whom each rank meets; itself: nobody
     left_s: float = field(default=math.inf, compare=False)  # of the budget when it is asked for
 
     @property
@@ -56,6 +57,12 @@ class Rules:
     most_spread: float = 0.05  # half-width of the interval of the median, relative, at which it has settled
     most_scatter: float = 0.5  # middle half of the samples over their median: beyond it a median says little
 
+    def of_pairs(self) -> Rules:
+        """The rules for one of many rounds in which all pairs of devices meet: a short look, as links need no soak."""
+        return replace(
+            self, num_samples=8, warmup_calls=2, rest_s=0.0, soak_s=0.0, allowance_s=min(self.allowance_s, 0.5)
+        )
+
     def samples_in_round(self, sample_s: float) -> int:
         """Number of samples of that length in a round."""
         return max(min(self.num_samples, int(self.round_s / sample_s)), self.least_samples)
@@ -85,6 +92,7 @@ class Outcome:
     status: Status = "ok"
     reason: str = ""
     conditions: Mapping[str, str] = field(default_factory=dict)
+    by_rank_s: tuple[float, ...] = ()  # median of each rank; 0 of one that stood by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

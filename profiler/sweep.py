@@ -151,7 +151,7 @@ def run(
         except CrewError as error:
             outcome, lost = Outcome(status="failed", reason=str(error)), error
         with _uninterrupted():
-            store.add([_record(ranked.task, outcome, hello, measured_by)])
+            store.add([record_of(ranked.task, outcome, hello, measured_by)])
             before = progress.outcomes.pop(ranked.task, outcome)
             progress.outcomes[ranked.task] = before if before.status == "ok" else outcome
         visits[ranked.task] += 1
@@ -175,7 +175,8 @@ def run(
             crew.start()
 
 
-def _record(task: Task, outcome: Outcome, hello: Hello, measured_by: str) -> Record:
+def record_of(task: Task, outcome: Outcome, hello: Hello, measured_by: str) -> Record:
+    """Return the record of what was measured just now."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     # A second failure is another one, though nothing was measured that tells it from the first.
     failed = {"failed_at": now} if outcome.status == "failed" else {}

@@ -68,11 +68,19 @@ class _Round:
     samples_s: list[float]
     foreign: float  # share of other load
     slowdown: str  # what made a device slower; blank if nothing did
-    working: list[_Report]
+    reports: list[_Report]
 
     @property
     def disturbance(self) -> float:
         return self.foreign + bool(self.slowdown)
+
+    @property
+    def working(self) -> list[_Report]:
+        return [report for report in self.reports if report.samples_s]
+
+    @property
+    def by_rank_s(self) -> tuple[float, ...]:
+        return tuple(float(np.median(report.samples_s)) if report.samples_s else 0.0 for report in self.reports)
 
 
 def median_interval(samples_s: Sequence[float], *, level: float = 0.9, draws: int = 500) -> tuple[float, float]:
@@ -155,13 +163,12 @@ def measure(
         reports = team.gather(mine_now)
         if fault := _fault(reports, num_samples):
             return Outcome(status="failed", reason=fault)
-        working = [report for report in reports if report.samples_s]
-        times = np.array([report.samples_s for report in working])
+        times = np.array([report.samples_s for report in reports if report.samples_s])
         samples = (times.max(axis=0) if is_collective else np.median(times, axis=0)).tolist()
         foreign = foreign_load([report.window for report in reports], on_cpu=device.type == "cpu")
         is_slow = max(report.window.pace for report in reports) > 1 + rules.most_slowdown
         slowdown = _slowdown(reports, is_slow=is_slow)
-        rounds.append(_Round(samples_s=samples, foreign=foreign, slowdown=slowdown, working=working))
+        rounds.append(_Round(samples_s=samples, foreign=foreign, slowdown=slowdown, reports=reports))
         if foreign <= rules.most_foreign and not slowdown:
             clean += samples
         is_settled = bool(clean) and spread(clean) <= rules.most_spread and scatter(clean) <= rules.most_scatter
@@ -179,7 +186,13 @@ def measure(
     if not clean:
         slowed = f"{SLOWED}: {best.slowdown}" if best.slowdown else ""
         why = slowed or f"other load took {100 * best.foreign:.0f} % of the machine"
-        return Outcome(samples_s=tuple(best.samples_s), status="contaminated", reason=why, conditions=conditions)
+        return Outcome(
+            samples_s=tuple(best.samples_s),
+            status="contaminated",
+            reason=why,
+            conditions=conditions,
+            by_rank_s=best.by_rank_s,
+        )
     kept, why = tuple(clean[-MOST_KEPT:]), ""
     if is_cut:
         why = f"the budget left time for {num_samples} samples"
@@ -188,7 +201,13 @@ def measure(
             f"after {rules.allowance_s:g} s the median is known to {100 * spread(kept):.0f} %, "
             f"half of the samples lie within {100 * scatter(kept):.0f} %"
         )
-    return Outcome(samples_s=kept, status="unstable" if why else "ok", reason=why, conditions=conditions)
+    return Outcome(
+        samples_s=kept,
+        status="unstable" if why else "ok",
+        reason=why,
+        conditions=conditions,
+        by_rank_s=best.by_rank_s,
+    )
 
 
 def _calls_of_sample(

@@ -214,6 +214,8 @@ def prepare(task: Task, ranks: Ranks) -> Run | StagedRun | None:
     factory = InputFactory(device=ranks.device, dtype=task.dtype, kernel=task.kernel)
     if task.kernel.endswith(BESIDE):
         return collectives.build_beside_gemm(task.operation, task.shape, factory, ranks.groups, ranks.decide)
+    if task.partners:
+        return collectives.build_pair(task.partners, task.shape[3], factory)
     if task.operation in COLLECTIVES:
         return collectives.build(task.operation, task.shape, factory, ranks.groups)
     if task.operation in trainer_units.UNITS:
@@ -246,12 +248,13 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
     # What the host does for a pipeline is its own time: waits for other stages are no part of it.
     meets = trainer_units.meets(task.operation, task.shape) if task.operation in trainer_units.UNITS else False
     needs_all = meets or task.operation in COLLECTIVES
+    rules = rules_for(ranks.device.type, task.mode, allowance_s=job.allowance_s)
     outcome = measure(
         run,
         team=ranks,
         device=ranks.device,
         sensors=ranks.sensors,
-        rules=rules_for(ranks.device.type, task.mode, allowance_s=job.allowance_s),
+        rules=rules.of_pairs() if task.partners else rules,
         is_collective=needs_all,
         counts_host=task.operation in trainer_units.UNITS,
         left_s=task.left_s - (time.monotonic() - began),

@@ -70,6 +70,42 @@ class PlannedMeasurements:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRate:
+    """Rate of devices, links or groups that `profile --health` measured, in FLOP/s or bytes/s of a device."""
+
+    what: str
+    number: int  # of devices, pairs or groups
+    usual: float
+    least: float
+    described: float | None  # what the cluster file makes of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowPart:
+    """A part that `profile --health` found slower than its equals: of a device, or between two."""
+
+    part: str  # device, link, nic or pair
+    hosts: tuple[str, ...]
+    devices: tuple[int, ...]  # index of each in its node
+    rate_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedHealth:
+    """Output of `profile --health`."""
+
+    device: str
+    ranks: int
+    nodes: int
+    elapsed_s: float
+    rates: tuple[CheckedRate, ...]
+    slow: tuple[SlowPart, ...]
+    disturbance: str  # what disturbed the products in each visit; blank: there was a calm one
+    rounds: int  # in which all pairs meet
+    rounds_left: int  # for which the budget left no time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
     """Output of `topo`: the quotient graph and its places, in SI units."""
 

@@ -99,7 +99,7 @@ def _printed(kind: str) -> dict[str, Any]:
         "calibrate": outputs.Calibrated | Imported,
         "list": list[dict[str, str | int]],
         "discover": ReportFile,
-        "profile": outputs.Profiled | outputs.PlannedMeasurements,
+        "profile": outputs.Profiled | outputs.PlannedMeasurements | outputs.CheckedHealth,
         "topo": outputs.Topology | outputs.MixedTopology,
         "tune": TuneReport,
         "doctor": Checkup,

@@ -69,7 +69,9 @@ def command_line() -> str:
     return shlex.join(["autoplan", *redact_arguments(sys.argv[1:])[0]])
 
 
-def check_untyped(context: typer.Context, said: Collection[str], says: str) -> None:
+def check_untyped(
+    context: typer.Context, said: Collection[str], says: str, *, or_else: str = ", or give a model in place of the file"
+) -> None:
     """Refuse parameters on the command line that a file beside them says: they would be ignored."""
     parameters = [
         known for known in context.command.params if known.name and known.name in said and is_typed(context, known.name)
@@ -78,7 +80,7 @@ def check_untyped(context: typer.Context, said: Collection[str], says: str) -> N
         flags = ", ".join(
             known.opts[0] if known.param_type_name == "option" else known.human_readable_name for known in parameters
         )
-        raise InputError(f"{says}, without {flags}: leave them out, or give a model in place of the file")
+        raise InputError(f"{says}, without {flags}: leave them out{or_else}")
 
 
 def check_outputs(*paths: Path | None, force: bool) -> None:

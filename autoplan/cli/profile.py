@@ -10,16 +10,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.base.errors import InputError
-from autoplan.cli.inputs import check_untyped, is_typed, whole_url
-from autoplan.cli.options import DbOption, FrameworkOption, QuietOption, SeqLenOption, whole_number
+from autoplan.cli.inputs import check_output, check_untyped, is_typed, whole_url
+from autoplan.cli.options import DbOption, ForceOption, FrameworkOption, QuietOption, SeqLenOption, whole_number
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from autoplan.api.profiling import PlannedProfile, Profile, ProfileOptions
+    from autoplan.profiler.health import Health
     from autoplan.profiler.sweep import Progress
     from autoplan.profiler.tasks import RankedTask
 
+# What a check of health has no use for.
+NOT_OF_HEALTH = (
+    *("model", "plan_file", "seq_len", "tp", "micro_batches", "ep", "dtypes", "mode", "only", "framework", "visits"),
+    *("dry_run", "nodes", "template", "image", "work"),
+)
 SAID_BY_A_PLAN = ("model", "seq_len", "tp", "micro_batches", "ep", "dtypes", "only", "cluster", "framework")
 
 
@@ -77,6 +83,17 @@ NodesOption = Annotated[
     int,
     whole_number("--nodes", "N", "With --dry-run: nodes of --for or --cluster to measure on.", show_default="all"),
 ]
+HealthOption = Annotated[
+    bool,
+    typer.Option(
+        "--health",
+        help="In place of MODEL: time every device and all pairs of them, and name what is slower than others.",
+    ),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="With --health: write the cluster here, with what is slow as its [[faults]]."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print what was measured as JSON instead of tables.")]
 TemplateOption = Annotated[
     str | None,
@@ -115,6 +132,9 @@ def profile(
     template: TemplateOption = None,
     image: ImageOption = None,
     work: WorkOption = Path("profile-job"),
+    health: HealthOption = False,
+    out: OutOption = None,
+    force: ForceOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -124,6 +144,11 @@ def profile(
     the database holds is not measured again: after an interrupt, or when the budget is spent, run it once more.
     With --for it says first how sure the order of the best plans is and what the measurements are expected to settle.
     """
+    if health:
+        _check_health(context, out, force=force)
+        return
+    if out is not None or force:
+        raise InputError("--out and --force are of the cluster that --health writes")
     from autoplan.api.profiling import ProfileOptions, planned_profile, started_profile
     from autoplan.cli.process import leave_on_sigterm
 
@@ -156,6 +181,43 @@ def profile(
     with started_profile(model, plan_file=plan_file, options=options) as started:
         if started is not None:
             _lead(started, dry_run=dry_run, json=json, quiet=quiet)
+
+
+def _check_health(context: typer.Context, out: Path | None, *, force: bool) -> None:
+    """Measure how fast devices and links are, print it, and write the cluster with what is slow where that is asked."""
+    from autoplan.api.health import HealthOptions, check_health
+    from autoplan.cli.health_answer import print_health, warnings_of
+    from autoplan.cli.process import leave_on_sigterm
+    from autoplan.cli.progress import progress_bar
+    from autoplan.report.terminal import make_console
+
+    check_untyped(context, NOT_OF_HEALTH, "--health measures without a model", or_else="")
+    if out is not None:
+        check_output(out, force=force)
+    given = context.params
+    named = {name: given[name] for name in ("budget", "cluster", "ranks", "allowance", "limit")}
+    options = HealthOptions(db=whole_url(context, given["url"]), out=out, force=force, **named)
+    leave_on_sigterm()
+    with progress_bar(quiet=given["quiet"], doing="measuring", unit="rounds of messages") as show:
+
+        def advance(now: Health) -> None:
+            if show:
+                show(now.num_rounds - now.num_left, now.num_rounds)
+
+        found = check_health(options, advance)
+    if found is None:
+        return
+    if given["json"]:
+        from autoplan.base.files import encode
+
+        typer.echo(encode(found), nl=False)
+    else:
+        print_health(make_console(), found)
+    if not given["quiet"]:
+        for text in warnings_of(found):
+            _say(f"warning: {text}")
+    if out is not None:
+        _say(f"wrote {out}, with what is slow as its faults")
 
 
 def _submit(context: typer.Context, plan_file: Path, options: ProfileOptions) -> None:

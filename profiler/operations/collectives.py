@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from autoplan.base.errors import InputError
 from autoplan.profiler.group_layouts import Layout, groups_of
-from autoplan.profiler.operations.inputs import BesideRun, InputFactory, Run
+from autoplan.profiler.operations.inputs import BesideRun, ChainedRun, InputFactory, Run
 from autoplan.spec.operations import COLLECTIVES, Operation
 
 _GEMM_SIZE = {"cpu": 256, "cuda": 4096}  # of a product long enough to launch and short enough to fill gaps
@@ -46,6 +46,29 @@ def build(operation: Operation, shape: tuple[int, ...], factory: InputFactory, g
         return None
     start = _starter(operation, shape, factory, *member)
     return lambda: start().wait()
+
+
+def build_pair(partners: tuple[int, ...], buffer_bytes: int, factory: InputFactory) -> ChainedRun | None:
+    """A call that sends a message to this rank's partner and one back; None where it has none.  All ranks call it.
+
+    Messages in batches go over the one communicator of all ranks: one for every pair would fill the memory of devices.
+    """
+    dist.all_reduce(factory.zeros(1))  # by which libraries make that communicator
+    rank = dist.get_rank()
+    partner = partners[rank]
+    if partner == rank:
+        return None
+    message = factory.zeros(max(buffer_bytes // factory.torch_dtype.itemsize, 1))
+    there, back = (
+        dist.P2POp(dist.isend if sends else dist.irecv, message, partner) for sends in (rank < partner, rank > partner)
+    )
+
+    def run() -> None:
+        for message_once in (there, back):
+            for work in dist.batch_isend_irecv([message_once]):
+                work.wait()
+
+    return ChainedRun(run=run, num_links=2)
 
 
 def build_beside_gemm(

@@ -82,3 +82,45 @@ def prepare(task: Task, ranks: Ranks) -> Run | StagedRun | None:
     if fault == HANGS_INSIDE:
         return lambda: time.sleep(3600)
     return run
+
+
+def slow_device(task: Task, ranks: Ranks) -> Run | StagedRun | None:
+    """Products that take twice as long on rank 1, which spins for as long again."""
+    from autoplan.profiler.worker import prepare
+
+    run = prepare(task, ranks)
+    if task.operation != "gemm" or ranks.rank != 1:
+        return run
+    assert callable(run)
+    began = time.process_time()
+    for _ in range(10):
+        run()
+    each_s = (time.process_time() - began) / 10
+
+    def slowed() -> None:
+        run()
+        _spin(each_s)
+
+    return slowed
+
+
+def slow_messages(task: Task, ranks: Ranks) -> Run | StagedRun | None:
+    """Messages of rank 1 to others take 60 ms more, there and back."""
+    from autoplan.profiler.operations.inputs import ChainedRun
+    from autoplan.profiler.worker import prepare
+
+    run = prepare(task, ranks)
+    if not isinstance(run, ChainedRun) or ranks.rank != 1:
+        return run
+
+    def slowed() -> None:
+        run.run()
+        _spin(0.06)
+
+    return replace(run, run=slowed)
+
+
+def _spin(seconds: float) -> None:
+    until = time.process_time() + seconds
+    while time.process_time() < until:
+        pass

@@ -1,0 +1,175 @@
+"""Health of this machine or allocation: rates of devices and links against each other and against the cluster file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from autoplan.api.outputs import CheckedHealth, CheckedRate, SlowPart
+from autoplan.api.problem import load_cluster
+from autoplan.base.errors import InputError
+from autoplan.base.files import write_text
+from autoplan.base.processes import check_torch, place_from
+from autoplan.base.units import check_count
+from autoplan.base.user import user_name
+from autoplan.base.values import parse_duration
+from autoplan.cost.network.links import ProcessGroup, collective_s
+from autoplan.profiler.allocation import Allocation
+from autoplan.profiler.crew import Crew, default_num_ranks
+from autoplan.profiler.discover.write import cluster_toml
+from autoplan.profiler.health import Health, check, faults, records, usual
+from autoplan.profiler.protocol import Job
+from autoplan.profiler.store import open_store
+from autoplan.spec.operations import Operation
+from autoplan.topology.cluster import ClusterSpec
+from autoplan.topology.levels import compile_topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthOptions:
+    """Options of a check, times as texts: "10m"."""
+
+    db: str | None = None  # path or URL of the timing database; None: AUTOPLAN_DB, else the user's own
+    budget: str = "10m"
+    cluster: str | None = None  # whose nodes these are
+    ranks: int = 0  # to start here; 0: one for each device
+    allowance: str = "3s"  # for one measurement to settle
+    limit: str = "2m"  # after which a rank is taken to hang
+    out: Path | None = None  # file to write the cluster to, with what is slow as its faults
+    force: bool = False  # replace that file
+
+
+def check_health(
+    options: HealthOptions, advance: Callable[[Health], None] = lambda health: None
+) -> CheckedHealth | None:
+    """Measure every device, groups of them and all pairs, store it, and tell what is slow; None on another rank than 0.
+
+    It runs on one node, or under torchrun, srun or mpirun with one rank for each device.  `advance` is called after
+    every round of messages.
+    """
+    check_torch()
+    place = place_from(os.environ)
+    check_count("--ranks", options.ranks, least=0)
+    if place and options.ranks:
+        raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
+    if options.out is not None and options.cluster is None:
+        raise InputError("--out writes the cluster with what is slow: say which with --cluster")
+    cluster = load_cluster(options.cluster) if options.cluster else None
+    budget_s = parse_duration(options.budget)
+    job = Job(
+        allowance_s=parse_duration(options.allowance),
+        limit_s=parse_duration(options.limit),
+        compares_devices=False,
+        devices_per_domain=cluster.levels[-1].num_devices if cluster else 0,
+    )
+    with Crew(job, place, (place.num_ranks if place else options.ranks) or default_num_ranks()) as crew:
+        if not crew.leads:
+            crew.start()
+            crew.follow()
+            return None
+        with open_store(options.db) as store:
+            hello = crew.start()
+            assert hello is not None
+            allocation = Allocation(hello=hello, cluster=cluster)
+            if options.out is not None and not allocation.nodes:
+                assert cluster is not None
+                raise InputError(
+                    f"cluster {cluster.name!r} has {cluster.num_nodes} nodes and does not say which {hello.num_nodes} "
+                    "these are: list them under [[nodes]]"
+                )
+            health = check(crew, allocation, budget_s=budget_s, advance=advance)
+            store.add(records(health, user_name()))
+    if options.out is not None:
+        write_text(options.out, _with_faults(health), force=options.force)
+    return summary(health)
+
+
+def summary(health: Health) -> CheckedHealth:
+    """Return the rates of a check and what is slow."""
+    allocation, hello = health.allocation, health.allocation.hello
+    return CheckedHealth(
+        device=hello.fingerprint.device,
+        ranks=len(hello.hosts),
+        nodes=hello.num_nodes,
+        elapsed_s=health.elapsed_s,
+        rates=tuple(_rates(health)),
+        slow=tuple(
+            SlowPart(
+                part=slow.part,
+                hosts=tuple(hello.hosts[rank] for rank in slow.ranks),
+                devices=tuple(allocation.place(rank)[1] for rank in slow.ranks),
+                rate_share=slow.rate_share,
+            )
+            for slow in health.slow_parts()
+        ),
+        disturbance=health.disturbance,
+        rounds=health.num_rounds,
+        rounds_left=health.num_left,
+    )
+
+
+def _rates(health: Health) -> list[CheckedRate]:
+    """Return a row for products, one for each way of messages and one for each group."""
+    allocation, hello = health.allocation, health.allocation.hello
+    cluster, each = allocation.cluster, hello.ranks_per_domain
+    products_s = [min(times) for times in zip(*health.products_s, strict=True)]
+    flops = 2.0 * float(np.prod(np.array(health.product.shape, dtype=np.float64)))
+    rows = [_rate("matrix products", flops, products_s, _described_flops_per_s(cluster, health.product.dtype))]
+    message_bytes = health.message.shape[3]
+    for what, is_inside, stride in (("messages in nodes", True, 1), ("messages between nodes", False, each)):
+        times = [min(seconds) for pair, seconds in health.messages_s.items() if allocation.is_inside(pair) == is_inside]
+        if times:
+            described_s = _described_s(cluster, "send_recv", stride, 2, message_bytes)
+            rows.append(_rate(what, message_bytes, times, described_s and message_bytes / described_s))
+    for task, outcome in health.groups:
+        members, inside, *_ = task.shape
+        stride = 1 if inside > 1 else each
+        moved = 2 * (1 - 1 / members) * message_bytes  # over the link of each device in a ring
+        described_s = _described_s(cluster, task.operation, stride, members, message_bytes)
+        where = "in a node" if members == inside else "over nodes" if inside == 1 else "of all devices"
+        seconds = [usual(outcome.samples_s)]
+        rows.append(_rate(f"all-reduce {where}", moved, seconds, described_s and moved / described_s))
+    return rows
+
+
+def _rate(what: str, work: float, seconds: list[float], described: float | None) -> CheckedRate:
+    return CheckedRate(
+        what=what, number=len(seconds), usual=work / usual(seconds), least=work / max(seconds), described=described
+    )
+
+
+def _described_flops_per_s(cluster: ClusterSpec | None, dtype: str) -> float | None:
+    """Return the rate of large products in a type that the file of the cluster expects."""
+    if (
+        cluster is None
+        or (peak := {str(name): peak for name, peak in cluster.device.peak_flops_per_s.items()}.get(dtype)) is None
+    ):
+        return None
+    return peak * cluster.device.gemm_efficiency
+
+
+def _described_s(
+    cluster: ClusterSpec | None, operation: Operation, stride: int, size: int, buffer_bytes: int
+) -> float | None:
+    """Return how long a collective takes by the file of the cluster, were nothing of it slow."""
+    if cluster is None:
+        return None
+    group = ProcessGroup(np.array([stride]), np.array([size]))
+    topology = compile_topology(replace(cluster, faults=()))
+    return float(collective_s(topology, operation, group, np.array([float(buffer_bytes)]))[0])
+
+
+def _with_faults(health: Health) -> str:
+    """Return the file of the cluster, with what was found slow in place of earlier faults of the same nodes."""
+    cluster, nodes = health.allocation.cluster, health.allocation.nodes
+    assert cluster is not None
+    kept = tuple(fault for fault in cluster.faults if fault.node not in nodes)
+    found = tuple(faults(health))
+    remark = f"autoplan profile --health, {datetime.now(UTC):%Y-%m-%d}"
+    remarks = {f"faults[{at}]": remark for at in range(len(kept), len(kept) + len(found))}
+    return cluster_toml(replace(cluster, faults=kept + found), remarks)

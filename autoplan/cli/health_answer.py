@@ -1,0 +1,64 @@
+"""Printed answer of `autoplan profile --health`: usual rates, and what is slower."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from autoplan.base.units import format_flops, format_percent, format_rate
+from autoplan.profiler.health import LEAST_EQUALS
+from autoplan.report.terminal import print_table
+
+if TYPE_CHECKING:
+    from autoplan.api.outputs import CheckedHealth, CheckedRate, SlowPart
+
+MOST_SLOW = 20  # parts that are named one by one
+OFF_SHARE = 1.5  # from the rate that the cluster file says, worth a word: its links are known to some 15 %
+
+
+def print_health(console: Console, health: CheckedHealth) -> None:
+    """Print the rates, then what is slow."""
+    columns = [("", False), ("number", True), ("usual", True), ("slowest", True)]
+    has_described = any(rate.described for rate in health.rates)
+    columns += [("cluster file", True), ("reached", True)] if has_described else []
+    print_table(console, columns, [_cells(rate)[: len(columns)] for rate in health.rates], keep=4)
+    for slow in health.slow[:MOST_SLOW]:
+        console.print(f"slow: {slow_words(slow)}", soft_wrap=True)
+    if len(health.slow) > MOST_SLOW:
+        console.print(f"slow: {len(health.slow) - MOST_SLOW:,} more, see --json")
+    if not health.slow:
+        console.print("no device and no link is slower than its equals")
+
+
+def warnings_of(health: CheckedHealth) -> list[str]:
+    """Say what is off as a whole, and what the check could not tell."""
+    texts = [
+        f"{rate.what}: {100 * rate.usual / rate.described:.0f} % of what the cluster file makes of them, all alike"
+        for rate in health.rates
+        if rate.described and rate.usual * OFF_SHARE < rate.described
+    ]
+    if health.disturbance:
+        texts.append(f"products were disturbed: {health.disturbance}")
+    if health.ranks < LEAST_EQUALS:
+        texts.append(f"links are compared from {LEAST_EQUALS} devices on: of {health.ranks} none can be the slow one")
+    if health.rounds_left:
+        texts.append(f"the budget left {health.rounds_left} of {health.rounds} rounds: some pairs were not measured")
+    return texts
+
+
+def slow_words(slow: SlowPart) -> str:
+    """Say which part is slow, and how much."""
+    places = [f"device {device} of {host}" for host, device in zip(slow.hosts, slow.devices, strict=True)]
+    share = f"{100 * slow.rate_share:.0f} % of the usual rate"
+    if slow.part == "pair":
+        return f"between {places[0]} and {places[1]}: messages at {share}"
+    what = {"device": "matrix products", "link": "messages inside its node", "nic": "messages to other nodes"}
+    return f"{places[0]}: {what[slow.part]} at {share}"
+
+
+def _cells(rate: CheckedRate) -> tuple[str, ...]:
+    write = format_flops if rate.what == "matrix products" else format_rate
+    described = write(rate.described) if rate.described else ""
+    reached = format_percent(rate.usual / rate.described) if rate.described else ""
+    return rate.what, f"{rate.number:,}", write(rate.usual), write(rate.least), described, reached

@@ -1,0 +1,125 @@
+"""Allocation of devices: which pairs meet in which round, what joins a pair, what its cluster calls a node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from autoplan.base.errors import InputError
+from autoplan.profiler.protocol import Hello
+from autoplan.topology.cluster import ClusterSpec
+from autoplan.topology.placement import node_names, switches_of_nodes
+
+Pair = tuple[int, int]  # of ranks
+
+
+def matchings(count: int) -> Iterator[list[int]]:
+    """Yield rounds in which each of `count` meets another one, until all have met: whom each meets, itself for nobody.
+
+    The circle method of tournaments: one stays, the others move on by a place.
+    """
+    seats = count + count % 2
+    for turn in range(seats - 1 if count > 1 else 0):
+        order = [seats - 1, *((turn + at) % (seats - 1) for at in range(seats - 1))]
+        partners = list(range(count))
+        for at in range(seats // 2):
+            # The one that stays meets the first of the others; these meet each other from both ends.
+            first, second = (order[0], order[1]) if at == 0 else (order[1 + at], order[seats - at])
+            if max(first, second) < count:
+                partners[first], partners[second] = second, first
+        yield partners
+
+
+def rounds(num_domains: int, ranks_per_domain: int) -> Iterator[tuple[int, ...]]:
+    """Yield the partner of every rank in rounds until all pairs have met: first all those inside domains.
+
+    In a round between domains these meet in twos, and every rank one of the other domain: each NIC has one message.
+    """
+    each = ranks_per_domain
+    for inside in matchings(each):
+        yield tuple(domain * each + partner for domain in range(num_domains) for partner in inside)
+    for domains in matchings(num_domains):
+        for shift in range(each):
+            partners = list(range(num_domains * each))
+            for domain, other in enumerate(domains):
+                if domain < other:
+                    for place in range(each):
+                        first, second = domain * each + place, other * each + (place + shift) % each
+                        partners[first], partners[second] = second, first
+            yield tuple(partners)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """Devices of the ranks that have met, and the cluster that they are of, where it is known."""
+
+    hello: Hello
+    cluster: ClusterSpec | None = None
+
+    def __post_init__(self) -> None:
+        cluster, hello = self.cluster, self.hello
+        if cluster is None:
+            return
+        name = f"cluster {cluster.name!r}"
+        if cluster.device.name != hello.fingerprint.device:
+            raise InputError(f"{name} has {cluster.device.name}, this job {hello.fingerprint.device}: name its own one")
+        if hello.ranks_per_node != cluster.devices_per_node or hello.num_nodes > cluster.num_nodes:
+            raise InputError(
+                f"{name} has {cluster.num_nodes} nodes of {cluster.devices_per_node} devices, this job "
+                f"{hello.num_nodes} of {hello.ranks_per_node}: start a rank for every device of its nodes"
+            )
+        if listed := node_names(cluster):
+            strange = [host for host in self.hosts if _listed_name(host, listed) is None]
+            if strange:
+                raise InputError(f"{name} does not list node {strange[0]!r} of this job under [[nodes]]: add it there")
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The nodes, in the order of their ranks."""
+        return tuple(dict.fromkeys(self.hello.hosts))
+
+    @property
+    def nodes(self) -> tuple[str, ...] | tuple[int, ...]:
+        """What the cluster file calls the nodes, in the order of their ranks; none where it does not say which."""
+        if self.cluster is None:
+            return ()
+        if listed := node_names(self.cluster):
+            return tuple(_listed_name(host, listed) or host for host in self.hosts)
+        return tuple(range(self.hello.num_nodes)) if self.hello.num_nodes == self.cluster.num_nodes else ()
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return (number of the node, index of the device in it)."""
+        return divmod(rank, self.hello.ranks_per_node)
+
+    def is_inside(self, pair: Pair) -> bool:
+        """Return whether links of a node or rack join a pair, rather than NICs."""
+        first, second = (rank // self.hello.ranks_per_domain for rank in pair)
+        return first == second
+
+    def link_kinds(self) -> Callable[[Pair], Hashable]:
+        """Return what tells the kind of link that joins a pair: the levels and switches between, and the same rail."""
+        sizes = [level.num_devices for level in self.cluster.levels] if self.cluster else []
+        switches = self._switches()
+
+        def kind(pair: Pair) -> Hashable:
+            first, second = pair
+            if self.is_inside(pair):
+                return (True, sum(first // size != second // size for size in sizes))
+            (node, index), (other, other_index) = self.place(first), self.place(second)
+            return (False, sum(tier[node] != tier[other] for tier in switches), index == other_index)
+
+        return kind
+
+    def _switches(self) -> list[list[int]]:
+        """Number of the switch that each node hangs on, tier by tier; none where the cluster does not tell."""
+        if self.cluster is None or not self.nodes:
+            return []
+        if listed := node_names(self.cluster):
+            at = [listed.index(str(node)) for node in self.nodes]
+            return [[int(tier[number]) for number in at] for tier in switches_of_nodes(self.cluster, None)]
+        return [[int(node) // tier.num_nodes for node in self.nodes] for tier in self.cluster.network.tiers]
+
+
+def _listed_name(host: str, names: Sequence[str]) -> str | None:
+    """Return a host's name in a list, which may have it with or without its domain."""
+    return next((name for name in names if name.partition(".")[0] == host.partition(".")[0]), None)
