@@ -66,7 +66,7 @@ class Fingerprint:
 
     @property
     def of_one_device(self) -> Fingerprint:
-        """What decides how long one device takes alone: no NIC, link or other host."""
+        """Return what decides how long one device takes alone: no NIC, link or other host."""
         return replace(self, devices_per_node=0, num_hosts=1, collectives="", nics=(), topology="")
 
     @property

@@ -512,7 +512,7 @@ def group_bounds(
 
 
 def _least_repeat_s(problem: Problem, space: Space, plain: KindCosts) -> Floats:
-    """What recomputing a layer adds at least, whatever the sharding.
+    """Least time that recomputing a layer adds, whatever the sharding.
 
     A rank with unlike layers that waits for its host hides launches of some of them under others; where traffic of
     sharded states takes their place in one sort of layer, another one shows less of its own.  All layers together take

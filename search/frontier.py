@@ -29,8 +29,8 @@ def limit_bytes(problem: Problem, verdict: int) -> float:
 
 def best_first(bounds: Floats) -> Ints:
     """Return an order in which the least of every measure come first, in turns; `bounds`: (elements, measures)."""
-    place = np.argsort(np.argsort(bounds, axis=0, kind="stable"), axis=0, kind="stable")
-    return np.argsort(place.min(axis=1), kind="stable")
+    rank = np.argsort(np.argsort(bounds, axis=0, kind="stable"), axis=0, kind="stable")
+    return np.argsort(rank.min(axis=1), kind="stable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,8 +57,8 @@ def _changes(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[s
     for sharding in tuple(Sharding)[Sharding(plan.sharding).code + 1 :]:
         yield sharding, {"sharding": sharding, "param_gather_overlap": True}
     if plan.dp_replicate > 1 and plan.sharding != "none":
-        whole = {"dp_replicate": 1, "dp_shard": plan.dp}
-        yield f"states sharded over all {plan.dp * plan.cp} replicas", dict(whole)
+        all_replicas = {"dp_replicate": 1, "dp_shard": plan.dp}
+        yield f"states sharded over all {plan.dp * plan.cp} replicas", dict(all_replicas)
     if plan.offload == "none":
         yield "optimizer on the host", {"offload": "optimizer"}
     if plan.tp > 1 and not plan.sp and problem.framework.network.sequence_parallel:

@@ -83,8 +83,8 @@ class Limits:
 
     def where(self, **values: Iterable[Value | str]) -> Limits:
         """Return the limits with other `values` of some axes; texts stand for the words that they name."""
-        given = {name: tuple(AXIS[name].word(value) for value in words) for name, words in values.items()}
-        return replace(self, values=tuple((name, given.get(name, old)) for name, old in self.values))
+        changed = {name: tuple(AXIS[name].word(value) for value in words) for name, words in values.items()}
+        return replace(self, values=tuple((name, changed.get(name, old)) for name, old in self.values))
 
     def admits(self, axis: str, value: int) -> bool:
         """Return whether a count obeys what is fixed and bounded."""
@@ -260,19 +260,19 @@ def _pairs(typed: Iterable[str], option: str) -> tuple[tuple[str, str], ...]:
     return tuple(pairs.items())
 
 
-def _not_an_axis(name: str, known: tuple[str, ...]) -> str:
+def _not_an_axis(name: str, names: tuple[str, ...]) -> str:
     if name in ELSEWHERE:
         return f"not an axis of the search: {ELSEWHERE[name]}"
-    if close := difflib.get_close_matches(name, known):
+    if close := difflib.get_close_matches(name, names):
         return f"unknown axis: did you mean {' or '.join(close)}?"
-    return f"unknown axis; known: {', '.join(known)}"
+    return f"unknown axis; known: {', '.join(names)}"
 
 
 def _fixed(limits: Limits, name: str, text: str) -> Limits:
     """`limits` in which an axis has one value only."""
     if name not in AXIS or name in ELSEWHERE:
-        known = tuple(axis.name for axis in AXES if not axis.elsewhere)
-        raise InputError(f"--fix {name}: {_not_an_axis(name, known)}")
+        names = tuple(axis.name for axis in AXES if not axis.elsewhere)
+        raise InputError(f"--fix {name}: {_not_an_axis(name, names)}")
     if name == "recompute":
         parse_recompute(text)
         return replace(limits, recomputes=(text,))
@@ -299,7 +299,7 @@ def _forbidding(limits: Limits, typed: str) -> Limits:
     """`limits` without a choice."""
     name, sign, value = typed.strip().lower().partition("=")
     name = name.replace("-", "_") + (f"={value}" if sign else "")
-    choice = next((known for known in FORBIDDEN if known.replace("_", "-") == name.replace("_", "-")), None)
+    choice = next((word for word in FORBIDDEN if word.replace("_", "-") == name.replace("_", "-")), None)
     if choice is None:
         raise InputError(f"--forbid {typed}: unknown; {_closest(name, FORBIDDEN)}")
     if choice == "uneven_stages":
@@ -384,7 +384,7 @@ def check_words(name: str, book: Rulebook, limits: Limits) -> None:
     for axis, values in limits.values:
         row = AXIS[axis]
         words = [word for word in book.words(axis) if row.exact is None or book.offers(row, row.word(word))]
-        known = words if row.kind is Kind.WORD else values
+        accepted = words if row.kind is Kind.WORD else values
         for value in values:
-            if value not in known:
-                raise InputError(f"{name} has no {axis} {value}: it has {' and '.join(map(shown, known))}")
+            if value not in accepted:
+                raise InputError(f"{name} has no {axis} {value}: it has {' and '.join(map(shown, accepted))}")

@@ -219,9 +219,9 @@ def explained_variance(unlike: Floats, spread: Floats, measured: Sequence[int]) 
     """
     if not measured:
         return 0.0
-    seen = np.ix_(measured, measured)
-    known = spread[measured] @ unlike
-    return float(known @ np.linalg.pinv(spread[seen], hermitian=True) @ known)
+    both_measured = np.ix_(measured, measured)
+    covariance = spread[measured] @ unlike
+    return float(covariance @ np.linalg.pinv(spread[both_measured], hermitian=True) @ covariance)
 
 
 def expected_gain(lead: float, variance: float) -> float:

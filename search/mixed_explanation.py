@@ -72,8 +72,8 @@ def _changes(plan: MixedPlan) -> Iterator[tuple[Change, dict[str, object]]]:
     for at, kind in enumerate(plan.kinds):
         letter = plan.letters[at]
         of = f" of {letter}" if letter else ""
-        for what, before, after, other in (*_other_micro_batches(kind), *_other_layers(kind)):
-            yield (f"{what}{of}", before, after), {"kinds": (*plan.kinds[:at], other, *plan.kinds[at + 1 :])}
+        for axis, before, after, other in (*_other_micro_batches(kind), *_other_layers(kind)):
+            yield (f"{axis}{of}", before, after), {"kinds": (*plan.kinds[:at], other, *plan.kinds[at + 1 :])}
     for giver, taker in itertools.permutations(range(len(plan.kinds)), 2):
         yield from _shifted(plan, giver, taker)
 
@@ -114,5 +114,5 @@ def _shifted(plan: MixedPlan, giver: int, taker: int) -> Iterator[tuple[Change, 
         kinds[at] = replace(kinds[at], num_microbatches=count)
     pair = sorted((giver, taker))
     before, after = (", ".join(str(of[at].num_microbatches) for at in pair) for of in (plan.kinds, kinds))
-    what = f"micro-batches of {', '.join(plan.letters[at] for at in pair)}"
-    yield (what, before, after), {"kinds": tuple(kinds)}
+    axis = f"micro-batches of {', '.join(plan.letters[at] for at in pair)}"
+    yield (axis, before, after), {"kinds": tuple(kinds)}

@@ -14,7 +14,7 @@ import numpy as np
 from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.mixed.estimate import estimate_mixed, pipeline_s
 from autoplan.search.balance import even_shares, min_max_layers, split_microbatches
-from autoplan.search.structures import Place, Structure
+from autoplan.search.structures import StageKind, Structure
 from autoplan.spec.enums import Sharding
 from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, MixedStage, ReplicaKind, mixes_vendors
@@ -53,7 +53,7 @@ def _is_better(cost: MixedCost, other: MixedCost | None) -> bool:
     return fits or (not other_fits and cost.oom_z < other.oom_z)
 
 
-def _places_of(kind: ReplicaKind) -> tuple[Place, ...]:
+def _places_of(kind: ReplicaKind) -> tuple[StageKind, ...]:
     return tuple((stage.part, stage.tp) for stage in kind.stages)
 
 
@@ -211,10 +211,10 @@ class Refiner:
         """Return shares of states with which all stages fit; None where even shares do, or none."""
         if draft.structure.sharding == "none" or len(prices) == 1 or cost.oom_z <= RISKY_Z:
             return None
-        given = {_places_of(kind): kind.state_share for kind in cost.plan.kinds}
+        state_shares = {_places_of(kind): kind.state_share for kind in cost.plan.kinds}
         most = []
         for pipelines, price in zip(draft.structure.kinds, prices, strict=True):
-            share = given[pipelines.places]
+            share = state_shares[pipelines.places]
             share = 1 / cost.plan.num_replicas if share is None else share
             room = [
                 (self._allowed_bytes(stage) - stage.memory_bytes + stage.sharded_bytes) / stage.sharded_bytes * share

@@ -122,7 +122,9 @@ class _OrderSearch:
         classes, listed = np.unique(by_tier[::-1], axis=1, return_inverse=True)
         batch = PlanBatch.of([plan], problem.model.num_layers)
         levels = [
-            level if level.seats is None else replace(level, seats=replace(level.seats, is_even=False, known={}))
+            level
+            if level.seats is None
+            else replace(level, seats=replace(level.seats, is_even=False, group_members={}))
             for level in problem.topology.levels
         ]
         seats = {at: level.seats for at, level in enumerate(levels) if level.seats is not None}
@@ -222,9 +224,9 @@ class _OrderSearch:
                 # Bands of `height` rows, filled column by column.
                 cells = grid.reshape(-1, height, width).transpose(0, 2, 1).ravel()
                 for kinds in (np.arange(len(count)), by_size, by_size[::-1]):
-                    for whole in {1, height, width, height * width}:
+                    for block_size in {1, height, width, height * width}:
                         order = np.empty(num, dtype=np.int64)
-                        order[cells] = _in_blocks(kinds, count, whole)
+                        order[cells] = _in_blocks(kinds, count, block_size)
                         yield order
 
     def _switch(self, level: int, orders: Ints) -> Ints:
@@ -238,7 +240,7 @@ class _OrderSearch:
         return {
             (level, group): leaving_share(seats, self._switch(level, orders), group)
             for level, seats in self.seats.items()
-            for group in seats.known
+            for group in seats.group_members
         }
 
     def _spread(self, orders: Ints) -> Floats:
@@ -256,10 +258,10 @@ class _OrderSearch:
         """Return the step with these shares, but another one in one place."""
         levels = list(self.problem.topology.levels)
         for at, seats in self.seats.items():
-            known = {group: effective_members(group, float(shares[at, group].max())) for group in seats.known}
+            members = {group: effective_members(group, float(shares[at, group].max())) for group in seats.group_members}
             if at == where[0]:
-                known[where[1]] = effective_members(where[1], leaving)
-            levels[at] = replace(levels[at], seats=replace(seats, known=known))
+                members[where[1]] = effective_members(where[1], leaving)
+            levels[at] = replace(levels[at], seats=replace(seats, group_members=members))
         return float(estimate(self.problem.on(Topology(levels=tuple(levels))), self.batch).step_s[0])
 
 

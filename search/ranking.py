@@ -37,8 +37,8 @@ def ordering(objective: Floats, batch: PlanBatch) -> Ints:
     """Return indices of plans, best first: by `objective` rounded to `TIE`, then plainer plans, then even layers."""
     rounded = np.round(np.log(objective) / TIE).astype(np.int64)
     by_evenness = sorted(batch.layouts, key=lambda layers: (max(layers) - min(layers), layers))
-    place = {layout: at for at, layout in enumerate(by_evenness)}
-    layers = np.array([place[layout] for layout in batch.layouts], dtype=np.int64)
+    rank_of_layout = {layout: at for at, layout in enumerate(by_evenness)}
+    layers = np.array([rank_of_layout[layout] for layout in batch.layouts], dtype=np.int64)
     keys = [rounded, *(getattr(batch, name) for name in _TIE_ORDER), layers[batch.layout]]
     return np.lexsort(keys[::-1])
 

@@ -216,10 +216,10 @@ def _why_none(
 
 
 def _why_slow(outcomes: Sequence[SizeOutcome], run: Run) -> str:
-    known = [(size.num_nodes, size.best.figures if size.best else size.least) for size in outcomes]
-    takes = [(figures.run_s, figures.device_hours, nodes) for nodes, figures in known if figures and figures.run_s]
+    of_sizes = [(size.num_nodes, size.best.figures if size.best else size.least) for size in outcomes]
+    takes = [(figures.run_s, figures.device_hours, nodes) for nodes, figures in of_sizes if figures and figures.run_s]
     if not takes:
-        nodes, figures = known[-1]
+        nodes, figures = of_sizes[-1]
         assert figures is not None
         lasts_s = figures.budget_s or 0.0
         return (

@@ -166,8 +166,8 @@ class Space:
         if (pp, number) not in self._insides:
             layouts_here = self.layouts_on(pp)
             layouts = tuple(dict.fromkeys(layers for *_, layers in layouts_here))
-            place = {layers: at for at, layers in enumerate(layouts)}
-            columns = np.array([(vp, schedule, place[layers]) for vp, schedule, layers in layouts_here], dtype=np.int64)
+            index = {layers: at for at, layers in enumerate(layouts)}
+            columns = np.array([(vp, schedule, index[layers]) for vp, schedule, layers in layouts_here], dtype=np.int64)
             longest = np.array([max(layers) for *_, layers in layouts_here], dtype=np.int64)
             numbers = np.array(self.limits.repeat_numbers if 0 < number < ALL_LAYERS else (number,), dtype=np.int64)
             # A number of layers that is no less than those of a chunk is the same plan as all of them.
@@ -285,8 +285,11 @@ class Space:
         first, degrees_of = groups.distinct(*_DEGREES)
         distinct = groups.take(first)
         sharding, offload = np.zeros_like(first), np.zeros_like(first)
-        for kind, place in product(self.limits.of("sharding"), self.limits.of("offload")):
-            states = np.full_like(first, AXIS["sharding"].code(kind)), np.full_like(first, AXIS["offload"].code(place))
+        for kind, offloaded in product(self.limits.of("sharding"), self.limits.of("offload")):
+            states = (
+                np.full_like(first, AXIS["sharding"].code(kind)),
+                np.full_like(first, AXIS["offload"].code(offloaded)),
+            )
             priced = replace(distinct, sharding=states[0], offload=states[1], param_gather_overlap=states[0] > 0)
             lawful = legal_so_far(self.rules, self.workload, priced, _KNOWN_OF_STATES)
             sharding, offload = np.maximum(sharding, states[0] * lawful), np.maximum(offload, states[1] * lawful)
@@ -382,10 +385,10 @@ class Space:
         # Without copies of a parameter sharding changes nothing, but that the host takes sharded optimizers only;
         # without sharding the split of dp changes nothing.
         rows = [
-            (AXIS["sharding"].code(sharding), AXIS["offload"].code(place))
+            (AXIS["sharding"].code(sharding), AXIS["offload"].code(offload))
             for sharding in limits.of("sharding")
-            for place in limits.of("offload")
-            if copies or sharding == limits.of("sharding")[0] or (sharding == "zero1" and place == "optimizer")
+            for offload in limits.of("offload")
+            if copies or sharding == limits.of("sharding")[0] or (sharding == "zero1" and offload == "optimizer")
             if not (replicates and sharding == "none")
         ]
         return np.array(rows, dtype=np.int64).reshape(-1, 2)
@@ -476,8 +479,8 @@ def layouts(
     if pp > 1:
         for behind in sorted({*range(1, fewer_at_ends + 1), 1 + num_mtp_layers}):
             for before in range(fewer_at_ends + 1):
-                whole = even_chunks(num_layers + before + behind, chunks)
-                chunkings.append((whole[0] - before, *whole[1:-1], whole[-1] - behind))
+                even = even_chunks(num_layers + before + behind, chunks)
+                chunkings.append((even[0] - before, *even[1:-1], even[-1] - behind))
 
     def usable(layout: tuple[int, ...]) -> bool:
         # Ranks of several chunks have one that is no end.

@@ -17,7 +17,7 @@ from autoplan.spec.workload import Workload
 MAX_STAGES = 32  # without interleaving deeper pipelines are mostly bubble
 LEAST_USED = 0.9  # share of the devices of its parts that a structure must use
 
-Place = tuple[int, int]  # part and tensor-parallel degree of a stage
+StageKind = tuple[int, int]  # part and tensor-parallel degree of a stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +25,11 @@ class Pipelines:
     """`count` replicas with their stages, before layers and micro-batches are shared out."""
 
     count: int
-    places: tuple[Place, ...]
+    places: tuple[StageKind, ...]
 
     @property
     def has_one_tp(self) -> bool:
-        """Whether all stages have the same tensor-parallel degree."""
+        """Return whether all stages have the same tensor-parallel degree."""
         return len({tp for _, tp in self.places}) == 1
 
 

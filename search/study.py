@@ -135,8 +135,8 @@ class _Search:
             return ()
 
         def price(block: Block) -> BlockOutcome:
-            known = self._incumbents_before(block, rounds)
-            return price_block(self._frontier, self._open(block.verdict), known, block)
+            incumbents = self._incumbents_before(block, rounds)
+            return price_block(self._frontier, self._open(block.verdict), incumbents, block)
 
         rounds.run(next_round, price)
         return findings

@@ -57,7 +57,7 @@ class Way:
         keep: list[tuple[tuple[str, ...], ParallelPlan]] = []
         for places, batch in _by_placement(self.problem, [plan for _, plan in legal_plans]):
             lawful = legal(self.rules, self.problem.workload, batch)
-            keep += [legal_plans[place] for place in np.asarray(places)[lawful]]
+            keep += [legal_plans[at] for at in np.asarray(places)[lawful]]
         return keep
 
 

@@ -41,7 +41,7 @@ def least_rows(rows: Floats) -> Floats:
 def least_step_s(problem: Problem, plan: ParallelPlan, leaves: list[int]) -> float:
     """Of all orders of the nodes; those with the same members in every group are priced once."""
     levels = [
-        level if level.seats is None else replace(level, seats=replace(level.seats, is_even=False, known={}))
+        level if level.seats is None else replace(level, seats=replace(level.seats, is_even=False, group_members={}))
         for level in problem.topology.levels
     ]
     batch = PlanBatch.of([plan], problem.model.num_layers)
@@ -52,11 +52,11 @@ def least_step_s(problem: Problem, plan: ParallelPlan, leaves: list[int]) -> flo
     # Leaves have their numbers in the order of the list.
     renumbered = np.empty(int(number.max()) + 1, dtype=np.int64)
     renumbered[number] = seats.switch
-    shares = {one: leaving_share(seats, renumbered[orders], one).max(axis=1) for one in seats.known}
+    shares = {one: leaving_share(seats, renumbered[orders], one).max(axis=1) for one in seats.group_members}
     best = np.inf
     for row in least_rows(np.unique(np.round(np.stack(list(shares.values()), axis=1), 12), axis=0)):
         known = {one: effective_members(one, float(share)) for one, share in zip(shares, row, strict=True)}
-        levels[at] = replace(levels[at], seats=replace(seats, known=known))
+        levels[at] = replace(levels[at], seats=replace(seats, group_members=known))
         best = min(best, float(estimate(problem.on(Topology(levels=tuple(levels))), batch).step_s[0]))
     return best
 

@@ -146,6 +146,6 @@ def check(db: str | None = None) -> list[Finding]:
 def change(keys: Collection[str], reason: str, db: str | None = None, *, hides: bool) -> Changed:
     """Hide records and runs, or take them back into use; `keys` may be what their keys begin with."""
     with opened_store(db, writable=True, creates=False) as store:
-        whole = [store.whole_key(key.lower()) for key in keys]
-        num_new = store.change(whole, hides=hides, by=user_name(), reason=cleaned(reason))
+        full_keys = [store.whole_key(key.lower()) for key in keys]
+        num_new = store.change(full_keys, hides=hides, by=user_name(), reason=cleaned(reason))
     return Changed(changed=num_new, as_before=len(keys) - num_new)

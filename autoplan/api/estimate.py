@@ -64,12 +64,12 @@ def estimate(
 
         if cluster is None:
             raise InputError("estimate --from needs --cluster: name the cluster that the file runs on")
-        place = load_cluster(cluster)
+        cluster_spec = load_cluster(cluster)
         if isinstance(model, PlanResult):
             raise InputError("a plan and a launch file are given: leave one of them out")
         started = start_from(
             launch_file,
-            place,
+            cluster_spec,
             options,
             model=model,
             seq_len=seq_len,
@@ -77,7 +77,7 @@ def estimate(
             variables=variables,
             target=target,
         )
-        problem, wanted = make_problem(started.launch.model, cluster=place, **started.options), started.plan
+        problem, wanted = make_problem(started.launch.model, cluster=cluster_spec, **started.options), started.plan
     elif variables or target:
         raise InputError("--set and --as are about a launch file: give --from FILE")
     elif saved := _saved(model, None if timings else options.get("db")):
@@ -110,8 +110,8 @@ def price(problem: Problem, plan: ParallelPlan, *, timings: str = "", with_knobs
         file = replace(file, memory_knobs=knobs.memory_knobs(problem, plan, rules))
     if file.best.verdict == "fits":
         return PlanResult(file=file, problem=problem)
-    what = "does not fit" if file.best.verdict == "oom" else "may not fit"
-    return PlanResult(file=file, problem=problem, warnings=(f"the plan {what} in device memory",))
+    verdict = "does not fit" if file.best.verdict == "oom" else "may not fit"
+    return PlanResult(file=file, problem=problem, warnings=(f"the plan {verdict} in device memory",))
 
 
 # Options that mean something with some precisions or models alone.

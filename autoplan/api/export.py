@@ -175,11 +175,11 @@ def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = "torchr
     # What runs today, else what bears the name of its rules, comes before others that take the plan.
     today = file.today.target if isinstance(file, PlanFile) and file.today else ""
     first = (today, file.framework.rules)
-    known = [target for target in TARGETS.values() if file.framework.rules in target.rules]
-    if not known:
+    targets = [target for target in TARGETS.values() if file.framework.rules in target.rules]
+    if not targets:
         raise NoPlanError(f"no launch files are written for {file.framework.name}")
-    known.sort(key=lambda target: first.index(target.name) if target.name in first else len(first))
-    refusals = {target.name: refused_training(target, file.training) for target in known}
+    targets.sort(key=lambda target: first.index(target.name) if target.name in first else len(first))
+    refusals = {target.name: refused_training(target, file.training) for target in targets}
     target = next((name for name, why in refusals.items() if not why), None)
     if target is None:
         raise NoPlanError(next(iter(refusals.values())))

@@ -217,7 +217,7 @@ def _with_options(started: LaunchStart, file: PlanFile, today: CurrentPlan) -> C
     if not written:
         return replace(today, no_options=refusals[0])
     # Of several generations of a framework the file is of the one whose options it has.
-    version = max(written, key=lambda known: len(written[known].keys() & in_file.keys()))
+    version = max(written, key=lambda name: len(written[name].keys() & in_file.keys()))
     # What was not understood is not written either: it is the person's to keep.
     unread = {option.option for option in started.launch.unread}
     options = tuple(change for change in differing(in_file, written[version]) if change.option not in unread)

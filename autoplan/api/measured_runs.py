@@ -243,17 +243,17 @@ def import_logs(
     """
     from autoplan.profiler.store import open_store  # brings SQLAlchemy
 
-    place, where, beside = load_cluster(cluster), Path(folder), make_given(**given)
+    cluster_spec, where, beside = load_cluster(cluster), Path(folder), make_given(**given)
     taken_runs: list[Taken] = []
     passed_over: dict[str, str] = {}
     with open_store(db) as store:  # what is wrong with it shall be known before any log is read
-        for past in past_runs(where, lambda path: read_launch_on_part(path, beside, place)):
+        for past in past_runs(where, lambda path: read_launch_on_part(path, beside, cluster_spec)):
             if isinstance(past, PassedOver):
                 passed_over[_inside(past.path, where)] = past.reason
                 continue
             log = _inside(past.log, where)
             try:
-                problem = _problem_of(place, past)
+                problem = _problem_of(cluster_spec, past)
                 cost = estimate(problem, PlanBatch.of([past.launch.plan], problem.model.num_layers))
                 record = _record_of(problem, past)
             except AutoplanError as error:
@@ -273,8 +273,8 @@ def import_logs(
     for name in sorted({run.run.framework for run in taken_runs}):
         try:
             framework = load_framework(name)
-            timings = stored_table(place, framework, db) if with_times else NO_TIMINGS
-            calibrations[name] = calibration_of(place, framework, db, timings)
+            timings = stored_table(cluster_spec, framework, db) if with_times else NO_TIMINGS
+            calibrations[name] = calibration_of(cluster_spec, framework, db, timings)
         except InputError as error:
             without[name] = str(error).partition(":")[0]
     return Imported(

@@ -78,7 +78,7 @@ def load_any_plan_file(path: Path) -> PlanFile | MixedPlanFile:
 
 
 def asks_the_same(path: Path, command: str) -> bool:
-    """Whether the file at `path` is a plan file of the same command line, but for flags on what is printed."""
+    """Return whether the file at `path` is a plan file of the same command line, but for flags on what is printed."""
     try:
         if not is_plan_file(path) and not is_mixed_file(path):
             return False
@@ -95,7 +95,7 @@ def _question(command: str) -> list[str]:
 
 
 def holds_answer(path: Path, result: PricedPlans | MixedPlanResult) -> bool:
-    """Whether the plan file at `path` says what `result` does."""
+    """Return whether the plan file at `path` says what `result` does."""
     asking_keys = {"command", "versions"}
     before, now = read_table(path), json.loads(result.to_json())
     return {key: before.get(key) for key in before.keys() - asking_keys} == {

@@ -224,7 +224,7 @@ def plan_to_run(path: Path, url: str | None) -> tuple[PlanFile, Problem]:
 
 
 class _Follow(NamedTuple):
-    """How a run is told of while it goes on: in a log, by its steps, in words."""
+    """Listeners of a run while it goes on: a log, its progress by steps, and words."""
 
     log: Path | None
     force: bool

@@ -133,14 +133,14 @@ def make_problem(
     `seq_len` may be left out where `training` among the options has it.  Raises InputError where something of this
     cannot be used.
     """
-    place = load_cluster(cluster)
+    cluster_spec = load_cluster(cluster)
     parts = _parts(model, seq_len, options)
     problem = Problem(
         model=parts.model,
         training=parts.training,
-        cluster=place,
+        cluster=cluster_spec,
         framework=parts.framework,
-        calibration=_calibration(parts.framework, place, options),
+        calibration=_calibration(parts.framework, cluster_spec, options),
         reserve_bytes=parts.reserve_bytes,
     )
     block_shapes(parts.model, parts.training.finetuning)  # refuses adapters on what the model does not have
@@ -149,7 +149,7 @@ def make_problem(
         problem = with_timings(problem, timings, options.get("db"))
     if _is_from_runs(options):
         # Times first: the calibration is fitted to runs that were priced with them.
-        fitted = calibration_of(place, parts.framework, options.get("db"), problem.timings)
+        fitted = calibration_of(cluster_spec, parts.framework, options.get("db"), problem.timings)
         return replace(problem, calibration=fitted.calibration)
     check_fitted(problem.calibration, problem)
     return problem
@@ -184,12 +184,12 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     training = options.get("training")
     table = asdict(training) if training else {}
     table |= {"seq_len": seq_len} if seq_len is not None else {}
-    for name, known in (("precision", tuple(Precision)), ("attention", get_args(Attention)), ("optimizer", OPTIMIZERS)):
+    for name, words in (("precision", tuple(Precision)), ("attention", get_args(Attention)), ("optimizer", OPTIMIZERS)):
         value = options.get(name)
         if value is None:
             continue
-        if value not in known:
-            raise InputError(f"--{name} {value!r}: must be one of {', '.join(known)}")
+        if value not in words:
+            raise InputError(f"--{name} {value!r}: must be one of {', '.join(words)}")
         table[name] = value
     if options.get("optimizer") is None and (optimizer := optimizer_of(options.get("finetune"))) is not None:
         table["optimizer"] = optimizer

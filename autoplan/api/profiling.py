@@ -184,7 +184,7 @@ def _planned(asked: _AskedProfile, hello: Hello, known: Collection[TaskKey], opt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AskedProfile:
-    """What a profile is wanted for: a model, or the plans of a file that may be the fastest."""
+    """Purpose of a profile: a model, or the plans of a file that may be the fastest."""
 
     cluster: ClusterSpec | None
     dtypes: tuple[str, ...]

@@ -46,11 +46,11 @@ def _facts(
     keys = {source.source for need in needed for source in need.sources}
     if not keys or timings != "db":
         return {}, ""
-    place = db or (pinned_db if is_at_hand(pinned_db) else None)
-    if place is None:
+    url = db or (pinned_db if is_at_hand(pinned_db) else None)
+    if url is None:
         return {}, f"the records are in {pinned_db or 'a database'}: name it with --db"
     try:
-        with opened_store(place, writable=False) as store:
+        with opened_store(url, writable=False) as store:
             found, name = store.by_beginnings(keys), store.name
     except StoreError as error:
         if db is not None:

@@ -125,7 +125,7 @@ def _differences(pinned: PinnedTimings, today: TimingTable) -> str:
         "gone": len(before.keys() - now.keys()),
         "new": len(now.keys() - before.keys()) if pinned.num_pinned == pinned.num_times else 0,
     }
-    words = [f"{number:,} {what}" for what, number in parts.items() if number]
+    words = [f"{number:,} {change}" for change, number in parts.items() if number]
     if today.origin.machine != pinned.machine:
         words.append(f"of {today.origin.machine} in place of {pinned.machine}")
     return ", ".join(words) or "other shapes"

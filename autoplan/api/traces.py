@@ -27,7 +27,7 @@ _HOST = tuple(term.name for term in TERMS if term.stream == "host")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedTerm:
-    """What was predicted and what was measured of a part of a step, in seconds, in the mean of the ranks."""
+    """Predicted and measured seconds of a part of a step, in the mean of the ranks."""
 
     what: str
     predicted_s: float
@@ -111,11 +111,11 @@ def read_traces(paths: Sequence[str | Path], *, plan: str | Path | None = None, 
     predicted = predicted_run(problem, file.best.plan)
     terms = tuple(
         ComparedTerm(
-            what=what,
+            what=part,
             predicted_s=sum(predicted.terms_s.get(name, 0.0) for name in names),
             measured_s=float(np.mean([measured(rank) for rank in ranks])),
         )
-        for what, names, measured in _COMPARED
+        for part, names, measured in _COMPARED
     )
     return TraceResult(
         ranks=tuple(ranks),
@@ -163,9 +163,9 @@ def _and_more(items: Sequence[object]) -> str:
 def _where(terms: Sequence[ComparedTerm], step_s: float) -> list[str]:
     """Say where the prediction is wrong the most, and what to look at."""
     worst = max(zip(terms, _COMPARED, strict=True), key=lambda pair: abs(pair[0].measured_s - pair[0].predicted_s))
-    term, (what, names, _) = worst
+    term, (part, names, _) = worst
     difference_s = term.measured_s - term.predicted_s
     if abs(difference_s) < WORTH_A_WORD * step_s:
         return []
     more = "longer" if difference_s > 0 else "shorter"
-    return [f"{what}: {100 * abs(difference_s) / step_s:.0f} % of the step {more}; {_ADVICE.get(names, _OF_KERNELS)}"]
+    return [f"{part}: {100 * abs(difference_s) / step_s:.0f} % of the step {more}; {_ADVICE.get(names, _OF_KERNELS)}"]

@@ -68,7 +68,7 @@ class StoreError(AutoplanError):
 
 
 class NoStoreError(StoreError):
-    """There is no timing database yet where one was looked for."""
+    """Absence of a timing database where one was looked for."""
 
 
 class AutoplanWarning(UserWarning):

@@ -176,22 +176,22 @@ def _as_measured(problem: Problem, batch: PlanBatch, parts: dict[Block, _Parts])
     )
     weights = add_up(parts[block].kernels.gemm_weight_s for block in LAYER)
     longer = (
-        np.where(times.known, times.forward_s / total.forward_s, 1.0),
-        np.where(times.known, times.backward_s / total.backward_s, 1.0),
+        np.where(times.is_measured, times.forward_s / total.forward_s, 1.0),
+        np.where(times.is_measured, times.backward_s / total.backward_s, 1.0),
     )
     parts_by_block = {}
     for block in LAYER:
         part = parts[block]
-        share = np.where(times.known, passes[block].backward_s / total.backward_s, np.nan)
+        share = np.where(times.is_measured, passes[block].backward_s / total.backward_s, np.nan)
         of_weights = part.kernels.gemm_weight_s / weights
         kernels = part.kernels.times(*longer)
-        apart = times.known & ~np.isnan(times.halves_s[1])
+        apart = times.is_measured & ~np.isnan(times.halves_s[1])
         parts_by_block[block] = replace(
             part,
             kernels=kernels,
             tp=part.tp.times(*longer),
             tp_inputs=longer[0] * part.tp_inputs,
-            is_whole=times.known,
+            is_whole=times.is_measured,
             again_s=share * times.again_s,
             core_again_s=np.where(block in ATTENTION_BLOCKS, times.core_again_s, 0.0 * share),
             weight_s=np.where(apart, of_weights * times.halves_s[1], kernels.gemm_weight_s),
@@ -333,10 +333,10 @@ def _block_cost(
         again = _host_s(problem, batch, block, parts.is_whole).forward_s
         again_late = _finish(framework, repeated, states.backward_s, host.backward_s + again, wait.total_s)
         repeat = _repeat_terms(parts, repeated, backward)
-    if shared.known.any():
+    if shared.is_measured.any():
         share = unit.all_elements / layer_parameters(problem, batch)
         for terms, own in ((forward, zeros), (backward, share * shared.every_s)):
-            terms["fsdp_communication"] = np.where(shared.known, own, terms["fsdp_communication"])
+            terms["fsdp_communication"] = np.where(shared.is_measured, own, terms["fsdp_communication"])
     cost = BlockCost(
         forward_s=forward, backward_s=backward, repeat_s=repeat, weight_s=parts.weight_s, split_s=parts.split_s
     )

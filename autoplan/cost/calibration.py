@@ -284,8 +284,8 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
     """
     base = runs[0].problem.calibration
     before = _log_errors(runs, base)
-    whole, spreads, kinds = fit_cluster(runs, prior), _spreads(runs), _kinds(runs)
-    model = Linearised(runs, FACTORS, whole)
+    fitted_to_all, spreads, kinds = fit_cluster(runs, prior), _spreads(runs), _kinds(runs)
+    model = Linearised(runs, FACTORS, fitted_to_all)
     others = [[at for at in range(len(runs)) if at != out] for out in range(len(runs))]
     left_out = np.array(
         [model.log_errors(model.near(base, spreads, prior, rest), [at])[0] for at, rest in enumerate(others)]
@@ -298,7 +298,7 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
             changed[kind] = float(np.sqrt(weight * conformal_spread(own) ** 2 + (1 - weight) * started))
     sources = (*base.sources, f"{len(runs)} runs of one's own")
     return Fitted(
-        calibration=replace(whole, name=name, sources=sources, unseen=(), **(changed | _likeness(runs, base))),
+        calibration=replace(fitted_to_all, name=name, sources=sources, unseen=(), **(changed | _likeness(runs, base))),
         median_error_before=float(np.median(np.abs(np.expm1(before)))),
         median_error=float(np.median(np.abs(np.expm1(left_out)))),
     )

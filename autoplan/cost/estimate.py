@@ -125,11 +125,13 @@ def _sharded_ends(problem: Problem, batch: PlanBatch, costs: MicroBatchCosts, pa
     embedding, head = (sharded_states_s(problem, batch, costs.links, unit) for unit in parameters)
     copies = [copied_states_s(problem, batch, unit) for unit in parameters]
     ends = Ends(embedding.plus(copies[0]), head.scaled(unhidden).plus(copies[1]))
-    if not shared.known.any():
+    if not shared.is_measured.any():
         return ends
     every_s = shared.every_s / layer_parameters(problem, batch)
-    known = [Pass(none, unit.dense * every_s) for unit in parameters]
-    return Ends(ends.embedding.otherwise(shared.known, known[0]), ends.head.otherwise(shared.known, known[1]))
+    measured = [Pass(none, unit.dense * every_s) for unit in parameters]
+    return Ends(
+        ends.embedding.otherwise(shared.is_measured, measured[0]), ends.head.otherwise(shared.is_measured, measured[1])
+    )
 
 
 def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Floats:
@@ -284,16 +286,16 @@ def _end_of_step(problem: Problem, laid: Stages) -> dict[str, Floats]:
     first = FirstStage.of(laid.blocks, laid.parameters)
     exposed = shown_reduce_s(problem, batch, laid.backward_s, first, end.reduce_s)
     shown = shown_gather_s(problem, batch, laid.forward_s, first, end.gather_s)
-    if (shared := laid.costs.shared).known.any():
+    if (shared := laid.costs.shared).is_measured.any():
         # Gathers of the first passes and reductions of the last ones, of layers and ends alike.
         layers = laid.parameters.dense.max(axis=1) / layer_parameters(problem, batch)
-        exposed = np.where(shared.known, layers * shared.once_s, exposed)
-        shown = np.where(shared.known, 0.0, shown)
+        exposed = np.where(shared.is_measured, layers * shared.once_s, exposed)
+        shown = np.where(shared.is_measured, 0.0, shown)
     exposed = exposed + tied_table(problem, batch, laid.blocks.num_stages).seconds(links)
-    own = own_parameters(batch, laid.parameters).max(axis=1)
+    most_updated = own_parameters(batch, laid.parameters).max(axis=1)
     trained = laid.parameters.trained
-    whole = (trained.dense + trained.expert).max(axis=1)
-    update = optimizer_s(problem, batch, own, whole)
+    most_trained = (trained.dense + trained.expert).max(axis=1)
+    update = optimizer_s(problem, batch, most_updated, most_trained)
     return {"data_parallel_reduce": exposed, "optimizer": update, "parameter_gather": shown}
 
 

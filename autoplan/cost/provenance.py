@@ -60,8 +60,8 @@ def _shares(value: Floats, grown: dict[Provenance, Floats | None]) -> dict[Prove
         for name, longer in grown.items()
     }
     # Where two of them tie for a maximum, either makes the step longer.
-    whole = np.maximum(sum(shares.values()), 1.0)
-    shares = {name: share / whole for name, share in shares.items()}
+    total = np.maximum(sum(shares.values()), 1.0)
+    shares = {name: share / total for name, share in shares.items()}
     shares["reference"] = np.maximum(1.0 - sum(shares.values()), 0.0)
     return {name: shares[name] for name in PROVENANCES}
 

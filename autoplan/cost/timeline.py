@@ -390,13 +390,13 @@ def memory_levels(problem: Problem, memory: StageMemory, at: int) -> dict[str, F
     activations = terms["activations"]
     states = add_up(terms[name] for name in ("weights", "optimizer", "wgrad_buffers"))
     if memory.moments:
-        whole = {
+        peak_bytes = {
             phase: np.max([add_up(value[at] for value in moment.values()) for moment in moments], axis=0)
             for phase, moments in memory.moments.items()
         }
         activations = np.max([moment["activations"][at] for moment in memory.moments["forward"]], axis=0)
-        forward, backward = (states + whole[phase] - activations for phase in ("forward", "backward"))
-        update = states + whole["update"]
+        forward, backward = (states + peak_bytes[phase] - activations for phase in ("forward", "backward"))
+        update = states + peak_bytes["update"]
     else:
         states = states + terms["gradients"]
         forward = states + terms["gathered"]

@@ -1,1 +1,1 @@
-"""What ships with autoplan: models, devices, clusters, frameworks and calibrations, as TOML with their sources."""
+"""Data that ships with autoplan: models, devices, clusters, frameworks and calibrations, as TOML with their sources."""

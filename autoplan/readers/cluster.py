@@ -49,7 +49,7 @@ def load_cluster(text: str) -> ClusterSpec:
 
 
 def of_size(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
-    """So many devices of a cluster like this one: whole nodes, or part of one; which nodes these are is not known."""
+    """Return a cluster of so many devices like this one: whole nodes, or part of one; their names are not known."""
     if num_devices == cluster.num_devices:
         return cluster
     nodes, rest = divmod(num_devices, cluster.devices_per_node)

@@ -52,7 +52,7 @@ def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
 
 
 def _rules(kind: str) -> dict[str, Any]:
-    """What the keys of a model_type mean; one with the keys of another may assume other values where they lack."""
+    """Meaning of the keys of a model_type; one with the keys of another may assume other values where they lack."""
     types, same = _data()["types"], _data()["same_keys"].get(kind)
     if same is None:
         rules: dict[str, Any] = types[kind]

@@ -131,7 +131,7 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
 
 
 def allowance_text(allowance: Allowance) -> str:
-    """What the plan would gain with an option that changes the numerics of training."""
+    """Say what the plan would gain with an option that changes the numerics of training."""
     freed = allowance.freed_bytes
     gain = [slower(allowance.ratio - 1.0)] if abs(allowance.ratio - 1.0) >= LEAST_OFF else []
     memory = f"{format_bytes(abs(freed))} {'less' if freed > 0 else 'more'}"
@@ -229,7 +229,7 @@ def next_best_line(choice: Confidence, certificate: Certificate) -> str:
 
 
 def told_apart(width: float, *, is_close: bool) -> str:
-    """Whether the model can tell two plans apart.
+    """Return whether the model can tell two plans apart.
 
     `width` is the factor to either end of the 90 % interval of the ratio of their times.
     """

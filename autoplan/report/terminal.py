@@ -1,4 +1,4 @@
-"""What all output on a terminal shares: consoles, tables, and the names of times and memory."""
+"""Parts that all output on a terminal shares: consoles, tables, and the names of times and memory."""
 
 from __future__ import annotations
 

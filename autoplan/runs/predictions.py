@@ -70,7 +70,7 @@ def predict_runs(path: Path, calibration: Calibration | None) -> list[Prediction
 
 
 def recompute_is_told(run: Run) -> bool:
-    """Whether a table tells what a run recomputes.
+    """Return whether a table tells what a run recomputes.
 
     Selective recomputation of an attention that keeps no scores is that of other modules, which no column names
     (Megatron-LM, --recompute-modules).
@@ -82,12 +82,12 @@ def recompute_is_told(run: Run) -> bool:
 
 
 def offloads_activations(run: Run) -> bool:
-    """Whether a run keeps activations on the host, which is not priced."""
+    """Return whether a run keeps activations on the host, which is not priced."""
     return any(column.startswith("activation_offload") for column in run.filled)
 
 
 def _fits_recomputed(problem: Problem, plan: ParallelPlan) -> bool:
-    """Whether a plan fits with all layers recomputed."""
+    """Return whether a plan fits with all layers recomputed."""
     repeated = replace(plan, recompute=Recompute.FULL, recompute_modules=DEFAULT_RECOMPUTE_MODULES)
     batch = PlanBatch.of([repeated], problem.model.num_layers)
     return VERDICTS[int(estimate(problem, batch).verdict[0])] != "oom"

@@ -19,7 +19,7 @@ FIRST_FLASH_YEAR = 2023  # before that, published runs in three dimensions had k
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How the runs that a table calls by one of some names were made, where the table leaves it out."""
+    """Circumstances of the runs that a table calls by one of some names, where the table leaves them out."""
 
     names: tuple[str, ...]  # that a row's begins with, whatever the case
     years: tuple[str, ...] = ()  # that a row's begins with; none: of all years

@@ -117,7 +117,7 @@ class _Row:
         return default
 
     def options(self) -> dict[str, str]:
-        """What the row's recipe chose, by the name of the choice: "ep_overlap=1; dispatcher=deepep"."""
+        """Choices of the row's recipe, by name: "ep_overlap=1; dispatcher=deepep"."""
         pairs = (part.partition("=") for part in self._cells.get("options", "").split(";"))
         return {name.strip(): value.strip() for name, sign, value in pairs if sign}
 
@@ -197,7 +197,7 @@ def _run(cells: dict[str, str]) -> Run:
 
 
 def _recipe(row: _Row) -> Recipe:
-    """How the runs that the row's framework is called by were made, or those of its nearest kin."""
+    """Return the recipe of the runs that go by the row's framework, or that of its nearest kin."""
     year = row.text("year", "?")
     sharding = row.text("sharding") if row.has("sharding") else ""
     recipe = recipe_called(row.text("framework", "?"), year, _sized_gpu(row)) or nearest_recipe(sharding, year)
@@ -242,7 +242,7 @@ def _as_chosen(row: _Row, framework: Framework) -> Framework:
 
 
 def _graphs(row: _Row, model: ModelSpec) -> CudaGraphs:
-    """What is launched as CUDA graphs: scopes by Megatron-Core's names, joined by "+"; none where nothing is said."""
+    """Return what is launched as CUDA graphs: scopes by Megatron-Core's names, joined by "+", or none."""
     scopes = {scope for scope in row.options().get("cuda_graph", "none").split("+") if scope != "none"}
     if scopes == {"layer"}:  # all of a layer that has static shapes
         return CudaGraphs.LAYER
@@ -253,14 +253,14 @@ def _graphs(row: _Row, model: ModelSpec) -> CudaGraphs:
 
 
 def _drops_tokens(row: _Row, problem: Problem) -> bool:
-    """Whether experts take a fixed number of tokens, which tables say as an option or behind the name of a model."""
+    """Return whether experts take a fixed number of tokens, as an option says or words behind the name of a model."""
     name, is_usual = row.text("model"), bool(problem.framework.choice("token_dropping"))
     by_name = "(tokendrop)" in name or (is_usual and "(dropless)" not in name)
     return row.option("token_dropping", by_name) and problem.model.moe is not None
 
 
 def _trains_mtp(model: str, recipe: Recipe) -> bool:
-    """Whether prediction layers are trained, which tables say behind the name of a model."""
+    """Return whether prediction layers are trained, which tables say behind the name of a model."""
     return "(w/ MTP)" in model or (recipe.trains_mtp and "(w/o MTP)" not in model)
 
 
@@ -470,7 +470,7 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
 
 
 def _chosen(row: _Row, problem: Problem, recipe: Recipe) -> dict[str, bool]:
-    """What the row's recipe chose of the options that the framework's plans have unless they say otherwise."""
+    """Return the row's choice of the options that the framework's plans have unless they say otherwise."""
     narrows = problem.model.moe is not None and problem.training.precision in recipe.narrows_attention
     chosen = {
         "narrow_params": row.option("fp8_params", bool(problem.framework.choice("narrow_params"))),
@@ -482,7 +482,7 @@ def _chosen(row: _Row, problem: Problem, recipe: Recipe) -> dict[str, bool]:
 
 
 def _context_kind(framework: Framework) -> ContextParallelKind:
-    """How the ranks of a sequence attend, of which no column tells: the plainest way that the framework has."""
+    """Return the way in which the ranks of a sequence attend: no column tells, so the plainest of the framework."""
     kinds = (words.words for words in book_of(framework).supported if words.axis == "cp_kind")
     return ContextParallelKind(next(kinds, (ContextParallelKind.RING,))[0])
 
@@ -584,7 +584,7 @@ def _usual_micro_batch(row: _Row, recipe: Recipe, pp: int, dp: int) -> int:
 
 
 def _dispatcher(row: _Row, problem: Problem, recipe: Recipe, ep: int, *, drops: bool) -> Dispatcher:
-    """How tokens reach their experts: by all-to-all alone where some are dropped."""
+    """Return the way in which tokens reach their experts: by all-to-all alone where some are dropped."""
     if problem.model.moe is None or ep == 1 or drops:
         return Dispatcher.ALL_TO_ALL
     if recipe.tells_dispatcher and not CHOSEN_WITH_DISPATCHER.isdisjoint(row.options()):
@@ -597,7 +597,7 @@ def _named_dispatcher(row: _Row, recipe: Recipe) -> Dispatcher:
 
 
 def _overlaps_experts(row: _Row, problem: Problem, recipe: Recipe, pp: int, vp: int, ep: int, *, drops: bool) -> bool:
-    """Whether expert traffic runs beside another micro-batch, as the recipes of the framework do where it can.
+    """Return whether expert traffic runs beside another micro-batch, as the recipes of the framework do where it can.
 
     Not where the row says the dispatcher of its own recipe, and nothing of an overlap.
     Megatron-Core can only for models of attention layers and, in a pipeline, with interleaving

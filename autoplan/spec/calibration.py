@@ -113,9 +113,9 @@ class Calibration:
             )
         if fitted.timings != timings:
             basis = f"with the measured times {fitted.timings}" if fitted.timings else "without measured times"
-            given = f"those here are {timings}" if timings else "there are none here"
+            found = f"those here are {timings}" if timings else "there are none here"
             raise InputError(
-                f"calibration {self.name!r} was fitted {basis}, {given}: take --calibration db, which is fitted to "
+                f"calibration {self.name!r} was fitted {basis}, {found}: take --calibration db, which is fitted to "
                 "what is given, fit it anew, or give the same --timings"
             )
 

@@ -101,7 +101,7 @@ class Offload(CodedEnum):
 
 
 class CudaGraphs(CodedEnum):
-    """What is launched as CUDA graphs: each holds all of the one before it, and the last one a whole pass.
+    """Kernels that are launched as CUDA graphs: each holds all of the one before it, and the last one a whole pass.
 
     router: the router and the counts of tokens that follow it; attn: attention; layer: dense MLP and Mamba layers too.
     """

@@ -165,8 +165,8 @@ class MixedProblem:
 
     def __post_init__(self) -> None:
         if len(self.calibrations) != len(self.cluster.parts):
-            given, parts = len(self.calibrations), len(self.cluster.parts)
-            raise InputError(f"{given} calibrations for {parts} parts: give one each")
+            num_calibrations, num_parts = len(self.calibrations), len(self.cluster.parts)
+            raise InputError(f"{num_calibrations} calibrations for {num_parts} parts: give one each")
         for part in range(len(self.cluster.parts)):
             self.as_if(part, frozenset((part,)))
 

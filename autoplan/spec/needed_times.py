@@ -32,7 +32,7 @@ class NeededTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordFacts:
-    """Who measured a record where and when, and how calm the machine was."""
+    """Origin of a record: who measured it, where and when, and how calm the machine was."""
 
     key: str
     device: str

@@ -14,7 +14,7 @@ ADAM_MOMENT_BYTES = 8.0  # two of fp32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """What one optimizer keeps beside weights and gradients.
+    """State that one optimizer keeps beside weights and gradients.
 
     `factored_bytes` are kept for each row and column of a matrix.  One that `orthogonalises` does so to the momenta of
     the layers' matrices; embedding, head and norms have Adam's moments then.

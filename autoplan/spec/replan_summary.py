@@ -1,4 +1,4 @@
-"""What becomes of a plan when its cluster loses nodes."""
+"""Fate of a plan when its cluster loses nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autoplan.spec.search_result import RankedPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplanSummary:
-    """What changes with the devices that were lost, and what it costs to change."""
+    """Changes with the devices that were lost, and what it costs to change."""
 
     nodes_before: int
     nodes_left: int

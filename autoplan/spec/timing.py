@@ -131,12 +131,12 @@ class Lookup(Rows):
 
     def before(self, other: Lookup) -> Lookup:
         """Return these times, and those of `other` where the table refused these."""
-        known = ~np.isnan(self.seconds)
+        is_known = ~np.isnan(self.seconds)
         return replace(
             other,
-            seconds=np.where(known, self.seconds, other.seconds),
-            is_exact=np.where(known, self.is_exact, other.is_exact),
-            is_disturbed=np.where(known, self.is_disturbed, other.is_disturbed),
+            seconds=np.where(is_known, self.seconds, other.seconds),
+            is_exact=np.where(is_known, self.is_exact, other.is_exact),
+            is_disturbed=np.where(is_known, self.is_disturbed, other.is_disturbed),
         )
 
     def otherwise(self, seconds: Floats) -> Floats:
@@ -173,24 +173,24 @@ class _Times:
     between: Mapping[tuple[int, ...], Scattered]  # by the numbers that must match
     shifted: Mapping[tuple[int, ...], Scattered]  # the same with disturbed times `_SHIFT` longer, where there are some
     # (seconds, whether disturbed) of shapes that were asked for: a search asks for the same ones again and again.
-    known: dict[tuple[float, ...], tuple[float, bool]] = field(default_factory=dict, compare=False)
+    answered: dict[tuple[float, ...], tuple[float, bool]] = field(default_factory=dict, compare=False)
 
     def at(self, operation: Operation, shapes: Floats) -> Lookup:
         """The time of each shape."""
         keys = [tuple(shape) for shape in shapes.tolist()]
-        if new := [at for at, key in enumerate(keys) if key not in self.known]:
+        if new := [at for at, key in enumerate(keys) if key not in self.answered]:
             seconds, is_disturbed = self._looked_up(operation, shapes[new])
             cells = zip(seconds.tolist(), is_disturbed.tolist(), strict=True)
-            self.known.update(zip([keys[at] for at in new], cells, strict=True))
+            self.answered.update(zip([keys[at] for at in new], cells, strict=True))
         return Lookup(
-            seconds=np.array([self.known[key][0] for key in keys], dtype=np.float64),
+            seconds=np.array([self.answered[key][0] for key in keys], dtype=np.float64),
             is_exact=np.array([key in self.exact for key in keys], dtype=np.bool_),
-            is_disturbed=np.array([self.known[key][1] for key in keys], dtype=np.bool_),
+            is_disturbed=np.array([self.answered[key][1] for key in keys], dtype=np.bool_),
         )
 
     def asked_kinds(self, operation: Operation) -> set[tuple[float, ...]]:
         """Return the numbers that must match of all shapes that were asked for."""
-        return {matched_numbers(operation, shape) for shape in self.known}
+        return {matched_numbers(operation, shape) for shape in self.answered}
 
     def sources_of(self, operation: Operation, shape: tuple[float, ...]) -> list[TimeSource]:
         """Return the measured times that the time of a shape is made of; none where there is no time of it."""
@@ -315,7 +315,7 @@ class TimingTable:
             exact={}, sources={}, disturbed=frozenset(), between={}, shifted={}
         )
         measured_s = seconds / self.slower.get(operation, 1.0)
-        changed = replace(times, exact={**times.exact, shape: measured_s}, known={})  # type: ignore[dict-item]
+        changed = replace(times, exact={**times.exact, shape: measured_s}, answered={})  # type: ignore[dict-item]
         return replace(self, times={**self.times, (operation, dtype): changed})
 
     @classmethod

@@ -273,10 +273,10 @@ class _Folded:
 
     def _into_racks(self, runs: Runs, level: LinkLevel, num_nodes: int) -> Runs:
         """The nodes, told apart by the racks that they fill in order; every class of racks becomes a vertex."""
-        known: dict[_Switch, int] = {}
+        rack_ids: dict[_Switch, int] = {}
         result = []
         for block, count in _blocks(runs, num_nodes):
-            rack = known.setdefault(_switch(block), len(known))
+            rack = rack_ids.setdefault(_switch(block), len(rack_ids))
             key = (len(block[0][0].racks), rack)
             if key not in self.racks:
                 self.racks[key] = self._add(Component(kind="fabric", name=level.name), 0)

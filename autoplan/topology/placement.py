@@ -39,8 +39,8 @@ class Seats:
     `load` weighs what leaves a switch: 1, or where all switches have equal links, such as sites, its share of the nodes
     of the fullest.  `own` is the part of the nodes below a switch that the job has: of the others' traffic as large a
     share is taken to leave the switch as of the job's on average [judged].  Where nodes fill the switches evenly and
-    in order, which `is_even` says, whole numbers of members tell it all; `known` holds the effective ones of the groups
-    that were asked for elsewhere.
+    in order, which `is_even` says, whole numbers of members tell it all; `group_members` holds the effective ones of
+    the groups that were asked for elsewhere.
     """
 
     switch: Ints  # shape (nodes), numbered from 0
@@ -48,14 +48,14 @@ class Seats:
     own: Floats  # shape (switches)
     devices_per_node: int
     is_even: bool
-    known: dict[RankGroup, float] = field(default_factory=dict)
+    group_members: dict[RankGroup, float] = field(default_factory=dict)
 
     def members(self, group: RankGroup) -> float:
         """Effective number of members of `group` below one switch; all of them where none talks beyond it."""
-        if group not in self.known:
+        if group not in self.group_members:
             leaving = leaving_share(self, self.switch[None], group).max()
-            self.known[group] = effective_members(group, float(leaving))
-        return self.known[group]
+            self.group_members[group] = effective_members(group, float(leaving))
+        return self.group_members[group]
 
 
 def effective_members(group: RankGroup, leaving: float) -> float:
@@ -139,19 +139,19 @@ def switches_of_nodes(cluster: ClusterSpec, placement: Sequence[str] | None) -> 
 
     Nodes stand in the order of `placement`, or as listed.  Switches of one name in different pods or sites differ.
     """
-    place = {
+    switches_of = {
         name: tuple((group.site, *group.switches[tier:]) for tier in range(len(cluster.network.tiers) + 1))
         for group in cluster.nodes
         for name in group.names
     }
-    order = tuple(place) if placement is None else tuple(placement)
-    if sorted(order) != sorted(place):
+    order = tuple(switches_of) if placement is None else tuple(placement)
+    if sorted(order) != sorted(switches_of):
         raise InputError(_misplaced(cluster, order))
     result = []
     for tier in range(len(cluster.network.tiers) + 1):
         # Numbered as listed, so that another order of the nodes has the same numbers.
-        number = {switch: at for at, switch in enumerate(dict.fromkeys(above[tier] for above in place.values()))}
-        result.append(np.array([number[place[name][tier]] for name in order], dtype=np.int64))
+        number = {switch: at for at, switch in enumerate(dict.fromkeys(above[tier] for above in switches_of.values()))}
+        result.append(np.array([number[switches_of[name][tier]] for name in order], dtype=np.int64))
     return tuple(result)
 
 

@@ -97,12 +97,12 @@ def all_to_all_bytes(spans: Spans, buffer_bytes: Floats, copies: Ints | int = 1)
     and spreads it inside.
     """
     num_ranks = spans.here[-1]
-    whole = buffer_bytes * (spans.reach - spans.inner) / num_ranks
+    all_bytes = buffer_bytes * (spans.reach - spans.inner) / num_ranks
     if np.all(copies == 1):
-        return whole
+        return all_bytes
     domains = spans.reach / spans.base - spans.inner / spans.base
     touched = domains * (1 - (1 - spans.base / num_ranks) ** copies)
-    return np.where(copies == 1, whole, buffer_bytes / copies * touched)
+    return np.where(copies == 1, all_bytes, buffer_bytes / copies * touched)
 
 
 def chain_bytes(topology: Topology, spans: Spans, message_bytes: Floats) -> Floats:

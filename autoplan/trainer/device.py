@@ -37,7 +37,7 @@ def meet(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the host, had too little memory."""
+    """Return whether a device, or the host, had too little memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in _FULL)
 
 

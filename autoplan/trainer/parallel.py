@@ -210,7 +210,7 @@ def share(unit: nn.Module, plan: ParallelPlan, grid: Grid, dtype: str, *, frees:
 
 
 def _frees(plan: ParallelPlan) -> bool:
-    """Whether gathered weights go after every pass; those of a pipeline stage stay for the step."""
+    """Return whether gathered weights go after every pass; those of a pipeline stage stay for the step."""
     return plan.sharding == "zero3" and plan.pp == 1
 
 

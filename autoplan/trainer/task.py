@@ -58,7 +58,7 @@ class Deviation:
 
     @property
     def holds(self) -> bool:
-        """Whether the difference is rounding: the worst plans seen are at 3e-6, the mildest fault at 1e-2."""
+        """Return whether the difference is rounding: the worst plans seen are at 3e-6, the mildest fault at 1e-2."""
         return all(difference <= 1e-4 for difference in (self.loss, self.gradients, self.weights))
 
 

@@ -80,7 +80,7 @@ class _Trace(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
-    """What one rank did in a step, in the mean of the steps traced; `seconds` and `idle_s` add up to `step_s`."""
+    """Activity of one rank in a step, in the mean of the steps traced; `seconds` and `idle_s` add up to `step_s`."""
 
     file: str
     rank: int | None  # where the trace tells it

@@ -144,7 +144,7 @@ def _unknown_operation(line: bytes) -> str:
 
 
 def _unknown_kind(line: bytes) -> str:
-    """What a line of a kind that this version does not know holds, by its one key; else blank."""
+    """Return what a line of a kind that this version does not know holds, by its one key; else blank."""
     try:
         (name,) = msgspec.json.decode(line, type=dict[str, dict[str, Any]])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):

@@ -180,7 +180,7 @@ class Store:
 
     @property
     def _marked(self) -> tuple[Marked, ...]:
-        """What can be hidden here."""
+        """Tables whose rows can be hidden here."""
         return (OPERATIONS, RUNS) if self.schema >= RUNS_HIDDEN_FROM else (OPERATIONS,)
 
     def add(self, new: Iterable[Record | RunRecord | Mark], *, on_batch: Callable[[int], None] | None = None) -> Added:

@@ -236,10 +236,12 @@ class FirstStage(Rows):
     def of(cls, blocks: StageBlocks, parameters: StageParameters) -> FirstStage:
         """The first of laid out stages."""
         parameters = parameters.trained
-        whole = np.maximum(parameters.dense[:, 0] + parameters.expert[:, 0], 1.0)  # a stage may have no adapters
+        num_parameters = np.maximum(
+            parameters.dense[:, 0] + parameters.expert[:, 0], 1.0
+        )  # a stage may have no adapters
         return cls(
             num_blocks=np.maximum(add_up(count[:, 0] for count in blocks.count.values()), 1),
-            ends_share=parameters.ends[:, 0] / whole,
+            ends_share=parameters.ends[:, 0] / num_parameters,
         )
 
     def chunk_share(self, batch: PlanBatch) -> Floats:
@@ -247,17 +249,17 @@ class FirstStage(Rows):
         return self.ends_share + (1.0 - self.ends_share) / _chunks(batch)
 
 
-def update_s(problem: Problem, batch: PlanBatch, own: Floats, whole: Floats) -> Floats:
-    """Time of the optimizer on a device that updates its `own` parameters and has the gradients of the `whole`."""
+def update_s(problem: Problem, batch: PlanBatch, updated: Floats, trained: Floats) -> Floats:
+    """Time of the optimizer on a device: `updated` parameters are its to update, of `trained` ones it has gradients."""
     moved = update_moved_bytes(problem, batch)
-    update = memory_bound_s(problem, moved * own)
-    measured = find(problem.timings, "optimizer", ("bf16", "fp16", "fp32"), own[:, None])
+    update = memory_bound_s(problem, moved * updated)
+    measured = find(problem.timings, "optimizer", ("bf16", "fp16", "fp32"), updated[:, None])
     # Measured updates are of fp32 states.
     measured_share = moved / problem.framework.kernels.bytes_moved_per_update
     update = measured.scaled(measured_share / problem.device_share).otherwise(update)
     # Gradients that live from step to step are set to zero.
     kept = 0.0 if problem.framework.memory.drops_grads else grad_bytes(problem, batch)
-    return update + memory_bound_s(problem, kept * whole)
+    return update + memory_bound_s(problem, kept * trained)
 
 
 # Of host memory, that the processes of one device read and write in an optimizer's update: 0.93 s more a step for the
@@ -267,11 +269,11 @@ def update_s(problem: Problem, batch: PlanBatch, own: Floats, whole: Floats) -> 
 HOST_BYTES_PER_S = 54e9
 
 
-def optimizer_s(problem: Problem, batch: PlanBatch, own: Floats, whole: Floats) -> Floats:
+def optimizer_s(problem: Problem, batch: PlanBatch, updated: Floats, trained: Floats) -> Floats:
     """Time of the optimizer where each plan has it, on the device or on the host: shape (plans)."""
     # On the host: gradients down, the update, weights up.
     framework, link = problem.framework, problem.cluster.device.host_link_bytes_per_s
     sent = grad_bytes(problem, batch) + problem.training.element_bytes
-    on_host = own * (sent / link + framework.kernels.bytes_moved_per_host_update / HOST_BYTES_PER_S)
-    on_device = update_s(problem, batch, own, whole) + orthogonalise_s(problem, batch, own)
+    on_host = updated * (sent / link + framework.kernels.bytes_moved_per_host_update / HOST_BYTES_PER_S)
+    on_device = update_s(problem, batch, updated, trained) + orthogonalise_s(problem, batch, updated)
     return np.where(batch.offload == Offload.OPTIMIZER.code, on_host, on_device)

@@ -32,8 +32,8 @@ def tuned_matrices_s(problem: Problem, batch: PlanBatch, shape: BlockShape) -> d
     times = matrices_s(problem, batch, base, rate)
     for linear in base:
         if linear.is_frozen:
-            known = times[linear.name]
-            times[linear.name] = known._replace(weight_gradient_s=0.0 * known.weight_gradient_s)
+            passes = times[linear.name]
+            times[linear.name] = passes._replace(weight_gradient_s=0.0 * passes.weight_gradient_s)
     wide = batch.unquantised()
     return times | matrices_s(problem, wide, adapters, gemm_rate(problem, wide))
 

@@ -233,10 +233,10 @@ def block_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> Mapp
     adapted = {kind: _adapted(model, shape, finetuning) for kind, shape in shapes.items()}
     adapted_names = {name for _, names in adapted.values() for name in names}
     if missing := [name for name in finetuning.targets if name not in adapted_names]:
-        known = sorted(
+        modules = sorted(
             {name for name, targets in MODULES.items() if any(_is_in(shapes, model, target) for target in targets)}
         )
-        raise InputError(f"model {model.name} has no module {missing[0]}: its linear layers are {', '.join(known)}")
+        raise InputError(f"model {model.name} has no module {missing[0]}: its linear layers are {', '.join(modules)}")
     return {kind: shape for kind, (shape, _) in adapted.items()}
 
 

@@ -29,9 +29,9 @@ FORWARD_SHARE = 1 / 3  # of both passes of an end; a pipeline hardly notices how
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Measured seconds of a layer and micro-batch, by plan; meaningless where `known` is false, NaN what was not."""
+    """Measured seconds of a layer and micro-batch, by plan: meaningless without `is_measured`, NaN what was not."""
 
-    known: Bools
+    is_measured: Bools
     forward_s: Floats
     backward_s: Floats
     again_s: Floats  # what recomputing the whole layer adds
@@ -59,7 +59,7 @@ def layer_times(problem: Problem, batch: PlanBatch) -> LayerTimes | None:
     )
     forward, backward, full, selective, first, second = (_seconds(problem, batch, entry, *shape) for entry in names)
     return LayerTimes(
-        known=_fits(batch) & ~np.isnan(forward) & ~np.isnan(backward),
+        is_measured=_fits(batch) & ~np.isnan(forward) & ~np.isnan(backward),
         forward_s=forward,
         backward_s=backward,
         again_s=np.maximum(full - backward, 0.0),
@@ -77,18 +77,18 @@ def repeats_core_only(batch: PlanBatch) -> Bools:
 class SharedStates(Rows):
     """Seconds that gathering weights, or casting them, and reducing gradients add to the passes of a layer.
 
-    Where `known` is false they were not measured.  What is not in a layer takes as long by parameters.
+    Where `is_measured` is false they were not measured.  What is not in a layer takes as long by parameters.
     """
 
-    known: Bools
+    is_measured: Bools
     every_s: Floats  # in each micro-batch
     once_s: Floats  # once in a step
 
     @classmethod
     def unknown(cls, size: int) -> SharedStates:
-        """Return the times of plans of which nothing was measured: zeros that are not `known`."""
+        """Return the times of plans of which nothing was measured: zeros that are not `is_measured`."""
         zeros = np.zeros(size)
-        return cls(known=np.zeros(size, dtype=np.bool_), every_s=zeros, once_s=zeros)
+        return cls(is_measured=np.zeros(size, dtype=np.bool_), every_s=zeros, once_s=zeros)
 
 
 def shared_states(problem: Problem, batch: PlanBatch) -> SharedStates:
@@ -116,8 +116,10 @@ def shared_states(problem: Problem, batch: PlanBatch) -> SharedStates:
     every = np.choose(kind, [zeros, zeros, np.maximum(kept - gather, 0.0), again])
     once = np.choose(kind, [none, kept, np.minimum(gather, kept), zeros])
     is_whole = is_one | (batch.dp_replicate == 1) | (batch.sharding == 0)
-    known = times.known & is_whole & ~np.isnan(every + once)
-    return SharedStates(known=known, every_s=np.where(known, every, 0.0), once_s=np.where(known, once, 0.0))
+    is_measured = times.is_measured & is_whole & ~np.isnan(every + once)
+    return SharedStates(
+        is_measured=is_measured, every_s=np.where(is_measured, every, 0.0), once_s=np.where(is_measured, once, 0.0)
+    )
 
 
 def head_factor(problem: Problem, batch: PlanBatch, logits: tuple[Floats, Floats, Floats], kernels_s: Floats) -> Floats:

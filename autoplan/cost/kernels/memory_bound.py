@@ -231,9 +231,9 @@ def _measured_beyond_s(problem: Problem, batch: PlanBatch, block: Block, traffic
     def beyond(
         name: str, passes: tuple[Operation, Operation], shape: tuple[Sizes, ...], count: int = 1, heavier: float = 1.0
     ) -> Pass:
-        known = reference(name, count)
+        reference_pass = reference(name, count)
         lookups = [find_kernels(problem, wide, operation, *shape).scaled(factor * heavier) for operation in passes]
-        return measured_pass(lookups, known).less(known).scaled(count)
+        return measured_pass(lookups, reference_pass).less(reference_pass).scaled(count)
 
     hidden = float(model.hidden_size)
     heavier = 1.0 if is_own else _norm_traffic(problem)

@@ -118,11 +118,11 @@ def _narrow_rows_time(problem: Problem, n: Floats, k: Floats) -> Floats | float:
     element = problem.training.element_bytes
     if problem.device.vendor != "nvidia" or element != 2.0:
         return 1.0
-    whole = ROW_BYTES / element
-    if not (np.mod(n, whole).any() or np.mod(k, whole).any()):
+    aligned_elements = ROW_BYTES / element
+    if not (np.mod(n, aligned_elements).any() or np.mod(k, aligned_elements).any()):
         return 1.0
     is_odd = (np.mod(n, 2.0) > 0) | (np.mod(k, 2.0) > 0)
-    is_narrow = (np.mod(n, whole) > 0) | (np.mod(k, whole) > 0)
+    is_narrow = (np.mod(n, aligned_elements) > 0) | (np.mod(k, aligned_elements) > 0)
     return np.where(is_odd, ODD_ROWS_TIME, np.where(is_narrow, NARROW_ROWS_TIME, 1.0))
 
 
@@ -132,15 +132,15 @@ def matrices_s(problem: Problem, batch: PlanBatch, linears: tuple[Linear, ...], 
     times: dict[str, SplitPass] = {}
     dense = [piece for linear in linears if not linear.is_expert for piece in matrix_pieces(problem, linear)]
     if dense:
-        sliced, whole = norm_tokens(problem, batch), rank_tokens(problem, batch)
-        tokens = np.stack([sliced if linear.split == "replicated" else whole for linear in dense])
+        sliced_tokens, all_tokens = norm_tokens(problem, batch), rank_tokens(problem, batch)
+        tokens = np.stack([sliced_tokens if linear.split == "replicated" else all_tokens for linear in dense])
         inputs, outputs = (
             np.stack(sizes) for sizes in zip(*(local_sizes(linear, batch) for linear in dense), strict=True)
         )
         passes = products_s(problem, batch, rate, tokens, outputs, inputs, pace)
         for linear, *seconds in zip(dense, *passes, strict=True):
-            own, known = SplitPass(*seconds), times.get(linear.name)
-            times[linear.name] = known.plus(own) if known else own
+            piece_times, others = SplitPass(*seconds), times.get(linear.name)
+            times[linear.name] = others.plus(piece_times) if others else piece_times
     experts = [linear for linear in linears if linear.is_expert]
     return times | {linear.name: _experts_s(problem, batch, linear, rate, pace) for linear in experts}
 

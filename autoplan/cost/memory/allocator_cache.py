@@ -131,10 +131,10 @@ def _unfit_gather(
     are allocated before the first gather, take such blocks as well, and forward passes then use those of the gather.
     """
     ranks = group[:, None].astype(np.float64)
-    whole = problem.training.element_bytes * parameters
-    piece = whole / ranks
+    gathered_bytes = problem.training.element_bytes * parameters
+    piece = gathered_bytes / ranks
     room = np.minimum(add_up(number * (size // np.maximum(piece, 1.0)) for size, number in kept), ranks)
-    missing = np.where(_largest(kept) >= whole, 0.0, whole) + (ranks - room) * piece
+    missing = np.where(_largest(kept) >= gathered_bytes, 0.0, gathered_bytes) + (ranks - room) * piece
     ends, table, fc1 = _large_weights(problem, batch, blocks)
     slice_bytes = MOMENT_BYTES / 2.0 / ranks
     fitting = parameters - np.where(slice_bytes * table > _largest(kept), ends * table, 0.0)

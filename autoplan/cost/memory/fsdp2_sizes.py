@@ -70,9 +70,9 @@ def pass_sizes(
     per_microbatch = layer_bytes(blocks, kept, stored_bytes(problem, batch))
     if ends is not None:
         per_microbatch = per_microbatch + blocks.at_last(ends.head)
-    whole = parameters.dense + parameters.expert
+    num_parameters = parameters.dense + parameters.expert
     table = padded_vocab(problem, batch) * model.hidden_size
-    summed = np.zeros_like(whole)
+    summed = np.zeros_like(num_parameters)
     summed[:, 0] = table * (1.0 - 1.0 / batch.tp) * (finetuning is None or finetuning.trains(EMBEDDING))
     gate = 2 if model.gated_mlp else 1
     element = problem.training.element_bytes
@@ -82,7 +82,7 @@ def pass_sizes(
     return PassSizes(
         element_bytes=element,
         copy_bytes=np.where(has_copies, element, 0.0)[:, None],
-        parameters=whole,
+        parameters=num_parameters,
         ends=parameters.ends,
         head=blocks.at_last(table / batch.tp * (finetuning is None or finetuning.trains(HEAD))),
         unit=blocks.at_all(unit),
@@ -91,8 +91,8 @@ def pass_sizes(
         summed=summed,
         accumulated=(spread_bytes(parameters, groups, WIDE_BYTES, every) + WIDE_BYTES * summed * ~every[:, None])
         * has_before[:, None],
-        reduces_every=(every & has_before & (groups.shard.size > 1))[:, None] & (whole > 0),
-        frees_weights=((batch.sharding == Sharding.ZERO3.code) & (batch.pp == 1))[:, None] & (whole > 0),
+        reduces_every=(every & has_before & (groups.shard.size > 1))[:, None] & (num_parameters > 0),
+        frees_weights=((batch.sharding == Sharding.ZERO3.code) & (batch.pp == 1))[:, None] & (num_parameters > 0),
         live=live,
         left=np.maximum(live - per_microbatch / batch.vp[:, None], 0.0),
         logits=blocks.at_last(logit_bytes(problem, batch) + _last_norm_bytes(problem, batch)),

@@ -119,14 +119,14 @@ def _gathered_bytes(
     in_turn = unit * (framework.memory.fsdp_prefetch_units * element + reduced)
     root = (parameters.ends.T * dense_spread * (element + reduced)).T
     stage = (spread(parameters.dense.T, parameters.expert.T) * (element + reduced)).T
-    whole = (batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline)
+    stays_gathered = (batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline)
     zero3 = batch.sharding == Sharding.ZERO3.code
     most = framework.memory.whole_gather_copies
     copies = most + most / np.maximum(groups.shard.size, 1) / 2
     at_end = element * spread(parameters.dense.T * copies, parameters.expert.T * copies).T - freed_bytes
     zero1 = (batch.sharding == Sharding.ZERO1.code) & (framework.memory.whole_gather_copies > 0)
     gathered = np.where(zero1[:, None], np.maximum(at_end, 0.0), 0.0)
-    return np.where(zero3[:, None], np.where(whole[:, None], stage, in_turn[:, None] + root), gathered)
+    return np.where(zero3[:, None], np.where(stays_gathered[:, None], stage, in_turn[:, None] + root), gathered)
 
 
 def _gathered_beside_frozen(
@@ -158,8 +158,8 @@ def _gathered_beside_frozen(
     none, wire = np.zeros_like(parameters.ends), wire[:, None]
     root = spread(element * parameters.ends + wire * trained.ends, none)
     stage = spread(frozen.dense + (element + wire) * trained.dense, frozen.expert + (element + wire) * trained.expert)
-    whole = (batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline)
-    return np.where(zero3[:, None], np.where(whole[:, None], stage, unit[:, None] + root), 0.0)
+    stays_gathered = (batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline)
+    return np.where(zero3[:, None], np.where(stays_gathered[:, None], stage, unit[:, None] + root), 0.0)
 
 
 def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
@@ -226,9 +226,9 @@ def states(
     on_device = batch.offload != Offload.OPTIMIZER.code
     if framework.memory.offloads_grads:
         gradients *= (on_device | ~zero3)[:, None]
-    whole = optimizer_bytes(problem, batch)
+    state_bytes = optimizer_bytes(problem, batch)
     # What stays of offloaded states is a part of them: a small optimizer has no more on the device than without.
-    kept = np.where(on_device, whole, np.minimum(framework.memory.bytes_per_state_kept_on_device, whole))
+    kept = np.where(on_device, state_bytes, np.minimum(framework.memory.bytes_per_state_kept_on_device, state_bytes))
     optimizer = spread(kept, zero1)
     if more := more_bytes_of_ends(problem):
         ends = parameters.trained.ends
@@ -270,9 +270,9 @@ def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameter
         copies += unscaled * (on_device & (batch.precision == Precision.FP16.code))[:, None]
     # Under zero1, where gradients are not reduced before the step, and weights gathered in it; some bf16 optimizers
     # do without buckets, all at once.
-    whole = (batch.precision != Precision.FP16.code) & (framework.memory.bytes_per_bf16_gathered_weight > 0)
+    gathers_all = (batch.precision != Precision.FP16.code) & (framework.memory.bytes_per_bf16_gathered_weight > 0)
     gathered = framework.memory.bytes_per_bf16_gathered_weight * (parameters.dense + parameters.expert)
-    buckets = np.where(whole[:, None], gathered, framework.memory.bucket_bytes)
+    buckets = np.where(gathers_all[:, None], gathered, framework.memory.bucket_bytes)
     return copies + buckets * (batch.sharding == Sharding.ZERO1.code)[:, None]
 
 
@@ -309,8 +309,8 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     kept = {block: kept_bytes(problem, batch, own) for block, own in parts.items()}
     repeat = np.zeros(len(batch))
     for layer in set(model.layers):
-        whole = add_up(whole_bytes(parts[block]) - stored_bytes(problem, batch) for block in layer)
-        repeat = np.maximum(repeat, whole)
+        recomputed_bytes = add_up(whole_bytes(parts[block]) - stored_bytes(problem, batch) for block in layer)
+        repeat = np.maximum(repeat, recomputed_bytes)
 
     logits = blocks.at_last(_head_bytes(problem, batch))
     transients = _transient_bytes(problem, batch, blocks, repeat)
@@ -426,7 +426,7 @@ def checkpoint_bytes(problem: Problem, plan: ParallelPlan) -> float:
 
 
 def _saved_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups) -> Floats:
-    """What each rank of a stage writes into a checkpoint: shape (plans, stages)."""
+    """Bytes that each rank of a stage writes into a checkpoint: shape (plans, stages)."""
     dense_copies, expert_copies = groups.dense_copies.size[:, None], groups.expert_copies.size[:, None]
     trained = parameters.trained
     saved = trained.dense / dense_copies + trained.expert / expert_copies

@@ -87,7 +87,7 @@ def _price_kinds(
     terms = {name: np.zeros(len(members)) for name in STEP_TERMS}
     layer_s = np.zeros((len(members), stages, len(problem.model.layer_kinds)))
     host_z = np.full(len(members), -np.inf)
-    known = Familiarity.full(len(members))
+    familiarity = Familiarity.full(len(members))
     for layout in layouts:
         own = layout.problem
         for priced in (_work_terms(layout, critical), _shown_terms(layout, cells)):
@@ -95,7 +95,7 @@ def _price_kinds(
                 terms[name][who] = value
         rows, columns = np.nonzero(layout.here)
         layer_s[layout.member[rows], columns] = own.calibration.overall * _layer_s(own, layout.laid)[rows]
-        known.lessen(layout.member, Familiarity.of(own, layout.laid.batch))
+        familiarity.lessen(layout.member, Familiarity.of(own, layout.laid.batch))
         np.maximum.at(host_z, layout.member, _host_z(layout))
     work = add_up(value for name, value in terms.items() if name not in UPDATE_TERMS)
     terms["pipeline_bubble"] = np.maximum(makespan - work, 0.0)
@@ -111,7 +111,7 @@ def _price_kinds(
             ),
             terms_s={name: float(value[at]) for name, value in terms.items() if name not in UPDATE_TERMS},
             end_s={name: float(terms[name][at]) for name in UPDATE_TERMS},
-            familiarity=known.take(slice(at, at + 1)),
+            familiarity=familiarity.take(slice(at, at + 1)),
             oom_z=float(oom_z[at]),
         )
         for at, member in enumerate(members)

@@ -165,12 +165,12 @@ def stage_cells(
     overall, shape = own.calibration.overall, layout.here.shape
     end = end_of_step_s(own, batch, laid.blocks, laid.parameters, _islands(problem, used, layout, members))
     factor = _share_factors(layout, members)[:, None]
-    whole = laid.parameters.dense + laid.parameters.expert
+    num_parameters = laid.parameters.dense + laid.parameters.expert
     sharded = _sharded_bytes(layout, members)
     memory = laid.memory.reserved_bytes + (factor - 1.0) * sharded
     updated = factor * own_parameters(batch, laid.parameters)
     each_stage = batch.take(np.repeat(np.arange(len(batch)), shape[1]))
-    update = update_s(own, each_stage, updated.ravel(), whole.ravel()).reshape(shape)
+    update = update_s(own, each_stage, updated.ravel(), num_parameters.ravel()).reshape(shape)
     return {
         "forward_s": overall * laid.forward_s,
         "backward_s": overall * laid.backward_s,

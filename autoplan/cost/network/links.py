@@ -183,8 +183,8 @@ def _rings_s(topology: Topology, spans: Spans, moved: Floats, buffer_bytes: Floa
     shared = [at for at in topology.network if topology.levels[at].devices_per_nic > 1.0]
     if not shared:
         return in_steps
-    whole = ring_bytes(topology, spans, buffer_bytes, volume)
-    return np.maximum(in_steps, reduce(np.maximum, [whole[at] / topology.levels[at].bytes_per_s for at in shared]))
+    sent_bytes = ring_bytes(topology, spans, buffer_bytes, volume)
+    return np.maximum(in_steps, reduce(np.maximum, [sent_bytes[at] / topology.levels[at].bytes_per_s for at in shared]))
 
 
 def _rings(volume: float) -> Algorithm:

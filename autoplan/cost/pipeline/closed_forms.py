@@ -23,7 +23,7 @@ class Makespan(NamedTuple):
     critical: Ints  # the stage that decides
 
 
-def _whole(times: Floats) -> Floats:
+def _sum_over_stages(times: Floats) -> Floats:
     """Sum over all stages, which lie side by side for it: it does not depend on the batch that a plan stands in."""
     return np.ascontiguousarray(times).sum(axis=1)
 
@@ -43,7 +43,7 @@ def one_forward_one_backward_s(
     stages = forward_s.shape[1]
     passes_s = forward_s + backward_s
     before = np.cumsum(passes_s, axis=1) - passes_s
-    behind = _whole(passes_s)[:, None] - before - passes_s
+    behind = _sum_over_stages(passes_s)[:, None] - before - passes_s
     warmup = np.arange(stages - 1, -1, -1)[:, None]
     # Forwards of the warm-up cover work behind the stage before its first backward, backwards of the cool-down after
     # its last forward.  With fewer micro-batches than that, all forwards come first and there is one gap, not two.
@@ -64,8 +64,8 @@ def gpipe_s(forward_s: Floats, backward_s: Floats, num_microbatches: Ints, send_
     Messages, of `send_s` each, pipeline behind one another, so that only the fill shows.
     """
     rest = num_microbatches - 1
-    makespan = _whole(forward_s) + rest * forward_s.max(axis=1)
-    makespan = makespan + _whole(backward_s) + rest * backward_s.max(axis=1)
+    makespan = _sum_over_stages(forward_s) + rest * forward_s.max(axis=1)
+    makespan = makespan + _sum_over_stages(backward_s) + rest * backward_s.max(axis=1)
     hops = np.full(len(makespan), forward_s.shape[1] - 1)
     return Makespan(makespan, 2.0 * send_s * hops, np.argmax(forward_s + backward_s, axis=1))
 

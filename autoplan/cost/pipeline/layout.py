@@ -96,25 +96,25 @@ def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks
     first, inverse = distinct_rows(batch.layout, batch.recompute_num_layers, is_v)
     shape, kinds = (stages, len(first)), _cumulative_blocks(model)
     count, repeated = ({kind: np.empty(shape) for kind in kinds} for _ in range(2))
-    whole, alike = np.empty(shape, dtype=np.bool_), np.ones(len(first), dtype=np.bool_)
+    repeats_chunk, chunks_alike = np.empty(shape, dtype=np.bool_), np.ones(len(first), dtype=np.bool_)
     for vp, plans in by_chunks(batch, first):
         for has_v in set(is_v[plans].tolist()):
             alike_v = plans[is_v[plans] == has_v]
             rows = inverse[alike_v]
             of_ranks = chunks_of_ranks(Schedule.ZB_V if has_v else Schedule.INTERLEAVED, stages, vp)
             layers, num_repeated = chunk_layers_of(batch, alike_v), batch.recompute_num_layers[alike_v]
-            whole[:, rows] = ((layers <= num_repeated[:, None]) & (layers > 0)).T[of_ranks].any(axis=1)
+            repeats_chunk[:, rows] = ((layers <= num_repeated[:, None]) & (layers > 0)).T[of_ranks].any(axis=1)
             for kind, tables in chunk_blocks(model, layers, num_repeated).items():
                 per_rank, again_per_rank = (table.T[of_ranks] for table in tables)  # (ranks, chunks of a rank, plans)
                 count[kind][:, rows], repeated[kind][:, rows] = per_rank.sum(axis=1), again_per_rank.sum(axis=1)
                 for each in (per_rank, again_per_rank):
-                    alike[rows] &= (each == each[:, :1]).all(axis=(0, 1))
+                    chunks_alike[rows] &= (each == each[:, :1]).all(axis=(0, 1))
     last = np.where(is_v, 0, stages - 1)
     return StageBlocks(
         count={kind: np.take(table, inverse, axis=1).T for kind, table in count.items()},
         repeated={kind: np.take(table, inverse, axis=1).T for kind, table in repeated.items()},
-        repeats_chunk=np.take(whole, inverse, axis=1).T,
-        chunks_alike=alike[inverse],
+        repeats_chunk=np.take(repeats_chunk, inverse, axis=1).T,
+        chunks_alike=chunks_alike[inverse],
         is_last=(np.arange(stages)[:, None] == last).T,
     )
 

@@ -74,10 +74,10 @@ class _Program:
     delays: bool  # what comes from another rank arrives a message's time after it was given
 
 
-def _sorted(ranks: Sequence[Sequence[Step]], given: list[int]) -> tuple[list[list[tuple[int, list[int], int]]], Ints]:
+def _sorted(ranks: Sequence[Sequence[Step]], givers: list[int]) -> tuple[list[list[tuple[int, list[int], int]]], Ints]:
     """((previous end, needed ends, row) of the steps of every level, last end of every rank).
 
-    A step is in the level after those of all that it waits for.  `given` says which end gives what, `_NEVER` for what
+    A step is in the level after those of all that it waits for.  `givers` says which end gives what, `_NEVER` for what
     none has given yet.
     """
     levels = []
@@ -88,7 +88,7 @@ def _sorted(ranks: Sequence[Sequence[Step]], given: list[int]) -> tuple[list[lis
         level, gifts, waiting = [], [], []
         for rank in running:
             row, needs, gives = ranks[rank][at[rank]]
-            needed = [given[need] for need in needs]
+            needed = [givers[need] for need in needs]
             if _NEVER in needed:
                 waiting.append(rank)
                 continue
@@ -102,19 +102,19 @@ def _sorted(ranks: Sequence[Sequence[Step]], given: list[int]) -> tuple[list[lis
         assert level, "the orders of the ranks deadlock"
         for giver, gives in gifts:
             for gift in gives:
-                given[gift] = giver
+                givers[gift] = giver
         levels.append(level)
         running = waiting
     return levels, np.array(last)
 
 
-def _program(ranks: Sequence[Sequence[Step]], given: list[int], *, delays: bool) -> _Program:
-    levels, last = _sorted(ranks, given)
+def _program(ranks: Sequence[Sequence[Step]], givers: list[int], *, delays: bool) -> _Program:
+    levels, last = _sorted(ranks, givers)
     steps = [step for level in levels for step in level]
     previous = np.array([before for before, _, _ in steps])
     rows = np.array([row for _, _, row in steps])
     most = max(len(needed) for _, needed, _ in steps)
-    needs = [np.array([(*needed, *[_NEVER] * most)[place] for _, needed, _ in steps]) for place in range(most)]
+    needs = [np.array([(*needed, *[_NEVER] * most)[at] for _, needed, _ in steps]) for at in range(most)]
     bounds = np.cumsum([0, *map(len, levels)]).tolist()
     return _Program(
         levels=tuple(
@@ -153,10 +153,10 @@ def _check(shape: PipelineShape, *, blocking: bool) -> None:
 def _compiled(shape: PipelineShape, *, blocking: bool) -> _Program:
     _check(shape, blocking=blocking)
     ranks, early, num_gifts = blocking_steps(shape) if blocking else overlapped_steps(shape)
-    given = [_NEVER] * num_gifts
+    givers = [_NEVER] * num_gifts
     for gift in early:
-        given[gift] = _START
-    return _program(ranks, given, delays=not blocking)
+        givers[gift] = _START
+    return _program(ranks, givers, delays=not blocking)
 
 
 # -- from levels to times ---------------------------------------------------------------------------------------------

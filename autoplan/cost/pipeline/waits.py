@@ -204,7 +204,7 @@ def blocking_steps(shape: PipelineShape) -> Steps:
         warmup = warmup_forwards(shape, rank, group)
         is_chain = shape.chunks == 1
         calls = _plain_calls(messages, order, warmup) if is_chain else _ring_calls(messages, orders, rank, warmup)
-        given, steps = _blocking(messages, calls, shape.stages * shape.chunks)
+        early_gifts, steps = _blocking(messages, calls, shape.stages * shape.chunks)
         ranks.append(steps)
-        early += given
+        early += early_gifts
     return Steps(ranks, early, 2 * messages.count)

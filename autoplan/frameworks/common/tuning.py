@@ -34,7 +34,7 @@ def peft_files(plan_file: PlanFile) -> tuple[File, ...]:
 
 
 def peft_duties(plan_file: PlanFile) -> list[str]:
-    """What the program has to do with the files."""
+    """Duties of the program that reads the files."""
     names = [file.name for file in peft_files(plan_file)]
     loads = (
         [f"loads its model in the format of {QUANTIZED} (BitsAndBytesConfig.from_dict)"] if QUANTIZED in names else []
