@@ -64,12 +64,11 @@ def estimate(
 
         if cluster is None:
             raise InputError("estimate --from needs --cluster: name the cluster that the file runs on")
-        cluster_spec = load_cluster(cluster)
         if isinstance(model, PlanResult):
             raise InputError("a plan and a launch file are given: leave one of them out")
         started = start_from(
             launch_file,
-            cluster_spec,
+            load_cluster(cluster),
             options,
             model=model,
             seq_len=seq_len,
@@ -77,7 +76,7 @@ def estimate(
             variables=variables,
             target=target,
         )
-        problem, wanted = make_problem(started.launch.model, cluster=cluster_spec, **started.options), started.plan
+        problem, wanted = started.problem(), started.plan
     elif variables or target:
         raise InputError("--set and --as are about a launch file: give --from FILE")
     elif saved := _saved(model, None if timings else options.get("db")):

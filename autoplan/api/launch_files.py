@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autoplan.api.problem import ProblemOptions, check_rank_order, load_model
+from autoplan.api.problem import ProblemOptions, check_rank_order, load_model, make_problem
 from autoplan.api.results import Result, Table
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import encode
@@ -115,9 +115,14 @@ class LaunchStart:
     path: Path
     given: Given
     launch: Launch
+    cluster: ClusterSpec
     options: ProblemOptions
     global_batch: str
     plan: ParallelPlan
+
+    def problem(self) -> Problem:
+        """Return the problem that the file describes."""
+        return make_problem(self.launch.model, cluster=self.cluster, **self.options)
 
     def nearest_result(self, problem: Problem, space: Space, result: SearchResult) -> SearchResult:
         """Return `result` with a best plan in front that keeps of the file's plan whatever costs nothing."""
@@ -179,7 +184,15 @@ def start_from(
     num_sequences = int(batch) if is_number else launch.plan.global_batch
     precision = options.get("precision", training.precision)
     plan = replace(launch.plan, precision=precision, global_batch=num_sequences)  # type: ignore[arg-type]
-    return LaunchStart(path=Path(path), given=given, launch=launch, options=options, global_batch=batch, plan=plan)
+    return LaunchStart(
+        path=Path(path),
+        given=given,
+        launch=launch,
+        cluster=cluster,
+        options=options,
+        global_batch=batch,
+        plan=plan,
+    )
 
 
 def _faults(problem: Problem, plan: ParallelPlan) -> tuple[str, ...]:

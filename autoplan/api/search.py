@@ -100,29 +100,29 @@ def search(
     """
     quantile = _quantile(prefer, robust)
     problem_options, run = _divided(options)
-    if to is not None and launch_file is None:
-        problem_options.setdefault("framework", facts_for(find_target(to).rules[0]))
-    place, started = load_cluster(cluster), None
+    cluster_spec, started = load_cluster(cluster), None
     if launch_file is not None:
         from autoplan.api.launch_files import start_from  # brings the readers of all frameworks
 
         if run or quantile is not None:
             raise InputError("--from is about the fastest step of equal nodes: leave objectives, runs and --robust out")
-        given: dict[str, Any] = {"model": model, "seq_len": seq_len, "global_batch": global_batch}
-        started = start_from(launch_file, place, problem_options, variables=variables, target=target, **given)
-        model, problem_options = started.launch.model, started.options
-        global_batch, seq_len = started.global_batch, None
+        typed: dict[str, Any] = {"model": model, "seq_len": seq_len, "global_batch": global_batch}
+        started = start_from(launch_file, cluster_spec, problem_options, variables=variables, target=target, **typed)
+        problem = started.problem()
+        # What a launch file says of the numerics of training stays.
+        problem = replace(problem, framework=problem.framework.choosing(started.plan))
     elif variables or target:
         raise InputError("--set and --as are about a launch file: give --from FILE")
-    if model is None or global_batch is None or (seq_len is None and started is None):
+    elif model is None or global_batch is None or seq_len is None:
         raise InputError("give model, global_batch and seq_len, or a launch_file that has them")
-    problem = make_problem(model, cluster=place, seq_len=seq_len, **problem_options)
-    if started:  # what a launch file says of the numerics of training stays
-        problem = replace(problem, framework=problem.framework.choosing(started.plan))
-    question = _Asked(
+    else:
+        if to is not None:
+            problem_options.setdefault("framework", facts_for(find_target(to).rules[0]))
+        problem = make_problem(model, cluster=cluster_spec, seq_len=seq_len, **problem_options)
+    question = _Question(
         problem=problem,
         space=SpaceFlags(
-            global_batch=str(global_batch),
+            global_batch=started.global_batch if started else str(global_batch),
             fix=limit_texts(fix),
             at_most=limit_texts(at_most),
             forbid=tuple(forbid),
@@ -161,8 +161,8 @@ def _divided(options: Mapping[str, Any]) -> tuple[ProblemOptions, RunOptions | N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What a search is asked: the problem, which plans count, how one is chosen, and who helps to look."""
+class _Question:
+    """Question to a search: the problem, which plans count, how one is chosen, and who helps to look."""
 
     problem: Problem
     space: SpaceFlags
@@ -176,15 +176,11 @@ class _Asked:
 
     def file(self, problem: Problem, plans: Sequence[RankedPlan], certificate: Certificate, **parts: Any) -> PlanFile:
         """Return the plan file of an answer."""
-        stated: dict[str, Any] = {
-            "timings": self.timings,
-            "space": self.space,
-            "command": "autoplan.search() of Python",
-        }
-        return make_plan_file(problem, plans, certificate, **stated, **parts)
+        parts |= {"timings": self.timings, "space": self.space, "command": "autoplan.search() of Python"}
+        return make_plan_file(problem, plans, certificate, **parts)
 
 
-def _best_run(question: _Asked, run: RunOptions) -> PlanResult:
+def _best_run(question: _Question, run: RunOptions) -> PlanResult:
     """Return the best plans for a whole run."""
     if question.quantile is not None or question.why:
         raise InputError(
@@ -197,7 +193,7 @@ def _best_run(question: _Asked, run: RunOptions) -> PlanResult:
     return _result(question.file(chosen.problem, chosen.plans, chosen.certificate, run=chosen.report), chosen.problem)
 
 
-def _best_step(question: _Asked) -> PlanResult:
+def _best_step(question: _Question) -> PlanResult:
     """Return the plans with the least step time, or the least quantile of it."""
     problem, quantile, started, sampling = question.problem, question.quantile, question.started, question.sampling
     space = space_of(problem, question.space)
