@@ -14,8 +14,14 @@ from typing import get_args
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_count
-from autoplan.frameworks.common.log_lines import LineSplitter, split_label
-from autoplan.frameworks.common.log_seen import MOST_STEP_S, LineReader, Seen, Source
+from autoplan.frameworks.common.log_lines import (
+    MOST_STEP_S,
+    LineContent,
+    LineSplitter,
+    ReadLine,
+    Source,
+    split_label,
+)
 from autoplan.frameworks.registry import LOGS
 
 WARMUP = 2  # steps from a start on: kernels are chosen and compiled, memory is taken, connections are made
@@ -39,7 +45,7 @@ class Batch:
     def __str__(self) -> str:
         return f"{self.num_sequences:,} sequences of {self.seq_len:,} tokens"
 
-    def is_other(self, seen: Seen) -> bool:
+    def is_other(self, seen: LineContent) -> bool:
         """Return whether a line is of a step with another batch."""
         return seen.num_sequences not in (None, self.num_sequences) or seen.seq_len not in (None, self.seq_len)
 
@@ -107,7 +113,7 @@ class _Dialect:
     """Values read so far from lines of one framework."""
 
     name: str
-    reader: LineReader
+    read: ReadLine
     series: dict[Source, _Series] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)  # step by label
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
@@ -125,9 +131,9 @@ class LogReader:
         check_count("warmup", warmup, least=0)
         self._batch, self._warmup = batch, warmup
         self._splitter = LineSplitter()
-        self._other: Seen | None = None  # the last step with another batch
+        self._other: LineContent | None = None  # the last step with another batch
         self._is_other = False  # whether the steps of now are so
-        self._dialects = [_Dialect(name=log.name, reader=log.reader()) for log in LOGS.values()]
+        self._dialects = [_Dialect(name=log.name, read=log.make_reader()) for log in LOGS.values()]
 
     def feed(self, data: bytes, now_s: float | None = None) -> list[str]:
         """Take in what was written; the lines that it completes.  `now_s` is the moment at which it was, if it is."""
@@ -217,11 +223,11 @@ class LogReader:
     def _read(self, line: str, now_s: float | None) -> None:
         label, text = split_label(line)
         for dialect in self._dialects:
-            seen = dialect.reader.read(text)
+            seen = dialect.read(text)
             if seen is not None:
                 self._take(dialect, label, seen, now_s)
 
-    def _take(self, dialect: _Dialect, label: str, seen: Seen, now_s: float | None) -> None:
+    def _take(self, dialect: _Dialect, label: str, seen: LineContent, now_s: float | None) -> None:
         if seen.loss is not None:
             dialect.losses.append(seen.loss)
         for name in ("allocated_bytes", "reserved_bytes"):

@@ -25,7 +25,7 @@ from autoplan.base.errors import InputError
 if TYPE_CHECKING:
     from autoplan.frameworks.common.job import Target
     from autoplan.frameworks.common.launch import Reader
-    from autoplan.frameworks.common.log_seen import LogFormat
+    from autoplan.frameworks.common.log_lines import LogFormat
     from autoplan.frameworks.common.rules import Rulebook
     from autoplan.spec.framework import Framework
 

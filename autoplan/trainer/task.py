@@ -97,7 +97,7 @@ class Command:
     seq_len: int
     arguments: tuple[str, ...]
     log_of: str  # the framework that its log is one of
-    times_from: str  # how that log tells times, see `autoplan.frameworks.common.log_seen.Source`
+    times_from: str  # how that log tells times, see `autoplan.frameworks.common.log_lines.Source`
     num_steps: int  # that the times cover: a log may tell the mean of many
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from autoplan.frameworks.common.log_seen import LogFormat, Seen, Source, number, quantity
+from autoplan.frameworks.common.log_lines import LineContent, LogFormat, Source, number, quantity
 
 _BAR = re.compile(
     r"^\s{0,8}\d{1,3}%\|[^|]{0,400}\| {0,9}(\d{1,12})/(\d{1,12}) \[[0-9:]{1,12}<[0-9:?]{1,12}, (.{1,20}?)[\],]"
@@ -26,7 +26,7 @@ class Reader:
     def __init__(self) -> None:
         self._num_steps = ""
 
-    def read(self, line: str) -> Seen | None:
+    def read(self, line: str) -> LineContent | None:
         """Return what a line says; None where it is not one of the Trainer."""
         if "it]" in line or "it/s" in line:
             return self._bar(line)
@@ -34,27 +34,29 @@ class Reader:
             return None
         line = line[line.index("{'") :]
         if loss := _LOSS.match(line):
-            return Seen(loss=number(loss[1]))
+            return LineContent(loss=number(loss[1]))
         if whole := _WHOLE.search(line):
             rate = quantity(whole[1])
-            return Seen(times=(("whole", 1 / rate),)) if rate else None
-        return Seen(pause="evaluation") if line.startswith("{'eval_") else None
+            return LineContent(times=(("whole", 1 / rate),)) if rate else None
+        return LineContent(pause="evaluation") if line.startswith("{'eval_") else None
 
-    def _bar(self, line: str) -> Seen | None:
+    def _bar(self, line: str) -> LineContent | None:
         bar = _BAR.match(line)
         if bar is None:
             return None
         self._num_steps = self._num_steps or bar[2]
         if bar[2] != self._num_steps:
-            return Seen(pause="evaluation")
+            return LineContent(pause="evaluation")
         rate = _RATE.fullmatch(bar[3])
         value = quantity(rate[1]) if rate else None
         if rate is None or value is None:
             return None
         times: tuple[tuple[Source, float], ...] = (("bar", value if rate[2] == "s/it" else 1 / value),)
-        return Seen(step=int(bar[1]), times=times)
+        return LineContent(step=int(bar[1]), times=times)
 
 
 LOG = LogFormat(
-    name="HF Trainer", looked_for="tqdm's bar N/M [..., T s/it], or 'train_steps_per_second'", reader=Reader
+    name="HF Trainer",
+    looked_for="tqdm's bar N/M [..., T s/it], or 'train_steps_per_second'",
+    make_reader=lambda: Reader().read,
 )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 
 from autoplan.base.units import MIB
-from autoplan.frameworks.common.log_seen import LogFormat, Seen, number, quantity
+from autoplan.frameworks.common.log_lines import LineContent, LogFormat, number, quantity
 
 _STEP = re.compile(r"\biteration\s{1,12}(\d{1,12})/\s{0,12}\d{1,12} \|")
 _TIME = re.compile(r"elapsed time per iteration \((m?s)\): {1,12}([0-9.eE+-]{1,30})")
@@ -24,33 +24,30 @@ _LOSS = re.compile(r"\blm loss: {1,12}([0-9.eE+-]{1,30})")
 _MEMORY = re.compile(r"memory \(MB\) \|.{0,60}max allocated: ([0-9.]{1,30}) \|.{0,60}max reserved: ([0-9.]{1,30})")
 
 
-class Reader:
-    """Reads lines of Megatron-LM."""
-
-    def read(self, line: str) -> Seen | None:
-        """Return what a line says; None where it is not one of Megatron-LM."""
-        if "elapsed time per iteration" in line:
-            step, time = _STEP.search(line), _TIME.search(line)
-            step_s = quantity(time[2], 1e-3 if time[1] == "ms" else 1.0) if time else None
-            if step is None or step_s is None:
-                return None
-            loss, batch, length = _LOSS.search(line), _BATCH.search(line), _LENGTH.search(line)
-            return Seen(
-                step=int(step[1]),
-                num_sequences=int(batch[1]) if batch else None,
-                seq_len=int(length[1]) if length else None,
-                times=(("stated", step_s),),
-                loss=number(loss[1]) if loss else None,
-            )
-        if "memory (MB)" in line and (memory := _MEMORY.search(line)):
-            return Seen(allocated_bytes=quantity(memory[1], MIB), reserved_bytes=quantity(memory[2], MIB))
-        if "validation loss at" in line:
-            return Seen(pause="evaluation")
-        if "saving checkpoint at iteration" in line or "successfully saved checkpoint" in line:
-            return Seen(pause="checkpoint")
-        return None
+def read(line: str) -> LineContent | None:
+    """Return what a line says; None where it is not one of Megatron-LM."""
+    if "elapsed time per iteration" in line:
+        step, time = _STEP.search(line), _TIME.search(line)
+        step_s = quantity(time[2], 1e-3 if time[1] == "ms" else 1.0) if time else None
+        if step is None or step_s is None:
+            return None
+        loss, batch, length = _LOSS.search(line), _BATCH.search(line), _LENGTH.search(line)
+        return LineContent(
+            step=int(step[1]),
+            num_sequences=int(batch[1]) if batch else None,
+            seq_len=int(length[1]) if length else None,
+            times=(("stated", step_s),),
+            loss=number(loss[1]) if loss else None,
+        )
+    if "memory (MB)" in line and (memory := _MEMORY.search(line)):
+        return LineContent(allocated_bytes=quantity(memory[1], MIB), reserved_bytes=quantity(memory[2], MIB))
+    if "validation loss at" in line:
+        return LineContent(pause="evaluation")
+    if "saving checkpoint at iteration" in line or "successfully saved checkpoint" in line:
+        return LineContent(pause="checkpoint")
+    return None
 
 
 LOG = LogFormat(
-    name="Megatron-LM", looked_for="iteration N/M | ... | elapsed time per iteration (ms): T", reader=Reader
+    name="Megatron-LM", looked_for="iteration N/M | ... | elapsed time per iteration (ms): T", make_reader=lambda: read
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from autoplan.base.units import MIB
-from autoplan.frameworks.common.log_seen import LogFormat, Seen, quantity
+from autoplan.frameworks.common.log_lines import LineContent, LogFormat, quantity
 
 _STEP = re.compile(r"\biteration: (\d{1,12}) / \d{1,12} \|")
 _TIME = re.compile(r"\|\s(?:elapsed_)?time_per_iteration_ms: (\S{1,30})")
@@ -21,28 +21,25 @@ _PEAKS = re.compile(r"Peak allocated:? ([0-9.]{1,30})MiB\.? Peak reserved: ([0-9
 _THOUSANDS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 
 
-class Reader:
-    """Reads lines of nanotron."""
-
-    def read(self, line: str) -> Seen | None:
-        """Return what a line says; None where it is not one of nanotron."""
-        if "time_per_iteration_ms" in line:
-            step, time = _STEP.search(line), _TIME.search(line)
-            milliseconds = _human(time[1]) if time else None
-            if step is None or milliseconds is None:
-                return None
-            loss, reserved = _LOSS.search(line), _RESERVED.search(line)
-            return Seen(
-                step=int(step[1]),
-                times=(("stated", milliseconds * 1e-3),),
-                loss=_human(loss[1]) if loss else None,
-                reserved_bytes=_human(reserved[1]) if reserved else None,
-            )
-        if "Peak allocated" in line and (peaks := _PEAKS.search(line)):
-            return Seen(allocated_bytes=quantity(peaks[1], MIB), reserved_bytes=quantity(peaks[2], MIB))
-        if "Saving checkpoint at" in line:
-            return Seen(pause="checkpoint")
-        return None
+def read(line: str) -> LineContent | None:
+    """Return what a line says; None where it is not one of nanotron."""
+    if "time_per_iteration_ms" in line:
+        step, time = _STEP.search(line), _TIME.search(line)
+        milliseconds = _human(time[1]) if time else None
+        if step is None or milliseconds is None:
+            return None
+        loss, reserved = _LOSS.search(line), _RESERVED.search(line)
+        return LineContent(
+            step=int(step[1]),
+            times=(("stated", milliseconds * 1e-3),),
+            loss=_human(loss[1]) if loss else None,
+            reserved_bytes=_human(reserved[1]) if reserved else None,
+        )
+    if "Peak allocated" in line and (peaks := _PEAKS.search(line)):
+        return LineContent(allocated_bytes=quantity(peaks[1], MIB), reserved_bytes=quantity(peaks[2], MIB))
+    if "Saving checkpoint at" in line:
+        return LineContent(pause="checkpoint")
+    return None
 
 
 def _human(text: str) -> float | None:
@@ -50,4 +47,6 @@ def _human(text: str) -> float | None:
     return quantity(text[:-1], factor) if factor else quantity(text)
 
 
-LOG = LogFormat(name="nanotron", looked_for="iteration: N / M | ... | elapsed_time_per_iteration_ms: T", reader=Reader)
+LOG = LogFormat(
+    name="nanotron", looked_for="iteration: N / M | ... | elapsed_time_per_iteration_ms: T", make_reader=lambda: read
+)

@@ -14,7 +14,7 @@ import re
 from datetime import datetime
 
 from autoplan.base.units import GIB
-from autoplan.frameworks.common.log_seen import LogFormat, Seen, Source, quantity
+from autoplan.frameworks.common.log_lines import LineContent, LogFormat, Source, quantity
 
 _STEP = re.compile(r"(\bvalidate )?\bstep: {1,12}(\d{1,12})  (?:loss: {1,12}([0-9.eE+-]{1,30}))?")
 _RATE = re.compile(r"\b(?:tps|wps): {1,12}([0-9,]{1,30})")
@@ -23,32 +23,29 @@ _MEMORY = re.compile(r"\bmemory: {1,12}([0-9.]{1,30})GiB")
 _MOMENT = re.compile(r"\b(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - ")
 
 
-class Reader:
-    """Reads lines of torchtitan."""
-
-    def read(self, line: str) -> Seen | None:
-        """Return what a line says; None where it is not one of torchtitan."""
-        if "aving the checkpoint" in line:
-            return Seen(pause="checkpoint")
-        if "step: " not in line or not (step := _STEP.search(line)):
-            return None
-        if step[1]:
-            return Seen(pause="evaluation")
-        rate, time, memory = _RATE.search(line), _TIME.search(line), _MEMORY.search(line)
-        found: list[tuple[Source, float | None]] = [
-            ("stated", quantity(time[1]) if time else None),
-            ("tokens", quantity(rate[1]) if rate else None),
-            ("moments", _moment(line) if rate or time else None),
-        ]
-        times = tuple((source, value) for source, value in found if value is not None)
-        if not times:
-            return None
-        return Seen(
-            step=int(step[2]),
-            times=times,
-            loss=quantity(step[3]),
-            reserved_bytes=quantity(memory[1], GIB) if memory else None,
-        )
+def read(line: str) -> LineContent | None:
+    """Return what a line says; None where it is not one of torchtitan."""
+    if "aving the checkpoint" in line:
+        return LineContent(pause="checkpoint")
+    if "step: " not in line or not (step := _STEP.search(line)):
+        return None
+    if step[1]:
+        return LineContent(pause="evaluation")
+    rate, time, memory = _RATE.search(line), _TIME.search(line), _MEMORY.search(line)
+    found: list[tuple[Source, float | None]] = [
+        ("stated", quantity(time[1]) if time else None),
+        ("tokens", quantity(rate[1]) if rate else None),
+        ("moments", _moment(line) if rate or time else None),
+    ]
+    times = tuple((source, value) for source, value in found if value is not None)
+    if not times:
+        return None
+    return LineContent(
+        step=int(step[2]),
+        times=times,
+        loss=quantity(step[3]),
+        reserved_bytes=quantity(memory[1], GIB) if memory else None,
+    )
 
 
 def _moment(line: str) -> float | None:
@@ -61,4 +58,4 @@ def _moment(line: str) -> float | None:
         return None
 
 
-LOG = LogFormat(name="torchtitan", looked_for="step: N  loss: L  ...  memory: M GiB  tps: T", reader=Reader)
+LOG = LogFormat(name="torchtitan", looked_for="step: N  loss: L  ...  memory: M GiB  tps: T", make_reader=lambda: read)

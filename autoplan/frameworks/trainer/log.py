@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from autoplan.frameworks.common.log_seen import LogFormat, Seen, number, quantity
+from autoplan.frameworks.common.log_lines import LineContent, LogFormat, number, quantity
 
 _LINE = re.compile(r"trainer step (\d{1,12}) \| (\S{1,30}) s \| loss (\S{1,30})")
 
@@ -14,16 +14,13 @@ def line(step: int, step_s: float, loss: float) -> str:
     return f"trainer step {step} | {step_s:.6g} s | loss {loss:.6g}\n"
 
 
-class Reader:
-    """Reads lines of the built-in trainer."""
-
-    def read(self, line: str) -> Seen | None:
-        """Return what a line says; None where it is not one of the trainer's."""
-        match = _LINE.search(line) if "trainer step" in line else None
-        seconds = quantity(match[2]) if match else None
-        if match is None or seconds is None:
-            return None
-        return Seen(step=int(match[1]), times=(("stated", seconds),), loss=number(match[3]))
+def read(line: str) -> LineContent | None:
+    """Return what a line says; None where it is not one of the trainer's."""
+    match = _LINE.search(line) if "trainer step" in line else None
+    seconds = quantity(match[2]) if match else None
+    if match is None or seconds is None:
+        return None
+    return LineContent(step=int(match[1]), times=(("stated", seconds),), loss=number(match[3]))
 
 
-LOG = LogFormat(name="the built-in trainer", looked_for="trainer step N | T s | loss L", reader=Reader)
+LOG = LogFormat(name="the built-in trainer", looked_for="trainer step N | T s | loss L", make_reader=lambda: read)
