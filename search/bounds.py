@@ -492,6 +492,23 @@ def kind_bounds(problem: Problem, space: Space, costs: KindCosts, most_bytes: fl
     return time, least_bytes
 
 
+def plain_bounds(problem: Problem, space: Space, groups: PlanBatch) -> Floats:
+    """Return a time that no plan of each group beats, however much memory it needs.
+
+    Nothing that is recomputed makes a step shorter, but for the launches that hide under the head.  Infinite for
+    groups without plans.
+    """
+    time = np.empty(len(groups))
+    for start in range(0, len(groups), BLOCK_GROUPS):
+        part = groups.take(np.arange(start, min(start + BLOCK_GROUPS, len(groups))))
+        repeating = np.full_like(part.recompute, Recompute.FULL.code)
+        costs = kind_costs(problem, replace(part, recompute=repeating))
+        overhead_s = np.full(len(part), problem.framework.host.step_overhead_s)
+        costs = replace(costs, batch=part, repeat_s=np.zeros_like(costs.repeat_s), rest_s=overhead_s)
+        time[start : start + len(part)], _ = kind_bounds(problem, space, costs)
+    return time
+
+
 def group_bounds(
     problem: Problem, space: Space, groups: PlanBatch, most_bytes: float = np.inf
 ) -> tuple[Floats, Floats]:

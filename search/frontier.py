@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, Ints
-from autoplan.search.bounds import first_layers, group_bounds, kind_bounds, kind_costs
+from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.search.bounds import first_layers, group_bounds, kind_bounds, kind_costs, plain_bounds
 from autoplan.search.findings import FITS, RISKY, Incumbents
 from autoplan.search.objectives import Measure, measure_bounds
 from autoplan.search.space import Cell, Space
@@ -20,6 +20,7 @@ from autoplan.spec.problem import Problem
 SAFE_Z = {FITS: RISKY_Z, RISKY: OOM_Z}  # a plan of the verdict is no nearer to the capacity
 # Kinds bounded in one go: enough that numpy's cost per call is small, few enough that the arrays stay in the cache.
 BLOCK_KINDS = 8192
+SHARP_GROUPS = 4096  # groups bounded sharply in one go
 
 
 def limit_bytes(problem: Problem, verdict: int) -> float:
@@ -35,7 +36,11 @@ def best_first(bounds: Floats) -> Ints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
-    """All groups of a space and measures that their plans cannot beat."""
+    """All groups of a space and measures that their plans cannot beat.
+
+    In the time alone the bounds are plain ones at first, quick to compute, which look at no memory; they become sharp
+    for groups that plain ones do not rule out.
+    """
 
     problem: Problem
     space: Space
@@ -44,7 +49,8 @@ class Frontier:
     groups: PlanBatch
     owner: Ints  # the cell of each group
     bounds: Floats  # shape (groups, measures)
-    least_bytes: Floats
+    least_bytes: Floats  # none where the bounds are plain
+    is_sharp: Bools
     kinds_per_group: Ints  # of each cell
 
     @classmethod
@@ -52,21 +58,55 @@ class Frontier:
         """Bound all groups of a space."""
         cells = space.cells()
         groups, owner = space.groups(cells)
-        step_s, least_bytes = group_bounds(problem, space, groups, limit_bytes(problem, RISKY))
-        return cls(
+        count = len(groups)
+        frontier = cls(
             problem=problem,
             space=space,
             measures=tuple(measures),
             cells=cells,
             groups=groups,
             owner=owner,
-            bounds=measure_bounds(problem, measures, step_s / groups.global_batch, least_bytes),
-            least_bytes=least_bytes,
+            bounds=np.empty((count, len(measures))),
+            least_bytes=np.zeros(count),
+            is_sharp=np.zeros(count, dtype=np.bool_),
             kinds_per_group=np.array([space.kinds_of_group(cell) for cell in cells], dtype=np.int64),
         )
+        if frontier.measures == ("time",):
+            frontier.bounds[:, 0] = plain_bounds(problem, space, groups) / groups.global_batch
+        else:
+            frontier.sharpen(np.arange(count))
+        return frontier
 
-    def usable(self, verdict: int) -> Ints:
-        """Return the groups of which a plan may be as safe as `verdict`, best first."""
+    def sharpen(self, groups: Ints) -> None:
+        """Bound `groups` sharply, where they are not."""
+        groups = groups[~self.is_sharp[groups]]
+        if not len(groups):
+            return
+        batch = self.groups.take(groups)
+        step_s, least_bytes = group_bounds(self.problem, self.space, batch, limit_bytes(self.problem, RISKY))
+        self.bounds[groups] = measure_bounds(self.problem, self.measures, step_s / batch.global_batch, least_bytes)
+        self.least_bytes[groups] = least_bytes
+        self.is_sharp[groups] = True
+
+    def first(self, verdict: int, count: int) -> Ints:
+        """Return the first `count` of the usable groups, best first: the same as if all bounds were sharp."""
+        while True:
+            usable = self._usable(verdict)
+            if self.is_sharp[usable[:count]].all():
+                return usable[:count]
+            plain = usable[~self.is_sharp[usable]]
+            self.sharpen(np.sort(plain[:SHARP_GROUPS]))
+
+    def usable(self, verdict: int, incumbents: Incumbents | None = None) -> Ints:
+        """Return the groups of which a plan may be as safe as `verdict`, best first.
+
+        Their bounds are sharp, but for those that `incumbents` rule out.
+        """
+        groups = self._usable(verdict)
+        self.sharpen(np.sort(groups[~incumbents.rules_out(self.bounds[groups])] if incumbents else groups))
+        return self._usable(verdict)
+
+    def _usable(self, verdict: int) -> Ints:
         groups = np.flatnonzero(self.least_bytes <= limit_bytes(self.problem, verdict))
         return groups[best_first(self.bounds[groups])]
 

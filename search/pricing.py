@@ -34,10 +34,9 @@ def price_candidates(frontier: Frontier, verdict: int, findings: Findings) -> No
 
     The groups with the least bounds are looked at, and more of them until something is as safe as `verdict`.
     """
-    groups = frontier.usable(verdict)
     done, size = 0, CANDIDATE_GROUPS
-    while done < len(groups) and not len(findings.winners):
-        plans = _promising(frontier, groups[done : done + size], ROOM * limit_bytes(frontier.problem, verdict))
+    while len(groups := frontier.first(verdict, done + size)[done:]) and not len(findings.winners):
+        plans = _promising(frontier, groups, ROOM * limit_bytes(frontier.problem, verdict))
         for at in range(0, len(plans), FIRST_CANDIDATES):
             costs = estimate(frontier.problem, plans.take(np.arange(at, min(at + FIRST_CANDIDATES, len(plans)))))
             good = np.flatnonzero(costs.verdict == verdict)
@@ -46,7 +45,7 @@ def price_candidates(frontier: Frontier, verdict: int, findings: Findings) -> No
                 findings.winners.offer(values[:, 0], batch)
                 findings.incumbents.offer(values, batch)
                 break
-        done, size = done + size, 4 * size
+        done, size = done + size, 2 * size
 
 
 def _promising(frontier: Frontier, groups: Ints, room_bytes: float) -> PlanBatch:
@@ -128,7 +127,7 @@ class _BlockPricer:
             incumbents.skip(bounds[part[is_out]])
             if not is_out.all():
                 yield part[~is_out]
-            done, size = done + size, min(growth * size, most)
+            done, size = done + size, 2 * size
 
     def price_kinds(self, kinds: PlanBatch, owner: Ints) -> None:
         """Price the plans of some kinds that their bounds leave a chance, best bounds first."""
@@ -194,6 +193,7 @@ def closest(frontier: Frontier) -> RankedPlan | None:
     """Return the legal plan that needs least memory."""
     problem, space = frontier.problem, frontier.space
     best: RankedPlan | None = None
+    frontier.sharpen(np.arange(len(frontier.groups)))
     for groups in frontier.blocks(np.argsort(frontier.least_bytes, kind="stable")):
         if best and frontier.least_bytes[groups].min() >= best.memory_bytes:
             break

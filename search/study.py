@@ -176,8 +176,9 @@ class _Search:
     def _open(self, verdict: int) -> OpenKinds:
         """Return the kinds that the candidates leave open."""
         if verdict not in self._open_kinds:
-            groups, candidates = self._frontier.usable(verdict), self._candidate_findings(verdict)
-            self._open_kinds[verdict] = OpenKinds.of(self._frontier, verdict, groups, candidates.incumbents)
+            incumbents = self._candidate_findings(verdict).incumbents
+            groups = self._frontier.usable(verdict, incumbents)
+            self._open_kinds[verdict] = OpenKinds.of(self._frontier, verdict, groups, incumbents)
         return self._open_kinds[verdict]
 
     def _merged(self, verdict: int, results: Sequence[BlockResult]) -> Findings:

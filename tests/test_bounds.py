@@ -13,7 +13,15 @@ from autoplan.frameworks.common.rules import legal
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.frameworks.registry import book_of
 from autoplan.readers.cluster import load_cluster
-from autoplan.search.bounds import first_layers, group_bounds, kind_bounds, kind_costs, plan_bounds, spread_of
+from autoplan.search.bounds import (
+    first_layers,
+    group_bounds,
+    kind_bounds,
+    kind_costs,
+    plain_bounds,
+    plan_bounds,
+    spread_of,
+)
 from autoplan.search.limits import default_limits, with_flags
 from autoplan.search.space import Inside, Space
 from autoplan.search.study import search
@@ -193,8 +201,11 @@ def test_bounds_of_kinds_and_groups_lie_below_those_of_their_plans(made: tuple[P
     most_bytes = float(np.quantile(np.concatenate([one.memory_bytes.ravel() for one in found]), share))
     kind_s, kind_bytes = kind_bounds(problem, space, costs, most_bytes)
     group_s, group_bytes = group_bounds(problem, space, groups, most_bytes)
+    plain_s = plain_bounds(problem, space, groups)
+    assert (plain_s <= group_s * (1 + 1e-9)).all()
     for one in found:
         some = one.kinds
+        assert (plain_s[of_group[some]] <= one.step_s.min(axis=1) * (1 + 1e-9)).all()
         least = one.memory_bytes.min(axis=1) * (1 + 1e-9)
         first = np.where(one.memory_bytes <= most_bytes, one.step_s, np.inf).min(axis=1) * (1 + 1e-9)
         assert (kind_s[some] <= first).all()
