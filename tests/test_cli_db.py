@@ -117,6 +117,32 @@ def test_a_list_is_narrowed_by_host_status_and_day(folder: Path) -> None:
         assert "write a day or a moment in UTC" in bad(folder, "list", "--db", "a.db", "--since", since)
 
 
+def test_a_choice_is_hidden_and_approved_at_once(folder: Path) -> None:
+    hot = [replace(GEMM, shape=(8 * at, 8, 8), host="n04", measured_at="2026-11-22T09:00:00Z") for at in range(1, 4)]
+    with open_store(str(folder / "a.db")) as store:
+        store.add([*hot, replace(hot[0], measured_at="2026-11-24T09:00:00Z", conditions={})])
+    on = ("--db", "a.db")
+    choice = (*on, "--host", "n04", "--since", "2026-11-22", "--until", "2026-11-23", "--operation", "gemm")
+    assert len(json.loads(good(folder, "list", *choice, "--json"))) == 3
+    assert run(folder, "hide", *choice, "--reason", "fan stood still").stderr == "3 hidden, 0 were already\n"
+    assert good(folder, "list", *choice).count("n04") == 0
+    listed = json.loads(good(folder, "list", *on, "--review", "hidden", "--json"))
+    assert [entry["review"] for entry in listed] == ["hidden"] * 3
+    changed = json.loads(good(folder, "approve", *choice, "--reason", "fan was replaced before", "--json"))
+    assert (changed["changed"], changed["as_before"]) == (3, 0)
+    assert len(json.loads(good(folder, "list", *on, "--review", "approved", "--json"))) == 3
+    assert len(json.loads(good(folder, "list", *on, "--review", "proposed", "--json"))) == 5
+    words = json.loads(good(folder, "show", hot[0].key, *on, "--json"))["words"]
+    assert [(word["hides"], word["reason"]) for word in words] == [
+        (False, "fan was replaced before"),
+        (True, "fan stood still"),
+    ]
+    one = "name records by their keys, or choose them by --host"
+    assert one in bad(folder, "hide", *on, "--reason", "all of it")
+    assert one in bad(folder, "hide", GEMM.key, *on, "--host", "n04", "--reason", "both")
+    assert "write a day" in bad(folder, "hide", *on, "--until", "soon", "--reason", "x")
+
+
 def test_a_list_that_is_cut_says_so(folder: Path) -> None:
     from test_run_record import RUN
 
@@ -150,13 +176,13 @@ def test_push_pull_and_hide_travel(folder: Path) -> None:
     assert json.loads(good(folder, "show", GEMM.key, "--db", "c.db", "--json"))["hidden"]["reason"] == "hotGPU"
     assert GEMM.key[:12] not in good(folder, "list", "--db", "c.db")
     assert GEMM.key[:12] in good(folder, "list", "--db", "c.db", "--hidden")
-    back = run(folder, "unhide", GEMM.key[:8], "--reason", "was cool", "--db", "b.db").stderr
-    assert back == "1 in use again, 0 were not hidden\n"
+    back = run(folder, "approve", GEMM.key[:8], "--reason", "was cool", "--db", "b.db").stderr
+    assert back == "1 approved, 0 were already\n"
     good(folder, "pull", "b.db", "--db", "c.db")
     assert GEMM.key[:12] in good(folder, "list", "--db", "c.db")
 
 
-@pytest.mark.parametrize("name", ["hide", "unhide"])
+@pytest.mark.parametrize("name", ["hide", "approve"])
 def test_a_wrong_name_makes_no_database(tmp_path: Path, name: str) -> None:
     said = bad(tmp_path, name, GEMM.key, "--reason", "hot", "--db", "typo.db")
     assert "typo.db: no such file: `autoplan profile` or `autoplan db import` makes one" in said
@@ -234,7 +260,7 @@ def test_the_tables_of_aiconfigurator_are_imported(folder: Path) -> None:
 
 def test_commands_are_described() -> None:
     shown = subprocess.run([*AUTOPLAN, "db", "--help"], capture_output=True, text=True, check=True).stdout
-    for name in ("info", "list", "show", "push", "pull", "export", "import", "check", "hide", "unhide"):
+    for name in ("info", "list", "show", "push", "pull", "export", "import", "check", "hide", "approve"):
         assert re.search(rf"^  {name}\s+\w", shown, re.MULTILINE)
 
 

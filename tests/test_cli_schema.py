@@ -76,7 +76,7 @@ def validate(folder: Path, kind: str, text: str) -> Any:
         ("db export", ("a.jsonl.gz", "--db", "a.db")),
         ("db check", ("--db", "a.db")),
         ("db hide", (GEMM.key[:12], "--reason", "hot", "--db", "a.db")),
-        ("db unhide", (GEMM.key[:12], "--reason", "cool", "--db", "a.db")),
+        ("db approve", (GEMM.key[:12], "--reason", "cool", "--db", "a.db")),
         ("db import", ("a.jsonl.gz", "--db", "d.db")),
     ],
 )

@@ -25,7 +25,7 @@ from sqlalchemy import MetaData, inspect, text
 
 from autoplan.base.errors import InputError, StoreError, StoreWarning
 from autoplan.profiler.record import SLOWED, Fingerprint, Mode, Record, Status
-from autoplan.profiler.store import Store, match, open_store, schema
+from autoplan.profiler.store import Beside, Store, match, open_store, schema
 from autoplan.profiler.store import store as store_module
 from autoplan.profiler.store.database import open_database
 from autoplan.spec.timing import Match
@@ -136,9 +136,25 @@ def test_a_hidden_record_is_kept_and_not_used(store: Store) -> None:
     assert list(store.records()) == []
 
 
+def test_a_record_is_proposed_until_a_person_approves_or_hides_it(store: Store) -> None:
+    impossible, other = replace(GEMM, samples_s=(1e-5,) * 5), replace(GEMM, shape=(8, 8, 8))
+    store.add([GEMM, impossible, other])
+    everything = [GEMM.key, impossible.key, other.key]
+    assert list(store.reviews(everything).values()) == ["proposed", "hidden", "proposed"]
+    assert store.change(everything, hides=False, by="ada", reason="looked at them") == 3
+    assert store.change(everything, hides=False, by="bob", reason="I too") == 0
+    assert set(store.reviews(everything).values()) == {"approved"}
+    assert len(list(store.records())) == 3
+    assert store.change([other.key], hides=True, by="cid", reason="hot") == 1
+    chosen = [set(store.keys(beside=Beside(review=review))) for review in ("proposed", "approved", "hidden")]
+    assert chosen == [set(), {GEMM.key, impossible.key}, {other.key}]
+    assert [(word.by, word.hides) for word in store.words(other.key)] == [("cid", True), ("ada", False)]
+    with pytest.raises(InputError, match="review 'good': known are proposed, approved, hidden"):
+        Beside(review="good")
+
+
 def test_a_hidden_record_is_taken_back_into_use_and_nothing_is_forgotten(store: Store) -> None:
     store.add([GEMM])
-    assert store.change([GEMM.key], hides=False, by="bob", reason="") == 0
     store.change([GEMM.key], hides=True, by="ada", reason="hot GPU")
     assert store.change([GEMM.key, "0" * 64], hides=False, by="bob", reason="fan was replaced before") == 1
     assert store.change([GEMM.key], hides=False, by="bob", reason="again") == 0

@@ -19,7 +19,8 @@ from autoplan.profiler.record import Record
 from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store import ALL, Added, Beside, Finding, Mark, Store
 from autoplan.profiler.store.exchange import write_exchange
-from autoplan.spec.operations import SHAPES
+from autoplan.profiler.store.marks import OPERATIONS, RUNS
+from autoplan.spec.operations import SHAPES, Operation
 
 # `db` is the path or URL of a database; None: AUTOPLAN_DB, else a file in the user's data folder.
 OnBatch = Callable[[int], None] | None  # takes how many records have been taken in
@@ -50,14 +51,16 @@ def list_records(
 
     `trust` names those whose measurements count.
     """
-    if operation is not None and operation not in SHAPES:
-        raise InputError(f"--operation {operation!r}: known are {', '.join(SHAPES)}")
+    wanted = _operations(operation)
     with _reading(db) as store:
-        wanted = [operation] if operation else None
         records = store.records(
             device=device, operations=wanted, trust=trust or None, include_hidden=hidden, beside=beside or ALL
         )
-        return [Listed(key=record.key, seconds=_seconds(record), record=record) for record in islice(records, limit)]
+        by_key = {record.key: record for record in islice(records, limit)}
+        reviews = store.reviews(by_key)
+    return [
+        Listed(key=key, seconds=_seconds(record), review=reviews[key], record=record) for key, record in by_key.items()
+    ]
 
 
 def list_runs(
@@ -72,16 +75,27 @@ def list_runs(
     """Return the first `limit` training runs, in the order in which they came in; hidden ones with `hidden` alone."""
     with _reading(db) as store:
         runs = store.runs(device=device, trust=trust or None, include_hidden=hidden, beside=beside or ALL)
-        return [ListedRun(key=run.key, seconds=run.seconds, run=run) for run in islice(runs, limit)]
+        by_key = {run.key: run for run in islice(runs, limit)}
+        reviews = store.reviews(by_key, RUNS)
+    return [ListedRun(key=key, seconds=run.seconds, review=reviews[key], run=run) for key, run in by_key.items()]
+
+
+def _operations(name: str | None) -> list[Operation] | None:
+    """Return the operation of that name, None for all."""
+    if name is None:
+        return None
+    if name not in SHAPES:
+        raise InputError(f"--operation {name!r}: known are {', '.join(SHAPES)}")
+    return [name]
 
 
 def find(key: str, db: str | None = None) -> Shown | ShownRun:
     """Return the record or the training run whose key begins so, with the mark that hides it."""
     with _reading(db) as store:
-        row, mark = store.find(key.lower())
+        (row, mark), words = store.find(key.lower()), store.words(key.lower())
     if isinstance(row, RunRecord):
-        return ShownRun(key=row.key, seconds=row.seconds, run=row, hidden=mark)
-    return Shown(key=row.key, seconds=_seconds(row), record=row, hidden=mark)
+        return ShownRun(key=row.key, seconds=row.seconds, run=row, hidden=mark, words=words)
+    return Shown(key=row.key, seconds=_seconds(row), record=row, hidden=mark, words=words)
 
 
 def _seconds(record: Record) -> float | None:
@@ -95,7 +109,7 @@ def copy(
     trust: Collection[str] | None = None,
     on_batch: OnBatch = None,
 ) -> Added:
-    """Add what one database holds to another, runs too, and hide and unhide there what was here."""
+    """Add what one database holds to another, runs too, and hide and approve there what was here."""
     with _reading(source) as store, opened_store(target, writable=True) as other:
         records, runs = store.records(trust=trust or None), store.runs(trust=trust or None)
         return other.add(chain(records, runs, store.marks()), on_batch=on_batch)
@@ -143,8 +157,27 @@ def check(db: str | None = None) -> list[Finding]:
         return list(store.check())
 
 
+def change_chosen(
+    reason: str,
+    db: str | None = None,
+    *,
+    hides: bool,
+    runs: bool = False,
+    device: str | None = None,
+    operation: str | None = None,
+    trust: Collection[str] | None = None,
+    beside: Beside | None = None,
+) -> Changed:
+    """Hide or approve all records of a choice, or all runs of it with `runs`."""
+    of, operations = RUNS if runs else OPERATIONS, _operations(operation)
+    with opened_store(db, writable=True, creates=False) as store:
+        keys = store.keys(of, device=device, operations=operations, trust=trust or None, beside=beside or ALL)
+        num_new = store.change(keys, hides=hides, by=user_name(), reason=cleaned(reason))
+    return Changed(changed=num_new, as_before=len(keys) - num_new)
+
+
 def change(keys: Collection[str], reason: str, db: str | None = None, *, hides: bool) -> Changed:
-    """Hide records and runs, or take them back into use; `keys` may be what their keys begin with."""
+    """Hide records and runs, or approve them; `keys` may be what their keys begin with."""
     with opened_store(db, writable=True, creates=False) as store:
         full_keys = [store.whole_key(key.lower()) for key in keys]
         num_new = store.change(full_keys, hides=hides, by=user_name(), reason=cleaned(reason))

@@ -140,10 +140,11 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """Output of `db list`: a record."""
+    """Output of `db list`: a record; `review` says whether a person has approved it, or it is proposed or hidden."""
 
     key: str
     seconds: float | None
+    review: str
     record: Record
 
 
@@ -153,27 +154,30 @@ class ListedRun:
 
     key: str
     seconds: float | None
+    review: str
     run: RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """Output of `db show`: a record, and who hid it."""
+    """Output of `db show`: a record, who hid it, and all that was said of it, the newest word first."""
 
     key: str
     seconds: float | None
     record: Record
     hidden: Mark | None
+    words: list[Mark]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownRun:
-    """Output of `db show`: a training run, and who hid it."""
+    """Output of `db show`: a training run, who hid it, and all that was said of it."""
 
     key: str
     seconds: float | None
     run: RunRecord
     hidden: Mark | None
+    words: list[Mark]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +192,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """Output of `db hide` and `db unhide`."""
+    """Output of `db hide` and `db approve`."""
 
     changed: int
     as_before: int

@@ -37,7 +37,7 @@ PRINTED = {
     "db export": "db-export",
     "db check": "db-check",
     "db hide": "db-hide",
-    "db unhide": "db-hide",
+    "db approve": "db-hide",
 }
 KINDS = tuple(dict.fromkeys((*FILES, *PRINTED.values())))
 

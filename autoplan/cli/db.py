@@ -28,9 +28,23 @@ db: typer.Typer = typer.Typer(
 
 OtherArgument = Annotated[str, typer.Argument(metavar="URL", help="The other database, as for --db.")]
 KeysArgument = Annotated[
-    list[str], typer.Argument(metavar="KEY...", help="Keys of records or runs, or how they begin.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY...]", help="Keys of records or runs, or how they begin; else all that the options choose."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+OperationOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only of this operation: gemm, layer.")]
+HostOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only what this host measured.")]
+StatusOption = Annotated[
+    str | None, typer.Option(metavar="STATUS", help="Only ok, unstable, contaminated, oom or failed ones.")
+]
+SinceOption = Annotated[str | None, typer.Option(metavar="DAY", help="Only what was measured from 2026-11-24 on.")]
+UntilOption = Annotated[str | None, typer.Option(metavar="DAY", help="Only what was measured before 2026-11-24.")]
+ReviewOption = Annotated[
+    str | None, typer.Option(metavar="STATE", help="Only proposed, approved or hidden ones: what people said of them.")
+]
+RunsOption = Annotated[bool, typer.Option("--runs", help="Training runs instead of operations.")]
 TrustOption = Annotated[list[str] | None, typer.Option(metavar="WHO", help="Only what they measured; may be repeated.")]
 DeviceOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only of this device, such as h100-sxm.")]
 
@@ -61,15 +75,15 @@ def list_(
     context: typer.Context,
     url: DbOption = None,
     device: DeviceOption = None,
-    operation: Annotated[str | None, typer.Option(metavar="NAME", help="Only of this operation: gemm, layer.")] = None,
+    operation: OperationOption = None,
     trust: TrustOption = None,
-    host: Annotated[str | None, typer.Option(metavar="NAME", help="Only what this host measured.")] = None,
-    status: Annotated[
-        str | None, typer.Option(metavar="STATUS", help="Only ok, unstable, contaminated, oom or failed ones.")
-    ] = None,
-    since: Annotated[str | None, typer.Option(metavar="DAY", help="Only what was measured from 2026-11-24 on.")] = None,
+    host: HostOption = None,
+    status: StatusOption = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    review: ReviewOption = None,
     hidden: Annotated[bool, typer.Option("--hidden", help="Hidden ones as well.")] = False,
-    runs: Annotated[bool, typer.Option("--runs", help="Training runs instead of operations.")] = False,
+    runs: RunsOption = False,
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="At most so many.")] = 100,
     json: JsonOption = False,
 ) -> None:
@@ -77,7 +91,8 @@ def list_(
     from autoplan.profiler.store import Beside  # brings SQLAlchemy
 
     place, most = whole_url(context, url), limit + 1  # one more tells whether there are more
-    beside = Beside(host=host, status=status, since=since)
+    beside = Beside(host=host, status=status, since=since, until=until, review=review)
+    hidden = hidden or review == "hidden"
     if not runs:
         records = api.database.list_records(
             place, device=device, operation=operation, trust=trust, hidden=hidden, beside=beside, limit=most
@@ -100,6 +115,7 @@ RECORD_COLUMNS: dict[str, Callable[[Any], object]] = {
     "device": lambda row: row.record.fingerprint.device,
     "kernel": lambda row: row.record.kernel,
     "mode": lambda row: row.record.mode,
+    "review": lambda row: row.review,
     "by": lambda row: row.record.measured_by,
     "host": lambda row: row.record.host,
     "day": lambda row: row.record.measured_at[:10],
@@ -114,6 +130,7 @@ RUN_COLUMNS: dict[str, Callable[[Any], object]] = {
     "memory": lambda row: format_bytes(row.run.peak_bytes) if row.run.peak_bytes else "",
     "status": lambda row: row.run.status,
     "device": lambda row: row.run.fingerprint.device,
+    "review": lambda row: row.review,
     "by": lambda row: row.run.measured_by,
     "host": lambda row: row.run.host,
     "day": lambda row: row.run.measured_at[:10],
@@ -157,7 +174,7 @@ def pull(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Add what another database holds to this one, and hide and unhide here what was there; reading it suffices."""
+    """Add what another database holds to this one, and hide and approve here what was there; reading it suffices."""
     _copy(whole_url(context, from_), whole_url(context, url), trust, json=json, quiet=quiet)
 
 
@@ -185,7 +202,7 @@ def export(
     )
     if json:
         _print_json(written)
-    marks = f" and {written.marks:,} marks that hide or unhide" if written.marks else ""
+    marks = f" and {written.marks:,} marks that hide or approve" if written.marks else ""
     print(f"{written.records:,} records and {written.runs:,} runs{marks} written to {file}", file=sys.stderr)
 
 
@@ -240,34 +257,72 @@ def check(context: typer.Context, url: DbOption = None, json: JsonOption = False
 @db.command()
 def hide(
     context: typer.Context,
-    keys: KeysArgument,
     reason: Annotated[str, typer.Option(metavar="WHY", help="Why they shall not be used.")],
+    keys: KeysArgument = None,
     url: DbOption = None,
+    device: DeviceOption = None,
+    operation: OperationOption = None,
+    trust: TrustOption = None,
+    host: HostOption = None,
+    status: StatusOption = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    review: ReviewOption = None,
+    runs: RunsOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Take records or runs out of use; they stay in the database with your name and reason."""
-    _change(keys, reason, whole_url(context, url), "hidden", "were already", hides=True, json=json)
+    """Take records or runs out of use; they stay in the database with your name and reason.
+
+    `autoplan db list` with the same options shows before what they choose.
+    """
+    _change(context, "hidden", hides=True)
 
 
 @db.command()
-def unhide(
+def approve(
     context: typer.Context,
-    keys: KeysArgument,
-    reason: Annotated[str, typer.Option(metavar="WHY", help="Why they may be used after all.")],
+    reason: Annotated[str, typer.Option(metavar="WHY", help="Why they may be used.")],
+    keys: KeysArgument = None,
     url: DbOption = None,
+    device: DeviceOption = None,
+    operation: OperationOption = None,
+    trust: TrustOption = None,
+    host: HostOption = None,
+    status: StatusOption = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    review: ReviewOption = None,
+    runs: RunsOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Take hidden records and runs back into use, quarantined ones too; who hid them, and why, stays there."""
-    _change(keys, reason, whole_url(context, url), "in use again", "were not hidden", hides=False, json=json)
+    """Say with your name that records or runs are right; hidden and quarantined ones are used again.
+
+    What was said before, by whom and why, stays there: `autoplan db show KEY`.
+    """
+    _change(context, "approved", hides=False)
 
 
-def _change(
-    keys: list[str], reason: str, url: str | None, changed: str, as_before: str, *, hides: bool, json: bool
-) -> None:
-    counts = api.database.change(keys, reason, url, hides=hides)
-    if json:
+def _change(context: typer.Context, changed: str, *, hides: bool) -> None:
+    """Hide or approve what was named or chosen on the command line."""
+    from autoplan.profiler.store import Beside  # brings SQLAlchemy
+
+    given = context.params
+    chosen = {name: given[name] for name in ("device", "operation", "trust") if given[name]}
+    beside = {name: given[name] for name in ("host", "status", "since", "until", "review") if given[name]}
+    if bool(given["keys"]) == bool(chosen or beside or given["runs"]):
+        raise InputError("name records by their keys, or choose them by --host, --since and the like: one of both")
+    if given["operation"] and given["runs"]:
+        raise InputError("--runs chooses training runs, which have no --operation")
+    url = whole_url(context, given["url"])
+    if given["keys"]:
+        counts = api.database.change(given["keys"], given["reason"], url, hides=hides)
+    else:
+        counts = api.database.change_chosen(
+            given["reason"], url, hides=hides, runs=given["runs"], beside=Beside(**beside), **chosen
+        )
+    if given["json"]:
         _print_json(counts)
-    print(f"{counts.changed:,} {changed}, {counts.as_before:,} {as_before}", file=sys.stderr)
+    print(f"{counts.changed:,} {changed}, {counts.as_before:,} were already", file=sys.stderr)
 
 
 def _print_added(added: Added, *, json: bool) -> None:
@@ -276,7 +331,7 @@ def _print_added(added: Added, *, json: bool) -> None:
         return
     text = f"{added.new:,} new, {added.held:,} held already"
     if added.marks:
-        text += f"; {added.marks:,} new marks that hide or unhide"
+        text += f"; {added.marks:,} new marks that hide or approve"
     if added.first:
         text += f"; {added.quarantined:,} quarantined, the first {added.first.key[:12]}: {added.first.reason}"
     typer.echo(text)

@@ -1,4 +1,4 @@
-"""Marks that hide records or take them back into use: appended, never taken away."""
+"""Marks that hide or approve records: appended, never taken away.  What no person has spoken of is proposed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal, get_args
 
-from sqlalchemy import ColumnElement, Connection, Select, Table, case, exists, func, select
+from sqlalchemy import ColumnElement, Connection, Select, Table, and_, case, exists, func, select
 
 from autoplan.base.errors import InputError
 from autoplan.profiler.record import check_text, is_moment
 from autoplan.profiler.store.schema import insert_new, marks, records, run_marks, runs
 
 BY_CHECK = "check"
+# Proposed: in use, and no person has said a word; approved: by a person; hidden: by a person, or by the check alone.
+Review = Literal["proposed", "approved", "hidden"]
+REVIEWS: tuple[Review, ...] = get_args(Review)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ OPERATIONS, RUNS = Marked(records, marks), Marked(runs, run_marks)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Decision to hide a record of an operation or a run, or to take it back into use: by whom, why and when."""
+    """Decision to hide a record of an operation or a run, or to approve it: by whom, why and when."""
 
     key: str
     by: str
@@ -47,9 +50,32 @@ class Mark:
 
 def hidden_ids(of: Marked = OPERATIONS) -> Select[Any]:
     """Ids of the rows that are out of use: the newest word of a person counts, the check's only where none spoke."""
-    marks = of.marks.c
-    hidden_at, used_at = (func.max(case((kind, _moment(of)))) for kind in (marks.hides, ~marks.hides))
-    return select(marks.record_id).group_by(marks.record_id).having(hidden_at >= func.coalesce(used_at, ""))
+    hidden_at, used_at = _moments(of)
+    return _marked_ids(of).having(hidden_at >= func.coalesce(used_at, ""))
+
+
+def approved_ids(of: Marked = OPERATIONS) -> Select[Any]:
+    """Ids of the rows of which the newest word of a person is that they may be used."""
+    hidden_at, used_at = _moments(of)
+    return _marked_ids(of).having(used_at > func.coalesce(hidden_at, ""))
+
+
+def _moments(of: Marked) -> tuple[ColumnElement[str], ColumnElement[str]]:
+    """Return when a row was last hidden, and last approved."""
+    hidden_at, used_at = (func.max(case((kind, _moment(of)))) for kind in (of.marks.c.hides, ~of.marks.c.hides))
+    return hidden_at, used_at
+
+
+def _marked_ids(of: Marked) -> Select[Any]:
+    return select(of.marks.c.record_id).group_by(of.marks.c.record_id)
+
+
+def is_reviewed(review: Review, of: Marked = OPERATIONS) -> ColumnElement[bool]:
+    """Tell whether a row is proposed, approved or hidden."""
+    of_id = of.rows.c.id
+    if review == "proposed":
+        return and_(of_id.not_in(hidden_ids(of)), of_id.not_in(approved_ids(of)))
+    return of_id.in_(hidden_ids(of) if review == "hidden" else approved_ids(of))
 
 
 def is_hidden(of: Marked = OPERATIONS) -> ColumnElement[bool]:
@@ -57,16 +83,12 @@ def is_hidden(of: Marked = OPERATIONS) -> ColumnElement[bool]:
     return of.rows.c.id.in_(hidden_ids(of))
 
 
-def hiding_mark(connection: Connection, of: Marked, row_id: int, key: str) -> Mark | None:
-    """The mark that hides a row."""
-    marks = of.marks.c
-    row = connection.execute(
-        select(of.marks)
-        .where(marks.record_id == row_id, marks.hides, marks.record_id.in_(hidden_ids(of)))
-        .order_by(_moment(of).desc(), marks.id)
-        .limit(1)
-    ).first()
-    return Mark(key=key, by=row.by, reason=row.reason, at=row.at) if row else None
+def marks_of(connection: Connection, of: Marked, row_id: int, key: str) -> list[Mark]:
+    """All that was said of a row, the newest word first."""
+    query = select(of.marks).where(of.marks.c.record_id == row_id).order_by(_moment(of).desc(), of.marks.c.hides.desc())
+    return [
+        Mark(key=key, by=row.by, reason=row.reason, at=row.at, hides=row.hides) for row in connection.execute(query)
+    ]
 
 
 def add_marks(connection: Connection, of: Marked, new: Sequence[Mark]) -> int:
@@ -85,8 +107,8 @@ def add_marks(connection: Connection, of: Marked, new: Sequence[Mark]) -> int:
 
 
 def change(connection: Connection, of: Marked, keys: Collection[str], *, hides: bool, by: str, reason: str) -> int:
-    """Hide rows, or take them back into use; how many were not so before."""
-    was_otherwise = ~is_hidden(of) if hides else is_hidden(of)
+    """Hide rows, or approve them; how many were not so before."""
+    was_otherwise = ~is_reviewed("hidden" if hides else "approved", of)
     changed_keys = connection.scalars(select(of.rows.c.key).where(of.rows.c.key.in_(keys), was_otherwise)).all()
     return add_marks(
         connection, of, [Mark(key=key, by=by, reason=reason, at=now(), hides=hides) for key in changed_keys]

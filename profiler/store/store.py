@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 import numpy as np
-from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, case, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, or_, select
 
 from autoplan.base.errors import InputError, StoreError
 from autoplan.profiler.contention import BesideProducts
@@ -25,14 +25,17 @@ from autoplan.profiler.selection import DISTURBED, may_stand_in
 from autoplan.profiler.store.database import Database
 from autoplan.profiler.store.marks import (
     OPERATIONS,
+    REVIEWS,
     RUNS,
     Mark,
     Marked,
+    Review,
     add_marks,
     change,
     hidden_ids,
-    hiding_mark,
     is_hidden,
+    is_reviewed,
+    marks_of,
     now,
     quarantine,
 )
@@ -73,22 +76,35 @@ class Beside:
     host: str | None = None
     status: str | None = None
     since: str | None = None  # a day or moment, as ISO 8601 writes it in UTC
+    until: str | None = None  # the same: what was measured before it
+    review: str | None = None
 
     def __post_init__(self) -> None:
         known = dict.fromkeys((*get_args(Status), *get_args(RunStatus)))
         if self.status is not None and self.status not in known:
             raise InputError(f"status {self.status!r}: known are {', '.join(known)}")
-        if self.since is not None and not is_moment(self.since if "T" in self.since else f"{self.since}T00:00Z"):
-            raise InputError(
-                f"since {self.since!r}: write a day or a moment in UTC, as 2026-11-24 or 2026-11-24T16:00Z"
-            )
+        if self.review not in (None, *REVIEWS):
+            raise InputError(f"review {self.review!r}: known are {', '.join(REVIEWS)}")
+        for name in ("since", "until"):
+            moment = getattr(self, name)
+            if moment is not None and not is_moment(moment if "T" in moment else f"{moment}T00:00Z"):
+                raise InputError(
+                    f"{name} {moment!r}: write a day or a moment in UTC, as 2026-11-24 or 2026-11-24T16:00Z"
+                )
 
-    def conditions(self, table: Table) -> list[ColumnElement[bool]]:
+    def conditions(self, of: Marked) -> list[ColumnElement[bool]]:
         """Return the conditions on rows of a table."""
+        columns = of.rows.c
         conditions = [
-            table.c[name] == getattr(self, name) for name in ("host", "status") if getattr(self, name) is not None
+            columns[name] == getattr(self, name) for name in ("host", "status") if getattr(self, name) is not None
         ]
-        return [*conditions, table.c.measured_at >= self.since] if self.since is not None else conditions
+        if self.since is not None:
+            conditions.append(columns.measured_at >= self.since)
+        if self.until is not None:
+            conditions.append(columns.measured_at < self.until)
+        if self.review is not None:
+            conditions.append(is_reviewed(cast(Review, self.review), of))
+        return conditions
 
 
 ALL = Beside()
@@ -231,15 +247,11 @@ class Store:
         beside: Beside = ALL,
     ) -> Iterator[Record]:
         """Records in the order in which they were added; `trust` names those whose measurements count."""
-        query = select(records)
-        if device is not None:
-            query = query.where(records.c.fingerprint_id.in_(self._machines(device)))
-        for column, wanted in (("operation", operations), ("measured_by", trust)):
-            if wanted is not None:
-                query = query.where(records.c[column].in_(list(wanted)))
+        query = self._chosen(OPERATIONS, select(records), device=device, trust=trust, beside=beside)
+        if operations is not None:
+            query = query.where(records.c.operation.in_(list(operations)))
         if not include_hidden:
             query = query.where(~is_hidden())
-        query = query.where(*beside.conditions(records))
         for row, machine in self._rows_with_machines(query, records.c.id):
             if record := self._read(_record, row, machine):
                 yield record
@@ -253,17 +265,49 @@ class Store:
         beside: Beside = ALL,
     ) -> Iterator[RunRecord]:
         """Training runs in the order in which they were added; `trust` names those whose measurements count."""
-        query = select(runs)
-        if device is not None:
-            query = query.where(runs.c.fingerprint_id.in_(self._machines(device)))
-        if trust is not None:
-            query = query.where(runs.c.measured_by.in_(list(trust)))
+        query = self._chosen(RUNS, select(runs), device=device, trust=trust, beside=beside)
         if not include_hidden and RUNS in self._marked:
             query = query.where(~is_hidden(RUNS))
-        query = query.where(*beside.conditions(runs))
         for row, machine in self._rows_with_machines(query, runs.c.id):
             if run := self._read(_run, row, machine):
                 yield run
+
+    def keys(
+        self,
+        of: Marked = OPERATIONS,
+        *,
+        device: str | None = None,
+        operations: Collection[Operation] | None = None,
+        trust: Collection[str] | None = None,
+        beside: Beside = ALL,
+    ) -> list[str]:
+        """Return keys of records or runs in the order in which they were added, hidden ones too."""
+        query = self._chosen(of, select(of.rows.c.id, of.rows.c.key), device=device, trust=trust, beside=beside)
+        if operations is not None:
+            query = query.where(records.c.operation.in_(list(operations)))
+        return [row.key for row in self._rows(query, of.rows.c.id)]
+
+    def _chosen(
+        self, of: Marked, query: Select[Any], *, device: str | None, trust: Collection[str] | None, beside: Beside
+    ) -> Select[Any]:
+        """Return a query of records or runs narrowed to a choice."""
+        if beside.review is not None:
+            self._check_marked(of)
+        if device is not None:
+            query = query.where(of.rows.c.fingerprint_id.in_(self._machines(device)))
+        if trust is not None:
+            query = query.where(of.rows.c.measured_by.in_(list(trust)))
+        return query.where(*beside.conditions(of))
+
+    def reviews(self, keys: Collection[str], of: Marked = OPERATIONS) -> dict[str, Review]:
+        """Return what is known of these keys: whether a person has approved or hidden what has them."""
+        found: dict[str, Review] = dict.fromkeys(keys, "proposed")
+        for batch in _batches(keys, MOST_AT_ONCE) if of in self._marked else ():
+            with self._database.reading() as connection:
+                for review in ("approved", "hidden"):
+                    query = select(of.rows.c.key).where(of.rows.c.key.in_(batch), is_reviewed(review, of))
+                    found |= dict.fromkeys(connection.scalars(query), review)
+        return found
 
     def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> set[tuple[str, tuple[int, ...], str, str, str]]:
         """Return (operation, shape, dtype, kernel, mode) of what settled so often on this machine, or keeps failing.
@@ -394,12 +438,19 @@ class Store:
     def find(self, key: str) -> tuple[Record | RunRecord, Mark | None]:
         """The record or run whose key begins with `key`, and the mark that hides it."""
         of, row = self._named(key)
-        mark = None
-        if of in self._marked:
-            with self._database.reading() as connection:
-                mark = hiding_mark(connection, of, row.id, row.key)
         machine = self._machines()[row.fingerprint_id]
-        return _record(row, machine) if of is OPERATIONS else _run(row, machine), mark
+        newest = next(iter(self.words(key)), None)
+        return _record(row, machine) if of is OPERATIONS else _run(
+            row, machine
+        ), newest if newest and newest.hides else None
+
+    def words(self, key: str) -> list[Mark]:
+        """Return what was said of the record or run whose key begins with `key`: the word that counts, then others."""
+        of, row = self._named(key)
+        if of not in self._marked:
+            return []
+        with self._database.reading() as connection:
+            return marks_of(connection, of, row.id, row.key)
 
     def by_beginnings(self, keys: Collection[str]) -> dict[str, Record]:
         """Return the records whose keys begin so, hidden ones too; what is no beginning of a key here is left out."""
@@ -416,11 +467,15 @@ class Store:
     def whole_key(self, key: str) -> str:
         """The key of the one record or run that begins with `key`, which need not be one that can be read."""
         of, row = self._named(key)
+        self._check_marked(of)
+        return str(row.key)
+
+    def _check_marked(self, of: Marked) -> None:
+        """Refuse words about rows of which this database keeps none."""
         if of not in self._marked:
             raise StoreError(
                 f"{self.name} has schema {self.schema}, which hides no runs: its owner migrates it by writing to it"
             )
-        return str(row.key)
 
     def _named(self, key: str) -> tuple[Marked, Row[Any]]:
         if len(key) < LEAST_PREFIX or set(key) - set("0123456789abcdef"):
@@ -437,7 +492,7 @@ class Store:
         return rows[0]
 
     def change(self, keys: Iterable[str], *, hides: bool, by: str, reason: str) -> int:
-        """Mark what has these whole keys as not to be used, or to be used again; how many were not so before."""
+        """Mark what has these whole keys as not to be used, or as approved; how many were not so before."""
         num_changed = 0
         for batch in _batches(keys, BATCH):
             with self._database.writing() as connection:
