@@ -15,8 +15,8 @@ import pytest
 
 from autoplan.api.problem import make_problem
 from autoplan.api.record_facts import facts_of
-from autoplan.cost.asked import asked_shapes
 from autoplan.cost.estimate import estimate
+from autoplan.cost.lookups import looked_up_shapes
 from autoplan.cost.provenance import shares
 from autoplan.cost.served import measured_shares, needed_times
 from autoplan.profiler.record import Record
@@ -95,7 +95,7 @@ def test_groups_over_nodes_are_not_served_by_groups_inside_one(
 
 
 def test_nothing_that_the_price_looks_up_is_left_out(needed: dict[tuple[str, tuple[int, ...]], NeededTime]) -> None:
-    for (operation, _), shapes in asked_shapes(TIMED, BATCH).items():
+    for (operation, _), shapes in looked_up_shapes(TIMED, BATCH).items():
         for shape in shapes:
             # A group alone counts where it was not measured beside its siblings, and is told with these.
             beside = (*shape[:2], 8 // shape[1], shape[3]) if operation in COLLECTIVES else shape

@@ -11,9 +11,9 @@ from pathlib import Path
 from autoplan.api.plan_files import load_plan_file, problem_of
 from autoplan.api.timings import FoundTimings, usable_operations, usable_timings, with_measurements
 from autoplan.base.errors import InputError, NoStoreError
-from autoplan.cost.asked import asked_shapes
 from autoplan.cost.estimate import estimate
-from autoplan.profiler.asked import Asked, asked_tasks
+from autoplan.cost.lookups import looked_up_shapes
+from autoplan.profiler.lookup_tasks import Lookups, lookup_tasks
 from autoplan.profiler.protocol import BESIDE, Hello, Task
 from autoplan.profiler.record import Mode
 from autoplan.profiler.tasks import MeasurementScope, RankedTask, TaskKey, reference_s
@@ -61,7 +61,7 @@ class OpenRanking:
         return MeasurementScope(model=file.model, framework=file.framework, seq_len=file.training.seq_len)
 
     @cached_property
-    def asked(self) -> dict[str, Asked]:
+    def lookups(self) -> dict[str, Lookups]:
         """Return what the price of the plans looks up, by their settings: what plans have in common at the first."""
         has_experts = self.file.model.moe is not None
         shapes_by_kernel: dict[str, dict[tuple[Operation, str], set[tuple[int, ...]]]] = {}
@@ -70,7 +70,7 @@ class OpenRanking:
             words = f"tp {plan.tp}, micro-batch {plan.micro_batch}" + (f", ep {plan.ep}" if has_experts else "")
             new = shapes_by_kernel.setdefault(words, defaultdict(set))
             batch = PlanBatch.of([plan], self.file.model.num_layers)
-            for (operation, dtype), shapes in asked_shapes(self._problem, batch).items():
+            for (operation, dtype), shapes in looked_up_shapes(self._problem, batch).items():
                 new[operation, dtype] |= {shape for shape in shapes if (operation, dtype, shape) not in seen}
                 seen |= {(operation, dtype, shape) for shape in shapes}
         return dict(shapes_by_kernel)
@@ -104,9 +104,9 @@ class OpenRanking:
         device = self.file.cluster.device
         parts: dict[tuple[str, str], list[RankedTask]] = defaultdict(list)
         seen = set()
-        for setting, asked in self.asked.items():
-            wanted = {key: shapes for key, shapes in asked.items() if key[0] in usable}
-            for ranked_task in asked_tasks(wanted, hello, self._modes, device, known):
+        for setting, lookups in self.lookups.items():
+            wanted = {key: shapes for key, shapes in lookups.items() if key[0] in usable}
+            for ranked_task in lookup_tasks(wanted, hello, self._modes, device, known):
                 task = ranked_task.task
                 if task in seen:
                     continue

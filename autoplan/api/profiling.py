@@ -143,8 +143,8 @@ def planned_profile(
     Raises InputError where something that was given cannot be used.
     """
     options = options or ProfileOptions()
-    asked = _asked(model, plan_file, options)
-    cluster = asked.cluster
+    purpose = _purpose(model, plan_file, options)
+    cluster = purpose.cluster
     if cluster is None:
         raise InputError("give the plan file of a search, or --cluster: it says which devices there would be")
     check_count("--nodes", num_nodes, least=0)
@@ -154,21 +154,21 @@ def planned_profile(
     with suppress(NoStoreError), opened_store(options.db, writable=False) as store:
         machine = machine_of(cluster, store)
         known = store.known(machine, options.visits) if machine else known
-    hello = expected_hello(cluster, machine, known, dtypes=asked.dtypes, num_nodes=num_nodes)
-    return _planned(asked, hello, known, options)
+    hello = expected_hello(cluster, machine, known, dtypes=purpose.dtypes, num_nodes=num_nodes)
+    return _planned(purpose, hello, known, options)
 
 
-def _planned(asked: _AskedProfile, hello: Hello, known: Collection[TaskKey], options: ProfileOptions) -> PlannedProfile:
+def _planned(purpose: _Purpose, hello: Hello, known: Collection[TaskKey], options: ProfileOptions) -> PlannedProfile:
     """Return the measurements that the ranks of `hello` have to make."""
     advice = None
-    if asked.open_ranking is not None:
-        advice, tasks = asked.open_ranking.planned(hello, known)
-        scope = asked.open_ranking.scope
+    if purpose.open_ranking is not None:
+        advice, tasks = purpose.open_ranking.planned(hello, known)
+        scope = purpose.open_ranking.scope
     else:
-        assert asked.scope is not None
-        scope = asked.scope
+        assert purpose.scope is not None
+        scope = purpose.scope
         if not scope.tps:
-            most = asked.cluster.devices_per_node if asked.cluster else len(hello.hosts)
+            most = purpose.cluster.devices_per_node if purpose.cluster else len(hello.hosts)
             scope = replace(scope, tps=tuple(degree for degree in scope.degrees() if degree <= most))
         tasks = ranked_tasks(scope, hello, known)
     return PlannedProfile(
@@ -177,13 +177,13 @@ def _planned(asked: _AskedProfile, hello: Hello, known: Collection[TaskKey], opt
         budget_s=parse_duration(options.budget),
         num_visits=options.visits,
         advice=advice,
-        remarks=_remarks(hello, scope, asked.cluster),
+        remarks=_remarks(hello, scope, purpose.cluster),
         hello=hello,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _AskedProfile:
+class _Purpose:
     """Purpose of a profile: a model, or the plans of a file that may be the fastest."""
 
     cluster: ClusterSpec | None
@@ -192,9 +192,7 @@ class _AskedProfile:
     open_ranking: OpenRanking | None
 
 
-def _asked(
-    model: str | Path | ModelSpec | None, plan_file: str | Path | None, options: ProfileOptions
-) -> _AskedProfile:
+def _purpose(model: str | Path | ModelSpec | None, plan_file: str | Path | None, options: ProfileOptions) -> _Purpose:
     """Read what was given."""
     check_count("--visits", options.visits)
     for text in (options.budget, options.allowance, options.limit):  # before a rank or a job starts
@@ -216,7 +214,7 @@ def _asked(
         dtypes = ("bf16",) if scope.framework.kernels.eager_layers else ()
     if options.dtypes:
         dtypes = parse_words(options.dtypes, "--dtypes", ("bf16", "fp16", "fp32", *NARROW_PRODUCTS))
-    return _AskedProfile(cluster=cluster, dtypes=dtypes, scope=scope, open_ranking=open_ranking)
+    return _Purpose(cluster=cluster, dtypes=dtypes, scope=scope, open_ranking=open_ranking)
 
 
 @contextmanager
@@ -232,12 +230,12 @@ def started_profile(
     check_count("--ranks", options.ranks, least=0)
     if place and options.ranks:
         raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
-    asked = _asked(model, plan_file, options)
+    purpose = _purpose(model, plan_file, options)
     job = Job(
-        dtypes=asked.dtypes,
+        dtypes=purpose.dtypes,
         allowance_s=parse_duration(options.allowance),
         limit_s=parse_duration(options.limit),
-        devices_per_domain=asked.cluster.levels[-1].num_devices if asked.cluster else 0,
+        devices_per_domain=purpose.cluster.levels[-1].num_devices if purpose.cluster else 0,
     )
     num_ranks = (place.num_ranks if place else options.ranks) or default_num_ranks()
     with Crew(job, place, num_ranks) as crew:
@@ -250,13 +248,13 @@ def started_profile(
         with open_store(options.db) as store:
             hello = crew.start()
             assert hello is not None
-            planned = _planned(asked, hello, store.known(hello.fingerprint, options.visits), options)
+            planned = _planned(purpose, hello, store.known(hello.fingerprint, options.visits), options)
             yield Profile(
                 **{field.name: getattr(planned, field.name) for field in fields(PlannedProfile)},
                 progress=Progress(total=len(planned.tasks)),
                 _crew=crew,
                 _store=store,
-                _open_ranking=asked.open_ranking,
+                _open_ranking=purpose.open_ranking,
             )
 
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoplan.cost.asked import looked_up
 from autoplan.cost.estimate import estimate
 from autoplan.cost.kernels.measured import find
+from autoplan.cost.lookups import lookups
 from autoplan.cost.network.links import Links
 from autoplan.cost.provenance import term_shares
 from autoplan.spec.needed_times import NeededTime, Served
@@ -59,7 +59,7 @@ def _needs(problem: Problem, batch: PlanBatch) -> Iterator[tuple[Operation, tupl
     """Yield (operation, types in the order in which they count, shape); of a group with its siblings, once."""
     dtypes: dict[tuple[Operation, tuple[float, ...]], list[str]] = {}
     links = Links.of(problem)
-    for (operation, dtype), shapes in looked_up(problem, batch).items():
+    for (operation, dtype), shapes in lookups(problem, batch).items():
         for shape in sorted(shapes):
             dtypes.setdefault((operation, shape), []).append(dtype)
     for (operation, shape), names in dtypes.items():

@@ -53,7 +53,7 @@ class PinnedTimings:
             match=int(table.match),
             is_own=table.is_own,
             contention=dict(table.contention),
-            times=_pinned(table, asked_only=num_times > MOST_PINNED) if with_times else {},
+            times=_pinned(table, looked_up_only=num_times > MOST_PINNED) if with_times else {},
         )
 
     @property
@@ -82,14 +82,14 @@ class PinnedTimings:
                 )
 
 
-def _pinned(table: TimingTable, *, asked_only: bool) -> dict[str, tuple[PinnedTime, ...]]:
+def _pinned(table: TimingTable, *, looked_up_only: bool) -> dict[str, tuple[PinnedTime, ...]]:
     pinned = {}
     for (operation, dtype), times in sorted(table.times.items()):
-        asked = times.asked_kinds(operation) if asked_only else set()
+        kinds = times.looked_up_kinds(operation) if looked_up_only else set()
         kept = tuple(
             PinnedTime(shape, seconds, times.sources[shape], shape in times.disturbed)
             for shape, seconds in times.exact.items()
-            if not asked_only or matched_numbers(operation, shape) in asked
+            if not looked_up_only or matched_numbers(operation, shape) in kinds
         )
         if kept:
             pinned[f"{operation} {dtype}"] = kept

@@ -188,7 +188,7 @@ class _Times:
             is_disturbed=np.array([self.answered[key][1] for key in keys], dtype=np.bool_),
         )
 
-    def asked_kinds(self, operation: Operation) -> set[tuple[float, ...]]:
+    def looked_up_kinds(self, operation: Operation) -> set[tuple[float, ...]]:
         """Return the numbers that must match of all shapes that were asked for."""
         return {matched_numbers(operation, shape) for shape in self.answered}
 
@@ -252,17 +252,19 @@ class TimingTable:
     match: Match = Match.EXACT  # the farthest among the machines of the measurements
     origin: TimingOrigin = NOWHERE
     is_own: bool = False  # the framework runs these very kernels and layers; else the best that the device has
-    asked: dict[tuple[Operation, str], set[tuple[float, ...]]] | None = None  # of one that only notes what it is asked
+    lookups: dict[tuple[Operation, str], set[tuple[float, ...]]] | None = (
+        None  # of one that only notes what it is asked
+    )
 
     @classmethod
     def noting(cls, *, is_own: bool = False) -> TimingTable:
-        """Return a table that holds nothing and notes in `asked` which shapes a price looks up."""
-        return cls(asked=defaultdict(set), is_own=is_own)
+        """Return a table that holds nothing and notes in `lookups` which shapes a price looks up."""
+        return cls(lookups=defaultdict(set), is_own=is_own)
 
     @property
     def is_empty(self) -> bool:
         """Return whether nothing was measured, and nothing is to be noted."""
-        return not self.times and self.asked is None
+        return not self.times and self.lookups is None
 
     @property
     def has_kernels(self) -> bool:
@@ -291,7 +293,7 @@ class TimingTable:
 
     def holds(self, operation: Operation, *dtypes: str) -> bool:
         """Return whether the operation was measured in one of these types at all."""
-        return self.asked is not None or any((operation, dtype) in self.times for dtype in dtypes)
+        return self.lookups is not None or any((operation, dtype) in self.times for dtype in dtypes)
 
     def groups(self, operation: Operation, *dtypes: str) -> list[tuple[int, ...]]:
         """Return (num_devices, devices_per_domain, num_groups) of the groups in which a collective was measured."""
@@ -356,8 +358,8 @@ class TimingTable:
         shapes = np.asarray(shapes, dtype=np.float64)
         if shapes.ndim != 2 or shapes.shape[1] != len(SHAPES[operation]):
             raise InputError(f"{operation} needs rows of {', '.join(SHAPES[operation])}, got shape {shapes.shape}")
-        if self.asked is not None:
-            self.asked[operation, dtype] |= {tuple(shape) for shape in shapes.tolist()}
+        if self.lookups is not None:
+            self.lookups[operation, dtype] |= {tuple(shape) for shape in shapes.tolist()}
         times = self.times.get((operation, dtype))
         if times is None:
             return Lookup.refused(len(shapes))

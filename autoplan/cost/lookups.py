@@ -12,17 +12,17 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.timing import TimingTable
 
 
-def asked_shapes(problem: Problem, batch: PlanBatch) -> Mapping[tuple[Operation, str], set[tuple[int, ...]]]:
+def looked_up_shapes(problem: Problem, batch: PlanBatch) -> Mapping[tuple[Operation, str], set[tuple[int, ...]]]:
     """Return by operation and type the shapes whose measured times a price of these plans would take."""
     return {
         kind: {tuple(round(size) for size in shape) for shape in shapes}
-        for kind, shapes in looked_up(problem, batch).items()
+        for kind, shapes in lookups(problem, batch).items()
     }
 
 
-def looked_up(problem: Problem, batch: PlanBatch) -> Mapping[tuple[Operation, str], set[tuple[float, ...]]]:
+def lookups(problem: Problem, batch: PlanBatch) -> Mapping[tuple[Operation, str], set[tuple[float, ...]]]:
     """Return the shapes as they are looked up: of one operation the type first that counts first."""
     table = TimingTable.noting(is_own=problem.framework.kernels.eager_layers)
     estimate(replace(problem, timings=table), batch)
-    assert table.asked is not None
-    return dict(table.asked)
+    assert table.lookups is not None
+    return dict(table.lookups)

@@ -18,20 +18,20 @@ from autoplan.spec.operations import COLLECTIVES, SHAPES, Operation
 from autoplan.spec.timing import batch_index
 from autoplan.topology.cluster import DeviceSpec
 
-Asked = Mapping[tuple[Operation, str], Collection[tuple[int, ...]]]
+Lookups = Mapping[tuple[Operation, str], Collection[tuple[int, ...]]]
 
 SIZE_STEP = 4  # between the buffers of a line: rates between two are interpolated
 SMALLEST_BYTES, LARGEST_BYTES = 2**10, 2**30  # beyond the largest the rate is kept
 REDUCTIONS = ("all_gather", "all_reduce", "reduce_scatter")
 
 
-def asked_tasks(
-    asked: Asked, hello: Hello, modes: Collection[Mode], device: DeviceSpec, known: Collection[TaskKey]
+def lookup_tasks(
+    lookups: Lookups, hello: Hello, modes: Collection[Mode], device: DeviceSpec, known: Collection[TaskKey]
 ) -> list[RankedTask]:
-    """Return the tasks that measure what was asked and is not known yet, those first whose calls take longest."""
-    tasks_asked: list[RankedTask] = []
+    """Return the tasks that measure what prices look up and is not known yet, those first whose calls take longest."""
+    tasks: list[RankedTask] = []
     for mode in modes:
-        for operation, dtype, shape, suffix in sorted(_measurable(asked, hello)):
+        for operation, dtype, shape, suffix in sorted(_measurable(lookups, hello)):
             is_windowed = operation.startswith("attention") and shape[-1] > 0
             kernel = (hello.windowed if is_windowed else hello.kernels).get((operation, dtype))
             if not kernel:
@@ -40,17 +40,15 @@ def asked_tasks(
             if task.key not in known:
                 call_s = reference_s(task, device)
                 expected_s = rules_for(hello.device_type, mode).expected_s(call_s) + OVERHEAD_S
-                tasks_asked.append(RankedTask(task=task, effect_s=call_s, expected_s=expected_s))
-    return sorted(
-        tasks_asked, key=lambda ranked: (-ranked.effect_s, ranked.task.shape[batch_index(ranked.task.operation)])
-    )
+                tasks.append(RankedTask(task=task, effect_s=call_s, expected_s=expected_s))
+    return sorted(tasks, key=lambda ranked: (-ranked.effect_s, ranked.task.shape[batch_index(ranked.task.operation)]))
 
 
-def _measurable(asked: Asked, hello: Hello) -> set[tuple[Operation, str, tuple[int, ...], str]]:
+def _measurable(lookups: Lookups, hello: Hello) -> set[tuple[Operation, str, tuple[int, ...], str]]:
     """Return (operation, type, shape, ending of the kernel's name) of what these ranks can run."""
     measurable: set[tuple[Operation, str, tuple[int, ...], str]] = set()
     groups: dict[tuple[Operation, Layout], set[int]] = defaultdict(set)
-    for (operation, dtype), shapes in asked.items():
+    for (operation, dtype), shapes in lookups.items():
         for shape in shapes:
             if operation in COLLECTIVES:
                 if layout := nearest_layout(shape, hello.num_domains, hello.ranks_per_domain):

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from autoplan.api.problem import make_problem
-from autoplan.cost.asked import asked_shapes
 from autoplan.cost.estimate import estimate
-from autoplan.profiler.asked import asked_tasks, nearest_layout
+from autoplan.cost.lookups import looked_up_shapes
 from autoplan.profiler.group_layouts import Layout, groups_of
+from autoplan.profiler.lookup_tasks import lookup_tasks, nearest_layout
 from autoplan.profiler.protocol import BESIDE, Hello
 from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.tasks import reference_s
@@ -68,12 +68,12 @@ def test_the_nearest_group_that_ranks_can_form(
 
 
 def test_all_that_a_price_looks_up_is_queued_and_served_with_nothing_left_to_the_reference() -> None:
-    asked = asked_shapes(PROBLEM, BATCH)
-    assert (2, 1, 8, 8192 * 8192 * 2 // 4) in asked["send_recv", "bf16"]  # the pipeline's messages between nodes
-    assert {shape[:3] for shape in asked["reduce_scatter", "bf16"]} >= {(4, 4, 2), (2, 2, 4), (16, 4, 2)}
+    lookups = looked_up_shapes(PROBLEM, BATCH)
+    assert (2, 1, 8, 8192 * 8192 * 2 // 4) in lookups["send_recv", "bf16"]  # the pipeline's messages between nodes
+    assert {shape[:3] for shape in lookups["reduce_scatter", "bf16"]} >= {(4, 4, 2), (2, 2, 4), (16, 4, 2)}
     device = PROBLEM.cluster.device
     for here in (hello(16), hello(4)):
-        tasks = [ranked.task for ranked in asked_tasks(asked, here, ("sustained",), device, ())]
+        tasks = [ranked.task for ranked in lookup_tasks(lookups, here, ("sustained",), device, ())]
         times = [
             Measurement(
                 operation=task.operation, shape=task.shape, dtype=task.dtype, device=device.name,
@@ -83,7 +83,7 @@ def test_all_that_a_price_looks_up_is_queued_and_served_with_nothing_left_to_the
         ]  # fmt: skip
         timed = replace(PROBLEM, timings=TimingTable.of(times))
         noted = timed.timings.times
-        for (operation, dtype), shapes in asked.items():
+        for (operation, dtype), shapes in lookups.items():
             if operation in COLLECTIVES and dtype == "bf16":
                 kinds = {shape[:3] for shape in noted[operation, dtype].exact}
                 assert {(shape[0] == shape[1]) for shape in shapes} == {kind[0] == kind[1] for kind in kinds}, operation
@@ -93,17 +93,17 @@ def test_all_that_a_price_looks_up_is_queued_and_served_with_nothing_left_to_the
         # Nothing is queued that no price asks for.
         for task in tasks:
             if task.operation not in COLLECTIVES:
-                assert task.shape in asked[task.operation, task.dtype]
+                assert task.shape in lookups[task.operation, task.dtype]
             else:
-                assert any((task.operation, dtype) in asked for dtype in ("bf16", "fp16", "fp32"))
+                assert any((task.operation, dtype) in lookups for dtype in ("bf16", "fp16", "fp32"))
         known = [task.key for task in tasks]
-        assert asked_tasks(asked, here, ("sustained",), device, known) == []
+        assert lookup_tasks(lookups, here, ("sustained",), device, known) == []
 
 
 def test_narrow_products_are_queued_in_the_type_in_which_they_are_looked_up() -> None:
     problem = make_problem("llama3-8b", cluster="b200:1x8", seq_len=8192, precision="mxfp8")
     plan = replace(PLANS[0], global_batch=64, tp=1, sp=False, pp=1, dp_shard=8, precision="mxfp8")  # type: ignore[arg-type]
-    asked = asked_shapes(problem, PlanBatch.of([plan], problem.model.num_layers))
-    tasks = asked_tasks(asked, hello(1, dtypes=("mxfp8", "bf16")), ("sustained",), problem.cluster.device, ())
+    lookups = looked_up_shapes(problem, PlanBatch.of([plan], problem.model.num_layers))
+    tasks = lookup_tasks(lookups, hello(1, dtypes=("mxfp8", "bf16")), ("sustained",), problem.cluster.device, ())
     narrow = {ranked.task.shape for ranked in tasks if ranked.task.dtype == "mxfp8"}
-    assert narrow == {shape for name in ("gemm", "dgrad", "wgrad") for shape in asked[name, "mxfp8"]}  # type: ignore[index]
+    assert narrow == {shape for name in ("gemm", "dgrad", "wgrad") for shape in lookups[name, "mxfp8"]}  # type: ignore[index]
