@@ -67,6 +67,7 @@ class _Round:
 
     samples_s: list[float]
     foreign: float  # share of other load
+    is_slow: bool  # a device ran slower than usual
     slowdown: str  # what made a device slower; blank if nothing did
     reports: list[_Report]
 
@@ -153,28 +154,22 @@ def measure(
         num_calls, hold_s = held(num_calls, team.decide(queued_s), team.decide(sample_s))
         hold = round(hold_s * _spin_hz(device)) if hold_s else 0
 
-    began, rounds = time.perf_counter(), []
+    began, rounds = time.perf_counter(), list[_Round]()
     num_fitting = int(min(max(remaining_s() / elapsed, 1.0), 1e9))
     num_samples = min(rules.samples_in_round(elapsed), num_fitting)
-    is_cut = num_samples < rules.least_samples
-    clean: list[float] = []
+    clean_s: list[float] = []
     while True:
         mine_now = _round(run, num_calls, num_samples, device=device, sensors=sensors, clock=clock, hold=hold)
         reports = team.gather(mine_now)
         if fault := _fault(reports, num_samples):
             return Outcome(status="failed", reason=fault)
-        times = np.array([report.samples_s for report in reports if report.samples_s])
-        samples = (times.max(axis=0) if is_collective else np.median(times, axis=0)).tolist()
-        foreign = foreign_load([report.window for report in reports], on_cpu=device.type == "cpu")
-        is_slow = max(report.window.pace for report in reports) > 1 + rules.most_slowdown
-        slowdown = _slowdown(reports, is_slow=is_slow)
-        rounds.append(_Round(samples_s=samples, foreign=foreign, slowdown=slowdown, reports=reports))
-        if foreign <= rules.most_foreign and not slowdown:
-            clean += samples
-        is_settled = bool(clean) and spread(clean) <= rules.most_spread and scatter(clean) <= rules.most_scatter
-        gives_up = is_slow and not clean  # slow phases of a core last for minutes
+        rounds.append(_judged(reports, rules, is_collective=is_collective, on_cpu=device.type == "cpu"))
+        if rounds[-1].foreign <= rules.most_foreign and not rounds[-1].slowdown:
+            clean_s += rounds[-1].samples_s
+        gives_up = rounds[-1].is_slow and not clean_s  # slow phases of a core last for minutes
         is_over = remaining_s() < num_samples * elapsed
-        if is_settled or gives_up or is_over or team.decide(time.perf_counter() - began) > rules.allowance_s:
+        spent_s = time.perf_counter() - began
+        if _is_settled(clean_s, rules) or gives_up or is_over or team.decide(spent_s) > rules.allowance_s:
             break
 
     best = min(rounds, key=lambda round_: round_.disturbance)
@@ -183,7 +178,32 @@ def measure(
     )
     if hold:
         conditions["launches"] = "ahead"
-    if not clean:
+    return _outcome(best, clean_s, conditions, rules, num_samples)
+
+
+def _judged(reports: list[_Report], rules: Rules, *, is_collective: bool, on_cpu: bool) -> _Round:
+    """Return a round as all ranks have reported it, with what disturbed it."""
+    times = np.array([report.samples_s for report in reports if report.samples_s])
+    is_slow = max(report.window.pace for report in reports) > 1 + rules.most_slowdown
+    return _Round(
+        samples_s=(times.max(axis=0) if is_collective else np.median(times, axis=0)).tolist(),
+        foreign=foreign_load([report.window for report in reports], on_cpu=on_cpu),
+        is_slow=is_slow,
+        slowdown=_slowdown(reports, is_slow=is_slow),
+        reports=reports,
+    )
+
+
+def _is_settled(samples_s: Sequence[float], rules: Rules) -> bool:
+    """Return whether the median of the samples is known well enough."""
+    return bool(samples_s) and spread(samples_s) <= rules.most_spread and scatter(samples_s) <= rules.most_scatter
+
+
+def _outcome(
+    best: _Round, clean_s: Sequence[float], conditions: dict[str, str], rules: Rules, num_samples: int
+) -> Outcome:
+    """Return what undisturbed rounds of so many samples tell; where there were none, the `best` of the others."""
+    if not clean_s:
         slowed = f"{SLOWED}: {best.slowdown}" if best.slowdown else ""
         why = slowed or f"other load took {100 * best.foreign:.0f} % of the machine"
         return Outcome(
@@ -193,10 +213,10 @@ def measure(
             conditions=conditions,
             by_rank_s=best.by_rank_s,
         )
-    kept, why = tuple(clean[-MOST_KEPT:]), ""
-    if is_cut:
+    kept, why = tuple(clean_s[-MOST_KEPT:]), ""
+    if num_samples < rules.least_samples:
         why = f"the budget left time for {num_samples} samples"
-    elif not is_settled:
+    elif not _is_settled(clean_s, rules):
         why = (
             f"after {rules.allowance_s:g} s the median is known to {100 * spread(kept):.0f} %, "
             f"half of the samples lie within {100 * scatter(kept):.0f} %"
