@@ -101,24 +101,13 @@ def run(
             warn_of_emulation(problem)
     predicted = predicted_run(problem, wanted)
     report: TrainingReport | None
-    try:
+    with keeper.followed(problem, wanted, predicted, is_own=not program) if keeper else nullcontext():
         if program:
-            with keeper.watch() if keeper else nullcontext():
-                task, report = _run_command(
-                    problem, wanted, program, follow, steps=steps, warmup=warmup, limit_s=limit_s
-                )
+            task, report = _run_command(problem, wanted, program, follow, steps=steps, warmup=warmup, limit_s=limit_s)
         else:
             task = _task(problem, wanted, steps=steps, warmup=warmup, limit_s=limit_s, data=data, check=check)
             task = _traced(task, traces)
-            with keeper.watch() if keeper else nullcontext():
-                report = _train(task, place, follow)
-    except (ProgramError, CrewError) as error:
-        try:
-            if keeper:
-                keeper.keep_failure(problem, wanted, predicted, error, is_own=not program)
-        except StoreError as unkept:
-            raise AutoplanError(f"{error}; and this was not stored: {unkept}") from None
-        raise
+            report = _train(task, place, follow)
 
     def keep(measured: RunFile) -> None:
         if keeper and (disturbance := keeper.keep(problem, measured)):
@@ -413,12 +402,24 @@ class RunKeeper:
         self._seen: Sequence[Seen] = ()
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Look at the devices of this host while a run goes on."""
+    def followed(
+        self, problem: Problem, plan: ParallelPlan, predicted: PredictedRun, *, is_own: bool
+    ) -> Iterator[None]:
+        """Look at the devices of this host while a run goes on, and add it if it fails.
+
+        `is_own` says whether it is of the built-in trainer or of a user's program.
+        """
         from autoplan.profiler.machine.watch import Watch
 
-        with Watch() as watch:
-            yield
+        try:
+            with Watch() as watch:
+                yield
+        except (ProgramError, CrewError) as error:
+            try:
+                self._keep_failure(problem, plan, predicted, error, is_own=is_own)
+            except StoreError as unkept:
+                raise AutoplanError(f"{error}; and this was not stored: {unkept}") from None
+            raise
         self._seen = watch.seen
 
     def keep(self, problem: Problem, run: RunFile) -> str:
@@ -441,26 +442,6 @@ class RunKeeper:
         )
         return disturbance
 
-    def keep_failure(
-        self,
-        problem: Problem,
-        plan: ParallelPlan,
-        predicted: PredictedRun,
-        error: CrewError | ProgramError,
-        *,
-        is_own: bool,
-    ) -> None:
-        """Add a run that failed: `is_own` says whether of the built-in trainer or of a user's program."""
-        self._add(
-            problem,
-            plan,
-            _here(problem) if is_own else _on_cluster(problem),
-            status="oom" if error.is_out_of_memory else "failed",
-            reason=cleaned(str(error)),
-            predicted_s=predicted.step_s,
-            source="built-in trainer" if is_own else "log",
-        )
-
     def keep_trials(self, problem: Problem, tuning: Tuning) -> None:
         """Add the trials whose jobs left a log alone, where it told their steps or that memory ran out."""
         for trial in tuning.trials():
@@ -478,6 +459,25 @@ class RunKeeper:
                 reason=cleaned(trial.result.reason) if ran_out else "",
                 source="log of a trial",
             )
+
+    def _keep_failure(
+        self,
+        problem: Problem,
+        plan: ParallelPlan,
+        predicted: PredictedRun,
+        error: CrewError | ProgramError,
+        *,
+        is_own: bool,
+    ) -> None:
+        self._add(
+            problem,
+            plan,
+            _here(problem) if is_own else _on_cluster(problem),
+            status="oom" if error.is_out_of_memory else "failed",
+            reason=cleaned(str(error)),
+            predicted_s=predicted.step_s,
+            source="built-in trainer" if is_own else "log",
+        )
 
     def _add(self, problem: Problem, plan: ParallelPlan, machine: Fingerprint, **what: Any) -> None:
         run = RunRecord(
