@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.base.errors import InputError
+from autoplan.base.errors import InputError, refused
 from autoplan.cli.inputs import check_output, check_untyped, is_typed, whole_url
 from autoplan.cli.options import DbOption, ForceOption, FrameworkOption, QuietOption, SeqLenOption, whole_number
 
@@ -159,16 +159,7 @@ def profile(
     named = {option.name: context.params[option.name] for option in fields(ProfileOptions) if option.name != "db"}
     options = ProfileOptions(db=whole_url(context, url), **named)
     is_elsewhere = dry_run and (plan_file is not None or cluster is not None)
-    if nodes and not is_elsewhere:
-        raise InputError("--nodes goes with --dry-run, and with --for PLAN or --cluster")
-    if ranks and (template is not None or is_elsewhere):
-        raise InputError("--ranks is of ranks that are started here: leave it out")
-    if template is None and (image is not None or is_typed(context, "work")):
-        raise InputError("--image and --work are of a job: they go with --template")
-    if template is not None and plan_file is None:
-        raise InputError("--template submits the profile of a plan file: give --for PLAN")
-    if template is not None and json and not dry_run:
-        raise InputError("--template prints what its job prints: leave --json out")
+    _check_together(context, is_elsewhere=is_elsewhere)
     if is_elsewhere:
         _print_planned(
             planned_profile(model, plan_file=plan_file, options=options, num_nodes=nodes), json=json, quiet=quiet
@@ -181,6 +172,29 @@ def profile(
     with started_profile(model, plan_file=plan_file, options=options) as started:
         if started is not None:
             _lead(started, dry_run=dry_run, json=json, quiet=quiet)
+
+
+def _check_together(context: typer.Context, *, is_elsewhere: bool) -> None:
+    """Refuse flags that mean nothing without others, or beside them."""
+    typed = context.params
+    is_job, prints_json = typed["template"] is not None, typed["json"] and not typed["dry_run"]
+    reason = refused(
+        (
+            (typed["nodes"] and not is_elsewhere, "--nodes goes with --dry-run, and with --for PLAN or --cluster"),
+            (typed["ranks"] and (is_job or is_elsewhere), "--ranks is of ranks that are started here: leave it out"),
+            (
+                not is_job and (typed["image"] is not None or is_typed(context, "work")),
+                "--image and --work are of a job: they go with --template",
+            ),
+            (
+                is_job and typed["plan_file"] is None,
+                "--template submits the profile of a plan file: give --for PLAN",
+            ),
+            (is_job and prints_json, "--template prints what its job prints: leave --json out"),
+        )
+    )
+    if reason:
+        raise InputError(reason)
 
 
 def _check_health(context: typer.Context, out: Path | None, *, force: bool) -> None:

@@ -11,7 +11,7 @@ import typer
 
 import autoplan
 from autoplan import api, report
-from autoplan.base.errors import InputError
+from autoplan.base.errors import InputError, refused
 from autoplan.cli.complete import presets, words
 from autoplan.cli.files import write_page
 from autoplan.cli.flags import PROBLEM, RUN, shared_flags
@@ -219,25 +219,24 @@ def _searched(context: typer.Context, *, quiet: bool) -> PlanResult | MixedPlanR
         )
 
 
-def _check_mixed(given: dict[str, Any], is_for_run: bool) -> None:
+def _check_mixed(typed: dict[str, Any], is_for_run: bool) -> None:
     """Refuse flags that a search of unlike nodes does not take yet."""
-    is_shared = given["storage"] or given["study"] or given["workers"] != 1 or given["sampler"] != "bound"
-    is_narrowed = given["fix"] or given["max_"] or given["max_tp"] is not None or given["allow"]
+    is_shared = typed["storage"] or typed["study"] or typed["workers"] != 1 or typed["sampler"] != "bound"
+    is_narrowed = typed["fix"] or typed["max_"] or typed["max_tp"] is not None or typed["allow"]
     refusals = (
         (
-            given["launch_file"] is not None,
+            typed["launch_file"] is not None,
             "--from is about equal nodes: leave it out, or name a cluster of such nodes",
         ),
-        (given["variables"] or given["target"], "--set and --as are about a launch file: give --from FILE"),
-        (given["why"], "--why is not there for mixed clusters yet: leave it out"),
-        (given["robust"] is not None, "--robust is not there for mixed clusters yet: leave it out"),
+        (typed["variables"] or typed["target"], "--set and --as are about a launch file: give --from FILE"),
+        (typed["why"], "--why is not there for mixed clusters yet: leave it out"),
+        (typed["robust"] is not None, "--robust is not there for mixed clusters yet: leave it out"),
         (is_shared, "mixed clusters are searched by one process: leave --storage and the like out"),
         (is_for_run, "objectives and runs are not searched on mixed clusters yet: leave their flags out"),
         (is_narrowed, "--fix, --max and --allow do not change the plans of a mixed cluster yet: leave them out"),
     )
-    for is_refused, why in refusals:
-        if is_refused:
-            raise InputError(why)
+    if reason := refused(refusals):
+        raise InputError(reason)
 
 
 def _hand_over(
