@@ -121,20 +121,20 @@ def decode(kind: type[T], table: dict[str, Any], where: str) -> T:
     except RecursionError:
         raise InputError(f"{where}: nested too deeply") from None
     except msgspec.ValidationError as error:
-        text, _, place = str(error).removesuffix("`").partition(" - at `")
+        text, _, path = str(error).removesuffix("`").partition(" - at `")
         if isinstance(error.__cause__, OutOfRangeError):
-            text = _as_written(error.__cause__, place or "$", written)
-        elif text.startswith("Invalid enum value") and (words := _words_at(kind, place)):
+            text = _as_written(error.__cause__, path or "$", written)
+        elif text.startswith("Invalid enum value") and (words := _words_at(kind, path)):
             text += f", must be one of {', '.join(words)}"
-        raise InputError(f"{where}: {text}" + (f" (at {place})" if place else "")) from None
+        raise InputError(f"{where}: {text}" + (f" (at {path})" if path else "")) from None
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
 
 
-def _words_at(kind: type, place: str) -> tuple[str, ...]:
+def _words_at(kind: type, path: str) -> tuple[str, ...]:
     """The words that may stand at a place such as $.levels[0].kind; none where it is not known."""
     annotation: Any = kind
-    for name in re.sub(r"\[.*?\]", "", place).split(".")[1:]:
+    for name in re.sub(r"\[.*?\]", "", path).split(".")[1:]:
         inner, _ = _dataclass_inside(annotation)
         annotation = typing.get_type_hints(inner).get(name) if inner else None
     while annotation is not None and typing.get_origin(annotation) is not typing.Literal:
@@ -145,10 +145,10 @@ def _words_at(kind: type, place: str) -> tuple[str, ...]:
     return typing.get_args(annotation)
 
 
-def _as_written(error: OutOfRangeError, place: str, written: dict[str, tuple[str, float]]) -> str:
+def _as_written(error: OutOfRangeError, path: str, written: dict[str, tuple[str, float]]) -> str:
     """Return the text of `error` with the key and the unit of the file."""
     field, dot, part = error.name.partition(".")
-    key, factor = written.get(f"{place}.{field}", (field, 1.0))
+    key, factor = written.get(f"{path}.{field}", (field, 1.0))
     return str(OutOfRangeError(f"{key}{dot}{part}", error.value / factor, error.rule))
 
 
@@ -181,7 +181,7 @@ def _scaled(value: Any, factor: float) -> Any:
 def to_fields(
     kind: type,
     table: dict[str, Any],
-    place: str = "$",
+    path: str = "$",
     written: dict[str, tuple[str, float]] | None = None,
     needed: Collection[str] | None = None,
 ) -> dict[str, Any]:
@@ -203,21 +203,21 @@ def to_fields(
                 units = {field[: -len(inside)] + human: factor for human, inside, factor in file_units(field)}
                 if key in units:
                     name, value = field, _scaled(value, units[key])
-                    written[f"{place}.{field}"] = (key, units[key])
+                    written[f"{path}.{field}"] = (key, units[key])
                     break
             else:
                 unknown.append(key)
                 continue
         if name in fields:
-            raise InputError(f"{key!r} at {place} is given twice, in two units")
+            raise InputError(f"{key!r} at {path} is given twice, in two units")
         if isinstance(value, float) and not math.isfinite(value):
-            raise InputError(f"{key} at {place} must be a finite number, got {value}")
+            raise InputError(f"{key} at {path} must be a finite number, got {value}")
         inner, is_sequence = _dataclass_inside(hints[name])
         if inner and isinstance(value, dict):
-            value = to_fields(inner, value, f"{place}.{key}", written)
+            value = to_fields(inner, value, f"{path}.{key}", written)
         elif inner and is_sequence and isinstance(value, list):
             value = [
-                to_fields(inner, part, f"{place}.{key}[{at}]", written) if isinstance(part, dict) else part
+                to_fields(inner, part, f"{path}.{key}[{at}]", written) if isinstance(part, dict) else part
                 for at, part in enumerate(value)
             ]
         fields[name] = value
@@ -229,8 +229,8 @@ def to_fields(
     if missing:
         faults.append(f"missing {', '.join(missing)}")
     if faults:
-        known = ", ".join(sorted(file_keys(hint)[0] for hint in hints))
-        raise InputError(f"{' and '.join(faults)} at {place}" + (f"; known: {known}" if unknown else ""))
+        keys = ", ".join(sorted(file_keys(hint)[0] for hint in hints))
+        raise InputError(f"{' and '.join(faults)} at {path}" + (f"; known: {keys}" if unknown else ""))
     return fields
 
 

@@ -84,8 +84,8 @@ class Scattered:
         """
         if np.isnan(self.at(sizes[None])[0]):
             return {}
-        place = _coordinates(np.minimum(sizes, np.append(self.high[0], sizes[1:]))[None])
-        near, distances = self._neighbours(place)
+        coordinates = _coordinates(np.minimum(sizes, np.append(self.high[0], sizes[1:]))[None])
+        near, distances = self._neighbours(coordinates)
         found = _shares(self.points[near], distances)[0]
         return dict(zip(near[0].tolist(), found.tolist(), strict=True))
 

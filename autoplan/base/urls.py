@@ -42,12 +42,12 @@ def redact_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, str
     So nothing behind the parsing of a command line, its own errors included, ever sees a password.
     """
     shown: list[str] = []
-    whole: dict[str, str] = {}
+    urls: dict[str, str] = {}
     for argument in arguments:
         match = _FLAG.fullmatch(argument)
         assert match is not None
         value = redact_url(match["value"])
-        if value != match["value"] and whole.setdefault(value, match["value"]) != match["value"]:
+        if value != match["value"] and urls.setdefault(value, match["value"]) != match["value"]:
             raise InputError(f"{value} is given with two passwords or options: give one of them as AUTOPLAN_DB")
         shown.append(f"{match['flag'] or ''}{value}")
-    return shown, whole
+    return shown, urls

@@ -119,8 +119,8 @@ def _hand_over_imported(
         raise InputError(f"{folder}: no run was taken; each log needs its launch file beside it or in a folder above")
     if out is not None:
         if len(imported.calibrations) != 1:
-            known = " and ".join(imported.calibrations) or "none"
-            raise InputError(f"--out takes the calibration of one framework, there are {known}: leave it out")
+            frameworks = " and ".join(imported.calibrations) or "none"
+            raise InputError(f"--out takes the calibration of one framework, there are {frameworks}: leave it out")
         (fitted,) = imported.calibrations.values()
         from autoplan.readers.calibration import calibration_text
 

@@ -90,18 +90,18 @@ def list_(
     """Records, or training runs, in the order in which they came in."""
     from autoplan.profiler.store import Beside  # brings SQLAlchemy
 
-    place, most = whole_url(context, url), limit + 1  # one more tells whether there are more
+    database, most = whole_url(context, url), limit + 1  # one more tells whether there are more
     beside = Beside(host=host, status=status, since=since, until=until, review=review)
     hidden = hidden or review == "hidden"
     if not runs:
         records = api.database.list_records(
-            place, device=device, operation=operation, trust=trust, hidden=hidden, beside=beside, limit=most
+            database, device=device, operation=operation, trust=trust, hidden=hidden, beside=beside, limit=most
         )
         _print_listed(RECORD_COLUMNS, records, limit, numbers=("time",), json=json)
         return
     if operation:
         raise InputError("--runs lists training runs, which have no --operation")
-    listed = api.database.list_runs(place, device=device, trust=trust, hidden=hidden, beside=beside, limit=most)
+    listed = api.database.list_runs(database, device=device, trust=trust, hidden=hidden, beside=beside, limit=most)
     _print_listed(RUN_COLUMNS, listed, limit, numbers=("step", "predicted", "memory"), json=json)
 
 

@@ -145,9 +145,11 @@ def plan_flags(*, after: str) -> Callable[[Command], Command]:
 def _adding(added: Iterable[inspect.Parameter], after: str) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
-        parameters = [known for known in signature.parameters.values() if known.kind is not known.VAR_KEYWORD]
-        place = [known.name for known in parameters].index(after) + 1
-        parameters[place:place] = added
+        parameters = [
+            parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
+        ]
+        at = [parameter.name for parameter in parameters].index(after) + 1
+        parameters[at:at] = added
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return command
 

@@ -31,8 +31,8 @@ RUN_FLAGS = (
 
 def whole_url(context: typer.Context, url: str | None) -> str | None:
     """Return the database URL as it was typed: `main` lets every argument be parsed without the password in it."""
-    whole: dict[str, str] = context.obj or {}
-    return whole.get(url, url) if url else None
+    urls: dict[str, str] = context.obj or {}
+    return urls.get(url, url) if url else None
 
 
 def is_typed(context: typer.Context, name: str) -> bool:
@@ -74,11 +74,14 @@ def check_untyped(
 ) -> None:
     """Refuse parameters on the command line that a file beside them says: they would be ignored."""
     parameters = [
-        known for known in context.command.params if known.name and known.name in said and is_typed(context, known.name)
+        parameter
+        for parameter in context.command.params
+        if parameter.name and parameter.name in said and is_typed(context, parameter.name)
     ]
     if parameters:
         flags = ", ".join(
-            known.opts[0] if known.param_type_name == "option" else known.human_readable_name for known in parameters
+            parameter.opts[0] if parameter.param_type_name == "option" else parameter.human_readable_name
+            for parameter in parameters
         )
         raise InputError(f"{says}, without {flags}: leave them out{or_else}")
 

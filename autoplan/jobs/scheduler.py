@@ -281,10 +281,10 @@ class SchedulerJobs:
         first = job.id or min((row.id for row in rows), key=lambda number: (len(number), number))
         meaning, says = self._template.meaning([row for row in rows if row.id in (first, "")] or rows)
         began = time.time() if job.began is None and meaning not in ("waiting", "cancelled") else job.began
-        known = replace(job, id=first, began=began, stage="submitted" if job.stage == "new" else job.stage)
-        if known != job:
+        now = replace(job, id=first, began=began, stage="submitted" if job.stage == "new" else job.stage)
+        if now != job:
             with contextlib.suppress(InputError):  # a full disk: its name is enough to find it again
-                _keep(folder, job := known)
+                _keep(folder, job := now)
         status = _status(meaning, says, began)
         if self._template.log and status.state != "waiting":
             self._fetch_log(folder, job)

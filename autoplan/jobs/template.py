@@ -103,17 +103,17 @@ class JobTemplate:
             raise InputError(f"{command} must be a list of words")
         if words and (not words[0] or _PLACEHOLDER.search(words[0])):
             raise InputError(f"{command} must begin with the name of a program, got {words[0]!r}")
-        known = set(PLACEHOLDERS) - (set() if self.launcher else {"script"})
+        allowed = set(PLACEHOLDERS) - (set() if self.launcher else {"script"})
         if command == "submit":
-            known |= {_WORDS}
+            allowed |= {_WORDS}
         if command in ("poll", "history"):
-            known |= {_JOBS, _IDS}
+            allowed |= {_JOBS, _IDS}
         if command == "submit" or not self.answer:
-            known -= {"id", _IDS}
+            allowed -= {"id", _IDS}
         for word in words:
             for name in _PLACEHOLDER.findall(word):
-                if name not in known:
-                    raise InputError(f"{command}: no placeholder {{{name}}}; known: {', '.join(sorted(known))}")
+                if name not in allowed:
+                    raise InputError(f"{command}: no placeholder {{{name}}}; known: {', '.join(sorted(allowed))}")
             if f"{{{_WORDS}}}" in word and word != f"{{{_WORDS}}}":
                 raise InputError(f"{command}: {{{_WORDS}}} stands for several words: it must be a word of its own")
 
@@ -171,8 +171,10 @@ class JobTemplate:
         found = []
         for row in rows:
             if row.state not in self.states:
-                known = ", ".join(self.states)
-                raise InputError(f"{self.name} says {row.state!r}, which states does not explain; it explains {known}")
+                explained = ", ".join(self.states)
+                raise InputError(
+                    f"{self.name} says {row.state!r}, which states does not explain; it explains {explained}"
+                )
             why = [word for word in row.why.split() if word not in _BLANKS]
             words = [row.state, *(word for part in why for word in part.split(",") if word in self.states)]
             states = dict.fromkeys([*([] if row.state in _BLANKS else [row.state]), *why])
@@ -209,18 +211,18 @@ def _short(text: str) -> str:
 
 def load_job_template(text: str) -> JobTemplate:
     """The template that `text` names: a shipped one's id or the path of a TOML file, which may extend a shipped one."""
-    known = shipped("jobs")
-    if text in known:
-        return decode(JobTemplate, read_table(known[text]), f"template {text}")
+    shipped_templates = shipped("jobs")
+    if text in shipped_templates:
+        return decode(JobTemplate, read_table(shipped_templates[text]), f"template {text}")
     path = Path(text)
     if path.suffix != ".toml":
-        raise InputError(f"unknown template {text!r}: known: {', '.join(known)}, or give a TOML file")
+        raise InputError(f"unknown template {text!r}: known: {', '.join(shipped_templates)}, or give a TOML file")
     table = dict(read_table(path))
     if "extends" in table:
         name = table.pop("extends")
-        if name not in (names := tuple(known)):  # it may be anything
+        if name not in (names := tuple(shipped_templates)):  # it may be anything
             raise InputError(f"{path}: extends {name!r}, which must be one of {', '.join(names)}")
-        base = read_table(known[name])
+        base = read_table(shipped_templates[name])
         states = table.get("states", {})
         table = {**base, **table, "states": {**base["states"], **states} if isinstance(states, dict) else states}
     return decode(JobTemplate, table, str(path))

@@ -66,7 +66,7 @@ def assignments(variables: list[LaunchVariable]) -> list[str]:
         rest = ":?must be set" if variable.default is None else f":-{variable.default}"
         assigned.append(f"{variable.name}=${{{variable.name}{rest}}}")
     width = max(map(len, assigned))
-    return [f"{line:<{width}}  # {known.says}" for line, known in zip(assigned, variables, strict=True)]
+    return [f"{line:<{width}}  # {variable.says}" for line, variable in zip(assigned, variables, strict=True)]
 
 
 def _variables(start: Start, numbering: Numbering) -> list[str]:
@@ -77,9 +77,9 @@ def _variables(start: Start, numbering: Numbering) -> list[str]:
     alone = start.num_nodes == 1
     is_listed = bool(start.hosts) and numbering.looks_up_hosts
     which = f"of this node, 0 to {start.num_nodes - 1}"
-    variables, known = list(start.job.variables), []
+    variables, host_lines = list(start.job.variables), []
     if is_listed:
-        known = ["", *_host_lines(start.hosts)]
+        host_lines = ["", *_host_lines(start.hosts)]
     elif alone:
         variables.append(LaunchVariable(name="MASTER_ADDR", default="127.0.0.1", says="this node"))
         variables.append(LaunchVariable(name="NODE_RANK", default="0", says="of this node"))
@@ -87,13 +87,13 @@ def _variables(start: Start, numbering: Numbering) -> list[str]:
         if numbering.master is None:
             variables.append(LaunchVariable(name="MASTER_ADDR", default=None, says="the node of rank 0"))
         else:
-            known.append(f"MASTER_ADDR={numbering.master}  # the node of rank 0")
+            host_lines.append(f"MASTER_ADDR={numbering.master}  # the node of rank 0")
         if numbering.rank is None:
             variables.append(LaunchVariable(name="NODE_RANK", default=None, says=which))
         else:
-            known.append(f"NODE_RANK={numbering.rank}  # {which}")
+            host_lines.append(f"NODE_RANK={numbering.rank}  # {which}")
     variables.append(LaunchVariable(name="MASTER_PORT", default="29500", says="a free port on the node of rank 0"))
-    return ["# Set in the environment what should differ.", *assignments(variables), *known, ""]
+    return ["# Set in the environment what should differ.", *assignments(variables), *host_lines, ""]
 
 
 def _host_lines(hosts: tuple[str, ...]) -> list[str]:

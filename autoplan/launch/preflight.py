@@ -75,13 +75,13 @@ def _program(start: Start) -> list[str]:
     return [f'    [[ -f {program} ]] || stop "there is no {program[1:-1]}: set {variable[1]}"']
 
 
-def _nodes(start: Start, given: str | None) -> list[str]:
-    if given is None:
+def _nodes(start: Start, variable: str | None) -> list[str]:
+    if variable is None:
         return []
     count = start.num_nodes
     return [
-        f"    if [[ ${{{given}:-{count}}} != {count} ]]; then",
-        f'        stop "the plan is for {count} nodes of {start.num_devices} devices, ${given} nodes were given"',
+        f"    if [[ ${{{variable}:-{count}}} != {count} ]]; then",
+        f'        stop "the plan is for {count} nodes of {start.num_devices} devices, ${variable} nodes were given"',
         "    fi",
     ]
 
@@ -143,15 +143,15 @@ def _versions(start: Start) -> list[str]:
     machine = start.plan_file.cluster.machine
     if not start.plan_file.timings or machine is None or machine.runtime == "cpu":
         return []
-    known = {"runtime": machine.runtime, "torch": machine.torch and f"torch {machine.torch}"}
-    known |= {"collectives": machine.collectives}
-    known = {name: comment(text)[2:] for name, text in known.items() if text}
-    if not known:
+    versions = {"runtime": machine.runtime, "torch": machine.torch and f"torch {machine.torch}"}
+    versions |= {"collectives": machine.collectives}
+    versions = {name: comment(text)[2:] for name, text in versions.items() if text}
+    if not versions:
         return []
-    parts = ", ".join(_VERSIONS[name] for name in known)
+    parts = ", ".join(_VERSIONS[name] for name in versions)
     return [
         "    if ((NODE_RANK == 0)); then",
-        f"        measured={shlex.quote(', '.join(known.values()))}",
+        f"        measured={shlex.quote(', '.join(versions.values()))}",
         f"        here=$(python3 -c 'import torch; print({parts}, sep=\", \")' 2>/dev/null) || here='no such torch'",
         '        if [[ $here != "$measured" ]]; then',
         '            warn "the prediction rests on timings with $measured, python3 has $here: expect other times"',

@@ -21,8 +21,8 @@ def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
     target = find_target(to, plan_file.framework)
     version = target.versions[0] if version is None else version
     if version not in target.versions:
-        known = f"known are {', '.join(target.versions)}" if any(target.versions) else "leave the version out"
-        raise InputError(f"no version {version!r} of {target.says}: {known}")
+        remedy = f"known are {', '.join(target.versions)}" if any(target.versions) else "leave the version out"
+        raise InputError(f"no version {version!r} of {target.says}: {remedy}")
     if why := refused_training(target, plan_file.training):
         raise InputError(why)
     return target.job(plan_file, version)
@@ -32,7 +32,7 @@ def refused_training(target: Target, training: TrainingSpec) -> str:
     """Say what of the training a target cannot express, and the way out; empty where it can express all of it."""
     if not (refused := _refused(target, training)):
         return ""
-    able = [name for name, known in TARGETS.items() if not _refused(known, training)]
+    able = [name for name, other in TARGETS.items() if not _refused(other, training)]
     way_out = f"use --to {' or '.join(able)}" if able else "no target can, a program of yours has to"
     return f"{target.says} cannot express {refused}: {way_out}"
 
@@ -65,8 +65,8 @@ def exported(
     The job is named `name`, by default after its model, and takes `num_steps`, where the target can be told.  Where the
     plan is one for `unlike_nodes`, `plan_file` is that of the first of them.
     """
-    known = next((name for name in LAUNCHERS if name == launcher), None)
-    if known is None:
+    launcher_name = next((name for name in LAUNCHERS if name == launcher), None)
+    if launcher_name is None:
         raise InputError(f"no launcher {launcher!r}: known are {', '.join(LAUNCHERS)}")
     job = _job_of_all(unlike_nodes, to, version) if unlike_nodes else job_of(plan_file, to, version)
     if num_steps is not None:
@@ -77,7 +77,7 @@ def exported(
                 replace(variable, default=steps) if variable.counts_steps else variable for variable in job.variables
             ),
         )
-    return launch_files(plan_file, job, known, image, name, unlike_nodes)
+    return launch_files(plan_file, job, launcher_name, image, name, unlike_nodes)
 
 
 def _job_of_all(unlike_nodes: Sequence[NodeRange], to: str, version: str | None) -> Job:

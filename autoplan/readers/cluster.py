@@ -78,8 +78,8 @@ def _known_name(text: str) -> str:
 def _spellings() -> dict[str, str]:
     """Return the ids of the shipped clusters by all their names, plain."""
     names = read_table(shipped()["cluster_names"])
-    others = {_plain(name): known for known, listed in names.items() for name in listed}
-    return others | {_plain(known): known for known in preset_clusters()}
+    others = {_plain(name): cluster for cluster, listed in names.items() for name in listed}
+    return others | {_plain(cluster): cluster for cluster in preset_clusters()}
 
 
 def _plain(name: str) -> str:

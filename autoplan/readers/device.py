@@ -75,19 +75,19 @@ def completed(table: dict[str, Any], where: str) -> dict[str, Any]:
     base = load_device(_base(table, where))
     assert base is not None
     own = {key: value for key, value in table.items() if key != "based_on"}
-    given = _given(own, where)
-    inherited = {name: getattr(base, name) for name in _TAKEN if name not in given}
-    if "visible_memory_bytes" not in given:
-        inherited["visible_memory_bytes"] = given["memory_bytes"] * base.visible_memory_bytes / base.memory_bytes
-    if "gemm_efficiency" in given or base.narrow_gemm_efficiency is None:
+    datasheet = _datasheet_of(own, where)
+    inherited = {name: getattr(base, name) for name in _TAKEN if name not in datasheet}
+    if "visible_memory_bytes" not in datasheet:
+        inherited["visible_memory_bytes"] = datasheet["memory_bytes"] * base.visible_memory_bytes / base.memory_bytes
+    if "gemm_efficiency" in datasheet or base.narrow_gemm_efficiency is None:
         inherited.pop("narrow_gemm_efficiency", None)
     # Curves keep their shape, and what they reach its ratio to what is sustained.
-    pace = given.get("gemm_efficiency", base.gemm_efficiency) / base.gemm_efficiency
-    if "gemm" not in given:
+    pace = datasheet.get("gemm_efficiency", base.gemm_efficiency) / base.gemm_efficiency
+    if "gemm" not in datasheet:
         inherited["gemm"] = _curve(base.gemm, base.name, pace, "burst_efficiency")
-    if "attention" not in given:
+    if "attention" not in datasheet:
         inherited["attention"] = _curve(base.attention, base.name, pace, "efficiency", "burst_efficiency")
-    peaks = given["peak_flops_per_s"]
+    peaks = datasheet["peak_flops_per_s"]
     if len(peaks) == 1:
         (precision, rate), shares = next(iter(peaks.items())), base.peak_flops_per_s
         if precision in shares:
@@ -97,22 +97,22 @@ def completed(table: dict[str, Any], where: str) -> dict[str, Any]:
             } | peaks
     names = sorted(file_keys(name)[0] for name in inherited.keys() - {"vendor", "generation"})
     note = f"figures of {base.name} stand in for {', '.join(names)}"
-    return {"rate_spread": UNMEASURED_SPREAD, **own, **inherited, "sources": [*given.get("sources", ()), note]}
+    return {"rate_spread": UNMEASURED_SPREAD, **own, **inherited, "sources": [*datasheet.get("sources", ()), note]}
 
 
-def _given(table: dict[str, Any], where: str) -> dict[str, Any]:
+def _datasheet_of(table: dict[str, Any], where: str) -> dict[str, Any]:
     """Return what a device's table holds, in SI; refuse unknown keys and a datasheet that is not complete."""
     try:
-        given = to_fields(DeviceSpec, table, needed=DATASHEET)
+        datasheet = to_fields(DeviceSpec, table, needed=DATASHEET)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
     for name in DATASHEET[1:3]:
-        if not _is_number(given[name]):
-            raise InputError(f"{where}: {file_keys(name)[0]} must be a number, got {given[name]!r}")
-    peaks = given["peak_flops_per_s"]
+        if not _is_number(datasheet[name]):
+            raise InputError(f"{where}: {file_keys(name)[0]} must be a number, got {datasheet[name]!r}")
+    peaks = datasheet["peak_flops_per_s"]
     if not isinstance(peaks, dict) or not peaks or not all(map(_is_number, peaks.values())):
         raise InputError(f"{where}: peak_tflops must be a table of numbers such as {{ bf16 = 312 }}, got {peaks!r}")
-    return given
+    return datasheet
 
 
 def _is_number(value: object) -> bool:
@@ -132,8 +132,8 @@ def _base(table: dict[str, Any], where: str) -> str:
         if name not in preset_devices():
             raise InputError(f"{where}: based_on names no shipped device: {closest(str(name), preset_devices())}")
         return str(name)
-    given = _given(table, where)
-    peaks, memory_rate = given["peak_flops_per_s"], given["memory_bandwidth_bytes_per_s"]
+    datasheet = _datasheet_of(table, where)
+    peaks, memory_rate = datasheet["peak_flops_per_s"], datasheet["memory_bandwidth_bytes_per_s"]
     precision = next(name for name in ("bf16", "fp16", *peaks) if name in peaks)
 
     def distance(device: DeviceSpec) -> float:
@@ -146,10 +146,10 @@ def _base(table: dict[str, Any], where: str) -> str:
         return sum(abs(math.log(ratio)) for ratio in rates)
 
     devices = [device for device in map(load_device, preset_devices()) if device and device.vendor != "cpu"]
-    similar = [device for device in devices if all(given.get(key) in (None, getattr(device, key)) for key in _KIN)]
+    similar = [device for device in devices if all(datasheet.get(key) in (None, getattr(device, key)) for key in _KIN)]
     nearest = min(similar, key=distance, default=None)
     if nearest is None or math.isinf(distance(nearest)):
-        kin = ", ".join(f"{key} {given[key]}" for key in _KIN if key in given)
+        kin = ", ".join(f"{key} {datasheet[key]}" for key in _KIN if key in datasheet)
         raise InputError(
             f"{where}: no shipped device is of {kin or 'these precisions'}, whose figures could stand in for "
             "missing ones: name one with based_on"

@@ -90,12 +90,12 @@ def optimizer_of(finetune: str | Path | FineTuning | None) -> OptimizerName | No
     table = _read_yaml(path)
     for key in _OPTIMIZER_KEYS:
         if (word := table.get(key)) is not None:
-            if (known := (OPTIM | OTHER_OPTIM).get(str(word))) is None:
+            if (optimizer := (OPTIM | OTHER_OPTIM).get(str(word))) is None:
                 raise InputError(
                     f"{path}: {key} {str(word)[:30]!r} is not priced: say one that is with --optimizer "
                     f"({', '.join(OPTIMIZERS)})"
                 )
-            return known
+            return optimizer
     return None
 
 
@@ -134,9 +134,9 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _quantization(text: str, option: str) -> Quantization:
-    for known in ("none", *QUANTIZED_BYTES):
-        if text == known:
-            return known
+    for quantization in ("none", *QUANTIZED_BYTES):
+        if text == quantization:
+            return quantization
     raise InputError(f"{option} {text[:40]!r}: must be one of none, {', '.join(QUANTIZED_BYTES)}")
 
 

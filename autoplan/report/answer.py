@@ -88,8 +88,8 @@ def headline(file: PlanFile) -> str:
     """The question: the model, the cluster and the training."""
     cluster, training = file.cluster, file.training
     slow = f" ({len(cluster.faults)} of their parts slow)" if cluster.faults else ""
-    place = f"{cluster.num_nodes} x {cluster.devices_per_node} {cluster.device.name}"
-    where = place if cluster.name == cluster.device.name else f"{cluster.name}: {place}"
+    devices = f"{cluster.num_nodes} x {cluster.devices_per_node} {cluster.device.name}"
+    where = devices if cluster.name == cluster.device.name else f"{cluster.name}: {devices}"
     optimizer = "" if training.optimizer == "adam" else f", {TRAITS[training.optimizer].says}"
     return (
         f"{file.model.name} on {where}{slow}, {training.precision}, {training.seq_len:,} tokens, "

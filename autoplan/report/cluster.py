@@ -60,7 +60,7 @@ def fault_text(share: float) -> str:
     return "" if share == 1 else f"{100 * share:.3g} % left by a fault"
 
 
-def _whole(link: Link, more: str = "") -> str:
+def _link_text(link: Link, more: str = "") -> str:
     fault = fault_text(link.share)
     return f"{rates_text(link)}{more}; {fault}" if fault else f"{rates_text(link)}{more}"
 
@@ -99,26 +99,26 @@ def _ways(cluster_graph: ClusterGraph, vertex: str) -> Iterator[str]:
         match component.kind, to.kind:
             case "device", "device":
                 each = edge["num_links"] * (2 if other == vertex else 1) // count
-                yield _whole(link, f" to each of {each} others")
+                yield _link_text(link, f" to each of {each} others")
             case "socket", "socket":
-                yield _whole(link)
+                yield _link_text(link)
             case "device", "fabric":
                 fabric = graph.nodes[other]
                 joined = sum(each["num_links"] for each in graph[other].values()) / fabric["count"]
-                yield f"{to.name}: {_whole(link, f', {joined:g} joined, {format_seconds(2 * link.latency_s)}')}"
+                yield f"{to.name}: {_link_text(link, f', {joined:g} joined, {format_seconds(2 * link.latency_s)}')}"
             case "device", "nic":
                 yield "a NIC on it"
             case "nic", "switch" | "core":
-                yield _whole(link, f", {format_seconds(2 * link.latency_s)} from node to node")
+                yield _link_text(link, f", {format_seconds(2 * link.latency_s)} from node to node")
             case ("device", "pcie_switch" | "socket") | ("pcie_switch", "socket"):
-                yield _whole(link, f" to the {to.name}")
+                yield _link_text(link, f" to the {to.name}")
 
 
 def _way_up(link: Link) -> str:
     blocking = f", {link.oversubscription:g}:1 oversubscribed" if link.oversubscription > 1 else ""
     far = f", {format_seconds(2 * link.latency_s)} from site to site" if link.latency_s else ""
     sharp = ", reduces on the way (SHARP)" if link.sharp else ""
-    return _whole(link, f" up{blocking}{far}{sharp}")
+    return _link_text(link, f" up{blocking}{far}{sharp}")
 
 
 def _switch_lines(cluster_graph: ClusterGraph, group: PlaceGroup, places: int) -> Iterator[Tree]:

@@ -68,13 +68,13 @@ def print_compared(console: Console, compared: Sequence[Compared]) -> None:
     planned = [entry for entry in compared if entry.outcome.best]
     safe = [entry for entry in planned if entry.outcome.best and entry.outcome.best.plan.verdict == "fits"]
     for label, cost, shown in BEST:
-        known = [
+        costs = [
             (value, entry)
             for entry in safe or planned
             if entry.outcome.best and (value := cost(entry.outcome.best.figures)) is not None
         ]
-        if known:
-            _, best = min(known, key=lambda pair: pair[0])
+        if costs:
+            _, best = min(costs, key=lambda pair: pair[0])
             assert best.outcome.best is not None
             nodes = f"{best.outcome.num_nodes} node{'s' if best.outcome.num_nodes > 1 else ''}"
             grid.add_row(label, escape_markup(f"{best.cluster}, {nodes}: {shown(best.outcome.best.figures)}"))

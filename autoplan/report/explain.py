@@ -204,8 +204,8 @@ def _print_mixed_changes(console: Console, explanation: MixedExplanation, names:
     for near in telling[:SHOWN_CHANGES]:
         why = [_needed(near.plan, names)] if near.plan.verdict != "fits" else []
         why.append(reasons(near.plan, explanation.plan) if near.ratio > 1 else _faster(near.ratio))
-        what, before, after = near.change
-        rows.append((f"{what} {before} -> {after}", format_seconds(near.plan.step_s), escape("; ".join(why))))
+        axis, before, after = near.change
+        rows.append((f"{axis} {before} -> {after}", format_seconds(near.plan.step_s), escape("; ".join(why))))
     print_table(console, (("one change", False), ("step", True), ("why not", False)), rows, keep=3)
 
 

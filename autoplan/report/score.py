@@ -45,10 +45,10 @@ def score_by_source(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Pr
     for outcome in outcomes:
         by_source[outcome.source].append(outcome)
     rows = {source: score(group, predictions) for source, group in sorted(by_source.items())}
-    known = {name: [row[name] for row in rows.values() if row[name] is not None] for name in COLUMNS}
+    values_of = {name: [row[name] for row in rows.values() if row[name] is not None] for name in COLUMNS}
     mean: Row = {
         name: fmean(value for value in values if value is not None) if values else None
-        for name, values in known.items()
+        for name, values in values_of.items()
     }
     return rows | {"all runs": score(outcomes, predictions), "mean of sources": mean}
 
@@ -118,9 +118,9 @@ def _decisions(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Predict
         both = [(predicted, measured) for predicted, measured in pairs if measured is not None]
         if len(both) >= LEAST_PLANS and len({measured for _, measured in both}) > 1:
             taus += [tau] if (tau := kendall_tau(both)) is not None else []
-        known = [choice for choice in choices if choice.status in ("ok", "oom", "invalid")]
-        if len(chosen_s) >= 2 and len(known) >= LEAST_PLANS:
-            pick = _pick(known)
+        decided = [choice for choice in choices if choice.status in ("ok", "oom", "invalid")]
+        if len(chosen_s) >= 2 and len(decided) >= LEAST_PLANS:
+            pick = _pick(decided)
             regrets.append(1.0 - min(chosen_s) / pick.measured_s if pick and pick.measured_s else 1.0)
             pick = _pick([choice for choice in choices if choice.status != "?"])
             bad.append(float(not (pick and pick.measured_s)))

@@ -97,8 +97,8 @@ def print_table(
         max((cell_len(Text.from_markup(row[at]).plain) for row in rows if at < len(row)), default=0)
         for at in range(len(columns))
     ]
-    whole = [max(cell, len(header)) for cell, (header, _) in zip(cells, columns, strict=True)]
-    folds = least_header is not None and _room(whole) > console.width
+    full_widths = [max(cell, len(header)) for cell, (header, _) in zip(cells, columns, strict=True)]
+    folds = least_header is not None and _room(full_widths) > console.width
     widths = []
     for cell, (header, is_number) in zip(cells, columns, strict=True):
         longest_word = max(map(len, header.split()), default=0)

@@ -54,8 +54,8 @@ def _process(at: int, rank: RankTimeline) -> Iterator[dict[str, Any]]:
         yield counted | {"ts": _microseconds(_nanoseconds(time))}
 
 
-def _named(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}}
+def _named(pid: int, tid: int, kind: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
 
 
 def _lanes(events: Iterable[Event]) -> list[list[tuple[Event, int, int]]]:

@@ -20,11 +20,13 @@ def headline(content: PlanContent) -> Markup:
     cluster, training = file.cluster, file.training
     places = f"{cluster.num_nodes:,} × {cluster.devices_per_node} {cluster.device.name}"
     slow = f", {len(cluster.faults)} of their parts slow" if cluster.faults else ""
-    asked = (
+    training_text = (
         f"{training.precision}, {training.seq_len:,} tokens a sequence, global batch "
         f"{file.best.plan.global_batch:,}, {file.framework.name}"
     )
-    return masthead(file.model.name, f"{cluster.num_devices:,} devices", f"{cluster.name}: {places}{slow}; {asked}")
+    return masthead(
+        file.model.name, f"{cluster.num_devices:,} devices", f"{cluster.name}: {places}{slow}; {training_text}"
+    )
 
 
 def answer(content: PlanContent) -> Markup:

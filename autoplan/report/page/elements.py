@@ -18,13 +18,13 @@ class Segment:
     text: str  # its value
 
 
-def masthead(model: str, devices: str, asked: str) -> Markup:
+def masthead(model: str, devices: str, training: str) -> Markup:
     """The head of the page: what was trained on which devices, and what was asked of it."""
     return tag(
         "div",
         tag("p", "autoplan report", class_="brand"),
         tag("h1", model, tag("span", " on ", class_="quiet"), devices),
-        tag("p", asked, class_="asked"),
+        tag("p", training, class_="asked"),
     )
 
 

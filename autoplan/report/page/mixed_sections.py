@@ -25,11 +25,11 @@ SHOWN_PLANS = 10
 def headline(content: MixedContent) -> Markup:
     """Question as the headline of the page."""
     file = content.file
-    asked = (
+    training_text = (
         f"{sizes(file.cluster)}; {file.training.precision}, {file.training.seq_len:,} tokens a sequence, global batch "
         f"{file.best.plan.global_batch:,}, {file.framework.name}"
     )
-    return masthead(file.model.name, f"{file.cluster.num_devices:,} unlike devices", asked)
+    return masthead(file.model.name, f"{file.cluster.num_devices:,} unlike devices", training_text)
 
 
 def answer(content: MixedContent) -> Markup:

@@ -55,8 +55,8 @@ SCRIPTS = ("view.js", "plot.js", "gantt.js", "page.js")
 def page(content: PlanContent | MixedContent) -> str:
     """The page as the text of a file."""
     if isinstance(content, MixedContent):
-        return _whole(content, mixed_sections.headline(content), _drawn(MIXED_SECTIONS, content))
-    return _whole(content, headline(content), _drawn(SECTIONS, content))
+        return _page_text(content, mixed_sections.headline(content), _drawn(MIXED_SECTIONS, content))
+    return _page_text(content, headline(content), _drawn(SECTIONS, content))
 
 
 def _drawn(
@@ -66,7 +66,7 @@ def _drawn(
     return {name: (link, drawn) for name, (link, make) in sections.items() if (drawn := make(content))}
 
 
-def _whole(content: Content, title: Markup, shown: Mapping[str, tuple[str | None, Markup]]) -> str:
+def _page_text(content: Content, title: Markup, shown: Mapping[str, tuple[str | None, Markup]]) -> str:
     style, script = (_text(names) for names in (STYLES, SCRIPTS))
     # What is not this script does not run, and nothing is loaded, even if a name got past the escaping.
     digest = b64encode(sha256(script.encode()).digest()).decode()

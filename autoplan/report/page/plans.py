@@ -149,8 +149,8 @@ def front(content: PlanContent) -> Markup:
     return section("front", title, _summary(content.front), drawn, folded(f"The {len(content.front)} plans", listed))
 
 
-def _point(plan: RankedPlan, what: str = "") -> tuple[float, float, str]:
-    text = f"{what}{plan.plan.describe()}: {format_seconds(plan.step_s)}, {format_bytes(plan.memory_bytes)}"
+def _point(plan: RankedPlan, label: str = "") -> tuple[float, float, str]:
+    text = f"{label}{plan.plan.describe()}: {format_seconds(plan.step_s)}, {format_bytes(plan.memory_bytes)}"
     return plan.memory_bytes / GIB, plan.step_s, text
 
 

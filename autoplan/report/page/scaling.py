@@ -42,9 +42,9 @@ def scaling(content: PlanContent) -> Markup:
     return section("scaling", title, _summary(first, last), drawn, _table(content, best_plans))
 
 
-def _point(run: RunPlan, what: str = "") -> tuple[float, float, str]:
+def _point(run: RunPlan, label: str = "") -> tuple[float, float, str]:
     figures = run.figures
-    text = f"{what}{run.plan.plan.describe()}: {figures.tokens_per_s:,.0f} tokens/s of {figures.num_devices:,} devices"
+    text = f"{label}{run.plan.plan.describe()}: {figures.tokens_per_s:,.0f} tokens/s of {figures.num_devices:,} devices"
     return figures.num_devices, figures.tokens_per_s, text
 
 

@@ -81,8 +81,8 @@ def _records(content: PlanContent) -> Iterator[Markup]:
     if content.records is not None:
         caption = "Records that serve each term of the step"
         rows = [(*row, *[""] * (len(NEED_COLUMNS) - len(row))) for row in need_rows(content.records)]
-        known = table("Who measured them, where and when", RECORD_COLUMNS, record_rows(content.records))
-        yield folded(caption, table(caption, NEED_COLUMNS, rows), known, *map(note, remarks(content.records)))
+        origins = table("Who measured them, where and when", RECORD_COLUMNS, record_rows(content.records))
+        yield folded(caption, table(caption, NEED_COLUMNS, rows), origins, *map(note, remarks(content.records)))
 
 
 def _terms(content: PlanContent) -> Iterator[tuple[str, Markup, str]]:
