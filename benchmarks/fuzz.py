@@ -37,7 +37,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import encode, shipped, write_text
 from autoplan.base.units import GIB
 from autoplan.cost.estimate import estimate
-from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.launch_files import READERS
 from autoplan.frameworks.logs import Batch, LogReader
 from autoplan.frameworks.presets import load_framework, preset_frameworks
@@ -258,13 +258,13 @@ def launch_subjects(seeds: Sequence[Seed], dice: random.Random) -> Iterator[Subj
     """Yield the readers of launch files, of all targets."""
     model = load_model("llama3-8b")
     trainer = (("PER_DEVICE_TRAIN_BATCH_SIZE", "2"), ("GRADIENT_ACCUMULATION_STEPS", "4"), ("BF16", "true"))
-    usual = Given(model=model, num_devices=8, devices_per_node=8, seq_len=4096, variables=trainer)
+    usual = LaunchContext(model=model, num_devices=8, devices_per_node=8, seq_len=4096, variables=trainer)
     odd = (("WORLD_SIZE", "x"), ("TP", "$(id)"), ("BF16", "perhaps"))
     givens = (
         *[usual] * 4,
         replace(usual, model=None),
-        Given(),
-        Given(model=model, num_devices=7, seq_len=1, variables=odd),
+        LaunchContext(),
+        LaunchContext(model=model, num_devices=7, seq_len=1, variables=odd),
     )
     for reader in READERS:
         own = [seed for seed in seeds if reader.recognises(seed.name, seed.text)]

@@ -20,7 +20,7 @@ from typing import Any
 
 from reports import make_parser, write_report
 
-from autoplan.api.launch_files import make_given
+from autoplan.api.launch_files import make_context
 from autoplan.base.errors import InputError
 from autoplan.frameworks.launch_files import looks_like_launch, read_launch
 
@@ -71,7 +71,7 @@ def outcome(path: Path) -> tuple[str, bool]:
     message = ""
     for _ in range(MOST_ANSWERS):
         try:
-            launch = read_launch(path, make_given(**answers, variables=variables))
+            launch = read_launch(path, make_context(**answers, variables=variables))
         except InputError as error:
             message = str(error)
         else:

@@ -31,7 +31,7 @@ from autoplan.api.plan_files import make_plan_file
 from autoplan.api.problem import make_problem, make_space
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.cost.estimate import estimate
-from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.launch_files import reader_of
 from autoplan.frameworks.megatron_lm.notation import graph_scopes
@@ -238,11 +238,11 @@ def trip(subject: Exported, to: str, version: str) -> Trip:
     return Trip(outcome="in words", why=", ".join(in_words)) if in_words else Trip(outcome="same")
 
 
-def givens(subject: Exported, folder: Path, text: str) -> Iterator[Given]:
+def givens(subject: Exported, folder: Path, text: str) -> Iterator[LaunchContext]:
     """Yield what a person says beside the file: nothing, then what several formats do not hold, as the files say it."""
     problem, plan = subject.problem, subject.plan
-    yield Given(folder=folder)
-    whole = Given(
+    yield LaunchContext(folder=folder)
+    whole = LaunchContext(
         folder=folder,
         model=problem.model,
         num_devices=plan.num_devices,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.accelerate.read import read, recognises
-from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.launch.targets import job_of
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
@@ -51,13 +51,13 @@ def text_of(plan_file: PlanFile) -> str:
     return file.text
 
 
-def given_of(plan_file: PlanFile) -> Given:
+def given_of(plan_file: PlanFile) -> LaunchContext:
     plan = plan_file.best.plan
     batch = (("PER_DEVICE_TRAIN_BATCH_SIZE", str(plan.micro_batch)),)
     steps = (("GRADIENT_ACCUMULATION_STEPS", str(plan.num_microbatches)),)
     is_unsharded = plan.sharding == "none" or plan.dp_shard * plan.cp == 1
     recompute = (("GRADIENT_CHECKPOINTING", str(plan.recompute == "full")),) if is_unsharded else ()
-    return Given(model=plan_file.model, seq_len=plan_file.training.seq_len, variables=batch + steps + recompute)
+    return LaunchContext(model=plan_file.model, seq_len=plan_file.training.seq_len, variables=batch + steps + recompute)
 
 
 def assert_read_back(plan_file: PlanFile) -> None:
@@ -174,7 +174,7 @@ def example(path: str, **given: Any) -> Launch:
         pytest.skip("ACCELERATE_DIR does not name a checkout of accelerate")
     text = (Path(place) / "examples" / path).read_text()
     assert recognises(Path(path).name, text)
-    return read(text, Given(model=LLAMA_8B, seq_len=4096, variables=BATCH, **given))
+    return read(text, LaunchContext(model=LLAMA_8B, seq_len=4096, variables=BATCH, **given))
 
 
 @pytest.mark.parametrize("path", EXAMPLES)
@@ -194,7 +194,7 @@ COMMAND = """accelerate launch --use_fsdp --fsdp_version=2 --num_processes 16 --
 
 def test_a_command_line_is_read_like_a_config() -> None:
     assert recognises("run.sh", COMMAND)
-    launch = read(COMMAND, Given(model=LLAMA_8B, seq_len=4096))
+    launch = read(COMMAND, LaunchContext(model=LLAMA_8B, seq_len=4096))
     assert launch.plan == ParallelPlan(
         dp_replicate=2, dp_shard=8, sharding="zero2", recompute="full", micro_batch=2, global_batch=128
     )
@@ -211,7 +211,7 @@ def test_a_command_line_is_read_like_a_config() -> None:
 )
 def test_a_command_line_that_says_too_little_is_refused(change: tuple[str, str], says: str) -> None:
     with pytest.raises(InputError, match=says):
-        read(COMMAND.replace(*change), Given(model=LLAMA_8B, seq_len=4096))
+        read(COMMAND.replace(*change), LaunchContext(model=LLAMA_8B, seq_len=4096))
 
 
 # As in examples/accelerate_configs/deepspeed_zero3.yaml of TRL.
@@ -233,7 +233,7 @@ BATCH = (("PER_DEVICE_TRAIN_BATCH_SIZE", "2"), ("GRADIENT_ACCUMULATION_STEPS", "
 
 
 def test_a_config_with_deepspeed_is_the_configuration_that_accelerate_makes_of_it() -> None:
-    launch = read(DEEPSPEED_CONFIG, Given(model=LLAMA_8B, seq_len=4096, variables=BATCH))
+    launch = read(DEEPSPEED_CONFIG, LaunchContext(model=LLAMA_8B, seq_len=4096, variables=BATCH))
     assert launch.plan == ParallelPlan.derived(
         dp_shard=8,
         sharding="zero3",
@@ -251,7 +251,7 @@ def test_a_config_with_deepspeed_is_the_configuration_that_accelerate_makes_of_i
 def test_a_command_line_with_deepspeed_is_read_like_its_config() -> None:
     command = "accelerate launch --use_deepspeed --zero_stage 2 --mixed_precision no --num_processes 8 train.py "
     options = "--bf16 --per_device_train_batch_size 2 --gradient_accumulation_steps 4"
-    launch = read(command + options, Given(model=LLAMA_8B, seq_len=4096))
+    launch = read(command + options, LaunchContext(model=LLAMA_8B, seq_len=4096))
     assert (launch.plan.sharding, launch.plan.precision, launch.plan.global_batch) == ("zero2", "bf16", 64)
 
 
@@ -260,17 +260,17 @@ def test_the_file_of_a_command_is_read_where_it_lies_beside_or_above(tmp_path: P
     (tmp_path / "examples").mkdir()
     (tmp_path / "configs" / "ds.yaml").write_text(DEEPSPEED_CONFIG)
     command = "accelerate launch --config_file configs/ds.yaml --num_processes 16 sft.py"
-    given = Given(model=LLAMA_8B, seq_len=4096, variables=BATCH, folder=tmp_path / "examples")
-    assert read(command, given).plan.num_devices == 16
+    context = LaunchContext(model=LLAMA_8B, seq_len=4096, variables=BATCH, folder=tmp_path / "examples")
+    assert read(command, context).plan.num_devices == 16
     for elsewhere in ("/etc/passwd", "../configs/ds.yaml"):
         with pytest.raises(InputError, match="read that file"):
-            read(command.replace("configs/ds.yaml", elsewhere), given)
+            read(command.replace("configs/ds.yaml", elsewhere), context)
 
 
-WRONG: dict[str, tuple[dict[str, Any], Given, str]] = {
-    "no model": ({}, Given(seq_len=4096), "pass --model"),
-    "no sequence": ({}, Given(model=LLAMA_8B), "pass --seq-len"),
-    "no batch": ({}, Given(model=LLAMA_8B, seq_len=4096), "pass --set PER_DEVICE_TRAIN_BATCH_SIZE=N"),
+WRONG: dict[str, tuple[dict[str, Any], LaunchContext, str]] = {
+    "no model": ({}, LaunchContext(seq_len=4096), "pass --model"),
+    "no sequence": ({}, LaunchContext(model=LLAMA_8B), "pass --seq-len"),
+    "no batch": ({}, LaunchContext(model=LLAMA_8B, seq_len=4096), "pass --set PER_DEVICE_TRAIN_BATCH_SIZE=N"),
     "a kind": (
         {"distributed_type": "XLA"},
         given_of(PLANS["sharded"]),
@@ -288,7 +288,7 @@ WRONG: dict[str, tuple[dict[str, Any], Given, str]] = {
     ),
     "all that is missing": (
         {"mixed_precision": "no", "num_processes": None},
-        Given(),
+        LaunchContext(),
         "pass --model, --seq-len, --devices, --set PER_DEVICE_TRAIN_BATCH_SIZE=N, "
         "--set GRADIENT_ACCUMULATION_STEPS=N, --set BF16=true",
     ),

@@ -10,7 +10,7 @@ import yaml
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.automodel.read import read, recognises
-from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.launch import Launch, LaunchContext
 
 RECIPE: dict[str, Any] = {
     "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
@@ -31,7 +31,7 @@ def of(devices: int | None = 16, **sections: dict[str, Any] | str) -> Launch:
         recipe[name] = {**recipe.get(name, {}), **section} if isinstance(section, dict) else section
     text = yaml.safe_dump(recipe)
     assert recognises("recipe.yaml", text)
-    return read(text, Given(num_devices=devices))
+    return read(text, LaunchContext(num_devices=devices))
 
 
 def matters(launch: Launch) -> set[str]:

@@ -9,7 +9,7 @@ import yaml
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.axolotl.read import read, recognises
-from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.launch import Launch, LaunchContext
 
 FULL: dict[str, Any] = {
     "base_model": "NousResearch/Meta-Llama-3.1-8B",
@@ -26,7 +26,7 @@ FSDP2 = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True, "offl
 
 
 def of(devices: int = 16, **settings: Any) -> Launch:
-    return read(yaml.safe_dump(FULL | settings), Given(num_devices=devices))
+    return read(yaml.safe_dump(FULL | settings), LaunchContext(num_devices=devices))
 
 
 def matters(launch: Launch) -> set[str]:
@@ -109,4 +109,4 @@ def test_what_is_not_priced_at_all_is_refused(settings: dict[str, Any], says: st
 def test_words_of_axolotl_mean_what_they_say_there() -> None:
     assert of(gradient_checkpointing="false").plan.recompute == "none"
     silent = yaml.safe_dump({key: value for key, value in (FULL | FSDP2).items() if key != "micro_batch_size"})
-    assert read(silent, Given(num_devices=16)).plan.micro_batch == 1
+    assert read(silent, LaunchContext(num_devices=16)).plan.micro_batch == 1

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.deepspeed.export import deepspeed_config
 from autoplan.frameworks.deepspeed.read import read, recognises
@@ -66,8 +66,8 @@ def text_of(file: PlanFile, version: str = NEWEST) -> str:
     return job_of(file, "deepspeed", version).files[0].text
 
 
-def given_for(file: PlanFile, **variables: str) -> Given:
-    return Given(
+def given_for(file: PlanFile, **variables: str) -> LaunchContext:
+    return LaunchContext(
         model=file.model,
         num_devices=file.best.plan.num_devices,
         seq_len=file.training.seq_len,
@@ -198,7 +198,7 @@ def changed(changes: dict[str, Any], file: PlanFile | None = None) -> str:
 
 def launch_of(changes: dict[str, Any], **variables: str) -> Launch:
     return read(
-        changed(changes), Given(model=LLAMA_8B, num_devices=8, seq_len=4096, variables=tuple(variables.items()))
+        changed(changes), LaunchContext(model=LLAMA_8B, num_devices=8, seq_len=4096, variables=tuple(variables.items()))
     )
 
 
@@ -212,11 +212,11 @@ def test_two_batch_sizes_give_the_third(missing: str) -> None:
 
 
 def test_three_batch_sizes_give_the_devices() -> None:
-    assert read(changed({}), Given(model=LLAMA_8B, seq_len=4096)).plan.num_devices == 8
+    assert read(changed({}), LaunchContext(model=LLAMA_8B, seq_len=4096)).plan.num_devices == 8
     with pytest.raises(InputError, match="pass --devices"):
-        read(changed({"train_batch_size": None}), Given(model=LLAMA_8B, seq_len=4096))
+        read(changed({"train_batch_size": None}), LaunchContext(model=LLAMA_8B, seq_len=4096))
     with pytest.raises(InputError, match="pass --model"):
-        read(changed({}), Given())
+        read(changed({}), LaunchContext())
 
 
 def test_the_trainer_fills_in_what_is_auto() -> None:
@@ -318,7 +318,7 @@ def test_a_defect_is_refused(name: str) -> None:
 
 def test_a_key_that_is_given_twice_is_refused() -> None:
     with pytest.raises(InputError, match="'train_batch_size' is given twice"):
-        read('{"train_batch_size": 1, "train_batch_size": 2}', Given(model=LLAMA_8B, seq_len=8))
+        read('{"train_batch_size": 1, "train_batch_size": 2}', LaunchContext(model=LLAMA_8B, seq_len=8))
 
 
 def test_deepspeed_accepts_what_is_exported_and_refuses_the_defects() -> None:
@@ -405,7 +405,7 @@ def test_an_example_is_read_as_a_person_reads_it(name: str) -> None:
     num_devices, plan, told = EXAMPLES[name]
     text = path.read_text()
     assert recognises(path.name, text)
-    launch = read(text, Given(model=LLAMA_8B, num_devices=num_devices, seq_len=2048))
+    launch = read(text, LaunchContext(model=LLAMA_8B, num_devices=num_devices, seq_len=2048))
     assert {key: getattr(launch.plan, key) for key in plan} == plan
     assert launch.plan.num_devices == num_devices
     assert told <= {one.option for one in launch.unread}
@@ -421,7 +421,7 @@ def test_all_that_is_auto_is_asked_for_at_once() -> None:
         "zero_optimization": {"stage": 3},
     }
     with pytest.raises(InputError) as error:
-        read(json.dumps(table), Given())
+        read(json.dumps(table), LaunchContext())
     assert (
         "pass --model, --seq-len, --devices, --set PER_DEVICE_TRAIN_BATCH_SIZE=N, --set GRADIENT_ACCUMULATION_STEPS=N, "
         "--set BF16=true or --set FP16=true" in str(error.value)

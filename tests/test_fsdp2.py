@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given
+from autoplan.frameworks.common.launch import LaunchContext
 from autoplan.frameworks.fsdp2.read import read, recognises
 from autoplan.launch.targets import job_of
 from autoplan.spec.framework import Framework
@@ -44,7 +44,7 @@ def files_of(plan_file: PlanFile) -> dict[str, str]:
 def assert_read_back(plan_file: PlanFile) -> None:
     text = files_of(plan_file)["fsdp2.json"]
     assert recognises("fsdp2.json", text)
-    launch = read(text, Given(model=plan_file.model))
+    launch = read(text, LaunchContext(model=plan_file.model))
     assert (launch.training, launch.plan, launch.unread) == (plan_file.training, plan_file.best.plan, ())
 
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_read_is_said_in_one_line(case: str) -> None:
     change, says = WRONG[case]
     text = json.dumps(json.loads(files_of(fsdp(dp_shard=8))["fsdp2.json"]) | change)
     with pytest.raises(InputError) as error:
-        read(text, Given(model=MODEL))
+        read(text, LaunchContext(model=MODEL))
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -143,7 +143,7 @@ def test_what_cannot_be_read_is_said_in_one_line(case: str) -> None:
 )
 def test_a_damaged_file_is_read_or_refused(text: str) -> None:
     with suppress(InputError):
-        assert read(text, Given(model=MODEL)).plan.num_devices >= 1
+        assert read(text, LaunchContext(model=MODEL)).plan.num_devices >= 1
 
 
 # -- PyTorch itself ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.hf_trainer.read import read, recognises
 from autoplan.frameworks.launch_files import read_launch
 
@@ -25,7 +25,7 @@ ZERO3 = """{"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, "over
 
 
 def of(more: str = "", **given: object) -> Launch:
-    return read(SCRIPT.format(more), Given(**given))  # type: ignore[arg-type]
+    return read(SCRIPT.format(more), LaunchContext(**given))  # type: ignore[arg-type]
 
 
 def matters(launch: Launch) -> set[str]:
@@ -78,7 +78,7 @@ def test_copies_of_shards_are_refused() -> None:
 def test_a_deepspeed_file_beside_the_script_is_filled_in(tmp_path: Path) -> None:
     (tmp_path / "zero3.json").write_text(ZERO3)
     (tmp_path / "train.sh").write_text(SCRIPT.format("--deepspeed zero3.json"))
-    launch = read_launch(tmp_path / "train.sh", Given())
+    launch = read_launch(tmp_path / "train.sh", LaunchContext())
     assert (launch.target, launch.framework) == ("hf-trainer", "deepspeed-hf")
     plan = launch.plan
     assert (plan.sharding, plan.dp, plan.micro_batch, plan.global_batch) == ("zero3", 16, 2, 128)
@@ -91,7 +91,7 @@ def test_a_deepspeed_file_with_another_batch_is_refused_as_the_trainer_does(tmp_
     (tmp_path / "zero3.json").write_text(text)
     (tmp_path / "train.sh").write_text(SCRIPT.format("--deepspeed zero3.json"))
     with pytest.raises(InputError, match=r"per_device_train_batch_size is 2.*4.*make them equal"):
-        read_launch(tmp_path / "train.sh", Given())
+        read_launch(tmp_path / "train.sh", LaunchContext())
 
 
 def test_a_deepspeed_file_that_is_not_at_hand_is_asked_for() -> None:
@@ -115,17 +115,17 @@ def test_the_optimizer_is_read(word: str, optimizer: str) -> None:
 
 def test_thirty_two_bits_and_preferences_are_refused() -> None:
     with pytest.raises(InputError, match="neither bf16 nor fp16"):
-        read(SCRIPT.format("").replace("--bf16", ""), Given())
+        read(SCRIPT.format("").replace("--bf16", ""), LaunchContext())
     with pytest.raises(InputError, match=r"dpo\.py.*no preferences"):
-        read(SCRIPT.format("").replace("train.py", "dpo.py"), Given())
+        read(SCRIPT.format("").replace("train.py", "dpo.py"), LaunchContext())
     with pytest.raises(InputError, match="beta"):
         of("--beta 0.1")
 
 
 def test_sequences_that_are_not_packed_are_remarked() -> None:
     text = SCRIPT.format("--fsdp").replace("--packing true", "")
-    assert matters(read(text, Given())) == {"--max_length"}
-    launch = read(text, Given(seq_len=700))
+    assert matters(read(text, LaunchContext())) == {"--max_length"}
+    launch = read(text, LaunchContext(seq_len=700))
     assert (launch.training.seq_len, matters(launch)) == (700, set())
 
 
@@ -140,7 +140,7 @@ packing: true
 
 def test_yaml_of_trl_has_the_defaults_of_trl() -> None:
     assert recognises("sft.yaml", TRL)
-    launch = read(TRL, Given(num_devices=4))
+    launch = read(TRL, LaunchContext(num_devices=4))
     assert (launch.training.precision, launch.training.seq_len, launch.plan.recompute) == ("bf16", 1024, "full")
     tuning = launch.training.finetuning
     assert tuning is not None
@@ -151,16 +151,16 @@ def test_the_model_the_devices_and_the_length_are_asked_for() -> None:
     text = "#!/bin/bash\npython train.py --per_device_train_batch_size 1 --bf16 true"
     for more, flag in (("", "--model"), (" --model_name_or_path some/other", "--model")):
         with pytest.raises(InputError, match=flag):
-            read(text + more, Given())
+            read(text + more, LaunchContext())
     with pytest.raises(InputError, match="--seq-len"):
-        read(f"{text} --model_name_or_path Qwen/Qwen3-8B", Given())
+        read(f"{text} --model_name_or_path Qwen/Qwen3-8B", LaunchContext())
     with pytest.raises(InputError, match="--devices"):
-        read(TRL, Given())
+        read(TRL, LaunchContext())
 
 
 def started_by(command: str) -> Launch:
     script = SCRIPT.format("").replace("torchrun --nnodes 2 --nproc_per_node 8", command)
-    return read(script.replace("#!/bin/bash", "export CUDA_VISIBLE_DEVICES=0,1"), Given())
+    return read(script.replace("#!/bin/bash", "export CUDA_VISIBLE_DEVICES=0,1"), LaunchContext())
 
 
 def test_a_launcher_says_more_than_the_devices_it_sees() -> None:
@@ -192,14 +192,14 @@ def test_what_the_trainer_ignores_or_refuses() -> None:
 def test_losses_are_told_by_whole_words(program: str, is_priced: bool) -> None:
     script = SCRIPT.format("").replace("train.py", program)
     if is_priced:
-        assert read(script, Given()).plan.dp == 16
+        assert read(script, LaunchContext()).plan.dp == 16
     else:
         with pytest.raises(InputError, match="only training on the next token"):
-            read(script, Given())
+            read(script, LaunchContext())
 
 
 def test_a_table_of_a_plain_program_recomputes_only_if_it_says_so() -> None:
     plain = """{"model_name_or_path": "meta-llama/Llama-3.1-8B", "per_device_train_batch_size": 1, "bf16": true,
     "block_size": 2048}"""
-    assert read(plain, Given(num_devices=8)).plan.recompute == "none"
-    assert read(plain.replace("block_size", "max_length"), Given(num_devices=8)).plan.recompute == "full"
+    assert read(plain, LaunchContext(num_devices=8)).plan.recompute == "none"
+    assert read(plain.replace("block_size", "max_length"), LaunchContext(num_devices=8)).plan.recompute == "full"

@@ -17,7 +17,7 @@ from autoplan.api.launch_files import differing
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table
 from autoplan.frameworks.common.job import File
-from autoplan.frameworks.common.launch import Given
+from autoplan.frameworks.common.launch import LaunchContext
 from autoplan.frameworks.launch_files import MOST_BYTES, READERS, read_launch
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import TARGETS
@@ -63,12 +63,12 @@ def found(folder: Path) -> PlanFile:
 
 @pytest.mark.parametrize(("name", "target"), [("old.json", "plan.json"), ("launch/launch.sh", "megatron-lm")])
 def test_a_launch_file_is_known_by_its_content(folder: Path, name: str, target: str) -> None:
-    launch = read_launch(folder / name, Given())
-    assert launch == read_launch(folder / name, Given(), target)
+    launch = read_launch(folder / name, LaunchContext())
+    assert launch == read_launch(folder / name, LaunchContext(), target)
     assert (launch.target, launch.plan) == (target, plan_file(folder / "old.json").best.plan)
 
 
-COMPLETE = Given(model=load_model("llama3-8b"), num_devices=8, devices_per_node=8, seq_len=64)
+COMPLETE = LaunchContext(model=load_model("llama3-8b"), num_devices=8, devices_per_node=8, seq_len=64)
 # What plans for a target may be priced as, where that is not Megatron-Core.
 PRICED_AS = {
     "autoplan": "torch",
@@ -108,7 +108,7 @@ def test_a_damaged_file_is_read_or_refused_in_one_line(folder: Path, data: st.Da
     damage = data.draw(
         st.one_of(st.text(max_size=20), st.sampled_from(["$(rm -rf x)", "${A:-", "[" * 300, "1e999", "-1"]))
     )
-    given_ = data.draw(st.sampled_from([Given(), COMPLETE]))
+    given_ = data.draw(st.sampled_from([LaunchContext(), COMPLETE]))
     path = folder / "damaged"
     path.write_text(text[:start] + damage + text[min(end, start + 40) :], encoding="utf-8", errors="replace")
     for target in (None, reader.target):
@@ -151,7 +151,7 @@ def test_a_file_that_cannot_be_read_is_one_clear_line(tmp_path: Path, case: str)
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(InputError, match=says):
-        read_launch(path, Given(), target)
+        read_launch(path, LaunchContext(), target)
     done = run(tmp_path, "read", "file", *(("--as", target) if target else ()))
     assert (done.returncode, done.stdout) == (1, "")
     assert len(done.stderr.splitlines()) == 1
@@ -336,4 +336,4 @@ def test_a_page_of_text_is_no_launch_file_that_a_script_starts(tmp_path: Path) -
     (tmp_path / "README.md").write_text("torchrun pretrain_gpt.py --num-layers 8")
     (tmp_path / "conversion.sh").write_text("# see README.md\necho\n")
     with pytest.raises(InputError, match="looks like no launch file that is known"):
-        read_launch(tmp_path / "conversion.sh", Given())
+        read_launch(tmp_path / "conversion.sh", LaunchContext())

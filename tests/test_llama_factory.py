@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.launch_files import read_launch
 from autoplan.frameworks.llama_factory.read import read, recognises
 
@@ -34,7 +34,7 @@ def of(*changes: tuple[str, str], more: str = "", devices: int = 8) -> Launch:
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
-    return read(text + more, Given(num_devices=devices))
+    return read(text + more, LaunchContext(num_devices=devices))
 
 
 def matters(launch: Launch) -> set[str]:
@@ -78,7 +78,7 @@ def test_deepspeed_is_read_from_its_file(tmp_path: Path) -> None:
     place = tmp_path / "examples" / "train_full"
     place.mkdir()
     (place / "full.yaml").write_text(f"{LORA}deepspeed: examples/deepspeed/z2.json\n")
-    launch = read_launch(place / "full.yaml", Given(num_devices=16))
+    launch = read_launch(place / "full.yaml", LaunchContext(num_devices=16))
     assert (launch.framework, launch.plan.sharding, launch.plan.dp) == ("deepspeed-hf", "zero2", 16)
     assert (launch.plan.recompute, launch.plan.global_batch) == ("full", 2 * 8 * 16)
     assert launch.training.finetuning is not None
@@ -106,7 +106,7 @@ CUDA_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli train \\
     --lora_target all --cutoff_len 2048 --per_device_train_batch_size 1 --gradient_accumulation_steps 8 --bf16
 """
     assert recognises("train.sh", text)
-    launch = read(text, Given())
+    launch = read(text, LaunchContext())
     assert (launch.model.name, launch.plan.dp, launch.plan.global_batch) == ("qwen3-4b", 4, 32)
 
 

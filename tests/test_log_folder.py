@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.launch_files import read_launch_on_part
 from autoplan.profiler.store import open_store
 from autoplan.readers.cluster import load_cluster, of_size
@@ -60,7 +60,7 @@ def look(folder: Path) -> tuple[dict[str, PastRun], dict[str, str]]:
     """(runs, why there is none) by the path of their log."""
 
     def read(path: Path) -> Launch:
-        return read_launch_on_part(path, Given(), CLUSTER)
+        return read_launch_on_part(path, LaunchContext(), CLUSTER)
 
     runs, reasons = {}, {}
     for one in past_runs(folder, read):

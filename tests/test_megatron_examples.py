@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autoplan.frameworks.common.launch import Given, Reader
+from autoplan.frameworks.common.launch import LaunchContext, Reader
 from autoplan.frameworks.megatron_bridge import read as megatron_bridge
 from autoplan.frameworks.megatron_lm import read as megatron_lm
 from autoplan.frameworks.primus import read as primus
@@ -253,7 +253,7 @@ def test_an_example_is_read_as_a_person_reads_it(name: str) -> None:
         pytest.skip(f"{example.checkout} names no checkout that has {example.path}")
     text = path.read_text()
     assert example.reader.recognises(path.name, text)
-    launch = example.reader.read(text, Given(**example.given))
+    launch = example.reader.read(text, LaunchContext(**example.given))
     assert launch.model == example.model
     assert launch.plan == example.plan
     assert (launch.training.seq_len, launch.training.precision) == (example.seq_len, example.precision)

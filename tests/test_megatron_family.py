@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Reader
+from autoplan.frameworks.common.launch import LaunchContext, Reader
 from autoplan.frameworks.megatron_bridge import export as megatron_bridge
 from autoplan.frameworks.megatron_bridge import read as bridge_in
 from autoplan.frameworks.megatron_lm import export as megatron_lm
@@ -217,7 +217,7 @@ def assert_comes_back(reader: Reader, name: str, text: str, file: PlanFile) -> N
         reader.target
     ]
     devices = file.best.plan.num_devices
-    launch = reader.read(text, Given(num_devices=None if reader is lm_in.READER else devices))
+    launch = reader.read(text, LaunchContext(num_devices=None if reader is lm_in.READER else devices))
     assert launch.plan == file.best.plan
     assert without_name(launch.model) == without_name(file.model)
     assert launch.training == file.training
@@ -236,7 +236,7 @@ def test_what_is_written_for_megatron_lm_is_read_back(file: PlanFile) -> None:
         text = next(one.text for one in launch_files(file, megatron_lm.job(file), launcher) if one.name == "launch.sh")
         assert_comes_back(lm_in.READER, "launch.sh", text, file)
     words = shlex.join(words_of(file))
-    launch = lm_in.READER.read(words, Given(num_devices=file.best.plan.num_devices))
+    launch = lm_in.READER.read(words, LaunchContext(num_devices=file.best.plan.num_devices))
     assert launch.plan == file.best.plan
 
 
@@ -248,7 +248,7 @@ def test_megatron_bridge_is_told_of_attention_in_8_bits_where_it_is_priced() -> 
         file = plan_file_of(LLAMA_8B, cluster, dp_shard=8, precision="mxfp8", fp8_attention=narrow)
         text = megatron_bridge.recipe(file)
         assert (line in text) == narrow
-        assert bridge_in.READER.read(text, Given(num_devices=8)).plan.fp8_attention == narrow
+        assert bridge_in.READER.read(text, LaunchContext(num_devices=8)).plan.fp8_attention == narrow
 
 
 def test_recipes_of_megatron_bridge_fuse_what_plans_say() -> None:
@@ -285,7 +285,7 @@ def test_squared_relu_stays_what_it_is() -> None:
     assert "from megatron.core.activations import squared_relu" in recipe
     assert primus.overrides(file)["squared_relu"] is True
     for reader, text in ((lm_in.READER, group.text), (bridge_in.READER, recipe)):
-        assert reader.read(text, Given(num_devices=8)).model.squared_relu
+        assert reader.read(text, LaunchContext(num_devices=8)).model.squared_relu
 
 
 def test_a_base_that_is_no_whole_number_goes_to_bridge_alone() -> None:
@@ -293,8 +293,8 @@ def test_a_base_that_is_no_whole_number_goes_to_bridge_alone() -> None:
     odd = plan_file_of(replace(LLAMA_8B, rope_base=999999.44), dp_shard=8)
     recipe = megatron_bridge.recipe(odd)
     assert "rotary_base = 999999.44" in recipe or "rotary_base=999999.44" in recipe
-    given = Given(num_devices=8, seq_len=odd.training.seq_len)
-    assert bridge_in.READER.read(recipe, given).model.rope_base == 999999.44
+    context = LaunchContext(num_devices=8, seq_len=odd.training.seq_len)
+    assert bridge_in.READER.read(recipe, context).model.rope_base == 999999.44
     for write in (checked_parts, primus.experiment):
         with pytest.raises(InputError, match=r"rope_base 999999.44 \(Bridge takes it\)"):
             write(odd)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.megatron_bridge import read as megatron_bridge
 from autoplan.frameworks.megatron_lm import read as megatron_lm
 from autoplan.frameworks.megatron_lm.notation import layout_counts, moe_places
@@ -29,7 +29,7 @@ SCRIPT = "OPTIONS=({options})\ntorchrun --nproc_per_node=8 --nnodes $NNODES pret
 
 
 def read(options: str = "", **given: Any) -> Launch:
-    return megatron_lm.READER.read(f"{OPTIONS} {options}", Given(**{"num_devices": 16, **given}))
+    return megatron_lm.READER.read(f"{OPTIONS} {options}", LaunchContext(**{"num_devices": 16, **given}))
 
 
 def matters(launch: Launch) -> set[str]:
@@ -111,7 +111,7 @@ def test_what_is_not_in_the_plan_is_listed(options: str, unread: set[str]) -> No
 def test_what_is_missing_is_said_in_one_line(text: str, given_: dict[str, Any], says: str) -> None:
     assert megatron_lm.recognises("launch.sh", text)
     with pytest.raises(InputError) as error:
-        megatron_lm.READER.read(text, Given(**given_))
+        megatron_lm.READER.read(text, LaunchContext(**given_))
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -153,7 +153,7 @@ def test_fused_kernels_of_router_and_rotation_are_read() -> None:
 
 def test_variables_of_the_shell_are_given_by_name() -> None:
     variables = (("NNODES", "2"), ("EXTRA", "--tensor-model-parallel-size 4"))
-    launch = megatron_lm.READER.read(SCRIPT.format(options=OPTIONS), Given(variables=variables))
+    launch = megatron_lm.READER.read(SCRIPT.format(options=OPTIONS), LaunchContext(variables=variables))
     assert (launch.plan.num_devices, launch.plan.tp) == (16, 4)
 
 
@@ -212,7 +212,7 @@ def mine():
 
 
 def test_a_recipe_is_followed_through_its_functions() -> None:
-    launch = megatron_bridge.READER.read(RECIPE, Given(num_devices=8))
+    launch = megatron_bridge.READER.read(RECIPE, LaunchContext(num_devices=8))
     assert launch.model == load_model("llama3-8b")
     plan = launch.plan
     assert (plan.tp, plan.sp, plan.dp_shard, plan.global_batch, plan.micro_batch) == (2, True, 4, 64, 2)
@@ -223,7 +223,7 @@ def test_a_recipe_is_followed_through_its_functions() -> None:
 def test_overrides_of_a_command_line_win_over_its_short_options() -> None:
     text = "torchrun --nproc-per-node 8 run_recipe.py --recipe llama3_8b_pretrain_config -tp 2 "
     text += "model.tensor_model_parallel_size=4 model.transformer.sequence_parallel=true dataset.seq_length=8192"
-    launch = megatron_bridge.READER.read(text, Given())
+    launch = megatron_bridge.READER.read(text, LaunchContext())
     assert (launch.plan.tp, launch.plan.sp, launch.model.name) == (4, True, "llama3-8b")
     assert matters(launch) == {"--recipe"}
 
@@ -243,14 +243,14 @@ modules:
 
 
 def test_an_experiment_takes_its_variables_and_the_defaults_of_its_presets() -> None:
-    launch = primus.READER.read(EXPERIMENT, Given(num_devices=8, variables=(("LENGTH", "2048"),)))
+    launch = primus.READER.read(EXPERIMENT, LaunchContext(num_devices=8, variables=(("LENGTH", "2048"),)))
     assert launch.model == load_model("llama3-8b")
     plan = launch.plan
     assert (plan.tp, plan.sp, plan.sharding, plan.micro_batch) == (2, True, "zero1", 4)
     with pytest.raises(InputError, match="pass --set LENGTH=VALUE"):
-        primus.READER.read(EXPERIMENT, Given(num_devices=8))
+        primus.READER.read(EXPERIMENT, LaunchContext(num_devices=8))
     with pytest.raises(InputError, match="no model that is known here: pass --model"):
-        primus.READER.read(EXPERIMENT, Given(num_devices=8, variables=(("LENGTH", "1"), ("MODEL", "mine"))))
+        primus.READER.read(EXPERIMENT, LaunchContext(num_devices=8, variables=(("LENGTH", "1"), ("MODEL", "mine"))))
 
 
 @given(st.sampled_from(["lm", "bridge", "primus"]), st.integers(0, 10**6), st.text(max_size=6))
@@ -262,7 +262,7 @@ def test_a_damaged_file_is_read_or_refused_by_our_own_error(kind: str, at: int, 
     }[kind]
     at %= len(whole)
     with contextlib.suppress(InputError):
-        reader.read(whole[:at] + text + whole[at + len(text) :], Given(num_devices=16))
+        reader.read(whole[:at] + text + whole[at + len(text) :], LaunchContext(num_devices=16))
 
 
 # -- recipes that hand their configuration to helpers -----------------------------------------------------------------
@@ -302,7 +302,7 @@ def llama3_8b_pretrain_config():
 
 
 def helped(change: str = "return cfg\n") -> Launch:
-    return megatron_bridge.READER.read(HELPED.replace("return cfg\n", change), Given(num_devices=8))
+    return megatron_bridge.READER.read(HELPED.replace("return cfg\n", change), LaunchContext(num_devices=8))
 
 
 def test_helpers_of_a_recipe_are_followed() -> None:
@@ -359,8 +359,8 @@ def test_no_layer_of_a_block_is_recomputed_where_it_says_so(
 def test_null_in_an_experiment_overrides_the_preset() -> None:
     """The line of examples/megatron/configs/MI300X/deepseek_v3-BF16-pretrain.yaml."""
     text = EXPERIMENT.replace("llama3_8B", "deepseek_v3").replace("${LENGTH}", "4096")
-    assert primus.READER.read(text, Given(num_devices=8)).model.num_mtp_layers == 1
-    without = primus.READER.read(f"{text}      mtp_num_layers: null\n", Given(num_devices=8))
+    assert primus.READER.read(text, LaunchContext(num_devices=8)).model.num_mtp_layers == 1
+    without = primus.READER.read(f"{text}      mtp_num_layers: null\n", LaunchContext(num_devices=8))
     assert without.model.num_mtp_layers == 0
 
 
@@ -386,12 +386,12 @@ def test_a_preset_of_primus_is_what_its_files_say(tmp_path: Path) -> None:
         path.write_text(preset)
     (examples := tmp_path / "examples" / "megatron").mkdir(parents=True)
     published = load_model("qwen3-4b")
-    guessed = primus.READER.read(text, Given(num_devices=8))
+    guessed = primus.READER.read(text, LaunchContext(num_devices=8))
     assert guessed.model == published
     assert "model" in matters(guessed)  # it may be another one
     for given_ in (
-        Given(num_devices=8, folder=examples),
-        Given(num_devices=8, variables=(("PRIMUS_DIR", str(tmp_path)),)),
+        LaunchContext(num_devices=8, folder=examples),
+        LaunchContext(num_devices=8, variables=(("PRIMUS_DIR", str(tmp_path)),)),
     ):
         launch = primus.READER.read(text, given_)
         assert (published.qk_norm, published.tied_embeddings, published.head_dim) == ("head", True, 128)
@@ -415,19 +415,19 @@ deepspeed --num_nodes 2 --num_gpus 8 pretrain_gpt.py --num-layers 24 --hidden-si
 
 
 def test_scripts_of_megatron_deepspeed_are_its_own() -> None:
-    launch = megatron_lm.READER.read(WITH_DEEPSPEED, Given())
+    launch = megatron_lm.READER.read(WITH_DEEPSPEED, LaunchContext())
     assert launch.framework == "megatron-deepspeed"
     assert (launch.plan.sharding, launch.plan.recompute, launch.plan.num_devices) == ("zero2", "full", 16)
     assert "--deepspeed_config" in matters(launch)
     ulysses = WITH_DEEPSPEED.replace("--zero-stage=2", "--zero-stage=3 --ds-sequence-parallel-size 4")
-    plan = megatron_lm.READER.read(ulysses, Given()).plan
+    plan = megatron_lm.READER.read(ulysses, LaunchContext()).plan
     assert (plan.cp, plan.cp_kind, plan.dp, plan.sharding) == (4, "all_to_all", 4, "zero3")
 
 
 def test_experts_of_megatron_deepspeed_are_not_taken_for_those_of_megatron() -> None:
     with pytest.raises(InputError, match="the experts of Megatron-DeepSpeed are not read"):
-        megatron_lm.READER.read(WITH_DEEPSPEED.replace("--bf16", "--bf16 --num-experts 64"), Given())
-    dense = megatron_lm.READER.read(WITH_DEEPSPEED.replace("--bf16", "--bf16 --num-experts 1"), Given())
+        megatron_lm.READER.read(WITH_DEEPSPEED.replace("--bf16", "--bf16 --num-experts 64"), LaunchContext())
+    dense = megatron_lm.READER.read(WITH_DEEPSPEED.replace("--bf16", "--bf16 --num-experts 1"), LaunchContext())
     assert dense.model.moe is None
 
 
@@ -435,7 +435,7 @@ def test_a_program_that_starts_recipes_is_none() -> None:
     """scripts/performance/bootstrap.py of Megatron-Bridge."""
     text = 'import os\nENTRYPOINT_RECIPE = "run_recipe.py"\ndef main():\n    os.execv("python", [ENTRYPOINT_RECIPE])\n'
     with pytest.raises(InputError, match="no function of the file sets a configuration"):
-        megatron_bridge.READER.read(text, Given(model=load_model("llama3-8b"), seq_len=4096, num_devices=8))
+        megatron_bridge.READER.read(text, LaunchContext(model=load_model("llama3-8b"), seq_len=4096, num_devices=8))
 
 
 # As in examples/qwen2_5/run_mcore_qwen.sh of Pai-Megatron-Patch: arguments by place, and a program of its own.
@@ -459,21 +459,21 @@ eval ${run_cmd}
 
 def test_a_program_that_takes_the_options_of_megatron_is_read_and_named() -> None:
     assert megatron_lm.recognises("run_mcore_qwen.sh", PAI)
-    launch = megatron_lm.read(PAI, Given(variables=(("1", "2"), ("2", "bf16"))))
+    launch = megatron_lm.read(PAI, LaunchContext(variables=(("1", "2"), ("2", "bf16"))))
     assert (launch.plan.tp, launch.plan.pp, launch.plan.micro_batch, launch.plan.num_devices) == (2, 2, 2, 8)
     assert [item.option for item in launch.unread if "another program" in item.why] == ["pretrain_qwen.py"]
 
 
 def test_what_a_condition_hangs_on_is_asked_for_by_name() -> None:
     with pytest.raises(InputError, match=r"pass --set PR=VALUE"):
-        megatron_lm.read(PAI, Given(variables=(("1", "2"),)))
+        megatron_lm.read(PAI, LaunchContext(variables=(("1", "2"),)))
 
 
 def test_programs_of_other_models_are_refused() -> None:
     with pytest.raises(InputError, match=r"pretrain_bert.py \(bert\) trains no plain language model"):
-        megatron_lm.read(PAI.replace("pretrain_qwen.py", "pretrain_bert.py"), Given())
+        megatron_lm.read(PAI.replace("pretrain_qwen.py", "pretrain_bert.py"), LaunchContext())
     with pytest.raises(InputError, match=r"tasks/main.py \(a task\) trains no plain language model"):
-        megatron_lm.read(PAI.replace("qwen2/pretrain_qwen.py", "tasks/main.py"), Given())
+        megatron_lm.read(PAI.replace("qwen2/pretrain_qwen.py", "tasks/main.py"), LaunchContext())
 
 
 # As in scripts/run-qwen3-4B.sh of slime, whose model is in a file that it sources.
@@ -489,7 +489,7 @@ ray job submit --address="http://127.0.0.1:8265" -- python3 train.py --actor-num
 
 def test_the_training_half_of_slime_is_read_with_what_slime_sets() -> None:
     assert megatron_lm.recognises("run-qwen3-4B.sh", SLIME)
-    launch = megatron_lm.read(SLIME, Given(model=load_model("llama3-8b"), seq_len=4096))
+    launch = megatron_lm.read(SLIME, LaunchContext(model=load_model("llama3-8b"), seq_len=4096))
     plan = launch.plan
     assert (plan.tp, plan.sp, plan.num_devices, plan.sharding, plan.precision) == (2, True, 16, "zero1", "bf16")
     assert (plan.recompute, plan.global_batch) == ("full", 256)
@@ -498,9 +498,9 @@ def test_the_training_half_of_slime_is_read_with_what_slime_sets() -> None:
 
 def test_layers_that_another_file_may_place_are_spread_and_listed() -> None:
     uneven = PAI.replace("--num-layers 32", "--num-layers 33")
-    launch = megatron_lm.read(uneven, Given(variables=(("1", "2"), ("2", "bf16"))))
+    launch = megatron_lm.read(uneven, LaunchContext(variables=(("1", "2"), ("2", "bf16"))))
     assert "--pipeline-model-parallel-size" in matters(launch)
     with pytest.raises(InputError, match="33 layers do not spread evenly over 2 chunks, which Megatron refuses"):
         megatron_lm.read(
-            uneven.replace("pretrain_qwen.py", "pretrain_gpt.py"), Given(variables=(("1", "2"), ("2", "bf16")))
+            uneven.replace("pretrain_qwen.py", "pretrain_gpt.py"), LaunchContext(variables=(("1", "2"), ("2", "bf16")))
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.ms_swift.read import read, recognises
 
 MEGATRON = """# 2 * 62GiB
@@ -34,7 +34,7 @@ def matters(launch: Launch) -> set[str]:
 def test_a_script_of_megatron_is_read() -> None:
     text = MEGATRON.format("")
     assert recognises("moe.sh", text)
-    launch = read(text, Given())
+    launch = read(text, LaunchContext())
     assert (launch.target, launch.framework, launch.model.name) == ("ms-swift", "megatron-core", "qwen3-30b-a3b")
     plan = launch.plan
     assert (plan.tp, plan.sp, plan.ep, plan.etp, plan.dp, plan.micro_batch, plan.global_batch) == (
@@ -52,25 +52,25 @@ def test_a_script_of_megatron_is_read() -> None:
 
 def test_the_number_of_virtual_stages_is_that_of_a_rank() -> None:
     more = "--pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 3 --tuner_type full"
-    launch = read(MEGATRON.format(more).replace("--expert_model_parallel_size 4", ""), Given())
+    launch = read(MEGATRON.format(more).replace("--expert_model_parallel_size 4", ""), LaunchContext())
     assert (launch.plan.pp, launch.plan.vp, launch.plan.dp) == (2, 3, 2)
     assert launch.training.finetuning is None
 
 
 def test_a_script_of_the_trainer_is_read() -> None:
-    launch = read(TRAINER.format("--deepspeed zero2"), Given())
+    launch = read(TRAINER.format("--deepspeed zero2"), LaunchContext())
     assert (launch.target, launch.framework, launch.model.name) == ("ms-swift", "deepspeed-hf", "qwen2.5-7b")
     plan = launch.plan
     # 16 sequences a step where nothing says the steps of accumulation: 16 / 2 / 4.
     assert (plan.sharding, plan.dp, plan.micro_batch, plan.global_batch) == ("zero2", 4, 2, 16)
     assert (plan.recompute, plan.offload) == ("full", "none")
-    offloaded = read(TRAINER.format("--deepspeed zero3_offload --gradient_accumulation_steps 4"), Given())
+    offloaded = read(TRAINER.format("--deepspeed zero3_offload --gradient_accumulation_steps 4"), LaunchContext())
     assert (offloaded.plan.sharding, offloaded.plan.offload) == ("zero3", "optimizer")
     assert offloaded.plan.global_batch == 2 * 4 * 4
 
 
 def test_adapters_are_the_trainers_default() -> None:
-    launch = read(TRAINER.format("--quant_bits 4").replace("--tuner_type full", ""), Given())
+    launch = read(TRAINER.format("--quant_bits 4").replace("--tuner_type full", ""), LaunchContext())
     tuning = launch.training.finetuning
     assert tuning is not None
     assert (tuning.rank, tuning.quantization) == (8, "nf4-dq")
@@ -89,20 +89,20 @@ def test_adapters_are_the_trainers_default() -> None:
 def test_what_is_not_priced_is_refused(script: str, more: str, says: str) -> None:
     text = script.format(more)
     with pytest.raises(InputError, match=says):
-        read(text.replace("--tuner_type full", "--tuner_type lora") if "quant" in more else text, Given())
+        read(text.replace("--tuner_type full", "--tuner_type lora") if "quant" in more else text, LaunchContext())
 
 
 def test_what_is_not_known_is_listed() -> None:
-    assert matters(read(MEGATRON.format("--frobnicate 3"), Given())) == {"--frobnicate"}
-    assert matters(read(MEGATRON.format("").replace("--packing true", ""), Given())) == {"--max_length"}
-    launch = read(TRAINER.format("--deepspeed zero2 --attn_impl eager --use_galore true"), Given())
+    assert matters(read(MEGATRON.format("--frobnicate 3"), LaunchContext())) == {"--frobnicate"}
+    assert matters(read(MEGATRON.format("").replace("--packing true", ""), LaunchContext())) == {"--max_length"}
+    launch = read(TRAINER.format("--deepspeed zero2 --attn_impl eager --use_galore true"), LaunchContext())
     assert matters(launch) == {"--attn_impl", "--use_galore"}
 
 
 def test_other_ways_to_quantise_are_listed() -> None:
     script = TRAINER.replace("--tuner_type full", "")
-    other = read(script.format("--quant_bits 4 --quant_method hqq"), Given())
+    other = read(script.format("--quant_bits 4 --quant_method hqq"), LaunchContext())
     assert "--quant_method" in {unread.option for unread in other.unread if unread.matters}
-    plain = read(script.format("--quant_bits 4 --bnb_4bit_use_double_quant false"), Given()).training.finetuning
+    plain = read(script.format("--quant_bits 4 --bnb_4bit_use_double_quant false"), LaunchContext()).training.finetuning
     assert plain is not None
     assert plain.quantization == "nf4"

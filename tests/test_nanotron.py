@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.nanotron.export import nanotron_config
 from autoplan.frameworks.nanotron.read import read, recognises
@@ -202,7 +202,7 @@ def test_what_is_exported_is_read_back(file: PlanFile) -> None:
         assume("does not accept" not in str(error))
         raise
     assert recognises("nanotron.yaml", text)
-    launch = read(text, Given())
+    launch = read(text, LaunchContext())
     assert (launch.plan, launch.model, launch.training) == (file.best.plan, file.model, file.training)
     assert launch.unread == ()
 
@@ -224,11 +224,11 @@ def changed(changes: dict[str, Any], file: PlanFile | None = None) -> str:
 
 
 def test_the_person_wins_over_the_file() -> None:
-    launch = read(changed({}), Given(model=LLAMA_8B, seq_len=8192))
+    launch = read(changed({}), LaunchContext(model=LLAMA_8B, seq_len=8192))
     assert (launch.model, launch.training.seq_len) == (LLAMA_8B, 8192)
     assert launch.plan.layers_per_chunk == layers_per_stage(LLAMA_8B, 2)
     with pytest.raises(InputError, match="starts 8 devices, not 16"):
-        read(changed({}), Given(num_devices=16))
+        read(changed({}), LaunchContext(num_devices=16))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_the_person_wins_over_the_file() -> None:
     ],
 )
 def test_what_is_not_priced_is_listed(changes: dict[str, Any], option: str) -> None:
-    (unread,) = read(changed(changes), Given()).unread
+    (unread,) = read(changed(changes), LaunchContext()).unread
     assert (unread.option, unread.matters) == (option, True)
 
 
@@ -264,14 +264,14 @@ def test_what_is_not_priced_is_listed(changes: dict[str, Any], option: str) -> N
 )
 def test_what_is_missing_or_wrong_is_told_by_its_name(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError) as error:
-        read(changed(changes), Given())
+        read(changed(changes), LaunchContext())
     assert says in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "a: [", "!!python/object/apply:os.system [id]", "1: 2", "a: &a [*a]\n? a"])
 def test_what_is_no_configuration_is_refused(text: str) -> None:
     with pytest.raises(InputError):
-        read(text, Given())
+        read(text, LaunchContext())
 
 
 # -- nanotron itself --------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ DEFECTS: dict[str, dict[str, Any]] = {
 def refusal(text: str) -> str:
     """What is said of a configuration before anything is exported or priced; empty where nothing is wrong."""
     try:
-        return "; ".join(faults(read(text, Given())))
+        return "; ".join(faults(read(text, LaunchContext())))
     except InputError as error:
         return str(error)
 
@@ -403,7 +403,7 @@ def test_an_example_is_read_as_a_person_reads_it(name: str) -> None:
     text = (checkout() / name).read_text()
     model, plan, seq_len = EXAMPLES[name]
     assert recognises(Path(name).name, text)
-    launch = read(text, Given())
+    launch = read(text, LaunchContext())
     assert {key: getattr(launch.model, key) for key in model} == model
     assert {key: getattr(launch.plan, key) for key in plan} == plan
     assert launch.training.seq_len == seq_len
@@ -413,12 +413,12 @@ def test_an_example_is_read_as_a_person_reads_it(name: str) -> None:
 def test_an_example_of_another_architecture_asks_for_the_model(name: str) -> None:
     text = (checkout() / name).read_text()
     with pytest.raises(InputError, match="pass --model"):
-        read(text, Given())
-    assert read(text, Given(model=LLAMA_8B)).model == LLAMA_8B
+        read(text, LaunchContext())
+    assert read(text, LaunchContext(model=LLAMA_8B)).model == LLAMA_8B
 
 
 def test_plans_are_those_of_the_search() -> None:
     assert (
         ParallelPlan(global_batch=8, sharding="none", param_gather_overlap=False)
-        == read(changed({"optimizer.zero_stage": 0}, nanotron(global_batch=8)), Given()).plan
+        == read(changed({"optimizer.zero_stage": 0}, nanotron(global_batch=8)), LaunchContext()).plan
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given
+from autoplan.frameworks.common.launch import LaunchContext
 from autoplan.frameworks.common.options import parse_yaml
 from autoplan.frameworks.launch_files import READERS, reader_of
 from autoplan.profiler.discover.slurm import parse
@@ -82,7 +82,7 @@ def test_tags_of_yaml_make_nothing(tag: str, tmp_path: Path, monkeypatch: pytest
             read()
     for target in (reader.target for reader in READERS):
         with pytest.raises(InputError):
-            reader_of(target).read(f"distributed_type: FSDP\n{text}", Given())
+            reader_of(target).read(f"distributed_type: FSDP\n{text}", LaunchContext())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -91,7 +91,7 @@ def test_scripts_are_followed_and_not_run(deed: str, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     script = f"X={deed}\n{deed}\neval {deed}\ntorchrun --nproc_per_node 8 pretrain_gpt.py --num-layers {deed}\n"
     with pytest.raises(InputError):
-        reader_of("megatron-lm").read(script, Given(folder=tmp_path))
+        reader_of("megatron-lm").read(script, LaunchContext(folder=tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 

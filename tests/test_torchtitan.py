@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.frameworks.common.job import Job
-from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.launch_files import read_launch
 from autoplan.frameworks.torchtitan.export import module_text
@@ -86,7 +86,7 @@ PLANS: dict[str, PlanFile] = {
 def read_back(job: Job, **given: Any) -> Launch:
     (file,) = job.files
     assert recognises(file.name, file.text)
-    return read(file.text, Given(**given))
+    return read(file.text, LaunchContext(**given))
 
 
 GOLDEN = {"module.py": ("latent", "0.3"), "main.py": ("uneven", "main"), "old.toml": ("old", "0.2")}
@@ -182,7 +182,7 @@ def checkout_of(variable: str) -> Path:
 def public(variable: str, path: str, **given: Any) -> Launch:
     text = (checkout_of(variable) / path).read_text()
     assert recognises(Path(path).name, text)
-    return read(text, Given(**given))
+    return read(text, LaunchContext(**given))
 
 
 def test_run_train_sh_starts_the_config_that_is_named() -> None:
@@ -266,7 +266,7 @@ WRONG: dict[str, tuple[str, str]] = {
 def test_what_cannot_be_read_is_said_in_one_line(case: str) -> None:
     text, says = WRONG[case]
     with pytest.raises(InputError) as error:
-        read(text, Given())
+        read(text, LaunchContext())
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -278,7 +278,7 @@ def test_a_command_line_changes_its_config() -> None:
         "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule Interleaved1F1B "
         "--parallelism.pipeline_parallel_microbatch_size 2 --parallelism.wonder 1 activation_checkpoint:full"
     )
-    launch = read(f"{COMMAND} {words}", Given())
+    launch = read(f"{COMMAND} {words}", LaunchContext())
     assert launch.plan == ParallelPlan(
         tp=4,
         dp_shard=2,
@@ -307,20 +307,20 @@ WHOLE = [
 @given(damaged(WHOLE))
 def test_a_damaged_file_is_read_or_refused(text: str) -> None:
     with suppress(InputError):
-        assert read(text, Given(num_devices=16)).plan.num_devices == 16
+        assert read(text, LaunchContext(num_devices=16)).plan.num_devices == 16
 
 
 def test_a_file_whose_functions_call_one_another_again_and_again_is_refused() -> None:
     calls = "\n".join(f"def f{at}():\n    x = f{at + 1}()\n    return f{at + 1}()" for at in range(40))
     with pytest.raises(InputError, match="more than 100,000 steps"):
-        read(f"from torchtitan import trainer  # Trainer.Config\n{calls}\n", Given())
+        read(f"from torchtitan import trainer  # Trainer.Config\n{calls}\n", LaunchContext())
 
 
 def test_a_script_that_was_exported_names_the_file_with_the_plan() -> None:
     script = 'exec torchrun --nnodes 1 --nproc-per-node 8 "$HERE/plan_cfg.py" --module plan_cfg --config plan "$@"\n'
     assert recognises("launch.sh", script)
     with pytest.raises(InputError, match="read the Python file that has it"):
-        read(script, Given())
+        read(script, LaunchContext())
 
 
 def written(folder: Path, plan_file: PlanFile, version: str) -> tuple[Path, Path]:
@@ -337,14 +337,14 @@ def test_a_script_is_read_with_the_file_beside_it_and_what_it_changes_of_that(
 ) -> None:
     plan_file = OLD[name] if version == "0.2" else PLANS[name]
     script, beside = written(tmp_path, plan_file, version)
-    assert read_launch(script, Given()).plan == read_launch(beside, Given()).plan == plan_file.best.plan
-    assert {one.option for one in read_launch(script, Given()).unread} == set()
+    assert read_launch(script, LaunchContext()).plan == read_launch(beside, LaunchContext()).plan == plan_file.best.plan
+    assert {one.option for one in read_launch(script, LaunchContext()).unread} == set()
     changed = "max_context_length" if version == "main" else "seq_len"
     script.write_text(script.read_text().replace("--metrics.log_freq 1", f"--training.{changed} 1024"))
-    assert read_launch(script, Given()).training == replace(plan_file.training, seq_len=1024)
+    assert read_launch(script, LaunchContext()).training == replace(plan_file.training, seq_len=1024)
     beside.unlink()
     with pytest.raises(InputError, match=r"read the Python file that has it|of torchtitan 0\.2: read that file"):
-        read_launch(script, Given())
+        read_launch(script, LaunchContext())
 
 
 def test_the_registry_of_a_module_comes_before_the_module(tmp_path: Path) -> None:
@@ -352,9 +352,9 @@ def test_the_registry_of_a_module_comes_before_the_module(tmp_path: Path) -> Non
     (tmp_path / "plan_cfg").mkdir()
     beside.rename(tmp_path / "plan_cfg" / "config_registry.py")
     beside.write_text("def plan():\n    return 1\n")
-    assert read_launch(script, Given()).plan == PLANS["fsdp"].best.plan
+    assert read_launch(script, LaunchContext()).plan == PLANS["fsdp"].best.plan
     with pytest.raises(InputError, match=r"no function 'other' gives a Trainer\.Config: known are plan"):
-        read(script.read_text().replace("--config plan", "--config other"), Given(folder=tmp_path))
+        read(script.read_text().replace("--config plan", "--config other"), LaunchContext(folder=tmp_path))
 
 
 # -- version 0.2 ------------------------------------------------------------------------------------------------------
@@ -438,7 +438,7 @@ def test_hostile_names_stay_inert() -> None:
     )
     text, plain = module_text(hostile, "0.3"), module_text(tame, "0.3")
     assert len(text.splitlines()) == len(plain.splitlines())
-    assert read(text, Given()).model == hostile.model
+    assert read(text, LaunchContext()).model == hostile.model
 
 
 # -- torchtitan itself ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import encode
 from autoplan.base.units import check_count
 from autoplan.frameworks.common import universal_rules as universal
-from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.common.rules import Rule, broken
 from autoplan.frameworks.launch_files import read_launch, read_launch_on, reader_of
 from autoplan.frameworks.registry import TARGETS, book_of
@@ -70,18 +70,20 @@ def read(
 
     Raises InputError where the file cannot be read, or does not say enough.
     """
-    given = make_given(model, devices=devices, devices_per_node=devices_per_node, seq_len=seq_len, variables=variables)
-    return ReadResult(path=Path(path), launch=read_launch(Path(path), given, target))
+    context = make_context(
+        model, devices=devices, devices_per_node=devices_per_node, seq_len=seq_len, variables=variables
+    )
+    return ReadResult(path=Path(path), launch=read_launch(Path(path), context, target))
 
 
-def make_given(
+def make_context(
     model: str | Path | ModelSpec | None = None,
     *,
     devices: int | None = None,
     devices_per_node: int | None = None,
     seq_len: int | None = None,
     variables: Iterable[str] | Mapping[str, str] = (),
-) -> Given:
+) -> LaunchContext:
     """Return what is said beside a launch file."""
     for flag, value in (("--devices", devices), ("--devices-per-node", devices_per_node), ("--seq-len", seq_len)):
         if value is not None:
@@ -96,7 +98,7 @@ def make_given(
                 "or the place of an argument of the script"
             )
         pairs.append((name, value_of))
-    return Given(
+    return LaunchContext(
         model=load_model(model) if model is not None else None,
         num_devices=devices,
         devices_per_node=devices_per_node,
@@ -113,7 +115,7 @@ class LaunchStart:
     """The start of a search from a launch file: the problem that it describes, and the plan to compare with."""
 
     path: Path
-    given: Given
+    context: LaunchContext
     launch: Launch
     cluster: ClusterSpec
     options: ProblemOptions
@@ -172,9 +174,9 @@ def start_from(
 
     A range of batches leaves the file's plan at its own, one number changes it.
     """
-    given = make_given(model, seq_len=seq_len, variables=variables)
+    context = make_context(model, seq_len=seq_len, variables=variables)
     try:
-        launch = read_launch_on(Path(path), given, cluster, target)
+        launch = read_launch_on(Path(path), context, cluster, target)
     except InputError as error:
         raise InputError(str(error).replace("--model", "MODEL")) from None  # which is an argument of a search
     training = launch.training if seq_len is None else replace(launch.training, seq_len=seq_len)
@@ -186,7 +188,7 @@ def start_from(
     plan = replace(launch.plan, precision=precision, global_batch=num_sequences)  # type: ignore[arg-type]
     return LaunchStart(
         path=Path(path),
-        given=given,
+        context=context,
         launch=launch,
         cluster=cluster,
         options=options,
@@ -273,14 +275,14 @@ def _written(started: LaunchStart, file: PlanFile, plan: RankedPlan, version: st
     """The options of a plan in the file that is exported for the target of the launch file."""
     target, cluster = started.launch.target, file.cluster
     reader = reader_of(target)
-    given = replace(
-        started.given, num_devices=cluster.num_devices, devices_per_node=cluster.devices_per_node, variables=()
+    context = replace(
+        started.context, num_devices=cluster.num_devices, devices_per_node=cluster.devices_per_node, variables=()
     )
     refusal = InputError("none of its files can be read back")
     for written in exported(replace(file, best=plan), target, "torchrun", version):
         if reader.recognises(written.name, written.text):
             try:
-                return dict(reader.read(written.text, given).options)
+                return dict(reader.read(written.text, context).options)
             except InputError as error:  # such as a script that starts what another file describes
                 refusal = error
     raise refusal

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.api.calibrations import LEAST_RUNS, calibration_of, described_machine, fitted_to, plain_calibration
-from autoplan.api.launch_files import make_given
+from autoplan.api.launch_files import make_context
 from autoplan.api.problem import load_cluster
 from autoplan.api.results import Result, Table
 from autoplan.api.timings import stored_table
@@ -231,19 +231,19 @@ def import_logs(
     cluster: str | Path | ClusterSpec,
     db: str | None = None,
     with_times: bool = False,
-    **given: Any,
+    **context: Any,
 ) -> Imported:
     """Keep past runs in the timing database `db`, and calibrate the frameworks that ran.
 
     `folder` holds their logs with the launch files that started them, `cluster` is the one on which they ran, in its
-    whole size.  `with_times` calibrates beside the measured times of the database, for a search with these.  `given` is
-    what is said beside the launch files, as for `make_given`.  Nothing in them is run.
+    whole size.  `with_times` calibrates beside the measured times of the database, for a search with these.  `context`
+    is what is said beside the launch files, as for `make_context`.  Nothing in them is run.
 
     Raises InputError where the folder or the cluster cannot be read, StoreError where the database cannot.
     """
     from autoplan.profiler.store import open_store  # brings SQLAlchemy
 
-    cluster_spec, where, beside = load_cluster(cluster), Path(folder), make_given(**given)
+    cluster_spec, where, beside = load_cluster(cluster), Path(folder), make_context(**context)
     taken_runs: list[Taken] = []
     passed_over: dict[str, str] = {}
     with open_store(db) as store:  # what is wrong with it shall be known before any log is read

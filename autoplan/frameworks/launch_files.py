@@ -9,7 +9,7 @@ from pathlib import Path
 from autoplan.base.errors import InputError
 from autoplan.base.files import is_file, read_text
 from autoplan.frameworks import plan_file, registry
-from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.topology.cluster import ClusterSpec
 
 MOST_BYTES = 2**20  # a launch file is written by hand
@@ -18,25 +18,25 @@ _PAGES = (".md", ".rst", ".txt", ".ipynb")  # tell of launch files, and are none
 READERS = tuple(sorted((*registry.READERS.values(), plan_file.READER), key=lambda reader: reader.target))
 
 
-def read_launch(path: Path, given: Given, target: str | None = None) -> Launch:
+def read_launch(path: Path, context: LaunchContext, target: str | None = None) -> Launch:
     """Read the launch of the file as one of `target`, or of the only target whose files look like it."""
     text = read_text(path, most_bytes=MOST_BYTES)
     reader = reader_of(target) if target is not None else _recognised(path, text)
     try:
-        return reader.read(text, replace(given, folder=path.parent))
+        return reader.read(text, replace(context, folder=path.parent))
     except RecursionError:
         raise InputError(f"{path}: nested too deeply") from None
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
 
-def read_launch_on(path: Path, given: Given, cluster: ClusterSpec, target: str | None = None) -> Launch:
+def read_launch_on(path: Path, context: LaunchContext, cluster: ClusterSpec, target: str | None = None) -> Launch:
     """Read the launch of the file on `cluster`, whose devices are taken where the file leaves them open."""
     try:
-        launch = read_launch(path, given, target)
+        launch = read_launch(path, context, target)
     except InputError:
         devices = {"num_devices": cluster.num_devices, "devices_per_node": cluster.devices_per_node}
-        launch = read_launch(path, replace(given, **devices), target)  # type: ignore[arg-type]
+        launch = read_launch(path, replace(context, **devices), target)  # type: ignore[arg-type]
     if launch.plan.num_devices != cluster.num_devices:
         raise InputError(
             f"{path}: starts {launch.plan.num_devices} devices, cluster {cluster.name!r} has {cluster.num_devices}: "
@@ -45,11 +45,11 @@ def read_launch_on(path: Path, given: Given, cluster: ClusterSpec, target: str |
     return launch
 
 
-def read_launch_on_part(path: Path, given: Given, cluster: ClusterSpec) -> Launch:
+def read_launch_on_part(path: Path, context: LaunchContext, cluster: ClusterSpec) -> Launch:
     """Read the launch on `cluster` or a part of it: a file that leaves the devices open starts all of them."""
-    with_nodes = replace(given, devices_per_node=cluster.devices_per_node)
+    with_nodes = replace(context, devices_per_node=cluster.devices_per_node)
     try:
-        return read_launch(path, given)
+        return read_launch(path, context)
     except InputError:
         pass
     try:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode
-from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.presets import preset_frameworks
 from autoplan.spec.plan_file import PlanFile
 
@@ -20,7 +20,7 @@ def recognises(name: str, text: str) -> bool:
     return re.match(r'\s*\{\s*"schema_version"\s*:', text) is not None
 
 
-def read(text: str, given: Given) -> Launch:
+def read(text: str, context: LaunchContext) -> Launch:
     """The best plan of the file, with the model and the length that are given in place of its own."""
     try:
         table = json.loads(text)
@@ -32,13 +32,13 @@ def read(text: str, given: Given) -> Launch:
     plan, training = file.best.plan, file.training
     if file.framework.name not in preset_frameworks():
         raise InputError(f"its framework {file.framework.name!r} is no preset: such plan files are not read")
-    if given.num_devices not in (None, plan.num_devices):
-        raise InputError(f"its plan is for {plan.num_devices} devices, not for {given.num_devices}")
+    if context.num_devices not in (None, plan.num_devices):
+        raise InputError(f"its plan is for {plan.num_devices} devices, not for {context.num_devices}")
     return Launch(
         target=NAME,
         framework=file.framework.name,
-        model=given.model or file.model,
-        training=replace(training, seq_len=given.seq_len or training.seq_len),
+        model=context.model or file.model,
+        training=replace(training, seq_len=context.seq_len or training.seq_len),
         plan=plan,
     )
 

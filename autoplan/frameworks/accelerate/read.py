@@ -27,7 +27,7 @@ from autoplan.frameworks.accelerate.options import (
     RESHARD,
 )
 from autoplan.frameworks.common.beside import read_beside
-from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_yaml, show, typed
 from autoplan.frameworks.common.shell import is_open, read_script
@@ -56,21 +56,21 @@ def recognises(name: str, text: str) -> bool:
     return not name.endswith((".py", ".json", ".toml")) and _LAUNCH.search(text) is not None
 
 
-def read(text: str, given: Given) -> Launch:
+def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch that the file starts, with the model, the batch and the sequence that are given."""
     is_table = _LAUNCH.search(text) is None
-    table, program = (parse_yaml(text, "the file"), {}) if is_table else _of_script(text, given)
-    program |= dict(given.variables)
+    table, program = (parse_yaml(text, "the file"), {}) if is_table else _of_script(text, context)
+    program |= dict(context.variables)
     options = Options.of_table(table)
-    options.known(*COSTLESS)
+    options.pass_over(*COSTLESS)
     kind = options.word("distributed_type", {word: word for word in ("FSDP", "MULTI_GPU", "NO", "DEEPSPEED")})
-    _ask_for_missing(options, program, given, kind)
-    assert given.model is not None
-    assert given.seq_len is not None
+    _ask_for_missing(options, program, context, kind)
+    assert context.model is not None
+    assert context.seq_len is not None
     precision = _precision(options, program)
-    num_devices = _devices(options, given, kind)
+    num_devices = _devices(options, context, kind)
     if kind == "DEEPSPEED":
-        return _with_deepspeed(options, program, precision, replace(given, num_devices=num_devices))
+        return _with_deepspeed(options, program, precision, replace(context, num_devices=num_devices))
     mesh = _mesh(options.inside("parallelism_config"), num_devices, kind)
     states = _states(options.inside("fsdp_config"), mesh) if kind == "FSDP" else _unsharded(mesh)
     if _CHECKPOINTING in program:
@@ -92,18 +92,18 @@ def read(text: str, given: Given) -> Launch:
     return Launch(
         target="accelerate",
         framework="pytorch-fsdp",
-        model=given.model,
-        training=TrainingSpec(seq_len=given.seq_len, precision=precision),
+        model=context.model,
+        training=TrainingSpec(seq_len=context.seq_len, precision=precision),
         plan=plan,
         options=options.options(),
         unread=options.unread(),
     )
 
 
-def _ask_for_missing(options: Options, program: dict[str, str], given: Given, kind: str) -> None:
+def _ask_for_missing(options: Options, program: dict[str, str], context: LaunchContext, kind: str) -> None:
     """Name all that neither the file nor what is given says, at once."""
-    missing = [flag for flag, value in (("--model", given.model), ("--seq-len", given.seq_len)) if value is None]
-    if given.num_devices is None and kind != "NO" and not options.has("num_processes"):
+    missing = [flag for flag, value in (("--model", context.model), ("--seq-len", context.seq_len)) if value is None]
+    if context.num_devices is None and kind != "NO" and not options.has("num_processes"):
         missing.append("--devices")
     steps = options.inside("deepspeed_config").value("gradient_accumulation_steps", _AUTO)
     in_file = (_BATCH[1],) if isinstance(steps, int) else ()
@@ -116,21 +116,21 @@ def _ask_for_missing(options: Options, program: dict[str, str], given: Given, ki
 
 def _is_open_precision(options: Options) -> bool:
     """Return whether the program alone may say the precision; YAML reads a bare no as false."""
-    return not options.has("mixed_precision") or options.given["mixed_precision"].value in ("no", False)
+    return not options.has("mixed_precision") or options.arguments["mixed_precision"].value in ("no", False)
 
 
 def _precision(options: Options, program: dict[str, str]) -> Precision:
     """Return the precision; what the Trainer is told wins over what the file says."""
     for name, precision in (("BF16", Precision.BF16), ("FP16", Precision.FP16)):
         if program.get(name, "false").casefold() in ("true", "", "1"):
-            options.known("mixed_precision")
+            options.pass_over("mixed_precision")
             return precision
     if _is_open_precision(options):
         raise InputError("neither file nor program says bf16 or fp16: training in 32 bits is not priced here")
     return PRECISION.of(options)
 
 
-def _with_deepspeed(options: Options, program: dict[str, str], precision: Precision, given: Given) -> Launch:
+def _with_deepspeed(options: Options, program: dict[str, str], precision: Precision, context: LaunchContext) -> Launch:
     """Return the launch with DeepSpeed, read as the configuration that Accelerate makes of its section.
 
     Source: accelerate/utils/dataclasses.py, DeepSpeedPlugin.
@@ -139,8 +139,8 @@ def _with_deepspeed(options: Options, program: dict[str, str], precision: Precis
     if section.has("deepspeed_config_file"):
         file = show(section.value("deepspeed_config_file"))
         raise InputError(f"the plan is in {file}: read that file with --as deepspeed, which takes the same --set")
-    section.known("zero3_init_flag", "zero3_save_16bit_model", "gradient_clipping", "deepspeed_multinode_launcher")
-    section.known("deepspeed_hostfile", "deepspeed_moe_layer_cls_names", "deepspeed_inclusion_filter")
+    section.pass_over("zero3_init_flag", "zero3_save_16bit_model", "gradient_clipping", "deepspeed_multinode_launcher")
+    section.pass_over("deepspeed_hostfile", "deepspeed_moe_layer_cls_names", "deepspeed_inclusion_filter")
     steps = section.value("gradient_accumulation_steps", _AUTO)
     if _BATCH[1] in program and steps not in (_AUTO, _batch_count(program, _BATCH[1])):
         section.remark("gradient_accumulation_steps", f"the program is told {program[_BATCH[1]]}", matters=False)
@@ -154,13 +154,13 @@ def _with_deepspeed(options: Options, program: dict[str, str], precision: Precis
         "zero_optimization": zero,
         str(precision): {"enabled": True},
     }
-    launch = deepspeed.read(json.dumps(made), replace(given, variables=tuple(program.items())))
+    launch = deepspeed.read(json.dumps(made), replace(context, variables=tuple(program.items())))
     return replace(launch, unread=(*launch.unread, *options.unread()))
 
 
-def _of_script(text: str, given: Given) -> tuple[dict[str, Any], dict[str, str]]:
+def _of_script(text: str, context: LaunchContext) -> tuple[dict[str, Any], dict[str, str]]:
     """Return (the table that a config file would hold, what the program is told) of the command."""
-    commands = read_script(text, given.variables).commands
+    commands = read_script(text, context.variables).commands
     words = next((item.words for item in commands if _LAUNCH.search(" ".join(item.words))), None)
     if words is None or "launch" not in words:
         raise InputError("no command is accelerate launch")
@@ -172,7 +172,7 @@ def _of_script(text: str, given: Given) -> tuple[dict[str, Any], dict[str, str]]
     # Files behind the program, such as src/train.py lora.yaml, are its own: they are listed as not understood.
     table |= {word: "read by the program" for word in words if word.endswith(_TABLES) and word not in options.values()}
     if file := options.pop("config_file", None):
-        table |= _config_beside(file, given.folder)
+        table |= _config_beside(file, context.folder)
     if kind is not None:
         table["distributed_type"] = kind
     if "distributed_type" not in table:
@@ -220,11 +220,11 @@ def _batch_count(batch: dict[str, str], name: str) -> int:
     return int(text)
 
 
-def _devices(options: Options, given: Given, kind: str) -> int:
+def _devices(options: Options, context: LaunchContext, kind: str) -> int:
     """Processes of all machines together."""
     count = options.value("num_processes")
-    if given.num_devices is not None:
-        return given.num_devices
+    if context.num_devices is not None:
+        return context.num_devices
     if kind == "NO":
         return 1
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -235,7 +235,7 @@ def _devices(options: Options, given: Given, kind: str) -> int:
 def _mesh(table: Options, num_devices: int, kind: str) -> Fields:
     """Return the ranks of every axis; without any, all ranks shard, or are copies."""
     mesh = read_fields(MESH, table)
-    table.known(*PARALLELISM_COSTLESS)
+    table.pass_over(*PARALLELISM_COSTLESS)
     if table.count("parallelism_config_sp_size", 1) > 1:
         raise InputError("parallelism_config_sp_size > 1 runs with DeepSpeed: read its file")
     product = math.prod(mesh.values())
@@ -254,14 +254,14 @@ def _unsharded(mesh: Fields) -> Fields:
 
 def _states(table: Options, mesh: Fields) -> Fields:
     """Return what FSDP shards and recomputes; its first version is read as the second."""
-    table.known(*FSDP_COSTLESS)
+    table.pass_over(*FSDP_COSTLESS)
     strategy = RESHARD if table.count("fsdp_version", 1) == 2 else FSDP1
     if table.value(strategy.key) in ("HYBRID_SHARD", 4):
         raise InputError(f"{strategy.key} HYBRID_SHARD: say the copies with parallelism_config of FSDP2")
     sharding = strategy.of(table)
     if strategy is FSDP1:
         table.remark("fsdp_version", "read as FSDP2", default="1")
-        table.known("fsdp_backward_prefetch", "fsdp_forward_prefetch", RESHARD.key, "fsdp_min_num_params")
+        table.pass_over("fsdp_backward_prefetch", "fsdp_forward_prefetch", RESHARD.key, "fsdp_min_num_params")
     remark_assumed(FSDP, table)
     shards = sharding != Sharding.NONE and mesh["dp_shard"] * mesh["cp"] > 1
     return ({"sharding": sharding} if shards else _unsharded(mesh)) | RECOMPUTE.read(table)

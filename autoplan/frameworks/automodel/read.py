@@ -16,7 +16,7 @@ from autoplan.frameworks.automodel.options import (
     RECOMPUTE,
     SCHEDULES,
 )
-from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_yaml, show
 from autoplan.readers.model import find_preset
@@ -42,31 +42,31 @@ def recognises(name: str, text: str) -> bool:
     return all(re.search(rf"^{key}:", text, re.MULTILINE) for key in ("step_scheduler", "distributed", "model"))
 
 
-def read(text: str, given: Given) -> Launch:
+def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch of a recipe; the number of devices is given, never in it."""
     options = Options.of_table(parse_yaml(text, "the file"))
     recipe = options.text("recipe")
     if recipe is not None and not _PRICED.match(recipe):
         raise InputError(f"recipe {recipe[:60]}: only training on the next token is priced")
-    model = _model(options, given)
-    seq_len = _length(options, given)
+    model = _model(options, context)
+    seq_len = _length(options, context)
     training = TrainingSpec(seq_len=seq_len, precision=_precision(options), finetuning=_finetuning(options))
-    if given.num_devices is None:
+    if context.num_devices is None:
         raise InputError("the number of devices is not in the file: pass --devices")
-    plan = _plan(options, model, given.num_devices, training.precision)
-    options.known(*COSTLESS)
+    plan = _plan(options, model, context.num_devices, training.precision)
+    options.pass_over(*COSTLESS)
     optimizer = options.inside("optimizer")
     if not _ADAM.search(str(optimizer.value("_target_", "Adam"))):
         optimizer.remark("_target_", "priced as Adam")
     if optimizer.has("foreach") and not optimizer.flag("foreach"):
         optimizer.remark("foreach", "priced as on")
-    optimizer.known("lr", "betas", "eps", "weight_decay", "fused", "foreach", "adam_w_mode", "bias_correction")
-    optimizer.known("_target_", "capturable", "amsgrad", "maximize", "differentiable")
+    optimizer.pass_over("lr", "betas", "eps", "weight_decay", "fused", "foreach", "adam_w_mode", "bias_correction")
+    optimizer.pass_over("_target_", "capturable", "amsgrad", "maximize", "differentiable")
     loss, dataset = options.inside("loss_fn"), options.inside("dataset")
     if not str(loss.value("_target_", _LOSS)).endswith(_LOSS):
         loss.remark("_target_", "priced with whole logits")
     for section in (loss, dataset):
-        section.known(*section.given)
+        section.pass_over(*section.arguments)
     return Launch(
         target="automodel",
         framework="nemo-automodel",
@@ -78,43 +78,43 @@ def read(text: str, given: Given) -> Launch:
     )
 
 
-def _model(options: Options, given: Given) -> ModelSpec:
+def _model(options: Options, context: LaunchContext) -> ModelSpec:
     section = options.inside("model")
     config = section.inside("config") if isinstance(section.value("config"), dict) else section
     name = config.text("pretrained_model_name_or_path") or section.text("pretrained_model_name_or_path")
-    section.known("_target_", "trust_remote_code", "use_liger_kernel", "is_meta_device", "name_or_path")
-    config.known("_target_", "trust_remote_code")
+    section.pass_over("_target_", "trust_remote_code", "use_liger_kernel", "is_meta_device", "name_or_path")
+    config.pass_over("_target_", "trust_remote_code")
     if section.is_other("torch_dtype", *_WIDTHS):
         section.remark("torch_dtype", "priced as bf16")
-    for key in config.given if given.model is None else ():
+    for key in config.arguments if context.model is None else ():
         if _SIZES.search(key):
             raise InputError(f"{config.name(key)} makes another model of {show(name)}: pass --model")
     if (attention := section.text("attn_implementation")) == "eager":
         section.remark("attn_implementation", "priced as flash attention")
     elif attention:
-        section.known("attn_implementation")
+        section.pass_over("attn_implementation")
     backend = section.inside("backend")
-    backend.known("_target_", "enable_hf_state_dict_adapter", "enable_fsdp_optimizations", "rope_fusion", "experts")
-    backend.known("fake_balanced_gate")
+    backend.pass_over("_target_", "enable_hf_state_dict_adapter", "enable_fsdp_optimizations", "rope_fusion", "experts")
+    backend.pass_over("fake_balanced_gate")
     for key, priced in (("attn", "te"), ("linear", "te"), ("rms_norm", "te")):
         if backend.is_other(key, priced):
             backend.remark(key, f"priced as {priced}")
-    if given.model is not None:
-        return given.model
+    if context.model is not None:
+        return context.model
     if name is not None and (found := find_preset(name)):
         return found
     raise InputError(f"model {show(name)} is no model that is known here: pass --model")
 
 
-def _length(options: Options, given: Given) -> int:
+def _length(options: Options, context: LaunchContext) -> int:
     packed, dataset = options.inside("packed_sequence"), options.inside("dataset")
-    packed.known("post_tokenize_hook_fn", "collate_max_length")
-    packed.known("split_across_pack", "max_packs", "attn_implementation", "packing_strategy", "packing_ratio")
-    packed.known("drop_long_samples", "pretokenize", "split_samples", "max_sample_packing")
+    packed.pass_over("post_tokenize_hook_fn", "collate_max_length")
+    packed.pass_over("split_across_pack", "max_packs", "attn_implementation", "packing_strategy", "packing_ratio")
+    packed.pass_over("drop_long_samples", "pretokenize", "split_samples", "max_sample_packing")
     size = packed.optional_count("packed_sequence_size", 0) or packed.optional_count("pack_size", 0)
     key = next((key for key in _LENGTHS if dataset.has(key)), None)
-    length = given.seq_len or size or (dataset.optional_count(key) if key else None)
-    if key and not given.seq_len and not size and "mock" not in str(dataset.value("_target_")).casefold():
+    length = context.seq_len or size or (dataset.optional_count(key) if key else None)
+    if key and not context.seq_len and not size and "mock" not in str(dataset.value("_target_")).casefold():
         why = "sequences are not packed, and shorter than that: priced as all of this length; pass --seq-len their mean"
         dataset.remark(key, why)
     if not length:
@@ -124,20 +124,22 @@ def _length(options: Options, given: Given) -> int:
 
 def _precision(options: Options) -> Precision:
     fp8 = options.inside("fp8")
-    if fp8.given and fp8.flag("enabled", True):
-        fp8.known(*fp8.given)
+    if fp8.arguments and fp8.flag("enabled", True):
+        fp8.pass_over(*fp8.arguments)
         return Precision.FP8
-    fp8.known(*fp8.given)
+    fp8.pass_over(*fp8.arguments)
     return Precision.BF16
 
 
 def _finetuning(options: Options) -> FineTuning | None:
     """Return the adapters of `peft` (components/_peft/lora.py, PeftConfig)."""
     peft = options.inside("peft")
-    if not peft.given:
+    if not peft.arguments:
         return None
     matches_all = peft.flag("match_all_linear")
-    peft.known("_target_", "alpha", "use_triton", "lora_dtype", "lora_A_init", "dropout_position", "lora_A_init_method")
+    peft.pass_over(
+        "_target_", "alpha", "use_triton", "lora_dtype", "lora_A_init", "dropout_position", "lora_A_init_method"
+    )
     targets = peft.value("target_modules")
     names = targets if isinstance(targets, list) else [targets]
     if matches_all or targets is None or any(str(name) in _ALL for name in names):
@@ -148,7 +150,7 @@ def _finetuning(options: Options) -> FineTuning | None:
         peft.remark("exclude_modules", "adapters are priced on all that target_modules names")
     quantized = options.inside("quantization") if options.value("quantization") else Options.of_table({})
     four, eight = quantized.flag("load_in_4bit"), quantized.flag("load_in_8bit")
-    quantized.known("_target_", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type")
+    quantized.pass_over("_target_", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type")
     doubled = quantized.flag("bnb_4bit_use_double_quant")
     return FineTuning(
         rank=peft.count("dim", 8),
@@ -161,11 +163,11 @@ def _finetuning(options: Options) -> FineTuning | None:
 
 def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Precision) -> ParallelPlan:
     table, steps = options.inside("distributed"), options.inside("step_scheduler")
-    for key, argument in list(table.given.items()):  # "none" is a word for nothing
+    for key, argument in list(table.arguments.items()):  # "none" is a word for nothing
         if argument.value in ("none", "None"):
-            table.given.pop(key)
+            table.arguments.pop(key)
     degrees = read_fields(DEGREES, table)
-    table.known(*DISTRIBUTED_COSTLESS)
+    table.pass_over(*DISTRIBUTED_COSTLESS)
     remark_assumed(DISTRIBUTED, table)
     needed = degrees["tp"] * degrees["cp"] * degrees["pp"]
     if num_devices % needed:
@@ -186,11 +188,11 @@ def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Preci
     if strategy == "ddp" or dp * degrees["cp"] == 1:
         sharding = Sharding.NONE
     moe = table.inside("moe")
-    moe.known("ignore_router_for_ac", "mp_policy", "_target_")
+    moe.pass_over("ignore_router_for_ac", "mp_policy", "_target_")
     if moe.has("reshard_after_forward") and moe.flag("reshard_after_forward") != reshards and degrees["ep"] > 1:
         moe.remark("reshard_after_forward", "experts are priced as sharded like all else")
     micro = steps.count("local_batch_size", 1)
-    steps.known(*(key for key in steps.given if key not in ("local_batch_size", "global_batch_size")))
+    steps.pass_over(*(key for key in steps.arguments if key not in ("local_batch_size", "global_batch_size")))
     total = steps.count("global_batch_size", micro * dp)
     rounds = total // max(micro * dp, 1)
     pipeline = _pipeline(options, table, model, degrees["pp"], local=micro, rounds=rounds)
@@ -216,9 +218,9 @@ def _pipeline(
 ) -> dict[str, Any]:
     """Return schedule, chunks and micro-batch (components/distributed/pipelining/config.py)."""
     section = table.inside("pipeline")
-    section.known(*PIPELINE_COSTLESS)
+    section.pass_over(*PIPELINE_COSTLESS)
     if pp == 1:
-        section.known(*section.given)
+        section.pass_over(*section.arguments)
         return {}
     word = str(section.value("pp_schedule", "interleaved1f1b")).casefold()
     if word not in SCHEDULES:

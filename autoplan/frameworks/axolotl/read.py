@@ -6,7 +6,7 @@ import re
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.axolotl.options import COSTLESS, LENGTH, MESH, NAMES
-from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Argument, Options, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Mesh, Program, launch_of
@@ -24,13 +24,13 @@ def recognises(name: str, text: str) -> bool:
     return all(re.search(rf"^{key}\s*:", text, re.MULTILINE) for key in ("base_model", "micro_batch_size"))
 
 
-def read(text: str, given: Given) -> Launch:
+def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch that a configuration starts; the number of devices is never in it."""
     table = parse_yaml(text, "the file")
     by_name = {written: name for name, written in NAMES.items()}
     options = Options(
         Argument(argument.option, argument.text, by_name.get(key, key), argument.value)
-        for key, argument in Options.of_table(table).given.items()
+        for key, argument in Options.of_table(table).arguments.items()
     )
     for key in _OTHER_LOSSES:
         if table.get(key):
@@ -38,10 +38,10 @@ def read(text: str, given: Given) -> Launch:
     if table.get("model_config_type") == "mamba":
         raise InputError("model_config_type mamba is not read: pass --model with --as hf-trainer")
     finetuning = of_axolotl(table, "the file")
-    options.understood.update(key for key in OF_AXOLOTL if key in options.given)
+    options.understood.update(key for key in OF_AXOLOTL if key in options.arguments)
     if finetuning.has_adapters and table.get("unfrozen_parameters"):
         options.remark("unfrozen_parameters", "adapters alone are priced as trained")
-    options.known(*COSTLESS)
+    options.pass_over(*COSTLESS)
     options.defaults.setdefault("per_device_train_batch_size", 1)  # utils/schemas/config.py
     mesh = read_fields(MESH, options)
     if options.optional_count("expert_parallel_size", 1, least=1) not in (None, 1):
@@ -49,13 +49,13 @@ def read(text: str, given: Given) -> Launch:
     if (recompute := options.value("gradient_checkpointing")) in ("offload", "offload_disk"):
         options.remark("gradient_checkpointing", "activations that are kept are priced on the device")
     if isinstance(recompute, str):
-        options.given["gradient_checkpointing"] = Argument(
+        options.arguments["gradient_checkpointing"] = Argument(
             "gradient_checkpointing",
             recompute,
             "gradient_checkpointing",
             recompute.casefold() not in ("false", ""),
         )
-    for key in options.given:
+    for key in options.arguments:
         if re.match(r"(liger_|cut_cross_entropy$|lora_\w+_kernel$|unsloth_)", key) and is_on(options, key):
             options.remark(key, "priced with the kernels of transformers, and whole logits")
     plugins = options.value("plugins") or []
@@ -75,7 +75,7 @@ def read(text: str, given: Given) -> Launch:
         config_turns_fsdp_on=True,
         takes_last_precision=True,  # "auto" counts as on (utils/config/__init__.py)
     )
-    return launch_of(options, given, program, None)
+    return launch_of(options, context, program, None)
 
 
 READER = Reader(target="axolotl", recognises=recognises, read=read)

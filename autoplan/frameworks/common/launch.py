@@ -12,8 +12,8 @@ from autoplan.spec.training import TrainingSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """Values that the person gives beside the file; they win over what the file says.
+class LaunchContext:
+    """Context of a launch file: values that the person gives beside it, which win over what it says.
 
     Several formats hold no model or no number of devices; `variables` are those of the shell, by name; in `folder` lies
     what a script has beside it.
@@ -59,4 +59,4 @@ class Reader:
 
     target: str
     recognises: Callable[[str, str], bool]
-    read: Callable[[str, Given], Launch]  # of the text
+    read: Callable[[str, LaunchContext], Launch]  # of the text

@@ -141,6 +141,6 @@ def remark_assumed(table: Iterable[Option], options: Options) -> None:
     """Remark options that no plan has where the cost model does not know what their value does."""
     for option in table:
         if isinstance(option, Assumed) and option.key not in options.understood and options.has(option.key):
-            if option.values and options.given[option.key].value not in option.values:
+            if option.values and options.arguments[option.key].value not in option.values:
                 options.remark(option.key, option.why)
             options.understood.add(option.key)

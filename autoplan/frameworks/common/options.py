@@ -116,14 +116,14 @@ class Options:
 
     def __init__(
         self,
-        given: Iterable[Argument],
+        arguments: Iterable[Argument],
         defaults: Mapping[str, Any] | None = None,
         *,
         place: str = "",
         remarks: list[Unread] | None = None,
         way_out: str = "add it",
     ) -> None:
-        self.given: dict[str, Argument] = {argument.name: argument for argument in given}
+        self.arguments: dict[str, Argument] = {argument.name: argument for argument in arguments}
         self.defaults: dict[str, Any] = dict(defaults or {})
         self.understood: set[str] = set()
         self.remarks: list[Unread] = [] if remarks is None else remarks
@@ -136,30 +136,30 @@ class Options:
     @classmethod
     def of_table(cls, table: Mapping[str, Any], place: str = "", remarks: list[Unread] | None = None) -> Options:
         """Return the options of a table; those inside it are called by dotted names."""
-        given = (
+        arguments = (
             Argument(f"{place}{key}", value if isinstance(value, str) else show(value), key, value)
             for key, value in table.items()
         )
-        return cls(given, place=place, remarks=remarks)
+        return cls(arguments, place=place, remarks=remarks)
 
     def name(self, key: str) -> str:
         """Return the name that the file has for an option."""
-        return self.given[key].option if key in self.given else f"{self._place}{key}"
+        return self.arguments[key].option if key in self.arguments else f"{self._place}{key}"
 
     def has(self, key: str) -> bool:
         """Return whether the file gives an option a value; null is none."""
-        return key in self.given and self.given[key].value is not None
+        return key in self.arguments and self.arguments[key].value is not None
 
     def is_null(self, key: str) -> bool:
         """Return whether the file says that an option has no value, whatever a preset says."""
-        return key in self.given and self.given[key].value is None
+        return key in self.arguments and self.arguments[key].value is None
 
     def value(self, key: str, default: Any = None) -> Any:
         """Return the value of an option, or what holds where the file is silent."""
         self.understood.add(key)
         if not self.has(key):
             return default if self.is_null(key) else self.defaults.get(key, default)
-        found = self.given[key].value
+        found = self.arguments[key].value
         if isinstance(found, Unknown):
             what, names = cleaned(found.text)[:60], re.findall(r"\$\{?([A-Za-z0-9_]+)", found.text)
             if not names and found.text.startswith("$(("):
@@ -173,7 +173,7 @@ class Options:
     def inside(self, key: str) -> Options:
         """Return the table under a key; an empty one where there is none."""
         if key not in self._inside:
-            table = self.given[key].value if self.has(key) else {}
+            table = self.arguments[key].value if self.has(key) else {}
             if not isinstance(table, dict) or not all(isinstance(item, str) for item in table):
                 raise InputError(f"{self.name(key)} must be a table, got {show(table)}")
             self._inside[key] = Options.of_table(table, f"{self.name(key)}.", self.remarks)
@@ -241,20 +241,20 @@ class Options:
         """Return whether the file gives an option a value that is none of those that are priced."""
         return self.value(key) not in (None, *priced)
 
-    def known(self, *keys: str) -> None:
+    def pass_over(self, *keys: str) -> None:
         """Mark options as understood that change neither time nor memory."""
         self._costless.update(keys)
 
     def remark(self, key: str, why: str, *, matters: bool = True, default: str = "") -> None:
         """List an option that the plan does not hold in full; `default` says what it is where the file is silent."""
         self.understood.add(key)
-        text = self.given[key].text if self.has(key) else f"{self.defaults.get(key, default)} (its default)"
+        text = self.arguments[key].text if self.has(key) else f"{self.defaults.get(key, default)} (its default)"
         self.remarks.append(Unread(option=self.name(key), value=text, why=why, matters=matters))
 
     def options(self) -> tuple[tuple[str, str], ...]:
         """Return the options that were read, as written."""
         read: list[tuple[str, str]] = []
-        for key, argument in self.given.items():
+        for key, argument in self.arguments.items():
             if key in self._inside:
                 read += self._inside[key].options()
             elif key in self.understood and argument.value is not None:
@@ -267,7 +267,7 @@ class Options:
         return tuple(sorted(found, key=lambda unread: not unread.matters))
 
     def _left(self, harmless: re.Pattern[str] | None) -> Iterable[Unread]:
-        for key, argument in self.given.items():
+        for key, argument in self.arguments.items():
             if key in self._inside:
                 yield from self._inside[key]._left(harmless)
             elif self.has(key) and key not in self.understood | self._costless:

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.option_table import Fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_json
 from autoplan.frameworks.deepspeed.options import (
@@ -79,18 +79,18 @@ def recognises(name: str, text: str) -> bool:
     return text.lstrip()[:1] == "{" and re.search(rf'"({keys})"\s*:', text) is not None
 
 
-def read(text: str, given: Given) -> Launch:
+def read(text: str, context: LaunchContext) -> Launch:
     """Return the plan of a configuration; what the script alone decides is told, or taken from `given` if needed."""
     table = parse_json(text, "DeepSpeed configuration")
-    trainer = dict(given.variables)
-    _ask_for_missing(table, trainer, given)
-    assert given.model is not None
-    assert given.seq_len is not None
+    trainer = dict(context.variables)
+    _ask_for_missing(table, trainer, context)
+    assert context.model is not None
+    assert context.seq_len is not None
     table, remarks = _filled_in(table, trainer)
     options = Options.of_table(table, remarks=remarks)
-    options.known(*_COSTLESS)
+    options.pass_over(*_COSTLESS)
     precision, zero = _precision(options), options.inside("zero_optimization")
-    batch = _batch(options, given.num_devices)
+    batch = _batch(options, context.num_devices)
     plan = ParallelPlan.derived(
         **batch | _states(zero, batch["dp_shard"]),
         precision=precision,
@@ -100,20 +100,20 @@ def read(text: str, given: Given) -> Launch:
     return Launch(
         target="deepspeed",
         framework="deepspeed-zero",
-        model=given.model,
-        training=TrainingSpec(seq_len=given.seq_len, precision=precision),
+        model=context.model,
+        training=TrainingSpec(seq_len=context.seq_len, precision=precision),
         plan=plan,
         options=options.options(),
         unread=options.unread(),
     )
 
 
-def _ask_for_missing(table: dict[str, Any], trainer: dict[str, str], given: Given) -> None:
+def _ask_for_missing(table: dict[str, Any], trainer: dict[str, str], context: LaunchContext) -> None:
     """Name all that the file leaves to others and nobody says, at once."""
-    flags = {"--model": given.model, "--seq-len": given.seq_len}
+    flags = {"--model": context.model, "--seq-len": context.seq_len}
     sizes = [table.get(row.key) for row in (TOTAL, MICRO_BATCH, ACCUMULATION)]
     if not all(isinstance(size, int) for size in sizes):
-        flags["--devices"] = given.num_devices
+        flags["--devices"] = context.num_devices
     missing = [flag for flag, value in flags.items() if value is None]
     missing += [
         f"--set {argument}=N"
@@ -158,7 +158,7 @@ def _precision(options: Options) -> Precision:
     enabled = []
     for name, precision in _PRECISIONS.items():
         section = options.inside(name)
-        section.known(*_COSTLESS_PRECISION)
+        section.pass_over(*_COSTLESS_PRECISION)
         if section.flag("enabled") and precision not in enabled:
             enabled.append(precision)
     if len(enabled) == 1:
@@ -238,8 +238,8 @@ def _states(zero: Options, replicas: int) -> Fields:
 
 def _offload(zero: Options) -> Offload:
     section, weights = zero.inside("offload_optimizer"), zero.inside("offload_param")
-    section.known("pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "nvme_path")
-    weights.known("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "nvme_path")
+    section.pass_over("pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "nvme_path")
+    weights.pass_over("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "nvme_path")
     device = section.word("device", {"none": None, "cpu": "cpu", "nvme": "nvme"}, "none")
     if device == "nvme":
         section.remark("device", "priced as the memory of the host")
@@ -253,7 +253,7 @@ def _offload(zero: Options) -> Offload:
 def _recomputes(options: Options, trainer: dict[str, str]) -> bool:
     """Return whether every layer is recomputed: the script says so, the file at most how."""
     section, argument = options.inside("activation_checkpointing"), "GRADIENT_CHECKPOINTING"
-    section.known("contiguous_memory_optimization", "profile", "synchronize_checkpoint_boundary")
+    section.pass_over("contiguous_memory_optimization", "profile", "synchronize_checkpoint_boundary")
     is_used = section.value("number_checkpoints") is not None
     for key, why in (
         ("cpu_checkpointing", "activations are priced on the device"),
@@ -272,18 +272,18 @@ def _recomputes(options: Options, trainer: dict[str, str]) -> bool:
 
 def _unpriced(options: Options, zero: Options) -> None:
     """Remark the options that change time or memory by an amount that is not priced."""
-    zero.known(*_COSTLESS_ZERO)
+    zero.pass_over(*_COSTLESS_ZERO)
     remark_assumed(ZERO, zero)
     optimizer, pipeline = options.inside("optimizer"), options.inside("pipeline")
-    optimizer.known("params", "legacy_fusion")
+    optimizer.pass_over("params", "legacy_fusion")
     if str(optimizer.value("type") or _ADAM[0]).lower() not in _ADAM:
         optimizer.remark("type", "Adam is priced")
-    for key in pipeline.given:
+    for key in pipeline.arguments:
         pipeline.remark(key, "stages are those of the script's PipelineModule; priced with one")
     if options.has("communication_data_type"):
         options.remark("communication_data_type", "gradients of 2 bytes are priced on the wire")
     if not (autocast := options.inside("torch_autocast")).flag("enabled"):
-        autocast.known("dtype", "lower_precision_safe_modules")
+        autocast.pass_over("dtype", "lower_precision_safe_modules")
     if options.is_other("wall_clock_breakdown", False):
         options.remark("wall_clock_breakdown", "waits for the device in every phase; not priced")
 

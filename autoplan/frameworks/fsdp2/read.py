@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Options, parse_json, show
 from autoplan.frameworks.fsdp2.options import BATCH, DTYPE, SCHEDULES, SEQUENCE_PARALLEL
@@ -18,25 +18,25 @@ def recognises(name: str, text: str) -> bool:
     return name.endswith(".json") and '"fully_shard"' in text and '"mesh"' in text
 
 
-def read(text: str, given: Given) -> Launch:
+def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch that the settings start, with the model that is given."""
     options = Options.of_table(parse_json(text, "the file"))
-    model = given.model
+    model = context.model
     if model is None:
         raise InputError("settings of FSDP2 say nothing of the model: pass --model")
-    options.known("about", "gradient_accumulation")
+    options.pass_over("about", "gradient_accumulation")
     mesh, sharding = options.inside("mesh"), options.inside("fully_shard")
     degrees = {name: mesh.count(name, 1) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     needed = degrees["pp"] * degrees["dp_replicate"] * degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
-    num_devices = given.num_devices or options.count("world_size", needed)
-    options.known("world_size")
+    num_devices = context.num_devices or options.count("world_size", needed)
+    options.pass_over("world_size")
     if needed != num_devices:
         raise InputError(f"the mesh needs {needed} devices, there are {num_devices}")
     shard_over = sharding.value("shard_over")
     if shard_over not in ([], ["dp_shard", "cp"]):
         raise InputError(f"fully_shard.shard_over must be [] or ['dp_shard', 'cp'], got {show(shard_over)}")
     precision = DTYPE.of(sharding)
-    sharding.known("reduce_dtype")
+    sharding.pass_over("reduce_dtype")
     reshards = sharding.flag("reshard_after_forward")
     everywhere = {"dp_replicate": 1, "dp_shard": degrees["dp_replicate"] * degrees["dp_shard"], "sharding": "none"}
     states = {"sharding": "zero3" if reshards else "zero2"} if shard_over else everywhere
@@ -52,7 +52,7 @@ def read(text: str, given: Given) -> Launch:
         target="fsdp2",
         framework="pytorch-fsdp",
         model=model,
-        training=TrainingSpec(seq_len=given.seq_len or options.count("seq_len"), precision=plan["precision"]),
+        training=TrainingSpec(seq_len=context.seq_len or options.count("seq_len"), precision=plan["precision"]),
         plan=ParallelPlan.derived(**plan),
         options=options.options(),
         unread=options.unread(),
@@ -62,7 +62,7 @@ def read(text: str, given: Given) -> Launch:
 def _recompute(options: Options) -> dict[str, Any]:
     """Read how many layers are recomputed, the first ones of every stage: null stands for all."""
     if not options.has("recompute_layers"):
-        options.known("recompute_layers")
+        options.pass_over("recompute_layers")
         return {"recompute": "full"}
     count = options.count("recompute_layers", least=0)
     return {"recompute": "full", "recompute_num_layers": count} if count else {"recompute": "none"}
@@ -70,10 +70,10 @@ def _recompute(options: Options) -> dict[str, Any]:
 
 def _pipeline(options: Options, pp: int, num_layers: int) -> dict[str, Any]:
     if pp == 1:
-        options.known("pipeline")
+        options.pass_over("pipeline")
         return {}
     table = options.inside("pipeline")
-    table.known("num_microbatches")
+    table.pass_over("num_microbatches")
     counts = table.value("layers_per_stage")
     if not isinstance(counts, list) or not all(isinstance(item, int) and item >= 0 for item in counts):
         raise InputError(f"pipeline.layers_per_stage must be a list of counts, got {show(counts)}")

@@ -14,7 +14,7 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.frameworks.accelerate.options import STRATEGIES
 from autoplan.frameworks.common.beside import read_beside
-from autoplan.frameworks.common.launch import Given, Launch, Unread
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Unread
 from autoplan.frameworks.common.option_table import Fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_json, show
 from autoplan.frameworks.deepspeed import read as deepspeed
@@ -75,13 +75,13 @@ class Program:
     takes_last_precision: bool = False  # of bf16 and fp16, where both are on; the Trainer refuses that
 
 
-def model_of(options: Options, key: str, given: Given) -> ModelSpec:
+def model_of(options: Options, key: str, context: LaunchContext) -> ModelSpec:
     """Return the model that is given, or the shipped one of the name in a file."""
     name = options.text(key)
-    if given.model is not None:
+    if context.model is not None:
         if name is not None:
             options.remark(key, "--model wins", matters=False)
-        return given.model
+        return context.model
     if name is None:
         raise InputError(f"{key} is not in the file: pass --model")
     if found := find_preset(name):
@@ -89,21 +89,21 @@ def model_of(options: Options, key: str, given: Given) -> ModelSpec:
     raise InputError(f"{key} {name[:80]!r} is no model that is known here: pass --model")
 
 
-def length_of(options: Options, program: Program, given: Given) -> int:
+def length_of(options: Options, program: Program, context: LaunchContext) -> int:
     """Return the tokens of a sequence: those that are given, or the most that the file allows."""
     known = options.optional_count(program.length_key, program.length, least=1)
-    length = given.seq_len or known
+    length = context.seq_len or known
     if length is None:
         raise InputError(f"{program.length_key} is not in the file: pass --seq-len")
-    if not program.is_packed and given.seq_len is None:
+    if not program.is_packed and context.seq_len is None:
         why = "sequences are not packed, and shorter than that: priced as all of this length; pass --seq-len their mean"
         options.remark(program.length_key, why, default=str(program.length))
     return length
 
 
-def precision_of(options: Options, program: Program, given: Given) -> Precision:
+def precision_of(options: Options, program: Program, context: LaunchContext) -> Precision:
     """Return the precision that the arguments or `--set BF16=true` say, or that is the program's own."""
-    variables = dict(given.variables)
+    variables = dict(context.variables)
     named = [kind for name, kind in PRECISIONS.items() if is_on(options, name)]
     for name, kind in PRECISIONS.items():
         if variables.get(name.upper(), "false").casefold() in ("true", "", "1"):
@@ -112,17 +112,17 @@ def precision_of(options: Options, program: Program, given: Given) -> Precision:
         raise InputError("bf16 and fp16 are both on: leave one of them out")
     if named:
         return named[-1]
-    if program.precision is not None and "bf16" not in options.given:
+    if program.precision is not None and "bf16" not in options.arguments:
         return program.precision
     raise InputError("neither bf16 nor fp16 is on: training in 32 bits is not priced here: pass --set BF16=true")
 
 
-def launch_of(options: Options, given: Given, program: Program, num_devices: int | None) -> Launch:
+def launch_of(options: Options, context: LaunchContext, program: Program, num_devices: int | None) -> Launch:
     """Return what arguments of the Trainer start; raises InputError where they do not say enough."""
-    model = model_of(options, program.model_key, given)
-    length = length_of(options, program, given)
-    precision = precision_of(options, program, given)
-    num_devices = given.num_devices or num_devices
+    model = model_of(options, program.model_key, context)
+    length = length_of(options, program, context)
+    precision = precision_of(options, program, context)
+    num_devices = context.num_devices or num_devices
     if num_devices is None:
         raise InputError("the number of devices is not in the file: pass --devices")
     training = TrainingSpec(
@@ -133,11 +133,11 @@ def launch_of(options: Options, given: Given, program: Program, num_devices: int
     )
     training = replace(training, attention="unfused") if _is_eager(options) else training
     remark_assumed(ASSUMED, options)
-    given = replace(given, model=model, seq_len=length, num_devices=num_devices)
+    context = replace(context, model=model, seq_len=length, num_devices=num_devices)
     if options.value("deepspeed") not in (None, False, ""):
-        return _with_deepspeed(options, given, program, training)
+        return _with_deepspeed(options, context, program, training)
     mesh = _sizes(program.mesh, num_devices)
-    states = _states(options, mesh, given, turns_on=program.config_turns_fsdp_on)
+    states = _states(options, mesh, context, turns_on=program.config_turns_fsdp_on)
     micro, steps = MICRO_BATCH.of(options), ACCUMULATION.of(options)
     plan = ParallelPlan.derived(
         **mesh | states,  # every rank holds whole experts
@@ -189,13 +189,13 @@ def _words(options: Options, key: str) -> tuple[str, ...]:
     return tuple(str(word) for item in (found if isinstance(found, list) else [found]) for word in str(item).split())
 
 
-def fsdp_section(options: Options, given: Given) -> Options:
+def fsdp_section(options: Options, context: LaunchContext) -> Options:
     """Return `fsdp_config`, in the file or in one beside it, by the keys without "fsdp_"."""
     value = options.value("fsdp_config")
     if isinstance(value, str):
         text = value if value.lstrip().startswith("{") else None
         if text is None:
-            if (found := read_beside(value, given.folder)) is None:
+            if (found := read_beside(value, context.folder)) is None:
                 raise InputError(f"fsdp_config is in {show(value)}, which is not at hand: put it beside this file")
             text = found[0]
         value = parse_json(text, "fsdp_config")
@@ -204,20 +204,20 @@ def fsdp_section(options: Options, given: Given) -> Options:
     section = Options.of_table({}, "fsdp_config.", options.remarks)
     for key, item in (value or {}).items():
         name = str(key).removeprefix("fsdp_")
-        section.given[name] = Options.of_table({str(key): item}, "fsdp_config.").given[str(key)]
+        section.arguments[name] = Options.of_table({str(key): item}, "fsdp_config.").arguments[str(key)]
     options.nest("fsdp_config", section)
     return section
 
 
-def _states(options: Options, mesh: Fields, given: Given, *, turns_on: bool) -> Fields:
+def _states(options: Options, mesh: Fields, context: LaunchContext, *, turns_on: bool) -> Fields:
     """Return what is sharded and recomputed; `turns_on` tells that `fsdp_config` alone turns FSDP on."""
-    words, section = _words(options, "fsdp"), fsdp_section(options, given)
-    uses_fsdp = bool(words) or (turns_on and bool(section.given) and not options.has("fsdp"))
+    words, section = _words(options, "fsdp"), fsdp_section(options, context)
+    uses_fsdp = bool(words) or (turns_on and bool(section.arguments) and not options.has("fsdp"))
     if unknown := [word for word in words if word.casefold() not in (*_SHARDED, *_HYBRID, "auto_wrap", "offload")]:
         raise InputError(f"fsdp {show(unknown[0])} is not one of {', '.join(_SHARDED)}, auto_wrap, offload")
     if options.value("fsdp") in (False, "") or not uses_fsdp:
-        return _copies(options, mesh, given)
-    section.known(*FSDP_COSTLESS)
+        return _copies(options, mesh, context)
+    section.pass_over(*FSDP_COSTLESS)
     version = section.optional_count("version", options.optional_count("fsdp_version", None)) or 2
     word = next((str(item).casefold() for item in words if item.casefold() in (*_SHARDED, *_HYBRID)), None)
     reshards = section.value("reshard_after_forward")
@@ -251,7 +251,7 @@ def _unsharded(mesh: Fields) -> Fields:
     return {"dp_replicate": 1, "dp_shard": mesh["dp_replicate"] * mesh["dp_shard"], "sharding": Sharding.NONE}
 
 
-def _copies(options: Options, mesh: Fields, given: Given) -> Fields:
+def _copies(options: Options, mesh: Fields, context: LaunchContext) -> Fields:
     if mesh["dp_shard"] * mesh["dp_replicate"] > 1:
         why = (
             "neither fsdp nor deepspeed is on: read as whole copies (DDP); a config of accelerate launch may shard them"
@@ -273,13 +273,13 @@ def stage_table(stage: int, *, offload: bool) -> dict[str, Any]:
     return {"bf16": {"enabled": AUTO}, "fp16": {"enabled": AUTO}, "zero_optimization": zero}
 
 
-def _table(options: Options, given: Given) -> dict[str, Any]:
+def _table(options: Options, context: LaunchContext) -> dict[str, Any]:
     value = options.value("deepspeed")
     if isinstance(value, dict):
         return dict(value)
     text = str(value)
     if not text.lstrip().startswith("{"):
-        if (found := read_beside(text, given.folder)) is None:
+        if (found := read_beside(text, context.folder)) is None:
             raise InputError(
                 f"the plan is in {show(text)}, which is not at hand: put it beside this file, or read it with --as "
                 "deepspeed"
@@ -288,10 +288,10 @@ def _table(options: Options, given: Given) -> dict[str, Any]:
     return parse_json(text, "DeepSpeed configuration")
 
 
-def _with_deepspeed(options: Options, given: Given, program: Program, training: TrainingSpec) -> Launch:
+def _with_deepspeed(options: Options, context: LaunchContext, program: Program, training: TrainingSpec) -> Launch:
     if program.mesh != Mesh():
         raise InputError("deepspeed beside a mesh of tp, cp or dp_replicate: leave one of them out")
-    table = _table(options, given)
+    table = _table(options, context)
     micro, steps = MICRO_BATCH.of(options), ACCUMULATION.of(options)
     for row, ours in ((MICRO_BATCH, micro), (ACCUMULATION, steps)):
         key = "train_micro_batch_size_per_gpu" if row is MICRO_BATCH else row.key
@@ -307,7 +307,7 @@ def _with_deepspeed(options: Options, given: Given, program: Program, training: 
         kind.upper(): "true",
         "GRADIENT_CHECKPOINTING": str(recompute).lower(),
     }
-    launch = deepspeed.read(json.dumps(table), replace(given, variables=tuple(variables.items())))
+    launch = deepspeed.read(json.dumps(table), replace(context, variables=tuple(variables.items())))
     return replace(
         launch,
         target=program.target,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
 from autoplan.frameworks.hf_trainer.options import is_on
@@ -43,18 +43,18 @@ def recognises(name: str, text: str) -> bool:
     return not name.endswith(SCRIPTS) and has_batch(text) and not _OTHER_STARTERS.search(text)
 
 
-def read(text: str, given: Given) -> Launch:
+def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch that a script or a table of arguments describes."""
     devices = None
     if has_batch(text):
-        options, program, devices = of_script(text, given)
+        options, program, devices = of_script(text, context)
     else:
         parse = parse_json if text.lstrip().startswith("{") else parse_yaml
         options, program = Options.of_table(parse(text, "the file")), ""
     check_loss(options, program)
     is_plain = any(options.has(key) for key in _PLAIN)
     return launch_of(
-        options, given, program_of(options, is_trl=program == "sft.py" or not (program or is_plain)), devices
+        options, context, program_of(options, is_trl=program == "sft.py" or not (program or is_plain)), devices
     )
 
 
@@ -74,11 +74,11 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
     """
     if is_trl:
         options.defaults.setdefault("gradient_checkpointing", True)
-    raw = {key: argument.value for key, argument in options.given.items()}
+    raw = {key: argument.value for key, argument in options.arguments.items()}
     for key, value in raw.items():
         raw[key] = {"true": True, "false": False}.get(str(value).casefold(), value)
     finetuning = of_trl(raw, "the arguments")
-    options.understood.update(key for key in OF_TRL if key in options.given)
+    options.understood.update(key for key in OF_TRL if key in options.arguments)
     for key in ("use_lora", "lora_rank"):
         if options.has(key):
             options.remark(key, "adapters of a program's own are not read: pass --finetune")

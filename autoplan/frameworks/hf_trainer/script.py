@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.beside import read_beside
-from autoplan.frameworks.common.launch import Given, Unread
+from autoplan.frameworks.common.launch import LaunchContext, Unread
 from autoplan.frameworks.common.options import Argument, Options, parse_json, parse_yaml
 from autoplan.frameworks.common.shell import Script, read_script
 from autoplan.frameworks.megatron_lm.read import Entry, given_arguments, num_devices, started
@@ -35,20 +35,20 @@ def program_at(words: Sequence[str], programs: Sequence[str] = ()) -> int | None
     return None
 
 
-def of_script(text: str, given: Given, programs: Sequence[str] = ()) -> tuple[Options, str, int | None]:
+def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -> tuple[Options, str, int | None]:
     """Return (the arguments, the program by its name, the devices) of the last command that starts one.
 
     Positional files of YAML or JSON beside the script are read too; words of the command win over them.
     Raises InputError where no command starts such a program.
     """
-    script = read_script(text, given.variables)
+    script = read_script(text, context.variables)
     entry = Entry(lambda words: program_at(words, programs), lambda inner: BATCH in inner)
-    before, words = started(script, entry, given)
+    before, words = started(script, entry, context)
     if words is None:
         raise InputError(f"no command of the script starts a program with {BATCH}")
     arguments = given_arguments(words)
     found = [_typed(argument) for argument in arguments if argument.option.startswith("--")]
-    options = Options([*of_files(arguments, given), *found])
+    options = Options([*of_files(arguments, context), *found])
     options.remarks += (
         Unread(option=condition, value="", why="only a running shell can decide it", matters=False)
         for condition in script.open
@@ -67,14 +67,14 @@ def _typed(argument: Argument) -> Argument:
     return argument
 
 
-def of_files(arguments: Sequence[Argument], given: Given) -> list[Argument]:
+def of_files(arguments: Sequence[Argument], context: LaunchContext) -> list[Argument]:
     """Return the arguments in files that the words name without an option, or with `--config`."""
     found: list[Argument] = []
     for argument in arguments:
         name = argument.option if argument.name != "config" else str(argument.value)
-        if name.endswith((".yaml", ".yml", ".json")) and (beside := read_beside(name, given.folder)):
+        if name.endswith((".yaml", ".yml", ".json")) and (beside := read_beside(name, context.folder)):
             parse = parse_json if name.endswith(".json") else parse_yaml
-            found += Options.of_table(parse(*beside)).given.values()
+            found += Options.of_table(parse(*beside)).arguments.values()
     return found
 
 

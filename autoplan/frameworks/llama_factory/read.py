@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
 from autoplan.frameworks.hf_trainer.options import is_on
@@ -47,32 +47,32 @@ def recognises(name: str, text: str) -> bool:
     return has_batch(text) and _SCRIPT.search(text) is not None and re.search(r"\baccelerate\s+launch\b", text) is None
 
 
-def read(text: str, given: Given) -> Launch:
+def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch that a configuration starts; the number of devices is never in it."""
     devices = None
     if has_batch(text):
-        options, _, devices = of_script(text, given, COMMANDS)
+        options, _, devices = of_script(text, context, COMMANDS)
     else:
         parse = parse_json if text.lstrip().startswith("{") else parse_yaml
         options = Options.of_table(parse(text, "the file"))
-    return launch_of(options, given, program_of(options), devices)
+    return launch_of(options, context, program_of(options), devices)
 
 
 def program_of(options: Options) -> Program:
     """Return what LLaMA-Factory's own arguments say; raises InputError where its step is not priced."""
-    if any(_MEGATRON.search(key) for key in options.given):
+    if any(_MEGATRON.search(key) for key in options.arguments):
         raise InputError(
             "trains with Megatron-Core (USE_MCA or USE_MEGATRON_BRIDGE), whose arguments are not read from this file"
         )
-    raw = {key: argument.value for key, argument in options.given.items()}
+    raw = {key: argument.value for key, argument in options.arguments.items()}
     for key, value in raw.items():
         raw[key] = {"true": True, "false": False}.get(str(value).casefold(), value)
     finetuning = of_llama_factory(raw, "the file")
-    options.understood.update(key for key in OF_LLAMA_FACTORY if key in options.given)
-    options.known(*_COSTLESS)
+    options.understood.update(key for key in OF_LLAMA_FACTORY if key in options.arguments)
+    options.pass_over(*_COSTLESS)
     # Recomputes unless it is told otherwise, whatever the Trainer's argument says (model/model_utils/checkpointing.py).
     options.understood.add("gradient_checkpointing")
-    options.given.pop("gradient_checkpointing", None)
+    options.arguments.pop("gradient_checkpointing", None)
     options.defaults["gradient_checkpointing"] = not is_on(options, NO_RECOMPUTE)
     for key in _OPTIMIZERS:
         if is_on(options, key):
@@ -92,7 +92,7 @@ def program_of(options: Options) -> Program:
     if is_pure:
         options.remark("pure_bf16", "weights and their update are priced in 32 bits")
     if is_on(options, "fp8"):
-        options.known("fp8_backend", "fp8_enable_fsdp_float8_all_gather")
+        options.pass_over("fp8_backend", "fp8_enable_fsdp_float8_all_gather")
         options.remark("fp8", "priced as bf16")
     is_packed = is_on(options, "packing") if options.has("packing") else raw.get("stage") == "pt"
     if is_on(options, "neat_packing"):  # which turns packing on (hparams/data_args.py)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.literals import RUNNING, Built, Module
 from autoplan.frameworks.common.options import Argument, Options, Unknown, typed
 from autoplan.frameworks.common.shell import is_open, read_script
@@ -100,20 +100,20 @@ def recognises(name: str, text: str) -> bool:
     return "megatron.bridge" in text or any(entry in text for entry in ENTRIES)
 
 
-def read(text: str, given: Given) -> Launch:
+def read(text: str, context: LaunchContext) -> Launch:
     """The launch that a recipe or the command line of one describes; a recipe does not hold the number of devices."""
     devices = None
     recipe = _Recipe()
     if any(entry in text for entry in ENTRIES) and not _PYTHON.search(text):
-        script = read_script(text, given.variables)
-        before, words = started(script, named(ENTRIES), given)
+        script = read_script(text, context.variables)
+        before, words = started(script, named(ENTRIES), context)
         if words is None:
             raise InputError("no command of the script starts run_recipe.py")
         devices = num_devices(before, script, text)
         _overrides(words, recipe)
     else:
-        _python(text, given, recipe)
-    return _launch(recipe, given, devices)
+        _python(text, context, recipe)
+    return _launch(recipe, context, devices)
 
 
 @dataclass(slots=True)
@@ -176,7 +176,7 @@ def _stem(recipe: str) -> str:
 # -- Python files -----------------------------------------------------------------------------------------------------
 
 
-def _python(text: str, given: Given, recipe: _Recipe) -> None:
+def _python(text: str, context: LaunchContext, recipe: _Recipe) -> None:
     """Follow the function that `RECIPE` names, or the only one that sets a configuration and is called by none."""
     module = Module(text, "the recipe")
     setting = [name for name, function in module.functions.items() if _sets(function)]
@@ -186,7 +186,7 @@ def _python(text: str, given: Given, recipe: _Recipe) -> None:
         for node in ast.walk(module.functions[name])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    wanted = dict(given.variables).get("RECIPE")
+    wanted = dict(context.variables).get("RECIPE")
     chosen = [wanted] if wanted else [name for name in setting if name not in called]
     if wanted is not None and wanted not in module.functions:
         raise InputError(f"the file has no function {wanted[:60]!r}: it has {', '.join(setting)[:200]}")
@@ -275,11 +275,11 @@ def _add(path: str, value: Any, recipe: _Recipe) -> None:
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-def _launch(recipe: _Recipe, given: Given, devices: int | None) -> Launch:
+def _launch(recipe: _Recipe, context: LaunchContext, devices: int | None) -> Launch:
     made = recipe.values.pop("model", None)
     own = made in ("GPTModelProvider", "MLAModelProvider")
     base: ModelSpec | None = None if own else find_preset(*reversed(recipe.models))
-    if not own and base is None and given.model is None and "model.num_layers" not in recipe.values:
+    if not own and base is None and context.model is None and "model.num_layers" not in recipe.values:
         names = ", ".join(dict.fromkeys(recipe.models))[:80]
         raise InputError(f"the model of the recipe ({names or 'no name'}) is not known here: pass --model")
     written = [argument for path, value in recipe.values.items() for argument in _arguments(path, value)]
@@ -297,10 +297,10 @@ def _launch(recipe: _Recipe, given: Given, devices: int | None) -> Launch:
     }
     arguments.understood |= {"transformer_layer_spec", "transformer_layer_spec.use_transformer_engine"}
     arguments.understood |= {"comm_overlap", "mixed_precision", "pipeline_dtype", "average_in_collective"}
-    for name, item in arguments.given.items():
+    for name, item in arguments.arguments.items():
         if name not in arguments.understood and item.option.partition(".")[0] in _HARMLESS and name == item.option:
             arguments.remark(name, "costs neither time nor memory of a step", matters=False)
-    return launch_of(arguments, given, target="megatron-bridge", framework="nemo", num_devices=devices, base=base)
+    return launch_of(arguments, context, target="megatron-bridge", framework="nemo", num_devices=devices, base=base)
 
 
 def _arguments(path: str, value: Any) -> Iterator[Argument]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options
 from autoplan.frameworks.megatron_lm import model_options, options
@@ -20,7 +20,7 @@ from autoplan.spec.training import TrainingSpec
 
 def launch_of(
     arguments: Options,
-    given: Given,
+    context: LaunchContext,
     *,
     target: str,
     framework: str,
@@ -29,20 +29,20 @@ def launch_of(
     schedule: Schedule | None = None,
 ) -> Launch:
     """Return what arguments start: `base` is the model they begin from, `schedule` one that is not Megatron-LM's."""
-    seq_len = given.seq_len or arguments.optional_count("seq_length")
+    seq_len = context.seq_len or arguments.optional_count("seq_length")
     arguments.value("seq_length")
     if seq_len is None:
         raise InputError(f"{arguments.name('seq_length')} is not in the file: pass --seq-len")
-    if given.model is not None:
-        for key in [key for key in arguments.given if key in options.MODEL_KEYS]:
+    if context.model is not None:
+        for key in [key for key in arguments.arguments if key in options.MODEL_KEYS]:
             arguments.remark(key, "--model wins", matters=False)
-        model = given.model
+        model = context.model
     else:
         model = _model(Reading(arguments=arguments, model=base, seq_len=seq_len))
     reading = Reading(arguments=arguments, model=model, seq_len=seq_len)
     read_lines((model_options.DROPOUT,), reading)
     precision = options.read_precision(arguments)
-    plan = _plan(reading, model, precision, given.num_devices or num_devices, schedule)
+    plan = _plan(reading, model, precision, context.num_devices or num_devices, schedule)
     training = TrainingSpec(seq_len=seq_len, precision=precision, attention=options.read_attention(arguments))
     if (optimizer := arguments.text("optimizer", "adam")) not in ("adam", "adamw"):
         arguments.remark("optimizer", f"priced as Adam, not {str(optimizer)[:30]}")

@@ -67,17 +67,17 @@ def _read_vocabulary(reading: Reading) -> Fields:
     padded = arguments.optional_count("padded_vocab_size")
     if size or padded or base:  # which tokenizer fills it changes nothing
         return {"vocab_size": size or padded or (base.vocab_size if base else 0)}
-    named = arguments.given.get("tokenizer_model")
+    named = arguments.arguments.get("tokenizer_model")
     tokenizer_model = named.value if named else arguments.defaults.get("tokenizer_model")
     if known := find_preset(str(tokenizer_model)):
         arguments.remark("tokenizer_model", f"its vocabulary is taken as that of {known.name}", matters=False)
         return {"vocab_size": known.vocab_size}
     tokenizer = arguments.text("tokenizer_type")
-    if tokenizer is None and "vocab_file" in arguments.given and "merge_file" in arguments.given:
+    if tokenizer is None and "vocab_file" in arguments.arguments and "merge_file" in arguments.arguments:
         tokenizer = "GPT2BPETokenizer"
     if tokenizer in _VOCABULARIES:
         size = _VOCABULARIES[tokenizer]
-        key = "tokenizer_type" if "tokenizer_type" in arguments.given else "vocab_file"
+        key = "tokenizer_type" if "tokenizer_type" in arguments.arguments else "vocab_file"
         arguments.remark(key, f"its vocabulary is taken as {size:,} tokens: pass --model if it differs")
         return {"vocab_size": size}
     raise InputError("the size of the vocabulary is not in the file: pass --model")

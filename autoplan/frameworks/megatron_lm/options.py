@@ -453,7 +453,7 @@ def _read_rope(reading: Reading) -> Fields:
 def _read_batch(reading: Reading) -> Fields:
     arguments = reading.arguments
     for key in ("rampup_batch_size", "step_batch_size_schedule"):
-        if arguments.given.get(key) and arguments.value(key):
+        if arguments.arguments.get(key) and arguments.value(key):
             arguments.remark(key, "the plan is that of the full batch", matters=False)
     micro_batch, dp = reading.fields["micro_batch"], reading.fields["dp"]
     return {"global_batch": arguments.optional_count("global_batch_size") or micro_batch * dp}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.options import Argument, Options, Unknown, typed
 from autoplan.frameworks.common.shell import Command, Script, is_open, read_script
 from autoplan.frameworks.megatron_lm import with_slime
@@ -39,14 +39,14 @@ def recognises(name: str, text: str) -> bool:
     return is_script and _DEGREES.search(text) is not None and _LENGTHS.search(text) is not None
 
 
-def read(text: str, given: Given) -> Launch:
+def read(text: str, context: LaunchContext) -> Launch:
     """The launch that a script or a list of options describes."""
-    script = read_script(text, given.variables)
+    script = read_script(text, context.variables)
     other = None
     if not text.lstrip().startswith("--"):
-        before, words = started(script, named(ENTRIES), given)
+        before, words = started(script, named(ENTRIES), context)
         if words is None:
-            before, words = started(script, _OTHER, given)
+            before, words = started(script, _OTHER, context)
             other = _other_program(before)
         if words is None:
             raise InputError("no command of the script starts pretrain_gpt.py, or a program with options of its kind")
@@ -62,13 +62,13 @@ def read(text: str, given: Given) -> Launch:
         arguments.remarks.append(Unread(option=other, value="", why="another program: read as pretrain_gpt.py"))
     target, framework = "megatron-lm", "megatron-core"
     if is_with_deepspeed(arguments):
-        translate(arguments, has_model=given.model is not None)
+        translate(arguments, has_model=context.model is not None)
         target = framework = FRAMEWORK
     devices = num_devices(before, script, text)
     if is_with_slime(arguments):
         devices = with_slime.translate(arguments) or devices
     try:
-        return launch_of(arguments, given, target=target, framework=framework, num_devices=devices)
+        return launch_of(arguments, context, target=target, framework=framework, num_devices=devices)
     except InputError as error:
         raise InputError(f"{error}{_left_open(script)}") from None
 
@@ -121,7 +121,7 @@ def _other_program(before: Sequence[str]) -> str | None:
 
 
 def started(
-    script: Script, entry: Entry, given: Given, depth: int = 0
+    script: Script, entry: Entry, context: LaunchContext, depth: int = 0
 ) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
     """The words up to the program and behind it, of the last command that starts it; None: there is none.
 
@@ -132,8 +132,8 @@ def started(
         if (at := entry.position(command.words)) is not None:
             start = (command.words[: at + 1], command.words[at + 1 :])
         elif depth < 5 and (inner := _inner(command, entry)) is not None:
-            nested = read_script(inner, [*given.variables, *_texts(script)])
-            before, words = started(nested, entry, given, depth + 1)
+            nested = read_script(inner, [*context.variables, *_texts(script)])
+            before, words = started(nested, entry, context, depth + 1)
             if words is not None:
                 start = ((*command.words, *before), words)
     return start

@@ -61,15 +61,15 @@ def translate(arguments: Options, *, has_model: bool) -> None:
     for key in ("cpu_optimizer", "ds_sequence_parallel_fpdt", "partition_activations", "mlp_type", "use_tutel"):
         if arguments.has(key):
             arguments.remark(key, "not priced")
-    arguments.known(*_COSTLESS)
+    arguments.pass_over(*_COSTLESS)
 
 
 def _means(arguments: Options, key: str) -> Callable[[str, Any], None]:
     """Return what gives another option the value that the one called `key` means."""
     option = arguments.name(key)
-    text = arguments.given[key].text if arguments.has(key) else "its default"
+    text = arguments.arguments[key].text if arguments.has(key) else "its default"
 
     def means(name: str, value: Any) -> None:
-        arguments.given[name] = Argument(option, text, name, value)
+        arguments.arguments[name] = Argument(option, text, name, value)
 
     return means

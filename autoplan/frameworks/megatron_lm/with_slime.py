@@ -24,7 +24,7 @@ def translate(arguments: Options) -> int | None:
     arguments.remark("rollout_batch_size", "samples are made elsewhere: the training half alone is priced")
     set_by_slime = {"use_distributed_optimizer": True, "bf16": not arguments.flag("fp16")}
     for name, value in set_by_slime.items():
-        arguments.given[name] = Argument(f"--{name.replace('_', '-')}", str(value), name, value)
+        arguments.arguments[name] = Argument(f"--{name.replace('_', '-')}", str(value), name, value)
     if arguments.flag("use_dynamic_batch_size"):
         arguments.remark("use_dynamic_batch_size", "micro-batches are packed: priced as sequences of one length")
     nodes, per_node = (arguments.optional_count(name) for name in _ACTOR)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.options import Argument, Options
 from autoplan.frameworks.common.shell import read_script
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of, model_of, stage_table
@@ -45,13 +45,13 @@ def recognises(name: str, text: str) -> bool:
     return name.endswith((".sh", ".slurm", ".sbatch", ".txt")) and _COMMAND.search(text) is not None
 
 
-def read(text: str, given: Given) -> Launch:
+def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch of the last command of a script; raises InputError where it does not say enough."""
     found = _COMMAND.findall(text)
     if not found:
         raise InputError("no command of the script is megatron sft, swift sft, or pt of one of them")
     kind = found[-1][0]
-    return _with_megatron(text, given) if kind == "megatron" else _with_trainer(text, given)
+    return _with_megatron(text, context) if kind == "megatron" else _with_trainer(text, context)
 
 
 def _check(options: Options) -> None:
@@ -93,32 +93,32 @@ def _finetuning(options: Options, default: str) -> FineTuning | None:
 # -- megatron ----------------------------------------------------------------------------------------------------------
 
 
-def _with_megatron(text: str, given: Given) -> Launch:
-    script = read_script(text, given.variables)
+def _with_megatron(text: str, context: LaunchContext) -> Launch:
+    script = read_script(text, context.variables)
 
     def position(words: Sequence[str]) -> int | None:
         pairs = (("megatron", "sft"), ("megatron", "pt"))
         return next((at + 1 for at, pair in enumerate(pairwise(words)) if pair in pairs), None)
 
-    before, words = started(script, Entry(position, lambda inner: "megatron" in inner), given)
+    before, words = started(script, Entry(position, lambda inner: "megatron" in inner), context)
     if words is None:
         raise InputError("no command of the script is megatron sft or megatron pt")
     arguments = Options(_renamed(given_arguments(words)), MEGATRON_DEFAULTS, way_out="pass --model")
     _check(arguments)
-    model = model_of(arguments, "model", given)
+    model = model_of(arguments, "model", context)
     finetuning = _finetuning(arguments, "full")
-    arguments.known(*COSTLESS)
-    for key in [key for key in arguments.given if HARMLESS.fullmatch(key)]:
-        arguments.known(key)
+    arguments.pass_over(*COSTLESS)
+    for key in [key for key in arguments.arguments if HARMLESS.fullmatch(key)]:
+        arguments.pass_over(key)
     if arguments.text("recompute_granularity") == "none":
-        arguments.given.pop("recompute_granularity", None)
+        arguments.arguments.pop("recompute_granularity", None)
         arguments.defaults.pop("recompute_granularity")
-    if not is_on(arguments, "packing") and given.seq_len is None and arguments.has("seq_length"):
+    if not is_on(arguments, "packing") and context.seq_len is None and arguments.has("seq_length"):
         why = "sequences are not packed, and shorter than that: priced as all of this length; pass --seq-len their mean"
         arguments.remark("seq_length", why)
     launch = megatron.launch_of(
         arguments,
-        replace(given, model=model),
+        replace(context, model=model),
         target="ms-swift",
         framework="megatron-core",
         num_devices=devices_of(before, script, text),
@@ -143,13 +143,13 @@ def _renamed_one(argument: Argument, value: Any) -> Argument:
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
-def _with_trainer(text: str, given: Given) -> Launch:
+def _with_trainer(text: str, context: LaunchContext) -> Launch:
     if not has_batch(text):
         raise InputError("per_device_train_batch_size is not in the file: add it")
-    options, _, devices = of_script(text, given, ("swift",))
+    options, _, devices = of_script(text, context, ("swift",))
     _check(options)
     options.defaults |= TRAINER_DEFAULTS
-    devices = given.num_devices or devices
+    devices = context.num_devices or devices
     micro = options.count("per_device_train_batch_size")
     if not options.has("gradient_accumulation_steps") and devices:
         options.defaults["gradient_accumulation_steps"] = max(1, math.ceil(MOST_SEQUENCES / micro / devices))
@@ -157,9 +157,9 @@ def _with_trainer(text: str, given: Given) -> Launch:
         raise InputError("sequence_parallel_size > 1 of swift is not read: read its DeepSpeed file with --as deepspeed")
     if stage := STAGES.fullmatch(str(options.value("deepspeed"))):
         table = stage_table(int(stage[1]), offload=bool(stage[2]))
-        given_as = options.given["deepspeed"]
-        options.given["deepspeed"] = Argument(given_as.option, given_as.text, "deepspeed", table)
-    options.known(*COSTLESS)
+        given_as = options.arguments["deepspeed"]
+        options.arguments["deepspeed"] = Argument(given_as.option, given_as.text, "deepspeed", table)
+    options.pass_over(*COSTLESS)
     program = Program(
         target="ms-swift",
         model_key="model",
@@ -168,7 +168,7 @@ def _with_trainer(text: str, given: Given) -> Launch:
         finetuning=_finetuning(options, "lora"),
         precision=Precision.BF16 if options.text("torch_dtype", "bfloat16") == "bfloat16" else None,
     )
-    return launch_of(options, given, program, devices)
+    return launch_of(options, context, program, devices)
 
 
 READER = Reader(target="ms-swift", recognises=recognises, read=read)

@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Options, parse_yaml
 from autoplan.frameworks.nanotron.options import (
@@ -45,35 +45,35 @@ def recognises(name: str, text: str) -> bool:
     return all(re.search(rf"^ *{key}:", text, re.MULTILINE) for key in ("parallelism", "model_config", "tokens"))
 
 
-def read(text: str, given: Given) -> Launch:
+def read(text: str, context: LaunchContext) -> Launch:
     """The run of a configuration; devices are what its degrees multiply to."""
     options = Options.of_table(parse_yaml(text, "nanotron configuration"))
     # These cost neither time nor memory.
-    options.known("checkpoints", "data_stages", "lighteval", "logging", "metrics_logging", "s3_upload", "tokenizer")
+    options.pass_over("checkpoints", "data_stages", "lighteval", "logging", "metrics_logging", "s3_upload", "tokenizer")
     general = options.inside("general")
-    general.known("project", "seed", "step", "consumed_train_samples", "benchmark_csv_path", "ignore_sanity_checks")
+    general.pass_over("project", "seed", "step", "consumed_train_samples", "benchmark_csv_path", "ignore_sanity_checks")
     run = general.value("run")
     model_options = options.inside("model")
-    if given.model is None:
+    if context.model is None:
         name = run if isinstance(run, str) and run.strip() and run.isprintable() else "nanotron model"
         model = _model(model_options.inside("model_config"), name)
     else:
-        model = given.model
-        model_options.known("model_config")
-    model_options.known("init_method")
+        model = context.model
+        model_options.pass_over("model_config")
+    model_options.pass_over("init_method")
     tokens, optimizer = options.inside("tokens"), options.inside("optimizer")
-    tokens.known("train_steps", "val_check_interval", "limit_val_batches", "limit_test_batches")
+    tokens.pass_over("train_steps", "val_check_interval", "limit_val_batches", "limit_test_batches")
     _unpriced(options, model_options, optimizer)
     plan = _plan(options.inside("parallelism"), tokens, optimizer, model)
-    seq_len = tokens.count("sequence_length", given.seq_len)
+    seq_len = tokens.count("sequence_length", context.seq_len)
     plan = replace(plan, **DTYPE.read(model_options))
-    if given.num_devices not in (None, plan.num_devices):
-        raise InputError(f"parallelism starts {plan.num_devices} devices, not {given.num_devices}: change its dp")
+    if context.num_devices not in (None, plan.num_devices):
+        raise InputError(f"parallelism starts {plan.num_devices} devices, not {context.num_devices}: change its dp")
     return Launch(
         target="nanotron",
         framework="nanotron",
         model=model,
-        training=TrainingSpec(seq_len=given.seq_len or seq_len, precision=plan.precision),
+        training=TrainingSpec(seq_len=context.seq_len or seq_len, precision=plan.precision),
         plan=plan,
         options=options.options(),
         unread=options.unread(),
@@ -84,9 +84,9 @@ def _model(config: Options, name: str) -> ModelSpec:
     is_qwen = config.flag("is_qwen2_config")
     if is_qwen == config.flag("is_llama_config"):
         raise InputError("model.model_config is neither of a Llama nor of a Qwen2 model: pass --model")
-    config.known("bos_token_id", "eos_token_id", "pad_token_id", "hidden_act", "initializer_range", "rms_norm_eps")
-    config.known("max_position_embeddings", "pretraining_tp", "rope_scaling", "rope_interleaved", "use_cache")
-    config.known("rope_seq_len_interpolation_factor", "z_loss_coefficient", "ring_attn_heads_k_stride")
+    config.pass_over("bos_token_id", "eos_token_id", "pad_token_id", "hidden_act", "initializer_range", "rms_norm_eps")
+    config.pass_over("max_position_embeddings", "pretraining_tp", "rope_scaling", "rope_interleaved", "use_cache")
+    config.pass_over("rope_seq_len_interpolation_factor", "z_loss_coefficient", "ring_attn_heads_k_stride")
     num_heads = NUM_HEADS.of(config)
     num_kv_heads = config.count("num_key_value_heads", num_heads)
     has_bias = config.flag("attention_bias") and is_qwen  # Llama's layers have none, whatever it says
@@ -122,7 +122,7 @@ def _model(config: Options, name: str) -> ModelSpec:
 
 
 def _experts(config: Options, num_layers: int) -> Experts | None:
-    config.known("router_aux_loss_coef", "token_dispatcher_type")
+    config.pass_over("router_aux_loss_coef", "token_dispatcher_type")
     layers = config.value("layers")
     if layers == []:
         return None
@@ -172,10 +172,10 @@ def _plan(parallelism: Options, tokens: Options, optimizer: Options, model: Mode
 
 def _unpriced(options: Options, model: Options, optimizer: Options) -> None:
     """Remark the options that change time or memory by an amount that is not priced."""
-    optimizer.known("weight_decay", "weight_decay_exclude_named_params", "clip_grad", "learning_rate_scheduler")
+    optimizer.pass_over("weight_decay", "weight_decay_exclude_named_params", "clip_grad", "learning_rate_scheduler")
     factory = optimizer.inside("optimizer_factory")
     for section in (factory, optimizer):  # of old, beside zero_stage
-        section.known("adam_eps", "adam_beta1", "adam_beta2", "torch_adam_is_fused")
+        section.pass_over("adam_eps", "adam_beta1", "adam_beta2", "torch_adam_is_fused")
     if factory.is_other("name", "adamW"):
         factory.remark("name", "AdamW is priced")
     if not optimizer.flag("accumulate_grad_in_fp32", True):

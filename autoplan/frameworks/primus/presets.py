@@ -7,7 +7,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import is_file, read_text
-from autoplan.frameworks.common.launch import Given
+from autoplan.frameworks.common.launch import LaunchContext
 from autoplan.frameworks.common.options import parse_yaml
 
 _CONFIGS = Path("primus") / "configs"
@@ -15,10 +15,10 @@ MOST_BYTES = 2**18
 MOST_DEPTH = 20
 
 
-def configs_folder(given: Given) -> Path | None:
+def configs_folder(context: LaunchContext) -> Path | None:
     """Return the folder of Primus' presets: of the checkout that PRIMUS_DIR names, or the file is in."""
-    named = dict(given.variables).get("PRIMUS_DIR")
-    places = [Path(named)] if named else [given.folder, *given.folder.absolute().parents] if given.folder else []
+    named = dict(context.variables).get("PRIMUS_DIR")
+    places = [Path(named)] if named else [context.folder, *context.folder.absolute().parents] if context.folder else []
     return next((place / _CONFIGS for place in places if (place / _CONFIGS / "models").is_dir()), None)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.literals import MOST_BITS
 from autoplan.frameworks.common.options import Argument, Options, typed
 from autoplan.frameworks.megatron_lm.launch import launch_of
@@ -42,7 +42,7 @@ def recognises(name: str, text: str) -> bool:
     return name.endswith((".yaml", ".yml")) and "pre_trainer:" in text and "modules:" in text
 
 
-def read(text: str, given: Given) -> Launch:
+def read(text: str, context: LaunchContext) -> Launch:
     """The launch that an experiment describes; the number of devices is never in it."""
     if len(text) > MOST_CHARACTERS:
         raise InputError(f"an experiment of Primus is at most {MOST_CHARACTERS:,} characters long")
@@ -51,7 +51,7 @@ def read(text: str, given: Given) -> Launch:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise InputError(f"not YAML: {' '.join(str(error).split())[:200]}") from None
     trainer = _inside(_inside(table, "modules"), "pre_trainer")
-    variables = dict(given.variables)
+    variables = dict(context.variables)
     framework = _expanded(trainer.get("framework"), variables)
     if framework != "megatron":
         raise InputError(f"framework {str(framework)[:40]!r} of Primus is not read here, only megatron")
@@ -60,36 +60,36 @@ def read(text: str, given: Given) -> Launch:
         raise InputError("modules.pre_trainer.overrides must be a table")
     values = {str(key): _expanded(value, variables) for key, value in overrides.items()}
     name = str(_expanded(trainer.get("model"), variables))
-    read_presets = _presets(name, str(_expanded(trainer.get("config"), variables)), given, variables)
-    base = None if read_presets else _model(name, given)
+    read_presets = _presets(name, str(_expanded(trainer.get("config"), variables)), context, variables)
+    base = None if read_presets else _model(name, context)
     defaults = TRAINER | ({"hidden_dropout": 0.0, "attention_dropout": 0.0} if base else LANGUAGE_MODEL)
     arguments = Options(
         (Argument(key, _text(value), key, None if value == "null" else value) for key, value in values.items()),
         read_presets or defaults,
         way_out="pass --model",
     )
-    if base and given.model is None:
+    if base and context.model is None:
         why = f"taken for {base.name}; Primus' preset of that name may differ: pass --set PRIMUS_DIR=its checkout"
         arguments.remarks.append(Unread(option="model", value=name, why=why))
     schedule = _schedule(arguments)
     if base and base.moe and "expert_model_parallel_size" not in values:
         arguments.remark("expert_model_parallel_size", "the preset of the model may set it", default="1")
-    if "recompute_layer_ids" in arguments.given:
+    if "recompute_layer_ids" in arguments.arguments:
         arguments.remark("recompute_layer_ids", "priced as all layers")
     for key, value in values.items():
         if key not in arguments.understood and _IDLE.match(key):
             if value in (None, False, 0, "null", ""):
                 arguments.understood.add(key)
-            elif key in arguments.given:
+            elif key in arguments.arguments:
                 arguments.remark(key, "what Primus does beside Megatron-LM is not priced")
     return launch_of(
-        arguments, given, target="primus", framework="primus", num_devices=None, base=base, schedule=schedule
+        arguments, context, target="primus", framework="primus", num_devices=None, base=base, schedule=schedule
     )
 
 
-def _presets(model: str, config: str, given: Given, variables: dict[str, str]) -> dict[str, Any]:
+def _presets(model: str, config: str, context: LaunchContext, variables: dict[str, str]) -> dict[str, Any]:
     """Return the arguments that presets set, as their files say them; none where these are not at hand."""
-    folder = configs_folder(given)
+    folder = configs_folder(context)
     if folder is None or (of_model := preset(folder, "models", _file(model))) is None:
         return {}
     merged = (preset(folder, "modules", _file(config)) or TRAINER) | of_model
@@ -140,11 +140,11 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _model(name: str, given: Given) -> ModelSpec | None:
+def _model(name: str, context: LaunchContext) -> ModelSpec | None:
     """The model that a preset of Primus begins with; none for the one that is only a list of defaults."""
     plain = _PLAIN.sub("", name)
-    if given.model is not None or plain == "language_model":
-        return given.model
+    if context.model is not None or plain == "language_model":
+        return context.model
     if preset := find_preset(plain):
         return preset
     raise InputError(f"the preset {name[:60]!r} of Primus is no model that is known here: pass --model")
@@ -170,7 +170,7 @@ def _schedule(arguments: Options) -> Schedule | None:
         if arguments.text("zero_bubble_v_schedule_mem_setup", "half") != "zb":
             arguments.remark("zero_bubble_v_schedule_mem_setup", "priced as zb", default="half")
         return Schedule.ZB_V
-    if "zero_bubble_max_pending_backward" in arguments.given:
+    if "zero_bubble_max_pending_backward" in arguments.arguments:
         arguments.remark("zero_bubble_max_pending_backward", "priced as ZB-H1, with as many in flight as 1F1B")
     return Schedule.ZB_H1
 

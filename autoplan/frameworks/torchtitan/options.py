@@ -70,7 +70,7 @@ def read_batch(training: Options, parallelism: Options, degrees: dict[str, int])
         micro = parallelism.count("pipeline_parallel_microbatch_size", 1) if has_pipeline else local
         batch = training.count("global_batch_size", -1, least=-1)
         batch = batch if batch > 0 else local * dp
-    parallelism.known("pipeline_parallel_microbatch_size", "num_pp_microbatches")
+    parallelism.pass_over("pipeline_parallel_microbatch_size", "num_pp_microbatches")
     if local % micro or batch % (local * dp):
         raise InputError(
             f"a step of {batch} sequences must be a multiple of {local} on {dp} replicas, in parts of {micro}"
@@ -94,7 +94,7 @@ _ASSUMED = (
 def read_assumed(training: Options) -> None:
     """Remark the options of the section of training that no plan has and whose value is not the priced one."""
     remark_assumed(_ASSUMED, training)
-    training.known(
+    training.pass_over(
         "steps", "max_norm", "gc_freq", "gc_debug", "dataset", "dataset_path", "seq_len", "max_context_length"
     )
 
@@ -166,7 +166,7 @@ def read_sharding(parallelism: Options, degrees: dict[str, int], model: ModelSpe
     etp = parallelism.count("expert_tensor_parallel_degree", 1) if ep > 1 else tp
     if parallelism.is_other("expert_parallel_comm_backend", "standard"):
         parallelism.remark("expert_parallel_comm_backend", "priced as all-to-all")
-    parallelism.known(*_PARALLELISM_ASIDE)
+    parallelism.pass_over(*_PARALLELISM_ASIDE)
     return {
         "tp": tp,
         "sp": sp and tp > 1,

@@ -15,7 +15,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import is_file, read_table, read_text, shipped
-from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.literals import Built, Module
 from autoplan.frameworks.common.options import Options, Unknown, show
 from autoplan.frameworks.common.shell import Command, is_open, read_script
@@ -66,15 +66,15 @@ def recognises(name: str, text: str) -> bool:
     return any(train in text for train in _TRAINS) or ("torchtitan" in text and any(item in text for item in _ENTRIES))
 
 
-def read(text: str, given: Given) -> Launch:
+def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch that the file starts."""
     if (table := _toml(text)) is not None:
         found = _of_toml(table)
     elif re.search(r"^(from|import|def) ", text, re.MULTILINE) and "Trainer.Config" in text:
-        found = _of_module(text, dict(given.variables))
+        found = _of_module(text, dict(context.variables))
     else:
-        found = _of_script(text, given)
-    return _launch(found, given)
+        found = _of_script(text, context)
+    return _launch(found, context)
 
 
 def _toml(text: str) -> dict[str, Any] | None:
@@ -222,8 +222,8 @@ def _read_model(found: Found, spec: Any, function: str) -> None:
 # -- command lines of 0.3 ---------------------------------------------------------------------------------------------
 
 
-def _of_script(text: str, given: Given) -> Found:
-    script = read_script(text, given.variables)
+def _of_script(text: str, context: LaunchContext) -> Found:
+    script = read_script(text, context.variables)
     command = next((item for item in script.commands if _start(item) is not None), None)
     if command is None:
         raise InputError("no command starts torchtitan.train or run_train.sh")
@@ -237,9 +237,9 @@ def _of_script(text: str, given: Given) -> Found:
     options, policy, unread = _command_line(after)
     old = str(options.pop(_OLD_FILE, None) or variables.get("CONFIG_FILE", ""))
     if old:
-        found = _of_toml(_changed(_toml_beside(old, given), options))
+        found = _of_toml(_changed(_toml_beside(old, context), options))
     else:
-        found = _base(options.pop("module", None), options.pop("config", None), given)
+        found = _base(options.pop("module", None), options.pop("config", None), context)
         _changed(found.options, options)
     if policy is not None:
         found.recompute = policy
@@ -258,20 +258,20 @@ def _changed(table: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
-def _toml_beside(name: str, given: Given) -> dict[str, Any]:
+def _toml_beside(name: str, context: LaunchContext) -> dict[str, Any]:
     """The configuration of 0.2 that a script names, from the file beside it."""
-    path = given.folder / Path(name).name if given.folder else None
+    path = context.folder / Path(name).name if context.folder else None
     table = _toml(read_text(path)) if path and is_file(path) else None
     if table is None:
         raise InputError(f"the script starts {show(name)} of torchtitan 0.2: read that file")
     return table
 
 
-def _module_beside(module: str, given: Given) -> str | None:
+def _module_beside(module: str, context: LaunchContext) -> str | None:
     """The text of the module of a --module, from the folder of the script; torchtitan looks for its registry first."""
-    if given.folder is None or not re.fullmatch(r"\w+(\.\w+)*", module):
+    if context.folder is None or not re.fullmatch(r"\w+(\.\w+)*", module):
         return None
-    place = given.folder.joinpath(*module.split("."))
+    place = context.folder.joinpath(*module.split("."))
     path = next(filter(is_file, (place / "config_registry.py", place.with_suffix(".py"))), None)
     return None if path is None else read_text(path)
 
@@ -340,17 +340,17 @@ def _devices(words: list[str], variables: dict[str, str]) -> int | None:
     )
 
 
-def _base(module: Any, config: Any, given: Given) -> Found:
+def _base(module: Any, config: Any, context: LaunchContext) -> Found:
     """Return the configuration that a named config starts from."""
     known = _known()
     if module is None or config is None:
         raise InputError("the command names no --module and --config of torchtitan 0.3")
-    if own := _module_beside(str(module), given):
+    if own := _module_beside(str(module), context):
         return _of_module(own, {"CONFIG": str(config)})
     module = str(module).removeprefix("torchtitan.models.")
     row = known["configs"].get(module, {}).get(config)
     if row is None:
-        if given.model is None:
+        if context.model is None:
             raise InputError(
                 f"config {show(config)} of module {show(module)} is not known: read the Python file that has it, "
                 "or pass --model and name batch and sequence on the command line"
@@ -375,18 +375,18 @@ def _base(module: Any, config: Any, given: Given) -> Found:
 # -- model, training and plan -----------------------------------------------------------------------------------------
 
 
-def _launch(found: Found, given: Given) -> Launch:
-    model = given.model or found.model
+def _launch(found: Found, context: LaunchContext) -> Launch:
+    model = context.model or found.model
     if model is None:
         raise InputError("the model cannot be read from the file: pass --model")
     options = Options.of_table(found.options)
-    options.known(*ASIDE, "model", "activation_checkpoint", "quantize", "experimental")
+    options.pass_over(*ASIDE, "model", "activation_checkpoint", "quantize", "experimental")
     training, parallelism, compiling = (options.inside(name) for name in ("training", "parallelism", "compile"))
-    options.remarks += (item for item in found.unread if not (given.model and item.option == "model.flavor"))
+    options.remarks += (item for item in found.unread if not (context.model and item.option == "model.flavor"))
     compiled = _compiled(compiling)
     if not compiled:
         compiling.remark("enable", "blocks run eagerly; only their norms are priced so", default="false")
-    degrees = read_degrees(parallelism, given.num_devices or found.num_devices)
+    degrees = read_degrees(parallelism, context.num_devices or found.num_devices)
     batch = read_batch(training, parallelism, degrees)
     if found.recompute not in ("none", "selective", "full"):
         raise InputError(
@@ -401,7 +401,7 @@ def _launch(found: Found, given: Given) -> Launch:
         "tp_overlap": compiling.flag("enable_async_tensor_parallel") and degrees["tp"] > 1,
     }
     read_assumed(training)
-    seq_len = given.seq_len or read_sequence(training)
+    seq_len = context.seq_len or read_sequence(training)
     return Launch(
         target="torchtitan",
         framework="torchtitan",
@@ -418,7 +418,7 @@ def _launch(found: Found, given: Given) -> Launch:
 
 
 def _compiled(compiling: Options) -> bool:
-    compiling.known("backend")
+    compiling.pass_over("backend")
     components = compiling.value("components")
     return compiling.flag("enable") and (not isinstance(components, list) or "model" in components)
 
