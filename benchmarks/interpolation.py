@@ -11,6 +11,7 @@ with radial basis functions and with the curves.
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import math
 import sys
@@ -32,7 +33,6 @@ from autoplan.base.arrays import Bools, Floats
 from autoplan.base.curves import AttentionCurve, CollectiveCurve, GemmCurve
 from autoplan.base.errors import AutoplanError
 from autoplan.base.files import write_text
-from autoplan.cost.kernels.products import GROUPED_HALF_M, GROUPED_SHARE
 from autoplan.cost.network.links import ProcessGroup, collective_s
 from autoplan.profiler import fit
 from autoplan.profiler.imports.aiconfigurator import read_measurements
@@ -114,12 +114,12 @@ def _experts(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str, 
     points = kernel_fits.training_experts(fit.points_of(usable))
     found = kernel_fits.fit_experts(device, points)
     unseen = points.where(kernel_fits.held_out_experts(points))
-    by_eye = kernel_fits.ExpertsCurve(half_tokens=GROUPED_HALF_M, traffic=1.0, start_s=found.curve.start_s)
+    by_model = functools.partial(kernel_fits.dense_experts_s, device, found.curve.start_s)
     many = unseen.where(unseen.shapes[:, 0] * unseen.shapes[:, 3] / unseen.shapes[:, 4] >= 128)
     row = [device.name, "experts", found.num_points, found.num_held_out, found.error, None]
-    row.append(_error(kernel_fits.experts_s(device, by_eye, GROUPED_SHARE, unseen.shapes), unseen.seconds))
+    row.append(_error(by_model(unseen.shapes), unseen.seconds))
     row.append(fit.mean_error(kernel_fits.experts_s(device, found.curve, 1.0, many.shapes), many.seconds))
-    bias = kernel_fits.experts_s(device, by_eye, GROUPED_SHARE, many.shapes) / many.seconds
+    bias = by_model(many.shapes) / many.seconds
     shown = [f"# experts, {name}: {value:.3g}" for name, value in asdict(found.curve).items()]
     return _row(row), "\n".join([*shown, f"# experts, time of the cost model: {np.median(bias):.2f} x measured"])
 

@@ -139,6 +139,16 @@ def experts_s(device: DeviceSpec, curve: ExpertsCurve, share: float, shapes: Flo
     )
 
 
+def dense_experts_s(device: DeviceSpec, start_s: float, shapes: Floats) -> Floats:
+    """Seconds of gated experts as the cost model has them: dense products of the tokens of each, one after another."""
+    tokens, hidden, ffn, per_token, experts, tp, ep = shapes.T
+    width, each, local = ffn / tp, tokens * per_token / experts, experts / ep
+    into = 2 * hidden * 2 * width * device.gemm.slowdown(each, 2 * width, hidden)
+    back = 2 * width * hidden * device.gemm.slowdown(each, hidden, width)
+    computing = each * local * (into + back) / (device.gemm.burst_efficiency * _bf16_peak(device))
+    return computing + _streamed_s(device, each * local * (12 * hidden + 6 * width)) + start_s
+
+
 def fit_experts(device: DeviceSpec, points: Points) -> Fit[ExpertsCurve]:
     """The curve of routed experts, balanced, at the dense plateau of `device`."""
     points = training_experts(points)

@@ -352,7 +352,8 @@ def test_recomputation_that_stops_early_leaves_out_the_way_back_from_the_experts
     products, nothing = saved_s(moe, dp_replicate=2)
     both, exchanges = saved_s(moe, dp_replicate=2, ep=2)
     assert nothing == 0 < products
-    assert both - exchanges / 4 == pytest.approx(products, rel=0.2)
+    # Half as many products of twice the tokens are faster.
+    assert 0.6 * products < both - exchanges / 4 < products
     assert saved_s(latent, dp_replicate=2, ep=2)[0] == pytest.approx(0.0, abs=1e-9)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import autoplan
+from autoplan.base.arrays import Floats
 from autoplan.base.curves import GemmCurve
 from autoplan.base.errors import InputError
 from autoplan.cost.blocks import _experts_wait_s, block_costs
@@ -19,8 +20,9 @@ from autoplan.cost.collectives.expert_parallel import (
 )
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.attention import NARROW_ATTENTION_TIME
-from autoplan.cost.kernels.memory_bound import memory_bound_s
-from autoplan.cost.kernels.products import gemm_pace, gemm_rate
+from autoplan.cost.kernels.launches import BIAS_PER_EXPERT
+from autoplan.cost.kernels.memory_bound import KERNEL_START_S, memory_bound_s
+from autoplan.cost.kernels.products import gemm_pace, gemm_rate, matrices_s
 from autoplan.cost.kernels.sizes import expert_tokens
 from autoplan.cost.kernels.times import kernel_times
 from autoplan.cost.network.links import Links
@@ -207,6 +209,61 @@ def test_attention_in_eight_bits_is_faster_on_blackwell(cluster: str, share: flo
     )
     assert found.attention.forward_s[0] == pytest.approx(share * wide.attention.forward_s[0])
     assert found.attention.backward_s[0] == pytest.approx(share * wide.attention.backward_s[0])
+
+
+def test_products_of_experts_are_dense_ones_of_the_tokens_of_each() -> None:
+    """Those for gradients of weights move the buffer that keeps these beside: fp32 is read and written."""
+    linear = next(linear for linear in block_shapes(MODEL)[Block.MOE].linears if linear.name == "expert_fc2")
+    batch = batch_of()
+    rate, tokens = gemm_rate(PROBLEM, batch), expert_tokens(PROBLEM, batch)
+    found = matrices_s(PROBLEM, batch, (linear,), rate)["expert_fc2"]
+    inputs, outputs, local = np.array([512.0]), np.array([1024.0]), 32 / 8
+    curve = PROBLEM.device.gemm
+
+    def computing_s(m: Floats, n: Floats, k: Floats) -> float:
+        return (local * 2 * m * n * k * curve.slowdown(m, n, k) / rate).item() + curve.start_s
+
+    assert found.forward_s[0] == pytest.approx(computing_s(tokens, outputs, inputs))
+    assert found.input_gradient_s[0] == pytest.approx(computing_s(tokens, inputs, outputs))
+    added_s = memory_bound_s(PROBLEM, 8 * local * inputs * outputs).item()
+    assert found.weight_gradient_s[0] == pytest.approx(computing_s(outputs, inputs, tokens) + added_s)
+    halves = matrices_s(PROBLEM, batch_of(grad_dtype="bf16"), (linear,), rate)["expert_fc2"]
+    assert (found.weight_gradient_s - halves.weight_gradient_s)[0] == pytest.approx(added_s / 2)
+
+
+def test_attention_within_a_window_has_short_rows_and_in_eight_bits_no_window_backward() -> None:
+    """The kernel runs at the pace of a sequence as long as the window; in 8 bits it visits all of it backward."""
+    windowed = replace(MODEL, window=128, full_attention_interval=2)
+    problem = replace(PROBLEM, model=windowed, cluster=load_cluster("b200:1x8"))
+    shape, start_s = block_shapes(windowed)[Block.ATTENTION], problem.device.attention.start_s
+
+    def times_of(block: Block, **changes: object) -> tuple[float, float]:
+        core = kernel_times(problem, batch_of(**changes), block, shape).attention
+        return core.forward_s.item(), core.backward_s.item()
+
+    full, short = times_of(Block.ATTENTION), times_of(Block.WINDOW_ATTENTION)
+    half = problem.device.attention.half_seq_len
+    context, slower = (128 - 128**2 / 8192) / 2048, (1 + half / 128) / (1 + half / 4096)
+    assert (short[0] - start_s) / (full[0] - start_s) == pytest.approx(context * slower)
+    assert short[1] < full[1]
+    narrow, whole = (
+        times_of(block, precision="mxfp8", fp8_attention=True) for block in (Block.WINDOW_ATTENTION, Block.ATTENTION)
+    )
+    assert narrow[0] < whole[0]
+    assert narrow[1] == pytest.approx(whole[1])
+
+
+def test_biases_of_experts_are_kernels_of_each() -> None:
+    plain, odd = PROBLEM, replace(PROBLEM, model=replace(MODEL, mlp_bias=True))
+    few, many = (
+        [
+            kernel_times(problem, batch_of(ep=ep), Block.MOE, block_shapes(problem.model)[Block.MOE]).memory
+            for problem in (plain, odd)
+        ]
+        for ep in (8, 4)
+    )
+    more = (many[1].forward_s - many[0].forward_s) - (few[1].forward_s - few[0].forward_s)
+    assert more[0] == pytest.approx(4 * BIAS_PER_EXPERT.forward * KERNEL_START_S)
 
 
 def test_a_later_version_shares_the_calibration_of_its_framework() -> None:

@@ -114,6 +114,21 @@ def test_versions_are_told_apart_by_what_they_ran_on(device: str, name: str) -> 
     assert found.framework == name
 
 
+@pytest.mark.parametrize(
+    ("release", "device", "dispatcher"),
+    [
+        ("25.11", "b200-180", "alltoall"),
+        ("25.11", "h100-sxm-80", "alltoall"),
+        ("25.11", "gb300-288", "hybridep"),
+        ("26.02", "b200-180", "hybridep"),
+    ],
+)
+def test_recipes_of_a_container_name_a_dispatcher_for_some_devices(release: str, device: str, dispatcher: str) -> None:
+    found = recipe_called(f"Megatron-Bridge/Megatron-Core {release}", "2025", device)
+    assert found is not None
+    assert found.dispatcher == dispatcher
+
+
 def test_runs_of_torchtitan_on_a100_were_not_compiled() -> None:
     """train_configs/ had compile = false when docs/performance.md had its table of A100 (1ea476e to 4d88a8a)."""
     found = recipe_called("torchtitan (FSDP2)", "2024", "a100-sxm-80")

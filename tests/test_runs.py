@@ -692,6 +692,14 @@ def test_a_recipe_that_tells_its_choices_and_no_dispatcher_sends_tokens_by_all_t
         assert run.plan.dispatcher == dispatcher, said
 
 
+def test_prediction_layers_of_a_preset_are_trained_where_recipes_do(tmp_path: Path) -> None:
+    row = LLAMA | dict.fromkeys(("num_layers", "hidden_size", "num_heads", "ffn_size"), "") | {"model": "DeepSeek-V3"}
+    for framework, depths in (("Megatron-Bridge/Megatron-Core 26.02", 1), ("NeMo AutoModel", 0)):
+        (run,) = runs_of(tmp_path, row | {"framework": framework, "year": "2026"})
+        assert run.problem
+        assert run.problem.model.num_mtp_layers == depths
+
+
 def test_a_gated_model_of_a_preset_has_what_no_column_says(tmp_path: Path) -> None:
     sizes = {"num_layers": "36", "hidden_size": "2880", "num_heads": "64", "num_kv_heads": "8", "ffn_size": "2880"}
     experts = {

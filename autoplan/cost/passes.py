@@ -31,7 +31,7 @@ class Pass(Rows):
         """Passes of both."""
         return Pass(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
 
-    def longer(self, forward_s: float, backward_s: float) -> Pass:
+    def longer(self, forward_s: Floats | float, backward_s: Floats | float) -> Pass:
         """Passes that take so many seconds longer, of every plan."""
         return Pass(self.forward_s + forward_s, self.backward_s + backward_s)
 

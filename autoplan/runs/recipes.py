@@ -23,7 +23,7 @@ class Recipe:
 
     names: tuple[str, ...]  # that a row's begins with, whatever the case
     years: tuple[str, ...] = ()  # that a row's begins with; none: of all years
-    device: str = ""  # with its memory; blank: on all devices
+    devices: tuple[str, ...] = ()  # with or without their memory; none: on all devices
     framework: str  # id of its facts
     uncompiled: str = (
         ""  # id of those without torch.compile, of which cuda_graph=none tells where nothing else captures
@@ -45,8 +45,6 @@ class Recipe:
     narrows_attention: tuple[Precision, ...] = ()  # precisions in which mixtures of experts attend in 8 bits
     overlaps_experts: tuple[Precision, ...] = ()  # precisions in which expert traffic is overlapped where it can be
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL  # of tokens that are not dropped
-    # Rows that tell what their own recipe chose tell its dispatcher where it names one; the others' goes by all-to-all.
-    tells_dispatcher: bool = False
     # Router and rotary embeddings of latent attention run op by op where tokens travel by plain all-to-all.
     routes_unfused_alltoall: bool = False
     overlaps_far_experts: bool = False  # likewise, in interleaved pipelines, what leaves the scale-up domain
@@ -59,9 +57,10 @@ class Recipe:
         """Return how exactly the recipe names a row: the length of what agrees; 0 where something does not."""
         begun = max((len(own) for own in self.names if name.casefold().startswith(own.casefold())), default=0)
         eras = [era for era in self.years or ("",) if year.startswith(era)]
-        if not begun or not eras or self.device not in ("", device):
+        kinds = [kind for kind in self.devices or ("",) if kind in ("", device, device.rpartition("-")[0])]
+        if not begun or not eras or not kinds:
             return 0
-        return begun + max(map(len, eras)) + len(self.device)
+        return begun + max(map(len, eras)) + max(map(len, kinds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

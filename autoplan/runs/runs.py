@@ -64,8 +64,10 @@ NOT_IN_COLUMNS = (
 MOST_DEGREE = 10**6
 SAME_MEMORY = 0.15  # tables round a device's memory: 192 GiB for 180 of a B200, 186 of a GB200; 94 is a rare H100's
 SLOWEST_NIC_BYTES_PER_S = 10e9  # of those of nodes of GPUs: EDR and 100 Gb/s Ethernet have 12.5
-# What the recipes of mixtures of experts choose beside a dispatcher.
-CHOSEN_WITH_DISPATCHER = {"cuda_graph", "ep_overlap", "recompute_modules"}
+# What recipes of mixtures of experts choose.  One that a row quotes, and that leaves dispatcher or overlap alone, has
+# plain all-to-all and no overlap (Megatron-Bridge v0.2.0 to v0.5.0, scripts/performance/utils/utils.py,
+# WorkloadBaseConfig); of a row that quotes none, the recipes of its framework tell.
+CHOSEN_FOR_EXPERTS = {"cuda_graph", "dispatcher", "ep_overlap", "recompute_modules"}
 # Of what the recipe of a row chose, what a problem and its plan hold.
 READ_OPTIONS = {
     "cuda_graph",
@@ -272,7 +274,7 @@ def _model(row: _Row, recipe: Recipe) -> ModelSpec:
             missing = ", ".join(column for column in needed if not row.has(column))
             raise UnpricedError(f"architecture of {row.text('model')!r} is not known ({missing} blank)")
         row.filled.append(f"architecture of preset {preset.name}")
-        return preset
+        return preset if _trains_mtp(row.text("model"), recipe) else replace(preset, num_mtp_layers=0)
     gated = row.flag("gated_mlp", True)
     num_heads = row.integer("num_heads")
     # Published GPT runs have biases, LayerNorm and learned positions; gated models the Llama block.
@@ -587,23 +589,26 @@ def _dispatcher(row: _Row, problem: Problem, recipe: Recipe, ep: int, *, drops: 
     """Return the way in which tokens reach their experts: by all-to-all alone where some are dropped."""
     if problem.model.moe is None or ep == 1 or drops:
         return Dispatcher.ALL_TO_ALL
-    if recipe.tells_dispatcher and not CHOSEN_WITH_DISPATCHER.isdisjoint(row.options()):
-        recipe = replace(recipe, dispatcher=Dispatcher.ALL_TO_ALL)
     return _named_dispatcher(row, recipe)
 
 
 def _named_dispatcher(row: _Row, recipe: Recipe) -> Dispatcher:
-    return enum_value("dispatcher", Dispatcher, row.options().get("dispatcher", recipe.dispatcher))
+    usual = Dispatcher.ALL_TO_ALL if _quotes_recipe(row) else recipe.dispatcher
+    return enum_value("dispatcher", Dispatcher, row.options().get("dispatcher", usual))
+
+
+def _quotes_recipe(row: _Row) -> bool:
+    """Whether the row says what its recipe chose for experts: what it leaves out was then not chosen."""
+    return not CHOSEN_FOR_EXPERTS.isdisjoint(row.options())
 
 
 def _overlaps_experts(row: _Row, problem: Problem, recipe: Recipe, pp: int, vp: int, ep: int, *, drops: bool) -> bool:
     """Return whether expert traffic runs beside another micro-batch, as the recipes of the framework do where it can.
 
-    Not where the row says the dispatcher of its own recipe, and nothing of an overlap.
     Megatron-Core can only for models of attention layers and, in a pipeline, with interleaving
     (core/transformer/transformer_config.py, overlap_moe_expert_parallel_comm).
     """
-    if "dispatcher" in row.options():
+    if _quotes_recipe(row):
         return False
     framework = problem.framework
     can = framework.rules != "megatron-lm" or (problem.model.mamba is None and (pp == 1 or vp > 1))

@@ -45,6 +45,10 @@ DROPOUT_ATTENTION_TIME = 1.3
 # Time of attention in 8 bits, with the casts around it, over that in 16 bits [fitted: mixtures of experts in MXFP8 on
 # B300, GB200 and GB300].  cuDNN's fp8 kernels alone, as above: .57-.63 with latent heads, .76-.92 with heads of 128.
 NARROW_ATTENTION_TIME = 0.65
+# Kernels in 8 bits skip what lies outside of a window in their forward pass alone: with a window of 128 and heads of
+# 64, backward 1.7, 6.2, 23 and 90 ms for 4,096 to 32,768 positions on GB200, .47 to 3.7 ms in 16 bits (as above,
+# results/gpt_oss).  In a window a query has as few blocks of keys as in a short sequence: 161 and 182 TFLOP/s forward
+# and backward there, 570 and 620 with a window of 1,024.
 # Bytes moved per score element forward and backward together (findings 3): a fused softmax reads and writes 2 + 2
 # forward and 2 + 2 + 2 backward.  What it keeps beyond 2 bytes (an fp32 output) is written, cast, and read once more.
 FUSED_SOFTMAX_BYTES = 11.0
@@ -73,14 +77,29 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     # One thread block per head and FLASH_TILE queries: too few of them leave compute units idle.
     blocks_per_unit = heads * tokens / FLASH_TILE / device.compute_units
     widths = model.qk_head_dim + model.v_head_dim
-    operations = 2.0 * tokens * heads * attention_context(model, block, training.attended_len) * widths
-    slowdown = curve.slowdown(training.attended_len, blocks_per_unit, model.qk_head_dim)
-    forward = factor * eight_bits * operations * slowdown / (wide_peak(problem) * efficiency)
+    per_context_s = factor * eight_bits * 2.0 * tokens * heads * widths / (wide_peak(problem) * efficiency)
+
+    def square_s(attending: Block) -> Floats:
+        """Time of the scores and of what they weigh."""
+        context = attention_context(model, attending, training.attended_len)
+        slowdown = curve.slowdown(_row_len(problem, attending), blocks_per_unit, model.qk_head_dim)
+        return per_context_s * context * slowdown
+
+    forward = square_s(block)
+    visited = forward
+    if block is Block.WINDOW_ATTENTION and batch.fp8_attention.any():
+        visited = np.where(_narrows_attention(problem, batch), square_s(Block.ATTENTION), forward)
     start_s = factor * eight_bits * curve.start_s
-    reference = Pass(forward + start_s, forward * 2.5 / FLASH_BACKWARD_SHARE + start_s)
+    reference = Pass(forward + start_s, visited * 2.5 / FLASH_BACKWARD_SHARE + start_s)
     if problem.timings.is_empty:
         return reference
     return _measured_s(problem, batch, block, efficiency / (curve.efficiency * eight_bits), reference)
+
+
+def _row_len(problem: Problem, block: Block) -> int:
+    """Positions that the last query of a sequence attends to."""
+    window, length = problem.model.window, problem.training.attended_len
+    return min(window, length) if block is Block.WINDOW_ATTENTION and window else length
 
 
 def _unfused_s(problem: Problem, batch: PlanBatch, factor: Floats) -> Pass:

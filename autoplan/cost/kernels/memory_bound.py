@@ -11,7 +11,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, add_up
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
-from autoplan.cost.kernels.launches import has_fused_experts
+from autoplan.cost.kernels.launches import BIAS_PER_EXPERT, has_fused_experts
 from autoplan.cost.kernels.measured import Sizes, find_kernels, measured_pass
 from autoplan.cost.kernels.sizes import (
     expert_tokens,
@@ -62,6 +62,10 @@ LARGEST_BYTES = 2.0  # read once more where the scale of 8 bits is that of the t
 # TEGroupedMLP._apply_bias, which one graph of all launches cannot hold.
 EXPERT_LIMIT_BYTES = (16.0, 20.0)
 EXPERT_BIAS_BYTES = (28.0, 40.0)
+# Of the bandwidth of memory that kernels of torch reach, op by op or compiled: forward RMSNorms of 64 to 268 MB .65-.87
+# on H200, .47-.76 on GB200 and GB300, where cuDNN's reach .69-.80 and .73-.81 (NVIDIA/cudnn-frontend 3929da2,
+# benchmark/norms/results).
+OP_BY_OP_SHARE = {"hopper": 0.75, "blackwell": 0.60}
 
 # Traffic of permuting tokens by capacity, with sorts, selections by index and scaled scatters, over that without drops
 # [fitted: 7 runs of Megatron-Bridge 25.09 on B200, GB200 and H100].
@@ -96,12 +100,22 @@ def streams_s(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShap
         add_up(moved.backward_bytes for moved in traffic.values()) + cast.backward_bytes,
     )
     starts = ROUTING_S if block is Block.MOE else SCAN_S if block in RECURRENT_BLOCKS else 0.0
+    looped = _looped_kernels(problem, batch, block)
     forward, backward = (
         (starts + kernels * KERNEL_START_S) * problem.calibration.memory_bound
-        for kernels in (KERNELS_FORWARD, KERNELS_BACKWARD)
+        for kernels in (KERNELS_FORWARD + looped.forward_bytes, KERNELS_BACKWARD + looped.backward_bytes)
     )
     passes = total.seconds(problem).longer(forward, backward)
     return passes if problem.timings.is_empty else passes.plus(_measured_beyond_s(problem, batch, block, traffic))
+
+
+def _looped_kernels(problem: Problem, batch: PlanBatch, block: Block) -> Traffic:
+    """Kernels of each pass that run expert by expert beside their products: those of biases."""
+    moe = problem.model.moe
+    if block is not Block.MOE or moe is None or not problem.model.mlp_bias:
+        return Traffic(np.zeros(len(batch)), np.zeros(len(batch)))
+    local = np.where(has_fused_experts(problem, batch), 0.0, moe.num_experts / batch.ep)
+    return Traffic(BIAS_PER_EXPERT.forward * local, BIAS_PER_EXPERT.backward * local)
 
 
 def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Traffic]:
@@ -141,7 +155,11 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
     if pieces > 1:  # each has a gradient of the block's whole input, and they are added up
         moved["input_gradients"] = Traffic(0.0 * tokens, 2.0 * (pieces + 1) * tokens * hidden)
     factors: dict[str, Floats | float] = dict.fromkeys(moved, framework.kernels.kernel_bytes_factor)
-    factors |= dict.fromkeys(factors.keys() & {"expert_limits", "expert_biases"}, 1.0)  # counted kernel by kernel
+    # Counted kernel by kernel.
+    slower = problem.device.memory_efficiency / OP_BY_OP_SHARE.get(
+        problem.device.generation, problem.device.memory_efficiency
+    )
+    factors |= dict.fromkeys(factors.keys() & {"expert_limits", "expert_biases"}, slower)
     if "permute" in factors:
         # In a kernel of the dispatcher, or in several.
         factors["permute"] = np.where(sends_tokens_once(problem, batch), 1.0, framework.kernels.kernel_bytes_factor)

@@ -13,6 +13,7 @@ from autoplan.cost.kernels.arithmetic import Linear
 from autoplan.cost.kernels.measured import find_kernels, passes_s
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, matrix_pieces, norm_tokens, rank_tokens
+from autoplan.cost.memory.state_types import grad_bytes
 from autoplan.cost.passes import SplitPass
 from autoplan.spec.enums import Precision
 from autoplan.spec.operations import PRODUCTS
@@ -27,10 +28,13 @@ from autoplan.spec.problem import Problem
 ROW_BYTES = 16.0
 NARROW_ROWS_TIME, ODD_ROWS_TIME = 1.6, 2.5
 
-# Grouped GEMMs against dense ones by tokens per expert (`modelling` C4): .48 M / (M + 180) forward and data gradient,
-# .40 M / (M + 450) weight gradient, where dense GEMMs of the same runs reach about .50.
-GROUPED_HALF_M, GROUPED_SHARE = 180.0, 0.96
-GROUPED_WGRAD_HALF_M, GROUPED_WGRAD_SHARE = 450.0, 0.80
+# Products of experts are dense ones of the tokens of each, in so many streams at a time (Transformer Engine,
+# pytorch/cpp_extensions/gemm.py, general_grouped_gemm).  One for gradients of weights also reads and writes the buffer
+# that keeps them, and that time adds to the time of computing.  On B200, where large products of the same runs reach
+# .50 of the peak, this makes .16, .26, .35 and .41 of it with 128, 256, 512 and 1,024 tokens for each expert, for fp32
+# gradients of weights .07, .12, .19 and .28; measured were .18-.21, .27-.30, .37-.43 and .38-.46; .08, .14, .22 and
+# .28 (`modelling` C4).
+GROUPED_STREAMS = 4
 
 # 8-bit GEMMs reach this share of their peak over that which bf16 ones reach of theirs, where a device has no figure of
 # its own.  Sustained: ND H100 v5 .65-.70 of the fp8 peak for 8,192 cubed, 6 % below the plateau, against .70 in bf16
@@ -91,11 +95,16 @@ def gemm_s(
 
     Its kernel computes `slower` than that of rows of whole 16 bytes.
     """
-    curve = problem.device.gemm
     element = problem.training.element_bytes
     moved = element * (m * k + k * n) + (8.0 if accumulates else element) * m * n
-    computing = slower * 2.0 * m * n * k * curve.slowdown(m, n, k, pace) / rate
-    return np.maximum(computing, memory_bound_s(problem, moved)) + curve.start_s * problem.calibration.gemm
+    computing = slower * _computing_s(problem, rate, m, n, k, pace)
+    start_s = problem.device.gemm.start_s * problem.calibration.gemm
+    return np.maximum(computing, memory_bound_s(problem, moved)) + start_s
+
+
+def _computing_s(problem: Problem, rate: Floats, m: Floats, n: Floats, k: Floats, pace: Floats | float = 1.0) -> Floats:
+    """Time that one m x n x k GEMM computes at `rate` for large shapes."""
+    return 2.0 * m * n * k * problem.device.gemm.slowdown(m, n, k, pace) / rate
 
 
 def products_s(
@@ -148,14 +157,22 @@ def matrices_s(problem: Problem, batch: PlanBatch, linears: tuple[Linear, ...], 
 def _experts_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats, pace: Floats) -> SplitPass:
     """Times of the products of one matrix of all local experts, by the reference."""
     inputs, outputs = local_sizes(linear, batch)
-    tokens = expert_tokens(problem, batch)
-    num_local = linear.copies / batch.ep
-    operations = 2.0 * tokens * inputs * outputs * num_local
-    curve = problem.device.gemm
-    shape = (1 + curve.half_n / outputs) * (1 + curve.half_k * pace / inputs)
-    per_byte = memory_bound_s(problem, num_local * inputs * outputs)
-    weights = problem.training.element_bytes * per_byte
-    start_s = curve.start_s * problem.calibration.gemm
-    forward = np.maximum(operations * shape * (1 + GROUPED_HALF_M / tokens) / (rate * GROUPED_SHARE), weights)
-    wgrad = operations * shape * (1 + GROUPED_WGRAD_HALF_M / tokens) / (rate * GROUPED_WGRAD_SHARE)
-    return SplitPass(forward + start_s, forward + start_s, np.maximum(wgrad, 8.0 * per_byte) + start_s)
+    tokens, num_local = expert_tokens(problem, batch), linear.copies / batch.ep
+    start_s = problem.device.gemm.start_s * problem.calibration.gemm * np.maximum(num_local / GROUPED_STREAMS, 1.0)
+
+    def products_of(m: Floats, n: Floats, k: Floats) -> Floats:
+        return num_local * _computing_s(problem, rate, m, n, k, pace) + start_s
+
+    grads_s = memory_bound_s(problem, _moved_per_grad(problem, batch) * num_local * inputs * outputs)
+    return SplitPass(
+        products_of(tokens, outputs, inputs),
+        products_of(tokens, inputs, outputs),
+        products_of(outputs, inputs, tokens) + grads_s,
+    )
+
+
+def _moved_per_grad(problem: Problem, batch: PlanBatch) -> Floats:
+    """Bytes that a product for a gradient of a weight moves of it: it adds to a buffer, or writes what others add."""
+    if problem.framework.kernels.bytes_moved_per_accumulated_grad:
+        return np.full(len(batch), problem.training.element_bytes)
+    return 2.0 * grad_bytes(problem, batch)

@@ -24,6 +24,7 @@ KERNEL_AXES = (
     "etp",
     "dispatcher",
     "precision",
+    "grad_dtype",
     "fp8_attention",
     "token_dropping",
     "ep_overlap",
