@@ -75,6 +75,7 @@ def validate(folder: Path, kind: str, text: str) -> Any:
         ("db pull", ("a.db", "--db", "c.db")),
         ("db export", ("a.jsonl.gz", "--db", "a.db")),
         ("db check", ("--db", "a.db")),
+        ("db report", ("--db", "a.db", "--for", "plan.json")),
         ("db hide", (GEMM.key[:12], "--reason", "hot", "--db", "a.db")),
         ("db approve", (GEMM.key[:12], "--reason", "cool", "--db", "a.db")),
         ("db import", ("a.jsonl.gz", "--db", "d.db")),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from autoplan.api import estimate as estimate
     from autoplan.api import explain as explain
     from autoplan.api import export as export
+    from autoplan.api import health as health
     from autoplan.api import launch_files as launch_files
     from autoplan.api import listing as listing
     from autoplan.api import measured_runs as measured_runs
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from autoplan.api import results as results
     from autoplan.api import schemas as schemas
     from autoplan.api import search as search
+    from autoplan.api import team as team
     from autoplan.api import timings as timings
     from autoplan.api import topology as topology
     from autoplan.api import traces as traces

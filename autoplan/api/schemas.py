@@ -36,6 +36,7 @@ PRINTED = {
     "db import": "db-add",
     "db export": "db-export",
     "db check": "db-check",
+    "db report": "db-report",
     "db hide": "db-hide",
     "db approve": "db-hide",
 }
@@ -86,6 +87,7 @@ def _printed(kind: str) -> dict[str, Any]:
     from autoplan.spec.explanation import Explanation, MixedExplanation
     from autoplan.spec.needed_times import StepSources
     from autoplan.spec.replan_summary import ReplanSummary
+    from autoplan.spec.team_overview import TeamOverview
     from autoplan.spec.tune_report import TuneReport
 
     types: dict[str, Any] = {
@@ -109,6 +111,7 @@ def _printed(kind: str) -> dict[str, Any]:
         "db-add": Added,
         "db-export": outputs.Written,
         "db-check": list[Finding],
+        "db-report": TeamOverview,
         "db-hide": outputs.Changed,
     }
     if kind == "run":

@@ -19,6 +19,7 @@ from autoplan.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from autoplan.profiler.store import Added
+    from autoplan.spec.team_overview import TeamOverview
 
 Row = TypeVar("Row")
 
@@ -252,6 +253,58 @@ def check(context: typer.Context, url: DbOption = None, json: JsonOption = False
     for finding in findings:
         typer.echo(f"{finding.key[:12]}  {finding.what}: {finding.reason}")
     print(f"{len(findings):,} findings; `autoplan db hide KEY --reason WHY` takes one out of use", file=sys.stderr)
+
+
+@db.command()
+def report(
+    context: typer.Context,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one HTML page here, which loads nothing.")
+    ] = None,
+    plans: Annotated[
+        list[Path] | None, typer.Option("--for", metavar="PLAN", help="Say what this plan.json lacks; may be repeated.")
+    ] = None,
+    url: DbOption = None,
+    force: ForceOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Compare hosts and days; with --out a page of what is known of which machine, how old and how spread it is."""
+    from autoplan.base.files import write_text
+    from autoplan.cli.inputs import check_outputs
+    from autoplan.cli.remarks import print_written
+
+    check_outputs(out, force=force)
+    found = api.team.overview(whole_url(context, url), plans or ())
+    if out is not None:
+        write_text(out, api.team.page_of(found), force=force)
+        print_written(out, quiet=quiet)
+    if json:
+        _print_json(found)
+    elif out is None:
+        _print_compared(found)
+
+
+def _print_compared(found: TeamOverview) -> None:
+    """Print slow parts, then the times of hosts and of days over those of others, and what plans lack."""
+    for part in found.slow:
+        typer.echo(f"slow: device {part.index} of {part.host} ({part.device}): {part.reason}, {part.day}")
+    for what, times in (("host", found.hosts), ("day", found.days)):
+        columns: dict[str, Callable[[Any], object]] = {
+            what: lambda row: row.name,
+            "device": lambda row: row.device,
+            "shapes": lambda row: f"{row.shapes:,}",
+            "usually": lambda row: f"{100 * (row.ratio - 1):+.1f} %",
+            "at most": lambda row: f"{100 * (row.worst - 1):+.1f} %",
+            "in": lambda row: row.worst_what,
+        }
+        if times:
+            _print_rows(columns, times, numbers=("shapes", "usually", "at most"))
+        else:
+            typer.echo(f"no shape was measured on two {what}s")
+    for needs in found.plans:
+        served = ", ".join(f"{number:,} {how}" for how, number in needs.served.items())
+        typer.echo(f"{needs.path}: {served}")
 
 
 @db.command()

@@ -40,9 +40,11 @@ from autoplan.profiler.store.marks import (
     quarantine,
 )
 from autoplan.profiler.store.match import match
+from autoplan.profiler.store.overview import cells, compared, found_slow, held_machines
 from autoplan.profiler.store.plausible import implausible
 from autoplan.profiler.store.schema import DAMAGED, fingerprints, insert_new, records, runs
 from autoplan.spec.operations import COLLECTIVES, Operation, devices_together
+from autoplan.spec.team_overview import TeamOverview
 from autoplan.spec.timing import Match, Measurement
 
 T = TypeVar("T")
@@ -535,6 +537,21 @@ class Store:
                 for number, num, num_hidden, newest in rows
             ),
             key=lambda holding: -holding.num_records,
+        )
+
+    def overview(self, day: str) -> TeamOverview:
+        """Return what is held of which machine, and how hosts and days compare, as of a day."""
+        machines = self._machines()
+        with self._database.reading() as connection:
+            known = cells(connection)
+            held, slow = held_machines(connection, machines, known), found_slow(connection, machines)
+        return TeamOverview(
+            database=self.name,
+            day=day,
+            machines=tuple(held),
+            hosts=tuple(sorted(compared(known, machines, "host"), key=lambda host: (host.device, -host.ratio))),
+            days=tuple(sorted(compared(known, machines, "day"), key=lambda day: (day.device, day.name), reverse=True)),
+            slow=tuple(slow),
         )
 
     def check(self) -> Iterator[Finding]:

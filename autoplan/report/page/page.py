@@ -54,9 +54,10 @@ SCRIPTS = ("view.js", "plot.js", "gantt.js", "page.js")
 
 def page(content: PlanContent | MixedContent) -> str:
     """The page as the text of a file."""
+    name = f"{content.file.model.name} on {content.file.cluster.num_devices:,} devices: autoplan report"
     if isinstance(content, MixedContent):
-        return _page_text(content, mixed_sections.headline(content), _drawn(MIXED_SECTIONS, content))
-    return _page_text(content, headline(content), _drawn(SECTIONS, content))
+        return page_text(name, mixed_sections.headline(content), _drawn(MIXED_SECTIONS, content))
+    return page_text(name, headline(content), _drawn(SECTIONS, content))
 
 
 def _drawn(
@@ -66,7 +67,10 @@ def _drawn(
     return {name: (link, drawn) for name, (link, make) in sections.items() if (drawn := make(content))}
 
 
-def _page_text(content: Content, title: Markup, shown: Mapping[str, tuple[str | None, Markup]]) -> str:
+def page_text(
+    name: str, title: Markup, shown: Mapping[str, tuple[str | None, Markup]], *, start: str = "the plan"
+) -> str:
+    """A page of that name as the text of a file: its head, then sections by what leads to them, from `start` on."""
     style, script = (_text(names) for names in (STYLES, SCRIPTS))
     # What is not this script does not run, and nothing is loaded, even if a name got past the escaping.
     digest = b64encode(sha256(script.encode()).digest()).decode()
@@ -74,19 +78,18 @@ def _page_text(content: Content, title: Markup, shown: Mapping[str, tuple[str | 
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; "
         "form-action 'none'"
     )
-    file = content.file
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
-        tag("title", f"{file.model.name} on {file.cluster.num_devices:,} devices: autoplan report"),
+        tag("title", name),
         tag("style", Markup(style)),
     )
     body = tag(
         "body",
-        tag("header", _skip(), title, _theme(), class_="top"),
+        tag("header", _skip(start, next(iter(shown))), title, _theme(), class_="top"),
         _contents(shown),
         tag("main", *(drawn for _, drawn in shown.values())),
         tag("div", id="tip", role="presentation"),
@@ -100,8 +103,8 @@ def _text(names: tuple[str, ...]) -> str:
     return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
-def _skip() -> Markup:
-    return tag("a", "Skip to the plan", href="#answer", class_="skip")
+def _skip(start: str, first: str) -> Markup:
+    return tag("a", f"Skip to {start}", href=f"#{first}", class_="skip")
 
 
 def _theme() -> Markup:

@@ -1,0 +1,130 @@
+"""Page of a team's timing database: what is known of which machine, how old and how spread it is, what is missing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from datetime import date
+
+from autoplan.base.units import format_percent
+from autoplan.report.page.elements import folded, note, section, table
+from autoplan.report.page.html import Markup, tag
+from autoplan.report.page.page import page_text
+from autoplan.spec.team_overview import ComparedTimes, HeldMachine, PlanNeeds, TeamOverview
+
+MACHINE_COLUMNS = (
+    *(("machine", False), ("hosts", False), ("by", False), ("records", True), ("settled", True), ("approved", True)),
+    *(("hidden", True), ("runs", True), ("newest", False), ("age", True)),
+)
+OPERATION_COLUMNS = (
+    *(("operation", False), ("shapes", True), ("records", True), ("settled", True), ("failed", True)),
+    *(("approved", True), ("hidden", True), ("first", False), ("last", False), ("spread", True)),
+)
+COMPARED_COLUMNS = (("device", False), ("shapes", True), ("usually", True), ("at most", True), ("in", False))
+SLOW_COLUMNS = (("host", False), ("device", False), ("index", True), ("what", False), ("day", False))
+SERVED_COLUMNS = (("how it is served", False), ("shapes", True))
+MISSING_COLUMNS = (("not measured", False), ("shapes", True))
+MOST_HOSTS = 4  # that are named of a machine
+
+
+def team_page(found: TeamOverview) -> str:
+    """The page as the text of a file."""
+    head = tag(
+        "div",
+        tag("p", "autoplan timing database", class_="brand"),
+        tag("h1", found.database),
+        tag("p", f"as of {found.day}", class_="asked"),
+    )
+    shown = {"machines": ("machines", _machines(found))}
+    if found.plans:
+        shown["plans"] = ("what plans lack", _plans(found.plans))
+    shown["slow"] = ("slow parts", _slow(found))
+    shown["hosts"] = ("hosts", _compared("hosts", "Hosts beside each other", "host", found.hosts))
+    shown["days"] = ("days", _compared("days", "Days beside each other", "day", found.days))
+    return page_text(f"{found.database}: autoplan timing database", head, dict(shown), start="the machines")
+
+
+def _machines(found: TeamOverview) -> Markup:
+    records = sum(operation.records for machine in found.machines for operation in machine.operations)
+    runs = sum(machine.runs for machine in found.machines)
+    return section(
+        "machines",
+        "What is known of which machine",
+        f"{records:,} records and {runs:,} training runs of {len(found.machines):,} machines.",
+        table("Records of each machine", MACHINE_COLUMNS, (_machine_cells(it, found.day) for it in found.machines)),
+        *(
+            folded(
+                f"{machine.machine}: by operation",
+                table(f"Operations of {machine.machine}", OPERATION_COLUMNS, _operation_cells(machine)),
+            )
+            for machine in found.machines
+            if machine.operations
+        ),
+        note(
+            "Settled: nothing disturbed them.  Approved or hidden: by a person, or hidden by the check; others are "
+            "proposed.  Spread: of a shape over hosts and days, the slowest over the fastest; the median of all shapes."
+        ),
+    )
+
+
+def _machine_cells(machine: HeldMachine, today: str) -> Sequence[str]:
+    def total(name: str) -> str:
+        return f"{sum(getattr(operation, name) for operation in machine.operations):,}"
+
+    hosts = ", ".join(machine.hosts[:MOST_HOSTS])
+    more = len(machine.hosts) - MOST_HOSTS
+    return (
+        *(machine.machine, f"{hosts} and {more:,} more" if more > 0 else hosts, ", ".join(machine.authors)),
+        *(total(name) for name in ("records", "settled", "approved", "hidden")),
+        *(f"{machine.runs:,}", machine.last_day, _age(machine.last_day, today)),
+    )
+
+
+def _age(day: str, today: str) -> str:
+    return f"{max((date.fromisoformat(today) - date.fromisoformat(day)).days, 0):,} d" if day else ""
+
+
+def _operation_cells(machine: HeldMachine) -> Iterator[Sequence[str]]:
+    for held in machine.operations:
+        numbers = (held.shapes, held.records, held.settled, held.failed, held.approved, held.hidden)
+        spread = "" if held.spread is None else format_percent(held.spread)
+        yield (held.operation, *(f"{number:,}" for number in numbers), held.first_day, held.last_day, spread)
+
+
+def _plans(plans: Sequence[PlanNeeds]) -> Markup:
+    return section(
+        "plans",
+        "What plans lack",
+        "Times that the price of each plan looks up, by how this database serves them.",
+        *(part for needs in plans for part in _plan(needs)),
+    )
+
+
+def _plan(needs: PlanNeeds) -> Iterator[Markup]:
+    yield tag("h3", needs.plan)
+    yield table(f"Times of {needs.path}", SERVED_COLUMNS, ((name, f"{n:,}") for name, n in needs.served.items()))
+    if needs.missing:
+        yield table(
+            f"Missing for {needs.path}", MISSING_COLUMNS, ((what, f"{n:,}") for what, n in needs.missing.items())
+        )
+        yield note("Measure them: ", tag("code", f"autoplan profile --for {shlex.quote(needs.path)}"))
+
+
+def _slow(found: TeamOverview) -> Markup:
+    if not found.slow:
+        return section("slow", "Slow parts", "No check of health found any: autoplan profile --health makes one.")
+    rows = ((part.host, part.device, part.index, part.reason, part.day) for part in found.slow)
+    says = f"{len(found.slow):,} parts were slower than their equals when they were last checked."
+    return section("slow", "Slow parts", says, table("Parts that are slow", SLOW_COLUMNS, rows))
+
+
+def _compared(name: str, title: str, what: str, times: Sequence[ComparedTimes]) -> Markup:
+    if not times:
+        return section(name, title, f"No shape was measured on two {name}.")
+    rows = ((it.name, it.device, f"{it.shapes:,}", _over(it.ratio), _over(it.worst), it.worst_what) for it in times)
+    says = "Times over the median of the others that measured the same shapes in the same way."
+    return section(name, title, says, table(title, ((what, False), *COMPARED_COLUMNS), rows))
+
+
+def _over(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %"
