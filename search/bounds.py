@@ -29,7 +29,13 @@ from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.sizes import KERNEL_AXES
 from autoplan.cost.kernels.times import head_s
 from autoplan.cost.memory.activations import boundary_bytes, stored_bytes
-from autoplan.cost.memory.parameters import StageParameters, frozen_bytes, local_parameters, own_parameters
+from autoplan.cost.memory.parameters import (
+    DenseAndExpert,
+    StageParameters,
+    frozen_bytes,
+    local_parameters,
+    own_parameters,
+)
 from autoplan.cost.memory.recompute import activation_parts, kept_bytes
 from autoplan.cost.memory.stage_memory import states, wgrad_buffer_bytes
 from autoplan.cost.network.links import Links
@@ -337,8 +343,8 @@ def _held_beside_frozen(problem: Problem, batch: PlanBatch, dense: Floats, exper
         dense=dense,
         expert=expert,
         ends=none,
-        only_trained=StageParameters(dense=trained[0], expert=trained[1], ends=none),
-        frozen_bytes=StageParameters(dense=frozen[0], expert=frozen[1], ends=none),
+        only_trained=StageParameters(dense=trained.dense, expert=trained.expert, ends=none),
+        frozen_bytes=StageParameters(dense=frozen.dense, expert=frozen.expert, ends=none),
     )
     table = (model.vocab_size * model.hidden_size / batch.tp)[:, None]
     nothing, learns = np.zeros_like(table), finetuning.trains(EMBEDDING)
@@ -356,17 +362,19 @@ def _held_beside_frozen(problem: Problem, batch: PlanBatch, dense: Floats, exper
     }
 
 
-def _parameters(problem: Problem, batch: PlanBatch, *, trained: bool = False) -> tuple[Floats, Floats]:
-    """(dense, expert) parameters of a layer that a rank holds, those with gradients alone: shape (kinds, sorts)."""
+def _parameters(problem: Problem, batch: PlanBatch, *, trained: bool = False) -> DenseAndExpert:
+    """Parameters of a layer that a rank holds, those with gradients alone: shape (kinds, sorts)."""
     shapes = block_shapes(problem.model, problem.training.finetuning)
     of_block = {block: local_parameters(batch, shape, trained=trained) for block, shape in shapes.items()}
     return _layers_of(problem.model, of_block)
 
 
-def _layers_of(model: ModelSpec, of_block: dict[Block, tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
-    """The (dense, expert) numbers of every sort of layer: shape (kinds, sorts)."""
-    dense, expert = (_per_layer(model, {block: pair[part] for block, pair in of_block.items()}) for part in (0, 1))
-    return dense, expert
+def _layers_of(model: ModelSpec, of_block: dict[Block, DenseAndExpert]) -> DenseAndExpert:
+    """The numbers of every sort of layer: shape (kinds, sorts)."""
+    return DenseAndExpert(
+        dense=_per_layer(model, {block: numbers.dense for block, numbers in of_block.items()}),
+        expert=_per_layer(model, {block: numbers.expert for block, numbers in of_block.items()}),
+    )
 
 
 def _per_layer(model: ModelSpec, per_block: dict[Block, Floats]) -> Floats:

@@ -22,8 +22,15 @@ from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
 
-def local_parameters(batch: PlanBatch, shape: BlockShape, *, trained: bool = False) -> tuple[Floats, Floats]:
-    """(dense, expert) parameters of a block that one rank holds, in elements; those with gradients where `trained`."""
+class DenseAndExpert(NamedTuple):
+    """Numbers of the experts, and of all that is no expert: elements or bytes."""
+
+    dense: Floats
+    expert: Floats
+
+
+def local_parameters(batch: PlanBatch, shape: BlockShape, *, trained: bool = False) -> DenseAndExpert:
+    """Parameters of a block that one rank holds, in elements; those with gradients where `trained`."""
     dense = shape.num_norm_parameters + shape.num_other_parameters / batch.tp
     if shape.is_frozen:
         dense = shape.num_magnitudes / batch.tp + (0.0 if trained else dense)
@@ -37,14 +44,14 @@ def local_parameters(batch: PlanBatch, shape: BlockShape, *, trained: bool = Fal
             expert = expert + elements * linear.copies / batch.ep
         else:
             dense = dense + elements
-    return dense, expert
+    return DenseAndExpert(dense, expert)
 
 
-def frozen_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Floats]:
-    """(dense, expert) bytes of the weights of a block that one rank holds without gradients."""
+def frozen_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> DenseAndExpert:
+    """Bytes of the weights of a block that one rank holds without gradients."""
     element = problem.training.element_bytes
     every, trained = local_parameters(batch, shape), local_parameters(batch, shape, trained=True)
-    dense, expert = element * (every[0] - trained[0]), element * (every[1] - trained[1])
+    dense, expert = element * (every.dense - trained.dense), element * (every.expert - trained.expert)
     for linear in shape.linears:
         if linear.is_frozen and linear.weight_bytes is not None:
             inputs, outputs = local_sizes(linear, batch)
@@ -53,7 +60,7 @@ def frozen_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> tuple
                 expert = expert - saved * linear.copies / batch.ep
             else:
                 dense = dense - saved
-    return dense, expert
+    return DenseAndExpert(dense, expert)
 
 
 def layer_parameters(problem: Problem, batch: PlanBatch) -> Floats:
@@ -88,8 +95,8 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
     }
     dense, expert, ends = (blocks.zeros() for _ in range(3))
     for block, count in blocks.count.items():
-        dense += count * of_block[block][0][:, None]
-        expert += count * of_block[block][1][:, None]
+        dense += count * of_block[block].dense[:, None]
+        expert += count * of_block[block].expert[:, None]
     table = padded_vocab(problem, batch) * model.hidden_size / batch.tp
     ends[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.hidden_size
     # A tied head is a second copy unless the rank that holds it has the embedding as well.
@@ -101,8 +108,8 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
         head = head + np.where(has_table, 0.0, table) + layers * 3 * norm_parameters(model)
         dense += blocks.at_last(layers * 2 * model.hidden_size**2 / batch.tp)
         for block in model.mtp_layer:
-            dense += blocks.at_last(layers * of_block[block][0])
-            expert += blocks.at_last(layers * of_block[block][1])
+            dense += blocks.at_last(layers * of_block[block].dense)
+            expert += blocks.at_last(layers * of_block[block].expert)
     ends += blocks.at_last(head)
     parameters = StageParameters(dense=dense + ends, expert=expert, ends=ends)
     return parameters if problem.training.finetuning is None else _with_frozen(problem, batch, blocks, parameters)
@@ -138,9 +145,11 @@ def _with_frozen(
         dense=parameters.dense + saved,
         expert=parameters.expert,
         ends=parameters.ends + saved,
-        only_trained=StageParameters(dense=adapters[0] + saved, expert=adapters[1], ends=saved),
+        only_trained=StageParameters(dense=adapters.dense + saved, expert=adapters.expert, ends=saved),
         frozen_bytes=StageParameters(
-            dense=sizes[0] + element * (parameters.dense - every[0]), expert=sizes[1], ends=element * parameters.ends
+            dense=sizes.dense + element * (parameters.dense - every.dense),
+            expert=sizes.expert,
+            ends=element * parameters.ends,
         ),
     )
 
@@ -155,19 +164,16 @@ def _tables(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> dict[str
     return {EMBEDDING: embedding, HEAD: blocks.at_last(np.where(is_tied, 0.0, table))}
 
 
-def _of_blocks(
-    model: ModelSpec, blocks: StageBlocks, per_block: dict[Block, tuple[Floats, Floats]]
-) -> tuple[Floats, Floats]:
-    """Sums of the (dense, expert) numbers of all blocks of every stage: shape (plans, stages)."""
-    sums = []
-    for part in (0, 1):
-        total = blocks.zeros()
-        for block, count in blocks.count.items():
-            total += count * per_block[block][part][:, None]
-        for block in model.mtp_layer if model.num_mtp_layers else ():
-            total += blocks.at_last(model.num_held_mtp_layers * per_block[block][part])
-        sums.append(total)
-    return sums[0], sums[1]
+def _of_blocks(model: ModelSpec, blocks: StageBlocks, per_block: dict[Block, DenseAndExpert]) -> DenseAndExpert:
+    """Sums of the numbers of all blocks of every stage: shape (plans, stages)."""
+    sums = DenseAndExpert(blocks.zeros(), blocks.zeros())
+    for block, count in blocks.count.items():
+        for total, value in zip(sums, per_block[block], strict=True):
+            total += count * value[:, None]
+    for block in model.mtp_layer if model.num_mtp_layers else ():
+        for total, value in zip(sums, per_block[block], strict=True):
+            total += blocks.at_last(model.num_held_mtp_layers * value)
+    return sums
 
 
 def own_parameters(batch: PlanBatch, parameters: StageParameters) -> Floats:
@@ -185,7 +191,8 @@ def unit_parameters(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Un
         return UnitParameters.all_trained(problem, dense, expert)
     element = problem.training.element_bytes
     trained, frozen = local_parameters(batch, shape, trained=True), frozen_bytes(problem, batch, shape)
-    return UnitParameters(dense, expert, *trained, element * trained[0] + frozen[0], element * trained[1] + frozen[1])
+    held = element * trained.dense + frozen.dense, element * trained.expert + frozen.expert
+    return UnitParameters(dense, expert, *trained, *held)
 
 
 class EndParameters(NamedTuple):

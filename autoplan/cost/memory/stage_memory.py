@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -199,10 +200,16 @@ def graph_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
     return 2.0 * problem.training.element_bytes * hidden[:, None] * num_graphed
 
 
-def states(
-    problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups
-) -> tuple[Floats, Floats, Floats]:
-    """(weights, gradients, optimizer) bytes under every sharding, experts over their own group (`modelling` B1)."""
+class StateBytes(NamedTuple):
+    """Bytes of the states of training on a rank of every stage: shape (plans, stages)."""
+
+    weights: Floats
+    gradients: Floats
+    optimizer: Floats
+
+
+def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups) -> StateBytes:
+    """States under every sharding, experts over their own group (`modelling` B1)."""
     framework = problem.framework
     sharding = batch.sharding
     zero1 = sharding >= Sharding.ZERO1.code
@@ -236,7 +243,7 @@ def states(
         optimizer = optimizer + spread_bytes(alone, groups, np.where(on_device, more, 0.0), zero1)
     if not framework.memory.frees_unscaled_grads:
         optimizer += spread(framework.memory.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
-    return weights, gradients, optimizer
+    return StateBytes(weights, gradients, optimizer)
 
 
 def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
