@@ -108,6 +108,26 @@ def extrapolations(hello: Hello, cluster: ClusterSpec) -> list[str]:
     return remarks
 
 
+@dataclass(slots=True)
+class _Pace:
+    """Time that measurements take over what was expected, by operation: a slow link shows in its collectives alone."""
+
+    expected_so_far_s: float = 0.0
+    by_operation: dict[Operation, float] = field(default_factory=dict)
+
+    def expected_s(self, ranked: RankedTask, elapsed_s: float) -> float:
+        """Return how long a task will take, when others have taken `elapsed_s` together."""
+        overall = elapsed_s / self.expected_so_far_s if self.expected_so_far_s else 1.0
+        return ranked.expected_s * self.by_operation.get(ranked.task.operation, min(overall, 1.0))
+
+    def learn(self, ranked: RankedTask, seconds: float | None) -> None:
+        """Take note of how long a task took; None: it was lost."""
+        self.expected_so_far_s += ranked.expected_s
+        if seconds is not None:
+            operation, pace = ranked.task.operation, seconds / ranked.expected_s
+            self.by_operation[operation] = min(pace, self.by_operation.get(operation, pace))
+
+
 def run(
     crew: Crew,
     hello: Hello,
@@ -131,18 +151,15 @@ def run(
     stored as what the task failed of, and started again where that is possible.
     """
     began = time.monotonic()
-    expected_so_far, restarts, has_seen_all = 0.0, 0, False
-    paces: dict[Operation, float] = {}  # time over what was expected: a slow link shows in its collectives alone
+    pace, restarts, has_seen_all = _Pace(), 0, False
     visits: Counter[Task] = Counter()
     queue = deque(planned)
     while queue:
         ranked = queue.popleft()
         elapsed = time.monotonic() - began
-        pace = elapsed / expected_so_far if expected_so_far else 1.0
         if visits[ranked.task] == num_visits and not has_seen_all:
             budget_s, has_seen_all = min(budget_s, elapsed + max(MOST_AGAIN * elapsed, LEAST_AGAIN_S)), True
-        expected_s = ranked.expected_s * paces.get(ranked.task.operation, min(pace, 1.0))
-        if elapsed + expected_s > budget_s:
+        if elapsed + pace.expected_s(ranked, elapsed) > budget_s:
             continue
         lost: CrewError | None = None
         try:
@@ -159,12 +176,9 @@ def run(
         is_spoilt = visits_spoilt and outcome.status in WORTH_ANOTHER
         if visits[ranked.task] < num_visits + is_spoilt and outcome.status != "failed":
             queue.append(ranked)
-        expected_so_far += ranked.expected_s
         progress.elapsed_s = time.monotonic() - began
-        if lost is None:
-            pace = (progress.elapsed_s - elapsed) / ranked.expected_s
-            paces[ranked.task.operation] = min(pace, paces.get(ranked.task.operation, pace))
-        remaining_s = sum(later.expected_s for later in queue) * progress.elapsed_s / expected_so_far
+        pace.learn(ranked, None if lost else progress.elapsed_s - elapsed)
+        remaining_s = sum(later.expected_s for later in queue) * progress.elapsed_s / pace.expected_so_far_s
         progress.left_s = min(remaining_s, max(budget_s - progress.elapsed_s, 0.0))
         advance(progress)
         if lost is not None:
