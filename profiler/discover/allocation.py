@@ -183,8 +183,10 @@ def _below_some(description: Description, number: int, tree: SwitchTree) -> Desc
     """The cluster with the tiers of the switches of which it has some: nobody says which of their nodes."""
     tiers, remarks = _tiers(tree.tier_nodes), dict(description.remarks)
     kept = {place: text for place, text in remarks.items() if not place.startswith("network.tiers")}
-    known = sum(len(group.names) for group in tree.groups)
-    warning = f"which of the {known} nodes of Slurm's topology are meant is not known: {number} fill switches in order"
+    num_listed = sum(len(group.names) for group in tree.groups)
+    warning = (
+        f"which of the {num_listed} nodes of Slurm's topology are meant is not known: {number} fill switches in order"
+    )
     return Description(
         cluster=replace(description.cluster, network=replace(description.cluster.network, tiers=tiers)),
         remarks=kept | _tier_remarks(len(tiers), "topology of Slurm"),

@@ -38,7 +38,7 @@ class Description:
 def describe(node: ObservedNode, *, num_nodes: int = 1, name: str = "", device: str = "") -> Description:
     """A cluster of `num_nodes` such nodes; `device` is the id of a shipped one, where sources do not tell."""
     identified = identify(node, device)
-    spec, base = identified.device, _nearest(identified.like, node)
+    spec, base = identified.device, _nearest(identified.shipped_id, node)
     size = len(node.devices) or base.devices_per_node
     cluster = replace(load_cluster(f"{base.name}:{num_nodes}x{size}"), device=spec)
     shipped = _shipped(base)
@@ -49,9 +49,9 @@ def describe(node: ObservedNode, *, num_nodes: int = 1, name: str = "", device: 
     warnings = []
     if identified.assumed:
         warnings.append(
-            f"{spec.name!r} is not shipped: figures of {identified.like} stand in, correct [device] in the file"
+            f"{spec.name!r} is not shipped: figures of {identified.shipped_id} stand in, correct [device] in the file"
         )
-        remarks |= {f"device.{name}": f"of {identified.like}: correct it" for name in identified.assumed}
+        remarks |= {f"device.{name}": f"of {identified.shipped_id}: correct it" for name in identified.assumed}
         remarks["device"] = "not shipped by autoplan"
     odd = Counter(device.name for device in node.devices)
     if len(odd) > 1:
@@ -142,7 +142,7 @@ def _own_levels(
     remarks: dict[str, str] = {}
     size = cluster.devices_per_node
     if fabric is not None:
-        shipped_fabric = _like(cluster, device)
+        shipped_fabric = _fabric_of(cluster, device)
         rate = fabric.bytes_per_s or shipped_fabric.bandwidth_bytes_per_s
         joined = replace(
             shipped_fabric,
@@ -171,7 +171,7 @@ def _own_levels(
     return tuple(levels), remarks, warnings
 
 
-def _like(cluster: ClusterSpec, device: DeviceSpec) -> LinkLevel:
+def _fabric_of(cluster: ClusterSpec, device: DeviceSpec) -> LinkLevel:
     """The fabric of a shipped cluster: of this one, else of the same generation, else of the same maker."""
     clusters = [cluster, *map(load_cluster, preset_clusters())]
     for part in ("generation", "vendor"):

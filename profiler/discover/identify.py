@@ -46,7 +46,7 @@ class Identified:
     """The devices of a node."""
 
     device: DeviceSpec
-    like: str  # the shipped device that it is, or whose figures stand in for its own
+    shipped_id: str  # the shipped device that it is, or whose figures stand in for its own
     assumed: tuple[str, ...] = ()  # fields with such figures
 
 
@@ -59,7 +59,7 @@ def identify(node: ObservedNode, wanted: str = "") -> Identified:
         known = load_device(wanted)
         if known is None:
             raise InputError(f"--device {wanted!r} is not shipped: {closest(wanted, preset_devices())}")
-        return Identified(device=known, like=wanted)
+        return Identified(device=known, shipped_id=wanted)
     if not node.devices:
         raise InputError(f"{node.source}: names no device: give a source that does, or pass --device")
     seen = _usual(node)
@@ -67,7 +67,7 @@ def identify(node: ObservedNode, wanted: str = "") -> Identified:
     if len(ids) == 1:
         spec = load_device(ids[0])
         assert spec is not None
-        return Identified(device=spec, like=spec.name)
+        return Identified(device=spec, shipped_id=spec.name)
     if ids:
         raise InputError(f"{node.source}: {seen.name or 'the device'} may be {' or '.join(ids)}: pass --device")
     generation = _generation(seen)
@@ -102,16 +102,16 @@ def _stand_in(node: ObservedNode, seen: ObservedDevice, alike: list[DeviceSpec])
         )
 
     nearest = min(alike, key=unlike)
-    known: dict[str, Any] = {"name": seen.name}
+    observed: dict[str, Any] = {"name": seen.name}
     if memory:
-        known |= {"memory_bytes": memory, "visible_memory_bytes": memory}
+        observed |= {"memory_bytes": memory, "visible_memory_bytes": memory}
     if seen.host_bytes_per_s:
-        known["host_link_bytes_per_s"] = seen.host_bytes_per_s
+        observed["host_link_bytes_per_s"] = seen.host_bytes_per_s
     sources = (f"not shipped: figures of {nearest.name} stand in where they were not seen",)
     return Identified(
-        device=replace(nearest, sources=sources, **known),
-        like=nearest.name,
-        assumed=tuple(name for name in _FIGURES if name not in known),
+        device=replace(nearest, sources=sources, **observed),
+        shipped_id=nearest.name,
+        assumed=tuple(name for name in _FIGURES if name not in observed),
     )
 
 

@@ -90,27 +90,27 @@ def _joined(
     """Ours with what they lack of theirs, then theirs alone; `says` takes contradictions."""
     parts_by_key = {key(part): part for part in ours}
     for part in theirs:
-        known = parts_by_key.get(key(part))
-        if known is None:
+        mine = parts_by_key.get(key(part))
+        if mine is None:
             parts_by_key[key(part)] = part
             continue
-        blank = {name: getattr(part, name) for name in part.__slots__ if getattr(known, name) in (None, "")}
-        if remark := _contradiction(known, part):
+        blank = {name: getattr(part, name) for name in part.__slots__ if getattr(mine, name) in (None, "")}
+        if remark := _contradiction(mine, part):
             says.append(remark)
-        parts_by_key[key(part)] = replace(known, **blank)
+        parts_by_key[key(part)] = replace(mine, **blank)
     return tuple(parts_by_key.values())
 
 
 def _contradiction(earlier: Part, later: Part) -> str:
     """Say how `later` contradicts `earlier`; blank where it does not."""
     if not isinstance(earlier, ObservedLink):
-        known, names = f"device {getattr(earlier, 'index', '')}", ("pci", "numa", "architecture")
+        part_name, names = f"device {getattr(earlier, 'index', '')}", ("pci", "numa", "architecture")
         if isinstance(earlier, ObservedNic):
-            known, names = earlier.name, ("kind", "bytes_per_s", "numa")
+            part_name, names = earlier.name, ("kind", "bytes_per_s", "numa")
         for name in names:
             ours, theirs = getattr(earlier, name), getattr(later, name)
             if ours not in (None, "") and theirs not in (None, "") and ours != theirs:
-                return f"{known} has {name} {theirs}, not {ours}"
+                return f"{part_name} has {name} {theirs}, not {ours}"
     if isinstance(earlier, ObservedLink) and isinstance(later, ObservedLink):
         counts = earlier.num_links != later.num_links and min(earlier.num_links, later.num_links) > 1
         if counts or (earlier.path == "fabric") != (later.path == "fabric"):

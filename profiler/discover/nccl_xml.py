@@ -104,8 +104,8 @@ def _link(pci: Element) -> float | None:
 
 
 def _narrower(first: float | None, second: float | None) -> float | None:
-    known = [rate for rate in (first, second) if rate is not None]
-    return min(known) if known else None
+    rates = [rate for rate in (first, second) if rate is not None]
+    return min(rates) if rates else None
 
 
 def _class(leaf: _Leaf) -> tuple[str, str]:
@@ -125,13 +125,14 @@ def _node(devices: Sequence[_Leaf], nics: Sequence[_Leaf], *, num_joined: int) -
     names = _names(nics)
     fabric = _fabric(devices)
     links = []
-    for (a, one), (b, other) in combinations(sorted(zip(indices, devices, strict=True), key=lambda pair: pair[0]), 2):
-        num_links = fabric.get(frozenset((_address(one), _address(other))), 0)
-        path = "fabric" if num_links else path_between(one.place, other.place)
+    by_index = sorted(zip(indices, devices, strict=True), key=lambda pair: pair[0])
+    for (a, device_a), (b, device_b) in combinations(by_index, 2):
+        num_links = fabric.get(frozenset((_address(device_a), _address(device_b))), 0)
+        path = "fabric" if num_links else path_between(device_a.place, device_b.place)
         links.append(ObservedLink(a=a, b=b, path=path, num_links=num_links or 1))
-    for a, one in zip(indices, devices, strict=True):
+    for index, device in zip(indices, devices, strict=True):
         for name, nic in names.items():
-            links.append(ObservedLink(a=a, nic=name, path=path_between(one.place, nic.place)))
+            links.append(ObservedLink(a=index, nic=name, path=path_between(device.place, nic.place)))
     return ObservedNode(
         source=SOURCE,
         devices=tuple(sorted(seen, key=lambda device: device.index)),
@@ -143,13 +144,13 @@ def _node(devices: Sequence[_Leaf], nics: Sequence[_Leaf], *, num_joined: int) -
 
 def _indices(devices: Sequence[_Leaf]) -> list[int]:
     """The devices' numbers, which the file gives all of them or none."""
-    given = [leaf.element.number("dev", most=MOST_DEVICES, default=-1) for leaf in devices]
-    if -1 in given:
+    numbers = [leaf.element.number("dev", most=MOST_DEVICES, default=-1) for leaf in devices]
+    if -1 in numbers:
         return list(range(len(devices)))
-    for at, (index, leaf) in enumerate(zip(given, devices, strict=True)):
-        if index in given[:at]:
+    for at, (index, leaf) in enumerate(zip(numbers, devices, strict=True)):
+        if index in numbers[:at]:
             raise InputError(f"line {leaf.element.line}: two devices of one host have dev {index}")
-    return given
+    return numbers
 
 
 def _names(nics: Sequence[_Leaf]) -> dict[str, _Leaf]:

@@ -113,11 +113,11 @@ def _columns(line: Sequence[_Word], before: Sequence[str]) -> list[str]:
 
 def _rows(lines: Iterable[list[_Word]], names: Sequence[str], *, has_numa: bool) -> dict[str, _Row]:
     """The rows by name; a row ends where the next begins, or the table."""
-    known = set(names)
+    row_names = set(names)
     rows: dict[str, _Row] = {}
     pending: list[_Word] = []
     for line in lines:
-        begins = bool(line) and line[0].text in known and (len(line) == 1 or ":" not in line[1].text)
+        begins = bool(line) and line[0].text in row_names and (len(line) == 1 or ":" not in line[1].text)
         if pending and (begins or not line):
             _add_row(rows, pending, names, has_numa=has_numa)
             pending = []

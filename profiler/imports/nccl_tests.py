@@ -83,11 +83,11 @@ def read_log(path: Path, *, device: str | None = None, operation: str | None = N
     for logs that do not say what was run.  A test that failed gives records marked as failed; what cannot be told for
     sure is refused by one line.
     """
-    given = _OPERATIONS.get((operation or "").removesuffix("_perf"), operation)
-    if given is not None and given not in _OPERATIONS.values():
+    operation_name = _OPERATIONS.get((operation or "").removesuffix("_perf"), operation)
+    if operation_name is not None and operation_name not in _OPERATIONS.values():
         raise InputError(f"--operation {operation!r}: known are {', '.join(_OPERATIONS.values())}")
     text = read_text(path, most_bytes=MOST_BYTES)
-    run = _Run(operation=given)  # type: ignore[arg-type]  # one of the values above
+    run = _Run(operation=operation_name)  # type: ignore[arg-type]  # one of the values above
     try:
         records = (_from_json if text.lstrip().startswith("{") else _from_table)(text, run, device)
     except InputError as error:
@@ -101,11 +101,11 @@ def read_log(path: Path, *, device: str | None = None, operation: str | None = N
 
 def _from_table(text: str, run: _Run, device: str | None) -> list[Record]:
     records: list[Record] = []
-    given = run.operation
-    for number, whole in enumerate(text.splitlines(), start=1):
-        line = _PREFIX.sub("", cleaned(whole.expandtabs())).strip()
+    stated = run.operation
+    for number, raw_line in enumerate(text.splitlines(), start=1):
+        line = _PREFIX.sub("", cleaned(raw_line.expandtabs())).strip()
         if match := _TEST.search(line):
-            run.operation = given or _OPERATIONS[match[1]]
+            run.operation = stated or _OPERATIONS[match[1]]
         run.is_rccl |= line.startswith(("rccl-tests", "RCCL version"))
         if match := _RANK.match(line):
             if run.columns:  # the next test of the same log
