@@ -4,8 +4,8 @@ usage: python benchmarks/interpolation.py [--tables FOLDER] [--devices NAME ...]
 
 Reads the tables of aiconfigurator-core (extra `reference`), fits the curves of every device, and prints them as the
 presets hold them, with the errors on held-out shapes: of the fitted curve, of one efficiency and one launch, and of the
-curve by eye that came before.  Then hides measured shapes from a table of times, and compares what it answers for them
-with radial basis functions and with the curves.
+curve by eye that came before, or for experts of the cost model.  Then hides measured shapes from a table of times, and
+compares what it answers for them with radial basis functions and with the curves.
 """
 
 from __future__ import annotations
@@ -308,9 +308,9 @@ DISTANCE_HEAD = """| ratio | shapes | table | p95 | curve | p95 |
 LEGEND = """Fitted to the tables of aiconfigurator-core {} (bf16; GEMM: median of its libraries, attention: the fastest
 flash kernel, collectives: NCCL, experts: balanced, with CUTLASS, at the dense plateau).  Errors are mean
 |predicted / measured - 1| on shapes held out; those of GEMMs, attention and experts that were not fitted have their
-median bias taken out.  By eye: the cost model before this fit, for experts also now.  Large: GEMMs of 512 and more in
-every direction, sequences of 2,048, messages of 1 MiB, 128 tokens for each expert.  l40s: its two kinds of links fit no
-one curve, none is shipped.
+median bias taken out.  By eye: the cost model before this fit, for experts that of now.  Large: GEMMs of 512 and more
+in every direction, sequences of 2,048, messages of 1 MiB, 128 tokens for each expert.  l40s: its two kinds of links fit
+no one curve, none is shipped.
 """
 
 TABLE_LEGEND = """## Times between measured shapes

@@ -9,6 +9,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats
 from autoplan.base.curves import AttentionCurve, GemmCurve
+from autoplan.cost.kernels.products import GROUPED_STREAMS
 from autoplan.profiler.fit import Fit, Points, fit_curve
 from autoplan.topology.cluster import DeviceSpec
 
@@ -140,11 +141,12 @@ def experts_s(device: DeviceSpec, curve: ExpertsCurve, share: float, shapes: Flo
 
 
 def dense_experts_s(device: DeviceSpec, start_s: float, shapes: Floats) -> Floats:
-    """Seconds of gated experts as the cost model has them: dense products of the tokens of each, one after another."""
+    """Seconds of gated experts as the cost model has them: dense products of the tokens of each, some at a time."""
     tokens, hidden, ffn, per_token, experts, tp, ep = shapes.T
     width, each, local = ffn / tp, tokens * per_token / experts, experts / ep
-    into = 2 * hidden * 2 * width * device.gemm.slowdown(each, 2 * width, hidden)
-    back = 2 * width * hidden * device.gemm.slowdown(each, hidden, width)
+    beside = np.clip(local, 1.0, GROUPED_STREAMS)
+    into = 2 * hidden * 2 * width * device.gemm.slowdown(each, 2 * width, hidden, side_by_side=beside)
+    back = 2 * width * hidden * device.gemm.slowdown(each, hidden, width, side_by_side=beside)
     computing = each * local * (into + back) / (device.gemm.burst_efficiency * _bf16_peak(device))
     return computing + _streamed_s(device, each * local * (12 * hidden + 6 * width)) + start_s
 

@@ -221,7 +221,7 @@ def test_products_of_experts_are_dense_ones_of_the_tokens_of_each() -> None:
     curve = PROBLEM.device.gemm
 
     def computing_s(m: Floats, n: Floats, k: Floats) -> float:
-        return (local * 2 * m * n * k * curve.slowdown(m, n, k) / rate).item() + curve.start_s
+        return (local * 2 * m * n * k * curve.slowdown(m, n, k, side_by_side=4) / rate).item() + curve.start_s
 
     assert found.forward_s[0] == pytest.approx(computing_s(tokens, outputs, inputs))
     assert found.input_gradient_s[0] == pytest.approx(computing_s(tokens, inputs, outputs))

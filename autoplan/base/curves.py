@@ -64,14 +64,17 @@ class GemmCurve(_Sourced):
         halves = ("half_m", "half_n", "half_k", "half_output", "start_s")
         _check(self, fractions=("burst_efficiency",), others=halves)
 
-    def slowdown(self, m: Floats, n: Floats, k: Floats, pace: Floats | float = 1.0) -> Floats:
+    def slowdown(
+        self, m: Floats, n: Floats, k: Floats, pace: Floats | float = 1.0, side_by_side: Floats | float = 1.0
+    ) -> Floats:
         """Time of the m x n x k product over its time at the plateau's rate, without its start; at least 1.
 
         `pace` is the plateau's rate in the type of the inputs over that in 16 bits, of which the curve is: a tile's
-        prologue and epilogue last as long, beside a loop that is as much shorter.
+        prologue and epilogue last as long, beside a loop that is as much shorter.  The tiles of products that run
+        `side_by_side` fill the device together.
         """
         tiles = (1 + self.half_m / m) * (1 + self.half_n / n)
-        return tiles * (1 + self.half_k * pace / k) * (1 + self.half_output / (m * n))
+        return tiles * (1 + self.half_k * pace / k) * (1 + self.half_output / (m * n * side_by_side))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

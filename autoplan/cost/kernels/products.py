@@ -28,10 +28,10 @@ from autoplan.spec.problem import Problem
 ROW_BYTES = 16.0
 NARROW_ROWS_TIME, ODD_ROWS_TIME = 1.6, 2.5
 
-# Products of experts are dense ones of the tokens of each, in so many streams at a time (Transformer Engine,
+# Products of experts are dense ones of the tokens of each, so many at a time (streams of Transformer Engine,
 # pytorch/cpp_extensions/gemm.py, general_grouped_gemm).  One for gradients of weights also reads and writes the buffer
 # that keeps them, and that time adds to the time of computing.  On B200, where large products of the same runs reach
-# .50 of the peak, this makes .16, .26, .35 and .41 of it with 128, 256, 512 and 1,024 tokens for each expert, for fp32
+# .50 of the peak, this makes .23, .32, .39 and .43 of it with 128, 256, 512 and 1,024 tokens for each expert, for fp32
 # gradients of weights .07, .12, .19 and .28; measured were .18-.21, .27-.30, .37-.43 and .38-.46; .08, .14, .22 and
 # .28 (`modelling` C4).
 GROUPED_STREAMS = 4
@@ -102,9 +102,17 @@ def gemm_s(
     return np.maximum(computing, memory_bound_s(problem, moved)) + start_s
 
 
-def _computing_s(problem: Problem, rate: Floats, m: Floats, n: Floats, k: Floats, pace: Floats | float = 1.0) -> Floats:
-    """Time that one m x n x k GEMM computes at `rate` for large shapes."""
-    return 2.0 * m * n * k * problem.device.gemm.slowdown(m, n, k, pace) / rate
+def _computing_s(
+    problem: Problem,
+    rate: Floats,
+    m: Floats,
+    n: Floats,
+    k: Floats,
+    pace: Floats | float = 1.0,
+    side_by_side: Floats | float = 1.0,
+) -> Floats:
+    """Time that one m x n x k GEMM computes at `rate` for large shapes, of those that run side by side its part."""
+    return 2.0 * m * n * k * problem.device.gemm.slowdown(m, n, k, pace, side_by_side) / rate
 
 
 def products_s(
@@ -158,10 +166,11 @@ def _experts_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats,
     """Times of the products of one matrix of all local experts, by the reference."""
     inputs, outputs = local_sizes(linear, batch)
     tokens, num_local = expert_tokens(problem, batch), linear.copies / batch.ep
-    start_s = problem.device.gemm.start_s * problem.calibration.gemm * np.maximum(num_local / GROUPED_STREAMS, 1.0)
+    side_by_side = np.clip(num_local, 1.0, GROUPED_STREAMS)
+    starts_s = problem.device.gemm.start_s * problem.calibration.gemm * num_local / side_by_side
 
     def products_of(m: Floats, n: Floats, k: Floats) -> Floats:
-        return num_local * _computing_s(problem, rate, m, n, k, pace) + start_s
+        return num_local * _computing_s(problem, rate, m, n, k, pace, side_by_side) + starts_s
 
     grads_s = memory_bound_s(problem, _moved_per_grad(problem, batch) * num_local * inputs * outputs)
     return SplitPass(
