@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from autoplan.profiler.machine import readings
+from autoplan.profiler.machine import hardware, readings, watch
 
 
 class OneAmd:
@@ -19,6 +21,19 @@ class OneAmd:
         if self.violations is None:
             raise self.AmdSmiException("not supported")
         return self.violations
+
+    class AmdSmiClkType:
+        GFX = "gfx"
+
+    def amdsmi_get_processor_handles(self) -> list[int]:
+        return [7]
+
+    def amdsmi_get_clock_info(self, handle: int, kind: str) -> dict[str, object]:
+        assert kind == "gfx"
+        return {"clk": 2100, "max_clk": 2100}
+
+    def amdsmi_get_power_info(self, handle: int) -> dict[str, object]:
+        return {"current_socket_power": "N/A", "average_socket_power": 560}
 
     def amdsmi_get_gpu_metrics_info(self, handle: int) -> dict[str, object]:
         return {"indep_throttle_status": self.throttle_status}
@@ -39,3 +54,19 @@ class OneAmd:
 def test_what_slows_an_amd_device_down_is_told(monkeypatch: pytest.MonkeyPatch, library: OneAmd, slowdown: str) -> None:
     monkeypatch.setattr(readings, "amdsmi", lambda: library)
     assert readings.amd_slowdown(0) == slowdown
+
+
+def test_a_run_on_amd_devices_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = OneAmd({"active_hbm_thrm": True})
+    for module in (readings, hardware):
+        monkeypatch.setattr(module, "amdsmi", lambda: library)
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    with watch.Watch() as seen:
+        time.sleep(0.2)
+    looks = seen.seen
+    assert set(looks) == {watch.Seen("memory thermal", 2100, 560, None)}
+    values, disturbance = watch.conditions(looks, None)
+    assert values["clock_mhz"] == "2100"
+    assert values["power_w"] == "560"
+    assert "other_load" not in values  # its library does not tell
+    assert disturbance.startswith("devices slowed down: memory thermal at 100 %")

@@ -152,6 +152,16 @@ def _nvidia_handles(library: Any) -> tuple[list[Any], int]:
     return handles, count - len(handles)
 
 
+def amd_handles() -> list[Any]:
+    """AMD SMI's handles of all GPUs of this node."""
+    library = amdsmi()
+    if library is None:
+        return []
+    with suppress(library.AmdSmiException):
+        return list(library.amdsmi_get_processor_handles())
+    return []
+
+
 def num_lost_gpus() -> int:
     """Count the GPUs of NVIDIA that the driver knows and that do not answer."""
     library = nvml()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -77,3 +78,22 @@ def nvidia_clock_and_power(handle: Any) -> tuple[int, int]:
         with suppress(library.NVMLError):
             power_w = round(library.nvmlDeviceGetPowerUsage(handle) / 1000)
     return clock_mhz, power_w
+
+
+def amd_clock_and_power(handle: Any) -> tuple[int, int]:
+    """Return (clock of the compute units in MHz, power in watts)."""
+    library = amdsmi()
+    clock_mhz = power_w = 0
+    if library is not None:
+        with suppress(library.AmdSmiException):
+            clock = library.amdsmi_get_clock_info(handle, library.AmdSmiClkType.GFX)
+            clock_mhz = _number(clock, "clk", "cur_clk")  # the second before ROCm 6.2
+        with suppress(library.AmdSmiException):
+            # MI300 tells the present power, older ones a mean.
+            power_w = _number(library.amdsmi_get_power_info(handle), "current_socket_power", "average_socket_power")
+    return clock_mhz, power_w
+
+
+def _number(told: Mapping[str, object], *names: str) -> int:
+    """Return the first of some values that is a number; what is not known is told as "N/A"."""
+    return next((round(value) for name in names if isinstance(value := told.get(name), int | float)), 0)

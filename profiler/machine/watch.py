@@ -11,8 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoplan.profiler.machine.hardware import visible_nvidia_handles
-from autoplan.profiler.machine.readings import foreign_share, nvidia_clock_and_power, nvidia_slowdown
+from autoplan.profiler.machine.hardware import amd_handles, visible_nvidia_handles
+from autoplan.profiler.machine.readings import (
+    amd_clock_and_power,
+    amd_slowdown,
+    foreign_share,
+    nvidia_clock_and_power,
+    nvidia_slowdown,
+)
 from autoplan.profiler.protocol import Rules
 
 LOOK_S = 1.0  # between two looks
@@ -25,14 +31,15 @@ class Seen(NamedTuple):
     slowdown: str
     clock_mhz: int
     power_w: int
-    foreign: float  # share of the device that other processes used since the last look
+    foreign: float | None  # share of the device that other processes used since the last look; None: not told
 
 
 class Watch:
     """Looks at the devices of this host while a block runs, in a thread of its own."""
 
     def __init__(self) -> None:
-        self._handles: list[Any] = visible_nvidia_handles()
+        self._nvidia: list[Any] = visible_nvidia_handles()
+        self._amd: list[Any] = amd_handles()
         self._seen: list[Seen] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
@@ -56,9 +63,11 @@ class Watch:
 
     def _look(self) -> None:
         since_us = time.time_ns() // 1000
-        while self._handles and not self._end.wait(LOOK_S):
+        while (self._nvidia or self._amd) and not self._end.wait(LOOK_S):
             now_us = time.time_ns() // 1000
-            for handle in self._handles:
+            for handle in self._amd:  # whose library does not tell how much of a device each process takes
+                self._seen.append(Seen(amd_slowdown(handle), *amd_clock_and_power(handle), None))
+            for handle in self._nvidia:
                 clock_mhz, power_w = nvidia_clock_and_power(handle)
                 foreign = foreign_share(handle, since_us)
                 self._seen.append(Seen(nvidia_slowdown(handle), clock_mhz, power_w, foreign))
@@ -73,7 +82,8 @@ def conditions(seen: Sequence[Seen], load: float | None) -> tuple[dict[str, str]
     values: dict[str, str] = {}
     disturbances: list[str] = []
     if seen and load is None:
-        load = float(np.mean([look.foreign for look in seen]))
+        shares = [look.foreign for look in seen if look.foreign is not None]
+        load = float(np.mean(shares)) if shares else None
         values |= {
             name: f"{np.median([getattr(look, name) for look in seen]):.0f}" for name in ("clock_mhz", "power_w")
         }
