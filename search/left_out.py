@@ -9,6 +9,7 @@ from autoplan.base.errors import AutoplanError
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
 from autoplan.search.choice import is_as_safe, pace
+from autoplan.search.limits import MAX_MICRO_BATCH
 from autoplan.search.placement import place_best
 from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
@@ -27,9 +28,10 @@ def with_left_out(
 ) -> tuple[Space, SearchResult]:
     """Return space and `result`, or those of a search which also looks at an option that makes its best plan faster.
 
-    The options are sequence parallelism switched, GPipe, and CUDA graphs of more.  What is best with one of them may
-    differ in more than that, so that all plans which have it are searched, until none of the options helps.  `barred`
-    are the axes that the user fixed, and the values, such as "schedule=gpipe", that the user forbade.
+    The options are sequence parallelism switched, GPipe, CUDA graphs of more, and micro-batches twice as large as the
+    space goes.  What is best with one of them may differ in more than that, so that all plans which have it are
+    searched, until none of the options helps.  `barred` are the axes that the user fixed or bounded, and the values,
+    such as "schedule=gpipe", that the user forbade.
     """
     while better := _better(problem, space, result.rivals[0], barred):
         wider = _with_options_of(space, better.plan)
@@ -44,7 +46,8 @@ def _with_options_of(space: Space, plan: ParallelPlan) -> Space:
     """Return the space that also holds plans with the options of one which it leaves out."""
     limits = replace(space.limits, sequence_parallel=plan.sp if plan.tp > 1 else space.limits.sequence_parallel)
     wider = {axis: tuple(dict.fromkeys((*limits.of(axis), getattr(plan, axis)))) for axis in _WORDS}
-    return replace(space, limits=limits.where(**wider))
+    most = tuple((axis, max(most, getattr(plan, axis))) for axis, most in limits.most)
+    return replace(space, limits=replace(limits.where(**wider), most=most))
 
 
 def _better(problem: Problem, space: Space, best: RankedPlan, barred: Collection[str]) -> RankedPlan | None:
@@ -60,7 +63,7 @@ def _better(problem: Problem, space: Space, best: RankedPlan, barred: Collection
 
 def switched(problem: Problem, plan: ParallelPlan, barred: Collection[str]) -> Iterator[ParallelPlan]:
     """Yield `plan` with each of the options that spaces leave out, but for those that are `barred`."""
-    changes: list[dict[str, object]] = []
+    changes: list[dict[str, object]] = [{"micro_batch": 2 * plan.micro_batch}] * (plan.micro_batch >= MAX_MICRO_BATCH)
     if plan.tp > 1 and problem.training.seq_len // plan.cp % plan.tp == 0:
         changes.append({"sp": not plan.sp})
     if plan.schedule == Schedule.ONE_F_ONE_B and plan.pp > 1:

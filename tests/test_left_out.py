@@ -51,6 +51,21 @@ def test_an_option_that_is_forbidden_is_not_tried() -> None:
     assert list(switched(problem, plan, flags.barred)) == []
 
 
+def test_micro_batches_grow_beyond_the_space_where_that_helps() -> None:
+    """Sequences so short that 16 of them leave the device idle."""
+    problem, space = make(DENSE, "b300:1x8", batches=(4096,), seq_len=256)
+    found = search(problem, space)
+    assert found.rivals[0].plan.micro_batch == 16
+    wider, result = with_left_out(problem, space, found, ())
+    best = result.rivals[0]
+    assert best.plan.micro_batch > 16
+    assert pace(best) < pace(found.rivals[0])
+    assert wider.limits.admits("micro_batch", best.plan.micro_batch)
+    assert f"micro_batch <= {best.plan.micro_batch}" in result.certificate.limits
+    bounded = SpaceFlags(global_batch="4096", at_most=("micro-batch=16",)).barred
+    assert with_left_out(problem, space, found, bounded)[1] == found
+
+
 def test_a_best_plan_that_they_do_not_help_stays() -> None:
     problem, space = make(LARGE, "h100-sxm:2x8", batches=(64,), fix=("pp=1",))
     found = search(problem, space)

@@ -55,9 +55,9 @@ class SpaceFlags:
 
     @property
     def barred(self) -> tuple[str, ...]:
-        """Axes that are fixed, and the values that are forbidden, such as "schedule=gpipe", as plans spell them."""
-        fixed = (text.partition("=")[0].strip().lower().replace("-", "_") for text in self.fix)
-        return (*fixed, *map(_spelled, self.forbid))
+        """Axes fixed or bounded, and values that are forbidden, such as "schedule=gpipe", as plans spell them."""
+        axes = (text.partition("=")[0].strip().lower().replace("-", "_") for text in (*self.fix, *self.at_most))
+        return (*axes, *map(_spelled, self.forbid))
 
     @property
     def narrows(self) -> bool:
