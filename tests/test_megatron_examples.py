@@ -58,11 +58,11 @@ EXAMPLES: dict[str, Example] = {
             tied_embeddings=True,
         ),
         # The script starts one node; its degrees need 16.
-        ParallelPlan(global_batch=1536, tp=8, pp=16, precision="fp16", **UNSHARDED),
+        ParallelPlan(global_batch=1536, tp=8, pp=16, precision="fp16", dropout=True, **UNSHARDED),
         seq_len=2048,
         precision="fp16",
         given={"variables": (("NUM_NODES", "16"),)},
-        unread=("--vocab-file", "hidden_dropout", "attention_dropout"),
+        unread=("--vocab-file",),
     ),
     "llama3 8b in fp8": Example(
         megatron_lm.READER,
@@ -148,13 +148,11 @@ EXAMPLES: dict[str, Example] = {
             moe=Experts(num_experts=4, experts_per_token=2, expert_ffn_size=2048),
         ),
         # As many stages as devices: its own 8 do not divide the 12 layers, which Megatron-LM refuses.
-        ParallelPlan(global_batch=128, pp=4, recompute="selective", precision="fp8", **OVERLAP),
+        ParallelPlan(global_batch=128, pp=4, recompute="selective", precision="fp8", dropout=True, **OVERLAP),
         seq_len=8192,
         precision="fp8",
         given={"variables": (("GPUS_PER_NODE", "4"),)},
         unread=(
-            "hidden_dropout",
-            "attention_dropout",
             "--no-rope-fusion",
             "--fp8-param-gather",
             "--export-force-local-attention",

@@ -70,12 +70,21 @@ def test_options_mean_what_megatron_makes_of_them(options: str, changes: dict[st
     assert {name: getattr(plan, name) for name in changes} == changes
 
 
+def test_dropout_is_that_of_scores_or_hidden_states() -> None:
+    assert not read("").plan.dropout
+    both = read("--hidden-dropout 0.1 --attention-dropout 0.1")
+    assert (both.plan.dropout, both.unread) == (True, read("").unread)
+    one = read("--hidden-dropout 0.1")
+    assert one.plan.dropout
+    assert "--hidden-dropout" in {item.option for item in one.unread}
+    assert matters(one) == set()
+
+
 @pytest.mark.parametrize(
     ("options", "unread"),
     [
         ("--lr 1e-4 --save here --train-iters 7", set()),
         ("--a-new-option 3 --another", {"--a-new-option", "--another"}),
-        ("--hidden-dropout 0.1", {"--hidden-dropout"}),
         ("--cp-comm-type allgather --context-parallel-size 2", {"--cp-comm-type"}),
         (
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4",

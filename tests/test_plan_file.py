@@ -84,6 +84,16 @@ def test_what_was_a_trait_in_version_5_is_a_choice_of_the_plans() -> None:
     assert decode(PlanFile, narrow, "plan.json").best.plan.fp8_attention
 
 
+def test_dropout_was_a_trait_in_version_6_and_is_a_choice_of_the_plans() -> None:
+    file = msgspec.json.decode(msgspec.json.encode(table())) | {"schema_version": 6}
+    file["framework"]["kernels"] |= {"gpt_dropout": True}
+    assert not decode(PlanFile, file, "plan.json").best.plan.dropout  # of a model that is no GPT
+    file["framework"]["kernels"] |= {"dropout": True}
+    read = decode(PlanFile, file, "plan.json")
+    assert all(priced.plan.dropout for priced in (read.best, *read.alternatives))
+    assert read.framework.choice("dropout") is True
+
+
 @pytest.mark.parametrize(("num_publishers", "spread"), [(0, 0.2), (7, None)])
 def test_a_plan_file_of_version_4_is_read_whose_calibration_counts_publishers(
     num_publishers: int, spread: float | None

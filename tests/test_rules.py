@@ -66,6 +66,7 @@ CORE_OPTIONS: tuple[Case, ...] = tuple(
         ("narrow_params", True),
         ("fp8_attention", True),
         ("token_dropping", True),
+        ("dropout", True),
         ("router_fusion", True),
         ("rope_fusion", True),
     )
@@ -161,7 +162,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
         (
             (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
             (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
-            *CORE_OPTIONS,
+            *(case for case in CORE_OPTIONS if not case[1].dropout),  # of Megatron-LM's models
             (DENSE, plan_of(recompute="full", recompute_num_layers=2), 4096, "recompute of 2 layers of a chunk"),
             (DENSE, plan_of(pp=2, schedule="gpipe"), 4096, "schedule 'gpipe' does not exist: use '1f1b'"),
             (DENSE, plan_of(cp=2), 4096, "cp_kind 'ring' does not exist"),

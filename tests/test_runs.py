@@ -14,7 +14,6 @@ import pytest
 from autoplan.base.errors import InputError
 from autoplan.cli.predict import predict as command
 from autoplan.cost.estimate import NORMAL_90
-from autoplan.cost.kernels.memory_bound import has_dropout
 from autoplan.cost.spreads import general_spreads
 from autoplan.runs.predictions import COLUMNS, predict, prediction_table
 from autoplan.runs.runs import Run, read_runs
@@ -670,12 +669,11 @@ def test_automodel_keeps_weights_gradients_and_moments_in_16_bits(tmp_path: Path
 def test_dropout_and_weights_in_8_bits_are_as_the_recipe_chose(tmp_path: Path) -> None:
     row = LLAMA | {"framework": "NeMo 23.09", "year": "2023", "gated_mlp": "0", "precision": "fp8"}
     plain, chosen = runs_of(tmp_path, row, row | {"id": "2", "options": "dropout=0;fp8_params=1"})
-    assert plain.problem is not None
-    assert chosen.problem is not None
-    assert has_dropout(plain.problem)
-    assert not has_dropout(chosen.problem)
+    (gated,) = runs_of(tmp_path, row | {"gated_mlp": "1"})
     assert plain.plan is not None
     assert chosen.plan is not None
+    assert gated.plan is not None
+    assert (plain.plan.dropout, chosen.plan.dropout, gated.plan.dropout) == (True, False, False)
     assert (plain.plan.narrow_params, chosen.plan.narrow_params) == (False, True)
 
 

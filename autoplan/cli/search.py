@@ -88,7 +88,7 @@ AllowOption = Annotated[
     typer.Option(
         metavar="CHOICE",
         help="Also look at plans with an option that changes the numerics of training: grad_dtype, main_weights, "
-        "moment_dtype, narrow_params, fp8_attention, token_dropping, or a value such as moment_dtype=bf16 "
+        "moment_dtype, narrow_params, fp8_attention, token_dropping, dropout, or a value such as moment_dtype=bf16 "
         "(repeatable).",
     ),
 ]

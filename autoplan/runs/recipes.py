@@ -42,6 +42,7 @@ class Recipe:
     microbatch_per_rank: bool = False  # pipelines take as many micro-batches as they have ranks
     counts_ends_as_layers: bool = False  # embedding and head count for a layer each; first stages take what is left
     relieves_last_stage: bool = False  # the last of 4 stages or more has fewer layers, the middle ones one more
+    keeps_gpt_dropout: bool = False  # models of the shape of GPT are trained with dropout
     narrows_attention: tuple[Precision, ...] = ()  # precisions in which mixtures of experts attend in 8 bits
     overlaps_experts: tuple[Precision, ...] = ()  # precisions in which expert traffic is overlapped where it can be
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL  # of tokens that are not dropped
@@ -95,4 +96,6 @@ def nearest_recipe(sharding: str, year: str) -> Recipe:
     if sharding.startswith(Sharding.ZERO3):
         return Recipe(names=(), framework="pytorch-fsdp", is_kin=True)
     is_old = year.isdecimal() and int(year) < FIRST_FLASH_YEAR
-    return Recipe(names=(), framework="megatron-lm-2021" if is_old else "eager", is_kin=True)
+    return Recipe(
+        names=(), framework="megatron-lm-2021" if is_old else "eager", is_kin=True, keeps_gpt_dropout=not is_old
+    )

@@ -223,7 +223,6 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
         fused_norm=row.flag("fused_norm", False) if row.has("fused_norm") else None,
     )
     model = _model(row, recipe)
-    framework = _as_chosen(row, framework)
     if model.position_embedding == "learned":  # the table does not say how long the position table was
         model = replace(model, max_positions=max(model.max_positions, training.seq_len))
     cluster = _cluster(row)
@@ -234,13 +233,6 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
         framework=framework,
         calibration=built_in_calibration(framework, cluster.device, is_kin=recipe.is_kin),
     )
-
-
-def _as_chosen(row: _Row, framework: Framework) -> Framework:
-    """The framework with what the row's recipe chose of it: dropout."""
-    if row.options().get("dropout") is None:
-        return framework
-    return framework.changed(gpt_dropout=False, dropout=row.option("dropout", framework.kernels.dropout))
 
 
 def _graphs(row: _Row, model: ModelSpec) -> CudaGraphs:
@@ -474,7 +466,9 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
 def _chosen(row: _Row, problem: Problem, recipe: Recipe) -> dict[str, bool]:
     """Return the row's choice of the options that the framework's plans have unless they say otherwise."""
     narrows = problem.model.moe is not None and problem.training.precision in recipe.narrows_attention
+    keeps_dropout = recipe.keeps_gpt_dropout and problem.model.position_embedding == "learned"
     chosen = {
+        "dropout": row.option("dropout", bool(problem.framework.choice("dropout")) or keeps_dropout),
         "narrow_params": row.option("fp8_params", bool(problem.framework.choice("narrow_params"))),
         "fp8_attention": problem.training.attention == "flash" and row.option("fp8_attention", narrows),
     }

@@ -275,6 +275,8 @@ AXES: tuple[Axis, ...] = (
           help="Give every expert a fixed number of tokens, and drop the others (capacity factor 1).",
           needs=Needs.EXPERTS, label="dropping of tokens", phrase="dropped tokens", known_of=_MEGATRON,
           searched=(False, True), exact=(), flag_default=None),
+    _flag(name="dropout", help="Drop hidden states and attention scores at random.", phrase="dropout",
+          known_of="Megatron-LM, Primus and DeepSpeed", searched=(False, True), exact=(), flag_default=None),
     _flag(name="router_fusion", help="Choose the experts of tokens in a few fused kernels.", needs=Needs.EXPERTS,
           label="fused router", phrase="fused router", known_of=_MEGATRON, searched=(False, True), is_monotone=True,
           flag_default=None),

@@ -120,8 +120,6 @@ class Kernels:
     fused_activation: bool = True  # an eager SwiGLU keeps one more tensor of the MLP width
     fused_squared_relu: bool = True  # else a ReLU and a power with kernels of their own
     fuses_softmax: bool = False  # what a plan calls unfused attention has a kernel that scales, masks and normalises
-    dropout: bool = False
-    gpt_dropout: bool = False  # of models of the shape of GPT, whose recipes keep it
     # Its layers and other units are the built-in trainer's, which a profile measures; else kernels of its own.
     eager_layers: bool = False
     # Its fp32 plans multiply on TF32 units, as NVIDIA's containers do; else only those of eager layers are priced.
@@ -367,10 +365,12 @@ _RETIRED = {
     "aliases",
     "counts_ends_as_layers",
     "dispatches_once",
+    "dropout",
     "drops_tokens",
     "expert_compute_units",
     "fused_latent_rope",
     "fused_router",
+    "gpt_dropout",
     "graphs",
     "host_factor_moe",
     "interleaves_layers",
@@ -385,9 +385,11 @@ _RETIRED = {
 }
 # Of these, what stands in `usual` today.
 NOW_USUAL = {
+    "dropout": "dropout=on",
     "drops_tokens": "token_dropping=on",
     "fused_latent_rope": "rope_fusion=on",
     "fused_router": "router_fusion=on",
+    "gpt_dropout": "dropout=on",
     "narrow_attention": "fp8_attention=on",
     "narrow_weights": "narrow_params=on",
 }

@@ -118,6 +118,7 @@ class ParallelPlan:
     narrow_params: bool = False
     fp8_attention: bool = False
     token_dropping: bool = False
+    dropout: bool = False
     router_fusion: bool = False
     rope_fusion: bool = False
     main_weights: MainWeights = MainWeights.FP32
@@ -326,6 +327,7 @@ class PlanBatch(Rows):
     narrow_params: Bools
     fp8_attention: Bools
     token_dropping: Bools
+    dropout: Bools
     router_fusion: Bools
     rope_fusion: Bools
     main_weights: Ints

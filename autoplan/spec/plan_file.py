@@ -72,10 +72,11 @@ def _spelled(text: str) -> str:
     return f"{name}={shown(AXIS[name].parse(value, '--forbid'))}" if sign and name in AXIS else f"{name}{sign}{value}"
 
 
-PLAN_FILE_VERSION = 6
+PLAN_FILE_VERSION = 7
 # In 2 a framework's traits stood in no groups; in 3 the dispatcher was one of them, in 4 the types of gradients and of
-# gathered weights, in 5 attention in 8 bits, the dropping of tokens and kernels of router and rotation.
-_READABLE_PLAN_FILES = (2, 3, 4, 5, PLAN_FILE_VERSION)
+# gathered weights, in 5 attention in 8 bits, the dropping of tokens and kernels of router and rotation, in 6
+# dropout.
+_READABLE_PLAN_FILES = (2, 3, 4, 5, 6, PLAN_FILE_VERSION)
 
 
 # Of Megatron-Bridge, in files of before they were an option of the plan.
@@ -122,7 +123,10 @@ class PlanFile:
     def upgraded(table: dict[str, Any]) -> dict[str, Any]:
         """Return the table of a file; in older ones the framework has what plans choose today."""
         framework = table.get("framework")
-        if table.get("schema_version") not in (2, 3, 4, 5) or not isinstance(framework, dict):
+        if table.get("schema_version") not in _READABLE_PLAN_FILES[:-1] or not isinstance(framework, dict):
+            return table
+        table = _with_dropout_chosen(table)
+        if table["schema_version"] == 6:
             return table
         table = _with_kernels_chosen(table)
         if table["schema_version"] == 5:
@@ -159,6 +163,23 @@ class PlanFile:
                     f"{name}.plan.precision is {checked.plan.precision}, training.precision {self.training.precision}: "
                     "make them the same"
                 )
+
+
+def _with_dropout_chosen(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan file in which plans choose dropout, which was a trait of the framework, of some for GPT alone."""
+    framework, model = table["framework"], table.get("model")
+    kernels = framework.get("kernels", framework)
+    if not (isinstance(kernels, dict) and isinstance(model, dict)):
+        return table
+    is_gpt = model.get("position_embedding") == "learned"
+    drops = kernels.get("dropout") is True or (is_gpt and kernels.get("gpt_dropout") is True)
+    table = _with_choice(table, dropout=True) if drops else table
+    usual = framework.get("usual", [])
+    return (
+        table | {"framework": framework | {"usual": [*usual, "dropout=on"]}}
+        if drops and isinstance(usual, list)
+        else table
+    )
 
 
 def _with_kernels_chosen(table: dict[str, Any]) -> dict[str, Any]:

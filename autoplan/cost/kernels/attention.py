@@ -15,7 +15,7 @@ from autoplan.cost.kernels.arithmetic import (
     mamba_scan_flops_per_token,
 )
 from autoplan.cost.kernels.measured import find_kernels, measured_pass
-from autoplan.cost.kernels.memory_bound import has_dropout, memory_bound_s
+from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.products import gemm_rate, wide_peak
 from autoplan.cost.kernels.sizes import rank_tokens
 from autoplan.cost.passes import Pass
@@ -66,8 +66,7 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
         return _unfused_s(problem, batch, factor)
     model, training, device = problem.model, problem.training, problem.device
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
-    if has_dropout(problem):
-        factor = factor * DROPOUT_ATTENTION_TIME
+    factor = factor * np.where(batch.dropout, DROPOUT_ATTENTION_TIME, 1.0)
     eight_bits: Floats = np.where(_narrows_attention(problem, batch), NARROW_ATTENTION_TIME, 1.0)
     curve = device.attention
     kernel = problem.framework.kernels.flash_kernel if training.attention == "flash" else training.attention
@@ -111,10 +110,10 @@ def _unfused_s(problem: Problem, batch: PlanBatch, factor: Floats) -> Pass:
     # Scores are products over the head dimension, outputs are as wide as it.
     narrow = (1 + device.gemm.half_k / model.qk_head_dim) * (1 + device.gemm.half_n / model.v_head_dim)
     products = 2.0 * scores * (model.qk_head_dim + model.v_head_dim) * narrow
-    moved = problem.framework.kernels.bytes_per_unfused_score
+    moved: Floats | float = problem.framework.kernels.bytes_per_unfused_score
     if training.attention == "megatron-fused":
         wide = FUSED_SOFTMAX_PASSES * (problem.framework.memory.bytes_per_fused_score - 2.0)
-        moved = FUSED_SOFTMAX_BYTES + wide + (SCORE_DROPOUT_BYTES if has_dropout(problem) else 0.0)
+        moved = FUSED_SOFTMAX_BYTES + wide + np.where(batch.dropout, SCORE_DROPOUT_BYTES, 0.0)
     softmax = memory_bound_s(problem, moved / 3 * scores)  # a third of it is forward
     forward = factor * products / rate + softmax
     return Pass(forward, 2.0 * forward)

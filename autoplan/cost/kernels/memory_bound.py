@@ -126,7 +126,7 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
     model, framework = problem.model, problem.framework
     hidden, tokens, sliced = model.hidden_size, rank_tokens(problem, batch), norm_tokens(problem, batch)
     norm = sliced * hidden * model.norms_per_block * _norm_traffic(problem)
-    residual = sliced * hidden * (6.0 + (3.0 if has_dropout(problem) else 0.0))
+    residual = sliced * hidden * np.where(batch.dropout, 9.0, 6.0)
     moved = {"norm": Traffic(4.0 * norm, 8.0 * norm), "residual": Traffic(residual, residual)}
     if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
         if model.position_embedding == "rope":
@@ -185,12 +185,6 @@ def _op_by_op_traffic(problem: Problem, batch: PlanBatch, routed: Floats) -> dic
         width = np.asarray(rows * batch.etp * (moe.latent_size or model.hidden_size), dtype=np.float64)
         moved["expert_biases"] = Traffic(*(each * width for each in EXPERT_BIAS_BYTES))
     return moved
-
-
-def has_dropout(problem: Problem) -> bool:
-    """Return whether hidden states and attention scores are dropped at random."""
-    is_gpt = problem.model.position_embedding == "learned"
-    return problem.framework.kernels.dropout or (problem.framework.kernels.gpt_dropout and is_gpt)
 
 
 def _activation_bytes(problem: Problem) -> tuple[float, float]:

@@ -27,6 +27,7 @@ KERNEL_AXES = (
     "grad_dtype",
     "fp8_attention",
     "token_dropping",
+    "dropout",
     "ep_overlap",
     "cuda_graphs",
 )

@@ -13,7 +13,7 @@ import numpy as np
 from autoplan.base.arrays import Floats, add_up
 from autoplan.cost.kernels.adapters import linear_tokens
 from autoplan.cost.kernels.arithmetic import DELTA_CHUNK_TOKENS, BlockShape
-from autoplan.cost.kernels.memory_bound import has_dropout, memory_bound_s
+from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, norm_tokens, rank_tokens
 from autoplan.cost.kernels.times import KernelTimes
 from autoplan.cost.memory.state_types import WIDE_BYTES
@@ -72,8 +72,8 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     """
     model, framework, element = problem.model, problem.framework, problem.training.element_bytes
     sliced = norm_tokens(problem, batch) * model.hidden_size
-    norm = model.norms_per_block * (2 * element + eager_norm_bytes(problem, is_frozen=shape.is_frozen))
-    norm += 1.0 if has_dropout(problem) else 0.0
+    normed = model.norms_per_block * (2 * element + eager_norm_bytes(problem, is_frozen=shape.is_frozen))
+    norm = normed + np.where(batch.dropout, 1.0, 0.0)  # a byte of a mask
     if block in ATTENTION_BLOCKS:
         parts = _attention_parts(problem, batch, shape)
     elif block is Block.MAMBA and model.mamba:
@@ -208,8 +208,8 @@ def _attention_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> P
         is_fused = framework.kernels.fuses_softmax or training.attention == "megatron-fused"
         memory = framework.memory
         score = memory.bytes_per_fused_score if is_fused else memory.bytes_kept_per_unfused_score
-        score += SCORE_DROPOUT_BYTES if has_dropout(problem) else 0.0
-        parts[RecomputeModule.CORE_ATTN] = score * tokens * heads * training.seq_len
+        dropped = np.where(batch.dropout, SCORE_DROPOUT_BYTES, 0.0)
+        parts[RecomputeModule.CORE_ATTN] = (score + dropped) * tokens * heads * training.seq_len
     else:
         kept = kept + 4.0 * tokens * heads  # the logarithms of the softmax sums
     parts[None] = kept

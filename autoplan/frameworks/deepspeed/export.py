@@ -97,6 +97,7 @@ _SAID = (
     ),
     Rule(source=SOURCE, holds=lambda s, b: ~b.sp, says=lambda s, p: "sp: AutoTP keeps whole sequences, leave it out"),
     Rule(source=SOURCE, holds=lambda s, b: ~b.ep_overlap, says=lambda s, p: "ep_overlap: leave it out"),
+    Rule(source=SOURCE, holds=lambda s, b: ~b.dropout, says=lambda s, p: "dropout: the model has it, plan without"),
     usual_rank_order("leave it out"),
     Rule(
         source=SOURCE,

@@ -75,7 +75,7 @@ SUPPORTED = (
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
-    *universal.options_of_others(),
+    *universal.options_of_others("dropout"),
     universal.ALL_OR_NONE,
     *(words.rule() for words in SUPPORTED),
     shared.no_interleaving(f"{_PIPE}/schedule.py:189"),
@@ -137,4 +137,4 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-BOOK = Rulebook(rules=RULES, supported=SUPPORTED)
+BOOK = Rulebook(rules=RULES, supported=SUPPORTED, extras=("dropout",))

@@ -276,15 +276,20 @@ FORM: tuple[Line, ...] = (
 # fmt: on
 
 
+_DROPOUTS = ("hidden_dropout", "attention_dropout")
+_DROPOUT = 0.1  # training/arguments.py, of both
+
+
 def _write_dropout(file: PlanFile) -> dict[str, Value]:
-    return {} if file.framework.kernels.dropout else {"attention_dropout": "0.0", "hidden_dropout": "0.0"}
+    return dict.fromkeys(_DROPOUTS[::-1], str(_DROPOUT if file.best.plan.dropout else 0.0))
 
 
 def _read_dropout(reading: Reading) -> Fields:
-    for key in ("hidden_dropout", "attention_dropout"):
-        if reading.arguments.number(key, 0.1) > 0:
-            reading.arguments.remark(key, "dropout keeps masks, which are not priced here", default="0.1")
-    return {}
+    rates = {key: reading.arguments.number(key, _DROPOUT) for key in _DROPOUTS}
+    dropped = [key for key, rate in rates.items() if rate > 0]
+    if len(dropped) == 1:
+        reading.arguments.remark(dropped[0], "priced as if scores and hidden states were dropped", matters=False)
+    return {"dropout": bool(dropped)}
 
 
 DROPOUT: Line = (Special("hidden_dropout", _write_dropout, _read_dropout, others=valued("attention_dropout")),)

@@ -231,7 +231,7 @@ def _graphs_overlap(workload: Workload, batch: PlanBatch) -> Bools:
 # Options that few other frameworks have.
 EXTRAS = (
     *("ep_overlap", "dispatcher", "cuda_graphs", "grad_dtype", "narrow_params", "main_weights", "moment_dtype"),
-    *("fp8_attention", "token_dropping", "router_fusion", "rope_fusion"),
+    *("fp8_attention", "token_dropping", "dropout", "router_fusion", "rope_fusion"),
 )
 
 # Whatever the schedule; other schedules than its own run on its code elsewhere (`primus`).
