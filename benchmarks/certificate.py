@@ -39,14 +39,14 @@ from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.readers.model import load_model, preset_models
 from autoplan.search.findings import KEPT
-from autoplan.search.limits import COUNTS, FORBIDDEN
+from autoplan.search.limits import COUNTS, EXTENTS, FORBIDDEN
 from autoplan.search.objectives import OBJECTIVES, Run, costs_of, figures_at, find_objectives
 from autoplan.search.ranking import ordering, seconds_per_sequence
 from autoplan.search.sampler import Sampling
 from autoplan.search.sizes import search_sizes
 from autoplan.search.space import Cell, Space
 from autoplan.search.study import MARGIN, search
-from autoplan.spec.axes import SEARCHED, Kind
+from autoplan.spec.axes import SEARCHED, Kind, shown
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -172,9 +172,10 @@ def draw(rng: Rng, *, is_large: bool, is_narrowed: bool = True) -> Case | None:
 
 def _forbidden(rng: Rng, problem: Problem, batch: str, share: float) -> list[str]:
     """Random share of the choices that this framework offers beside the plain ones."""
-    plain = {f"{axis.name}={axis.default}" for axis in SEARCHED} | {"recompute=none"}
+    plain = {f"{axis.name}={shown(axis.default)}" for axis in SEARCHED} | {"recompute=none", "sp=off", "sp=on"}
+    choices = {choice for choice in FORBIDDEN if "=" in choice or choice in EXTENTS}
     found: list[str] = []
-    for choice in sorted(set(FORBIDDEN) - plain):
+    for choice in sorted(choices - plain):
         # Zero-bubble pipelines are priced pass by pass, which takes long where there are many micro-batches.
         if rng.random() >= (1.0 - KEPT_SCHEDULES if choice.startswith("schedule=") else share):
             continue

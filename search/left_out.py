@@ -15,6 +15,7 @@ from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
 from autoplan.search.study import search
 from autoplan.search.walk import prices
+from autoplan.spec.axes import shown
 from autoplan.spec.enums import CudaGraphs, Schedule
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
@@ -72,7 +73,7 @@ def switched(problem: Problem, plan: ParallelPlan, barred: Collection[str]) -> I
         changes += [{"cuda_graphs": graphs} for graphs in CudaGraphs if graphs.code > plan.cuda_graphs.code]
     for change in changes:
         ((axis, value),) = change.items()
-        if axis in barred or f"{axis}={value}" in barred:
+        if axis in barred or f"{axis}={shown(value)}" in barred:
             continue
         try:
             yield replace(plan, **change)  # type: ignore[arg-type]

@@ -32,12 +32,16 @@ MOST_FEWER_AT_ENDS = 4  # more than that, no head of a published model is worth 
 COUNTS = tuple(axis.name for axis in AXES if axis.can_be_bounded)
 # How far the layers, the recomputation and the sharding may go beyond the plain choices of their axes.
 EXTENTS = ("partial_recompute", "uneven_stages", "partial_sharding")
+# Counts of which --forbid takes any value; which parts of the replicas share states is an extent.
+FORBIDDEN_COUNTS = tuple(name for name in COUNTS if name not in ("dp_replicate", "dp_shard"))
 # What --forbid takes: an extent, an axis that then keeps its plain value, or a value of an axis that has others.
 FORBIDDEN = (
     *EXTENTS,
-    *(axis.name for axis in SEARCHED if axis.kind is Kind.FLAG or axis.name == "offload"),
-    *(f"{axis.name}={value}" for axis in SEARCHED if axis.kind is not Kind.FLAG for value in axis.searched),
-    *(f"recompute={word}" for word in Recompute),
+    *FORBIDDEN_COUNTS,
+    *(axis.name for axis in SEARCHED),
+    *(f"{axis.name}={shown(value)}" for axis in SEARCHED for value in axis.searched),
+    *("recompute", *(f"recompute={word}" for word in Recompute)),
+    *("sp", "sp=off", "sp=on"),
 )
 # What --allow takes: an axis whose values change the numerics of training, or one of these values.
 ALLOWED = tuple(
@@ -58,15 +62,16 @@ ELSEWHERE = {axis.name: axis.elsewhere for axis in AXES if axis.elsewhere} | {
 class Limits:
     """Choices that a search may vary.
 
-    `fixed` and `most` are (axis, value) pairs over `COUNTS`; `most` bounds from above.  `values` are pairs of an axis
-    of `SEARCHED` and the words or flags that it takes, the plain one first.  `shard_domains` are the sizes of the
-    link domains within which optimizer states may be sharded, beside sharding over all replicas.
+    `fixed`, `most` and `forbidden` are (axis, value) pairs over `COUNTS`; `most` bounds from above.  `values` are pairs
+    of an axis of `SEARCHED` and the words or flags that it takes, the plain one first.  `shard_domains` are the sizes
+    of the link domains within which optimizer states may be sharded, beside sharding over all replicas.
     """
 
     global_batches: tuple[int, ...]
     precision: Precision = Precision.BF16
     fixed: tuple[tuple[str, int], ...] = ()
     most: tuple[tuple[str, int], ...] = ()
+    forbidden: tuple[tuple[str, int], ...] = ()
     values: tuple[tuple[str, tuple[Value, ...]], ...] = tuple((axis.name, axis.searched[:1]) for axis in SEARCHED)
     shard_domains: tuple[int, ...] = ()
     sequence_parallel: bool = True
@@ -87,9 +92,11 @@ class Limits:
         return replace(self, values=tuple((name, changed.get(name, old)) for name, old in self.values))
 
     def admits(self, axis: str, value: int) -> bool:
-        """Return whether a count obeys what is fixed and bounded."""
-        return all(value == fixed for name, fixed in self.fixed if name == axis) and all(
-            value <= most for name, most in self.most if name == axis
+        """Return whether a count obeys what is fixed, bounded and forbidden."""
+        return (
+            (axis, value) not in self.forbidden
+            and all(value == fixed for name, fixed in self.fixed if name == axis)
+            and all(value <= most for name, most in self.most if name == axis)
         )
 
     def fixes(self, *axes: str) -> bool:
@@ -105,6 +112,7 @@ class Limits:
         """The limits in words, for the certificate; of options of parts that the model lacks nothing is said."""
         parts = [f"{axis} = {value}" for axis, value in self.fixed]
         parts += [f"{axis} <= {value}" for axis, value in self.most]
+        parts += [f"{axis} not {value}" for axis, value in self.forbidden]
         parts += ["sharding " + "|".join(map(shown, self.of("sharding")))]
         parts += ["recompute " + "|".join(_in_short(self.recomputes))]
         for axis in SEARCHED:
@@ -298,7 +306,12 @@ def _closest(typed: str, choices: Sequence[str]) -> str:
 def _forbidding(limits: Limits, typed: str) -> Limits:
     """`limits` without a choice."""
     name, sign, value = typed.strip().lower().partition("=")
-    name = name.replace("-", "_") + (f"={value}" if sign else "")
+    name = name.replace("-", "_")
+    if name in FORBIDDEN_COUNTS:
+        return _without_count(limits, typed, name, value if sign else None)
+    if sign and name in AXIS and AXIS[name].kind is Kind.FLAG:
+        value = shown(AXIS[name].parse(value, "--forbid"))
+    name += f"={value}" if sign else ""
     choice = next((word for word in FORBIDDEN if word.replace("_", "-") == name.replace("_", "-")), None)
     if choice is None:
         raise InputError(f"--forbid {typed}: unknown; {_closest(name, FORBIDDEN)}")
@@ -310,12 +323,30 @@ def _forbidding(limits: Limits, typed: str) -> Limits:
         return _recomputing(limits, typed, [text for text in limits.recomputes if text in tuple(Recompute)])
     axis, _, word = choice.partition("=")
     if axis == "recompute":
-        of_kind = (text for text in limits.recomputes if parse_recompute(text)["recompute"] != word)
-        return _recomputing(limits, typed, of_kind)
-    left = [kept for kept in limits.of(axis) if (kept != word if word else kept == AXIS[axis].default)]
+        kinds = set(Recompute) - {word} if word else {Recompute.NONE}
+        of_kinds = (text for text in limits.recomputes if parse_recompute(text)["recompute"] in kinds)
+        return _recomputing(limits, typed, of_kinds)
+    if axis == "sp":
+        return replace(limits, sequence_parallel=word == "off")
+    values = limits.of(axis)
+    plain = AXIS[axis].default if AXIS[axis].default in values else values[0]
+    left = [kept for kept in values if (shown(kept) != word if word else kept == plain)]
     if not left:
         raise InputError(f"--forbid {typed}: nothing else is left of {axis}, leave it out")
     return limits.where(**{axis: left})
+
+
+def _without_count(limits: Limits, typed: str, axis: str, text: str | None) -> Limits:
+    """`limits` without a value of a count, or with 1 of it alone."""
+    value = None if text is None else int(AXIS[axis].parse(text, "--forbid"))
+    fixed = next((fixed for name, fixed in limits.fixed if name == axis), None)
+    most = next((most for name, most in limits.most if name == axis), None)
+    is_empty = fixed not in (None, 1) if value is None else value == fixed or value == most == 1
+    if is_empty:
+        raise InputError(f"--forbid {typed}: nothing else is left of {axis}, leave it out")
+    if value is not None:
+        return replace(limits, forbidden=(*limits.forbidden, (axis, value)))
+    return replace(limits, most=(*((name, most) for name, most in limits.most if name != axis), (axis, 1)))
 
 
 def _recomputing(limits: Limits, typed: str, recomputes: Iterable[str]) -> Limits:

@@ -14,8 +14,8 @@ from autoplan.cli.flags import plan_flags
 from autoplan.readers.model import load_model
 from autoplan.search.axes import axes_of
 from autoplan.search.explain import TYPED
-from autoplan.search.limits import ELSEWHERE, Limits, with_flags
-from autoplan.spec.axes import AXES, AXIS, COLUMNS, LABELS, SEARCHED, Axis, Kind
+from autoplan.search.limits import ELSEWHERE, FORBIDDEN_COUNTS, Limits, with_flags
+from autoplan.spec.axes import AXES, AXIS, COLUMNS, LABELS, SEARCHED, Axis, Kind, shown
 from autoplan.spec.enums import Offload, Precision, RecomputeModule
 from autoplan.spec.plan import ParallelPlan, PlanBatch, check_priced, derived_values
 
@@ -116,6 +116,41 @@ def test_what_is_searched_are_values_of_which_any_but_the_last_can_be_forbidden(
     assert with_flags(limits, fix=[], at_most=[], forbid=all_but_one).of(axis.name) == axis.searched[:1]
     with pytest.raises(InputError, match=f"nothing else is left of {axis.name}"):
         with_flags(limits, fix=[], at_most=[], forbid=[f"{axis.name}={value}" for value in axis.searched])
+
+
+@pytest.mark.parametrize("axis", SEARCHED, ids=is_called)
+def test_forbidding_an_axis_keeps_its_plain_value_and_forbidding_a_value_the_others(axis: Axis) -> None:
+    limits = Limits(global_batches=(64,)).where(**{axis.name: axis.searched})
+    (plain,) = with_flags(limits, fix=[], at_most=[], forbid=[axis.name.replace("_", "-")]).of(axis.name)
+    assert plain == (axis.default if axis.default in axis.searched else axis.searched[0])
+    for value in axis.searched:
+        left = with_flags(limits, fix=[], at_most=[], forbid=[f"{axis.name}={shown(value)}"]).of(axis.name)
+        assert left == tuple(other for other in axis.searched if other != value)
+
+
+COUNTED = [AXIS[name] for name in FORBIDDEN_COUNTS]
+
+
+@pytest.mark.parametrize("axis", COUNTED, ids=is_called)
+def test_forbidding_a_count_leaves_1_and_forbidding_a_value_of_it_the_others(axis: Axis) -> None:
+    limits = Limits(global_batches=(64,), most=((axis.name, 16),))
+    alone = with_flags(limits, fix=[], at_most=[], forbid=[axis.name])
+    assert [value for value in range(1, 17) if alone.admits(axis.name, value)] == [1]
+    others = with_flags(limits, fix=[], at_most=[], forbid=[f"{axis.name}=8", f"{axis.name}=1"])
+    assert [value for value in range(1, 17) if not others.admits(axis.name, value)] == [1, 8]
+    assert f"{axis.name} not 8" in others.describe(load_model("llama3-8b"))
+    with pytest.raises(InputError, match=f"nothing else is left of {axis.name}, leave it out"):
+        with_flags(limits, fix=[f"{axis.name}=8"], at_most=[], forbid=[axis.name])
+    with pytest.raises(InputError, match=f"nothing else is left of {axis.name}, leave it out"):
+        with_flags(limits, fix=[f"{axis.name}=8"], at_most=[], forbid=[f"{axis.name}=8"])
+
+
+def test_sequence_parallelism_and_recomputation_are_forbidden_alike() -> None:
+    limits = Limits(global_batches=(64,), recomputes=("none", "full", "full:2", "mlp"))
+    for forbid, on in (("sp", False), ("sp=on", False), ("sp=off", True)):
+        assert with_flags(limits, fix=[], at_most=[], forbid=[forbid]).sequence_parallel == on
+    assert with_flags(limits, fix=[], at_most=[], forbid=["recompute"]).recomputes == ("none",)
+    assert with_flags(limits, fix=[], at_most=[], forbid=["recompute=full"]).recomputes == ("none", "mlp")
 
 
 def test_words_are_read_with_either_dash_and_wrong_ones_are_answered_by_all() -> None:

@@ -20,7 +20,15 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import BOOKS, book_of
 from autoplan.frameworks.torchtitan import rules as torchtitan
 from autoplan.readers.cluster import load_cluster
-from autoplan.search.limits import Limits, batch_grid, check_words, default_limits, divisors, with_flags
+from autoplan.search.limits import (
+    FORBIDDEN_COUNTS,
+    Limits,
+    batch_grid,
+    check_words,
+    default_limits,
+    divisors,
+    with_flags,
+)
 from autoplan.search.space import Cell, Space, chunk_counts, layouts
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.model import Experts, ModelSpec
@@ -366,6 +374,17 @@ def test_a_fixed_value_replaces_a_default_bound_but_not_that_of_the_user() -> No
     assert with_flags(default_limits(problem(), (16,)), fix=["tp=16"], at_most=(), forbid=()).fixes("tp")
     with pytest.raises(InputError, match="--fix tp=8 is above --max tp=4"):
         with_flags(default_limits(problem(), (16,)), fix=["tp=8"], at_most=["tp=4"], forbid=())
+
+
+@pytest.mark.parametrize("name", FORBIDDEN_COUNTS)
+def test_no_plan_has_a_forbidden_value_of_a_count(name: str) -> None:
+    whole = Limits(global_batches=(16,)).where(schedule=("1f1b", "interleaved"))
+    found = {getattr(plan, name) for plan in enumerated(space_of(MOE, 8, whole))}
+    assert len(found) > 1
+    least = with_flags(whole, fix=(), at_most=(), forbid=[f"{name}={max(found)}"])
+    assert {getattr(plan, name) for plan in enumerated(space_of(MOE, 8, least))} == found - {max(found)}
+    alone = with_flags(whole, fix=(), at_most=(), forbid=[name])
+    assert {getattr(plan, name) for plan in enumerated(space_of(MOE, 8, alone))} == {1}
 
 
 def test_cells_are_ordered_by_stages() -> None:

@@ -70,8 +70,8 @@ ForbidOption = Annotated[
     typer.Option(
         "--forbid",
         metavar="CHOICE",
-        help="Leave out offload, tp_overlap, ep_overlap, uneven_stages, partial_recompute, partial_sharding, or "
-        "a value such as sharding=zero3 or schedule=zb-v (repeatable).",
+        help="Leave out uneven_stages, partial_recompute, partial_sharding, all values of an axis but the plain one "
+        "(offload, cp), or one value such as schedule=zb-v or tp=8 (repeatable).",
     ),
 ]
 FrameworkOption = Annotated[
