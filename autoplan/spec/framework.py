@@ -122,7 +122,8 @@ class Kernels:
     fuses_softmax: bool = False  # what a plan calls unfused attention has a kernel that scales, masks and normalises
     # Its layers and other units are the built-in trainer's, which a profile measures; else kernels of its own.
     eager_layers: bool = False
-    # Its fp32 plans multiply on TF32 units, as NVIDIA's containers do; else only those of eager layers are priced.
+    # Its fp32 plans multiply on TF32 units, else only those of eager layers are priced.  No option of a plan: NVIDIA's
+    # containers turn it on for all that runs in them (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), and no launch file says it.
     tf32_products: bool = False
     # What it runs where a plan says flash; flash stands for the best that the device has.
     flash_kernel: Literal["flash", "flash1", "flash2", "triton", "cudnn"] = "flash"
