@@ -267,6 +267,13 @@ class Space:
                 tried = _with_columns(states, chosen | {axis.name: code})
                 lawful = legal_so_far(self.rules, self.workload, tried, _KNOWN_OF_MONOTONE)
                 chosen[axis.name] = np.where(lawful, code, chosen[axis.name])
+        # Values of which each needs another are admitted together alone.
+        last: dict[str, Any] = {
+            axis.name: np.full_like(chosen[axis.name], axis.code(self.limits.of(axis.name)[-1])) for axis in free
+        }
+        tried = _with_columns(states, last)
+        lawful = legal_so_far(self.rules, self.workload, tried, _KNOWN_OF_MONOTONE)
+        chosen = {name: np.where(lawful, last[name], values) for name, values in chosen.items()}
         return _with_columns(kinds, {name: values[kind_of] for name, values in chosen.items()})
 
     def extremes(self, groups: PlanBatch) -> tuple[PlanBatch, PlanBatch, Ints]:

@@ -125,7 +125,8 @@ WAYS: dict[str, dict[str, tuple[Way, ...]]] = {
         word: ({"grad_dtype": word}, {"grad_dtype": word, "main_weights": "remainders"}) for word in GradType
     },
     "moment_dtype": {
-        word: ({"moment_dtype": word}, {"moment_dtype": word, "main_weights": "remainders"}) for word in MomentType
+        word: tuple({"moment_dtype": word, "main_weights": main} for main in ("fp32", "remainders", "bf16"))
+        for word in MomentType
     },
     "rank_order": {word: (STAGES | {"rank_order": word},) for word in RankOrder},
     "tp_grid": {"none": ({},), "given": ({"tp_grid": (2, 1, 1)},)},
@@ -264,5 +265,6 @@ RARE = [(axis, value) for axis in SEARCHED if axis.known_of for value in axis.se
 @pytest.mark.parametrize(("axis", "value"), RARE, ids=[f"{axis.name}={shown(value)}" for axis, value in RARE])
 def test_what_few_frameworks_offer_is_legal_in_some_plan_of_theirs(axis: Axis, value: Value) -> None:
     for rules in dict.fromkeys(rules for to in TARGETS for rules in books_of(to)):
-        offers = any(axis.name in book_of(load_framework(name)).extras for name in frameworks_of(rules))
+        books = (book_of(load_framework(name)) for name in frameworks_of(rules))
+        offers = any(axis.name in book.extras and book.offers(axis, value) for book in books)
         assert legal_plans(axis.name, shown(value), rules) or not offers, rules

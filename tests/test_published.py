@@ -69,6 +69,7 @@ def plan(
         sharding="none",
         recompute=recompute,  # type: ignore[arg-type]
         precision="fp16",
+        dropout=True,
     )
 
 

@@ -162,7 +162,20 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
         (
             (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
             (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
-            *(case for case in CORE_OPTIONS if not case[1].dropout),  # of Megatron-LM's models
+            *(
+                case
+                for case in CORE_OPTIONS
+                if not (case[1].dropout or case[1].main_weights != "fp32" or case[1].moment_dtype != "fp32")
+            ),
+            (DENSE, plan_of(dp_shard=8, main_weights="fp16"), 4096, "main_weights 'fp16' does not exist"),
+            (DENSE, plan_of(dp_shard=8, moment_dtype="fp8"), 4096, "moment_dtype 'fp8' does not exist"),
+            (DENSE, plan_of(dp_shard=8, moment_dtype="bf16"), 4096, "main_weights fp32 with moment_dtype bf16"),
+            (
+                DENSE,
+                plan_of(dp_shard=8, main_weights="bf16", moment_dtype="bf16"),
+                4096,
+                "main_weights bf16 need precision bf16, ZeRO and an optimizer on the device",
+            ),
             (DENSE, plan_of(recompute="full", recompute_num_layers=2), 4096, "recompute of 2 layers of a chunk"),
             (DENSE, plan_of(pp=2, schedule="gpipe"), 4096, "schedule 'gpipe' does not exist: use '1f1b'"),
             (DENSE, plan_of(cp=2), 4096, "cp_kind 'ring' does not exist"),

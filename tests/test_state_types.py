@@ -286,3 +286,18 @@ def test_a_plan_file_of_before_says_its_gradients(tmp_path: Path) -> None:
     assert old.plan.grad_dtype == "bf16"
     assert old.file.framework.choices == {"grad_dtype": "bf16"}
     assert old.file.framework.memory.bytes_per_grad == 4.0
+
+
+def test_deepspeed_has_16_bit_weights_and_moments_together() -> None:
+    problem = problem_of("deepspeed-zero")
+    wide, narrow = cost_of(problem), cost_of(problem, main_weights="bf16", moment_dtype="bf16")
+    assert narrow["optimizer"] == pytest.approx(wide["optimizer"] * 6 / 12)  # 2 bytes for each of the three
+    assert narrow["optimizer_s"] < wide["optimizer_s"]
+    types = [
+        {(ranked.plan.main_weights, ranked.plan.moment_dtype) for ranked in search(problem, space).ranked}
+        for space in (make_space(problem, 64), make_space(problem, 64, allow=["main_weights", "moment_dtype"]))
+    ]
+    assert types == [{("fp32", "fp32")}, {("bf16", "bf16")}]
+    with pytest.raises(InputError, match="has no moment_dtype fp8"):
+        make_space(problem, 64, fix=["moment_dtype=fp8"])
+    assert "moment_dtype" not in book_of(load_framework("deepspeed-2021")).extras

@@ -204,6 +204,7 @@ class Axis:
 
 
 _MEGATRON = "Megatron-LM and Primus"
+_WITH_DEEPSPEED = "Megatron-LM, Primus and DeepSpeed"
 _degree = partial(Axis, kind=Kind.COUNT, default=1, most=MAX_DEGREE, metavar="N")
 _flag = partial(Axis, kind=Kind.FLAG, default=False)
 _word = partial(Axis, kind=Kind.WORD)
@@ -276,7 +277,7 @@ AXES: tuple[Axis, ...] = (
           needs=Needs.EXPERTS, label="dropping of tokens", phrase="dropped tokens", known_of=_MEGATRON,
           searched=(False, True), exact=(), flag_default=None),
     _flag(name="dropout", help="Drop hidden states and attention scores at random.", phrase="dropout",
-          known_of="Megatron-LM, Primus and DeepSpeed", searched=(False, True), exact=(), flag_default=None),
+          known_of=_WITH_DEEPSPEED, searched=(False, True), exact=(), flag_default=None),
     _flag(name="router_fusion", help="Choose the experts of tokens in a few fused kernels.", needs=Needs.EXPERTS,
           label="fused router", phrase="fused router", known_of=_MEGATRON, searched=(False, True), is_monotone=True,
           flag_default=None),
@@ -284,12 +285,12 @@ AXES: tuple[Axis, ...] = (
           needs=Needs.LATENTS, label="fused RoPE", phrase="fused RoPE", known_of=_MEGATRON,
           searched=(False, True), is_monotone=True, flag_default=None),
     _word(name="main_weights",
-          help="Weights that the optimizer updates: fp32, remainders (what 16-bit weights lack of fp32) or fp16.",
-          default=MainWeights.FP32, label="main weights", known_of=_MEGATRON, searched=tuple(MainWeights),
+          help="Weights that the optimizer updates: fp32, remainders (what 16-bit weights lack of fp32), fp16 or bf16.",
+          default=MainWeights.FP32, label="main weights", known_of=_WITH_DEEPSPEED, searched=tuple(MainWeights),
           exact=(MainWeights.FP32, MainWeights.REMAINDERS), is_monotone=True, flag_default=None),
     _word(name="moment_dtype", help="Adam's moments: fp32, bf16 or fp8.", default=MomentType.FP32,
-          label="data type of the moments", known_of=_MEGATRON, searched=tuple(MomentType), exact=(), is_monotone=True,
-          flag_default=None),
+          label="data type of the moments", known_of=_WITH_DEEPSPEED, searched=tuple(MomentType), exact=(),
+          is_monotone=True, flag_default=None),
     _word(name="rank_order", help="tp-cp-ep-dp-pp or tp-cp-ep-pp-dp, nearest ranks first.",
           default=RankOrder.DP_BEFORE_PP, needs=Needs.STAGES_AND_REPLICAS, label="order of the ranks",
           searched=tuple(RankOrder), metavar="ORDER"),

@@ -126,11 +126,12 @@ class GradType(CodedEnum):
 
 
 class MainWeights(CodedEnum):
-    """Data type of the weights that the optimizer updates: fp32 whole, what 16-bit weights lack of it, or fp16."""
+    """Data type of the weights that the optimizer updates: fp32, what 16-bit weights lack of it, or 16 bits alone."""
 
     FP32 = "fp32"
     REMAINDERS = "remainders"
     FP16 = "fp16"
+    BF16 = "bf16"
 
 
 class MomentType(CodedEnum):

@@ -63,7 +63,11 @@ _OPTION_WORDS: dict[str, dict[str, str]] = {
         CudaGraphs.FULL_ITERATION: "one CUDA graph",
     },
     "grad_dtype": {GradType.BF16: "bf16 gradients", GradType.BF16_MAIN: "bf16 main gradients"},
-    "main_weights": {MainWeights.REMAINDERS: "main weights as remainders", MainWeights.FP16: "fp16 main weights"},
+    "main_weights": {
+        MainWeights.REMAINDERS: "main weights as remainders",
+        MainWeights.FP16: "fp16 main weights",
+        MainWeights.BF16: "bf16 main weights",
+    },
     "moment_dtype": {MomentType.BF16: "bf16 moments", MomentType.FP8: "fp8 moments"},
 }
 NARROW_PRECISIONS = (Precision.FP8, Precision.MXFP8, Precision.NVFP4)

@@ -4,6 +4,7 @@ What a framework keeps where nothing is chosen are traits of it; what a choice s
 (d98e8a6): core/optimizer/optimizer_config.py, use_precision_aware_optimizer, store_param_remainders and the data types
 beside them, core/distributed/param_and_grad_buffer.py, whose buffer is what is reduced, and
 core/optimizer/distrib_optimizer.py, _copy_model_grads_to_main_grads, which makes an fp32 copy of the own shard.
+DeepSpeed's bf16 states are its runtime/zero/stage_1_and_2.py and stage3.py with bf16_master_weights_and_grads.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ HALF_BYTES, WIDE_BYTES = 2.0, 4.0  # of an element in 16 bits, and in fp32
 _SAVED_WEIGHTS, _UNMOVED_WEIGHTS = (
     np.array([saved[word] for word in MainWeights])
     for saved in (
-        {MainWeights.FP32: 0.0, MainWeights.REMAINDERS: 2.0, MainWeights.FP16: 2.0},
-        {MainWeights.FP32: 0.0, MainWeights.REMAINDERS: 2.0, MainWeights.FP16: 4.0},
+        {MainWeights.FP32: 0.0, MainWeights.REMAINDERS: 2.0, MainWeights.FP16: 2.0, MainWeights.BF16: 2.0},
+        {MainWeights.FP32: 0.0, MainWeights.REMAINDERS: 2.0, MainWeights.FP16: 4.0, MainWeights.BF16: 4.0},
     )
 )
 _MOMENT_BYTES = {MomentType.FP32: 4.0, MomentType.BF16: 2.0, MomentType.FP8: 1.0}

@@ -17,7 +17,7 @@ from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import usual_rank_order
 from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_by_peft
 from autoplan.frameworks.common.universal_rules import SOURCE
-from autoplan.frameworks.deepspeed.options import ACCUMULATION, CP, EP, MICRO_BATCH, TOTAL, TP, TP_OVERLAP, ZERO
+from autoplan.frameworks.deepspeed.options import ACCUMULATION, CP, EP, MICRO_BATCH, STATES, TOTAL, TP, TP_OVERLAP, ZERO
 from autoplan.frameworks.deepspeed.rules import RULES
 from autoplan.spec.enums import Sharding
 from autoplan.spec.optimizers import TRAITS
@@ -35,7 +35,7 @@ def deepspeed_config(plan_file: PlanFile, version: str) -> dict[str, Any]:
     check_limits(limits, model, plan_file.training, plan, "DeepSpeed's configuration cannot express")
     config: dict[str, Any] = {
         **written((TOTAL, MICRO_BATCH, ACCUMULATION), plan_file),
-        plan.precision: {"enabled": True},
+        plan.precision: {"enabled": True} | _written_states(plan_file),
         "gradient_clipping": 1.0,
         "zero_optimization": written(ZERO, plan_file),
         "tensor_parallel": written((TP, TP_OVERLAP), plan_file) if plan.tp > 1 else None,
@@ -44,6 +44,11 @@ def deepspeed_config(plan_file: PlanFile, version: str) -> dict[str, Any]:
         "activation_checkpointing": {"number_checkpoints": model.num_layers} if plan.recompute == "full" else None,
     }
     return {key: value for key, value in config.items() if value is not None}
+
+
+def _written_states(plan_file: PlanFile) -> dict[str, Any]:
+    """Return the data types of weights and moments that are not the usual ones."""
+    return {key: value for key, value in written(STATES, plan_file).items() if value}
 
 
 def job(plan_file: PlanFile, version: str) -> Job:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.frameworks.common.option_table import Assumed, Constant, Option, count, switch, word
-from autoplan.spec.enums import Offload, Sharding
+from autoplan.frameworks.common.option_table import Assumed, Constant, Option, Row, count, switch, word
+from autoplan.spec.enums import MainWeights, MomentType, Offload, Sharding
 from autoplan.spec.plan_file import PlanFile
 
 BUCKET_ELEMENTS = 500_000_000  # as bucket_gib of the presets says; also what DeepSpeed takes by itself
@@ -41,6 +41,13 @@ TP_OVERLAP = switch("tp_overlap_comm", "tp_overlap")
 # Section `expert_parallel`.
 EP = count("autoep_size", "ep", 1)
 ETP = count("expert_tensor_parallel_size", "etp", 1)
+# Section `bf16`.
+STATES: tuple[Row, ...] = (
+    switch(
+        "bf16_master_weights_and_grads", "main_weights", MainWeights.FP32, on=MainWeights.BF16, off=MainWeights.FP32
+    ),
+    switch("bf16_optimizer_states", "moment_dtype", MomentType.FP32, on=MomentType.BF16, off=MomentType.FP32),
+)
 # Section `zero_optimization`.
 SHARDING = word(
     "stage", "sharding", Sharding.NONE, {0: Sharding.NONE, 1: Sharding.ZERO1, 2: Sharding.ZERO2, 3: Sharding.ZERO3}

@@ -11,7 +11,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
-from autoplan.frameworks.common.option_table import Fields, remark_assumed
+from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_json
 from autoplan.frameworks.deepspeed.options import (
     ACCUMULATION,
@@ -21,6 +21,7 @@ from autoplan.frameworks.deepspeed.options import (
     MICRO_BATCH,
     OVERLAP,
     SHARDING,
+    STATES,
     TOTAL,
     TP,
     TP_OVERLAP,
@@ -92,7 +93,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     precision, zero = _precision(options), options.inside("zero_optimization")
     batch = _batch(options, context.num_devices)
     plan = ParallelPlan.derived(
-        **batch | _states(zero, batch["dp_shard"]),
+        **batch | _states(zero, batch["dp_shard"]) | _types(options),
         precision=precision,
         recompute=Recompute.FULL if _recomputes(options, trainer) else Recompute.NONE,
     )
@@ -166,6 +167,17 @@ def _precision(options: Options) -> Precision:
     if enabled:
         raise InputError("bf16 and fp16 are both enabled: enable one of them")
     raise InputError("neither bf16 nor fp16 is enabled: training in 32 bits is not priced")
+
+
+def _types(options: Options) -> Fields:
+    """Return the data types of main weights and moments."""
+    section = options.inside("bf16")
+    types = read_fields(STATES, section)
+    masters, moments = (row.key for row in STATES)
+    if section.flag(masters) != section.flag(moments):
+        section.remark(masters, f"priced beside {moments} alone: taken for fp32")
+        return {row.field: row.default for row in STATES}
+    return types
 
 
 def _batch(options: Options, num_devices: int | None) -> Fields:

@@ -11,7 +11,7 @@ from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.frameworks.common.widths import kv_groups
-from autoplan.spec.enums import ContextParallelKind, Offload, Sharding
+from autoplan.spec.enums import ContextParallelKind, MainWeights, MomentType, Offload, Precision, Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.workload import Workload
 
@@ -64,7 +64,23 @@ def _shard_group(workload: Workload, batch: PlanBatch) -> Bools:
     return (batch.dp_replicate == 1) | (batch.sharding == NONE) | (batch.sharding == ZERO3)
 
 
+# -- data types of the states -----------------------------------------------------------------------------------------
+
+
+def _states_go_together(workload: Workload, batch: PlanBatch) -> Bools:
+    """Moments of fp32 beside weights of bf16 are an optimizer's on the host, which is not priced."""
+    return (batch.main_weights == MainWeights.BF16.code) == (batch.moment_dtype == MomentType.BF16.code)
+
+
+def _narrow_states(workload: Workload, batch: PlanBatch) -> Bools:
+    is_narrow = batch.main_weights == MainWeights.BF16.code
+    is_bf16 = batch.precision == Precision.BF16.code
+    return ~is_narrow | (is_bf16 & (batch.sharding != NONE) & (batch.offload == Offload.NONE.code))
+
+
 SUPPORTED = (
+    SupportedWords(axis="main_weights", words=("fp32", "bf16"), source="runtime/precision_config.py"),
+    SupportedWords(axis="moment_dtype", words=("fp32", "bf16"), source="runtime/precision_config.py"),
     SupportedWords(axis="schedule", words=("1f1b",), source=f"{_PIPE}/schedule.py:189"),
     SupportedWords(axis="cp_kind", words=(ContextParallelKind.ALL_TO_ALL,), source=f"{_ULYSSES}:145"),
     SupportedWords(
@@ -73,9 +89,11 @@ SUPPORTED = (
     SupportedWords(axis="precision", words=("bf16", "fp16"), source=f"{_ENGINE}:2011"),
 )
 
+EXTRAS = ("dropout", "main_weights", "moment_dtype")
+
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
-    *universal.options_of_others("dropout"),
+    *universal.options_of_others(*EXTRAS),
     universal.ALL_OR_NONE,
     *(words.rule() for words in SUPPORTED),
     shared.no_interleaving(f"{_PIPE}/schedule.py:189"),
@@ -135,6 +153,21 @@ RULES: tuple[Rule, ...] = (
         holds=lambda s, b: (b.offload == Offload.NONE.code) | (b.sharding != NONE),
         says=lambda s, p: "offload 'optimizer' needs ZeRO, sharding is none: use zero1, zero2 or zero3",
     ),
+    Rule(
+        source="runtime/config.py _do_error_check",
+        holds=_states_go_together,
+        says=lambda s, p: (
+            f"main_weights {p.main_weights} with moment_dtype {p.moment_dtype}: use bf16 of both, or fp32"
+        ),
+    ),
+    Rule(
+        source="runtime/config.py _do_error_check",
+        holds=_narrow_states,
+        says=lambda s, p: (
+            f"main_weights bf16 need precision bf16, ZeRO and an optimizer on the device, they are {p.precision}, "
+            f"{p.sharding} and offload {p.offload}: use fp32"
+        ),
+    ),
 )
 
-BOOK = Rulebook(rules=RULES, supported=SUPPORTED, extras=("dropout",))
+BOOK = Rulebook(rules=RULES, supported=SUPPORTED, extras=EXTRAS)

@@ -185,7 +185,11 @@ def _experts_per_stage(workload: Workload, plan: ParallelPlan) -> str:
     return f"tp {plan.tp} x pp {plan.pp}"
 
 
+MAIN_WEIGHTS = SupportedWords(
+    axis="main_weights", words=("fp32", "remainders", "fp16"), source=f"{_ARGUMENTS} --main-params-dtype"
+)
 SUPPORTED = (
+    MAIN_WEIGHTS,
     SupportedWords(axis="schedule", words=("1f1b", "interleaved"), source="core/pipeline_parallel/schedules.py:53"),
 )
 
