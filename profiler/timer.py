@@ -49,7 +49,7 @@ class Team(Protocol):
         """Return the values of all ranks, by rank, on every rank."""
 
     def decide(self, value: float) -> float:
-        """Return rank 0's value on every rank."""
+        """Return one rank's value on every rank: of one that works."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +242,7 @@ def _calls_of_sample(
     """Return how many calls, `num_calls` at least, make a sample long enough to be timed, and the seconds it takes."""
     while True:
         own_s = _sample_s(run, num_calls, clock) if device.type == "cpu" else _elapsed_s(run, num_calls, device)
-        elapsed = max(team.decide(own_s), 1e-7)  # rank 0 decides: collectives need the same calls everywhere
+        elapsed = max(team.decide(own_s), 1e-7)  # one decides: collectives need the same calls everywhere
         if elapsed >= rules.sample_s or num_calls >= MOST_CALLS:
             return num_calls, elapsed
         num_calls = min(max(2 * num_calls, math.ceil(1.1 * num_calls * rules.sample_s / elapsed)), MOST_CALLS)

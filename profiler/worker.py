@@ -57,6 +57,7 @@ class Ranks:
     grids: trainer_units.Grids
     control: dist.ProcessGroup  # gloo, on the host
     until: float = math.inf  # when the present task must be through, by the monotonic clock
+    decider: int = 0  # rank whose times decide for all in the present task: one that does not stand by
 
     def gather(self, value: object) -> list[Any]:
         """Return the values of all ranks, by rank, on every rank."""
@@ -66,13 +67,13 @@ class Ranks:
         return brought
 
     def decide(self, value: float) -> float:
-        """Return rank 0's value on every rank."""
-        return float(self.share(value))
+        """Return the deciding rank's value on every rank."""
+        return float(self.share(value, self.decider))
 
-    def share(self, value: object) -> Any:
-        """Return rank 0's object on every rank."""
+    def share(self, value: object, source: int = 0) -> Any:
+        """Return the object of one rank on every rank."""
         box = [value]
-        dist.broadcast_object_list(box, 0, group=self.control)
+        dist.broadcast_object_list(box, source, group=self.control)
         return box[0]
 
     def meet(self) -> None:
@@ -232,6 +233,7 @@ Prepare = Callable[[Task, Ranks], Run | StagedRun | None]
 def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
     """Measure one task together with the other ranks; what fails before they depend on each other is an outcome."""
     began, run, trouble, backend = time.monotonic(), None, "", ""
+    ranks.decider = next((rank for rank, partner in enumerate(task.partners) if rank != partner), 0)
     try:
         run = prepare(task, ranks)
         if task.operation in attention.OPERATIONS and callable(run):

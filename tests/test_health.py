@@ -233,6 +233,14 @@ def test_slow_messages_of_a_real_rank_are_found(tmp_path: Path, monkeypatch: pyt
     assert all(1 in slow.devices and slow.rate_share < 0.5 for slow in checked.slow)
 
 
+def test_an_odd_number_of_ranks_is_checked(tmp_path: Path) -> None:
+    """In each round one of them meets nobody, in one of them rank 0, whose times decide for all elsewhere."""
+    checked = check_health(HealthOptions(db=str(tmp_path / "timings.db"), ranks=3, allowance="0.1s"))
+    assert checked is not None
+    assert (checked.rounds, checked.rounds_left) == (3, 0)
+    assert {rate.what: rate.number for rate in checked.rates}["messages in nodes"] == 3
+
+
 def test_the_command_says_what_it_found_and_writes_the_cluster(tmp_path: Path) -> None:
     (tmp_path / "here.toml").write_text('name = "here"\ndevice = "cpu"\nnum_nodes = 1\ndevices_per_node = 2\n')
     arguments = ("--health", "--ranks", "2", "--cluster", "here.toml", "--out", "checked.toml", "--allowance", "0.1s")
