@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
 from autoplan.cost.blocks import BlockCost, block_costs
-from autoplan.cost.estimate import NORMAL_90, estimate, stage_costs
+from autoplan.cost.estimate import NORMAL_90, STRAGGLER_SPREAD, estimate, stage_costs
 from autoplan.cost.kernels.attention import DROPOUT_ATTENTION_TIME
 from autoplan.cost.kernels.products import gemm_rate, gemm_s
 from autoplan.cost.memory.stage_memory import MEMORY_TERMS
@@ -1142,7 +1142,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank(num_devices: int, beyond: floa
     plan = ParallelPlan(global_batch=num_devices, dp_shard=num_devices)
     terms = terms_of(problem_of(), plan)
     waiting = terms.pop("stragglers")
-    assert waiting == pytest.approx(0.01 * beyond * sum(terms.values()), rel=0.01)
+    assert waiting == pytest.approx(STRAGGLER_SPREAD * beyond * sum(terms.values()), rel=0.01)
 
 
 @pytest.mark.parametrize(("model", "ep"), [("dense", 1), ("moe", 8)])

@@ -151,6 +151,16 @@ def test_parts_of_a_mixed_cluster_are_known_as_the_least_known_of_them() -> None
     assert both.news[0, NOVELTIES.index("framework")] == 1.0
 
 
+def test_mixtures_of_experts_have_a_part_of_their_own_whether_they_are_new_or_not() -> None:
+    seen = Calibration(blocks=("dense", "experts"))
+    for model, expected in (("llama3-8b", 0.0), ("mixtral-8x7b", 1.0)):
+        problem = problem_of(model, calibration=seen)
+        cost = price(problem, SPREAD)
+        _, parts = Familiarity.of(problem, cost.batch).own_parts(cost.terms_s, cost.step_s)
+        found = parts[0, [GENERAL_PARTS.index("mixture"), GENERAL_PARTS.index("model")]]
+        assert found.tolist() == [expected, 0.0]
+
+
 def test_experts_are_a_kind_of_their_own() -> None:
     dense, experts = (
         spread_kinds(problem, PlanBatch.of([SPREAD], problem.model.num_layers))[0]

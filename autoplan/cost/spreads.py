@@ -2,10 +2,10 @@
 
 The logarithm of measured over predicted step has a variance of a few stated parts (`presets/spreads.toml`, fitted by
 `benchmarks/accuracy.py --ship` to runs whose whole source is left out): one of any step, one for each component that
-is harder to predict than kernels, by the share of the step that it takes, one for steps of less than a second, and
-one for each property of the plan that no run of its calibration had.  Plans like runs of one's own have the spread of
-these runs instead.  Published runs have none: the parts hold as many runs of a source left out as the spread of other
-publishers' runs did, at a lesser width (`benchmarks/results`, accuracy).
+is harder to predict than kernels, by the share of the step that it takes, one for steps of less than a second, one for
+mixtures of experts, and one for each property of the plan that no run of its calibration had.  Plans like runs of
+one's own have the spread of these runs instead.  Published runs have none: the parts hold as many runs of a source left
+out as the spread of other publishers' runs did, at a lesser width (`benchmarks/results`, accuracy).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNEXPOSED = (*COMPONENTS["kernels"], "pipeline_bubble", "stragglers")
 
 HARD = tuple(name for name in COMPONENTS if name != "kernels")
 NOVELTIES = ("framework", "generation", "model", "precision", "size")
-GENERAL_PARTS = ("any_step", *HARD, "short", *NOVELTIES)
+GENERAL_PARTS = ("any_step", *HARD, "short", "mixture", *NOVELTIES)
 SHORT_S = 1.0  # below it a step counts as short
 
 
@@ -49,9 +49,10 @@ class GeneralSpreads:
     states: float
     pipeline: float
     short: float  # what takes the same time in every step, whatever its work: loader, host, clocks
+    mixture: float  # of experts: every model's are sized, routed and launched in a way of their own
     framework: float  # priced as another one that works like it
     generation: float  # of devices, under this framework; under any, for a framework that is new itself
-    model: float  # experts or latent attention
+    model: float  # one of `model_blocks`
     precision: float
     size: float
     evidence: dict[str, str]  # what each rests on
@@ -86,7 +87,14 @@ def exposed_shares(terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
 
 def model_blocks(model: ModelSpec) -> frozenset[str]:
     """Parts of a model beside dense layers with full attention that are priced by formulas of their own."""
-    return frozenset(name for name, part in (("experts", model.moe), ("latent", model.mla)) if part)
+    parts = {
+        "experts": model.moe,
+        "latent": model.mla,
+        "recurrent": model.mamba or model.linear_attention,
+        "sinks": model.attention_sinks,
+        "windows": model.window,
+    }
+    return frozenset(name for name, part in parts.items() if part)
 
 
 def width_of(precision: str) -> str:
@@ -117,6 +125,7 @@ class Familiarity(Rows):
 
     own: Floats  # variance of the runs of their kind
     weight: Floats  # of that, beside the general one: 1, or 0 where something is new or no run tells it
+    mixture: Floats  # 1 where the model has experts
     news: Floats  # how much of each of `NOVELTIES` is new: shape (plans, novelties)
     machine: Floats  # variance of timings and devices that stand for unlike ones
     exposed_share: Floats  # up to which a plan is like the runs
@@ -141,6 +150,7 @@ class Familiarity(Rows):
         return cls(
             own=np.nan_to_num(own) ** 2,
             weight=np.where(np.isnan(own) | news.any(axis=1), 0.0, 1.0),
+            mixture=np.full(size, float(problem.model.moe is not None)),
             news=news,
             machine=np.full(size, problem.machine_spread**2),
             exposed_share=np.full(size, calibration.exposed_share),
@@ -151,11 +161,18 @@ class Familiarity(Rows):
         """Return that of so many plans of which all is known, for `lessen`."""
         none = np.zeros(size)
         news = np.zeros((size, len(NOVELTIES)))
-        return cls(own=none.copy(), weight=none + 1.0, news=news, machine=none.copy(), exposed_share=none + 1.0)
+        return cls(
+            own=none.copy(),
+            weight=none + 1.0,
+            mixture=none.copy(),
+            news=news,
+            machine=none.copy(),
+            exposed_share=none + 1.0,
+        )
 
     def lessen(self, rows: Ints, other: Familiarity) -> None:
         """Make the plans at `rows` no better known than those of `other` are, which stand for parts of them."""
-        for name in ("own", "news", "machine"):
+        for name in ("own", "mixture", "news", "machine"):
             np.maximum.at(getattr(self, name), rows, getattr(other, name))
         for name in ("weight", "exposed_share"):
             np.minimum.at(getattr(self, name), rows, getattr(other, name))
@@ -168,7 +185,7 @@ class Familiarity(Rows):
         weight = np.where(exposed_shares(terms_s, step_s) <= self.exposed_share, self.weight, 0.0)
         shares = component_shares(terms_s)[:, [list(COMPONENTS).index(name) for name in HARD]]
         short = np.sqrt(np.maximum(np.log2(SHORT_S / step_s), 0.0))
-        general = np.column_stack([np.ones(len(weight)), shares, short, self.news]) ** 2
+        general = np.column_stack([np.ones(len(weight)), shares, short, self.mixture, self.news]) ** 2
         return weight, general * (1.0 - weight)[:, None]
 
     def spreads(self, terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
@@ -181,7 +198,8 @@ class Familiarity(Rows):
     def least(self) -> Floats:
         """The least spread that every plan may have, whatever its times are."""
         squares = general_spreads().squares
-        general = squares[0] + self.news**2 @ squares[-len(NOVELTIES) :]
+        always = np.column_stack([np.ones(len(self.own)), self.mixture, self.news])
+        general = always**2 @ squares[[GENERAL_PARTS.index(name) for name in ("any_step", "mixture", *NOVELTIES)]]
         known = self.weight * self.own + (1.0 - self.weight) * general
         return np.sqrt(np.where(self.exposed_share < 1, np.minimum(known, general), known) + self.machine)
 
@@ -192,14 +210,15 @@ _HARD_SHARE = 0.25
 
 def spread_range(problem: Problem) -> tuple[float, float]:
     """(least spread of any plan, the most that a plan which may be the fastest is expected to have)."""
-    calibration, squares = problem.calibration, general_spreads().squares
-    hardest = squares[0] + _HARD_SHARE**2 * squares[1 : 1 + len(HARD)].max()
+    calibration, general, squares = problem.calibration, general_spreads(), general_spreads().squares
+    usual = general.any_step**2 + (general.mixture**2 if problem.model.moe else 0.0)
+    hardest = usual + _HARD_SHARE**2 * squares[1 : 1 + len(HARD)].max()
     apart = calibration.experts_time_spread is not None and problem.model.moe is not None
     own = calibration.time_spreads[[(name == "experts_time_spread") == apart for name in TIME_SPREADS]] ** 2
     own = own[~np.isnan(own)]
     is_limited = bool(calibration.blocks or calibration.precisions or calibration.most_devices)
-    least, most = (float(own.min()), float(own.max())) if len(own) else (squares[0], hardest)
+    least, most = (float(own.min()), float(own.max())) if len(own) else (usual, hardest)
     if calibration.exposed_share < 1 or is_limited:
-        least, most = min(least, squares[0]), max(most, squares[0])
+        least, most = min(least, usual), max(most, usual)
     machine = problem.machine_spread**2
     return float(np.sqrt(least + machine)), float(np.sqrt(most + machine))
