@@ -329,7 +329,7 @@ def _forbidding(limits: Limits, typed: str) -> Limits:
     if axis == "sp":
         return replace(limits, sequence_parallel=word == "off")
     values = limits.of(axis)
-    plain = AXIS[axis].default if AXIS[axis].default in values else values[0]
+    plain = AXIS[axis].default if AXIS[axis].default in values or len(values) == 1 else values[0]
     left = [kept for kept in values if (shown(kept) != word if word else kept == plain)]
     if not left:
         raise InputError(f"--forbid {typed}: nothing else is left of {axis}, leave it out")
