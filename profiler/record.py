@@ -32,6 +32,7 @@ MOST_SAMPLES = 10_000
 MOST_DTYPE = 40  # characters; the store keeps types in an index
 SETTINGS = ("power_cap_w", "clock_mhz")  # of a fingerprint: what may be set of a device
 SAME_SETTING = 0.05  # these differ by as much between cards that are sold as the same
+LONGEST_S = 1e6  # above which a sample is no time
 NOT_CONTENT = ("measured_by", "host", "measured_at")
 
 
@@ -112,7 +113,7 @@ class Record:
             raise InputError(f"{self.operation} {self.shape} has no samples, and is not marked as failed")
         if len(self.samples_s) > MOST_SAMPLES:
             raise InputError(f"{self.operation} {self.shape} has {len(self.samples_s)} samples, at most {MOST_SAMPLES}")
-        if not all(math.isfinite(sample) and 0 < sample < 1e6 for sample in self.samples_s):
+        if not all(math.isfinite(sample) and 0 < sample < LONGEST_S for sample in self.samples_s):
             raise InputError(f"{self.operation} {self.shape} has a sample that is no time in seconds")
         texts = (self.dtype, self.kernel, self.reason, self.source, self.measured_by, self.host, self.measured_at)
         for text in (*texts, *self.conditions, *self.conditions.values()):

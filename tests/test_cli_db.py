@@ -107,6 +107,10 @@ def test_a_list_is_narrowed_by_host_status_and_day(folder: Path) -> None:
         (("--status", "unstable"), [later.key]),
         (("--since", "2026-11-22"), [later.key]),
         (("--since", "2026-11-21"), [GEMM.key, later.key]),
+        (("--since", "2026-11-24T09:00Z"), [later.key]),
+        (("--since", "2026-11-24T09:00:01Z"), []),
+        (("--until", "2026-11-24T09:00Z"), [GEMM.key]),
+        (("--until", "20261124"), [GEMM.key]),
         (("--host", "node7", "--status", "unstable"), []),
     ):
         listed = json.loads(good(folder, "list", "--db", "a.db", "--json", *flags))
@@ -137,6 +141,9 @@ def test_a_choice_is_hidden_and_approved_at_once(folder: Path) -> None:
         (False, "fan was replaced before"),
         (True, "fan stood still"),
     ]
+    twice = run(folder, "hide", hot[0].key, hot[0].key[:12].upper(), *on, "--reason", "said twice")
+    assert twice.stderr == "1 hidden, 0 were already\n"
+    assert "the reason is blank" in bad(folder, "hide", hot[1].key, *on, "--reason", " ")
     one = "name records by their keys, or choose them by --host"
     assert one in bad(folder, "hide", *on, "--reason", "all of it")
     assert one in bad(folder, "hide", GEMM.key, *on, "--host", "n04", "--reason", "both")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -111,6 +112,39 @@ def test_an_empty_database_has_a_page_too(url: str) -> None:
     found = team.overview(url)
     assert (found.machines, found.hosts, found.days, found.slow) == ((), (), (), ())
     assert "0 records" in team.page_of(found)
+
+
+DAMAGES = {
+    "conditions": ("conditions = '{\"checked\" nic'", "status = 'contaminated'"),
+    "a list": ("""conditions = '["checked"]'""", "status = 'contaminated'"),
+    "no day": ("measured_at = 'yesterday'", "operation = 'gemm'"),
+    "blobs": ("host = x'00ff', measured_at = x'00ff', reason = x'00ff', measured_by = x'00ff'", "id % 2 = 0"),
+    "no numbers": ("seconds = 'abc'", "host = 'n2'"),
+    "zeros": ("seconds = 0", "host = 'n2'"),
+    "control characters": ("host = 'n' || char(27) || '[31m2' || char(10)", "host = 'n2'"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_cannot_be_read_of_a_damaged_file_is_left_out(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "a.db"
+    fill(str(path))
+    change, rows = DAMAGES[damage]
+    with sqlite3.connect(path) as connection:
+        assert connection.execute(f"UPDATE records SET {change} WHERE {rows}").rowcount > 0
+    found = team.overview(str(path))
+    (machine,) = found.machines
+    assert sum(operation.records for operation in machine.operations) == 29
+    assert "\x1b" not in team.page_of(found)
+    if damage == "no day":
+        assert machine.last_day == "2026-11-23"  # of a check
+        assert (found.days, len(found.hosts)) == ((), 3)
+    elif damage == "control characters":
+        assert [part.host for part in found.slow] == ["n[31m2"]
+    elif damage in ("no numbers", "zeros"):
+        assert [host.name for host in found.hosts] == ["n3", "n1"]
+    elif damage != "blobs":
+        assert found.slow == ()
 
 
 class Page(HTMLParser):

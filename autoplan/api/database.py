@@ -172,13 +172,20 @@ def change_chosen(
     of, operations = RUNS if runs else OPERATIONS, _operations(operation)
     with opened_store(db, writable=True, creates=False) as store:
         keys = store.keys(of, device=device, operations=operations, trust=trust or None, beside=beside or ALL)
-        num_new = store.change(keys, hides=hides, by=user_name(), reason=cleaned(reason))
+        num_new = store.change(keys, hides=hides, by=user_name(), reason=_reason(reason))
     return Changed(changed=num_new, as_before=len(keys) - num_new)
 
 
 def change(keys: Collection[str], reason: str, db: str | None = None, *, hides: bool) -> Changed:
     """Hide records and runs, or approve them; `keys` may be what their keys begin with."""
     with opened_store(db, writable=True, creates=False) as store:
-        full_keys = [store.whole_key(key.lower()) for key in keys]
-        num_new = store.change(full_keys, hides=hides, by=user_name(), reason=cleaned(reason))
-    return Changed(changed=num_new, as_before=len(keys) - num_new)
+        full_keys = {store.whole_key(key.lower()) for key in keys}
+        num_new = store.change(full_keys, hides=hides, by=user_name(), reason=_reason(reason))
+    return Changed(changed=num_new, as_before=len(full_keys) - num_new)
+
+
+def _reason(text: str) -> str:
+    """Return a reason as it is kept."""
+    if reason := cleaned(text).strip():
+        return reason
+    raise InputError("the reason is blank: say why, for those who read it later")

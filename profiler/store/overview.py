@@ -1,4 +1,7 @@
-"""Queries over all records at once: what is held of which machine, and how hosts and days compare."""
+"""Queries over all records at once: what is held of which machine, and how hosts and days compare.
+
+Rows of a damaged file, or that another program wrote, may hold anything: what cannot be read is blank or left out.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,21 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, case, func, select
 
-from autoplan.profiler.record import SLOWED, Fingerprint
+from autoplan.base.units import cleaned
+from autoplan.profiler.record import LONGEST_S, SLOWED, Fingerprint, is_moment
 from autoplan.profiler.store.marks import OPERATIONS, approved_ids, hidden_ids, is_hidden
 from autoplan.profiler.store.schema import records, runs
 from autoplan.spec.team_overview import ComparedTimes, FoundSlow, HeldMachine, HeldOperation
 
 _DAY = func.substr(records.c.measured_at, 1, 10)
+
+
+def _text(value: object) -> str:
+    return cleaned(value) if isinstance(value, str) else ""
+
+
+def _day(value: object) -> str:
+    return value if isinstance(value, str) and is_moment(f"{value}T00:00Z") else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,20 +51,20 @@ def cells(connection: Connection) -> list[Cell]:
     query = (
         select(*work, of.host, _DAY.label("day"), func.avg(of.seconds).label("seconds"))
         .where(of.status == "ok", of.is_alone, of.mode != "imported", ~is_hidden())
+        .where(of.seconds > 0, of.seconds < LONGEST_S)  # text, which SQLite would count as 0, is above all numbers
         .group_by(*work, of.host, _DAY)
     )
     return [
         Cell(
             machine=row.fingerprint_id,
             work=tuple(row[1:6]),
-            what=f"{row.operation} {row.shape} {row.dtype}",
+            what=cleaned(f"{row.operation} {row.shape} {row.dtype}"),
             operation=row.operation,
-            host=row.host,
-            day=row.day,
+            host=_text(row.host),
+            day=_day(row.day),
             seconds=row.seconds,
         )
         for row in connection.execute(query)
-        if isinstance(row.seconds, int | float)  # else damaged
     ]
 
 
@@ -79,13 +91,21 @@ def held_machines(
         .group_by(of.fingerprint_id, of.operation)
         .order_by(of.operation)
     )
-    names = ("operation", "shapes", "records", "settled", "failed", "approved", "hidden", "first_day", "last_day")
+    names = ("shapes", "records", "settled", "failed", "approved", "hidden")
     spreads = _spreads(known)
     operations: dict[int, list[HeldOperation]] = defaultdict(list)
     for row in connection.execute(query):
         spread = spreads.get((row.fingerprint_id, row.operation))
         values: dict[str, Any] = {name: getattr(row, name) for name in names}
-        operations[row.fingerprint_id].append(HeldOperation(spread=spread, **values))
+        operations[row.fingerprint_id].append(
+            HeldOperation(
+                operation=_text(row.operation),
+                first_day=_day(row.first_day),
+                last_day=_day(row.last_day),
+                spread=spread,
+                **values,
+            )
+        )
     people = {
         column.name: _by_machine(connection.execute(select(of.fingerprint_id, column).distinct()).all())
         for column in (of.host, of.measured_by)
@@ -107,8 +127,8 @@ def held_machines(
 
 def _by_machine(rows: Iterable[Any]) -> dict[int, tuple[str, ...]]:
     names: dict[int, set[str]] = defaultdict(set)
-    for number, name in rows:
-        if name:
+    for number, value in rows:
+        if name := _text(value):
             names[number].add(name)
     return {number: tuple(sorted(of_it)) for number, of_it in names.items()}
 
@@ -165,16 +185,20 @@ def found_slow(connection: Connection, machines: Mapping[int, Fingerprint]) -> l
     )
     last: dict[tuple[Any, ...], Any] = {}
     for row in connection.execute(query.order_by(of.measured_at, of.id)):
-        conditions = json.loads(row.conditions)
-        last[row.host, conditions.get("device", ""), conditions.get("checked")] = (row, conditions)
+        try:
+            conditions = json.loads(row.conditions)
+            index, part = _text(conditions["device"]), _text(conditions["checked"])
+        except (ValueError, TypeError, KeyError):  # damaged, or no record of a check
+            continue
+        last[row.host, index, part] = (row, index)
     return [
         FoundSlow(
             device=machines[row.fingerprint_id].device,
-            host=row.host,
-            index=conditions.get("device", ""),
-            reason=row.reason.removeprefix(f"{SLOWED}: "),
-            day=row.day,
+            host=_text(row.host),
+            index=index,
+            reason=_text(row.reason).removeprefix(f"{SLOWED}: "),
+            day=_day(row.day),
         )
-        for row, conditions in reversed(last.values())
+        for row, index in reversed(last.values())
         if row.status == "contaminated"
     ]

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from itertools import islice
 from types import TracebackType
 from typing import Any, TypeVar, cast, get_args
@@ -89,7 +90,7 @@ class Beside:
             raise InputError(f"review {self.review!r}: known are {', '.join(REVIEWS)}")
         for name in ("since", "until"):
             moment = getattr(self, name)
-            if moment is not None and not is_moment(moment if "T" in moment else f"{moment}T00:00Z"):
+            if moment is not None and not is_moment(_whole_moment(moment)):
                 raise InputError(
                     f"{name} {moment!r}: write a day or a moment in UTC, as 2026-11-24 or 2026-11-24T16:00Z"
                 )
@@ -101,12 +102,22 @@ class Beside:
             columns[name] == getattr(self, name) for name in ("host", "status") if getattr(self, name) is not None
         ]
         if self.since is not None:
-            conditions.append(columns.measured_at >= self.since)
+            conditions.append(columns.measured_at >= _beginning(self.since))
         if self.until is not None:
-            conditions.append(columns.measured_at < self.until)
+            # Nobody wrote when what is blank was measured.
+            conditions += [columns.measured_at < _beginning(self.until), columns.measured_at != ""]
         if self.review is not None:
             conditions.append(is_reviewed(cast(Review, self.review), of))
         return conditions
+
+
+def _whole_moment(text: str) -> str:
+    return text if "T" in text else f"{text}T00:00Z"
+
+
+def _beginning(text: str) -> str:
+    """Return how all moments of a minute or second begin as they are written: texts are compared."""
+    return datetime.fromisoformat(_whole_moment(text)).replace(tzinfo=None).isoformat().removesuffix(":00")
 
 
 ALL = Beside()
