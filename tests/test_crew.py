@@ -29,6 +29,7 @@ pytest.importorskip("torch")
 
 from autoplan.base.errors import InputError
 from autoplan.base.processes import Children, CrewError, RankPlace, place_from
+from autoplan.cli.process import leave_on_sigterm
 from autoplan.profiler.crew import Crew
 from autoplan.profiler.protocol import BESIDE, PRODUCTS_S, Hello, Job, Outcome, Task
 from autoplan.profiler.record import Fingerprint
@@ -247,24 +248,32 @@ def test_the_first_answer_may_take_as_long_as_the_caller_allows(monkeypatch: pyt
         one.start()
 
 
-def test_ctrl_c_while_ranks_are_started_or_ended_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_while_ranks_are_started_or_ended_leaves_none_behind(
+    number: signal.Signals, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[BaseProcess] = []
 
     def interrupted(process: BaseProcess) -> None:
         start(process)
         started.append(process)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         time.sleep(0.2)
 
+    before = signal.getsignal(signal.SIGTERM)
+    leave_on_sigterm()
     # Another thread, which does not block the signal, takes it meanwhile.
     over = threading.Event()
     threading.Thread(target=over.wait, daemon=True).start()
     start = ForkServerProcess.start
     monkeypatch.setattr(ForkServerProcess, "start", interrupted)
     work = functools.partial(faulty_ranks.answer_late, after_s=600.0)
-    with pytest.raises(KeyboardInterrupt), Children(work, None, 2, limit_s=60.0) as ranks:
-        ranks.start()
-    over.set()
+    try:
+        with pytest.raises(error), Children(work, None, 2, limit_s=60.0) as ranks:
+            ranks.start()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        over.set()
     (one,) = started  # the second was not begun any more
     with pytest.raises(ValueError, match="closed"):  # ended, and waited for
         one.is_alive()

@@ -338,24 +338,27 @@ def _check_port(meeting_point: str) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C counts when the block has ended; processes that are started inside leave it to this program for good.
+    """Ctrl-C and SIGTERM count when the block has ended; what is started inside leaves Ctrl-C to this program for good.
 
     A signal that this thread blocks is taken by another one, and Python then tells the main thread all the same: what
     it would do waits too.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    before, interrupted = signal.getsignal(signal.SIGINT), threading.Event()
-    waits = before is not None and threading.current_thread() is threading.main_thread()
-    if waits:
-        signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    before: dict[int, Any] = {}
+    received: list[int] = []
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    known = [number for number, handler in before.items() if handler is not None]
+    for number in known:
+        signal.signal(number, lambda received_number, _: received.append(received_number))
     try:
         yield
     finally:
-        if waits:
-            signal.signal(signal.SIGINT, before)
+        for number in known:
+            signal.signal(number, before[number])
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if interrupted.is_set():
-            signal.raise_signal(signal.SIGINT)
+        for number in dict.fromkeys(received):
+            signal.raise_signal(number)
 
 
 def _server(preload: list[str]) -> ForkServerContext:
