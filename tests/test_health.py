@@ -248,6 +248,7 @@ def test_the_command_says_what_it_found_and_writes_the_cluster(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert "matrix products" in done.stdout
     assert "links are compared from 4 devices on" in done.stderr
+    assert "no link" not in done.stdout  # none was compared
     assert replace(load_cluster(str(tmp_path / "checked.toml")), faults=()) == load_cluster(str(tmp_path / "here.toml"))
     for words, says in (
         (

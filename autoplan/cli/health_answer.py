@@ -28,19 +28,22 @@ def print_health(console: Console, health: CheckedHealth) -> None:
     if len(health.slow) > MOST_SLOW:
         console.print(f"slow: {len(health.slow) - MOST_SLOW:,} more, see --json")
     if not health.slow:
-        console.print("no device and no link is slower than its equals")
+        compared = "device and no link" if health.ranks >= LEAST_EQUALS else "device"
+        console.print(
+            f"no {compared} is slower than its equals" if health.ranks > 1 else "one device has no equals here"
+        )
 
 
 def warnings_of(health: CheckedHealth) -> list[str]:
     """Say what is off as a whole, and what the check could not tell."""
     texts = [
-        f"{rate.what}: {100 * rate.usual / rate.described:.0f} % of what the cluster file makes of them, all alike"
+        f"{rate.what}: {100 * rate.usual / rate.described:.0f} % of the rate by the cluster file, usually"
         for rate in health.rates
         if rate.described and rate.usual * OFF_SHARE < rate.described
     ]
     if health.disturbance:
         texts.append(f"products were disturbed: {health.disturbance}")
-    if health.ranks < LEAST_EQUALS:
+    if 1 < health.ranks < LEAST_EQUALS:
         texts.append(f"links are compared from {LEAST_EQUALS} devices on: of {health.ranks} none can be the slow one")
     if health.rounds_left:
         texts.append(f"the budget left {health.rounds_left} of {health.rounds} rounds: some pairs were not measured")
