@@ -249,6 +249,7 @@ def test_the_command_says_what_it_found_and_writes_the_cluster(tmp_path: Path) -
     assert "matrix products" in done.stdout
     assert "links are compared from 4 devices on" in done.stderr
     assert "no link" not in done.stdout  # none was compared
+    assert "\nwrote checked.toml, with what is slow as its faults" in done.stderr
     assert replace(load_cluster(str(tmp_path / "checked.toml")), faults=()) == load_cluster(str(tmp_path / "here.toml"))
     for words, says in (
         (
@@ -256,7 +257,7 @@ def test_the_command_says_what_it_found_and_writes_the_cluster(tmp_path: Path) -
             "--health measures without a model, without MODEL, --tp: leave them out",
         ),
         (("--health", "--out", "new.toml"), "--out writes the cluster with what is slow: say which with --cluster"),
-        (("llama3-8b", "--out", "new.toml"), "--out and --force are of the cluster that --health writes"),
+        (("llama3-8b", "--out", "new.toml"), "--out and --force go with --health"),
         (("--health", "--cluster", "here.toml", "--out", "here.toml"), "here.toml exists"),
     ):
         refused = run(tmp_path, "profile", *words)

@@ -148,7 +148,7 @@ def profile(
         _check_health(context, out, force=force)
         return
     if out is not None or force:
-        raise InputError("--out and --force are of the cluster that --health writes")
+        raise InputError("--out and --force go with --health: they are for the cluster file that it writes")
     from autoplan.api.profiling import ProfileOptions, planned_profile, started_profile
     from autoplan.cli.process import leave_on_sigterm
 
@@ -203,6 +203,7 @@ def _check_health(context: typer.Context, out: Path | None, *, force: bool) -> N
     from autoplan.cli.health_answer import print_health, warnings_of
     from autoplan.cli.process import leave_on_sigterm
     from autoplan.cli.progress import progress_bar
+    from autoplan.cli.remarks import print_written
     from autoplan.report.terminal import make_console
 
     check_untyped(context, NOT_OF_HEALTH, "--health measures without a model", or_else="")
@@ -231,7 +232,7 @@ def _check_health(context: typer.Context, out: Path | None, *, force: bool) -> N
         for text in warnings_of(found):
             _say(f"warning: {text}")
     if out is not None:
-        _say(f"wrote {out}, with what is slow as its faults")
+        print_written(out, quiet=given["quiet"], then=", with what is slow as its faults")
 
 
 def _submit(context: typer.Context, plan_file: Path, options: ProfileOptions) -> None:
