@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 
 import numpy as np
 
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.units import format_bytes
 from autoplan.cost.estimate import estimate
-from autoplan.search.limits import Limits, default_limits
+from autoplan.search.limits import Limits, default_limits, plain_of
 from autoplan.search.space import Cell, Space
-from autoplan.spec.axes import SEARCHED, Kind
-from autoplan.spec.enums import Offload, Schedule, Sharding
+from autoplan.spec.axes import AXIS, SEARCHED, Kind, shown
+from autoplan.spec.enums import Offload, Recompute, Schedule, Sharding
 from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import SearchResult
@@ -167,25 +167,46 @@ def _wider(limits: Limits, free: Limits) -> Iterator[tuple[str, Limits]]:
         yield "without --forbid sharding=zero3", limits.where(sharding=free.of("sharding"))
     for axis, value in limits.fixed:
         bounds = tuple((name, most) for name, most in free.most if name == axis)
-        rest = tuple((name, count) for name, count in limits.fixed if name != axis)
+        rest = tuple(pair for pair in limits.fixed if pair != (axis, value))
         yield f"without --fix {axis}={value}", replace(limits, fixed=rest, most=(*limits.most, *bounds))
     for axis, most in limits.most:
         if (axis, most) not in free.most:
             bounds = tuple((name, bound) for name, bound in (*limits.most, *free.most) if (name, bound) != (axis, most))
-            yield f"without --max {axis}={most}", replace(limits, most=tuple(dict.fromkeys(bounds)))
-    if len(limits.recomputes) == 1:
+            # A bound of 1 is one of --max, or the axis was forbidden.
+            says = f"without --max {axis}={most}" if most > 1 else f"with {axis} above 1"
+            yield says, replace(limits, most=tuple(dict.fromkeys(bounds)))
+    for axis, value in limits.forbidden:
+        rest = tuple(pair for pair in limits.forbidden if pair != (axis, value))
+        yield f"without --forbid {axis}={value}", replace(limits, forbidden=rest)
+    if limits.recomputes == (Recompute.NONE,):
+        yield "with recomputation", replace(limits, recomputes=free.recomputes)
+    elif len(limits.recomputes) == 1:
         yield f"without --fix recompute={limits.recomputes[0]}", replace(limits, recomputes=free.recomputes)
+    if limits.sequence_parallel != free.sequence_parallel:
+        yield f"with sp {shown(free.sequence_parallel)}", replace(limits, sequence_parallel=free.sequence_parallel)
     if len(shardings) == 1:
-        yield f"without --fix sharding={shardings[0]}", limits.where(sharding=free.of("sharding"))
+        yield _with_others("sharding", limits, free), limits.where(sharding=free.of("sharding"))
     if schedules != free.of("schedule"):
-        yield f"without --fix schedule={schedules[0]}", limits.where(schedule=free.of("schedule"))
+        yield _with_others("schedule", limits, free), limits.where(schedule=free.of("schedule"))
+
+
+def _with_others(axis: str, limits: Limits, free: Limits) -> str:
+    """Say that an axis has more values; one that is not what --forbid leaves was fixed."""
+    values = limits.of(axis)
+    if len(values) == 1 and values[0] != plain_of(AXIS[axis], free.of(axis)):
+        return f"without --fix {axis}={values[0]}"
+    return f"with other {axis} than {' or '.join(map(shown, values))}"
 
 
 def _leanest(limits: Limits) -> Limits:
     """Narrow `limits` to the choices that need least memory."""
     shardings = limits.of("sharding")
     plain = ("micro_batch", "vp") if Schedule.ONE_F_ONE_B in limits.of("schedule") else ("micro_batch",)
-    least = tuple((axis, 1) for axis in plain if not limits.fixes(axis))
+    least = tuple(
+        (axis, next(value for value in count(1) if (axis, value) not in limits.forbidden))
+        for axis in plain
+        if not limits.fixes(axis)
+    )
     off = {axis.name: limits.of(axis.name)[:1] for axis in SEARCHED if axis.kind is Kind.FLAG}
     return replace(
         limits,

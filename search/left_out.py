@@ -35,7 +35,7 @@ def with_left_out(
     such as "schedule=gpipe", that the user forbade.
     """
     while better := _better(problem, space, result.rivals[0], barred):
-        wider = _with_options_of(space, better.plan)
+        wider = with_options_of(space, better.plan)
         wider_result = place_best(problem, search(problem, wider))
         if not is_as_safe(wider_result.rivals[0], better) or pace(wider_result.rivals[0]) > pace(better):
             return wider, result.led_by(better)
@@ -43,12 +43,19 @@ def with_left_out(
     return space, result
 
 
-def _with_options_of(space: Space, plan: ParallelPlan) -> Space:
+def with_options_of(space: Space, plan: ParallelPlan) -> Space:
     """Return the space that also holds plans with the options of one which it leaves out."""
-    limits = replace(space.limits, sequence_parallel=plan.sp if plan.tp > 1 else space.limits.sequence_parallel)
+    limits = space.limits
+    if _can_choose_sp(plan, space.workload.training.seq_len):
+        limits = replace(limits, sequence_parallel=plan.sp)
     wider = {axis: tuple(dict.fromkeys((*limits.of(axis), getattr(plan, axis)))) for axis in _WORDS}
     most = tuple((axis, max(most, getattr(plan, axis))) for axis, most in limits.most)
     return replace(space, limits=replace(limits.where(**wider), most=most))
+
+
+def _can_choose_sp(plan: ParallelPlan, seq_len: int) -> bool:
+    """Return whether the tokens of a rank are divided by tp, so that a plan may have sequence parallelism or not."""
+    return plan.tp > 1 and seq_len // plan.cp % plan.tp == 0
 
 
 def _better(problem: Problem, space: Space, best: RankedPlan, barred: Collection[str]) -> RankedPlan | None:
@@ -65,7 +72,7 @@ def _better(problem: Problem, space: Space, best: RankedPlan, barred: Collection
 def switched(problem: Problem, plan: ParallelPlan, barred: Collection[str]) -> Iterator[ParallelPlan]:
     """Yield `plan` with each of the options that spaces leave out, but for those that are `barred`."""
     changes: list[dict[str, object]] = [{"micro_batch": 2 * plan.micro_batch}] * (plan.micro_batch >= MAX_MICRO_BATCH)
-    if plan.tp > 1 and problem.training.seq_len // plan.cp % plan.tp == 0:
+    if _can_choose_sp(plan, problem.training.seq_len):
         changes.append({"sp": not plan.sp})
     if plan.schedule == Schedule.ONE_F_ONE_B and plan.pp > 1:
         changes += [{"schedule": Schedule.GPIPE}] * ("gpipe" in book_of(problem.framework).words("schedule"))

@@ -300,7 +300,14 @@ def _closest(typed: str, choices: Sequence[str]) -> str:
     of_axis = [choice for choice in choices if choice.startswith(f"{axis}=")]
     if close := difflib.get_close_matches(typed, of_axis or choices, n=1, cutoff=0.9 if of_axis else 0.6):
         return f"did you mean {close[0]}?"
-    return f"{f'of {axis} there are' if of_axis else 'known:'} {', '.join(of_axis or choices)}"
+    if of_axis:
+        return f"of {axis} there are {', '.join(of_axis)}"
+    return f"known: {', '.join(choice for choice in choices if '=' not in choice)}, or a value of one of these"
+
+
+def plain_of(axis: Axis, values: tuple[Value, ...]) -> Value:
+    """Return the value that is left where an axis is forbidden."""
+    return next((value for value in values if value == axis.default), values[0])
 
 
 def _forbidding(limits: Limits, typed: str) -> Limits:
@@ -314,7 +321,8 @@ def _forbidding(limits: Limits, typed: str) -> Limits:
     name += f"={value}" if sign else ""
     choice = next((word for word in FORBIDDEN if word.replace("_", "-") == name.replace("_", "-")), None)
     if choice is None:
-        raise InputError(f"--forbid {typed}: unknown; {_closest(name, FORBIDDEN)}")
+        axis, why = name.partition("=")[0], f"unknown; {_closest(name, FORBIDDEN)}"
+        raise InputError(f"--forbid {typed}: {_not_an_axis(axis, ()) if axis in ELSEWHERE else why}")
     if choice == "uneven_stages":
         return replace(limits, fewer_at_ends=1)
     if choice == "partial_sharding":
@@ -329,7 +337,7 @@ def _forbidding(limits: Limits, typed: str) -> Limits:
     if axis == "sp":
         return replace(limits, sequence_parallel=word == "off")
     values = limits.of(axis)
-    plain = AXIS[axis].default if AXIS[axis].default in values or len(values) == 1 else values[0]
+    plain = AXIS[axis].default if len(values) == 1 else plain_of(AXIS[axis], values)
     left = [kept for kept in values if (shown(kept) != word if word else kept == plain)]
     if not left:
         raise InputError(f"--forbid {typed}: nothing else is left of {axis}, leave it out")
@@ -398,15 +406,20 @@ def with_flags(
         bounds[axis] = int(AXIS[axis].parse(text, "--max"))
     kept = tuple((name, most) for name, most in limits.most if name not in bounds)
     limits = replace(limits, most=(*kept, *bounds.items()))
-    for axis, text in _pairs(fix, "--fix"):
+    fixes = _pairs(fix, "--fix")
+    for axis, text in fixes:
         limits = _fixed(limits, axis, text)
         if strange := [choice for choice in allowed if _is_other_value(choice, axis, limits)]:
             raise InputError(f"--allow {strange[0]} and --fix {axis}={text}: leave one of them out")
     for axis, count in limits.fixed:
         if count > bounds.get(axis, count):
             raise InputError(f"--fix {axis}={count} is above --max {axis}={bounds[axis]}: leave one of them out")
+    says_sp = any(axis == "sp" for axis, _ in fixes)
     for text in forbid:
-        limits = _forbidding(limits, text)
+        before, limits = limits, _forbidding(limits, text)
+        if says_sp and limits.sequence_parallel != before.sequence_parallel:
+            raise InputError(f"--forbid {text}: nothing else is left of sp, leave it out")
+        says_sp = says_sp or text.strip().lower().partition("=")[0] == "sp"
     return limits
 
 

@@ -153,6 +153,34 @@ def test_sequence_parallelism_and_recomputation_are_forbidden_alike() -> None:
     assert with_flags(limits, fix=[], at_most=[], forbid=["recompute=full"]).recomputes == ("none", "mlp")
 
 
+@pytest.mark.parametrize(
+    ("fix", "forbid"),
+    [
+        ("offload=optimizer", ["offload"]),
+        ("dropout=on", ["dropout"]),
+        ("sharding=zero3", ["sharding"]),
+        ("sp=on", ["sp"]),
+        ("sp=off", ["SP=off"]),
+        ("tp=8", ["sp=on", "sp=off"]),
+    ],
+)
+def test_what_is_fixed_cannot_be_forbidden(fix: str, forbid: list[str]) -> None:
+    axis = forbid[0].partition("=")[0].lower()
+    with pytest.raises(InputError, match=f"nothing else is left of {axis}, leave it out"):
+        with_flags(Limits(global_batches=(64,)), fix=[fix], at_most=[], forbid=forbid)
+
+
+def test_what_is_no_axis_is_not_forbidden_and_names_are_told_without_their_values() -> None:
+    limits = Limits(global_batches=(64,))
+    with pytest.raises(InputError, match="precision=bf16: not an axis of the search: use --precision"):
+        with_flags(limits, fix=[], at_most=[], forbid=["precision=bf16"])
+    with pytest.raises(
+        InputError, match=r"unknown; known: partial_recompute, .*sp, or a value of one of these"
+    ) as told:
+        with_flags(limits, fix=[], at_most=[], forbid=["dp_shard=2"])
+    assert "schedule=" not in str(told.value)
+
+
 def test_words_are_read_with_either_dash_and_wrong_ones_are_answered_by_all() -> None:
     assert AXIS["schedule"].parse("zb_v", "--fix") == "zb-v"
     assert AXIS["cp_kind"].parse("all-to-all", "--fix") == "all_to_all"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import autoplan
+from autoplan.api.page import _front
 from autoplan.search.choice import pace
-from autoplan.search.left_out import switched, with_left_out
+from autoplan.search.left_out import switched, with_left_out, with_options_of
 from autoplan.search.space import Space
 from autoplan.search.study import search
 from autoplan.spec.plan import ParallelPlan
@@ -64,6 +66,23 @@ def test_micro_batches_grow_beyond_the_space_where_that_helps() -> None:
     assert f"micro_batch <= {best.plan.micro_batch}" in result.certificate.limits
     bounded = SpaceFlags(global_batch="4096", at_most=("micro-batch=16",)).barred
     assert with_left_out(problem, space, found, bounded)[1] == found
+
+
+def test_the_page_of_such_a_plan_looks_at_micro_batches_as_large() -> None:
+    found = autoplan.search("llama3.2-1b", cluster="h100-sxm:1x8", global_batch=2048, seq_len=512)
+    assert found.plan.micro_batch > 16
+    fastest = _front(found.file, found.problem)[0]
+    assert fastest.plan.micro_batch == found.plan.micro_batch
+    assert fastest.step_s <= found.file.best.step_s
+
+
+def test_a_plan_that_cannot_have_sequence_parallelism_leaves_it_to_others() -> None:
+    """Of 4,094 tokens tp 4 does not give every rank as many."""
+    _, space = make(DENSE, "b300:1x8", batches=(4096,), seq_len=4094)
+    plan = ParallelPlan(global_batch=4096, tp=4, sp=False, dp_shard=2, micro_batch=32)
+    wider = with_options_of(space, plan)
+    assert wider.limits.sequence_parallel
+    assert wider.limits.admits("micro_batch", 32)
 
 
 def test_a_best_plan_that_they_do_not_help_stays() -> None:

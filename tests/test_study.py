@@ -18,7 +18,7 @@ from autoplan.search.study import MARGIN, Shared, search
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from search_cases import DENSE, PLAIN, make
+from search_cases import DENSE, LARGE, PLAIN, make
 
 MOE = ModelSpec(
     name="moe",
@@ -229,6 +229,37 @@ def test_fixed_values_that_leave_no_room_are_named() -> None:
     problem, space = make(DENSE, fix=("tp=1", "pp=1", "sharding=none"))
     with pytest.raises(NoPlanError, match=r"on this size it fits without --fix tp=1 or .*without --fix sharding=none"):
         check_result(problem, space, search(problem, space))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "fix", "forbid", "ways"),
+    [
+        ("h100-sxm:2x8", ("pp=1",), ("dp",), "there is one without --fix pp=1 or with dp above 1"),
+        ("h100-sxm:2x8", ("dp=2", "pp=1"), ("tp=8",), "or without --forbid tp=8"),
+        (
+            "h100-sxm:2x8",
+            (),
+            ("sharding", "tp", "pp"),
+            "tp above 1 or with pp above 1 or with other sharding than zero1",
+        ),
+        ("h100-sxm:1x8", (), ("recompute", "micro_batch=1"), "or with recomputation"),
+        ("h100-sxm:1x8", (), ("sp", "pp", "sharding=zero3"), "or with sp on"),
+        ("h100-sxm:1x8", (), ("micro_batch=1",), "or without --forbid micro_batch=1"),
+    ],
+)
+def test_ways_out_name_what_was_forbidden(
+    cluster: str, fix: tuple[str, ...], forbid: tuple[str, ...], ways: str
+) -> None:
+    problem, space = make(LARGE, cluster, fix=fix, forbid=(*PLAIN, *forbid))
+    with pytest.raises(NoPlanError) as caught:
+        check_result(problem, space, search(problem, space))
+    assert str(caught.value).endswith(ways)
+
+
+def test_a_size_where_it_fits_is_found_though_micro_batches_of_1_are_forbidden() -> None:
+    problem, space = make(LARGE, forbid=(*PLAIN, "micro_batch=1"))
+    assert fits_somewhere(problem, space.limits, space)
+    assert search(problem, space).ranked
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from autoplan.readers.model import preset_models
 from autoplan.report.page.content import MixedContent, PlanContent, Step
 from autoplan.report.page.page import page
 from autoplan.search.choice import robust_margin, robust_order
+from autoplan.search.left_out import with_options_of
 from autoplan.search.objectives import Run
 from autoplan.search.sensitivity import sensitivity
 from autoplan.search.space import Space
@@ -115,7 +116,7 @@ def _space(file: PlanFile, problem: Problem) -> Space:
     """The space that was searched, or the same on another number of nodes."""
     if file.space is None:
         raise InputError("the plan file holds one plan that was priced, not the answer of a search")
-    return space_of(problem, file.space)
+    return with_options_of(space_of(problem, file.space), file.best.plan)
 
 
 def _front(file: PlanFile, problem: Problem) -> tuple[RankedPlan, ...]:
