@@ -79,6 +79,7 @@ def test_an_answer_is_short_and_its_details_are_there(file: PlanFile) -> None:
     assert lines[2].startswith("plan ")
     assert any(line.startswith("time ") for line in lines[3:7])
     assert len(lines) <= 16
+    assert "else as the best: " in " ".join(lines)  # whose eight options are not told twice
     text = " ".join(shown(partial(print_search, details=True), file, 80).split())
     for says in (
         "Megatron model FLOPs",

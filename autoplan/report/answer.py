@@ -25,7 +25,7 @@ from autoplan.report.terminal import (
 from autoplan.spec.estimate import datasheet_peak
 from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.optimizers import TRAITS
-from autoplan.spec.plan import chunk_layers
+from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.ranks import HostRanks
 from autoplan.spec.search_result import Allowance, Certificate, Confidence, ObviousPlan, RankedPlan
@@ -40,6 +40,7 @@ SHOWN_FLIPS = 3
 SHOWN_SWITCHES = 8
 LEAST_SHOWN_SHARE = 0.0005  # less would read as 0.0 %
 SHOWN_HOST_SHARE = 0.5  # of a node's memory; less is not worth a line unless the plan offloads
+LEAST_SHARED = 4  # options that two plans share, from which on they are not told twice
 MOST_SPELLED = 130  # characters of a plan that is spelled out: two lines of 80 columns
 PROVENANCE_WORDS: dict[Provenance, str] = {
     "measured": "measurements",
@@ -125,7 +126,7 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
     if file.certificate:
         yield "proof", proof_line(file.certificate)
         if file.choice and file.choice.runner_up:
-            yield "next best", next_best_line(file.choice, file.certificate)
+            yield "next best", next_best_line(file.choice, file.certificate, best.plan)
     if file.allowances:
         yield "--allow", "; ".join(map(allowance_text, file.allowances[:SHOWN_ALLOWANCES]))
 
@@ -211,14 +212,15 @@ def slower(behind: float) -> str:
     return f"{format_percent(abs(behind))} {'slower' if behind > 0 else 'faster'}"
 
 
-def next_best_line(choice: Confidence, certificate: Certificate) -> str:
-    """Sentence on the best plan that differs in more than details, and whether the model can tell the two apart.
+def next_best_line(choice: Confidence, certificate: Certificate, best: ParallelPlan) -> str:
+    """Sentence on the plan next to `best` that differs in more than details, and whether the model can tell them apart.
 
     Plans as slow as `least_left` need not have been priced, so that more of them may be in a wider interval.
     """
     assert choice.runner_up is not None
     ratio, width = choice.ratio or 1.0, choice.width or 1.0
-    text = f"{choice.runner_up.plan.describe()}: {slower(ratio - 1.0)}, {told_apart(width, is_close=choice.is_close)}"
+    plan = _beside(choice.runner_up.plan, best)
+    text = f"{plan}: {slower(ratio - 1.0)}, {told_apart(width, is_close=choice.is_close)}"
     if not choice.is_close:
         return text
     more, least_left = choice.num_contenders - 1, certificate.least_left
@@ -226,6 +228,16 @@ def next_best_line(choice: Confidence, certificate: Certificate) -> str:
         return f"{text}: measure both"
     least = "at least " if least_left is not None and width > least_left else ""
     return f"{text}, as {'is' if more == 1 else 'are'} {least}{more} more: measure them"
+
+
+def _beside(plan: ParallelPlan, best: ParallelPlan) -> str:
+    """Describe a plan; of many options only those that are not the best plan's, where it has one for each of them."""
+    words, words_of_best = plan.describe().split(", "), best.describe().split(", ")
+    degrees, options = words[:2], words[2:]
+    own = [option for option in options if option not in words_of_best]
+    if len(words) != len(words_of_best) or len(options) - len(own) < LEAST_SHARED:
+        return plan.describe()
+    return ", ".join([*degrees, *own, "else as the best"])
 
 
 def told_apart(width: float, *, is_close: bool) -> str:

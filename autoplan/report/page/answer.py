@@ -51,7 +51,7 @@ def sure(file: PlanFile) -> str:
     assert file.certificate is not None
     sentences = [proof_line(file.certificate)]
     if file.choice and file.choice.runner_up:
-        sentences.append(f"next best: {next_best_line(file.choice, file.certificate)}")
+        sentences.append(f"next best: {next_best_line(file.choice, file.certificate, file.best.plan)}")
     return " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
 
 
