@@ -7,6 +7,8 @@ which there are as many as a test asks for.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -37,3 +39,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.stem in SLOW:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """An empty database of either kind."""
+    from stores import postgres_schema
+
+    if request.param == "sqlite":
+        yield str(tmp_path / "timings.db")
+        return
+    with postgres_schema() as place:
+        yield place

@@ -176,9 +176,9 @@ def test_what_is_no_axis_is_not_forbidden_and_names_are_told_without_their_value
         with_flags(limits, fix=[], at_most=[], forbid=["precision=bf16"])
     with pytest.raises(
         InputError, match=r"unknown; known: partial_recompute, .*sp, or a value of one of these"
-    ) as told:
+    ) as refused:
         with_flags(limits, fix=[], at_most=[], forbid=["dp_shard=2"])
-    assert "schedule=" not in str(told.value)
+    assert "schedule=" not in str(refused.value)
 
 
 def test_words_are_read_with_either_dash_and_wrong_ones_are_answered_by_all() -> None:

@@ -144,9 +144,9 @@ def test_a_choice_is_hidden_and_approved_at_once(folder: Path) -> None:
     twice = run(folder, "hide", hot[0].key, hot[0].key[:12].upper(), *on, "--reason", "said twice")
     assert twice.stderr == "1 hidden, 0 were already\n"
     assert "the reason is blank" in bad(folder, "hide", hot[1].key, *on, "--reason", " ")
-    one = "name records by their keys, or choose them by --host"
-    assert one in bad(folder, "hide", *on, "--reason", "all of it")
-    assert one in bad(folder, "hide", GEMM.key, *on, "--host", "n04", "--reason", "both")
+    refusal = "name records by their keys, or choose them by --host"
+    assert refusal in bad(folder, "hide", *on, "--reason", "all of it")
+    assert refusal in bad(folder, "hide", GEMM.key, *on, "--host", "n04", "--reason", "both")
     assert "write a day" in bad(folder, "hide", *on, "--until", "soon", "--reason", "x")
 
 

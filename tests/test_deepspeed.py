@@ -206,9 +206,9 @@ def test_16_bit_weights_beside_wide_moments_are_not_priced() -> None:
     both = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     plan = launch_of({"bf16": {"enabled": True} | both}).plan
     assert (plan.main_weights, plan.moment_dtype) == ("bf16", "bf16")
-    one = launch_of({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}})
-    assert (one.plan.main_weights, one.plan.moment_dtype) == ("fp32", "fp32")
-    assert "bf16.bf16_master_weights_and_grads" in {item.option for item in one.unread}
+    weights_alone = launch_of({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}})
+    assert (weights_alone.plan.main_weights, weights_alone.plan.moment_dtype) == ("fp32", "fp32")
+    assert "bf16.bf16_master_weights_and_grads" in {item.option for item in weights_alone.unread}
 
 
 BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

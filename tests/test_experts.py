@@ -212,7 +212,7 @@ def test_attention_in_eight_bits_is_faster_on_blackwell(cluster: str, share: flo
 
 
 def test_products_of_experts_are_dense_ones_of_the_tokens_of_each() -> None:
-    """Those for gradients of weights move the buffer that keeps these beside: fp32 is read and written."""
+    """Products for gradients of weights also move the buffer of gradients: fp32 is read and written."""
     linear = next(linear for linear in block_shapes(MODEL)[Block.MOE].linears if linear.name == "expert_fc2")
     batch = batch_of()
     rate, tokens = gemm_rate(PROBLEM, batch), expert_tokens(PROBLEM, batch)

@@ -77,7 +77,7 @@ def test_the_page_of_such_a_plan_looks_at_micro_batches_as_large() -> None:
 
 
 def test_a_plan_that_cannot_have_sequence_parallelism_leaves_it_to_others() -> None:
-    """Of 4,094 tokens tp 4 does not give every rank as many."""
+    """Ranks of tp 4 would not have equally many of 4,094 tokens."""
     _, space = make(DENSE, "b300:1x8", batches=(4096,), seq_len=4094)
     plan = ParallelPlan(global_batch=4096, tp=4, sp=False, dp_shard=2, micro_batch=32)
     wider = with_options_of(space, plan)

@@ -74,10 +74,10 @@ def test_dropout_is_that_of_scores_or_hidden_states() -> None:
     assert not read("").plan.dropout
     both = read("--hidden-dropout 0.1 --attention-dropout 0.1")
     assert (both.plan.dropout, both.unread) == (True, read("").unread)
-    one = read("--hidden-dropout 0.1")
-    assert one.plan.dropout
-    assert "--hidden-dropout" in {item.option for item in one.unread}
-    assert matters(one) == set()
+    hidden = read("--hidden-dropout 0.1")
+    assert hidden.plan.dropout
+    assert "--hidden-dropout" in {item.option for item in hidden.unread}
+    assert matters(hidden) == set()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import gzip
 import json
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 from commands import run
-from stores import GEMM, LAB, postgres_schema, some_records
+from stores import GEMM, LAB, some_records
 
 MODEL = ModelSpec(
     name="small", num_layers=4, hidden_size=256, vocab_size=1000, num_heads=4, num_kv_heads=2, ffn_size=512
@@ -48,15 +47,6 @@ def folder(tmp_path: Path) -> Path:
     with open_store(str(tmp_path / "a.db")) as store:
         store.add([GEMM, RUN, *some_records(0, 3), FAILED])
     return tmp_path
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "sqlite":
-        yield str(tmp_path / "timings.db")
-        return
-    with postgres_schema() as place:
-        yield place
 
 
 def good(folder: Path, *arguments: str) -> str:

@@ -52,7 +52,7 @@ def least_step_s(problem: Problem, plan: ParallelPlan, leaves: list[int]) -> flo
     # Leaves have their numbers in the order of the list.
     renumbered = np.empty(int(number.max()) + 1, dtype=np.int64)
     renumbered[number] = seats.switch
-    shares = {one: leaving_share(seats, renumbered[orders], one).max(axis=1) for one in seats.group_members}
+    shares = {members: leaving_share(seats, renumbered[orders], members).max(axis=1) for members in seats.group_members}
     best = np.inf
     for row in least_rows(np.unique(np.round(np.stack(list(shares.values()), axis=1), 12), axis=0)):
         known = {one: effective_members(one, float(share)) for one, share in zip(shares, row, strict=True)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +26,7 @@ from autoplan.spec.operations import COLLECTIVES, Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.timing import Measurement, Provenance, TimingTable
 from commands import run
-from stores import LAB, postgres_schema
+from stores import LAB
 
 PROBLEM = make_problem("llama3-8b", cluster="h100-sxm:2x8", seq_len=4096)
 PLAN = ParallelPlan(global_batch=64, micro_batch=2, tp=4, sp=True, dp_shard=4)
@@ -166,15 +165,6 @@ def test_the_age_of_a_record_is_counted_in_days() -> None:
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "sqlite":
-        yield str(tmp_path / "timings.db")
-        return
-    with postgres_schema() as place:
-        yield place
 
 
 SEARCH = (

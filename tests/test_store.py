@@ -29,16 +29,7 @@ from autoplan.profiler.store import Beside, Store, match, open_store, schema
 from autoplan.profiler.store import store as store_module
 from autoplan.profiler.store.database import open_database
 from autoplan.spec.timing import Match
-from stores import GEMM, LAB, migrate_later, postgres_schema, some_records
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "sqlite":
-        yield str(tmp_path / "timings.db")
-        return
-    with postgres_schema() as place:
-        yield place
+from stores import GEMM, LAB, migrate_later, some_records
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,21 +16,12 @@ from autoplan.profiler.record import Record
 from autoplan.profiler.store import open_store
 from autoplan.spec.team_overview import TeamOverview
 from commands import run
-from stores import GEMM, LAB, postgres_schema
+from stores import GEMM, LAB
 from test_run_record import RUN
 
 DAYS = ("2026-11-20", "2026-11-22")
 SLOW_HOST = 1.2  # times of n2 over those of others
 NEW_DRIVER = 0.9  # times of the second day over those of the first
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "sqlite":
-        yield str(tmp_path / "timings.db")
-        return
-    with postgres_schema() as place:
-        yield place
 
 
 def timed(size: int, host: str, day: str, over: float) -> Record:

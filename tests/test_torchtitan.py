@@ -338,7 +338,7 @@ def test_a_script_is_read_with_the_file_beside_it_and_what_it_changes_of_that(
     plan_file = OLD[name] if version == "0.2" else PLANS[name]
     script, beside = written(tmp_path, plan_file, version)
     assert read_launch(script, LaunchContext()).plan == read_launch(beside, LaunchContext()).plan == plan_file.best.plan
-    assert {one.option for one in read_launch(script, LaunchContext()).unread} == set()
+    assert {option.option for option in read_launch(script, LaunchContext()).unread} == set()
     changed = "max_context_length" if version == "main" else "seq_len"
     script.write_text(script.read_text().replace("--metrics.log_freq 1", f"--training.{changed} 1024"))
     assert read_launch(script, LaunchContext()).training == replace(plan_file.training, seq_len=1024)

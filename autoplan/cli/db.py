@@ -307,10 +307,9 @@ def _print_compared(found: TeamOverview) -> None:
         typer.echo(f"{needs.path}: {served}")
 
 
-@db.command()
-def hide(
+def _mark(
     context: typer.Context,
-    reason: Annotated[str, typer.Option(metavar="WHY", help="Why they shall not be used.")],
+    reason: Annotated[str, typer.Option(metavar="WHY", help="Why, for those who look at them later.")],
     keys: KeysArgument = None,
     url: DbOption = None,
     device: DeviceOption = None,
@@ -324,58 +323,38 @@ def hide(
     runs: RunsOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Take records or runs out of use; they stay in the database with your name and reason.
-
-    `autoplan db list` with the same options shows before what they choose.
-    """
-    _change(context, "hidden", hides=True)
-
-
-@db.command()
-def approve(
-    context: typer.Context,
-    reason: Annotated[str, typer.Option(metavar="WHY", help="Why they may be used.")],
-    keys: KeysArgument = None,
-    url: DbOption = None,
-    device: DeviceOption = None,
-    operation: OperationOption = None,
-    trust: TrustOption = None,
-    host: HostOption = None,
-    status: StatusOption = None,
-    since: SinceOption = None,
-    until: UntilOption = None,
-    review: ReviewOption = None,
-    runs: RunsOption = False,
-    json: JsonOption = False,
-) -> None:
-    """Say with your name that records or runs are right; hidden and quarantined ones are used again.
-
-    What was said before, by whom and why, stays there: `autoplan db show KEY`.
-    """
-    _change(context, "approved", hides=False)
-
-
-def _change(context: typer.Context, changed: str, *, hides: bool) -> None:
     """Hide or approve what was named or chosen on the command line."""
     from autoplan.profiler.store import Beside  # brings SQLAlchemy
 
-    given = context.params
-    chosen = {name: given[name] for name in ("device", "operation", "trust") if given[name]}
-    beside = {name: given[name] for name in ("host", "status", "since", "until", "review") if given[name]}
-    if bool(given["keys"]) == bool(chosen or beside or given["runs"]):
+    typed, hides = context.params, context.info_name == "hide"
+    chosen = {name: typed[name] for name in ("device", "operation", "trust") if typed[name]}
+    beside = {name: typed[name] for name in ("host", "status", "since", "until", "review") if typed[name]}
+    if bool(typed["keys"]) == bool(chosen or beside or typed["runs"]):
         raise InputError("name records by their keys, or choose them by --host, --since and the like: one of both")
-    if given["operation"] and given["runs"]:
+    if typed["operation"] and typed["runs"]:
         raise InputError("--runs chooses training runs, which have no --operation")
-    url = whole_url(context, given["url"])
-    if given["keys"]:
-        counts = api.database.change(given["keys"], given["reason"], url, hides=hides)
+    url = whole_url(context, typed["url"])
+    if typed["keys"]:
+        counts = api.database.change(typed["keys"], typed["reason"], url, hides=hides)
     else:
         counts = api.database.change_chosen(
-            given["reason"], url, hides=hides, runs=given["runs"], beside=Beside(**beside), **chosen
+            typed["reason"], url, hides=hides, runs=typed["runs"], beside=Beside(**beside), **chosen
         )
-    if given["json"]:
+    if typed["json"]:
         _print_json(counts)
-    print(f"{counts.changed:,} {changed}, {counts.as_before:,} were already", file=sys.stderr)
+    print(f"{counts.changed:,} {'hidden' if hides else 'approved'}, {counts.as_before:,} were already", file=sys.stderr)
+
+
+db.command(
+    "hide",
+    help="Take records or runs out of use; they stay in the database with your name and reason.\n\n"
+    "`autoplan db list` with the same options shows before what they choose.",
+)(_mark)
+db.command(
+    "approve",
+    help="Say with your name that records or runs are right; hidden and quarantined ones are used again.\n\n"
+    "What was said before, by whom and why, stays there: `autoplan db show KEY`.",
+)(_mark)
 
 
 def _print_added(added: Added, *, json: bool) -> None:

@@ -7,8 +7,10 @@ import io
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 
@@ -28,18 +30,61 @@ from autoplan.spec.run_outcome import Prediction, RunVerdict
 
 def predict(run: Run) -> Prediction:
     """Predict one run."""
+    return predict_all([run])[0]
+
+
+class _Priced(NamedTuple):
+    """A run that has a price, and its place in the table."""
+
+    place: int
+    run: Run
+    problem: Problem
+    batch: PlanBatch  # of its plan alone
+
+    @property
+    def sorting(self) -> tuple[str, str, int, int]:
+        """Key by which equal problems stand together, as far as tables have them."""
+        problem = self.problem
+        return problem.framework.name, problem.model.name, problem.training.seq_len, problem.cluster.num_devices
+
+
+def predict_all(runs: Iterable[Run]) -> list[Prediction]:
+    """Predict runs, in their order; those of equal problems are priced together."""
+    predictions: dict[int, Prediction] = {}
+    priced: list[_Priced] = []
+    for place, run in enumerate(runs):
+        if run.problem is None or run.plan is None:
+            verdict: RunVerdict = "invalid" if run.is_invalid else "unpriced"
+            predictions[place] = Prediction(id=run.id, verdict=verdict, note=_note(run.refusal, run))
+            continue
+        try:
+            batch = PlanBatch.of([run.plan], run.problem.model.num_layers)
+        except AutoplanError as error:
+            predictions[place] = Prediction(id=run.id, verdict="unpriced", note=_note(str(error), run))
+        else:
+            priced.append(_Priced(place, run, run.problem, batch))
+    priced.sort(key=attrgetter("sorting"))
+    for problem, group in groupby(priced, key=attrgetter("problem")):
+        same = list(group)
+        costs = estimate(problem, PlanBatch.concatenate([alike.batch for alike in same]))
+        for row, priced_run in enumerate(same):
+            predictions[priced_run.place] = _prediction(priced_run, costs.take(slice(row, row + 1)))
+    return [predictions[place] for place in range(len(predictions))]
+
+
+def _note(first: str, run: Run) -> str:
+    """Join what is said of a run with what its row left to be filled in."""
     filled = f"filled: {', '.join(run.filled)}" if run.filled else ""
-    note = "; ".join(part for part in (run.refusal, filled) if part)
-    if run.problem is None or run.plan is None:
-        return Prediction(id=run.id, verdict="invalid" if run.is_invalid else "unpriced", note=note)
-    try:
-        batch = PlanBatch.of([run.plan], run.problem.model.num_layers)
-    except AutoplanError as error:
-        return Prediction(id=run.id, verdict="unpriced", note="; ".join(part for part in (str(error), filled) if part))
-    cost = estimate(run.problem, batch)
+    return "; ".join(part for part in (first, filled) if part)
+
+
+def _prediction(priced: _Priced, cost: CostEstimate) -> Prediction:
+    """Return the prediction of a run; `cost` is the estimate of its plan."""
+    run = priced.run
+    note = _note(run.refusal, run)
     doubt = math.exp(log_doubt(run, cost))
     verdict = VERDICTS[int(cost.verdict[0])]
-    if verdict == "oom" and not recompute_is_told(run) and _fits_recomputed(run.problem, run.plan):
+    if verdict == "oom" and not recompute_is_told(run) and _fits_recomputed(priced.problem, cost.batch.plan(0)):
         verdict = "risky"
         note = "; ".join(part for part in (note, "what is recomputed is not told: fits with all of it") if part)
     if verdict == "oom" and offloads_activations(run):
@@ -66,7 +111,7 @@ def log_doubt(run: Run, cost: CostEstimate) -> float:
 
 def predict_runs(path: Path, calibration: Calibration | None) -> list[Prediction]:
     """Predict every run of a table, with a calibration in place of the shipped ones if it is given."""
-    return [predict(run.calibrated(calibration) if calibration else run) for run in read_runs(path)]
+    return predict_all(run.calibrated(calibration) if calibration else run for run in read_runs(path))
 
 
 def recompute_is_told(run: Run) -> bool:

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints, Rows
 from autoplan.base.units import check_not_negative
 from autoplan.spec.enums import Precision
 from autoplan.spec.plan import PlanBatch
@@ -27,7 +27,7 @@ def probability_above(z: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostEstimate:
+class CostEstimate(Rows):
     """Predicted cost of every plan of a batch; arrays have one element per plan.
 
     `terms_s` add up to `step_s` exactly.  `memory_bytes` is what the allocator reserves on the worst pipeline stage,

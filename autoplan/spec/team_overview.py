@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOperation:
+class OperationRecords:
     """Records of one operation on one machine; days as 2026-11-24, blank where nobody wrote when."""
 
     operation: str
@@ -22,14 +22,14 @@ class HeldOperation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldMachine:
+class MachineRecords:
     """Records of one machine."""
 
     machine: str  # its device, software and power cap, in words
     hosts: tuple[str, ...]
     authors: tuple[str, ...]
     runs: int  # of training
-    operations: tuple[HeldOperation, ...]
+    operations: tuple[OperationRecords, ...]
 
     @property
     def last_day(self) -> str:
@@ -77,7 +77,7 @@ class TeamOverview:
 
     database: str
     day: str  # of this overview
-    machines: tuple[HeldMachine, ...]
+    machines: tuple[MachineRecords, ...]
     hosts: tuple[ComparedTimes, ...]  # the slowest first
     days: tuple[ComparedTimes, ...]  # the newest first
     slow: tuple[FoundSlow, ...]

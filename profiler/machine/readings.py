@@ -94,6 +94,6 @@ def amd_clock_and_power(handle: Any) -> tuple[int, int]:
     return clock_mhz, power_w
 
 
-def _number(told: Mapping[str, object], *names: str) -> int:
-    """Return the first of some values that is a number; what is not known is told as "N/A"."""
-    return next((round(value) for name in names if isinstance(value := told.get(name), int | float)), 0)
+def _number(figures: Mapping[str, object], *names: str) -> int:
+    """Return the first of some figures that is a number, 0 where none is; the library says "N/A" of others."""
+    return next((round(value) for name in names if isinstance(value := figures.get(name), int | float)), 0)

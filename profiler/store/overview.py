@@ -18,7 +18,7 @@ from autoplan.base.units import cleaned
 from autoplan.profiler.record import LONGEST_S, SLOWED, Fingerprint, is_moment
 from autoplan.profiler.store.marks import OPERATIONS, approved_ids, hidden_ids, is_hidden
 from autoplan.profiler.store.schema import records, runs
-from autoplan.spec.team_overview import ComparedTimes, FoundSlow, HeldMachine, HeldOperation
+from autoplan.spec.team_overview import ComparedTimes, FoundSlow, MachineRecords, OperationRecords
 
 _DAY = func.substr(records.c.measured_at, 1, 10)
 
@@ -70,8 +70,8 @@ def cells(connection: Connection) -> list[Cell]:
 
 def held_machines(
     connection: Connection, machines: Mapping[int, Fingerprint], known: Sequence[Cell]
-) -> list[HeldMachine]:
-    """Return what is held of each machine, those with most records first."""
+) -> list[MachineRecords]:
+    """Return counts and days of the records of each machine, those with most records first."""
     of, hidden, approved = records.c, hidden_ids().subquery(), approved_ids().subquery()
     query = (
         select(
@@ -93,12 +93,12 @@ def held_machines(
     )
     names = ("shapes", "records", "settled", "failed", "approved", "hidden")
     spreads = _spreads(known)
-    operations: dict[int, list[HeldOperation]] = defaultdict(list)
+    operations: dict[int, list[OperationRecords]] = defaultdict(list)
     for row in connection.execute(query):
         spread = spreads.get((row.fingerprint_id, row.operation))
         values: dict[str, Any] = {name: getattr(row, name) for name in names}
         operations[row.fingerprint_id].append(
-            HeldOperation(
+            OperationRecords(
                 operation=_text(row.operation),
                 first_day=_day(row.first_day),
                 last_day=_day(row.last_day),
@@ -112,8 +112,8 @@ def held_machines(
     }
     counted = select(runs.c.fingerprint_id, func.count()).group_by(runs.c.fingerprint_id)
     num_runs: dict[int, int] = {row[0]: row[1] for row in connection.execute(counted)}
-    held = [
-        HeldMachine(
+    of_machines = [
+        MachineRecords(
             machine=machines[number].words,
             hosts=people["host"].get(number, ()),
             authors=people["measured_by"].get(number, ()),
@@ -122,7 +122,7 @@ def held_machines(
         )
         for number in sorted(operations.keys() | num_runs.keys())
     ]
-    return sorted(held, key=lambda machine: -sum(operation.records for operation in machine.operations))
+    return sorted(of_machines, key=lambda machine: -sum(operation.records for operation in machine.operations))
 
 
 def _by_machine(rows: Iterable[Any]) -> dict[int, tuple[str, ...]]:

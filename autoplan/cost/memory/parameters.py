@@ -191,8 +191,8 @@ def unit_parameters(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Un
         return UnitParameters.all_trained(problem, dense, expert)
     element = problem.training.element_bytes
     trained, frozen = local_parameters(batch, shape, trained=True), frozen_bytes(problem, batch, shape)
-    held = element * trained.dense + frozen.dense, element * trained.expert + frozen.expert
-    return UnitParameters(dense, expert, *trained, *held)
+    weight_bytes = element * trained.dense + frozen.dense, element * trained.expert + frozen.expert
+    return UnitParameters(dense, expert, *trained, *weight_bytes)
 
 
 class EndParameters(NamedTuple):

@@ -10,7 +10,7 @@ from autoplan.base.units import format_percent
 from autoplan.report.page.elements import folded, note, section, table
 from autoplan.report.page.html import Markup, tag
 from autoplan.report.page.page import page_text
-from autoplan.spec.team_overview import ComparedTimes, HeldMachine, PlanNeeds, TeamOverview
+from autoplan.spec.team_overview import ComparedTimes, MachineRecords, PlanNeeds, TeamOverview
 
 MACHINE_COLUMNS = (
     *(("machine", False), ("hosts", False), ("by", False), ("records", True), ("settled", True), ("approved", True)),
@@ -67,7 +67,7 @@ def _machines(found: TeamOverview) -> Markup:
     )
 
 
-def _machine_cells(machine: HeldMachine, today: str) -> Sequence[str]:
+def _machine_cells(machine: MachineRecords, today: str) -> Sequence[str]:
     def total(name: str) -> str:
         return f"{sum(getattr(operation, name) for operation in machine.operations):,}"
 
@@ -84,7 +84,7 @@ def _age(day: str, today: str) -> str:
     return f"{max((date.fromisoformat(today) - date.fromisoformat(day)).days, 0):,} d" if day else ""
 
 
-def _operation_cells(machine: HeldMachine) -> Iterator[Sequence[str]]:
+def _operation_cells(machine: MachineRecords) -> Iterator[Sequence[str]]:
     for held in machine.operations:
         numbers = (held.shapes, held.records, held.settled, held.failed, held.approved, held.hidden)
         spread = "" if held.spread is None else format_percent(held.spread)
