@@ -158,6 +158,11 @@ def test_every_pass_of_a_pipeline_has_its_action_and_the_first_stage_its_embeddi
     longer = price(eager(problem, actions), plan).step_s[0] - price(problem, plan).step_s[0]
     # Eight micro-batches and the fill, forward and backward; a share of what a step costs once with each.
     assert longer == pytest.approx(2 * (8 + 1) * (1.0 / 16 + 0.25), rel=0.01)
+    # One micro-batch, which zb-h1 takes, has the actions of two: 1F1B, which is measured, takes no fewer.
+    alone = single(pp=2, global_batch=1, schedule="zb-h1")
+    assert terms_of(eager(problem, {("pipeline_actions", 2, 2, 2): 1.0}), alone)["launch"] == pytest.approx(
+        terms_of(problem, alone)["launch"] + 2 / 4
+    )
     embedding: Times = {("embedding", 2048, 1024, 32000, 1): 3.0}
     assert terms_of(eager(problem, embedding), single(global_batch=2))["head"] == pytest.approx(
         terms_of(problem, single(global_batch=2))["head"] + 2 * 3.0

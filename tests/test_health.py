@@ -205,7 +205,7 @@ def checked_ranks(monkeypatch: pytest.MonkeyPatch, prepare: Any, db: Path) -> Ch
         return Crew(*arguments, prepare)
 
     monkeypatch.setattr(api_health, "Crew", crew)
-    checked = check_health(HealthOptions(db=str(db), ranks=4, allowance="1s"))
+    checked = check_health(HealthOptions(db=str(db), ranks=4, allowance="0.3s"))
     assert checked is not None
     assert (checked.ranks, checked.rounds, checked.rounds_left) == (4, 3, 0)
     return checked

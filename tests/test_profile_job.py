@@ -37,6 +37,7 @@ SEARCH = (
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a plan for two ranks on a node of CPUs, and a Slurm."""
     (tmp_path / "tiny.toml").write_text(TINY)
+    (tmp_path / "often.toml").write_text('extends = "slurm"\npoll_every_s = 0.2\n')
     assert run(tmp_path, *SEARCH.split()).returncode == 0
     (tmp_path / "slurm").mkdir()
     slurm = StandIn(tmp_path / "slurm")
@@ -47,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_job_measures_on_its_nodes_and_stores_where_the_login_node_reads(folder: Path) -> None:
-    asked = "profile --for plan.json --template slurm --budget 20s --allowance 0.05s --db times.db --work job"
+    asked = "profile --for plan.json --template often.toml --budget 5s --allowance 0.05s --db times.db --work job"
     done = run(folder, *asked.split())
     assert done.returncode == 0, done.stderr
     records = held(folder / "times.db")
@@ -61,7 +62,10 @@ def test_a_job_measures_on_its_nodes_and_stores_where_the_login_node_reads(folde
 def test_a_job_that_fails_says_why(folder: Path) -> None:
     heard: list[str] = []
     job = ProfileJob(
-        plan_file=folder / "plan.json", template="slurm", options=("--mode", "never"), folder=folder / "profile-job"
+        plan_file=folder / "plan.json",
+        template=str(folder / "often.toml"),
+        options=("--mode", "never"),
+        folder=folder / "profile-job",
     )
     with pytest.raises(AutoplanError, match=r"the job has failed: .*--mode 'never' is unknown"):
         run_job(job, heard.append)
@@ -73,7 +77,10 @@ def test_a_folder_goes_on_with_what_it_was_asked_alone(folder: Path) -> None:
         raise ConnectionError(status)
 
     job = ProfileJob(
-        plan_file=folder / "plan.json", template="slurm", options=("--mode", "never"), folder=folder / "profile-job"
+        plan_file=folder / "plan.json",
+        template=str(folder / "often.toml"),
+        options=("--mode", "never"),
+        folder=folder / "profile-job",
     )
     with pytest.raises(ConnectionError):
         run_job(job, leave)

@@ -152,7 +152,7 @@ def action_s(problem: Problem, batch: PlanBatch) -> Floats:
     """Seconds of the host for one pass of a pipeline beyond computation and messages, where they were measured."""
     if not problem.timings.is_own or (batch.pp == 1).all():
         return np.zeros(len(batch))
-    passes = batch.num_microbatches * batch.vp
+    passes = np.maximum(batch.num_microbatches * batch.vp, batch.pp)  # 1F1B, which is measured, runs no fewer
     here = np.minimum(np.maximum(problem.cluster.levels[-1].num_devices // (batch.tp * batch.dp), 1), batch.pp)
     lookup = _only(find_kernels(problem, batch, "pipeline_actions", passes, batch.pp, here), batch.pp > 1)
     return lookup.otherwise(np.zeros(len(batch))) / (2 * passes)
