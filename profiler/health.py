@@ -150,14 +150,12 @@ def _scatter(over: Collection[float]) -> float:
     return deviations * PER_MEDIAN * usual([abs(times - 1) for times in over])
 
 
-def check(
-    crew: Crew, allocation: Allocation, *, budget_s: float, advance: Callable[[Health], None] = lambda health: None
-) -> Health:
-    """Measure every device, groups and all pairs of an allocation, as far as the budget goes."""
-    hello, began = allocation.hello, time.monotonic()
+def unmeasured(allocation: Allocation) -> Health:
+    """Return what is measured of an allocation, without a time yet."""
+    hello = allocation.hello
     dtype, size = hello.dtypes[0], PRODUCT_SIZE[hello.device_type]
     layout = Layout(num_devices=2, devices_per_node=2, num_groups=1)
-    health = Health(
+    return Health(
         allocation=allocation,
         product=Task(operation="gemm", shape=(size, size, size), dtype=dtype, kernel=hello.kernels["gemm", dtype]),
         message=Task(
@@ -168,6 +166,13 @@ def check(
             mode="burst",
         ),
     )
+
+
+def check(
+    crew: Crew, health: Health, *, budget_s: float, advance: Callable[[Health], None] = lambda health: None
+) -> None:
+    """Measure every device, groups and all pairs of an allocation, as far as the budget goes."""
+    hello, began = health.allocation.hello, time.monotonic()
     all_rounds = list(rounds(hello.num_domains, hello.ranks_per_domain))
     health.num_rounds = health.num_left = len(all_rounds)
 
@@ -203,7 +208,6 @@ def check(
             if any((rank, partners[rank]) in suspects for rank in partners) and has_time():
                 visit_pairs(partners)
     health.elapsed_s = time.monotonic() - began
-    return health
 
 
 def _measured(crew: Crew, task: Task) -> Outcome:

@@ -241,6 +241,17 @@ def test_an_odd_number_of_ranks_is_checked(tmp_path: Path) -> None:
     assert {rate.what: rate.number for rate in checked.rates}["messages in nodes"] == 3
 
 
+def test_an_interrupted_check_keeps_what_it_measured(tmp_path: Path) -> None:
+    def interrupt(health: Health) -> None:
+        raise KeyboardInterrupt
+
+    options = HealthOptions(db=str(tmp_path / "timings.db"), ranks=2, allowance="0.1s")
+    with pytest.raises(KeyboardInterrupt):
+        check_health(options, interrupt)
+    operations = [record.operation for record in held(tmp_path / "timings.db")]
+    assert sorted(operations) == ["all_reduce", "gemm", "gemm", "send_recv", "send_recv"]
+
+
 def test_the_command_says_what_it_found_and_writes_the_cluster(tmp_path: Path) -> None:
     (tmp_path / "here.toml").write_text('name = "here"\ndevice = "cpu"\nnum_nodes = 1\ndevices_per_node = 2\n')
     arguments = ("--health", "--ranks", "2", "--cluster", "here.toml", "--out", "checked.toml", "--allowance", "0.1s")
@@ -257,6 +268,7 @@ def test_the_command_says_what_it_found_and_writes_the_cluster(tmp_path: Path) -
             "--health measures without a model, without MODEL, --tp: leave them out",
         ),
         (("--health", "--out", "new.toml"), "--out writes the cluster with what is slow: say which with --cluster"),
+        (("--health", "--force"), "--force replaces the cluster file that --out names: name it"),
         (("llama3-8b", "--out", "new.toml"), "--out and --force go with --health"),
         (("--health", "--cluster", "here.toml", "--out", "here.toml"), "here.toml exists"),
     ):

@@ -13,7 +13,7 @@ import numpy as np
 from autoplan.api.outputs import CheckedHealth, CheckedRate, SlowPart
 from autoplan.api.problem import load_cluster
 from autoplan.base.errors import InputError
-from autoplan.base.files import write_text
+from autoplan.base.files import check_target, write_text
 from autoplan.base.processes import check_torch, place_from
 from autoplan.base.units import check_count
 from autoplan.base.user import user_name
@@ -22,7 +22,7 @@ from autoplan.cost.network.links import ProcessGroup, collective_s
 from autoplan.profiler.allocation import Allocation
 from autoplan.profiler.crew import Crew, default_num_ranks
 from autoplan.profiler.discover.write import cluster_toml
-from autoplan.profiler.health import Health, check, faults, records, usual
+from autoplan.profiler.health import Health, check, faults, records, unmeasured, usual
 from autoplan.profiler.protocol import Job
 from autoplan.profiler.store import open_store
 from autoplan.spec.operations import Operation
@@ -59,6 +59,8 @@ def check_health(
         raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
     if options.out is not None and options.cluster is None:
         raise InputError("--out writes the cluster with what is slow: say which with --cluster")
+    if options.out is not None:
+        check_target(options.out, force=options.force)
     cluster = load_cluster(options.cluster) if options.cluster else None
     budget_s = parse_duration(options.budget)
     job = Job(
@@ -82,8 +84,11 @@ def check_health(
                     f"cluster {cluster.name!r} has {cluster.num_nodes} nodes and does not say which {hello.num_nodes} "
                     "these are: list them under [[nodes]]"
                 )
-            health = check(crew, allocation, budget_s=budget_s, advance=advance)
-            store.add(records(health, user_name()))
+            health = unmeasured(allocation)
+            try:
+                check(crew, health, budget_s=budget_s, advance=advance)
+            finally:  # what was measured before an interrupt is kept
+                store.add(records(health, user_name()))
     if options.out is not None:
         write_text(options.out, _with_faults(health), force=options.force)
     return summary(health)

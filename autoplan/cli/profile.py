@@ -209,6 +209,8 @@ def _check_health(context: typer.Context, out: Path | None, *, force: bool) -> N
     check_untyped(context, NOT_OF_HEALTH, "--health measures without a model", or_else="")
     if out is not None:
         check_output(out, force=force)
+    elif force:
+        raise InputError("--force replaces the cluster file that --out names: name it")
     given = context.params
     named = {name: given[name] for name in ("budget", "cluster", "ranks", "allowance", "limit")}
     options = HealthOptions(db=whole_url(context, given["url"]), out=out, force=force, **named)
