@@ -23,7 +23,7 @@ from autoplan.base.errors import AutoplanError
 from autoplan.frameworks.common.launch import Launch
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.presets import load_framework, preset_frameworks
-from autoplan.frameworks.registry import TARGETS, book_of, facts_for
+from autoplan.frameworks.registry import FRAMEWORKS, TARGETS, book_of
 from autoplan.spec.axes import AXES, AXIS, SEARCHED, Axis, Kind, Value, shown
 from autoplan.spec.enums import (
     ContextParallelKind,
@@ -167,8 +167,9 @@ def books_of(to: str) -> tuple[str, ...]:
 @cache
 def frameworks_of(rules: str) -> tuple[str, ...]:
     """The presets under a book of rules, first the one to plan with."""
-    others = (name for name in preset_frameworks() if load_framework(name).rules == rules)
-    return tuple(dict.fromkeys((facts_for(rules), *others)))
+    usual = {entry.facts for entry in FRAMEWORKS}
+    names = (name for name in preset_frameworks() if load_framework(name).rules == rules)
+    return tuple(sorted(names, key=lambda name: name not in usual))
 
 
 def plan_with(problem: Problem, way: Way) -> ParallelPlan:

@@ -102,9 +102,50 @@ def test_every_folder_has_a_line_and_every_line_what_it_says() -> None:
             assert registry.TARGETS[entry.target].name == entry.target
         if entry.has("read"):
             assert registry.READERS[entry.target].target == entry.target
-        if entry.facts:
-            assert load_framework(entry.facts).rules == entry.rules
+        assert bool(entry.facts) == bool(entry.target)
+        if entry.has("export"):
+            assert load_framework(entry.facts).rules in registry.TARGETS[entry.target].rules
     assert len(registry.facts_files()) == len(list(registry.HERE.glob("*/facts/*.toml")))
+
+
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [
+        ("nemo", "nemo"),
+        ("megatron-bridge", "nemo"),
+        ("megatron-bridge@25.09", "nemo-25.09"),
+        ("nemo-25.09", "nemo-25.09"),
+        ("megatron-lm", "megatron-core"),
+        ("megatron-lm@2021.07", "megatron-lm-2021.07"),
+        ("megatron-core@0.8", "megatron-core-0.8"),
+        ("deepspeed@2021", "deepspeed-2021"),
+        ("fsdp2", "pytorch-fsdp"),
+        ("axolotl", "transformers"),
+        ("torchtitan@0.1", "torchtitan-0.1"),
+    ],
+)
+def test_a_framework_goes_by_its_name_that_of_a_target_and_a_version(text: str, facts: str) -> None:
+    assert load_framework(text).name == facts
+
+
+@pytest.mark.parametrize("to", registry.TARGETS)
+def test_a_target_takes_the_plans_of_the_framework_of_its_name(to: str) -> None:
+    assert registry.find_target(to, load_framework(to)).name == to
+    assert load_framework(registry.facts_of(to)) == load_framework(to)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nemo@27", "no version '27' of nemo: known are 23.06, 24.07, 25.04, 25.09, 26.06, and the present one"),
+        ("nanotron@", "no version '' of nanotron: only the present one is known, which nanotron alone names"),
+        ("megatron-brigde", "unknown framework 'megatron-brigde': did you mean megatron-bridge"),
+    ],
+)
+def test_a_name_or_version_that_is_unknown_is_refused_with_those_known(text: str, says: str) -> None:
+    with pytest.raises(InputError) as refused:
+        load_framework(text)
+    assert says in str(refused.value)
 
 
 def test_names_of_targets_are_known_before_any_module_is_imported() -> None:

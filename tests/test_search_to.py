@@ -12,7 +12,7 @@ import autoplan
 from autoplan.api.plan_files import make_plan_file
 from autoplan.api.problem import make_problem, make_space
 from autoplan.base.errors import InputError
-from autoplan.frameworks.registry import TARGETS, facts_for, find_target
+from autoplan.frameworks.registry import TARGETS, facts_of
 from autoplan.launch.targets import job_of
 from autoplan.search.study import search
 from autoplan.spec.plan_file import SpaceFlags
@@ -25,7 +25,7 @@ PLACES = ("h100-sxm:1x8", "h100-sxm:2x8")
 @pytest.mark.parametrize("cluster", PLACES)
 @pytest.mark.parametrize("to", list(TARGETS))
 def test_every_plan_of_the_space_can_be_exported(to: str, cluster: str) -> None:
-    framework = facts_for(find_target(to).rules[0])
+    framework = facts_of(to)
     model = "qwen3-30b-a3b" if to in ("megatron-lm", "torchtitan") and cluster == PLACES[1] else "llama3-8b"
     problem = make_problem(model, cluster=cluster, framework=framework, seq_len=4096, precision="bf16")
     space = make_space(problem, 64, to=to)

@@ -12,7 +12,7 @@ import autoplan
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import decode
 from autoplan.frameworks.common.job import File
-from autoplan.frameworks.registry import TARGETS, facts_for
+from autoplan.frameworks.registry import TARGETS, facts_of
 from autoplan.launch.targets import exported
 from autoplan.spec.axes import AXES
 from autoplan.spec.finetuning import FineTuning
@@ -26,7 +26,7 @@ PIPELINES = {"fsdp2", "megatron-bridge", "megatron-lm", "nanotron", "primus", "t
 
 def searched(folder: Path, to: str, cluster: str, *more: str) -> PlanFile:
     """The answer of a search for what `to` starts."""
-    framework = facts_for(TARGETS[to].rules[0])
+    framework = facts_of(to)
     place = ("--cluster", cluster, "--global-batch", "12", "--seq-len", "2048")
     done = run(folder, "search", "llama3-8b", *place, "--framework", framework, "-q", "--json", *more)
     assert done.returncode == 0, done.stderr
@@ -87,7 +87,7 @@ def test_every_option_of_a_plan_is_written_or_refused(to: str, precision: str, l
     """An option that is dropped would start another plan than was priced."""
     plan = {"micro_batch": 1, "sharding": "zero3" if to in ("accelerate", "fsdp2", "torchtitan") else "zero1"}
     place = {"cluster": "b200:1x8", "global_batch": 64, "seq_len": 2048, "plan": plan, "precision": precision}
-    file = autoplan.estimate("llama3-8b", **place, framework=facts_for(TARGETS[to].rules[0])).file
+    file = autoplan.estimate("llama3-8b", **place, framework=facts_of(to)).file
     before, written = settings(exported(file, to, "torchrun")), set()
 
     def write(what: str, changed: PlanFile) -> None:
@@ -113,7 +113,7 @@ def test_every_option_of_a_plan_is_written_or_refused(to: str, precision: str, l
 def test_files_name_the_attention_that_only_a_program_can_take(to: str) -> None:
     plan = {"micro_batch": 1, "sharding": "zero3"}
     place = {"cluster": "h100-sxm:1x8", "global_batch": 64, "seq_len": 2048, "plan": plan, "attention": "flash1"}
-    file = autoplan.estimate("llama3-8b", **place, framework=facts_for(TARGETS[to].rules[0])).file
+    file = autoplan.estimate("llama3-8b", **place, framework=facts_of(to)).file
     assert "Priced with flash1 attention" in exported(file, to, "torchrun")[0].text
     usual = replace(file, training=replace(file.training, attention="flash"))
     assert "Priced with" not in exported(usual, to, "torchrun")[0].text

@@ -13,7 +13,7 @@ from autoplan.base.errors import AutoplanError, InputError, NoPlanError
 from autoplan.base.files import encode, write_folder
 from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.frameworks.common.job import File
-from autoplan.frameworks.registry import TARGETS, find_target
+from autoplan.frameworks.registry import TARGETS, find_target, target_of
 from autoplan.frameworks.trainer.rules import check_model, check_training
 from autoplan.launch.targets import exported, job_of, refused_training
 from autoplan.search.nearest import Near
@@ -172,9 +172,10 @@ def _difference(best: RankedPlan, near: Near) -> str:
 
 def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = "torchrun") -> str:
     """Return the command that writes what starts the plan at `path`; an `AutoplanError` says why there is none."""
-    # What runs today, else what bears the name of its rules, comes before others that take the plan.
+    # What runs today, what was searched for, what the facts are of and what bears the name of the rules come first.
     today = file.today.target if isinstance(file, PlanFile) and file.today else ""
-    first = (today, file.framework.rules)
+    searched = file.space.to if isinstance(file, PlanFile) and file.space else ""
+    first = (today, searched, target_of(file.framework.name), file.framework.rules)
     targets = [target for target in TARGETS.values() if file.framework.rules in target.rules]
     if not targets:
         raise NoPlanError(f"no launch files are written for {file.framework.name}")

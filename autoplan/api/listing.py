@@ -11,7 +11,7 @@ from autoplan.base.files import read_text, shipped
 from autoplan.base.units import GIB, format_tokens
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.frameworks.presets import load_framework
-from autoplan.frameworks.registry import TARGETS, facts_files
+from autoplan.frameworks.registry import TARGETS, facts_files, names_of, versions_of
 from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.readers.device import load_device, preset_devices
 from autoplan.readers.model import load_model, preset_models
@@ -78,10 +78,18 @@ def _devices() -> Iterator[dict[str, Any]]:
 
 
 def _frameworks() -> Iterator[dict[str, Any]]:
-    for name in facts_files():
-        rules = load_framework(name).rules
-        targets = [target.name for target in TARGETS.values() if rules in target.rules]
-        yield {"framework": name, "exported to": ", ".join(targets)}
+    """Yield a row for each framework: those with rules first, then those known from published runs alone."""
+    versions = {facts for name in facts_files() for facts in versions_of(name).values()}
+    for facts in sorted(facts_files(), key=lambda facts: load_framework(facts).rules == "unknown"):
+        rules = load_framework(facts).rules
+        targets = [target.name for target in TARGETS.values() if rules in target.rules and rules != "unknown"]
+        if facts not in versions:
+            yield {
+                "framework": facts,
+                "also called": ", ".join(names_of(facts)[1:]),
+                "@version": ", ".join(versions_of(facts)),
+                "exported to": ", ".join(targets),
+            }
 
 
 def _targets() -> Iterator[dict[str, Any]]:

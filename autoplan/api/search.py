@@ -16,7 +16,7 @@ from autoplan.api.problem import ProblemOptions, limit_texts, load_cluster, make
 from autoplan.api.training_run import RunOptions, search_run
 from autoplan.base.errors import InputError
 from autoplan.base.units import format_bytes
-from autoplan.frameworks.registry import facts_for, find_target
+from autoplan.frameworks.registry import facts_of, find_target
 from autoplan.launch.targets import job_of
 from autoplan.search.advice import check_result
 from autoplan.search.allowances import allowances
@@ -117,7 +117,7 @@ def search(
         raise InputError("give model, global_batch and seq_len, or a launch_file that has them")
     else:
         if to is not None:
-            problem_options.setdefault("framework", facts_for(find_target(to).rules[0]))
+            problem_options.setdefault("framework", facts_of(find_target(to).name))
         problem = make_problem(model, cluster=cluster_spec, seq_len=seq_len, **problem_options)
     question = _Question(
         problem=problem,

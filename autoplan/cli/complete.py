@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from autoplan.frameworks.registry import facts_files
+from autoplan.frameworks.registry import facts_files, names_of
 
 PRESETS = Path(__file__).parent.parent / "presets"
 
@@ -27,7 +27,7 @@ def clusters(incomplete: str) -> list[str]:
 
 def frameworks(incomplete: str) -> list[str]:
     """Completion among the frameworks that a flag can name."""
-    return words(facts_files())(incomplete)
+    return words(sorted({name for facts in facts_files() for name in names_of(facts)}))(incomplete)
 
 
 def presets(kind: str) -> Callable[[str], list[str]]:

@@ -76,7 +76,7 @@ ForbidOption = Annotated[
 ]
 FrameworkOption = Annotated[
     str,
-    typer.Option(metavar="NAME", help="Framework preset or TOML file.", autocompletion=frameworks),
+    typer.Option(metavar="NAME", help="Framework, NAME or NAME@VERSION, or TOML file.", autocompletion=frameworks),
 ]
 CalibrationOption = Annotated[
     Path | None,

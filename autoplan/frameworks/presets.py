@@ -9,7 +9,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table, schema
-from autoplan.frameworks.registry import BOOKS, check_rules, facts_files
+from autoplan.frameworks.registry import BOOKS, check_rules, facts_files, names_of, versions_of
 from autoplan.spec.framework import GROUPS, NOW_USUAL, Framework
 
 
@@ -69,16 +69,26 @@ def preset_frameworks() -> tuple[str, ...]:
 
 
 def load_framework(text: str) -> Framework:
-    """The framework that `text` names: a preset's id or the path of a TOML file."""
-    known = preset_frameworks()
-    if text in known:
-        return _preset(text)
+    """Return the framework that `text` names: NAME, NAME@VERSION, or the path of a TOML file.
+
+    A name is the id of shipped facts, or a target that is planned with them.
+    """
     path = Path(text)
     if path.suffix == ".toml":
         return _decoded(_checked(read_table(path), str(path)), str(path))
-    close = difflib.get_close_matches(text, known, n=3, cutoff=0.4)
-    hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known)}, or give a TOML file"
-    raise InputError(f"unknown framework {text!r}: {hint}")
+    name, at, version = text.partition("@")
+    by_name = {name: facts for facts in facts_files() for name in names_of(facts)}
+    if name not in by_name:
+        close = difflib.get_close_matches(name, by_name, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(by_name)}, or give a TOML file"
+        raise InputError(f"unknown framework {text[:80]!r}: {hint}")
+    facts = by_name[name]
+    if not at:
+        return _preset(facts)
+    if version not in (versions := versions_of(facts)):
+        known = f"known are {', '.join(versions)}, and the present one" if versions else "only the present one is known"
+        raise InputError(f"no version {version[:40]!r} of {name}: {known}, which {name} alone names")
+    return _preset(versions[version])
 
 
 def framework_schema() -> dict[str, Any]:

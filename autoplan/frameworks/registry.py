@@ -13,6 +13,7 @@ Names are known at once, which the help of the command line needs; a module is i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -36,7 +37,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One folder: the name that facts call its rules by, its target of export, and the facts to plan with.
+    """One folder: the name that facts call its rules by, its target of export, and the facts to plan with, by id.
 
     `logs` are the frameworks that write the log of what a launch file for the target starts, where not any may.
     `distributions` are those of Python that it is installed as, by what they are called.
@@ -58,7 +59,7 @@ class Entry:
 FRAMEWORKS = (  # in the order in which a log is taken for theirs
     Entry(folder="megatron_lm", rules="megatron-lm", target="megatron-lm", facts="megatron-core",
           logs=("Megatron-LM",), distributions={"Megatron-Core": "megatron-core"}),
-    Entry(folder="megatron_bridge", target="megatron-bridge",
+    Entry(folder="megatron_bridge", target="megatron-bridge", facts="nemo",
           logs=("Megatron-LM",), distributions={"Megatron-Bridge": "megatron-bridge", "NeMo": "nemo-toolkit"}),
     Entry(folder="primus", rules="primus", target="primus", facts="primus",
           logs=("Megatron-LM", "torchtitan"), distributions={"Primus": "primus"}),
@@ -69,13 +70,13 @@ FRAMEWORKS = (  # in the order in which a log is taken for theirs
     Entry(folder="deepspeed", rules="deepspeed", target="deepspeed", facts="deepspeed-zero",
           logs=("DeepSpeed", "HF Trainer", "Megatron-LM"), distributions={"DeepSpeed": "deepspeed"}),
     Entry(folder="fsdp2", rules="fsdp2", target="fsdp2", facts="pytorch-fsdp"),
-    Entry(folder="accelerate", rules="accelerate", target="accelerate", facts="transformers",
+    Entry(folder="accelerate", rules="accelerate", target="accelerate", facts="pytorch-fsdp",
           logs=("HF Trainer", "DeepSpeed"), distributions={"accelerate": "accelerate"}),
-    Entry(folder="hf_trainer", target="hf-trainer", logs=("HF Trainer", "DeepSpeed")),
-    Entry(folder="llama_factory", target="llama-factory", logs=("HF Trainer", "DeepSpeed")),
-    Entry(folder="axolotl", target="axolotl", logs=("HF Trainer", "DeepSpeed")),
-    Entry(folder="ms_swift", target="ms-swift"),
-    Entry(folder="automodel", target="automodel"),
+    Entry(folder="hf_trainer", target="hf-trainer", facts="transformers", logs=("HF Trainer", "DeepSpeed")),
+    Entry(folder="llama_factory", target="llama-factory", facts="transformers", logs=("HF Trainer", "DeepSpeed")),
+    Entry(folder="axolotl", target="axolotl", facts="transformers", logs=("HF Trainer", "DeepSpeed")),
+    Entry(folder="ms_swift", target="ms-swift", facts="megatron-core"),
+    Entry(folder="automodel", target="automodel", facts="nemo-automodel"),
     Entry(folder="trainer", rules="trainer", target="autoplan", facts="torch"),
     Entry(folder="others", rules="unknown"),
 )
@@ -134,9 +135,15 @@ def check_rules(framework: Framework) -> None:
         raise InputError(f"rules must be one of {', '.join(BOOKS)}, got {framework.rules[:40]!r}")
 
 
-def facts_for(rules: str) -> str:
-    """Return the id of the facts to plan with for a target that takes plans under `rules`."""
-    return next(entry.facts for entry in FRAMEWORKS if entry.rules == rules)
+def facts_of(target: str) -> str:
+    """Return the id of the facts to plan with for a target."""
+    return next(entry.facts for entry in FRAMEWORKS if entry.target == target)
+
+
+def target_of(facts: str) -> str:
+    """Return the target of the folder that facts stand in; blank for a file of a user's own, or where it has none."""
+    folder = facts_files()[facts].parents[1].name if facts in facts_files() else ""
+    return next((entry.target for entry in FRAMEWORKS if entry.folder == folder), "")
 
 
 def find_target(name: str, framework: Framework | None = None) -> Target:
@@ -147,7 +154,7 @@ def find_target(name: str, framework: Framework | None = None) -> Target:
     if framework is not None and framework.rules not in target.rules:
         raise InputError(
             f"the plan was made for {framework.name}, which {target.says} is not: "
-            f"search with --framework {facts_for(target.rules[0])} for one that it runs"
+            f"search with --to {name} for one that it runs"
         )
     return target
 
@@ -157,3 +164,18 @@ def facts_files() -> dict[str, Path]:
     """Return the files of facts by their ids, in alphabetical order."""
     files = {path.stem: path for entry in FRAMEWORKS for path in (HERE / entry.folder / "facts").glob("*.toml")}
     return dict(sorted(files.items()))
+
+
+def names_of(facts: str) -> tuple[str, ...]:
+    """Return the names of a framework: the id of its facts, and the targets that are planned with them."""
+    return (facts, *(entry.target for entry in FRAMEWORKS if entry.facts == facts and entry.target not in ("", facts)))
+
+
+def versions_of(facts: str) -> dict[str, str]:
+    """Return the ids of the facts of older and newer versions of a framework, by version: "nemo-25.09" by 25.09."""
+    return {
+        other.removeprefix(f"{name}-"): other
+        for name in names_of(facts)
+        for other in facts_files()
+        if re.match(rf"{re.escape(name)}-\d", other)
+    }
