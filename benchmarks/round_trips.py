@@ -43,6 +43,7 @@ from autoplan.search.limits import ALLOWED
 from autoplan.search.ranking import ranked
 from autoplan.spec.axes import AXES, DEFAULT_RECOMPUTE_MODULES, Axis, Kind
 from autoplan.spec.enums import CudaGraphs, Precision, Recompute, RecomputeModule
+from autoplan.spec.lengths import BATCHINGS, Lengths
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OPTIMIZERS, TRAITS
 from autoplan.spec.plan import ParallelPlan, PlanBatch, chunk_layers, even_chunks
@@ -122,6 +123,8 @@ def draw_problem(rng: Rng, rules: str) -> Problem | None:
         training["fused_norm"] = bool(rng.random() < 0.5)
     if rng.random() < 0.1:
         training["document_len"] = 512
+    elif rng.random() < 0.1:
+        training |= {"lengths": Lengths(histogram=((512, 3), (2048, 1))), "batching": str(rng.choice(BATCHINGS))}
     framework = str(rng.choice(frameworks()[rules]))
     try:
         spec = TrainingSpec(**training)
@@ -287,6 +290,8 @@ def said_in_words(training: TrainingSpec, read: TrainingSpec, text: str) -> Iter
         "attention": f"Priced with {training.attention} attention",
         "document_len": f"documents of {training.document_len or 0:,} tokens",
         "fused_norm": f"Priced with {norms}",
+        "lengths": "Samples have",
+        "batching": "Samples have",
         "optimizer": f"takes {TRAITS[training.optimizer].says}",
     }
     for name, sentence in words.items():

@@ -291,7 +291,7 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
         head = head + model.num_mtp_layers * (passes_s[block] + repeat[block] * repeats_mtp(batch))
     layer_s = _per_layer(model, passes_s)
     dense, expert = _parameters(problem, batch, trained=True)
-    framework = problem.framework
+    framework, longest = problem.framework, problem.at_longest
     counts = np.array([model.layers.count(layer) for layer in model.layer_kinds])
     mean = ((counts * part).sum(axis=-1) / batch.pp for part in (dense, expert))
     rest_s = framework.host.step_overhead_s + _update_s(problem, batch, *mean)
@@ -307,10 +307,10 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
         message_s=np.where(batch.pp > 1, message_s(problem, batch), 0.0),
         rest_s=rest_s,
         factor=problem.calibration.overall * (1.0 + straggler_share(batch.num_devices)),
-        kept_bytes=_kept_bytes(problem, batch),
-        stored_bytes=framework.memory.reserved_factor * stored_bytes(problem, batch) * len(model.layers[0]),
-        boundary_bytes=framework.memory.reserved_factor * boundary_bytes(problem, batch),
-        fixed_bytes=_fixed_bytes(problem, batch),
+        kept_bytes=_kept_bytes(longest, batch),
+        stored_bytes=framework.memory.reserved_factor * stored_bytes(longest, batch) * len(model.layers[0]),
+        boundary_bytes=framework.memory.reserved_factor * boundary_bytes(longest, batch),
+        fixed_bytes=_fixed_bytes(longest, batch),
         **_held_bytes(problem, batch),
     )
 

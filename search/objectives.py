@@ -18,6 +18,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.units import check_positive
 from autoplan.cost.energy import step_energy_j, waiting_power_w
 from autoplan.cost.goodput import Reliability
+from autoplan.cost.kernels.sequences import useful
 from autoplan.search.ranking import seconds_per_sequence
 from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.problem import Problem
@@ -175,7 +176,7 @@ def figures_at(
     problem: Problem, run: Run, *, seconds_per_sequence: float, joules_per_sequence: float | None, memory_bytes: float
 ) -> RunFigures:
     """Return the figures of a plan with these measures, or bounds of figures from bounds of measures."""
-    cluster, seq_len = problem.cluster, problem.training.seq_len
+    cluster, seq_len = problem.cluster, useful(problem.training).tokens
     devices = cluster.num_devices
     goodput = run.reliability.goodput(devices)
     tokens_per_s = seq_len / seconds_per_sequence

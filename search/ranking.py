@@ -9,6 +9,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.kernels.arithmetic import model_flops_per_token
+from autoplan.cost.kernels.sequences import useful
 from autoplan.spec.estimate import VERDICTS, CostEstimate, datasheet_peak
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -74,16 +75,17 @@ class Leaders:
 def ranked(problem: Problem, costs: CostEstimate, order: Iterable[int]) -> tuple[RankedPlan, ...]:
     """Return the plans at the indices `order`, with their figures.
 
-    MFU is Megatron-LM's: model FLOPs without recomputation over the datasheet peak of the precision.
+    Tokens are those of samples, without padding.  MFU is Megatron-LM's: model FLOPs without recomputation over the
+    datasheet peak of the precision.
     """
-    devices, seq_len = problem.cluster.num_devices, problem.training.seq_len
-    flops_per_token = model_flops_per_token(problem.model, problem.training.attended_len, problem.training.finetuning)
+    devices, learnt = problem.cluster.num_devices, useful(problem.training)
+    flops_per_token = model_flops_per_token(problem.model, learnt.attended_len, problem.training.finetuning)
     _, peak = datasheet_peak(problem.cluster.device, problem.training.precision)
     verdicts = costs.verdict
     result = []
     for at in order:
         step_s, memory = float(costs.step_s[at]), float(costs.memory_bytes[at])
-        tokens_per_s = float(costs.batch.global_batch[at]) * seq_len / step_s / devices
+        tokens_per_s = float(costs.batch.global_batch[at]) * learnt.tokens / step_s / devices
         result.append(
             RankedPlan(
                 plan=costs.batch.plan(at),

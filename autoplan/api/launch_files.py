@@ -175,6 +175,7 @@ def start_from(
     A range of batches leaves the file's plan at its own, one number changes it.
     """
     context = make_context(model, seq_len=seq_len, variables=variables)
+    context = replace(context, has_lengths=options.get("lengths") is not None)
     try:
         launch = read_launch_on(Path(path), context, cluster, target)
     except InputError as error:

@@ -18,6 +18,7 @@ from autoplan.frameworks import presets
 from autoplan.frameworks.registry import book_of, find_target
 from autoplan.readers.calibration import built_in_calibration, load_calibration
 from autoplan.readers.finetuning import combined, optimizer_of
+from autoplan.readers.lengths import load_lengths
 from autoplan.readers.mixed_cluster import load_parts
 from autoplan.readers.model import load_model as read_model
 from autoplan.search.limits import batch_grid, check_words, default_limits, with_flags
@@ -27,6 +28,7 @@ from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Precision
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.framework import Framework
+from autoplan.spec.lengths import Lengths
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OPTIMIZERS, TRAITS
@@ -59,6 +61,9 @@ class ProblemOptions(TypedDict, total=False):
     lora_targets: str | None  # modules with adapters, as PEFT calls them, joined by commas; or "all-linear"
     expert_imbalance: float | None  # tokens of the busiest rank of experts over their mean, 1 to 1000
     document_len: int | None  # mean tokens of the documents packed into a sequence
+    # Of samples that differ: "1k:56,64k:1" (tokens:samples), a histogram file, or a JSONL whose samples are counted.
+    lengths: str | Path | Lengths | None
+    batching: str | None  # how samples become sequences: packed, joined, padded, full or unpadded
     optimizer: str  # adam, adam8bit, adam4bit, adafactor, lion, sgd or muon
     quantize: str | None  # the frozen weights: int8, nf4, nf4-dq or int4
 
@@ -170,6 +175,8 @@ def make_mixed_problem(
         raise InputError("fine-tuning is not priced on mixed clusters yet: take one of their parts")
     if TRAITS[parts.training.optimizer].orthogonalises:
         raise InputError(f"{parts.training.optimizer} is not priced on mixed clusters yet: take one of their parts")
+    if parts.training.lengths is not None:
+        raise InputError("lengths that vary are not priced on mixed clusters yet: take one of their parts")
     return MixedProblem(
         model=parts.model,
         training=parts.training,
@@ -198,7 +205,9 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     )
     if tuning is not None:
         table["finetuning"] = asdict(tuning)
-    for name in ("document_len", "expert_imbalance"):
+    if (lengths := options.get("lengths")) is not None:
+        table["lengths"] = asdict(lengths if isinstance(lengths, Lengths) else load_lengths(str(lengths)))
+    for name in ("document_len", "expert_imbalance", "batching"):
         if (value := options.get(name)) is not None:
             table[name] = value
     usual = ADAPTER_FRAMEWORK if tuning is not None and tuning.has_adapters else DEFAULT_FRAMEWORK

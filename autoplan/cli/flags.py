@@ -11,6 +11,7 @@ import typer
 from autoplan.cli import options
 from autoplan.cli.complete import words
 from autoplan.spec.axes import AXES, Axis, Kind, shown
+from autoplan.spec.lengths import BATCHINGS
 from autoplan.spec.optimizers import OPTIMIZERS
 
 Command = Callable[..., None]
@@ -109,6 +110,20 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
             unset="1, balanced",
         ),
         _number("document_len", "Mean length of packed documents, to which attention keeps.", "TOKENS"),
+        _shared(
+            "lengths",
+            "FILE|TOKENS:SAMPLES,...",
+            "Lengths of samples that differ: typed, a histogram (tokens,samples) or a JSONL whose samples are counted; "
+            "--seq-len is then the most tokens of a sequence.",
+        ),
+        _shared(
+            "batching",
+            "HOW",
+            "How samples become sequences: packed (attention keeps to samples), joined (it does not), padded (to the "
+            "longest of a micro-batch), full (padded to --seq-len) or unpadded.",
+            "packed",
+            known=BATCHINGS,
+        ),
         _shared("objective", "NAME", _OBJECTIVES, kind=list[str]),
         _shared("nodes", "N,N|LOW:HIGH", "Numbers of nodes to try; of a range those that divide well."),
         _number("max_nodes", "Short for --nodes 1:N."),

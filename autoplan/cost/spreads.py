@@ -23,10 +23,10 @@ from autoplan.spec.calibration import TIME_SPREADS
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.terms import COMPONENTS
+from autoplan.spec.terms import COMPONENTS, OTHER_RANKS
 
 # Terms of a step that are no exposed traffic, launches or end of the step: kernels, and waiting in a pipeline.
-UNEXPOSED = (*COMPONENTS["kernels"], "pipeline_bubble", "stragglers")
+UNEXPOSED = (*COMPONENTS["kernels"], "pipeline_bubble", *OTHER_RANKS)
 
 HARD = tuple(name for name in COMPONENTS if name != "kernels")
 NOVELTIES = ("framework", "generation", "model", "precision", "size")

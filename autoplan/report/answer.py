@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import NormalDist
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
 from autoplan.base.units import GIB, format_bytes, format_flops, format_percent, format_seconds, format_two_figures
 from autoplan.cost.estimate import NORMAL_90
 from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_parameters
+from autoplan.cost.kernels.sequences import tokens_per_sequence, useful
 from autoplan.report.terminal import (
     END_OF_STEP,
     LEAST_GAP,
@@ -107,6 +109,7 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
         trained = count_trained_parameters(file.model, tuning)
         percent = 100 * trained / count_parameters(file.model)
         yield "trains", f"{tuning}: {trained:,} parameters, {format_two_figures(percent)} %"
+    yield from lengths_lines(file)
     interval = f"{format_seconds(best.low_s)} to {format_seconds(best.high_s)}"
     yield "time", f"{format_seconds(best.step_s)} a step; nine of ten runs take {interval}"
     name, peak = datasheet_peak(file.cluster.device, file.training.precision)
@@ -129,6 +132,26 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
             yield "next best", next_best_line(file.choice, file.certificate, best.plan)
     if file.allowances:
         yield "--allow", "; ".join(map(allowance_text, file.allowances[:SHOWN_ALLOWANCES]))
+
+
+def lengths_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) of samples that differ in length: what they are, and what they cost."""
+    training, best = file.training, file.best
+    if (lengths := training.lengths) is None:
+        return
+    cut = lengths.share_above(training.seq_len)
+    shortened = f", {risk_text(cut)} of them cut" if cut else ""
+    yield (
+        "lengths",
+        f"{lengths.source}: {lengths.num_samples:,} samples, {lengths.mean:,.0f} tokens in the mean{shortened}",
+    )
+    learnt = useful(training)
+    computed = float(np.max(tokens_per_sequence(training, np.array([best.plan.micro_batch]))))
+    words = [f"{learnt.samples:,.1f} samples a sequence"] if learnt.samples != 1 else []
+    words.append(f"{format_percent(1.0 - learnt.tokens / computed)} padding")
+    idle = best.terms_s.get("uneven_lengths", 0.0) / best.step_s
+    waiting = f"ranks wait {format_percent(idle)} of the step for longer samples"
+    yield "", f"{training.batching}: {', '.join(words)}; {waiting}"
 
 
 def allowance_text(allowance: Allowance) -> str:

@@ -18,13 +18,13 @@ from autoplan.base.units import format_percent, format_seconds
 from autoplan.spec.estimate import StageCost
 from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.search_result import RankedPlan
-from autoplan.spec.terms import TERMS, UPDATE_TERMS
+from autoplan.spec.terms import OTHER_RANKS, TERMS, UPDATE_TERMS
 
 LEAST_GAP = 1e-6  # of two steps that are not called level
 LEAST_TEXT = 16  # columns that a cell of words gets before columns of numbers are left out
 LEAST_SHOWN_S = 5e-8  # less would read as 0.0 us
 END_OF_STEP = (*UPDATE_TERMS, "overhead")
-WAITS = ("pipeline_bubble", "pipeline_send", "stragglers")
+WAITS = ("pipeline_bubble", "pipeline_send", *OTHER_RANKS)
 MOST_MEMORY_COLUMNS = 8
 MEMORY_NAMES = {
     "weights": "weights",

@@ -12,7 +12,7 @@ from autoplan.report.answer import print_answer
 from autoplan.report.terminal import LEAST_SHOWN_S, print_next_steps, print_part, print_table, term_name
 from autoplan.spec.needed_times import NeededTime, RecordFacts, StepSources
 from autoplan.spec.plan_file import PlanFile
-from autoplan.spec.terms import TERMS
+from autoplan.spec.terms import OTHER_RANKS, TERMS
 from autoplan.spec.timing import TimeSource
 
 # (header, whether cells are numbers)
@@ -80,7 +80,7 @@ def _term_of(need: NeededTime, found: StepSources) -> str:
     """Return the term that a time enters most; blank where it counts with others only."""
     return max(
         need.terms,
-        key=lambda name: -1.0 if name == "stragglers" else found.terms_s.get(name, 0.0) * (need.terms[name] or 1.0),
+        key=lambda name: -1.0 if name in OTHER_RANKS else found.terms_s.get(name, 0.0) * (need.terms[name] or 1.0),
         default="",
     )
 

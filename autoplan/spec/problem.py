@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import format_bytes
@@ -88,6 +88,15 @@ class Problem:
         """The problem with other levels."""
         other = copy.copy(self)
         object.__setattr__(other, "topology", topology)
+        return other
+
+    @property
+    def at_longest(self) -> Problem:
+        """The problem with all sequences as long as they may be, as micro-batches are for which memory has to do."""
+        if self.training.lengths is None:
+            return self
+        other = copy.copy(self)
+        object.__setattr__(other, "training", replace(self.training, lengths=None))
         return other
 
     @property

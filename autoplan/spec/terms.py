@@ -50,6 +50,7 @@ TERMS = (
     Term("optimizer", "optimizer", "update", "compute", "kernels"),
     Term("parameter_gather", "parameter gather", "update", "data parallel", "states"),
     Term("overhead", "fixed overhead", "end", "host", "host"),
+    Term("uneven_lengths", "waiting for longer samples", "end", "wait", None),
     Term("stragglers", "waiting for the slowest rank", "end", "wait", None),
 )
 
@@ -64,6 +65,9 @@ WORK_TERMS = _of("block", "stage")  # of a stage, in one pass or another
 PIPELINE_TERMS = _of("block", "stage", "pipeline")  # until the last backward pass is over
 UPDATE_TERMS = _of("update")  # of gradients, optimizer and parameters
 END_TERMS = _of("update", "end")  # what follows the last backward pass, one after another
+OTHER_RANKS = tuple(term.name for term in TERMS if term.part == "end" and term.stream == "wait")  # waiting for them
+# Of a stage, what takes longer where a micro-batch has more tokens.
+OF_TOKENS = tuple(name for name in WORK_TERMS if name not in ("fsdp_communication", "launch", "allocator_retries"))
 
 STREAM_OF = {term.name: term.stream for term in TERMS}
 COMPONENTS: dict[str, tuple[str, ...]] = {

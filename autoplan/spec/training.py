@@ -9,6 +9,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.units import check_count
 from autoplan.spec.enums import Precision, enum_value
 from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.lengths import BATCHINGS, Batching, Lengths
 from autoplan.spec.optimizers import OptimizerName
 
 Attention = Literal["flash", "flash1", "flash2", "megatron-fused", "unfused"]
@@ -30,6 +31,8 @@ class TrainingSpec:
     # Mean tokens of the documents packed into a sequence, over tokens, beyond which attention does not look; None: it
     # looks at the whole sequence.
     document_len: int | None = None
+    lengths: Lengths | None = None  # of samples; None: every sequence has `seq_len` tokens
+    batching: Batching = "packed"  # how samples become sequences, where `lengths` are known
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", enum_value("precision", Precision, self.precision))
@@ -40,13 +43,21 @@ class TrainingSpec:
                 raise InputError(
                     f"document_len needs attention that skips other documents, not {self.attention}: use flash"
                 )
+        if self.batching not in BATCHINGS:
+            raise InputError(f"batching must be one of {', '.join(BATCHINGS)}, got {str(self.batching)[:20]!r}")
+        if self.lengths is not None:
+            self._check_lengths()
         if not 1.0 <= self.expert_imbalance <= 1000.0:
             raise InputError(f"expert_imbalance must lie between 1 (balanced) and 1000, got {self.expert_imbalance:g}")
 
-    @property
-    def attended_len(self) -> int:
-        """Tokens that attention sees as one sequence."""
-        return self.seq_len if self.document_len is None else self.document_len
+    def _check_lengths(self) -> None:
+        if self.document_len is not None:
+            raise InputError("document_len is the mean of what lengths say: leave one of them out")
+        if self.batching == "packed" and not self.attention.startswith("flash"):
+            raise InputError(
+                f"packed samples need attention that skips other samples, not {self.attention}: use flash, "
+                "or batching joined or padded"
+            )
 
     @property
     def element_bytes(self) -> float:

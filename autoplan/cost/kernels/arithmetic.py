@@ -11,6 +11,9 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+import numpy as np
+
+from autoplan.base.arrays import Floats
 from autoplan.base.errors import InputError
 from autoplan.spec.finetuning import ALL_LINEAR, EMBEDDING, HEAD, MODULES, FineTuning, Target
 from autoplan.spec.model import Block, LatentAttention, ModelSpec
@@ -377,14 +380,15 @@ def count_parameters(model: ModelSpec, *, active: bool = False, with_mtp: bool =
     return total
 
 
-def attention_context(model: ModelSpec, block: Block, seq_len: int) -> float:
+def attention_context(model: ModelSpec, block: Block, seq_len: Floats | float) -> Floats | float:
     """Mean number of positions that a query attends to under a causal mask (`modelling` A2)."""
-    if block is Block.WINDOW_ATTENTION and model.window and model.window < seq_len:
-        return model.window - model.window**2 / (2 * seq_len)
+    if block is Block.WINDOW_ATTENTION and model.window:
+        width = np.minimum(model.window, seq_len)
+        return width - width**2 / (2 * seq_len)
     return seq_len / 2
 
 
-def model_flops_per_token(model: ModelSpec, seq_len: int, finetuning: FineTuning | None = None) -> float:
+def model_flops_per_token(model: ModelSpec, seq_len: float, finetuning: FineTuning | None = None) -> float:
     """Floating-point operations of one token's forward and backward pass, Megatron-LM's present convention.
 
     3 x 2 x active weights, the causal attention core at half of the square, one logit GEMM and one more per MTP
@@ -403,7 +407,7 @@ def model_flops_per_token(model: ModelSpec, seq_len: int, finetuning: FineTuning
                 forward += 2 * share * linear.num_weights
                 spared += 2 * share * linear.num_weights * linear.is_frozen
             if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
-                context = attention_context(model, block, seq_len)
+                context = float(attention_context(model, block, seq_len))
                 forward += 2 * context * model.num_heads * (model.qk_head_dim + model.v_head_dim)
             if block is Block.MAMBA and model.mamba:
                 forward += mamba_scan_flops_per_token(model)

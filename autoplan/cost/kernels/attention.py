@@ -17,6 +17,7 @@ from autoplan.cost.kernels.arithmetic import (
 from autoplan.cost.kernels.measured import find_kernels, measured_pass
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.products import gemm_rate, wide_peak
+from autoplan.cost.kernels.sequences import attended_len, tokens_per_sequence
 from autoplan.cost.kernels.sizes import rank_tokens
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import ContextParallelKind
@@ -76,12 +77,17 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     # One thread block per head and FLASH_TILE queries: too few of them leave compute units idle.
     blocks_per_unit = heads * tokens / FLASH_TILE / device.compute_units
     widths = model.qk_head_dim + model.v_head_dim
+    seen_len = attended_len(training, batch.micro_batch)
     per_context_s = factor * eight_bits * 2.0 * tokens * heads * widths / (wide_peak(problem) * efficiency)
 
     def square_s(attending: Block) -> Floats:
         """Time of the scores and of what they weigh."""
-        context = attention_context(model, attending, training.attended_len)
-        slowdown = curve.slowdown(_row_len(problem, attending), blocks_per_unit, model.qk_head_dim)
+        context = attention_context(model, attending, seen_len)
+        # Positions that the last query of a sequence attends to.
+        row_len: Floats | float = seen_len
+        if attending is Block.WINDOW_ATTENTION and model.window:
+            row_len = np.minimum(np.float64(model.window), seen_len)
+        slowdown = curve.slowdown(row_len, blocks_per_unit, model.qk_head_dim)
         return per_context_s * context * slowdown
 
     forward = square_s(block)
@@ -95,17 +101,12 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     return _measured_s(problem, batch, block, efficiency / (curve.efficiency * eight_bits), reference)
 
 
-def _row_len(problem: Problem, block: Block) -> int:
-    """Positions that the last query of a sequence attends to."""
-    window, length = problem.model.window, problem.training.attended_len
-    return min(window, length) if block is Block.WINDOW_ATTENTION and window else length
-
-
 def _unfused_s(problem: Problem, batch: PlanBatch, factor: Floats) -> Pass:
     """Time of attention that writes its scores, whose products take `factor` times as long as by the reference."""
     model, training, device = problem.model, problem.training, problem.device
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
-    scores = tokens * heads * training.seq_len  # the whole square: an unfused softmax masks, it does not skip
+    # The whole square: an unfused softmax masks, it does not skip.
+    scores = tokens * heads * attended_len(training, batch.micro_batch)
     rate = wide_peak(problem) * device.gemm_efficiency * (UNALIGNED_HEAD_SHARE if model.qk_head_dim % 8 else 1.0)
     # Scores are products over the head dimension, outputs are as wide as it.
     narrow = (1 + device.gemm.half_k / model.qk_head_dim) * (1 + device.gemm.half_n / model.v_head_dim)
@@ -134,25 +135,25 @@ def _measured_s(problem: Problem, batch: PlanBatch, block: Block, share: Floats,
     All-to-all context parallelism divides the heads, a ring the queries of a whole sequence.
     """
     model, training = problem.model, problem.training
-    seq_len = training.attended_len
+    seq_len = attended_len(training, batch.micro_batch)
     sequences: Floats | Ints = batch.micro_batch
-    if training.document_len is not None:
-        sequences = batch.micro_batch * training.seq_len / training.document_len
+    if training.document_len is not None or training.lengths is not None:
+        sequences = batch.micro_batch * tokens_per_sequence(training, batch.micro_batch) / seq_len
     is_ring = batch.cp_kind == ContextParallelKind.RING.code
     split = batch.tp * np.where(is_ring, 1, batch.cp)
-    is_windowed = block is Block.WINDOW_ATTENTION and model.window and model.window < seq_len
-    window = model.window if is_windowed else 0
+    windows = np.where(np.less(model.window or 0, seq_len), model.window or 0, 0)
+    window = windows if block is Block.WINDOW_ATTENTION else np.zeros(())
     heads, kv_heads = model.num_heads / split, np.maximum(model.kv_heads / split, 1.0)
     width = float(model.qk_head_dim)
     passes: tuple[Operation, ...] = ("attention", "attention_backward")
-    shape: tuple[Floats | Ints | float, ...] = (heads, kv_heads, width, float(window or 0))
+    shape: tuple[Floats | Ints | float, ...] = (heads, kv_heads, width, window.astype(np.float64))
     if model.qk_head_dim != model.v_head_dim:
-        if window:
+        if window.any():
             return reference
         passes, shape = ("latent_attention", "latent_attention_backward"), (heads, width, float(model.v_head_dim))
     part = 1.0 / np.where(is_ring, batch.cp, 1) / (1.0 if problem.timings.is_own else share)
     wide = batch.unquantised()  # whatever the precision of the matrices: the tables know no narrower one
-    sizes = (sequences, float(seq_len), *shape)
+    sizes = (sequences, np.float64(seq_len), *shape)
     return measured_pass([find_kernels(problem, wide, entry, *sizes).scaled(part) for entry in passes], reference)
 
 

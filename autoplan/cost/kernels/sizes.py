@@ -8,6 +8,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats
 from autoplan.cost.kernels.arithmetic import Linear
+from autoplan.cost.kernels.sequences import tokens_per_sequence
 from autoplan.spec.enums import Dispatcher
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
@@ -34,8 +35,8 @@ KERNEL_AXES = (
 
 
 def rank_tokens(problem: Problem, batch: PlanBatch) -> Floats:
-    """Tokens of one micro-batch that a tensor-parallel group works on, after context parallelism."""
-    return batch.micro_batch * problem.training.seq_len / batch.cp
+    """Tokens of one micro-batch, of a mean one, that a tensor-parallel group works on after context parallelism."""
+    return batch.micro_batch * tokens_per_sequence(problem.training, batch.micro_batch) / batch.cp
 
 
 def norm_tokens(problem: Problem, batch: PlanBatch) -> Floats:

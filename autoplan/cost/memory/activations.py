@@ -110,6 +110,7 @@ def _chunk_bytes(
 
 def chunk_activation_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Activations that one micro-batch keeps in every chunk, of plans with as many chunks: shape (plans, chunks)."""
+    problem = problem.at_longest
     shapes = block_shapes(problem.model, problem.training.finetuning)
     kept = {
         block: kept_bytes(problem, batch, activation_parts(problem, batch, block, shape))

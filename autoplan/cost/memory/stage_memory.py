@@ -305,6 +305,7 @@ def _moments(
 
 def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters) -> StageMemory:
     """Peak memory of every pipeline rank: states, and what the passes or the optimizer's step need beside."""
+    problem = problem.at_longest
     model, framework = problem.model, problem.framework
     groups = process_groups(batch)
     if framework.memory.fsdp2_states and model.moe:

@@ -16,12 +16,13 @@ from autoplan.frameworks.automodel.options import (
     RECOMPUTE,
     SCHEDULES,
 )
-from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread, priced_as_even
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_yaml, show
 from autoplan.readers.model import find_preset
 from autoplan.spec.enums import Precision, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
+from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
@@ -49,8 +50,10 @@ def read(text: str, context: LaunchContext) -> Launch:
     if recipe is not None and not _PRICED.match(recipe):
         raise InputError(f"recipe {recipe[:60]}: only training on the next token is priced")
     model = _model(options, context)
-    seq_len = _length(options, context)
-    training = TrainingSpec(seq_len=seq_len, precision=_precision(options), finetuning=_finetuning(options))
+    seq_len, batching = _length(options, context)
+    training = TrainingSpec(
+        seq_len=seq_len, precision=_precision(options), finetuning=_finetuning(options), batching=batching
+    )
     if context.num_devices is None:
         raise InputError("the number of devices is not in the file: pass --devices")
     plan = _plan(options, model, context.num_devices, training.precision)
@@ -106,7 +109,8 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
     raise InputError(f"model {show(name)} is no model that is known here: pass --model")
 
 
-def _length(options: Options, context: LaunchContext) -> int:
+def _length(options: Options, context: LaunchContext) -> tuple[int, Batching]:
+    """(tokens of a sequence, how samples become one: components/datasets/llm/packed_sequence.py)."""
     packed, dataset = options.inside("packed_sequence"), options.inside("dataset")
     packed.pass_over("post_tokenize_hook_fn", "collate_max_length")
     packed.pass_over("split_across_pack", "max_packs", "attn_implementation", "packing_strategy", "packing_ratio")
@@ -114,12 +118,13 @@ def _length(options: Options, context: LaunchContext) -> int:
     size = packed.optional_count("packed_sequence_size", 0) or packed.optional_count("pack_size", 0)
     key = next((key for key in _LENGTHS if dataset.has(key)), None)
     length = context.seq_len or size or (dataset.optional_count(key) if key else None)
-    if key and not context.seq_len and not size and "mock" not in str(dataset.value("_target_")).casefold():
-        why = "sequences are not packed, and shorter than that: priced as all of this length; pass --seq-len their mean"
-        dataset.remark(key, why)
+    batching: Batching = "packed" if size else "padded"
+    why = priced_as_even(batching, context)
+    if key and why and "mock" not in str(dataset.value("_target_")).casefold():
+        dataset.remark(key, why, matters=batching in UNEVEN)
     if not length:
         raise InputError("sequences are as long as the dataset's, which is not in the file: pass --seq-len")
-    return length
+    return length, batching
 
 
 def _precision(options: Options) -> Precision:

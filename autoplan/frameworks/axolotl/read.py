@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.axolotl.options import COSTLESS, LENGTH, MESH, NAMES
@@ -13,6 +15,7 @@ from autoplan.frameworks.hf_trainer.launch import Mesh, Program, launch_of
 from autoplan.frameworks.hf_trainer.options import is_on
 from autoplan.readers.finetuning import OF_AXOLOTL, of_axolotl
 from autoplan.spec.enums import Precision
+from autoplan.spec.lengths import Batching
 
 _OTHER_LOSSES = ("rl", "reward_model", "process_reward_model")
 
@@ -68,7 +71,7 @@ def read(text: str, context: LaunchContext) -> Launch:
         model_key="base_model",
         length_key=LENGTH,
         length=512,
-        is_packed=is_on(options, "sample_packing") or table.get("datasets") is None,
+        batching=_batching(options, table),
         finetuning=finetuning if finetuning.has_adapters else None,
         precision=Precision.BF16,  # "auto" (utils/schemas/config.py:559)
         mesh=Mesh(**mesh),
@@ -76,6 +79,15 @@ def read(text: str, context: LaunchContext) -> Launch:
         takes_last_precision=True,  # "auto" counts as on (utils/config/__init__.py)
     )
     return launch_of(options, context, program, None)
+
+
+def _batching(options: Options, table: Mapping[str, Any]) -> Batching:
+    """Return how samples become sequences (core/trainers/base.py, utils/collators/batching.py)."""
+    if is_on(options, "sample_packing"):
+        return "packed"
+    if table.get("datasets") is None:  # of pretraining
+        return "joined"
+    return "full" if is_on(options, "pad_to_sequence_len") else "padded"
 
 
 READER = Reader(target="axolotl", recognises=recognises, read=read)

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
+from autoplan.spec.lengths import Batching
 from autoplan.spec.plan_file import PlanFile
 
 USUAL_ATTENTION = "flash"
+# How samples become sequences, with what programs call it.
+SAYS: dict[Batching, str] = {
+    "packed": "packed, each with attention of its own (packing of TRL, sample_packing of axolotl, neat_packing of "
+    "LLaMA-Factory, packed sequences of Megatron-Bridge)",
+    "joined": 'joined and cut, attention over all of a sequence (packing_strategy "wrapped" of TRL, packing of '
+    "LLaMA-Factory)",
+    "padded": "padded to the longest of a micro-batch",
+    "full": "padded to the whole length (pad_to_sequence_len of axolotl, pad_to_max_length of Megatron-Bridge)",
+    "unpadded": "behind one another without padding (padding_free of TRL, variable sequence lengths of Megatron-LM)",
+}
 
 
 def comment(text: str) -> str:
@@ -40,5 +51,10 @@ def header(plan_file: PlanFile, framework: str) -> list[str]:
         lines.append(
             f"Sequences are priced as packed from documents of {documents:,} tokens, each with attention of its own: "
             "data and attention mask are yours to set so"
+        )
+    if lengths := plan_file.training.lengths:
+        lines.append(
+            f"Samples have {lengths.mean:,.0f} tokens in the mean ({lengths.source}) and are priced as "
+            f"{SAYS[plan_file.training.batching]}: yours to set so"
         )
     return [comment(line) for line in lines]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
@@ -23,6 +24,7 @@ class LaunchContext:
     num_devices: int | None = None
     devices_per_node: int | None = None
     seq_len: int | None = None
+    has_lengths: bool = False  # of samples
     variables: tuple[tuple[str, str], ...] = ()
     folder: Path | None = None
 
@@ -60,3 +62,17 @@ class Reader:
     target: str
     recognises: Callable[[str, str], bool]
     read: Callable[[str, LaunchContext], Launch]  # of the text
+
+
+def priced_as_even(batching: Batching, context: LaunchContext) -> str:
+    """Say how samples of a file are priced whose lengths are not known; empty where they are, or make no difference."""
+    if context.has_lengths:
+        return ""
+    if batching == "packed":
+        return "samples are packed, and attention is priced over the whole sequence: pass --lengths"
+    if batching in UNEVEN and context.seq_len is None:
+        return (
+            "sequences are not packed, and shorter than that: priced as all of this length; pass --lengths, or "
+            "--seq-len their mean"
+        )
+    return ""

@@ -14,7 +14,7 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.frameworks.accelerate.options import STRATEGIES
 from autoplan.frameworks.common.beside import read_beside
-from autoplan.frameworks.common.launch import Launch, LaunchContext, Unread
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Unread, priced_as_even
 from autoplan.frameworks.common.option_table import Fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_json, show
 from autoplan.frameworks.deepspeed import read as deepspeed
@@ -34,6 +34,7 @@ from autoplan.frameworks.hf_trainer.options import (
 from autoplan.readers.model import find_preset
 from autoplan.spec.enums import Precision, Recompute, Sharding
 from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.plan import ParallelPlan
@@ -66,7 +67,7 @@ class Program:
     model_key: str
     length_key: str
     length: int | None = None
-    is_packed: bool = False
+    batching: Batching = "padded"
     finetuning: FineTuning | None = None
     precision: Precision | None = None  # that holds unless the arguments say another
     optimizer: OptimizerName | None = None  # in place of the Trainer's
@@ -95,9 +96,8 @@ def length_of(options: Options, program: Program, context: LaunchContext) -> int
     length = context.seq_len or known
     if length is None:
         raise InputError(f"{program.length_key} is not in the file: pass --seq-len")
-    if not program.is_packed and context.seq_len is None:
-        why = "sequences are not packed, and shorter than that: priced as all of this length; pass --seq-len their mean"
-        options.remark(program.length_key, why, default=str(program.length))
+    if why := priced_as_even(program.batching, context):
+        options.remark(program.length_key, why, default=str(program.length), matters=program.batching in UNEVEN)
     return length
 
 
@@ -127,6 +127,7 @@ def launch_of(options: Options, context: LaunchContext, program: Program, num_de
         raise InputError("the number of devices is not in the file: pass --devices")
     training = TrainingSpec(
         seq_len=length,
+        batching=program.batching,
         precision=precision,
         optimizer=program.optimizer or read_optimizer(options),
         finetuning=program.finetuning,

@@ -12,6 +12,7 @@ from autoplan.frameworks.hf_trainer.options import is_on
 from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
 from autoplan.readers.finetuning import OF_TRL, of_trl
 from autoplan.spec.enums import Precision
+from autoplan.spec.lengths import Batching
 
 # Programs of TRL whose loss needs more than one pass, or which generate (trl/scripts).
 _OTHER_LOSSES = re.compile(
@@ -88,10 +89,19 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
         model_key="model" if options.has("model") and not options.has("model_name_or_path") else "model_name_or_path",
         length_key=length_key,
         length=1024 if is_trl and length_key == "max_length" else None,
-        is_packed=is_on(options, "packing") or length_key in ("block_size",),
+        batching=_batching(options, length_key),
         finetuning=finetuning if finetuning.has_adapters else None,
         precision=Precision.BF16 if is_trl else None,
     )
+
+
+def _batching(options: Options, length_key: str) -> Batching:
+    """Return how samples become sequences (trl/trainer/sft_config.py; run_clm.py joins them into blocks)."""
+    if is_on(options, "packing"):
+        return "joined" if options.value("packing_strategy") == "wrapped" else "packed"
+    if length_key == "block_size":
+        return "joined"
+    return "unpadded" if is_on(options, "padding_free") else "padded"
 
 
 READER = Reader(target="hf-trainer", recognises=recognises, read=read)

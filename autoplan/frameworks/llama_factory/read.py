@@ -15,6 +15,7 @@ from autoplan.frameworks.hf_trainer.options import is_on
 from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
 from autoplan.readers.finetuning import OF_LLAMA_FACTORY, of_llama_factory
 from autoplan.spec.enums import Precision
+from autoplan.spec.lengths import Batching
 
 COMMANDS = ("llamafactory-cli", "train.py", "train_bash.py")
 LENGTH, NO_RECOMPUTE = "cutoff_len", "disable_gradient_checkpointing"
@@ -95,15 +96,15 @@ def program_of(options: Options) -> Program:
         options.pass_over("fp8_backend", "fp8_enable_fsdp_float8_all_gather")
         options.remark("fp8", "priced as bf16")
     is_packed = is_on(options, "packing") if options.has("packing") else raw.get("stage") == "pt"
+    batching: Batching = "joined" if is_packed else "padded"
     if is_on(options, "neat_packing"):  # which turns packing on (hparams/data_args.py)
-        is_packed = True
-        options.remark("neat_packing", "attention is priced over the whole sequence, not by document")
+        batching = "packed"
     return Program(
         target="llama-factory",
         model_key="model_name_or_path",
         length_key=LENGTH,
         length=DEFAULT_LENGTH,
-        is_packed=is_packed,
+        batching=batching,
         finetuning=finetuning if finetuning.has_adapters else None,
         precision=Precision.BF16 if is_pure else None,
         optimizer="muon" if is_on(options, "use_muon") else None,

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, priced_as_even
 from autoplan.frameworks.common.options import Argument, Options
 from autoplan.frameworks.common.shell import read_script
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of, model_of, stage_table
@@ -33,6 +33,7 @@ from autoplan.frameworks.ms_swift.options import (
 from autoplan.readers.finetuning import PEFT_RANK
 from autoplan.spec.enums import Precision
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
+from autoplan.spec.lengths import UNEVEN, Batching
 
 _COMMAND = re.compile(r"^[^#\n]*\b(megatron|swift)\s+(sft|pt)\b", re.MULTILINE)
 _OTHER_LOSSES = ("rlhf_type", "num_generations", "beta")
@@ -113,9 +114,9 @@ def _with_megatron(text: str, context: LaunchContext) -> Launch:
     if arguments.text("recompute_granularity") == "none":
         arguments.arguments.pop("recompute_granularity", None)
         arguments.defaults.pop("recompute_granularity")
-    if not is_on(arguments, "packing") and context.seq_len is None and arguments.has("seq_length"):
-        why = "sequences are not packed, and shorter than that: priced as all of this length; pass --seq-len their mean"
-        arguments.remark("seq_length", why)
+    batching = _batching(arguments)
+    if arguments.has("seq_length") and (why := priced_as_even(batching, context)):
+        arguments.remark("seq_length", why, matters=batching in UNEVEN)
     launch = megatron.launch_of(
         arguments,
         replace(context, model=model),
@@ -123,7 +124,14 @@ def _with_megatron(text: str, context: LaunchContext) -> Launch:
         framework="megatron-core",
         num_devices=devices_of(before, script, text),
     )
-    return replace(launch, training=replace(launch.training, finetuning=finetuning))
+    return replace(launch, training=replace(launch.training, finetuning=finetuning, batching=batching))
+
+
+def _batching(options: Options) -> Batching:
+    """Return how samples become sequences (swift/arguments/sft_args.py)."""
+    if is_on(options, "packing"):
+        return "packed"
+    return "unpadded" if is_on(options, "padding_free") else "padded"
 
 
 def _renamed(arguments: list[Argument]) -> list[Argument]:
@@ -164,7 +172,7 @@ def _with_trainer(text: str, context: LaunchContext) -> Launch:
         target="ms-swift",
         model_key="model",
         length_key="max_length",
-        is_packed=is_on(options, "packing"),
+        batching=_batching(options),
         finetuning=_finetuning(options, "lora"),
         precision=Precision.BF16 if options.text("torch_dtype", "bfloat16") == "bfloat16" else None,
     )

@@ -81,10 +81,12 @@ BOOK = Rulebook(
 
 
 def check_training(training: TrainingSpec) -> None:
-    """Refuse what the trainer does not do with the weights: it trains all of them with Adam."""
+    """Refuse what the trainer does not do: it trains all weights with Adam, on sequences of equal lengths."""
     finetuning = training.finetuning
     if finetuning is not None and (finetuning.has_adapters or finetuning.frozen):
         raise InputError(f"the built-in trainer trains all weights, not {finetuning}: give a program of your own")
+    if training.lengths is not None:
+        raise InputError("the built-in trainer has sequences of equal lengths: give a program of your own")
     if training.optimizer != "adam":
         raise InputError(f"the built-in trainer has Adam, not {training.optimizer}: give a program of your own")
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
-from autoplan.report.answer import layers_line, mfu_convention, next_best_line, proof_line, risk_text, why_first
+from autoplan.report.answer import (
+    layers_line,
+    lengths_lines,
+    mfu_convention,
+    next_best_line,
+    proof_line,
+    risk_text,
+    why_first,
+)
 from autoplan.report.page.content import PlanContent
 from autoplan.report.page.elements import Segment, bar, masthead, pairs
 from autoplan.report.page.html import Child, Markup, tag
@@ -128,6 +136,8 @@ def _further_lines(file: PlanFile) -> Iterator[tuple[str, Child]]:
     """Further lines of the answer, where there are any."""
     if layers := layers_line(file):
         yield "layers", layers
+    for _, text in lengths_lines(file):
+        yield "lengths", text
     choice = file.choice
     if second := choice.runner_up if choice else next(iter(file.alternatives), None):
         yield "why", why_first(file.best, second, keeps_today=file.today is not None)

@@ -1,0 +1,146 @@
+"""Sequences that samples of unlike lengths make: their tokens, those that are padding, and what attention looks at.
+
+Of a micro-batch two numbers decide the time: its tokens, and the sum of the squares of the lengths over which attention
+looks (`modelling` A2: the sum of L_i^2 in place of b s^2).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from autoplan.base.arrays import Floats, Ints
+from autoplan.spec.lengths import Batching, Lengths
+from autoplan.spec.training import TrainingSpec
+
+# Samples that are packed: of a smaller data set as many times over, so that packs are those of a long run.
+LEAST_PACKED = 10**6
+
+
+class Packs(NamedTuple):
+    """Sequences of whole samples that are alike: arrays with an element for each kind of pack."""
+
+    share: Floats  # of all packs
+    tokens: Floats  # of their samples; the rest is padding
+    squares: Floats  # of the lengths of the samples, summed
+    samples: Floats
+
+
+class Kinds(NamedTuple):
+    """Values that something takes, and how often."""
+
+    values: Floats
+    weights: Floats
+
+    @property
+    def mean(self) -> float:
+        """Mean value."""
+        return float(self.values @ self.weights)
+
+
+class Useful(NamedTuple):
+    """What is learnt from in a sequence: means."""
+
+    tokens: float  # of samples, padding aside
+    attended_len: float  # tokens of the sample that a token is in, as attention sees it
+    samples: float
+
+
+@lru_cache(maxsize=64)
+def cut_samples(lengths: Lengths, seq_len: int) -> Kinds:
+    """The tokens of a sample, cut where it is longer than a sequence."""
+    tokens, samples = np.array(lengths.histogram, dtype=np.float64).T
+    return Kinds(np.minimum(tokens, seq_len), samples / samples.sum())
+
+
+@lru_cache(maxsize=64)
+def packs_of(lengths: Lengths, seq_len: int) -> Packs:
+    """Packs of samples, each placed, longest first, into the fullest sequence that has room for it.
+
+    Best fit decreasing, as TRL packs (trl/data_utils.py, pack_dataset "bfd"); axolotl's and Megatron-Bridge's first fit
+    decreasing (axolotl/utils/samplers/multipack.py, megatron/bridge/data/datasets/packing_utils.py) and
+    LLaMA-Factory's knapsack fill sequences about as well.
+    """
+    repeat = -(-LEAST_PACKED // lengths.num_samples)
+    packs: dict[tuple[int, int, int], int] = {}  # (tokens, their squares, samples) to the number of such packs
+
+    def add(kind: tuple[int, int, int], tokens: int, number: int, count: int) -> None:
+        """`count` packs of a kind, each with `number` more samples of so many tokens."""
+        more = (kind[0] + number * tokens, kind[1] + number * tokens**2, kind[2] + number)
+        packs[more] = packs.get(more, 0) + count
+        if not packs[more]:
+            del packs[more]
+
+    for length, samples in reversed(lengths.histogram):
+        tokens, left = min(length, seq_len), samples * repeat
+        while left:
+            kind = max((kind for kind in packs if kind[0] + tokens <= seq_len), default=(0, 0, 0))
+            most = (seq_len - kind[0]) // tokens
+            count = min(packs.get(kind, left), -(-left // most))
+            whole, rest = divmod(min(left, count * most), most)
+            add(kind, tokens, 0, -count if kind in packs else 0)
+            add(kind, tokens, most, whole)
+            add(kind, tokens, rest, 1 if rest else 0)
+            left -= whole * most + rest
+    share, *columns = np.array([(count, *kind) for kind, count in packs.items()], dtype=np.float64).T
+    return Packs(share / share.sum(), *columns)
+
+
+@lru_cache(maxsize=1024)
+def longest_of(lengths: Lengths, seq_len: int, samples: int) -> Kinds:
+    """The longest of so many samples: the distribution of one, cumulated, to their power."""
+    tokens, shares = cut_samples(lengths, seq_len)
+    below = np.minimum(np.cumsum(shares), 1.0) ** samples
+    return Kinds(tokens, np.diff(below / below[-1], prepend=0.0))
+
+
+@lru_cache(maxsize=4096)
+def means_of(lengths: Lengths, batching: Batching, seq_len: int, micro_batch: int) -> tuple[float, float]:
+    """(tokens of a sequence, squares over which attention looks in it), padding included, in the mean."""
+    if batching in ("joined", "full"):
+        return float(seq_len), float(seq_len) ** 2
+    if batching == "packed":
+        packs = packs_of(lengths, seq_len)
+        return float(seq_len), float(packs.share @ packs.squares)
+    drawn = cut_samples(lengths, seq_len)
+    if batching == "padded":
+        drawn = longest_of(lengths, seq_len, micro_batch)
+    return drawn.mean, float(drawn.values**2 @ drawn.weights)
+
+
+def tokens_per_sequence(training: TrainingSpec, micro_batch: Ints) -> Floats | int:
+    """Tokens that are computed of a sequence in the mean, in micro-batches of so many."""
+    return training.seq_len if training.lengths is None else _means(training, micro_batch)[0]
+
+
+def attended_len(training: TrainingSpec, micro_batch: Ints) -> Floats | int:
+    """Tokens that attention sees as one sequence, in the mean over tokens."""
+    if training.lengths is None:
+        return training.document_len or training.seq_len
+    tokens, squares = _means(training, micro_batch)
+    return squares / tokens
+
+
+def _means(training: TrainingSpec, micro_batch: Ints) -> Floats:
+    """`means_of` each micro-batch: shape (2, plans)."""
+    assert training.lengths is not None
+    sizes, which = np.unique(micro_batch, return_inverse=True)
+    table = [means_of(training.lengths, training.batching, training.seq_len, size) for size in sizes.tolist()]
+    return np.array(table).T[:, which.reshape(-1)]
+
+
+def useful(training: TrainingSpec) -> Useful:
+    """Tokens and samples of a sequence without its padding; all of them where lengths are equal."""
+    if training.lengths is None:
+        return Useful(training.seq_len, training.document_len or training.seq_len, 1.0)
+    samples = cut_samples(training.lengths, training.seq_len)
+    attended = float(samples.values**2 @ samples.weights) / samples.mean
+    if training.batching == "packed":
+        packs = packs_of(training.lengths, training.seq_len)
+        tokens, number = (float(packs.share @ of) for of in (packs.tokens, packs.samples))
+        return Useful(tokens, attended, number)
+    if training.batching == "joined":
+        return Useful(training.seq_len, training.seq_len, training.seq_len / samples.mean)
+    return Useful(samples.mean, attended, 1.0)

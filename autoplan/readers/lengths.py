@@ -1,0 +1,133 @@
+"""Lengths of samples: a histogram as text or CSV, or the samples of a JSONL counted."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from autoplan.base.errors import InputError
+from autoplan.base.files import is_file, read_text
+from autoplan.base.values import parse_count
+from autoplan.spec.lengths import Lengths
+
+MOST_BINS = 256  # lengths that are told apart; more are put together by their means
+# Of a sample of text: 4.3 to 4.7 for English with vocabularies of 128 thousand, fewer for code and other languages.
+BYTES_PER_TOKEN = 4
+_COUNTS = ("num_tokens", "length", "tokens", "n_tokens", "token_count")  # a sample's keys, in the order of trust
+_IDS = ("input_ids", "token_ids", "tokens")
+# Of a message: its text, beside which a template writes its role.
+_TEXTS = ("content", "value", "text")
+TOKENS_PER_MESSAGE = 4
+_NO_TEXT = ("id", "role", "from", "source", "category", "label", "score", "meta", "metadata", "image", "images")
+
+
+def load_lengths(text: str) -> Lengths:
+    """Return the lengths that a text stands for: TOKENS:SAMPLES,... such as "1k:56,64k:1", or a file of them.
+
+    A .jsonl file has a sample in each line, whose tokens are the number under num_tokens or length, as many as
+    input_ids has, or by the bytes of its texts (prompts, completions, messages).  Another file is a histogram, with
+    tokens and samples in each line.
+    """
+    path = Path(text)
+    if re.fullmatch(r"\s*[0-9][0-9kKmM]*(:[0-9]+)?(\s*,\s*[0-9][0-9kKmM]*(:[0-9]+)?)*\s*", text):
+        return Lengths(histogram=tuple(_typed(part) for part in text.split(",")), source=text.strip())
+    if not is_file(path):
+        raise InputError(
+            f"--lengths {text[:60]!r}: write TOKENS:SAMPLES,... such as 1k:56,64k:1, "
+            "or the path of a histogram or a JSONL of samples"
+        )
+    if path.suffix in (".jsonl", ".ndjson"):
+        return _of_samples(path)
+    return _binned(_of_histogram(path), path.name)
+
+
+def _typed(part: str) -> tuple[int, int]:
+    tokens, sign, samples = part.strip().partition(":")
+    return parse_count(tokens, "--lengths"), int(samples) if sign else 1
+
+
+def _of_histogram(path: Path) -> Counter[int]:
+    """The samples of each length in a table of two columns, with or without a line of headings."""
+    counts: Counter[int] = Counter()
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        cells = re.split(r"[,;:\s]+", line.strip())
+        if cells == [""] or (number == 1 and not cells[0].isdigit()):
+            continue
+        if len(cells) != 2 or not all(re.fullmatch(r"[0-9]{1,15}", cell) for cell in cells):
+            raise InputError(f"{path}: line {number}: write the tokens of a sample and the number of such samples")
+        counts[int(cells[0])] += int(cells[1])
+    return counts
+
+
+def _of_samples(path: Path) -> Lengths:
+    """The lengths of the samples in a JSONL, of any size."""
+    import msgspec
+
+    decoder = msgspec.json.Decoder()
+    counts: Counter[int] = Counter()
+    is_estimated = False
+    try:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                if not line.strip():
+                    continue
+                tokens, by_text = _tokens_of(decoder.decode(line), f"{path}: line {number}")
+                is_estimated |= by_text
+                counts[tokens] += 1
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except msgspec.DecodeError as error:
+        raise InputError(f"{path}: line {number}: not valid JSON: {error}") from None
+    return _binned(counts, f"{path.name}, {BYTES_PER_TOKEN} bytes a token" if is_estimated else path.name)
+
+
+def _tokens_of(sample: Any, where: str) -> tuple[int, bool]:
+    """(tokens of a sample, whether its text was measured for want of a count)."""
+    if isinstance(sample, int) and not isinstance(sample, bool):
+        return max(sample, 1), False
+    if isinstance(sample, dict):
+        for key in _COUNTS:
+            if isinstance(sample.get(key), int) and not isinstance(sample[key], bool):
+                return max(sample[key], 1), False
+        for key in _IDS:
+            if isinstance(sample.get(key), list):
+                return max(len(sample[key]), 1), False
+        texts = list(_texts(sample))
+        if texts:
+            num_bytes = sum(len(text.encode()) for text in texts)
+            return max(math.ceil(num_bytes / BYTES_PER_TOKEN) + TOKENS_PER_MESSAGE * len(texts), 1), True
+    raise InputError(f"{where}: has neither num_tokens, length, input_ids nor text: add the number of its tokens")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts of a sample: those of its messages, or of any key that does not say something else."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
+    elif isinstance(value, dict):
+        keys = [key for key in _TEXTS if key in value] if "role" in value or "from" in value else list(value)
+        for key in keys:
+            if key not in _NO_TEXT:
+                yield from _texts(value[key])
+
+
+def _binned(counts: Counter[int], source: str) -> Lengths:
+    """Return the lengths, of `MOST_BINS` or fewer: others are put together with those that differ least, by ratio."""
+    counts = Counter({max(tokens, 1): samples for tokens, samples in counts.items() if samples})
+    if len(counts) <= MOST_BINS:
+        return Lengths(histogram=tuple(counts.items()), source=source)
+    shortest = math.log(min(counts))
+    width = (math.log(max(counts)) - shortest) / (MOST_BINS - 1)
+    bins: dict[int, list[int]] = {}
+    for tokens, samples in counts.items():
+        entry = bins.setdefault(int((math.log(tokens) - shortest) / width), [0, 0])
+        entry[0] += tokens * samples
+        entry[1] += samples
+    means = [(round(tokens / samples), samples) for tokens, samples in bins.values()]
+    return Lengths(histogram=tuple(means), source=source)

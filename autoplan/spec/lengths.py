@@ -1,0 +1,49 @@
+"""Samples of unlike lengths, and how they become sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from autoplan.base.errors import InputError
+from autoplan.base.units import check_count
+
+# packed: whole samples share a sequence, and attention keeps to each of them.  joined: all samples behind one another,
+# cut into sequences, to all of which attention looks.  padded: to the longest sample of a micro-batch.  full: each
+# sample to the whole length.  unpadded: the samples of a micro-batch behind one another, of whatever length that is.
+Batching = Literal["packed", "joined", "padded", "full", "unpadded"]
+BATCHINGS: tuple[Batching, ...] = get_args(Batching)
+UNEVEN: tuple[Batching, ...] = ("padded", "unpadded")  # sequences of unlike lengths
+MOST_TOKENS = 10**8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Lengths of the samples of a data set, whose micro-batches are drawn from it at random."""
+
+    histogram: tuple[tuple[int, int], ...]  # (tokens of a sample, number of such samples), shortest first
+    source: str = ""  # the file, or what was typed
+
+    def __post_init__(self) -> None:
+        if not self.histogram:
+            raise InputError("lengths.histogram holds no samples: give the tokens of some")
+        counts: dict[int, int] = {}
+        for tokens, samples in sorted(self.histogram):
+            check_count("lengths.histogram: tokens", tokens, most=MOST_TOKENS)
+            check_count("lengths.histogram: samples", samples, most=10**15)
+            counts[tokens] = counts.get(tokens, 0) + samples
+        object.__setattr__(self, "histogram", tuple(counts.items()))
+
+    @property
+    def num_samples(self) -> int:
+        """All samples."""
+        return sum(samples for _, samples in self.histogram)
+
+    @property
+    def mean(self) -> float:
+        """Mean tokens of a sample."""
+        return sum(tokens * samples for tokens, samples in self.histogram) / self.num_samples
+
+    def share_above(self, seq_len: int) -> float:
+        """Share of the samples that are longer than a sequence, which cuts them."""
+        return sum(samples for tokens, samples in self.histogram if tokens > seq_len) / self.num_samples
