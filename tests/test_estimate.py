@@ -454,6 +454,18 @@ def test_kernels_of_attention_have_rates_of_their_own(cluster: str, kernel: Any,
     assert times[1] / times[0] == pytest.approx(rate, rel=0.01)
 
 
+@pytest.mark.parametrize(("kernel", "width"), [("flash1", 128), ("flash2", 96), ("flash", 96), ("cudnn", 80)])
+def test_heads_of_80_take_as_long_as_the_width_that_the_kernel_has_for_them(kernel: Any, width: int) -> None:
+    times = [
+        terms_of(
+            problem_of(dataclasses.replace(DENSE, head_dim=head_dim), framework=PLAIN.changed(flash_kernel=kernel)),
+            single(),
+        )["attention"]
+        for head_dim in (80, width)
+    ]
+    assert times[0] == times[1]
+
+
 @pytest.mark.parametrize(("cluster", "time"), [("h100-sxm:1x8", 1.0), ("b200:1x8", 0.65), ("mi300x:1x8", 1.0)])
 def test_attention_in_8_bits_is_faster_where_runs_say_so(cluster: str, time: float) -> None:
     wide, narrow = (

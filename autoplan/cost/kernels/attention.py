@@ -21,7 +21,7 @@ from autoplan.cost.kernels.sequences import attended_len, tokens_per_sequence
 from autoplan.cost.kernels.sizes import rank_tokens
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import ContextParallelKind
-from autoplan.spec.model import Block
+from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.operations import Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -40,6 +40,9 @@ FLASH_SHARE = {"flash1": 0.46, "triton": 0.58}  # of flash2: findings 3; MPT run
 # benchmark/sdpa_benchmark_training/results).
 FLASH_BACKWARD_SHARE = 0.80
 FLASH_TILE = 128  # queries per thread block
+# Widths of heads that FlashAttention has kernels for; narrower heads run in the next one, padded with zeros
+# (Dao-AILab/flash-attention v1.0.9, csrc/flash_attn/fmha_api.cpp; v2.8.3, csrc/flash_attn/src/static_switch.h).
+FLASH_HEAD_DIMS = {"flash1": (32, 64, 128), "flash2": (32, 64, 96, 128, 192, 256), "flash": (32, 64, 96, 128, 192, 256)}
 # Time of attention that draws random numbers for dropout, over that without: 1.2 to 1.4 (FlashAttention 4 and cuDNN on
 # GB200, Dao-AILab/flash-attention pull request 2597; arXiv:2410.07531 on GH100).
 DROPOUT_ATTENTION_TIME = 1.3
@@ -76,7 +79,7 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
         efficiency *= {"cudnn": CUDNN_ON_HOPPER, "triton": TRITON_ON_HOPPER}.get(kernel, FLASH2_ON_HOPPER)
     # One thread block per head and FLASH_TILE queries: too few of them leave compute units idle.
     blocks_per_unit = heads * tokens / FLASH_TILE / device.compute_units
-    widths = model.qk_head_dim + model.v_head_dim
+    head_dim, widths = _kernel_widths(model, kernel)
     seen_len = attended_len(training, batch.micro_batch)
     per_context_s = factor * eight_bits * 2.0 * tokens * heads * widths / (wide_peak(problem) * efficiency)
 
@@ -87,7 +90,7 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
         row_len: Floats | float = seen_len
         if attending is Block.WINDOW_ATTENTION and model.window:
             row_len = np.minimum(np.float64(model.window), seen_len)
-        slowdown = curve.slowdown(row_len, blocks_per_unit, model.qk_head_dim)
+        slowdown = curve.slowdown(row_len, blocks_per_unit, head_dim)
         return per_context_s * context * slowdown
 
     forward = square_s(block)
@@ -99,6 +102,15 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     if problem.timings.is_empty:
         return reference
     return _measured_s(problem, batch, block, efficiency / (curve.efficiency * eight_bits), reference)
+
+
+def _kernel_widths(model: ModelSpec, kernel: str) -> tuple[int, int]:
+    """Return the width of a head as its kernel has it, and that of queries and values together, in elements."""
+    width = model.qk_head_dim
+    if width != model.v_head_dim:  # latent attention has kernels of its own widths
+        return width, width + model.v_head_dim
+    padded = next((known for known in FLASH_HEAD_DIMS.get(kernel, ()) if known >= width), width)
+    return padded, 2 * padded
 
 
 def _unfused_s(problem: Problem, batch: PlanBatch, factor: Floats) -> Pass:
