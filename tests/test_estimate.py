@@ -762,6 +762,18 @@ def test_a_factor_on_the_host_changes_only_what_waits_for_launches() -> None:
     assert after["launch"] / before["launch"] == pytest.approx(2.0, rel=0.01)
 
 
+@pytest.mark.parametrize(("sharding", "passes"), [("zero2", 0), ("zero3", 2)])
+def test_hooks_around_modules_take_the_host_a_time_in_every_pass_under_zero3(sharding: Any, passes: int) -> None:
+    plan = ParallelPlan(global_batch=16, micro_batch=1, dp_shard=8, sharding=sharding)
+    slow_host = {"host_s_per_block_forward": 1.0, "host_s_per_block_backward": 1.0}
+    launches = [
+        terms_of(problem_of(cluster="h100-sxm:1x8", framework=PLAIN.changed(**traits)), plan)["launch"]
+        for traits in (slow_host, slow_host | {"host_s_per_hooked_block": 0.5})
+    ]
+    # 8 layers of two blocks, in each of two micro-batches; the device waits for a host as slow as this in all of them.
+    assert launches[1] - launches[0] == pytest.approx(0.5 * passes * 8 * 2 * 2)
+
+
 def test_a_factor_of_one_changes_nothing() -> None:
     problem = problem_of("moe", framework=load_framework("megatron-core"))
     same = dataclasses.replace(problem, calibration=Calibration(name="same", gemm=1.0, scale_out=1.0))

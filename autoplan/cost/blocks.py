@@ -47,7 +47,7 @@ from autoplan.cost.memory.parameters import layer_parameters, unit_parameters
 from autoplan.cost.memory.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Pass
-from autoplan.spec.enums import CudaGraphs, RecomputeModule
+from autoplan.spec.enums import CudaGraphs, RecomputeModule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import FULL, PlanBatch
@@ -356,9 +356,8 @@ def _repeat_terms(parts: _Parts, repeated: dict[str, Floats], backward: dict[str
 def _host_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -> Pass:
     """Time of the host to launch the kernels of one block, where it was not measured with its layer."""
     host = problem.framework.host
-    dense = Pass(
-        np.full(len(batch), host.host_s_per_block_forward), np.full(len(batch), host.host_s_per_block_backward)
-    )
+    hooks = host.host_s_per_hooked_block * (batch.sharding == Sharding.ZERO3.code)
+    dense = Pass(host.host_s_per_block_forward + hooks, host.host_s_per_block_backward + hooks)
     factor = np.where(is_whole | is_graphed(batch, block), 0.0, problem.calibration.host)
     return dense.plus(extra_launches_s(problem, batch, block)).scaled(factor)
 

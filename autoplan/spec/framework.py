@@ -257,6 +257,8 @@ class Host:
 
     host_s_per_block_forward: float = 150e-6  # CPU time to launch one attention or MLP block
     host_s_per_block_backward: float = 250e-6
+    # Added to each pass of a block under zero3, where hooks around every module fetch its weights and release them.
+    host_s_per_hooked_block: float = 0.0
     # Of each kernel that a block of experts, or of latent attention, launches beyond a dense block
     # (`cost/kernels/launches.py`): an eager operation (`modelling` C6), or what a framework's layers put around it.
     host_s_per_launch: float = 10e-6
