@@ -389,6 +389,17 @@ def test_a_row_of_torchtitan_that_captures_nothing_was_not_compiled(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("framework", "sharding"), [("PyTorch FSDP", "zero2"), ("Mine on FSDP", "zero3"), ("Mine", "zero3")]
+)
+def test_fsdp_in_a_pipeline_is_that_of_torchs_pipelines(tmp_path: Path, framework: str, sharding: str) -> None:
+    row = LLAMA | {"framework": framework, "sharding": sharding, "vp": "1"}
+    piped, flat = runs_of(tmp_path, row, row | {"id": "2", "pp": "1", "dp": "8"})
+    assert piped.problem
+    assert flat.problem
+    assert (piped.problem.framework.name, flat.problem.framework.name) == ("torchtitan", "pytorch-fsdp")
+
+
+@pytest.mark.parametrize(
     ("attention", "option", "is_narrow"),
     [("flash", "1", True), ("", "1", True), ("flash", "0", False), ("flash2", "1", False)],
 )

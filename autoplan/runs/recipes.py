@@ -28,6 +28,7 @@ class Recipe:
     uncompiled: str = (
         ""  # id of those without torch.compile, of which cuda_graph=none tells where nothing else captures
     )
+    in_pipelines: str = ""  # id of those in pipelines, where other code runs them
     traits: Mapping[str, int | float] = field(default_factory=dict)  # what their build of it did and no release does
     # What another build of it did, from so many nodes on as often as not, and no column tells: an interval holds both.
     doubted: Mapping[str, int | float] = field(default_factory=dict)
@@ -94,7 +95,7 @@ def recipe_called(name: str, year: str, device: str = "") -> Recipe | None:
 def nearest_recipe(sharding: str, year: str) -> Recipe:
     """Return the recipe of runs of which no framework is known: by their sharding, else by their year."""
     if sharding.startswith(Sharding.ZERO3):
-        return Recipe(names=(), framework="pytorch-fsdp", is_kin=True)
+        return Recipe(names=(), framework="pytorch-fsdp", in_pipelines="torchtitan", is_kin=True)
     is_old = year.isdecimal() and int(year) < FIRST_FLASH_YEAR
     return Recipe(
         names=(), framework="megatron-lm-2021" if is_old else "eager", is_kin=True, keeps_gpt_dropout=not is_old

@@ -203,6 +203,8 @@ def _recipe(row: _Row) -> Recipe:
     year = row.text("year", "?")
     sharding = row.text("sharding") if row.has("sharding") else ""
     recipe = recipe_called(row.text("framework", "?"), year, _sized_gpu(row)) or nearest_recipe(sharding, year)
+    if recipe.in_pipelines and row.degree("pp", 1) > 1:
+        return replace(recipe, framework=recipe.in_pipelines, is_kin=True)
     is_eager = recipe.uncompiled and row.options().get("cuda_graph") == "none"
     return replace(recipe, framework=recipe.uncompiled) if is_eager else recipe
 
