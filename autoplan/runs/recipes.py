@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autoplan.base.files import decode, read_table
 from autoplan.frameworks.presets import load_framework
-from autoplan.spec.enums import Dispatcher, Precision, Sharding
+from autoplan.spec.enums import Dispatcher, Precision, RecomputeModule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.training import Attention
 
@@ -39,7 +39,7 @@ class Recipe:
     sharding: Sharding = Sharding.ZERO1
     interleaves_layers: bool = False  # dense models interleave chunks of one layer
     trains_mtp: bool = False  # the layers of multi-token prediction that a model has are trained
-    repeats_up_projections: bool = False  # selective recomputation of latent attention repeats its up-projections
+    latent_recompute: tuple[RecomputeModule, ...] = ()  # parts that layers with latent attention repeat, if any
     microbatch_per_rank: bool = False  # pipelines take as many micro-batches as they have ranks
     counts_ends_as_layers: bool = False  # embedding and head count for a layer each; first stages take what is left
     relieves_last_stage: bool = False  # the last of 4 stages or more has fewer layers, the middle ones one more

@@ -564,8 +564,8 @@ def _recompute_modules(row: _Row, problem: Problem, recipe: Recipe) -> tuple[Rec
     if named is not None:
         names = [name for name in named.split("+") if name != "none"]
         return tuple(enum_value("recompute_modules", RecomputeModule, name) for name in names)
-    latent = problem.model.mla is not None and problem.fuses_attention and recipe.repeats_up_projections
-    return (RecomputeModule.MLA_UP_PROJ,) if latent else DEFAULT_RECOMPUTE_MODULES
+    is_latent = problem.model.mla is not None and problem.fuses_attention
+    return (is_latent and recipe.latent_recompute) or DEFAULT_RECOMPUTE_MODULES
 
 
 def _layout(row: _Row) -> tuple[int, ...] | None:

@@ -207,7 +207,7 @@ FOLDED = Rule(
         "change ep or leave rank_order out"
     ),
 )
-RULES_ALONE: tuple[Rule, ...] = (*RULES, FOLDED, NO_PARTS, NO_FP32)
+RULES_ALONE: tuple[Rule, ...] = (*RULES, FOLDED, NO_FP32)
 BOOK = Rulebook(rules=RULES_ALONE, repeats_some_layers=True)
 
 
