@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autoplan.api.launch_files import differing
+from autoplan.api.launch_files import _needed, differing
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table
 from autoplan.frameworks.common.job import File
@@ -259,6 +259,21 @@ def test_what_the_plan_does_not_change_is_no_change_of_an_option(folder: Path) -
     options = {one["option"] for one in search_from(folder, "own.sh")["today"]["options"]}
     assert options == {one["option"] for one in search_from(folder, "launch/launch.sh")["today"]["options"]}
     assert "--tensor-model-parallel-size" in options
+
+
+def test_what_the_file_says_in_other_words_goes_where_it_changes_alone() -> None:
+    """--recompute-activations is what is exported as a granularity and its modules."""
+    in_file = {"--recompute-activations": "", "--tensor-model-parallel-size": "8"}
+    granularity = {"--recompute-granularity": "selective"}
+    today = granularity | {"--tensor-model-parallel-size": "8"}
+
+    def needed(after: dict[str, str]) -> set[str]:
+        return {change.option for change in _needed(differing(in_file, after), in_file, today, after)}
+
+    tp = "--tensor-model-parallel-size"
+    assert needed(granularity | {tp: "4"}) == {tp}
+    assert needed({tp: "4"}) == {tp, "--recompute-activations"}
+    assert needed({"--recompute-granularity": "full", tp: "8"}) == {*granularity, "--recompute-activations"}
 
 
 def test_the_terminal_says_gap_changes_and_options(folder: Path, found: PlanFile) -> None:

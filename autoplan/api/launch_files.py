@@ -239,11 +239,7 @@ def _with_options(started: LaunchStart, file: PlanFile, today: CurrentPlan) -> C
     options = tuple(change for change in differing(in_file, written[version]) if change.option not in unread)
     if today.priced is None or today.broken:
         return replace(today, options=options)
-    # What the file leaves to its framework's default, which the exported file says, is no change.
-    implied = _implied(started, file, today.priced, version)
-    options = tuple(
-        change for change in options if change.before is not None or implied.get(change.option) != change.after
-    )
+    options = _needed(options, in_file, _implied(started, file, today.priced, version), written[version])
 
     def of_axis(change: AxisChange) -> AxisChange:
         if change.alone is None:
@@ -260,6 +256,26 @@ def _with_options(started: LaunchStart, file: PlanFile, today: CurrentPlan) -> C
     except InputError:
         return replace(today, options=options)
     return replace(today, options=options, changes=tuple(map(of_axis, today.changes)))
+
+
+def _needed(
+    options: tuple[OptionChange, ...], in_file: Mapping[str, str], implied: Mapping[str, str], after: Mapping[str, str]
+) -> tuple[OptionChange, ...]:
+    """Return the changes that the plan needs, with what is written for today's plan and for the best one.
+
+    Left out is what the file leaves to its framework's default and the exported file says, and what the file says in
+    other words (`--recompute-activations` for a granularity), unless what is said in other words changes.
+    """
+    if not implied:
+        return options
+    in_other_words = implied.keys() - in_file.keys()
+    changes_words = any(change.option in in_other_words for change in differing(implied, after))
+    return tuple(
+        change
+        for change in options
+        if (change.before is not None or implied.get(change.option) != change.after)
+        and (change.after is not None or change.option in implied or changes_words)
+    )
 
 
 def _implied(started: LaunchStart, file: PlanFile, priced: RankedPlan, version: str) -> dict[str, str]:
