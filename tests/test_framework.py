@@ -163,3 +163,18 @@ def test_a_trait_that_plans_choose_today_is_told_where_it_stands(tmp_path: Path,
         InputError, match=r"is an option of plans today: write usual = \['(router_fusion|token_dropping)=on'\]"
     ):
         load_framework(str(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('lacks = ["zero2"]', "lacks names no option: zero2"),
+        ('lacks = ["sharding=zero4"]', "lacks sharding=zero4: must be one of"),
+        ('usual = ["tp=8"]', "usual names no option of few frameworks: tp"),
+    ],
+)
+def test_what_a_file_lacks_are_options_and_their_words(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'name = "mine"\nextends = "nemo"\n{line}\n')
+    with pytest.raises(InputError, match=message):
+        load_framework(str(path))

@@ -338,3 +338,49 @@ def test_every_preset_has_rules_or_says_that_they_are_unknown() -> None:
         "deepspeed",
     }
     assert book_of(load_framework("nanotron")).split is nanotron.layers_per_stage
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sharding": "zero1"}, "sharding 'zero1' does not exist: use 'none' (in this version)"),
+        ({"recompute": "selective"}, "recompute 'selective' does not exist: use 'none' or 'full' (in this version)"),
+        (
+            {"recompute": "full", "recompute_num_layers": 2},
+            "recompute of 2 layers of a chunk is known of other versions",
+        ),
+        ({"tp": 2, "sp": True}, "sp is known of other versions only: leave it out"),
+        ({"cp": 2}, "cp 2 is known of other versions only: leave it out"),
+        ({"pp": 2, "layers_per_chunk": (11, 13)}, "24 layers in 2 chunks: unequal chunks are known of other versions"),
+        ({"dp_replicate": 4}, None),
+        ({"tp": 2, "pp": 4, "recompute": "full"}, None),
+    ],
+)
+def test_a_version_lacks_options_and_words_that_came_later(changes: dict[str, Any], message: str | None) -> None:
+    """Megatron-LM of SC'21 has neither a distributed optimizer nor selective recomputation nor unequal stages."""
+    plan = plan_of(**changes)
+    faults = broken(book_of(load_framework("megatron-lm-2021")).rules, workload_of(DENSE, plan), plan)
+    assert len(faults) == (message is not None)
+    assert all(message in fault for fault in faults if message)
+    now = book_of(load_framework("megatron-core")).rules
+    assert all("this version" not in fault for fault in broken(now, workload_of(DENSE, plan), plan))
+
+
+def test_a_search_of_a_version_stays_inside_it() -> None:
+    found = autoplan.search(
+        "llama3-8b", cluster="a100-sxm:2x8", global_batch=64, seq_len=2048, framework="megatron-lm-2021"
+    )
+    limits = " ".join(found.file.certificate.limits)
+    assert "sharding none" in limits
+    assert "recompute none|full " in f"{limits} "
+    assert (
+        autoplan.estimate(
+            "llama3-8b",
+            cluster="a100-sxm:2x8",
+            global_batch=64,
+            seq_len=2048,
+            framework="megatron-lm-2021",
+            plan={"tp": 8},
+        ).plan.sharding
+        == "none"
+    )

@@ -127,14 +127,16 @@ def make_plan(problem: Problem, global_batch: int, axes: Mapping[str, Any]) -> P
         raise InputError(f"plan has no axis {unknown!r}: known are {', '.join(flagged)}")
     usual = {name: axis.default if axis.flag_default is ... else axis.flag_default for name, axis in flagged.items()}
     usual |= {name: problem.framework.choice(name) for name, axis in flagged.items() if axis.known_of}
+    book = book_of(problem.framework)
+    if usual["sharding"] not in book.words("sharding"):  # such as before there was a distributed optimizer
+        usual["sharding"] = book.words("sharding")[0]
     values: dict[str, Any] = {name: usual[name] if axes.get(name) is None else axes[name] for name in flagged}
     values = {name: str(value) if isinstance(value, CodedEnum) else value for name, value in values.items()}
-    split = book_of(problem.framework).split
     layers, placement = _layers(values["layers_per_chunk"]), values["placement"]
     values |= {
         **parse_recompute(values["recompute"]),
         "global_batch": global_batch,
-        "layers_per_chunk": layers or (split(problem.model, values["pp"] * values["vp"]) if split else None),
+        "layers_per_chunk": layers or (book.split(problem.model, values["pp"] * values["vp"]) if book.split else None),
         "placement": placement.split(",") if isinstance(placement, str) else placement,
         "sp": values["sp"] and problem.framework.network.sequence_parallel,
         "precision": problem.training.precision,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from autoplan.base.errors import InputError
+from autoplan.spec.axes import AXES
 
 if TYPE_CHECKING:
     from autoplan.frameworks.common.job import Target
@@ -121,12 +122,24 @@ def book_of(framework: Framework) -> Rulebook:
 
 @cache
 def _without(rules: str, lacks: tuple[str, ...]) -> Rulebook:
-    """Return the rules of a version that lacks some options which others offer."""
-    from autoplan.frameworks.common.universal_rules import options_lacked
+    """Return the rules of a version that lacks some options, or words of them, which others offer."""
+    from autoplan.frameworks.common.universal_rules import options_lacked, words_left
 
     book = BOOKS[rules]
-    left = tuple(option for option in book.extras if option not in lacks)
-    return replace(book, rules=book.rules + options_lacked(*(set(book.extras) & set(lacks))), extras=left)
+    axes = {text for text in lacks if "=" not in text} - {
+        axis.name for axis in AXES if axis.known_of and axis.name not in book.extras
+    }
+    pairs = (text.partition("=") for text in lacks if "=" in text)
+    narrowed = words_left(book, ((axis, word) for axis, _, word in pairs))
+    return replace(
+        book,
+        rules=book.rules + options_lacked(axes) + tuple(words.rule() for words in narrowed),
+        supported=(*narrowed, *book.supported),
+        extras=tuple(option for option in book.extras if option not in axes),
+        shards_over_part=book.shards_over_part and "dp_replicate" not in axes,
+        repeats_parts=book.repeats_parts and "recompute_modules" not in axes,
+        repeats_some_layers=book.repeats_some_layers and "recompute_num_layers" not in axes,
+    )
 
 
 def check_rules(framework: Framework) -> None:

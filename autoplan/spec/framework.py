@@ -297,7 +297,8 @@ class Framework:
     host: Host = field(default_factory=Host)
     # Options of its plans (AXIS=VALUE), where nothing else is said, that are not the usual ones of `spec/axes.py`.
     usual: tuple[str, ...] = ()
-    lacks: tuple[str, ...] = ()  # options that others under the same rules offer, and this version does not
+    # Options (AXIS), or words of them (AXIS=WORD), that others under the same rules offer and this version does not.
+    lacks: tuple[str, ...] = ()
     rules: str = "megatron-lm"  # the folder whose rules decide which plans it admits, by its name in the registry
     rank_orders: tuple[RankOrder, ...] = (RankOrder.DP_BEFORE_PP,)  # that it can number its ranks in, its default first
     calibrated_as: str = ""  # the framework whose calibration holds for it too: another version of the same
@@ -314,12 +315,15 @@ class Framework:
             raise InputError("rank_orders must name at least one")
         if strange := set(self.fitted) - GROUP_OF.keys():
             raise InputError(f"fitted names no trait of a framework: {listed(sorted(strange))}")
-        named = [text.partition("=")[0] for text in self.usual]
-        if strange := {*named, *self.lacks} - {name for name, axis in AXIS.items() if axis.known_of}:
-            raise InputError(f"usual and lacks name no option of few frameworks: {listed(sorted(strange))}")
-        for text in self.usual:
-            name, _, value = text.partition("=")
-            AXIS[name].parse(value, "usual")
+        named = {text.partition("=")[0] for text in self.usual}
+        if strange := named - {name for name, axis in AXIS.items() if axis.known_of}:
+            raise InputError(f"usual names no option of few frameworks: {listed(sorted(strange))}")
+        if strange := {text.partition("=")[0] for text in self.lacks} - AXIS.keys():
+            raise InputError(f"lacks names no option: {listed(sorted(strange))}")
+        for key, texts in (("usual", self.usual), ("lacks", tuple(text for text in self.lacks if "=" in text))):
+            for text in texts:
+                name, _, value = text.partition("=")
+                AXIS[name].parse(value, key)
 
     def choice(self, axis: str) -> Value:
         """Return the value of an option in plans that do not say another one."""

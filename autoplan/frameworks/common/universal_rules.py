@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import numpy as np
 
 from autoplan.base.arrays import Bools
-from autoplan.frameworks.common.rules import Rule, Rulebook, all_true
+from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.spec.axes import AXES, Axis, Kind
 from autoplan.spec.enums import MainWeights, MomentType, Offload, Precision, Schedule, Sharding
 from autoplan.spec.optimizers import TRAITS
@@ -172,24 +174,33 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-# Where a framework recomputes no parts of a layer by their names.
-NO_PARTS = Rule(
-    source=SOURCE,
-    holds=lambda s, b: (b.recompute_modules & ~DEFAULT_MODULE_BITS) == 0,
-    says=lambda s, p: (
-        f"recompute of {' and '.join(p.recompute_modules)} is known of Megatron-LM only: use none or full"
-    ),
-)
 
-# Where a framework recomputes every layer or none.
-ALL_OR_NONE = Rule(
-    source=SOURCE,
-    holds=lambda s, b: (b.recompute != FULL) | (b.recompute_num_layers == ALL_LAYERS),
-    says=lambda s, p: (
-        f"recompute of {p.recompute_num_layers} layers of a chunk is known of Megatron-LM and plain PyTorch only: "
-        "use none or full"
-    ),
-)
+def _no_parts(others: str) -> Rule:
+    return Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.recompute_modules & ~DEFAULT_MODULE_BITS) == 0,
+        says=lambda s, p: f"recompute of {' and '.join(p.recompute_modules)} is known {others} only: use none or full",
+    )
+
+
+def _all_or_none(others: str) -> Rule:
+    return Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.recompute != FULL) | (b.recompute_num_layers == ALL_LAYERS),
+        says=lambda s, p: (
+            f"recompute of {p.recompute_num_layers} layers of a chunk is known {others} only: use none or full"
+        ),
+    )
+
+
+def _even_chunks(workload: Workload, batch: PlanBatch) -> Bools:
+    are_even = np.array([len(set(layers)) == 1 for layers in batch.layouts], dtype=np.bool_)
+    return are_even[batch.layout]
+
+
+# Where a framework recomputes no parts of a layer by their names, and where it recomputes every layer or none.
+NO_PARTS = _no_parts("of Megatron-LM")
+ALL_OR_NONE = _all_or_none("of Megatron-LM and plain PyTorch")
 
 # Where a framework could do without mixed precision, and is not priced so.
 NO_FP32 = Rule(
@@ -216,9 +227,41 @@ def options_of_others(*offered: str) -> tuple[Rule, ...]:
     return tuple(_option_of_others(axis) for axis in AXES if axis.known_of and axis.name not in offered)
 
 
-def options_lacked(*lacks: str) -> tuple[Rule, ...]:
+def options_lacked(axes: Collection[str]) -> tuple[Rule, ...]:
     """Return rules against options that this version of a framework does not have."""
-    return tuple(_option_of_others(axis, "of other versions") for axis in AXES if axis.name in lacks)
+    others = "of other versions"
+    special = {
+        # Of states that are not sharded every replica has a copy.
+        "dp_replicate": Rule(
+            source=SOURCE,
+            holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding == Sharding.NONE.code),
+            says=lambda s, p: f"dp_replicate {p.dp_replicate} with {p.sharding} is known {others} only: leave it out",
+        ),
+        "recompute_modules": _no_parts(others),
+        "recompute_num_layers": _all_or_none(others),
+        "layers_per_chunk": Rule(
+            source=SOURCE,
+            holds=_even_chunks,
+            says=lambda s, p: (
+                f"{s.model.num_layers} layers in {p.pp * p.vp} chunks: unequal chunks are known {others} only: "
+                "choose pp x vp that divides the layers"
+            ),
+        ),
+    }
+    return tuple(special.get(axis.name) or _option_of_others(axis, others) for axis in AXES if axis.name in axes)
+
+
+def words_left(book: Rulebook, lacks: Iterable[tuple[str, str]]) -> tuple[SupportedWords, ...]:
+    """Return the words that are left of axes of which this version lacks some, given as (axis, word)."""
+    lacked: dict[str, set[str]] = {}
+    for axis, word in lacks:
+        lacked.setdefault(axis, set()).add(word)
+    return tuple(
+        SupportedWords(
+            axis=axis, words=tuple(word for word in book.words(axis) if word not in words), source="in this version"
+        )
+        for axis, words in lacked.items()
+    )
 
 
 def _option_of_others(axis: Axis, others: str = "") -> Rule:
