@@ -1,19 +1,24 @@
-"""Options that spaces leave out since they rarely bring anything, tried on the best plan."""
+"""Options that spaces leave out since they rarely bring anything, tried on the best plans."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
 
 from autoplan.base.errors import AutoplanError
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
-from autoplan.search.choice import is_as_safe, pace
-from autoplan.search.limits import MAX_MICRO_BATCH
+from autoplan.search.axes import axes_of, plan_of
+from autoplan.search.choice import is_as_safe
+from autoplan.search.objectives import Measure, measures_of_plan
 from autoplan.search.placement import place_best
 from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
-from autoplan.search.study import search
+from autoplan.search.study import MARGIN, search
 from autoplan.search.walk import prices
 from autoplan.spec.axes import shown
 from autoplan.spec.enums import CudaGraphs, Schedule
@@ -25,20 +30,34 @@ _WORDS = ("schedule", "cuda_graphs")  # axes of which words are left out
 
 
 def with_left_out(
-    problem: Problem, space: Space, result: SearchResult, barred: Collection[str]
+    problem: Problem,
+    space: Space,
+    result: SearchResult,
+    barred: Collection[str],
+    *,
+    measures: Sequence[Measure] = ("time",),
+    margin: float = MARGIN,
 ) -> tuple[Space, SearchResult]:
-    """Return space and `result`, or those of a search which also looks at an option that makes its best plan faster.
+    """Return space and `result`, or those of a search which also looks at an option that makes its best plans better.
 
-    The options are sequence parallelism switched, GPipe, CUDA graphs of more, and micro-batches twice as large as the
-    space goes.  What is best with one of them may differ in more than that, so that all plans which have it are
-    searched, until none of the options helps.  `barred` are the axes that the user fixed or bounded, and the values,
-    such as "schedule=gpipe", that the user forbade.
+    The options are sequence parallelism switched, GPipe, CUDA graphs of more, and twice as large micro-batches and
+    degrees of tp and cp as the space goes.  What is best with one of them may differ in more than that, so that all
+    plans which have it are searched, until none of the options helps.  `barred` are the axes that the user fixed or
+    bounded, and the values, such as "schedule=gpipe", that the user forbade.  In several `measures` all that no plan of
+    the front beats is searched; sequence parallelism, which a space has everywhere or nowhere, stays.
     """
-    while better := _better(problem, space, result.rivals[0], barred):
-        wider = with_options_of(space, better.plan)
-        wider_result = place_best(problem, search(problem, wider))
-        if not is_as_safe(wider_result.rivals[0], better) or pace(wider_result.rivals[0]) > pace(better):
-            return wider, result.led_by(better)
+    if tuple(measures) != ("time",):
+        while better := _better(problem, space, result.ranked, {*barred, "sp"}, measures):
+            wider = reduce(with_options_of, (candidate.plan for candidate in better), space)
+            if wider == space:
+                break
+            space, result = wider, search(problem, wider, measures=measures)
+        return space, result
+    while better := _better(problem, space, result.rivals[:1], barred, measures):
+        wider = with_options_of(space, better[0].plan)
+        wider_result = place_best(problem, search(problem, wider, margin=margin))
+        if not _is_beaten(problem, measures, wider_result.rivals[:1], better[0]):
+            return wider, result.led_by(better[0])
         space, result = wider, wider_result
     return space, result
 
@@ -58,31 +77,49 @@ def _can_choose_sp(plan: ParallelPlan, seq_len: int) -> bool:
     return plan.tp > 1 and seq_len // plan.cp % plan.tp == 0
 
 
-def _better(problem: Problem, space: Space, best: RankedPlan, barred: Collection[str]) -> RankedPlan | None:
-    """Return the best plan with the one change that makes it fastest; None where none does."""
-    changed = [plan for plan in switched(problem, best.plan, barred) if not broken(space.rules, problem.workload, plan)]
-    faster = [
+def _better(
+    problem: Problem, space: Space, best: Sequence[RankedPlan], barred: Collection[str], measures: Sequence[Measure]
+) -> list[RankedPlan]:
+    """Return plans with one change of one of the `best` which none of these beats, the first measure's best first."""
+    changed = {plan: None for each in best for plan in switched(problem, space, each.plan, barred)}
+    lawful = [plan for plan in changed if not broken(space.rules, problem.workload, plan)]
+    better = [
         candidate
-        for candidate in prices(problem, changed)
-        if pace(candidate) < pace(best) * (1 - TIE) and is_as_safe(candidate, best)
+        for candidate in prices(problem, lawful)
+        if is_as_safe(candidate, best[0]) and not _is_beaten(problem, measures, best, candidate)
     ]
-    return min(faster, key=pace, default=None)
+    return sorted(better, key=lambda candidate: measures_of_plan(problem, measures, candidate))
 
 
-def switched(problem: Problem, plan: ParallelPlan, barred: Collection[str]) -> Iterator[ParallelPlan]:
-    """Yield `plan` with each of the options that spaces leave out, but for those that are `barred`."""
-    changes: list[dict[str, object]] = [{"micro_batch": 2 * plan.micro_batch}] * (plan.micro_batch >= MAX_MICRO_BATCH)
+def _is_beaten(
+    problem: Problem, measures: Sequence[Measure], plans: Sequence[RankedPlan], candidate: RankedPlan
+) -> bool:
+    """Return whether one of the plans is no worse than a candidate in any measure, and as safe."""
+    least = np.array(measures_of_plan(problem, measures, candidate)) * (1 + TIE)
+    return any(
+        is_as_safe(plan, candidate) and bool((np.array(measures_of_plan(problem, measures, plan)) <= least).all())
+        for plan in plans
+    )
+
+
+def switched(problem: Problem, space: Space, plan: ParallelPlan, barred: Collection[str]) -> Iterator[ParallelPlan]:
+    """Yield `plan` with each of the options that a space leaves out, but for those that are `barred`."""
+    changes: list[dict[str, Any]] = [
+        {axis: 2 * getattr(plan, axis)} for axis, most in space.limits.most if 2 * getattr(plan, axis) > most
+    ]
     if _can_choose_sp(plan, problem.training.seq_len):
         changes.append({"sp": not plan.sp})
     if plan.schedule == Schedule.ONE_F_ONE_B and plan.pp > 1:
-        changes += [{"schedule": Schedule.GPIPE}] * ("gpipe" in book_of(problem.framework).words("schedule"))
+        changes += [{"schedule": (Schedule.GPIPE, 1)}] * ("gpipe" in book_of(problem.framework).words("schedule"))
     if plan.cuda_graphs != CudaGraphs.NONE:
         changes += [{"cuda_graphs": graphs} for graphs in CudaGraphs if graphs.code > plan.cuda_graphs.code]
+    axes = axes_of(problem.model, plan)
     for change in changes:
         ((axis, value),) = change.items()
-        if axis in barred or f"{axis}={shown(value)}" in barred:
+        word = value[0] if isinstance(value, tuple) else value
+        if axis in barred or f"{axis}={shown(word)}" in barred:
             continue
         try:
-            yield replace(plan, **change)  # type: ignore[arg-type]
+            yield plan_of(problem, axes | change)
         except AutoplanError:
             continue

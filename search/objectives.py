@@ -205,17 +205,28 @@ def figures_at(
     )
 
 
+def measures_of_plan(problem: Problem, measures: Sequence[Measure], plan: RankedPlan) -> tuple[float, ...]:
+    """Return every measure of a plan."""
+    values: dict[Measure, Callable[[], float]] = {
+        "time": lambda: plan.s_per_sequence,
+        "energy": lambda: _joules_per_sequence(problem, plan),
+        "memory": lambda: plan.memory_bytes,
+    }
+    return tuple(values[name]() for name in measures)
+
+
+def _joules_per_sequence(problem: Problem, plan: RankedPlan) -> float:
+    terms = {name: np.array(value) for name, value in plan.terms_s.items()}
+    return float(step_energy_j(problem.cluster, terms, np.array(plan.step_s))) / plan.plan.global_batch
+
+
 def figures(problem: Problem, run: Run, plan: RankedPlan) -> RunFigures:
     """Return the figures of a run with a plan."""
-    batch, joules = plan.plan.global_batch, None
-    if has_power(problem.cluster):
-        terms = {name: np.array(value) for name, value in plan.terms_s.items()}
-        joules = float(step_energy_j(problem.cluster, terms, np.array(plan.step_s))) / batch
     return figures_at(
         problem,
         run,
-        seconds_per_sequence=plan.step_s / batch,
-        joules_per_sequence=joules,
+        seconds_per_sequence=plan.s_per_sequence,
+        joules_per_sequence=_joules_per_sequence(problem, plan) if has_power(problem.cluster) else None,
         memory_bytes=plan.memory_bytes,
     )
 

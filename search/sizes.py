@@ -6,7 +6,7 @@ A size is left out where a bound of all its plans is too slow for the run, or no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from autoplan.search.advice import check_result, why_empty
 from autoplan.search.bounds import group_bounds
 from autoplan.search.findings import RISKY
 from autoplan.search.frontier import limit_bytes
+from autoplan.search.left_out import with_left_out
 from autoplan.search.objectives import Objective, Run, costs_of, figures, least_figures, measures_of
 from autoplan.search.placement import place_best
 from autoplan.search.ranking import TIE
@@ -68,12 +69,14 @@ def search_sizes(
     run: Run,
     progress: Progress | None = None,
     *,
+    barred: Collection[str] = (),
     shared: Shared | None = None,
 ) -> SizeSearchResult:
     """Find the plans of all sizes that are best in the objectives and within the limits of the run.
 
-    Of one objective that is one plan, of several the exact front.  NoPlanError where no size has such a plan.  Workers
-    of a `shared` search take the sizes in the same order and share the search of each: a study a size.
+    Of one objective that is one plan, of several the exact front.  NoPlanError where no size has such a plan.  Options
+    that spaces leave out are tried but for those that are `barred` (`with_left_out`).  Workers of a `shared` search
+    take the sizes in the same order and share the search of each: a study a size.
     """
     measures = measures_of(objectives, run)
     waiting = sorted((_bounded(nodes, make, objectives, run) for nodes in sizes), key=lambda size: size.costs)
@@ -84,10 +87,11 @@ def search_sizes(
             outcomes.append(SizeOutcome(num_nodes=size.num_nodes, best=None, least=size.least, why=why))
         else:
             is_time_alone = measures == ("time",)
+            result = search(size.problem, size.space, measures=measures, shared=_of_size(shared, size))
             if is_time_alone:
-                result = place_best(size.problem, search(size.problem, size.space, shared=_of_size(shared, size)))
-            else:
-                result = search(size.problem, size.space, measures=measures, shared=_of_size(shared, size))
+                result = place_best(size.problem, result)
+            if result.ranked:
+                _, result = with_left_out(size.problem, size.space, result, barred, measures=measures)
             results[size.num_nodes] = result
             plans = result.ranked[:1] if is_time_alone else result.ranked
             run_plans = [

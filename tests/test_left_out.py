@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 import autoplan
 from autoplan.api.page import _front
+from autoplan.api.tuning import _searched
 from autoplan.search.choice import pace
 from autoplan.search.left_out import switched, with_left_out, with_options_of
 from autoplan.search.space import Space
@@ -42,15 +45,18 @@ def test_what_is_fixed_stays() -> None:
 
 
 def test_an_option_that_is_forbidden_is_not_tried() -> None:
-    problem, _ = make(DENSE)
+    problem, space = make(DENSE)
     plan = ParallelPlan(global_batch=64, tp=2, sp=True, pp=4, dp_shard=2, cuda_graphs="attn")
-    tried = [replace(plan, sp=False)]  # Megatron-Core has no GPipe
+    tried = [replace(plan, cp=2, dp_shard=1)]  # beyond the 4,096 tokens of a rank
+    tried += [replace(plan, sp=False)]  # Megatron-Core has no GPipe
     tried += [replace(plan, cuda_graphs="layer"), replace(plan, cuda_graphs="full_iteration")]
-    assert list(switched(problem, plan, ())) == tried
-    flags = SpaceFlags(global_batch="64", fix=("SP=on",), forbid=("schedule=GPipe", "cuda-graphs=layer", "offload"))
-    assert list(switched(problem, plan, flags.barred)) == tried[-1:]
+    assert list(switched(problem, space, plan, ())) == tried
+    flags = SpaceFlags(
+        global_batch="64", fix=("SP=on",), at_most=("cp=1",), forbid=("schedule=GPipe", "cuda-graphs=layer", "offload")
+    )
+    assert list(switched(problem, space, plan, flags.barred)) == tried[-1:]
     flags = replace(flags, forbid=(*flags.forbid, "cuda_graphs=full-iteration"))
-    assert list(switched(problem, plan, flags.barred)) == []
+    assert list(switched(problem, space, plan, flags.barred)) == []
 
 
 def test_micro_batches_grow_beyond_the_space_where_that_helps() -> None:
@@ -66,6 +72,20 @@ def test_micro_batches_grow_beyond_the_space_where_that_helps() -> None:
     assert f"micro_batch <= {best.plan.micro_batch}" in result.certificate.limits
     bounded = SpaceFlags(global_batch="4096", at_most=("micro-batch=16",)).barred
     assert with_left_out(problem, space, found, bounded)[1] == found
+
+
+def test_searches_for_runs_and_tunings_grow_as_far() -> None:
+    """Front, sizes and tuning end with the micro-batches of the plain search."""
+    asked = {"cluster": "h100-sxm:1x8", "global_batch": 2048, "seq_len": 512, "fix": ("pp=1", "tp=1")}
+    fastest = autoplan.search("llama3.2-1b", prefer="fastest", **asked)
+    assert fastest.plan.micro_batch > 16
+    front = autoplan.search("llama3.2-1b", objectives=["step-time", "memory-headroom"], **asked)
+    sized = autoplan.search("llama3.2-1b", nodes="1", **asked)
+    for found in (front, sized):
+        assert found.file.best.step_s == pytest.approx(fastest.file.best.step_s, rel=1e-6)
+    flags = SpaceFlags(global_batch="2048", fix=asked["fix"])
+    tuned = _searched("llama3.2-1b", asked["cluster"], 512, {}, flags, None)
+    assert tuned.plans[0].step_s == pytest.approx(fastest.file.best.step_s, rel=1e-6)
 
 
 def test_the_page_of_such_a_plan_looks_at_micro_batches_as_large() -> None:

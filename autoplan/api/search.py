@@ -189,7 +189,9 @@ def _best_run(question: _Question, run: RunOptions) -> PlanResult:
     if question.sampling is not None:
         name = question.sampling.name
         raise InputError(f"--sampler {name} is for step times on one cluster: leave objectives and runs out")
-    chosen = question.sharing.run(partial(search_run, question.problem, run, partial(space_of, flags=question.space)))
+    make_space = partial(space_of, flags=question.space)
+    look = partial(search_run, question.problem, run, make_space, barred=question.space.barred)
+    chosen = question.sharing.run(look)
     return _result(question.file(chosen.problem, chosen.plans, chosen.certificate, run=chosen.report), chosen.problem)
 
 
@@ -201,8 +203,8 @@ def _best_step(question: _Question) -> PlanResult:
     result = question.sharing.run(partial(run_study, problem, space, margin=margin, sampling=sampling))
     check_result(problem, space, result)
     result = place_best(problem, result)
-    if quantile is None and sampling is None:
-        space, result = with_left_out(problem, space, result, question.space.barred)
+    if sampling is None:
+        space, result = with_left_out(problem, space, result, question.space.barred, margin=margin)
     if started and not question.space.narrows:
         result = started.nearest_result(problem, space, result)
     if quantile is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TypedDict
 
@@ -100,12 +100,13 @@ def search_run(
     make_space: Callable[[Problem], Space],
     progress: Callable[[int, int | None], None] | None = None,
     *,
+    barred: Collection[str] = (),
     shared: Shared | None = None,
 ) -> SizeSearchResult:
     """Return the best plans for a run, of all numbers of nodes that may be used.
 
     Where a budget, a deadline or the number of devices is asked for and no numbers are given, all up to the cluster's
-    are tried.
+    are tried.  `barred` are the axes and values that the user narrowed.
     """
     run = make_run(options)
     objectives = find_objectives(options.get("objectives") or [default_objective(run)])
@@ -124,4 +125,4 @@ def search_run(
         smaller = resized(problem, num_nodes)
         return smaller, make_space(smaller)
 
-    return search_sizes(sizes, sized, objectives, run, progress, shared=shared)
+    return search_sizes(sizes, sized, objectives, run, progress, barred=barred, shared=shared)

@@ -23,6 +23,7 @@ from autoplan.jobs.template import load_job_template
 from autoplan.launch.targets import job_of
 from autoplan.search.advice import check_result
 from autoplan.search.choice import distinct
+from autoplan.search.left_out import with_left_out
 from autoplan.search.storage import opened
 from autoplan.search.study import search
 from autoplan.search.trials import Budget, Trials, spent_hours
@@ -284,6 +285,7 @@ def _searched(
     space = space_of(problem, flags)
     result = search(problem, space, progress, margin=MARGIN)
     check_result(problem, space, result)
+    _, result = with_left_out(problem, space, result, flags.barred, margin=MARGIN)
     return Candidates(problem=problem, plans=distinct(result)[:MOST_PLANS], timings=options.get("timings") or "")
 
 
