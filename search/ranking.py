@@ -79,7 +79,12 @@ def ranked(problem: Problem, costs: CostEstimate, order: Iterable[int]) -> tuple
     datasheet peak of the precision.
     """
     devices, learnt = problem.cluster.num_devices, useful(problem.training)
-    flops_per_token = model_flops_per_token(problem.model, learnt.attended_len, problem.training.finetuning)
+    training = problem.training
+    flops_per_token = model_flops_per_token(
+        *(problem.model, learnt.attended_len, training.finetuning),
+        has_scores=training.has_scores,
+        runs_reference=training.runs_reference,
+    )
     _, peak = datasheet_peak(problem.cluster.device, problem.training.precision)
     verdicts = costs.verdict
     result = []

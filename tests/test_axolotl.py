@@ -93,7 +93,7 @@ def test_what_changes_a_step_and_is_not_priced_is_listed() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"rl": "dpo"}, "rl: only training"),
+        ({"rl": "kto"}, "rl 'kto' is not priced"),
         ({"expert_parallel_size": 2}, "expert_parallel_size"),
         ({"adapter": "llama-adapter"}, "adapter"),
         ({"bf16": False}, "neither bf16 nor fp16"),

@@ -449,7 +449,7 @@ def test_files_of_trainers_are_read(tmp_path: Path, text: str, expected: FineTun
         ("a: 1\n", "neither of axolotl"),
         ("- 1\n", "must hold a table"),
         ("a: [\n", "not valid YAML"),
-        ("stage: dpo\nfinetuning_type: lora\n", "stage 'dpo' is not priced"),
+        ("stage: ppo\nfinetuning_type: lora\n", "stage 'ppo' is not priced"),
         ("base_model: m\nadapter: relora\n", "adapter 'relora' is not priced"),
         ("base_model: m\nadapter: qlora\nload_in_8bit: true\n", "load_in_8bit beside weights in 4 bits"),
     ],

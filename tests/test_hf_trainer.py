@@ -116,8 +116,8 @@ def test_the_optimizer_is_read(word: str, optimizer: str) -> None:
 def test_thirty_two_bits_and_preferences_are_refused() -> None:
     with pytest.raises(InputError, match="neither bf16 nor fp16"):
         read(SCRIPT.format("").replace("--bf16", ""), LaunchContext())
-    with pytest.raises(InputError, match=r"dpo\.py.*no preferences"):
-        read(SCRIPT.format("").replace("train.py", "dpo.py"), LaunchContext())
+    with pytest.raises(InputError, match=r"kto\.py: only training on the next token"):
+        read(SCRIPT.format("").replace("train.py", "kto.py"), LaunchContext())
     with pytest.raises(InputError, match="beta"):
         of("--beta 0.1")
 
@@ -187,7 +187,7 @@ def test_what_the_trainer_ignores_or_refuses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "is_priced"), [("train_support.py", True), ("export_model.py", True), ("dpo.py", False)]
+    ("program", "is_priced"), [("train_support.py", True), ("export_model.py", True), ("run_dpo.py", False)]
 )
 def test_losses_are_told_by_whole_words(program: str, is_priced: bool) -> None:
     script = SCRIPT.format("").replace("train.py", program)

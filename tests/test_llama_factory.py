@@ -89,7 +89,7 @@ def test_what_is_not_priced_is_listed_or_refused() -> None:
     assert {"use_galore", "galore_rank", "enable_liger_kernel", "pure_bf16"} <= matters(launch)
     assert "cutoff_len" in matters(of(("packing: true\n", "")))
     for old, new, says in (
-        ("stage: sft", "stage: dpo", "stage 'dpo'"),
+        ("stage: sft", "stage: kto", "stage 'kto'"),
         ("finetuning_type: lora", "finetuning_type: oft", "finetuning_type 'oft'"),
         ("bf16: true", "tensor_model_parallel_size: 2", "Megatron-Core"),
         ("bf16: true", "seed: 1", "neither bf16 nor fp16"),

@@ -17,7 +17,7 @@ from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.frameworks import presets
 from autoplan.frameworks.registry import book_of, find_target
 from autoplan.readers.calibration import built_in_calibration, load_calibration
-from autoplan.readers.finetuning import combined, optimizer_of
+from autoplan.readers.finetuning import combined, optimizer_of, preference_of
 from autoplan.readers.lengths import load_lengths
 from autoplan.readers.mixed_cluster import load_parts
 from autoplan.readers.model import load_model as read_model
@@ -64,6 +64,8 @@ class ProblemOptions(TypedDict, total=False):
     # Of samples that differ: "1k:56,64k:1" (tokens:samples), a histogram file, or a JSONL whose samples are counted.
     lengths: str | Path | Lengths | None
     batching: str | None  # how samples become sequences: packed, joined, padded, full or unpadded
+    loss: str | None  # over pairs of answers, in place of the next token: dpo or reward
+    reference: str | None  # of dpo: copy, base (the model without its adapters) or none (worked out before)
     optimizer: str  # adam, adam8bit, adam4bit, adafactor, lion, sgd or muon
     quantize: str | None  # the frozen weights: int8, nf4, nf4-dq or int4
 
@@ -177,6 +179,8 @@ def make_mixed_problem(
         raise InputError(f"{parts.training.optimizer} is not priced on mixed clusters yet: take one of their parts")
     if parts.training.lengths is not None:
         raise InputError("lengths that vary are not priced on mixed clusters yet: take one of their parts")
+    if parts.training.preference is not None:
+        raise InputError("preferences and rewards are not priced on mixed clusters yet: take one of their parts")
     return MixedProblem(
         model=parts.model,
         training=parts.training,
@@ -210,7 +214,10 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     for name in ("document_len", "expert_imbalance", "batching"):
         if (value := options.get(name)) is not None:
             table[name] = value
-    usual = ADAPTER_FRAMEWORK if tuning is not None and tuning.has_adapters else DEFAULT_FRAMEWORK
+    if preference := preference_of(options.get("finetune"), options.get("loss"), options.get("reference")):
+        table["preference"] = asdict(preference)
+    has_adapters = tuning is not None and tuning.has_adapters
+    usual = ADAPTER_FRAMEWORK if has_adapters or preference is not None else DEFAULT_FRAMEWORK
     reserve = options.get("reserve_memory", 0.0)
     reserve_bytes = parse_size(reserve) if isinstance(reserve, str) else reserve
     loaded = load_model(model)

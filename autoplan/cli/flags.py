@@ -13,6 +13,7 @@ from autoplan.cli.complete import words
 from autoplan.spec.axes import AXES, Axis, Kind, shown
 from autoplan.spec.lengths import BATCHINGS
 from autoplan.spec.optimizers import OPTIMIZERS
+from autoplan.spec.preference import LOSSES, REFERENCES
 
 Command = Callable[..., None]
 
@@ -123,6 +124,20 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
             "longest of a micro-batch), full (padded to --seq-len) or unpadded.",
             "packed",
             known=BATCHINGS,
+        ),
+        _shared(
+            "loss",
+            "NAME",
+            "Loss over pairs of answers: dpo, or reward for a reward model.",
+            known=LOSSES,
+            unset="the next token",
+        ),
+        _shared(
+            "reference",
+            "KIND",
+            "Reference of dpo: copy (a frozen one), base (the model without its adapters) or none (worked out before).",
+            known=REFERENCES,
+            unset="base with adapters, else copy",
         ),
         _shared("objective", "NAME", _OBJECTIVES, kind=list[str]),
         _shared("nodes", "N,N|LOW:HIGH", "Numbers of nodes to try; of a range those that divide well."),

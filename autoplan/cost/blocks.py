@@ -162,7 +162,13 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
         )
         own = parts[block].take(of_kernels)
         costs[block], lags[block] = _block_cost(problem, batch, block, shape, own, links, beside_s, shared)
-    return _with_launches(problem.model, batch, costs, lags)
+    costs = _with_launches(problem.model, batch, costs, lags)
+    if problem.training.runs_reference:  # forward alone, with all that shows of traffic and launches
+        costs = {
+            block: replace(cost, forward_s=cost.forward_s | {"reference": cost.total_forward_s})
+            for block, cost in costs.items()
+        }
+    return costs
 
 
 def _as_measured(problem: Problem, batch: PlanBatch, parts: dict[Block, _Parts]) -> dict[Block, _Parts]:
@@ -287,6 +293,7 @@ def _pass_terms(parts: _Parts, ep: Floats) -> tuple[dict[str, Floats], dict[str,
         "tp_communication": parts.tp,
         "cp_communication": parts.cp,
         "ep_communication": Pass(ep, ep),
+        "reference": Pass.none(len(ep)),
     }
     forward = {name: own.forward_s for name, own in passes.items()}
     return forward, {name: own.backward_s for name, own in passes.items()}

@@ -348,7 +348,8 @@ def _uneven_lengths_s(problem: Problem, laid: Stages, stage: Ints) -> Floats:
         cost, count = laid.costs.blocks[Block.ATTENTION], laid.blocks.count[Block.ATTENTION][rows, stage]
         repeated = laid.blocks.repeated[Block.ATTENTION][rows, stage]
         squares_s = count * (cost.forward_s["attention"] + cost.backward_s["attention"])
-        squares_s = squares_s + repeated * cost.forward_s["attention"]
+        again = repeated + count * problem.training.runs_reference
+        squares_s = squares_s + again * cost.forward_s["attention"]
     terms = _microbatch_terms(laid, stage)
     tokens_s = add_up(terms[name] for name in OF_TOKENS) - squares_s
     return waiting_s(problem, laid.batch, tokens_s, squares_s)

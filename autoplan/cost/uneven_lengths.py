@@ -173,7 +173,8 @@ def waiting_s(problem: Problem, batch: PlanBatch, tokens_s: Floats, squares_s: F
         return none
     in_turn = _met_in_turn(problem, batch)
     columns = (
-        *(batch.micro_batch, batch.num_microbatches, batch.pp, in_turn, batch.dp // in_turn),
+        *(training.sequences_per_sample * batch.micro_batch, batch.num_microbatches, batch.pp),
+        *(in_turn, batch.dp // in_turn),
         (batch.schedule == Schedule.GPIPE.code).astype(np.int64),
     )
     first, which = distinct_rows(*columns)

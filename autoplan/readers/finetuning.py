@@ -10,8 +10,10 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, is_file, is_folder, read_table, read_text
 from autoplan.base.values import parse_count
+from autoplan.readers.preference import of_rl, of_stage
 from autoplan.spec.finetuning import ALL_LINEAR, DEFAULT_TARGETS, QUANTIZED_BYTES, FineTuning, Quantization
 from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
+from autoplan.spec.preference import Preference
 
 ADAPTER_CONFIG = "adapter_config.json"
 _OF_ADAPTERS = ("r", "targets", "dropout", "quantize", "train")  # settings of all methods but full
@@ -97,6 +99,26 @@ def optimizer_of(finetune: str | Path | FineTuning | None) -> OptimizerName | No
                 )
             return optimizer
     return None
+
+
+def preference_of(
+    finetune: str | Path | FineTuning | None, loss: str | None = None, reference: str | None = None
+) -> Preference | None:
+    """Return the loss over preferences that the options of a problem name, or the YAML of a fine-tuning; else None.
+
+    Raises InputError where one is named that is not priced.
+    """
+    path = Path(finetune) if isinstance(finetune, str | Path) else None
+    found = None
+    if path is not None and path.suffix in (".yaml", ".yml") and is_file(path):
+        table = _read_yaml(path)
+        found = of_rl(table, str(path)) if "base_model" in table else of_stage(table, str(path))
+    if loss is None and reference is None:
+        return found
+    if loss is None and found is None:
+        raise InputError(f"--reference {str(reference)[:20]!r} is about a loss over preferences: give --loss dpo too")
+    table = {"loss": loss or (found.loss if found else None), "reference": reference}
+    return decode(Preference, table, "--loss")
 
 
 def combined(
@@ -292,9 +314,7 @@ def of_axolotl(table: Mapping[str, Any], where: str) -> FineTuning:
 def of_llama_factory(table: Mapping[str, Any], where: str) -> FineTuning:
     """Return the fine-tuning of LLaMA-Factory (src/llamafactory/hparams/finetuning_args.py and model_args.py)."""
     kind = table.get("finetuning_type", "lora")
-    stage = table.get("stage", "sft")
-    if stage not in ("sft", "pt"):
-        raise InputError(f"{where}: stage {str(stage)[:20]!r} is not priced: only sft and pt are")
+    of_stage(table, where)  # refuses those that are not priced
     if kind == "full":
         return FineTuning()
     if kind != "lora":

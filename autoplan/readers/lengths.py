@@ -75,14 +75,25 @@ def _of_samples(path: Path) -> Lengths:
             for number, line in enumerate(stream, 1):
                 if not line.strip():
                     continue
-                tokens, by_text = _tokens_of(decoder.decode(line), f"{path}: line {number}")
-                is_estimated |= by_text
-                counts[tokens] += 1
+                for sequence in _sequences_of(decoder.decode(line)):
+                    tokens, by_text = _tokens_of(sequence, f"{path}: line {number}")
+                    is_estimated |= by_text
+                    counts[tokens] += 1
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
     except msgspec.DecodeError as error:
         raise InputError(f"{path}: line {number}: not valid JSON: {error}") from None
     return _binned(counts, f"{path.name}, {BYTES_PER_TOKEN} bytes a token" if is_estimated else path.name)
+
+
+def _sequences_of(sample: Any) -> Iterator[Any]:
+    """Yield the sequences of a sample: those of both answers of a preference, each with the prompt."""
+    if not (isinstance(sample, dict) and "chosen" in sample and "rejected" in sample):
+        yield sample
+        return
+    for answer in ("chosen", "rejected"):
+        rest = {key: value for key, value in sample.items() if key not in ("chosen", "rejected")}
+        yield rest | {answer: sample[answer]}
 
 
 def _tokens_of(sample: Any, where: str) -> tuple[int, bool]:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from autoplan.base.units import GIB, format_bytes, format_flops, format_percent, format_seconds, format_two_figures
 from autoplan.cost.estimate import NORMAL_90
 from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_parameters
-from autoplan.cost.kernels.sequences import tokens_per_sequence, useful
+from autoplan.cost.kernels.sequences import tokens_per_sample, useful
 from autoplan.report.terminal import (
     END_OF_STEP,
     LEAST_GAP,
@@ -109,6 +109,8 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
         trained = count_trained_parameters(file.model, tuning)
         percent = 100 * trained / count_parameters(file.model)
         yield "trains", f"{tuning}: {trained:,} parameters, {format_two_figures(percent)} %"
+    if (preference := file.training.preference) is not None:
+        yield "loss", str(preference)
     yield from lengths_lines(file)
     interval = f"{format_seconds(best.low_s)} to {format_seconds(best.high_s)}"
     yield "time", f"{format_seconds(best.step_s)} a step; nine of ten runs take {interval}"
@@ -146,7 +148,7 @@ def lengths_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
         f"{lengths.source}: {lengths.num_samples:,} samples, {lengths.mean:,.0f} tokens in the mean{shortened}",
     )
     learnt = useful(training)
-    computed = float(np.max(tokens_per_sequence(training, np.array([best.plan.micro_batch]))))
+    computed = float(np.max(tokens_per_sample(training, np.array([best.plan.micro_batch]))))
     words = [f"{learnt.samples:,.1f} samples a sequence"] if learnt.samples != 1 else []
     words.append(f"{format_percent(1.0 - learnt.tokens / computed)} padding")
     idle = best.terms_s.get("uneven_lengths", 0.0) / best.step_s

@@ -24,6 +24,8 @@ FLASH2_WIDEST_HEAD = 256
 
 MICROSCALING = ("blackwell", "cdna4")  # generations whose matrix units take a scale for every block of 32 elements
 
+PREFERENCE_RULES = ("accelerate", "deepspeed", "fsdp2")  # of frameworks whose programs train by preferences
+
 
 def precisions_of(device: DeviceSpec) -> tuple[Precision, ...]:
     """The precisions in which `device` multiplies matrices: those with a rate, MXFP8 where fp8 has scales of blocks."""
@@ -64,6 +66,11 @@ class Problem:
         kernels = self.framework.kernels
         if precision == "fp32" and not (kernels.eager_layers or kernels.tf32_products):
             raise InputError(f"fp32 is priced for the built-in trainer alone, not for {self.framework.name}: use bf16")
+        if self.training.preference is not None and self.framework.rules not in PREFERENCE_RULES:
+            raise InputError(
+                f"preferences and rewards are priced for programs on Accelerate, DeepSpeed and FSDP, not for "
+                f"{self.framework.name}: use --framework transformers or deepspeed-hf"
+            )
         if not 0 <= self.reserve_bytes < device.visible_memory_bytes:
             raise InputError(
                 f"reserved memory must be at least 0 and less than the {format_bytes(device.visible_memory_bytes)} of "

@@ -42,6 +42,7 @@ TERMS = (
     Term("ep_communication", "expert traffic", "block", "expert parallel", "experts"),
     Term("fsdp_communication", "parameter gathers", "block", "sharded parameters", "states"),
     Term("launch", "kernel launches", "block", "host", "host"),
+    Term("reference", "reference model", "block", "compute", "kernels"),
     Term("head", "head and loss", "stage", "compute", "kernels"),
     Term("allocator_retries", "allocator retries", "stage", "host", "host"),
     Term("pipeline_bubble", "pipeline bubble", "pipeline", "wait", "pipeline"),

@@ -11,6 +11,7 @@ from autoplan.spec.enums import Precision, enum_value
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import BATCHINGS, Batching, Lengths
 from autoplan.spec.optimizers import OptimizerName
+from autoplan.spec.preference import Preference
 
 Attention = Literal["flash", "flash1", "flash2", "megatron-fused", "unfused"]
 
@@ -33,6 +34,7 @@ class TrainingSpec:
     document_len: int | None = None
     lengths: Lengths | None = None  # of samples; None: every sequence has `seq_len` tokens
     batching: Batching = "packed"  # how samples become sequences, where `lengths` are known
+    preference: Preference | None = None  # None: the next token is learnt
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", enum_value("precision", Precision, self.precision))
@@ -47,17 +49,42 @@ class TrainingSpec:
             raise InputError(f"batching must be one of {', '.join(BATCHINGS)}, got {str(self.batching)[:20]!r}")
         if self.lengths is not None:
             self._check_lengths()
+        if self.preference is not None:
+            adapters = self.finetuning is not None and self.finetuning.has_adapters
+            object.__setattr__(self, "preference", self.preference.with_reference(has_adapters=adapters))
         if not 1.0 <= self.expert_imbalance <= 1000.0:
             raise InputError(f"expert_imbalance must lie between 1 (balanced) and 1000, got {self.expert_imbalance:g}")
 
     def _check_lengths(self) -> None:
         if self.document_len is not None:
             raise InputError("document_len is the mean of what lengths say: leave one of them out")
+        if self.batching in ("packed", "joined") and self.preference is not None:
+            raise InputError(f"pairs of sequences are not {self.batching}: use batching padded or unpadded")
         if self.batching == "packed" and not self.attention.startswith("flash"):
             raise InputError(
                 f"packed samples need attention that skips other samples, not {self.attention}: use flash, "
                 "or batching joined or padded"
             )
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """Sequences of one sample of a batch: the two answers of a preference."""
+        return 1 if self.preference is None else 2
+
+    @property
+    def runs_reference(self) -> bool:
+        """Return whether every micro-batch goes forward through a reference too."""
+        return self.preference is not None and self.preference.reference in ("copy", "base")
+
+    @property
+    def holds_reference(self) -> bool:
+        """Return whether the weights of a reference lie beside those of the model."""
+        return self.preference is not None and self.preference.reference == "copy"
+
+    @property
+    def has_scores(self) -> bool:
+        """Return whether the head gives one score in place of logits."""
+        return self.preference is not None and self.preference.loss == "reward"
 
     @property
     def element_bytes(self) -> float:

@@ -388,12 +388,20 @@ def attention_context(model: ModelSpec, block: Block, seq_len: Floats | float) -
     return seq_len / 2
 
 
-def model_flops_per_token(model: ModelSpec, seq_len: float, finetuning: FineTuning | None = None) -> float:
+def model_flops_per_token(
+    model: ModelSpec,
+    seq_len: float,
+    finetuning: FineTuning | None = None,
+    *,
+    has_scores: bool = False,
+    runs_reference: bool = False,
+) -> float:
     """Floating-point operations of one token's forward and backward pass, Megatron-LM's present convention.
 
     3 x 2 x active weights, the causal attention core at half of the square, one logit GEMM and one more per MTP
     layer; recomputation is not counted.  Source: Megatron-LM training.py, `num_floating_point_operations`.
-    Frozen weights have no gradient: 2 x 2 of them.
+    Frozen weights have no gradient: 2 x 2 of them.  A head that `has_scores` has no logits; a reference goes forward
+    once more.
     """
     shapes, spared = block_shapes(model, finetuning), 0.0
     layers = [*model.layers, *([model.mtp_layer] * model.num_mtp_layers)]
@@ -413,11 +421,12 @@ def model_flops_per_token(model: ModelSpec, seq_len: float, finetuning: FineTuni
                 forward += mamba_scan_flops_per_token(model)
             if block is Block.LINEAR_ATTENTION:
                 forward += linear_attention_flops_per_token(model)
-    forward += 2 * model.hidden_size * model.vocab_size * (1 + model.num_mtp_layers)
+    logits = 0 if has_scores else model.vocab_size
+    forward += 2 * model.hidden_size * logits * (1 + model.num_mtp_layers)
     forward += 2 * 2 * model.hidden_size**2 * model.num_mtp_layers
     if finetuning is not None and not finetuning.trains(HEAD):
-        spared += 2 * model.hidden_size * model.vocab_size * (1 + model.num_mtp_layers)
-    return 3 * forward - spared
+        spared += 2 * model.hidden_size * logits * (1 + model.num_mtp_layers)
+    return (4 if runs_reference else 3) * forward - spared
 
 
 def mamba_scan_flops_per_token(model: ModelSpec) -> float:

@@ -17,7 +17,7 @@ from autoplan.cost.kernels.arithmetic import (
 from autoplan.cost.kernels.measured import find_kernels, measured_pass
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.products import gemm_rate, wide_peak
-from autoplan.cost.kernels.sequences import attended_len, tokens_per_sequence
+from autoplan.cost.kernels.sequences import attended_len, tokens_per_sample
 from autoplan.cost.kernels.sizes import rank_tokens
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import ContextParallelKind
@@ -149,8 +149,8 @@ def _measured_s(problem: Problem, batch: PlanBatch, block: Block, share: Floats,
     model, training = problem.model, problem.training
     seq_len = attended_len(training, batch.micro_batch)
     sequences: Floats | Ints = batch.micro_batch
-    if training.document_len is not None or training.lengths is not None:
-        sequences = batch.micro_batch * tokens_per_sequence(training, batch.micro_batch) / seq_len
+    if training.document_len is not None or training.lengths is not None or training.preference is not None:
+        sequences = batch.micro_batch * tokens_per_sample(training, batch.micro_batch) / seq_len
     is_ring = batch.cp_kind == ContextParallelKind.RING.code
     split = batch.tp * np.where(is_ring, 1, batch.cp)
     windows = np.where(np.less(model.window or 0, seq_len), model.window or 0, 0)

@@ -16,7 +16,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Rows
 from autoplan.cost.kernels.measured import Sizes, find_kernels
-from autoplan.cost.kernels.sequences import tokens_per_sequence
+from autoplan.cost.kernels.sequences import tokens_per_sample
 from autoplan.spec.enums import Sharding
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.operations import Operation
@@ -138,7 +138,7 @@ def embedding_s(problem: Problem, batch: PlanBatch) -> Floats:
     """Both passes of the embedding where it was measured; 0 elsewhere, as it is little where kernels are fused."""
     if not problem.timings.is_own:
         return np.zeros(len(batch))
-    tokens = np.float64(batch.micro_batch * tokens_per_sequence(problem.training, batch.micro_batch))
+    tokens = np.float64(batch.micro_batch * tokens_per_sample(problem.training, batch.micro_batch))
     shape = (tokens, float(problem.model.hidden_size), float(problem.model.vocab_size), batch.tp)
     wide = batch.unquantised()
     return _only(find_kernels(problem, wide, "embedding", *shape), _fits(batch)).otherwise(np.zeros(len(batch)))
@@ -184,6 +184,7 @@ def _is_whole(problem: Problem) -> bool:
     training = problem.training
     is_usual = training.attention == "flash" and training.finetuning is None
     is_even = training.document_len is None and training.lengths is None
+    is_even = is_even and training.preference is None
     return problem.timings.is_own and is_usual and is_even and _has_measured_layer(problem.model)
 
 

@@ -41,7 +41,7 @@ class Kinds(NamedTuple):
 
 
 class Useful(NamedTuple):
-    """What is learnt from in a sequence: means."""
+    """What is learnt from in a sample of the batch, which may be a pack of several: means."""
 
     tokens: float  # of samples, padding aside
     attended_len: float  # tokens of the sample that a token is in, as attention sees it
@@ -110,9 +110,10 @@ def means_of(lengths: Lengths, batching: Batching, seq_len: int, micro_batch: in
     return drawn.mean, float(drawn.values**2 @ drawn.weights)
 
 
-def tokens_per_sequence(training: TrainingSpec, micro_batch: Ints) -> Floats | int:
-    """Tokens that are computed of a sequence in the mean, in micro-batches of so many."""
-    return training.seq_len if training.lengths is None else _means(training, micro_batch)[0]
+def tokens_per_sample(training: TrainingSpec, micro_batch: Ints) -> Floats | int:
+    """Tokens that are computed of a sample of the batch in the mean, in micro-batches of so many."""
+    tokens = training.seq_len if training.lengths is None else _means(training, micro_batch)[0]
+    return training.sequences_per_sample * tokens
 
 
 def attended_len(training: TrainingSpec, micro_batch: Ints) -> Floats | int:
@@ -124,17 +125,18 @@ def attended_len(training: TrainingSpec, micro_batch: Ints) -> Floats | int:
 
 
 def _means(training: TrainingSpec, micro_batch: Ints) -> Floats:
-    """`means_of` each micro-batch: shape (2, plans)."""
+    """`means_of` the sequences of each micro-batch: shape (2, plans)."""
     assert training.lengths is not None
-    sizes, which = np.unique(micro_batch, return_inverse=True)
+    sizes, which = np.unique(training.sequences_per_sample * micro_batch, return_inverse=True)
     table = [means_of(training.lengths, training.batching, training.seq_len, size) for size in sizes.tolist()]
     return np.array(table).T[:, which.reshape(-1)]
 
 
 def useful(training: TrainingSpec) -> Useful:
-    """Tokens and samples of a sequence without its padding; all of them where lengths are equal."""
+    """What a sample of the batch has without its padding; all of it where lengths are equal."""
+    pairs = training.sequences_per_sample
     if training.lengths is None:
-        return Useful(training.seq_len, training.document_len or training.seq_len, 1.0)
+        return Useful(pairs * training.seq_len, training.document_len or training.seq_len, 1.0)
     samples = cut_samples(training.lengths, training.seq_len)
     attended = float(samples.values**2 @ samples.weights) / samples.mean
     if training.batching == "packed":
@@ -143,4 +145,4 @@ def useful(training: TrainingSpec) -> Useful:
         return Useful(tokens, attended, number)
     if training.batching == "joined":
         return Useful(training.seq_len, training.seq_len, training.seq_len / samples.mean)
-    return Useful(samples.mean, attended, 1.0)
+    return Useful(pairs * samples.mean, attended, 1.0)

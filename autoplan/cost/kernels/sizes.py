@@ -8,7 +8,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats
 from autoplan.cost.kernels.arithmetic import Linear
-from autoplan.cost.kernels.sequences import tokens_per_sequence
+from autoplan.cost.kernels.sequences import tokens_per_sample
 from autoplan.spec.enums import Dispatcher
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
@@ -36,7 +36,7 @@ KERNEL_AXES = (
 
 def rank_tokens(problem: Problem, batch: PlanBatch) -> Floats:
     """Tokens of one micro-batch, of a mean one, that a tensor-parallel group works on after context parallelism."""
-    return batch.micro_batch * tokens_per_sequence(problem.training, batch.micro_batch) / batch.cp
+    return batch.micro_batch * tokens_per_sample(problem.training, batch.micro_batch) / batch.cp
 
 
 def norm_tokens(problem: Problem, batch: PlanBatch) -> Floats:
@@ -105,7 +105,12 @@ def widest_mlp(model: ModelSpec) -> int:
 def local_logits(problem: Problem, batch: PlanBatch) -> Floats:
     """Logits of a micro-batch that a rank with the head holds."""
     split = np.where(problem.framework.memory.shards_logits, batch.tp, 1)
-    return rank_tokens(problem, batch) * padded_vocab(problem, batch) / split
+    return rank_tokens(problem, batch) * head_columns(problem, batch) / split
+
+
+def head_columns(problem: Problem, batch: PlanBatch) -> Floats:
+    """Outputs of the head on all its ranks together: logits, or a score, which each of them works out."""
+    return batch.tp * np.ones(len(batch)) if problem.training.has_scores else padded_vocab(problem, batch)
 
 
 def padded_vocab(problem: Problem, batch: PlanBatch) -> Floats:

@@ -17,7 +17,7 @@ from autoplan.cost.kernels.measured import find_kernels, measured_pass
 from autoplan.cost.kernels.measured_units import head_factor
 from autoplan.cost.kernels.memory_bound import RECURRENT_BLOCKS, memory_bound_s, streams_s, traffic_of
 from autoplan.cost.kernels.products import gemm_rate, products_s
-from autoplan.cost.kernels.sizes import expert_imbalance, norm_tokens, padded_vocab, rank_tokens
+from autoplan.cost.kernels.sizes import expert_imbalance, head_columns, norm_tokens, rank_tokens
 from autoplan.cost.passes import Pass, SplitPass
 from autoplan.spec.finetuning import HEAD
 from autoplan.spec.model import Block
@@ -116,21 +116,23 @@ def head_s(problem: Problem, batch: PlanBatch) -> HeadTimes:
     model, framework = problem.model, problem.framework
     wide = batch.unquantised()  # frameworks do not quantise the head
     rate, tokens, depths = gemm_rate(problem, wide), rank_tokens(problem, batch), model.num_mtp_layers
-    hidden, columns = np.full(len(batch), 1.0 * model.hidden_size), padded_vocab(problem, batch) / batch.tp
+    hidden, columns = np.full(len(batch), 1.0 * model.hidden_size), head_columns(problem, batch) / batch.tp
     products = products_s(problem, wide, rate, tokens, columns, hidden)
     # A loss that is not vocabulary-parallel works on gathered logits.
-    logits = columns if framework.memory.shards_logits else padded_vocab(problem, batch)
+    logits = columns if framework.memory.shards_logits else head_columns(problem, batch)
     # Cross entropy reads and writes the logits about as often as their peak copies weigh (`modelling` C5).
     moved = (framework.kernels.bytes_moved_per_logit or 1.25 * framework.memory.bytes_per_logit) * (tokens * logits)
     loss = memory_bound_s(problem, moved)
     if not problem.timings.is_empty:
         loss = find_kernels(problem, wide, "cross_entropy", tokens, logits).otherwise(2 * loss) / 2
     kernels_s = add_up(products) + 2 * loss
-    longer = head_factor(problem, wide, (tokens, hidden, padded_vocab(problem, batch)), kernels_s)
+    longer = head_factor(problem, wide, (tokens, hidden, head_columns(problem, batch)), kernels_s)
     products, loss = products.times(longer, longer), longer * loss
     finetuning = problem.training.finetuning
     if finetuning is not None and not finetuning.trains(HEAD):
         products = products._replace(weight_gradient_s=0.0 * products.weight_gradient_s)
+    if problem.training.runs_reference:
+        products = products._replace(forward_s=2.0 * products.forward_s + loss)
     # Every prediction depth runs the head once more, after a projection of the hidden state beside the next embedding.
     passes = Pass(products.forward_s + loss, products.backward_s + loss).scaled(1 + depths)
     if depths:

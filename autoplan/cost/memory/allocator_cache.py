@@ -15,7 +15,7 @@ from functools import reduce
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints, add_up
-from autoplan.cost.kernels.sizes import padded_vocab, rank_tokens
+from autoplan.cost.kernels.sizes import head_columns, padded_vocab, rank_tokens
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.spec.enums import Schedule, Sharding
@@ -84,7 +84,7 @@ def _kept_tensors(problem: Problem, batch: PlanBatch, blocks: StageBlocks, passe
     if model.gated_mlp:
         per_layer.append((2.0 * activation, 1.0))
     kept = [(blocks.at_all(size), number * passes) for size, number in per_layer]
-    logits = blocks.at_last(FP32_LOGIT_BYTES * tokens * padded_vocab(problem, batch))
+    logits = blocks.at_last(FP32_LOGIT_BYTES * tokens * head_columns(problem, batch))
     is_last = blocks.is_last.astype(np.float64)
     return [*kept, (logits, 2.0 * is_last), (logits / 2.0, is_last)]
 

@@ -13,6 +13,7 @@ from autoplan.base.arrays import Bools, Floats, Ints, add_up
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
 from autoplan.cost.kernels.sizes import (
     expert_tokens,
+    head_columns,
     local_logits,
     local_sizes,
     norm_tokens,
@@ -72,6 +73,7 @@ def pass_sizes(
         per_microbatch = per_microbatch + blocks.at_last(ends.head)
     num_parameters = parameters.dense + parameters.expert
     table = padded_vocab(problem, batch) * model.hidden_size
+    head = head_columns(problem, batch) / batch.tp
     summed = np.zeros_like(num_parameters)
     summed[:, 0] = table * (1.0 - 1.0 / batch.tp) * (finetuning is None or finetuning.trains(EMBEDDING))
     gate = 2 if model.gated_mlp else 1
@@ -84,7 +86,7 @@ def pass_sizes(
         copy_bytes=np.where(has_copies, element, 0.0)[:, None],
         parameters=num_parameters,
         ends=parameters.ends,
-        head=blocks.at_last(table / batch.tp * (finetuning is None or finetuning.trains(HEAD))),
+        head=blocks.at_last(head * model.hidden_size * (finetuning is None or finetuning.trains(HEAD))),
         unit=blocks.at_all(unit),
         own=spread_bytes(parameters, groups, 1.0, sharded),
         own_ends=parameters.ends / np.where(sharded, groups.shard.size, 1)[:, None],

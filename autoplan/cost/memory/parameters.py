@@ -102,6 +102,8 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
     # A tied head is a second copy unless the rank that holds it has the embedding as well.
     has_table = blocks.is_last[:, 0]
     head = np.where(has_table & model.tied_embeddings, 0.0, table) + norm_parameters(model)
+    if problem.training.has_scores:
+        head = np.full(len(batch), 1.0 * model.hidden_size + norm_parameters(model))
     if model.num_mtp_layers:
         # Predictions embed their tokens again, beside the head (Megatron-LM gpt_model.py).
         layers = model.num_held_mtp_layers

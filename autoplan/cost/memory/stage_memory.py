@@ -14,7 +14,7 @@ import numpy as np
 from autoplan.base.arrays import Floats, add_up
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.launches import GRAPHED_IN, holds_graphs
-from autoplan.cost.kernels.sizes import local_sizes, norm_tokens, padded_vocab, rank_tokens, widest_mlp
+from autoplan.cost.kernels.sizes import head_columns, local_sizes, norm_tokens, rank_tokens, widest_mlp
 from autoplan.cost.memory.activations import activation_bytes, logit_bytes, stored_bytes
 from autoplan.cost.memory.allocator_cache import cached_bytes
 from autoplan.cost.memory.fsdp2_peaks import Moments, at_peak, pass_terms, stage_terms, with_gathered
@@ -179,7 +179,7 @@ def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
                 seen.add(key)
                 inputs, outputs = local_sizes(linear, batch)
                 total = total + 2.0 * inputs * outputs
-    head = 2.0 * padded_vocab(problem, batch) * problem.model.hidden_size / batch.tp
+    head = 2.0 * head_columns(problem, batch) * problem.model.hidden_size / batch.tp
     head = head * (finetuning is None or finetuning.trains(HEAD))
     return total[:, None] + blocks.at_last(head)
 
@@ -223,6 +223,8 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
     weights = spread(framework.memory.bytes_per_weight, is_sharded) + _narrow_weight_bytes(problem, batch, parameters)
     if parameters.frozen_bytes is not None:
         weights = weights + spread_bytes(parameters.frozen_bytes, groups, 1.0, is_sharded)
+    if problem.training.holds_reference:  # made as the model is, and sharded with it (trl, create_reference_model)
+        weights = weights + spread_bytes(parameters, groups, framework.memory.bytes_per_weight, is_sharded)
     per_grad = grad_bytes(problem, batch)
     gradients = spread(per_grad, zero2)
     accumulator = framework.memory.bytes_per_bf16_grad_accumulator

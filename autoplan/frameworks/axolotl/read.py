@@ -14,10 +14,9 @@ from autoplan.frameworks.common.options import Argument, Options, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Mesh, Program, launch_of
 from autoplan.frameworks.hf_trainer.options import is_on
 from autoplan.readers.finetuning import OF_AXOLOTL, of_axolotl
+from autoplan.readers.preference import OF_PREFERENCES, of_rl
 from autoplan.spec.enums import Precision
 from autoplan.spec.lengths import Batching
-
-_OTHER_LOSSES = ("rl", "reward_model", "process_reward_model")
 
 
 def recognises(name: str, text: str) -> bool:
@@ -35,9 +34,8 @@ def read(text: str, context: LaunchContext) -> Launch:
         Argument(argument.option, argument.text, by_name.get(key, key), argument.value)
         for key, argument in Options.of_table(table).arguments.items()
     )
-    for key in _OTHER_LOSSES:
-        if table.get(key):
-            raise InputError(f"{key}: only training on the next token is priced, no preferences or rewards")
+    preference = of_rl(table, "the file")
+    options.understood.update(key for key in OF_PREFERENCES if key in options.arguments)
     if table.get("model_config_type") == "mamba":
         raise InputError("model_config_type mamba is not read: pass --model with --as hf-trainer")
     finetuning = of_axolotl(table, "the file")
@@ -71,7 +69,8 @@ def read(text: str, context: LaunchContext) -> Launch:
         model_key="base_model",
         length_key=LENGTH,
         length=512,
-        batching=_batching(options, table),
+        batching=_batching(options, table) if preference is None else "padded",
+        preference=preference,
         finetuning=finetuning if finetuning.has_adapters else None,
         precision=Precision.BF16,  # "auto" (utils/schemas/config.py:559)
         mesh=Mesh(**mesh),

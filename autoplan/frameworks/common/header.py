@@ -52,6 +52,8 @@ def header(plan_file: PlanFile, framework: str) -> list[str]:
             f"Sequences are priced as packed from documents of {documents:,} tokens, each with attention of its own: "
             "data and attention mask are yours to set so"
         )
+    if preference := plan_file.training.preference:
+        lines.append(f"Priced for {preference}, which your program has to train by")
     if lengths := plan_file.training.lengths:
         lines.append(
             f"Samples have {lengths.mean:,.0f} tokens in the mean ({lengths.source}) and are priced as "

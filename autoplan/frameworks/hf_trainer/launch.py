@@ -38,6 +38,7 @@ from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.preference import Preference
 from autoplan.spec.training import TrainingSpec
 
 AUTO = "auto"
@@ -69,6 +70,7 @@ class Program:
     length: int | None = None
     batching: Batching = "padded"
     finetuning: FineTuning | None = None
+    preference: Preference | None = None
     precision: Precision | None = None  # that holds unless the arguments say another
     optimizer: OptimizerName | None = None  # in place of the Trainer's
     mesh: Mesh = Mesh()
@@ -128,6 +130,7 @@ def launch_of(options: Options, context: LaunchContext, program: Program, num_de
     training = TrainingSpec(
         seq_len=length,
         batching=program.batching,
+        preference=program.preference,
         precision=precision,
         optimizer=program.optimizer or read_optimizer(options),
         finetuning=program.finetuning,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
@@ -11,8 +12,10 @@ from autoplan.frameworks.hf_trainer.launch import Program, launch_of
 from autoplan.frameworks.hf_trainer.options import is_on
 from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
 from autoplan.readers.finetuning import OF_TRL, of_trl
+from autoplan.readers.preference import OF_PREFERENCES, of_trl_program
 from autoplan.spec.enums import Precision
-from autoplan.spec.lengths import Batching
+from autoplan.spec.lengths import UNEVEN, Batching
+from autoplan.spec.preference import Preference
 
 # Programs of TRL whose loss needs more than one pass, or which generate (trl/scripts).
 _OTHER_LOSSES = re.compile(
@@ -52,20 +55,28 @@ def read(text: str, context: LaunchContext) -> Launch:
     else:
         parse = parse_json if text.lstrip().startswith("{") else parse_yaml
         options, program = Options.of_table(parse(text, "the file")), ""
-    check_loss(options, program)
+    preference = preference_of(options, program)
     is_plain = any(options.has(key) for key in _PLAIN)
-    return launch_of(
-        options, context, program_of(options, is_trl=program == "sft.py" or not (program or is_plain)), devices
-    )
+    is_trl = program == "sft.py" or preference is not None or not (program or is_plain)
+    found = program_of(options, is_trl=is_trl)
+    if preference is not None:
+        found = replace(found, preference=preference, batching=found.batching if found.batching in UNEVEN else "padded")
+    return launch_of(options, context, found, devices)
 
 
-def check_loss(options: Options, program: str) -> None:
-    """Refuse programs that train by preferences or rewards, of which a step is not priced."""
+def preference_of(options: Options, program: str) -> Preference | None:
+    """Return the loss over preferences of a program; refuse others that do not learn the next token."""
+    table = {key: argument.value for key, argument in options.arguments.items()}
+    if preference := of_trl_program(program, table, program):
+        options.understood.update(key for key in OF_PREFERENCES if key in options.arguments)
+        return preference
     named = [key for key in _OTHER_SETTINGS if options.has(key)]
     if named or _OTHER_LOSSES.search(program):
         raise InputError(
-            f"{named[0] if named else program}: only training on the next token is priced, no preferences or rewards"
+            f"{named[0] if named else program}: only training on the next token, on pairs (dpo) and of reward models "
+            "is priced"
         )
+    return None
 
 
 def program_of(options: Options, *, is_trl: bool) -> Program:

@@ -14,6 +14,7 @@ from autoplan.frameworks.hf_trainer.launch import Program, launch_of
 from autoplan.frameworks.hf_trainer.options import is_on
 from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
 from autoplan.readers.finetuning import OF_LLAMA_FACTORY, of_llama_factory
+from autoplan.readers.preference import OF_PREFERENCES, of_stage
 from autoplan.spec.enums import Precision
 from autoplan.spec.lengths import Batching
 
@@ -70,6 +71,8 @@ def program_of(options: Options) -> Program:
         raw[key] = {"true": True, "false": False}.get(str(value).casefold(), value)
     finetuning = of_llama_factory(raw, "the file")
     options.understood.update(key for key in OF_LLAMA_FACTORY if key in options.arguments)
+    preference = of_stage(raw, "the file")
+    options.understood.update(key for key in OF_PREFERENCES if key in options.arguments)
     options.pass_over(*_COSTLESS)
     # Recomputes unless it is told otherwise, whatever the Trainer's argument says (model/model_utils/checkpointing.py).
     options.understood.add("gradient_checkpointing")
@@ -104,7 +107,8 @@ def program_of(options: Options) -> Program:
         model_key="model_name_or_path",
         length_key=LENGTH,
         length=DEFAULT_LENGTH,
-        batching=batching,
+        batching=batching if preference is None else "padded",
+        preference=preference,
         finetuning=finetuning if finetuning.has_adapters else None,
         precision=Precision.BF16 if is_pure else None,
         optimizer="muon" if is_on(options, "use_muon") else None,

@@ -85,6 +85,8 @@ def check_training(training: TrainingSpec) -> None:
     finetuning = training.finetuning
     if finetuning is not None and (finetuning.has_adapters or finetuning.frozen):
         raise InputError(f"the built-in trainer trains all weights, not {finetuning}: give a program of your own")
+    if training.preference is not None:
+        raise InputError("the built-in trainer learns the next token, no preferences: give a program of your own")
     if training.lengths is not None:
         raise InputError("the built-in trainer has sequences of equal lengths: give a program of your own")
     if training.optimizer != "adam":

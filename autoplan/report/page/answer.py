@@ -136,6 +136,8 @@ def _further_lines(file: PlanFile) -> Iterator[tuple[str, Child]]:
     """Further lines of the answer, where there are any."""
     if layers := layers_line(file):
         yield "layers", layers
+    if (preference := file.training.preference) is not None:
+        yield "loss", str(preference)
     for _, text in lengths_lines(file):
         yield "lengths", text
     choice = file.choice

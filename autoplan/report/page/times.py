@@ -17,7 +17,7 @@ MOST_ROWS = 20  # of the usual height
 
 # Kinds of time, each with its colour and terms.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "compute": ("computing", ("gemm", "attention", "memory_bound", "recompute", "head")),
+    "compute": ("computing", ("gemm", "attention", "memory_bound", "recompute", "reference", "head")),
     "traffic": (
         "communication that shows",
         ("tp_communication", "cp_communication", "ep_communication", "fsdp_communication"),
