@@ -37,7 +37,7 @@ class Kept:
     def __init__(self) -> None:
         self.records: dict[TaskKey, Record] = {}
 
-    def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> list[TaskKey]:
+    def measured_keys(self, fingerprint: Fingerprint, num_visits: int = 1) -> list[TaskKey]:
         """Nothing: every run measures everything."""
         return []
 

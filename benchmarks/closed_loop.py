@@ -266,7 +266,7 @@ def visit(crew: Crew, hello: Hello, store: Store, name: str, *, num_visits: int,
         micro_batches=MICRO_BATCHES,
         only=OPERATIONS,
     )
-    planned = ranked_tasks(scope, hello, store.known(hello.fingerprint, num_visits))
+    planned = ranked_tasks(scope, hello, store.measured_keys(hello.fingerprint, num_visits))
     progress = Progress(total=len(planned))
     run(crew, hello, store, planned, budget_s=until - time.monotonic(), progress=progress, visits_spoilt=False)
     counts = sum(progress.counts().values(), Counter())

@@ -106,7 +106,7 @@ def measure(folder: Path, budget_s: float) -> None:
         assert hello is not None
         for part in PARTS:
             for scope in part.scopes():
-                known = store.known(hello.fingerprint, 1)
+                known = store.measured_keys(hello.fingerprint, 1)
                 planned = [record for record in ranked_tasks(scope, hello, known) if record.task.dtype == part.dtype]
                 progress, left_s = Progress(total=len(planned)), until - time.monotonic()
                 run(crew, hello, store, planned, budget_s=left_s, progress=progress, visits_spoilt=False)

@@ -31,13 +31,13 @@ def contention_shares(beside: Iterable[BesideProducts], alone: Iterable[Measurem
     The longer of the two would be all there is to wait for, if neither slowed the other down (`modelling` D6).
     """
     alone_s: Mapping[tuple[Operation, tuple[int, ...], str], float] = {
-        (known.operation, known.shape, known.dtype): known.seconds for known in alone
+        (call.operation, call.shape, call.dtype): call.seconds for call in alone
     }
     shares: dict[Operation, list[float]] = defaultdict(list)
     for measured in beside:
-        own_s = alone_s.get((measured.operation, measured.shape, measured.dtype))
-        if own_s is None or max(own_s, measured.products_s) > MOST_UNLIKE * min(own_s, measured.products_s):
+        call_s = alone_s.get((measured.operation, measured.shape, measured.dtype))
+        if call_s is None or max(call_s, measured.products_s) > MOST_UNLIKE * min(call_s, measured.products_s):
             continue
-        share = (measured.seconds - max(own_s, measured.products_s)) / min(own_s, measured.products_s)
+        share = (measured.seconds - max(call_s, measured.products_s)) / min(call_s, measured.products_s)
         shares[measured.operation].append(min(max(share, 0.0), 1.0))
     return {operation: statistics.median(values) for operation, values in sorted(shares.items())}

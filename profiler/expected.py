@@ -27,14 +27,14 @@ _LIBRARIES = {"nvidia": "nccl", "amd": "rccl", "cpu": "gloo"}
 def expected_hello(
     cluster: ClusterSpec,
     machine: Fingerprint | None,
-    known: Collection[TaskKey] = (),
+    measured: Collection[TaskKey] = (),
     *,
     dtypes: tuple[str, ...] = (),
     num_nodes: int = 0,
 ) -> Hello:
     """Return what a rank on every device of so many nodes of a cluster would say when they have met; 0: of all nodes.
 
-    `machine` is the one whose records serve the cluster, None where there is none, and `known` what it has measured:
+    `machine` is the one whose records serve the cluster, None where there is none, `measured` the keys of its records:
     operations are taken to run as they did there.
     """
     device, nodes = cluster.device, num_nodes or cluster.num_nodes
@@ -47,7 +47,7 @@ def expected_hello(
                 kernels[operation, dtype] = kernel
             if operation in ("attention", "attention_backward") and dtype not in NARROW_PRODUCTS:
                 windowed[operation, dtype] = "varlen flash"
-    for name, shape, dtype, kernel, _ in sorted(known):
+    for name, shape, dtype, kernel, _ in sorted(measured):
         is_windowed = name.startswith("attention") and shape[-1] > 0
         if dtype in dtypes:
             (windowed if is_windowed else kernels)[cast(Operation, name), dtype] = kernel.removesuffix(BESIDE)

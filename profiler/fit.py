@@ -80,7 +80,7 @@ def fit_curve(
 
     if len(points.seconds) < LEAST_POINTS or not held_out.any() or held_out.all():
         raise InputError(f"a curve needs at least {LEAST_POINTS} measured shapes, got {len(points.seconds)}")
-    seen, unseen = points.where(~held_out), points.where(held_out)
+    fit_points, test_points = points.where(~held_out), points.where(held_out)
     start, lower, upper = np.log(np.array(list(ranges.values()))).T
 
     def fitted(x: Floats, error: float = 0.0) -> tuple[Curve, float]:
@@ -88,11 +88,11 @@ def fit_curve(
         return make(**values, fit_error=error), values["plateau"]
 
     def residuals(x: Floats) -> Floats:
-        return np.log(predict(*fitted(x), seen.shapes) / seen.seconds)
+        return np.log(predict(*fitted(x), fit_points.shapes) / fit_points.seconds)
 
     bounds = (lower, upper)
     best = least_squares(residuals, start, bounds=bounds, x_scale="jac", loss="soft_l1", f_scale=RESIDUAL_SCALE).x
-    error = mean_error(predict(*fitted(best), unseen.shapes), unseen.seconds)
+    error = mean_error(predict(*fitted(best), test_points.shapes), test_points.seconds)
     curve, plateau = fitted(best, error)
     return Fit(curve=curve, plateau=plateau, num_points=len(held_out), num_held_out=int(held_out.sum()), error=error)
 

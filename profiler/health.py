@@ -108,22 +108,22 @@ class Health:
         scatter = _scatter(over.values())
         part: Part = "link" if is_inside else "nic"
         slow: dict[int, float] = {}
-        for rank, own in by_rank.items():
-            if usual(own) > max(least_over, 1 + scatter * OF_MEDIAN / math.sqrt(len(own))):
-                slow[rank] = 1 / usual(own)
-        found = [SlowPart(part=part, ranks=(rank,), rate_share=share) for rank, share in slow.items()]
+        for rank, ratios in by_rank.items():
+            if usual(ratios) > max(least_over, 1 + scatter * OF_MEDIAN / math.sqrt(len(ratios))):
+                slow[rank] = 1 / usual(ratios)
+        slow_parts = [SlowPart(part=part, ranks=(rank,), rate_share=share) for rank, share in slow.items()]
         pairs = [
             pair
             for pair, times in over.items()
             if times > max(least_over, 1 + _swing(visits, of_most=True), 1 + scatter)
         ]
         if len(pairs) <= MOST_SLOW_PAIRS * len(over):
-            found += [
+            slow_parts += [
                 SlowPart(part="pair", ranks=pair, rate_share=1 / over[pair])
                 for pair in sorted(pairs)
                 if not slow.keys() & set(pair)
             ]
-        return found
+        return slow_parts
 
 
 def usual(times: Collection[float]) -> float:
@@ -271,7 +271,7 @@ def records(health: Health, measured_by: str) -> list[Record]:
         )
         return replace(record_of(task, outcome, hello, measured_by), host=hello.hosts[rank])
 
-    found = [
+    part_records = [
         record(health.product, "device", rank, times) for rank, times in enumerate(zip(*health.products_s, strict=True))
     ]
     each = hello.ranks_per_domain
@@ -285,5 +285,5 @@ def records(health: Health, measured_by: str) -> list[Record]:
                 if rank in pair and allocation.is_inside(pair) == (part == "link")
             ]
             if times:
-                found.append(record(replace(health.message, shape=shape), part, rank, tuple(times)))
-    return [*found, *(record_of(task, outcome, hello, measured_by) for task, outcome in health.groups)]
+                part_records.append(record(replace(health.message, shape=shape), part, rank, tuple(times)))
+    return [*part_records, *(record_of(task, outcome, hello, measured_by) for task, outcome in health.groups)]

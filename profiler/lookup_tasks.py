@@ -26,7 +26,7 @@ REDUCTIONS = ("all_gather", "all_reduce", "reduce_scatter")
 
 
 def lookup_tasks(
-    lookups: Lookups, hello: Hello, modes: Collection[Mode], device: DeviceSpec, known: Collection[TaskKey]
+    lookups: Lookups, hello: Hello, modes: Collection[Mode], device: DeviceSpec, measured: Collection[TaskKey]
 ) -> list[RankedTask]:
     """Return the tasks that measure what prices look up and is not known yet, those first whose calls take longest."""
     tasks: list[RankedTask] = []
@@ -37,7 +37,7 @@ def lookup_tasks(
             if not kernel:
                 continue
             task = Task(operation=operation, shape=shape, dtype=dtype, kernel=kernel + suffix, mode=mode)
-            if task.key not in known:
+            if task.key not in measured:
                 call_s = reference_s(task, device)
                 expected_s = rules_for(hello.device_type, mode).expected_s(call_s) + OVERHEAD_S
                 tasks.append(RankedTask(task=task, effect_s=call_s, expected_s=expected_s))
@@ -77,11 +77,11 @@ def nearest_layout(shape: tuple[int, ...], num_domains: int, ranks_per_domain: i
     many domains as there are, with as many members in each.
     """
     members, inside, _, _ = shape
-    here = _largest_divisor(ranks_per_domain, inside)
+    per_node = _largest_divisor(ranks_per_domain, inside)
     domains = 1 if members == inside else _largest_divisor(num_domains, max(round(members / inside), 2))
-    if here * domains < 2 or (members != inside and domains < 2):
+    if per_node * domains < 2 or (members != inside and domains < 2):
         return None
-    return Layout(num_devices=here * domains, devices_per_node=here, num_groups=ranks_per_domain // here)
+    return Layout(num_devices=per_node * domains, devices_per_node=per_node, num_groups=ranks_per_domain // per_node)
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -49,12 +49,12 @@ def for_training(measurements: Iterable[Measurement], device: DeviceSpec) -> lis
     Products of training's sizes, of all libraries; the fastest flash kernel; experts with balanced routing; NCCL, in
     whose times only the bytes count.
     """
-    kept = []
+    selected = []
     fastest: dict[tuple[str, tuple[int, ...]], Measurement] = {}
     for measurement in measurements:
         if measurement.operation == "gemm":
             if all(size >= least for size, least in zip(measurement.shape, LEAST_GEMM, strict=True)):
-                kept.append(measurement)
+                selected.append(measurement)
         elif measurement.operation == "attention":
             shape = measurement.dtype, measurement.shape
             if measurement.kernel in FLASH_KERNELS.get(device.generation, ()) and (
@@ -62,5 +62,5 @@ def for_training(measurements: Iterable[Measurement], device: DeviceSpec) -> lis
             ):
                 fastest[shape] = measurement
         elif measurement.kernel == (EXPERTS_KERNEL if measurement.operation == "experts" else COLLECTIVES_KERNEL):
-            kept.append(measurement)
-    return [*kept, *fastest.values()]
+            selected.append(measurement)
+    return [*selected, *fastest.values()]

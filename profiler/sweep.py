@@ -30,7 +30,7 @@ SLOW_DEVICE, SLOW_LINK = 1.05, 1.15  # over the median, worth a word; 5 % betwee
 class Store(Protocol):
     """Interface that a sweep needs of a timing database."""
 
-    def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> Collection[TaskKey]:
+    def measured_keys(self, fingerprint: Fingerprint, num_visits: int = 1) -> Collection[TaskKey]:
         """Return the keys of tasks that settled so often on this machine."""
 
     def add(self, records: Iterable[Record]) -> object:
@@ -191,9 +191,9 @@ def run(
 
 def record_of(task: Task, outcome: Outcome, hello: Hello, measured_by: str) -> Record:
     """Return the record of what was measured just now."""
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    measured_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     # A second failure is another one, though nothing was measured that tells it from the first.
-    failed = {"failed_at": now} if outcome.status == "failed" else {}
+    failed = {"failed_at": measured_at} if outcome.status == "failed" else {}
     return Record(
         fingerprint=hello.fingerprint,
         operation=task.operation,
@@ -207,7 +207,7 @@ def record_of(task: Task, outcome: Outcome, hello: Hello, measured_by: str) -> R
         conditions={**outcome.conditions, **failed},
         measured_by=measured_by,
         host=hello.hosts[0],
-        measured_at=now,
+        measured_at=measured_at,
     )
 
 

@@ -96,7 +96,7 @@ def unmeasurable_parts(scope: MeasurementScope) -> list[str]:
     return parts
 
 
-def ranked_tasks(scope: MeasurementScope, hello: Hello, known: Collection[TaskKey]) -> list[RankedTask]:
+def ranked_tasks(scope: MeasurementScope, hello: Hello, measured: Collection[TaskKey]) -> list[RankedTask]:
     """Rank the tasks for the ranks of `hello` that are not known yet, best first."""
     device = load_device(hello.fingerprint.device) or load_device(_ANY_DEVICE)
     assert device is not None
@@ -124,16 +124,16 @@ def ranked_tasks(scope: MeasurementScope, hello: Hello, known: Collection[TaskKe
                     calls[task] += call.num_calls
     planned = []
     for task, count in calls.items():
-        if task.key not in known:
+        if task.key not in measured:
             call_s = reference_s(task, device)
             expected = rules_for(hello.device_type, task.mode).expected_s(call_s) + OVERHEAD_S
             planned.append(RankedTask(task=task, effect_s=count * call_s, expected_s=expected))
-    return _ordered(planned, known)
+    return _ordered(planned, measured)
 
 
-def _ordered(planned: Iterable[RankedTask], known: Collection[TaskKey]) -> list[RankedTask]:
+def _ordered(planned: Iterable[RankedTask], measured: Collection[TaskKey]) -> list[RankedTask]:
     """First points of lines first, their smallest; then by effect."""
-    begun = {_line(*key) for key in known}
+    begun = {_line(*key) for key in measured}
     first: list[RankedTask] = []
     further: list[RankedTask] = []
     for ranked in sorted(planned, key=lambda item: (item.task.shape[batch_index(item.task.operation)], -item.effect_s)):
@@ -286,9 +286,9 @@ def _work(operation: Operation, shape: Sequence[int]) -> tuple[float, float]:
     if operation.startswith("attention"):
         batch, seq_len, heads, kv_heads, head_dim, window = shape
         passes = 2.5 if operation.endswith("backward") else 1.0
-        seen = 2 * window if 0 < window < seq_len / 2 else seq_len
+        attended = 2 * window if 0 < window < seq_len / 2 else seq_len
         numbers = 2.0 * batch * seq_len * (heads + kv_heads) * head_dim
-        return passes * 2.0 * batch * seq_len * seen * heads * head_dim, numbers
+        return passes * 2.0 * batch * seq_len * attended * heads * head_dim, numbers
     if operation.startswith("latent_attention"):
         batch, seq_len, heads, qk_head_dim, v_head_dim = shape
         passes, widths = 2.5 if operation.endswith("backward") else 1.0, qk_head_dim + v_head_dim

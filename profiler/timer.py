@@ -151,7 +151,7 @@ def measure(
     hold = 0
     if device.type != "cpu" and not counts_host:
         queued_s, sample_s = usual([_queueing(run, num_calls, device) for _ in range(HOST_LOOKS)])
-        num_calls, hold_s = held(num_calls, team.decide(queued_s), team.decide(sample_s))
+        num_calls, hold_s = plan_sample(num_calls, team.decide(queued_s), team.decide(sample_s))
         hold = round(hold_s * _spin_hz(device)) if hold_s else 0
 
     began, rounds = time.perf_counter(), list[_Round]()
@@ -213,16 +213,16 @@ def _outcome(
             conditions=conditions,
             by_rank_s=best.by_rank_s,
         )
-    kept, why = tuple(clean_s[-MOST_KEPT:]), ""
+    samples_s, why = tuple(clean_s[-MOST_KEPT:]), ""
     if num_samples < rules.least_samples:
         why = f"the budget left time for {num_samples} samples"
     elif not _is_settled(clean_s, rules):
         why = (
-            f"after {rules.allowance_s:g} s the median is known to {100 * spread(kept):.0f} %, "
-            f"half of the samples lie within {100 * scatter(kept):.0f} %"
+            f"after {rules.allowance_s:g} s the median is known to {100 * spread(samples_s):.0f} %, "
+            f"half of the samples lie within {100 * scatter(samples_s):.0f} %"
         )
     return Outcome(
-        samples_s=kept,
+        samples_s=samples_s,
         status="unstable" if why else "ok",
         reason=why,
         conditions=conditions,
@@ -306,7 +306,7 @@ def _round(
     )
 
 
-def held(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, float]:
+def plan_sample(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, float]:
     """Return (calls in a sample, seconds to hold the device until all are queued; 0: the host is ahead).
 
     `queued_s` is what queueing `num_calls` takes, `sample_s` what they take until they are through.

@@ -122,9 +122,9 @@ def greet(ranks: Ranks, job: Job) -> Hello:
     """Say what there is to measure with: the same on every rank."""
     device, hosts = ranks.device, ranks.hosts
     num_nodes = len(set(hosts))
-    own = fingerprint(device, num_hosts=num_nodes, devices_here=len(hosts) // num_nodes)
-    for rank, other in enumerate(ranks.gather(own)):
-        _check_alike(own, other, f"rank 0 on {hosts[0]}", f"rank {rank} on {hosts[rank]}")
+    machine = fingerprint(device, num_hosts=num_nodes, devices_here=len(hosts) // num_nodes)
+    for rank, other in enumerate(ranks.gather(machine)):
+        _check_alike(machine, other, f"rank 0 on {hosts[0]}", f"rank {rank} on {hosts[rank]}")
     dtypes = job.dtypes or (_default_dtype(device),)
     ways: dict[tuple[Operation, str], str] = {}
     windowed: dict[tuple[Operation, str], str] = {}
@@ -134,14 +134,14 @@ def greet(ranks: Ranks, job: Job) -> Hello:
                 ways[operation, dtype] = kernels.implementation(operation, dtype, device)
                 windowed[operation, dtype] = kernels.implementation_windowed(operation, dtype, device)
             if dtype in DTYPES:
-                library = " ".join([own.collectives.partition(" ")[0], *_settings()])
+                library = " ".join([machine.collectives.partition(" ")[0], *_settings()])
                 ways |= dict.fromkeys([(operation, dtype) for operation in COLLECTIVES], library)
             ways |= {
                 (operation, dtype): trainer_units.implementation(operation, dtype) for operation in trainer_units.UNITS
             }
     gemm_s, links_s = _compared(ranks) if job.compares_devices else ([], {})
     return Hello(
-        fingerprint=own,
+        fingerprint=machine,
         device_type=device.type,
         hosts=tuple(hosts),
         dtypes=dtypes,
@@ -156,10 +156,10 @@ def greet(ranks: Ranks, job: Job) -> Hello:
 def _check_alike(first: Fingerprint, second: Fingerprint, where_first: str, where_second: str) -> None:
     """Refuse ranks of which one fingerprint cannot speak."""
     for name in ("device", "driver", "runtime", "torch", "collectives", "nics", *SETTINGS):
-        own, other = getattr(first, name), getattr(second, name)
-        if settings_differ(own, other) if name in SETTINGS else own != other:
+        first_value, second_value = getattr(first, name), getattr(second, name)
+        if settings_differ(first_value, second_value) if name in SETTINGS else first_value != second_value:
             raise InputError(
-                f"{name} is {_written(own)} for {where_first} and {_written(other)} for {where_second}: "
+                f"{name} is {_written(first_value)} for {where_first} and {_written(second_value)} for {where_second}: "
                 "profile each kind of node by itself"
             )
 

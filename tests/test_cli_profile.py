@@ -113,7 +113,7 @@ def test_what_was_measured_is_not_measured_again(folder: Path, monkeypatch: pyte
     assert first.returncode == 0, first.stderr
     assert "8 of 8 measurements" in first.stdout
     # What other load spoilt is worth another try.
-    num_settled = len(open_store(url).known(fingerprint(torch.device("cpu"))))
+    num_settled = len(open_store(url).measured_keys(fingerprint(torch.device("cpu"))))
     again = profile(folder, *arguments)
     assert f"{8 - num_settled} of {8 - num_settled} measurements" in again.stdout
 

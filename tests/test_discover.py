@@ -24,7 +24,7 @@ from autoplan.base.processes import RankPlace
 from autoplan.base.units import GIB, MIB
 from autoplan.cli import main
 from autoplan.profiler.discover import local, nvidia_smi, report
-from autoplan.profiler.discover.allocation import describe_all, found_in, gather, job_hosts, switches_above
+from autoplan.profiler.discover.allocation import describe_all, gather, job_hosts, merge_all, switches_above
 from autoplan.profiler.discover.describe import Description, describe, training_nics
 from autoplan.profiler.discover.links import with_measured
 from autoplan.profiler.discover.merge import merge
@@ -85,7 +85,7 @@ def written(description: Description, folder: Path) -> None:
 
 def described(node: ObservedNode) -> Description:
     """One node of which nothing else is known."""
-    return describe_all(found_in([Report(seen=(node,))]))
+    return describe_all(merge_all([Report(seen=(node,))]))
 
 
 # Nodes of a shipped kind
@@ -196,7 +196,7 @@ def test_what_cannot_show_a_fabric_does_not_deny_it() -> None:
 
 def test_reports_in_which_no_source_speaks_are_refused() -> None:
     with pytest.raises(InputError, match="no source tells of a node"):
-        describe_all(found_in([Report(host="n1", seen=())]))
+        describe_all(merge_all([Report(host="n1", seen=())]))
 
 
 def test_links_of_devices_that_no_source_tells_of_are_none() -> None:
@@ -388,7 +388,7 @@ def test_cores_are_no_devices_where_gpus_are_seen_that_nothing_names(
     tools = {(sys.executable, "-c", f"print({matrix(8, 'NV18')!r})"): nvidia_smi.parse}
     seen, troubles = local.see(tmp_path, tools)
     assert troubles == ["NVML was not asked, which names the devices: pip install nvidia-ml-py"]
-    found = found_in([Report(host="gpu1", seen=tuple(seen), troubles=tuple(troubles))])
+    found = merge_all([Report(host="gpu1", seen=tuple(seen), troubles=tuple(troubles))])
     with pytest.raises(InputError, match="does not say which devices these are: pass --device"):
         describe_all(found)
     described = describe_all(found, device="h100-sxm")
@@ -424,7 +424,7 @@ SwitchName=core Level=2 LinkSpeed=1 Nodes=gpu[001-009] Switches=pod[1-2]
 def test_an_allocation_is_put_on_the_switches_of_slurm(tmp_path: Path) -> None:
     hosts = ("gpu003", "gpu004", "gpu006", "gpu008")
     tree = parse_switches(SCONTROL)
-    found = describe_all(found_in([Report(host=host, seen=(hgx(host),)) for host in hosts]), tree=tree)
+    found = describe_all(merge_all([Report(host=host, seen=(hgx(host),)) for host in hosts]), tree=tree)
     assert found.cluster.num_nodes == 4
     assert found.cluster.nodes == (
         NodeGroup(names=("gpu003", "gpu004"), switches=("leaf1", "pod1")),
@@ -450,17 +450,17 @@ def test_switches_come_from_the_steps_where_nothing_else_tells(tmp_path: Path) -
         Report(host=host, switches=(leaf, "pod"), seen=(hgx(host),))
         for host, leaf in (("a1", "leaf1"), ("a2", "leaf1"), ("b1", "leaf2"))
     ]
-    found = describe_all(found_in(reports))
+    found = describe_all(merge_all(reports))
     assert [group.switches for group in found.cluster.nodes] == [("leaf1", "pod"), ("leaf2", "pod")]
     assert [tier.num_nodes for tier in found.cluster.network.tiers] == [2, 4]
     written(found, tmp_path)
 
 
 def test_a_batch_script_knows_its_nodes_and_sees_one() -> None:
-    found = describe_all(found_in([Report(host="n1", seen=(hgx("n1"),))]), hosts=("n1", "n2", "n3"))
+    found = describe_all(merge_all([Report(host="n1", seen=(hgx("n1"),))]), hosts=("n1", "n2", "n3"))
     assert found.cluster.nodes == (NodeGroup(names=("n1", "n2", "n3")),)
     assert found.warnings == ("1 of 3 nodes were seen: the others are taken to be like them",)
-    alone = describe_all(found_in([Report(host="n1", seen=(hgx("n1"),))]), num_nodes=3)
+    alone = describe_all(merge_all([Report(host="n1", seen=(hgx("n1"),))]), num_nodes=3)
     assert (alone.cluster.num_nodes, alone.cluster.nodes) == (3, ())
 
 
@@ -470,7 +470,7 @@ def test_nodes_unlike_the_others_are_named(tmp_path: Path) -> None:
     slow = replace(hgx("n3"), nics=(replace(whole.nics[0], bytes_per_s=25e9), *whole.nics[1:]))
     dead = replace(hgx("n4"), nics=(replace(whole.nics[0], bytes_per_s=0.0), *whole.nics[2:]))
     reports = [Report(host=one.host, seen=(one,)) for one in (short, slow, dead, whole, hgx("n5"))]
-    found = describe_all(found_in(reports))
+    found = describe_all(merge_all(reports))
     assert found.cluster.devices_per_node == 8
     assert found.warnings == (
         "n2: 7 devices where others have 8: leave the node out",
@@ -484,7 +484,7 @@ def test_nodes_unlike_the_others_are_named(tmp_path: Path) -> None:
 
 def test_what_has_no_host_tells_of_every_node() -> None:
     rates = ObservedNode(source="ibstat", nics=(ObservedNic(name="mlx5_9", kind="infiniband", bytes_per_s=50e9),))
-    found = found_in([Report(host=one, seen=(hgx(one),)) for one in "ab"] + [Report(seen=(rates,))])
+    found = merge_all([Report(host=one, seen=(hgx(one),)) for one in "ab"] + [Report(seen=(rates,))])
     assert [sum(nic.name == "mlx5_9" for nic in one.nics) for one in found.nodes.values()] == [1, 1]
 
 
@@ -608,7 +608,7 @@ def test_saved_files_of_another_machine_become_a_cluster(
 
 def test_nodes_without_a_name_are_all_those_of_the_switches_or_fill_them_in_order() -> None:
     tree = parse_switches("SwitchName=a Level=0 Nodes=n[1-4]\nSwitchName=b Level=0 Nodes=n[5-8]\n")
-    seen = found_in([Report(seen=(hgx(),))])
+    seen = merge_all([Report(seen=(hgx(),))])
     every = describe_all(seen, tree=tree).cluster
     assert every.num_nodes == 8
     assert [(len(group.names), group.switches) for group in every.nodes] == [(4, ("a",)), (4, ("b",))]
@@ -739,7 +739,7 @@ def test_the_ranks_of_a_job_meet_and_rank_0_hears_of_every_node() -> None:
     with ThreadPoolExecutor() as pool:  # the second rank of the first node has nothing to say
         heard = list(pool.map(gather, places, (reports[0], None, reports[1])))
     assert heard == [reports, None, None]
-    assert describe_all(found_in(reports)).cluster.nodes == (NodeGroup(names=("gpu1", "gpu2")),)
+    assert describe_all(merge_all(reports)).cluster.nodes == (NodeGroup(names=("gpu1", "gpu2")),)
 
 
 def test_discovery_needs_no_torch(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def test_a_run_on_amd_devices_is_watched(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(watch, "LOOK_S", 0.01)
     with watch.Watch() as seen:
         time.sleep(0.2)
-    looks = seen.seen
-    assert set(looks) == {watch.Seen("memory thermal", 2100, 560, None)}
+    looks = seen.looks
+    assert set(looks) == {watch.Look("memory thermal", 2100, 560, None)}
     values, disturbance = watch.conditions(looks, None)
     assert values["clock_mhz"] == "2100"
     assert values["power_w"] == "560"

@@ -58,7 +58,7 @@ def good(folder: Path, *arguments: str) -> str:
 def test_runs_are_held_once_and_come_back_whole(folder: Path) -> None:
     with open_store(str(folder / "a.db")) as store:
         added = store.add([RUN, GEMM, replace(RUN, step_s=(3.0,))])
-        assert (added.new, added.held) == (1, 2)
+        assert (added.new, added.present) == (1, 2)
         assert list(store.runs())[:2] == [RUN, FAILED]
         assert store.find(RUN.key[:8]) == (RUN, None)
         assert len(list(store.runs(trust=["eve"]))) == len(list(store.runs(device="a100-sxm-80gb"))) == 0

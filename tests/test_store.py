@@ -51,7 +51,7 @@ def test_what_is_added_comes_back_whole(store: Store) -> None:
 
 def test_adding_again_adds_nothing(store: Store) -> None:
     records = some_records(0, 30)
-    assert (store.add(records[:20]).new, store.add(records).new, store.add(records).held) == (20, 10, 30)
+    assert (store.add(records[:20]).new, store.add(records).new, store.add(records).present) == (20, 10, 30)
     assert keys(store) == sorted(record.key for record in records)
 
 
@@ -65,7 +65,7 @@ def test_a_damaged_mark_does_not_keep_the_others_from_travelling(store: Store) -
 
 def test_a_record_given_twice_in_one_call_is_held_once(store: Store) -> None:
     added = store.add([GEMM, GEMM, replace(GEMM, measured_by="eve")])
-    assert (added.new, added.held, len(keys(store))) == (1, 2, 1)
+    assert (added.new, added.present, len(keys(store))) == (1, 2, 1)
 
 
 def test_batches_are_counted_as_they_come_in(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_a_sweep_knows_what_is_measured_or_failed_on_its_machine(store: Store) -
     hidden = replace(GEMM, shape=(2, 2, 2))
     store.add([GEMM, failed, again, once, unstable, elsewhere, hidden])
     store.change([hidden.key], hides=True, by="ada", reason="hot")
-    assert store.known(LAB) == {
+    assert store.measured_keys(LAB) == {
         ("gemm", (4096, 4096, 4096), "bf16", "torch", "sustained"),
         ("dgrad", (4096, 4096, 4096), "bf16", "torch", "sustained"),
     }
@@ -107,11 +107,12 @@ def test_what_one_device_does_alone_is_known_without_its_links(store: Store) -> 
     split = replace(whole, shape=(1, 4096, 4096, 14336, 32, 8, 128, 2))
     store.add([GEMM, reduce, whole, split])
     healthy = {"gemm", "all_reduce", "layer"}
-    assert {key[0] for key in store.known(LAB)} == healthy
-    assert len(store.known(LAB)) == 4
+    assert {key[0] for key in store.measured_keys(LAB)} == healthy
+    assert len(store.measured_keys(LAB)) == 4
     broken_nic = replace(LAB, nics=("infiniband 400",), topology="other", num_hosts=4)
-    assert {(key[0], key[1][-1]) for key in store.known(broken_nic)} == {("gemm", 4096), ("layer", 1)}
-    assert store.known(replace(LAB, power_cap_w=350)) == store.known(replace(LAB, torch="2.14.0")) == set()
+    assert {(key[0], key[1][-1]) for key in store.measured_keys(broken_nic)} == {("gemm", 4096), ("layer", 1)}
+    assert not store.measured_keys(replace(LAB, power_cap_w=350))
+    assert not store.measured_keys(replace(LAB, torch="2.14.0"))
 
 
 def test_a_hidden_record_is_kept_and_not_used(store: Store) -> None:
@@ -123,7 +124,7 @@ def test_a_hidden_record_is_kept_and_not_used(store: Store) -> None:
     _, mark = store.find(GEMM.key[:10])
     assert mark is not None
     assert (mark.by, mark.reason) == ("ada", "hot GPU")
-    assert store.add([GEMM]).held == 1
+    assert store.add([GEMM]).present == 1
     assert list(store.records()) == []
 
 
@@ -218,7 +219,7 @@ def test_what_this_version_does_not_understand_is_passed_over_and_counted(store:
     assert store.num_unread == 1
     assert list(store.records()) == [other]
     assert store.num_unread == 1
-    assert store.known(LAB) >= {("gemm", other.shape, other.dtype, other.kernel, other.mode)}
+    assert store.measured_keys(LAB) >= {("gemm", other.shape, other.dtype, other.kernel, other.mode)}
     assert store.change([store.whole_key(GEMM.key[:8])], hides=True, by="ada", reason="of an older version") == 1
     with open_store(url) as again:
         assert (list(again.records()), len(again.timings(LAB)), again.num_unread) == ([other], 1, 0)

@@ -102,12 +102,12 @@ def test_a_sweep_goes_on_after_ranks_are_lost_and_stores_why(tmp_path: Path) -> 
     assert {one.measured_by for one in records} == {"ada"}
     assert progress.num_left == 0
     assert progress.counts()["gemm"]["failed"] == 2
-    assert ranked_tasks(replace(SCOPE, only=("gemm",)), hello, store.known(hello.fingerprint)) != []
+    assert ranked_tasks(replace(SCOPE, only=("gemm",)), hello, store.measured_keys(hello.fingerprint)) != []
     # What failed once is tried again: another time it may run; what failed twice is left alone.
     failures = [record for record in records if record.status == "failed"]
-    assert not {record.shape for record in failures} & {key[1] for key in store.known(hello.fingerprint)}
+    assert not {record.shape for record in failures} & {key[1] for key in store.measured_keys(hello.fingerprint)}
     store.add([replace(record, conditions={"failed_at": "2026-01-01T00:00:00+00:00"}) for record in failures])
-    assert {record.shape for record in failures} <= {key[1] for key in store.known(hello.fingerprint)}
+    assert {record.shape for record in failures} <= {key[1] for key in store.measured_keys(hello.fingerprint)}
 
 
 class Told(Crew):
@@ -152,7 +152,7 @@ def test_rounds_lie_between_the_visits_of_a_task(tmp_path: Path) -> None:
     with crew, open_store(str(tmp_path / "times.db")) as store:
         run(crew, LAB, store, planned, budget_s=1e9, progress=progress, num_visits=2)
         assert crew.asked == [16, 32, 48, 16, 32, 16]
-        known = {visits: {key[1][0] for key in store.known(LAB.fingerprint, visits)} for visits in (1, 2, 3)}
+        known = {visits: {key[1][0] for key in store.measured_keys(LAB.fingerprint, visits)} for visits in (1, 2, 3)}
     assert known == {1: {16, 32}, 2: {16}, 3: set()}  # 48 failed once, and is tried again another time
     assert progress.num_visits == 6
     assert {task.shape[0]: outcome.status for task, outcome in progress.outcomes.items()} == {
@@ -233,7 +233,7 @@ from test_tasks import SCOPE
 if __name__ == "__main__":
     with Crew(Job(allowance_s=0.01, limit_s=15.0, compares_devices=False), None, 2) as crew:
         store, hello = open_store(sys.argv[1]), crew.start()
-        planned = ranked_tasks(SCOPE, hello, store.known(hello.fingerprint))
+        planned = ranked_tasks(SCOPE, hello, store.measured_keys(hello.fingerprint))
         print(len(planned), *crew.pids, flush=True)
         run(crew, hello, store, planned, budget_s=1e9, progress=Progress(total=len(planned)))
 """
@@ -264,7 +264,7 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_measures_only_the_rest(
         assert time.monotonic() < end
         time.sleep(0.1)
     store, (crew, hello) = open_store(str(path)), pair
-    planned = ranked_tasks(SCOPE, hello, store.known(hello.fingerprint))
+    planned = ranked_tasks(SCOPE, hello, store.measured_keys(hello.fingerprint))
     # What other load spoilt, or what did not settle, is worth another try.
     num_known = sum(one.status in ("ok", "failed") for one in stored)
     assert len(planned) == total - num_known

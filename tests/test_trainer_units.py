@@ -103,7 +103,7 @@ def test_halves_give_the_gradients_of_the_whole(grids: Grids) -> None:
     layer.backward(layer.forward())
     whole = [one.grad.clone() for one in (layer.x, *layer.module.parameters())]
     layer.module.zero_grad()
-    layer.rest(layer.half(layer.forward()))
+    layer.weight_gradients(layer.input_gradient(layer.forward()))
     for one, other in zip((layer.x, *layer.module.parameters()), whole, strict=True):
         torch.testing.assert_close(one.grad, other)
 

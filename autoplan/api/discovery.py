@@ -13,7 +13,7 @@ from pathlib import Path
 from autoplan.api.timings import stored_timings
 from autoplan.base.errors import AutoplanWarning, InputError
 from autoplan.base.processes import place_from
-from autoplan.profiler.discover.allocation import describe_all, found_in, gather, job_hosts, switches_above
+from autoplan.profiler.discover.allocation import describe_all, gather, job_hosts, merge_all, switches_above
 from autoplan.profiler.discover.describe import Description
 from autoplan.profiler.discover.links import OPERATIONS, with_measured
 from autoplan.profiler.discover.local import host_name, see, switch_tree
@@ -83,7 +83,7 @@ def described(
 ) -> Description:
     """Return the cluster of the nodes that `reports` tell of; `is_here`: this machine is one of them."""
     hosts = () if not is_here or nodes or place_from(os.environ) else job_hosts(os.environ)
-    description = describe_all(found_in(reports), hosts=hosts, num_nodes=nodes, tree=tree, name=name, device=device)
+    description = describe_all(merge_all(reports), hosts=hosts, num_nodes=nodes, tree=tree, name=name, device=device)
     machine = _machine() if is_here else None
     if machine is None:
         return description

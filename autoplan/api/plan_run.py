@@ -44,7 +44,7 @@ from autoplan.trainer.run import run_task, usual_data
 from autoplan.trainer.task import Advance, Command, PredictedRun, RunFile, Task, TrainingReport
 
 if TYPE_CHECKING:  # Optuna, which a run does not need
-    from autoplan.profiler.machine.watch import Seen
+    from autoplan.profiler.machine.watch import Look
     from autoplan.search.tune import Tuning
 
 FRAMEWORK = "torch"  # what the trainer is priced as
@@ -399,7 +399,7 @@ class RunKeeper:
 
         self._open = partial(open_store, url)
         self._open().close()
-        self._seen: Sequence[Seen] = ()
+        self._looks: Sequence[Look] = ()
 
     @contextmanager
     def followed(
@@ -420,13 +420,13 @@ class RunKeeper:
             except StoreError as unkept:
                 raise AutoplanError(f"{error}; and this was not stored: {unkept}") from None
             raise
-        self._seen = watch.seen
+        self._looks = watch.looks
 
     def keep(self, problem: Problem, run: RunFile) -> str:
         """Add a run that ended well; return what disturbed it, so that no calibration learns from it."""
         from autoplan.profiler.machine.watch import conditions
 
-        seen_conditions, disturbance = conditions(self._seen, run.measured.other_load)
+        seen_conditions, disturbance = conditions(self._looks, run.measured.other_load)
         log_of = run.task.log_of if isinstance(run.task, Command) else ""
         self._add(
             problem,

@@ -105,7 +105,7 @@ class Profile(PlannedProfile):
         if self._open_ranking is None:
             return None
         self._open_ranking.reload()
-        after, _ = self._open_ranking.planned(self.hello, self._store.known(self.hello.fingerprint))
+        after, _ = self._open_ranking.planned(self.hello, self._store.measured_keys(self.hello.fingerprint))
         return after, self._open_ranking.ranking()
 
 
@@ -153,7 +153,7 @@ def planned_profile(
     machine, known = None, set[TaskKey]()
     with suppress(NoStoreError), opened_store(options.db, writable=False) as store:
         machine = machine_of(cluster, store)
-        known = store.known(machine, options.visits) if machine else known
+        known = store.measured_keys(machine, options.visits) if machine else known
     hello = expected_hello(cluster, machine, known, dtypes=purpose.dtypes, num_nodes=num_nodes)
     return _planned(purpose, hello, known, options)
 
@@ -248,7 +248,7 @@ def started_profile(
         with open_store(options.db) as store:
             hello = crew.start()
             assert hello is not None
-            planned = _planned(purpose, hello, store.known(hello.fingerprint, options.visits), options)
+            planned = _planned(purpose, hello, store.measured_keys(hello.fingerprint, options.visits), options)
             yield Profile(
                 **{field.name: getattr(planned, field.name) for field in fields(PlannedProfile)},
                 progress=Progress(total=len(planned.tasks)),

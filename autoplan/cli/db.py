@@ -275,21 +275,21 @@ def report(
     from autoplan.cli.remarks import print_written
 
     check_outputs(out, force=force)
-    found = api.team.overview(whole_url(context, url), plans or ())
+    overview = api.team.overview(whole_url(context, url), plans or ())
     if out is not None:
-        write_text(out, api.team.page_of(found), force=force)
+        write_text(out, api.team.page_of(overview), force=force)
         print_written(out, quiet=quiet)
     if json:
-        _print_json(found)
+        _print_json(overview)
     elif out is None:
-        _print_compared(found)
+        _print_compared(overview)
 
 
-def _print_compared(found: TeamOverview) -> None:
+def _print_compared(overview: TeamOverview) -> None:
     """Print slow parts, then the times of hosts and of days over those of others, and what plans lack."""
-    for part in found.slow:
+    for part in overview.slow:
         typer.echo(f"slow: device {part.index} of {part.host} ({part.device}): {part.reason}, {part.day}")
-    for what, times in (("host", found.hosts), ("day", found.days)):
+    for what, times in (("host", overview.hosts), ("day", overview.days)):
         columns: dict[str, Callable[[Any], object]] = {
             what: lambda row: row.name,
             "device": lambda row: row.device,
@@ -302,7 +302,7 @@ def _print_compared(found: TeamOverview) -> None:
             _print_rows(columns, times, numbers=("shapes", "usually", "at most"))
         else:
             typer.echo(f"no shape was measured on two {what}s")
-    for needs in found.plans:
+    for needs in overview.plans:
         served = ", ".join(f"{number:,} {how}" for how, number in needs.served.items())
         typer.echo(f"{needs.path}: {served}")
 
@@ -361,7 +361,7 @@ def _print_added(added: Added, *, json: bool) -> None:
     if json:
         _print_json(added)
         return
-    text = f"{added.new:,} new, {added.held:,} held already"
+    text = f"{added.new:,} new, {added.present:,} held already"
     if added.marks:
         text += f"; {added.marks:,} new marks that hide or approve"
     if added.first:

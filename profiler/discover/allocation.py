@@ -55,7 +55,7 @@ def gather(place: RankPlace, own_report: Report | None) -> list[Report] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class MergedReports:
     """Observed nodes, each merged from all its sources."""
 
     nodes: Mapping[str, ObservedNode]  # by host, in the order of their ranks
@@ -63,20 +63,20 @@ class Found:
     warnings: tuple[str, ...]
 
 
-def found_in(reports: Sequence[Report]) -> Found:
-    """Merge `reports` by host; those without a host tell of every one."""
+def merge_all(reports: Sequence[Report]) -> MergedReports:
+    """Merge `reports` by host; one without a host describes them all."""
     by_host: dict[str, list[ObservedNode]] = {}
     warnings: list[str] = []
     for report in reports:
-        for seen in report.seen:
-            by_host.setdefault(report.host or seen.host, []).append(seen)
+        for observed in report.seen:
+            by_host.setdefault(report.host or observed.host, []).append(observed)
         warnings += [f"{report.host}: {trouble}" for trouble in report.troubles]
     general = by_host.pop("", []) if len(by_host) > 1 else []
     nodes = {}
-    for host, seen_there in by_host.items():
-        nodes[host], contradictions = merge([*seen_there, *general])
+    for host, observations in by_host.items():
+        nodes[host], contradictions = merge([*observations, *general])
         warnings += [f"{host}: {text}" if host else text for text in contradictions]
-    return Found(
+    return MergedReports(
         nodes=nodes,
         switches={report.host: report.switches for report in reports if report.switches},
         warnings=tuple(warnings),
@@ -84,7 +84,7 @@ def found_in(reports: Sequence[Report]) -> Found:
 
 
 def describe_all(
-    found: Found,
+    reports: MergedReports,
     *,
     hosts: Sequence[str] = (),
     num_nodes: int = 0,
@@ -97,23 +97,23 @@ def describe_all(
     `hosts` are the nodes of the job where not all were seen, or `num_nodes` says how many there are: they are taken to
     be alike.  `tree` holds the switches above them; where no node has a name the cluster is all of it.
     """
-    if not found.nodes:
+    if not reports.nodes:
         raise InputError("no source tells of a node: add what nvidia-smi topo -m, NCCL or lstopo say of one")
-    if len(found.nodes) > 1 or tree is not None:
-        hosts = hosts or tuple(host for host in found.nodes if host)
+    if len(reports.nodes) > 1 or tree is not None:
+        hosts = hosts or tuple(host for host in reports.nodes if host)
     if tree is not None and not hosts:
         hosts = tuple(name for group in tree.groups for name in group.names)
-    usual = _usual(found.nodes)
-    number = num_nodes or max(len(hosts), len(found.nodes))
+    usual = _usual(reports.nodes)
+    number = num_nodes or max(len(hosts), len(reports.nodes))
     description = describe(usual, num_nodes=number, name=name, device=device)
     if len(hosts) == number:
-        description = _allocated(description, hosts, found.switches, tree)
+        description = _allocated(description, hosts, reports.switches, tree)
     elif tree is not None:
         description = _below_some(description, number, tree)
-    description = _with_defects(description, found.nodes, usual)
-    warnings = [*found.warnings, *description.warnings]
-    if number > len(found.nodes):
-        warnings.append(f"{len(found.nodes)} of {number} nodes were seen: the others are taken to be like them")
+    description = _with_defects(description, reports.nodes, usual)
+    warnings = [*reports.warnings, *description.warnings]
+    if number > len(reports.nodes):
+        warnings.append(f"{len(reports.nodes)} of {number} nodes were seen: the others are taken to be like them")
     return replace(description, warnings=tuple(warnings))
 
 
@@ -154,7 +154,7 @@ def _allocated(
     tree: SwitchTree | None,
 ) -> Description:
     """The cluster with its nodes by name, on the switches that Slurm names where it does."""
-    cluster, remarks, warnings = description.cluster, dict(description.remarks), list(description.warnings)
+    cluster, warnings = description.cluster, list(description.warnings)
     if tree is not None:
         groups, tier_nodes, source = tree.of(hosts), tree.tier_nodes, "topology of Slurm"
     elif all(host in switches for host in hosts) and len({len(switches[host]) for host in hosts}) == 1:
@@ -167,37 +167,37 @@ def _allocated(
         if any(tier.oversubscription > 1 for tier in cluster.network.tiers):
             warnings.append("which switches the nodes hang on is not known: they are taken to fill them in order")
             return replace(description, warnings=tuple(warnings))
-    kept = {place: text for place, text in remarks.items() if not place.startswith("network.tiers")}
-    kept |= _tier_remarks(len(tier_nodes), source)
-    kept["nodes[0]"] = f"the allocation; switches: {source}" if source else "the allocation; switches are not known"
+    remarks = _with_tiers(description.remarks, len(tier_nodes), source)
+    remarks["nodes[0]"] = f"the allocation; switches: {source}" if source else "the allocation; switches are not known"
     network = replace(cluster.network, tiers=_tiers(tier_nodes))
     try:
         cluster = replace(cluster, network=network, nodes=groups)
     except InputError as error:
         warnings.append(f"the allocation is left out of the file: {error}")
         return replace(description, warnings=tuple(warnings))
-    return Description(cluster=cluster, remarks=kept, warnings=tuple(warnings))
+    return Description(cluster=cluster, remarks=remarks, warnings=tuple(warnings))
 
 
 def _below_some(description: Description, number: int, tree: SwitchTree) -> Description:
     """The cluster with the tiers of the switches of which it has some: nobody says which of their nodes."""
-    tiers, remarks = _tiers(tree.tier_nodes), dict(description.remarks)
-    kept = {place: text for place, text in remarks.items() if not place.startswith("network.tiers")}
+    tiers = _tiers(tree.tier_nodes)
     num_listed = sum(len(group.names) for group in tree.groups)
     warning = (
         f"which of the {num_listed} nodes of Slurm's topology are meant is not known: {number} fill switches in order"
     )
     return Description(
         cluster=replace(description.cluster, network=replace(description.cluster.network, tiers=tiers)),
-        remarks=kept | _tier_remarks(len(tiers), "topology of Slurm"),
+        remarks=_with_tiers(description.remarks, len(tiers), "topology of Slurm"),
         warnings=(*description.warnings, warning),
     )
 
 
-def _tier_remarks(num_tiers: int, source: str) -> dict[str, str]:
-    remarks = {f"network.tiers[{at}].num_nodes": source for at in range(num_tiers)}
+def _with_tiers(remarks: Mapping[str, str], num_tiers: int, source: str) -> dict[str, str]:
+    """`remarks` with those on tiers replaced."""
+    others = {place: text for place, text in remarks.items() if not place.startswith("network.tiers")}
+    others |= {f"network.tiers[{at}].num_nodes": source for at in range(num_tiers)}
     assumed = "assumed: Slurm does not tell, correct it"
-    return remarks | {f"network.tiers[{at}].oversubscription": assumed for at in range(num_tiers)}
+    return others | {f"network.tiers[{at}].oversubscription": assumed for at in range(num_tiers)}
 
 
 def _grouped(hosts: Sequence[str], switches: Mapping[str, tuple[str, ...]]) -> tuple[NodeGroup, ...]:

@@ -50,44 +50,44 @@ class Identified:
     assumed: tuple[str, ...] = ()  # fields with such figures
 
 
-def identify(node: ObservedNode, wanted: str = "") -> Identified:
+def identify(node: ObservedNode, device_id: str = "") -> Identified:
     """Return the shipped device that the devices of `node` are, or the nearest one with their own figures.
 
-    `wanted` is the id of a shipped device, where a person knows better than the sources.
+    `device_id` is the id of a shipped device, where a person knows better than the sources.
     """
-    if wanted:
-        known = load_device(wanted)
-        if known is None:
-            raise InputError(f"--device {wanted!r} is not shipped: {closest(wanted, preset_devices())}")
-        return Identified(device=known, shipped_id=wanted)
+    if device_id:
+        device = load_device(device_id)
+        if device is None:
+            raise InputError(f"--device {device_id!r} is not shipped: {closest(device_id, preset_devices())}")
+        return Identified(device=device, shipped_id=device_id)
     if not node.devices:
         raise InputError(f"{node.source}: names no device: give a source that does, or pass --device")
-    seen = _usual(node)
-    ids = _ids(seen)
+    observed = _usual(node)
+    ids = _ids(observed)
     if len(ids) == 1:
         spec = load_device(ids[0])
         assert spec is not None
         return Identified(device=spec, shipped_id=spec.name)
     if ids:
-        raise InputError(f"{node.source}: {seen.name or 'the device'} may be {' or '.join(ids)}: pass --device")
-    generation = _generation(seen)
+        raise InputError(f"{node.source}: {observed.name or 'the device'} may be {' or '.join(ids)}: pass --device")
+    generation = _generation(observed)
     alike = [device for device in map(load_device, preset_devices()) if device and device.generation == generation]
-    if not seen.name:
+    if not observed.name:
         hint = " or ".join(device.name for device in alike) or "h100-sxm"
         raise InputError(f"{node.source} does not say which devices these are: pass --device, such as {hint}")
     if not alike:
-        raise InputError(f"{node.source}: nothing is known about {seen.name!r}: pass --device with the one like it")
-    return _stand_in(node, seen, alike)
+        raise InputError(f"{node.source}: nothing is known about {observed.name!r}: pass --device with the one like it")
+    return _stand_in(node, observed, alike)
 
 
-def _stand_in(node: ObservedNode, seen: ObservedDevice, alike: list[DeviceSpec]) -> Identified:
+def _stand_in(node: ObservedNode, observed: ObservedDevice, alike: list[DeviceSpec]) -> Identified:
     """The device with the figures that were seen, and all others of the shipped one that is most like it."""
     has_fabric = any(link.b is not None and link.path == "fabric" for link in node.links)
-    memory = float(seen.memory_bytes or 0)
+    memory = float(observed.memory_bytes or 0)
     clusters = [load_cluster(name) for name in preset_clusters()]
     joined = {cluster.device.name for cluster in clusters if cluster.levels[-1].kind in ("nvlink", "xgmi")}
 
-    words = re.findall(r"\w+", seen.name.lower())
+    words = re.findall(r"\w+", observed.name.lower())
 
     def unlike(device: DeviceSpec) -> tuple[bool, bool, bool, float, bool, str]:
         is_coupled = device.host_link_bytes_per_s > _FASTEST_PCIE  # to a CPU of its own, as in a GH200
@@ -95,23 +95,23 @@ def _stand_in(node: ObservedNode, seen: ObservedDevice, alike: list[DeviceSpec])
             (device.name in joined) != has_fabric,
             # Another chip, such as an H20 in place of an H100 with as much memory.
             device.name.split("-")[0] not in words,
-            is_coupled != ((seen.host_bytes_per_s or 0) > _FASTEST_PCIE),
+            is_coupled != ((observed.host_bytes_per_s or 0) > _FASTEST_PCIE),
             abs(memory - device.visible_memory_bytes) if memory else 0.0,
             device.name not in preset_clusters(),  # a variant
             device.name,
         )
 
     nearest = min(alike, key=unlike)
-    observed: dict[str, Any] = {"name": seen.name}
+    figures: dict[str, Any] = {"name": observed.name}
     if memory:
-        observed |= {"memory_bytes": memory, "visible_memory_bytes": memory}
-    if seen.host_bytes_per_s:
-        observed["host_link_bytes_per_s"] = seen.host_bytes_per_s
+        figures |= {"memory_bytes": memory, "visible_memory_bytes": memory}
+    if observed.host_bytes_per_s:
+        figures["host_link_bytes_per_s"] = observed.host_bytes_per_s
     sources = (f"not shipped: figures of {nearest.name} stand in where they were not seen",)
     return Identified(
-        device=replace(nearest, sources=sources, **observed),
+        device=replace(nearest, sources=sources, **figures),
         shipped_id=nearest.name,
-        assumed=tuple(name for name in _FIGURES if name not in observed),
+        assumed=tuple(name for name in _FIGURES if name not in figures),
     )
 
 

@@ -62,17 +62,17 @@ def see(
     if not gpus:
         gpus, links = amd_gpus(sys)
         source = "amdkfd and sysfs" if gpus else "sysfs"
-    seen, troubles = [as_seen(sys, gpus, links, source)], []
+    nodes, troubles = [as_seen(sys, gpus, links, source)], []
     for tool, parse in tools.items():
         try:
             if (text := _output(tool)) is not None:
-                seen.append(parse(text))
+                nodes.append(parse(text))
         except InputError as error:
             troubles.append(f"`{' '.join(tool)}` is left out: {error}")
-    if not gpus and any(node.devices for node in seen[1:] if node.source == nvidia_smi.SOURCE):
-        seen[0] = replace(seen[0], devices=())  # the cores are not what trains
+    if not gpus and any(node.devices for node in nodes[1:] if node.source == nvidia_smi.SOURCE):
+        nodes[0] = replace(nodes[0], devices=())  # the cores are not what trains
         troubles.append("NVML was not asked, which names the devices: pip install nvidia-ml-py")
-    return seen, troubles
+    return nodes, troubles
 
 
 def _output(tool: Tool) -> str | None:

@@ -15,10 +15,10 @@ from autoplan.profiler.discover.observed import ObservedDevice, ObservedLink, Ob
 Part = TypeVar("Part", ObservedDevice, ObservedNic, ObservedLink)
 
 
-def merge(seen: Sequence[ObservedNode]) -> tuple[ObservedNode, list[str]]:
+def merge(observations: Sequence[ObservedNode]) -> tuple[ObservedNode, list[str]]:
     """Return (the node, where sources contradict those before them)."""
-    node, contradictions = seen[0], []
-    for other in seen[1:]:
+    node, contradictions = observations[0], []
+    for other in observations[1:]:
         node, more = _merged(node, other)
         contradictions += more
     return node, contradictions
@@ -26,33 +26,33 @@ def merge(seen: Sequence[ObservedNode]) -> tuple[ObservedNode, list[str]]:
 
 def _merged(node: ObservedNode, other: ObservedNode) -> tuple[ObservedNode, list[str]]:
     other = _counted_as(node, other)
-    says: list[str] = []
-    devices = _joined(node.devices, other.devices, lambda device: device.index, says)
+    contradictions: list[str] = []
+    devices = _joined(node.devices, other.devices, lambda device: device.index, contradictions)
     if node.devices and other.devices and len(node.devices) != len(other.devices):
         devices = devices[: len(node.devices)]
-        says.insert(0, f"{len(other.devices)} devices, not {len(node.devices)}")
+        contradictions.insert(0, f"{len(other.devices)} devices, not {len(node.devices)}")
     indices = {device.index for device in devices}
-    links = _joined(node.links, other.links, lambda link: (link.a, link.b, link.nic), says)
+    links = _joined(node.links, other.links, lambda link: (link.a, link.b, link.nic), contradictions)
     source = ", ".join(dict.fromkeys((*node.source.split(", "), other.source)))
     named = node.source.partition(", ")[0]
     for name in ("num_sockets", "devices_per_domain"):
         ours, theirs = getattr(node, name), getattr(other, name)
         if None not in (ours, theirs) and ours != theirs:
-            says.append(f"{name} {theirs}, not {ours}")
+            contradictions.append(f"{name} {theirs}, not {ours}")
     merged = replace(
         node,
         source=source,
         host=node.host or other.host,
         devices=devices,
-        nics=_joined(node.nics, other.nics, lambda nic: nic.name, says),
+        nics=_joined(node.nics, other.nics, lambda nic: nic.name, contradictions),
         links=tuple(link for link in links if link.a in indices and (link.b is None or link.b in indices)),
         num_sockets=node.num_sockets if node.num_sockets is not None else other.num_sockets,
         devices_per_domain=node.devices_per_domain or other.devices_per_domain,
     )
-    if not says:
+    if not contradictions:
         return merged, []
-    more = f" and {len(says) - 1} more" if len(says) > 1 else ""
-    return merged, [f"{other.source} says {says[0]}{more}: {named} is believed"]
+    more = f" and {len(contradictions) - 1} more" if len(contradictions) > 1 else ""
+    return merged, [f"{other.source} says {contradictions[0]}{more}: {named} is believed"]
 
 
 def _counted_as(node: ObservedNode, other: ObservedNode) -> ObservedNode:
@@ -85,9 +85,9 @@ def _link(link: ObservedLink, index: dict[int, int], name: dict[str, str]) -> Ob
 
 
 def _joined(
-    ours: Iterable[Part], theirs: Iterable[Part], key: Callable[[Part], object], says: list[str]
+    ours: Iterable[Part], theirs: Iterable[Part], key: Callable[[Part], object], contradictions: list[str]
 ) -> tuple[Part, ...]:
-    """Ours with what they lack of theirs, then theirs alone; `says` takes contradictions."""
+    """Ours with what they lack of theirs, then theirs alone; appends to `contradictions` where they differ."""
     parts_by_key = {key(part): part for part in ours}
     for part in theirs:
         mine = parts_by_key.get(key(part))
@@ -96,7 +96,7 @@ def _joined(
             continue
         blank = {name: getattr(part, name) for name in part.__slots__ if getattr(mine, name) in (None, "")}
         if remark := _contradiction(mine, part):
-            says.append(remark)
+            contradictions.append(remark)
         parts_by_key[key(part)] = replace(mine, **blank)
     return tuple(parts_by_key.values())
 

@@ -70,8 +70,8 @@ def parse(text: str) -> ObservedNode:
     if len(leaves) > MOST_LINKS:
         raise InputError(f"holds more than {MOST_LINKS:,} devices and adapters")
     host = (devices or nics)[0].host
-    own = [leaf for leaf in devices if leaf.host == host]
-    return _node(own, [leaf for leaf in nics if leaf.host == host], num_joined=len(devices))
+    host_devices = [leaf for leaf in devices if leaf.host == host]
+    return _node(host_devices, [leaf for leaf in nics if leaf.host == host], num_joined=len(devices))
 
 
 def _leaves(cpu: Element) -> Iterator[_Leaf]:
@@ -121,7 +121,7 @@ def _node(devices: Sequence[_Leaf], nics: Sequence[_Leaf], *, num_joined: int) -
     if len(devices) > MOST_DEVICES or len(nics) > MOST_DEVICES:
         raise InputError(f"one host holds more than {MOST_DEVICES:,} devices or adapters")
     indices = _indices(devices)
-    seen = [_device(leaf, index) for leaf, index in zip(devices, indices, strict=True)]
+    observed = [_device(leaf, index) for leaf, index in zip(devices, indices, strict=True)]
     names = _names(nics)
     fabric = _fabric(devices)
     links = []
@@ -135,7 +135,7 @@ def _node(devices: Sequence[_Leaf], nics: Sequence[_Leaf], *, num_joined: int) -
             links.append(ObservedLink(a=index, nic=name, path=path_between(device.place, nic.place)))
     return ObservedNode(
         source=SOURCE,
-        devices=tuple(sorted(seen, key=lambda device: device.index)),
+        devices=tuple(sorted(observed, key=lambda device: device.index)),
         nics=tuple(_nic(leaf, name) for name, leaf in names.items()),
         links=tuple(links),
         devices_per_domain=num_joined if num_joined > len(devices) else None,
@@ -207,15 +207,15 @@ def _fabric(devices: Sequence[_Leaf]) -> Mapping[frozenset[str], int]:
     direct: Counter[frozenset[str]] = Counter()
     switched: Counter[str] = Counter()
     for leaf in devices:
-        own = _address(leaf)
+        address = _address(leaf)
         for link in leaf.element.named("nvlink", "xgmi"):
             count = link.number("count", most=1000)
             target, kind = pci_address(link.get("target")), link.get("tclass")
-            if target in addresses and target != own:
-                pair = frozenset((own, target))
+            if target in addresses and target != address:
+                pair = frozenset((address, target))
                 direct[pair] = max(direct[pair], count)  # each end reports it
             elif kind.startswith(_SWITCH_CLASS) and kind != _POWER_CLASS:
-                switched[own] += count
+                switched[address] += count
     for device, other in combinations(switched, 2):
         direct[frozenset((device, other))] += min(switched[device], switched[other])
     return direct

@@ -30,28 +30,28 @@ def _table(value: Any, key: str, place: str, remarks: Mapping[str, str]) -> Iter
     """The lines of a table: its own keys first, then the tables in it."""
     tables: list[tuple[str, str, Any]] = []
     for field in fields(value):
-        own, where = getattr(value, field.name), f"{place}.{field.name}".lstrip(".")
-        if isinstance(own, DeviceSpec) and own == load_device(own.name):
-            own = own.name
+        item, where = getattr(value, field.name), f"{place}.{field.name}".lstrip(".")
+        if isinstance(item, DeviceSpec) and item == load_device(item.name):
+            item = item.name
         has_remark = any(remarked.startswith(where) for remarked in remarks)
-        if own is None or (own == _default(field) and not has_remark):
+        if item is None or (item == _default(field) and not has_remark):
             continue
         if field.name == "names":  # of the nodes of an allocation
-            own = (compress_hosts(own),)
-        if is_dataclass(own) or isinstance(own, dict) or (isinstance(own, tuple) and own and is_dataclass(own[0])):
-            tables.append((field.name, where, own))
+            item = (compress_hosts(item),)
+        if isinstance(item, dict) or is_dataclass(item[0] if item and isinstance(item, tuple) else item):
+            tables.append((field.name, where, item))
         else:
-            name, text = _scalar(field.name, own)
+            name, text = _scalar(field.name, item)
             yield from _remarked(f"{name} = {text}", remarks.get(where, ""))
-    for name, where, own in tables:
+    for name, where, item in tables:
         inner = f"{key}.{name}".lstrip(".")
-        if isinstance(own, dict):
-            yield from _dict(inner, own, remarks.get(where, ""))
+        if isinstance(item, dict):
+            yield from _dict(inner, item, remarks.get(where, ""))
             continue
-        parts = [(where, own)] if is_dataclass(own) else [(f"{where}[{at}]", part) for at, part in enumerate(own)]
+        parts = [(where, item)] if is_dataclass(item) else [(f"{where}[{at}]", part) for at, part in enumerate(item)]
         for at, part in parts:
             yield ""
-            yield from _remarked(f"[{inner}]" if is_dataclass(own) else f"[[{inner}]]", remarks.get(at, ""))
+            yield from _remarked(f"[{inner}]" if is_dataclass(item) else f"[[{inner}]]", remarks.get(at, ""))
             yield from _table(part, inner, at, remarks)
 
 

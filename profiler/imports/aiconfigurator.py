@@ -114,7 +114,7 @@ def read_measurements(
     root = root or default_root()
     num_tables = 0
     for path in sorted(root.glob("*/*/*/*/*_perf.parquet")):
-        table = next((known for known in _TABLES if known.file == path.name), None)
+        table = next((table for table in _TABLES if table.file == path.name), None)
         folder, _, framework, _ = path.relative_to(root).parts[:4]
         num_tables += table is not None
         if table is None or (operations is not None and table.operations.isdisjoint(operations)):

@@ -172,7 +172,7 @@ def _from_nccl_json(table: Mapping[str, Any], run: _Run, device: str | None) -> 
         _Rank(rank=int(entry["rank"]), group=int(entry["group"]), host=entry["hostname"], device=entry["device_info"])
         for entry in table["config"]["devices"]
     ]
-    own = replace(
+    run = replace(
         run,
         operation=run.operation or (_OPERATIONS[match[1]] if match else None),
         ranks=ranks,
@@ -187,15 +187,15 @@ def _from_nccl_json(table: Mapping[str, Any], run: _Run, device: str | None) -> 
             each = row.get(f"{key}_per_iter")
             times_us = each["times_us"][each["skipped_iterations"] :][:MOST_SAMPLES] if each else [result["time"]]
             samples_s = tuple(float(time) * 1e-6 for time in times_us)
-            yield from _record(own, row, place, samples_s, _num_wrong(result["nwrong"]), device)
+            yield from _record(run, row, place, samples_s, _num_wrong(result["nwrong"]), device)
 
 
 def _from_rccl_json(row: Mapping[str, Any], run: _Run, device: str | None) -> list[Record]:
     # A build without MPI, whose devices are those of one host; one with MPI has other keys, and is refused.
     ranks = [_Rank(rank=at, group=0, host="", device="") for at in range(int(row["gpus"]))]
-    own = replace(run, operation=run.operation or _RCCL_NAMES[row["name"].lower()], ranks=ranks, is_rccl=True)
+    run = replace(run, operation=run.operation or _RCCL_NAMES[row["name"].lower()], ranks=ranks, is_rccl=True)
     place = "in place" if int(row["inPlace"]) else "out of place"
-    return _record(own, row, place, (float(row["time"]) * 1e-6,), _num_wrong(row["#wrong"]), device)
+    return _record(run, row, place, (float(row["time"]) * 1e-6,), _num_wrong(row["#wrong"]), device)
 
 
 def _record(

@@ -81,13 +81,13 @@ def device_id(name: str, memory_bytes: int, *, architecture: str = "", compute_u
     by_architecture = not ids and "Instinct" not in name
     if by_architecture:
         ids = _ARCHITECTURES.get(architecture.partition(":")[0], ())
-    for known in ids:
-        spec = load_device(known)
-        assert spec is not None, known
+    for candidate in ids:
+        spec = load_device(candidate)
+        assert spec is not None, candidate
         if abs(memory_bytes / spec.visible_memory_bytes - 1) > _MEMORY_TOLERANCE:
             continue
         if not by_architecture or compute_units == spec.compute_units:
-            return known
+            return candidate
     return cleaned(name) or "unknown"
 
 

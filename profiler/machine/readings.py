@@ -64,8 +64,8 @@ def foreign_share(handle: Any, since_us: int) -> float:
     with suppress(library.NVMLError):  # it is an error that nothing ran
         for sample in library.nvmlDeviceGetProcessUtilization(handle, since_us):
             used[sample.pid] = max(used[sample.pid], sample.smUtil / 100)
-    own = os.getpid() if os.getpid() in used else max(used, key=lambda pid: used[pid], default=0)
-    return sum(share for pid, share in used.items() if pid != own)
+    own_pid = os.getpid() if os.getpid() in used else max(used, key=lambda pid: used[pid], default=0)
+    return sum(share for pid, share in used.items() if pid != own_pid)
 
 
 def nvidia_clock_and_power(handle: Any) -> tuple[int, int]:

@@ -50,8 +50,8 @@ def foreign_load(windows: Sequence[Window], *, on_cpu: bool) -> float:
     for on_host in hosts.values():
         busy = max(window.busy_core_s for window in on_host)
         longest = max(window.wall_s for window in on_host)
-        own = sum(window.own_core_s for window in on_host)
-        shares.append((busy - own) / (longest * on_host[0].num_cores))
+        ranks_core_s = sum(window.own_core_s for window in on_host)
+        shares.append((busy - ranks_core_s) / (longest * on_host[0].num_cores))
     return max(0.0, *shares)
 
 
@@ -82,29 +82,29 @@ class Sensors:
         """Note clocks and power: to be called while the device works."""
         if self._device.type == "cpu":
             return
-        self._state = (self._slowdown(), self._told(torch.cuda.clock_rate), self._power_w())
+        self._state = (self._slowdown(), self._reading(torch.cuda.clock_rate), self._power_w())
 
-    def _told(self, ask: Callable[[torch.device], int]) -> int:
+    def _reading(self, ask: Callable[[torch.device], int]) -> int:
         """Return a sensor's value; 0 where the library, the rights or the sensor are missing."""
         with suppress(Exception):  # each library has errors of its own
             return ask(self._device)
         return 0
 
     def _power_w(self) -> int:
-        power = self._told(torch.cuda.power_draw)  # milliwatts from NVML, watts from amdsmi
+        power = self._reading(torch.cuda.power_draw)  # milliwatts from NVML, watts from amdsmi
         return power if torch.version.hip else round(power / 1000)
 
     def stop(self) -> Window:
         """The window since `start`."""
-        wall, busy, own = self._began
+        start_s, busy_s, process_s = self._began
         slowdown, clock_mhz, power_w = self._state
-        now = (time.perf_counter(), _busy_core_s(), time.process_time())
+        end = (time.perf_counter(), _busy_core_s(), time.process_time())
         self._checks_s.append((self._check_s + self._checked_s()) / 2)
         return Window(
             host=self._host,
-            wall_s=now[0] - wall,
-            busy_core_s=now[1] - busy,
-            own_core_s=now[2] - own,
+            wall_s=end[0] - start_s,
+            busy_core_s=end[1] - busy_s,
+            own_core_s=end[2] - process_s,
             num_cores=self._num_cores,
             foreign_device=foreign_share(self._handle, self._began_us) if self._handle is not None else 0.0,
             slowdown=slowdown,

@@ -25,8 +25,8 @@ LOOK_S = 1.0  # between two looks
 MOST_SLOWED = 0.1  # share of looks at which clocks were down, up to which a run is as it should be
 
 
-class Seen(NamedTuple):
-    """One look at one device."""
+class Look(NamedTuple):
+    """State of a device at a moment."""
 
     slowdown: str
     clock_mhz: int
@@ -40,7 +40,7 @@ class Watch:
     def __init__(self) -> None:
         self._nvidia: list[Any] = visible_nvidia_handles()
         self._amd: list[Any] = amd_handles()
-        self._seen: list[Seen] = []
+        self._looks: list[Look] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
@@ -55,9 +55,9 @@ class Watch:
         self._thread.join()
 
     @property
-    def seen(self) -> Sequence[Seen]:
+    def looks(self) -> Sequence[Look]:
         """All looks at devices that worked: at idle ones nothing of the run is to be seen."""
-        busy = [look for look in self._seen if look.clock_mhz or look.power_w]
+        busy = [look for look in self._looks if look.clock_mhz or look.power_w]
         most = max((look.power_w for look in busy), default=0)
         return [look for look in busy if 2 * look.power_w >= most]
 
@@ -66,31 +66,31 @@ class Watch:
         while (self._nvidia or self._amd) and not self._end.wait(LOOK_S):
             now_us = time.time_ns() // 1000
             for handle in self._amd:  # whose library does not tell how much of a device each process takes
-                self._seen.append(Seen(amd_slowdown(handle), *amd_clock_and_power(handle), None))
+                self._looks.append(Look(amd_slowdown(handle), *amd_clock_and_power(handle), None))
             for handle in self._nvidia:
                 clock_mhz, power_w = nvidia_clock_and_power(handle)
                 foreign = foreign_share(handle, since_us)
-                self._seen.append(Seen(nvidia_slowdown(handle), clock_mhz, power_w, foreign))
+                self._looks.append(Look(nvidia_slowdown(handle), clock_mhz, power_w, foreign))
             since_us = now_us
 
 
-def conditions(seen: Sequence[Seen], load: float | None) -> tuple[dict[str, str], str]:
+def conditions(looks: Sequence[Look], load: float | None) -> tuple[dict[str, str], str]:
     """Return what is kept of a watch beside a run, and what disturbed the run: blank if nothing did.
 
     `load` is the share of the cores that others used, where these are the devices: nothing is told of others then.
     """
     values: dict[str, str] = {}
     disturbances: list[str] = []
-    if seen and load is None:
-        shares = [look.foreign for look in seen if look.foreign is not None]
+    if looks and load is None:
+        shares = [look.foreign for look in looks if look.foreign is not None]
         load = float(np.mean(shares)) if shares else None
         values |= {
-            name: f"{np.median([getattr(look, name) for look in seen]):.0f}" for name in ("clock_mhz", "power_w")
+            name: f"{np.median([getattr(look, name) for look in looks]):.0f}" for name in ("clock_mhz", "power_w")
         }
-        slowed = Counter(look.slowdown for look in seen if look.slowdown)
+        slowed = Counter(look.slowdown for look in looks if look.slowdown)
         if slowed:
-            share = slowed.total() / len(seen)
-            values["slowdown"] = f"{slowed.most_common(1)[0][0]} at {100 * share:.0f} % of {len(seen)} looks"
+            share = slowed.total() / len(looks)
+            values["slowdown"] = f"{slowed.most_common(1)[0][0]} at {100 * share:.0f} % of {len(looks)} looks"
             disturbances += [f"devices slowed down: {values['slowdown']}"] if share > MOST_SLOWED else []
     if load is not None:
         values["other_load"] = f"{100 * load:.1f} %"

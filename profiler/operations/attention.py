@@ -48,9 +48,9 @@ def backend_of(run: Callable[[], object]) -> str:
 
     Flash stands with its implementation on CUDA, where torch has several of them.
     """
-    with _Dispatched() as seen:
+    with _Dispatched() as dispatched:
         run()
-    backend = seen.backends[0] if seen.backends else "math"
+    backend = dispatched.backends[0] if dispatched.backends else "math"
     version = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     if backend == "flash" and version and not torch.version.hip:
         return f"flash {version() or 'FA2'}"

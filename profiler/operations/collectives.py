@@ -26,7 +26,7 @@ class Groups:
         self.rank, self._num_nodes, self._devices_per_node = rank, num_nodes, devices_per_node
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
-    def own(self, shape: tuple[int, ...]) -> tuple[dist.ProcessGroup, list[int]] | None:
+    def of_shape(self, shape: tuple[int, ...]) -> tuple[dist.ProcessGroup, list[int]] | None:
         """Return (this rank's group of `shape`, its ranks); None for a rank that stands by.  All ranks call it."""
         num_devices, on_node, num_groups, _ = shape
         layout = Layout(num_devices=num_devices, devices_per_node=on_node, num_groups=num_groups)
@@ -41,7 +41,7 @@ class Groups:
 
 def build(operation: Operation, shape: tuple[int, ...], factory: InputFactory, groups: Groups) -> Run | None:
     """A call that runs the collective once and leaves it queued or done; None where this rank stands by."""
-    member = groups.own(shape)
+    member = groups.of_shape(shape)
     if member is None:
         return None
     start = _starter(operation, shape, factory, *member)
@@ -59,12 +59,12 @@ def build_pair(partners: tuple[int, ...], buffer_bytes: int, factory: InputFacto
     if partner == rank:
         return None
     message = factory.zeros(max(buffer_bytes // factory.torch_dtype.itemsize, 1))
-    there, back = (
+    forth, back = (
         dist.P2POp(dist.isend if sends else dist.irecv, message, partner) for sends in (rank < partner, rank > partner)
     )
 
     def run() -> None:
-        for message_once in (there, back):
+        for message_once in (forth, back):
             for work in dist.batch_isend_irecv([message_once]):
                 work.wait()
 
@@ -83,7 +83,7 @@ def build_beside_gemm(
     What it takes beyond the longer of the two is what overlapping costs (`modelling` D6).  All ranks call it; `decide`
     hands them what rank 0 measured.
     """
-    member = groups.own(shape)
+    member = groups.of_shape(shape)
     size = _GEMM_SIZE[factory.device.type]
     inputs, weight, out = factory.normal(size, size), factory.normal(size, size), factory.zeros(size, size)
 

@@ -139,14 +139,14 @@ class _Layer:
         """Gradients of input and weights."""
         torch.autograd.backward(output, self.gradient)
 
-    def half(self, output: Tensor) -> list[dict[str, object]]:
+    def input_gradient(self, output: Tensor) -> list[dict[str, object]]:
         """The gradient of the input alone, as a pipeline takes it: what is left to do for the weights."""
-        _, left = stage_backward_input([output], [self.gradient], [self.x], self.module.parameters())
-        return left
+        _, pending = stage_backward_input([output], [self.gradient], [self.x], self.module.parameters())
+        return pending
 
-    def rest(self, left: list[dict[str, object]]) -> None:
+    def weight_gradients(self, pending: list[dict[str, object]]) -> None:
         """The gradients of the weights."""
-        stage_backward_weight(self.module.parameters(), left)
+        stage_backward_weight(self.module.parameters(), pending)
 
 
 def _plan(
@@ -186,9 +186,9 @@ def _pass(operation: Operation, shape: tuple[int, ...], factory: InputFactory, g
     if operation == "layer":
         return in_turns([layer.forward for layer in layers])
     if operation == "layer_input_gradient":
-        return _staged(layers, _Layer.forward, _Layer.half)
+        return _staged(layers, _Layer.forward, _Layer.input_gradient)
     if operation == "layer_weight_gradient":
-        return _staged(layers, lambda layer: layer.half(layer.forward()), _Layer.rest)
+        return _staged(layers, lambda layer: layer.input_gradient(layer.forward()), _Layer.weight_gradients)
     return _staged(layers, _Layer.forward, _Layer.backward)
 
 

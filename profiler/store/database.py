@@ -151,9 +151,9 @@ def _postgresql(text: str, url: URL, *, writable: bool) -> Database:
         execution_options={} if writable else {"postgresql_readonly": True},
     )
     event.listen(engine, "begin", _use_memory)
-    given = [str(url.password or ""), os.environ.get("PGPASSWORD", "")]
-    given += [str(value) for name, value in url.query.items() if "pass" in name.lower()]
-    secrets = {variant for secret in given if secret for variant in (secret, quote(secret, safe=""), unquote(secret))}
+    passwords = [str(url.password or ""), os.environ.get("PGPASSWORD", "")]
+    passwords += [str(value) for name, value in url.query.items() if "pass" in name.lower()]
+    secrets = {form for word in passwords if word for form in (word, quote(word, safe=""), unquote(word))}
     return Database(name=redact_url(text), engine=engine, secrets=tuple(sorted(secrets, key=len, reverse=True)))
 
 

@@ -203,8 +203,8 @@ def _check_header(path: Path, line: bytes) -> None:
     if header.get("format") != FORMAT:
         raise InputError(f"{path}: no export of autoplan: its first line does not say so")
     # What the next version writes besides is passed over line by line.
-    for name, known, most in (("version", VERSION, VERSION + 1), ("protocol", PROTOCOL, PROTOCOL)):
+    for name, newest, most in (("version", VERSION, VERSION + 1), ("protocol", PROTOCOL, PROTOCOL)):
         if not isinstance(header.get(name), int) or header[name] > most:
             raise InputError(
-                f"{path}: its {name} is {header.get(name)!r}, this autoplan knows {known}: update autoplan"
+                f"{path}: its {name} is {header.get(name)!r}, this autoplan knows {newest}: update autoplan"
             )

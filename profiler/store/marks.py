@@ -119,11 +119,11 @@ def quarantine(connection: Connection, reasons: dict[str, str]) -> set[str]:
     """Hide records for the reason of each key, unless somebody has spoken; keys of those that are hidden then."""
     if not reasons:
         return set()
-    own = records.c.key.in_(reasons)
-    unmarked = select(records.c.key).where(own, ~exists().where(marks.c.record_id == records.c.id))
+    has_reason = records.c.key.in_(reasons)
+    unmarked = select(records.c.key).where(has_reason, ~exists().where(marks.c.record_id == records.c.id))
     new = [Mark(key=key, by=BY_CHECK, reason=reasons[key], at=now()) for key in connection.scalars(unmarked).all()]
     add_marks(connection, OPERATIONS, new)
-    return set(connection.scalars(select(records.c.key).where(own, is_hidden())))
+    return set(connection.scalars(select(records.c.key).where(has_reason, is_hidden())))
 
 
 def now() -> str:

@@ -68,8 +68,8 @@ def cells(connection: Connection) -> list[Cell]:
     ]
 
 
-def held_machines(
-    connection: Connection, machines: Mapping[int, Fingerprint], known: Sequence[Cell]
+def machine_records(
+    connection: Connection, machines: Mapping[int, Fingerprint], measured: Sequence[Cell]
 ) -> list[MachineRecords]:
     """Return counts and days of the records of each machine, those with most records first."""
     of, hidden, approved = records.c, hidden_ids().subquery(), approved_ids().subquery()
@@ -92,7 +92,7 @@ def held_machines(
         .order_by(of.operation)
     )
     names = ("shapes", "records", "settled", "failed", "approved", "hidden")
-    spreads = _spreads(known)
+    spreads = _spreads(measured)
     operations: dict[int, list[OperationRecords]] = defaultdict(list)
     for row in connection.execute(query):
         spread = spreads.get((row.fingerprint_id, row.operation))
@@ -133,10 +133,10 @@ def _by_machine(rows: Iterable[Any]) -> dict[int, tuple[str, ...]]:
     return {number: tuple(sorted(of_it)) for number, of_it in names.items()}
 
 
-def _spreads(known: Iterable[Cell]) -> dict[tuple[int, str], float]:
+def _spreads(measured: Iterable[Cell]) -> dict[tuple[int, str], float]:
     """Return the median spread of shapes over hosts and days, by machine and operation."""
     times: dict[tuple[Any, ...], list[float]] = defaultdict(list)
-    for cell in known:
+    for cell in measured:
         times[cell.machine, cell.operation, cell.work].append(cell.seconds)
     spreads: dict[tuple[int, str], list[float]] = defaultdict(list)
     for (machine, operation, _), seconds in times.items():
@@ -146,34 +146,34 @@ def _spreads(known: Iterable[Cell]) -> dict[tuple[int, str], float]:
 
 
 def compared(
-    known: Iterable[Cell], machines: Mapping[int, Fingerprint], by: Literal["host", "day"]
+    measured: Iterable[Cell], machines: Mapping[int, Fingerprint], by: Literal["host", "day"]
 ) -> list[ComparedTimes]:
     """Return how the times of each host, or day, stand to the median of the others that measured the same shapes.
 
     Machines of one device are compared whatever their drivers: a new one is what days shall show.
     """
     by_shape: dict[tuple[Any, ...], dict[str, list[Cell]]] = defaultdict(lambda: defaultdict(list))
-    for cell in known:
+    for cell in measured:
         if name := getattr(cell, by):
             by_shape[machines[cell.machine].device, cell.work][name].append(cell)
     ratios: dict[tuple[str, str], list[tuple[float, str]]] = defaultdict(list)
     for (device, _), by_name in by_shape.items():
         if len(by_name) < 2:
             continue
-        means = {name: statistics.mean(cell.seconds for cell in own) for name, own in by_name.items()}
-        for name, own in by_name.items():
-            others = statistics.median(seconds for other, seconds in means.items() if other != name)
-            ratios[device, name].append((means[name] / others, own[0].what))
+        means = {name: statistics.mean(cell.seconds for cell in group) for name, group in by_name.items()}
+        for name, group in by_name.items():
+            others_s = statistics.median(seconds for other, seconds in means.items() if other != name)
+            ratios[device, name].append((means[name] / others_s, group[0].what))
     return [
         ComparedTimes(
             device=device,
             name=name,
-            shapes=len(own),
-            ratio=statistics.median(ratio for ratio, _ in own),
-            worst=max(own)[0],
-            worst_what=max(own)[1],
+            shapes=len(rated),
+            ratio=statistics.median(ratio for ratio, _ in rated),
+            worst=max(rated)[0],
+            worst_what=max(rated)[1],
         )
-        for (device, name), own in ratios.items()
+        for (device, name), rated in ratios.items()
     ]
 
 

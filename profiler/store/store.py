@@ -41,9 +41,10 @@ from autoplan.profiler.store.marks import (
     quarantine,
 )
 from autoplan.profiler.store.match import match
-from autoplan.profiler.store.overview import cells, compared, found_slow, held_machines
+from autoplan.profiler.store.overview import cells, compared, found_slow, machine_records
 from autoplan.profiler.store.plausible import implausible
 from autoplan.profiler.store.schema import DAMAGED, fingerprints, insert_new, records, runs
+from autoplan.profiler.tasks import TaskKey
 from autoplan.spec.operations import COLLECTIVES, Operation, devices_together
 from autoplan.spec.team_overview import TeamOverview
 from autoplan.spec.timing import Match, Measurement
@@ -83,9 +84,9 @@ class Beside:
     review: str | None = None
 
     def __post_init__(self) -> None:
-        known = dict.fromkeys((*get_args(Status), *get_args(RunStatus)))
-        if self.status is not None and self.status not in known:
-            raise InputError(f"status {self.status!r}: known are {', '.join(known)}")
+        statuses = dict.fromkeys((*get_args(Status), *get_args(RunStatus)))
+        if self.status is not None and self.status not in statuses:
+            raise InputError(f"status {self.status!r}: known are {', '.join(statuses)}")
         if self.review not in (None, *REVIEWS):
             raise InputError(f"review {self.review!r}: known are {', '.join(REVIEWS)}")
         for name in ("since", "until"):
@@ -144,7 +145,7 @@ class Added:
     """Outcome of adding records.  Quarantined ones, new or known, stay in the store, hidden."""
 
     new: int = 0
-    held: int = 0
+    present: int = 0  # before
     marks: int = 0  # new ones, that hide records or take them back into use
     quarantined: int = 0
     first: Finding | None = None  # of the quarantined
@@ -241,7 +242,7 @@ class Store:
             done += len(batch)
             total = Added(
                 new=total.new + num_new,
-                held=total.held + len(batch) - len(new_marks) - num_new,
+                present=total.present + len(batch) - len(new_marks) - num_new,
                 marks=total.marks + num_marks,
                 quarantined=total.quarantined + len(findings),
                 first=total.first or next(iter(findings), None),
@@ -314,16 +315,16 @@ class Store:
 
     def reviews(self, keys: Collection[str], of: Marked = OPERATIONS) -> dict[str, Review]:
         """Return what is known of these keys: whether a person has approved or hidden what has them."""
-        found: dict[str, Review] = dict.fromkeys(keys, "proposed")
+        reviews: dict[str, Review] = dict.fromkeys(keys, "proposed")
         for batch in _batches(keys, MOST_AT_ONCE) if of in self._marked else ():
             with self._database.reading() as connection:
                 for review in ("approved", "hidden"):
                     query = select(of.rows.c.key).where(of.rows.c.key.in_(batch), is_reviewed(review, of))
-                    found |= dict.fromkeys(connection.scalars(query), review)
-        return found
+                    reviews |= dict.fromkeys(connection.scalars(query), review)
+        return reviews
 
-    def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> set[tuple[str, tuple[int, ...], str, str, str]]:
-        """Return (operation, shape, dtype, kernel, mode) of what settled so often on this machine, or keeps failing.
+    def measured_keys(self, fingerprint: Fingerprint, num_visits: int = 1) -> set[TaskKey]:
+        """Return the keys of tasks that settled so often on this machine, or keep failing.
 
         What one device does alone is known from any machine that is alike as far as this device goes: a NIC that is
         down changes nothing of it.  What failed is tried again until it has failed `MOST_FAILURES` times.
@@ -336,7 +337,7 @@ class Store:
             .where(records.c.fingerprint_id.in_(alike), records.c.status.in_(("ok", "failed")), ~is_hidden())
             .group_by(*columns, records.c.fingerprint_id, records.c.status)
         )
-        counts: dict[tuple[str, tuple[int, ...], str, str, str], Counter[str]] = defaultdict(Counter)
+        counts: dict[TaskKey, Counter[str]] = defaultdict(Counter)
         with self._database.reading() as connection:
             rows: Sequence[Any] = connection.execute(query).all()
         for row in rows:
@@ -373,8 +374,8 @@ class Store:
             number = connection.execute(query).scalar()
         return None if number is None else machines[number]
 
-    def timings(self, wanted: Fingerprint, *, operations: Collection[Operation] | None = None) -> list[Measurement]:
-        """The measurements that serve a search on `wanted`: one for each operation, shape and type.
+    def timings(self, target: Fingerprint, *, operations: Collection[Operation] | None = None) -> list[Measurement]:
+        """The measurements that serve a search on `target`: one for each operation, shape and type.
 
         The nearest machine wins (`Match`, told in each measurement), then the steadier way of measuring.  Of the last
         `MOST_COMPARED` that were made so the middle one counts, as machines have good and bad minutes; of what was
@@ -384,8 +385,8 @@ class Store:
         """
         levels = {
             number: level
-            for number, machine in self._machines(wanted.device).items()
-            if (level := match(machine, wanted)) is not None
+            for number, machine in self._machines(target.device).items()
+            if (level := match(machine, target)) is not None
         }
         if not levels:
             return []
@@ -395,9 +396,9 @@ class Store:
             usable.append(records.c.operation.in_(list(operations)))
         with self._database.reading() as connection:
             for level in sorted(set(levels.values())):
-                own = [number for number, other in levels.items() if other == level]
+                at_level = [number for number, other in levels.items() if other == level]
                 nearer = [number for number, other in levels.items() if other < level]
-                chosen = _choice(own, nearer, usable).subquery()
+                chosen = _choice(at_level, nearer, usable).subquery()
                 query = select(*(records.c[name] for name in _CHOSEN_BY)).join(
                     chosen,
                     and_(
@@ -414,7 +415,7 @@ class Store:
                     operation=cast(Operation, operation),
                     shape=_shape(shape),
                     dtype=dtype,
-                    device=wanted.device,
+                    device=target.device,
                     seconds=seconds,
                     kernel=kernel,
                     source=key[:12],
@@ -428,11 +429,11 @@ class Store:
                 measurements.append(measurement)
         return measurements
 
-    def beside_products(self, wanted: Fingerprint) -> list[BesideProducts]:
+    def beside_products(self, target: Fingerprint) -> list[BesideProducts]:
         """Return the collectives that were measured beside products on the nearest machines that have some."""
         levels: dict[Match, list[int]] = defaultdict(list)
-        for number, machine in self._machines(wanted.device).items():
-            if (level := match(machine, wanted)) is not None:
+        for number, machine in self._machines(target.device).items():
+            if (level := match(machine, target)) is not None:
                 levels[level].append(number)
         for _, numbers in sorted(levels.items()):
             query = select(*(records.c[name] for name in (*_TIMED, "conditions"))).where(
@@ -466,16 +467,16 @@ class Store:
             return marks_of(connection, of, row.id, row.key)
 
     def by_beginnings(self, keys: Collection[str]) -> dict[str, Record]:
-        """Return the records whose keys begin so, hidden ones too; what is no beginning of a key here is left out."""
-        wanted = sorted({key for key in keys if len(key) >= LEAST_PREFIX and not set(key) - set("0123456789abcdef")})
-        machines, found = self._machines(), dict[str, Record]()
+        """Return the records by the beginnings of their keys, hidden ones too; a beginning of no key is left out."""
+        starts = sorted({key for key in keys if len(key) >= LEAST_PREFIX and not set(key) - set("0123456789abcdef")})
+        machines, by_beginning = self._machines(), dict[str, Record]()
         with self._database.reading() as connection:
-            for batch in _batches(wanted, MOST_AT_ONCE):
+            for batch in _batches(starts, MOST_AT_ONCE):
                 begins = or_(*(records.c.key.between(key, key + "g") for key in batch))
                 for row in connection.execute(select(records).where(begins)):
                     if record := self._read(_record, row, machines[row.fingerprint_id]):
-                        found |= {key: record for key in batch if row.key.startswith(key)}
-        return found
+                        by_beginning |= {key: record for key in batch if row.key.startswith(key)}
+        return by_beginning
 
     def whole_key(self, key: str) -> str:
         """The key of the one record or run that begins with `key`, which need not be one that can be read."""
@@ -554,15 +555,15 @@ class Store:
         """Return what is held of which machine, and how hosts and days compare, as of a day."""
         machines = self._machines()
         with self._database.reading() as connection:
-            known = cells(connection)
-            held, slow = held_machines(connection, machines, known), found_slow(connection, machines)
+            means = cells(connection)
+            machine_rows, slow_rows = machine_records(connection, machines, means), found_slow(connection, machines)
         return TeamOverview(
             database=self.name,
             day=day,
-            machines=tuple(held),
-            hosts=tuple(sorted(compared(known, machines, "host"), key=lambda host: (host.device, -host.ratio))),
-            days=tuple(sorted(compared(known, machines, "day"), key=lambda day: (day.device, day.name), reverse=True)),
-            slow=tuple(slow),
+            machines=tuple(machine_rows),
+            hosts=tuple(sorted(compared(means, machines, "host"), key=lambda host: (host.device, -host.ratio))),
+            days=tuple(sorted(compared(means, machines, "day"), key=lambda day: (day.device, day.name), reverse=True)),
+            slow=tuple(slow_rows),
         )
 
     def check(self) -> Iterator[Finding]:
@@ -660,15 +661,15 @@ class Store:
         return ids
 
 
-def _choice(own: Collection[int], nearer: Collection[int], usable: Sequence[ColumnElement[bool]]) -> Select[Any]:
-    """Return (id, place) of the records of the machines `own` that may serve: place 1 is the first choice of its work.
+def _choice(numbers: Collection[int], nearer: Collection[int], usable: Sequence[ColumnElement[bool]]) -> Select[Any]:
+    """Return (id, place) of the records of machines that may serve: place 1 is the first choice of its work.
 
     `usable` are conditions on records, whatever their status.
     What a machine of `nearer` measured is left out before anything is sorted: of a million records most lose so.
     """
     settled = and_(records.c.status == "ok", *usable)
     measured = select(records.c.work_hash).where(
-        records.c.fingerprint_id.in_(own), records.c.mode != "imported", settled
+        records.c.fingerprint_id.in_(numbers), records.c.mode != "imported", settled
     )
     slowed = and_(records.c.status == "contaminated", records.c.reason.startswith(SLOWED))
     restless = and_(
@@ -684,7 +685,7 @@ def _choice(own: Collection[int], nearer: Collection[int], usable: Sequence[Colu
         records.c.id,
     )
     place = func.row_number().over(partition_by=records.c.work_hash, order_by=order).label("place")
-    query = select(records.c.id, place).where(records.c.fingerprint_id.in_(own), or_(settled, restless))
+    query = select(records.c.id, place).where(records.c.fingerprint_id.in_(numbers), or_(settled, restless))
     if nearer:
         served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(nearer), settled)
         query = query.where(records.c.work_hash.not_in(served))
