@@ -26,13 +26,13 @@ from benchmarks.allocations import DEVICES, fat_tree, packed, problem_on, shuffl
 PLAN = ParallelPlan(global_batch=64, tp=8, sp=True, pp=4, dp_shard=2)
 
 
-def seats_of(leaves: list[int], devices_per_node: int = DEVICES, own: float = 1.0) -> Seats:
+def seats_of(leaves: list[int], devices_per_node: int = DEVICES, job_share: float = 1.0) -> Seats:
     switch = np.array(leaves)
     count = int(switch.max()) + 1
     return Seats(
         switch=switch,
         load=np.ones(count),
-        own=np.full(count, own),
+        job_share=np.full(count, job_share),
         devices_per_node=devices_per_node,
         is_even=fills_evenly(switch),
     )
@@ -127,7 +127,7 @@ def test_other_jobs_below_a_switch_dilute_what_a_lone_node_sends_out_of_it() -> 
         [1 / 3, 1]
     )
     # Of four nodes that have a quarter of their leaves, the rest sends as the mean: 2 of 4.
-    shares = leaving_share(seats_of([0, 0, 0, 1], own=0.25), np.array([[0, 0, 0, 1]]), ring)[0]
+    shares = leaving_share(seats_of([0, 0, 0, 1], job_share=0.25), np.array([[0, 0, 0, 1]]), ring)[0]
     assert shares.tolist() == pytest.approx([0.25 / 3 + 0.75 / 2, 0.25 + 0.75 / 2])
 
 

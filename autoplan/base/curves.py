@@ -20,10 +20,10 @@ from autoplan.base.units import check_fraction, check_not_negative, check_positi
 FULL_HEAD_DIM = 128  # kernels are tuned for it; wider heads gain nothing more
 
 
-def _check(curve: Any, *, fractions: tuple[str, ...] = (), others: tuple[str, ...] = ()) -> None:
+def _check(curve: Any, *, fractions: tuple[str, ...] = (), not_negative: tuple[str, ...] = ()) -> None:
     for name in fractions:
         check_fraction(name, getattr(curve, name))
-    for name in (*others, "fit_error"):
+    for name in (*not_negative, "fit_error"):
         check_not_negative(name, getattr(curve, name))
 
 
@@ -62,7 +62,7 @@ class GemmCurve(_Sourced):
 
     def __post_init__(self) -> None:
         halves = ("half_m", "half_n", "half_k", "half_output", "start_s")
-        _check(self, fractions=("burst_efficiency",), others=halves)
+        _check(self, fractions=("burst_efficiency",), not_negative=halves)
 
     def slowdown(
         self, m: Floats, n: Floats, k: Floats, pace: Floats | float = 1.0, side_by_side: Floats | float = 1.0
@@ -100,7 +100,7 @@ class AttentionCurve(_Sourced):
         _check(
             self,
             fractions=("efficiency", "burst_efficiency"),
-            others=("half_seq_len", "half_blocks", "half_head_dim", "start_s"),
+            not_negative=("half_seq_len", "half_blocks", "half_head_dim", "start_s"),
         )
 
     def slowdown(self, seq_len: Floats | float, blocks_per_unit: Floats, head_dim: Floats | float) -> Floats:
@@ -130,7 +130,7 @@ class CollectiveCurve:
     source: str
 
     def __post_init__(self) -> None:
-        _check(self, fractions=("pair_slowdown",), others=("start_s", "step_s", "fill_s"))
+        _check(self, fractions=("pair_slowdown",), not_negative=("start_s", "step_s", "fill_s"))
         check_positive("half_fill_bytes", self.half_fill_bytes)
 
     def slowdown(self, members: Floats) -> Floats:

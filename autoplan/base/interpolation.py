@@ -86,8 +86,8 @@ class Scattered:
             return {}
         coordinates = _coordinates(np.minimum(sizes, np.append(self.high[0], sizes[1:]))[None])
         near, distances = self._neighbours(coordinates)
-        found = _shares(self.points[near], distances)[0]
-        return dict(zip(near[0].tolist(), found.tolist(), strict=True))
+        weights = _shares(self.points[near], distances)[0]
+        return dict(zip(near[0].tolist(), weights.tolist(), strict=True))
 
     def _residuals(self, places: Floats) -> Floats:
         result = np.empty(len(places))
@@ -141,8 +141,8 @@ def _leaves(points: Floats, members: Ints) -> list[Ints]:
     """Members that lie together, up to `_LEAF`: halved along their widest coordinate, again and again."""
     if len(members) <= _LEAF:
         return [members]
-    own = points[members]
-    order = members[np.argsort(own[:, np.argmax(np.ptp(own, axis=0))], kind="stable")]
+    coordinates = points[members]
+    order = members[np.argsort(coordinates[:, np.argmax(np.ptp(coordinates, axis=0))], kind="stable")]
     half = len(order) // 2
     return _leaves(points, order[:half]) + _leaves(points, order[half:])
 
@@ -164,5 +164,5 @@ def _shares(points: Floats, distances: Floats) -> Floats:
     system = np.ones((len(points), count + 1, count + 1))
     system[:, :count, :count] = _distances(points[:, :, None], points[:, None])
     system[:, count, count] = 0
-    right = np.concatenate([distances, np.ones((len(points), 1))], axis=1)
-    return np.linalg.solve(system, right[:, :, None])[:, :count, 0]
+    right_side = np.concatenate([distances, np.ones((len(points), 1))], axis=1)
+    return np.linalg.solve(system, right_side[:, :, None])[:, :count, 0]

@@ -344,18 +344,17 @@ def _undisturbed() -> Iterator[None]:
     it would do waits too.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    before: dict[int, Any] = {}
+    handlers: dict[int, Any] = {}
     received: list[int] = []
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    known = [number for number, handler in before.items() if handler is not None]
-    for number in known:
+        handlers = {n: handler for n in (signal.SIGINT, signal.SIGTERM) if (handler := signal.getsignal(n)) is not None}
+    for number in handlers:
         signal.signal(number, lambda received_number, _: received.append(received_number))
     try:
         yield
     finally:
-        for number in known:
-            signal.signal(number, before[number])
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number in dict.fromkeys(received):
             signal.raise_signal(number)

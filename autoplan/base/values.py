@@ -45,11 +45,11 @@ def parse_numbers(text: str, flag: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
-def parse_words(text: str, flag: str, known: Iterable[str]) -> tuple[str, ...]:
+def parse_words(text: str, flag: str, known_words: Iterable[str]) -> tuple[str, ...]:
     """The words of 'a,b', each once, each of them known."""
     words = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    if unknown := [word for word in words if word not in known]:
-        raise InputError(f"{flag} {unknown[0]!r} is unknown: known are {', '.join(known)}")
+    if unknown := [word for word in words if word not in known_words]:
+        raise InputError(f"{flag} {unknown[0]!r} is unknown: known are {', '.join(known_words)}")
     return words
 
 

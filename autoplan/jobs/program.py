@@ -124,8 +124,8 @@ def end_programs(programs: Sequence[Program], *, grace_s: float | None = None) -
             time.sleep(_POLL_S / 2)
     finally:  # impatience is answered too
         until = time.monotonic() + GRACE_S
-        while (left := [program for program in programs if program.is_running()]) and time.monotonic() < until:
-            for program in left:
+        while (running := [program for program in programs if program.is_running()]) and time.monotonic() < until:
+            for program in running:
                 program.kill()
             time.sleep(_POLL_S / 10)
         for program in programs:
@@ -137,19 +137,19 @@ def _follow(process: subprocess.Popen[bytes], hear: Callable[[bytes, float], boo
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        heard = time.monotonic()
+        last_output_s = time.monotonic()
         while True:
             has_ended = process.poll() is not None  # asked first: what it wrote before is then there to read
             if selector.select(_POLL_S):
                 data = os.read(process.stdout.fileno(), _CHUNK)
-                heard = time.monotonic()
-                if data and hear(data, heard):
+                last_output_s = time.monotonic()
+                if data and hear(data, last_output_s):
                     return Ending(kind="enough")
                 if not data:  # nobody can write any more
                     return _wait(process, limit_s)
             elif has_ended:  # only children of it could still write
                 return Ending(kind="by itself", status=process.returncode)
-            elif time.monotonic() - heard >= limit_s:
+            elif time.monotonic() - last_output_s >= limit_s:
                 return Ending(kind="silent")
 
 
@@ -162,10 +162,10 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> Ending:
 
 def _marked(mark: str) -> list[int]:
     """Processes whose environment bears the mark; none where the system does not tell."""
-    wanted = f"{_MARK}={mark}".encode()
+    variable = f"{_MARK}={mark}".encode()
     pids = []
     for folder in _PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # not ours, or gone
-            if wanted in (folder / "environ").read_bytes():
+            if variable in (folder / "environ").read_bytes():
                 pids.append(int(folder.name))
     return pids

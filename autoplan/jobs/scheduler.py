@@ -270,22 +270,22 @@ class SchedulerJobs:
         """Ask the scheduler for the rows of these jobs, by name, of those that it knows."""
         answered = [row for program, text in answers for row in self._template.read_rows(program, text)]
         by_name = self._template.finds_by_name
-        found = {
+        rows_by_name = {
             name: [row for row in answered if (row.job == job.job if by_name else row.id == job.id)]
             for name, job in jobs.items()
         }
-        return {name: rows for name, rows in found.items() if rows}
+        return {name: rows for name, rows in rows_by_name.items() if rows}
 
     def _learn(self, folder: Path, job: JobFile, rows: Sequence[Row]) -> None:
         # Had it been submitted twice after all, the first one counts; the second one waits until it is cancelled.
         first = job.id or min((row.id for row in rows), key=lambda number: (len(number), number))
-        meaning, says = self._template.meaning([row for row in rows if row.id in (first, "")] or rows)
+        meaning, words = self._template.meaning([row for row in rows if row.id in (first, "")] or rows)
         began = time.time() if job.began is None and meaning not in ("waiting", "cancelled") else job.began
-        now = replace(job, id=first, began=began, stage="submitted" if job.stage == "new" else job.stage)
-        if now != job:
+        updated = replace(job, id=first, began=began, stage="submitted" if job.stage == "new" else job.stage)
+        if updated != job:
             with contextlib.suppress(InputError):  # a full disk: its name is enough to find it again
-                _keep(folder, job := now)
-        status = _status(meaning, says, began)
+                _keep(folder, job := updated)
+        status = _status(meaning, words, began)
         if self._template.log and status.state != "waiting":
             self._fetch_log(folder, job)
         if status.state == "ended":
@@ -374,12 +374,12 @@ class SchedulerJobs:
         }
 
 
-def _status(meaning: Meaning, says: str, began: float | None) -> JobStatus:
+def _status(meaning: Meaning, words: str, began: float | None) -> JobStatus:
     if meaning == "waiting" or meaning == "running":
-        return JobStatus(state=meaning, reason=says, began=began)
+        return JobStatus(state=meaning, reason=words, began=began)
     if meaning == "done":
         return JobStatus(state="ended", status=0, began=began)
-    return JobStatus(state="ended", reason=f"{meaning} ({says})", cause=meaning, began=began)
+    return JobStatus(state="ended", reason=f"{meaning} ({words})", cause=meaning, began=began)
 
 
 def _known_end(folder: Path, job: JobFile) -> JobStatus | None:

@@ -168,7 +168,7 @@ class JobTemplate:
 
     def meaning(self, rows: Sequence[Row]) -> tuple[Meaning, str]:
         """Return the state that rows of one job mean, and the scheduler's own words for it."""
-        found = []
+        readings = []
         for row in rows:
             if row.state not in self.states:
                 explained = ", ".join(self.states)
@@ -178,9 +178,9 @@ class JobTemplate:
             why = [word for word in row.why.split() if word not in _BLANKS]
             words = [row.state, *(word for part in why for word in part.split(",") if word in self.states)]
             states = dict.fromkeys([*([] if row.state in _BLANKS else [row.state]), *why])
-            found.append((min((self.states[word] for word in words), key=MEANINGS.index), " ".join(states)))
-        meaning, says = min(found, key=lambda reading: MEANINGS.index(reading[0]))
-        return meaning, f"{self.name}: {says}" if says else self.name
+            readings.append((min((self.states[word] for word in words), key=MEANINGS.index), " ".join(states)))
+        meaning, text = min(readings, key=lambda reading: MEANINGS.index(reading[0]))
+        return meaning, f"{self.name}: {text}" if text else self.name
 
     def is_busy(self, text: str) -> bool:
         """Tell whether a command that failed should be asked again."""

@@ -63,8 +63,8 @@ def assignments(variables: list[LaunchVariable]) -> list[str]:
     """Lines that take variables from the environment, with what they are for."""
     assigned = []
     for variable in variables:
-        rest = ":?must be set" if variable.default is None else f":-{variable.default}"
-        assigned.append(f"{variable.name}=${{{variable.name}{rest}}}")
+        expansion = ":?must be set" if variable.default is None else f":-{variable.default}"
+        assigned.append(f"{variable.name}=${{{variable.name}{expansion}}}")
     width = max(map(len, assigned))
     return [f"{line:<{width}}  # {variable.says}" for line, variable in zip(assigned, variables, strict=True)]
 

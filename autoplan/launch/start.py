@@ -107,8 +107,8 @@ def node_shape(cluster: ClusterSpec, num_devices: int) -> tuple[int, int]:
     per_node = cluster.devices_per_node
     if num_devices <= per_node:
         return 1, num_devices
-    nodes, rest = divmod(num_devices, per_node)
-    if rest:
+    nodes, remainder = divmod(num_devices, per_node)
+    if remainder:
         raise InputError(f"the plan's {num_devices} devices do not fill nodes of {per_node}: plan for whole nodes")
     if nodes > cluster.num_nodes:
         raise InputError(f"the plan needs {nodes} nodes, cluster {cluster.name!r} has {cluster.num_nodes}")

@@ -39,27 +39,27 @@ def built_in_calibration(framework: Framework, device: DeviceSpec, *, is_kin: bo
 
 
 def calibration_among(
-    known: Mapping[str, Calibration], framework: str, generation: str, *, is_kin: bool = False
+    calibrations: Mapping[str, Calibration], framework: str, generation: str, *, is_kin: bool = False
 ) -> Calibration:
-    """Return the calibration of a framework on a generation, as far as those that are `known` tell.
+    """Return the calibration of a framework on a generation, as far as `calibrations` tell.
 
     Where none is of both, it says what is unseen, and holds what the runs were like under this framework elsewhere, or
     under any.
     """
-    exact = known.get(f"{framework}-{generation}")
+    exact = calibrations.get(f"{framework}-{generation}")
     if exact and exact.blocks and not is_kin:
         return exact
-    names = {name: name.rpartition("-") for name, own in known.items() if own.blocks}
-    elsewhere = [known[name] for name, (own, _, _) in names.items() if own == framework]
+    names = {name: name.rpartition("-") for name, each in calibrations.items() if each.blocks}
+    elsewhere = [calibrations[name] for name, (of_framework, _, _) in names.items() if of_framework == framework]
     under_any = {of for _, _, of in names.values()}
     is_new = generation not in under_any if is_kin or not elsewhere else True
-    similar = (elsewhere if elsewhere and not is_kin else [known[name] for name in names]) or [Calibration()]
+    similar = (elsewhere if elsewhere and not is_kin else [calibrations[name] for name in names]) or [Calibration()]
     named = Calibration(name="another framework", memory_spread=KIN_MEMORY_SPREAD) if is_kin else exact or Calibration()
     return Calibration(
         name=named.name,
-        blocks=tuple(sorted({block for own in similar for block in own.blocks})),
-        precisions=tuple(sorted({precision for own in similar for precision in own.precisions})),
-        most_devices=max(own.most_devices for own in similar),
+        blocks=tuple(sorted({block for calibration in similar for block in calibration.blocks})),
+        precisions=tuple(sorted({precision for calibration in similar for precision in calibration.precisions})),
+        most_devices=max(calibration.most_devices for calibration in similar),
         unseen=("framework",) * is_kin + ("generation",) * is_new,
         memory_spread=named.memory_spread,
         sources=named.sources,

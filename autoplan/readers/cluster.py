@@ -52,25 +52,25 @@ def of_size(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
     """Return a cluster of so many devices like this one: whole nodes, or part of one; their names are not known."""
     if num_devices == cluster.num_devices:
         return cluster
-    nodes, rest = divmod(num_devices, cluster.devices_per_node)
-    if nodes and rest:
+    nodes, remainder = divmod(num_devices, cluster.devices_per_node)
+    if nodes and remainder:
         raise InputError(
             f"{num_devices} devices fill no whole number of nodes of {cluster.name!r}, which have "
             f"{cluster.devices_per_node} each: name the cluster that has such nodes"
         )
     resized = replace(cluster, num_nodes=max(nodes, 1), nodes=(), faults=())
-    return resized if nodes else replace(resized, devices_per_node=rest, levels=_resized(cluster, rest))
+    return resized if nodes else replace(resized, devices_per_node=remainder, levels=_resized(cluster, remainder))
 
 
 def _known_name(text: str) -> str:
     """Return the id of the shipped cluster that `text` names, in whatever common spelling."""
     if text in preset_clusters():
         return text
-    if found := _spellings().get(_plain(text)):
-        return found
-    if (counted := _COUNTED.fullmatch(text)) and (found := _spellings().get(_plain(counted["name"]))):
+    if name := _spellings().get(_plain(text)):
+        return name
+    if (counted := _COUNTED.fullmatch(text)) and (name := _spellings().get(_plain(counted["name"]))):
         size = f"{counted['nodes'] or 1}x{counted['devices']}"
-        raise InputError(f"cluster {text!r} is not NAME:NODESxDEVICES: write {found}:{size}")
+        raise InputError(f"cluster {text!r} is not NAME:NODESxDEVICES: write {name}:{size}")
     raise InputError(f"unknown cluster {text!r}: {closest(text, preset_clusters())}")
 
 
@@ -173,8 +173,8 @@ def _completed(table: dict[str, Any], device: str | dict[str, Any], where: str) 
     }
     missing = {key: value for key, value in inherited.items() if key not in table}
     note = f"{', '.join(missing)} of {base.name}" if missing else ""
-    own = {key: value for key, value in table.items() if key != "based_on"}
-    return {**own, **missing, "sources": [*table.get("sources", ()), *([note] if note else [])]}
+    stated = {key: value for key, value in table.items() if key != "based_on"}
+    return {**stated, **missing, "sources": [*table.get("sources", ()), *([note] if note else [])]}
 
 
 def _expanded(group: Any, where: str) -> Any:

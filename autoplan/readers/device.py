@@ -74,8 +74,8 @@ def completed(table: dict[str, Any], where: str) -> dict[str, Any]:
         return table
     base = load_device(_base(table, where))
     assert base is not None
-    own = {key: value for key, value in table.items() if key != "based_on"}
-    datasheet = _datasheet_of(own, where)
+    stated = {key: value for key, value in table.items() if key != "based_on"}
+    datasheet = _datasheet_of(stated, where)
     inherited = {name: getattr(base, name) for name in _TAKEN if name not in datasheet}
     if "visible_memory_bytes" not in datasheet:
         inherited["visible_memory_bytes"] = datasheet["memory_bytes"] * base.visible_memory_bytes / base.memory_bytes
@@ -91,13 +91,13 @@ def completed(table: dict[str, Any], where: str) -> dict[str, Any]:
     if len(peaks) == 1:
         (precision, rate), shares = next(iter(peaks.items())), base.peak_flops_per_s
         if precision in shares:
-            own = {key: value for key, value in own.items() if key not in file_keys("peak_flops_per_s")}
+            stated = {key: value for key, value in stated.items() if key not in file_keys("peak_flops_per_s")}
             inherited["peak_flops_per_s"] = {
                 name: rate * peak / shares[precision] for name, peak in shares.items()
             } | peaks
     names = sorted(file_keys(name)[0] for name in inherited.keys() - {"vendor", "generation"})
     note = f"figures of {base.name} stand in for {', '.join(names)}"
-    return {"rate_spread": UNMEASURED_SPREAD, **own, **inherited, "sources": [*datasheet.get("sources", ()), note]}
+    return {"rate_spread": UNMEASURED_SPREAD, **stated, **inherited, "sources": [*datasheet.get("sources", ()), note]}
 
 
 def _datasheet_of(table: dict[str, Any], where: str) -> dict[str, Any]:
@@ -177,9 +177,9 @@ def device_schema() -> dict[str, Any]:
     return described
 
 
-def closest(word: str, known: tuple[str, ...]) -> str:
+def closest(word: str, names: tuple[str, ...]) -> str:
     """Return a hint at the names that `word` may stand for."""
-    longer = [name for name in known if word and word.lower() in name]
-    family = [name for name in known if name.partition("-")[0] == word.lower().partition("-")[0]]
-    close = longer[:3] or family[:3] or difflib.get_close_matches(word.lower(), known, n=3, cutoff=0.4)
-    return f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known)}"
+    longer = [name for name in names if word and word.lower() in name]
+    family = [name for name in names if name.partition("-")[0] == word.lower().partition("-")[0]]
+    close = longer[:3] or family[:3] or difflib.get_close_matches(word.lower(), names, n=3, cutoff=0.4)
+    return f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(names)}"

@@ -164,7 +164,7 @@ def _quantization(text: str, option: str) -> Quantization:
 
 def _from_settings(method: str, settings: str) -> FineTuning:
     table: dict[str, Any] = {}
-    given: set[str] = set()
+    named: set[str] = set()
     if method != "full":
         table = {"rank": PEFT_RANK, "dora": "dora" in method}
     if method.startswith("q"):
@@ -175,9 +175,9 @@ def _from_settings(method: str, settings: str) -> FineTuning:
         where = f"--finetune {method}:{name}"
         if not sign:
             raise InputError(f"{where}: write NAME=VALUE, such as r=16")
-        if name in given:
+        if name in named:
             raise InputError(f"{where} is given twice: leave one of them out")
-        given.add(name)
+        named.add(name)
         if method == "full" and name in _OF_ADAPTERS:
             raise InputError(f"{where} is about adapters, and full has none: leave it out, or write lora")
         if name == "r":

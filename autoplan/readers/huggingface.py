@@ -84,10 +84,10 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
         shared = {"tie_word_embeddings": table["tie_word_embeddings"]} if "tie_word_embeddings" in table else {}
         return _text_model({**shared, **text}, is_inner=True)
     if kind not in data["types"] and kind not in data["same_keys"]:
-        known = f"known: {', '.join(model_types())}"
+        hint = f"known: {', '.join(model_types())}"
         if "auto_map" in table:
-            raise InputError(f"model_type {_show(kind)} needs code of its own (auto_map), which is not run; {known}")
-        raise InputError(f"model_type {_show(kind)} is not known; {known}")
+            raise InputError(f"model_type {_show(kind)} needs code of its own (auto_map), which is not run; {hint}")
+        raise InputError(f"model_type {_show(kind)} is not known; {hint}")
     names = None if is_inner or any(key in table for key in data["encoders"]) else table.get("architectures")
     if names is not None and not isinstance(names, list):
         raise InputError(f"architectures must be a list of names, got {_show(names)}")
@@ -133,12 +133,12 @@ class _Config:
     def check_only(self) -> None:
         """Refuse what ModelSpec cannot express."""
         for key, allowed in self.rules.get("only", {}).items():
-            value = self.given(key)
+            value = self.get(key)
             same_as = self.config.get(allowed) if isinstance(allowed, str) else allowed
             if value is not _ABSENT and value is not None and value not in (allowed, same_as):
                 raise InputError(f"{key} = {_show(value)} is not covered for {self.kind}, only {_show(allowed)}")
 
-    def given(self, key: str) -> Any:
+    def get(self, key: str) -> Any:
         """Value in the file under a key whose dots enter tables."""
         value: Any = self.config
         for step in key.split("."):
@@ -151,7 +151,7 @@ class _Config:
 
     def assumed(self, key: str) -> Any:
         """Value in the file, or else the default of the transformers class."""
-        value = self.given(key)
+        value = self.get(key)
         return self.rules.get("absent", {}).get(key, _ABSENT) if value is _ABSENT else value
 
     def count(self, key: str) -> int:
@@ -168,18 +168,18 @@ class _Config:
         choices = self.rules.get("choices", {}).get(inner)
         kind = bool if choices else typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
         alternatives = [text.split() for text in expression.split("|")]
-        for look_up in (self.given, self.assumed):
+        for look_up in (self.get, self.assumed):
             for terms in alternatives:
                 if (value := _computed(terms, kind, look_up)) is not _ABSENT:
                     return choices[value] if choices else value
         if field.default is MISSING or inner == "ffn_size":
             key = next(term for term in alternatives[0] if not term.isdigit())
-            raise InputError(f"{key} is {'null' if self.given(key) is None else 'missing'}: {self.kind} models need it")
+            raise InputError(f"{key} is {'null' if self.get(key) is None else 'missing'}: {self.kind} models need it")
         return _ABSENT
 
     def pattern(self) -> str:
         """The layer pattern of a hybrid, from its text or from its list of block types."""
-        listed = self.given("layers_block_type")
+        listed = self.get("layers_block_type")
         if listed is _ABSENT or listed is None:
             text = self.value("", "layer_pattern", self.rules["keys"]["layer_pattern"])
             if text is _ABSENT or not text:
@@ -188,14 +188,14 @@ class _Config:
         symbols: dict[str, str] = _data()["symbols"]
         return "".join(symbols[kind] for kind in self.kinds("layers_block_type", tuple(symbols)))
 
-    def kinds(self, key: str, known: tuple[str, ...]) -> list[str]:
+    def kinds(self, key: str, allowed: tuple[str, ...]) -> list[str]:
         """A list with one word a layer."""
-        value = self.given(key)
+        value = self.get(key)
         if not isinstance(value, list) or not value:
             raise InputError(f"{key} must be a list with one word a layer, got {_show(value)}")
         for item in value:
-            if not isinstance(item, str) or item not in known:
-                raise InputError(f"{key} holds {_show(item)}; known: {', '.join(known)}")
+            if not isinstance(item, str) or item not in allowed:
+                raise InputError(f"{key} holds {_show(item)}; known: {', '.join(allowed)}")
         return value
 
     def window(self, num_layers: int) -> dict[str, Any]:
@@ -206,9 +206,9 @@ class _Config:
         size = _typed(rule["size"], self.assumed(rule["size"]), int) if "size" in rule else 0
         if size is _ABSENT or not num_layers:
             return {}
-        if self.given("layer_types") not in (_ABSENT, None):
-            others = ("sliding_attention", "chunked_attention") if size else ("linear_attention",)
-            sees_all = [kind == _FULL for kind in self.kinds("layer_types", (_FULL, *others))]
+        if self.get("layer_types") not in (_ABSENT, None):
+            limited_kinds = ("sliding_attention", "chunked_attention") if size else ("linear_attention",)
+            sees_all = [kind == _FULL for kind in self.kinds("layer_types", (_FULL, *limited_kinds))]
             if len(sees_all) != num_layers:
                 raise InputError(f"layer_types has {len(sees_all)} entries, the model has {num_layers} layers")
         elif "first" in rule:
@@ -229,7 +229,7 @@ class _Config:
     def expert_layers(self, num_layers: int) -> dict[str, int]:
         """`num_dense_layers` or `interval`, where the file lists layers by number."""
         for key in ("mlp_only_layers", "moe_layers"):
-            listed = self.given(key)
+            listed = self.get(key)
             if listed is _ABSENT or listed is None or (listed == [] and key == "mlp_only_layers"):
                 continue
             if not isinstance(listed, list) or not all(type(item) is int for item in listed) or not listed:

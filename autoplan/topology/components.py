@@ -48,16 +48,16 @@ class Link:
     share: float = 1.0  # of the rates that a fault leaves; it is in the sustained one
     sharp: bool = False  # towards a switch that adds up what is reduced
 
-    def left(self, share: float) -> Link:
+    def slowed(self, share: float) -> Link:
         """The link where a fault leaves so much of its rate."""
         return replace(self, share=share, sustained_bytes_per_s=share * self.sustained_bytes_per_s)
 
 
 def nics_of_node(cluster: ClusterSpec) -> tuple[int, float]:
     """(how many NICs a node has, nominal bytes/s of each); a node that has part of one has one of that rate."""
-    wanted = cluster.network.nics_per_device * cluster.devices_per_node
-    count = max(1, round(wanted))
-    return count, cluster.network.nic_bytes_per_s * wanted / count
+    nominal = cluster.network.nics_per_device * cluster.devices_per_node
+    count = max(1, round(nominal))
+    return count, cluster.network.nic_bytes_per_s * nominal / count
 
 
 def add_component(graph: Graph, vertex: Hashable, component: Component) -> Hashable:
@@ -130,9 +130,9 @@ def _add_host(graph: Graph, cluster: ClusterSpec) -> list[Hashable]:
         upward = _host_link(cluster, "pcie", max(size // len(hubs), 1), cluster.device.host_link_bytes_per_s)
         for at, hub in enumerate(hubs):
             connect(graph, hub, sockets[at * len(sockets) // len(hubs)], upward)
-    own = _host_link(cluster, host.device_link, 1)
+    device_link = _host_link(cluster, host.device_link, 1)
     for at in range(size):
-        connect(graph, ("device", at), hubs[at * len(hubs) // size], own)
+        connect(graph, ("device", at), hubs[at * len(hubs) // size], device_link)
     return hubs
 
 
@@ -144,7 +144,7 @@ def fabric_link(level: LinkLevel, *, peers: int = 0, share: float = 1.0) -> Link
         sustained_bytes_per_s=level.rate_bytes_per_s * level.efficiency / max(peers, 1),
         latency_s=level.latency_s if peers else level.latency_s / 2,
     )
-    return link.left(share)
+    return link.slowed(share)
 
 
 def _host_link(cluster: ClusterSpec, kind: str, below: int, most_bytes_per_s: float = math.inf) -> Link:
@@ -155,11 +155,11 @@ def _host_link(cluster: ClusterSpec, kind: str, below: int, most_bytes_per_s: fl
     levels = [
         level for level in cluster.levels if level.kind == "pcie" and level.num_devices <= cluster.devices_per_node
     ]
-    own = levels[-1].bandwidth_bytes_per_s if levels else cluster.device.host_link_bytes_per_s
-    sustained = own * levels[-1].efficiency if levels else own
+    link_bytes_per_s = levels[-1].bandwidth_bytes_per_s if levels else cluster.device.host_link_bytes_per_s
+    sustained = link_bytes_per_s * levels[-1].efficiency if levels else link_bytes_per_s
     return Link(
         kind=kind,
-        bytes_per_s=min(below * own, most_bytes_per_s),
+        bytes_per_s=min(below * link_bytes_per_s, most_bytes_per_s),
         sustained_bytes_per_s=min(below * sustained, most_bytes_per_s),
         latency_s=levels[-1].latency_s / 2 if levels and below == 1 else 0.0,
     )
@@ -180,7 +180,7 @@ def nic_link(cluster: ClusterSpec, share: float = 1.0) -> Link:
         latency_s=network.latency_s / 2,
         sharp=network.sharp,
     )
-    return link.left(share)
+    return link.slowed(share)
 
 
 def uplink(cluster: ClusterSpec, tier: int, num_nodes: int, rails: int, share: float = 1.0) -> Link:
@@ -198,7 +198,7 @@ def uplink(cluster: ClusterSpec, tier: int, num_nodes: int, rails: int, share: f
         oversubscription=network.tiers[tier].oversubscription,
         sharp=network.sharp,
     )
-    return link.left(share)
+    return link.slowed(share)
 
 
 def site_link(cluster: ClusterSpec) -> Link:

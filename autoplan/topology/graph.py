@@ -145,15 +145,15 @@ def links_up(graph: Graph, vertex: Hashable) -> list[Link]:
     return links
 
 
-def min_cut_bytes_per_s(graph: Graph, left: Iterable[Hashable], right: Iterable[Hashable]) -> float:
-    """The least sustained rate, one direction, of links that part the vertices `left` from those of `right`."""
+def min_cut_bytes_per_s(graph: Graph, sources: Iterable[Hashable], sinks: Iterable[Hashable]) -> float:
+    """The least sustained rate, one direction, of links that part the vertices `sources` from `sinks`."""
     flows = nx.Graph()
     for a, b, edge in graph.edges(data=True):
         if a != b:
             flows.add_edge(a, b, capacity=edge["num_links"] * edge["link"].sustained_bytes_per_s)
     source, sink = object(), object()
-    flows.add_edges_from((source, vertex) for vertex in left)  # no capacity: without limit
-    flows.add_edges_from((vertex, sink) for vertex in right)
+    flows.add_edges_from((source, vertex) for vertex in sources)  # no capacity: without limit
+    flows.add_edges_from((vertex, sink) for vertex in sinks)
     value: float = nx.minimum_cut_value(flows, source, sink)
     return value
 
@@ -167,7 +167,7 @@ def classes(graph: Graph, first: dict[Any, Any] | None = None) -> dict[Any, int]
     count = 0
     while True:
         numbers: dict[Any, int] = {}
-        new = {v: numbers.setdefault(seen, len(numbers)) for v, seen in colour.items()}
+        new = {v: numbers.setdefault(signature, len(numbers)) for v, signature in colour.items()}
         if len(numbers) == count:
             return new
         count = len(numbers)
@@ -199,11 +199,11 @@ def _blocks(runs: Runs, size: int) -> Iterator[tuple[Runs, int]]:
             if not room:
                 yield tuple(partial), 1
                 partial, room = [], size
-        full, rest = divmod(count, size)
+        full, num_partial = divmod(count, size)
         if full:
             yield ((node, size),), full
-        if rest:
-            partial, room = [(node, rest)], size - rest
+        if num_partial:
+            partial, room = [(node, num_partial)], size - num_partial
     if partial:
         yield tuple(partial), 1
 
@@ -303,8 +303,8 @@ class _Folded:
                 self._inside(faults, rails)[1] for faults in sorted({node.faults for node in switch.nodes})
             ]
             numbers: dict[Any, int] = {}
-            seen = [tuple(class_of["nic", at] for class_of in rails_of_nodes) for at in range(len(rails))]
-            refined = tuple(numbers.setdefault(classes, len(numbers)) for classes in seen)
+            signatures = [tuple(class_of["nic", at] for class_of in rails_of_nodes) for at in range(len(rails))]
+            refined = tuple(numbers.setdefault(classes, len(numbers)) for classes in signatures)
             if refined == rails:
                 return rails
             rails = refined
@@ -356,8 +356,8 @@ class _Folded:
         for at, component in inside.nodes(data="component"):
             class_number = class_of[at]
             if class_number not in vertices:
-                own = replace(component, side=node.side) if component.kind == "device" else component
-                vertices[class_number] = self._add(own, sizes[class_number] * total)
+                sided = replace(component, side=node.side) if component.kind == "device" else component
+                vertices[class_number] = self._add(sided, sizes[class_number] * total)
             if component.kind == "nic" and above.vertices:
                 up = above.vertices[at[1] % len(above.vertices)]
                 self._connect(vertices[class_number], up, nic_link(self.cluster, component.share), total)

@@ -138,7 +138,7 @@ def _domains(cluster: ClusterSpec, placement: Sequence[str] | None) -> list[tupl
             switch=switch,
             # Links out of a switch are those of all nodes below it; each site has the same ones.
             load=np.ones(len(count)) if below else count / count.max(),
-            own=np.minimum(count / below, 1.0) if below else np.ones(len(count)),
+            job_share=np.minimum(count / below, 1.0) if below else np.ones(len(count)),
             devices_per_node=cluster.devices_per_node,
             is_even=fills_evenly(switch),
         )

@@ -37,15 +37,15 @@ class Seats:
     """Below which switch of one tier every node of a job sits, nodes in the order of their ranks.
 
     `load` weighs what leaves a switch: 1, or where all switches have equal links, such as sites, its share of the nodes
-    of the fullest.  `own` is the part of the nodes below a switch that the job has: of the others' traffic as large a
-    share is taken to leave the switch as of the job's on average [judged].  Where nodes fill the switches evenly and
-    in order, which `is_even` says, whole numbers of members tell it all; `group_members` holds the effective ones of
-    the groups that were asked for elsewhere.
+    of the fullest.  `job_share` is the part of the nodes below a switch that the job has: of the others' traffic
+    as large a share is taken to leave the switch as of the job's on average [judged].  Where nodes fill the switches
+    evenly and in order, which `is_even` says, whole numbers of members tell it all; `group_members` holds the effective
+    ones of the groups that were asked for elsewhere.
     """
 
     switch: Ints  # shape (nodes), numbered from 0
     load: Floats  # shape (switches)
-    own: Floats  # shape (switches)
+    job_share: Floats  # shape (switches)
     devices_per_node: int
     is_even: bool
     group_members: dict[RankGroup, float] = field(default_factory=dict)
@@ -85,16 +85,16 @@ def leaving_share(seats: Seats, switch: Ints, group: RankGroup) -> Floats:
         cell, count = np.unique(siblings * num + below, return_counts=True)
         cell = cell // (len(ranks) * num) * num + cell % num
         sent = np.bincount(cell, count, orders * num).reshape(orders, num)
-        left = np.bincount(cell, count * (1 - count / group.size), orders * num).reshape(orders, num)
+        leaving = np.bincount(cell, count * (1 - count / group.size), orders * num).reshape(orders, num)
     else:
         leaves = below != np.roll(below, -1, axis=2)
         if group.pattern == "chain":
             leaves[:, :, -1] = False
         cell = np.arange(orders)[:, None, None] * num + below
         sent = np.bincount(cell.ravel(), minlength=orders * num).reshape(orders, num)
-        left = np.bincount(cell[leaves], minlength=orders * num).reshape(orders, num)
-    mean = left.sum(axis=1, keepdims=True) / np.maximum(sent.sum(axis=1, keepdims=True), 1)
-    return seats.load * (seats.own * left / np.maximum(sent, 1) + (1 - seats.own) * mean)
+        leaving = np.bincount(cell[leaves], minlength=orders * num).reshape(orders, num)
+    mean = leaving.sum(axis=1, keepdims=True) / np.maximum(sent.sum(axis=1, keepdims=True), 1)
+    return seats.load * (seats.job_share * leaving / np.maximum(sent, 1) + (1 - seats.job_share) * mean)
 
 
 def _ranks(group: RankGroup, num_nodes: int, devices_per_node: int) -> tuple[Ints, int]:

@@ -27,7 +27,7 @@ class Spans:
     """
 
     inner: Floats  # members in a domain out of which the links of the level lead
-    here: Floats  # members in a domain of the level
+    outer: Floats  # members in a domain of the level
     base: Floats  # members in a domain out of which the links of the fabric lead
     reach: Floats  # members in a domain of the fabric
 
@@ -41,7 +41,7 @@ class Spans:
             base[at] = base[at - 1]
         for at in reversed(topology.tiers):
             reach[at - 1] = reach[at]
-        return cls(inner=inner, here=in_domain, base=base, reach=reach)
+        return cls(inner=inner, outer=in_domain, base=base, reach=reach)
 
     @property
     def is_crossed(self) -> Bools:
@@ -54,7 +54,7 @@ class Spans:
 
         NCCL's rings know no tiers of switches, nodes follow one another as their ranks do.
         """
-        return self.reach / self.inner - self.reach / self.here
+        return self.reach / self.inner - self.reach / self.outer
 
 
 def hierarchical_bytes(spans: Spans, buffer_bytes: Floats, volume: float) -> Floats:
@@ -96,7 +96,7 @@ def all_to_all_bytes(spans: Spans, buffer_bytes: Floats, copies: Ints | int = 1)
     Of a buffer that holds every token `copies` times, for as many random members, another rank, node or rack gets one
     and spreads it inside.
     """
-    num_ranks = spans.here[-1]
+    num_ranks = spans.outer[-1]
     all_bytes = buffer_bytes * (spans.reach - spans.inner) / num_ranks
     if np.all(copies == 1):
         return all_bytes

@@ -109,7 +109,7 @@ def _in_steps_s(
     times: list[Floats] = []  # of the fabrics
     wire = beyond = np.zeros_like(buffer_bytes)
     for at, level in enumerate(topology.levels):
-        domains = spans.here[at] / spans.inner[at]
+        domains = spans.outer[at] / spans.inner[at]
         rate = level_rate(level, domains)
         level_wire = moved[at] / rate
         if curve := level.collectives:
@@ -131,7 +131,7 @@ def _in_steps_s(
             wire, beyond = level_wire, level_beyond
         times.append(np.where(spans.reach[at] > spans.base[at], wire + beyond, 0.0))
     slowest, total = reduce(np.maximum, times), reduce(np.add, times)
-    moves = (spans.here[-1] > 1) & (buffer_bytes > 0)
+    moves = (spans.outer[-1] > 1) & (buffer_bytes > 0)
     return np.where(moves, slowest + UNHIDDEN_SHARE * (total - slowest), 0.0)
 
 
@@ -142,7 +142,7 @@ def _message_s(topology: Topology, spans: Spans, moved: Floats, message_bytes: F
     for at, level in enumerate(topology.levels):
         level_wire = moved[at] / level_rate(level, pair)
         wire = np.maximum(wire, level_wire) if at in topology.tiers else level_wire
-        crosses = spans.here[at] > spans.inner[at]
+        crosses = spans.outer[at] > spans.inner[at]
         time = np.where(crosses, np.maximum(time, level.latency_s + wire), time)
     return time
 
@@ -155,20 +155,20 @@ def _switch_steps(topology: Topology, spans: Spans) -> Floats:
     """Hops up through a tree of switches that add up, and rings inside nodes: shape (levels, groups)."""
     steps = spans.hops
     for at in topology.network:
-        domains = spans.here[at] / spans.inner[at]
+        domains = spans.outer[at] / spans.inner[at]
         steps[at] = np.where(domains > 1, np.maximum(np.log2(domains) / np.log2(SWITCH_DOWN_PORTS), 1.0), 0.0)
     return steps
 
 
 def _exchange_steps(_: Topology, spans: Spans) -> Floats:
     """Steps of an all-to-all, whose messages are in flight together, where those of a ring follow one another."""
-    return 2 * np.log2(spans.here / spans.inner)
+    return 2 * np.log2(spans.outer / spans.inner)
 
 
 def _switches_add_up(topology: Topology, spans: Spans) -> Bools:
     """Return whether all switches that a group crosses add up what is reduced."""
     if not any(level.is_reducing for level in topology.levels):
-        return np.zeros(spans.here.shape[1:], dtype=np.bool_)
+        return np.zeros(spans.outer.shape[1:], dtype=np.bool_)
     plain = [at for at in topology.network if not topology.levels[at].is_reducing]
     return np.asarray(~spans.is_crossed[plain].any(axis=0))
 
