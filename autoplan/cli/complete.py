@@ -10,9 +10,9 @@ from autoplan.frameworks.registry import facts_files, names_of
 PRESETS = Path(__file__).parent.parent / "presets"
 
 
-def words(known: Iterable[str]) -> Callable[[str], list[str]]:
+def words(choices: Iterable[str]) -> Callable[[str], list[str]]:
     """Completion among a few words; where none begins so, the shell offers files."""
-    names = tuple(known)
+    names = tuple(choices)
 
     def complete(incomplete: str) -> list[str]:
         return [name for name in names if name.startswith(incomplete)]

@@ -101,8 +101,8 @@ def estimate(
             _print_mixed(mixed, memory=memory)
         return
     if launch_file is not None:
-        says = "the plan of a launch file is priced as it is"
-        check_untyped(context, context.params.keys() - BESIDE_A_LAUNCH_FILE, says)
+        why = "the plan of a launch file is priced as it is"
+        check_untyped(context, context.params.keys() - BESIDE_A_LAUNCH_FILE, why)
     elif model is None and not (variables or target):
         context.fail("give MODEL or a plan.json, or a launch file: --from FILE")
     elif model is not None and api.plan_files.is_plan_file(Path(model)):
@@ -128,8 +128,8 @@ def estimate(
 
 def _mixed(context: typer.Context, plan_file: str) -> MixedPlanResult:
     """Price the plan file of a mixed cluster."""
-    says = context.params.keys() - BESIDE_A_PLAN_FILE | {"timings"}
-    check_untyped(context, says, "a plan file is priced as it is")
+    ignored = context.params.keys() - BESIDE_A_PLAN_FILE | {"timings"}
+    check_untyped(context, ignored, "a plan file is priced as it is")
     if context.params["verify_memory"]:
         raise InputError("--verify-memory is not there for mixed clusters: leave it out")
     return api.mixed.estimate_mixed(plan_file).with_command(command_line())

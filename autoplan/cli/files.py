@@ -19,7 +19,7 @@ def write_trace(result: PlanResult | MixedPlanResult, path: Path, *, force: bool
     from autoplan.base.files import write_text
 
     write_text(path, result.trace(), force=force)
-    print_written(path, quiet=quiet, then=": open it in ui.perfetto.dev")
+    print_written(path, quiet=quiet, ending=": open it in ui.perfetto.dev")
 
 
 def write_page(result: PlanResult | MixedPlanResult, path: Path, out: Path, *, force: bool, quiet: bool) -> None:

@@ -25,14 +25,14 @@ def _shared(
     default: str | None = None,
     *,
     kind: Any = str,
-    known: Iterable[str] = (),
+    choices: Iterable[str] = (),
     unset: str | None = None,
 ) -> tuple[str, tuple[Any, Any]]:
     """Return a flag by the name of its parameter; without a default it may be left out, which then means `unset`.
 
-    `known` completes it.
+    `choices` completes it.
     """
-    completion: dict[str, Any] = {"autocompletion": words(tuple(known))} if known else {}
+    completion: dict[str, Any] = {"autocompletion": words(tuple(choices))} if choices else {}
     option = typer.Option(
         f"--{name.replace('_', '-')}", metavar=metavar, help=text, show_default=unset or True, **completion
     )
@@ -58,14 +58,14 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
             None,
             "Number format of the matrix products: bf16, fp16, fp8, mxfp8, nvfp4 or, with the built-in trainer, fp32.",
             "bf16",
-            known=_PRECISIONS,
+            choices=_PRECISIONS,
         ),
         _shared(
             "attention",
             None,
             "Attention kernel: flash, flash1, flash2, megatron-fused or unfused.",
             "flash",
-            known=_ATTENTION,
+            choices=_ATTENTION,
         ),
         ("framework", (options.FrameworkOption, "megatron-core")),
         ("calibration", (options.CalibrationOption, None)),
@@ -73,7 +73,7 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
             "timings",
             "aiconfigurator|db",
             "Measured times of kernels before fitted curves: of the installed wheel, or of the timing database.",
-            known=("aiconfigurator", "db"),
+            choices=("aiconfigurator", "db"),
         ),
         ("url", (options.DbOption, None)),
         _shared("reserve_memory", "SIZE", "Device memory to keep free, such as 4GiB.", "0"),
@@ -94,14 +94,14 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
             "quantize",
             "FORMAT",
             "Number format of the frozen weights: int8, nf4, nf4-dq or int4.",
-            known=("int8", "nf4", "nf4-dq", "int4"),
+            choices=("int8", "nf4", "nf4-dq", "int4"),
         ),
         _shared(
             "optimizer",
             "NAME",
             "adam, adam8bit (bitsandbytes, torchao), adam4bit (torchao), adafactor, lion, sgd (with momentum) or muon.",
             "adam",
-            known=OPTIMIZERS,
+            choices=OPTIMIZERS,
         ),
         _shared(
             "expert_imbalance",

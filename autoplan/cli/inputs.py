@@ -71,20 +71,20 @@ def command_line() -> str:
 
 
 def check_untyped(
-    context: typer.Context, said: Collection[str], says: str, *, or_else: str = ", or give a model in place of the file"
+    context: typer.Context, names: Collection[str], why: str, *, or_else: str = ", or give a model in place of the file"
 ) -> None:
     """Refuse parameters on the command line that a file beside them says: they would be ignored."""
     parameters = [
         parameter
         for parameter in context.command.params
-        if parameter.name and parameter.name in said and is_typed(context, parameter.name)
+        if parameter.name and parameter.name in names and is_typed(context, parameter.name)
     ]
     if parameters:
         flags = ", ".join(
             parameter.opts[0] if parameter.param_type_name == "option" else parameter.human_readable_name
             for parameter in parameters
         )
-        raise InputError(f"{says}, without {flags}: leave them out{or_else}")
+        raise InputError(f"{why}, without {flags}: leave them out{or_else}")
 
 
 def check_outputs(*paths: Path | None, force: bool) -> None:

@@ -37,4 +37,4 @@ def new(
     check_outputs(path, force=force)
     write_text(path, text, force=force)
     use = "autoplan search {} --cluster h100-sxm:1x8" if kind == "model" else "autoplan search llama3-8b --cluster {}"
-    print_written(path, quiet=quiet, then=f": {use.format(path)} --global-batch 64 --seq-len 4k")
+    print_written(path, quiet=quiet, ending=f": {use.format(path)} --global-batch 64 --seq-len 4k")

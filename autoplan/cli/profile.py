@@ -211,30 +211,30 @@ def _check_health(context: typer.Context, out: Path | None, *, force: bool) -> N
         check_output(out, force=force)
     elif force:
         raise InputError("--force replaces the cluster file that --out names: name it")
-    given = context.params
-    named = {name: given[name] for name in ("budget", "cluster", "ranks", "allowance", "limit")}
-    options = HealthOptions(db=whole_url(context, given["url"]), out=out, force=force, **named)
+    params = context.params
+    named = {name: params[name] for name in ("budget", "cluster", "ranks", "allowance", "limit")}
+    options = HealthOptions(db=whole_url(context, params["url"]), out=out, force=force, **named)
     leave_on_sigterm()
-    with progress_bar(quiet=given["quiet"], doing="measuring", unit="rounds of messages") as show:
+    with progress_bar(quiet=params["quiet"], doing="measuring", unit="rounds of messages") as show:
 
-        def advance(now: Health) -> None:
+        def advance(health: Health) -> None:
             if show:
-                show(now.num_rounds - now.num_left, now.num_rounds)
+                show(health.num_rounds - health.num_left, health.num_rounds)
 
-        found = check_health(options, advance)
-    if found is None:
+        health = check_health(options, advance)
+    if health is None:
         return
-    if given["json"]:
+    if params["json"]:
         from autoplan.base.files import encode
 
-        typer.echo(encode(found), nl=False)
+        typer.echo(encode(health), nl=False)
     else:
-        print_health(make_console(), found)
-    if not given["quiet"]:
-        for text in warnings_of(found):
+        print_health(make_console(), health)
+    if not params["quiet"]:
+        for text in warnings_of(health):
             _say(f"warning: {text}")
     if out is not None:
-        print_written(out, quiet=given["quiet"], then=", with what is slow as its faults")
+        print_written(out, quiet=params["quiet"], ending=", with what is slow as its faults")
 
 
 def _submit(context: typer.Context, plan_file: Path, options: ProfileOptions) -> None:
@@ -243,25 +243,25 @@ def _submit(context: typer.Context, plan_file: Path, options: ProfileOptions) ->
     from autoplan.api.profiling import planned_profile
 
     planned = planned_profile(plan_file=plan_file, options=options)  # what is wrong with it is known before a job waits
-    given = context.params
-    if not given["quiet"]:
+    params = context.params
+    if not params["quiet"]:
         _say_where(planned)
     handed = tuple(
         word
         for name in ("allowance", "visits", "limit", "mode", "dtypes")
         if is_typed(context, name)
-        for word in (f"--{name}", str(given[name]))
+        for word in (f"--{name}", str(params[name]))
     )
     job = ProfileJob(
         plan_file=plan_file,
-        template=given["template"],
+        template=params["template"],
         options=handed,
         budget=options.budget,
         db=options.db,
-        image=given["image"],
-        folder=Path(given["work"]),
+        image=params["image"],
+        folder=Path(params["work"]),
     )
-    log = run_job(job) if given["quiet"] else run_job(job, show=_say)
+    log = run_job(job) if params["quiet"] else run_job(job, show=_say)
     typer.echo(log, nl=False)
     advice = planned_profile(plan_file=plan_file, options=options).advice
     if advice is not None:
@@ -335,12 +335,12 @@ def _measured(started: Profile, *, quiet: bool) -> Progress:
     try:
         with measuring_bar(quiet=quiet, total=num_visits * len(started.tasks)) as show:
 
-            def advance(now: Progress) -> None:
-                task, outcome = next(reversed(now.outcomes.items()))
+            def advance(progress: Progress) -> None:
+                task, outcome = next(reversed(progress.outcomes.items()))
                 if outcome.status == "failed" and not quiet:
                     _say(f"{task}: {outcome.reason}")
                 if show:
-                    show(min(now.num_visits, num_visits * now.total), str(task), now.left_s)
+                    show(min(progress.num_visits, num_visits * progress.total), str(task), progress.left_s)
 
             return started.measure(advance)
     except (KeyboardInterrupt, SystemExit) as left:
@@ -389,7 +389,7 @@ def _print_planned_json(planned: PlannedProfile) -> None:
     from autoplan.base.files import encode
 
     advice = planned.advice
-    found = PlannedMeasurements(
+    answer = PlannedMeasurements(
         device=planned.hello.fingerprint.device,
         ranks=len(planned.hello.hosts),
         nodes=planned.hello.num_nodes,
@@ -410,7 +410,7 @@ def _print_planned_json(planned: PlannedProfile) -> None:
             for ranked in planned.tasks
         ),
     )
-    typer.echo(encode(found), nl=False)
+    typer.echo(encode(answer), nl=False)
 
 
 def _print_json(progress: Progress) -> None:

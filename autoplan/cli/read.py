@@ -84,7 +84,7 @@ def read(
         unread[option.matters].append((option.option, option.value, option.why))
     spec = (result.launch.model, result.launch.training, result.launch.plan)
     console = report.terminal.make_console()
-    report.launch_file.print_launch(console, result.headline, spec, matters=unread[True], rest=unread[False])
+    report.launch_file.print_launch(console, result.headline, spec, matters=unread[True], harmless=unread[False])
 
 
 def _read_traces(files: list[Path], plan: Path | None, url: str | None, *, json: bool) -> None:

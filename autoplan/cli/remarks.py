@@ -42,7 +42,7 @@ def print_warnings(texts: Iterable[str], *, quiet: bool = False) -> None:
         print(f"autoplan: warning: {text}", file=sys.stderr)
 
 
-def print_written(path: Path, *, quiet: bool, then: str = "") -> None:
+def print_written(path: Path, *, quiet: bool, ending: str = "") -> None:
     """Say that a file was written, and what can be done with it."""
     if not quiet:
-        print(f"wrote {path}{then}", file=sys.stderr)
+        print(f"wrote {path}{ending}", file=sys.stderr)

@@ -218,7 +218,7 @@ def _at_least_shown(share: float) -> str:
 def searched_line(certificate: Certificate) -> str:
     """Sentence on how many plans were priced, and what is known of the others."""
     least, margin = certificate.least_left, certificate.margin
-    others = "do not fit in memory" if least is None else f"are at least {format_percent(least - 1)} slower"
+    others_text = "do not fit in memory" if least is None else f"are at least {format_percent(least - 1)} slower"
     text = (
         f"{certificate.plans:,} plans with {certificate.cells:,} combinations of degrees: {certificate.priced:,} priced"
     )
@@ -226,7 +226,7 @@ def searched_line(certificate: Certificate) -> str:
         return f"{text}, of {certificate.expanded:,} combinations"
     if certificate.best_in:
         return f"{text}, {certificate.bounded:,} lower bounds on time and memory tell that no other is better"
-    text += f"; by {certificate.bounded:,} lower bounds on time and memory all others {others}"
+    text += f"; by {certificate.bounded:,} lower bounds on time and memory all others {others_text}"
     return f"{text} (up to {format_percent(margin)} slower may have the least quantile)" if margin else text
 
 
@@ -259,10 +259,10 @@ def _beside(plan: ParallelPlan, best: ParallelPlan) -> str:
     """Describe a plan; of many options only those that are not the best plan's, where it has one for each of them."""
     words, words_of_best = plan.describe().split(", "), best.describe().split(", ")
     degrees, options = words[:2], words[2:]
-    own = [option for option in options if option not in words_of_best]
-    if len(words) != len(words_of_best) or len(options) - len(own) < LEAST_SHARED:
+    differing = [option for option in options if option not in words_of_best]
+    if len(words) != len(words_of_best) or len(options) - len(differing) < LEAST_SHARED:
         return plan.describe()
-    return ", ".join([*degrees, *own, "else as the best"])
+    return ", ".join([*degrees, *differing, "else as the best"])
 
 
 def told_apart(width: float, *, is_close: bool) -> str:
@@ -375,12 +375,12 @@ def _summed(terms_s: dict[str, float]) -> dict[str, float]:
 def _gained(best: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> dict[str, float]:
     """Time by which every term of the second plan is longer, for as many sequences as the best has in a step."""
     scale = best.plan.global_batch / second.plan.global_batch
-    terms, others = best.terms_s, second.terms_s
-    if (terms.get("head", 0.0) > 0) != (others.get("head", 0.0) > 0):
+    terms, second_terms = best.terms_s, second.terms_s
+    if (terms.get("head", 0.0) > 0) != (second_terms.get("head", 0.0) > 0):
         # Terms of work are those of the busiest stage, which holds the head in one plan and layers in its place in
         # the other: only their sums compare.
-        terms, others = _summed(terms), _summed(others)
-    return {name: others.get(name, 0.0) * scale - value for name, value in terms.items()}
+        terms, second_terms = _summed(terms), _summed(second_terms)
+    return {name: second_terms.get(name, 0.0) * scale - value for name, value in terms.items()}
 
 
 def choice_lines(best: RankedPlan, choice: Confidence) -> Iterator[tuple[str, str]]:

@@ -160,9 +160,9 @@ def draw(cluster: ClusterSpec, cluster_graph: ClusterGraph, step: StepTraffic | 
             y += ROW + 10
     bottom = _draw_node(canvas, cluster, cluster_graph, places[-1], total, _span(len(places) - 1), above, y + 10, moved)
     for depth, group in reversed(list(enumerate(places))):
-        (x0, x1), others = _span(depth), _others(group)
-        bottom += 12 + LINE * bool(others)
-        canvas.text(x0 + 10, bottom - 7, others, style='font-size="11" font-style="italic"')
+        (x0, x1), besides = _span(depth), _besides(group)
+        bottom += 12 + LINE * bool(besides)
+        canvas.text(x0 + 10, bottom - 7, besides, style='font-size="11" font-style="italic"')
         canvas.text(x0 + 10, tops[depth] + 18, place_name(group), style=f'font-weight="bold" {HALO}')
         canvas.frame((x0, x1), (tops[depth], bottom), is_stacked=group.count > 1)
     height = bottom + MARGIN
@@ -205,14 +205,14 @@ def _opened(group: PlaceGroup) -> Iterator[PlaceGroup]:
         yield from _opened(group.inside[0])
 
 
-def _others(group: PlaceGroup) -> str:
+def _besides(group: PlaceGroup) -> str:
     """The places in one that are not opened."""
     counts: Counter[str] = Counter()
     for place in group.inside[1:]:
         counts[place_name(replace(place, count=1))] += place.count
-    others = [f"{count:,} x {name}" for name, count in counts.items()]
-    more = f" and {len(others) - MOST_OTHERS} more kinds" if len(others) > MOST_OTHERS else ""
-    return f"besides: {', '.join(others[:MOST_OTHERS])}{more}" if others else ""
+    kinds = [f"{count:,} x {name}" for name, count in counts.items()]
+    more = f" and {len(kinds) - MOST_OTHERS} more kinds" if len(kinds) > MOST_OTHERS else ""
+    return f"besides: {', '.join(kinds[:MOST_OTHERS])}{more}" if kinds else ""
 
 
 def _draw_switches(

@@ -126,8 +126,8 @@ def print_waterfall(console: Console, stages: Sequence[PlacedStage]) -> None:
     groups = [*kinds.values()]
     worst = max(groups, key=lambda group: group[0].fill)
     if len(groups) > MOST_MEMORY_COLUMNS:
-        kept = {0, len(groups) - 1, groups.index(worst), *range(MOST_MEMORY_COLUMNS - 2)}
-        groups = [group for at, group in enumerate(groups) if at in kept]
+        shown = {0, len(groups) - 1, groups.index(worst), *range(MOST_MEMORY_COLUMNS - 2)}
+        groups = [group for at, group in enumerate(groups) if at in shown]
     firsts = [group[0] for group in groups]
     terms = [stage.cost.memory_terms_bytes for stage in firsts]
     rows = [

@@ -26,7 +26,7 @@ def print_launch(
     spec: tuple[ModelSpec, TrainingSpec, ParallelPlan],
     *,
     matters: Sequence[tuple[str, str, str]],
-    rest: Sequence[tuple[str, str, str]],
+    harmless: Sequence[tuple[str, str, str]],
 ) -> None:
     """Print the plan of a launch file, then its options that were not read: (option, value, why)."""
     model, training, plan = spec
@@ -44,10 +44,10 @@ def print_launch(
         console.print("\nnot read, may cost time or memory")
         rows = [(escape(option), escape(_cut(value)), escape(why)) for option, value, why in matters]
         print_table(console, (("option", False), ("value", False), ("why", False)), rows, keep=3)
-    if rest:
+    if harmless:
         console.print("\nnot read")
-        for reason in dict.fromkeys(why for *_, why in rest):
-            options = ", ".join(dict.fromkeys(option for option, _, why in rest if why == reason))
+        for reason in dict.fromkeys(why for *_, why in harmless):
+            options = ", ".join(dict.fromkeys(option for option, _, why in harmless if why == reason))
             print_part(console, escape(f"{options}: {reason}"))
 
 

@@ -27,60 +27,60 @@ MOST_NEIGHBOURS = 3  # records that are named of a time between measured shapes
 LEAST_SHARE = 5e-4  # of a term, that would not read as 0.0 %
 
 
-def print_step_sources(console: Console, file: PlanFile, found: StepSources, path: str) -> None:
+def print_step_sources(console: Console, file: PlanFile, sources: StepSources, path: str) -> None:
     """Print what serves each time that the plan's price looks up, and who measured the records where and when."""
     print_answer(console, file)
     console.print()
-    print_table(console, NEED_COLUMNS, [[escape(cell) for cell in row] for row in need_rows(found)], keep=5)
-    if rows := [[escape(cell) for cell in row] for row in record_rows(found)]:
+    print_table(console, NEED_COLUMNS, [[escape(cell) for cell in row] for row in need_rows(sources)], keep=5)
+    if rows := [[escape(cell) for cell in row] for row in record_rows(sources)]:
         console.print()
         print_table(console, RECORD_COLUMNS, rows, keep=6)
     console.print()
-    for line in remarks(found):
+    for line in remarks(sources):
         print_part(console, escape(line))
-    if any(need.served != "measured" for need in found.needed):
+    if any(need.served != "measured" for need in sources.needed):
         print_next_steps(console, ("next", f"autoplan profile --for {path}"))
 
 
-def remarks(found: StepSources) -> Iterator[str]:
+def remarks(sources: StepSources) -> Iterator[str]:
     """Yield where the records are, for which machine they were read, and which of them are not told of."""
-    if not found.timings:
+    if not sources.timings:
         yield "nothing was measured: the plan was priced without timings, from published measurements and datasheets"
         return
-    of = f" for {found.machine}" if found.machine else ""
-    yield f"timings: {found.database or found.timings}{of}"
-    if found.unknown:
-        yield found.unknown
+    of = f" for {sources.machine}" if sources.machine else ""
+    yield f"timings: {sources.database or sources.timings}{of}"
+    if sources.unknown:
+        yield sources.unknown
 
 
-def need_rows(found: StepSources) -> Iterator[tuple[str, ...]]:
+def need_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:
     """Yield the cells of `NEED_COLUMNS`: term after term, of each those first that it rests on most."""
     by_term: dict[str, list[NeededTime]] = {}
-    for need in found.needed:
-        by_term.setdefault(_term_of(need, found), []).append(need)
+    for need in sources.needed:
+        by_term.setdefault(_term_of(need, sources), []).append(need)
     for name in (*(term.name for term in TERMS), ""):
         needs = [need for need in by_term.get(name, ()) if _is_shown(need, name)]
-        seconds = found.terms_s.get(name, 0.0)
+        seconds = sources.terms_s.get(name, 0.0)
         if not needs and seconds < LEAST_SHOWN_S:
             continue
         title = f"{term_name(name)}, {format_seconds(seconds)}" if name else "with others only"
-        own = found.measured_shares.get(name, 0.0)
-        if not needs and own > LEAST_SHARE:
-            yield (title, "", "as the terms above", format_percent(own))
+        measured = sources.measured_shares.get(name, 0.0)
+        if not needs and measured > LEAST_SHARE:
+            yield (title, "", "as the terms above", format_percent(measured))
         elif not needs:
             yield (title, "", "not measured", format_percent(1.0))
         for need in sorted(needs, key=lambda need: -(need.terms.get(name) or 0.0)):
             yield from _need_rows(title, need, need.terms.get(name))
             title = ""
-        if needs and 1 - own > LEAST_SHARE:
-            yield ("", "(all the rest)" if own else "(all)", "not measured", format_percent(1 - own))
+        if needs and 1 - measured > LEAST_SHARE:
+            yield ("", "(all the rest)" if measured else "(all)", "not measured", format_percent(1 - measured))
 
 
-def _term_of(need: NeededTime, found: StepSources) -> str:
+def _term_of(need: NeededTime, sources: StepSources) -> str:
     """Return the term that a time enters most; blank where it counts with others only."""
     return max(
         need.terms,
-        key=lambda name: -1.0 if name in OTHER_RANKS else found.terms_s.get(name, 0.0) * (need.terms[name] or 1.0),
+        key=lambda name: -1.0 if name in OTHER_RANKS else sources.terms_s.get(name, 0.0) * (need.terms[name] or 1.0),
         default="",
     )
 
@@ -94,8 +94,8 @@ def _need_rows(title: str, need: NeededTime, share: float | None) -> Iterator[tu
     """Yield the row of a time, and those of the records between which, or from which, it is had."""
     shape = f"{need.operation} {_sizes(need.shape)} {need.dtype}"
     is_own = need.served in ("measured", "disturbed")
-    own = need.sources[0].source if is_own and need.sources else ""
-    yield (title, shape, need.served, "" if share is None else format_percent(share), own)
+    key = need.sources[0].source if is_own and need.sources else ""
+    yield (title, shape, need.served, "" if share is None else format_percent(share), key)
     if need.served in ("interpolated", "scaled"):
         for source in _shown_sources(need):
             counts = f"counts {format_percent(source.share)}" if len(need.sources) > 1 else ""
@@ -106,11 +106,11 @@ def _shown_sources(need: NeededTime) -> list[TimeSource]:
     return [source for source in need.sources if abs(source.share) >= LEAST_SHARE][:MOST_NEIGHBOURS]
 
 
-def record_rows(found: StepSources) -> Iterator[tuple[str, ...]]:
+def record_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:
     """Yield the cells of `RECORD_COLUMNS` of each record that is named, those that the step rests on most first."""
-    named = (source.source for need in found.needed for source in _shown_sources(need))
+    named = (source.source for need in sources.needed for source in _shown_sources(need))
     for key in dict.fromkeys(named):
-        if facts := found.records.get(key):
+        if facts := sources.records.get(key):
             yield (
                 *(key, facts.host, facts.measured_at[:10], age_words(facts), facts.measured_by, facts.other_load),
                 *(facts.torch, facts.collectives, facts.driver),

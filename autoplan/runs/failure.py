@@ -47,8 +47,8 @@ class LogEnd:
     def error(self) -> str:
         """The first error that the end names, which the others follow from; blank if it names none."""
         errors = [match[1] for line in self._lines if (match := _ERROR.match(line))]
-        own = [line for line in errors if not any(name in line for name in _LAUNCHERS)]
-        return next(iter(own or errors), "")
+        program_errors = [line for line in errors if not any(name in line for name in _LAUNCHERS)]
+        return next(iter(program_errors or errors), "")
 
     @property
     def reason(self) -> str:

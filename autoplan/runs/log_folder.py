@@ -63,7 +63,7 @@ class PassedOver:
 
 
 @dataclass(slots=True)
-class _Found:
+class _SortedFiles:
     """Files of a folder and those below, by what they are."""
 
     launches: dict[Path, list[Path]] = field(default_factory=lambda: defaultdict(list))  # by folder
@@ -99,9 +99,9 @@ def past_runs(folder: Path, read: Callable[[Path], Launch]) -> Iterator[PastRun 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def _find(folder: Path) -> _Found:
-    files = _Found()
-    seen: set[tuple[int, int]] = set()
+def _find(folder: Path) -> _SortedFiles:
+    files = _SortedFiles()
+    inodes: set[tuple[int, int]] = set()
     if not is_folder(folder):
         raise InputError(f"{folder} is no folder: name the one that holds logs and launch files")
 
@@ -115,19 +115,19 @@ def _find(folder: Path) -> _Found:
         files.passed_over.append(PassedOver(path=folder, reason=f"only {MOST_FILES:,} of its files were looked at"))
     for path in sorted(found_paths[:MOST_FILES], key=Path.is_symlink):  # what a link leads to has a name of its own
         try:
-            _sort_in(path, files, seen)
+            _sort_in(path, files, inodes)
         except (InputError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             files.passed_over.append(PassedOver(path=path, reason=cleaned(reason)))
     return files
 
 
-def _sort_in(path: Path, files: _Found, seen: set[tuple[int, int]]) -> None:
+def _sort_in(path: Path, files: _SortedFiles, inodes: set[tuple[int, int]]) -> None:
     """Tell what a file is; one that is linked to twice counts once."""
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) in seen:
+    if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) in inodes:
         return
-    seen.add((status.st_dev, status.st_ino))
+    inodes.add((status.st_dev, status.st_ino))
     named = _LOG_NAME.fullmatch(path.name)
     if named is None:
         head = b"".join(chunks(path, _HEAD_BYTES))

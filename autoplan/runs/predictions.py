@@ -156,7 +156,7 @@ def read_predictions(path: Path) -> Iterator[Prediction]:
     """The predictions of a table that `prediction_table` wrote, or another program in its columns."""
     for row in read_rows(path, "predictions", ("id", "step_time_s", "verdict")):
         if row["verdict"] not in get_args(RunVerdict):
-            known = ", ".join(get_args(RunVerdict))
-            raise InputError(f"{path}: verdict {row['verdict'][:40]!r} of {row['id'][:40]} must be one of {known}")
+            verdicts = ", ".join(get_args(RunVerdict))
+            raise InputError(f"{path}: verdict {row['verdict'][:40]!r} of {row['id'][:40]} must be one of {verdicts}")
         numbers = {name: positive(path, row, name) for name in COLUMNS[1:5]}
         yield Prediction(id=row["id"], verdict=row["verdict"], note=row.get("note", ""), **numbers)  # type: ignore[arg-type]

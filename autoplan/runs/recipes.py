@@ -57,7 +57,7 @@ class Recipe:
 
     def fit(self, name: str, year: str, device: str) -> int:
         """Return how exactly the recipe names a row: the length of what agrees; 0 where something does not."""
-        begun = max((len(own) for own in self.names if name.casefold().startswith(own.casefold())), default=0)
+        begun = max((len(prefix) for prefix in self.names if name.casefold().startswith(prefix.casefold())), default=0)
         eras = [era for era in self.years or ("",) if year.startswith(era)]
         kinds = [kind for kind in self.devices or ("",) if kind in ("", device, device.rpartition("-")[0])]
         if not begun or not eras or not kinds:
@@ -85,9 +85,9 @@ def recipe_called(name: str, year: str, device: str = "") -> Recipe | None:
     """
     name = name.rpartition(": ")[2]
     words = [name, *(name[match.start() :] for match in re.finditer(r"\b\w", name) if match.start())]
-    for at, rest in enumerate(words):
-        best = max(recipes(), key=lambda recipe: recipe.fit(rest, year, device))
-        if best.fit(rest, year, device):
+    for at, text in enumerate(words):
+        best = max(recipes(), key=lambda recipe: recipe.fit(text, year, device))
+        if best.fit(text, year, device):
             return replace(best, is_kin=True) if at else best
     return None
 

@@ -159,10 +159,10 @@ class _Row:
             raise UnpricedError(f"{column} is not a positive number: {self.text(column)[:40]}")
         return value
 
-    def word(self, column: str, known: tuple[str, ...], default: str) -> str:
+    def word(self, column: str, allowed: tuple[str, ...], default: str) -> str:
         text = self.text(column, default)
-        if text not in known:
-            raise UnpricedError(f"{column} {text[:40]!r} is not one of {', '.join(known)}")
+        if text not in allowed:
+            raise UnpricedError(f"{column} {text[:40]!r} is not one of {', '.join(allowed)}")
         return text
 
 
@@ -242,9 +242,9 @@ def _graphs(row: _Row, model: ModelSpec) -> CudaGraphs:
     scopes = {scope for scope in row.options().get("cuda_graph", "none").split("+") if scope != "none"}
     if scopes == {"layer"}:  # all of a layer that has static shapes
         return CudaGraphs.LAYER
-    known = {scope for level in GRAPH_SCOPES.values() for scope in level} | {"full_iteration"}
-    if unknown := scopes - known:
-        raise UnpricedError(f"option cuda_graph {min(unknown)[:40]!r} is not one of {', '.join(sorted(known))}")
+    all_scopes = {scope for level in GRAPH_SCOPES.values() for scope in level} | {"full_iteration"}
+    if unknown := scopes - all_scopes:
+        raise UnpricedError(f"option cuda_graph {min(unknown)[:40]!r} is not one of {', '.join(sorted(all_scopes))}")
     return graphs_of(scopes, model)
 
 
@@ -312,26 +312,26 @@ def _model(row: _Row, recipe: Recipe) -> ModelSpec:
 
 def _experts(row: _Row, preset: ModelSpec | None) -> Experts:
     """The MoE table of a row; what the columns do not say comes from the preset of that name."""
-    known = preset.moe if preset else None
+    preset_moe = preset.moe if preset else None
     width = row.integer("expert_ffn_size")
     num_layers = row.integer("num_layers")
-    dense = known.num_dense_layers if known else 0
-    if preset and known and num_layers < preset.num_layers:
+    dense = preset_moe.num_dense_layers if preset_moe else 0
+    if preset and preset_moe and num_layers < preset.num_layers:
         dense = min(dense, 1)  # published cut-down models keep one dense layer
         row.filled.append(f"{dense} dense layers")
     return Experts(
         num_experts=row.integer("num_experts"),
         experts_per_token=row.integer("experts_per_token"),
         expert_ffn_size=width,
-        shared_expert_ffn_size=row.integer("num_shared_experts", 0) * width or _always_on(known, width),
+        shared_expert_ffn_size=row.integer("num_shared_experts", 0) * width or _always_on(preset_moe, width),
         num_dense_layers=dense,
-        interval=known.interval if known else 1,
+        interval=preset_moe.interval if preset_moe else 1,
     )
 
 
-def _always_on(known: Experts | None, width: int) -> int:
+def _always_on(preset_moe: Experts | None, width: int) -> int:
     """Width of the shared expert where no column counts one, as configs of Llama 4 do not."""
-    return known.shared_expert_ffn_size if known and known.expert_ffn_size == width else 0
+    return preset_moe.shared_expert_ffn_size if preset_moe and preset_moe.expert_ffn_size == width else 0
 
 
 @lru_cache(maxsize=1)
@@ -389,17 +389,17 @@ def _sized_cluster(name: str, nodes: int, devices: int) -> ClusterSpec:
     return load_cluster(f"{name}:{nodes}x{devices}")
 
 
-def _with_links(row: _Row, cluster: ClusterSpec, whole: ClusterSpec) -> ClusterSpec:
-    """The cluster with the link rates that the row states, per device and direction, of `whole` nodes."""
+def _with_links(row: _Row, cluster: ClusterSpec, full_size: ClusterSpec) -> ClusterSpec:
+    """The cluster with the link rates that the row states, per device and direction, of nodes of `full_size`."""
     if row.has("intra_node_gbytes_per_s"):
-        share = cluster.levels[-1].bandwidth_bytes_per_s / whole.levels[-1].bandwidth_bytes_per_s
+        share = cluster.levels[-1].bandwidth_bytes_per_s / full_size.levels[-1].bandwidth_bytes_per_s
         rate = share * row.number("intra_node_gbytes_per_s") * 1e9
         outer = replace(cluster.levels[-1], bandwidth_bytes_per_s=rate)
         cluster = replace(cluster, levels=(*cluster.levels[:-1], outer))
     if row.has("inter_node_gbytes_per_s"):
         rate = row.number("inter_node_gbytes_per_s") * 1e9
         # No adapter of these machines is slower: what is less is a part of one, of a node's only one at least.
-        nics = min(max(rate / SLOWEST_NIC_BYTES_PER_S, 1.0 / whole.devices_per_node), 1.0)
+        nics = min(max(rate / SLOWEST_NIC_BYTES_PER_S, 1.0 / full_size.devices_per_node), 1.0)
         network = replace(cluster.network, nic_bytes_per_s=rate / nics, nics_per_device=nics)
         cluster = replace(cluster, network=network)
     return cluster
@@ -511,10 +511,10 @@ def _layers_per_chunk(problem: Problem, recipe: Recipe, pp: int, vp: int) -> tup
 
 def _with_ends(num_layers: int, pp: int) -> tuple[int, ...] | None:
     """Layers of every stage where embedding and head count as one each; the first stages get what does not divide."""
-    base, rest = divmod(num_layers + 2, pp)
+    base, remainder = divmod(num_layers + 2, pp)
     if pp == 1 or base < 2:
         return None
-    first, *middle, last = (base + (stage < rest) for stage in range(pp))
+    first, *middle, last = (base + (stage < remainder) for stage in range(pp))
     return (first - 1, *middle, last - 1)
 
 
@@ -524,8 +524,8 @@ def _with_light_end(num_layers: int, pp: int) -> tuple[int, ...] | None:
     Where layers divide they are laid out as if there were up to pp - 1 more; what is left of an even share goes to the
     last stages, and stages are filled from the first on.
     """
-    share, rest = divmod(num_layers, pp)
-    more = min(pp - 1, share) if pp >= 4 and num_layers >= 8 and not rest else 0
+    share, remainder = divmod(num_layers, pp)
+    more = min(pp - 1, share) if pp >= 4 and num_layers >= 8 and not remainder else 0
     share, longer = divmod(num_layers + more, pp)
     planned = [share + (stage >= pp - longer) for stage in range(pp)]
     layers = tuple(max(min(size, num_layers - sum(planned[:stage])), 0) for stage, size in enumerate(planned))

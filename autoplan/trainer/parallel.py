@@ -57,7 +57,7 @@ _ONE_STAGE = ("gpipe", "1f1b")
 class Grid:
     """The ranks of a plan, as one of them sees them; None where a dimension has one rank."""
 
-    whole: DeviceMesh | None
+    world: DeviceMesh | None
     tp: DeviceMesh | None
     dp: DeviceMesh | None  # two-dimensional where states are sharded over a part of the replicas
     pp: DeviceMesh | None
@@ -65,7 +65,7 @@ class Grid:
     pp_rank: int
 
 
-ALONE = Grid(whole=None, tp=None, dp=None, pp=None, dp_rank=0, pp_rank=0)
+ALONE = Grid(world=None, tp=None, dp=None, pp=None, dp_rank=0, pp_rank=0)
 
 
 def make_grid(plan: ParallelPlan, device: torch.device, *, num_beside: int = 1) -> Grid:
@@ -85,7 +85,7 @@ def make_grid(plan: ParallelPlan, device: torch.device, *, num_beside: int = 1) 
         is_hybrid = plan.sharding != "none" and plan.dp_replicate > 1 and plan.dp_shard > 1
         dp = mesh["replicate", "shard"] if is_hybrid else mesh["replicate", "shard"]._flatten("dp")
     return Grid(
-        whole=mesh,
+        world=mesh,
         tp=mesh["tp"] if plan.tp > 1 else None,
         dp=dp,
         pp=mesh["pp"] if plan.pp > 1 else None,
@@ -201,8 +201,8 @@ def share(unit: nn.Module, plan: ParallelPlan, grid: Grid, dtype: str, *, frees:
     if grid.dp is None and dtype == "fp32":
         return
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
-    assert grid.whole is not None
-    mesh = grid.dp if grid.dp is not None else grid.whole["replicate"]
+    assert grid.world is not None
+    mesh = grid.dp if grid.dp is not None else grid.world["replicate"]
     if plan.sharding == "none" or plan.dp_shard == 1:
         replicate(unit, mesh=mesh, mp_policy=policy)
     else:

@@ -104,9 +104,9 @@ def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere
     for step in range(task.num_warmup + task.num_steps):
         watch()
         tokens = sequences(task, step)
-        own, busy = time.process_time(), _busy_s()
+        process_s, busy_s = time.process_time(), _busy_s()
         times, loss = training.step(tokens)
-        rows.append((times, loss, time.process_time() - own, _busy_s() - busy))
+        rows.append((times, loss, time.process_time() - process_s, _busy_s() - busy_s))
         if rank == 0:
             line.send(Advance(step=step, step_s=times.step_s, loss=loss))
     if device.type == "cuda" and task.tracks_memory:
@@ -173,7 +173,7 @@ def other_load(loads: Sequence[tuple[str, list[tuple[float, float]]]], wall_s: f
     own_s: dict[str, float] = defaultdict(float)
     busy_s: dict[str, float] = {}
     for host, by_step in loads:
-        own_s[host] += sum(own for own, _ in by_step)
+        own_s[host] += sum(rank_s for rank_s, _ in by_step)
         busy_s[host] = max(busy_s.get(host, 0.0), sum(busy for _, busy in by_step))
     if not all(busy_s.values()) or wall_s * num_cores < LEAST_LOADED_S:
         return None
@@ -274,15 +274,15 @@ def differences(spread: TrainedState, reference: TrainedState) -> Deviation:
     )
 
 
-def _largest_difference(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+def _largest_difference(tensors: dict[str, Tensor], references: dict[str, Tensor]) -> float:
     """The largest difference of two tensors of one name, over the norm of the second.
 
     What should be zero is rounding alone, such as the gradient of a bias of keys where positions are learned: nothing
     counts as smaller than `_LEAST` of the largest.
     """
-    least = _LEAST * max(float(reference.norm()) for reference in others.values())
+    least = _LEAST * max(float(reference.norm()) for reference in references.values())
     apart = [
         float((tensors[name] - reference).norm()) / max(float(reference.norm()), least)
-        for name, reference in others.items()
+        for name, reference in references.items()
     ]
     return float(np.max(apart))  # not Python's max, which may pass over what is not a number

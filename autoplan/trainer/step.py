@@ -62,7 +62,7 @@ class Training:
         )
         counts = num_microbatches or (plan.num_microbatches,) * plan.dp
         ends = [0, *accumulate(count * plan.micro_batch for count in counts)]
-        self._own = slice(*ends[self.grid.dp_rank :][:2])
+        self._rows = slice(*ends[self.grid.dp_rank :][:2])
         self._run = passes(self.parts, plan, self.grid, device, loss_of, num_microbatches)
         weights = [weight for part in self.parts for weight in part.parameters()]
         if optimizer == "adam":
@@ -70,14 +70,10 @@ class Training:
         else:
             self.optimizer = torch.optim.SGD(weights, lr=lr)
 
-    def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(inputs, targets) of this replica, from all sequences of a step, (global_batch, seq_len + 1)."""
-        own = tokens[self._own].to(self.device)
-        return own[:, :-1].contiguous(), own[:, 1:].contiguous()
-
     def backpropagate(self, tokens: Tensor) -> list[Tensor]:
-        """Both passes of a step over all its micro-batches; losses where the head is."""
-        inputs, targets = self.own(tokens)
+        """Both passes of a step, from all its sequences, (global_batch, seq_len + 1); losses where the head is."""
+        sequences = tokens[self._rows].to(self.device)
+        inputs, targets = sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
         with loss_parallel() if self.grid.tp is not None else contextlib.nullcontext():
             return self._run(inputs, targets)
 
@@ -116,7 +112,7 @@ class Training:
 
     def whole_weights(self) -> dict[str, Tensor]:
         """The weights of this rank's chunks by name, put together from the ranks that share them; all ranks call it."""
-        return {name: _whole(weight) for part in self.parts for name, weight in _named(part)}
+        return {name: _gathered(weight) for part in self.parts for name, weight in _named(part)}
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Gradients that the last backward passes left, unsharded as in `whole_weights`."""
@@ -124,7 +120,7 @@ class Training:
         for part in self.parts:
             for name, weight in _named(part):
                 assert weight.grad is not None, name
-                gradients[name] = _whole(weight.grad)
+                gradients[name] = _gathered(weight.grad)
         return gradients
 
 
@@ -133,7 +129,7 @@ def _named(part: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [(plain_name(name), weight) for name, weight in part.named_parameters()]
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gathered(tensor: Tensor) -> Tensor:
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().float().cpu().clone()
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from autoplan.spec.model import Block, Experts, ModelSpec
 
 
-def _here(weight: Tensor, *, sums: bool) -> Tensor:
+def _local(weight: Tensor, *, sums: bool) -> Tensor:
     """A weight that every rank of a tensor-parallel group holds whole.
 
     With `sums` each rank sees tokens or heads of its own, so that the gradient is the sum over them.
@@ -45,10 +45,10 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` of any shape."""
-        weight = _here(self.weight, sums=self.sums)
+        weight = _local(self.weight, sums=self.sums)
         if self.is_rms:
             return F.rms_norm(x, weight.shape, weight, eps=1e-5)
-        bias = None if self.bias is None else _here(self.bias, sums=self.sums)
+        bias = None if self.bias is None else _local(self.bias, sums=self.sums)
         return F.layer_norm(x, weight.shape, weight, bias)
 
 
@@ -147,11 +147,11 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`x` is (sequences, tokens, hidden_size); the tokens of this rank alone."""
         tokens = x.flatten(0, -2)
-        bias = None if self.router_bias is None else _here(self.router_bias, sums=self.sums)
-        scores = F.linear(tokens, _here(self.router, sums=self.sums), bias).float().softmax(-1)
+        bias = None if self.router_bias is None else _local(self.router_bias, sums=self.sums)
+        scores = F.linear(tokens, _local(self.router, sums=self.sums), bias).float().softmax(-1)
         weights, chosen = scores.topk(self.num_chosen, dim=-1)
         weights = (weights / weights.sum(-1, keepdim=True)).to(tokens.dtype)
-        into, back = _here(self.into, sums=self.sums), _here(self.back, sums=self.sums)
+        into, back = _local(self.into, sums=self.sums), _local(self.back, sums=self.sums)
         order = chosen.flatten().argsort(stable=True)  # by expert
         rows = order // self.num_chosen
         parts = torch.split(tokens[rows], self._counts(chosen))
@@ -161,10 +161,10 @@ class MoE(nn.Module):
         mixed = torch.cat(results) * weights.flatten()[order, None]
         total = torch.zeros_like(tokens).index_add(0, rows, mixed)
         if self.shared_into is not None and self.shared_back is not None:
-            into, back = _here(self.shared_into, sums=self.sums), _here(self.shared_back, sums=self.sums)
+            into, back = _local(self.shared_into, sums=self.sums), _local(self.shared_back, sums=self.sums)
             shared = self._run(tokens, into, back)
             if self.shared_gate is not None:
-                shared = F.linear(tokens, _here(self.shared_gate, sums=self.sums)).sigmoid() * shared
+                shared = F.linear(tokens, _local(self.shared_gate, sums=self.sums)).sigmoid() * shared
             total = total + shared
         return total.view_as(x)
 
@@ -172,8 +172,8 @@ class MoE(nn.Module):
         """Tokens of every expert; where tensors have no data, as many as of the others."""
         num_experts = len(self.router)
         if isinstance(chosen, FakeTensor):
-            share, rest = divmod(chosen.numel(), num_experts)
-            return [share + (at < rest) for at in range(num_experts)]
+            share, remainder = divmod(chosen.numel(), num_experts)
+            return [share + (at < remainder) for at in range(num_experts)]
         counts: list[int] = chosen.flatten().bincount(minlength=num_experts).tolist()
         return counts
 
@@ -247,7 +247,7 @@ class Transformer(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x)
             if self.positions is not None:
-                table = _here(self.positions, sums=self.sums)
+                table = _local(self.positions, sums=self.sums)
                 x = x + table[self.start : self.start + x.shape[1]].to(x.dtype)
         angles = self.angles(x.device)
         for layer in self.layers.values():

@@ -63,9 +63,9 @@ def peak_bytes(question: Question) -> float:
     """The peak of one pipeline rank, from small plans where its chunks have many layers that are alike."""
     model, plan = question.model, question.plan
     counts = chunk_layers(plan, model.num_layers)
-    own = counts[question.stage :: plan.pp]
+    chunks = counts[question.stage :: plan.pp]
     if plan.schedule in ("zb-v", "dualpipe-v"):
-        own = (counts[question.stage], counts[-1 - question.stage])
+        chunks = (counts[question.stage], counts[-1 - question.stage])
     count = plan.num_microbatches
     filled = _filled(plan)
     base = _with_microbatches(question, filled)
@@ -73,7 +73,7 @@ def peak_bytes(question: Question) -> float:
         questions, layers = [base], 0.0
     else:
         questions = [_with_layers(base, _FEW), _with_layers(base, _MORE)]
-        layers = (sum(own) / len(own) - _FEW) / (_MORE - _FEW)  # chunks that differ count as their mean
+        layers = (sum(chunks) / len(chunks) - _FEW) / (_MORE - _FEW)  # chunks that differ count as their mean
     if plan.pp > 1 and filled < count:
         questions.append(_with_microbatches(questions[0], filled + plan.pp))
     answers = _answer(questions)

@@ -65,12 +65,12 @@ def sure(file: PlanFile) -> str:
 
 def _axes(file: PlanFile) -> Iterator[Markup]:
     """Every part of a plan's description; degrees stand out."""
-    degrees, *rest = file.best.plan.describe().split(", ")
+    degrees, *options = file.best.plan.describe().split(", ")
     words = degrees.split()
     for axis, degree in zip(words[::2], words[1::2], strict=True):
         yield tag("span", tag("span", axis, class_="quiet"), " ", tag("strong", degree), class_="axis")
         yield Markup(" ")
-    for text in rest:
+    for text in options:
         yield tag("span", text, class_="axis plain")
         yield Markup(" ")
 

@@ -50,9 +50,9 @@ def table(caption: str, columns: Sequence[tuple[str, bool]], rows: Iterable[Sequ
     head = [tag("th", name, scope="col", class_=style) for (name, _), style in zip(columns, styles, strict=True)]
     body = []
     for cells in rows:
-        first, *rest = zip(cells, styles, strict=True)
-        row = [tag("th", first[0], scope="row", class_=first[1])]
-        body.append(tag("tr", *row, *(tag("td", cell, class_=style) for cell, style in rest)))
+        header, *data = zip(cells, styles, strict=True)
+        row = [tag("th", header[0], scope="row", class_=header[1])]
+        body.append(tag("tr", *row, *(tag("td", cell, class_=style) for cell, style in data)))
     return scrolling(caption, _table(caption, head, body))
 
 

@@ -80,9 +80,9 @@ def _capacities(stages: Iterable[PlacedStage]) -> str:
 def _summary(worst: PlacedStage, num_stages: int) -> str:
     free, words = _free_bytes(worst), worst.place.words
     where = f"{words[0].upper()}{words[1:]} is fullest: it" if num_stages > 1 else "A device"
-    left = f"and leaves {format_bytes(free)}" if free >= 0 else f"which is {format_bytes(-free)} too much"
+    margin = f"and leaves {format_bytes(free)}" if free >= 0 else f"which is {format_bytes(-free)} too much"
     usage = f"{format_bytes(worst.cost.memory_bytes)} of {format_bytes(worst.place.capacity_bytes)}"
-    return f"{where} takes {usage} {left}."
+    return f"{where} takes {usage} {margin}."
 
 
 def _waterfall(stage: PlacedStage, scale: float) -> Iterator[tuple[str, Markup, str]]:

@@ -170,15 +170,15 @@ def _front_of_run(front: Sequence[RunPlan], objectives: Sequence[str]) -> Markup
     from autoplan.report.run_report import FIGURES, SHOWN_FRONT
 
     shown = front[:SHOWN_FRONT]
-    kept = [(head, text) for head, text in FIGURES if any(text(plan.figures) for plan in shown)]
-    columns = [("plan", False), ("nodes", True), ("step", True), ("memory", True), *((head, True) for head, _ in kept)]
+    extra = [(head, text) for head, text in FIGURES if any(text(plan.figures) for plan in shown)]
+    columns = [("plan", False), ("nodes", True), ("step", True), ("memory", True), *((head, True) for head, _ in extra)]
     rows = (
         (
             plan.plan.plan.describe(),
             f"{plan.num_nodes:,}",
             format_seconds(plan.plan.step_s),
             format_bytes(plan.plan.memory_bytes),
-            *(text(plan.figures) or "" for _, text in kept),
+            *(text(plan.figures) or "" for _, text in extra),
         )
         for plan in shown
     )

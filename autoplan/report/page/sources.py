@@ -67,13 +67,13 @@ def sources_section(
 
 def _summary(content: PlanContent) -> str:
     file = content.file
-    own = sum(file.rests_on.get(kind, 0.0) for kind in TIMED)
-    if own == 0:
+    measured_share = sum(file.rests_on.get(kind, 0.0) for kind in TIMED)
+    if measured_share == 0:
         return (
             "Nothing was measured on this cluster: the step time rests on published measurements. "
             "A profile of the cluster replaces them: the commands stand below."
         )
-    return f"{format_percent(own)} of the step rests on times that were measured ({file.timings})."
+    return f"{format_percent(measured_share)} of the step rests on times that were measured ({file.timings})."
 
 
 def _records(content: PlanContent) -> Iterator[Markup]:

@@ -27,37 +27,37 @@ MISSING_COLUMNS = (("not measured", False), ("shapes", True))
 MOST_HOSTS = 4  # that are named of a machine
 
 
-def team_page(found: TeamOverview) -> str:
+def team_page(team: TeamOverview) -> str:
     """The page as the text of a file."""
     head = tag(
         "div",
         tag("p", "autoplan timing database", class_="brand"),
-        tag("h1", found.database),
-        tag("p", f"as of {found.day}", class_="asked"),
+        tag("h1", team.database),
+        tag("p", f"as of {team.day}", class_="asked"),
     )
-    shown = {"machines": ("machines", _machines(found))}
-    if found.plans:
-        shown["plans"] = ("what plans lack", _plans(found.plans))
-    shown["slow"] = ("slow parts", _slow(found))
-    shown["hosts"] = ("hosts", _compared("hosts", "Hosts beside each other", "host", found.hosts))
-    shown["days"] = ("days", _compared("days", "Days beside each other", "day", found.days))
-    return page_text(f"{found.database}: autoplan timing database", head, dict(shown), start="the machines")
+    shown = {"machines": ("machines", _machines(team))}
+    if team.plans:
+        shown["plans"] = ("what plans lack", _plans(team.plans))
+    shown["slow"] = ("slow parts", _slow(team))
+    shown["hosts"] = ("hosts", _compared("hosts", "Hosts beside each other", "host", team.hosts))
+    shown["days"] = ("days", _compared("days", "Days beside each other", "day", team.days))
+    return page_text(f"{team.database}: autoplan timing database", head, dict(shown), start="the machines")
 
 
-def _machines(found: TeamOverview) -> Markup:
-    records = sum(operation.records for machine in found.machines for operation in machine.operations)
-    runs = sum(machine.runs for machine in found.machines)
+def _machines(team: TeamOverview) -> Markup:
+    records = sum(operation.records for machine in team.machines for operation in machine.operations)
+    runs = sum(machine.runs for machine in team.machines)
     return section(
         "machines",
         "What is known of which machine",
-        f"{records:,} records and {runs:,} training runs of {len(found.machines):,} machines.",
-        table("Records of each machine", MACHINE_COLUMNS, (_machine_cells(it, found.day) for it in found.machines)),
+        f"{records:,} records and {runs:,} training runs of {len(team.machines):,} machines.",
+        table("Records of each machine", MACHINE_COLUMNS, (_machine_cells(it, team.day) for it in team.machines)),
         *(
             folded(
                 f"{machine.machine}: by operation",
                 table(f"Operations of {machine.machine}", OPERATION_COLUMNS, _operation_cells(machine)),
             )
-            for machine in found.machines
+            for machine in team.machines
             if machine.operations
         ),
         note(
@@ -85,10 +85,10 @@ def _age(day: str, today: str) -> str:
 
 
 def _operation_cells(machine: MachineRecords) -> Iterator[Sequence[str]]:
-    for held in machine.operations:
-        numbers = (held.shapes, held.records, held.settled, held.failed, held.approved, held.hidden)
-        spread = "" if held.spread is None else format_percent(held.spread)
-        yield (held.operation, *(f"{number:,}" for number in numbers), held.first_day, held.last_day, spread)
+    for row in machine.operations:
+        numbers = (row.shapes, row.records, row.settled, row.failed, row.approved, row.hidden)
+        spread = "" if row.spread is None else format_percent(row.spread)
+        yield (row.operation, *(f"{number:,}" for number in numbers), row.first_day, row.last_day, spread)
 
 
 def _plans(plans: Sequence[PlanNeeds]) -> Markup:
@@ -110,20 +110,20 @@ def _plan(needs: PlanNeeds) -> Iterator[Markup]:
         yield note("Measure them: ", tag("code", f"autoplan profile --for {shlex.quote(needs.path)}"))
 
 
-def _slow(found: TeamOverview) -> Markup:
-    if not found.slow:
+def _slow(team: TeamOverview) -> Markup:
+    if not team.slow:
         return section("slow", "Slow parts", "No check of health found any: autoplan profile --health makes one.")
-    rows = ((part.host, part.device, part.index, part.reason, part.day) for part in found.slow)
-    says = f"{len(found.slow):,} parts were slower than their equals when they were last checked."
-    return section("slow", "Slow parts", says, table("Parts that are slow", SLOW_COLUMNS, rows))
+    rows = ((part.host, part.device, part.index, part.reason, part.day) for part in team.slow)
+    summary = f"{len(team.slow):,} parts were slower than their equals when they were last checked."
+    return section("slow", "Slow parts", summary, table("Parts that are slow", SLOW_COLUMNS, rows))
 
 
 def _compared(name: str, title: str, what: str, times: Sequence[ComparedTimes]) -> Markup:
     if not times:
         return section(name, title, f"No shape was measured on two {name}.")
     rows = ((it.name, it.device, f"{it.shapes:,}", _over(it.ratio), _over(it.worst), it.worst_what) for it in times)
-    says = "Times over the median of the others that measured the same shapes in the same way."
-    return section(name, title, says, table(title, ((what, False), *COMPARED_COLUMNS), rows))
+    summary = "Times over the median of the others that measured the same shapes in the same way."
+    return section(name, title, summary, table(title, ((what, False), *COMPARED_COLUMNS), rows))
 
 
 def _over(ratio: float) -> str:
