@@ -151,7 +151,7 @@ def measure(
     hold = 0
     if device.type != "cpu" and not counts_host:
         queued_s, sample_s = usual([_queueing(run, num_calls, device) for _ in range(HOST_LOOKS)])
-        num_calls, hold_s = plan_sample(num_calls, team.decide(queued_s), team.decide(sample_s))
+        num_calls, hold_s = hold_for(num_calls, team.decide(queued_s), team.decide(sample_s))
         hold = round(hold_s * _spin_hz(device)) if hold_s else 0
 
     began, rounds = time.perf_counter(), list[_Round]()
@@ -306,7 +306,7 @@ def _round(
     )
 
 
-def plan_sample(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, float]:
+def hold_for(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, float]:
     """Return (calls in a sample, seconds to hold the device until all are queued; 0: the host is ahead).
 
     `queued_s` is what queueing `num_calls` takes, `sample_s` what they take until they are through.

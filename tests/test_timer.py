@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from autoplan.profiler.machine.sensors import Sensors, Window, foreign_load, pace  # noqa: E402
 from autoplan.profiler.operations.inputs import ChainedRun, StagedRun  # noqa: E402
 from autoplan.profiler.protocol import Outcome, Rules, rules_for  # noqa: E402
-from autoplan.profiler.timer import measure, median_interval, plan_sample, scatter, spread, usual  # noqa: E402
+from autoplan.profiler.timer import hold_for, measure, median_interval, scatter, spread, usual  # noqa: E402
 
 CPU = torch.device("cpu")
 # Nothing here depends on how busy the machine is.
@@ -242,9 +242,9 @@ def test_a_long_call_is_repeated_as_often_as_the_budget_allows() -> None:
 
 def test_one_slow_look_at_queueing_does_not_make_a_kernel_wait_for_its_host() -> None:
     looks = [(1e-3, 5e-3), (1e-3, 5e-3), (4.9e-3, 5e-3), (1.1e-3, 5.1e-3), (1e-3, 5e-3)]
-    assert plan_sample(100, *usual(looks)) == (100, 0.0)
-    assert plan_sample(100, *looks[2])[1] > 0
-    assert plan_sample(100, *usual([(4.8e-3, 5e-3)] * 3 + [(1e-3, 5e-3)] * 2))[1] > 0
+    assert hold_for(100, *usual(looks)) == (100, 0.0)
+    assert hold_for(100, *looks[2])[1] > 0
+    assert hold_for(100, *usual([(4.8e-3, 5e-3)] * 3 + [(1e-3, 5e-3)] * 2))[1] > 0
 
 
 def test_the_backend_of_attention_is_told() -> None:
@@ -262,16 +262,10 @@ def test_the_backend_of_attention_is_told() -> None:
 
 
 def test_a_device_is_held_only_where_its_host_may_be_behind() -> None:
-    assert plan_sample(100, queued_s=1e-3, sample_s=5e-3) == (100, 0.0)  # kernels longer than their launches
-    assert plan_sample(100, queued_s=1e-3, sample_s=1e-3) == (
-        100,
-        pytest.approx(1.25e-3),
-    )  # until all are queued
-    assert plan_sample(1000, queued_s=5e-3, sample_s=5e-3) == (
-        400,
-        pytest.approx(2.5e-3),
-    )  # the most that a device queues
-    assert plan_sample(10, queued_s=0.1, sample_s=0.1)[0] == 1
+    assert hold_for(100, queued_s=1e-3, sample_s=5e-3) == (100, 0.0)  # kernels longer than their launches
+    assert hold_for(100, queued_s=1e-3, sample_s=1e-3) == (100, pytest.approx(1.25e-3))  # until all are queued
+    assert hold_for(1000, queued_s=5e-3, sample_s=5e-3) == (400, pytest.approx(2.5e-3))  # the most that a device queues
+    assert hold_for(10, queued_s=0.1, sample_s=0.1)[0] == 1
 
 
 @pytest.mark.gpu

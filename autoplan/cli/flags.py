@@ -123,20 +123,20 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
             "How samples become sequences: packed (attention keeps to samples), joined (it does not), padded (to the "
             "longest of a micro-batch), full (padded to --seq-len) or unpadded.",
             "packed",
-            known=BATCHINGS,
+            choices=BATCHINGS,
         ),
         _shared(
             "loss",
             "NAME",
             "Loss over pairs of answers: dpo, or reward for a reward model.",
-            known=LOSSES,
+            choices=LOSSES,
             unset="the next token",
         ),
         _shared(
             "reference",
             "KIND",
             "Reference of dpo: copy (a frozen one), base (the model without its adapters) or none (worked out before).",
-            known=REFERENCES,
+            choices=REFERENCES,
             unset="base with adapters, else copy",
         ),
         _shared("objective", "NAME", _OBJECTIVES, kind=list[str]),
