@@ -63,6 +63,10 @@ HYBRID: dict[str, Any] = {
     "moe_intermediate_size": 52,
     "moe_shared_expert_intermediate_size": 104,
 }
+ENCODERS = (
+    *("camembert", "data2vec-text", "ernie", "megatron-bert", "roberta", "roberta-prelayernorm", "xlm-roberta"),
+    "xlm-roberta-xl",
+)
 
 # (name of the case, model_type, what differs from SIZES).  Odd sizes, so that no two terms can stand in for each other.
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -183,12 +187,44 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3_5_moe_text", "qwen3_5_moe_text", {**MOE, **DELTA, "num_experts": 6, "moe_intermediate_size": 40}),
     ("starcoder2", "starcoder2", {}),
     ("starcoder2, no biases", "starcoder2", {"use_bias": False, "tie_word_embeddings": False, "sliding_window": 16}),
+    ("bert", "bert", {"max_position_embeddings": 72, "type_vocab_size": 3}),
+    ("bert, decoder", "bert", {"is_decoder": True}),
+    *((kind, kind, {"max_position_embeddings": 72}) for kind in ENCODERS),
+    ("bert-generation", "bert-generation", {"max_position_embeddings": 72}),
+    ("gptj", "gptj", {"n_inner": 200}),
+    ("codegen", "codegen", {}),
+    ("phi", "phi", {}),
+    ("cohere", "cohere", {"attention_bias": True}),
+    ("cohere2", "cohere2", {"num_hidden_layers": 8}),
+    ("falcon", "falcon", {"bias": True}),
+    ("apertus", "apertus", {"attention_bias": True}),
+    ("aria_text", "aria_text", {"moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 3}),
+    ("biogpt", "biogpt", {"max_position_embeddings": 72}),
+    ("ctrl", "ctrl", {"dff": 136}),
+    ("cwm", "cwm", {"head_dim": 20, "num_hidden_layers": 9}),
+    ("gpt_neo", "gpt_neo", {"num_layers": 6, "attention_types": [[["global", "local"], 3]]}),
+    ("granite_swa", "granite_swa", {"attention_bias": True}),
+    ("granitemoe_swa", "granitemoe_swa", {"num_local_experts": 5}),
+    ("helium", "helium", {"head_dim": 16}),
+    ("hy_v3", "hy_v3", {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 20}),
+    ("kolibri1", "kolibri1", {**MOE, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 44}),
+    ("nanochat", "nanochat", {}),
+    ("olmo", "olmo", {"attention_bias": True}),
+    ("openai-gpt", "openai-gpt", {"n_positions": 72}),
+    ("persimmon", "persimmon", {}),
+    ("solar_open", "solar_open", {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}),
+    (
+        "afmoe",
+        "afmoe",
+        {**MOE, "num_experts": 6, "moe_intermediate_size": 40, "num_shared_experts": 2, "head_dim": 20},
+    ),
+    ("xglm", "xglm", {"ffn_dim": 136}),
 ]
 # kimi_k2 has the keys and the classes of deepseek_v3 and no class of its own; text models of vision-language ones have
 # no class that heads them for causal language modelling alone.
 NOT_BUILT = {
     *("deepseek_v32", "glm_moe_dsa"),  # which have a test of their own
-    "kimi_k2",
+    *("kimi_k2", "emu3_text_model"),
     *("glm4v_text", "glm4v_moe_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"),
     *("qwen2_5_vl", "qwen2_vl"),
 }
@@ -228,7 +264,21 @@ def test_every_model_type_is_compared_with_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["exaone4", "gpt_oss", "gemma2", "gemma3_text", "llama4_text", "mistral", "olmo3", "qwen3", "vaultgemma"]
+    "kind",
+    [
+        "cohere2",
+        "cwm",
+        "exaone4",
+        "gpt_oss",
+        "granite_swa",
+        "gemma2",
+        "gemma3_text",
+        "llama4_text",
+        "mistral",
+        "olmo3",
+        "qwen3",
+        "vaultgemma",
+    ],
 )
 def test_windowed_layers_are_those_of_transformers(transformers: Any, kind: str) -> None:
     changes = {"num_hidden_layers": 13, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}
@@ -442,7 +492,11 @@ def test_the_two_spellings_of_a_hybrid_are_one_model() -> None:
         (LLAMA3_70B, {"tie_word_embeddings": 0}, ["tie_word_embeddings", "0"]),
         (LLAMA3_70B, {"model_type": None}, ["model_type", "missing"]),
         (LLAMA3_70B, {"model_type": ["llama"]}, ["model_type", "['llama']"]),
-        (LLAMA3_70B, {"model_type": "mamba9"}, ["'mamba9' is not known", "known: arcee, ", "starcoder2"]),
+        (
+            LLAMA3_70B,
+            {"model_type": "mamba9"},
+            ["'mamba9' is not known", "known: afmoe, apertus, arcee, ", "starcoder2"],
+        ),
         (LLAMA3_70B, {"model_type": "grok", "auto_map": {}}, ["'grok'", "auto_map"]),
         (LLAMA3_70B, {"model_type": "clip", "text_config": {"model_type": "clip_text"}}, ["'clip_text' is not known"]),
         (LLAMA3_70B, {"architectures": ["LlamaForSequenceClassification"]}, ["architectures", "CausalLM"]),

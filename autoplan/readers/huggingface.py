@@ -91,10 +91,11 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
     names = None if is_inner or any(key in table for key in data["encoders"]) else table.get("architectures")
     if names is not None and not isinstance(names, list):
         raise InputError(f"architectures must be a list of names, got {_show(names)}")
-    if names is not None and not any(
-        str(architecture).endswith(("ForCausalLM", "LMHeadModel")) for architecture in names
-    ):
-        raise InputError(f"architectures = {_show(names)} names no causal language model (...ForCausalLM)")
+    is_masked = "bidirectional" in _rules(kind).get("keys", {})
+    heads = ("ForCausalLM", "LMHeadModel", *(["ForMaskedLM"] if is_masked else []))
+    if names is not None and not any(str(architecture).endswith(heads) for architecture in names):
+        kinds = "language model with a masked or causal loss" if is_masked else "causal language model"
+        raise InputError(f"architectures = {_show(names)} names no {kinds} (...{heads[-1 if is_masked else 0]})")
     return table, kind
 
 
@@ -217,17 +218,25 @@ class _Config:
         else:
             every = rule.get("full_every", 0)
             every = self.count(every) if isinstance(every, str) else every
-            sees_all = [bool(every) and (at + 1) % every == 0 for at in range(num_layers)]
+            last = 0 if rule.get("full_first") else every - 1
+            sees_all = [bool(every) and at % every == last for at in range(num_layers)]
         if all(sees_all):
             return {}
-        interval = sees_all.index(True) + 1 if any(sees_all) else 0
-        if interval and sees_all != [(at + 1) % interval == 0 for at in range(num_layers)]:
+        full = [at for at, sees in enumerate(sees_all) if sees]
+        interval = (full[0] + 1 if len(full) == 1 else full[1] - full[0]) if full else 0
+        offset = interval - 1 - full[0] if full else 0
+        if full and (offset < 0 or sees_all != [(at + 1 + offset) % interval == 0 for at in range(num_layers)]):
             limited = f"with a window ({rule['size']})" if size else "with linear attention"
             raise InputError(f"layers that see all and layers {limited} are not in a regular order")
-        return {"full_attention_interval": interval} | ({"window": size} if size else {})
+        fields = {"full_attention_interval": interval, "full_attention_offset": offset}
+        return fields | ({"window": size} if size else {})
 
     def expert_layers(self, num_layers: int) -> dict[str, int]:
         """`num_dense_layers` or `interval`, where the file lists layers by number."""
+        if self.given("mlp_layer_types") not in (_ABSENT, None):
+            sparse = [kind == "sparse" for kind in self.kinds("mlp_layer_types", ("dense", "sparse"))]
+            if sparse == sorted(sparse):
+                return {"num_dense_layers": sparse.count(False)}
         for key in ("mlp_only_layers", "moe_layers"):
             listed = self.get(key)
             if listed is _ABSENT or listed is None or (listed == [] and key == "mlp_only_layers"):

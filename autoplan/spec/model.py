@@ -125,7 +125,10 @@ class LinearAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The architecture of a causal language model.  Sizes count elements; `ffn_size` is the width of one matrix."""
+    """The architecture of a language model, a decoder or an encoder.
+
+    Sizes count elements; `ffn_size` is the width of one matrix.
+    """
 
     name: str
     num_layers: int
@@ -146,15 +149,24 @@ class ModelSpec:
     qk_norm: Literal["none", "head", "full"] = "none"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_bias: bool = True  # of a layernorm; an rmsnorm has none
+    norm_weights: bool = True  # False: norms scale nothing (OLMo)
+    final_norm: bool = True  # behind the last layer
+    shared_norm: bool = False  # attention and MLP of a layer read what one norm makes, side by side (GPT-J)
     norms_per_block: int = 1  # 2 where the output of each block is normalised too (Gemma)
     embedding_norm: bool = False
+    bidirectional: bool = False  # attention looks at both sides, as in an encoder
+    token_types: int = 0  # rows of a table that is added to the embedding (BERT's segments)
+    head_transform: bool = False  # a square matrix with a bias, and a norm, in front of the head (BERT)
+    head_bias: bool = False
+    activation_parameters: int = 0  # trained numbers of each MLP's activation (xIELU)
     position_embedding: Literal["rope", "learned", "alibi", "none"] = "rope"
     rope_base: float = 10000.0
     max_positions: int = 0  # rows of a learned position table
     tied_embeddings: bool = False
     window: int | None = None  # tokens that a windowed layer sees; None: every layer sees all
-    # With a window or linear attention, layer i sees all where (i + 1) % interval == 0; 0: never.
+    # With a window or linear attention, layer i sees all where (i + 1 + offset) % interval == 0; 0: never.
     full_attention_interval: int = 0
+    full_attention_offset: int = 0
     layer_pattern: str | None = None  # one symbol of PATTERN_SYMBOLS a layer, for hybrids
     num_mtp_layers: int = 0  # multi-token prediction
     shares_mtp_layer: bool = False  # all predictions run one layer, again and again
@@ -176,6 +188,7 @@ class ModelSpec:
         check_count("norms_per_block", self.norms_per_block, most=2)
         check_count("max_positions", self.max_positions, least=0)
         check_count("full_attention_interval", self.full_attention_interval, least=0, most=MAX_LAYERS)
+        check_count("full_attention_offset", self.full_attention_offset, least=0, most=MAX_LAYERS)
         check_count("num_mtp_layers", self.num_mtp_layers, least=0, most=64)
         check_positive("rope_base", self.rope_base)
         if self.num_kv_heads is not None:
@@ -192,6 +205,10 @@ class ModelSpec:
             )
         if self.window is not None:
             check_count("window", self.window)
+        check_count("token_types", self.token_types, least=0, most=10**4)
+        check_count("activation_parameters", self.activation_parameters, least=0, most=10**4)
+        if self.bidirectional and (self.window is not None or self.linear_attention or self.layer_pattern):
+            raise InputError("bidirectional attention goes with neither window, linear_attention nor layer_pattern")
         if self.linear_attention and (self.window is not None or self.layer_pattern is not None):
             raise InputError("linear_attention goes with neither window nor layer_pattern")
         if self.position_embedding == "learned" and not self.max_positions:
@@ -214,6 +231,22 @@ class ModelSpec:
             raise InputError("layer_pattern has Mamba layers: give the mamba table")
         if "E" in self.layer_pattern and self.moe is None:
             raise InputError("layer_pattern has MoE layers: give the moe table")
+
+    @property
+    def unusual_parts(self) -> tuple[str, ...]:
+        """Parts beside those of Llama and GPT, by their fields, that programs for these do not know."""
+        parts = {
+            "bidirectional": self.bidirectional,
+            "token_types": self.token_types > 0,
+            "head_transform": self.head_transform,
+            "head_bias": self.head_bias,
+            "activation_parameters": self.activation_parameters > 0,
+            "norm_weights = false": not self.norm_weights,
+            "final_norm = false": not self.final_norm,
+            "shared_norm": self.shared_norm,
+            "full_attention_offset": self.full_attention_offset > 0,
+        }
+        return tuple(name for name, is_there in parts.items() if is_there)
 
     @property
     def kv_heads(self) -> int:
@@ -275,7 +308,7 @@ def _attention_of(model: ModelSpec, layer: int) -> Block:
     if model.window is None and model.linear_attention is None:
         return Block.ATTENTION
     every = model.full_attention_interval
-    if every and (layer + 1) % every == 0:
+    if every and (layer + 1 + model.full_attention_offset) % every == 0:
         return Block.ATTENTION
     return Block.LINEAR_ATTENTION if model.linear_attention else Block.WINDOW_ATTENTION
 

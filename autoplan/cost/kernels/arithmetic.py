@@ -105,6 +105,8 @@ def norm_parameters(model: ModelSpec) -> int:
 
 
 def _norm_vectors(model: ModelSpec) -> int:
+    if not model.norm_weights:
+        return 0
     return 2 if model.norm == "layernorm" and model.norm_bias else 1
 
 
@@ -116,6 +118,7 @@ def _attention(model: ModelSpec) -> BlockShape:
     kv = 2 * kv_width
     qkv = width * (2 if model.attention_output_gate else 1) + kv
     norms = {"none": 0, "head": 2 * model.qk_head_dim, "full": width + kv_width}[model.qk_norm]
+    norms *= _norm_vectors(model)
     return BlockShape(
         linears=(
             Linear(
@@ -153,6 +156,11 @@ def _block_norms(model: ModelSpec) -> int:
     return norm_parameters(model) * model.norms_per_block
 
 
+def _ffn_norms(model: ModelSpec) -> int:
+    """Elements of the norms of a feed-forward block, which may read that of the attention beside it."""
+    return 0 if model.shared_norm else _block_norms(model)
+
+
 def _mlp_pair(model: ModelSpec, prefix: str, ffn_size: int, *, in_size: int, experts: int = 0) -> tuple[Linear, Linear]:
     gate, copies, bias = 2 if model.gated_mlp else 1, experts or 1, model.mlp_bias
     column: Split = "expert_column" if experts else "column"
@@ -165,7 +173,7 @@ def _mlp_pair(model: ModelSpec, prefix: str, ffn_size: int, *, in_size: int, exp
 
 def _mlp(model: ModelSpec) -> BlockShape:
     pair = _mlp_pair(model, "", model.ffn_size, in_size=model.hidden_size)
-    return BlockShape(linears=pair, num_norm_parameters=_block_norms(model))
+    return BlockShape(linears=pair, num_norm_parameters=_ffn_norms(model) + model.activation_parameters)
 
 
 def _moe(model: ModelSpec) -> BlockShape:
@@ -181,7 +189,7 @@ def _moe(model: ModelSpec) -> BlockShape:
         linears += _mlp_pair(model, "shared_", moe.shared_expert_ffn_size, in_size=hidden)
     if moe.shared_expert_gate:
         linears.append(Linear("shared_gate", hidden, 1, "replicated"))
-    return BlockShape(linears=tuple(linears), num_norm_parameters=_block_norms(model))
+    return BlockShape(linears=tuple(linears), num_norm_parameters=_ffn_norms(model))
 
 
 def _mamba(model: ModelSpec) -> BlockShape:
@@ -330,7 +338,15 @@ def _adapter(linear: Linear, part: Linear, name: str, rank: int) -> tuple[Linear
 def embedding_parameters(model: ModelSpec) -> int:
     """Elements of the input embedding: token rows, of the vocabulary without padding, and learned positions."""
     positions = model.max_positions if model.position_embedding == "learned" else 0
-    return (model.vocab_size + positions) * model.hidden_size + (norm_parameters(model) if model.embedding_norm else 0)
+    rows = model.vocab_size + positions + model.token_types
+    return rows * model.hidden_size + (norm_parameters(model) if model.embedding_norm else 0)
+
+
+def before_head_parameters(model: ModelSpec) -> int:
+    """Elements between the last layer and the head's matrix, and of the head's bias."""
+    norms = norm_parameters(model) * (model.final_norm + model.head_transform)
+    transform = (model.hidden_size + 1) * model.hidden_size * model.head_transform
+    return norms + transform + model.vocab_size * model.head_bias
 
 
 def count_trained_parameters(model: ModelSpec, finetuning: FineTuning) -> int:
@@ -344,7 +360,7 @@ def count_trained_parameters(model: ModelSpec, finetuning: FineTuning) -> int:
     if not finetuning.has_adapters:
         return (
             total
-            + norm_parameters(model)
+            + before_head_parameters(model)
             + sum(shapes[block].num_parameters for layer in model.layers for block in layer)
         )
     adapters = {
@@ -371,7 +387,7 @@ def count_parameters(model: ModelSpec, *, active: bool = False, with_mtp: bool =
 
     layers = model.layers
     total = sum(block_parameters(block) for layer in layers for block in layer)
-    total += embedding_parameters(model) + norm_parameters(model)
+    total += embedding_parameters(model) + before_head_parameters(model)
     total += 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
     if with_mtp:
         mtp_layer = sum(block_parameters(block) for block in model.mtp_layer)
@@ -381,7 +397,9 @@ def count_parameters(model: ModelSpec, *, active: bool = False, with_mtp: bool =
 
 
 def attention_context(model: ModelSpec, block: Block, seq_len: Floats | float) -> Floats | float:
-    """Mean number of positions that a query attends to under a causal mask (`modelling` A2)."""
+    """Mean number of positions that a query attends to, all or under a causal mask (`modelling` A2)."""
+    if model.bidirectional:
+        return seq_len
     if block is Block.WINDOW_ATTENTION and model.window:
         width = np.minimum(model.window, seq_len)
         return width - width**2 / (2 * seq_len)
@@ -398,8 +416,8 @@ def model_flops_per_token(
 ) -> float:
     """Floating-point operations of one token's forward and backward pass, Megatron-LM's present convention.
 
-    3 x 2 x active weights, the causal attention core at half of the square, one logit GEMM and one more per MTP
-    layer; recomputation is not counted.  Source: Megatron-LM training.py, `num_floating_point_operations`.
+    3 x 2 x active weights, the attention core, at half of the square where it is causal, one logit GEMM and one more
+    per MTP layer; recomputation is not counted.  Source: Megatron-LM training.py, `num_floating_point_operations`.
     Frozen weights have no gradient: 2 x 2 of them.  A head that `has_scores` has no logits; a reference goes forward
     once more.
     """
@@ -423,7 +441,7 @@ def model_flops_per_token(
                 forward += linear_attention_flops_per_token(model)
     logits = 0 if has_scores else model.vocab_size
     forward += 2 * model.hidden_size * logits * (1 + model.num_mtp_layers)
-    forward += 2 * 2 * model.hidden_size**2 * model.num_mtp_layers
+    forward += 2 * model.hidden_size**2 * (2 * model.num_mtp_layers + model.head_transform)
     if finetuning is not None and not finetuning.trains(HEAD):
         spared += 2 * model.hidden_size * logits * (1 + model.num_mtp_layers)
     return (4 if runs_reference else 3) * forward - spared

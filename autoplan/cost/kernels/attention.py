@@ -99,7 +99,7 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
         visited = np.where(_narrows_attention(problem, batch), square_s(Block.ATTENTION), forward)
     start_s = factor * eight_bits * curve.start_s
     reference = Pass(forward + start_s, visited * 2.5 / FLASH_BACKWARD_SHARE + start_s)
-    if problem.timings.is_empty:
+    if problem.timings.is_empty or model.bidirectional:  # the tables are of causal attention
         return reference
     return _measured_s(problem, batch, block, efficiency / (curve.efficiency * eight_bits), reference)
 

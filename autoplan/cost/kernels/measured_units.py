@@ -198,6 +198,7 @@ def _has_measured_layer(model: ModelSpec) -> bool:
         and model.norm == "rmsnorm"
         and model.norms_per_block == 1
         and model.qk_norm == "none"
+        and not model.unusual_parts
         and model.position_embedding == "rope"
         and not has_extras
     )

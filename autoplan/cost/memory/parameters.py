@@ -10,7 +10,13 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, add_up
 from autoplan.cost.collectives.sharded_states import UnitParameters
-from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes, embedding_parameters, norm_parameters
+from autoplan.cost.kernels.arithmetic import (
+    BlockShape,
+    before_head_parameters,
+    block_shapes,
+    embedding_parameters,
+    norm_parameters,
+)
 from autoplan.cost.kernels.measured_units import LAYER
 from autoplan.cost.kernels.sizes import local_sizes, padded_vocab
 from autoplan.cost.network.process_groups import ProcessGroups, process_groups
@@ -101,7 +107,7 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
     ends[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.hidden_size
     # A tied head is a second copy unless the rank that holds it has the embedding as well.
     has_table = blocks.is_last[:, 0]
-    head = np.where(has_table & model.tied_embeddings, 0.0, table) + norm_parameters(model)
+    head = np.where(has_table & model.tied_embeddings, 0.0, table) + before_head_parameters(model)
     if problem.training.has_scores:
         head = np.full(len(batch), 1.0 * model.hidden_size + norm_parameters(model))
     if model.num_mtp_layers:

@@ -95,6 +95,7 @@ def _check_model(model: ModelSpec, says: str) -> None:
     refusals = (
         (model.layer_pattern is not None, "a layer_pattern (hybrid models have their own pretrain_hybrid.py)"),
         (model.linear_attention is not None, "linear_attention"),
+        *((True, part) for part in model.unusual_parts),
         (model.attention_output_gate, "attention_output_gate"),
         (model.position_embedding == "alibi", "position_embedding 'alibi'"),
         (model.num_mtp_layers > 0 and model.position_embedding == "learned", "num_mtp_layers with learned positions"),

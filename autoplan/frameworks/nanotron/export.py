@@ -133,6 +133,7 @@ def _check(plan_file: PlanFile) -> None:
     refusals = (
         (model.layer_pattern is not None, "a layer_pattern"),
         (model.linear_attention is not None, "linear_attention"),
+        *((True, part) for part in model.unusual_parts),
         (model.attention_output_gate, "attention_output_gate"),
         (model.mla is not None, "latent attention"),
         (model.position_embedding != "rope", f"position_embedding {model.position_embedding!r}"),

@@ -148,6 +148,7 @@ def _is_plain(model: ModelSpec) -> bool:
         model.layer_pattern is None
         and model.linear_attention is None
         and not model.attention_output_gate
+        and not model.unusual_parts
         and model.norm == "rmsnorm"
         and model.norms_per_block == 1
         and not model.embedding_norm

@@ -98,6 +98,7 @@ def check_model(model: ModelSpec) -> None:
     refusals = (
         (model.layer_pattern is not None, "a layer_pattern"),
         (model.linear_attention is not None, "linear_attention"),
+        *((True, part) for part in model.unusual_parts),
         (model.attention_output_gate, "attention_output_gate"),
         (model.mla is not None, "latent attention"),
         (model.num_mtp_layers > 0, "multi-token prediction"),
