@@ -233,7 +233,7 @@ class _Config:
 
     def expert_layers(self, num_layers: int) -> dict[str, int]:
         """`num_dense_layers` or `interval`, where the file lists layers by number."""
-        if self.given("mlp_layer_types") not in (_ABSENT, None):
+        if self.get("mlp_layer_types") not in (_ABSENT, None):
             sparse = [kind == "sparse" for kind in self.kinds("mlp_layer_types", ("dense", "sparse"))]
             if sparse == sorted(sparse):
                 return {"num_dense_layers": sparse.count(False)}
