@@ -8,8 +8,9 @@ Calibrations hold no factor, so that a fit moves intervals alone.  `--ship` writ
 generation of devices what its runs are like (`cost.spreads.Familiarity`), and the general spreads.  These are the
 likeliest for the errors of runs whose whole source is left out, so that what is new about it counts as new, times the
 least factor with which `COVER` of them are inside, in the mean of sources.  Traits have all sources in view, so that
-their errors say too little of what is new: of `LATER` sources those with something new, and mixtures of experts, count
-with the error that they were first predicted with (`first_errors.csv`).  Where a recipe leaves in doubt which of two
+their errors say too little: those of `blind_runs.csv`, which are in no calibration and were predicted before their
+answers were looked at, count with the error that they had then (`first_errors.csv`), and so do mixtures of experts of
+`LATER` sources, of which there are no blind runs.  Where a recipe leaves in doubt which of two
 builds a run had, its interval holds both and its error is that of the nearer one.
 
 usage: python benchmarks/accuracy.py [--runs RUNS.csv] [--scorer SCORER.py] [--worst N] [--as-shipped]
@@ -66,9 +67,11 @@ LATER = (  # sources that came when the presets had been made
     "alpa", "bridge_ab", "colossalai", "dlperf", "flagperf_ds", "flagperf_mds", "flagperf_paddle", "launcher2208",
     "libai_bert", "libai_gpt", "mlperf_8b", "mlperf_gpt3", "paddlenlp", "primus_pipe", "sailor", "xtuner_moe", "yafsdp",
 )  # fmt: skip
-# log(measured / predicted) of their runs before anything was changed for them, at 0d6b68c5; those of sailor at
-# 917d13bb, which first knew a framework that it is like.
+# log(measured / predicted) of runs before anything was changed for them: blind ones at 52dd93eb, others at 0d6b68c5.
 FIRST_ERRORS = Path(__file__).with_name("first_errors.csv")
+BLIND = Path(__file__).with_name("blind_runs.csv")
+# Blind sources for which something was changed since: what was wrong then is no part of a step today.
+TAUGHT = ("llama3", "qwensft")
 COVER = 0.90  # share of the runs of a source left out that shall be inside, in the mean
 SAID_SHARE = 0.25  # of a run's variance, from which a part counts as resting on it
 
@@ -84,6 +87,7 @@ class Case:
     fold: str
     doubt: float  # logarithm of its step under the framework that it may as well have had; 0: none
     first_error: float | None = None  # log(measured / predicted) as first predicted, where that was kept
+    is_blind: bool = False  # predicted before its answer was looked at
 
     @property
     def problem(self) -> Problem:
@@ -121,11 +125,14 @@ def main() -> None:
     parser.add_argument("--ship", action="store_true", help="write the calibrations that the package ships")
     options = parser.parse_args()
     runs = list(read_runs(options.runs))
-    cases = read_cases(options.runs, runs)
+    blind_runs = list(read_runs(BLIND))
+    blind = [replace(case, is_blind=True) for case in read_cases(BLIND, blind_runs)]
+    cases = read_cases(options.runs, runs) + blind
     if options.ship:
         ship(cases)
         return
     scoring = Scoring(options.runs, options.scorer, runs)
+    blind_scoring = Scoring(BLIND, options.scorer, blind_runs)
     text = io.StringIO()
     with contextlib.redirect_stdout(_Both(sys.stdout, text)):
         start = time.perf_counter()
@@ -133,6 +140,7 @@ def main() -> None:
         print(f"{len(runs)} runs priced one by one in {time.perf_counter() - start:.1f} s\n")
         if not options.as_shipped:
             show_unseen(cases, scoring)
+            show_blind(cases, blind_scoring)
             show_kinds(cases)
             show_general(cases)
         show_ablation(cases)
@@ -222,7 +230,7 @@ def calibrations(cases: Sequence[Case]) -> dict[str, Calibration]:
     """
     return {
         "-".join(key): _calibration(key, own)
-        for key, own in by_key([case for case in cases if not case.is_kin]).items()
+        for key, own in by_key([case for case in cases if not case.is_kin and not case.is_blind]).items()
         if len(own) >= LEAST_RUNS
     }
 
@@ -259,7 +267,7 @@ class Unseen:
 
     sources: Strings
     error: Floats  # |log(measured / predicted)|
-    honest_error: Floats  # the same, as first predicted where something is new about a run or its model has experts
+    honest_error: Floats  # the same, as first predicted where that says more
     own: Floats  # variance of devices that stand for unlike ones
     parts: Floats  # of the general variance, to be multiplied by `GeneralSpreads.squares`: shape (cases, parts)
 
@@ -272,8 +280,8 @@ class Unseen:
             _, general = known.own_parts(case.cost.terms_s, case.cost.step_s)
             own.append(float(known.machine[0]))
             parts.append(general[0])
-            is_new = bool(known.mixture[0] or known.news[0, :-1].any())  # of any size
-            honest.append(abs(case.first_error) if is_new and case.first_error is not None else case.nearer_error)
+            is_first = case.first_error is not None and case.source not in TAUGHT
+            honest.append(abs(case.first_error or 0.0) if is_first else case.nearer_error)
         return cls(
             sources=np.array([case.source for case in cases]),
             error=np.array([case.nearer_error for case in cases]),
@@ -512,6 +520,18 @@ def show_unseen(cases: Sequence[Case], scoring: Scoring) -> None:
         print(f"{title}\n\n{scoring.with_steps(steps)}", flush=True)
     later = scoring.with_steps(later_left_out(cases), LATER)
     print(f"All later sources left out\n\n{later}", flush=True)
+
+
+def show_blind(cases: Sequence[Case], scoring: Scoring) -> None:
+    """Scores of blind runs, as first predicted and as predicted now; no interval has seen the source of its run."""
+    unseen = source_left_out(cases)
+    blind = [case for case in cases if case.is_blind and case.first_error is not None]
+    first: Steps = {}
+    for case in blind:
+        _, spread, doubt = unseen[case.run.id]
+        first[case.run.id] = (case.measured.step_s * math.exp(-(case.first_error or 0.0)), spread, doubt)
+    print(f"Blind runs as first predicted\n\n{scoring.with_steps(first)}")
+    print(f"Blind runs as predicted now\n\n{scoring.with_steps(unseen)}", flush=True)
 
 
 def show_ablation(cases: Sequence[Case]) -> None:
