@@ -69,7 +69,7 @@ def why_empty(space: Space) -> str:
     admitted = holds.sum(axis=1)
     nearest = int(holds.sum(axis=0).argmax())  # the plan that breaks the fewest
     faults = sorted(np.flatnonzero(~holds[:, nearest]).tolist(), key=lambda at: int(admitted[at]))
-    says = "; ".join(space.rules[at].says(workload, batch.plan(nearest)) for at in faults)
+    says = "; ".join(space.rules[at].text(workload, batch.plan(nearest)) for at in faults)
     return f"no legal plan: {says}" + ("" if admitted[faults[0]] == 0 else " (and others break other rules)")
 
 

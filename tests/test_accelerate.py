@@ -137,7 +137,7 @@ def test_what_the_program_must_do_is_said(name: str, duties: list[str]) -> None:
     """Without them each of 4 ranks held half of the model, not a quarter, and nothing complained."""
     job = job_of(PLANS[name], "accelerate")
     for word in ("tp_plan='auto'", "maybe_context_parallel"):
-        assert (word in job.files[0].text) == (word in job.variables[0].says) == (word in duties)
+        assert (word in job.files[0].text) == (word in job.variables[0].note) == (word in duties)
 
 
 def test_hostile_names_stay_inert() -> None:

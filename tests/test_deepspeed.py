@@ -97,8 +97,8 @@ def test_a_configuration_says_what_deepspeed_reads() -> None:
     assert (job.program, job.trailing) == ('"$TRAIN_SCRIPT"', ('"$CONFIG_OPTION" "$HERE/deepspeed.json"',))
     script, option = job.variables
     assert script.default is None
-    assert "takes DeepSpeedCPUAdam" in script.says
-    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 8 --bf16" in option.says
+    assert "takes DeepSpeedCPUAdam" in script.note
+    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 8 --bf16" in option.note
 
 
 def test_states_over_a_part_of_the_replicas_need_mics() -> None:

@@ -111,7 +111,7 @@ def test_every_rule_has_a_plan_that_breaks_it() -> None:
     cases = [(workload_of(*case), PlanBatch.of([case[1]], case[0].num_layers)) for case in BREAKING.values()]
     never = [rule for rule in RULES if all(rule.holds(*case)[0] for case in cases)]
     plan = plan_of()
-    says = [rule.says(workload_of(DENSE, plan), plan) for rule in never]
+    says = [rule.text(workload_of(DENSE, plan), plan) for rule in never]
     # Those of other optimizers than Adam are broken in `test_optimizers`; the number of devices has a test of its own
     # below, and the last two are about schedules that another rule turns down.
     words = ("needs Adam", "muon with", "devices", "dualpipe-v", "passes that are priced")

@@ -221,7 +221,7 @@ def test_every_rule_is_broken_by_some_plan(name: str) -> None:
     book, cases = BREAKING[name]
     plan = plan_of()
     never = [
-        rule.says(workload_of(DENSE, plan), plan)
+        rule.text(workload_of(DENSE, plan), plan)
         for rule in own_rules(book)
         if all(
             rule.holds(workload_of(model, plan, seq_len), PlanBatch.of([plan], model.num_layers))[0]

@@ -181,7 +181,7 @@ def test_a_rule_is_asked_early_if_all_that_it_looks_at_is_known() -> None:
     batch = PlanBatch.of(plans, DENSE.num_layers)
 
     def rule(holds: Callable[[Workload, PlanBatch], Bools]) -> Rule:
-        return Rule(source="", holds=holds, says=lambda s, p: "")
+        return Rule(source="", holds=holds, text=lambda s, p: "")
 
     few = rule(lambda s, b: b.num_microbatches <= 2)  # 1, 2, 4 and 8 of them
     rules = (few, rule(lambda s, b: b.vp > 1), rule(lambda s, b: (b.tp < 2) | ~b.repeats("mlp") & (b.schedule > 0)))

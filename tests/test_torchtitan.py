@@ -22,7 +22,7 @@ from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.launch_files import read_launch
 from autoplan.frameworks.torchtitan.export import module_text
 from autoplan.frameworks.torchtitan.options import spread, stages
-from autoplan.frameworks.torchtitan.read import _known, read, recognises
+from autoplan.frameworks.torchtitan.read import _facts, read, recognises
 from autoplan.frameworks.torchtitan.rules import RULES
 from autoplan.launch.targets import exported, job_of
 from autoplan.readers.model import load_model
@@ -551,7 +551,7 @@ def test_layers_are_spread_as_torchtitan_spreads_them(answered: dict[str, Any]) 
 
 def test_known_configs_are_those_of_the_registry(answered: dict[str, Any]) -> None:
     policies = {"FullAC.Config": "full", "SelectiveAC.Config": "selective", "NoneType": "none"}
-    registry, known = answered["registry"], _known()
+    registry, known = answered["registry"], _facts()
     for family, configs in known["configs"].items():
         for name, row in configs.items():
             real, mine = registry[f"{family} {name}"], known["defaults"] | row
@@ -564,7 +564,7 @@ def test_known_configs_are_those_of_the_registry(answered: dict[str, Any]) -> No
 
 
 def test_known_flavors_have_the_parameters_of_their_presets(answered: dict[str, Any]) -> None:
-    for family, flavors in _known()["flavors"].items():
+    for family, flavors in _facts()["flavors"].items():
         for flavor, name in flavors.items():
             assert answered["flavors"][f"{family} {flavor}"] == count_parameters(load_model(name)), name
 

@@ -60,10 +60,10 @@ def read_launch_on_part(path: Path, context: LaunchContext, cluster: ClusterSpec
 
 def reader_of(target: str) -> Reader:
     """The reader of a target."""
-    known = {reader.target: reader for reader in READERS}
-    if target not in known:
-        raise InputError(f"no files of {target!r} are read: known are {', '.join(known)}")
-    return known[target]
+    readers = {reader.target: reader for reader in READERS}
+    if target not in readers:
+        raise InputError(f"no files of {target!r} are read: known are {', '.join(readers)}")
+    return readers[target]
 
 
 def looks_like_launch(path: Path, text: str) -> bool:

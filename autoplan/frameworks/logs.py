@@ -45,9 +45,9 @@ class Batch:
     def __str__(self) -> str:
         return f"{self.num_sequences:,} sequences of {self.seq_len:,} tokens"
 
-    def is_other(self, seen: LineContent) -> bool:
+    def is_other(self, content: LineContent) -> bool:
         """Return whether a line is of a step with another batch."""
-        return seen.num_sequences not in (None, self.num_sequences) or seen.seq_len not in (None, self.seq_len)
+        return content.num_sequences not in (None, self.num_sequences) or content.seq_len not in (None, self.seq_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class _Series:
     is_paused: bool = False
     paused_until: int = -1  # step
 
-    def kept(self) -> list[_Time]:
+    def counted(self) -> list[_Time]:
         counting = [time for time in self.times if time.counts]
         return [time for time in counting if not time.is_paused] or counting
 
@@ -186,7 +186,7 @@ class LogReader:
             timed = [
                 (dialect, source, times)
                 for dialect in self._dialects
-                if source in dialect.series and (times := dialect.series[source].kept())
+                if source in dialect.series and (times := dialect.series[source].counted())
             ]
             if timed:
                 return max(timed, key=lambda item: len(item[2]))
@@ -223,40 +223,40 @@ class LogReader:
     def _read(self, line: str, now_s: float | None) -> None:
         label, text = split_label(line)
         for dialect in self._dialects:
-            seen = dialect.read(text)
-            if seen is not None:
-                self._take(dialect, label, seen, now_s)
+            content = dialect.read(text)
+            if content is not None:
+                self._take(dialect, label, content, now_s)
 
-    def _take(self, dialect: _Dialect, label: str, seen: LineContent, now_s: float | None) -> None:
-        if seen.loss is not None:
-            dialect.losses.append(seen.loss)
+    def _take(self, dialect: _Dialect, label: str, content: LineContent, now_s: float | None) -> None:
+        if content.loss is not None:
+            dialect.losses.append(content.loss)
         for name in ("allocated_bytes", "reserved_bytes"):
-            if (peak := getattr(seen, name)) is not None:
+            if (peak := getattr(content, name)) is not None:
                 setattr(dialect, name, max(peak, getattr(dialect, name) or 0.0))
-        if seen.pause:
+        if content.pause:
             for item in self._dialects:  # Trainer and DeepSpeed write one log
                 for series in item.series.values():
                     series.is_paused = True
-        if not seen.times:
+        if not content.times:
             return
-        times = dict(seen.times)
+        times = dict(content.times)
         was_other = self._is_other
-        if self._batch and (seen.num_sequences or seen.seq_len):
-            self._is_other = self._batch.is_other(seen)
-            self._other = seen if self._is_other else self._other
+        if self._batch and (content.num_sequences or content.seq_len):
+            self._is_other = self._batch.is_other(content)
+            self._other = content if self._is_other else self._other
         is_other = was_other or self._is_other  # a time may cover steps of both
-        if seen.step is not None:
+        if content.step is not None:
             if now_s is not None:
                 times.setdefault("moments", now_s)
-            if seen.step < dialect.last.get(label, 0):  # this rank has started again
+            if content.step < dialect.last.get(label, 0):  # this rank has started again
                 dialect.last.clear()
                 for series in dialect.series.values():
                     series.first = series.previous = series.moment = None
                     series.paused_until = -1
             if len(dialect.last) < _MOST_LABELS or label in dialect.last:
-                dialect.last[label] = seen.step
+                dialect.last[label] = content.step
         for source, value in times.items():
-            self._add(dialect.series.setdefault(source, _Series()), source, seen.step, value, is_other=is_other)
+            self._add(dialect.series.setdefault(source, _Series()), source, content.step, value, is_other=is_other)
 
     def _add(self, series: _Series, source: Source, step: int | None, value: float, *, is_other: bool) -> None:
         if step is None:
@@ -285,10 +285,10 @@ class LogReader:
         if source in ("moments", "bar"):  # a bar that is closed says the mean of all its steps
             return
         for at in range(1, min(len(series.times), _NEAR) + 1):
-            held = series.times[-at]
-            if held.step == step:
-                step_s = self._step_s(source, value, None, held.num_steps)
-                held.step_s = max(held.step_s, step_s or 0.0)
+            earlier = series.times[-at]
+            if earlier.step == step:
+                step_s = self._step_s(source, value, None, earlier.num_steps)
+                earlier.step_s = max(earlier.step_s, step_s or 0.0)
                 return
 
     def _step_s(self, source: Source, value: float, before: float | None, num_steps: int) -> float | None:
@@ -309,10 +309,10 @@ def chunks(path: Path, most_bytes: int) -> Iterator[bytes]:
     try:
         with path.open("rb") as plain:
             stream = gzip.GzipFile(fileobj=plain) if plain.peek(2)[:2] == _GZIP else plain
-            left = most_bytes
-            while data := stream.read(min(_CHUNK, left)):
+            bytes_left = most_bytes
+            while data := stream.read(min(_CHUNK, bytes_left)):
                 yield data
-                left -= len(data)
+                bytes_left -= len(data)
     except EOFError:  # the job was killed while it wrote
         return
     except OSError as error:

@@ -32,8 +32,8 @@ def _decoded(table: dict[str, Any], where: str) -> Framework:
     if "extends" in table:
         table = dict(table)
         name = table.pop("extends")
-        if name not in (known := _extendable()):  # it may be anything
-            raise InputError(f"{where}: extends {name!r}, which must be one of {', '.join(known)}")
+        if name not in (names := _extendable()):  # it may be anything
+            raise InputError(f"{where}: extends {name!r}, which must be one of {', '.join(names)}")
         table = _extended(_table(name), Framework.upgraded(table))
         table = {"calibrated_as": name, **table}
     framework = decode(Framework, table, where)
@@ -46,11 +46,11 @@ def _decoded(table: dict[str, Any], where: str) -> Framework:
 
 def _extended(base: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
     """`base` with what `table` says instead, group by group; what is stated anew is fitted only if `table` says so."""
-    own = {group: traits for group in GROUPS if isinstance(traits := table.get(group), dict)}
-    anew = {trait for traits in own.values() for trait in traits}
-    inherited = [trait for trait in base.get("fitted", []) if trait not in anew]
+    groups = {group: traits for group in GROUPS if isinstance(traits := table.get(group), dict)}
+    restated = {trait for traits in groups.values() for trait in traits}
+    inherited = [trait for trait in base.get("fitted", []) if trait not in restated]
     fitted = inherited + [trait for trait in table.get("fitted", []) if trait not in inherited]
-    merged = {group: {**base.get(group, {}), **traits} for group, traits in own.items()}
+    merged = {group: {**base.get(group, {}), **traits} for group, traits in groups.items()}
     stated = {text.partition("=")[0]: text for text in (*base.get("usual", ()), *table.get("usual", ()))}
     return {**base, **table, **merged, "usual": list(stated.values()), "fitted": fitted}
 
@@ -86,8 +86,8 @@ def load_framework(text: str) -> Framework:
     if not at:
         return _preset(facts)
     if version not in (versions := versions_of(facts)):
-        known = f"known are {', '.join(versions)}, and the present one" if versions else "only the present one is known"
-        raise InputError(f"no version {version[:40]!r} of {name}: {known}, which {name} alone names")
+        hint = f"known are {', '.join(versions)}, and the present one" if versions else "only the present one is known"
+        raise InputError(f"no version {version[:40]!r} of {name}: {hint}, which {name} alone names")
     return _preset(versions[version])
 
 

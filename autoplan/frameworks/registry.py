@@ -166,7 +166,7 @@ def find_target(name: str, framework: Framework | None = None) -> Target:
     target = TARGETS[name]
     if framework is not None and framework.rules not in target.rules:
         raise InputError(
-            f"the plan was made for {framework.name}, which {target.says} is not: "
+            f"the plan was made for {framework.name}, which {target.title} is not: "
             f"search with --to {name} for one that it runs"
         )
     return target

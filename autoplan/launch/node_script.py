@@ -66,7 +66,7 @@ def assignments(variables: list[LaunchVariable]) -> list[str]:
         expansion = ":?must be set" if variable.default is None else f":-{variable.default}"
         assigned.append(f"{variable.name}=${{{variable.name}{expansion}}}")
     width = max(map(len, assigned))
-    return [f"{line:<{width}}  # {variable.says}" for line, variable in zip(assigned, variables, strict=True)]
+    return [f"{line:<{width}}  # {variable.note}" for line, variable in zip(assigned, variables, strict=True)]
 
 
 def _variables(start: Start, numbering: Numbering) -> list[str]:
@@ -81,18 +81,18 @@ def _variables(start: Start, numbering: Numbering) -> list[str]:
     if is_listed:
         host_lines = ["", *_host_lines(start.hosts)]
     elif alone:
-        variables.append(LaunchVariable(name="MASTER_ADDR", default="127.0.0.1", says="this node"))
-        variables.append(LaunchVariable(name="NODE_RANK", default="0", says="of this node"))
+        variables.append(LaunchVariable(name="MASTER_ADDR", default="127.0.0.1", note="this node"))
+        variables.append(LaunchVariable(name="NODE_RANK", default="0", note="of this node"))
     else:
         if numbering.master is None:
-            variables.append(LaunchVariable(name="MASTER_ADDR", default=None, says="the node of rank 0"))
+            variables.append(LaunchVariable(name="MASTER_ADDR", default=None, note="the node of rank 0"))
         else:
             host_lines.append(f"MASTER_ADDR={numbering.master}  # the node of rank 0")
         if numbering.rank is None:
-            variables.append(LaunchVariable(name="NODE_RANK", default=None, says=which))
+            variables.append(LaunchVariable(name="NODE_RANK", default=None, note=which))
         else:
             host_lines.append(f"NODE_RANK={numbering.rank}  # {which}")
-    variables.append(LaunchVariable(name="MASTER_PORT", default="29500", says="a free port on the node of rank 0"))
+    variables.append(LaunchVariable(name="MASTER_PORT", default="29500", note="a free port on the node of rank 0"))
     return ["# Set in the environment what should differ.", *assignments(variables), *host_lines, ""]
 
 
@@ -118,12 +118,12 @@ def _environment(variable: EnvironmentVariable) -> str:
     command = (
         f"unset {variable.name}" if variable.value is None else f"export {variable.name}={shlex.quote(variable.value)}"
     )
-    return f"{command}  {comment(variable.says)}"
+    return f"{command}  {comment(variable.note)}"
 
 
 def _array(group: OptionGroup) -> list[str]:
     lines = (" ".join(_word(word) for word in line) for line in group.lines)
-    return [f"# {group.says}", f"{group.name}=(", *(f"    {line}" for line in lines), ")"]
+    return [f"# {group.note}", f"{group.name}=(", *(f"    {line}" for line in lines), ")"]
 
 
 def _word(text: str) -> str:

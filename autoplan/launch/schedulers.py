@@ -71,7 +71,7 @@ def mpirun_files(start: Start) -> tuple[File, ...]:
         where = '--hostfile "$HOSTFILE"'
         says = "a line for each node, in the order of the ranks"
         lines += [
-            *assignments([LaunchVariable(name="HOSTFILE", default=None, says=says)]),
+            *assignments([LaunchVariable(name="HOSTFILE", default=None, note=says)]),
             "read -r first _ < <(grep -m 1 '^[[:space:]]*[^#[:space:]]' \"$HOSTFILE\") || first=",
             "export MASTER_ADDR=$first",
             "",

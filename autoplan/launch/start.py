@@ -98,7 +98,7 @@ class Start:
         settings = self.job.environment
         if self.num_nodes > 1 and self.plan_file.cluster.network.sharp:
             says = "sums in the switches, as priced; needs NCCL's plugin for SHARP"
-            settings += (EnvironmentVariable(name="NCCL_COLLNET_ENABLE", value="1", says=says),)
+            settings += (EnvironmentVariable(name="NCCL_COLLNET_ENABLE", value="1", note=says),)
         return settings
 
 

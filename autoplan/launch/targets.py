@@ -22,7 +22,7 @@ def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
     version = target.versions[0] if version is None else version
     if version not in target.versions:
         remedy = f"known are {', '.join(target.versions)}" if any(target.versions) else "leave the version out"
-        raise InputError(f"no version {version!r} of {target.says}: {remedy}")
+        raise InputError(f"no version {version!r} of {target.title}: {remedy}")
     if why := refused_training(target, plan_file.training):
         raise InputError(why)
     return target.job(plan_file, version)
@@ -34,7 +34,7 @@ def refused_training(target: Target, training: TrainingSpec) -> str:
         return ""
     able = [name for name, other in TARGETS.items() if not _refused(other, training)]
     way_out = f"use --to {' or '.join(able)}" if able else "no target can, a program of yours has to"
-    return f"{target.says} cannot express {refused}: {way_out}"
+    return f"{target.title} cannot express {refused}: {way_out}"
 
 
 def _refused(target: Target, training: TrainingSpec) -> str:

@@ -49,14 +49,14 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     return Job(
         framework="Accelerate",
         environment=tuple(
-            EnvironmentVariable(name=name, value=value, says=f"as accelerate launch sets it from {YAML}")
+            EnvironmentVariable(name=name, value=value, note=f"as accelerate launch sets it from {YAML}")
             for name, value in _environment(table, plan).items()
         ),
-        variables=(LaunchVariable(name="TRAIN_SCRIPT", default=None, says=_duties(plan_file)),),
+        variables=(LaunchVariable(name="TRAIN_SCRIPT", default=None, note=_duties(plan_file)),),
         program='"$TRAIN_SCRIPT"',
         replaceable=OptionGroup(
             name="BATCH",
-            says="For a program with TrainingArguments of transformers; BATCH_ARGS in the environment replaces it.",
+            note="For a program with TrainingArguments of transformers; BATCH_ARGS in the environment replaces it.",
             lines=(
                 ["--per_device_train_batch_size", str(plan.micro_batch)],
                 ["--gradient_accumulation_steps", str(plan.num_microbatches)],
@@ -103,48 +103,48 @@ LIMITS = (
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.pp == 1,
-        says=lambda s, p: f"pp {p.pp}: it has no pipelines with FSDP, set pp 1",
+        text=lambda s, p: f"pp {p.pp}: it has no pipelines with FSDP, set pp 1",
     ),
     Rule(
         source=SOURCE,
         holds=lambda s, b: ~b.sp,
-        says=lambda s, p: "sp: the tensor parallelism of transformers has no sequence parallelism, leave sp out",
+        text=lambda s, p: "sp: the tensor parallelism of transformers has no sequence parallelism, leave sp out",
     ),
     *FSDP2_OVERLAPS,
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.recompute != Recompute.SELECTIVE.code,
-        says=lambda s, p: "recompute 'selective': use full or none",
+        text=lambda s, p: "recompute 'selective': use full or none",
     ),
     Rule(
         source=SOURCE,
         holds=lambda s, b: (b.recompute_num_layers == 0) | (b.recompute_num_layers == ALL_LAYERS),
-        says=lambda s, p: f"recompute of {p.recompute_num_layers} layers: use full or none",
+        text=lambda s, p: f"recompute of {p.recompute_num_layers} layers: use full or none",
     ),
     Rule(
         source=SOURCE,
         holds=lambda s, b: ~np.isin(b.precision, (Precision.MXFP8.code, Precision.NVFP4.code)),
-        says=lambda s, p: f"precision {p.precision!r}: use bf16 or fp8",
+        text=lambda s, p: f"precision {p.precision!r}: use bf16 or fp8",
     ),
     Rule(
         source=SOURCE,
         holds=lambda s, b: (b.tp * b.cp == 1) | _is_sharded(b),
-        says=lambda s, p: "tp or cp of states that are not sharded: use zero3 with dp_shard > 1",
+        text=lambda s, p: "tp or cp of states that are not sharded: use zero3 with dp_shard > 1",
     ),
     Rule(
         source=SOURCE,
         holds=lambda s, b: (b.sharding == Sharding.NONE.code) | _is_sharded(b),
-        says=lambda s, p: f"{p.sharding} over one rank: use none, or a larger dp_shard",
+        text=lambda s, p: f"{p.sharding} over one rank: use none, or a larger dp_shard",
     ),
     Rule(
         source="parallelism_config.py:328",
         holds=lambda s, b: (b.tp * b.cp == 1) | (b.dp_replicate == 1) | (b.dp_shard > 1),
-        says=lambda s, p: "tp or cp in copies of dp_shard 1: raise dp_shard",
+        text=lambda s, p: "tp or cp in copies of dp_shard 1: raise dp_shard",
     ),
     Rule(  # bitsandbytes packs a matrix into one column of bytes, which the plans of transformers do not cut
         source="github.com/huggingface/transformers/issues/38122",
         holds=lambda s, b: (b.tp == 1) | (not _is_quantized(s)),
-        says=lambda s, p: f"tp {p.tp} of quantised weights: set tp 1",
+        text=lambda s, p: f"tp {p.tp} of quantised weights: set tp 1",
     ),
 )
 
@@ -207,7 +207,7 @@ def _word(value: Any) -> str:
 
 TARGET = Target(
     name="accelerate",
-    says="Hugging Face Accelerate",
+    title="Hugging Face Accelerate",
     rules=("fsdp2", "accelerate"),
     job=job,
     limits=LIMITS,

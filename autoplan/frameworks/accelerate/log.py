@@ -35,8 +35,8 @@ class Reader:
         line = line[line.index("{'") :]
         if loss := _LOSS.match(line):
             return LineContent(loss=number(loss[1]))
-        if whole := _WHOLE.search(line):
-            rate = quantity(whole[1])
+        if summary := _WHOLE.search(line):
+            rate = quantity(summary[1])
             return LineContent(times=(("whole", 1 / rate),)) if rate else None
         return LineContent(pause="evaluation") if line.startswith("{'eval_") else None
 

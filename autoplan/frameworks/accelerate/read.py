@@ -193,8 +193,8 @@ def _of_script(text: str, context: LaunchContext) -> tuple[dict[str, Any], dict[
 
 def _config_beside(file: str, folder: Path | None) -> dict[str, Any]:
     """Return the table of the config file that a command names, from the script's folder or one above it."""
-    if found := read_beside(file, folder):
-        return parse_yaml(*found)
+    if config := read_beside(file, folder):
+        return parse_yaml(*config)
     raise InputError(f"the command reads {show(file)}: read that file, with --set for what the program is told")
 
 

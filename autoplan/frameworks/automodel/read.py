@@ -104,8 +104,8 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
             backend.remark(key, f"priced as {priced}")
     if context.model is not None:
         return context.model
-    if name is not None and (found := find_preset(name)):
-        return found
+    if name is not None and (preset := find_preset(name)):
+        return preset
     raise InputError(f"model {show(name)} is no model that is known here: pass --model")
 
 

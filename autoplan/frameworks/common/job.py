@@ -20,7 +20,7 @@ class LaunchVariable:
 
     name: str
     default: str | None
-    says: str
+    note: str
     counts_steps: bool = False
 
 
@@ -30,7 +30,7 @@ class EnvironmentVariable:
 
     name: str
     value: str | None
-    says: str
+    note: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class OptionGroup:
     """A bash array of options: its name, what it holds, its lines."""
 
     name: str
-    says: str
+    note: str
     lines: tuple[Line, ...]
 
 
@@ -78,7 +78,7 @@ class Target:
     """
 
     name: str
-    says: str  # the framework by its usual name
+    title: str  # the framework by its usual name
     rules: tuple[str, ...]  # plans priced for frameworks with these rules are taken
     job: Callable[[PlanFile, str], Job]
     versions: tuple[str, ...] = ("",)

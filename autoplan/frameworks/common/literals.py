@@ -101,12 +101,12 @@ class Module:
         if self.depth >= MOST_DEPTH:
             raise InputError(f"functions call one another more than {MOST_DEPTH} deep")
         self.depth += 1
-        given = self.functions[name].args
-        places = [*given.posonlyargs, *given.args]
-        names: dict[str, Any] = {arg.arg: Built(arg.arg, is_place=True) for arg in (*places, *given.kwonlyargs)}
+        signature = self.functions[name].args
+        places = [*signature.posonlyargs, *signature.args]
+        names: dict[str, Any] = {arg.arg: Built(arg.arg, is_place=True) for arg in (*places, *signature.kwonlyargs)}
         defaults: list[tuple[ast.arg, ast.expr | None]] = [
-            *zip(places[::-1], given.defaults[::-1], strict=False),
-            *zip(given.kwonlyargs, given.kw_defaults, strict=True),
+            *zip(places[::-1], signature.defaults[::-1], strict=False),
+            *zip(signature.kwonlyargs, signature.kw_defaults, strict=True),
         ]
         names |= {arg.arg: self.value(default, self.names) for arg, default in defaults if default is not None}
         names |= {arg.arg: word for arg, word in zip(places, words, strict=False)}
@@ -170,10 +170,10 @@ class Module:
         """Return the object that a call of a function of another file may change."""
         if not isinstance(node, ast.Call):
             return None
-        first, _, rest = (dotted(node.func) or "?").partition(".")
+        first, _, attributes = (dotted(node.func) or "?").partition(".")
         if first in self.functions or first in _HARMLESS or self._root(node.func, names):
-            return self._root(node.func, names) if rest else None  # a method of its own
-        if (rest.rpartition(".")[2] or first)[:1].isupper():  # of a class, which makes another object
+            return self._root(node.func, names) if attributes else None  # a method of its own
+        if (attributes.rpartition(".")[2] or first)[:1].isupper():  # of a class, which makes another object
             return None
         handed = (*node.args, *(item.value for item in node.keywords))
         return next((root for item in handed if (root := self._root(item, names))), None)
@@ -258,8 +258,8 @@ class Module:
                 if all(isinstance(key, tuple) or _is_plain(key) for key in made):
                     return dict(zip(made, (self.value(item, names) for item in items), strict=True))
             case ast.ListComp(elt=item, generators=[ast.comprehension(target=ast.Name(id=name), iter=every, ifs=[])]):
-                if isinstance(found := self.value(every, names), list):
-                    return [self.value(item, {**names, name: value}) for value in found]
+                if isinstance(values := self.value(every, names), list):
+                    return [self.value(item, {**names, name: value}) for value in values]
             case ast.IfExp(test=test, body=branch, orelse=other) if _is_plain(holds := self.value(test, names)):
                 return self.value(branch if holds else other, names)
             case ast.Call():
@@ -305,8 +305,8 @@ class Module:
             return self.call(name, words, named)
         if name in ("list", "tuple") and len(words) == 1 and isinstance(words[0], list):
             return list(words[0])
-        first, dot, rest = name.partition(".")
-        full = self.imports.get(first, first) + dot + rest
+        first, dot, attributes = name.partition(".")
+        full = self.imports.get(first, first) + dot + attributes
         if full == "dataclasses.replace" and words and isinstance(words[0], Built):
             changed = words[0].copy()
             changed.named |= named

@@ -28,7 +28,7 @@ class LineSplitter:
     """Hands out lines as they are complete."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._unfinished = b""
         self._is_cut = False  # the rest of this line is passed over
 
     def feed(self, data: bytes) -> list[str]:
@@ -37,19 +37,19 @@ class LineSplitter:
         lines = []
         for piece in pieces[:-1]:
             if not self._is_cut:
-                lines.append(self._rest + piece)
-            self._rest, self._is_cut = b"", False
+                lines.append(self._unfinished + piece)
+            self._unfinished, self._is_cut = b"", False
         if not self._is_cut:
-            self._rest += pieces[-1]
-            if len(self._rest) > MOST_LINE_BYTES:
-                lines.append(self._rest)
-                self._rest, self._is_cut = b"", True
+            self._unfinished += pieces[-1]
+            if len(self._unfinished) > MOST_LINE_BYTES:
+                lines.append(self._unfinished)
+                self._unfinished, self._is_cut = b"", True
         return [text for line in lines if (text := cleaned_line(line))]
 
     def finish(self) -> list[str]:
         """The last line, where no end of it came."""
-        rest, self._rest = self._rest, b""
-        return [text] if (text := cleaned_line(rest)) else []
+        unfinished, self._unfinished = self._unfinished, b""
+        return [text] if (text := cleaned_line(unfinished)) else []
 
 
 def cleaned_line(line: bytes) -> str:

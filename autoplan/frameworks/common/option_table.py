@@ -55,11 +55,11 @@ class Row(Option):
         """Return the value of the field that a file gives, else the default."""
         return self.decode(source, self.key, self.default)
 
-    def read(self, source: Options, known: object | None = None, notation: str = "") -> Fields:
-        """Return the field with the value that a file gives, that of what is `known` where the file is silent."""
+    def read(self, source: Options, base: object | None = None, notation: str = "") -> Fields:
+        """Return the field with the value that a file gives, that of `base` where the file is silent."""
         name = self.field.rpartition(".")[2]
-        is_silent = known is not None and not source.is_null(self.name(notation))
-        return {name: self.decode(source, self.name(notation), getattr(known, name) if is_silent else self.default)}
+        is_silent = base is not None and not source.is_null(self.name(notation))
+        return {name: self.decode(source, self.name(notation), getattr(base, name) if is_silent else self.default)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,44 +78,44 @@ class Assumed(Option):
     write: Value | Callable[[PlanFile], Value] = None
 
 
-def count(key: str, field: str, default: int | None = None, **others: Any) -> Row:
+def count(key: str, field: str, default: int | None = None, **extra: Any) -> Row:
     """Return a row of a whole number; without a default it must be given."""
     least = 0 if default == 0 else 1
-    return Row(key, field, default, decode=lambda source, name, known: source.count(name, known, least=least), **others)
+    return Row(key, field, default, decode=lambda source, name, base: source.count(name, base, least=least), **extra)
 
 
-def optional_count(key: str, field: str, **others: Any) -> Row:
+def optional_count(key: str, field: str, **extra: Any) -> Row:
     """Return a row of a whole number that need not be given."""
-    return Row(key, field, decode=lambda source, name, known: source.optional_count(name, known), **others)
+    return Row(key, field, decode=lambda source, name, base: source.optional_count(name, base), **extra)
 
 
-def number(key: str, field: str, default: float | None = None, **others: Any) -> Row:
+def number(key: str, field: str, default: float | None = None, **extra: Any) -> Row:
     """Return a row of a number, which is written without a point where it is whole."""
 
     def encoded(value: float) -> float:
         return int(value) if float(value).is_integer() else value
 
-    rest = {"encode": encoded} | others
-    return Row(key, field, default, decode=lambda source, name, known: source.number(name, known), **rest)
+    extra = {"encode": encoded} | extra
+    return Row(key, field, default, decode=lambda source, name, base: source.number(name, base), **extra)
 
 
-def switch(key: str, field: str, default: Any = False, *, on: Any = True, off: Any = False, **others: Any) -> Row:
+def switch(key: str, field: str, default: Any = False, *, on: Any = True, off: Any = False, **extra: Any) -> Row:
     """Return a row of a switch that turns a field from `off` to `on`."""
 
-    def decoded(source: Options, name: str, known: Any) -> Any:
-        return on if source.flag(name, known == on) else off
+    def decoded(source: Options, name: str, base: Any) -> Any:
+        return on if source.flag(name, base == on) else off
 
-    return Row(key, field, default, is_switch=True, encode=lambda value: value == on, decode=decoded, **others)
+    return Row(key, field, default, is_switch=True, encode=lambda value: value == on, decode=decoded, **extra)
 
 
-def word(key: str, field: str, default: Any, meanings: Mapping[Any, Any], **others: Any) -> Row:
+def word(key: str, field: str, default: Any, meanings: Mapping[Any, Any], **extra: Any) -> Row:
     """Return a row of one word, or number, of several; the first word of a meaning is the one that is written."""
     words = {meaning: text for text, meaning in reversed(list(meanings.items()))}
 
-    def decoded(source: Options, name: str, known: Any) -> Any:
-        return source.word(name, meanings, words.get(known))
+    def decoded(source: Options, name: str, base: Any) -> Any:
+        return source.word(name, meanings, words.get(base))
 
-    return Row(key, field, default, encode=words.__getitem__, decode=decoded, **others)
+    return Row(key, field, default, encode=words.__getitem__, decode=decoded, **extra)
 
 
 def written(options: Iterable[Option], plan_file: PlanFile) -> dict[str, Value]:
@@ -129,11 +129,11 @@ def written(options: Iterable[Option], plan_file: PlanFile) -> dict[str, Value]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def read_fields(rows: Iterable[Row], source: Options, known: object | None = None, notation: str = "") -> Fields:
+def read_fields(rows: Iterable[Row], source: Options, base: object | None = None, notation: str = "") -> Fields:
     """Return the fields that some rows mean."""
     fields: Fields = {}
     for row in rows:
-        fields |= row.read(source, known, notation)
+        fields |= row.read(source, base, notation)
     return fields
 
 

@@ -159,16 +159,16 @@ class Options:
         self.understood.add(key)
         if not self.has(key):
             return default if self.is_null(key) else self.defaults.get(key, default)
-        found = self.arguments[key].value
-        if isinstance(found, Unknown):
-            what, names = cleaned(found.text)[:60], re.findall(r"\$\{?([A-Za-z0-9_]+)", found.text)
-            if not names and found.text.startswith("$(("):
-                names = re.findall(r"[A-Za-z_]\w*", found.text)
+        value = self.arguments[key].value
+        if isinstance(value, Unknown):
+            what, names = cleaned(value.text)[:60], re.findall(r"\$\{?([A-Za-z0-9_]+)", value.text)
+            if not names and value.text.startswith("$(("):
+                names = re.findall(r"[A-Za-z_]\w*", value.text)
             if "$" in what or "`" in what:
                 way = f"pass --set {names[0]}=VALUE" if names else "write its value"
                 raise InputError(f"{self.name(key)} is {what}, which only a running shell knows: {way}")
             raise InputError(f"{self.name(key)} = {what} cannot be read: write its value")
-        return found
+        return value
 
     def inside(self, key: str) -> Options:
         """Return the table under a key; an empty one where there is none."""
@@ -186,56 +186,56 @@ class Options:
 
     def optional_count(self, key: str, default: int | None = None, *, least: int = 0) -> int | None:
         """Return a whole number of at least `least`, written as such or like 5e8, or the default."""
-        found = self.value(key, default)
+        value = self.value(key, default)
         if not self.has(key):
-            return found
-        whole = isinstance(found, int) or (isinstance(found, float) and math.isfinite(found) and found.is_integer())
-        if isinstance(found, bool) or not whole or not least <= found <= MOST:
-            raise InputError(f"{self.name(key)} must be a whole number of at least {least}, got {show(found)}")
-        return int(found)
+            return value
+        is_whole = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value) and value.is_integer())
+        if isinstance(value, bool) or not is_whole or not least <= value <= MOST:
+            raise InputError(f"{self.name(key)} must be a whole number of at least {least}, got {show(value)}")
+        return int(value)
 
     def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """Return a whole number of at least `least`, which must be given where there is no default."""
-        found = self.optional_count(key, default, least=least)
-        return self._needed(key) if found is None else found
+        value = self.optional_count(key, default, least=least)
+        return self._needed(key) if value is None else value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number of at least 0."""
-        found = self.value(key, default)
-        if found is None:
+        value = self.value(key, default)
+        if value is None:
             return self._needed(key)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < 1e18:
-            raise InputError(f"{self.name(key)} must be a finite number of at least 0, got {show(found)}")
-        return float(found)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
+            raise InputError(f"{self.name(key)} must be a finite number of at least 0, got {show(value)}")
+        return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """Return whether a switch is on."""
-        found = self.value(key, default)
-        if isinstance(found, str):
-            found = {"true": True, "false": False, "": True}.get(found.casefold(), found)
-        if found is not None and (not isinstance(found, int) or found not in (0, 1)):
-            raise InputError(f"{self.name(key)} must be true or false, got {show(found)}")
-        return bool(found)
+        value = self.value(key, default)
+        if isinstance(value, str):
+            value = {"true": True, "false": False, "": True}.get(value.casefold(), value)
+        if value is not None and (not isinstance(value, int) or value not in (0, 1)):
+            raise InputError(f"{self.name(key)} must be true or false, got {show(value)}")
+        return bool(value)
 
     def text(self, key: str, default: str | None = None) -> str | None:
         """Return a word."""
-        found = self.value(key, default)
-        return None if found is None else str(found)
+        value = self.value(key, default)
+        return None if value is None else str(value)
 
     def word(self, key: str, meanings: Mapping[Any, Word], default: Any = None) -> Word:
         """Return what the word, or the number, of an option means."""
-        found = self.value(key, default)
-        if found is None and None not in meanings:
+        value = self.value(key, default)
+        if value is None and None not in meanings:
             return self._needed(key)
-        if isinstance(found, list | dict) or found not in meanings:
-            known = " or ".join(str(word) for word in meanings if word is not None)
-            raise InputError(f"{self.name(key)} must be {known}, got {show(found)}")
-        return meanings[found]
+        if isinstance(value, list | dict) or value not in meanings:
+            expected = " or ".join(str(word) for word in meanings if word is not None)
+            raise InputError(f"{self.name(key)} must be {expected}, got {show(value)}")
+        return meanings[value]
 
     def words(self, key: str, default: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Return the words of a list."""
-        found = self.value(key, default)
-        return tuple(map(str, found)) if isinstance(found, list | tuple) else tuple(str(found).split())
+        value = self.value(key, default)
+        return tuple(map(str, value)) if isinstance(value, list | tuple) else tuple(str(value).split())
 
     def is_other(self, key: str, *priced: Any) -> bool:
         """Return whether the file gives an option a value that is none of those that are priced."""
@@ -263,13 +263,13 @@ class Options:
 
     def unread(self, harmless: re.Pattern[str] | None = None) -> tuple[Unread, ...]:
         """Return the remarks and the options that nobody asked for, those that may cost something first."""
-        found = [*self.remarks, *self._left(harmless)]
-        return tuple(sorted(found, key=lambda unread: not unread.matters))
+        options = [*self.remarks, *self._unread(harmless)]
+        return tuple(sorted(options, key=lambda unread: not unread.matters))
 
-    def _left(self, harmless: re.Pattern[str] | None) -> Iterable[Unread]:
+    def _unread(self, harmless: re.Pattern[str] | None) -> Iterable[Unread]:
         for key, argument in self.arguments.items():
             if key in self._inside:
-                yield from self._inside[key]._left(harmless)
+                yield from self._inside[key]._unread(harmless)
             elif self.has(key) and key not in self.understood | self._costless:
                 costs = harmless is None or harmless.match(key) is None
                 why = NOT_KNOWN if costs else COSTS_NOTHING

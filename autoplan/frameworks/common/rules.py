@@ -19,11 +19,11 @@ from autoplan.spec.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One condition: `holds` tells for every plan of a batch; `says` is the rule with the values of one plan."""
+    """Condition on plans: `holds` tells for every plan of a batch, `text` is the rule with the values of one plan."""
 
     source: str  # file and line in the framework, at the commit that the module names
     holds: Callable[[Workload, PlanBatch], Bools]
-    says: Callable[[Workload, ParallelPlan], str]
+    text: Callable[[Workload, ParallelPlan], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +36,17 @@ class SupportedWords:
 
     def rule(self) -> Rule:
         """Return the rule that a plan takes one of them."""
-        known = np.array([word in self.words for word in words_of(self.axis)])
+        is_supported = np.array([word in self.words for word in words_of(self.axis)])
 
         def is_one_of(workload: Workload, batch: PlanBatch) -> Bools:
             # Without context parallelism its kind means nothing.
             is_idle = (batch.cp == 1) & (self.axis == "cp_kind")
-            return known[getattr(batch, self.axis)] | is_idle
+            return is_supported[getattr(batch, self.axis)] | is_idle
 
         return Rule(
             source=self.source,
             holds=is_one_of,
-            says=lambda s, p: (
+            text=lambda s, p: (
                 f"{self.axis} {getattr(p, self.axis)!r} does not exist: use {' or '.join(map(repr, self.words))}"
             ),
         )
@@ -72,7 +72,7 @@ class Rulebook:
 
     def words(self, axis: str) -> tuple[str, ...]:
         """The words of an axis that it knows."""
-        return next((known.words for known in self.supported if known.axis == axis), words_of(axis))
+        return next((supported.words for supported in self.supported if supported.axis == axis), words_of(axis))
 
     def offers(self, axis: Axis, value: Value) -> bool:
         """Return whether it has the option, and knows the word."""
@@ -94,8 +94,8 @@ def legal(rules: tuple[Rule, ...], workload: Workload, batch: PlanBatch) -> Bool
     return result
 
 
-def legal_so_far(rules: tuple[Rule, ...], workload: Workload, batch: PlanBatch, known: frozenset[str]) -> Bools:
-    """Return the plans that no rule turns down that looks only at the columns `known`; other rules are not asked.
+def legal_so_far(rules: tuple[Rule, ...], workload: Workload, batch: PlanBatch, columns: frozenset[str]) -> Bools:
+    """Return the plans that obey every rule that looks at no other than these columns; other rules are not asked.
 
     What a rule looks at is watched while it answers, so that no rule has to say it.
     """
@@ -103,7 +103,7 @@ def legal_so_far(rules: tuple[Rule, ...], workload: Workload, batch: PlanBatch, 
     for rule in rules:
         watched = _Watched(batch)
         holds = rule.holds(workload, watched)  # type: ignore[arg-type]
-        if watched.looked_at <= known:
+        if watched.looked_at <= columns:
             result &= holds
     return result
 
@@ -132,25 +132,25 @@ def broken(rules: tuple[Rule, ...], workload: Workload, plan: ParallelPlan) -> t
     """Return the rules that a plan breaks, one line each; empty where it is legal."""
     batch = PlanBatch.of([plan], workload.model.num_layers)
     return tuple(
-        f"{rule.says(workload, plan)} ({rule.source})" for rule in rules if not bool(rule.holds(workload, batch)[0])
+        f"{rule.text(workload, plan)} ({rule.source})" for rule in rules if not bool(rule.holds(workload, batch)[0])
     )
 
 
 def check_limits(
-    limits: tuple[Rule, ...], model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, says: str
+    limits: tuple[Rule, ...], model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, beginning: str
 ) -> None:
-    """Refuse the first thing that a target cannot express of a plan; `says` is what the message begins with."""
+    """Refuse the first thing that a target cannot express of a plan; `beginning` is what the message begins with."""
     workload = Workload(model=model, training=training, num_devices=plan.num_devices)
     batch = PlanBatch.of([plan], model.num_layers)
     for limit in limits:
         if not bool(limit.holds(workload, batch)[0]):
-            raise InputError(f"{says} {limit.says(workload, plan)}")
+            raise InputError(f"{beginning} {limit.text(workload, plan)}")
 
 
 def check_legal(
-    rules: tuple[Rule, ...], model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, says: str
+    rules: tuple[Rule, ...], model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, beginning: str
 ) -> None:
-    """Refuse a plan that breaks a rule on as many devices as it needs; `says` is what the message begins with."""
+    """Refuse a plan that breaks a rule on as many devices as it needs; `beginning` is what the message begins with."""
     workload = Workload(model=model, training=training, num_devices=plan.num_devices)
     if problems := broken(rules, workload, plan):
-        raise InputError(f"{says}: {'; '.join(problems)}")
+        raise InputError(f"{beginning}: {'; '.join(problems)}")

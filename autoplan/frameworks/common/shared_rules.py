@@ -18,7 +18,7 @@ def whole_kv_heads(source: str) -> Rule:
     return Rule(
         source=source,
         holds=lambda s, b: kv_groups(s.model) % b.tp == 0,
-        says=lambda s, p: f"num_kv_heads {kv_groups(s.model)} must be divisible by tp {p.tp}: lower tp",
+        text=lambda s, p: f"num_kv_heads {kv_groups(s.model)} must be divisible by tp {p.tp}: lower tp",
     )
 
 
@@ -27,7 +27,7 @@ def sp_needs_tp(source: str) -> Rule:
     return Rule(
         source=source,
         holds=lambda s, b: ~b.sp | (b.tp > 1),
-        says=lambda s, p: f"sp needs tp > 1, tp is {p.tp}: leave sp out",
+        text=lambda s, p: f"sp needs tp > 1, tp is {p.tp}: leave sp out",
     )
 
 
@@ -42,7 +42,7 @@ def whole_sequence(source: str) -> Rule:
     return Rule(
         source=source,
         holds=_sequence,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"seq_len {s.training.seq_len} must be divisible by tp {p.tp} with sp, times 2 cp {2 * p.cp} with cp > 1: "
             "lower tp or cp"
         ),
@@ -54,14 +54,14 @@ def tied_needs_one_stage(source: str) -> Rule:
     return Rule(
         source=source,
         holds=lambda s, b: b.pp == 1 if s.model.tied_embeddings else all_true(b),
-        says=lambda s, p: f"tied embeddings need pp 1, pp is {p.pp}: lower pp",
+        text=lambda s, p: f"tied embeddings need pp 1, pp is {p.pp}: lower pp",
     )
 
 
 def no_interleaving(source: str) -> Rule:
     """One chunk a rank."""
     return Rule(
-        source=source, holds=lambda s, b: b.vp == 1, says=lambda s, p: f"vp {p.vp}: there is no interleaving, set vp 1"
+        source=source, holds=lambda s, b: b.vp == 1, text=lambda s, p: f"vp {p.vp}: there is no interleaving, set vp 1"
     )
 
 
@@ -70,7 +70,7 @@ def whole_experts(source: str) -> Rule:
     return Rule(
         source=source,
         holds=lambda s, b: b.etp == 1,
-        says=lambda s, p: f"etp {p.etp}: experts are whole on every rank, set etp 1",
+        text=lambda s, p: f"etp {p.etp}: experts are whole on every rank, set etp 1",
     )
 
 
@@ -93,7 +93,7 @@ def aligned(source: str) -> tuple[Rule, ...]:
         Rule(
             source=source,
             holds=_aligned_widths,
-            says=lambda s, p: (
+            text=lambda s, p: (
                 f"{p.precision} needs the widths of a rank divisible by {_BLOCK[Precision(p.precision).code]}, "
                 f"with tp {p.tp} and etp {p.etp} they are not: lower tp or etp, or use bf16"
             ),
@@ -101,7 +101,7 @@ def aligned(source: str) -> tuple[Rule, ...]:
         Rule(
             source=source,
             holds=_aligned_tokens,
-            says=lambda s, p: (
+            text=lambda s, p: (
                 f"{p.precision} needs the {p.micro_batch * (s.training.seq_len // p.cp)} tokens of a micro-batch "
                 f"divisible by {_BLOCK[Precision(p.precision).code]}: lower cp or use bf16"
             ),
@@ -117,7 +117,7 @@ def usual_rank_order(way_out: str) -> Rule:
     return Rule(
         source=SOURCE,
         holds=lambda s, b: b.rank_order == RankOrder.DP_BEFORE_PP.code,
-        says=lambda s, p: f"rank_order {p.rank_order!r}: {way_out}",
+        text=lambda s, p: f"rank_order {p.rank_order!r}: {way_out}",
     )
 
 
@@ -126,7 +126,7 @@ def stages_last(why: str) -> Rule:
     return Rule(
         source=SOURCE,
         holds=lambda s, b: (b.rank_order == RankOrder.DP_BEFORE_PP.code) | (b.pp == 1) | (b.dp == 1),
-        says=lambda s, p: f"rank_order {p.rank_order}: {why}",
+        text=lambda s, p: f"rank_order {p.rank_order}: {why}",
     )
 
 
@@ -134,12 +134,12 @@ FSDP2_OVERLAPS = (
     Rule(
         source=SOURCE,
         holds=lambda s, b: ~(b.tp_overlap | b.ep_overlap),
-        says=lambda s, p: f"{'tp_overlap' if p.tp_overlap else 'ep_overlap'}: leave it out",
+        text=lambda s, p: f"{'tp_overlap' if p.tp_overlap else 'ep_overlap'}: leave it out",
     ),
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.grad_reduce_overlap & (b.param_gather_overlap | (b.sharding == Sharding.NONE.code)),
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"{'param_gather_overlap' if p.grad_reduce_overlap else 'grad_reduce_overlap'} off: FSDP2 always overlaps"
         ),
     ),

@@ -86,12 +86,12 @@ class Script:
     open: list[str] = field(default_factory=list)
 
 
-def read_script(text: str, given: Sequence[tuple[str, str]] = ()) -> Script:
-    """The commands of a bash script; variables that are `given` win over what the script assigns.
+def read_script(text: str, fixed: Sequence[tuple[str, str]] = ()) -> Script:
+    """The commands of a bash script; the script assigns none of the `fixed` variables.
 
     Variables that Slurm sets from the directives of the script are known too.
     """
-    state = _State(dict(given))
+    state = _State(dict(fixed))
     state.variables = slurm_variables(text) | state.variables
     state.run(text, 0)
     return Script(state.commands, state.variables, state.open)
@@ -138,14 +138,14 @@ def _end(text: str, at: int, depth: int = 0) -> int:
     opener = {")": "(", "}": "{"}.get(closer)
     level = 1
     while at < len(text):
-        here = text[at]
-        if here == closer:
+        character = text[at]
+        if character == closer:
             level, at = level - 1, at + 1
             if not level:
                 return at
-        elif here == opener:
+        elif character == opener:
             level, at = level + 1, at + 1
-        elif here in '\\"`$' or (here == "'" and closer != '"'):
+        elif character in '\\"`$' or (character == "'" and closer != '"'):
             at = _end(text, at, depth + 1)
         else:
             at += 1
@@ -162,12 +162,12 @@ def _tokens(text: str) -> list[_Token]:
     waiting: list[tuple[str, bool]] = []  # ends of here-documents, and whether these are expanded
     at = 0
     while at < len(text):
-        here = text[at]
-        if here in " \t\r":
+        character = text[at]
+        if character in " \t\r":
             at += 1
         elif text.startswith("\\\n", at):
             at += 2
-        elif here == "#":
+        elif character == "#":
             at = text.find("\n", at) if "\n" in text[at:] else len(text)
         elif operator := next((sign for sign in _OPERATORS if text.startswith(sign, at)), None):
             at += len(operator)
@@ -233,9 +233,9 @@ def _here_document(text: str, at: int, mark: str) -> tuple[str, int]:
 class _State:
     """Variables and commands so far.  Of loops the first round is read, of conditions the branch that holds."""
 
-    def __init__(self, given: dict[str, str]) -> None:
-        self.given = given
-        self.variables: dict[str, Value] = dict(given)
+    def __init__(self, fixed: dict[str, str]) -> None:
+        self.fixed = fixed
+        self.variables: dict[str, Value] = dict(fixed)
         self.commands: list[Command] = []
         self.open: list[str] = []
         self.size = 0
@@ -363,23 +363,23 @@ class _State:
         ):
             self._set(tokens[at])
             at += 1
-        rest = tokens[at:]
-        if not rest:
+        tokens = tokens[at:]
+        if not tokens:
             return True
-        if rest[0].raw == ":":
-            for token in rest[1:]:
+        if tokens[0].raw == ":":
+            for token in tokens[1:]:
                 self.fields(token.raw)  # which assigns the default of ${NAME:=default}
             return True
-        if rest[0].raw in ("[", "[[", "test", "true", "false", "!"):
-            return self._condition(rest)
-        words = tuple(word for token in rest if token.kind == "word" for word in self.fields(token.raw))
+        if tokens[0].raw in ("[", "[[", "test", "true", "false", "!"):
+            return self._condition(tokens)
+        words = tuple(word for token in tokens if token.kind == "word" for word in self.fields(token.raw))
         if words and words[0] == "unset":
             for name in words[1:]:
                 self.variables.pop(name, None)
             return True
         text = "".join(
             self.text(token.raw, quoted=True) if token.kind == "text" else token.raw
-            for token in rest
+            for token in tokens
             if token.kind.endswith("text")
         )
         self.size += sum(map(len, words)) + len(text)
@@ -423,7 +423,7 @@ class _State:
         return [value] if isinstance(value, str) else list(value)
 
     def _assign(self, name: str, value: Value) -> None:
-        if name not in self.given:
+        if name not in self.fixed:
             self.variables[name] = value
 
     # -- conditions ---------------------------------------------------------------------------------------------------
@@ -438,7 +438,7 @@ class _State:
                 part.append(token)
                 continue
             if part:
-                value = self._test([one.raw for one in part])
+                value = self._test([item.raw for item in part])
                 if joint == "&&":
                     holds = False if False in (holds, value) else None if None in (holds, value) else True
                 else:
@@ -494,17 +494,17 @@ class _State:
         at = 0
         while at < len(raw):
             stop = match.end() if (match := _UNQUOTED.match(raw, at)) else _end(raw, at)
-            piece, here = raw[at:stop], raw[at]
+            piece, character = raw[at:stop], raw[at]
             at = stop
-            if here == "\\":
+            if character == "\\":
                 yield piece[1:].strip("\n"), True
-            elif here == "'":
+            elif character == "'":
                 yield piece[1:].removesuffix("'"), True
-            elif here == '"':
+            elif character == '"':
                 yield "", True
                 for value, _ in self._inside(piece[1:].removesuffix('"') if len(piece) > 1 else "", unset, depth + 1):
                     yield value, True
-            elif here == "$":
+            elif character == "$":
                 if (match := _PLAIN.match(raw, stop - len(piece))) and not piece[1:]:
                     at = match.end()
                     yield self._variable(match[1], match[0], unset), False
@@ -516,12 +516,12 @@ class _State:
     def _inside(self, text: str, unset: str | None, depth: int) -> Iterator[tuple[str | list[str], bool]]:
         at = 0
         while at < len(text):
-            here = text[at]
-            if here == "\\":
+            character = text[at]
+            if character == "\\":
                 follows = text[at + 1 : at + 2]
                 yield (follows if follows in '$`"\\' else "" if follows == "\n" else f"\\{follows}"), True
                 at += 2
-            elif here == "$":
+            elif character == "$":
                 stop = _end(text, at)
                 if (match := _PLAIN.match(text, at)) and stop == at + 1:
                     stop = match.end()
@@ -555,7 +555,7 @@ class _State:
         match = _BRACED.fullmatch(piece[2:-1])
         if match is None:
             return piece
-        count, name, index, rest = match.groups()
+        count, name, index, operation = match.groups()
         value: Value | None = [] if name in ("@", "*") else self.variables.get(name)
         if index is not None and value is not None:
             items = self._list(name)
@@ -567,9 +567,9 @@ class _State:
             value = value[0] if value else ""
         if count:
             return str(len(value or ""))
-        sign = re.match(r":?[-=+?]", rest)
+        sign = re.match(r":?[-=+?]", operation)
         if sign:
-            other = rest[sign.end() :]
+            other = operation[sign.end() :]
             missing = value is None or (sign[0][0] == ":" and not value)
             if sign[0][-1] == "+":
                 return "" if missing else self._default(other, unset, depth)
@@ -580,9 +580,9 @@ class _State:
                 return result
         if value is None:
             return piece if unset is None else unset
-        if isinstance(value, str) and rest in (",,", "^^"):
-            return value.lower() if rest == ",," else value.upper()
-        return value if not rest or sign else piece
+        if isinstance(value, str) and operation in (",,", "^^"):
+            return value.lower() if operation == ",," else value.upper()
+        return value if not operation or sign else piece
 
     def _default(self, text: str, unset: str | None, depth: int) -> Value:
         return _Words(part for part, _ in _joined(self._parts(text, unset, depth), split=True))
@@ -601,9 +601,9 @@ class _State:
             case ast.Constant(value=int() as value) if not isinstance(value, bool):
                 return value
             case ast.Name(id=name):
-                held = self.variables.get(name)
-                if isinstance(held, str) and _is_number(held):
-                    return int(held)
+                text = self.variables.get(name)
+                if isinstance(text, str) and _is_number(text):
+                    return int(text)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._number(operand)
             case ast.BinOp(left=left, op=operator, right=right):
@@ -640,8 +640,8 @@ def _joined(parts: Iterator[tuple[str | list[str], bool]], *, split: bool) -> li
     size = 0
     for value, quoted in parts:
         if isinstance(value, list):
-            whole = quoted or not split or isinstance(value, _Words)
-            pieces: list[str] = value if whole else [word for item in value for word in _split(item)]
+            unsplit = quoted or not split or isinstance(value, _Words)
+            pieces: list[str] = value if unsplit else [word for item in value for word in _split(item)]
             for place, item in enumerate(pieces):
                 going = _add(words, item, going and place == 0)
                 size += len(item)

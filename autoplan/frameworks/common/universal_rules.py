@@ -96,17 +96,17 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=SOURCE,
         holds=_adams_types,
-        says=lambda s, p: f"{_of_adam(p)} needs Adam, the optimizer is {s.training.optimizer}: leave one of them out",
+        text=lambda s, p: f"{_of_adam(p)} needs Adam, the optimizer is {s.training.optimizer}: leave one of them out",
     ),
     Rule(
         source=SOURCE,
         holds=_whole_matrices,
-        says=lambda s, p: f"muon with {p.sharding} is not priced: use zero1",
+        text=lambda s, p: f"muon with {p.sharding} is not priced: use zero1",
     ),
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.num_devices == s.num_devices,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"tp {p.tp} x cp {p.cp} x pp {p.pp} x dp {p.dp} needs {p.num_devices} devices, there are {s.num_devices}: "
             "change one degree"
         ),
@@ -114,7 +114,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=SOURCE,
         holds=_global_batch,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"global_batch {p.global_batch} must be divisible by micro_batch {p.micro_batch} x dp {p.dp}: "
             "change one of them"
         ),
@@ -122,12 +122,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=SOURCE,
         holds=lambda s, b: s.model.num_heads % b.tp == 0,
-        says=lambda s, p: f"num_heads {s.model.num_heads} must be divisible by tp {p.tp}: lower tp",
+        text=lambda s, p: f"num_heads {s.model.num_heads} must be divisible by tp {p.tp}: lower tp",
     ),
     Rule(
         source=SOURCE,
         holds=_linear_attention,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"linear attention with cp {p.cp} and tp {p.tp}: only cp 1 is priced, and tp must divide its "
             f"{s.model.linear_attention.num_key_heads if s.model.linear_attention else 0} key heads"
         ),
@@ -135,26 +135,26 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=SOURCE,
         holds=lambda s, b: all_true(b) if s.model.moe else (b.ep == 1) & (b.etp == 1),
-        says=lambda s, p: f"ep {p.ep} and etp {p.etp} need a model with experts: set both to 1",
+        text=lambda s, p: f"ep {p.ep} and etp {p.etp} need a model with experts: set both to 1",
     ),
     Rule(
         source=SOURCE,
         holds=_experts,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"num_experts {s.model.moe.num_experts if s.model.moe else 0} must be divisible by ep {p.ep}: lower ep"
         ),
     ),
     Rule(
         source=SOURCE,
         holds=_expert_grid,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"the {p.tp * p.cp * p.dp} devices of a stage must be divisible by etp {p.etp} x ep {p.ep}: lower ep or etp"
         ),
     ),
     Rule(
         source=SOURCE,
         holds=_chunk_count,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"pp {p.pp} x vp {p.vp} chunks exceed the {s.model.num_layers} layers with embedding and head: "
             "lower pp or vp"
         ),
@@ -162,12 +162,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=SOURCE,
         holds=_dualpipe_filled,
-        says=lambda s, p: f"dualpipe-v needs 2 pp micro-batches, there are {p.num_microbatches}: use zb-v or lower pp",
+        text=lambda s, p: f"dualpipe-v needs 2 pp micro-batches, there are {p.num_microbatches}: use zb-v or lower pp",
     ),
     Rule(
         source=SOURCE,
         holds=_followed,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"{p.schedule} with pp {p.pp}, vp {p.vp} and {p.num_microbatches} micro-batches has more than the "
             f"{MAX_OPERATIONS} passes that are priced: raise micro_batch, or use 1f1b or interleaved"
         ),
@@ -175,20 +175,20 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _no_parts(others: str) -> Rule:
+def _no_parts(origin: str) -> Rule:
     return Rule(
         source=SOURCE,
         holds=lambda s, b: (b.recompute_modules & ~DEFAULT_MODULE_BITS) == 0,
-        says=lambda s, p: f"recompute of {' and '.join(p.recompute_modules)} is known {others} only: use none or full",
+        text=lambda s, p: f"recompute of {' and '.join(p.recompute_modules)} is known {origin} only: use none or full",
     )
 
 
-def _all_or_none(others: str) -> Rule:
+def _all_or_none(origin: str) -> Rule:
     return Rule(
         source=SOURCE,
         holds=lambda s, b: (b.recompute != FULL) | (b.recompute_num_layers == ALL_LAYERS),
-        says=lambda s, p: (
-            f"recompute of {p.recompute_num_layers} layers of a chunk is known {others} only: use none or full"
+        text=lambda s, p: (
+            f"recompute of {p.recompute_num_layers} layers of a chunk is known {origin} only: use none or full"
         ),
     )
 
@@ -206,14 +206,14 @@ ALL_OR_NONE = _all_or_none("of Megatron-LM and plain PyTorch")
 NO_FP32 = Rule(
     source=SOURCE,
     holds=lambda s, b: b.precision != Precision.FP32.code,
-    says=lambda s, p: f"precision {p.precision!r} is known of the built-in trainer only: use bf16",
+    text=lambda s, p: f"precision {p.precision!r} is known of the built-in trainer only: use bf16",
 )
 
 # Where a framework's own rules are not written down.
 FOLDED = Rule(
     source=SOURCE,
     holds=_folded,
-    says=lambda s, p: (
+    text=lambda s, p: (
         f"rank_order {p.rank_order} needs ep {p.ep} x etp {p.etp} to be tp {p.tp} x cp {p.cp}: "
         "change ep or leave rank_order out"
     ),
@@ -229,26 +229,26 @@ def options_of_others(*offered: str) -> tuple[Rule, ...]:
 
 def options_lacked(axes: Collection[str]) -> tuple[Rule, ...]:
     """Return rules against options that this version of a framework does not have."""
-    others = "of other versions"
+    origin = "of other versions"
     special = {
         # Of states that are not sharded every replica has a copy.
         "dp_replicate": Rule(
             source=SOURCE,
             holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding == Sharding.NONE.code),
-            says=lambda s, p: f"dp_replicate {p.dp_replicate} with {p.sharding} is known {others} only: leave it out",
+            text=lambda s, p: f"dp_replicate {p.dp_replicate} with {p.sharding} is known {origin} only: leave it out",
         ),
-        "recompute_modules": _no_parts(others),
-        "recompute_num_layers": _all_or_none(others),
+        "recompute_modules": _no_parts(origin),
+        "recompute_num_layers": _all_or_none(origin),
         "layers_per_chunk": Rule(
             source=SOURCE,
             holds=_even_chunks,
-            says=lambda s, p: (
-                f"{s.model.num_layers} layers in {p.pp * p.vp} chunks: unequal chunks are known {others} only: "
+            text=lambda s, p: (
+                f"{s.model.num_layers} layers in {p.pp * p.vp} chunks: unequal chunks are known {origin} only: "
                 "choose pp x vp that divides the layers"
             ),
         ),
     }
-    return tuple(special.get(axis.name) or _option_of_others(axis, others) for axis in AXES if axis.name in axes)
+    return tuple(special.get(axis.name) or _option_of_others(axis, origin) for axis in AXES if axis.name in axes)
 
 
 def words_left(book: Rulebook, lacks: Iterable[tuple[str, str]]) -> tuple[SupportedWords, ...]:
@@ -264,13 +264,13 @@ def words_left(book: Rulebook, lacks: Iterable[tuple[str, str]]) -> tuple[Suppor
     )
 
 
-def _option_of_others(axis: Axis, others: str = "") -> Rule:
+def _option_of_others(axis: Axis, origin: str = "") -> Rule:
     plain, is_flag = axis.code(axis.default), axis.kind is Kind.FLAG
     return Rule(
         source=SOURCE,
         holds=lambda s, b: getattr(b, axis.name) == plain,
-        says=lambda s, p: (
-            f"{axis.name}{'' if is_flag else f' {getattr(p, axis.name)}'} is known {others or f'of {axis.known_of}'} "
+        text=lambda s, p: (
+            f"{axis.name}{'' if is_flag else f' {getattr(p, axis.name)}'} is known {origin or f'of {axis.known_of}'} "
             "only: leave it out"
         ),
     )

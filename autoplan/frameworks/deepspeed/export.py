@@ -57,11 +57,11 @@ def job(plan_file: PlanFile, version: str) -> Job:
     return Job(
         framework=f"DeepSpeed {version}",
         variables=(
-            LaunchVariable(name="TRAIN_SCRIPT", default=None, says=_duties(plan_file)),
+            LaunchVariable(name="TRAIN_SCRIPT", default=None, note=_duties(plan_file)),
             LaunchVariable(
                 name="CONFIG_OPTION",
                 default="--deepspeed_config",
-                says="--deepspeed for the Trainer of Transformers, with --per_device_train_batch_size"
+                note="--deepspeed for the Trainer of Transformers, with --per_device_train_batch_size"
                 f" {plan.micro_batch} --gradient_accumulation_steps {plan.num_microbatches} --{plan.precision}",
             ),
         ),
@@ -98,27 +98,27 @@ _SAID = (
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.pp == 1,
-        says=lambda s, p: f"pp {p.pp}: the script gives the stages to PipelineModule(num_stages), plan with pp 1",
+        text=lambda s, p: f"pp {p.pp}: the script gives the stages to PipelineModule(num_stages), plan with pp 1",
     ),
-    Rule(source=SOURCE, holds=lambda s, b: ~b.sp, says=lambda s, p: "sp: AutoTP keeps whole sequences, leave it out"),
-    Rule(source=SOURCE, holds=lambda s, b: ~b.ep_overlap, says=lambda s, p: "ep_overlap: leave it out"),
-    Rule(source=SOURCE, holds=lambda s, b: ~b.dropout, says=lambda s, p: "dropout: the model has it, plan without"),
+    Rule(source=SOURCE, holds=lambda s, b: ~b.sp, text=lambda s, p: "sp: AutoTP keeps whole sequences, leave it out"),
+    Rule(source=SOURCE, holds=lambda s, b: ~b.ep_overlap, text=lambda s, p: "ep_overlap: leave it out"),
+    Rule(source=SOURCE, holds=lambda s, b: ~b.dropout, text=lambda s, p: "dropout: the model has it, plan without"),
     usual_rank_order("leave it out"),
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.param_gather_overlap | ~np.isin(b.sharding, _GATHERS),
-        says=lambda s, p: f"param_gather_overlap off with {p.sharding}: it has no switch for it",
+        text=lambda s, p: f"param_gather_overlap off with {p.sharding}: it has no switch for it",
     ),
     Rule(
         source=SOURCE,
         holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding != _ZERO3) | (b.tp * b.cp == 1),
-        says=lambda s, p: "partial sharding with tp or cp: MiCS shards over neighbouring ranks, set dp_replicate to 1",
+        text=lambda s, p: "partial sharding with tp or cp: MiCS shards over neighbouring ranks, set dp_replicate to 1",
     ),
 )
 _SHARDS_OVER_ALL = Rule(
     source=SOURCE,
     holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding != _ZERO3),
-    says=lambda s, p: (
+    text=lambda s, p: (
         f"zero3 over {p.dp_shard} of {p.dp} replicas: MiCS was removed after {_WITH_MICS}, shard over all "
         f"of them or export for --target-version {_WITH_MICS}"
     ),
@@ -127,7 +127,7 @@ LIMITS = (*_SAID, _SHARDS_OVER_ALL)
 
 TARGET = Target(
     name="deepspeed",
-    says="DeepSpeed",
+    title="DeepSpeed",
     rules=("deepspeed",),
     job=job,
     versions=("0.19.8", _WITH_MICS),

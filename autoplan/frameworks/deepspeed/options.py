@@ -25,9 +25,9 @@ def _offload(file: PlanFile) -> dict[str, Any] | None:
     return {"device": "cpu", "pin_memory": True} if file.best.plan.offload == Offload.OPTIMIZER else None
 
 
-def _priced(key: str, value: float, **others: Any) -> Assumed:
+def _priced(key: str, value: float, **extra: Any) -> Assumed:
     """Return an option that is priced as DeepSpeed has it by itself."""
-    return Assumed(key, (value,), f"{value:g} is priced" if value else "priced without it", **others)
+    return Assumed(key, (value,), f"{value:g} is priced" if value else "priced without it", **extra)
 
 
 # At the top.  AutoTP counts the ranks of a tensor group as replicas in the total (runtime/config.py:471).

@@ -122,9 +122,9 @@ def _ask_for_missing(table: dict[str, Any], trainer: dict[str, str], context: La
         if table.get(key) == _AUTO and argument not in trainer
     ]
     sections = [(name, table[name].get("enabled")) for name in _PRECISIONS if isinstance(table.get(name), dict)]
-    left = [name.upper() for name, enabled in sections if enabled == _AUTO]
-    if left and not any(enabled is True for _, enabled in sections) and not any(name in trainer for name in left):
-        missing.append(f"--set {left[0]}=true" + "".join(f" or --set {name}=true" for name in left[1:]))
+    autos = [name.upper() for name, enabled in sections if enabled == _AUTO]
+    if autos and not any(enabled is True for _, enabled in sections) and not any(name in trainer for name in autos):
+        missing.append(f"--set {autos[0]}=true" + "".join(f" or --set {name}=true" for name in autos[1:]))
     if missing:
         auto = any(flag.startswith("--set") for flag in missing)
         why = "what is 'auto' there the Trainer fills in" if auto else "it is not in such a file"
@@ -135,12 +135,12 @@ def _filled_in(table: dict[str, Any], trainer: dict[str, str]) -> tuple[dict[str
     """Return the table with what the Trainer is said to fill in for "auto", and what is left to it."""
     table = dict(table)
     sections = {name: table[name] for name in _PRECISIONS if isinstance(table.get(name), dict)}
-    left = [name for name, section in sections.items() if section.get("enabled") == _AUTO]
-    for name in left:
+    autos = [name for name, section in sections.items() if section.get("enabled") == _AUTO]
+    for name in autos:
         argument = _PRECISIONS[name].upper()
         is_on = argument in trainer and _is_true(argument, trainer[argument])
         table[name] = sections[name] = sections[name] | {"enabled": is_on}
-    if left and not any(section.get("enabled") for section in sections.values()):
+    if autos and not any(section.get("enabled") for section in sections.values()):
         raise InputError("the precision is 'auto', which the Trainer fills in: pass --set BF16=true or --set FP16=true")
     for key, argument in _COUNTS.items():
         if table.get(key) == _AUTO:
@@ -151,8 +151,8 @@ def _filled_in(table: dict[str, Any], trainer: dict[str, str]) -> tuple[dict[str
     if not isinstance(zero, dict):
         return table, []
     table["zero_optimization"] = {key: value for key, value in zero.items() if value != _AUTO}
-    left = [f"zero_optimization.{key}" for key, value in zero.items() if value == _AUTO]
-    return table, [Unread(option=option, value=_AUTO, why=why) for option in left]
+    autos = [f"zero_optimization.{key}" for key, value in zero.items() if value == _AUTO]
+    return table, [Unread(option=option, value=_AUTO, why=why) for option in autos]
 
 
 def _precision(options: Options) -> Precision:

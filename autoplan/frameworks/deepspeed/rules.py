@@ -100,22 +100,22 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_PIPE}/engine.py:76",
         holds=lambda s, b: (b.pp == 1) | (b.sharding < ZERO2),
-        says=lambda s, p: f"{p.sharding} needs pp 1, pp is {p.pp}: use zero1",
+        text=lambda s, p: f"{p.sharding} needs pp 1, pp is {p.pp}: use zero1",
     ),
     Rule(
         source=f"{_PIPE}/topology.py:244",
         holds=_no_context,
-        says=lambda s, p: f"cp {p.cp} needs pp 1, pp is {p.pp}: lower one of them",
+        text=lambda s, p: f"cp {p.cp} needs pp 1, pp is {p.pp}: lower one of them",
     ),
     Rule(
         source=f"{_ULYSSES}:697",
         holds=lambda s, b: s.training.seq_len % b.cp == 0,
-        says=lambda s, p: f"seq_len {s.training.seq_len} must be divisible by cp {p.cp}: lower cp",
+        text=lambda s, p: f"seq_len {s.training.seq_len} must be divisible by cp {p.cp}: lower cp",
     ),
     Rule(
         source=f"{_ULYSSES}:145",
         holds=_cp_heads,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"num_heads {s.model.num_heads} must be divisible by cp {p.cp}, and num_kv_heads {kv_groups(s.model)} be a "
             "multiple or a divisor of it: lower cp"
         ),
@@ -123,14 +123,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source="runtime/sequence_parallel/parallel_state_sp.py:33",
         holds=_cp_alone,
-        says=lambda s, p: f"cp {p.cp} with tp {p.tp}: Ulysses knows no tensor parallelism, set one to 1",
+        text=lambda s, p: f"cp {p.cp} with tp {p.tp}: Ulysses knows no tensor parallelism, set one to 1",
     ),
     shared.sp_needs_tp("module_inject/auto_tp.py"),
     shared.whole_experts(f"{_FOLDING}:214"),
     Rule(
         source=f"{_FOLDING}:206",
         holds=lambda s, b: (b.ep == 1) | (b.tp == 1) | ((b.pp == 1) & (b.offload == Offload.NONE.code)),
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"ep {p.ep} with tp {p.tp} needs pp 1 and nothing on the host, pp is {p.pp} and offload {p.offload}: "
             "set tp 1"
         ),
@@ -138,7 +138,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_ENGINE}:1895",
         holds=_sharded_experts,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"zero3 with ep {p.ep} needs tp, cp and dp_replicate 1, they are {p.tp}, {p.cp} and {p.dp_replicate}: "
             "use zero2"
         ),
@@ -146,24 +146,24 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_ENGINE}:2468",
         holds=_shard_group,
-        says=lambda s, p: f"{p.sharding} shards over all replicas, dp_replicate is {p.dp_replicate}: set it to 1",
+        text=lambda s, p: f"{p.sharding} shards over all replicas, dp_replicate is {p.dp_replicate}: set it to 1",
     ),
     Rule(
         source=f"{_ENGINE}:1986",
         holds=lambda s, b: (b.offload == Offload.NONE.code) | (b.sharding != NONE),
-        says=lambda s, p: "offload 'optimizer' needs ZeRO, sharding is none: use zero1, zero2 or zero3",
+        text=lambda s, p: "offload 'optimizer' needs ZeRO, sharding is none: use zero1, zero2 or zero3",
     ),
     Rule(
         source="runtime/config.py _do_error_check",
         holds=_states_go_together,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"main_weights {p.main_weights} with moment_dtype {p.moment_dtype}: use bf16 of both, or fp32"
         ),
     ),
     Rule(
         source="runtime/config.py _do_error_check",
         holds=_narrow_states,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"main_weights bf16 need precision bf16, ZeRO and an optimizer on the device, they are {p.precision}, "
             f"{p.sharding} and offload {p.offload}: use fp32"
         ),

@@ -30,12 +30,12 @@ SETTINGS, MODULE = "fsdp2.json", "fsdp2_plan.py"
 def job(plan_file: PlanFile, version: str = "") -> Job:
     """Return the job that starts a training program that applies the settings."""
     _check(plan_file)
-    about = [line.removeprefix("# ") for line in header(plan_file, "PyTorch FSDP2")]
-    settings = {"about": about, **_settings(plan_file)}
+    heading = [line.removeprefix("# ") for line in header(plan_file, "PyTorch FSDP2")]
+    settings = {"about": heading, **_settings(plan_file)}
     program = resources.files("autoplan.frameworks.fsdp2") / "templates" / f"{MODULE}.txt"
     return Job(
         framework="PyTorch FSDP2",
-        variables=(LaunchVariable(name="TRAIN_SCRIPT", default=None, says=f"your program, which uses {MODULE}"),),
+        variables=(LaunchVariable(name="TRAIN_SCRIPT", default=None, note=f"your program, which uses {MODULE}"),),
         program='"$TRAIN_SCRIPT"',
         files=(
             File(name=SETTINGS, text=json.dumps(settings, indent=2) + "\n"),
@@ -48,12 +48,12 @@ LIMITS = (
     Rule(
         source=SOURCE,
         holds=lambda s, b: np.isin(b.precision, (Precision.BF16.code, Precision.FP16.code)),
-        says=lambda s, p: f"precision {p.precision!r}: what torchao converts is your program's",
+        text=lambda s, p: f"precision {p.precision!r}: what torchao converts is your program's",
     ),
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.recompute != Recompute.SELECTIVE.code,
-        says=lambda s, p: "recompute 'selective': which operations is your program's, use full or none",
+        text=lambda s, p: "recompute 'selective': which operations is your program's, use full or none",
     ),
     stages_last("its mesh numbers stages last, leave it out"),
     *FSDP2_OVERLAPS,
@@ -104,4 +104,4 @@ def _pipeline(plan: ParallelPlan, num_layers: int) -> dict[str, Any] | None:
     }
 
 
-TARGET = Target(name="fsdp2", says="PyTorch FSDP2", rules=("fsdp2",), job=job, limits=LIMITS)
+TARGET = Target(name="fsdp2", title="PyTorch FSDP2", rules=("fsdp2",), job=job, limits=LIMITS)

@@ -46,7 +46,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_SCHEDULES}:686",
         holds=_chunks,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"schedule {p.schedule!r} with vp {p.vp}: vp 1 is 1f1b, gpipe or zb-h1, vp > 1 is interleaved, vp 2 also "
             "zb-v or dualpipe-v"
         ),
@@ -54,12 +54,12 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_SCHEDULES}:686",
         holds=lambda s, b: (b.schedule == Schedule.ONE_F_ONE_B.code) | (b.pp > 1),
-        says=lambda s, p: f"schedule {p.schedule!r} needs pp > 1, pp is {p.pp}: use 1f1b with vp 1",
+        text=lambda s, p: f"schedule {p.schedule!r} needs pp > 1, pp is {p.pp}: use 1f1b with vp 1",
     ),
     Rule(
         source=f"{_SCHEDULES}:1021",
         holds=lambda s, b: (b.schedule != Schedule.ONE_F_ONE_B.code) | (b.num_microbatches >= b.pp),
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"1f1b needs at least pp {p.pp} micro-batches, there are {p.num_microbatches}: lower pp or micro_batch, or "
             "use gpipe"
         ),
@@ -67,7 +67,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_SCHEDULES}:2937",
         holds=_interleaved_rounds,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"interleaving needs micro-batches in multiples of pp {p.pp}, there are {p.num_microbatches}: "
             "change global_batch, micro_batch or vp"
         ),
@@ -75,7 +75,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_SCHEDULES}:3048",
         holds=_zero_bubble_rounds,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"zb-h1 needs {p.num_microbatches} micro-batches divisible by their rounds, as many as pp {p.pp} fits into "
             "them: change global_batch or micro_batch"
         ),
@@ -118,7 +118,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source="torch/distributed/tensor/parallel/style.py",
         holds=lambda s, b: (b.ep == 1) & (b.etp == 1),
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"ep {p.ep} and etp {p.etp}: PyTorch has no style that spreads experts; set both to 1, or use torchtitan"
         ),
     ),

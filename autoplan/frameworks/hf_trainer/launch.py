@@ -87,15 +87,15 @@ def model_of(options: Options, key: str, context: LaunchContext) -> ModelSpec:
         return context.model
     if name is None:
         raise InputError(f"{key} is not in the file: pass --model")
-    if found := find_preset(name):
-        return found
+    if preset := find_preset(name):
+        return preset
     raise InputError(f"{key} {name[:80]!r} is no model that is known here: pass --model")
 
 
 def length_of(options: Options, program: Program, context: LaunchContext) -> int:
     """Return the tokens of a sequence: those that are given, or the most that the file allows."""
-    known = options.optional_count(program.length_key, program.length, least=1)
-    length = context.seq_len or known
+    file_length = options.optional_count(program.length_key, program.length, least=1)
+    length = context.seq_len or file_length
     if length is None:
         raise InputError(f"{program.length_key} is not in the file: pass --seq-len")
     if why := priced_as_even(program.batching, context):
@@ -167,10 +167,10 @@ def _is_eager(options: Options) -> bool:
 def _sizes(mesh: Mesh, num_devices: int) -> Fields:
     """Return the ranks of every axis on so many devices."""
     # axolotl fills in copies where shards are given, and shards where they are not (utils/distributed.py:319).
-    rest = max(num_devices // (mesh.tp * mesh.cp), 1)
+    replicas = max(num_devices // (mesh.tp * mesh.cp), 1)
     shard = mesh.dp_shard if (mesh.dp_shard or 1) > 1 else None
-    copies = max(rest // shard, 1) if shard and mesh.dp_replicate == 1 else mesh.dp_replicate
-    shard = shard or max(rest // copies, 1)
+    copies = max(replicas // shard, 1) if shard and mesh.dp_replicate == 1 else mesh.dp_replicate
+    shard = shard or max(replicas // copies, 1)
     needed = mesh.tp * mesh.cp * copies * shard
     if needed != num_devices:
         raise InputError(
@@ -185,12 +185,12 @@ def _sizes(mesh: Mesh, num_devices: int) -> Fields:
 
 def _words(options: Options, key: str) -> tuple[str, ...]:
     """Return the words of `fsdp`: a text, a list, or a switch that says yes without any."""
-    found = options.value(key)
-    if found in (None, False, "", "false", "False"):
+    value = options.value(key)
+    if value in (None, False, "", "false", "False"):
         return ()
-    if found is True or str(found).casefold() == "true":
+    if value is True or str(value).casefold() == "true":
         return ("auto_wrap",)
-    return tuple(str(word) for item in (found if isinstance(found, list) else [found]) for word in str(item).split())
+    return tuple(str(word) for item in (value if isinstance(value, list) else [value]) for word in str(item).split())
 
 
 def fsdp_section(options: Options, context: LaunchContext) -> Options:
@@ -199,9 +199,9 @@ def fsdp_section(options: Options, context: LaunchContext) -> Options:
     if isinstance(value, str):
         text = value if value.lstrip().startswith("{") else None
         if text is None:
-            if (found := read_beside(value, context.folder)) is None:
+            if (beside := read_beside(value, context.folder)) is None:
                 raise InputError(f"fsdp_config is in {show(value)}, which is not at hand: put it beside this file")
-            text = found[0]
+            text = beside[0]
         value = parse_json(text, "fsdp_config")
     if not isinstance(value, dict | None):
         raise InputError(f"fsdp_config must be a table or a file of JSON, got {show(value)}")
@@ -283,12 +283,12 @@ def _table(options: Options, context: LaunchContext) -> dict[str, Any]:
         return dict(value)
     text = str(value)
     if not text.lstrip().startswith("{"):
-        if (found := read_beside(text, context.folder)) is None:
+        if (beside := read_beside(text, context.folder)) is None:
             raise InputError(
                 f"the plan is in {show(text)}, which is not at hand: put it beside this file, or read it with --as "
                 "deepspeed"
             )
-        text = found[0]
+        text = beside[0]
     return parse_json(text, "DeepSpeed configuration")
 
 

@@ -66,13 +66,13 @@ HARMLESS = re.compile(
 def read_optimizer(options: Options, key: str = "optim") -> OptimizerName:
     """Return the optimizer that a file names; one that is not priced is remarked, and taken for Adam."""
     word = options.text(key) or "adamw_torch"
-    if (known := (OPTIM | OTHER_OPTIM).get(word)) is None:
+    if (optimizer := (OPTIM | OTHER_OPTIM).get(word)) is None:
         options.remark(key, "priced as Adam")
         return "adam"
-    return known
+    return optimizer
 
 
 def is_on(options: Options, key: str) -> bool:
     """Return whether a switch is on, also where a word stands for it, such as axolotl's "full" and "auto"."""
-    found = options.value(key)
-    return found is True or found == "" or str(found).casefold() in ("true", "1", "full", "auto")
+    value = options.value(key)
+    return value is True or value == "" or str(value).casefold() in ("true", "1", "full", "auto")

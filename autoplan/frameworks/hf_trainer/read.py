@@ -51,17 +51,18 @@ def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch that a script or a table of arguments describes."""
     devices = None
     if has_batch(text):
-        options, program, devices = of_script(text, context)
+        options, name, devices = of_script(text, context)
     else:
         parse = parse_json if text.lstrip().startswith("{") else parse_yaml
-        options, program = Options.of_table(parse(text, "the file")), ""
-    preference = preference_of(options, program)
+        options, name = Options.of_table(parse(text, "the file")), ""
+    preference = preference_of(options, name)
     is_plain = any(options.has(key) for key in _PLAIN)
-    is_trl = program == "sft.py" or preference is not None or not (program or is_plain)
-    found = program_of(options, is_trl=is_trl)
+    is_trl = name == "sft.py" or preference is not None or not (name or is_plain)
+    program = program_of(options, is_trl=is_trl)
     if preference is not None:
-        found = replace(found, preference=preference, batching=found.batching if found.batching in UNEVEN else "padded")
-    return launch_of(options, context, found, devices)
+        batching = program.batching if program.batching in UNEVEN else "padded"
+        program = replace(program, preference=preference, batching=batching)
+    return launch_of(options, context, program, devices)
 
 
 def preference_of(options: Options, program: str) -> Preference | None:

@@ -47,8 +47,8 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
     if words is None:
         raise InputError(f"no command of the script starts a program with {BATCH}")
     arguments = given_arguments(words)
-    found = [_typed(argument) for argument in arguments if argument.option.startswith("--")]
-    options = Options([*of_files(arguments, context), *found])
+    named = [_typed(argument) for argument in arguments if argument.option.startswith("--")]
+    options = Options([*of_files(arguments, context), *named])
     options.remarks += (
         Unread(option=condition, value="", why="only a running shell can decide it", matters=False)
         for condition in script.open
@@ -69,20 +69,20 @@ def _typed(argument: Argument) -> Argument:
 
 def of_files(arguments: Sequence[Argument], context: LaunchContext) -> list[Argument]:
     """Return the arguments in files that the words name without an option, or with `--config`."""
-    found: list[Argument] = []
+    result: list[Argument] = []
     for argument in arguments:
         name = argument.option if argument.name != "config" else str(argument.value)
         if name.endswith((".yaml", ".yml", ".json")) and (beside := read_beside(name, context.folder)):
             parse = parse_json if name.endswith(".json") else parse_yaml
-            found += Options.of_table(parse(*beside)).arguments.values()
-    return found
+            result += Options.of_table(parse(*beside)).arguments.values()
+    return result
 
 
 def devices_of(before: Sequence[str], script: Script, text: str) -> int | None:
     """Return the devices that a launcher's words, directives or variables start; None where nothing says."""
-    known = num_devices(before, script, text)
-    if any("torchrun" in word or "torch.distributed" in word for word in before) or (known or 0) > 1:
-        return known
+    count = num_devices(before, script, text)
+    if any("torchrun" in word or "torch.distributed" in word for word in before) or (count or 0) > 1:
+        return count
     variables = {name: value for name, value in script.variables.items() if isinstance(value, str)}
     per_node = variables.get("NPROC_PER_NODE", "")
     nodes = variables.get("NNODES", "1")
@@ -91,5 +91,5 @@ def devices_of(before: Sequence[str], script: Script, text: str) -> int | None:
     visible = variables.get("CUDA_VISIBLE_DEVICES", "")
     if re.fullmatch(r"\d{1,3}(,\d{1,3})*", visible) and "deepspeed" not in " ".join(before):
         is_alone = any(re.fullmatch(r"python[\d.]*", word.rpartition("/")[2]) for word in before)
-        return known if is_alone else visible.count(",") + 1
-    return known
+        return count if is_alone else visible.count(",") + 1
+    return count

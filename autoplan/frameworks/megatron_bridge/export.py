@@ -57,7 +57,7 @@ _IMPORTS = (
 
 
 _PRETRAINED = LaunchVariable(
-    name="PRETRAINED_CHECKPOINT", default=None, says="of Megatron-Bridge: AutoBridge.import_ckpt makes one"
+    name="PRETRAINED_CHECKPOINT", default=None, note="of Megatron-Bridge: AutoBridge.import_ckpt makes one"
 )
 
 
@@ -67,7 +67,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
         framework="Megatron-Bridge",
         environment=environment(plan_file),
         variables=(
-            LaunchVariable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),
+            LaunchVariable(name="TRAIN_ITERS", default="100", note="steps", counts_steps=True),
             *([_PRETRAINED] if _adapters(plan_file) else []),
         ),
         program=f'"$HERE/{NAME}"',
@@ -134,15 +134,15 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
             f"Megatron-Bridge's position table is as long as the sequences: {model.name!r} has {model.max_positions} "
             f"positions, seq_len is {plan_file.training.seq_len}"
         )
-    said = arguments_of(checked_parts(plan_file, "Megatron-Bridge", RULES, limits=()), plan_file)
-    said |= {"num_virtual_stages_per_pipeline_rank": plan.vp} if plan.vp > 1 else {}
-    table: dict[str, Any] = {"dataset.seq_length": said["seq_length"], "model.seq_length": said["seq_length"]}
+    arguments = arguments_of(checked_parts(plan_file, "Megatron-Bridge", RULES, limits=()), plan_file)
+    arguments |= {"num_virtual_stages_per_pipeline_rank": plan.vp} if plan.vp > 1 else {}
+    table: dict[str, Any] = {"dataset.seq_length": arguments["seq_length"], "model.seq_length": arguments["seq_length"]}
     table |= {"model.should_pad_vocab": True, "tokenizer.tokenizer_type": "NullTokenizer"}
-    table |= {"tokenizer.tokenizer_model": None, "tokenizer.vocab_size": said["vocab_size"]}
+    table |= {"tokenizer.tokenizer_model": None, "tokenizer.vocab_size": arguments["vocab_size"]}
     table["model.add_bias_linear"] = True
     table["model.share_embeddings_and_output_weights"] = model.tied_embeddings
     table["model.sequence_parallel"] = plan.sp
-    for name, value in said.items():
+    for name, value in arguments.items():
         if name in _ELSEWHERE or name in _OVERLAPS or name in ("seq_length", "untie_embeddings_and_output_weights"):
             continue
         table[BRIDGE_FIELDS.get(name, f"model.{name}")] = value
@@ -159,8 +159,8 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
     is_sharded = plan.sharding != "none"
     table |= {"ddp.use_distributed_optimizer": is_sharded, "optimizer.use_distributed_optimizer": is_sharded}
     for name in _OVERLAPS[:2]:
-        table[f"ddp.{name}"] = name in said
-    table["optimizer.overlap_param_gather"] = "overlap_param_gather" in said
+        table[f"ddp.{name}"] = name in arguments
+    table["optimizer.overlap_param_gather"] = "overlap_param_gather" in arguments
     if plan.sharding in ("zero2", "zero3"):
         table["ddp.average_in_collective"] = False
     table.pop("comm_overlap.tp_comm_overlap", None)
@@ -242,7 +242,7 @@ def _written(path: str, value: Any) -> str:
 
 TARGET = Target(
     name="megatron-bridge",
-    says="Megatron-Bridge",
+    title="Megatron-Bridge",
     rules=("megatron-lm", "unknown"),
     job=job,
     versions=("main", "0.3"),

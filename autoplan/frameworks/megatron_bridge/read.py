@@ -186,10 +186,10 @@ def _python(text: str, context: LaunchContext, recipe: _Recipe) -> None:
         for node in ast.walk(module.functions[name])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    wanted = dict(context.variables).get("RECIPE")
-    chosen = [wanted] if wanted else [name for name in setting if name not in called]
-    if wanted is not None and wanted not in module.functions:
-        raise InputError(f"the file has no function {wanted[:60]!r}: it has {', '.join(setting)[:200]}")
+    recipe_name = dict(context.variables).get("RECIPE")
+    chosen = [recipe_name] if recipe_name else [name for name in setting if name not in called]
+    if recipe_name is not None and recipe_name not in module.functions:
+        raise InputError(f"the file has no function {recipe_name[:60]!r}: it has {', '.join(setting)[:200]}")
     if len(chosen) > 1:
         raise InputError(f"which recipe?  pass --set RECIPE=NAME, one of {', '.join(chosen)[:300]}")
     made = [module.call(chosen[0])] if chosen else []
@@ -277,13 +277,13 @@ def _add(path: str, value: Any, recipe: _Recipe) -> None:
 
 def _launch(recipe: _Recipe, context: LaunchContext, devices: int | None) -> Launch:
     made = recipe.values.pop("model", None)
-    own = made in ("GPTModelProvider", "MLAModelProvider")
-    base: ModelSpec | None = None if own else find_preset(*reversed(recipe.models))
-    if not own and base is None and context.model is None and "model.num_layers" not in recipe.values:
+    is_custom = made in ("GPTModelProvider", "MLAModelProvider")
+    base: ModelSpec | None = None if is_custom else find_preset(*reversed(recipe.models))
+    if not is_custom and base is None and context.model is None and "model.num_layers" not in recipe.values:
         names = ", ".join(dict.fromkeys(recipe.models))[:80]
         raise InputError(f"the model of the recipe ({names or 'no name'}) is not known here: pass --model")
     written = [argument for path, value in recipe.values.items() for argument in _arguments(path, value)]
-    defaults = _COMMON | (_PROVIDERS if own else _RECIPES)
+    defaults = _COMMON | (_PROVIDERS if is_custom else _RECIPES)
     arguments = Options(written, defaults, way_out="pass --model")
     if arguments.count("expert_model_parallel_size", 1) > 1:
         arguments.defaults["expert_tensor_parallel_size"] = 1

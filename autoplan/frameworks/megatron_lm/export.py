@@ -43,8 +43,8 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
         framework="Megatron-LM",
         environment=environment(plan_file),
         variables=(
-            LaunchVariable(name="MEGATRON_LM_DIR", default=".", says="checkout of github.com/NVIDIA/Megatron-LM"),
-            LaunchVariable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),
+            LaunchVariable(name="MEGATRON_LM_DIR", default=".", note="checkout of github.com/NVIDIA/Megatron-LM"),
+            LaunchVariable(name="TRAIN_ITERS", default="100", note="steps", counts_steps=True),
         ),
         program='"$MEGATRON_LM_DIR/pretrain_gpt.py"',
         groups=tuple(_group(part, plan_file) for part in parts),
@@ -55,33 +55,33 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
 
 def _group(part: Part, plan_file: PlanFile) -> OptionGroup:
     lines = (words(line, plan_file) for line in part.lines)
-    return OptionGroup(name=part.name, says=part.says, lines=tuple(line for line in lines if line))
+    return OptionGroup(name=part.name, note=part.note, lines=tuple(line for line in lines if line))
 
 
 def checked_parts(
     plan_file: PlanFile,
-    says: str = "Megatron-LM",
+    name: str = "Megatron-LM",
     rules: tuple[Rule, ...] = RULES,
     limits: tuple[Rule, ...] = LIMITS,
 ) -> tuple[Part, ...]:
-    """Return the options of model and plan for a framework that `says` its name and runs Megatron-Core.
+    """Return the options of model and plan for a framework of this name that runs Megatron-Core.
 
     What it cannot express is refused, its `limits` among that, and a plan that breaks its `rules`.
     """
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
-    _check_model(model, says)
-    _check_training(plan_file, says)
-    if rules is RULES and (others := _SCHEDULED_BY.get(plan.schedule)):
-        raise InputError(f"{says} has no schedule {plan.schedule!r}: plan and export for {others}, or plan with 1f1b")
-    check_legal(rules, model, training, plan, f"{says} does not accept the plan")
-    check_limits(limits, model, training, plan, f"{says} has no option for")
+    _check_model(model, name)
+    _check_training(plan_file, name)
+    if rules is RULES and (target := _SCHEDULED_BY.get(plan.schedule)):
+        raise InputError(f"{name} has no schedule {plan.schedule!r}: plan and export for {target}, or plan with 1f1b")
+    check_legal(rules, model, training, plan, f"{name} does not accept the plan")
+    check_limits(limits, model, training, plan, f"{name} has no option for")
     attention = (*model_options.LATENT, model_options.LATENT_ROPE) if model.mla else model_options.ATTENTION
     form = (*model_options.SIZES, *attention, *model_options.WINDOW, *model_options.FORM, model_options.DROPOUT)
-    others = "squared ReLU" if model.squared_relu else "GELU"
-    about = f"The model, as far as it costs time and memory: gated MLPs are taken for SwiGLU, others for {others}."
+    ungated = "squared ReLU" if model.squared_relu else "GELU"
+    note = f"The model, as far as it costs time and memory: gated MLPs are taken for SwiGLU, others for {ungated}."
     experts = [Part("EXPERTS", "Its experts.", model_options.EXPERTS)] if model.moe else []
     return (
-        Part("MODEL", about, form),
+        Part("MODEL", note, form),
         *experts,
         Part("PLAN", "The plan.", (*options.PLAN, *options.PRECISION)),
     )
@@ -90,7 +90,7 @@ def checked_parts(
 # -- what pretrain_gpt.py cannot be told ------------------------------------------------------------------------------
 
 
-def _check_model(model: ModelSpec, says: str) -> None:
+def _check_model(model: ModelSpec, name: str) -> None:
     """Refuse an architecture that would silently become another one."""
     refusals = (
         (model.layer_pattern is not None, "a layer_pattern (hybrid models have their own pretrain_hybrid.py)"),
@@ -106,7 +106,7 @@ def _check_model(model: ModelSpec, says: str) -> None:
         (model.qk_norm == "full", "qk_norm 'full' (its --qk-layernorm is per head)"),
         (model.mla is not None and model.qkv_bias, "qkv_bias with latent attention"),
         (
-            says not in _TAKE_ANY_ROPE_BASE and not float(model.rope_base).is_integer(),
+            name not in _TAKE_ANY_ROPE_BASE and not float(model.rope_base).is_integer(),
             f"rope_base {model.rope_base:.9g} (Bridge takes it)",
         ),
         (has_bias(model) is None, "this mixture of mlp_bias, qkv_bias and attention_output_bias (all or qkv alone)"),
@@ -116,15 +116,15 @@ def _check_model(model: ModelSpec, says: str) -> None:
         ),
     )
     if what := refused(refusals):
-        raise InputError(f"{says}'s pretraining of GPT models cannot express {what} of model {model.name!r}")
+        raise InputError(f"{name}'s pretraining of GPT models cannot express {what} of model {model.name!r}")
 
 
-def _check_training(plan_file: PlanFile, says: str) -> None:
+def _check_training(plan_file: PlanFile, name: str) -> None:
     training, device, precision = plan_file.training, plan_file.cluster.device, plan_file.best.plan.precision
     if training.attention == "megatron-fused":
-        raise InputError(f"{says} has no attention 'megatron-fused' any more: plan with flash or unfused")
+        raise InputError(f"{name} has no attention 'megatron-fused' any more: plan with flash or unfused")
     if training.fused_norm is False:
-        raise InputError(f"{says} always fuses norms (Transformer Engine): leave fused_norm out")
+        raise InputError(f"{name} always fuses norms (Transformer Engine): leave fused_norm out")
     if device.generation in _TOO_OLD.get(precision, ()):
         raise InputError(f"precision {precision!r} does not exist on {device.name}: plan with another one")
 
@@ -137,12 +137,12 @@ def environment(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
     plan, device = plan_file.best.plan, plan_file.cluster.device
     queues = "CUDA_DEVICE_MAX_CONNECTIONS"
     if options.uses_megatron_fsdp(plan):
-        return (EnvironmentVariable(name=queues, value=None, says="Megatron-FSDP refuses 1"),)
+        return (EnvironmentVariable(name=queues, value=None, note="Megatron-FSDP refuses 1"),)
     if (plan.tp > 1 or plan.cp > 1) and device.generation != "blackwell":
-        return (EnvironmentVariable(name=queues, value="1", says="demanded under tensor or context parallelism"),)
+        return (EnvironmentVariable(name=queues, value="1", note="demanded under tensor or context parallelism"),)
     return ()
 
 
 TARGET = Target(
-    name="megatron-lm", says="Megatron-LM", rules=("megatron-lm", "unknown"), job=job, limits=(*RULES, *LIMITS)
+    name="megatron-lm", title="Megatron-LM", rules=("megatron-lm", "unknown"), job=job, limits=(*RULES, *LIMITS)
 )

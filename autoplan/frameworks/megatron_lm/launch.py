@@ -85,22 +85,22 @@ def _shipped(model: ModelSpec, base: ModelSpec | None) -> ModelSpec:
 
 
 def _latent_attention(reading: Reading) -> LatentAttention | None:
-    known = reading.model.mla if reading.model else None
-    if not reading.arguments.flag("multi_latent_attention", known is not None):
+    base = reading.model.mla if reading.model else None
+    if not reading.arguments.flag("multi_latent_attention", base is not None):
         return None
-    return LatentAttention(**read_fields(rows(model_options.LATENT), reading.arguments, known))
+    return LatentAttention(**read_fields(rows(model_options.LATENT), reading.arguments, base))
 
 
 def _experts(reading: Reading) -> Experts | None:
     arguments, fields = reading.arguments, reading.fields
-    known = reading.model.moe if reading.model else None
-    if not arguments.optional_count("num_experts", known.num_experts if known else None):
+    base = reading.model.moe if reading.model else None
+    if not arguments.optional_count("num_experts", base.num_experts if base else None):
         return None
     places = arguments.value("moe_layer_freq")
-    dense, interval = (known.num_dense_layers, known.interval) if known else (0, 1)
+    dense, interval = (base.num_dense_layers, base.interval) if base else (0, 1)
     if places is not None:
         dense, interval = moe_places(places, fields["num_layers"])
-    sizes = read_fields(rows(model_options.EXPERTS), arguments, known)
+    sizes = read_fields(rows(model_options.EXPERTS), arguments, base)
     sizes["expert_ffn_size"] = sizes["expert_ffn_size"] or fields["ffn_size"]
     return Experts(**sizes, router_bias=fields["mlp_bias"], num_dense_layers=dense, interval=interval)
 
@@ -130,8 +130,8 @@ def _replicas(arguments: Options, num_devices: int | None) -> int:
         if not 1 <= degree <= 10**6:
             raise InputError(f"{name} must lie between 1 and 1,000,000, got {degree}")
     tp, cp, pp = degrees.values()
-    dp, rest = divmod(num_devices, tp * cp * pp)
-    if rest or not dp:
+    dp, remainder = divmod(num_devices, tp * cp * pp)
+    if remainder or not dp:
         raise InputError(
             f"tp {tp} x cp {cp} x pp {pp} does not divide the {num_devices} devices that are started: pass --devices"
         )

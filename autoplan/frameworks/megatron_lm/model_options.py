@@ -53,8 +53,8 @@ def _write_positions(file: PlanFile) -> dict[str, Value]:
 
 
 def _read_positions(reading: Reading) -> Fields:
-    known = reading.model.max_positions or None if reading.model else None
-    return {"max_positions": reading.arguments.optional_count("max_position_embeddings", known) or reading.seq_len}
+    positions = reading.model.max_positions or None if reading.model else None
+    return {"max_positions": reading.arguments.optional_count("max_position_embeddings", positions) or reading.seq_len}
 
 
 # Sizes of the vocabularies that a tokenizer by this name has in the published models it comes from.
@@ -69,9 +69,9 @@ def _read_vocabulary(reading: Reading) -> Fields:
         return {"vocab_size": size or padded or (base.vocab_size if base else 0)}
     named = arguments.arguments.get("tokenizer_model")
     tokenizer_model = named.value if named else arguments.defaults.get("tokenizer_model")
-    if known := find_preset(str(tokenizer_model)):
-        arguments.remark("tokenizer_model", f"its vocabulary is taken as that of {known.name}", matters=False)
-        return {"vocab_size": known.vocab_size}
+    if preset := find_preset(str(tokenizer_model)):
+        arguments.remark("tokenizer_model", f"its vocabulary is taken as that of {preset.name}", matters=False)
+        return {"vocab_size": preset.vocab_size}
     tokenizer = arguments.text("tokenizer_type")
     if tokenizer is None and "vocab_file" in arguments.arguments and "merge_file" in arguments.arguments:
         tokenizer = "GPT2BPETokenizer"
@@ -93,7 +93,7 @@ SIZES: tuple[Line, ...] = (
     ),
     (
         Special("vocab_size", _write_vocabulary, _read_vocabulary, names={BRIDGE: "tokenizer."},
-                others=valued("padded_vocab_size", "tokenizer_type", "tokenizer_model")),
+                beside=valued("padded_vocab_size", "tokenizer_type", "tokenizer_model")),
         Assumed("make_vocab_size_divisible_by", (128,), "priced with a vocabulary padded to multiples of 128",
                 lambda file: file.framework.memory.pads_vocab_to),
     ),
@@ -132,7 +132,7 @@ def _read_qk_norm(reading: Reading) -> Fields:
 
 # fmt: off
 ATTENTION: tuple[Line, ...] = (
-    (Special("group_query_attention", _write_groups, _read_groups, others=valued("num_query_groups"), is_switch=True),),
+    (Special("group_query_attention", _write_groups, _read_groups, beside=valued("num_query_groups"), is_switch=True),),
     (Special("kv_channels", lambda file: {"kv_channels": file.model.head_dim}, _read_head_dim),),
     (Special("qk_layernorm", lambda file: {"qk_layernorm": file.model.qk_norm == "head"}, _read_qk_norm,
              is_switch=True),),
@@ -209,8 +209,8 @@ def _write_clamp(file: PlanFile) -> dict[str, Value]:
 
 
 def _read_clamp(reading: Reading) -> Fields:
-    given = reading.arguments.value("activation_func_clamp_value")
-    return {"clamped_activation": bool(reading.model and reading.model.clamped_activation) or given is not None}
+    clamp = reading.arguments.value("activation_func_clamp_value")
+    return {"clamped_activation": bool(reading.model and reading.model.clamped_activation) or clamp is not None}
 
 
 def _has_rope(file: PlanFile) -> bool:
@@ -257,7 +257,7 @@ def _read_bias(reading: Reading) -> Fields:
 FORM: tuple[Line, ...] = (
     (
         Special("position_embedding_type", _write_position_kind, _read_position_kind,
-                others=switches("use_rotary_position_embeddings")),
+                beside=switches("use_rotary_position_embeddings")),
         number("rotary_base", "model.rope_base", 10000.0, when=_has_rope),
     ),
     (word("normalization", "model.norm", "layernorm", meanings={"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}),),
@@ -265,11 +265,11 @@ FORM: tuple[Line, ...] = (
         # Without the switch an MLP has GELU: the activation itself changes no shape.
         Special("swiglu", lambda file: {"swiglu": file.model.gated_mlp and not file.model.clamped_activation},
                 lambda reading: {"gated_mlp": is_gated(reading)}, names={BRIDGE: "model.gated_linear_unit"},
-                others=switches("quick_geglu", "openai_gelu"), is_switch=True),
-        Special("activation_func_clamp_value", _write_clamp, _read_clamp, others=valued("glu_linear_offset")),
+                beside=switches("quick_geglu", "openai_gelu"), is_switch=True),
+        Special("activation_func_clamp_value", _write_clamp, _read_clamp, beside=valued("glu_linear_offset")),
         switch("squared_relu", "model.squared_relu"),
     ),
-    (Special("add_bias_linear", _write_bias, _read_bias, others=switches("add_qkv_bias")),),
+    (Special("add_bias_linear", _write_bias, _read_bias, beside=switches("add_qkv_bias")),),
     (switch("untie_embeddings_and_output_weights", "model.tied_embeddings", True, on=False, off=True),),
     (count("mtp_num_layers", "model.num_mtp_layers", 0, when=lambda file: file.model.num_mtp_layers > 0),),
 )
@@ -292,7 +292,7 @@ def _read_dropout(reading: Reading) -> Fields:
     return {"dropout": bool(dropped)}
 
 
-DROPOUT: Line = (Special("hidden_dropout", _write_dropout, _read_dropout, others=valued("attention_dropout")),)
+DROPOUT: Line = (Special("hidden_dropout", _write_dropout, _read_dropout, beside=valued("attention_dropout")),)
 
 # -- experts ----------------------------------------------------------------------------------------------------------
 

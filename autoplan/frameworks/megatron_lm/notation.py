@@ -119,25 +119,25 @@ _SCOPE_OF = {
 
 def graph_scopes(graphs: CudaGraphs, model: ModelSpec) -> list[str]:
     """Return the scopes of graphs of blocks in a model."""
-    known = _known_scopes(model)
+    model_scopes = _known_scopes(model)
     return [
         scope
         for level, scopes in GRAPH_SCOPES.items()
         if level.code <= graphs.code
         for scope in scopes
-        if scope in known
+        if scope in model_scopes
     ]
 
 
 def graphs_of(scopes: set[str], model: ModelSpec) -> CudaGraphs:
     """Return the most graphs whose scopes, as far as the model has them, are all among `scopes`."""
-    known, graphs = _known_scopes(model), CudaGraphs.NONE
+    model_scopes, graphs = _known_scopes(model), CudaGraphs.NONE
     if "full_iteration" in scopes:
         return CudaGraphs.FULL_ITERATION
-    for level, wanted in GRAPH_SCOPES.items():
-        if not known.intersection(wanted) <= scopes:
+    for level, level_scopes in GRAPH_SCOPES.items():
+        if not model_scopes.intersection(level_scopes) <= scopes:
             break
-        graphs = level if scopes & known else graphs
+        graphs = level if scopes & model_scopes else graphs
     return graphs
 
 

@@ -242,11 +242,11 @@ def _read_recompute(reading: Reading) -> Fields:
             arguments.remark("recompute_num_layers", "units of several layers keep less than is priced")
         return {"recompute": "full"}
     if kind == "selective":
-        known = tuple(module for module in RecomputeModule if module in modules)
-        if set(modules) - set(known):
-            arguments.remark("recompute_modules", f"without {', '.join(sorted(set(modules) - set(known)))[:60]}")
-        if known:
-            return {"recompute": "selective", "recompute_modules": known}
+        priced = tuple(module for module in RecomputeModule if module in modules)
+        if set(modules) - set(priced):
+            arguments.remark("recompute_modules", f"without {', '.join(sorted(set(modules) - set(priced)))[:60]}")
+        if priced:
+            return {"recompute": "selective", "recompute_modules": priced}
     elif kind not in (None, "None", "none"):
         raise InputError(f"{arguments.name('recompute_granularity')} {kind[:30]!r} is neither full nor selective")
     return {}
@@ -331,12 +331,12 @@ _MOMENTS["fp16"] = MomentType.BF16  # as many bytes
 _TORCH_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
 
 
-def _dtype(arguments: Options, key: str, *known: str) -> str:
+def _dtype(arguments: Options, key: str, *allowed: str) -> str:
     """Return the data type that an option names, as Megatron-LM or torch calls it; fp32 where the file is silent."""
     name = str(arguments.text(key) or "fp32").removeprefix("torch.")
     name = _TORCH_TYPES.get(name, name)
-    if name not in known:
-        raise InputError(f"{arguments.name(key)} {name[:30]!r} is not one of {', '.join(known)}")
+    if name not in allowed:
+        raise InputError(f"{arguments.name(key)} {name[:30]!r} is not one of {', '.join(allowed)}")
     return name
 
 
@@ -472,7 +472,7 @@ PLAN: tuple[Line, ...] = (
     (
         count("micro_batch_size", "micro_batch", 1, names=TRAIN),
         Special("global_batch_size", lambda file: {"global_batch_size": file.best.plan.global_batch}, _read_batch,
-                names=TRAIN, others=valued("rampup_batch_size", "step_batch_size_schedule")),
+                names=TRAIN, beside=valued("rampup_batch_size", "step_batch_size_schedule")),
     ),
     (TP, switch("sequence_parallel", "sp")),
     (CP, Special("cp_comm_type", _write_cp_kind, _read_cp_kind)),
@@ -481,24 +481,24 @@ PLAN: tuple[Line, ...] = (
         switch("use_tp_pp_dp_mapping", "rank_order", RankOrder.DP_BEFORE_PP, on=RankOrder.PP_BEFORE_DP,
                off=RankOrder.DP_BEFORE_PP, when=lambda file: file.best.plan.pp > 1, names=DIST),
     ),
-    (Special("pipeline_model_parallel_layout", _write_stages, _read_stages, others=_STAGES),),
+    (Special("pipeline_model_parallel_layout", _write_stages, _read_stages, beside=_STAGES),),
     (
         count("expert_model_parallel_size", "ep", 1, when=_has_experts),
         optional_count("expert_tensor_parallel_size", "etp", when=_has_experts),
     ),
     (
         Special("moe_token_dispatcher_type", _write_dispatcher, _read_dispatcher,
-                others=(*valued("moe_flex_dispatcher_backend"), *switches("moe_enable_deepep"))),
+                beside=(*valued("moe_flex_dispatcher_backend"), *switches("moe_enable_deepep"))),
     ),
     (
         Special("moe_expert_capacity_factor", _write_dropping, _read_dropping,
-                others=switches("moe_pad_expert_input_to_capacity")),
+                beside=switches("moe_pad_expert_input_to_capacity")),
         switch("moe_router_fusion", "router_fusion", when=_has_experts),
     ),
     (Special("apply_rope_fusion", _write_rope, _read_rope, is_switch=True),),
     (
         Special("use_distributed_optimizer", _write_sharding, _read_sharding, names=DDP, is_switch=True,
-                others=(Option("use_megatron_fsdp", names=DDP, is_switch=True),
+                beside=(Option("use_megatron_fsdp", names=DDP, is_switch=True),
                         Option("use_torch_fsdp2", names=DIST, is_switch=True),
                         Option("data_parallel_sharding_strategy", names=DDP))),
     ),
@@ -519,7 +519,7 @@ PLAN: tuple[Line, ...] = (
     ),
     (
         Special("cuda_graph_impl", _write_graphs, _read_graphs,
-                others=(*valued("cuda_graph_scope", "cuda_graph_modules"),
+                beside=(*valued("cuda_graph_scope", "cuda_graph_modules"),
                         *switches("enable_cuda_graph", "external_cuda_graph"),
                         Option("te_rng_tracker", names={BRIDGE: "rng."}, is_switch=True),
                         Option("check_for_nan_in_loss_and_grad", names={BRIDGE: "ddp.check_for_nan_in_grad"},
@@ -528,7 +528,7 @@ PLAN: tuple[Line, ...] = (
     (
         Special("fp8_param_gather", _write_narrow_params, _read_narrow_params, is_switch=True,
                 names={BRIDGE: "mixed_precision."},
-                others=(Option("fp4_param_gather", names={BRIDGE: "mixed_precision."}, is_switch=True),
+                beside=(Option("fp4_param_gather", names={BRIDGE: "mixed_precision."}, is_switch=True),
                         Option("reuse_grad_buf_for_mxfp8_param_ag", names={BRIDGE: "mixed_precision."},
                                is_switch=True))),
     ),
@@ -539,17 +539,17 @@ PLAN: tuple[Line, ...] = (
     ),
     (
         Special("recompute_granularity", _write_recompute, _read_recompute,
-                others=(*valued("recompute_method", "recompute_num_layers", "recompute_modules"),
+                beside=(*valued("recompute_method", "recompute_num_layers", "recompute_modules"),
                         *switches("recompute_activations"))),
     ),
     (
         Special("optimizer_cpu_offload", _write_offload, _read_offload, names=OPTIMIZER, is_switch=True,
-                others=(Option("overlap_cpu_optimizer_d2h_h2d", names=OPTIMIZER, is_switch=True),
+                beside=(Option("overlap_cpu_optimizer_d2h_h2d", names=OPTIMIZER, is_switch=True),
                         Option("optimizer_offload_fraction", names=OPTIMIZER))),
     ),
     (
         Special("use_precision_aware_optimizer", _write_states, _read_states, names=OPTIMIZER, is_switch=True,
-                others=(*(Option(key, names=OPTIMIZER) for key in (
+                beside=(*(Option(key, names=OPTIMIZER) for key in (
                             "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
                         )),
                         Option("store_param_remainders", names=OPTIMIZER, is_switch=True),
@@ -602,8 +602,8 @@ def read_attention(arguments: Options) -> Any:
 # fmt: off
 PRECISION: tuple[Line, ...] = (
     (Special("bf16", lambda file: _PRECISIONS[file.best.plan.precision], is_switch=True,
-             others=(*switches("fp16"), *valued("fp8", "fp8_recipe", "fp4", "fp4_recipe"))),),
-    (Special("attention_backend", _write_attention_backend, others=switches("use_flash_attn")),),
+             beside=(*switches("fp16"), *valued("fp8", "fp8_recipe", "fp4", "fp4_recipe"))),),
+    (Special("attention_backend", _write_attention_backend, beside=switches("use_flash_attn")),),
 )
 # fmt: on
 

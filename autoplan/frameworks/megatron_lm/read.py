@@ -92,8 +92,8 @@ def named(entries: Sequence[str]) -> Entry:
     """Return what finds the programs of some names."""
 
     def position(words: Sequence[str]) -> int | None:
-        found = (at for at, word in enumerate(words) if word.endswith(tuple(entries)) and not re.search(r"\s", word))
-        return next(found, None)
+        places = (at for at, word in enumerate(words) if word.endswith(tuple(entries)) and not re.search(r"\s", word))
+        return next(places, None)
 
     return Entry(position, lambda text: any(entry in text for entry in entries))
 
@@ -170,8 +170,8 @@ def given_arguments(words: Sequence[str]) -> list[Argument]:
         strays = [item for item in values[keeps:] if is_open(item) and re.fullmatch(r"\$\{?\w+\}?", item)]
         values = [item for place, item in enumerate(values) if place < keeps or item not in strays]
         name, value = argument_of(option, values)
-        known = Unknown(value) if isinstance(value, str) and is_open(value) else typed(value)
-        result.append(Argument(option, " ".join(values), name, known))
+        parsed = Unknown(value) if isinstance(value, str) and is_open(value) else typed(value)
+        result.append(Argument(option, " ".join(values), name, parsed))
         result += [Argument(stray, "", stray, stray) for stray in strays]
     return result
 

@@ -246,7 +246,7 @@ COMMON: tuple[Rule, ...] = (
     Rule(
         source=f"{_STATE}:1448",
         holds=_instances,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"the {p.num_devices // p.pp} devices of a stage over {_experts_per_stage(s, p)} must be divisible by "
             f"dp_replicate {p.dp_replicate}: lower it"
         ),
@@ -254,7 +254,7 @@ COMMON: tuple[Rule, ...] = (
     Rule(
         source=f"{_STATE}:899",
         holds=_pipelines_first,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"rank_order {p.rank_order} needs "
             + (f"etp {p.etp} x ep {p.ep} to be tp {p.tp} x cp {p.cp}" if s.model.moe else f"cp 1, cp is {p.cp}")
             + f": use {RankOrder.DP_BEFORE_PP}"
@@ -263,12 +263,12 @@ COMMON: tuple[Rule, ...] = (
     Rule(
         source=f"{_CONFIG}:1461",
         holds=_kv_heads,
-        says=lambda s, p: f"num_kv_heads {kv_groups(s.model)} must be a multiple or a divisor of tp {p.tp}: change tp",
+        text=lambda s, p: f"num_kv_heads {kv_groups(s.model)} must be a multiple or a divisor of tp {p.tp}: change tp",
     ),
     Rule(
         source="core/utils.py:592",
         holds=_mlp_width,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"ffn_size {s.model.ffn_size} and shared_expert_ffn_size "
             f"{s.model.moe.shared_expert_ffn_size if s.model.moe else 0} must be divisible by tp {p.tp}: lower tp"
         ),
@@ -276,7 +276,7 @@ COMMON: tuple[Rule, ...] = (
     Rule(
         source="core/utils.py:592",
         holds=_expert_width,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"expert_ffn_size {s.model.moe.expert_ffn_size if s.model.moe else 0} must be divisible by etp {p.etp}: "
             "lower etp"
         ),
@@ -284,12 +284,12 @@ COMMON: tuple[Rule, ...] = (
     Rule(
         source=f"{_ARGUMENTS}:1335",
         holds=lambda s, b: (b.cp == 1) | (s.training.seq_len % (2 * b.cp) == 0),
-        says=lambda s, p: f"seq_len {s.training.seq_len} must be divisible by 2 x cp {p.cp}: lower cp",
+        text=lambda s, p: f"seq_len {s.training.seq_len} must be divisible by 2 x cp {p.cp}: lower cp",
     ),
     Rule(
         source=f"{_ATTENTION} AttnFuncWithCPAndQKVOA2A",
         holds=_cp_heads,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"cp {p.cp} with all_to_all needs the heads of a rank ({s.model.num_heads} over tp {p.tp}, and "
             f"{kv_groups(s.model)} for keys) divisible by cp: use ring or lower cp"
         ),
@@ -297,7 +297,7 @@ COMMON: tuple[Rule, ...] = (
     Rule(
         source=f"{_ATTENTION} attn_forward_func_with_cp",
         holds=_cp_latent,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"cp {p.cp} with all_to_all needs value heads as wide as query heads, they are {s.model.v_head_dim} and "
             f"{s.model.qk_head_dim}: use ring"
         ),
@@ -305,25 +305,25 @@ COMMON: tuple[Rule, ...] = (
     Rule(
         source=f"{_ATTENTION} attn_forward_func_with_cp",
         holds=_cp_window,
-        says=lambda s, p: f"cp {p.cp} with ring supports neither windows nor attention sinks: use all_to_all",
+        text=lambda s, p: f"cp {p.cp} with ring supports neither windows nor attention sinks: use all_to_all",
     ),
     shared.sp_needs_tp("core/model_parallel_config.py:502"),
     Rule(
         source="core/tensor_parallel/mappings.py:178",
         holds=lambda s, b: ~b.sp | (s.training.seq_len // b.cp % b.tp == 0),
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"with sp, the {s.training.seq_len // p.cp} tokens of a rank must be divisible by tp {p.tp}: lower tp"
         ),
     ),
     Rule(
         source=f"{_ARGUMENTS}:1441",
         holds=lambda s, b: ~b.tp_overlap | b.sp,
-        says=lambda s, p: "tp_overlap needs sp: add sp or leave tp_overlap out",
+        text=lambda s, p: "tp_overlap needs sp: add sp or leave tp_overlap out",
     ),
     Rule(
         source=f"{_CONFIG}:3002",
         holds=_ep_overlap,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"ep_overlap needs ep > 1, vp > 1 in a pipeline, no recompute of the experts and no Mamba layers, got ep "
             f"{p.ep} pp {p.pp} vp {p.vp} recompute {p.recompute!r}: leave ep_overlap out"
         ),
@@ -331,44 +331,44 @@ COMMON: tuple[Rule, ...] = (
     Rule(
         source=f"{_ARGUMENTS}:1000",
         holds=lambda s, b: (b.vp == 1) | (b.pp > 1),
-        says=lambda s, p: f"vp {p.vp} needs pp > 1: set vp 1",
+        text=lambda s, p: f"vp {p.vp} needs pp > 1: set vp 1",
     ),
     Rule(
         source="core/transformer/moe/moe_layer.py:636",
         holds=lambda s, b: (b.tp == 1) | b.sp if s.model.moe else all_true(b),
-        says=lambda s, p: f"experts with tp {p.tp} need sp: add sp",
+        text=lambda s, p: f"experts with tp {p.tp} need sp: add sp",
     ),
     Rule(
         source=f"{_CONFIG}:2613",
         holds=lambda s, b: b.etp == 1 if s.model.moe and s.model.mlp_bias else all_true(b),
-        says=lambda s, p: f"experts with a bias need etp 1, etp is {p.etp}: set etp 1",
+        text=lambda s, p: f"experts with a bias need etp 1, etp is {p.etp}: set etp 1",
     ),
     Rule(
         source=f"{_FSDP}:826",
         holds=_fsdp_needs_one_stage,
-        says=lambda s, p: f"{p.sharding} (Megatron-FSDP) needs pp 1, pp is {p.pp}: use zero1",
+        text=lambda s, p: f"{p.sharding} (Megatron-FSDP) needs pp 1, pp is {p.pp}: use zero1",
     ),
     Rule(
         source=f"{_FSDP}:380",
         holds=_fsdp_experts,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"{p.sharding} (Megatron-FSDP) with experts needs dp_replicate 1, it is {p.dp_replicate}: shard over all"
         ),
     ),
     Rule(
         source="core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py:334",
         holds=_fsdp_overlap,
-        says=lambda s, p: f"{p.sharding} (Megatron-FSDP) always overlaps its collectives: turn the overlap switches on",
+        text=lambda s, p: f"{p.sharding} (Megatron-FSDP) always overlaps its collectives: turn the overlap switches on",
     ),
     Rule(
         source=f"{_ARGUMENTS}:1028",
         holds=_gather_overlap,
-        says=lambda s, p: "param_gather_overlap needs grad_reduce_overlap: turn both on or both off",
+        text=lambda s, p: "param_gather_overlap needs grad_reduce_overlap: turn both on or both off",
     ),
     Rule(
         source="core/fp8_utils.py:779",
         holds=lambda s, b: ~b.fp8_attention | (np.isin(b.precision, _NARROW) & (s.training.attention == "flash")),
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"fp8_attention needs narrow products and attention flash, got precision {p.precision} and attention "
             f"{s.training.attention}: leave fp8_attention out"
         ),
@@ -376,29 +376,29 @@ COMMON: tuple[Rule, ...] = (
     Rule(
         source=f"{_CONFIG}:917",
         holds=lambda s, b: ~(b.token_dropping | b.router_fusion) | (s.model.moe is not None),
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"{'token_dropping' if p.token_dropping else 'router_fusion'} needs a model with experts: leave it out"
         ),
     ),
     Rule(
         source=f"{_CONFIG}:513",
         holds=lambda s, b: ~b.rope_fusion | (s.model.mla is not None),
-        says=lambda s, p: "rope_fusion is an option of latent attention, others always fuse the rotation: leave it out",
+        text=lambda s, p: "rope_fusion is an option of latent attention, others always fuse the rotation: leave it out",
     ),
     Rule(
         source="core/transformer/moe/token_dispatcher.py:1038",
         holds=lambda s, b: ~b.token_dropping | (b.ep == 1) | (b.dispatcher == Dispatcher.ALL_TO_ALL.code),
-        says=lambda s, p: f"token_dropping with dispatcher {p.dispatcher} is not priced: use alltoall",
+        text=lambda s, p: f"token_dropping with dispatcher {p.dispatcher} is not priced: use alltoall",
     ),
     Rule(
         source="core/optimizer/__init__.py:1057",
         holds=lambda s, b: (b.offload != Offload.OPTIMIZER.code) | (b.sharding == ZERO1),
-        says=lambda s, p: f"offload 'optimizer' needs sharding zero1, it is {p.sharding}",
+        text=lambda s, p: f"offload 'optimizer' needs sharding zero1, it is {p.sharding}",
     ),
     Rule(
         source="core/transformer/transformer_layer.py:473",
         holds=_modules_exist,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"{s.model.name} has no {' and no '.join(sorted(missing_modules(s.model) & set(p.recompute_modules)))} to "
             "recompute: leave it out of recompute_modules"
         ),
@@ -406,7 +406,7 @@ COMMON: tuple[Rule, ...] = (
     Rule(
         source=f"{_CONFIG}:2820",
         holds=_graphs_exist,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"cuda_graphs {p.cuda_graphs} with {'experts' if s.model.moe else 'a model without experts'}: use "
             f"{'layer' if s.model.moe else 'attn or layer'}"
         ),
@@ -414,7 +414,7 @@ COMMON: tuple[Rule, ...] = (
     Rule(
         source=f"{_CONFIG}:2832",
         holds=_graphs_recompute,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"cuda_graphs {p.cuda_graphs} cannot hold layers, or experts, that are recomputed as a whole, recompute is "
             f"{p.recompute!r}: use none"
         ),
@@ -422,12 +422,12 @@ COMMON: tuple[Rule, ...] = (
     Rule(
         source=f"{_CONFIG}:3065",
         holds=_graphs_overlap,
-        says=lambda s, p: "cuda_graphs layer holds dense MLPs, which ep_overlap does not go with: use attn",
+        text=lambda s, p: "cuda_graphs layer holds dense MLPs, which ep_overlap does not go with: use attn",
     ),
     Rule(
         source=f"{_ARGUMENTS}:1095",
         holds=lambda s, b: ~b.narrow_params | ((b.sharding >= ZERO1) & np.isin(b.precision, _NARROW)),
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"narrow_params need narrow products and sharded states, got precision {p.precision} and sharding "
             f"{p.sharding}: leave narrow_params out"
         ),
@@ -435,7 +435,7 @@ COMMON: tuple[Rule, ...] = (
     Rule(
         source="core/optimizer/__init__.py:1057",
         holds=_narrow_states,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"main_weights {p.main_weights}, moment_dtype {p.moment_dtype} and grad_dtype {p.grad_dtype} need the "
             f"precision-aware optimizer, which takes sharding zero1 and stays on the device, not {p.sharding} and "
             f"offload {p.offload}: use fp32"
@@ -444,7 +444,7 @@ COMMON: tuple[Rule, ...] = (
     Rule(
         source="core/optimizer/optimizer_config.py:407",
         holds=_remainders,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"main_weights {p.main_weights} with precision {p.precision}: the precision-aware optimizer keeps "
             f"{'remainders or fp16: use remainders' if p.precision == 'bf16' else 'no remainders: use fp32'}"
         ),
@@ -455,7 +455,7 @@ COMMON: tuple[Rule, ...] = (
 INTERLEAVED_MICROBATCHES = Rule(
     source="core/pipeline_parallel/schedules.py:1160",
     holds=_interleaved_microbatches,
-    says=lambda s, p: (
+    text=lambda s, p: (
         f"interleaving needs micro-batches in multiples of pp {p.pp}, there are {p.num_microbatches}: "
         "change global_batch, micro_batch or vp"
     ),
@@ -467,7 +467,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_ARGUMENTS}:978",
         holds=lambda s, b: (b.schedule == INTERLEAVED) == (b.vp > 1),
-        says=lambda s, p: f"schedule {p.schedule!r} with vp {p.vp}: vp > 1 is interleaved, vp 1 is 1f1b",
+        text=lambda s, p: f"schedule {p.schedule!r} with vp {p.vp}: vp > 1 is interleaved, vp 1 is 1f1b",
     ),
     INTERLEAVED_MICROBATCHES,
 )
@@ -477,7 +477,7 @@ LIMITS: tuple[Rule, ...] = (
     Rule(
         source=f"{_ARGUMENTS}:2333",
         holds=lambda s, b: ~b.fp8_attention,
-        says=lambda s, p: "fp8_attention: export for megatron-bridge, or plan without it",
+        text=lambda s, p: "fp8_attention: export for megatron-bridge, or plan without it",
     ),
 )
 

@@ -30,7 +30,7 @@ class Special(Option):
 
     write: Callable[[PlanFile], dict[str, Value]]
     read: Callable[[Reading], Fields] | None = None
-    others: tuple[Option, ...] = ()
+    beside: tuple[Option, ...] = ()
 
 
 Line = tuple[Option, ...]  # options that stand on one line of a script
@@ -41,7 +41,7 @@ class Part:
     """Lines of options that stand together in a script: their name, what they hold."""
 
     name: str
-    says: str
+    note: str
     lines: tuple[Line, ...]
 
 
@@ -89,7 +89,7 @@ def flat(options: Iterable[Option]) -> Iterator[Option]:
     """Return options and those that a `Special` has beside its key."""
     for option in options:
         yield option
-        yield from option.others if isinstance(option, Special) else ()
+        yield from option.beside if isinstance(option, Special) else ()
 
 
 def written(option: Option, plan_file: PlanFile) -> dict[str, Value]:
@@ -123,11 +123,11 @@ def arguments_of(parts: Iterable[Part], plan_file: PlanFile) -> dict[str, Value]
     return result
 
 
-def read_lines(lines: Iterable[Line], reading: Reading, known: object | None = None) -> None:
-    """Read the rows of some lines; `known` has the fields of rows where the file is silent."""
+def read_lines(lines: Iterable[Line], reading: Reading, base: object | None = None) -> None:
+    """Read the rows of some lines; `base` has their fields where the file is silent."""
     for line in lines:
         for option in line:
             if isinstance(option, Row):
-                reading.fields |= option.read(reading.arguments, known)
+                reading.fields |= option.read(reading.arguments, base)
             elif isinstance(option, Special) and option.read is not None:
                 reading.fields |= option.read(reading)

@@ -48,10 +48,10 @@ def recognises(name: str, text: str) -> bool:
 
 def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch of the last command of a script; raises InputError where it does not say enough."""
-    found = _COMMAND.findall(text)
-    if not found:
+    commands = _COMMAND.findall(text)
+    if not commands:
         raise InputError("no command of the script is megatron sft, swift sft, or pt of one of them")
-    kind = found[-1][0]
+    kind = commands[-1][0]
     return _with_megatron(text, context) if kind == "megatron" else _with_trainer(text, context)
 
 

@@ -96,11 +96,11 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
         framework="nanotron",
         environment=(
             EnvironmentVariable(
-                name="CUDA_DEVICE_MAX_CONNECTIONS", value="1", says="demanded under tensor parallelism"
+                name="CUDA_DEVICE_MAX_CONNECTIONS", value="1", note="demanded under tensor parallelism"
             ),
         ),
         variables=(
-            LaunchVariable(name="NANOTRON_DIR", default=".", says="checkout of github.com/huggingface/nanotron"),
+            LaunchVariable(name="NANOTRON_DIR", default=".", note="checkout of github.com/huggingface/nanotron"),
         ),
         program='"$NANOTRON_DIR/run_train.py"',
         trailing=(f'--config-file "$HERE/{_FILE}"',),
@@ -112,14 +112,14 @@ LIMITS = (
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.grad_reduce_overlap,
-        says=lambda s, p: "grad_reduce_overlap off: it has no switch for it",
+        text=lambda s, p: "grad_reduce_overlap off: it has no switch for it",
     ),
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.param_gather_overlap | (b.sharding == Sharding.NONE.code),
-        says=lambda s, p: "param_gather_overlap off: it has no switch for it",
+        text=lambda s, p: "param_gather_overlap off: it has no switch for it",
     ),
-    Rule(source=SOURCE, holds=lambda s, b: ~b.ep_overlap, says=lambda s, p: "ep_overlap: leave it out"),
+    Rule(source=SOURCE, holds=lambda s, b: ~b.ep_overlap, text=lambda s, p: "ep_overlap: leave it out"),
     usual_rank_order("leave it out"),
 )
 
@@ -198,4 +198,4 @@ def _parallelism(plan_file: PlanFile) -> dict[str, Any]:
     return written(PARALLELISM, plan_file) | {"tp_linear_async_communication": overlaps}
 
 
-TARGET = Target(name="nanotron", says="nanotron", rules=("nanotron",), job=job, limits=LIMITS)
+TARGET = Target(name="nanotron", title="nanotron", rules=("nanotron",), job=job, limits=LIMITS)

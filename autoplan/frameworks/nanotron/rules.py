@@ -54,8 +54,8 @@ def layers_per_stage(model: ModelSpec, pp: int) -> tuple[int, ...]:
 
 
 def _own_split(workload: Workload, batch: PlanBatch) -> Bools:
-    own = [layers_per_stage(workload.model, len(layout)) == layout for layout in batch.layouts]
-    return np.array(own, dtype=np.bool_)[batch.layout]
+    matches = [layers_per_stage(workload.model, len(layout)) == layout for layout in batch.layouts]
+    return np.array(matches, dtype=np.bool_)[batch.layout]
 
 
 # -- tensor and context parallelism -----------------------------------------------------------------------------------
@@ -75,9 +75,9 @@ def _no_ep(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _says_split(workload: Workload, plan: ParallelPlan) -> str:
-    own = ",".join(map(str, layers_per_stage(workload.model, plan.pp * plan.vp)))
+    cut = ",".join(map(str, layers_per_stage(workload.model, plan.pp * plan.vp)))
     layers = ",".join(map(str, chunk_layers(plan, workload.model.num_layers)))
-    return f"stages of {layers} layers: it cuts by cost, into {own}; say so"
+    return f"stages of {layers} layers: it cuts by cost, into {cut}; say so"
 
 
 SUPPORTED = (
@@ -97,49 +97,49 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_ENGINE}:175",
         holds=lambda s, b: (b.schedule == ONE_FORWARD_ONE_BACKWARD) | (b.pp > 1),
-        says=lambda s, p: f"schedule {p.schedule!r} needs pp > 1, pp is {p.pp}: use 1f1b",
+        text=lambda s, p: f"schedule {p.schedule!r} needs pp > 1, pp is {p.pp}: use 1f1b",
     ),
     Rule(
         source=f"{_ENGINE}:253",
         holds=lambda s, b: (b.schedule != ONE_FORWARD_ONE_BACKWARD) | (b.num_microbatches >= b.pp - 1),
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"1f1b needs at least pp - 1 = {p.pp - 1} micro-batches, there are {p.num_microbatches}: lower pp or "
             "micro_batch, or use gpipe"
         ),
     ),
-    Rule(source="models/base.py:224", holds=_own_split, says=_says_split),
+    Rule(source="models/base.py:224", holds=_own_split, text=_says_split),
     shared.whole_kv_heads(f"{_LLAMA}:351"),
     Rule(
         source=f"{_LINEAR}:128",
         holds=lambda s, b: s.model.ffn_size % b.tp == 0 if has_dense_mlp(s.model) else all_true(b),
-        says=lambda s, p: f"ffn_size {s.model.ffn_size} must be divisible by tp {p.tp}: lower tp",
+        text=lambda s, p: f"ffn_size {s.model.ffn_size} must be divisible by tp {p.tp}: lower tp",
     ),
     shared.sp_needs_tp("config/parallelism_config.py:46"),
     Rule(
         source="parallel/tensor_parallel/distributed_differentiable_primitives.py:106",
         holds=lambda s, b: ~b.sp | (s.training.seq_len % b.tp == 0),
-        says=lambda s, p: f"with sp, seq_len {s.training.seq_len} must be divisible by tp {p.tp}: lower tp",
+        text=lambda s, p: f"with sp, seq_len {s.training.seq_len} must be divisible by tp {p.tp}: lower tp",
     ),
     Rule(
         source=f"{_LINEAR}:145",
         holds=lambda s, b: ~b.tp_overlap | b.sp | (b.tp == 1),
-        says=lambda s, p: "tp_overlap needs sp: leave it out or take both",
+        text=lambda s, p: "tp_overlap needs sp: leave it out or take both",
     ),
     Rule(
         source="trainer.py:1053",
         holds=_no_cp,
-        says=lambda s, p: f"cp {p.cp}: a run does not start with context parallelism, set cp 1",
+        text=lambda s, p: f"cp {p.cp}: a run does not start with context parallelism, set cp 1",
     ),
     Rule(
         source="parallel/context.py:26",
         holds=_no_ep,
-        says=lambda s, p: f"ep {p.ep}: a run does not start with expert parallelism, set ep 1",
+        text=lambda s, p: f"ep {p.ep}: a run does not start with expert parallelism, set ep 1",
     ),
     shared.whole_experts("nn/moe.py:71"),
     Rule(
         source="optim/zero.py:184",
         holds=lambda s, b: (b.sharding == NONE) | (b.dp_replicate == 1),
-        says=lambda s, p: f"zero1 shards over all replicas, dp_replicate is {p.dp_replicate}: set it to 1",
+        text=lambda s, p: f"zero1 shards over all replicas, dp_replicate is {p.dp_replicate}: set it to 1",
     ),
 )
 

@@ -30,9 +30,9 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
         environment=(*environment(plan_file), *_amd(plan_file)),
         variables=(
             LaunchVariable(
-                name="PRIMUS_DIR", default=".", says="checkout of github.com/AMD-AGI/Primus with its submodules"
+                name="PRIMUS_DIR", default=".", note="checkout of github.com/AMD-AGI/Primus with its submodules"
             ),
-            LaunchVariable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),
+            LaunchVariable(name="TRAIN_ITERS", default="100", note="steps", counts_steps=True),
         ),
         program='"$PRIMUS_DIR/primus/cli/main.py"',
         trailing=("train pretrain", f'--config "$HERE/{NAME}"', "--train_iters", '"$TRAIN_ITERS"'),
@@ -89,11 +89,11 @@ def _amd(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
     if plan_file.cluster.device.vendor != "amd":
         return ()
     return (
-        EnvironmentVariable(name="HSA_NO_SCRATCH_RECLAIM", value="1", says="keeps scratch memory of kernels"),
-        EnvironmentVariable(name="GPU_MAX_HW_QUEUES", value="2", says="one queue for computing, one for messages"),
+        EnvironmentVariable(name="HSA_NO_SCRATCH_RECLAIM", value="1", note="keeps scratch memory of kernels"),
+        EnvironmentVariable(name="GPU_MAX_HW_QUEUES", value="2", note="one queue for computing, one for messages"),
     )
 
 
 TARGET = Target(
-    name="primus", says="Primus", rules=("primus", "megatron-lm", "unknown"), job=job, limits=(*RULES, *LIMITS)
+    name="primus", title="Primus", rules=("primus", "megatron-lm", "unknown"), job=job, limits=(*RULES, *LIMITS)
 )

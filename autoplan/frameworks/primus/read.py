@@ -94,9 +94,9 @@ def _presets(model: str, config: str, context: LaunchContext, variables: dict[st
         return {}
     merged = (preset(folder, "modules", _file(config)) or TRAINER) | of_model
     expanded = {key: _expanded(value, variables) for key, value in merged.items()}
-    known = find_preset(_PLAIN.sub("", model))
-    if not find_preset(str(expanded.get("tokenizer_model"))) and expanded.get("vocab_size") is None and known:
-        expanded["vocab_size"] = known.vocab_size
+    shipped = find_preset(_PLAIN.sub("", model))
+    if not find_preset(str(expanded.get("tokenizer_model"))) and expanded.get("vocab_size") is None and shipped:
+        expanded["vocab_size"] = shipped.vocab_size
     return {key: value for key, value in expanded.items() if value not in (None, "null")}
 
 

@@ -67,19 +67,19 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_LAUNCHER}:63",
         holds=_chunks,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"schedule {p.schedule!r} with vp {p.vp}: 1f1b and zb-h1 have vp 1, zb-v has 2, interleaved more than 1"
         ),
     ),
     Rule(
         source=INTERLEAVED_MICROBATCHES.source,
         holds=lambda s, b: (b.schedule != INTERLEAVED) | INTERLEAVED_MICROBATCHES.holds(s, b),
-        says=INTERLEAVED_MICROBATCHES.says,
+        text=INTERLEAVED_MICROBATCHES.text,
     ),
     Rule(
         source="core/pipeline_parallel/scheduler/algorithms/zbv_formatted.py:27",
         holds=_filled,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"zb-v needs 2 pp - 1 = {2 * p.pp - 1} micro-batches, there are {p.num_microbatches}: "
             "use zb-h1, lower pp or micro_batch"
         ),
@@ -87,14 +87,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_LAUNCHER}:269",
         holds=_split_overlap,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"schedule {p.schedule!r} overlaps neither reductions nor gathers: turn both overlap switches off"
         ),
     ),
     Rule(
         source="core/projection/config_validation.py:99",
         holds=_split_recompute,
-        says=lambda s, p: f"schedule {p.schedule!r} with recompute {p.recompute!r} frees no memory: use none",
+        text=lambda s, p: f"schedule {p.schedule!r} with recompute {p.recompute!r} frees no memory: use none",
     ),
 )
 

@@ -65,14 +65,14 @@ def job(plan_file: PlanFile, version: str) -> Job:
         framework=f"torchtitan {version}",
         environment=(
             EnvironmentVariable(
-                name="PYTORCH_ALLOC_CONF", value="expandable_segments:True", says="as torchtitan's own run_train.sh"
+                name="PYTORCH_ALLOC_CONF", value="expandable_segments:True", note="as torchtitan's own run_train.sh"
             ),
         ),
-        variables=(LaunchVariable(name="STEPS", default="100", says="steps", counts_steps=True),),
+        variables=(LaunchVariable(name="STEPS", default="100", note="steps", counts_steps=True),),
         program=program,
         replaceable=OptionGroup(
             name="DATA",
-            says="Data of its tests, in a checkout; DATA_ARGS='OPTION VALUE ...' in the environment replaces these.",
+            note="Data of its tests, in a checkout; DATA_ARGS='OPTION VALUE ...' in the environment replaces these.",
             lines=data,
         ),
         trailing=(*trailing, '--training.steps "$STEPS"', "--metrics.log_freq 1"),
@@ -88,22 +88,22 @@ LIMITS = (
     Rule(
         source=SOURCE,
         holds=lambda s, b: ~b.ep_overlap,
-        says=lambda s, p: "ep_overlap: it overlaps expert traffic in no schedule that is priced here",
+        text=lambda s, p: "ep_overlap: it overlaps expert traffic in no schedule that is priced here",
     ),
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.grad_reduce_overlap,
-        says=lambda s, p: "grad_reduce_overlap = false: FSDP2 always overlaps the reduction",
+        text=lambda s, p: "grad_reduce_overlap = false: FSDP2 always overlaps the reduction",
     ),
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.param_gather_overlap | (b.sharding == Sharding.NONE.code),
-        says=lambda s, p: "param_gather_overlap = false: FSDP2 always gathers ahead",
+        text=lambda s, p: "param_gather_overlap = false: FSDP2 always gathers ahead",
     ),
     Rule(
         source=SOURCE,
         holds=lambda s, b: (b.precision != Precision.NVFP4.code) | (s.model.moe is None),
-        says=lambda s, p: "precision 'nvfp4' of experts: plan with mxfp8",
+        text=lambda s, p: "precision 'nvfp4' of experts: plan with mxfp8",
     ),
 )
 
@@ -336,9 +336,9 @@ def _flavor(model: ModelSpec) -> tuple[str, str]:
     for family, flavors in read_table(shipped()["torchtitan"])["flavors"].items():
         for flavor, name in flavors.items():
             table = read_table(shipped("models")[name])
-            known = decode(ModelSpec, {"name": name, **table}, name)
-            mine = replace(model, name=name, aliases=known.aliases, sources=known.sources)
-            if mine == replace(known, num_mtp_layers=0):
+            preset = decode(ModelSpec, {"name": name, **table}, name)
+            mine = replace(model, name=name, aliases=preset.aliases, sources=preset.sources)
+            if mine == replace(preset, num_mtp_layers=0):
                 return str(family), str(flavor)
     raise InputError(
         f"torchtitan 0.2 knows models by name, and none of the sizes of {model.name!r} (without MTP): export for 0.3"
@@ -381,7 +381,7 @@ def _call(function: str, arguments: dict[str, Any], indent: int) -> str:
 
 TARGET = Target(
     name="torchtitan",
-    says="torchtitan",
+    title="torchtitan",
     rules=("torchtitan",),
     job=job,
     versions=("0.3", "0.2", "main"),

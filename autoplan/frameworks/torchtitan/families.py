@@ -78,8 +78,8 @@ def write_sizes(builder: str, plan_file: PlanFile) -> dict[str, Value]:
 
 def _sizes(*calls: Built) -> Options:
     """Return the sizes that the calls of a builder and of a model's config were given; those of the first win."""
-    given = {key: value for call in reversed(calls) for key, value in call.named.items()}
-    return Options((Argument(key, str(value), key, value) for key, value in given.items()), way_out="pass --model")
+    sizes = {key: value for call in reversed(calls) for key, value in call.named.items()}
+    return Options((Argument(key, str(value), key, value) for key, value in sizes.items()), way_out="pass --model")
 
 
 def size_of(built: Built, key: str, default: int | None = None) -> int:
@@ -173,19 +173,19 @@ def _is_llama3(model: ModelSpec) -> bool:
 
 def _is_qwen3(model: ModelSpec) -> bool:
     moe = model.moe
-    whole = moe is None or (
+    plain = moe is None or (
         not moe.num_dense_layers and moe.interval == 1 and not moe.shared_expert_ffn_size and moe.latent_size is None
     )
     usual = model.mla is None and model.qk_norm == "head" and not model.num_mtp_layers
-    return _is_plain(model) and _is_unbiased(model) and whole and usual
+    return _is_plain(model) and _is_unbiased(model) and plain and usual
 
 
 def _is_deepseek(model: ModelSpec) -> bool:
     moe = model.moe
     if moe is None or model.mla is None:
         return False
-    shared, rest = divmod(moe.shared_expert_ffn_size, moe.expert_ffn_size)
-    usual = moe.interval == 1 and moe.latent_size is None and not moe.shared_expert_gate and shared > 0 and not rest
+    shared, extra = divmod(moe.shared_expert_ffn_size, moe.expert_ffn_size)
+    usual = moe.interval == 1 and moe.latent_size is None and not moe.shared_expert_gate and shared > 0 and not extra
     untied = not model.tied_embeddings and model.qk_norm == "none"
     return _is_plain(model) and _is_unbiased(model) and usual and untied
 
@@ -196,8 +196,8 @@ def _is_gpt_oss(model: ModelSpec) -> bool:
         return False
     fixed = (model.num_heads, model.kv_heads, model.qk_head_dim, model.window, model.full_attention_interval)
     biases = (model.mlp_bias, model.qkv_bias, model.attention_output_bias, model.attention_sinks, moe.router_bias)
-    whole = not moe.num_dense_layers and moe.interval == 1 and not moe.shared_expert_ffn_size and not moe.latent_size
+    plain = not moe.num_dense_layers and moe.interval == 1 and not moe.shared_expert_ffn_size and not moe.latent_size
     usual = model.qk_norm == "none" and not model.tied_embeddings and not model.num_mtp_layers
     # models/gpt_oss/__init__.py:76 and :183, moe.py (swiglu with a limit)
     fixed_form = fixed == (64, 8, 64, 128, 2) and all(biases) and model.clamped_activation
-    return _is_plain(model) and fixed_form and whole and usual
+    return _is_plain(model) and fixed_form and plain and usual

@@ -32,12 +32,12 @@ def read(line: str) -> LineContent | None:
     if step[1]:
         return LineContent(pause="evaluation")
     rate, time, memory = _RATE.search(line), _TIME.search(line), _MEMORY.search(line)
-    found: list[tuple[Source, float | None]] = [
+    sources: list[tuple[Source, float | None]] = [
         ("stated", quantity(time[1]) if time else None),
         ("tokens", quantity(rate[1]) if rate else None),
         ("moments", _moment(line) if rate or time else None),
     ]
-    times = tuple((source, value) for source, value in found if value is not None)
+    times = tuple((source, value) for source, value in sources if value is not None)
     if not times:
         return None
     return LineContent(

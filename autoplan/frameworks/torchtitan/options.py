@@ -136,16 +136,16 @@ def write_parallelism(plan_file: PlanFile, version: str) -> dict[str, Value]:
 def read_degrees(parallelism: Options, num_devices: int | None) -> dict[str, int]:
     """Return ranks of every axis; a shard degree of -1 takes what is left of the devices."""
     degrees: Fields = read_fields((*_MESH, _COPIES, _EXPERTS), parallelism)
-    others = degrees["tp"] * degrees["cp"] * degrees["pp"] * degrees["dp_replicate"]
+    other_ranks = degrees["tp"] * degrees["cp"] * degrees["pp"] * degrees["dp_replicate"]
     shard = parallelism.count(_SHARDS, -1, least=-1)
     if shard < 1:
         if num_devices is None:
             raise InputError("data_parallel_shard_degree takes what is left of the devices: pass --devices")
-        if num_devices % others:
-            raise InputError(f"{num_devices} devices do not divide into tp x cp x pp x dp_replicate = {others}")
-        shard = num_devices // others
-    elif num_devices is not None and shard * others != num_devices:
-        raise InputError(f"the degrees need {shard * others} devices, there are {num_devices}")
+        if num_devices % other_ranks:
+            raise InputError(f"{num_devices} devices do not divide into tp x cp x pp x dp_replicate = {other_ranks}")
+        shard = num_devices // other_ranks
+    elif num_devices is not None and shard * other_ranks != num_devices:
+        raise InputError(f"the degrees need {shard * other_ranks} devices, there are {num_devices}")
     return degrees | {"dp_shard": shard}
 
 

@@ -43,7 +43,7 @@ _OLD_FILE = "job.config_file"  # whose name is an option of 0.2
 
 
 @dataclass(slots=True)
-class Found:
+class Content:
     """Content of a file, whatever its form: nested options under their names of 0.3, and what they rest on."""
 
     options: dict[str, Any]
@@ -69,12 +69,12 @@ def recognises(name: str, text: str) -> bool:
 def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch that the file starts."""
     if (table := _toml(text)) is not None:
-        found = _of_toml(table)
+        content = _of_toml(table)
     elif re.search(r"^(from|import|def) ", text, re.MULTILINE) and "Trainer.Config" in text:
-        found = _of_module(text, dict(context.variables))
+        content = _of_module(text, dict(context.variables))
     else:
-        found = _of_script(text, context)
-    return _launch(found, context)
+        content = _of_script(text, context)
+    return _launch(content, context)
 
 
 def _toml(text: str) -> dict[str, Any] | None:
@@ -88,74 +88,74 @@ def _toml(text: str) -> dict[str, Any] | None:
 
 
 @lru_cache(maxsize=1)
-def _known() -> dict[str, Any]:
+def _facts() -> dict[str, Any]:
     return read_table(shipped()["torchtitan"])
 
 
 def _of_flavor(family: str, flavor: str) -> ModelSpec | None:
     """The model of a flavor; torchtitan builds them without multi-token prediction unless it is told."""
-    name = _known()["flavors"].get(family, {}).get(flavor)
+    name = _facts()["flavors"].get(family, {}).get(flavor)
     return None if name is None else replace(load_model(name), num_mtp_layers=0)
 
 
 # -- version 0.2 ------------------------------------------------------------------------------------------------------
 
 
-def _of_toml(table: dict[str, Any]) -> Found:
+def _of_toml(table: dict[str, Any]) -> Content:
     named = Options.of_table(table).inside("model")
     family, flavor = named.value("name") or "llama3", named.value("flavor") or "debugmodel"
     converters = named.value("converters") or []
-    found = Found(table, _of_flavor(str(family), str(flavor)), old=True)
-    if found.model is None:
-        found.unread.append(Unread(option="model.flavor", value=f"{family} {flavor}", why="a model without a preset"))
+    content = Content(table, _of_flavor(str(family), str(flavor)), old=True)
+    if content.model is None:
+        content.unread.append(Unread(option="model.flavor", value=f"{family} {flavor}", why="a model without a preset"))
     for converter in converters if isinstance(converters, list) else []:
         kind = str(converter).rsplit(".", 1)[-1]
         precision = next((name for name, word in OLD_CONVERTERS.items() if word == kind), None)
         if precision is not None:
-            found.precision = precision
+            content.precision = precision
         else:
-            found.unread.append(Unread(option="model.converters", value=show(converter), why="not known"))
+            content.unread.append(Unread(option="model.converters", value=show(converter), why="not known"))
     policy = Options.of_table(table).inside("activation_checkpoint")
     mode, option = policy.value("mode") or "selective", str(policy.value("selective_ac_option") or "2")
-    found.recompute = mode if isinstance(mode, str) else None
+    content.recompute = mode if isinstance(mode, str) else None
     if mode == "selective" and option != "op":
         why = "whole layers are recomputed, which is read as recomputation of single operations"
-        found.unread.append(Unread(option="activation_checkpoint.selective_ac_option", value=option, why=why))
+        content.unread.append(Unread(option="activation_checkpoint.selective_ac_option", value=option, why=why))
     parallelism = table.get("parallelism")
     compiling = table.setdefault("compile", {})
     if isinstance(parallelism, dict) and isinstance(compiling, dict):
         compiling["enable_async_tensor_parallel"] = parallelism.pop("enable_async_tensor_parallel", False)
-    return found
+    return content
 
 
 # -- version 0.3 ------------------------------------------------------------------------------------------------------
 
 
-def _of_module(text: str, variables: dict[str, str]) -> Found:
+def _of_module(text: str, variables: dict[str, str]) -> Content:
     """The function named by the variable CONFIG, or the only one that gives a Trainer.Config."""
     module = Module(text, "the file")
-    wanted = variables.get("CONFIG")
+    chosen = variables.get("CONFIG")
     giving = [name for name in module.functions if _gives_trainer(module, name)]
-    if wanted is None and len(giving) != 1:
+    if chosen is None and len(giving) != 1:
         listed = ", ".join(giving[:20]) or "none"
         raise InputError(f"the file has {len(giving)} configs ({listed}): name one with --set CONFIG=NAME")
-    name = wanted or giving[0]
+    name = chosen or giving[0]
     if name not in giving:
         raise InputError(f"no function {name!r} gives a Trainer.Config: known are {', '.join(giving[:20])}")
     trainer = module.call(name)
-    found = Found({}, None)
+    content = Content({}, None)
     for key, value in trainer.named.items():
         if key == "model_spec":
-            _read_model(found, value, name)
+            _read_model(content, value, name)
         elif key == "activation_checkpoint":
-            _read_policy(found, value)
+            _read_policy(content, value)
         elif key == "loss" and isinstance(value, Built) and "Chunked" in value.name:
-            found.unread.append(_chunks(value.name))
+            content.unread.append(_chunks(value.name))
         elif isinstance(value, Built):
-            found.options[key] = {name: _plain(item) for name, item in value.named.items()}
+            content.options[key] = {name: _plain(item) for name, item in value.named.items()}
         elif key not in ASIDE:
-            found.options[key] = _plain(value)
-    return found
+            content.options[key] = _plain(value)
+    return content
 
 
 def _gives_trainer(module: Module, name: str) -> bool:
@@ -182,15 +182,15 @@ def _text(value: Any) -> str:
     return value.text if isinstance(value, Unknown) else value.name if isinstance(value, Built) else str(value)
 
 
-def _read_policy(found: Found, value: Any) -> None:
+def _read_policy(content: Content, value: Any) -> None:
     name = ".".join(value.name.rsplit(".", 2)[-2:]) if isinstance(value, Built) else None
     kinds = {f"{policy}.Config": kind for kind, policy in (*POLICIES.items(), ("memory-budget", "MemoryBudgetAC"))}
-    found.recompute = "none" if value is None else kinds.get(name or "")
-    if found.recompute is None:
+    content.recompute = "none" if value is None else kinds.get(name or "")
+    if content.recompute is None:
         raise InputError(f"activation_checkpoint {_text(value)}: known are FullAC, SelectiveAC and None")
 
 
-def _read_model(found: Found, spec: Any, function: str) -> None:
+def _read_model(content: Content, spec: Any, function: str) -> None:
     """The model of `model_registry(flavor, ...)`, or one that replaces it, and its converters."""
     if not isinstance(spec, Built):
         return
@@ -201,28 +201,28 @@ def _read_model(found: Found, spec: Any, function: str) -> None:
         converters += changed.converters
     if isinstance(changed, Built) and not changed.is_place:
         flavor = spec.named.get("flavor")
-        found.model = model_of(changed, flavor if isinstance(flavor, str) else "model")
+        content.model = model_of(changed, flavor if isinstance(flavor, str) else "model")
     else:
         flavor = str(spec.words[0]) if spec.words else str(spec.named.get("flavor"))
-        families = _known()["flavors"]
+        families = _facts()["flavors"]
         family = next((item for item in families if f".{item}." in f".{spec.name}"), None)
         family = family or next((item for item in families if item.replace("_", "") in function.replace("_", "")), "")
-        found.model = _of_flavor(family, flavor)
-        if found.model is not None:
-            found.model = replace(found.model, num_mtp_layers=size_of(spec, "num_mtp_layers", 0))
+        content.model = _of_flavor(family, flavor)
+        if content.model is not None:
+            content.model = replace(content.model, num_mtp_layers=size_of(spec, "num_mtp_layers", 0))
     for converter in converters:
         name = converter.name.split(".")[-2] if isinstance(converter, Built) and "." in converter.name else ""
         precision = next((word for word, prefix in CONVERTERS.items() if name.startswith(prefix)), None)
         if precision is not None:
-            found.precision = precision
+            content.precision = precision
         else:
-            found.unread.append(Unread(option="converters", value=name or _text(converter), why="not known"))
+            content.unread.append(Unread(option="converters", value=name or _text(converter), why="not known"))
 
 
 # -- command lines of 0.3 ---------------------------------------------------------------------------------------------
 
 
-def _of_script(text: str, context: LaunchContext) -> Found:
+def _of_script(text: str, context: LaunchContext) -> Content:
     script = read_script(text, context.variables)
     command = next((item for item in script.commands if _start(item) is not None), None)
     if command is None:
@@ -237,15 +237,15 @@ def _of_script(text: str, context: LaunchContext) -> Found:
     options, policy, unread = _command_line(after)
     old = str(options.pop(_OLD_FILE, None) or variables.get("CONFIG_FILE", ""))
     if old:
-        found = _of_toml(_changed(_toml_beside(old, context), options))
+        content = _of_toml(_changed(_toml_beside(old, context), options))
     else:
-        found = _base(options.pop("module", None), options.pop("config", None), context)
-        _changed(found.options, options)
+        content = _base(options.pop("module", None), options.pop("config", None), context)
+        _changed(content.options, options)
     if policy is not None:
-        found.recompute = policy
-    found.unread += unread
-    found.num_devices = _devices(before, variables)
-    return found
+        content.recompute = policy
+    content.unread += unread
+    content.num_devices = _devices(before, variables)
+    return content
 
 
 def _changed(table: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -340,15 +340,15 @@ def _devices(words: list[str], variables: dict[str, str]) -> int | None:
     )
 
 
-def _base(module: Any, config: Any, context: LaunchContext) -> Found:
+def _base(module: Any, config: Any, context: LaunchContext) -> Content:
     """Return the configuration that a named config starts from."""
-    known = _known()
+    facts = _facts()
     if module is None or config is None:
         raise InputError("the command names no --module and --config of torchtitan 0.3")
-    if own := _module_beside(str(module), context):
-        return _of_module(own, {"CONFIG": str(config)})
+    if text := _module_beside(str(module), context):
+        return _of_module(text, {"CONFIG": str(config)})
     module = str(module).removeprefix("torchtitan.models.")
-    row = known["configs"].get(module, {}).get(config)
+    row = facts["configs"].get(module, {}).get(config)
     if row is None:
         if context.model is None:
             raise InputError(
@@ -357,47 +357,47 @@ def _base(module: Any, config: Any, context: LaunchContext) -> Found:
             )
         why = "read as torchtitan's defaults and what the command line changes"
         unread = [Unread(option="--config", value=show(config), why=why)]
-        return Found({"training": {"local_batch_size": None, "seq_len": None}}, None, unread=unread)
-    row = known["defaults"] | row
-    found = Found({}, replace(load_model(row["model"]), num_mtp_layers=0), recompute=row["activation_checkpoint"])
-    found.precision = row["precision"]
-    found.options["training"] = {key: row[key] for key in ("local_batch_size", "seq_len")}
+        return Content({"training": {"local_batch_size": None, "seq_len": None}}, None, unread=unread)
+    row = facts["defaults"] | row
+    content = Content({}, replace(load_model(row["model"]), num_mtp_layers=0), recompute=row["activation_checkpoint"])
+    content.precision = row["precision"]
+    content.options["training"] = {key: row[key] for key in ("local_batch_size", "seq_len")}
     names = ("data_parallel_shard_degree", "tensor_parallel_degree", "pipeline_parallel_schedule")
-    found.options["parallelism"] = {key: row[key] for key in (*names, "expert_parallel_degree")}
-    found.options["compile"] = {
+    content.options["parallelism"] = {key: row[key] for key in (*names, "expert_parallel_degree")}
+    content.options["compile"] = {
         "enable": row["compile"],
         "enable_async_tensor_parallel": row["async_tensor_parallel"],
     }
-    found.unread.append(_chunks("ChunkedLossWrapper.Config"))
-    return found
+    content.unread.append(_chunks("ChunkedLossWrapper.Config"))
+    return content
 
 
 # -- model, training and plan -----------------------------------------------------------------------------------------
 
 
-def _launch(found: Found, context: LaunchContext) -> Launch:
-    model = context.model or found.model
+def _launch(content: Content, context: LaunchContext) -> Launch:
+    model = context.model or content.model
     if model is None:
         raise InputError("the model cannot be read from the file: pass --model")
-    options = Options.of_table(found.options)
+    options = Options.of_table(content.options)
     options.pass_over(*ASIDE, "model", "activation_checkpoint", "quantize", "experimental")
     training, parallelism, compiling = (options.inside(name) for name in ("training", "parallelism", "compile"))
-    options.remarks += (item for item in found.unread if not (context.model and item.option == "model.flavor"))
+    options.remarks += (item for item in content.unread if not (context.model and item.option == "model.flavor"))
     compiled = _compiled(compiling)
     if not compiled:
         compiling.remark("enable", "blocks run eagerly; only their norms are priced so", default="false")
-    degrees = read_degrees(parallelism, context.num_devices or found.num_devices)
+    degrees = read_degrees(parallelism, context.num_devices or content.num_devices)
     batch = read_batch(training, parallelism, degrees)
-    if found.recompute not in ("none", "selective", "full"):
+    if content.recompute not in ("none", "selective", "full"):
         raise InputError(
-            f"activation checkpointing {show(found.recompute)} is not priced: known are none, selective, full"
+            f"activation checkpointing {show(content.recompute)} is not priced: known are none, selective, full"
         )
     axes: dict[str, Any] = {
         **batch,
         **read_pipeline(parallelism, degrees["pp"], model.num_layers),
         **read_sharding(parallelism, degrees, model),
-        "recompute": found.recompute,
-        "precision": found.precision,
+        "recompute": content.recompute,
+        "precision": content.precision,
         "tp_overlap": compiling.flag("enable_async_tensor_parallel") and degrees["tp"] > 1,
     }
     read_assumed(training)
@@ -408,7 +408,7 @@ def _launch(found: Found, context: LaunchContext) -> Launch:
         model=model,
         training=TrainingSpec(
             seq_len=seq_len,
-            precision=found.precision,  # type: ignore[arg-type]
+            precision=content.precision,  # type: ignore[arg-type]
             fused_norm=None if compiled else False,
         ),
         plan=ParallelPlan.derived(**axes),

@@ -95,7 +95,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_FSDP}:129",
         holds=_resharding,
-        says=lambda s, p: f"zero2 with pp {p.pp} is what zero3 is in a pipeline: use zero3",
+        text=lambda s, p: f"zero2 with pp {p.pp} is what zero3 is in a pipeline: use zero3",
     ),
     shared.whole_kv_heads(f"{_DECODER}:195"),
     shared.sp_needs_tp("trainer.py:300"),
@@ -104,37 +104,37 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_DIMS} fsdp_enabled",
         holds=_shards_over_several,
-        says=lambda s, p: f"{p.sharding} over one rank shares nothing: use none, or a larger dp_shard",
+        text=lambda s, p: f"{p.sharding} over one rank shares nothing: use none, or a larger dp_shard",
     ),
     Rule(
         source=f"{_FSDP}:54",
         holds=_cp_is_sharded,
-        says=lambda s, p: f"cp {p.cp} needs sharded states, sharding is {p.sharding}: use zero3 or cp 1",
+        text=lambda s, p: f"cp {p.cp} needs sharded states, sharding is {p.sharding}: use zero3 or cp 1",
     ),
     Rule(
         source=f"{_DIMS}:188",
         holds=_experts_take_ranks,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"ep {p.ep} must divide the ranks of one copy of the sharded states: lower ep or dp_replicate"
         ),
     ),
     Rule(
         source="models/common/MOE_SHARDING.md:23",
         holds=_expert_tensors,
-        says=lambda s, p: f"etp {p.etp} with ep {p.ep} and tp {p.tp}: set etp to {1 if p.ep > 1 else p.tp}",
+        text=lambda s, p: f"etp {p.etp} with ep {p.ep} and tp {p.tp}: set etp to {1 if p.ep > 1 else p.tp}",
     ),
     *shared.aligned("components/quantization/utils.py:22"),
     Rule(
         source="components/quantization/nvfp4.py:39",
         holds=_nvfp4_widths,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"nvfp4 needs the widths of a rank divisible by 128, with tp {p.tp} they are not: lower tp or use mxfp8"
         ),
     ),
     Rule(
         source="models/deepseek_v3/mtp.py:203",
         holds=_mtp,
-        says=lambda s, p: (
+        text=lambda s, p: (
             f"multi-token prediction with pp {p.pp} and cp {p.cp}: set num_mtp_layers of the model to 0, or both to 1"
         ),
     ),

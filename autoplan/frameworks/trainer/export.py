@@ -17,11 +17,11 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     check_legal(RULES, plan_file.model, plan_file.training, plan_file.best.plan, DECLINES)
     return Job(
         framework="the built-in trainer",
-        variables=(LaunchVariable(name="STEPS", default="10", says="steps that are timed", counts_steps=True),),
+        variables=(LaunchVariable(name="STEPS", default="10", note="steps that are timed", counts_steps=True),),
         program=f'--no-python -- autoplan run "$HERE/{_FILE}"',  # torchrun would look for options of its own further on
         trailing=('--steps "$STEPS"',),
         files=(File(name=_FILE, text=encode(plan_file.whole if isinstance(plan_file, PartPlanFile) else plan_file)),),
     )
 
 
-TARGET = Target(name="autoplan", says="the built-in trainer", rules=("trainer",), job=job, unequal_batches=True)
+TARGET = Target(name="autoplan", title="the built-in trainer", rules=("trainer",), job=job, unequal_batches=True)

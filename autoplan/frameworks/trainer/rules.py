@@ -38,37 +38,37 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_PARALLEL} _cut",
         holds=lambda s, b: s.model.vocab_size % b.tp == 0,
-        says=lambda s, p: f"vocab_size {s.model.vocab_size} must be divisible by tp {p.tp}: lower tp",
+        text=lambda s, p: f"vocab_size {s.model.vocab_size} must be divisible by tp {p.tp}: lower tp",
     ),
     Rule(
         source=f"{_PARALLEL} _cut",
         holds=lambda s, b: s.model.ffn_size % b.tp == 0,
-        says=lambda s, p: f"ffn_size {s.model.ffn_size} must be divisible by tp {p.tp}: lower tp",
+        text=lambda s, p: f"ffn_size {s.model.ffn_size} must be divisible by tp {p.tp}: lower tp",
     ),
     Rule(
         source=f"{_TRANSFORMER} Attention",
         holds=lambda s, b: b.cp == 1,
-        says=lambda s, p: f"cp {p.cp}: attention sees whole sequences, set cp 1",
+        text=lambda s, p: f"cp {p.cp}: attention sees whole sequences, set cp 1",
     ),
     Rule(
         source=f"{_TRANSFORMER} MoE",
         holds=lambda s, b: (b.ep == 1) & (b.etp == 1),
-        says=lambda s, p: f"ep {p.ep} and etp {p.etp}: every rank holds all experts, set both to 1",
+        text=lambda s, p: f"ep {p.ep} and etp {p.etp}: every rank holds all experts, set both to 1",
     ),
     Rule(
         source=f"{_PARALLEL} share",
         holds=lambda s, b: (b.pp == 1) | (b.sharding != Sharding.ZERO2.code),
-        says=lambda s, p: f"zero2 with pp {p.pp} is what zero1 is: a stage reduces once a step; use zero1",
+        text=lambda s, p: f"zero2 with pp {p.pp} is what zero1 is: a stage reduces once a step; use zero1",
     ),
     Rule(
         source=f"{_PARALLEL} _cut",
         holds=lambda s, b: ~(b.tp_overlap | b.ep_overlap),
-        says=lambda s, p: "tp_overlap and ep_overlap need kernels of their own: leave them out",
+        text=lambda s, p: "tp_overlap and ep_overlap need kernels of their own: leave them out",
     ),
     Rule(
         source=f"{_PARALLEL} _recompute",
         holds=lambda s, b: (b.recompute_modules & ~_KNOWN_PARTS) == 0,
-        says=lambda s, p: f"recompute of {' and '.join(p.recompute_modules)}: it repeats core_attn, mlp and moe alone",
+        text=lambda s, p: f"recompute of {' and '.join(p.recompute_modules)}: it repeats core_attn, mlp and moe alone",
     ),
 )
 
