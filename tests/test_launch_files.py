@@ -292,7 +292,7 @@ def test_a_verdict_is_no_firmer_than_what_was_read(found: PlanFile) -> None:
     assert gap_line(partly) == gap_line(found.today) + ", if what was not read of the file changes nothing"
     assert partly.gap is not None
     level = replace(partly, gap=replace(partly.gap, ratio=1.0, low=0.9, high=1.1))
-    assert gap_line(level) == "none: no plan is faster, if what was not read of the file changes nothing"
+    assert gap_line(level) == "none: no plan is 0.1 % faster, if what was not read of the file changes nothing"
 
 
 def search_from(folder: Path, name: str, *arguments: str) -> dict[str, Any]:

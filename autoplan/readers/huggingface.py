@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import types
@@ -84,7 +85,9 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
         shared = {"tie_word_embeddings": table["tie_word_embeddings"]} if "tie_word_embeddings" in table else {}
         return _text_model({**shared, **text}, is_inner=True)
     if kind not in data["types"] and kind not in data["same_keys"]:
-        hint = f"known: {', '.join(model_types())}"
+        close = difflib.get_close_matches(kind, model_types(), n=3, cutoff=0.5)
+        hint = f"did you mean {', '.join(close)}? " * bool(close)
+        hint += f"{len(model_types())} are; autoplan new model begins a file of sizes for another one"
         if "auto_map" in table:
             raise InputError(f"model_type {_show(kind)} needs code of its own (auto_map), which is not run; {hint}")
         raise InputError(f"model_type {_show(kind)} is not known; {hint}")

@@ -20,7 +20,7 @@ from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.terms import OTHER_RANKS, TERMS, UPDATE_TERMS
 
-LEAST_GAP = 1e-6  # of two steps that are not called level
+LEAST_GAP = 5e-4  # of two steps that are not called level: what is printed as 0.0 % is none
 LEAST_TEXT = 16  # columns that a cell of words gets before columns of numbers are left out
 LEAST_SHOWN_S = 5e-8  # less would read as 0.0 us
 END_OF_STEP = (*UPDATE_TERMS, "overhead")
