@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,11 +29,13 @@ from autoplan.search.study import search
 from autoplan.spec.axes import USUAL_SCHEDULES
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.lengths import BATCHINGS, Lengths
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.operations import Operation
 from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.problem import Problem
+from autoplan.spec.preference import Preference
+from autoplan.spec.problem import PREFERENCE_RULES, Problem
 from autoplan.spec.timing import Measurement, TimingTable
 from autoplan.spec.training import TrainingSpec
 
@@ -66,6 +69,7 @@ MODELS = (
         window=1024,
         full_attention_interval=3,
     ),
+    replace(DENSE, name="encoder", num_layers=8, bidirectional=True, head_transform=True, head_bias=True),
 )
 CLUSTERS = ("h100-sxm:2x8", "a100-sxm-40:3x8", "gb200-nvl72:4x4", "mi300x:1x8", "v100:4x4", "cpu:2x1")
 
@@ -79,6 +83,14 @@ TRAINED: tuple[tuple[FineTuning | None, OptimizerName], ...] = (
     (replace(LORA, quantization="nf4", saved_modules=(), dora=True), "adam"),
     (FineTuning(frozen=("embed_tokens", "lm_head")), "adafactor"),
 )
+# What a batch is of.
+UNEVEN = Lengths(histogram=((100, 30), (700, 9), (1900, 1)))
+SAMPLES: tuple[dict[str, Any], ...] = (
+    *({},) * 3,
+    *({"lengths": UNEVEN, "batching": batching} for batching in BATCHINGS),
+    {"preference": Preference()},
+    {"preference": Preference(loss="reward"), "lengths": UNEVEN, "batching": "padded"},
+)
 
 
 def make(
@@ -89,14 +101,19 @@ def make(
     seq_len: int,
     all_schedules: bool,
     trained: tuple[FineTuning | None, OptimizerName] = (None, "adam"),
+    samples: dict[str, Any] | None = None,
 ) -> tuple[Problem, Space]:
-    spec = load_cluster(cluster)
+    spec, known = load_cluster(cluster), load_framework(framework)
+    if samples and "preference" in samples and known.rules not in PREFERENCE_RULES:
+        samples = None
     precision = "bf16" if "bf16" in spec.device.peak_flops_per_s else "fp16"
     problem = Problem(
         model=model,
-        training=TrainingSpec(seq_len=seq_len, precision=precision, finetuning=trained[0], optimizer=trained[1]),
+        training=TrainingSpec(
+            seq_len=seq_len, precision=precision, finetuning=trained[0], optimizer=trained[1], **samples or {}
+        ),
         cluster=spec,
-        framework=load_framework(framework),
+        framework=known,
     )
     book, limits = book_of(problem.framework), default_limits(problem, batches)
     if not all_schedules:
@@ -114,6 +131,7 @@ problems = st.builds(
     st.sampled_from((2048, 8192)),
     st.booleans(),
     st.sampled_from(TRAINED),
+    st.sampled_from(SAMPLES),
 )
 
 

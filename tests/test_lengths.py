@@ -15,7 +15,7 @@ import autoplan
 from autoplan.api.problem import make_problem
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate, memory_oom_z
-from autoplan.cost.kernels.sequences import Kinds, means_of, packs_of, useful
+from autoplan.cost.kernels.sequences import Kinds, attended_len, means_of, packs_of, tokens_per_sample, useful
 from autoplan.cost.uneven_lengths import Distribution, Meeting, waited_microbatches
 from autoplan.readers.lengths import MOST_BINS, load_lengths
 from autoplan.report.answer import answer_lines
@@ -149,6 +149,13 @@ def test_equal_lengths_change_nothing() -> None:
     for batching in BATCHINGS:
         found = step(problem_of(Lengths(histogram=((400, 5),)), batching), **axes)
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_no_plans_have_no_tokens() -> None:
+    none = np.array([], dtype=np.int64)
+    training = TrainingSpec(seq_len=400, lengths=TWO, batching="padded")
+    assert len(np.atleast_1d(tokens_per_sample(training, none))) == 0
+    assert len(np.atleast_1d(attended_len(training, none))) == 0
 
 
 def test_memory_is_that_of_the_longest_sequences() -> None:

@@ -129,7 +129,7 @@ def _means(training: TrainingSpec, micro_batch: Ints) -> Floats:
     assert training.lengths is not None
     sizes, which = np.unique(training.sequences_per_sample * micro_batch, return_inverse=True)
     table = [means_of(training.lengths, training.batching, training.seq_len, size) for size in sizes.tolist()]
-    return np.array(table).T[:, which.reshape(-1)]
+    return np.array(table, dtype=np.float64).reshape(-1, 2).T[:, which.reshape(-1)]
 
 
 def useful(training: TrainingSpec) -> Useful:
