@@ -35,16 +35,16 @@ def rounds(num_domains: int, ranks_per_domain: int) -> Iterator[tuple[int, ...]]
 
     In a round between domains these meet in twos, and every rank one of the other domain: each NIC has one message.
     """
-    each = ranks_per_domain
-    for inside in matchings(each):
-        yield tuple(domain * each + partner for domain in range(num_domains) for partner in inside)
+    per_domain = ranks_per_domain
+    for inside in matchings(per_domain):
+        yield tuple(domain * per_domain + partner for domain in range(num_domains) for partner in inside)
     for domains in matchings(num_domains):
-        for shift in range(each):
-            partners = list(range(num_domains * each))
+        for shift in range(per_domain):
+            partners = list(range(num_domains * per_domain))
             for domain, other in enumerate(domains):
                 if domain < other:
-                    for place in range(each):
-                        first, second = domain * each + place, other * each + (place + shift) % each
+                    for place in range(per_domain):
+                        first, second = domain * per_domain + place, other * per_domain + (place + shift) % per_domain
                         partners[first], partners[second] = second, first
             yield tuple(partners)
 

@@ -220,14 +220,14 @@ def _measured(crew: Crew, task: Task) -> Outcome:
 def _group_tasks(health: Health) -> Iterator[Task]:
     """Yield all-reduces inside each domain, of one device of each, and of all devices: every link at work."""
     hello = health.allocation.hello
-    domains, each = hello.num_domains, hello.ranks_per_domain
+    domains, per_domain = hello.num_domains, hello.ranks_per_domain
     layouts = []
-    if each > 1:
-        layouts.append(Layout(num_devices=each, devices_per_node=each, num_groups=1))
+    if per_domain > 1:
+        layouts.append(Layout(num_devices=per_domain, devices_per_node=per_domain, num_groups=1))
     if domains > 1:
-        layouts.append(Layout(num_devices=domains, devices_per_node=1, num_groups=each))
-    if each > 1 and domains > 1:
-        layouts.append(Layout(num_devices=domains * each, devices_per_node=each, num_groups=1))
+        layouts.append(Layout(num_devices=domains, devices_per_node=1, num_groups=per_domain))
+    if per_domain > 1 and domains > 1:
+        layouts.append(Layout(num_devices=domains * per_domain, devices_per_node=per_domain, num_groups=1))
     for layout in layouts:
         shape = layout.shape(MESSAGE_BYTES[hello.device_type])
         yield replace(health.message, operation="all_reduce", shape=shape, mode="sustained")
@@ -274,8 +274,8 @@ def records(health: Health, measured_by: str) -> list[Record]:
     part_records = [
         record(health.product, "device", rank, times) for rank, times in enumerate(zip(*health.products_s, strict=True))
     ]
-    each = hello.ranks_per_domain
-    ways: tuple[tuple[Part, int, int], ...] = (("link", 2, each // 2), ("nic", 1, each))
+    per_domain = hello.ranks_per_domain
+    ways: tuple[tuple[Part, int, int], ...] = (("link", 2, per_domain // 2), ("nic", 1, per_domain))
     for part, on_node, num_groups in ways:
         shape = (2, on_node, max(num_groups, 1), health.message.shape[3])
         for rank in range(len(hello.hosts)):

@@ -159,8 +159,8 @@ def measure(
     num_samples = min(rules.samples_in_round(elapsed), num_fitting)
     clean_s: list[float] = []
     while True:
-        mine_now = _round(run, num_calls, num_samples, device=device, sensors=sensors, clock=clock, hold=hold)
-        reports = team.gather(mine_now)
+        report = _round(run, num_calls, num_samples, device=device, sensors=sensors, clock=clock, hold=hold)
+        reports = team.gather(report)
         if fault := _fault(reports, num_samples):
             return Outcome(status="failed", reason=fault)
         rounds.append(_judged(reports, rules, is_collective=is_collective, on_cpu=device.type == "cpu"))
@@ -241,8 +241,8 @@ def _calls_of_sample(
 ) -> tuple[int, float]:
     """Return how many calls, `num_calls` at least, make a sample long enough to be timed, and the seconds it takes."""
     while True:
-        own_s = _sample_s(run, num_calls, clock) if device.type == "cpu" else _elapsed_s(run, num_calls, device)
-        elapsed = max(team.decide(own_s), 1e-7)  # one decides: collectives need the same calls everywhere
+        rank_s = _sample_s(run, num_calls, clock) if device.type == "cpu" else _elapsed_s(run, num_calls, device)
+        elapsed = max(team.decide(rank_s), 1e-7)  # one decides: collectives need the same calls everywhere
         if elapsed >= rules.sample_s or num_calls >= MOST_CALLS:
             return num_calls, elapsed
         num_calls = min(max(2 * num_calls, math.ceil(1.1 * num_calls * rules.sample_s / elapsed)), MOST_CALLS)
@@ -300,9 +300,9 @@ def _round(
     else:
         lengths = _device_samples_s(run, num_calls, num_samples, sensors, hold)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    each = num_calls * (run.num_links if isinstance(run, ChainedRun) else 1)
+    calls = num_calls * (run.num_links if isinstance(run, ChainedRun) else 1)
     return _Report(
-        samples_s=tuple((lengths / each).tolist()), wall_over_cpu=wall / max(cpu, 1e-9), window=sensors.stop()
+        samples_s=tuple((lengths / calls).tolist()), wall_over_cpu=wall / max(cpu, 1e-9), window=sensors.stop()
     )
 
 
@@ -376,8 +376,7 @@ def _device_samples_s(run: Run | StagedRun, num_calls: int, num_samples: int, se
             mark()
     sensors.look()
     marks[-1].synchronize()
-    each = 3 if isinstance(run, StagedRun) else 2
-    times_s = np.array([0.0, *(1e-3 * marks[0].elapsed_time(event) for event in marks[1:])]).reshape(num_samples, each)
+    times_s = np.array([0.0, *(1e-3 * marks[0].elapsed_time(event) for event in marks[1:])]).reshape(num_samples, -1)
     lengths = np.diff(times_s, axis=1)
     return lengths[:, 0] - lengths[:, 1:].sum(axis=1)
 

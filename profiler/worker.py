@@ -103,17 +103,17 @@ def join(place: RankPlace, job: Job) -> Ranks:
     hosts: list[Any] = [None] * place.num_ranks
     dist.all_gather_object(hosts, host, group=control)
     nodes = list(dict.fromkeys(hosts))
-    each = place.num_ranks // len(nodes)
-    if hosts != [node for node in nodes for _ in range(each)]:
+    per_node = place.num_ranks // len(nodes)
+    if hosts != [node for node in nodes for _ in range(per_node)]:
         raise InputError(f"ranks must fill the nodes one after the other, equally many on each, got {hosts}")
-    in_domain = ranks_in_domain(place.num_ranks, each, job.devices_per_domain)
+    in_domain = ranks_in_domain(place.num_ranks, per_node, job.devices_per_domain)
     return Ranks(
         rank=place.rank,
         hosts=hosts,
         device=device,
         sensors=Sensors(device, host),
         groups=collectives.Groups(place.rank, place.num_ranks // in_domain, in_domain),
-        grids=trainer_units.Grids(place.num_ranks, each, device),
+        grids=trainer_units.Grids(place.num_ranks, per_node, device),
         control=control,
     )
 
@@ -126,17 +126,17 @@ def greet(ranks: Ranks, job: Job) -> Hello:
     for rank, other in enumerate(ranks.gather(machine)):
         _check_alike(machine, other, f"rank 0 on {hosts[0]}", f"rank {rank} on {hosts[rank]}")
     dtypes = job.dtypes or (_default_dtype(device),)
-    ways: dict[tuple[Operation, str], str] = {}
+    implementations: dict[tuple[Operation, str], str] = {}
     windowed: dict[tuple[Operation, str], str] = {}
     if ranks.rank == 0:
         for dtype in dtypes:
             for operation in kernels.KERNELS:
-                ways[operation, dtype] = kernels.implementation(operation, dtype, device)
+                implementations[operation, dtype] = kernels.implementation(operation, dtype, device)
                 windowed[operation, dtype] = kernels.implementation_windowed(operation, dtype, device)
             if dtype in DTYPES:
                 library = " ".join([machine.collectives.partition(" ")[0], *_settings()])
-                ways |= dict.fromkeys([(operation, dtype) for operation in COLLECTIVES], library)
-            ways |= {
+                implementations |= dict.fromkeys([(operation, dtype) for operation in COLLECTIVES], library)
+            implementations |= {
                 (operation, dtype): trainer_units.implementation(operation, dtype) for operation in trainer_units.UNITS
             }
     gemm_s, links_s = _compared(ranks) if job.compares_devices else ([], {})
@@ -145,7 +145,7 @@ def greet(ranks: Ranks, job: Job) -> Hello:
         device_type=device.type,
         hosts=tuple(hosts),
         dtypes=dtypes,
-        kernels=ranks.share({which: way for which, way in ways.items() if way}),
+        kernels=ranks.share({which: way for which, way in implementations.items() if way}),
         windowed=ranks.share({which: way for which, way in windowed.items() if way}),
         gemm_s=tuple(gemm_s),
         links_s=links_s,
@@ -189,11 +189,11 @@ def _compared(ranks: Ranks) -> tuple[list[float], dict[tuple[int, int], float]]:
     distance = 1
     while distance < len(ranks.hosts):
         partner = ranks.rank ^ distance
-        own_s = 0.0
+        rank_s = 0.0
         if partner < len(ranks.hosts):
             move = functools.partial(dist.send if ranks.rank < partner else dist.recv, message, partner)
-            own_s = _least_s(move, device, time.perf_counter)
-        for rank, seconds in enumerate(ranks.gather(own_s)):
+            rank_s = _least_s(move, device, time.perf_counter)
+        for rank, seconds in enumerate(ranks.gather(rank_s)):
             if rank < rank ^ distance < len(ranks.hosts):
                 links_s[rank, rank ^ distance] = seconds
         distance *= 2

@@ -338,7 +338,7 @@ def gpus(sys: Path) -> ObservedNode:
         write(sys / f"devices/system/cpu/cpu{at}/topology/physical_package_id", str(at))
     found = [Gpu(pci=f"0000:{bus}:03.0", name="NVIDIA H100 80GB HBM3", memory_bytes=85e9) for bus in ("17", "a3")]
     links = {(at, at): GpuLink(kind="nvlink", num_links=18) for at in (0, 1)}
-    return local.as_seen(sys, found, links, "NVML and sysfs")
+    return local.observe(sys, found, links, "NVML and sysfs")
 
 
 def test_a_node_with_gpus_is_read_from_its_kernel(tmp_path: Path) -> None:

@@ -399,7 +399,7 @@ def _scheduled(options: TrialOptions, template: str, candidates: Candidates) -> 
         version=options.target_version,
         image=options.image,
     )
-    if jobs.runs_own:
+    if jobs.runs_trainer:
         return Runner(jobs=jobs, candidates=_trainable(candidates))
     keeper = RunKeeper(options.db) if options.db else None
     if scheduler.launcher:

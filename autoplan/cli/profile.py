@@ -26,7 +26,7 @@ NOT_OF_HEALTH = (
     *("model", "plan_file", "seq_len", "tp", "micro_batches", "ep", "dtypes", "mode", "only", "framework", "visits"),
     *("dry_run", "nodes", "template", "image", "work"),
 )
-SAID_BY_A_PLAN = ("model", "seq_len", "tp", "micro_batches", "ep", "dtypes", "only", "cluster", "framework")
+STATED_BY_PLAN = ("model", "seq_len", "tp", "micro_batches", "ep", "dtypes", "only", "cluster", "framework")
 
 
 ModelArgument = Annotated[
@@ -153,7 +153,7 @@ def profile(
     from autoplan.cli.process import leave_on_sigterm
 
     if plan_file is not None:
-        check_untyped(context, SAID_BY_A_PLAN, "--for takes it from the plan file what to measure")
+        check_untyped(context, STATED_BY_PLAN, "--for takes it from the plan file what to measure")
     elif model is None:
         context.fail("give MODEL, or the plan file of a search: --for PLAN")
     named = {option.name: context.params[option.name] for option in fields(ProfileOptions) if option.name != "db"}

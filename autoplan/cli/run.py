@@ -86,7 +86,7 @@ def run(
     from autoplan.cli.process import leave_on_sigterm
     from autoplan.cli.progress import progress_bar
 
-    _check_words(program, data, command=command, is_own=check or traces is not None)
+    _check_words(program, data, command=command, uses_trainer=check or traces is not None)
     if traces is not None and traces.exists() and not force:
         raise InputError(f"{traces} exists: name another folder, or say --force")
     if out is not None:
@@ -118,11 +118,11 @@ def run(
         )
 
 
-def _check_words(program: list[str] | None, data: str | None, *, command: bool, is_own: bool) -> None:
+def _check_words(program: list[str] | None, data: str | None, *, command: bool, uses_trainer: bool) -> None:
     """Refuse options that do not go together."""
     if bool(program) != command:
         raise InputError("--command and PROGRAM go together: autoplan run plan.json --command -- PROGRAM ARG...")
-    if command and (is_own or data):
+    if command and (uses_trainer or data):
         raise InputError("--check, --data and --traces are of the built-in trainer: leave them out with --command")
     if data not in (None, "text", "synthetic"):
         raise InputError(f"no data {data!r}: text or synthetic")

@@ -36,7 +36,7 @@ TUNE_FLAGS = (
     *("fix", "at_most", "forbid", "program", "trials", "budget", "gpu_hours", "parallel", "steps", "warmup"),
     *("template", "to", "target_version", "image", "limit", "work", "study"),
 )
-SAID_BY_A_PLAN = (
+STATED_BY_PLAN = (
     *("cluster", "global_batch", "seq_len", "precision", "attention", "framework", "calibration", "timings"),
     *("reserve_memory", "fix", "at_most", "forbid"),
 )
@@ -160,7 +160,7 @@ def tune(
     out = out or Path("tuned.json" if is_plan else "plan.json")
     check_output(out, force=force)
     if is_plan:
-        check_untyped(context, SAID_BY_A_PLAN, f"{model} says what is trained where, and by which plans")
+        check_untyped(context, STATED_BY_PLAN, f"{model} says what is trained where, and by which plans")
     elif cluster is None or global_batch is None or seq_len is None:
         context.fail("give MODEL with --cluster, --global-batch and --seq-len, or a plan.json")
     with progress_bar(quiet=quiet) as advance:

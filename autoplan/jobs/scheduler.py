@@ -34,7 +34,7 @@ ANSWER_S = 60.0  # that a command of the scheduler may take
 CANCEL_S = 60.0  # that a scheduler which does not answer is asked to end jobs
 HISTORY_S = 60.0  # by which an accounting may lag behind its scheduler
 _MOST_PAUSE_S = 120.0
-_OWN = "autoplan"  # the target that is the built-in trainer
+_TRAINER = "autoplan"  # the target that is the built-in trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class SchedulerJobs:
         time_limit_s: float,
         num_steps: int,
         options: Sequence[str] = (),
-        to: str = _OWN,
+        to: str = _TRAINER,
         version: str | None = None,
         image: str | None = None,
         files: Callable[[PlanFile, str], tuple[File, ...]] | None = None,
@@ -83,17 +83,17 @@ class SchedulerJobs:
         self._template, self._time_limit_s, self._num_steps = template, time_limit_s, num_steps
         self._to, self._version, self._image = to, version, image
         self._files = files
-        self.runs_own: bool = to == _OWN and template.takes_options and files is None
-        self._output = MESSAGES if self.runs_own else LOG  # that trainer keeps its log itself
+        self.runs_trainer: bool = to == _TRAINER and template.takes_options and files is None
+        self._output = MESSAGES if self.runs_trainer else LOG  # that trainer keeps its log itself
         self._options = tuple(options)
         if files is not None and not template.launcher:
             raise InputError(f"{template.name} has no launcher, by which ranks would be started: give the template one")
-        if template.launcher and to == _OWN and not self.runs_own and files is None:
+        if template.launcher and to == _TRAINER and not self.runs_trainer and files is None:
             raise InputError(
                 f"submit of {template.name} has no {{options}}, which would tell the built-in trainer where to write "
                 "what it measures: say with --to what trains instead"
             )
-        if to != _OWN and not template.launcher:
+        if to != _TRAINER and not template.launcher:
             raise InputError(f"{template.name} has no launcher, which would start what --to {to} writes: leave it out")
         for program in dict.fromkeys((template.submit[0], template.poll[0], template.cancel[0])):
             if not shutil.which(program):
@@ -190,7 +190,7 @@ class SchedulerJobs:
 
     def _submit(self, folder: Path, job: JobFile) -> JobStatus:
         words: tuple[str, ...] = ()
-        if self.runs_own:
+        if self.runs_trainer:
             files = ("--out", str(folder / OUTCOME), "--log", str(folder / LOG))
             words = (*files, "--force", "--quiet", *self._options)
         try:
@@ -246,8 +246,9 @@ class SchedulerJobs:
 
     def _never_ran(self, folder: Path, job: JobFile) -> bool:
         """Tell whether the scheduler lost a job before its start, as slurmctld can when it is killed; believed once."""
-        is_told = not self._template.log  # the first thing of a job that runs is what it writes
-        return is_told and job.stage == "submitted" and not job.num_lost and not (folder / self._output).exists()
+        if self._template.log or job.stage != "submitted" or job.num_lost:
+            return False
+        return not (folder / self._output).exists()  # the first thing that a job does is to write it
 
     def _remembered(self, jobs: Mapping[str, JobFile]) -> tuple[dict[str, list[Row]], float]:
         """Return (what the accounting says of these jobs, by name; seconds for which it may yet tell of the others)."""

@@ -51,7 +51,7 @@ def calibration_among(
         return exact
     names = {name: name.rpartition("-") for name, each in calibrations.items() if each.blocks}
     elsewhere = [calibrations[name] for name, (of_framework, _, _) in names.items() if of_framework == framework]
-    under_any = {of for _, _, of in names.values()}
+    under_any = {parts[2] for parts in names.values()}
     is_new = generation not in under_any if is_kin or not elsewhere else True
     similar = (elsewhere if elsewhere and not is_kin else [calibrations[name] for name in names]) or [Calibration()]
     named = Calibration(name="another framework", memory_spread=KIN_MEMORY_SPREAD) if is_kin else exact or Calibration()

@@ -245,7 +245,7 @@ def next_best_line(choice: Confidence, certificate: Certificate, best: ParallelP
     assert choice.runner_up is not None
     ratio, width = choice.ratio or 1.0, choice.width or 1.0
     plan = _beside(choice.runner_up.plan, best)
-    text = f"{plan}: {slower(ratio - 1.0)}, {told_apart(width, is_close=choice.is_close)}"
+    text = f"{plan}: {slower(ratio - 1.0)}, {closeness(width, is_close=choice.is_close)}"
     if not choice.is_close:
         return text
     more, least_left = choice.num_contenders - 1, certificate.least_left
@@ -265,7 +265,7 @@ def _beside(plan: ParallelPlan, best: ParallelPlan) -> str:
     return ", ".join([*degrees, *differing, "else as the best"])
 
 
-def told_apart(width: float, *, is_close: bool) -> str:
+def closeness(width: float, *, is_close: bool) -> str:
     """Return whether the model can tell two plans apart.
 
     `width` is the factor to either end of the 90 % interval of the ratio of their times.

@@ -296,8 +296,8 @@ def _draw_node(
 def _level_of(cluster: ClusterSpec, *ends: Component) -> str:
     """The level whose links join two components of a node: a fabric, or devices and their host."""
     fabric = next((component.name for component in ends if component.kind == "fabric"), "")
-    is_own = any(component.kind == "device" for component in ends)
-    return fabric or next((level.name for level in cluster.levels if is_own and level.kind == "pcie"), "")
+    has_device = any(component.kind == "device" for component in ends)
+    return fabric or next((level.name for level in cluster.levels if has_device and level.kind == "pcie"), "")
 
 
 def _rows(graph: Graph) -> list[list[Any]]:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
-from autoplan.report.answer import print_answer, reasons, told_apart
+from autoplan.report.answer import closeness, print_answer, reasons
 from autoplan.report.mixed_search import describe, print_mixed_answer, waiting
 from autoplan.report.terminal import (
     END_OF_STEP,
@@ -225,7 +225,7 @@ def _print_versus(console: Console, best: RankedPlan, other: Versus, names: Name
     scale = best.plan.global_batch / other.plan.plan.global_batch
     grid = labelled()
     grid.add_row("versus", f"[bold]{escape(other.plan.plan.describe())}[/]")
-    apart = told_apart(other.gap.high / other.gap.ratio, is_close=other.gap.low <= 1.0 <= other.gap.high)
+    apart = closeness(other.gap.high / other.gap.ratio, is_close=other.gap.low <= 1.0 <= other.gap.high)
     grid.add_row("", escape(f"{_faster(other.gap.ratio)}, {apart}"))
     if other.plan.verdict != "fits":
         worst = max(other.stages, key=lambda stage: stage.memory_bytes)

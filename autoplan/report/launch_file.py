@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds, format_tokens
 from autoplan.cost.kernels.arithmetic import count_parameters
-from autoplan.report.answer import LEAST_OFF, slower, told_apart
+from autoplan.report.answer import LEAST_OFF, closeness, slower
 from autoplan.report.terminal import LEAST_GAP, labelled, print_part, print_table
 from autoplan.spec.explanation import AxisChange, CurrentPlan, OptionChange
 from autoplan.spec.model import ModelSpec
@@ -113,7 +113,7 @@ def gap_line(today: CurrentPlan) -> str:
     if abs(behind) < LEAST_GAP:
         return f"none: no plan is {format_percent(LEAST_OFF)} faster" + _unless(today)
     text = f"{slower(behind)} than the best plan, "
-    text += told_apart(gap.high / gap.ratio, is_close=gap.low <= 1.0 <= gap.high)
+    text += closeness(gap.high / gap.ratio, is_close=gap.low <= 1.0 <= gap.high)
     if today.num_faster:
         plural = "" if today.num_faster == 1 else "s"
         text += (

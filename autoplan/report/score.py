@@ -99,7 +99,7 @@ class _Choice:
         predicted = [predictions[member.id] for member in members if member.id in predictions]
         steps = [prediction.step_time_s for prediction in predicted if prediction.step_time_s is not None]
         measured = [member.step_s for member in members if member.is_finished and member.step_s is not None]
-        self.said_s = fmean(steps) if steps else None
+        self.predicted_s = fmean(steps) if steps else None
         self.measured_s = fmean(measured) if measured else None
         self.status = "ok" if measured else members[0].status
         first = predictions.get(members[0].id)
@@ -114,7 +114,7 @@ def _decisions(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Predict
     for plans in decisions.values():
         choices = [_Choice(members, predictions) for members in plans.values()]
         chosen_s = [choice.measured_s for choice in choices if choice.measured_s is not None]
-        pairs = [(choice.said_s, choice.measured_s) for choice in choices if choice.said_s is not None]
+        pairs = [(choice.predicted_s, choice.measured_s) for choice in choices if choice.predicted_s is not None]
         both = [(predicted, measured) for predicted, measured in pairs if measured is not None]
         if len(both) >= LEAST_PLANS and len({measured for _, measured in both}) > 1:
             taus += [tau] if (tau := kendall_tau(both)) is not None else []
@@ -135,10 +135,8 @@ def _decisions(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Predict
 def _pick(choices: Sequence[_Choice]) -> _Choice | None:
     """The fastest of those that are said to fit; of the risky ones only where none fits."""
     for verdict in ("fits", "risky"):
-        if candidates := [
-            (choice.said_s, at) for at, choice in enumerate(choices) if choice.verdict == verdict and choice.said_s
-        ]:
-            return choices[min(candidates)[1]]
+        if candidates := [choice for choice in choices if choice.verdict == verdict and choice.predicted_s]:
+            return min(candidates, key=lambda choice: choice.predicted_s or 0.0)
     return None
 
 
@@ -161,10 +159,10 @@ def _memory(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction
             prediction = predictions.get(outcome.id)
             guess = prediction.peak_memory_gib if prediction else None
             errors.append(1.0 if guess is None else abs(guess - outcome.peak_gib) / outcome.peak_gib)
-    said_oom = {outcome.id for outcome in outcomes if _is_predicted_oom(predictions.get(outcome.id))}
+    predicted_oom = {outcome.id for outcome in outcomes if _is_predicted_oom(predictions.get(outcome.id))}
     oom = [outcome.id for outcome in outcomes if outcome.status == "oom"]
-    hits = sum(name in said_oom for name in oom)
-    false = sum(outcome.status == "ok" and outcome.id in said_oom for outcome in outcomes)
+    hits = sum(name in predicted_oom for name in oom)
+    false = sum(outcome.status == "ok" and outcome.id in predicted_oom for outcome in outcomes)
     if not oom:
         return {"memAPE": _quantile(errors, 0.5), "oomP": None, "oomR": None, "oomF1": None}
     return {

@@ -93,8 +93,8 @@ def _is_shown(need: NeededTime, term: str) -> bool:
 def _need_rows(title: str, need: NeededTime, share: float | None) -> Iterator[tuple[str, ...]]:
     """Yield the row of a time, and those of the records between which, or from which, it is had."""
     shape = f"{need.operation} {_sizes(need.shape)} {need.dtype}"
-    is_own = need.served in ("measured", "disturbed")
-    key = need.sources[0].source if is_own and need.sources else ""
+    is_timed = need.served in ("measured", "disturbed")
+    key = need.sources[0].source if is_timed and need.sources else ""
     yield (title, shape, need.served, "" if share is None else format_percent(share), key)
     if need.served in ("interpolated", "scaled"):
         for source in _shown_sources(need):

@@ -8,7 +8,7 @@ from collections import deque
 from autoplan.base.units import cleaned
 from autoplan.frameworks.common.log_lines import split_label
 
-_KEPT = 200  # lines: the traceback of a rank, and what its launcher says after it
+_MOST_LINES = 200  # lines: the traceback of a rank, and what its launcher says after it
 # torch's allocators (CUDA, HIP, CPU), CUDA's and cuBLAS's own errors, Python's, and Slurm's of the host's memory.
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED|can't allocate memory|not enough memory|"
@@ -27,7 +27,7 @@ class LogEnd:
     """Keeps the end of a log, and says what it says."""
 
     def __init__(self) -> None:
-        self._lines: deque[str] = deque(maxlen=_KEPT)
+        self._lines: deque[str] = deque(maxlen=_MOST_LINES)
         self._out_of_memory = ""
 
     def read(self, line: str) -> None:

@@ -348,7 +348,7 @@ def _clusters_of_device() -> dict[str, list[str]]:
         network = cluster.network
         return cluster.name != cluster.device.name, network.nic_bytes_per_s * network.nics_per_device
 
-    return {device: [cluster.name for cluster in sorted(of, key=rank)] for device, of in clusters.items()}
+    return {device: [cluster.name for cluster in sorted(nodes, key=rank)] for device, nodes in clusters.items()}
 
 
 def _sized_gpu(row: _Row) -> str:
@@ -364,10 +364,10 @@ def _cluster(row: _Row) -> ClusterSpec:
     if clusters is None:
         raise UnpricedError(f"gpu {gpu[:40]!r} is not a known device: {closest(gpu, tuple(_clusters_of_device()))}")
     name = clusters[0]
-    known_gib = load_cluster(name).device.memory_bytes / GIB
-    share = 1.0 if memory_gib is None else memory_gib / known_gib
-    if memory_gib is not None and abs(memory_gib - known_gib) > 0.5 and abs(share - 1.0) < SAME_MEMORY:
-        row.filled.append(f"gpu_memory_gib={known_gib:g} as shipped")
+    preset_gib = load_cluster(name).device.memory_bytes / GIB
+    share = 1.0 if memory_gib is None else memory_gib / preset_gib
+    if memory_gib is not None and abs(memory_gib - preset_gib) > 0.5 and abs(share - 1.0) < SAME_MEMORY:
+        row.filled.append(f"gpu_memory_gib={preset_gib:g} as shipped")
         share = 1.0
     num_gpus = row.degree("num_gpus")
     per_node = row.degree("gpus_per_node", load_cluster(name).devices_per_node)

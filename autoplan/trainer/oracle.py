@@ -86,7 +86,7 @@ class _Watch:
 
     def __init__(self, tracker: StorageTracker) -> None:
         self._tracker = tracker
-        self._now: Moment = (0, "start")
+        self._moment: Moment = (0, "start")
         self._peaks: dict[Moment, int] = {}
 
     def follow(self, chunk: int, layers: list[nn.Module]) -> None:
@@ -108,14 +108,14 @@ class _Watch:
 
     def begin(self) -> None:
         """A step begins: forget the one before."""
-        self._peaks, self._now = {}, (0, "start")
+        self._peaks, self._moment = {}, (0, "start")
         self._tracker.forget_peak()
 
     def enter(self, moment: Moment) -> None:
         """Count peaks for `moment` from now on."""
-        self._peaks[self._now] = max(self._peaks.get(self._now, 0), self._tracker.peak_bytes)
+        self._peaks[self._moment] = max(self._peaks.get(self._moment, 0), self._tracker.peak_bytes)
         self._tracker.forget_peak()
-        self._now = moment
+        self._moment = moment
 
     def end(self) -> dict[Moment, int]:
         """The peaks since `begin`."""

@@ -170,14 +170,14 @@ def other_load(loads: Sequence[tuple[str, list[tuple[float, float]]]], wall_s: f
     `loads` has, of each rank, its host and by step the processor time of the rank and of all on that host.
     (busy - what the ranks of the host used) / (wall x cores), `closed-loop` 2.2.
     """
-    own_s: dict[str, float] = defaultdict(float)
+    ranks_s: dict[str, float] = defaultdict(float)
     busy_s: dict[str, float] = {}
     for host, by_step in loads:
-        own_s[host] += sum(rank_s for rank_s, _ in by_step)
+        ranks_s[host] += sum(rank_s for rank_s, _ in by_step)
         busy_s[host] = max(busy_s.get(host, 0.0), sum(busy for _, busy in by_step))
     if not all(busy_s.values()) or wall_s * num_cores < LEAST_LOADED_S:
         return None
-    return max(0.0, *(busy - own_s[host] for host, busy in busy_s.items())) / (wall_s * num_cores)
+    return max(0.0, *(busy - ranks_s[host] for host, busy in busy_s.items())) / (wall_s * num_cores)
 
 
 def _busy_s() -> float:

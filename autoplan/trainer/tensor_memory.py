@@ -22,13 +22,13 @@ class StorageTracker(TorchDispatchMode):
     FSDP frees and takes memory by resizing storages, which no operation shows: that is watched as well.
     """
 
-    now_bytes: int
+    live_bytes: int
     peak_bytes: int
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now_bytes, self.peak_bytes = 0, 0
-        self._held: dict[int, int] = {}  # bytes by the address of a storage's handle
+        self.live_bytes, self.peak_bytes = 0, 0
+        self._bytes: dict[int, int] = {}  # bytes by the address of a storage's handle
         self._resize = torch.UntypedStorage.resize_
 
     def __torch_dispatch__(
@@ -51,29 +51,29 @@ class StorageTracker(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         handle = storage._cdata
-        if handle not in self._held:
-            self._held[handle] = 0
+        if handle not in self._bytes:
+            self._bytes[handle] = 0
             weakref.finalize(storage, self._gone, handle)
         self._count(handle, storage.nbytes())
 
     def _count(self, handle: int, num_bytes: int) -> None:
-        self.now_bytes += num_bytes - self._held[handle]
-        self._held[handle] = num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        self.live_bytes += num_bytes - self._bytes[handle]
+        self._bytes[handle] = num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _gone(self, handle: int) -> None:
-        self.now_bytes -= self._held.pop(handle)
+        self.live_bytes -= self._bytes.pop(handle)
 
     def forget_peak(self) -> None:
-        """Begin anew with what is held now."""
-        self.peak_bytes = self.now_bytes
+        """Start the peak again at the bytes that are live."""
+        self.peak_bytes = self.live_bytes
 
     def __enter__(self) -> Self:
         original, tracker = self._resize, self
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
-            if storage._cdata in tracker._held:
+            if storage._cdata in tracker._bytes:
                 tracker._count(storage._cdata, storage.nbytes())
             return result
 

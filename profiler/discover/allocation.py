@@ -109,7 +109,7 @@ def describe_all(
     if len(hosts) == number:
         description = _allocated(description, hosts, reports.switches, tree)
     elif tree is not None:
-        description = _below_some(description, number, tree)
+        description = _with_tree_tiers(description, number, tree)
     description = _with_defects(description, reports.nodes, usual)
     warnings = [*reports.warnings, *description.warnings]
     if number > len(reports.nodes):
@@ -178,8 +178,8 @@ def _allocated(
     return Description(cluster=cluster, remarks=remarks, warnings=tuple(warnings))
 
 
-def _below_some(description: Description, number: int, tree: SwitchTree) -> Description:
-    """The cluster with the tiers of the switches of which it has some: nobody says which of their nodes."""
+def _with_tree_tiers(description: Description, number: int, tree: SwitchTree) -> Description:
+    """The cluster with the tiers of Slurm's switches; which of their nodes it has is not known."""
     tiers = _tiers(tree.tier_nodes)
     num_listed = sum(len(group.names) for group in tree.groups)
     warning = (

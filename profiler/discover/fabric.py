@@ -54,7 +54,7 @@ def fabric_of(node: ObservedNode, device: DeviceSpec) -> Fabric | None:
         is_switched=is_switched,
         is_mesh=not is_switched and is_complete and size > 2 and len({link.num_links for link in direct}) == 1,
         num_links=num_links,
-        bytes_per_s=_told_rate(direct, is_switched=is_switched)
+        bytes_per_s=_stated_rate(direct, is_switched=is_switched)
         or num_links * NVLINK_BYTES_PER_S.get(device.generation, 0.0)
         or None,
         apart=apart,
@@ -62,7 +62,7 @@ def fabric_of(node: ObservedNode, device: DeviceSpec) -> Fabric | None:
     )
 
 
-def _told_rate(direct: Sequence[ObservedLink], *, is_switched: bool) -> float | None:
+def _stated_rate(direct: Sequence[ObservedLink], *, is_switched: bool) -> float | None:
     """Rate from a device to all others, where the sources say it of every link."""
     rates: Counter[int] = Counter()
     for link in direct:

@@ -62,7 +62,7 @@ def see(
     if not gpus:
         gpus, links = amd_gpus(sys)
         source = "amdkfd and sysfs" if gpus else "sysfs"
-    nodes, troubles = [as_seen(sys, gpus, links, source)], []
+    nodes, troubles = [observe(sys, gpus, links, source)], []
     for tool, parse in tools.items():
         try:
             if (text := _output(tool)) is not None:
@@ -98,7 +98,7 @@ def _output(tool: Tool) -> str | None:
     return process.stdout[:MOST_BYTES].decode(errors="replace")
 
 
-def as_seen(sys: Path, gpus: Sequence[Gpu], links: Links, source: str) -> ObservedNode:
+def observe(sys: Path, gpus: Sequence[Gpu], links: Links, source: str) -> ObservedNode:
     """Return the node as the kernel shows it; on a machine without accelerators its cores are the devices."""
     if not gpus:
         cores = len(os.sched_getaffinity(0))

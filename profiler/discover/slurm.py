@@ -27,7 +27,7 @@ _MOST_YAML_CHARACTERS = 2**20
 _MOST_YAML_DEPTH = 20
 _MOST_TIERS = 8
 _PAIR = re.compile(r"(?P<key>\w+)\s*=\s*(?P<value>\S+)")
-_TOLD = re.compile(r"(?i)\s*\b(Level|BlockIndex|BlockSize)=\S*")
+_IGNORED = re.compile(r"(?i)\s*\b(Level|BlockIndex|BlockSize)=\S*")
 _NODES = re.compile(r"(?i)\s*\bNodes=\S*")
 _KEYS = {"switchname", "switches", "nodes", "linkspeed", "blockname", "blocksizes"}
 
@@ -64,7 +64,7 @@ def _as_in_file(line: str) -> str:
     """Return a line that scontrol prints, with a level, and nodes below switches of switches, as a file has it."""
     if re.match(r"(?i)\s*AggregatedBlock=", line):
         return ""  # made of the blocks on other lines
-    statement = _TOLD.sub("", line)
+    statement = _IGNORED.sub("", line)
     return _NODES.sub("", statement) if statement != line and re.search(r"(?i)\bSwitches=\S", line) else statement
 
 

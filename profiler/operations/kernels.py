@@ -177,10 +177,10 @@ def _expert_inputs(
 ) -> tuple[list[Tensor], list[int]]:
     """Return (tokens and weights, tokens of each local expert), balanced: sorted by expert, as after the exchange."""
     local, width = num_experts // ep, ffn_size // etp
-    each = max(round(tokens * experts_per_token / num_experts / _ROWS), 1) * _ROWS
+    expert_tokens = max(round(tokens * experts_per_token / num_experts / _ROWS), 1) * _ROWS
     up = torch.stack([factory.weight(hidden_size, 2 * width).detach() for _ in range(local)]).requires_grad_()
     down = torch.stack([factory.weight(width, hidden_size).detach() for _ in range(local)]).requires_grad_()
-    return [factory.normal(local * each, hidden_size, grad=True), up, down], [each] * local
+    return [factory.normal(local * expert_tokens, hidden_size, grad=True), up, down], [expert_tokens] * local
 
 
 def _run_experts(inputs: list[Tensor], sizes: list[int], ends: Tensor, kernel: str) -> Tensor:

@@ -48,54 +48,56 @@ class Mark:
             raise InputError(f"a mark of {self.key[:70]!r} at {self.at!r}: it needs a whole key, and ISO 8601 in UTC")
 
 
-def hidden_ids(of: Marked = OPERATIONS) -> Select[Any]:
+def hidden_ids(kind: Marked = OPERATIONS) -> Select[Any]:
     """Ids of the rows that are out of use: the newest word of a person counts, the check's only where none spoke."""
-    hidden_at, used_at = _moments(of)
-    return _marked_ids(of).having(hidden_at >= func.coalesce(used_at, ""))
+    hidden_at, used_at = _mark_times(kind)
+    return _marked_ids(kind).having(hidden_at >= func.coalesce(used_at, ""))
 
 
-def approved_ids(of: Marked = OPERATIONS) -> Select[Any]:
+def approved_ids(kind: Marked = OPERATIONS) -> Select[Any]:
     """Ids of the rows of which the newest word of a person is that they may be used."""
-    hidden_at, used_at = _moments(of)
-    return _marked_ids(of).having(used_at > func.coalesce(hidden_at, ""))
+    hidden_at, used_at = _mark_times(kind)
+    return _marked_ids(kind).having(used_at > func.coalesce(hidden_at, ""))
 
 
-def _moments(of: Marked) -> tuple[ColumnElement[str], ColumnElement[str]]:
+def _mark_times(kind: Marked) -> tuple[ColumnElement[str], ColumnElement[str]]:
     """Return when a row was last hidden, and last approved."""
-    hidden_at, used_at = (func.max(case((kind, _moment(of)))) for kind in (of.marks.c.hides, ~of.marks.c.hides))
+    hides = kind.marks.c.hides
+    hidden_at, used_at = (func.max(case((is_so, _mark_time(kind)))) for is_so in (hides, ~hides))
     return hidden_at, used_at
 
 
-def _marked_ids(of: Marked) -> Select[Any]:
-    return select(of.marks.c.record_id).group_by(of.marks.c.record_id)
+def _marked_ids(kind: Marked) -> Select[Any]:
+    return select(kind.marks.c.record_id).group_by(kind.marks.c.record_id)
 
 
-def is_reviewed(review: Review, of: Marked = OPERATIONS) -> ColumnElement[bool]:
+def is_reviewed(review: Review, kind: Marked = OPERATIONS) -> ColumnElement[bool]:
     """Tell whether a row is proposed, approved or hidden."""
-    of_id = of.rows.c.id
+    of_id = kind.rows.c.id
     if review == "proposed":
-        return and_(of_id.not_in(hidden_ids(of)), of_id.not_in(approved_ids(of)))
-    return of_id.in_(hidden_ids(of) if review == "hidden" else approved_ids(of))
+        return and_(of_id.not_in(hidden_ids(kind)), of_id.not_in(approved_ids(kind)))
+    return of_id.in_(hidden_ids(kind) if review == "hidden" else approved_ids(kind))
 
 
-def is_hidden(of: Marked = OPERATIONS) -> ColumnElement[bool]:
+def is_hidden(kind: Marked = OPERATIONS) -> ColumnElement[bool]:
     """Tell whether a row is out of use."""
-    return of.rows.c.id.in_(hidden_ids(of))
+    return kind.rows.c.id.in_(hidden_ids(kind))
 
 
-def marks_of(connection: Connection, of: Marked, row_id: int, key: str) -> list[Mark]:
+def marks_of(connection: Connection, kind: Marked, row_id: int, key: str) -> list[Mark]:
     """All that was said of a row, the newest word first."""
-    query = select(of.marks).where(of.marks.c.record_id == row_id).order_by(_moment(of).desc(), of.marks.c.hides.desc())
+    table = kind.marks
+    query = select(table).where(table.c.record_id == row_id).order_by(_mark_time(kind).desc(), table.c.hides.desc())
     return [
         Mark(key=key, by=row.by, reason=row.reason, at=row.at, hides=row.hides) for row in connection.execute(query)
     ]
 
 
-def add_marks(connection: Connection, of: Marked, new: Sequence[Mark]) -> int:
+def add_marks(connection: Connection, kind: Marked, new: Sequence[Mark]) -> int:
     """Keep marks that are not held yet, and pass over those of rows that are not; how many are new."""
     ids: dict[str, int] = {}
     if keys := {mark.key for mark in new}:
-        query = select(of.rows.c.key, of.rows.c.id).where(of.rows.c.key.in_(keys))
+        query = select(kind.rows.c.key, kind.rows.c.id).where(kind.rows.c.key.in_(keys))
         ids = {row.key: row.id for row in connection.execute(query)}
     # In order of their rows, so that two writers never wait for each other.
     rows = [
@@ -103,15 +105,15 @@ def add_marks(connection: Connection, of: Marked, new: Sequence[Mark]) -> int:
         for mark in sorted(new, key=lambda mark: (ids.get(mark.key, 0), mark.at))
         if mark.key in ids
     ]
-    return insert_new(connection, of.marks, rows) if rows else 0
+    return insert_new(connection, kind.marks, rows) if rows else 0
 
 
-def change(connection: Connection, of: Marked, keys: Collection[str], *, hides: bool, by: str, reason: str) -> int:
+def change(connection: Connection, kind: Marked, keys: Collection[str], *, hides: bool, by: str, reason: str) -> int:
     """Hide rows, or approve them; how many were not so before."""
-    was_otherwise = ~is_reviewed("hidden" if hides else "approved", of)
-    changed_keys = connection.scalars(select(of.rows.c.key).where(of.rows.c.key.in_(keys), was_otherwise)).all()
+    was_otherwise = ~is_reviewed("hidden" if hides else "approved", kind)
+    changed_keys = connection.scalars(select(kind.rows.c.key).where(kind.rows.c.key.in_(keys), was_otherwise)).all()
     return add_marks(
-        connection, of, [Mark(key=key, by=by, reason=reason, at=now(), hides=hides) for key in changed_keys]
+        connection, kind, [Mark(key=key, by=by, reason=reason, at=now(), hides=hides) for key in changed_keys]
     )
 
 
@@ -131,6 +133,6 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
-def _moment(of: Marked) -> ColumnElement[str]:
+def _mark_time(kind: Marked) -> ColumnElement[str]:
     """Time from which a mark counts: the check's from the beginning, so that it never undoes what a person decided."""
-    return case((of.marks.c.by == BY_CHECK, ""), else_=of.marks.c.at)
+    return case((kind.marks.c.by == BY_CHECK, ""), else_=kind.marks.c.at)

@@ -22,7 +22,7 @@ LONG_S = 1.5e-4  # by the datasheet: launches and half-filled tiles hardly count
 
 # Each device must send or take in at least its whole buffer (a network that reduces halves the traffic of a ring), or
 # all of it but its own part.
-_WHOLE = ("all_reduce", "broadcast", "send_recv")
+_SEND_ALL = ("all_reduce", "broadcast", "send_recv")
 
 
 def implausible(record: Record) -> str:
@@ -60,7 +60,7 @@ def _too_fast(record: Record) -> str:
             return f"{rate / 1e12:,.0f} TFLOP/s, {name} has {peak / 1e12:,.0f}"
     if record.operation in COLLECTIVES and record.shape[0] > 1:
         num_devices, _, _, buffer_bytes = record.shape
-        share = 1.0 if record.operation in _WHOLE else (num_devices - 1) / num_devices
+        share = 1.0 if record.operation in _SEND_ALL else (num_devices - 1) / num_devices
         rate, link = share * buffer_bytes / record.seconds, _fastest_link_bytes_per_s(name)
         if link and rate > MOST_OVER_PEAK * link:
             return f"{rate / 1e9:,.0f} GB/s through each device, its links carry {link / 1e9:,.0f}"

@@ -96,9 +96,9 @@ class Beside:
                     f"{name} {moment!r}: write a day or a moment in UTC, as 2026-11-24 or 2026-11-24T16:00Z"
                 )
 
-    def conditions(self, of: Marked) -> list[ColumnElement[bool]]:
+    def conditions(self, kind: Marked) -> list[ColumnElement[bool]]:
         """Return the conditions on rows of a table."""
-        columns = of.rows.c
+        columns = kind.rows.c
         conditions = [
             columns[name] == getattr(self, name) for name in ("host", "status") if getattr(self, name) is not None
         ]
@@ -108,7 +108,7 @@ class Beside:
             # Nobody wrote when what is blank was measured.
             conditions += [columns.measured_at < _beginning(self.until), columns.measured_at != ""]
         if self.review is not None:
-            conditions.append(is_reviewed(cast(Review, self.review), of))
+            conditions.append(is_reviewed(cast(Review, self.review), kind))
         return conditions
 
 
@@ -237,7 +237,7 @@ class Store:
                 num_new += insert_new(connection, runs, run_rows) if run_rows else 0
                 kept_out = quarantine(connection, {finding.key: finding.reason for finding in findings})
                 findings = [finding for finding in findings if finding.key in kept_out]
-                num_marks = sum(add_marks(connection, of, new_marks) for of in self._marked) if new_marks else 0
+                num_marks = sum(add_marks(connection, kind, new_marks) for kind in self._marked) if new_marks else 0
             self._fingerprint_ids.update(ids)
             done += len(batch)
             total = Added(
@@ -288,7 +288,7 @@ class Store:
 
     def keys(
         self,
-        of: Marked = OPERATIONS,
+        kind: Marked = OPERATIONS,
         *,
         device: str | None = None,
         operations: Collection[Operation] | None = None,
@@ -296,30 +296,30 @@ class Store:
         beside: Beside = ALL,
     ) -> list[str]:
         """Return keys of records or runs in the order in which they were added, hidden ones too."""
-        query = self._chosen(of, select(of.rows.c.id, of.rows.c.key), device=device, trust=trust, beside=beside)
+        query = self._chosen(kind, select(kind.rows.c.id, kind.rows.c.key), device=device, trust=trust, beside=beside)
         if operations is not None:
             query = query.where(records.c.operation.in_(list(operations)))
-        return [row.key for row in self._rows(query, of.rows.c.id)]
+        return [row.key for row in self._rows(query, kind.rows.c.id)]
 
     def _chosen(
-        self, of: Marked, query: Select[Any], *, device: str | None, trust: Collection[str] | None, beside: Beside
+        self, kind: Marked, query: Select[Any], *, device: str | None, trust: Collection[str] | None, beside: Beside
     ) -> Select[Any]:
         """Return a query of records or runs narrowed to a choice."""
         if beside.review is not None:
-            self._check_marked(of)
+            self._check_marked(kind)
         if device is not None:
-            query = query.where(of.rows.c.fingerprint_id.in_(self._machines(device)))
+            query = query.where(kind.rows.c.fingerprint_id.in_(self._machines(device)))
         if trust is not None:
-            query = query.where(of.rows.c.measured_by.in_(list(trust)))
-        return query.where(*beside.conditions(of))
+            query = query.where(kind.rows.c.measured_by.in_(list(trust)))
+        return query.where(*beside.conditions(kind))
 
-    def reviews(self, keys: Collection[str], of: Marked = OPERATIONS) -> dict[str, Review]:
+    def reviews(self, keys: Collection[str], kind: Marked = OPERATIONS) -> dict[str, Review]:
         """Return what is known of these keys: whether a person has approved or hidden what has them."""
         reviews: dict[str, Review] = dict.fromkeys(keys, "proposed")
-        for batch in _batches(keys, MOST_AT_ONCE) if of in self._marked else ():
+        for batch in _batches(keys, MOST_AT_ONCE) if kind in self._marked else ():
             with self._database.reading() as connection:
                 for review in ("approved", "hidden"):
-                    query = select(of.rows.c.key).where(of.rows.c.key.in_(batch), is_reviewed(review, of))
+                    query = select(kind.rows.c.key).where(kind.rows.c.key.in_(batch), is_reviewed(review, kind))
                     reviews |= dict.fromkeys(connection.scalars(query), review)
         return reviews
 
@@ -451,20 +451,20 @@ class Store:
 
     def find(self, key: str) -> tuple[Record | RunRecord, Mark | None]:
         """The record or run whose key begins with `key`, and the mark that hides it."""
-        of, row = self._named(key)
+        kind, row = self._named(key)
         machine = self._machines()[row.fingerprint_id]
         newest = next(iter(self.words(key)), None)
-        return _record(row, machine) if of is OPERATIONS else _run(
+        return _record(row, machine) if kind is OPERATIONS else _run(
             row, machine
         ), newest if newest and newest.hides else None
 
     def words(self, key: str) -> list[Mark]:
         """Return what was said of the record or run whose key begins with `key`: the word that counts, then others."""
-        of, row = self._named(key)
-        if of not in self._marked:
+        kind, row = self._named(key)
+        if kind not in self._marked:
             return []
         with self._database.reading() as connection:
-            return marks_of(connection, of, row.id, row.key)
+            return marks_of(connection, kind, row.id, row.key)
 
     def by_beginnings(self, keys: Collection[str]) -> dict[str, Record]:
         """Return the records by the beginnings of their keys, hidden ones too; a beginning of no key is left out."""
@@ -480,13 +480,13 @@ class Store:
 
     def whole_key(self, key: str) -> str:
         """The key of the one record or run that begins with `key`, which need not be one that can be read."""
-        of, row = self._named(key)
-        self._check_marked(of)
+        kind, row = self._named(key)
+        self._check_marked(kind)
         return str(row.key)
 
-    def _check_marked(self, of: Marked) -> None:
+    def _check_marked(self, kind: Marked) -> None:
         """Refuse words about rows of which this database keeps none."""
-        if of not in self._marked:
+        if kind not in self._marked:
             raise StoreError(
                 f"{self.name} has schema {self.schema}, which hides no runs: its owner migrates it by writing to it"
             )
@@ -496,9 +496,9 @@ class Store:
             raise InputError(f"key {key[:70]!r}: write at least {LEAST_PREFIX} of its hexadecimal digits, as shown")
         rows: list[tuple[Marked, Row[Any]]] = []
         with self._database.reading() as connection:
-            for of in (OPERATIONS, RUNS):
-                begins = of.rows.c.key.between(key, key + "g")
-                rows += [(of, row) for row in connection.execute(select(of.rows).where(begins).limit(2))]
+            for kind in (OPERATIONS, RUNS):
+                begins = kind.rows.c.key.between(key, key + "g")
+                rows += [(kind, row) for row in connection.execute(select(kind.rows).where(begins).limit(2))]
         if len(rows) != 1:
             raise InputError(
                 f"key {key}: {'several records begin so' if rows else f'{self.name} holds no such record'}"
@@ -511,15 +511,15 @@ class Store:
         for batch in _batches(keys, BATCH):
             with self._database.writing() as connection:
                 num_changed += sum(
-                    change(connection, of, batch, hides=hides, by=by, reason=reason) for of in self._marked
+                    change(connection, kind, batch, hides=hides, by=by, reason=reason) for kind in self._marked
                 )
         return num_changed
 
     def marks(self) -> Iterator[Mark]:
         """Yield the marks in the order in which they came in: those of operations, then those of runs."""
-        for of in self._marked:
-            query = select(of.marks, of.rows.c.key).join_from(of.marks, of.rows)
-            for row in self._rows(query, of.marks.c.id):
+        for kind in self._marked:
+            query = select(kind.marks, kind.rows.c.key).join_from(kind.marks, kind.rows)
+            for row in self._rows(query, kind.marks.c.id):
                 try:
                     mark = Mark(key=row.key, by=row.by, reason=row.reason, at=row.at, hides=row.hides)
                 except InputError:  # damaged: what it is of goes on without it

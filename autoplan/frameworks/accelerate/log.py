@@ -17,7 +17,7 @@ _BAR = re.compile(
 )
 _RATE = re.compile(r"\s{0,8}([0-9.]{1,20})(s/it|it/s)")
 _LOSS = re.compile(r"^\{'loss': '?([0-9.eE+-]{1,30})'?,")
-_WHOLE = re.compile(r"'train_steps_per_second': '?([0-9.eE+-]{1,30})")
+_STEP_RATE = re.compile(r"'train_steps_per_second': '?([0-9.eE+-]{1,30})")
 
 
 class Reader:
@@ -35,7 +35,7 @@ class Reader:
         line = line[line.index("{'") :]
         if loss := _LOSS.match(line):
             return LineContent(loss=number(loss[1]))
-        if summary := _WHOLE.search(line):
+        if summary := _STEP_RATE.search(line):
             rate = quantity(summary[1])
             return LineContent(times=(("whole", 1 / rate),)) if rate else None
         return LineContent(pause="evaluation") if line.startswith("{'eval_") else None

@@ -8,7 +8,7 @@ from autoplan.spec.plan_file import PlanFile
 
 USUAL_ATTENTION = "flash"
 # How samples become sequences, with what programs call it.
-SAYS: dict[Batching, str] = {
+BATCHING_TEXTS: dict[Batching, str] = {
     "packed": "packed, each with attention of its own (packing of TRL, sample_packing of axolotl, neat_packing of "
     "LLaMA-Factory, packed sequences of Megatron-Bridge)",
     "joined": 'joined and cut, attention over all of a sequence (packing_strategy "wrapped" of TRL, packing of '
@@ -57,6 +57,6 @@ def header(plan_file: PlanFile, framework: str) -> list[str]:
     if lengths := plan_file.training.lengths:
         lines.append(
             f"Samples have {lengths.mean:,.0f} tokens in the mean ({lengths.source}) and are priced as "
-            f"{SAYS[plan_file.training.batching]}: yours to set so"
+            f"{BATCHING_TEXTS[plan_file.training.batching]}: yours to set so"
         )
     return [comment(line) for line in lines]

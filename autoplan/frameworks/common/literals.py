@@ -293,12 +293,12 @@ class Module:
         named = {item.arg: self.value(item.value, names) for item in node.keywords if item.arg}
         place = self.value(node.func.value, names) if isinstance(node.func, ast.Attribute) else None
         if isinstance(node.func, ast.Attribute) and isinstance(place, Built):
-            made_here, method = isinstance(node.func.value, ast.Call), node.func.attr
+            is_fresh, method = isinstance(node.func.value, ast.Call), node.func.attr
             if method == "convert" and words and isinstance(words[0], Built):
                 changed = words[0].copy()
                 changed.converters.append(place)
                 return changed
-            if made_here or method == "build" or method.startswith("to_"):
+            if is_fresh or method == "build" or method.startswith("to_"):
                 return place
         name = dotted(node.func) or _source(node.func)
         if name in self.functions:

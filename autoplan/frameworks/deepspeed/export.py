@@ -31,7 +31,7 @@ def deepspeed_config(plan_file: PlanFile, version: str) -> dict[str, Any]:
     """The configuration; optimizer and learning rate are those of the script."""
     model, plan = plan_file.model, plan_file.best.plan
     check_legal(RULES, model, plan_file.training, plan, "DeepSpeed does not accept the plan")
-    limits = _SAID if version == _WITH_MICS else LIMITS
+    limits = _LIMITS_WITH_MICS if version == _WITH_MICS else LIMITS
     check_limits(limits, model, plan_file.training, plan, "DeepSpeed's configuration cannot express")
     config: dict[str, Any] = {
         **written((TOTAL, MICRO_BATCH, ACCUMULATION), plan_file),
@@ -94,7 +94,7 @@ def _duties(plan_file: PlanFile) -> str:
 _ZERO3, _GATHERS = Sharding.ZERO3.code, (Sharding.ZERO1.code, Sharding.ZERO2.code)
 
 # What the JSON cannot say.
-_SAID = (
+_LIMITS_WITH_MICS = (
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.pp == 1,
@@ -123,7 +123,7 @@ _SHARDS_OVER_ALL = Rule(
         f"of them or export for --target-version {_WITH_MICS}"
     ),
 )
-LIMITS = (*_SAID, _SHARDS_OVER_ALL)
+LIMITS = (*_LIMITS_WITH_MICS, _SHARDS_OVER_ALL)
 
 TARGET = Target(
     name="deepspeed",

@@ -137,12 +137,10 @@ def _batching(options: Options) -> Batching:
 def _renamed(arguments: list[Argument]) -> list[Argument]:
     """Return the arguments by the names of Megatron-LM; switches have words here."""
     values: Mapping[str, bool] = {"true": True, "false": False}
-    return [
-        _renamed_one(argument, values.get(str(argument.value).casefold(), argument.value)) for argument in arguments
-    ]
+    return [_with_value(argument, values.get(str(argument.value).casefold(), argument.value)) for argument in arguments]
 
 
-def _renamed_one(argument: Argument, value: Any) -> Argument:
+def _with_value(argument: Argument, value: Any) -> Argument:
     """Return the argument by Megatron-LM's name, with another value."""
     name = MEGATRON_NAMES.get(argument.name, argument.name)
     return Argument(argument.option, argument.text, name, value)
@@ -165,8 +163,8 @@ def _with_trainer(text: str, context: LaunchContext) -> Launch:
         raise InputError("sequence_parallel_size > 1 of swift is not read: read its DeepSpeed file with --as deepspeed")
     if stage := STAGES.fullmatch(str(options.value("deepspeed"))):
         table = stage_table(int(stage[1]), offload=bool(stage[2]))
-        given_as = options.arguments["deepspeed"]
-        options.arguments["deepspeed"] = Argument(given_as.option, given_as.text, "deepspeed", table)
+        argument = options.arguments["deepspeed"]
+        options.arguments["deepspeed"] = Argument(argument.option, argument.text, "deepspeed", table)
     options.pass_over(*COSTLESS)
     program = Program(
         target="ms-swift",

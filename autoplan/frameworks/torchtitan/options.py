@@ -202,7 +202,7 @@ def read_pipeline(parallelism: Options, pp: int, num_layers: int) -> Fields:
     word = str(parallelism.value("pipeline_parallel_schedule") or "1F1B").casefold()
     parts = parallelism.value("module_fqns_per_model_part")
     per_stage = "pipeline_parallel_layers_per_stage"
-    each = parallelism.optional_count(per_stage, least=1)
+    stage_layers = parallelism.optional_count(per_stage, least=1)
     first = parallelism.count("pipeline_parallel_first_stage_less_layers", 1, least=0)
     last = parallelism.count("pipeline_parallel_last_stage_less_layers", 1, least=0)
     if parallelism.value("pipeline_parallel_schedule_csv"):
@@ -215,8 +215,8 @@ def read_pipeline(parallelism: Options, pp: int, num_layers: int) -> Fields:
         counts = _counted(parts, num_layers)
     else:
         num_stages = pp * (1 if word in ("1f1b", "gpipe") else 2)
-        if each is not None:
-            num_stages = -(-(num_layers + first + last) // each)
+        if stage_layers is not None:
+            num_stages = -(-(num_layers + first + last) // stage_layers)
         counts = spread(num_stages, num_layers, first, last)
     if len(counts) % pp:
         raise InputError(f"{len(counts)} stages do not divide over {pp} ranks of the pipeline")
@@ -244,10 +244,10 @@ def spread(num_stages: int, num_layers: int, first: int = 1, last: int = 1) -> t
 
     Source: _generate_llm_fqn_per_model_part in distributed/pipeline_parallel.py of 0.3.0.
     """
-    each, more = divmod(num_layers + first + last, num_stages)
-    if each < max(first, last, 1):
+    base, remainder = divmod(num_layers + first + last, num_stages)
+    if base < max(first, last, 1):
         raise InputError(f"{num_layers} layers do not fill {num_stages} stages of a pipeline")
-    counts = [each + (stage < more) for stage in range(num_stages)]
+    counts = [base + (stage < remainder) for stage in range(num_stages)]
     counts[0] -= first
     counts[-1] -= last
     return tuple(counts)
