@@ -11,6 +11,7 @@ from autoplan.base.errors import AutoplanError
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.mixed.stages import mixed_stages
 from autoplan.search.ranking import TIE
+from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
 from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.explanation import MixedExplanation, MixedNeighbour
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, MixedStage, ReplicaKind, check_mixed
@@ -63,12 +64,15 @@ def _neighbours(problem: MixedProblem, plan: MixedPlan) -> Iterator[tuple[MixedP
 
 def _changes(plan: MixedPlan) -> Iterator[tuple[Change, dict[str, object]]]:
     """Yield changes, and the fields of the plan that each sets."""
+    common = plan.common
     for recompute in Recompute:
-        yield ("recomputation", plan.recompute, recompute), {"recompute": recompute}
+        modules = DEFAULT_RECOMPUTE_MODULES
+        again = replace(common, recompute=recompute, recompute_modules=modules, recompute_num_layers=None)
+        yield ("recomputation", common.recompute, recompute), {"common": again}
     for sharding in Sharding:
         unshared = tuple(replace(kind, state_share=None) for kind in plan.kinds)
         kinds = unshared if sharding == "none" else plan.kinds
-        yield ("sharding", plan.sharding, sharding), {"sharding": sharding, "kinds": kinds}
+        yield ("sharding", common.sharding, sharding), {"common": replace(common, sharding=sharding), "kinds": kinds}
     for at, kind in enumerate(plan.kinds):
         letter = plan.letters[at]
         of = f" of {letter}" if letter else ""
@@ -93,7 +97,7 @@ def _other_layers(kind: ReplicaKind) -> Iterator[tuple[str, str, str, ReplicaKin
         stage, following = kind.stages[at : at + 2]
         if min(stage.layers + by, following.layers - by) < 1:
             continue
-        moved = (replace(stage, layers=stage.layers + by), replace(following, layers=following.layers - by))
+        moved = (stage.with_layers(stage.layers + by), following.with_layers(following.layers - by))
         other = replace(kind, stages=(*kind.stages[:at], *moved, *kind.stages[at + 2 :]))
         yield "layers", _layers(kind.stages), _layers(other.stages), other
 

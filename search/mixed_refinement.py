@@ -7,12 +7,12 @@ needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.mixed.estimate import estimate_mixed, pipeline_s
+from autoplan.cost.mixed.estimate import StageTimes, estimate_mixed, pipeline_s
 from autoplan.search.balance import even_shares, min_max_layers, split_microbatches
 from autoplan.search.structures import StageKind, Structure
 from autoplan.spec.enums import Sharding
@@ -124,7 +124,11 @@ class Refiner:
         kinds = []
         for at, (kind, cut, total) in enumerate(zip(structure.kinds, layers, num_microbatches, strict=True)):
             places = zip(kind.places, cut, strict=True)
-            stages = tuple(MixedStage(part=part, tp=tp, layers=num_layers) for (part, tp), num_layers in places)
+            chunks = (0,) * kind.vp if kind.vp > 1 else ()
+            stages = tuple(
+                MixedStage(part=part, tp=tp, layers=0, chunks=chunks).with_layers(layers)
+                for (part, tp), layers in places
+            )
             least, more = divmod(total, kind.count)
             for count, each in ((kind.count - more, least), (more, least + 1)):
                 if count:
@@ -137,12 +141,10 @@ class Refiner:
                             state_share=shares[at] if shares else None,
                         )
                     )
-        plan = MixedPlan(
-            kinds=tuple(kinds),
-            sharding=structure.sharding if sum(kind.count for kind in kinds) > 1 else Sharding.NONE,
-            recompute=structure.recompute,
-            precision=self.problem.training.precision,
-        )
+        common = structure.common
+        if sum(kind.count for kind in kinds) * common.cp == 1:
+            common = replace(common, sharding=Sharding.NONE)
+        plan = MixedPlan(kinds=tuple(kinds), common=common)
         return None if mixes_vendors(self.problem, plan) else plan
 
     def _next_plan(self, draft: _Draft, cost: MixedCost) -> MixedPlan | None:
@@ -177,10 +179,13 @@ class Refiner:
             total, rest = divmod(self.global_batch, structure.micro_batches[0])
             return (total,) if not rest and total >= structure.kinds[0].count else None
         counts = [kind.count for kind in structure.kinds]
-        tables = [
-            self._times(self.global_batch // micro // count + 1, of_kind, price)
-            for micro, count, of_kind, price in zip(structure.micro_batches, counts, passes, prices, strict=True)
-        ]
+        tables, overlaps = [], self.problem.framework.overlap.p2p_overlap
+        for micro, kind, times, price in zip(structure.micro_batches, structure.kinds, passes, prices, strict=True):
+            numbers = np.arange(1, self.global_batch // micro // kind.count + 2)
+            forward_s, backward_s = times[:, None, :]
+            stages = StageTimes(forward_s, backward_s, StageTimes.of(price).send_s)
+            makespan, exposed, _ = pipeline_s(stages, numbers, np.full_like(numbers, kind.vp), overlaps=overlaps)
+            tables.append(np.maximum.accumulate(makespan + exposed))
         return split_microbatches(tables, counts, structure.micro_batches, self.global_batch)
 
     def _beside_layers(self, price: MixedKindCost, layer_s: Floats) -> tuple[Floats, Floats]:
@@ -188,13 +193,6 @@ class Refiner:
         passes = np.array([[stage.forward_s, stage.backward_s] for stage in price.stages]).T
         layers_s = _layers_s(layer_s, [stage.layers for stage in price.stages])
         return np.maximum(passes.sum(axis=0) - layers_s, 0.0), passes
-
-    def _times(self, most: int, passes: Floats, price: MixedKindCost) -> Floats:
-        """Return the time of one replica's pipeline with 1 to `most` micro-batches."""
-        forward, backward = (np.repeat(times[None, :], most, axis=0) for times in passes)
-        sends = np.repeat(np.array([[stage.send_s for stage in price.stages[:-1]]]), most, axis=0)
-        makespan, exposed, _ = pipeline_s(forward, backward, sends, np.arange(1, most + 1))
-        return np.maximum.accumulate(makespan + exposed)
 
     def _allowed_bytes(self, stage: MixedStageCost) -> float:
         """Return the memory with which a stage is safe."""
@@ -209,7 +207,7 @@ class Refiner:
 
     def _shares(self, draft: _Draft, cost: MixedCost, prices: Sequence[MixedKindCost]) -> tuple[float, ...] | None:
         """Return shares of states with which all stages fit; None where even shares do, or none."""
-        if draft.structure.sharding == "none" or len(prices) == 1 or cost.oom_z <= RISKY_Z:
+        if draft.structure.common.sharding == "none" or len(prices) == 1 or cost.oom_z <= RISKY_Z:
             return None
         state_shares = {_places_of(kind): kind.state_share for kind in cost.plan.kinds}
         most = []

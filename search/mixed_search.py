@@ -16,7 +16,7 @@ from autoplan.search.structures import LEAST_USED, MAX_STAGES, Pipelines, Struct
 from autoplan.search.study import search
 from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.estimate import RISKY_Z
-from autoplan.spec.mixed_problem import MixedProblem
+from autoplan.spec.mixed_problem import MixedProblem, common_axes
 from autoplan.spec.mixed_result import MixedCertificate, MixedResult
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
@@ -48,7 +48,7 @@ def _refine_plainly(
     Those that do not fit are refined with recomputation too.
     """
     plain = [
-        Structure(kinds=kinds, micro_batches=(1,) * len(kinds), sharding=sharding, recompute=Recompute.NONE)
+        Structure(kinds=kinds, micro_batches=(1,) * len(kinds), common=common_axes(refiner.problem, sharding=sharding))
         for kinds in ways
         for sharding in _possible(kinds, shardings)
         if sharding != "none"
@@ -56,7 +56,12 @@ def _refine_plainly(
     refined = refiner.refine(plain)
     fitting = {candidate.structure for candidate in refined if candidate.cost.oom_z <= RISKY_Z}
     return ordered(
-        refined + refiner.refine(replace(each, recompute=Recompute.FULL) for each in plain if each not in fitting)
+        refined
+        + refiner.refine(
+            replace(each, common=replace(each.common, recompute=Recompute.FULL))
+            for each in plain
+            if each not in fitting
+        )
     )
 
 
@@ -67,11 +72,12 @@ def _possible(kinds: tuple[Pipelines, ...], shardings: Sequence[Sharding]) -> li
 
 
 def _other_choices(
-    kinds: tuple[Pipelines, ...], shardings: Sequence[Sharding], recomputes: Sequence[Recompute]
+    problem: MixedProblem, kinds: tuple[Pipelines, ...], shardings: Sequence[Sharding], recomputes: Sequence[Recompute]
 ) -> Iterator[Structure]:
     """Yield other choices of a structure: micro-batches, alike on all kinds, sharding and recomputation."""
     for micro, sharding, recompute in itertools.product(MICRO_BATCHES, _possible(kinds, shardings), recomputes):
-        yield Structure(kinds=kinds, micro_batches=(micro,) * len(kinds), sharding=sharding, recompute=recompute)
+        common = common_axes(problem, sharding=sharding, recompute=recompute)
+        yield Structure(kinds=kinds, micro_batches=(micro,) * len(kinds), common=common)
 
 
 def _other_micro_batches(structure: Structure) -> Iterator[Structure]:
@@ -132,7 +138,7 @@ def search_mixed(
         [Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL] if scores else [Recompute.NONE, Recompute.FULL]
     )
     refined += refiner.refine(
-        structure for kinds in shortlist for structure in _other_choices(kinds, shardings, recomputes)
+        structure for kinds in shortlist for structure in _other_choices(problem, kinds, shardings, recomputes)
     )
     refined += refiner.refine(
         other for structure in _best_by_parts(refined, KEPT_CHOICES) for other in _other_micro_batches(structure)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
 from autoplan.search.limits import divisors
-from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.workload import Workload
@@ -26,6 +25,7 @@ class Pipelines:
 
     count: int
     places: tuple[StageKind, ...]
+    vp: int = 1
 
     @property
     def has_one_tp(self) -> bool:
@@ -35,12 +35,11 @@ class Pipelines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """Replicas of one or more kinds, and the choices that hold for all of them."""
+    """Replicas of one or more kinds, and the axes that hold for all of them (`MixedPlan.common`)."""
 
     kinds: tuple[Pipelines, ...]
     micro_batches: tuple[int, ...]  # of every kind
-    sharding: Sharding
-    recompute: Recompute
+    common: ParallelPlan
 
 
 def tensor_degrees(problem: MixedProblem, part: int) -> tuple[int, ...]:

@@ -17,12 +17,12 @@ from autoplan.search.mixed_refinement import Refiner
 from autoplan.search.mixed_search import best_alone, search_mixed
 from autoplan.search.structures import Pipelines, Structure, groupings, pipelines, tensor_degrees
 from autoplan.spec.estimate import RISKY_Z
-from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind
+from autoplan.spec.mixed_problem import MixedProblem, ReplicaKind
 from autoplan.spec.mixed_result import MixedCost, MixedResult
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import even_chunks
 from autoplan.topology.mixed_cluster import BetweenSpec
-from mixed_cases import SMALL, problem_of, replicas, scaled
+from mixed_cases import SMALL, common_of, plan_of, problem_of, replicas, scaled
 
 
 def check(problem: MixedProblem, result: MixedResult, global_batch: int) -> MixedCost:
@@ -67,7 +67,7 @@ def test_a_mixed_pair_of_nodes_beats_the_symmetric_plan() -> None:
         for recompute in ("none", "full")
         for cost in estimate_mixed(
             problem,
-            [MixedPlan(kinds=kinds, recompute=recompute, precision="fp16") for kinds in symmetric],  # type: ignore[arg-type]
+            [plan_of(kinds=kinds, recompute=recompute, precision="fp16") for kinds in symmetric],  # type: ignore[arg-type]
         )
     ]
     paced = max(cost.sequences_per_s for cost in costs if cost.oom_z <= RISKY_Z)
@@ -84,8 +84,7 @@ def test_replicas_of_half_the_speed_take_half_the_batch() -> None:
     structure = Structure(
         kinds=(Pipelines(count=2, places=((0, 1),)), Pipelines(count=2, places=((1, 1),))),
         micro_batches=(1, 1),
-        sharding="zero1",
-        recompute="none",
+        common=common_of(),
     )
     (found,) = Refiner(problem, 481).refine([structure])
     cost = found.cost
@@ -96,7 +95,7 @@ def test_replicas_of_half_the_speed_take_half_the_batch() -> None:
         for kind, price in zip(cost.plan.kinds, cost.kinds, strict=True)
     )
     assert 481 / max(price.pipeline_s for price in cost.kinds) >= 2.9 / 3 * ideal
-    equal = MixedPlan(kinds=(replicas(2, 120, (0, 1, 12)), replicas(2, 120, (1, 1, 12))))
+    equal = plan_of(kinds=(replicas(2, 120, (0, 1, 12)), replicas(2, 120, (1, 1, 12))))
     (paced,) = estimate_mixed(problem, [equal])
     assert 480 / max(price.pipeline_s for price in paced.kinds) <= 2.1 / 3 * ideal
     assert len(many) <= len(cost.plan.kinds) <= 4
@@ -111,8 +110,7 @@ def test_states_go_where_memory_is() -> None:
     structure = Structure(
         kinds=(Pipelines(count=4, places=((0, 1),)), Pipelines(count=4, places=((1, 1),))),
         micro_batches=(1, 1),
-        sharding="zero3",
-        recompute="full",
+        common=common_of(sharding="zero3", recompute="full"),
     )
     (found,) = Refiner(problem, 96).refine([structure])
     cost = found.cost
@@ -121,9 +119,7 @@ def test_states_go_where_memory_is() -> None:
     assert 4 * sum(shares) == pytest.approx(1, abs=1e-9)
     assert shares[0] < 0.08 < 0.17 < shares[1]
     assert cost.plan.kinds[0].num_microbatches > cost.plan.kinds[1].num_microbatches
-    even = MixedPlan(
-        kinds=(replicas(4, 12, (0, 1, 48)), replicas(4, 12, (1, 1, 48))), sharding="zero3", recompute="full"
-    )
+    even = plan_of(kinds=(replicas(4, 12, (0, 1, 48)), replicas(4, 12, (1, 1, 48))), sharding="zero3", recompute="full")
     (equal,) = estimate_mixed(problem, [even])
     assert equal.step_s / cost.step_s >= 1.19
 
@@ -150,8 +146,7 @@ def hethub(between: BetweenSpec, seq_len: int, global_batch: int) -> tuple[float
 
     def best(structures: list[tuple[Pipelines, ...]]) -> MixedCost | None:
         found = refiner.refine(
-            Structure(kinds=kinds, micro_batches=(1,) * len(kinds), sharding="zero1", recompute="none")
-            for kinds in structures
+            Structure(kinds=kinds, micro_batches=(1,) * len(kinds), common=common_of()) for kinds in structures
         )
         return found[0].cost if found and found[0].cost.verdict == "fits" else None
 
@@ -200,7 +195,7 @@ def test_one_boundary_crosses_between_two_regions() -> None:
         plans.append(best)
         if bandwidth == 1.25e8:
             blind = [(at % 2, 4, layers) for at, layers in enumerate(even_chunks(32, 4))]
-            (turns,) = estimate_mixed(problem, [MixedPlan(kinds=(replicas(1, 64, *blind),))])
+            (turns,) = estimate_mixed(problem, [plan_of(kinds=(replicas(1, 64, *blind),))])
             assert turns.step_s / best.step_s >= 1.3
     assert plans[0].plan != plans[1].plan
 

@@ -26,7 +26,7 @@ from autoplan.search.mixed_explanation import explain_mixed
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as_parallel
 from autoplan.spec.terms import END_TERMS, STEP_TERMS
 from autoplan.topology.mixed_cluster import BetweenSpec
-from mixed_cases import SMALL, problem_of, replicas, scaled, stages, whole
+from mixed_cases import SMALL, plan_of, problem_of, replicas, scaled, stages, whole
 from pipeline_oracle import simulate_blocking
 from test_timeline import EXACT, fill_the_step, passes_of
 
@@ -107,7 +107,7 @@ def test_stages_and_timeline_add_up_to_the_estimate(
 ) -> None:
     model = replace(SMALL, tied_embeddings=tied)
     problem = problem_of(H4, part, model=model, between=between)  # type: ignore[arg-type]
-    check(problem, MixedPlan(kinds=(one, other), sharding=sharding, recompute=recompute))  # type: ignore[arg-type]
+    check(problem, plan_of(kinds=(one, other), sharding=sharding, recompute=recompute))  # type: ignore[arg-type]
 
 
 def test_shares_of_states_of_their_own_are_in_memory_term_by_term() -> None:
@@ -118,7 +118,7 @@ def test_shares_of_states_of_their_own_are_in_memory_term_by_term() -> None:
     for sharding in ("zero1", "zero3"):
         fast, slow = (replace(cluster, num_nodes=1) for cluster in (H4, HALF))
         fast, slow = (replace(cluster, devices_per_node=4) for cluster in (fast, slow))
-        problem, plan = problem_of(fast, slow), MixedPlan(kinds=tuple(kinds), sharding=sharding)  # type: ignore[arg-type]
+        problem, plan = problem_of(fast, slow), plan_of(kinds=tuple(kinds), sharding=sharding)  # type: ignore[arg-type]
         check(problem, plan)
         less, more = (one.cost.memory_terms_bytes["optimizer"] for one in mixed_stages(problem, plan))
         assert more == pytest.approx(4 * less)
@@ -154,7 +154,7 @@ def test_one_part_has_the_timeline_of_a_plain_cluster_and_so_have_its_halves(
     tp: int, pp: int, dp: int, recompute: str
 ) -> None:
     places = [(0, tp, 12 // pp)] * pp
-    plan = MixedPlan(kinds=(replicas(dp, 8, *places),), recompute=recompute)  # type: ignore[arg-type]
+    plan = plan_of(kinds=(replicas(dp, 8, *places),), recompute=recompute)  # type: ignore[arg-type]
     problem = problem_of(H4)
     plain, parallel = whole(problem, H4), as_parallel(problem, plan, plan.kinds[0], tp)
     expected, found = timeline(plain, parallel), mixed_timeline(problem, plan)
@@ -198,7 +198,7 @@ def test_unlike_hops_run_as_the_simulation_of_blocking_calls(p: int, m: int, dat
 
 def test_a_message_over_a_slow_hop_takes_long_and_other_messages_do_not() -> None:
     problem = problem_of(H4, A4, between=FAR)
-    plan = MixedPlan(kinds=(replicas(2, 8, (0, 8, 5), (0, 8, 4), (1, 8, 3)),))
+    plan = plan_of(kinds=(replicas(2, 8, (0, 8, 5), (0, 8, 4), (1, 8, 3)),))
     (cost,) = estimate_mixed(problem, [plan])
     near_s, far_s, _ = (stage.send_s for stage in cost.kinds[0].stages)
     line = mixed_timeline(problem, plan)
@@ -210,7 +210,7 @@ def test_a_message_over_a_slow_hop_takes_long_and_other_messages_do_not() -> Non
 
 def test_replicas_that_are_done_early_wait_for_the_others() -> None:
     problem = problem_of(H4, HALF)
-    plan = MixedPlan(kinds=(replicas(4, 8, (0, 8, 12)), replicas(4, 8, (1, 8, 12))))
+    plan = plan_of(kinds=(replicas(4, 8, (0, 8, 12)), replicas(4, 8, (1, 8, 12))))
     (cost,) = estimate_mixed(problem, [plan])
     fast, slow = mixed_timeline(problem, plan).ranks
     assert (fast.place.name, slow.place.name) == ("A0", "B0")
@@ -223,7 +223,7 @@ def test_replicas_that_are_done_early_wait_for_the_others() -> None:
 
 def test_a_trace_names_stages_and_parts() -> None:
     problem = problem_of(H4, HALF)
-    plan = MixedPlan(kinds=(replicas(2, 8, (0, 8, 12)), replicas(2, 4, (1, 8, 6), (1, 8, 6))))
+    plan = plan_of(kinds=(replicas(2, 8, (0, 8, 12)), replicas(2, 4, (1, 8, 6), (1, 8, 6))))
     events = json.loads(trace_json(mixed_timeline(problem, plan), "words"))["traceEvents"]
     assert [one["args"]["name"] for one in events if one["name"] == "process_name"] == [
         "stage A0 on h100-sxm: ranks 0-15",
@@ -234,7 +234,7 @@ def test_a_trace_names_stages_and_parts() -> None:
 
 
 def test_a_mixed_step_that_is_too_long_is_refused() -> None:
-    plan = MixedPlan(kinds=(replicas(1, 2**18, (0, 8, 6), (1, 8, 6)),))
+    plan = plan_of(kinds=(replicas(1, 2**18, (0, 8, 6), (1, 8, 6)),))
     with pytest.raises(InputError, match="too long for a timeline"):
         mixed_timeline(problem_of(H4, A4), plan)
 
@@ -245,7 +245,7 @@ def test_a_mixed_step_that_is_too_long_is_refused() -> None:
 def test_a_change_is_told_with_what_the_estimate_says_of_it() -> None:
     problem = problem_of(H4, HALF)
     kinds = (replicas(2, 8, (0, 8, 12), micro_batch=2), replicas(2, 4, (0, 8, 5), (1, 8, 7)))
-    plan = MixedPlan(kinds=kinds)
+    plan = plan_of(kinds=kinds)
     (cost,) = estimate_mixed(problem, [plan])
     found = explain_mixed(problem, make_mixed_file(problem, [cost], None))
     assert found.plan == cost
@@ -270,7 +270,7 @@ def test_a_change_is_told_with_what_the_estimate_says_of_it() -> None:
 
 def test_a_change_that_lacks_memory_is_told_where_it_would_be_the_fastest() -> None:
     problem = problem_of(H4, HALF)
-    full = MixedPlan(kinds=(replicas(1, 16, (0, 8, 12), micro_batch=4), replicas(1, 16, (1, 8, 12))), recompute="full")
+    full = plan_of(kinds=(replicas(1, 16, (0, 8, 12), micro_batch=4), replicas(1, 16, (1, 8, 12))), recompute="full")
     capacity = max(stage.cost.memory_bytes for stage in mixed_stages(problem, full)) * 1.2
     tight = replace(problem, reserve_bytes=HALF.device.visible_memory_bytes - capacity)
     (cost,) = estimate_mixed(tight, [full])

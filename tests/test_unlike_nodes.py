@@ -22,11 +22,11 @@ from autoplan.readers.cluster import load_cluster
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, started_plan
 from autoplan.spec.plan_file import MixedPlanFile
-from mixed_cases import SMALL, problem_of, replicas, scaled
+from mixed_cases import SMALL, plan_of, problem_of, replicas, scaled
 
 H100, A100 = load_cluster("h100-sxm:1x8"), load_cluster("a100-sxm:2x8")
 # Of 12 layers: A100 take the stages 0 and 1, H100 the stage 2.
-UNEVEN = MixedPlan(kinds=(replicas(4, 8, (1, 2, 2), (1, 2, 3), (0, 2, 7)),))
+UNEVEN = plan_of(kinds=(replicas(4, 8, (1, 2, 2), (1, 2, 3), (0, 2, 7)),))
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +49,11 @@ def test_ranks_of_a_stage_stand_together_so_that_parts_follow_one_another(proble
 
 
 def test_ranks_of_unlike_replicas_stand_together(problem: MixedProblem) -> None:
-    plan = MixedPlan(kinds=(replicas(4, 9, (0, 2, 12)), replicas(8, 4, (1, 2, 12))))
+    plan = plan_of(kinds=(replicas(4, 9, (0, 2, 12)), replicas(8, 4, (1, 2, 12))))
     started = started_plan(problem, plan, unequal_batches=True)
     assert started.node_parts == (0, 1, 1)
     assert started.num_microbatches == (9,) * 4 + (4,) * 8
-    deep = MixedPlan(kinds=(replicas(1, 9, (0, 4, 5), (0, 4, 7)), replicas(2, 4, (1, 4, 5), (1, 4, 7))))
+    deep = plan_of(kinds=(replicas(1, 9, (0, 4, 5), (0, 4, 7)), replicas(2, 4, (1, 4, 5), (1, 4, 7))))
     assert started_plan(problem, deep, unequal_batches=True).plan.rank_order == RankOrder.PP_BEFORE_DP
 
 
@@ -71,7 +71,7 @@ def test_a_plan_that_no_framework_starts_is_refused(
     problem: MixedProblem, kinds: tuple[ReplicaKind, ...], says: str
 ) -> None:
     with pytest.raises(InputError, match=says):
-        started_plan(problem, MixedPlan(kinds=kinds))
+        started_plan(problem, plan_of(kinds=kinds))
 
 
 @pytest.mark.parametrize("target", ["megatron-lm", "megatron-bridge", "primus"])
@@ -105,7 +105,7 @@ def test_the_layout_that_megatron_reads_has_the_layers_of_the_plan(problem: Mixe
 
 def test_the_built_in_trainer_gets_the_whole_plan(problem: MixedProblem) -> None:
     trained = problem_of(H100, A100, framework=load_framework("torch"))
-    plan = MixedPlan(kinds=(replicas(4, 9, (0, 2, 12)), replicas(8, 4, (1, 2, 12))))
+    plan = plan_of(kinds=(replicas(4, 9, (0, 2, 12)), replicas(8, 4, (1, 2, 12))))
     files = autoplan.export(result_of(trained, plan), to="autoplan").texts
     assert decode(MixedPlanFile, json.loads(files["plan.json"]), "plan.json").best.plan == plan
 
@@ -115,7 +115,7 @@ def test_the_built_in_trainer_trains_unlike_replicas_as_one_process_does(tmp_pat
     fast, slow = (scaled("cpu:1x1", name, speed=speed) for name, speed in (("fast", 1.0), ("slow", 0.5)))
     tiny = replace(SMALL, num_layers=2, hidden_size=32, vocab_size=256, num_heads=4, num_kv_heads=2, ffn_size=64)
     problem = problem_of(fast, slow, model=tiny, seq_len=16, precision="fp32", framework=load_framework("torch"))
-    plan = MixedPlan(kinds=(replicas(1, 4, (0, 1, 2)), replicas(1, 2, (1, 1, 2))), precision="fp32")
+    plan = plan_of(kinds=(replicas(1, 4, (0, 1, 2)), replicas(1, 2, (1, 1, 2))), precision="fp32")
     result_of(problem, plan).save(tmp_path / "plan.json")
     measured = autoplan.run(tmp_path / "plan.json", steps=1, warmup=1, check=True)
     assert measured is not None

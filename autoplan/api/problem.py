@@ -31,7 +31,7 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.lengths import Lengths
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.optimizers import OPTIMIZERS, TRAITS
+from autoplan.spec.optimizers import OPTIMIZERS
 from autoplan.spec.plan_file import SpaceFlags
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import Attention, TrainingSpec
@@ -173,10 +173,6 @@ def make_mixed_problem(
     if options.get("timings") is not None:
         raise InputError("--timings is not priced on mixed clusters yet: leave it out")
     parts = _parts(model, seq_len, options)
-    if parts.training.finetuning is not None:
-        raise InputError("fine-tuning is not priced on mixed clusters yet: take one of their parts")
-    if TRAITS[parts.training.optimizer].orthogonalises:
-        raise InputError(f"{parts.training.optimizer} is not priced on mixed clusters yet: take one of their parts")
     if parts.training.lengths is not None:
         raise InputError("lengths that vary are not priced on mixed clusters yet: take one of their parts")
     if parts.training.preference is not None:

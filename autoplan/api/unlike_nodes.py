@@ -96,7 +96,8 @@ def _ranked(problem: MixedProblem, cost: MixedCost, started: StartedPlan) -> Ran
     as_if = problem.as_if(fullest.part, cost.plan.parts)
     (plain,) = ranked(as_if, estimate(as_if, PlanBatch.of([started.plan], problem.model.num_layers)), [0])
     tokens_per_s = cost.sequences_per_s * problem.training.seq_len
-    peaks = [datasheet_peak(problem.cluster.parts[at].device, cost.plan.precision)[1] for at in started.node_parts]
+    precision, parts = problem.training.precision, problem.cluster.parts
+    peaks = [datasheet_peak(parts[at].device, precision)[1] for at in started.node_parts]
     per_node = cost.plan.num_devices / len(peaks)
     return replace(
         plain,

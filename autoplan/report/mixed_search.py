@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,7 +13,6 @@ from autoplan.report.terminal import LEAST_SHOWN_S, labelled, print_part, print_
 from autoplan.spec.estimate import PlacedStage
 from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost
-from autoplan.spec.plan import SHARDING_WORDS
 from autoplan.spec.plan_file import MixedPlanFile
 from autoplan.topology.mixed_cluster import MixedCluster
 
@@ -33,10 +33,14 @@ def describe_kind(kind: ReplicaKind, names: Sequence[str]) -> str:
 
 def describe(plan: MixedPlan, names: Sequence[str]) -> str:
     """A plan in one line."""
-    words = [" + ".join(describe_kind(kind, names) for kind in plan.kinds), SHARDING_WORDS[plan.sharding]]
-    if plan.recompute != "none":
-        words.append(f"{plan.recompute} recompute")
-    return ", ".join(words)
+    return ", ".join([" + ".join(describe_kind(kind, names) for kind in plan.kinds), *common_words(plan)])
+
+
+def common_words(plan: MixedPlan) -> list[str]:
+    """Say what all replicas have in common, as of a plain plan with as many."""
+    words = replace(plan.common, dp_shard=plan.num_replicas // plan.common.dp_replicate).describe().split(", ")
+    degrees = [f"{axis} {getattr(plan.common, axis)}" for axis in ("cp", "ep") if getattr(plan.common, axis) > 1]
+    return degrees + words[2:]
 
 
 def sizes(cluster: MixedCluster) -> str:

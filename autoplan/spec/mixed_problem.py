@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from string import ascii_uppercase
+from typing import Any
 
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.units import check_count
+from autoplan.spec.axes import MAX_DEGREE, USUAL_SCHEDULES
 from autoplan.spec.calibration import Calibration
-from autoplan.spec.enums import Precision, RankOrder, Recompute, Schedule, Sharding
+from autoplan.spec.enums import RankOrder, Schedule
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.plan import ParallelPlan, chunk_layers, even_chunks
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, WanSpec
@@ -29,11 +31,18 @@ class MixedStage:
     part: int  # index into the cluster's parts
     tp: int = 1
     layers: int
+    chunks: tuple[int, ...] = ()  # of them in each virtual stage, where there are several
 
     def __post_init__(self) -> None:
         check_count("part", self.part, least=0, most=1000)
         check_count("tp", self.tp, most=10**6)
         check_count("layers", self.layers, least=0)
+        if self.chunks and sum(self.chunks) != self.layers:
+            raise InputError(f"chunks of a stage add up to {sum(self.chunks)}, it has {self.layers} layers")
+
+    def with_layers(self, layers: int) -> MixedStage:
+        """The stage with so many layers, spread over its virtual stages."""
+        return replace(self, layers=layers, chunks=even_chunks(layers, len(self.chunks)) if self.chunks else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +61,8 @@ class ReplicaKind:
     def __post_init__(self) -> None:
         for name in ("count", "micro_batch", "num_microbatches"):
             check_count(name, getattr(self, name))
-        if not self.stages:
-            raise InputError("stages must name at least one")
+        if len({len(stage.chunks) for stage in self.stages}) != 1:
+            raise InputError("stages must name at least one, and all have as many virtual stages")
         if self.state_share is not None and not 0 <= self.state_share <= 1:
             raise InputError(f"state_share must lie between 0 and 1, got {self.state_share:g}")
 
@@ -62,44 +71,86 @@ class ReplicaKind:
         """The parts that a replica spans, each once, in the order of its stages."""
         return tuple(dict.fromkeys(stage.part for stage in self.stages))
 
-    def num_devices(self, part: int) -> int:
-        """Devices of a part that all replicas of the kind take."""
-        return self.count * sum(stage.tp for stage in self.stages if stage.part == part)
+    @property
+    def vp(self) -> int:
+        """Virtual stages of every stage."""
+        return len(self.stages[0].chunks) or 1
+
+    @property
+    def layers_per_chunk(self) -> tuple[int, ...]:
+        """Layers of every chunk in model order; chunk i sits on stage i mod the number of stages."""
+        chunks = [stage.chunks or (stage.layers,) for stage in self.stages]
+        return tuple(chunk for row in zip(*chunks, strict=True) for chunk in row)
+
+    @property
+    def part_of_layers(self) -> tuple[int, ...]:
+        """The part on which a replica holds each layer."""
+        parts = [stage.part for stage in self.stages] * self.vp
+        return tuple(part for part, layers in zip(parts, self.layers_per_chunk, strict=True) for _ in range(layers))
 
     def _order(self) -> tuple[object, ...]:
         return (self.stages, self.micro_batch, self.num_microbatches, self.state_share or 0.0)
 
 
+# Of the axes that all replicas share, those that the kinds have themselves.
+_OF_KINDS: dict[str, Any] = dict.fromkeys(("global_batch", "micro_batch", "tp", "pp", "vp", "dp_shard"), 1)
+_OF_KINDS |= {"layers_per_chunk": None, "placement": None, "schedule": Schedule.ONE_F_ONE_B}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPlan:
-    """One configuration of a mixed cluster.  Kinds that are equal become one, and all stand in one order."""
+    """One configuration of a mixed cluster.  Kinds that are equal become one, and all stand in one order.
+
+    `common` are the axes that all replicas share, in which `sp` stands for wherever tp divides the tokens and `etp` for
+    as much of it as tp has; those that the kinds have themselves are 1 in it.
+    """
 
     kinds: tuple[ReplicaKind, ...]
-    sharding: Sharding = Sharding.ZERO1
-    recompute: Recompute = Recompute.NONE
-    precision: Precision = Precision.BF16
-    schedule: Schedule = Schedule.ONE_F_ONE_B
+    common: ParallelPlan
 
     def __post_init__(self) -> None:
         if not self.kinds:
             raise InputError("kinds must name at least one")
-        if self.schedule != "1f1b":
-            raise UnpricedError(f"schedule {self.schedule!r} is not priced yet where stages differ: use 1f1b")
+        if self.common.schedule not in USUAL_SCHEDULES:
+            raise UnpricedError(f"schedule {self.common.schedule!r} is not priced where stages differ: use 1f1b")
+        most_tp = max(stage.tp for kind in self.kinds for stage in kind.stages)
+        common = replace(self.common, etp=min(self.common.etp, most_tp), **_OF_KINDS)
+        object.__setattr__(self, "common", common)
         merged: dict[tuple[object, ...], ReplicaKind] = {}
         for kind in self.kinds:
             same = merged.get(kind._order())
             merged[kind._order()] = replace(kind, count=kind.count + same.count) if same else kind
         ordered = sorted(merged.values(), key=ReplicaKind._order)
         object.__setattr__(self, "kinds", tuple(ordered))
+        if self.num_replicas % self.common.dp_replicate:
+            raise InputError(f"dp_replicate {self.common.dp_replicate} does not divide {self.num_replicas} replicas")
         shares = [kind.state_share for kind in self.kinds]
         if shares.count(None) not in (0, len(shares)):
             raise InputError("state_share must be given of every kind, or of none")
         if None not in shares:
-            if self.sharding == "none":
+            if self.common.sharding == "none":
                 raise InputError("state_share needs sharding zero1, zero2 or zero3: unsharded states have no shares")
             total = sum(kind.count * (kind.state_share or 0.0) for kind in self.kinds)
             if abs(total - 1) > SHARE_SUM:
                 raise InputError(f"state_share of all replicas must add up to 1, got {total:.9g}")
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, part: int, num_layers: int) -> MixedPlan:
+        """The plan of one part, of a model with so many layers, as one of a mixed cluster."""
+        chunks = chunk_layers(plan, num_layers)
+        stages = tuple(
+            MixedStage(
+                part=part,
+                tp=plan.tp,
+                layers=sum(chunks[rank :: plan.pp]),
+                chunks=chunks[rank :: plan.pp] if plan.vp > 1 else (),
+            )
+            for rank in range(plan.pp)
+        )
+        kind = ReplicaKind(
+            count=plan.dp, micro_batch=plan.micro_batch, num_microbatches=plan.num_microbatches, stages=stages
+        )
+        return cls(kinds=(kind,), common=plan)
 
     @property
     def letters(self) -> tuple[str, ...]:
@@ -126,29 +177,26 @@ class MixedPlan:
     @property
     def num_devices(self) -> int:
         """Devices in use."""
-        return sum(kind.num_devices(part) for kind in self.kinds for part in kind.parts)
+        return sum(map(self.num_devices_on, self.parts))
+
+    def num_devices_on(self, part: int) -> int:
+        """Devices of a part that all replicas take."""
+        return self.common.cp * sum(
+            kind.count * stage.tp for kind in self.kinds for stage in kind.stages if stage.part == part
+        )
 
     def num_inside(self, kind: ReplicaKind, stage: int) -> tuple[int, int]:
         """(replicas that hold the layers of a stage on the same part as it, parts that hold them).
 
-        Of a stage whose layers other kinds cut elsewhere the middle one decides.
+        Of a stage whose layers other kinds cut elsewhere the middle one of its first chunk decides.
         """
-        middle = sum(earlier.layers for earlier in kind.stages[:stage]) + kind.stages[stage].layers // 2
-        layers_elsewhere = [(other.count, part_of_layer(other, middle)) for other in self.kinds]
-        own_part = kind.stages[stage].part
+        own_part, first = kind.stages[stage].part, kind.layers_per_chunk[: stage + 1]
+        middle = min(sum(first[:-1]) + first[-1] // 2, sum(kind.layers_per_chunk) - 1)
+        layers_elsewhere = [(other.count, other.part_of_layers[middle]) for other in self.kinds]
         inside = (
             sum(count for count, part in layers_elsewhere if part == own_part) or kind.count
         )  # a stage without layers
         return inside, len({part for _, part in layers_elsewhere} | {own_part})
-
-
-def part_of_layer(kind: ReplicaKind, layer: int) -> int:
-    """The part on which a replica holds a layer."""
-    for stage in kind.stages:
-        if layer < stage.layers:
-            return stage.part
-        layer -= stage.layers
-    return kind.stages[-1].part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,24 +288,39 @@ class MixedProblem:
         return level != replace(own, name="between")
 
 
+def common_axes(problem: MixedProblem, **values: Any) -> ParallelPlan:
+    """The axes that all replicas share, of these values and the framework's own choices."""
+    return ParallelPlan.derived(
+        **_parts_of(problem.model),
+        global_batch=1,
+        tp=MAX_DEGREE,
+        sp=problem.framework.network.sequence_parallel,
+        precision=problem.training.precision,
+        **problem.framework.choices | values,
+    )
+
+
 def as_parallel(problem: MixedProblem, plan: MixedPlan, kind: ReplicaKind, tp: int) -> ParallelPlan:
     """The plan in which all replicas were of `kind` and all their stages had the tensor-parallel degree `tp`."""
-    training, replicas = problem.training, plan.num_replicas
-    return ParallelPlan.derived(
-        has_experts=problem.model.moe is not None,
-        has_latents=problem.model.mla is not None,
-        global_batch=kind.micro_batch * kind.num_microbatches * replicas,
-        micro_batch=kind.micro_batch,
-        tp=tp,
-        sp=problem.framework.network.sequence_parallel and training.seq_len % tp == 0,
-        pp=len(kind.stages),
-        layers_per_chunk=tuple(stage.layers for stage in kind.stages),
-        dp_shard=replicas,
-        sharding=plan.sharding,
-        recompute=plan.recompute,
-        precision=plan.precision,
-        **problem.framework.choices,
-    )
+    common, replicas = plan.common, plan.num_replicas
+    values = {field.name: getattr(common, field.name) for field in fields(common)}
+    values |= {
+        "global_batch": kind.micro_batch * kind.num_microbatches * replicas,
+        "micro_batch": kind.micro_batch,
+        "tp": tp,
+        "sp": common.sp and problem.training.seq_len // common.cp % tp == 0,
+        "etp": min(common.etp, tp),
+        "pp": len(kind.stages),
+        "vp": kind.vp,
+        "schedule": None,
+        "layers_per_chunk": kind.layers_per_chunk,
+        "dp_shard": replicas // common.dp_replicate,
+    }
+    return ParallelPlan.derived(**_parts_of(problem.model), **values)
+
+
+def _parts_of(model: ModelSpec) -> dict[str, bool]:
+    return {"has_experts": model.moe is not None, "has_latents": model.mla is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,9 +344,11 @@ def started_plan(problem: MixedProblem, plan: MixedPlan, *, unequal_batches: boo
     counts = {kind.num_microbatches for kind in plan.kinds}
     if len(counts) > 1 and not unequal_batches:
         raise InputError(f"its replicas take {_listed(counts)} micro-batches a step")
-    if len(counts) > 1 and plan.sharding in ("zero2", "zero3"):
-        raise InputError(f"{plan.sharding} communicates in every micro-batch, of which replicas have {_listed(counts)}")
-    if len({tuple(stage.layers for stage in kind.stages) for kind in plan.kinds}) > 1:
+    if len(counts) > 1 and plan.common.sharding in ("zero2", "zero3"):
+        raise InputError(
+            f"{plan.common.sharding} communicates in every micro-batch, of which replicas have {_listed(counts)}"
+        )
+    if len({kind.layers_per_chunk for kind in plan.kinds}) > 1 or len({kind.vp for kind in plan.kinds}) > 1:
         raise InputError("its replicas cut the layers differently")
     if len(degrees := {stage.tp for kind in plan.kinds for stage in kind.stages}) > 1:
         raise InputError(f"its stages have the tensor-parallel degrees {_listed(degrees)}")
@@ -300,7 +365,7 @@ def started_plan(problem: MixedProblem, plan: MixedPlan, *, unequal_batches: boo
         parallel = replace(parallel, rank_order=RankOrder.PP_BEFORE_DP) if parallel.pp > 1 else parallel
     return StartedPlan(
         plan=parallel,
-        node_parts=_parts_of_nodes(problem, [part for part in places for _ in range(tp)]),
+        node_parts=_parts_of_nodes(problem, [part for part in places for _ in range(tp * parallel.cp)]),
         num_microbatches=tuple(kind.num_microbatches for kind in plan.kinds for _ in range(kind.count))
         if len(counts) > 1
         else (),
@@ -325,15 +390,17 @@ def _listed(values: Iterable[int]) -> str:
 def check_mixed(problem: MixedProblem, plan: MixedPlan) -> None:
     """Refuse a plan that does not belong to the problem, or that is not priced."""
     parts, num_layers = problem.cluster.parts, problem.model.num_layers
-    if plan.precision != problem.training.precision:
-        raise InputError(f"precision of the plan is {plan.precision}, of the training {problem.training.precision}")
+    if plan.common.precision != problem.training.precision:
+        raise InputError(
+            f"precision of the plan is {plan.common.precision}, of the training {problem.training.precision}"
+        )
     for kind in plan.kinds:
         if beyond := [part for part in kind.parts if part >= len(parts)]:
             raise InputError(f"part {beyond[0]} does not exist: the cluster has {len(parts)}, counted from 0")
         if (layers_elsewhere := sum(stage.layers for stage in kind.stages)) != num_layers:
             raise InputError(f"layers of the stages add up to {layers_elsewhere}, the model has {num_layers}")
     for at in sorted(plan.parts):
-        num_devices = sum(kind.num_devices(at) for kind in plan.kinds)
+        num_devices = plan.num_devices_on(at)
         if num_devices > parts[at].num_devices:
             raise InputError(
                 f"the plan takes {num_devices} devices of {parts[at].name}, which has {parts[at].num_devices}"
@@ -349,7 +416,7 @@ def mixes_vendors(problem: MixedProblem, plan: MixedPlan) -> str | None:
         return None
     vendors = problem.cluster.vendors
     for layer in range(problem.model.num_layers):
-        if len({vendors[part_of_layer(kind, layer)] for kind in plan.kinds}) > 1:
+        if len({vendors[kind.part_of_layers[layer]] for kind in plan.kinds}) > 1:
             return (
                 f"gradients of layer {layer} would be reduced between devices of two vendors, which "
                 "cross_vendor_collectives = false rules out: let pipelines cross instead of replicas"
@@ -364,15 +431,19 @@ def mixes_vendors(problem: MixedProblem, plan: MixedPlan) -> str | None:
 
 
 def _check_sharding(problem: MixedProblem, plan: MixedPlan) -> None:
-    """Weights and gradients that are sharded over parts travel in every layer: priced where whole parts do so."""
-    if plan.sharding in ("none", "zero1") or len(plan.parts) == 1:
+    """Refuse what would travel between parts in every layer, but for whole parts whose weights or gradients do so."""
+    common, used = plan.common, plan.parts
+    if common.ep > 1 and any(problem.is_apart(part, used) for part in used):
+        experts = common.ep * common.etp
+        if any(kind.count * common.cp * stage.tp % experts for kind in plan.kinds for stage in kind.stages):
+            raise UnpricedError(f"ep {common.ep} over several parts is not priced: use what divides the ranks of each")
+    if common.sharding in ("none", "zero1") or len(used) == 1:
         return
-    for at in plan.parts:
+    for at in used:
         degrees = {stage.tp for kind in plan.kinds for stage in kind.stages if stage.part == at}
-        num_devices = sum(kind.num_devices(at) for kind in plan.kinds)
-        is_whole = num_devices == problem.cluster.parts[at].num_devices
+        is_whole = plan.num_devices_on(at) == problem.cluster.parts[at].num_devices
         if len(degrees) > 1 or not is_whole or any(len(kind.stages) > 1 for kind in plan.kinds):
             raise UnpricedError(
-                f"sharding {plan.sharding!r} over several parts is priced for replicas of one stage and one tp that "
+                f"sharding {common.sharding!r} over several parts is priced for replicas of one stage and one tp that "
                 "fill their parts: use zero1"
             )

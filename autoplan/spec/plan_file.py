@@ -228,8 +228,7 @@ def _with_choice(value: Any, **choice: str | bool) -> Any:
     return changed
 
 
-MIXED_FILE_VERSION = 2
-_READABLE_MIXED_FILES = (1, MIXED_FILE_VERSION)
+MIXED_FILE_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +249,7 @@ class MixedPlanFile:
     certificate: MixedCertificate | None
 
     def __post_init__(self) -> None:
-        if self.mixed_schema_version not in _READABLE_MIXED_FILES:
+        if self.mixed_schema_version != MIXED_FILE_VERSION:
             raise InputError(
                 f"mixed_schema_version is {self.mixed_schema_version}, this autoplan reads {MIXED_FILE_VERSION}: "
                 "make the file again with this version"

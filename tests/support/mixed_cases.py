@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autoplan.frameworks.presets import load_framework
@@ -9,8 +10,9 @@ from autoplan.readers.calibration import built_in_calibration
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.enums import Precision
 from autoplan.spec.framework import Framework
-from autoplan.spec.mixed_problem import MixedProblem, MixedStage, ReplicaKind
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, MixedStage, ReplicaKind
 from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
@@ -37,6 +39,15 @@ def problem_of(
         framework=framework,
         calibrations=tuple(built_in_calibration(framework, part.device) for part in parts),
     )
+
+
+def plan_of(kinds: Sequence[ReplicaKind], **common: object) -> MixedPlan:
+    """A plan whose replicas share these axes."""
+    return MixedPlan(kinds=tuple(kinds), common=common_of(**common))
+
+
+def common_of(**axes: object) -> ParallelPlan:
+    return ParallelPlan(global_batch=1, sp=True, **axes)  # type: ignore[arg-type]
 
 
 def whole(problem: MixedProblem, cluster: ClusterSpec) -> Problem:
@@ -75,3 +86,15 @@ def stages(*places: tuple[int, int, int]) -> tuple[MixedStage, ...]:
 
 def replicas(count: int, num_microbatches: int, *places: tuple[int, int, int], micro_batch: int = 1) -> ReplicaKind:
     return ReplicaKind(count=count, num_microbatches=num_microbatches, micro_batch=micro_batch, stages=stages(*places))
+
+
+def as_mixed(problem: Problem) -> MixedProblem:
+    """The problem on a mixed cluster of one part."""
+    return MixedProblem(
+        model=problem.model,
+        training=problem.training,
+        cluster=MixedCluster(name="mixed", parts=(problem.cluster,)),
+        framework=problem.framework,
+        calibrations=(problem.calibration,),
+        reserve_bytes=problem.reserve_bytes,
+    )

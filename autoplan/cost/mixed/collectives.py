@@ -30,20 +30,21 @@ def links_between(level: Level, calibration: Calibration) -> Links:
 class Islands(Rows):
     """Hierarchical collectives as one part sees them: inside the part first, then every member its slice across.
 
-    Of a group of more than one rank `inside` members are in this part, and `islands` parts have members; both have one
-    element per buffer.
+    The ranks of this part span `span` neighbouring ones, and `islands` parts have members of a group that is not wholly
+    among them; both have one element per buffer.
     """
 
     own: Links
     between: Links
-    inside: Ints
+    span: Ints
     islands: Ints
 
     def seconds(
         self, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: Ints | int = 1
     ) -> Floats:
         """Time of one collective."""
-        inside, islands = (np.where(group.size > 1, members, 1) for members in (self.inside, self.islands))
+        inside = np.clip(self.span // group.stride, 1, group.size)
+        islands = np.where(inside < group.size, self.islands, 1)
         across = ProcessGroup(np.ones_like(group.stride), islands)
         return self.own.seconds(operation, group._replace(size=inside), buffer_bytes, copies) + self.between.seconds(
             operation, across, buffer_bytes / inside, copies

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +19,23 @@ from autoplan.cost.collectives.end_of_step import FirstStage, shown_gather_s, sh
 from autoplan.cost.estimate import NORMAL_90, Stages, straggler_share, work_terms
 from autoplan.cost.memory.parameters import StageParameters
 from autoplan.cost.memory.stage_memory import host_bytes
-from autoplan.cost.mixed.part_layouts import CELLS, Member, PartLayout, hops_s, lay_out_kinds, stage_cells, tied_s
-from autoplan.cost.pipeline.closed_forms import Makespan, hop_sends_exposed_s, one_forward_one_backward_s
+from autoplan.cost.mixed.part_layouts import (
+    CELLS,
+    Member,
+    PartLayout,
+    hops_s,
+    lay_out_kinds,
+    stage_cells,
+    tied_s,
+    update_s,
+)
+from autoplan.cost.passes import Pass
+from autoplan.cost.pipeline.closed_forms import (
+    Makespan,
+    hop_sends_exposed_s,
+    one_forward_one_backward_s,
+    send_exposed_s,
+)
 from autoplan.cost.spreads import Familiarity
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, check_mixed
 from autoplan.spec.mixed_result import MixedCost, MixedKindCost, MixedStageCost
@@ -29,14 +45,36 @@ from autoplan.spec.terms import STEP_TERMS, UPDATE_TERMS
 SHOWN = ("forward_s", "backward_s", "send_s", "memory_bytes", "sharded_bytes", "oom_z")  # of every stage, in a result
 
 
-def pipeline_s(forward_s: Floats, backward_s: Floats, send_s: Floats, num_microbatches: Ints) -> Makespan:
-    """Makespan of 1F1B over stages and hops that differ.
+class StageTimes(NamedTuple):
+    """One micro-batch on the stages of replicas, and a message from each to the next: shape (kinds, stages)."""
 
-    `send_s` is one message over every hop, shape (kinds, stages - 1).
+    forward_s: Floats
+    backward_s: Floats
+    send_s: Floats
+
+    @classmethod
+    def of(cls, price: MixedKindCost) -> StageTimes:
+        """Those of one kind."""
+        return cls(*(np.array([[getattr(stage, name) for stage in price.stages]]) for name in cls._fields))
+
+
+def pipeline_s(times: StageTimes, num_microbatches: Ints, vp: Ints, *, overlaps: bool) -> Makespan:
+    """Makespan of 1F1B, plain or interleaved, over stages and hops that differ.
+
+    In interleaved pipelines all messages count as the slowest, which holds up the others.
     """
-    ones = np.ones_like(num_microbatches)
-    makespan = one_forward_one_backward_s(forward_s, backward_s, num_microbatches, ones)
-    return makespan._replace(send_s=hop_sends_exposed_s(send_s, num_microbatches))
+    forward_s, backward_s, send_s = (np.broadcast_to(each, (len(vp), each.shape[1])) for each in times)
+    m, chunks = num_microbatches[:, None], vp[:, None]
+    interleaved = send_exposed_s(
+        send_s.max(axis=1, keepdims=True),
+        np.full_like(chunks, forward_s.shape[1]),
+        m,
+        chunks,
+        Pass(forward_s / chunks, backward_s / chunks),
+        overlaps=overlaps,
+    )
+    by_stage = np.where(chunks > 1, interleaved, hop_sends_exposed_s(send_s[:, :-1], num_microbatches)[:, None])
+    return one_forward_one_backward_s(forward_s, backward_s, num_microbatches, vp, by_stage)
 
 
 def estimate_mixed(problem: MixedProblem, plans: Sequence[MixedPlan]) -> tuple[MixedCost, ...]:
@@ -79,9 +117,10 @@ def _price_kinds(
         rows, columns = np.nonzero(layout.here)
         for name, value in stage_cells(problem, used, layout, members).items():
             cells[name][layout.member[rows], columns] = value[rows, columns]
-    cells["send_s"][:, :-1] = hops_s(problem, layouts, members, cells)
-    counts = np.array([member.kind.num_microbatches for member in members])
-    makespan, sends, critical = pipeline_s(cells["forward_s"], cells["backward_s"], cells["send_s"][:, :-1], counts)
+    cells["send_s"] = hops_s(problem, layouts, members, cells)
+    counts, vp = np.array([(member.kind.num_microbatches, member.kind.vp) for member in members]).T
+    times, overlaps = StageTimes(*(cells[name] for name in StageTimes._fields)), problem.framework.overlap.p2p_overlap
+    makespan, sends, critical = pipeline_s(times, counts, vp, overlaps=overlaps)
 
     # What needs the laid-out batch of a part rather than one number for every stage.
     terms = {name: np.zeros(len(members)) for name in STEP_TERMS}
@@ -97,11 +136,11 @@ def _price_kinds(
         layer_s[layout.member[rows], columns] = own.calibration.overall * _layer_s(own, layout.laid)[rows]
         familiarity.lessen(layout.member, Familiarity.of(own, layout.laid.batch))
         np.maximum.at(host_z, layout.member, _host_z(layout))
+        np.maximum.at(terms["optimizer"], layout.member, update_s(layout, members))
     work = add_up(value for name, value in terms.items() if name not in UPDATE_TERMS)
     terms["pipeline_bubble"] = np.maximum(makespan - work, 0.0)
     terms["pipeline_send"] = sends
     terms["data_parallel_reduce"] += tied_s(problem, layouts, members)
-    terms["optimizer"] = cells["update_s"].max(axis=1)
     oom_z = np.maximum(cells["oom_z"].max(axis=1), host_z)
     return [
         _KindPrice(

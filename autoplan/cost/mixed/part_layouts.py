@@ -6,6 +6,7 @@ every layout the stages count that do sit there.  Arrays of a layout have the sh
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
-from autoplan.cost.collectives.end_of_step import end_of_step_s, update_s
+from autoplan.cost.collectives.end_of_step import end_of_step_s, optimizer_s
 from autoplan.cost.collectives.pipeline_messages import message_s, tied_table
 from autoplan.cost.estimate import Stages, lay_out
 from autoplan.cost.memory.parameters import own_parameters
 from autoplan.cost.mixed.collectives import Islands, links_between
 from autoplan.cost.network.links import Links
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as_parallel
-from autoplan.spec.plan import PlanBatch
+from autoplan.spec.plan import PP_BEFORE_DP, PlanBatch
 from autoplan.spec.problem import Problem
 
 # What is known of every stage on its own part.
@@ -29,7 +30,6 @@ CELLS = (
     "backward_s",
     "reduce_s",
     "gather_s",
-    "update_s",
     "message_s",
     "send_s",
     "memory_bytes",
@@ -103,10 +103,14 @@ def _islands(problem: MixedProblem, used: frozenset[int], layout: PartLayout, me
         for stage in range(stages)
     ]
     level = problem.between(layout.part, used, problem.cluster.parts[layout.part].num_devices)
+    # Ranks of a replica's stage, and those of other stages that stand before those of the next replica.
+    batch = layout.laid.batch
+    is_parted = (batch.rank_order == PP_BEFORE_DP) & (batch.cp == 1)
+    step = batch.tp * batch.cp * np.where(is_parted, batch.pp, 1)
     return Islands(
         own=Links.of(own),
         between=links_between(level, own.calibration),
-        inside=np.array([inside for inside, _ in members_of]).reshape(-1, stages),
+        span=step[:, None] * np.array([inside for inside, _ in members_of]).reshape(-1, stages),
         islands=np.array([islands for _, islands in members_of]).reshape(-1, stages),
     )
 
@@ -119,7 +123,8 @@ def _share_factors(layout: PartLayout, members: Sequence[Member]) -> Floats:
 
 def _shared_terms(layout: PartLayout, member: Member) -> tuple[str, ...]:
     """The terms of memory that grow with a replica's share of states."""
-    sharding, names = member.plan.sharding, _SHARDED[member.plan.sharding]
+    sharding = member.plan.common.sharding
+    names = _SHARDED[sharding]
     accumulates = (
         not layout.problem.framework.network.zero2_reduces_every_microbatch and member.kind.num_microbatches > 1
     )
@@ -154,7 +159,7 @@ def _chain(layout: PartLayout, members: Sequence[Member]) -> PlanBatch:
     batch = layout.laid.batch
     kinds = [members[at].kind for at in layout.member]
     run = np.array([sum(stage.part == layout.part for stage in kind.stages) for kind in kinds])
-    return replace(batch, dp_shard=np.array([kind.count for kind in kinds]), pp=run)
+    return replace(batch, dp_replicate=np.ones_like(run), dp_shard=np.array([kind.count for kind in kinds]), pp=run)
 
 
 def stage_cells(
@@ -165,18 +170,13 @@ def stage_cells(
     overall, shape = own.calibration.overall, layout.here.shape
     end = end_of_step_s(own, batch, laid.blocks, laid.parameters, _islands(problem, used, layout, members))
     factor = _share_factors(layout, members)[:, None]
-    num_parameters = laid.parameters.dense + laid.parameters.expert
     sharded = _sharded_bytes(layout, members)
     memory = laid.memory.reserved_bytes + (factor - 1.0) * sharded
-    updated = factor * own_parameters(batch, laid.parameters)
-    each_stage = batch.take(np.repeat(np.arange(len(batch)), shape[1]))
-    update = update_s(own, each_stage, updated.ravel(), num_parameters.ravel()).reshape(shape)
     return {
         "forward_s": overall * laid.forward_s,
         "backward_s": overall * laid.backward_s,
         "reduce_s": overall * end.reduce_s,
         "gather_s": overall * end.gather_s,
-        "update_s": overall * update,
         "message_s": np.repeat(overall * message_s(own, _chain(layout, members))[:, None], shape[1], axis=1),
         "memory_bytes": memory,
         "sharded_bytes": factor * sharded,
@@ -184,30 +184,49 @@ def stage_cells(
     }
 
 
+def update_s(layout: PartLayout, members: Sequence[Member]) -> Floats:
+    """Time of the optimizer on the part, of every row."""
+    laid, here = layout.laid, layout.here
+    trained = laid.parameters.trained
+    updated = _share_factors(layout, members)[:, None] * own_parameters(laid.batch, laid.parameters)
+    most_updated, most_trained = (
+        np.where(here, of, 0.0).max(axis=1) for of in (updated, trained.dense + trained.expert)
+    )
+    time = optimizer_s(layout.problem, laid.batch, most_updated, most_trained)
+    return layout.problem.calibration.overall * time
+
+
 def _crossings(plan: MixedPlan) -> dict[frozenset[int], int]:
     """Number of devices that send at once over the link that joins every two parts."""
     senders: dict[frozenset[int], int] = defaultdict(int)
     for kind in plan.kinds:
-        for stage, behind in zip(kind.stages, kind.stages[1:], strict=False):
+        hops = itertools.pairwise((*kind.stages, kind.stages[0]) if kind.vp > 1 else kind.stages)
+        for stage, behind in hops:
             if stage.part != behind.part:
-                senders[frozenset((stage.part, behind.part))] += kind.count * max(stage.tp, behind.tp)
+                ranks = kind.count * plan.common.cp * max(stage.tp, behind.tp)
+                senders[frozenset((stage.part, behind.part))] += ranks
     return senders
 
 
 def hops_s(
     problem: MixedProblem, layouts: Sequence[PartLayout], members: Sequence[Member], cells: dict[str, Floats]
 ) -> Floats:
-    """One message over every hop, as the slower of both ends sees it: shape (kinds, stages - 1)."""
+    """One message from every stage to the next, as the slower of both ends sees it: shape (kinds, stages).
+
+    The last one sends where stages have several chunks, to the first.
+    """
     parts = np.array([[stage.part for stage in member.kind.stages] for member in members])
-    crosses = parts[:, 1:] != parts[:, :-1]
-    hops = np.where(crosses, 0.0, np.maximum(cells["message_s"][:, 1:], cells["message_s"][:, :-1]))
+    behind = np.roll(np.arange(parts.shape[1]), -1)
+    sends = np.array([[True] * (parts.shape[1] - 1) + [member.kind.vp > 1] for member in members])
+    crosses = sends & (parts[:, behind] != parts)
+    hops = np.where(sends & ~crosses, np.maximum(cells["message_s"][:, behind], cells["message_s"]), 0.0)
     senders = [_crossings(member.plan) for member in members]
     for layout in layouts:
         alike: dict[tuple[frozenset[int], int], list[tuple[int, int]]] = defaultdict(list)
-        ends = crosses[layout.member] & (layout.here[:, 1:] | layout.here[:, :-1])
+        ends = crosses[layout.member] & (layout.here[:, behind] | layout.here)
         for row, hop in zip(*np.nonzero(ends), strict=True):
             at = layout.member[row]
-            pair = frozenset(parts[at, hop : hop + 2].tolist())
+            pair = frozenset((int(parts[at, hop]), int(parts[at, behind[hop]])))
             alike[pair, senders[at][pair]].append((row, hop))
         for (pair, count), stages in alike.items():
             rows, columns = np.array(stages).T
@@ -231,7 +250,7 @@ def tied_s(problem: MixedProblem, layouts: Sequence[PartLayout], members: Sequen
             ends = frozenset((member.kind.stages[0].part, member.kind.stages[-1].part))
             links = Links.of(layout.problem)
             if len(ends) > 1:
-                level = problem.between(layout.part, ends, member.kind.count * int(chain.tp[0]))
+                level = problem.between(layout.part, ends, member.kind.count * int(chain.cp[0] * chain.tp[0]))
                 links = links_between(level, layout.problem.calibration)
             time = tied_table(layout.problem, chain, stages).seconds(links)
             at = layout.member[row]

@@ -13,12 +13,13 @@ import numpy as np
 from autoplan.base.arrays import Floats
 from autoplan.cost.estimate import stage_cost
 from autoplan.cost.memory.activations import chunk_activation_bytes
-from autoplan.cost.mixed.estimate import estimate_mixed, pipeline_s
+from autoplan.cost.mixed.estimate import StageTimes, estimate_mixed, pipeline_s
 from autoplan.cost.mixed.part_layouts import Member, PartLayout, lay_out_kinds, memory_terms, stage_cells
 from autoplan.cost.pipeline.order import PipelineShape
 from autoplan.cost.timeline import HIDING, Pipeline, Timeline, check_length, memory_levels, pass_terms, step_timeline
+from autoplan.spec.enums import Schedule
 from autoplan.spec.estimate import PlacedStage, StageCost, StagePlace, probability_above
-from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind
 from autoplan.spec.mixed_result import MixedCost, MixedKindCost
 
 
@@ -94,7 +95,7 @@ def mixed_stages(problem: MixedProblem, plan: MixedPlan) -> tuple[PlacedStage, .
 def mixed_timeline(problem: MixedProblem, plan: MixedPlan) -> Timeline:
     """Timeline of the step that `estimate_mixed` prices, event by event; ranks are counted part by part."""
     for kind in plan.kinds:
-        check_length(PipelineShape(plan.schedule, len(kind.stages), 1, kind.num_microbatches))
+        check_length(PipelineShape(_schedule(kind), len(kind.stages), kind.vp, kind.num_microbatches))
     (cost,) = estimate_mixed(problem, [plan])
     ranks = _ranks(problem, plan)
     pipelines = [_pipeline(problem, cost, at, ranks[at]) for at in range(len(plan.kinds))]
@@ -102,43 +103,52 @@ def mixed_timeline(problem: MixedProblem, plan: MixedPlan) -> Timeline:
 
 
 def _pipeline(problem: MixedProblem, cost: MixedCost, kind_at: int, ranks: Sequence[tuple[int, ...]]) -> Pipeline:
-    plan, kind = cost.plan, cost.kinds[kind_at]
+    plan, price, kind = cost.plan, cost.kinds[kind_at], cost.plan.kinds[kind_at]
     stages, num_devices = len(kind.stages), plan.num_devices
+    # As of a plain cluster (`timeline`).
+    has_room = kind.vp == 1 or (not problem.framework.overlap.p2p_overlap and kind.num_microbatches >= stages)
     passes: dict[tuple[str, int], dict[str, float]] = {}
-    alive = np.zeros(stages)
+    alive = np.zeros(stages * kind.vp)
     levels: dict[str, Floats] = {}
     end = {name: np.zeros(stages) for name in HIDING}
     for row in _rows(problem, plan, kind_at):
         here, own = list(row.stages), row.layout.problem
-        passes |= {key: terms for key, terms in pass_terms(own, row.layout.laid, row.at).items() if key[1] in here}
-        alive[here] = chunk_activation_bytes(own, row.layout.laid.batch)[row.at, here]
+        passes |= {
+            key: terms
+            for key, terms in pass_terms(own, row.layout.laid, row.at).items()
+            if key[1] % stages in row.stages
+        }
+        chunks = np.flatnonzero(np.isin(np.arange(stages * kind.vp) % stages, here))
+        alive[chunks] = chunk_activation_bytes(own, row.layout.laid.batch)[row.at, chunks]
         for name, value in row.levels().items():
             levels.setdefault(name, np.zeros(stages))[here] = value[here]
         if num_devices > 1:
             for name, cell in zip(HIDING, ("reduce_s", "gather_s"), strict=True):
                 end[name][here] = row.cells[cell][here]
     return Pipeline(
-        schedule=plan.schedule,
-        vp=1,
+        schedule=_schedule(kind),
+        vp=kind.vp,
         places=_places(problem, plan, kind_at),
         ranks=ranks,
         pass_terms_s=passes,
-        hop_s=np.array([stage.send_s for stage in kind.stages[:-1]]),
-        blocking=stages > 1,
-        pipeline_s=kind.pipeline_s,
-        send_s=_exposed_send_s(kind, plan.kinds[kind_at].num_microbatches),
+        hop_s=np.array([stage.send_s for stage in price.stages] * kind.vp)[:-1],
+        blocking=stages > 1 and has_room,
+        pipeline_s=price.pipeline_s,
+        send_s=_exposed_send_s(problem, kind, price),
         alive_bytes=alive,
         levels=levels,
         end_s=end,
     )
 
 
-def _exposed_send_s(kind: MixedKindCost, num_microbatches: int) -> float:
+def _exposed_send_s(problem: MixedProblem, kind: ReplicaKind, price: MixedKindCost) -> float:
     """Time that messages add to the pipeline."""
-    forward, backward, send = (
-        np.array([[getattr(stage, name) for stage in kind.stages]]) for name in ("forward_s", "backward_s", "send_s")
-    )
-    return float(pipeline_s(forward, backward, send[:, :-1], np.array([num_microbatches])).send_s[0])
+    counts = np.array([kind.num_microbatches]), np.array([kind.vp])
+    return float(pipeline_s(StageTimes.of(price), *counts, overlaps=problem.framework.overlap.p2p_overlap).send_s[0])
+
+
+def _schedule(kind: ReplicaKind) -> Schedule:
+    return Schedule.INTERLEAVED if kind.vp > 1 else Schedule.ONE_F_ONE_B
 
 
 def _ranks(problem: MixedProblem, plan: MixedPlan) -> list[list[tuple[int, ...]]]:
@@ -152,7 +162,7 @@ def _ranks(problem: MixedProblem, plan: MixedPlan) -> list[list[tuple[int, ...]]
     for kind in plan.kinds:
         of_stages = []
         for stage in kind.stages:
-            first, count = free[stage.part], kind.count * stage.tp
+            first, count = free[stage.part], kind.count * plan.common.cp * stage.tp
             of_stages.append(tuple(range(first, first + count)))
             free[stage.part] += count
         ranks.append(of_stages)

@@ -8,14 +8,13 @@ from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.report.answer import reasons
 from autoplan.report.cluster import between_text
 from autoplan.report.cluster_drawing import draw
-from autoplan.report.mixed_search import certificate_line, describe, describe_kind, sizes, waiting
+from autoplan.report.mixed_search import certificate_line, common_words, describe, describe_kind, sizes, waiting
 from autoplan.report.page.answer import figure, interval_figure
 from autoplan.report.page.content import MixedContent
 from autoplan.report.page.elements import Segment, bar, bars, folded, masthead, note, pairs, scrolling, section, table
 from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.page.times import kind_key, kind_segments
 from autoplan.spec.mixed_result import MixedCost
-from autoplan.spec.plan import SHARDING_WORDS
 from autoplan.spec.plan_file import MixedPlanFile
 from autoplan.topology.graph import quotient
 
@@ -54,9 +53,8 @@ def _words(file: MixedPlanFile) -> Iterator[Markup]:
     for letter, kind in zip(plan.letters, plan.kinds, strict=True):
         head = tag("strong", f"{letter} ") if letter else None
         yield tag("span", head, describe_kind(kind, names), class_="axis")
-    yield tag("span", SHARDING_WORDS[plan.sharding], class_="axis plain")
-    if plan.recompute != "none":
-        yield tag("span", f"{plan.recompute} recompute", class_="axis plain")
+    for word in common_words(plan):
+        yield tag("span", word, class_="axis plain")
 
 
 def _figures(content: MixedContent) -> Iterator[Markup]:
@@ -124,7 +122,7 @@ def parts(content: MixedContent) -> Markup:
     columns += [("alone, sequences/s", True)] if alone else []
     rows = []
     for at, (name, part) in enumerate(zip(file.cluster.part_names, file.cluster.parts, strict=True)):
-        used = sum(kind.num_devices(at) for kind in file.best.plan.kinds)
+        used = file.best.plan.num_devices_on(at)
         memory = format_bytes(part.device.visible_memory_bytes)
         cells = [name, f"{part.num_nodes:,}", f"{part.num_devices:,}", f"{used:,}", memory]
         rows.append([*cells, f"{alone[at]:.4g}"] if alone else cells)
