@@ -12,18 +12,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
+from autoplan.base.errors import AutoplanError
 from autoplan.cost.mixed.estimate import StageTimes, estimate_mixed, pipeline_s
 from autoplan.search.balance import even_shares, min_max_layers, split_microbatches
 from autoplan.search.structures import StageKind, Structure
+from autoplan.spec.axes import SEARCHED
 from autoplan.spec.enums import Sharding
 from autoplan.spec.estimate import RISKY_Z
-from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, MixedStage, ReplicaKind, mixes_vendors
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, MixedStage, ReplicaKind, check_mixed
 from autoplan.spec.mixed_result import MixedCost, MixedKindCost, MixedStageCost
 from autoplan.spec.plan import even_chunks
 
 ROUNDS = 6
 
-Accepts = Callable[[MixedPlan], bool]
+Accepts = Callable[[Sequence[MixedPlan]], Sequence[bool]]
 
 
 @dataclass(slots=True)
@@ -57,9 +59,9 @@ def _places_of(kind: ReplicaKind) -> tuple[StageKind, ...]:
     return tuple((stage.part, stage.tp) for stage in kind.stages)
 
 
-def accept_all(plan: MixedPlan) -> bool:
-    """Return True: any plan may be the answer."""
-    return True
+def accept_all(plans: Sequence[MixedPlan]) -> Sequence[bool]:
+    """Accept any plans as answers."""
+    return [True] * len(plans)
 
 
 class Refiner:
@@ -93,10 +95,10 @@ class Refiner:
                 break
             priced |= {(at, draft.plan) for at, draft in open_ if draft.plan}
             self.num_priced += len(open_)
-            costs = estimate_mixed(self.problem, [draft.plan for _, draft in open_ if draft.plan])
-            for (_, draft), cost in zip(open_, costs, strict=True):
-                is_answer = cost.plan.global_batch == self.global_batch and self.accepts(cost.plan)
-                if is_answer and _is_better(cost, draft.cost):
+            plans = [draft.plan for _, draft in open_ if draft.plan]
+            costs = zip(estimate_mixed(self.problem, plans), self.accepts(plans), strict=True)
+            for (_, draft), (cost, is_answer) in zip(open_, costs, strict=True):
+                if is_answer and cost.plan.global_batch == self.global_batch and _is_better(cost, draft.cost):
                     draft.cost = cost
                 draft.plan = self._next_plan(draft, cost)
         return ordered(RefinedStructure(structure=draft.structure, cost=draft.cost) for draft in drafts if draft.cost)
@@ -108,7 +110,7 @@ class Refiner:
         layers = [even_chunks(self.problem.model.num_layers, len(kind.places)) for kind in structure.kinds]
         shares = [self.global_batch * size / total for size in devices]
         counts = [
-            max(round(share / micro), 1) * kind.count
+            max(round(share / micro / kind.round), 1) * kind.count
             for kind, share, micro in zip(structure.kinds, shares, structure.micro_batches, strict=True)
         ]
         return self._plan(structure, layers, counts, None)
@@ -117,12 +119,14 @@ class Refiner:
         self,
         structure: Structure,
         layers: Sequence[tuple[int, ...]],
-        num_microbatches: Sequence[int],
+        rounds: Sequence[int],
         shares: Sequence[float] | None,
     ) -> MixedPlan | None:
-        """Return the plan where replicas of kind k share `num_microbatches[k]`, or None if it mixes vendors."""
+        """Return the plan where replicas of kind k share `rounds[k]` of micro-batches, or None if it is not priced."""
         kinds = []
-        for at, (kind, cut, total) in enumerate(zip(structure.kinds, layers, num_microbatches, strict=True)):
+        for at, (kind, cut, total) in enumerate(zip(structure.kinds, layers, rounds, strict=True)):
+            if min(cut) < kind.vp:  # every chunk has a layer
+                return None
             places = zip(kind.places, cut, strict=True)
             chunks = (0,) * kind.vp if kind.vp > 1 else ()
             stages = tuple(
@@ -136,7 +140,7 @@ class Refiner:
                         ReplicaKind(
                             count=count,
                             micro_batch=structure.micro_batches[at],
-                            num_microbatches=each,
+                            num_microbatches=each * kind.round,
                             stages=stages,
                             state_share=shares[at] if shares else None,
                         )
@@ -145,7 +149,11 @@ class Refiner:
         if sum(kind.count for kind in kinds) * common.cp == 1:
             common = replace(common, sharding=Sharding.NONE)
         plan = MixedPlan(kinds=tuple(kinds), common=common)
-        return None if mixes_vendors(self.problem, plan) else plan
+        try:
+            check_mixed(self.problem, plan)
+        except AutoplanError:
+            return None
+        return plan
 
     def _next_plan(self, draft: _Draft, cost: MixedCost) -> MixedPlan | None:
         """Share out anew by what the last plan costs."""
@@ -174,19 +182,20 @@ class Refiner:
     def _split(
         self, structure: Structure, passes: Sequence[Floats], prices: Sequence[MixedKindCost]
     ) -> tuple[int, ...] | None:
-        """Return the micro-batches of all replicas of every kind together."""
+        """Return the rounds of micro-batches of all replicas of every kind together."""
+        sizes = [micro * kind.round for micro, kind in zip(structure.micro_batches, structure.kinds, strict=True)]
         if len(structure.kinds) == 1:
-            total, rest = divmod(self.global_batch, structure.micro_batches[0])
+            total, rest = divmod(self.global_batch, sizes[0])
             return (total,) if not rest and total >= structure.kinds[0].count else None
         counts = [kind.count for kind in structure.kinds]
         tables, overlaps = [], self.problem.framework.overlap.p2p_overlap
-        for micro, kind, times, price in zip(structure.micro_batches, structure.kinds, passes, prices, strict=True):
-            numbers = np.arange(1, self.global_batch // micro // kind.count + 2)
+        for size, kind, times, price in zip(sizes, structure.kinds, passes, prices, strict=True):
+            numbers = kind.round * np.arange(1, self.global_batch // size // kind.count + 2)
             forward_s, backward_s = times[:, None, :]
             stages = StageTimes(forward_s, backward_s, StageTimes.of(price).send_s)
             makespan, exposed, _ = pipeline_s(stages, numbers, np.full_like(numbers, kind.vp), overlaps=overlaps)
             tables.append(np.maximum.accumulate(makespan + exposed))
-        return split_microbatches(tables, counts, structure.micro_batches, self.global_batch)
+        return split_microbatches(tables, counts, sizes, self.global_batch)
 
     def _beside_layers(self, price: MixedKindCost, layer_s: Floats) -> tuple[Floats, Floats]:
         """Return the time of every stage beside its layers, and its forward and backward pass."""
@@ -230,11 +239,16 @@ def _layers_s(layer_s: Floats, layers: Sequence[int]) -> Floats:
     return np.array([layer_s[at, ends[at] : ends[at + 1]].sum() for at in range(len(layers))])
 
 
+def order_of(cost: MixedCost) -> tuple[float, float, int, int, str]:
+    """Key by which plans that fit are sorted by their rate, then those that do not by how far they are from it.
+
+    Of equal ones those with fewer kinds of replicas and fewer options come first.
+    """
+    common = cost.plan.common
+    options = sum(getattr(common, axis.name) != axis.default for axis in SEARCHED)
+    return max(cost.oom_z - RISKY_Z, 0.0), -cost.sequences_per_s, len(cost.plan.kinds), options, repr(cost.plan)
+
+
 def ordered(refined: Iterable[RefinedStructure]) -> list[RefinedStructure]:
-    """Return plans that fit by their rate, then those that do not by how far they are from it."""
-
-    def key(refined: RefinedStructure) -> tuple[float, float, int, str]:
-        cost = refined.cost
-        return max(cost.oom_z - RISKY_Z, 0.0), -cost.sequences_per_s, len(cost.plan.kinds), repr(cost.plan)
-
-    return sorted(refined, key=key)
+    """Return structures in the order of their best plans."""
+    return sorted(refined, key=lambda each: order_of(each.cost))

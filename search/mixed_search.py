@@ -1,188 +1,245 @@
-"""Search for the fastest plan of a mixed cluster: structures of pipelines within limits, the best ones refined."""
+"""Search for the fastest plan of a mixed cluster: structures of pipelines in the order of their bounds, refined.
+
+The plans of a part by itself are those of a search on it; those of several parts have the axes that the spaces of all
+these parts admit.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from autoplan.cost.memory.recompute import stores_scores
-from autoplan.frameworks.registry import book_of
-from autoplan.search.limits import default_limits
-from autoplan.search.mixed_refinement import Accepts, RefinedStructure, Refiner, accept_all, ordered
-from autoplan.search.space import Space
-from autoplan.search.structures import LEAST_USED, MAX_STAGES, Pipelines, Structure, groupings, pipelines
-from autoplan.search.study import search
-from autoplan.spec.enums import Recompute, Sharding
-from autoplan.spec.estimate import RISKY_Z
-from autoplan.spec.mixed_problem import MixedProblem, common_axes
-from autoplan.spec.mixed_result import MixedCertificate, MixedResult
-from autoplan.spec.problem import Problem
-from autoplan.spec.search_result import RankedPlan
+import numpy as np
 
-KEPT_PIPELINES = 3  # of every group of parts, taken on to be combined
-KEPT_STRUCTURES = 4  # of every set of parts in use, whose other choices are looked at
-KEPT_CHOICES = 2  # of them, whose kinds are given different micro-batches
+from autoplan.base.arrays import Floats, Ints, add_up
+from autoplan.base.errors import InputError
+from autoplan.cost.mixed.estimate import estimate_mixed
+from autoplan.search.mixed_bounds import BISECTIONS, ROUNDING, Candidate, MixedSpace, Ways
+from autoplan.search.mixed_refinement import Accepts, RefinedStructure, Refiner, accept_all, order_of, ordered
+from autoplan.search.space import Space
+from autoplan.search.structures import LEAST_USED, MAX_STAGES, Structure, groupings
+from autoplan.search.study import search
+from autoplan.spec.axes import COLUMNS, USUAL_SCHEDULES
+from autoplan.spec.estimate import RISKY_Z
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
+from autoplan.spec.mixed_result import MixedCertificate, MixedCost, MixedResult
+from autoplan.spec.problem import Problem
+
+FIRST_FORMS = 32  # of every set of parts, refined with the axes that have the least bound
+KEPT_FORMS = 4  # of them, whose other axes are looked at
+MOST_AXES = 16
+ABOUT = 1.05  # times the least time that groups beside each other could take, in which their ways are compared
+MOST_JOINT, LEAST_JOINT = 20_000, 3  # structures of groups beside each other, and ways of each with the same axes
 KEPT_PLANS = 20
-MICRO_BATCHES = (1, 2, 4, 8)
 
 # What is left out, in words.
 LIMITS = (
     "every group of parts forms equal pipelines, whose stages on one part have one tp; parts may be idle",
-    f"at least {LEAST_USED:.0%} of the devices of a group in use, at most {MAX_STAGES} stages",
-    "tp a power of two in the scale-up domain; of three parts and more the same on all",
+    f"at least {LEAST_USED:.0%} of the devices of a group of several parts in use, at most {MAX_STAGES} stages",
+    "tp in the scale-up domain; of three parts and more the same on all",
     "parts in the order of their memory, of two also the reverse",
-    f"the best {KEPT_PIPELINES} pipelines of every group combined; micro-batches, sharding and recomputation of the "
-    f"best {KEPT_STRUCTURES} structures of every set of parts in use",
-    f"micro-batch {'|'.join(map(str, MICRO_BATCHES))}, 1f1b without interleaving, cp 1, ep 1",
+    f"of groups beside each other at least {LEAST_JOINT} ways of each with the same axes, those that do most in the "
+    "least time of all, and hold as many micro-batches as they would alone",
 )
 STARTED = "what the framework starts: one tp and one cut of the layers on all parts"
-
-
-def _refine_plainly(
-    refiner: Refiner, ways: Iterable[tuple[Pipelines, ...]], shardings: Sequence[Sharding]
-) -> list[RefinedStructure]:
-    """Refine structures with one sequence a micro-batch and sharded states.
-
-    Those that do not fit are refined with recomputation too.
-    """
-    plain = [
-        Structure(kinds=kinds, micro_batches=(1,) * len(kinds), common=common_axes(refiner.problem, sharding=sharding))
-        for kinds in ways
-        for sharding in _possible(kinds, shardings)
-        if sharding != "none"
-    ]
-    refined = refiner.refine(plain)
-    fitting = {candidate.structure for candidate in refined if candidate.cost.oom_z <= RISKY_Z}
-    return ordered(
-        refined
-        + refiner.refine(
-            replace(each, common=replace(each.common, recompute=Recompute.FULL))
-            for each in plain
-            if each not in fitting
-        )
-    )
-
-
-def _possible(kinds: tuple[Pipelines, ...], shardings: Sequence[Sharding]) -> list[Sharding]:
-    """Return shardings that are priced: over parts, weights and gradients travel between replicas of one stage only."""
-    is_deep = any(len(kind.places) > 1 for kind in kinds)
-    return [sharding for sharding in shardings if sharding in ("none", "zero1") or not is_deep]
-
-
-def _other_choices(
-    problem: MixedProblem, kinds: tuple[Pipelines, ...], shardings: Sequence[Sharding], recomputes: Sequence[Recompute]
-) -> Iterator[Structure]:
-    """Yield other choices of a structure: micro-batches, alike on all kinds, sharding and recomputation."""
-    for micro, sharding, recompute in itertools.product(MICRO_BATCHES, _possible(kinds, shardings), recomputes):
-        common = common_axes(problem, sharding=sharding, recompute=recompute)
-        yield Structure(kinds=kinds, micro_batches=(micro,) * len(kinds), common=common)
-
-
-def _other_micro_batches(structure: Structure) -> Iterator[Structure]:
-    """Yield the structure with another micro-batch on one of its kinds."""
-    sizes = structure.micro_batches
-    for at, micro in itertools.product(range(len(structure.kinds)), MICRO_BATCHES):
-        yield replace(structure, micro_batches=(*sizes[:at], micro, *sizes[at + 1 :]))
-
-
-def _subsets(parts: Sequence[int]) -> list[tuple[int, ...]]:
-    return [group for size in range(1, len(parts) + 1) for group in itertools.combinations(parts, size)]
-
-
-def best_alone(problem: MixedProblem, part: int, global_batch: int) -> RankedPlan | None:
-    """Return the best plan of one part by itself, of all plans that a search on it covers; None where none fits."""
-    own: Problem = problem.as_if(part, frozenset((part,)))
-    rules = book_of(own.framework).rules
-    space = Space(workload=own.workload, limits=default_limits(own, (global_batch,)), rules=rules)
-    ranked = search(own, space).ranked if space.cells() else ()
-    return ranked[0] if ranked else None
+# Axes of a plan that all replicas share.
+_SHARED = (
+    *("recompute_modules", "recompute_num_layers"),
+    *(
+        axis.name
+        for axis in COLUMNS
+        if axis.name not in ("global_batch", "micro_batch", "tp", "pp", "vp", "sp", "dp_shard", "etp", "schedule")
+    ),
+)
 
 
 def search_mixed(
     problem: MixedProblem,
     global_batch: int,
-    shardings: Sequence[Sharding] = (Sharding.NONE, Sharding.ZERO1),
+    space_of: Callable[[Problem], Space],
     accepts: Accepts | None = None,
 ) -> MixedResult:
-    """Find the best plans, and how far they stay behind the sum of the rates that the parts reach alone.
+    """Find the best plans, and how much faster another one may be at most.
 
-    `accepts` says which plans the framework starts, all of whose stages have one tensor-parallel degree.
+    `space_of` gives the plans of a part by itself; `accepts` says which plans the framework starts, all of whose stages
+    have one tensor-parallel degree.
     """
-    refiner = Refiner(problem, global_batch, accepts or accept_all)
-    parts = range(len(problem.cluster.parts))
-    structures: set[tuple[Pipelines, ...]] = set()
-    best_of: dict[tuple[int, ...], list[Pipelines]] = {}
-    refined: list[RefinedStructure] = []
-    for group in _subsets(parts):
-        ways = [way for way in pipelines(problem, group, global_batch) if accepts is None or way.has_one_tp]
-        structures |= {(way,) for way in ways}
-        of_group = _refine_plainly(refiner, [(way,) for way in ways], shardings)
-        best_of[group] = list(dict.fromkeys(candidate.structure.kinds[0] for candidate in of_group))[:KEPT_PIPELINES]
-        refined += of_group
-    combined = {
-        kinds
-        for grouping in groupings(parts)
-        if len(grouping) > 1
-        for kinds in itertools.product(*(best_of[group] for group in grouping))
-    }
-    structures |= combined
-    refined += _refine_plainly(refiner, sorted(combined, key=repr), shardings)
+    alone = [problem.as_if(part, frozenset((part,))) for part in range(len(problem.cluster.parts))]
+    spaces = tuple(_priced(space_of(own)) for own in alone)
+    space = MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, has_one_tp=accepts is not None)
 
-    # Their plain choices say which structures are worth others.  Every set of parts has its own, so that one part more
-    # takes nothing away.
-    shortlist = list(dict.fromkeys(structure.kinds for structure in _best_by_parts(refined, KEPT_STRUCTURES)))
-    scores = stores_scores(problem.as_if(0, frozenset((0,))))
-    recomputes: list[Recompute] = (
-        [Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL] if scores else [Recompute.NONE, Recompute.FULL]
-    )
-    refined += refiner.refine(
-        structure for kinds in shortlist for structure in _other_choices(problem, kinds, shardings, recomputes)
-    )
-    refined += refiner.refine(
-        other for structure in _best_by_parts(refined, KEPT_CHOICES) for other in _other_micro_batches(structure)
-    )
-    limits = (*LIMITS, STARTED) if accepts else LIMITS
-    return _result(problem, global_batch, refined, len(structures), refiner.num_priced, limits)
+    def is_answer(plans: Sequence[MixedPlan]) -> list[bool]:
+        started = (accepts or accept_all)(plans)
+        return [ok and lawful for ok, lawful in zip(started, space.admits(plans), strict=True)]
 
+    found = [search(own, plans) if plans.cells() else None for own, plans in zip(alone, spaces, strict=True)]
+    costs, rates, bounds = [], [], []
+    for part, result in enumerate(found):
+        plans = [] if result is None else [*result.ranked[:KEPT_PLANS], *result.rivals]
+        if result and result.closest:
+            plans.append(result.closest)
+        rates.append(max((global_batch / plan.step_s for plan in plans), default=0.0))
+        if result and result.ranked:
+            bounds.append(result.ranked[0].step_s * min(result.certificate.least_left or 1.0, 1.0))
+        written = [MixedPlan.of(plan.plan, part, problem.model.num_layers) for plan in plans]
+        priced = zip(estimate_mixed(problem, written), is_answer(written), strict=True)
+        costs += [cost for cost, is_lawful in priced if is_lawful]
 
-def _best_by_parts(refined: Iterable[RefinedStructure], most: int) -> list[Structure]:
-    """Return, for every set of parts, the structures with its best plans: at most `most` ways to form pipelines."""
-    kept: dict[frozenset[int], dict[tuple[Pipelines, ...], Structure]] = defaultdict(dict)
-    for candidate in ordered(refined):
-        kinds = candidate.structure.kinds
-        of_parts = kept[frozenset(part for kind in kinds for part, _ in kind.places)]
-        if len(of_parts) < most:
-            of_parts.setdefault(kinds, candidate.structure)
-    return [structure for of_parts in kept.values() for structure in of_parts.values()]
-
-
-def _result(
-    problem: MixedProblem,
-    global_batch: int,
-    refined: Sequence[RefinedStructure],
-    num_structures: int,
-    num_priced: int,
-    limits: tuple[str, ...],
-) -> MixedResult:
-    costs = [candidate.cost for candidate in ordered(refined)]
-    ranked = tuple({cost.plan: cost for cost in costs if cost.oom_z <= RISKY_Z}.values())[:KEPT_PLANS]
-    parts = range(len(problem.cluster.parts))
-    plans_alone = tuple(best_alone(problem, part, global_batch) for part in parts)
-    rates = []
-    for part, plan in zip(parts, plans_alone, strict=True):
-        of_part = [cost for cost in costs if cost.plan.parts == {part}]
-        # A part that cannot hold the model alone counts with what it would reach if it could.
-        reached = [cost.sequences_per_s for cost in of_part if cost.oom_z <= RISKY_Z]
-        reached = reached or [cost.sequences_per_s for cost in of_part]
-        rates.append(max([*reached, global_batch / plan.step_s if plan else 0.0]))
+    refiner, candidates = Refiner(problem, global_batch, is_answer), candidates_of(space)
+    refined = _refined(space, refiner, candidates, min((cost.step_s for cost in costs if _fits(cost)), default=np.inf))
+    costs = sorted((*costs, *(candidate.cost for candidate in refined)), key=order_of)
+    best: dict[object, MixedCost] = {}  # of every way to share out layers and micro-batches
+    for cost in filter(_fits, costs):
+        best.setdefault(cost.plan.kinds, cost)
+    ranked = tuple(best.values())[:KEPT_PLANS]
+    bounds += [candidate.least_s for of_parts in candidates.values() for candidate in of_parts[:1]]
     certificate = MixedCertificate(
-        structures=num_structures,
-        plans=num_priced,
+        structures=sum(map(len, candidates.values())),
+        plans=refiner.num_priced + sum(result.certificate.priced for result in found if result),
         rates_alone=tuple(rates),
-        gap=1 - ranked[0].sequences_per_s / sum(rates) if ranked else 1.0,
-        limits=limits,
+        gap=max(1 - min(bounds) / ranked[0].step_s, 0.0) if ranked else 1.0,
+        limits=(*LIMITS, *((STARTED,) if accepts else ()), *space.describe()),
     )
-    closest = costs[0] if costs and not ranked else None
-    return MixedResult(ranked=ranked, closest=closest, alone=plans_alone, certificate=certificate)
+    return MixedResult(ranked=ranked, closest=costs[0] if costs and not ranked else None, certificate=certificate)
+
+
+def _priced(space: Space) -> Space:
+    """The plans whose schedules are priced where stages differ."""
+    schedules = [word for word in space.limits.of("schedule") if word in USUAL_SCHEDULES]
+    if not schedules:
+        raise InputError(f"a mixed cluster has the schedules {' and '.join(USUAL_SCHEDULES)} only: leave others out")
+    return replace(space, limits=space.limits.where(schedule=schedules))
+
+
+def _fits(cost: MixedCost) -> bool:
+    return cost.oom_z <= RISKY_Z
+
+
+def candidates_of(space: MixedSpace) -> dict[frozenset[int], list[Candidate]]:
+    """Return the structures of every set of several parts, those with the least bounds first."""
+    parts = range(len(space.spaces))
+    ways = {
+        group: of_group
+        for size in range(1, len(parts) + 1)
+        for group in itertools.combinations(parts, size)
+        if (of_group := space.ways(group)) is not None
+    }
+    found: dict[frozenset[int], list[Candidate]] = defaultdict(list)
+    for group, of_group in ways.items():
+        if len(group) > 1:
+            found[frozenset(group)] += [
+                Candidate(float(of_group.least_s[at]), (of_group,), (at,))
+                for at in np.flatnonzero(np.isfinite(of_group.least_s)).tolist()
+            ]
+    for grouping in groupings(parts):
+        if len(grouping) > 1 and all(group in ways for group in grouping):
+            found[frozenset(itertools.chain(*grouping))] += _joined(space, [ways[group] for group in grouping])
+    return {used: sorted(of_parts, key=lambda each: each.least_s) for used, of_parts in found.items() if of_parts}
+
+
+def _joined(space: MixedSpace, groups: Sequence[Ways]) -> Iterator[Candidate]:
+    """Yield structures of groups beside each other, of each group the ways with the greatest rates."""
+    if not all(ways.most_rate.any() for ways in groups):
+        return
+    tables, about_s = [], ABOUT * space.global_batch / sum(float(ways.most_rate.max()) for ways in groups)
+    for ways in groups:
+        by_axes: dict[tuple[int, ...], dict[object, int]] = defaultdict(dict)
+        kinds = ways.kinds
+        # Experts are whole or split like other matrices, which is one where these are whole.
+        split = np.where(kinds.tp == 1, -1, kinds.etp > 1)
+        axes = np.stack([*(getattr(kinds, name) for name in _SHARED), split], axis=1)
+        order = np.lexsort([-ways.most_rate, -_done(ways, about_s, slice(None))])
+        for at in order[ways.most_rate[order] > 0].tolist():
+            *key, split_at = axes[at].tolist()
+            for choice in (0, 1) if split_at < 0 else (split_at,):
+                by_axes[(*key, choice)].setdefault((ways.form[at], kinds.micro_batch[at], kinds.vp[at]), at)
+        tables.append(by_axes)
+    keys = tables[0].keys() & set.intersection(*(set(table) for table in tables))
+    most = max(round((MOST_JOINT / max(len(keys), 1)) ** (1 / len(groups))), LEAST_JOINT)
+    overhead_s = min(calibration.overall for calibration in space.problem.calibrations)
+    overhead_s *= space.problem.framework.host.step_overhead_s
+    for key in sorted(keys):
+        kept = (itertools.islice(table[key].values(), most) for table in tables)
+        picks = np.array(list(itertools.product(*kept)))
+        least_s = overhead_s + _shared_s(space.global_batch, groups, picks)
+        for time_s, rows in zip(least_s.tolist(), picks.tolist(), strict=True):
+            yield Candidate(time_s, tuple(groups), tuple(rows))
+
+
+def _shared_s(global_batch: int, groups: Sequence[Ways], picks: Ints) -> Floats:
+    """Time in which groups with these ways do the batch, all replicas of one as many whole micro-batches."""
+    rates = add_up(ways.most_rate[rows] for ways, rows in zip(groups, picks.T, strict=True))
+    low = global_batch / rates
+    high = 2.0 * low
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        done = add_up(_done(ways, middle, rows) for ways, rows in zip(groups, picks.T, strict=True))
+        low, high = np.where(done >= global_batch, low, middle), np.where(done >= global_batch, middle, high)
+    return low
+
+
+def _done(ways: Ways, time_s: Floats | float, rows: Ints | slice) -> Floats:
+    """Sequences that a group does in a time, all replicas as many whole micro-batches."""
+    kinds = ways.kinds
+    rounds = np.where(kinds.vp[rows] > 1, kinds.pp[rows], 1)
+    size = kinds.dp_shard[rows] * kinds.micro_batch[rows] * rounds
+    return np.asarray(size * np.floor(time_s * ways.most_rate[rows] / size + ROUNDING), dtype=np.float64)
+
+
+def _refined(
+    space: MixedSpace, refiner: Refiner, candidates: dict[frozenset[int], list[Candidate]], best_s: float
+) -> list[RefinedStructure]:
+    """Refine the forms with the least bounds; of the best, with their other axes and numbers of virtual stages.
+
+    Every set of parts has its own, so that one part more takes nothing away.  What cannot beat `best_s` is passed over.
+    """
+    refined: list[RefinedStructure] = []
+    for of_parts in candidates.values():
+        forms: dict[object, list[Candidate]] = defaultdict(list)
+        for candidate in of_parts:
+            if candidate.least_s < best_s:
+                forms[candidate.form].append(candidate)
+        first = itertools.islice(forms.values(), FIRST_FORMS)
+        structures = [space.structure(candidates[0]) for candidates in first]
+        found = refiner.refine(structures)
+        for better in (_other_micro_batches, _other_axes, _other_chunks, _other_chunks):
+            kept: dict[object, Structure] = {}
+            for each in found:
+                kept.setdefault(_form(each.structure), each.structure)
+            best = list(kept.values())[:KEPT_FORMS]
+            found = ordered(
+                (*found, *refiner.refine(other for structure in best for other in better(space, forms, structure)))
+            )
+        refined += found
+    return ordered(refined)
+
+
+def _form(structure: Structure) -> object:
+    return tuple(replace(kind, vp=1) for kind in structure.kinds), structure.micro_batches
+
+
+def _other_micro_batches(
+    space: MixedSpace, forms: dict[object, list[Candidate]], structure: Structure
+) -> Iterator[Structure]:
+    """Yield the structure with other micro-batches, which decide what slow links between parts carry at once."""
+    for candidates in forms.values():
+        kinds, micro_batches = zip(*candidates[0].form, strict=True)
+        if kinds == structure.kinds and micro_batches != structure.micro_batches:
+            yield space.structure(candidates[0])
+
+
+def _other_axes(space: MixedSpace, forms: dict[object, list[Candidate]], structure: Structure) -> Iterator[Structure]:
+    """Yield the structure with the other axes that have the least bounds."""
+    form = tuple(zip(structure.kinds, structure.micro_batches, strict=True))
+    yield from map(space.structure, forms[form][1 : MOST_AXES + 1])
+
+
+def _other_chunks(space: MixedSpace, forms: dict[object, list[Candidate]], structure: Structure) -> Iterator[Structure]:
+    """Yield the structure with other numbers of virtual stages in one of its kinds."""
+    for at, kind in enumerate(structure.kinds):
+        for vp in space.chunks(sorted({part for part, _ in kind.places}), len(kind.places)):
+            kinds = (*structure.kinds[:at], replace(kind, vp=vp), *structure.kinds[at + 1 :])
+            if vp != kind.vp:
+                yield replace(structure, kinds=kinds)

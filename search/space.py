@@ -342,7 +342,7 @@ class Space:
                     if not any(batch % dp == 0 for batch in batches):
                         continue
                     for replicate in self._replicates(tp, cp, dp):
-                        for ep, etp in self._expert_degrees(tp, devices // pp, replicate):
+                        for ep, etp in self.expert_degrees(tp, devices // pp, replicate):
                             yield Cell(
                                 pp=pp, tp=tp, cp=cp, ep=ep, etp=etp, dp_replicate=replicate, dp_shard=dp // replicate
                             )
@@ -361,7 +361,7 @@ class Space:
             ):
                 yield replicate
 
-    def _expert_degrees(self, tp: int, stage: int, replicate: int) -> Iterator[tuple[int, int]]:
+    def expert_degrees(self, tp: int, stage: int, replicate: int) -> Iterator[tuple[int, int]]:
         """(ep, etp): experts divide over ep; each is whole or split like the other matrices unless etp is fixed."""
         limits, moe = self.limits, self.workload.model.moe
         if moe is None:

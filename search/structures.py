@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autoplan.frameworks.common.rules import broken
-from autoplan.frameworks.registry import book_of
 from autoplan.search.limits import divisors
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.workload import Workload
 
-MAX_STAGES = 32  # without interleaving deeper pipelines are mostly bubble
+MAX_STAGES = 32  # deeper pipelines over unlike parts are mostly bubble
 LEAST_USED = 0.9  # share of the devices of its parts that a structure must use
 
 StageKind = tuple[int, int]  # part and tensor-parallel degree of a stage
@@ -26,6 +23,11 @@ class Pipelines:
     count: int
     places: tuple[StageKind, ...]
     vp: int = 1
+
+    @property
+    def round(self) -> int:
+        """Micro-batches of which a replica takes a multiple: interleaved pipelines work in rounds of their stages."""
+        return len(self.places) if self.vp > 1 else 1
 
     @property
     def has_one_tp(self) -> bool:
@@ -42,28 +44,6 @@ class Structure:
     common: ParallelPlan
 
 
-def tensor_degrees(problem: MixedProblem, part: int) -> tuple[int, ...]:
-    """Powers of two that stay in the scale-up domain of a part and that the framework admits."""
-    cluster = problem.cluster.parts[part]
-    rules = book_of(problem.framework).rules
-    most, degrees = min(cluster.levels[-1].num_devices, cluster.num_devices), []
-    for power in range(most.bit_length()):
-        tp = 2**power
-        plan = ParallelPlan.derived(
-            has_experts=problem.model.moe is not None,
-            has_latents=problem.model.mla is not None,
-            global_batch=1,
-            tp=tp,
-            sp=problem.framework.network.sequence_parallel and problem.training.seq_len % tp == 0,
-            precision=problem.training.precision,
-            **problem.framework.choices,
-        )
-        workload = Workload(model=problem.model, training=problem.training, num_devices=tp)
-        if cluster.num_devices % tp == 0 and not broken(rules, workload, plan):
-            degrees.append(tp)
-    return tuple(degrees)
-
-
 def orders(problem: MixedProblem, parts: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Orders in which a pipeline visits parts: most memory first, as early stages keep more, and of two the reverse."""
     memory = {part: problem.cluster.parts[part].device.visible_memory_bytes for part in parts}
@@ -73,9 +53,13 @@ def orders(problem: MixedProblem, parts: Sequence[int]) -> Iterator[tuple[int, .
         yield order[::-1]
 
 
-def pipelines(problem: MixedProblem, parts: Sequence[int], most_replicas: int) -> tuple[Pipelines, ...]:
-    """Ways to form equal pipelines from all the devices of `parts`, or nearly all."""
-    degrees = {part: tensor_degrees(problem, part) for part in parts}
+def pipelines(
+    problem: MixedProblem, parts: Sequence[int], most_replicas: int, degrees: Mapping[int, Sequence[int]], cp: int = 1
+) -> tuple[Pipelines, ...]:
+    """Ways to form equal pipelines from all the devices of `parts`, or nearly all.
+
+    `degrees` are the tensor-parallel degrees of every part, `cp` is the context-parallel degree of all stages.
+    """
     size = {part: problem.cluster.parts[part].num_devices for part in parts}
     deepest = min(problem.model.num_layers, MAX_STAGES)
     kinds = []
@@ -85,10 +69,10 @@ def pipelines(problem: MixedProblem, parts: Sequence[int], most_replicas: int) -
                 tp != min(max(tps), max(degrees[part])) for part, tp in zip(order, tps, strict=True)
             ):
                 continue
-            groups = [size[part] // tp for part, tp in zip(order, tps, strict=True)]
-            for count in sorted({divisor for group in groups for divisor in divisors(group)}):
+            groups = [size[part] // (tp * cp) for part, tp in zip(order, tps, strict=True)]
+            for count in sorted({divisor for group in groups if group for divisor in divisors(group)}):
                 depths = [group // count for group in groups]
-                used = sum(count * depth * tp for depth, tp in zip(depths, tps, strict=True))
+                used = cp * sum(count * depth * tp for depth, tp in zip(depths, tps, strict=True))
                 if 0 in depths or sum(depths) > deepest or count > most_replicas:
                     continue
                 if used >= LEAST_USED * sum(size.values()):

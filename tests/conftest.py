@@ -22,7 +22,7 @@ settings.load_profile("same")
 SLOW = (
     *("test_parallel_four_ranks", "test_crew", "test_oracle", "test_parallel_two_ranks", "test_cli_run"),
     *("test_trainer", "test_jobs_scheduler", "test_docs", "test_workers", "test_tune", "test_sweep"),
-    *("test_measurement_value", "test_cli_profile", "test_journeys", "test_health"),
+    *("test_measurement_value", "test_cli_profile", "test_journeys", "test_health", "test_mixed_search"),
 )
 
 

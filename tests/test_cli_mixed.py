@@ -45,7 +45,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_mixed_search_shows_stages_on_their_parts_and_how_sure_it_is(searched: Path) -> None:
     shown = (searched / "stdout").read_text()
     assert shown.startswith("llama on 1 x 4 h100-sxm + 1 x 2 a100-sxm, bf16, 4,096 tokens, global batch 16")
-    for word in ("plan ", "time ", "nine of ten", "h100-sxm tp", "a100-sxm", "micro-batch", "parts", "not proven"):
+    for word in ("plan ", "time ", "nine of ten", "h100-sxm tp", "a100-sxm", "micro-batch", "parts", "% faster"):
         assert word in shown
     assert "wrote plan.json" in (searched / "stderr").read_text()
 
@@ -156,8 +156,11 @@ def test_a_mixed_plan_has_a_page(searched: Path) -> None:
     [
         (("explain", "plan.json", "--versus", "tp=2"), "--versus is not there for mixed clusters"),
         (("estimate", "plan.json", "--verify-memory"), "--verify-memory is not there for mixed clusters"),
-        (("search", "llama.json", *MIXED, "--fix", "tp=2", "--force"), "--fix, --max and --allow do not change"),
-        (("search", "llama.json", *MIXED, "--forbid", "offload", "--force"), "only zero2 and zero3 may be forbidden"),
+        (
+            ("search", "llama.json", *MIXED, "--framework", "torchtitan", "--fix", "schedule=zb-h1", "--force"),
+            "has the schedules 1f1b and interleaved only",
+        ),
+        (("search", "llama.json", *MIXED, "--forbid", "zero2", "--force"), "unknown; known: partial_recompute"),
         (("search", "llama.json", *MIXED[:3], "8:16", *MIXED[4:], "--force"), "takes one number, not a range"),
         (("estimate", "llama.json", *MIXED), "unlike parts, for which there is autoplan search only"),
         (("estimate", "plan.json", "--tp", "2"), "a plan file is priced as it is, without --tp"),

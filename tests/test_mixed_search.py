@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
+from autoplan.api.problem import load_any_cluster, make_mixed_problem, make_problem, make_space
 from autoplan.base.errors import InputError
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import book_of
 from autoplan.readers.model import load_model
+from autoplan.search.mixed_bounds import MixedSpace
 from autoplan.search.mixed_refinement import Refiner
-from autoplan.search.mixed_search import best_alone, search_mixed
-from autoplan.search.structures import Pipelines, Structure, groupings, pipelines, tensor_degrees
+from autoplan.search.mixed_search import candidates_of
+from autoplan.search.mixed_search import search_mixed as search_space
+from autoplan.search.structures import Pipelines, Structure, groupings, pipelines
+from autoplan.search.study import search as plain_search
+from autoplan.spec.axes import USUAL_SCHEDULES
 from autoplan.spec.estimate import RISKY_Z
-from autoplan.spec.mixed_problem import MixedProblem, ReplicaKind
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as_parallel
 from autoplan.spec.mixed_result import MixedCost, MixedResult
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import even_chunks
 from autoplan.topology.mixed_cluster import BetweenSpec
-from mixed_cases import SMALL, common_of, plan_of, problem_of, replicas, scaled
+from mixed_cases import SMALL, as_mixed, common_of, plan_of, problem_of, replicas, scaled
+
+
+def search_mixed(problem: MixedProblem, global_batch: int, **flags: list[str]) -> MixedResult:
+    """The search in all plans that the framework admits."""
+    return search_space(problem, global_batch, partial(make_space, global_batch=global_batch, **flags))
 
 
 def check(problem: MixedProblem, result: MixedResult, global_batch: int) -> MixedCost:
@@ -72,7 +85,8 @@ def test_a_mixed_pair_of_nodes_beats_the_symmetric_plan() -> None:
     ]
     paced = max(cost.sequences_per_s for cost in costs if cost.oom_z <= RISKY_Z)
     # A V100 paces every symmetric plan, to twice what the V100s reach alone at most.
-    most = 2 * result.certificate.rates_alone[1]
+    roomy = problem_of(scaled("v100:1x8", "v100", memory_gb=320), model=problem.model, precision="fp16")
+    most = 2 * search_mixed(roomy, 256).certificate.rates_alone[0]
     assert paced <= most
     assert 1.4 * paced <= 1.4 * most <= best.sequences_per_s <= 1.75 * most
 
@@ -189,7 +203,7 @@ def test_one_boundary_crosses_between_two_regions() -> None:
     plans = []
     for bandwidth in (1.25e8, 1.25e7):
         problem = problem_of(*parts, model=model, between=BetweenSpec(bandwidth_bytes_per_s=bandwidth, latency_s=0.03))
-        best = check(problem, search_mixed(problem, 64), 64)
+        best = check(problem, search_mixed(problem, 64, forbid=["offload"]), 64)
         (kind,) = best.plan.kinds  # no reduction crosses: all replicas are alike, with every stage on one part
         assert sum(one.part != two.part for one, two in itertools.pairwise(kind.stages)) == 1
         plans.append(best)
@@ -212,7 +226,7 @@ def test_one_more_part_never_makes_the_best_plan_slower(speed: float) -> None:
     one, more = scaled("a100-sxm:1x2", "one"), scaled("a100-sxm:1x2", "more", speed=speed)
     both = search_mixed(problem_of(one, more), 16)
     assert both.ranked[0].step_s <= search_mixed(problem_of(one), 16).ranked[0].step_s * (1 + 1e-9)
-    assert both.certificate.gap == pytest.approx(1 - both.ranked[0].sequences_per_s / sum(both.certificate.rates_alone))
+    assert 0 <= both.certificate.gap < 0.3
 
 
 def test_parts_in_another_order_have_the_same_best_plan() -> None:
@@ -229,8 +243,7 @@ def test_groupings_are_all_partitions_of_all_subsets() -> None:
 
 def test_pipelines_use_nearly_all_devices_and_legal_degrees() -> None:
     problem = problem_of(scaled("a100-sxm:1x8", "one"), scaled("a100-sxm:3x4", "two"))
-    assert tensor_degrees(problem, 1) == (1, 2, 4)
-    found = pipelines(problem, (0, 1), 64)
+    found = pipelines(problem, (0, 1), 64, {0: (1, 2, 4, 8), 1: (1, 2, 4)})
     for one in found:
         assert one.count * sum(tp for _, tp in one.places) >= 0.9 * 20
         assert {part for part, _ in one.places} == {0, 1}
@@ -242,10 +255,75 @@ def test_a_batch_without_a_sequence_for_a_replica_is_refused() -> None:
         ReplicaKind(num_microbatches=0, stages=replicas(1, 1, (0, 1, 12)).stages)
 
 
-def test_what_a_part_reaches_alone_is_a_plan_of_the_framework() -> None:
+def test_every_plan_is_one_of_the_framework() -> None:
     """The built-in trainer has no context parallelism, which Megatron-LM would take for such sequences."""
     parts = scaled("a100-sxm:1x8", "a100"), scaled("h100-sxm:1x8", "h100")
     problem = problem_of(*parts, seq_len=65536, framework=load_framework("torch"))
-    found, own = best_alone(problem, 0, 16), problem.as_if(0, frozenset((0,)))
-    assert found is not None
-    assert broken(book_of(own.framework).rules, own.workload, found.plan) == ()
+    result = search_mixed(problem, 16)
+    for cost in result.ranked:
+        assert cost.plan.common.cp == 1
+        for kind in cost.plan.kinds:
+            plan = as_parallel(problem, cost.plan, kind, kind.stages[0].tp)
+            workload = replace(problem.as_if(0, cost.plan.parts).workload, num_devices=plan.num_devices)
+            assert broken(book_of(problem.framework).rules, workload, plan) == ()
+
+
+BOUNDED = [
+    ("llama2-7b", "h100-sxm:1x8+a100-sxm:2x8", 64, {}),
+    ("llama2-7b", "h100-sxm:1x8+mi300x:1x8", 60, {"framework": "torchtitan"}),
+    ("mixtral-8x7b", "h100-sxm:1x4+a100-sxm:1x4", 16, {}),
+    ("llama3-8b", "h100-sxm:1x4+a100-sxm:1x8", 48, {"seq_len": 32768}),
+]
+
+
+@pytest.mark.parametrize(("model", "cluster", "global_batch", "options"), BOUNDED)
+def test_no_plan_beats_the_bound_of_its_structure(
+    model: str, cluster: str, global_batch: int, options: dict[str, Any]
+) -> None:
+    problem = make_mixed_problem(model, cluster=load_any_cluster(cluster), **{"seq_len": 4096} | options)
+    alone = (problem.as_if(part, frozenset((part,))) for part in (0, 1))
+    spaces = tuple(make_space(own, global_batch) for own in alone)
+    space = MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, has_one_tp=False)
+    refiner, num_fitting = Refiner(problem, global_batch), 0
+    (candidates,) = candidates_of(space).values()
+    for candidate in random.Random(1).sample(candidates, 30):
+        for found in refiner.refine([space.structure(candidate)]):
+            if found.cost.oom_z <= RISKY_Z:
+                num_fitting += 1
+                assert found.cost.step_s >= candidate.least_s * (1 - 1e-9)
+    assert num_fitting >= 5
+
+
+def test_flags_narrow_the_plans_of_all_parts() -> None:
+    parts = scaled("a100-sxm:1x8", "one"), scaled("a100-sxm:1x8", "two", speed=0.5)
+    problem = problem_of(*parts, model=load_model("mixtral-8x7b"), seq_len=4096)
+    free = search_mixed(problem, 32)
+    assert free.ranked[0].plan.common.ep > 1
+    held = search_mixed(problem, 32, fix=["tp=2", "ep=2"], at_most=["pp=4"], forbid=["recompute=full", "offload"])
+    assert held.ranked[0].step_s >= free.ranked[0].step_s * (1 - free.certificate.gap)
+    for cost in held.ranked:
+        assert cost.plan.common.ep == 2
+        assert cost.plan.common.recompute != "full"
+        assert {stage.tp for kind in cost.plan.kinds for stage in kind.stages} == {2}
+        assert all(len(kind.stages) <= 4 for kind in cost.plan.kinds)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "framework"),
+    [
+        ("llama2-7b", "h100-sxm:2x8", "megatron-core"),
+        ("llama3-8b", "a100-sxm:2x8", "torchtitan"),
+        ("mixtral-8x7b", "h100-sxm:2x8", "nemo"),
+        ("llama2-13b", "mi300x:1x8", "deepspeed-zero"),
+    ],
+)
+def test_a_cluster_of_one_part_has_the_plan_of_the_plain_search(model: str, cluster: str, framework: str) -> None:
+    problem = make_problem(model, cluster=cluster, framework=framework, seq_len=4096)
+    space = make_space(problem, 64)
+    usual = [word for word in space.limits.of("schedule") if word in USUAL_SCHEDULES]
+    plain = plain_search(problem, replace(space, limits=space.limits.where(schedule=usual)))
+    found = search_mixed(as_mixed(problem), 64)
+    best = found.ranked[0]
+    assert best.step_s == pytest.approx(plain.ranked[0].step_s, rel=1e-9)
+    assert best.plan in {MixedPlan.of(plan.plan, 0, problem.model.num_layers) for plan in plain.ranked}
+    assert found.certificate.gap == 0

@@ -133,13 +133,13 @@ def test_the_built_in_trainer_refuses_another_optimizer_on_unlike_nodes(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("to", "optimizer", "says"),
+    ("to", "fix", "optimizer", "says"),
     [
-        ("megatron-lm", "sgd", "Megatron-LM cannot express SGD with momentum"),
-        ("accelerate", "adam", "no plan that was found is one that Hugging Face Accelerate starts on unlike nodes"),
+        ("megatron-lm", [], "sgd", "Megatron-LM cannot express SGD with momentum"),
+        ("accelerate", ["pp=2"], "adam", "no plan that was found is one that Hugging Face Accelerate starts on unlike"),
     ],
 )
-def test_a_search_for_what_a_target_does_not_start_says_so(to: str, optimizer: str, says: str) -> None:
+def test_a_search_for_what_a_target_does_not_start_says_so(to: str, fix: list[str], optimizer: str, says: str) -> None:
     place = {"cluster": "h100-sxm:1x2+a100-sxm:1x2", "global_batch": 16, "seq_len": 512}
     with pytest.raises(AutoplanError, match=says):
-        autoplan.search_mixed("qwen2.5-0.5b", **place, to=to, optimizer=optimizer)
+        autoplan.search_mixed("qwen2.5-0.5b", **place, to=to, fix=fix, optimizer=optimizer)

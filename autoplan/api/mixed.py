@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from autoplan.api.plan_files import load_mixed_plan, make_mixed_file
-from autoplan.api.problem import ProblemOptions, load_any_cluster, make_mixed_problem
+from autoplan.api.problem import ProblemOptions, limit_texts, load_any_cluster, make_mixed_problem, space_of
 from autoplan.api.results import MixedPlanResult
 from autoplan.api.unlike_nodes import is_expressible
 from autoplan.base.errors import InputError, NoPlanError
@@ -19,14 +19,12 @@ from autoplan.frameworks.common.job import Target
 from autoplan.frameworks.registry import facts_of, find_target
 from autoplan.launch.targets import refused_training
 from autoplan.search import mixed_search
-from autoplan.spec.enums import Sharding
-from autoplan.spec.mixed_problem import MixedProblem
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
 from autoplan.spec.mixed_result import MixedResult
 from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan_file import SpaceFlags
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import MixedCluster
-
-SHARDINGS = ("zero2", "zero3")  # that may be forbidden
 
 
 def search_mixed(
@@ -35,16 +33,19 @@ def search_mixed(
     cluster: str | Path | MixedCluster,
     global_batch: int | str,
     seq_len: int,
-    forbid: Iterable[str] = (),
     to: str | None = None,
+    fix: Iterable[str] | Mapping[str, Any] = (),
+    at_most: Iterable[str] | Mapping[str, Any] = (),
+    forbid: Iterable[str] = (),
+    allow: Iterable[str] = (),
     **options: Unpack[ProblemOptions],
 ) -> MixedPlanResult:
     """Return the fastest plans that fit on a cluster with unlike parts, best first.
 
     `cluster` names clusters joined by + ("h100-sxm:4x8+a100-sxm:4x8"), a file of parts, or is a loaded one;
-    `global_batch` is in sequences, `seq_len` in tokens; `forbid` leaves out "zero2" or "zero3".  `to` is the target of
-    export that has to be able to start the plans: equal replicas, whose stages have one tensor-parallel degree; they
-    are priced as those of its framework, unless the options name one.
+    `global_batch` is in sequences, `seq_len` in tokens.  `fix`, `at_most`, `forbid` and `allow` change the plans as
+    those of `search` do.  `to` is the target of export that has to be able to start the plans: equal replicas, whose
+    stages have one tensor-parallel degree; they are priced as those of its framework, unless the options name one.
 
     Raises InputError where something that was given cannot be used, NoPlanError where no plan is legal or fits.
     """
@@ -58,20 +59,26 @@ def search_mixed(
     if target is not None:
         if why := refused_training(target, problem.training):
             raise InputError(why)
-        accepts = partial(is_expressible, problem, target=target)
+
+        def accepts(plans: Sequence[MixedPlan]) -> Sequence[bool]:
+            return [is_expressible(problem, plan, target) for plan in plans]
+
     low, high = parse_batches(str(global_batch))
     if low != high:
         raise InputError(f"--global-batch {global_batch}: a mixed cluster takes one number, not a range")
-    result = mixed_search.search_mixed(problem, low, _shardings(tuple(forbid)), accepts)
+    flags = SpaceFlags(
+        global_batch=str(low),
+        fix=limit_texts(fix),
+        at_most=limit_texts(at_most),
+        forbid=tuple(forbid),
+        allowed=tuple(allow),
+        to=to or "",
+    )
+    result = mixed_search.search_mixed(problem, low, partial(space_of, flags=flags), accepts)
     _check(problem, result, target)
     command = "autoplan.search_mixed() of Python"
     file = make_mixed_file(problem, result.ranked, result.certificate, command=command)
-    warnings = tuple(
-        f"{part.name} alone is faster, {plan.step_s:.3g} s ({plan.plan.describe()}): search on that part for its plan"
-        for part, plan in zip(problem.cluster.parts, result.alone, strict=True)
-        if plan and plan.step_s < file.best.step_s
-    )
-    return MixedPlanResult(file=file, problem=problem, warnings=warnings)
+    return MixedPlanResult(file=file, problem=problem)
 
 
 def estimate_mixed(plan: MixedPlanResult | str | Path) -> MixedPlanResult:
@@ -80,14 +87,6 @@ def estimate_mixed(plan: MixedPlanResult | str | Path) -> MixedPlanResult:
     costs = price_mixed(saved.problem, [saved.best.plan])
     file = make_mixed_file(saved.problem, costs, None, command="autoplan.estimate_mixed() of Python")
     return MixedPlanResult(file=file, problem=saved.problem)
-
-
-def _shardings(forbid: tuple[str, ...]) -> tuple[Sharding, ...]:
-    words = tuple(choice.removeprefix("sharding=") for choice in forbid)
-    for choice in words:
-        if choice not in SHARDINGS:
-            raise InputError(f"--forbid {choice}: on a mixed cluster only {' and '.join(SHARDINGS)} may be forbidden")
-    return tuple(sharding for sharding in Sharding if sharding not in words)
 
 
 def _check(problem: MixedProblem, result: MixedResult, target: Target | None) -> None:
@@ -101,8 +100,8 @@ def _check(problem: MixedProblem, result: MixedResult, target: Target | None) ->
                 "another target"
             )
         raise NoPlanError(
-            "no plan: the global batch leaves no replica a micro-batch, or cross_vendor_collectives = false leaves no "
-            "way to share out the layers; change one of them"
+            "no plan: the global batch leaves no replica a micro-batch, the limits no degrees that divide, or "
+            "cross_vendor_collectives = false no way to share out the layers; change one of them"
         )
     stages = [stage for kind in result.closest.kinds for stage in kind.stages]
     worst = max(stages, key=lambda stage: stage.oom_z)

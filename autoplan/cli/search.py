@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from autoplan.api.results import MixedPlanResult
 
 # Parameters that mean what that of `autoplan.search_mixed`, or `autoplan.search`, of that name does.
-MIXED_SEARCH_FLAGS = ("model", "global_batch", "seq_len", "forbid", "to")
+MIXED_SEARCH_FLAGS = ("model", "global_batch", "seq_len", "forbid", "to", "fix", "allow")
 SEARCH_FLAGS = (
     *MIXED_SEARCH_FLAGS,
-    *("launch_file", "variables", "target", "fix", "allow", "prefer", "robust", "why"),
+    *("launch_file", "variables", "target", "prefer", "robust", "why"),
     *("sampler", "trials", "seed", "workers", "study"),
 )
 
@@ -201,16 +201,19 @@ def _searched(context: typer.Context, *, quiet: bool) -> PlanResult | MixedPlanR
         problem_options(context),
         run_options(context),
     )
+    max_tp = params["max_tp"]
+    at_most = [*(params["max_"] or []), *([f"tp={max_tp}"] if max_tp is not None else [])]
     if isinstance(cluster, MixedCluster):
         _check_mixed(params, bool(run))
-        return autoplan.search_mixed(cluster=cluster, **typed_options(context, MIXED_SEARCH_FLAGS), **options)
-    storage, max_tp = params["storage"], params["max_tp"]
+        typed = typed_options(context, MIXED_SEARCH_FLAGS)
+        return autoplan.search_mixed(cluster=cluster, at_most=at_most, **typed, **options)
+    storage = params["storage"]
     if storage and not storage.startswith("grpc:") and not quiet:
         say_how_to_watch(storage)
     with progress_bar(quiet=quiet, unit="sizes" if run else "combinations") as advance:
         return autoplan.search(
             cluster=cluster,
-            at_most=[*(params["max_"] or []), *([f"tp={max_tp}"] if max_tp is not None else [])],
+            at_most=at_most,
             storage=whole_url(context, storage),
             progress=advance,
             **typed_options(context, SEARCH_FLAGS),
@@ -222,7 +225,6 @@ def _searched(context: typer.Context, *, quiet: bool) -> PlanResult | MixedPlanR
 def _check_mixed(typed: dict[str, Any], is_for_run: bool) -> None:
     """Refuse flags that a search of unlike nodes does not take yet."""
     is_shared = typed["storage"] or typed["study"] or typed["workers"] != 1 or typed["sampler"] != "bound"
-    is_narrowed = typed["fix"] or typed["max_"] or typed["max_tp"] is not None or typed["allow"]
     refusals = (
         (
             typed["launch_file"] is not None,
@@ -233,7 +235,6 @@ def _check_mixed(typed: dict[str, Any], is_for_run: bool) -> None:
         (typed["robust"] is not None, "--robust is not there for mixed clusters yet: leave it out"),
         (is_shared, "mixed clusters are searched by one process: leave --storage and the like out"),
         (is_for_run, "objectives and runs are not searched on mixed clusters yet: leave their flags out"),
-        (is_narrowed, "--fix, --max and --allow do not change the plans of a mixed cluster yet: leave them out"),
     )
     if reason := refused(refusals):
         raise InputError(reason)

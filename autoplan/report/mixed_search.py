@@ -26,7 +26,8 @@ def describe_kind(kind: ReplicaKind, names: Sequence[str]) -> str:
         if not runs_of or runs_of[-1][0] != (stage.part, stage.tp):
             runs_of.append(((stage.part, stage.tp), []))
         runs_of[-1][1].append(stage.layers)
-    stages = " | ".join(f"{names[part]} tp {tp}: {repetitions(layers)}" for (part, tp), layers in runs_of)
+    vp = f" vp {kind.vp}" if kind.vp > 1 else ""
+    stages = " | ".join(f"{names[part]} tp {tp}{vp}: {repetitions(layers)}" for (part, tp), layers in runs_of)
     count = f"{kind.num_microbatches} micro-batch{'es' if kind.num_microbatches > 1 else ''}"
     return f"{kind.count} x ({stages}) of {count} of {kind.micro_batch}"
 
@@ -94,12 +95,14 @@ def print_mixed(console: Console, file: MixedPlanFile, *, details: bool = False)
 
 
 def certificate_line(certificate: MixedCertificate, names: Sequence[str]) -> str:
-    """Sentence on how far the answer is from the sum of its parts alone."""
+    """Sentence on how far the answer is from what the bounds leave open, and what the parts reach alone."""
     rates = ", ".join(f"{name} {rate:.4g}" for name, rate in zip(names, certificate.rates_alone, strict=True))
-    side = "below" if certificate.gap >= 0 else "above"
+    left = (
+        f"no plan of the space is more than {format_percent(certificate.gap)} faster" if certificate.gap else "proven"
+    )
     return (
-        f"{certificate.plans:,} plans of {certificate.structures:,} pipelines priced; not proven the fastest: "
-        f"{format_percent(abs(certificate.gap))} {side} the sum of what the parts reach alone (sequences/s: {rates})"
+        f"{certificate.plans:,} plans priced, {certificate.structures:,} ways to form pipelines bounded: {left}; "
+        f"alone the parts reach (sequences/s): {rates}"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.units import check_count
-from autoplan.spec.axes import MAX_DEGREE, USUAL_SCHEDULES
+from autoplan.spec.axes import USUAL_SCHEDULES
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import RankOrder, Schedule
 from autoplan.spec.framework import Framework
@@ -288,18 +288,6 @@ class MixedProblem:
         return level != replace(own, name="between")
 
 
-def common_axes(problem: MixedProblem, **values: Any) -> ParallelPlan:
-    """The axes that all replicas share, of these values and the framework's own choices."""
-    return ParallelPlan.derived(
-        **_parts_of(problem.model),
-        global_batch=1,
-        tp=MAX_DEGREE,
-        sp=problem.framework.network.sequence_parallel,
-        precision=problem.training.precision,
-        **problem.framework.choices | values,
-    )
-
-
 def as_parallel(problem: MixedProblem, plan: MixedPlan, kind: ReplicaKind, tp: int) -> ParallelPlan:
     """The plan in which all replicas were of `kind` and all their stages had the tensor-parallel degree `tp`."""
     common, replicas = plan.common, plan.num_replicas
@@ -316,11 +304,9 @@ def as_parallel(problem: MixedProblem, plan: MixedPlan, kind: ReplicaKind, tp: i
         "layers_per_chunk": kind.layers_per_chunk,
         "dp_shard": replicas // common.dp_replicate,
     }
-    return ParallelPlan.derived(**_parts_of(problem.model), **values)
-
-
-def _parts_of(model: ModelSpec) -> dict[str, bool]:
-    return {"has_experts": model.moe is not None, "has_latents": model.mla is not None}
+    return ParallelPlan.derived(
+        has_experts=problem.model.moe is not None, has_latents=problem.model.mla is not None, **values
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,7 +324,8 @@ class StartedPlan:
 def started_plan(problem: MixedProblem, plan: MixedPlan, *, unequal_batches: bool = False) -> StartedPlan:
     """Return the plan as frameworks start it; `unequal_batches` says whether replicas may have unlike micro-batches.
 
-    Of equal replicas the ranks of a stage stand together, of unlike ones those of a replica.  Raises InputError where
+    Of equal replicas the ranks of a stage stand together where the plan has that order, else those of a replica.
+    Raises InputError where
     replicas or degrees are too different, or where a node would hold ranks of two parts.
     """
     counts = {kind.num_microbatches for kind in plan.kinds}
@@ -358,7 +345,7 @@ def started_plan(problem: MixedProblem, plan: MixedPlan, *, unequal_batches: boo
         raise InputError("its replicas hold unlike shares of the optimizer's states")
     tp = degrees.pop()
     parallel = as_parallel(problem, plan, plan.kinds[0], tp)
-    if len(plan.kinds) == 1:
+    if len(plan.kinds) == 1 and parallel.rank_order == RankOrder.DP_BEFORE_PP:
         places = [stage.part for stage in plan.kinds[0].stages for _ in range(plan.num_replicas)]
     else:
         places = [stage.part for kind in plan.kinds for _ in range(kind.count) for stage in kind.stages]

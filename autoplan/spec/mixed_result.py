@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from autoplan.spec.estimate import OOM_Z, RISKY_Z, VERDICTS, Verdict
 from autoplan.spec.mixed_problem import MixedPlan
-from autoplan.spec.search_result import RankedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +58,12 @@ class MixedCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedCertificate:
-    """Extent of a search on a mixed cluster, and how far its answer is from what its parts reach alone."""
+    """Extent of a search on a mixed cluster, and how far its answer is from what its bounds leave open."""
 
-    structures: int  # ways to form pipelines that were looked at
+    structures: int  # ways to form pipelines that were bounded, each with its axes
     plans: int  # priced
     rates_alone: tuple[float, ...]  # best plan of each part alone, sequences per second
-    gap: float  # share by which the best plan stays below their sum; negative where parts alone lack memory
+    gap: float  # share by which another plan may be faster at most; 0 where the best one is proven
     limits: tuple[str, ...]
 
 
@@ -74,5 +73,4 @@ class MixedResult:
 
     ranked: tuple[MixedCost, ...]
     closest: MixedCost | None
-    alone: tuple[RankedPlan | None, ...]  # of the parts: the best plan with the other parts idle, of all schedules
     certificate: MixedCertificate
