@@ -44,6 +44,7 @@ from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.closed_forms import send_exposed_s
 from autoplan.cost.pipeline.layout import StageBlocks, repeats_mtp
 from autoplan.cost.pipeline.order import V_SHAPED
+from autoplan.cost.uneven_lengths import varying_s, waiting_s
 from autoplan.search.space import Inside, Space
 from autoplan.spec.axes import AXIS
 from autoplan.spec.enums import Recompute, Schedule, Sharding
@@ -196,6 +197,7 @@ class KindCosts(Rows):
     head_s: Floats
     message_s: Floats
     rest_s: Floats  # once a step
+    waiting_s: Floats  # for longer samples, at least, whatever is sharded
     factor: Floats  # stragglers and calibration, on everything
     state_bytes: Floats  # of a layer: (kinds, sorts)
     kept_bytes: Floats  # of a layer and micro-batch: (kinds, sorts)
@@ -222,7 +224,9 @@ class KindCosts(Rows):
         work = np.maximum(m * total / pp, np.where(spread.has_path, path, any_path))
         message = _column(self.message_s)
         sends = send_exposed_s(message, pp, m, spread.fewest_vp[None, :], Pass(message, message), overlaps=overlaps)
-        return _column(self.factor) * (work + np.where(spread.has_path, sends, 0.0) + _column(self.rest_s))
+        return _column(self.factor) * (
+            work + np.where(spread.has_path, sends, 0.0) + _column(self.rest_s + self.waiting_s)
+        )
 
     def _around(self, spread: Spread, heavy: Floats, again: Floats) -> Floats:
         """Time that the heaviest rank waits: for work before it, and behind it as far as its own does not cover that.
@@ -286,6 +290,9 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
     repeat = {block: cost.total_repeat_s for block, cost in costs.items()}
     first_of, of_kernels = batch.distinct(*KERNEL_AXES)
     head = head_s(problem, batch.take(first_of)).take(of_kernels).passes.total_s
+    none = np.zeros(len(batch))
+    count = {block: none + number for block, number in Counter(chain.from_iterable(model.layers)).items()}
+    varying = varying_s(problem, costs, count, dict.fromkeys(count, none), head)
     head = head - _hidden_launches_s(problem, batch, costs, head)
     for block in model.mtp_layer if model.num_mtp_layers else ():
         head = head + model.num_mtp_layers * (passes_s[block] + repeat[block] * repeats_mtp(batch))
@@ -306,6 +313,7 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
         head_s=head,
         message_s=np.where(batch.pp > 1, message_s(problem, batch), 0.0),
         rest_s=rest_s,
+        waiting_s=waiting_s(problem, batch, varying, at_least=True),
         factor=problem.calibration.overall * (1.0 + straggler_share(batch.num_devices)),
         kept_bytes=_kept_bytes(longest, batch),
         stored_bytes=framework.memory.reserved_factor * stored_bytes(longest, batch) * len(model.layers[0]),

@@ -45,13 +45,13 @@ from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, repeats_mtp
 from autoplan.cost.pipeline.order import PipelineShape, chunks_of_ranks
 from autoplan.cost.pipeline.recurrence import PipelineTimes, pipeline_times
 from autoplan.cost.spreads import Familiarity
-from autoplan.cost.uneven_lengths import waiting_s
+from autoplan.cost.uneven_lengths import varying_s, waiting_s
 from autoplan.spec.enums import Schedule
 from autoplan.spec.estimate import CostEstimate, StageCost, probability_above
 from autoplan.spec.model import Block
 from autoplan.spec.plan import SPLIT_SCHEDULES, ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.terms import BLOCK_TERMS, OF_TOKENS, STEP_TERMS
+from autoplan.spec.terms import BLOCK_TERMS, STEP_TERMS
 
 # Ranks wait for each other: a step takes as long as the slowest of N, mean + spread x Phi^-1((N - .375) / (N + .25))
 # (`modelling` E6).  The relative spread of a rank's step is the median of 29 series of runs, on 8 to 2,048 devices,
@@ -336,23 +336,16 @@ def _microbatch_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
     return terms
 
 
-def _uneven_lengths_s(problem: Problem, laid: Stages, stage: Ints) -> Floats:
-    """Waiting for longer samples, on the stage of every plan that decides.
-
-    Windows are taken to be shorter than most samples: attention within them goes with the tokens.
-    """
+def _uneven_lengths_s(problem: Problem, laid: Stages) -> Floats:
+    """Waiting for longer samples, of the mean of all stages."""
     if problem.training.lengths is None:
         return np.zeros(len(laid.batch))
-    rows, squares_s = np.arange(len(laid.batch)), np.zeros(len(laid.batch))
-    if Block.ATTENTION in laid.costs.blocks:
-        cost, count = laid.costs.blocks[Block.ATTENTION], laid.blocks.count[Block.ATTENTION][rows, stage]
-        repeated = laid.blocks.repeated[Block.ATTENTION][rows, stage]
-        squares_s = count * (cost.forward_s["attention"] + cost.backward_s["attention"])
-        again = repeated + count * problem.training.runs_reference
-        squares_s = squares_s + again * cost.forward_s["attention"]
-    terms = _microbatch_terms(laid, stage)
-    tokens_s = add_up(terms[name] for name in OF_TOKENS) - squares_s
-    return waiting_s(problem, laid.batch, tokens_s, squares_s)
+    count, repeated = (
+        {block: of_block.sum(axis=1) for block, of_block in blocks.items()}
+        for blocks in (laid.blocks.count, laid.blocks.repeated)
+    )
+    varying = varying_s(problem, laid.costs.blocks, count, repeated, laid.head.total_s)
+    return waiting_s(problem, laid.batch, varying)
 
 
 def _price(problem: Problem, laid: Stages) -> tuple[dict[str, Floats], dict[str, Floats], Ints]:
@@ -365,7 +358,7 @@ def _price(problem: Problem, laid: Stages) -> tuple[dict[str, Floats], dict[str,
     terms["pipeline_bubble"] = np.maximum(makespan - work - terms["head"], 0.0)  # rounding may leave -0
     terms["pipeline_send"] = sends
     terms |= _end_of_step(problem, laid)
-    terms["uneven_lengths"] = _uneven_lengths_s(problem, laid, critical)
+    terms["uneven_lengths"] = _uneven_lengths_s(problem, laid)
     terms["overhead"] = np.full(len(batch), problem.framework.host.step_overhead_s)
     terms["stragglers"] = straggler_share(batch.num_devices) * add_up(terms.values())
     terms = {name: problem.calibration.overall * value for name, value in terms.items()}

@@ -9,20 +9,25 @@ depend on luck.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, Ints, distinct_rows
+from autoplan.base.arrays import Bools, Floats, Ints, add_up, distinct_rows
+from autoplan.cost.blocks import BlockCost
 from autoplan.cost.kernels.sequences import Kinds, cut_samples, longest_of, packs_of
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.lengths import Batching, Lengths
+from autoplan.spec.model import Block
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
+from autoplan.spec.terms import BLOCK_TERMS, OF_TOKENS
 
 CELLS = 1024  # of the grid
+GRID_SHARE = 0.999  # of a wait, what is left of it where it is to be no more than another one, on the grid
 LEAST_MASS = 1e-12  # of a cell at either end that is not left out
 
 Part = Literal["tokens", "squares"]
@@ -161,37 +166,63 @@ def waited_microbatches(
     return max(steps - (count + stages - 1), 0.0)
 
 
-def waiting_s(problem: Problem, batch: PlanBatch, tokens_s: Floats, squares_s: Floats) -> Floats:
+class Varying(NamedTuple):
+    """Seconds of a mean micro-batch through the whole model that go with its tokens, and with their squares."""
+
+    tokens_s: Floats
+    squares_s: Floats
+
+
+def varying_s(
+    problem: Problem,
+    costs: Mapping[Block, BlockCost],
+    count: Mapping[Block, Floats],
+    repeated: Mapping[Block, Floats],
+    head_s: Floats,
+) -> Varying:
+    """The part of a micro-batch that differs: of `count` blocks, of which `repeated` are recomputed, and of the head.
+
+    Windows are taken to be shorter than most samples: attention within them goes with the tokens.
+    """
+    squares_s = np.zeros_like(head_s)
+    if (kind := Block.ATTENTION) in costs:
+        again = repeated[kind] + count[kind] * problem.training.runs_reference
+        forward_s, backward_s = costs[kind].forward_s["attention"], costs[kind].backward_s["attention"]
+        squares_s = count[kind] * (forward_s + backward_s) + again * forward_s
+    names = [name for name in BLOCK_TERMS if name in OF_TOKENS]
+    of_blocks = (costs[block].term_s(name, count[block], repeated[block]) for block in count for name in names)
+    return Varying(add_up((*of_blocks, head_s)) - squares_s, squares_s)
+
+
+def waiting_s(problem: Problem, batch: PlanBatch, varying: Varying, *, at_least: bool = False) -> Floats:
     """Time of a step that ranks wait for longer samples: shape (plans).
 
-    `tokens_s` and `squares_s` are the seconds of a mean micro-batch that go with its tokens and with their squares.
-    The slowest rank by tokens is taken to be the slowest by squares, as it nearly is.
+    The stages of a pipeline share what varies evenly.  The slowest rank by tokens is taken to be the slowest by squares
+    too, as it nearly is.  With `at_least` it is no more than that of any schedule and whatever the plans shard.
     """
     training = problem.training
     lengths, none = training.lengths, np.zeros(len(batch))
     if lengths is None or not _varies(training.batching, "squares"):
         return none
-    in_turn = _met_in_turn(problem, batch)
-    columns = (
-        *(training.sequences_per_sample * batch.micro_batch, batch.num_microbatches, batch.pp),
-        *(in_turn, batch.dp // in_turn),
-        (batch.schedule == Schedule.GPIPE.code).astype(np.int64),
-    )
-    first, which = distinct_rows(*columns)
-    waited = {}
-    for part in ("tokens", "squares"):
-        waited[part] = np.array(
-            [
-                waited_microbatches(
-                    *(lengths, training.batching, training.seq_len, micro_batch, part),
-                    Meeting(count, stages, bool(is_gpipe), together, apart),
-                )
-                for micro_batch, count, stages, together, apart, is_gpipe in zip(
-                    *(column[first].tolist() for column in columns), strict=True
-                )
-            ]
-        )[which.reshape(-1)]
-    return waited["tokens"] * tokens_s + waited["squares"] * squares_s
+    in_turn = np.ones_like(batch.dp) if at_least else _met_in_turn(problem, batch)
+    sizes = (training.sequences_per_sample * batch.micro_batch, batch.num_microbatches, batch.pp)
+    is_gpipe = batch.schedule == Schedule.GPIPE.code
+    first, which = distinct_rows(*sizes, in_turn, batch.dp // in_turn, is_gpipe)
+
+    def waited(part: Part, flows: Bools) -> Floats:
+        columns = (column[first].tolist() for column in (*sizes, flows, in_turn, batch.dp // in_turn))
+        known = (lengths, training.batching, training.seq_len)
+        return np.array(
+            [waited_microbatches(*known, size, part, Meeting(*of)) for size, *of in zip(*columns, strict=True)]
+        )
+
+    parts: tuple[Part, Part] = ("tokens", "squares")
+    if at_least:
+        tokens, squares = (GRID_SHARE * np.minimum(waited(part, is_gpipe), waited(part, ~is_gpipe)) for part in parts)
+    else:
+        tokens, squares = (waited(part, is_gpipe) for part in parts)
+    which = which.reshape(-1)
+    return (tokens[which] * varying.tokens_s + squares[which] * varying.squares_s) / batch.pp
 
 
 def _met_in_turn(problem: Problem, batch: PlanBatch) -> Ints:
