@@ -14,7 +14,7 @@ Pair = tuple[int, int]  # of ranks
 
 
 def matchings(count: int) -> Iterator[list[int]]:
-    """Yield rounds in which each of `count` meets another one, until all have met: whom each meets, itself for nobody.
+    """Yield rounds until each of `count` has met all others: the partner of each, itself where it has none.
 
     The circle method of tournaments: one stays, the others move on by a place.
     """
@@ -80,7 +80,7 @@ class Allocation:
 
     @property
     def nodes(self) -> tuple[str, ...] | tuple[int, ...]:
-        """What the cluster file calls the nodes, in the order of their ranks; none where it does not say which."""
+        """Names of the nodes in the cluster file, in the order of their ranks; none where it does not say which."""
         if self.cluster is None:
             return ()
         if listed := node_names(self.cluster):

@@ -26,9 +26,9 @@ class BesideProducts:
 
 
 def contention_shares(beside: Iterable[BesideProducts], alone: Iterable[Measurement]) -> dict[Operation, float]:
-    """Return what overlapping costs, as a share of the time that is overlapped, by operation: the middle of its shapes.
+    """Return the cost of overlap as a share of the overlapped time, by operation: the median over its shapes.
 
-    The longer of the two would be all there is to wait for, if neither slowed the other down (`modelling` D6).
+    If neither slowed the other down, both would take as long as the longer of them (`modelling` D6).
     """
     alone_s: Mapping[tuple[Operation, tuple[int, ...], str], float] = {
         (call.operation, call.shape, call.dtype): call.seconds for call in alone

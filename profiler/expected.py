@@ -32,7 +32,7 @@ def expected_hello(
     dtypes: tuple[str, ...] = (),
     num_nodes: int = 0,
 ) -> Hello:
-    """Return what a rank on every device of so many nodes of a cluster would say when they have met; 0: of all nodes.
+    """Return the first message of ranks on every device of `num_nodes` nodes of a cluster; 0: of all nodes.
 
     `machine` is the one whose records serve the cluster, None where there is none, `measured` the keys of its records:
     operations are taken to run as they did there.

@@ -73,8 +73,8 @@ def fit_curve(
 ) -> Fit[Curve]:
     """The curve that `make` gives of the fitted parameters, named as in `ranges`, and the error of its fit.
 
-    `ranges` gives each parameter's start, least and most.  One called plateau is not of the curve, but what `predict`
-    takes between it and the shapes; where there is none it is 1.
+    `ranges` gives each parameter's start, least and most.  One called plateau goes to `predict` in place
+    of the curve; without one it is 1.
     """
     from scipy.optimize import least_squares  # half a second, which commands that fit nothing save
 

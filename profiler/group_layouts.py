@@ -26,7 +26,7 @@ class Layout:
 
 
 def layouts(num_nodes: int, devices_per_node: int) -> list[Layout]:
-    """Inside a node by 2, 4, 8 ..., one device of each node, and all devices: alone, and with all siblings at once."""
+    """Return groups of 2, 4, 8 ... in a node, of one device of each node, and of all; alone and with all siblings."""
     group_layouts = []
     sizes = [size for size in (2**power for power in range(1, 11)) if devices_per_node % size == 0]
     if devices_per_node > 1 and devices_per_node not in sizes:

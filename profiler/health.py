@@ -127,7 +127,7 @@ class Health:
 
 
 def usual(times: Collection[float]) -> float:
-    """Return the median; of two in the middle the lesser, since others only add to a time."""
+    """Return the median; of two in the middle the lesser, since other load only adds to a time."""
     return statistics.median_low(times)
 
 
@@ -255,7 +255,7 @@ def faults(health: Health) -> list[Fault]:
 def records(health: Health, measured_by: str) -> list[Record]:
     """Return a record of each device and of its messages inside and between nodes, and of each group.
 
-    Those of slow parts are told to be so, so that no plan is priced by them.  Samples of messages are those with each
+    Those of slow parts are marked as such, so that no plan is priced by them.  Samples of messages are those with each
     other device in the order of their ranks.
     """
     allocation, hello = health.allocation, health.allocation.hello

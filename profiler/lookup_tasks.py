@@ -28,7 +28,7 @@ REDUCTIONS = ("all_gather", "all_reduce", "reduce_scatter")
 def lookup_tasks(
     lookups: Lookups, hello: Hello, modes: Collection[Mode], device: DeviceSpec, measured: Collection[TaskKey]
 ) -> list[RankedTask]:
-    """Return the tasks that measure what prices look up and is not known yet, those first whose calls take longest."""
+    """Return the tasks that measure what prices look up and nobody measured yet, the longest calls first."""
     tasks: list[RankedTask] = []
     for mode in modes:
         for operation, dtype, shape, suffix in sorted(_measurable(lookups, hello)):
@@ -71,7 +71,7 @@ def _is_shape(operation: Operation, shape: tuple[int, ...]) -> bool:
 
 
 def nearest_layout(shape: tuple[int, ...], num_domains: int, ranks_per_domain: int) -> Layout | None:
-    """Return the layout nearest to that of a collective that ranks in so many domains can form; None where none can.
+    """Return the layout nearest to a collective's that ranks in so many domains can form; None where there is none.
 
     All siblings of a group work at once, as they do in training.  A group that leaves its domain is measured over as
     many domains as there are, with as many members in each.

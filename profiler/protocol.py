@@ -30,7 +30,7 @@ class Task:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str, str, str]:
-        """Return what a store looks up whether it has it measured."""
+        """Key by which a store finds measurements of the task."""
         return (self.operation, self.shape, self.dtype, self.kernel, self.mode)
 
     def __str__(self) -> str:

@@ -33,7 +33,7 @@ def may_stand_in(operation: Operation, status: Status, conditions: Mapping[str, 
 
     A median that has not settled does; what a device took in a slow phase, since training meets such phases too; and
     CPU time, which other load stretches by a part of itself, where a datasheet is off by factors.  A clock on the wall
-    that ran beside other load counts for units of the trainer alone, up to `MOST_LOAD`: seen were times up to a half
+    that ran beside other load counts for units of the trainer alone, up to `MOST_LOAD`: times were up to a half
     too long there, and five times too short from sums of kernels in their place.
     """
     if status == "contaminated" and conditions.get("clock") != "cpu time":

@@ -119,7 +119,7 @@ def join(place: RankPlace, job: Job) -> Ranks:
 
 
 def greet(ranks: Ranks, job: Job) -> Hello:
-    """Say what there is to measure with: the same on every rank."""
+    """Return the first message of the ranks, the same on each: what there is to measure with."""
     device, hosts = ranks.device, ranks.hosts
     num_nodes = len(set(hosts))
     machine = fingerprint(device, num_hosts=num_nodes, devices_here=len(hosts) // num_nodes)
@@ -154,7 +154,7 @@ def greet(ranks: Ranks, job: Job) -> Hello:
 
 
 def _check_alike(first: Fingerprint, second: Fingerprint, where_first: str, where_second: str) -> None:
-    """Refuse ranks of which one fingerprint cannot speak."""
+    """Refuse ranks that differ in what one fingerprint describes."""
     for name in ("device", "driver", "runtime", "torch", "collectives", "nics", *SETTINGS):
         first_value, second_value = getattr(first, name), getattr(second, name)
         if settings_differ(first_value, second_value) if name in SETTINGS else first_value != second_value:
@@ -272,7 +272,7 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
 
 
 def _settings() -> list[str]:
-    """Return what the library of collectives was told by hand: with other settings it is another kernel."""
+    """Return the settings by hand of the library of collectives: with others it is another kernel."""
     return [f"{name}={cleaned(os.environ[name])}" for name in NCCL_SETTINGS if name in os.environ]
 
 

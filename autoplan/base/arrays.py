@@ -23,7 +23,7 @@ def add_up(terms: Iterable[Floats]) -> Floats:
 
 
 def distinct_rows(*columns: Ints | Bools) -> tuple[Ints, Ints]:
-    """(indices of rows that differ, for every row which of them is like it), of columns without negative numbers."""
+    """Return (indices of distinct rows, which of these every row is like); no column has negative numbers."""
     code, num_codes = columns[0].astype(np.int64), int(columns[0].max(initial=0)) + 1
     for column in columns[1:]:
         span = int(column.max(initial=0)) + 1

@@ -78,7 +78,7 @@ class Scattered:
         return seconds
 
     def shares(self, sizes: Floats) -> dict[int, float]:
-        """Return the points whose measured times an estimate at one shape (sizes,) leans on, with their shares of one.
+        """Return the points that an estimate at one shape (sizes,) rests on, with the share of each.
 
         What the fitted sum misses there is these shares of what it misses at each; none where `at` refuses.
         """

@@ -104,7 +104,7 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """One config.json and what its model_type makes of the keys."""
+    """Content of a config.json and what its model_type makes of the keys."""
 
     config: dict[str, Any]
     kind: str

@@ -266,7 +266,7 @@ def _beside(plan: ParallelPlan, best: ParallelPlan) -> str:
 
 
 def closeness(width: float, *, is_close: bool) -> str:
-    """Return whether the model can tell two plans apart.
+    """Say whether the model can tell two plans apart.
 
     `width` is the factor to either end of the 90 % interval of the ratio of their times.
     """
@@ -310,7 +310,7 @@ def mfu_convention(file: PlanFile) -> str:
 
 
 def placement_line(hosts: Sequence[HostRanks], listed_step_s: float, step_s: float) -> str:
-    """Below which leaf switches the stages sit, and what the order of the nodes gains."""
+    """Leaf switches above the stages, and what the order of the nodes gains."""
     below: dict[str, set[int]] = {}
     for host in hosts:
         below.setdefault(host.switches[0] if host.switches else host.site, set()).update(host.stages)

@@ -134,7 +134,7 @@ def _switch_lines(cluster_graph: ClusterGraph, group: PlaceGroup, places: int) -
 
 
 def _line(cluster_graph: ClusterGraph, vertex: str, places: int) -> Tree:
-    """One class of components and its links, in one line where that holds them."""
+    """Class of components and its links, in one line where that holds them."""
     component: Component = cluster_graph.graph.nodes[vertex]["component"]
     text = component_text(component, cluster_graph.graph.nodes[vertex]["count"] // places)
     if component.kind == "device" and component.share < 1:
@@ -157,7 +157,7 @@ def _tree(text: str, style: str = "") -> Tree:
 
 
 def _place(cluster_graph: ClusterGraph, group: PlaceGroup, places: int, *, is_known: bool = False) -> Tree:
-    """One place with what is inside it; `places` of it are in the cluster.  The components of a node are told once."""
+    """Place with what is inside it; `places` of it are in the cluster.  The components of a node are listed once."""
     name = place_name(group)
     if not group.inside:
         tree = _tree(f"{name}, as above" if is_known else name, "bold")

@@ -67,7 +67,7 @@ Span = tuple[float, float]  # from the left to the right
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Box:
-    """One component, by its middle; or a class of them."""
+    """Component by its middle, or a class of them."""
 
     kind: ComponentKind
     text: str
@@ -206,7 +206,7 @@ def _opened(group: PlaceGroup) -> Iterator[PlaceGroup]:
 
 
 def _besides(group: PlaceGroup) -> str:
-    """The places in one that are not opened."""
+    """Line on the places inside `group` that are not opened."""
     counts: Counter[str] = Counter()
     for place in group.inside[1:]:
         counts[place_name(replace(place, count=1))] += place.count

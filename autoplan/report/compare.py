@@ -24,7 +24,7 @@ TEXT_COLOUR, GRID_COLOUR = "#22222a", "#d9d9e2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One cluster and size, and the fastest plan there."""
+    """Cluster and size, and the fastest plan there."""
 
     cluster: str
     outcome: SizeOutcome

@@ -1,4 +1,4 @@
-"""One plan on a terminal: its time and memory, term by term and stage by stage."""
+"""Estimate of a plan on a terminal: its time and memory, term by term and stage by stage."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def _shown(value: float | None, shown: Callable[[float], str]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of a table of runs: where, its best plan, or what no plan beats and why there is none."""
+    """Line of a table of runs: where, its best plan, or what no plan beats and why there is none."""
 
     places: tuple[str, ...] = ()  # a cell for every one of the table's columns of places
     best: RunPlan | None

@@ -54,7 +54,7 @@ def score_by_source(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Pr
 
 
 def score(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction]) -> Row:
-    """One row of `COLUMNS`."""
+    """Row of `COLUMNS`."""
     return {
         "runs": len(outcomes),
         **_steps(outcomes, predictions),
@@ -93,7 +93,7 @@ def _steps(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction]
 
 
 class _Choice:
-    """One distinct plan of a decision; repeats of it are averaged."""
+    """Distinct plan of a decision; repeats of it are averaged."""
 
     def __init__(self, members: Sequence[RunOutcome], predictions: Mapping[str, Prediction]) -> None:
         predicted = [predictions[member.id] for member in members if member.id in predictions]

@@ -24,7 +24,7 @@ _STARTERS = ("srun: ", "slurmstepd: ", "pdsh@")  # so do lines of these
 
 
 class LogEnd:
-    """Keeps the end of a log, and says what it says."""
+    """End of a log, and the cause of failure that it names."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=_MOST_LINES)

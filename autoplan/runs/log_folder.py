@@ -40,7 +40,7 @@ _WRITTEN_BY = {entry.target: entry.logs for entry in FRAMEWORKS if entry.logs}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastRun:
-    """One run: what was started and what its log says; `logged` is None where it timed no step.
+    """Run of a log: what was started and what the log says; `logged` is None where it timed no step.
 
     A run whose last words are that memory ran out did so, however many steps it timed before.
     """
@@ -123,7 +123,7 @@ def _find(folder: Path) -> _SortedFiles:
 
 
 def _sort_in(path: Path, files: _SortedFiles, inodes: set[tuple[int, int]]) -> None:
-    """Tell what a file is; one that is linked to twice counts once."""
+    """Sort a file in by its kind; one that is linked to twice counts once."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) in inodes:
         return

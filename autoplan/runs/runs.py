@@ -87,7 +87,7 @@ READ_OPTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One row: what was run, or why it cannot be priced, and which blanks were filled."""
+    """Row of a table: what was run, or why it cannot be priced, and which blanks were filled."""
 
     id: str
     problem: Problem | None
@@ -594,7 +594,7 @@ def _named_dispatcher(row: _Row, recipe: Recipe) -> Dispatcher:
 
 
 def _quotes_recipe(row: _Row) -> bool:
-    """Whether the row says what its recipe chose for experts: what it leaves out was then not chosen."""
+    """Tell whether the row names its recipe's choices for experts: those that it leaves out were not made."""
     return not CHOSEN_FOR_EXPERTS.isdisjoint(row.options())
 
 

@@ -16,7 +16,7 @@ MAX_DEVICES = 10**6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """One accelerator.  Rates are per second; `peak_flops_per_s` is dense and from the datasheet, per precision."""
+    """Accelerator.  Rates are per second; `peak_flops_per_s` is dense and from the datasheet, per precision."""
 
     name: str
     vendor: Literal["nvidia", "amd", "cpu"]
@@ -60,7 +60,7 @@ class DeviceSpec:
             raise InputError("peak_tflops must give bf16 or fp16")
 
     def slowed(self, rate_share: float) -> DeviceSpec:
-        """One that computes and reads its memory at so much of the rates."""
+        """The device when it computes and reads its memory at so much of its rates."""
         return replace(
             self,
             memory_bandwidth_bytes_per_s=rate_share * self.memory_bandwidth_bytes_per_s,

@@ -23,7 +23,7 @@ Graph = Any  # nx.Graph, which has no types
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One part of the cluster, or each of a class of components that are alike."""
+    """Part of the cluster, or each of a class of components that are alike."""
 
     kind: ComponentKind
     name: str
@@ -38,7 +38,7 @@ PCIE_SWITCH = Component(kind="pcie_switch", name="PCIe switch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One edge; rates are for each direction.  Latencies of a path add up to that of its level."""
+    """Edge of the graph; rates are for each direction.  Latencies of a path add up to that of its level."""
 
     kind: str
     bytes_per_s: float  # nominal

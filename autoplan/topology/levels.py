@@ -33,7 +33,7 @@ class Gaps(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """One kind of link; the rate is per device, one direction, sustained."""
+    """Kind of link; the rate is per device, one direction, sustained."""
 
     name: str
     num_devices: int

@@ -34,7 +34,7 @@ class RankGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Seats:
-    """Below which switch of one tier every node of a job sits, nodes in the order of their ranks.
+    """Switch of one tier above every node of a job, nodes in the order of their ranks.
 
     `load` weighs what leaves a switch: 1, or where all switches have equal links, such as sites, its share of the nodes
     of the fullest.  `job_share` is the part of the nodes below a switch that the job has: of the others' traffic
@@ -117,7 +117,7 @@ def _ranks(group: RankGroup, num_nodes: int, devices_per_node: int) -> tuple[Int
 
 
 def spreads(switch: Ints, group: RankGroup, devices_per_node: int) -> Ints:
-    """Below how many switches each sibling of `group` lies, for every order of the nodes: shape (orders, siblings).
+    """Number of switches that each sibling of `group` spans, for every order of the nodes: shape (orders, siblings).
 
     Source: He et al. (Arnold), arXiv:2509.15940, the spread of a communication group.
     """

@@ -1,4 +1,4 @@
-"""One rank of a run: joins the others, builds its part of the plan, trains, and reports."""
+"""Rank of a run: joins the others, builds its part of the plan, trains, and reports."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def collected(state: TrainedState, rank: int) -> TrainedState:
 
 
 def differences(spread: TrainedState, reference: TrainedState) -> Deviation:
-    """Compare what all ranks trained together with what one process did."""
+    """Compare the training of all ranks together with that of one process."""
     missing = reference.gradients.keys() ^ spread.gradients.keys()
     if missing:
         raise AutoplanError(f"the plan trains other weights than the model has: {', '.join(sorted(missing)[:3])}")

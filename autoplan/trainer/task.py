@@ -13,7 +13,7 @@ Data = Literal["text", "synthetic"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One run.  Weights are fp32; `dtype` is that of the products.
+    """Run to make.  Weights are fp32; `dtype` is that of the products.
 
     With `checks` the same steps are trained by one process too, in fp32 and with SGD, and compared.
     `num_microbatches` are those of each replica where they differ.

@@ -2,7 +2,7 @@
 
 Names of parameters are those of the whole model, whatever chunk they are in, so that chunks can be compared with it.
 Tensor parallelism cuts `torch.nn.Linear` and `torch.nn.Embedding` from outside (`parallel`); what it does not cut is
-held by every rank and used through `_here`.
+held by every rank and used through `_local`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _local(weight: Tensor, *, sums: bool) -> Tensor:
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last dimension; `sums` as in `_here`."""
+    """RMSNorm or LayerNorm over the last dimension; `sums` as in `_local`."""
 
     is_rms: bool
     sums: bool
@@ -215,7 +215,7 @@ class Transformer(nn.Module):
     def __init__(self, model: ModelSpec, seq_len: int, first: int, num_layers: int, *, is_first: bool, is_last: bool):
         super().__init__()
         self.model, self.seq_len = model, seq_len
-        self.sums, self.start = False, 0  # under sequence parallelism: as in `_here`, and the rank's first position
+        self.sums, self.start = False, 0  # under sequence parallelism: as in `_local`, and the rank's first position
         hidden = model.hidden_size
         self.embedding: nn.Embedding | None = nn.Embedding(model.vocab_size, hidden) if is_first else None
         is_learned = model.position_embedding == "learned"
@@ -229,7 +229,7 @@ class Transformer(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """One table for both ends where the model shares it."""
+        """Share one table between both ends where the model does."""
         if self.model.tied_embeddings and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
 

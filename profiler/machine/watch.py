@@ -56,7 +56,7 @@ class Watch:
 
     @property
     def looks(self) -> Sequence[Look]:
-        """All looks at devices that worked: at idle ones nothing of the run is to be seen."""
+        """Looks at devices that were working: idle ones show nothing of the run."""
         busy = [look for look in self._looks if look.clock_mhz or look.power_w]
         most = max((look.power_w for look in busy), default=0)
         return [look for look in busy if 2 * look.power_w >= most]
@@ -77,7 +77,7 @@ class Watch:
 def conditions(looks: Sequence[Look], load: float | None) -> tuple[dict[str, str], str]:
     """Return what is kept of a watch beside a run, and what disturbed the run: blank if nothing did.
 
-    `load` is the share of the cores that others used, where these are the devices: nothing is told of others then.
+    `load` is the share of the cores that other programs used, where cores are the devices; None takes it from `looks`.
     """
     values: dict[str, str] = {}
     disturbances: list[str] = []

@@ -128,7 +128,7 @@ def num_sets(touched_bytes: int, device: torch.device, cache_bytes: int | None =
 
 
 def in_turns(runs: Sequence[Run]) -> Run:
-    """A call of the next of them."""
+    """Return a call that runs them in turn."""
     turns = itertools.cycle(runs)
     return lambda: next(turns)()
 

@@ -26,7 +26,7 @@ _ROWS = 8
 
 
 def implementation(operation: Operation, dtype: str, device: torch.device) -> str:
-    """The name of the way in which `operation` runs here: part of what is measured.  Blank where it cannot run."""
+    """Name of the implementation of `operation` here, which a record of it keeps.  Blank where it cannot run."""
     if operation in ("gemm", "dgrad"):
         return _first_working(operation, dtype, device, ["scaled_mm"] if dtype in NARROW_PRODUCTS else ["mm"])
     if operation == "wgrad":

@@ -66,12 +66,12 @@ class Grids:
 
 
 def implementation(operation: Operation, dtype: str) -> str:
-    """The name of the way in which a unit runs in this type; blank where the trainer does not."""
+    """Name of the implementation of a unit in this type; blank where the trainer has none."""
     return KERNEL if operation in UNITS and dtype in DTYPES else ""
 
 
 def meets(operation: Operation, shape: tuple[int, ...]) -> bool:
-    """Tell whether its ranks wait for each other, so that the clock on the wall tells and not that of a process."""
+    """Tell whether its ranks wait for each other, so that wall time counts in place of process time."""
     sizes = dict(zip(SHAPES[operation], shape, strict=True))
     return sizes.get("tp", 1) > 1 or (operation in _SHARDED and sizes["num_devices"] > 1)
 
@@ -140,7 +140,7 @@ class _Layer:
         torch.autograd.backward(output, self.gradient)
 
     def input_gradient(self, output: Tensor) -> list[dict[str, object]]:
-        """The gradient of the input alone, as a pipeline takes it: what is left to do for the weights."""
+        """Compute the gradient of the input alone, as a pipeline does; return what `weight_gradients` takes."""
         _, pending = stage_backward_input([output], [self.gradient], [self.x], self.module.parameters())
         return pending
 
@@ -264,7 +264,7 @@ class _Scale(nn.Module):
 
 
 def _pipeline_actions(operation: Operation, shape: tuple[int, ...], factory: InputFactory, grids: Grids) -> Run:
-    """The passes of stages that multiply one number: what is left is what the runtime does for every one."""
+    """Passes of stages that multiply one number: their time is what the runtime takes for each."""
     num_micro_batches, num_devices, devices_per_domain = shape
     grids.check(num_devices, devices_per_domain)
     plan = ParallelPlan(

@@ -49,13 +49,13 @@ class Mark:
 
 
 def hidden_ids(kind: Marked = OPERATIONS) -> Select[Any]:
-    """Ids of the rows that are out of use: the newest word of a person counts, the check's only where none spoke."""
+    """Ids of the hidden rows: the newest mark of a person counts, the check's only where there is none."""
     hidden_at, used_at = _mark_times(kind)
     return _marked_ids(kind).having(hidden_at >= func.coalesce(used_at, ""))
 
 
 def approved_ids(kind: Marked = OPERATIONS) -> Select[Any]:
-    """Ids of the rows of which the newest word of a person is that they may be used."""
+    """Ids of the rows whose newest mark of a person approves them."""
     hidden_at, used_at = _mark_times(kind)
     return _marked_ids(kind).having(used_at > func.coalesce(hidden_at, ""))
 
@@ -85,7 +85,7 @@ def is_hidden(kind: Marked = OPERATIONS) -> ColumnElement[bool]:
 
 
 def marks_of(connection: Connection, kind: Marked, row_id: int, key: str) -> list[Mark]:
-    """All that was said of a row, the newest word first."""
+    """All marks of a row, the newest first."""
     table = kind.marks
     query = select(table).where(table.c.record_id == row_id).order_by(_mark_time(kind).desc(), table.c.hides.desc())
     return [
@@ -94,7 +94,7 @@ def marks_of(connection: Connection, kind: Marked, row_id: int, key: str) -> lis
 
 
 def add_marks(connection: Connection, kind: Marked, new: Sequence[Mark]) -> int:
-    """Keep marks that are not held yet, and pass over those of rows that are not; how many are new."""
+    """Add the marks that are missing, but for those on unknown rows; return how many were added."""
     ids: dict[str, int] = {}
     if keys := {mark.key for mark in new}:
         query = select(kind.rows.c.key, kind.rows.c.id).where(kind.rows.c.key.in_(keys))
@@ -109,7 +109,7 @@ def add_marks(connection: Connection, kind: Marked, new: Sequence[Mark]) -> int:
 
 
 def change(connection: Connection, kind: Marked, keys: Collection[str], *, hides: bool, by: str, reason: str) -> int:
-    """Hide rows, or approve them; how many were not so before."""
+    """Hide or approve rows; return how many changed."""
     was_otherwise = ~is_reviewed("hidden" if hides else "approved", kind)
     changed_keys = connection.scalars(select(kind.rows.c.key).where(kind.rows.c.key.in_(keys), was_otherwise)).all()
     return add_marks(
@@ -118,7 +118,7 @@ def change(connection: Connection, kind: Marked, keys: Collection[str], *, hides
 
 
 def quarantine(connection: Connection, reasons: dict[str, str]) -> set[str]:
-    """Hide records for the reason of each key, unless somebody has spoken; keys of those that are hidden then."""
+    """Hide records without a mark, each for the reason of its key; return the keys of those that are hidden then."""
     if not reasons:
         return set()
     has_reason = records.c.key.in_(reasons)

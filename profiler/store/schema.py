@@ -93,10 +93,7 @@ runs: Table = Table(
 
 
 def _marks(name: str, of: str) -> Table:
-    """Table of what was said about the rows of another, records of operations or of runs.
-
-    That one shall not be used, by a person or by the check when it came in (quarantine), or that it shall again.
-    """
+    """Table of the marks that hide or approve rows of the table `of`, made by a person or by the check of new rows."""
     return Table(
         name,
         metadata,
@@ -113,7 +110,7 @@ run_marks: Table = _marks("run_marks", "runs")  # from schema 4 on
 
 
 def insert_new(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> int:
-    """Add rows, leave what is held as it is; how many were new."""
+    """Add the rows that are missing; return how many."""
     insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     new = insert(table).on_conflict_do_nothing().returning(next(iter(table.primary_key)))  # drivers count otherwise
     return len(connection.execute(new, rows).all())

@@ -117,7 +117,7 @@ def _whole_moment(text: str) -> str:
 
 
 def _beginning(text: str) -> str:
-    """Return how all moments of a minute or second begin as they are written: texts are compared."""
+    """Return the text that all times of a minute or second begin with, since texts are compared."""
     return datetime.fromisoformat(_whole_moment(text)).replace(tzinfo=None).isoformat().removesuffix(":00")
 
 
@@ -135,7 +135,7 @@ class HostsApart:
 
     @classmethod
     def of(cls, fast: Any, slow: Any) -> HostsApart:
-        """Return what two rows of one shape tell."""
+        """Return the hosts of two rows of one shape, and the ratio of their times."""
         what = f"{slow.operation} {slow.shape} {slow.dtype}"
         return cls(what=what, fast=fast.host, slow=slow.host, ratio=slow.seconds / fast.seconds)
 
@@ -459,7 +459,7 @@ class Store:
         ), newest if newest and newest.hides else None
 
     def words(self, key: str) -> list[Mark]:
-        """Return what was said of the record or run whose key begins with `key`: the word that counts, then others."""
+        """Return the marks of the record or run whose key begins with `key`: the one that counts, then the others."""
         kind, row = self._named(key)
         if kind not in self._marked:
             return []
@@ -485,7 +485,7 @@ class Store:
         return str(row.key)
 
     def _check_marked(self, kind: Marked) -> None:
-        """Refuse words about rows of which this database keeps none."""
+        """Refuse marks of rows where this database keeps none."""
         if kind not in self._marked:
             raise StoreError(
                 f"{self.name} has schema {self.schema}, which hides no runs: its owner migrates it by writing to it"
@@ -506,7 +506,7 @@ class Store:
         return rows[0]
 
     def change(self, keys: Iterable[str], *, hides: bool, by: str, reason: str) -> int:
-        """Mark what has these whole keys as not to be used, or as approved; how many were not so before."""
+        """Hide or approve what has these whole keys; return how many changed."""
         num_changed = 0
         for batch in _batches(keys, BATCH):
             with self._database.writing() as connection:
@@ -581,11 +581,11 @@ class Store:
             yield from _findings(row, machine, _run, f"run of {row.model}")
 
     def _middle_ones(self, rows: Iterable[Any]) -> list[Any]:
-        """Choose of each shape and type, whose rows come best first, the middle one of those measured as the first was.
+        """Choose the median of each shape and type, whose rows come best first, of those measured as the first was.
 
-        Of the settled ones, unless more of them were slow or restless.  What collectives were told by hand comes after
-        what they chose themselves.  Hosts stand apart: of their middle ones the middle, of two the slower, which a step
-        over both waits for.
+        Of the settled ones, unless more of them were slow or restless.  Collectives with settings by hand come after
+        those without.  Each host gives its median, and these the middle one, of two the slower, for which a step over
+        both waits.
         """
         alike: dict[tuple[str, ...], list[Any]] = defaultdict(list)
         for row in rows:
@@ -693,7 +693,7 @@ def _choice(numbers: Collection[int], nearer: Collection[int], usable: Sequence[
 
 
 def _beside(row: Any) -> BesideProducts | None:
-    """Return what a row tells of overlap; None of one of before the time of the products was kept."""
+    """Return the overlap that a row measured; None of older ones, which lack the time of the products."""
     try:
         return BesideProducts(
             operation=row.operation,
@@ -707,7 +707,7 @@ def _beside(row: Any) -> BesideProducts | None:
 
 
 def _settings(row: Any) -> tuple[tuple[str, str], ...]:
-    """Return what the library of collectives was told by hand when a row was measured."""
+    """Return the settings by hand of the library of collectives when a row was measured."""
     if "NCCL_" not in row.conditions:
         return ()
     return tuple(

@@ -44,7 +44,7 @@ class OptionGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """One file of a set: a plain name, no path, and its text."""
+    """File of a set: a plain name, no path, and its text."""
 
     name: str
     text: str

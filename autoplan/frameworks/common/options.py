@@ -100,7 +100,7 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One option as a file has it (`option`, `text`), and its name and value in the framework."""
+    """Option as a file has it (`option`, `text`), and its name and value in the framework."""
 
     option: str
     text: str

@@ -59,7 +59,7 @@ def tied_needs_one_stage(source: str) -> Rule:
 
 
 def no_interleaving(source: str) -> Rule:
-    """One chunk a rank."""
+    """Allow one chunk a rank."""
     return Rule(
         source=source, holds=lambda s, b: b.vp == 1, text=lambda s, p: f"vp {p.vp}: there is no interleaving, set vp 1"
     )
@@ -88,7 +88,7 @@ def _aligned_tokens(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def aligned(source: str) -> tuple[Rule, ...]:
-    """In 8 and 4 bits, the sizes of every product are whole blocks."""
+    """Require that in 8 and 4 bits the sizes of every product are whole blocks."""
     return (
         Rule(
             source=source,

@@ -27,7 +27,7 @@ SOURCE = "any framework"
 
 
 def _global_batch(workload: Workload, batch: PlanBatch) -> Bools:
-    """At least one micro-batch a replica, and a whole number of them."""
+    """Require a whole number of micro-batches a replica, at least one."""
     return (batch.num_microbatches >= 1) & (batch.global_batch % (batch.micro_batch * batch.dp) == 0)
 
 

@@ -81,7 +81,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """Return the plan of a configuration; what the script alone decides is told, or taken from `given` if needed."""
+    """Return the plan of a configuration; what the script alone decides is remarked, or asked for where needed."""
     table = parse_json(text, "DeepSpeed configuration")
     trainer = dict(context.variables)
     _ask_for_missing(table, trainer, context)

@@ -58,7 +58,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What a program that takes the Trainer's arguments says beside them, or calls differently.
+    """Program that takes the Trainer's arguments: what it says beside them, or calls differently.
 
     `length_key` is its option for the tokens of a sequence, `length` what holds without it; `finetuning` is None where
     all weights are trained, or where nothing says.

@@ -82,7 +82,7 @@ def _left_open(script: Script) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a program is known by: its position among words, and whether a text may hold a command of it."""
+    """Marks of a program: its position among words, and whether a text may hold a command of it."""
 
     position: Callable[[Sequence[str]], int | None]
     may_be_in: Callable[[str], bool]

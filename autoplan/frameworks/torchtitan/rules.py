@@ -38,7 +38,7 @@ def _resharding(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _shards_over_several(workload: Workload, batch: PlanBatch) -> Bools:
-    """It shards over dp_shard x cp ranks; of what is over one rank it knows no more than of unsharded."""
+    """Require several ranks, dp_shard x cp, for sharded states: over one rank it takes them for unsharded."""
     return (batch.sharding == NONE) | (batch.dp_shard * batch.cp > 1)
 
 

@@ -107,7 +107,7 @@ def _stacked(stage: PlacedStage, scale: float) -> Markup:
 
 
 def _table(kinds: list[list[PlacedStage]]) -> Markup:
-    """One row a stage, one column a term."""
+    """Table with a row a stage and a column a term."""
     firsts = [stages[0] for stages in kinds]
     names = [name for name in MEMORY_NAMES if any(stage.cost.memory_terms_bytes.get(name) for stage in firsts)]
     columns = [("stage", False), *((MEMORY_NAMES[name], True) for name in names)]

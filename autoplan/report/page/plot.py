@@ -12,7 +12,7 @@ from autoplan.report.page.html import Markup, data
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One axis; on a logarithmic one powers of `base` are round."""
+    """Axis of a plot; on a logarithmic one powers of `base` are round."""
 
     label: str
     scale: Literal["linear", "log"] = "linear"
