@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Folder of a framework: the name of its rules in facts, its target of export, and the id of the facts to plan with.
+    """Folder of a framework: the name of its rules in facts, its target of export, the id of the facts to plan with.
 
     `logs` are the frameworks that write the log of what a launch file for the target starts, where not any may.
     `distributions` are those of Python that it is installed as, by what they are called.
