@@ -69,9 +69,9 @@ def mpirun_files(start: Start) -> tuple[File, ...]:
         where = f"--host {','.join(start.hosts)}"
     elif start.num_nodes > 1:
         where = '--hostfile "$HOSTFILE"'
-        says = "a line for each node, in the order of the ranks"
+        note = "a line for each node, in the order of the ranks"
         lines += [
-            *assignments([LaunchVariable(name="HOSTFILE", default=None, note=says)]),
+            *assignments([LaunchVariable(name="HOSTFILE", default=None, note=note)]),
             "read -r first _ < <(grep -m 1 '^[[:space:]]*[^#[:space:]]' \"$HOSTFILE\") || first=",
             "export MASTER_ADDR=$first",
             "",

@@ -97,8 +97,8 @@ class Start:
         """Variables that the job relies on, and those for what was priced and NCCL does not do by itself."""
         settings = self.job.environment
         if self.num_nodes > 1 and self.plan_file.cluster.network.sharp:
-            says = "sums in the switches, as priced; needs NCCL's plugin for SHARP"
-            settings += (EnvironmentVariable(name="NCCL_COLLNET_ENABLE", value="1", note=says),)
+            note = "sums in the switches, as priced; needs NCCL's plugin for SHARP"
+            settings += (EnvironmentVariable(name="NCCL_COLLNET_ENABLE", value="1", note=note),)
         return settings
 
 

@@ -159,7 +159,7 @@ def _memory(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction
             prediction = predictions.get(outcome.id)
             guess = prediction.peak_memory_gib if prediction else None
             errors.append(1.0 if guess is None else abs(guess - outcome.peak_gib) / outcome.peak_gib)
-    predicted_oom = {outcome.id for outcome in outcomes if _is_predicted_oom(predictions.get(outcome.id))}
+    predicted_oom = {name for name, prediction in predictions.items() if prediction.verdict == "oom"}
     oom = [outcome.id for outcome in outcomes if outcome.status == "oom"]
     hits = sum(name in predicted_oom for name in oom)
     false = sum(outcome.status == "ok" and outcome.id in predicted_oom for outcome in outcomes)
@@ -171,10 +171,6 @@ def _memory(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction
         "oomR": hits / len(oom),
         "oomF1": 2 * hits / (hits + false + len(oom)),
     }
-
-
-def _is_predicted_oom(prediction: Prediction | None) -> bool:
-    return prediction is not None and prediction.verdict == "oom"
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:

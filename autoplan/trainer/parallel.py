@@ -125,9 +125,10 @@ def spread(part: Transformer, plan: ParallelPlan, grid: Grid, *, dtype: str, dev
     if grid.tp is not None:
         _cut(part, grid.tp, sp=plan.sp)
     _recompute(part, plan)
+    frees = plan.sharding == "zero3" and plan.pp == 1  # a pipeline stage keeps gathered weights for the step
     for name, layer in part.layers.items():
         initialise(layer, device, seed, f"layers.{name}")
-        share(layer, plan, grid, dtype, frees=_frees(plan))
+        share(layer, plan, grid, dtype, frees=frees)
     initialise(part, device, seed)
     part.tie()
     share(part, plan, grid, dtype)
@@ -207,11 +208,6 @@ def share(unit: nn.Module, plan: ParallelPlan, grid: Grid, dtype: str, *, frees:
         replicate(unit, mesh=mesh, mp_policy=policy)
     else:
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
-
-
-def _frees(plan: ParallelPlan) -> bool:
-    """Return whether gathered weights go after every pass; those of a pipeline stage stay for the step."""
-    return plan.sharding == "zero3" and plan.pp == 1
 
 
 # -- passes -----------------------------------------------------------------------------------------------------------

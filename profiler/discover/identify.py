@@ -63,7 +63,7 @@ def identify(node: ObservedNode, device_id: str = "") -> Identified:
     if not node.devices:
         raise InputError(f"{node.source}: names no device: give a source that does, or pass --device")
     observed = _usual(node)
-    ids = _ids(observed)
+    ids = (observed.name,) if observed.name in preset_devices() else devices_named(observed.name)
     if len(ids) == 1:
         spec = load_device(ids[0])
         assert spec is not None
@@ -119,11 +119,6 @@ def _usual(node: ObservedNode) -> ObservedDevice:
     """Return a device of the most frequent kind."""
     name = Counter(device.name for device in node.devices).most_common(1)[0][0]
     return next(device for device in node.devices if device.name == name)
-
-
-def _ids(device: ObservedDevice) -> tuple[str, ...]:
-    """Ids of the shipped devices that it may be."""
-    return (device.name,) if device.name in preset_devices() else devices_named(device.name)
 
 
 def _generation(device: ObservedDevice) -> str:

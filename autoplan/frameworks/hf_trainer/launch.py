@@ -7,7 +7,6 @@ is "auto" there filled in from the arguments (transformers/integrations/deepspee
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -318,9 +317,5 @@ def _with_deepspeed(options: Options, context: LaunchContext, program: Program, 
         framework="deepspeed-hf",
         training=replace(training, precision=launch.training.precision),
         options=(*options.options(), *launch.options),
-        unread=_sorted((*launch.unread, *options.unread(HARMLESS))),
+        unread=tuple(sorted((*launch.unread, *options.unread(HARMLESS)), key=lambda item: not item.matters)),
     )
-
-
-def _sorted(unread: Iterable[Unread]) -> tuple[Unread, ...]:
-    return tuple(sorted(unread, key=lambda item: not item.matters))

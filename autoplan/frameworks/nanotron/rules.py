@@ -61,17 +61,7 @@ def _own_split(workload: Workload, batch: PlanBatch) -> Bools:
 # -- tensor and context parallelism -----------------------------------------------------------------------------------
 
 
-def _no_cp(workload: Workload, batch: PlanBatch) -> Bools:
-    """The attention of one model knows it (models/qwen.py:777), but no run starts with it except from a checkpoint."""
-    return batch.cp == 1
-
-
 # -- experts, sharding ------------------------------------------------------------------------------------------------
-
-
-def _no_ep(workload: Workload, batch: PlanBatch) -> Bools:
-    """The sizes of the groups multiply to the world without ep, and are laid out with it."""
-    return batch.ep == 1
 
 
 def _says_split(workload: Workload, plan: ParallelPlan) -> str:
@@ -127,12 +117,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source="trainer.py:1053",
-        holds=_no_cp,
+        # The attention of one model knows it (models/qwen.py:777), but only runs from a checkpoint start with it.
+        holds=lambda s, b: b.cp == 1,
         text=lambda s, p: f"cp {p.cp}: a run does not start with context parallelism, set cp 1",
     ),
     Rule(
         source="parallel/context.py:26",
-        holds=_no_ep,
+        # The sizes of the groups multiply to the world without ep, and are laid out with it.
+        holds=lambda s, b: b.ep == 1,
         text=lambda s, p: f"ep {p.ep}: a run does not start with expert parallelism, set ep 1",
     ),
     shared.whole_experts("nn/moe.py:71"),

@@ -87,9 +87,10 @@ def page_text(
         tag("title", name),
         tag("style", Markup(style)),
     )
+    skip = tag("a", f"Skip to {start}", href=f"#{next(iter(shown))}", class_="skip")
     body = tag(
         "body",
-        tag("header", _skip(start, next(iter(shown))), title, _theme(), class_="top"),
+        tag("header", skip, title, _theme(), class_="top"),
         _contents(shown),
         tag("main", *(drawn for _, drawn in shown.values())),
         tag("div", id="tip", role="presentation"),
@@ -101,10 +102,6 @@ def page_text(
 def _text(names: tuple[str, ...]) -> str:
     folder = files(__package__)
     return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
-
-
-def _skip(start: str, first: str) -> Markup:
-    return tag("a", f"Skip to {start}", href=f"#{first}", class_="skip")
 
 
 def _theme() -> Markup:

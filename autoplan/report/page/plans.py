@@ -83,7 +83,7 @@ def _compared(shown: Sequence[RankedPlan]) -> Markup:
     for name, value in AXES:
         values = [value(plan.plan) for plan in shown]
         if len(set(values)) > 1 or values[0] not in ("1", "none"):
-            rows.append((name, *(_beside(value_of_plan, values[0]) for value_of_plan in values)))
+            rows.append((name, *(text if text == values[0] else tag("strong", text) for text in values)))
     figures: tuple[tuple[str, Callable[[RankedPlan], str]], ...] = (
         ("step", lambda plan: format_seconds(plan.step_s)),
         ("90 % from", lambda plan: format_seconds(plan.low_s)),
@@ -98,10 +98,6 @@ def _compared(shown: Sequence[RankedPlan]) -> Markup:
         if any(plan.terms_s.get(term, 0.0) >= LEAST_SHOWN_S for plan in shown):
             rows.append((term_name(term), *(or_none(plan.terms_s.get(term, 0.0)) for plan in shown)))
     return table("The best plans in every axis and term", columns, rows)
-
-
-def _beside(value: str, first: str) -> Child:
-    return value if value == first else tag("strong", value)
 
 
 def _lost(file: PlanFile) -> Markup | None:
