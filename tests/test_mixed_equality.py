@@ -13,7 +13,8 @@ from autoplan.api.problem import make_problem, make_space
 from autoplan.base.errors import UnpricedError
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.mixed.estimate import estimate_mixed
-from autoplan.cost.mixed.stages import mixed_stages
+from autoplan.cost.mixed.stages import mixed_stages, mixed_timeline
+from autoplan.cost.timeline import timeline
 from autoplan.frameworks.common.rules import legal
 from autoplan.spec.axes import USUAL_SCHEDULES
 from autoplan.spec.enums import RankOrder
@@ -22,6 +23,7 @@ from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.topology.mixed_cluster import MixedCluster
 from mixed_cases import as_mixed
+from test_mixed_stages import same
 
 CASES = [
     ("llama2-7b", "h100-sxm:4x8", "megatron-core", {}),
@@ -66,9 +68,10 @@ def test_every_plan_of_one_part_costs_what_the_estimate_says(
         assert cost.low_s == pytest.approx(expected.low_s[at], rel=1e-9)
         assert cost.oom_z == pytest.approx(expected.oom_z[at], rel=1e-9)
     for at in range(0, len(batch), NUM_PLANS // 4):
-        assert [placed.cost for placed in mixed_stages(mixed, written[at])] == list(
-            stage_costs(problem, batch.plan(at))
-        )
+        plan = batch.plan(at)
+        assert [placed.cost for placed in mixed_stages(mixed, written[at])] == list(stage_costs(problem, plan))
+        if plan.num_microbatches * plan.pp * plan.vp < 2000:
+            same(timeline(problem, plan), mixed_timeline(mixed, written[at]))
 
 
 @pytest.mark.parametrize(("model", "cluster", "framework", "options"), CASES[:4])
