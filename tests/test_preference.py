@@ -21,6 +21,7 @@ from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.preference import Preference
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.training import TrainingSpec
+from commands import run
 
 MODEL = "llama3.2-1b"
 COPY = Preference(reference="copy")
@@ -184,6 +185,14 @@ def test_programs_of_trl_are_read(program: str, more: str, preference: Preferenc
     assert hf_trainer.read(f"{script} {more}", CONTEXT).training.preference == preference
     with pytest.raises(InputError, match=r"grpo.py: only training on the next token, on pairs \(dpo\)"):
         hf_trainer.read(script.replace(program, "grpo.py"), CONTEXT)
+
+
+def test_what_was_read_says_the_loss(tmp_path: Path) -> None:
+    text = f"base_model: {MODEL}\nmicro_batch_size: 2\nsequence_len: 2048\nrl: dpo\n"
+    (tmp_path / "dpo.yaml").write_text(text)
+    shown = " ".join(run(tmp_path, "read", "dpo.yaml", "--devices", "8").stdout.split())
+    assert "loss preferences (DPO), two sequences a sample, against a frozen copy of the model" in shown
+    assert "step 16 pairs, 1 micro-batch a replica" in shown
 
 
 def test_a_finetuning_file_names_its_loss(tmp_path: Path) -> None:

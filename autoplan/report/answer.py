@@ -143,10 +143,9 @@ def lengths_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
         return
     cut = lengths.share_above(training.seq_len)
     shortened = f", {risk_text(cut)} of them cut" if cut else ""
-    yield (
-        "lengths",
-        f"{lengths.source}: {lengths.num_samples:,} samples, {lengths.mean:,.0f} tokens in the mean{shortened}",
-    )
+    kind = "samples" if training.preference is None else "sequences"
+    number = f"{lengths.num_samples:,} {kind}, {lengths.mean:,.0f} tokens in the mean"
+    yield "lengths", f"{lengths.source}: {number}{shortened}"
     learnt = useful(training)
     computed = float(np.max(tokens_per_sample(training, np.array([best.plan.micro_batch]))))
     words = [f"{learnt.samples:,.1f} samples a sequence"] if learnt.samples != 1 else []

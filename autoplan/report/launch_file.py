@@ -35,9 +35,11 @@ def print_launch(
     grid = labelled()
     grid.add_row("model", escape(f"{model.name}: {model_line(model)}"))
     grid.add_row("training", f"{training.seq_len:,} tokens, {training.precision}, {training.attention} attention")
+    if training.preference is not None:
+        grid.add_row("loss", str(training.preference))
     grid.add_row("plan", f"[bold]{escape(plan.describe())}[/]")
-    count = plan.num_microbatches
-    grid.add_row("step", f"{plan.global_batch:,} sequences, {count:,} micro-batch{'es' * (count > 1)} a replica")
+    count, samples = plan.num_microbatches, "sequences" if training.preference is None else "pairs"
+    grid.add_row("step", f"{plan.global_batch:,} {samples}, {count:,} micro-batch{'es' * (count > 1)} a replica")
     grid.add_row("devices", f"{plan.num_devices:,}")
     print_part(console, grid)
     if matters:
