@@ -24,13 +24,14 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
 
+MODEL = "llama3.2-1b"
 TWO = Lengths(histogram=((100, 3), (400, 1)))  # a quarter of the samples is four times as long
 
 
 def problem_of(lengths: Lengths | None, batching: Batching = "packed", **options: Any) -> Problem:
     """A small model on one node."""
     known = {"cluster": "h100-sxm:1x8", "seq_len": 400, "framework": "transformers", **options}
-    return make_problem("llama3.2-1b", lengths=lengths, batching=batching, **known)
+    return make_problem(MODEL, lengths=lengths, batching=batching, **known)
 
 
 def step(problem: Problem, **axes: Any) -> dict[str, float]:
@@ -292,16 +293,27 @@ def test_padding_lowers_the_rate_of_useful_tokens() -> None:
     """S47: six of ten tokens are no padding, and the rate is .6 of that of whole sequences."""
     rates = [
         autoplan.estimate(
-            *("llama3.2-1b",), cluster="h100-sxm:1x8", global_batch=64, seq_len=1000, lengths=lengths, batching="full"
+            *(MODEL,), cluster="h100-sxm:1x8", global_batch=64, seq_len=1000, lengths=lengths, batching="full"
         ).file.best.tokens_per_s_per_device
         for lengths in ("200:1,1000:1", None)
     ]
     assert rates[0] == pytest.approx(0.6 * rates[1])
 
 
+def test_a_limit_of_tokens_is_a_micro_batch_of_sequences() -> None:
+    """S50: 3,584 tokens a device are 7 sequences of 512, and 4 updates at once as many micro-batches a step."""
+    plan = {"micro_batch": 3584 // 512, "sharding": "zero3"}
+    best = autoplan.estimate(
+        MODEL, cluster="h100-sxm:1x8", global_batch=7 * 4 * 8, seq_len=512, framework="transformers", plan=plan
+    ).file.best
+    assert "micro-batch 7" in best.plan.describe()
+    assert best.plan.num_microbatches == 4
+    assert best.tokens_per_s_per_device == pytest.approx(3584 * 4 / best.step_s)
+
+
 def test_lengths_outlive_a_plan_file(tmp_path: Path) -> None:
     found = autoplan.search(
-        "llama3.2-1b",
+        MODEL,
         cluster="h100-sxm:1x8",
         global_batch=64,
         seq_len=4096,
@@ -321,8 +333,8 @@ def test_bounds_stay_below_where_lengths_differ() -> None:
     """The proven best plan is the best of all that were priced one by one."""
     options: dict[str, Any] = {"cluster": "h100-sxm:1x8", "global_batch": 32, "seq_len": 4096}
     options |= {"lengths": "300:5,4000:1", "batching": "unpadded", "fix": ["tp=1", "pp=1", "cp=1"]}
-    proven = autoplan.search("llama3.2-1b", prefer="fastest", **options).file.best
-    tried = autoplan.search("llama3.2-1b", prefer="fastest", sampler="random", trials=40, **options).file.best
+    proven = autoplan.search(MODEL, prefer="fastest", **options).file.best
+    tried = autoplan.search(MODEL, prefer="fastest", sampler="random", trials=40, **options).file.best
     assert proven.step_s <= tried.step_s * (1 + 1e-9)
 
 
