@@ -202,6 +202,11 @@ def launch_of(changes: dict[str, Any], **variables: str) -> Launch:
     )
 
 
+def test_the_type_of_the_reduction_is_read() -> None:
+    assert launch_of({"communication_data_type": "fp32"}).plan.reduce_dtype == "fp32"
+    assert launch_of({"communication_data_type": "bf16"}).plan.reduce_dtype == "usual"
+
+
 def test_16_bit_weights_beside_wide_moments_are_not_priced() -> None:
     both = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     plan = launch_of({"bf16": {"enabled": True} | both}).plan
@@ -265,7 +270,6 @@ def test_autotp_counts_its_ranks_as_replicas() -> None:
         ({"zero_optimization.offload_optimizer": {"device": "nvme"}}, "zero_optimization.offload_optimizer.device"),
         ({"optimizer.type": "Lamb"}, "optimizer.type"),
         ({"pipeline.stages": 4}, "pipeline.stages"),
-        ({"communication_data_type": "fp32"}, "communication_data_type"),
         ({"data_types.grad_accum_dtype": "fp32"}, "data_types"),
     ],
 )

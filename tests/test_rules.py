@@ -80,6 +80,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
             (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
             (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
             *CORE_OPTIONS,
+            (DENSE, plan_of(dp_shard=8, reduce_dtype="fp32"), 4096, "'fp32' does not exist: use 'usual' or 'half'"),
             *PIPELINES,
             (MOE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096, "recompute of moe_act"),
             (DENSE, plan_of(recompute="full", recompute_num_layers=2), 4096, "recompute of 2 layers of a chunk"),
@@ -107,6 +108,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
             (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
             (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
             *CORE_OPTIONS,
+            (DENSE, plan_of(dp_shard=8, reduce_dtype="half"), 4096, "'half' does not exist: use 'usual' or 'fp32'"),
             *PIPELINES,
             (MOE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096, "recompute of moe_act"),
             (DENSE, plan_of(dp_shard=8, sharding="zero1"), 4096, "use 'none' or 'zero2' or 'zero3'"),
@@ -126,6 +128,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
         nanotron.BOOK,
         (
             *CORE_OPTIONS,
+            (DENSE, plan_of(dp_shard=8, reduce_dtype="half"), 4096, "reduce_dtype half is known of torchtitan, Deep"),
             (
                 DENSE,
                 plan_of(dispatcher="hybridep"),
@@ -168,6 +171,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
                 if not (case[1].dropout or case[1].main_weights != "fp32" or case[1].moment_dtype != "fp32")
             ),
             (DENSE, plan_of(dp_shard=8, main_weights="fp16"), 4096, "main_weights 'fp16' does not exist"),
+            (DENSE, plan_of(dp_shard=8, reduce_dtype="half"), 4096, "reduce_dtype 'half' does not exist"),
             (DENSE, plan_of(dp_shard=8, moment_dtype="fp8"), 4096, "moment_dtype 'fp8' does not exist"),
             (DENSE, plan_of(dp_shard=8, moment_dtype="bf16"), 4096, "main_weights fp32 with moment_dtype bf16"),
             (

@@ -16,6 +16,7 @@ from autoplan.api.estimate import make_plan
 from autoplan.api.problem import make_problem, make_space
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
+from autoplan.cost.memory.state_types import reduced_grad_bytes
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import book_of
 from autoplan.readers.model import load_model
@@ -75,6 +76,26 @@ def test_16_bit_gradients_take_half_the_buffer_and_half_the_wire() -> None:
     small = {"micro_batch": 1, "global_batch": 8, "recompute": "full"}
     terms = [cost_of(problem, grad_dtype=word, **small) for word in ("bf16", "bf16_main")]
     assert terms[0]["update"] >= terms[1]["update"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("framework", "word", "bytes_on_wire"),
+    [("torchtitan", "half", (4, 2)), ("deepspeed-zero", "fp32", (2, 4)), ("pytorch-fsdp", "fp32", (2, 4))],
+)
+def test_gradients_travel_in_the_type_that_a_plan_says(
+    framework: str, word: str, bytes_on_wire: tuple[int, int]
+) -> None:
+    problem = problem_of(framework)
+    usual = ParallelPlan(global_batch=64, dp_shard=8, sharding="zero3")
+    batch = PlanBatch.of([usual, replace(usual, reduce_dtype=word)], problem.model.num_layers)
+    assert tuple(reduced_grad_bytes(problem, batch)) == bytes_on_wire
+    costs = estimate(problem, batch)
+    narrow, wide = np.argsort(bytes_on_wire)
+    assert costs.step_s[narrow] <= costs.step_s[wide]
+    assert costs.memory_bytes[narrow] <= costs.memory_bytes[wide]
+    space = make_space(problem, 64)
+    assert space.limits.of("reduce_dtype") == ("usual",)
+    assert make_space(problem, 64, allow=["reduce_dtype"]).limits.of("reduce_dtype") == ("usual", word)
 
 
 def test_megatron_bridge_reduces_16_bits_unless_told_otherwise() -> None:

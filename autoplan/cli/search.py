@@ -87,9 +87,9 @@ AllowOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="CHOICE",
-        help="Also look at plans with an option that changes the numerics of training: grad_dtype, main_weights, "
-        "moment_dtype, narrow_params, fp8_attention, token_dropping, dropout, or a value such as moment_dtype=bf16 "
-        "(repeatable).",
+        help="Also look at plans with an option that changes the numerics of training: grad_dtype, reduce_dtype, "
+        "main_weights, moment_dtype, narrow_params, fp8_attention, token_dropping, dropout, or a value such as "
+        "moment_dtype=bf16 (repeatable).",
     ),
 ]
 PreferOption = Annotated[

@@ -25,6 +25,7 @@ from autoplan.spec.enums import (
     RankOrder,
     Recompute,
     RecomputeModule,
+    ReduceType,
     Schedule,
     Sharding,
 )
@@ -265,6 +266,10 @@ AXES: tuple[Axis, ...] = (
           help="Gradients are added up and reduced in fp32 or bf16; bf16_main without an fp32 copy for the update.",
           default=GradType.FP32, label="data type of the gradients", known_of=_MEGATRON, searched=tuple(GradType),
           exact=(), flag_default=None),
+    _word(name="reduce_dtype",
+          help="Gradients travel in the framework's usual type, in fp32, or in 16 bits (half).",
+          default=ReduceType.USUAL, needs=Needs.COPIES, label="data type of the reduction",
+          known_of="torchtitan, DeepSpeed and PyTorch FSDP", searched=tuple(ReduceType), exact=(), flag_default=None),
     _flag(name="narrow_params",
           help="Keep and gather the weights of narrow products as they are multiplied, in 8 or 4 bits.",
           label="narrow weights", phrase="narrow weights", known_of=_MEGATRON, searched=(False, True), exact=(),

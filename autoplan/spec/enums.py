@@ -125,6 +125,14 @@ class GradType(CodedEnum):
     BF16_MAIN = "bf16_main"
 
 
+class ReduceType(CodedEnum):
+    """Data type in which gradients travel: that of the framework where nothing else is said, fp32, or 16 bits."""
+
+    USUAL = "usual"
+    FP32 = "fp32"
+    HALF = "half"
+
+
 class MainWeights(CodedEnum):
     """Data type of the weights that the optimizer updates: fp32, what 16-bit weights lack of it, or 16 bits alone."""
 

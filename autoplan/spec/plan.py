@@ -26,6 +26,7 @@ from autoplan.spec.enums import (
     RankOrder,
     Recompute,
     RecomputeModule,
+    ReduceType,
     Schedule,
     Sharding,
     enum_value,
@@ -63,6 +64,7 @@ _OPTION_WORDS: dict[str, dict[str, str]] = {
         CudaGraphs.FULL_ITERATION: "one CUDA graph",
     },
     "grad_dtype": {GradType.BF16: "bf16 gradients", GradType.BF16_MAIN: "bf16 main gradients"},
+    "reduce_dtype": {ReduceType.FP32: "gradients reduced in fp32", ReduceType.HALF: "gradients reduced in 16 bits"},
     "main_weights": {
         MainWeights.REMAINDERS: "main weights as remainders",
         MainWeights.FP16: "fp16 main weights",
@@ -119,6 +121,7 @@ class ParallelPlan:
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
     cuda_graphs: CudaGraphs = CudaGraphs.NONE
     grad_dtype: GradType = GradType.FP32
+    reduce_dtype: ReduceType = ReduceType.USUAL
     narrow_params: bool = False
     fp8_attention: bool = False
     token_dropping: bool = False
@@ -328,6 +331,7 @@ class PlanBatch(Rows):
     offload: Ints
     cuda_graphs: Ints
     grad_dtype: Ints
+    reduce_dtype: Ints
     narrow_params: Bools
     fp8_attention: Bools
     token_dropping: Bools

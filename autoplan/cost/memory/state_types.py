@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoplan.base.arrays import Floats
-from autoplan.spec.enums import GradType, MainWeights, MomentType
+from autoplan.spec.enums import GradType, MainWeights, MomentType, ReduceType
 from autoplan.spec.optimizers import ADAM_MOMENT_BYTES, TRAITS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -35,6 +35,12 @@ def _of_gradients(batch: PlanBatch, usual: float) -> Floats:
     return np.where(batch.grad_dtype == GradType.FP32.code, usual, min(usual, HALF_BYTES))
 
 
+def _of_reduction(batch: PlanBatch, usual: float) -> Floats:
+    by_choice = np.array([{ReduceType.FP32: WIDE_BYTES, ReduceType.HALF: HALF_BYTES}.get(w, usual) for w in ReduceType])
+    is_usual = batch.reduce_dtype == ReduceType.USUAL.code
+    return np.where(is_usual, _of_gradients(batch, usual), by_choice[batch.reduce_dtype])
+
+
 def grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Return the bytes of a gradient in the buffer that keeps it."""
     return _of_gradients(batch, problem.framework.memory.bytes_per_grad)
@@ -42,12 +48,12 @@ def grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 def reduced_grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Return the bytes of a gradient on the wire."""
-    return _of_gradients(batch, problem.bytes_per_reduced_grad)
+    return _of_reduction(batch, problem.bytes_per_reduced_grad)
 
 
 def whole_grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Return the bytes of a gradient of a unit before its shards are reduced."""
-    return _of_gradients(batch, problem.framework.network.bytes_per_reduced_grad)
+    return _of_reduction(batch, problem.framework.network.bytes_per_reduced_grad)
 
 
 def update_copy_bytes(problem: Problem, batch: PlanBatch) -> Floats:

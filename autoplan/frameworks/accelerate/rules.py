@@ -11,4 +11,4 @@ from autoplan.frameworks.accelerate.export import LIMITS
 from autoplan.frameworks.fsdp2 import rules as fsdp2
 
 RULES = fsdp2.RULES + LIMITS
-BOOK = replace(fsdp2.BOOK, rules=RULES)
+BOOK = replace(fsdp2.BOOK, rules=RULES, extras=())

@@ -17,7 +17,18 @@ from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import usual_rank_order
 from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_by_peft
 from autoplan.frameworks.common.universal_rules import SOURCE
-from autoplan.frameworks.deepspeed.options import ACCUMULATION, CP, EP, MICRO_BATCH, STATES, TOTAL, TP, TP_OVERLAP, ZERO
+from autoplan.frameworks.deepspeed.options import (
+    ACCUMULATION,
+    CP,
+    EP,
+    MICRO_BATCH,
+    REDUCTION,
+    STATES,
+    TOTAL,
+    TP,
+    TP_OVERLAP,
+    ZERO,
+)
 from autoplan.frameworks.deepspeed.rules import RULES
 from autoplan.spec.enums import Sharding
 from autoplan.spec.optimizers import TRAITS
@@ -37,6 +48,7 @@ def deepspeed_config(plan_file: PlanFile, version: str) -> dict[str, Any]:
         **written((TOTAL, MICRO_BATCH, ACCUMULATION), plan_file),
         plan.precision: {"enabled": True} | _written_states(plan_file),
         "gradient_clipping": 1.0,
+        **written((REDUCTION,), plan_file),
         "zero_optimization": written(ZERO, plan_file),
         "tensor_parallel": written((TP, TP_OVERLAP), plan_file) if plan.tp > 1 else None,
         **(written((CP,), plan_file) if plan.cp > 1 else {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.frameworks.common.option_table import Assumed, Constant, Option, Row, count, switch, word
-from autoplan.spec.enums import MainWeights, MomentType, Offload, Sharding
+from autoplan.spec.enums import MainWeights, MomentType, Offload, ReduceType, Sharding
 from autoplan.spec.plan_file import PlanFile
 
 BUCKET_ELEMENTS = 500_000_000  # as bucket_gib of the presets says; also what DeepSpeed takes by itself
@@ -34,6 +34,14 @@ def _priced(key: str, value: float, **extra: Any) -> Assumed:
 TOTAL = count("train_batch_size", "global_batch", when=lambda file: file.best.plan.tp == 1)
 MICRO_BATCH = count("train_micro_batch_size_per_gpu", "micro_batch")
 ACCUMULATION = count("gradient_accumulation_steps", "num_microbatches")
+# Gradients travel in 16 bits by themselves (runtime/engine.py).
+REDUCTION = word(
+    "communication_data_type",
+    "reduce_dtype",
+    ReduceType.USUAL,
+    {"fp32": ReduceType.FP32, "fp16": ReduceType.USUAL, "bf16": ReduceType.USUAL, "bfp16": ReduceType.USUAL},
+    when=lambda file: file.best.plan.reduce_dtype != ReduceType.USUAL,
+)
 CP = count("sequence_parallel_size", "cp", 1)
 # Section `tensor_parallel`; what is written does not say 0, which stands for 1.
 TP = count("autotp_size", "tp", 0)

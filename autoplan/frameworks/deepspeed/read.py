@@ -20,6 +20,7 @@ from autoplan.frameworks.deepspeed.options import (
     ETP,
     MICRO_BATCH,
     OVERLAP,
+    REDUCTION,
     SHARDING,
     STATES,
     TOTAL,
@@ -170,14 +171,15 @@ def _precision(options: Options) -> Precision:
 
 
 def _types(options: Options) -> Fields:
-    """Return the data types of main weights and moments."""
+    """Return the data types of main weights and moments, and of gradients on the wire."""
     section = options.inside("bf16")
+    reduced = read_fields((REDUCTION,), options)
     types = read_fields(STATES, section)
     masters, moments = (row.key for row in STATES)
     if section.flag(masters) != section.flag(moments):
         section.remark(masters, f"priced beside {moments} alone: taken for fp32")
-        return {row.field: row.default for row in STATES}
-    return types
+        return {row.field: row.default for row in STATES} | reduced
+    return types | reduced
 
 
 def _batch(options: Options, num_devices: int | None) -> Fields:
@@ -292,8 +294,6 @@ def _unpriced(options: Options, zero: Options) -> None:
         optimizer.remark("type", "Adam is priced")
     for key in pipeline.arguments:
         pipeline.remark(key, "stages are those of the script's PipelineModule; priced with one")
-    if options.has("communication_data_type"):
-        options.remark("communication_data_type", "gradients of 2 bytes are priced on the wire")
     if not (autocast := options.inside("torch_autocast")).flag("enabled"):
         autocast.pass_over("dtype", "lower_precision_safe_modules")
     if options.is_other("wall_clock_breakdown", False):

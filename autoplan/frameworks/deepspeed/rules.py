@@ -81,6 +81,7 @@ def _narrow_states(workload: Workload, batch: PlanBatch) -> Bools:
 SUPPORTED = (
     SupportedWords(axis="main_weights", words=("fp32", "bf16"), source="runtime/precision_config.py"),
     SupportedWords(axis="moment_dtype", words=("fp32", "bf16"), source="runtime/precision_config.py"),
+    SupportedWords(axis="reduce_dtype", words=("usual", "fp32"), source=f"{_ENGINE} communication_data_type"),
     SupportedWords(axis="schedule", words=("1f1b",), source=f"{_PIPE}/schedule.py:189"),
     SupportedWords(axis="cp_kind", words=(ContextParallelKind.ALL_TO_ALL,), source=f"{_ULYSSES}:145"),
     SupportedWords(
@@ -89,7 +90,7 @@ SUPPORTED = (
     SupportedWords(axis="precision", words=("bf16", "fp16"), source=f"{_ENGINE}:2011"),
 )
 
-EXTRAS = ("dropout", "main_weights", "moment_dtype")
+EXTRAS = ("dropout", "main_weights", "moment_dtype", "reduce_dtype")
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,

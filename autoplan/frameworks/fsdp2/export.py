@@ -20,7 +20,7 @@ from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS, stages_last
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.fsdp2.options import BATCH, DTYPE, SCHEDULES, SEQUENCE_PARALLEL
 from autoplan.frameworks.fsdp2.rules import RULES
-from autoplan.spec.enums import Precision, Recompute
+from autoplan.spec.enums import Precision, Recompute, ReduceType
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.plan_file import PlanFile
 
@@ -83,7 +83,7 @@ def _settings(plan_file: PlanFile) -> dict[str, Any]:
             "shard_over": ["dp_shard", "cp"] if is_sharded else [],
             "reshard_after_forward": plan.sharding == "zero3",
             "param_dtype": dtype,
-            "reduce_dtype": dtype if plan_file.framework.network.bytes_per_reduced_grad == 2 else "float32",
+            "reduce_dtype": "float32" if plan.reduce_dtype == ReduceType.FP32 else dtype,
         },
         **written((SEQUENCE_PARALLEL,), plan_file),
         "recompute_layers": plan.recompute_num_layers if plan.recompute == "full" else 0,  # of a stage; null: all

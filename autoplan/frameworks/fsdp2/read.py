@@ -9,6 +9,7 @@ from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Options, parse_json, show
 from autoplan.frameworks.fsdp2.options import BATCH, DTYPE, SCHEDULES, SEQUENCE_PARALLEL
+from autoplan.spec.enums import ReduceType
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
@@ -35,8 +36,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     shard_over = sharding.value("shard_over")
     if shard_over not in ([], ["dp_shard", "cp"]):
         raise InputError(f"fully_shard.shard_over must be [] or ['dp_shard', 'cp'], got {show(shard_over)}")
-    precision = DTYPE.of(sharding)
-    sharding.pass_over("reduce_dtype")
+    precision, is_wide = DTYPE.of(sharding), sharding.value("reduce_dtype") == "float32"
     reshards = sharding.flag("reshard_after_forward")
     everywhere = {"dp_replicate": 1, "dp_shard": degrees["dp_replicate"] * degrees["dp_shard"], "sharding": "none"}
     states = {"sharding": "zero3" if reshards else "zero2"} if shard_over else everywhere
@@ -46,6 +46,7 @@ def read(text: str, context: LaunchContext) -> Launch:
         **_recompute(options),
         **_pipeline(options, degrees["pp"], model.num_layers),
         "precision": precision,
+        "reduce_dtype": ReduceType.FP32 if is_wide else ReduceType.USUAL,  # of 16 bits
         **read_fields((SEQUENCE_PARALLEL, *BATCH), options),
     }
     return Launch(

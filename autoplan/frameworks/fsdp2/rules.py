@@ -99,16 +99,23 @@ SUPPORTED = (
         axis="offload", words=(Offload.NONE,), source="torch/distributed/fsdp/_fully_shard/_fsdp_api.py:183"
     ),
     SupportedWords(
+        axis="reduce_dtype",
+        words=("usual", "fp32"),
+        source="torch/distributed/fsdp/_fully_shard/_fsdp_api.py MixedPrecisionPolicy",
+    ),
+    SupportedWords(
         axis="precision",
         words=("bf16", "fp16", "fp8", "mxfp8"),
         source="torch/distributed/fsdp/_fully_shard/_fsdp_api.py:14",
     ),
 )
 
+EXTRAS = ("reduce_dtype",)
+
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
     universal.NO_PARTS,
-    *universal.options_of_others(),
+    *universal.options_of_others(*EXTRAS),
     *(words.rule() for words in SUPPORTED),
     *PIPELINE_RULES,
     shared.tied_needs_one_stage("torch/distributed/pipelining/stage.py PipelineStage"),
@@ -125,4 +132,4 @@ RULES: tuple[Rule, ...] = (
     *shared.aligned("torchao float8 and mx, torch._scaled_mm"),
 )
 
-BOOK = Rulebook(rules=RULES, supported=SUPPORTED, repeats_some_layers=True)
+BOOK = Rulebook(rules=RULES, supported=SUPPORTED, extras=EXTRAS, repeats_some_layers=True)

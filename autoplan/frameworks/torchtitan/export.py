@@ -16,6 +16,7 @@ from autoplan.base.errors import InputError, refused
 from autoplan.base.files import decode, read_table, shipped
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, OptionGroup, Target
+from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import stages_last
 from autoplan.frameworks.common.universal_rules import SOURCE
@@ -24,6 +25,7 @@ from autoplan.frameworks.torchtitan.options import (
     CONVERTERS,
     OLD_CONVERTERS,
     POLICIES,
+    REDUCTION,
     write_batch,
     write_parallelism,
 )
@@ -193,7 +195,7 @@ def _imports(family: str, plan_file: PlanFile, converters: list[str], version: s
 
 def _trainer(plan_file: PlanFile, version: str) -> dict[str, Any]:
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
-    policy = POLICIES.get(plan.recompute)
+    policy, batch = POLICIES.get(plan.recompute), write_batch(plan, training.seq_len, version)
     loss = "deepseek_v3.MTPLoss" if model.num_mtp_layers else "CrossEntropyLoss"
     compiling = {"enable": _compiles(training)} | ({"enable_async_tensor_parallel": True} if plan.tp_overlap else {})
     return {
@@ -203,7 +205,7 @@ def _trainer(plan_file: PlanFile, version: str) -> dict[str, Any]:
         "dataloader": Code(
             f"{family_of(model)}_debugmodel().dataloader" if version == "main" else "HuggingFaceTextDataLoader.Config()"
         ),
-        "training": Code(_call("TrainingConfig", write_batch(plan, training.seq_len, version), 8)),
+        "training": Code(_call("TrainingConfig", batch | written((REDUCTION,), plan_file), 8)),
         "parallelism": Code(_call("ParallelismConfig", write_parallelism(plan_file, version), 8)),
         "activation_checkpoint": Code(f"{policy}.Config()") if policy else None,
         "compile": Code(_call("CompileConfig", compiling, 8)),
@@ -300,7 +302,7 @@ def _toml(plan_file: PlanFile) -> str:
     tables: dict[str, Mapping[str, Any]] = {
         "model": {"name": family, "flavor": flavor},
         "optimizer": {"name": "AdamW", "lr": 3e-4},
-        "training": write_batch(plan, training.seq_len, "0.2"),
+        "training": write_batch(plan, training.seq_len, "0.2") | written((REDUCTION,), plan_file),
         "parallelism": write_parallelism(plan_file, "0.2"),
         "activation_checkpoint": {"mode": plan.recompute},
         "compile": {"enable": _compiles(training), "components": ["model", "loss"]},

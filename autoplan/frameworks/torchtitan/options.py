@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.option_table import Assumed, Fields, Value, count, read_fields, remark_assumed
+from autoplan.frameworks.common.option_table import Assumed, Fields, Value, count, read_fields, remark_assumed, word
 from autoplan.frameworks.common.options import Options, show
 from autoplan.frameworks.fsdp2.options import SCHEDULES
-from autoplan.spec.enums import Sharding
+from autoplan.spec.enums import ReduceType, Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.plan_file import PlanFile
@@ -81,12 +81,18 @@ def read_batch(training: Options, parallelism: Options, degrees: dict[str, int])
     return {"micro_batch": micro, "global_batch": batch}
 
 
+REDUCTION = word(
+    "mixed_precision_reduce",
+    "reduce_dtype",
+    ReduceType.USUAL,
+    {"float32": ReduceType.USUAL, "bfloat16": ReduceType.HALF},
+    when=lambda file: file.best.plan.reduce_dtype != ReduceType.USUAL,
+)
 # Options that no plan has.
 _ASSUMED = (
     Assumed("enable_cpu_offload", (False,), "parameters and states on the host are not priced"),
     Assumed("dtype", ("float32",), "weights and states are priced in 32 bits"),
     Assumed("mixed_precision_param", ("bfloat16",), "products are priced in 16 bits"),
-    Assumed("mixed_precision_reduce", ("float32",), "reductions are priced in 32 bits"),
     Assumed("disable_cuda_graphs", (True,), "no prediction knows CUDA graphs"),
 )
 

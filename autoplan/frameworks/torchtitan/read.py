@@ -17,6 +17,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import is_file, read_table, read_text, shipped
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.literals import Built, Module
+from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Options, Unknown, show
 from autoplan.frameworks.common.shell import Command, is_open, read_script
 from autoplan.frameworks.torchtitan.families import model_of, size_of
@@ -25,6 +26,7 @@ from autoplan.frameworks.torchtitan.options import (
     CONVERTERS,
     OLD_CONVERTERS,
     POLICIES,
+    REDUCTION,
     read_assumed,
     read_batch,
     read_degrees,
@@ -399,6 +401,7 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
         "recompute": content.recompute,
         "precision": content.precision,
         "tp_overlap": compiling.flag("enable_async_tensor_parallel") and degrees["tp"] > 1,
+        **read_fields((REDUCTION,), training),
     }
     read_assumed(training)
     seq_len = context.seq_len or read_sequence(training)

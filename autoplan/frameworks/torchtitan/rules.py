@@ -81,13 +81,16 @@ SUPPORTED = (
     SupportedWords(axis="cp_kind", words=(ContextParallelKind.RING,), source="distributed/context_parallel/api.py:88"),
     # enable_cpu_offload takes the parameters along, which is not priced.
     SupportedWords(axis="offload", words=(Offload.NONE,), source=f"{_FSDP}:231"),
+    SupportedWords(axis="reduce_dtype", words=("usual", "half"), source="config/configs.py mixed_precision_reduce"),
     SupportedWords(axis="precision", words=("bf16", "fp8", "mxfp8", "nvfp4"), source="config/configs.py:94"),
 )
+
+EXTRAS = ("reduce_dtype",)
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
     universal.NO_PARTS,
-    *universal.options_of_others(),
+    *universal.options_of_others(*EXTRAS),
     universal.ALL_OR_NONE,
     *(words.rule() for words in SUPPORTED),
     *PIPELINE_RULES,
@@ -140,4 +143,4 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-BOOK = Rulebook(rules=RULES, supported=SUPPORTED)
+BOOK = Rulebook(rules=RULES, supported=SUPPORTED, extras=EXTRAS)
