@@ -27,6 +27,7 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan, SearchResult
 
 _WORDS = ("schedule", "cuda_graphs")  # axes of which words are left out
+_EVERYWHERE = ("sp", "grad_reduce_overlap")  # switches that all plans of a space have on, or off
 
 
 def with_left_out(
@@ -40,14 +41,15 @@ def with_left_out(
 ) -> tuple[Space, SearchResult]:
     """Return space and `result`, or those of a search which also looks at an option that makes its best plans better.
 
-    The options are sequence parallelism switched, GPipe, CUDA graphs of more, and twice as large micro-batches and
-    degrees of tp and cp as the space goes.  What is best with one of them may differ in more than that, so that all
-    plans which have it are searched, until none of the options helps.  `barred` are the axes that the user fixed or
-    bounded, and the values, such as "schedule=gpipe", that the user forbade.  In several `measures` all that no plan of
-    the front beats is searched; sequence parallelism, which a space has everywhere or nowhere, stays.
+    The options are sequence parallelism switched, GPipe, CUDA graphs of more, gradients reduced behind the last
+    backward pass, and twice as large micro-batches and degrees of tp and cp as the space goes.  What is best with one
+    of them may differ in more than that, so that all plans which have it are searched, until none of the options helps.
+    `barred` are the axes that the user fixed or bounded, and the values, such as "schedule=gpipe", that the user
+    forbade.  In several `measures` all that no plan of the front beats is searched; what a space has everywhere or
+    nowhere stays.
     """
     if tuple(measures) != ("time",):
-        while better := _better(problem, space, result.ranked, {*barred, "sp"}, measures):
+        while better := _better(problem, space, result.ranked, {*barred, *_EVERYWHERE}, measures):
             wider = reduce(with_options_of, (candidate.plan for candidate in better), space)
             if wider == space:
                 break
@@ -55,6 +57,8 @@ def with_left_out(
         return space, result
     while better := _better(problem, space, result.rivals[:1], barred, measures):
         wider = with_options_of(space, better[0].plan)
+        if wider == space:
+            return space, result.led_by(better[0])
         wider_result = place_best(problem, search(problem, wider, margin=margin))
         if not _is_beaten(problem, measures, wider_result.rivals[:1], better[0]):
             return wider, result.led_by(better[0])
@@ -107,6 +111,8 @@ def switched(problem: Problem, space: Space, plan: ParallelPlan, barred: Collect
     changes: list[dict[str, Any]] = [
         {axis: 2 * getattr(plan, axis)} for axis, most in space.limits.most if 2 * getattr(plan, axis) > most
     ]
+    if plan.grad_reduce_overlap:
+        changes.append({"grad_reduce_overlap": False})
     if _can_choose_sp(plan, problem.training.seq_len):
         changes.append({"sp": not plan.sp})
     if plan.schedule == Schedule.ONE_F_ONE_B and plan.pp > 1:
