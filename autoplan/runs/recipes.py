@@ -29,7 +29,9 @@ class Recipe:
         ""  # id of those without torch.compile, of which cuda_graph=none tells where nothing else captures
     )
     in_pipelines: str = ""  # id of those in pipelines, where other code runs them
-    traits: Mapping[str, int | float] = field(default_factory=dict)  # what their build of it did and no release does
+    traits: Mapping[str, bool | int | float] = field(
+        default_factory=dict
+    )  # what their build of it did and no release does
     # What another build of it did, from so many nodes on as often as not, and no column tells: an interval holds both.
     doubted: Mapping[str, int | float] = field(default_factory=dict)
     doubted_from_nodes: int = 1

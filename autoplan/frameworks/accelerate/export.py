@@ -114,7 +114,7 @@ LIMITS = (
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.reduce_dtype == ReduceType.USUAL.code,
-        says=lambda s, p: f"reduce_dtype {p.reduce_dtype}: its mixed precision reduces in 16 bits, leave it out",
+        text=lambda s, p: f"reduce_dtype {p.reduce_dtype}: its mixed precision reduces in 16 bits, leave it out",
     ),
     Rule(
         source=SOURCE,
