@@ -48,6 +48,10 @@ def test_a_script_of_megatron_is_read() -> None:
     assert (tuning.rank, tuning.targets, tuning.dropout) == (8, ("all-linear",), 0.05)
     # Dropout is none, as the models of the hub have it, where Megatron-LM has a tenth.
     assert matters(launch) == set()
+    assert launch.training.batching == "packed"
+    assert read(text.replace("--packing true", ""), LaunchContext()).training.batching == "unpadded"
+    padded = text.replace("--packing true", "--padding_free false")
+    assert read(padded, LaunchContext()).training.batching == "padded"
 
 
 def test_the_number_of_virtual_stages_is_that_of_a_rank() -> None:

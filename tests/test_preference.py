@@ -166,7 +166,9 @@ def test_adapters_of_llama_factory_take_their_base() -> None:
 )
 def test_losses_of_axolotl_are_read(settings: str, preference: Preference) -> None:
     text = f"base_model: x\nmicro_batch_size: 1\nsequence_len: 2048\n{settings}\n"
-    assert axolotl.read(text, CONTEXT).training.preference == preference
+    training = axolotl.read(text, CONTEXT).training
+    assert training.preference == preference
+    assert training.batching == ("full" if preference.loss == "reward" else "padded")
     with pytest.raises(InputError, match="rl 'grpo' is not priced: only dpo, ipo"):
         axolotl.read(text.replace(settings, "rl: grpo"), CONTEXT)
 

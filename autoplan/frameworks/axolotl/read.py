@@ -69,7 +69,7 @@ def read(text: str, context: LaunchContext) -> Launch:
         model_key="base_model",
         length_key=LENGTH,
         length=512,
-        batching=_batching(options, table) if preference is None else "padded",
+        batching=_batching(options, table, trains_pairs=preference is not None),
         preference=preference,
         finetuning=finetuning if finetuning.has_adapters else None,
         precision=Precision.BF16,  # "auto" (utils/schemas/config.py:559)
@@ -80,12 +80,14 @@ def read(text: str, context: LaunchContext) -> Launch:
     return launch_of(options, context, program, None)
 
 
-def _batching(options: Options, table: Mapping[str, Any]) -> Batching:
+def _batching(options: Options, table: Mapping[str, Any], *, trains_pairs: bool) -> Batching:
     """Return how samples become sequences (core/trainers/base.py, utils/collators/batching.py)."""
-    if is_on(options, "sample_packing"):
+    if is_on(options, "sample_packing") and not trains_pairs:
         return "packed"
-    if table.get("datasets") is None:  # of pretraining
+    if table.get("datasets") is None and not trains_pairs:  # of pretraining
         return "joined"
+    if table.get("reward_model"):
+        options.defaults["pad_to_sequence_len"] = True  # utils/schemas/validation.py:247
     return "full" if is_on(options, "pad_to_sequence_len") else "padded"
 
 

@@ -8,6 +8,7 @@ from autoplan.frameworks.common.option_table import Value
 
 # Of swift/megatron/arguments/megatron_args.py, where Megatron-LM's defaults differ.
 MEGATRON_DEFAULTS: dict[str, Value] = {
+    "padding_free": True,  # swift/megatron/arguments/megatron_args.py:524
     "micro_batch_size": 1,
     "global_batch_size": 16,
     "recompute_granularity": "selective",
