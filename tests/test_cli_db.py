@@ -175,8 +175,8 @@ def test_a_user_without_a_name_is_known_by_number(
 def test_push_pull_and_hide_travel(folder: Path) -> None:
     with open_store(str(folder / "a.db")) as store:
         store.add([replace(GEMM, shape=(1, 1, 1), measured_by="eve")])
-    assert good(folder, "push", "b.db", "--db", "a.db", "--trust", "ada") == "1 new, 0 held already\n"
-    assert good(folder, "push", "b.db", "--db", "a.db") == "4 new, 1 held already\n"
+    assert good(folder, "push", "b.db", "--db", "a.db", "--trust", "ada") == "1 new, 0 already there\n"
+    assert good(folder, "push", "b.db", "--db", "a.db") == "4 new, 1 already there\n"
     assert json.loads(good(folder, "pull", "b.db", "--db", "c.db", "--json"))["new"] == 5
     assert "1 hidden, 0 were" in run(folder, "hide", GEMM.key[:8], "--reason", "hot\nGPU", "--db", "b.db").stderr
     good(folder, "pull", "b.db", "--db", "c.db")
@@ -230,8 +230,8 @@ def test_push_quarantines_what_cannot_be(folder: Path, monkeypatch: pytest.Monke
 def test_export_and_import(folder: Path) -> None:
     good(folder, "export", "t.jsonl.gz", "--db", "a.db", "--anonymous")
     assert "exists" in bad(folder, "export", "t.jsonl.gz", "--db", "a.db")
-    assert good(folder, "import", "t.jsonl.gz", "--db", "b.db") == "4 new, 0 held already\n"
-    assert good(folder, "import", "t.jsonl.gz", "--db", "b.db") == "0 new, 4 held already\n"
+    assert good(folder, "import", "t.jsonl.gz", "--db", "b.db") == "4 new, 0 already there\n"
+    assert good(folder, "import", "t.jsonl.gz", "--db", "b.db") == "0 new, 4 already there\n"
     assert "node7" not in good(folder, "show", GEMM.key, "--db", "b.db")
     assert "nothing.gz: cannot be read" in bad(folder, "import", "nothing.gz", "--db", "c.db")
     assert not (folder / "c.db").exists()
@@ -243,7 +243,7 @@ def test_operations_that_are_not_known_are_passed_over_with_a_word(folder: Path)
     later = json.dumps({**json.loads(first), "operation": "fft"}).encode() + b"\n"
     (folder / "later.jsonl.gz").write_bytes(gzip.compress(b"".join([header, later, first, *rest])))
     done = commands.run(folder, "db", "import", "later.jsonl.gz", "--db", "d.db", **environment(folder))
-    assert (done.returncode, done.stdout) == (0, "4 new, 0 held already\n")
+    assert (done.returncode, done.stdout) == (0, "4 new, 0 already there\n")
     assert "does not know, and passes over: 1 of fft\n" in done.stderr
 
 
@@ -251,7 +251,7 @@ def test_a_log_is_imported(folder: Path) -> None:
     from test_nccl_tests import ALL_TO_ALL
 
     (folder / "log.txt").write_text(ALL_TO_ALL)
-    assert good(folder, "import", "log.txt", "--db", "b.db") == "2 new, 0 held already\n"
+    assert good(folder, "import", "log.txt", "--db", "b.db") == "2 new, 0 already there\n"
     assert "all_to_all" in good(folder, "list", "--db", "b.db")
 
 

@@ -154,8 +154,8 @@ def test_a_mixed_plan_has_a_page(searched: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("explain", "plan.json", "--versus", "tp=2"), "--versus is not there for mixed clusters"),
-        (("estimate", "plan.json", "--verify-memory"), "--verify-memory is not there for mixed clusters"),
+        (("explain", "plan.json", "--versus", "tp=2"), "--versus does not take mixed clusters"),
+        (("estimate", "plan.json", "--verify-memory"), "--verify-memory does not take mixed clusters"),
         (
             ("search", "llama.json", *MIXED, "--framework", "torchtitan", "--fix", "schedule=zb-h1", "--force"),
             "has the schedules 1f1b and interleaved only",

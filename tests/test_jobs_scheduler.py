@@ -378,7 +378,7 @@ def test_what_is_exported_is_submitted_and_its_log_is_read(
     assert kept == [(convert(one["plan"], ParallelPlan), (2.0,), one["predicted_s"]) for one in trials]
     place = ("--cluster", "h100-sxm:1x8")
     learned = run(tmp_path, "calibrate", "--from-logs", "tune", *place, "--db", "logs.db")
-    assert "3 runs: 3 new in the database, 0 held already; 0 files passed over" in learned.stdout, learned.stderr
+    assert "3 runs: 3 new in the database, 0 already there; 0 files passed over" in learned.stdout, learned.stderr
     for db in ("runs.db", "logs.db"):
         found = run(
             tmp_path, "search", "llama3-8b", *place, "--global-batch", "16", "--seq-len", "4096", "--force", "--json",

@@ -213,10 +213,10 @@ def test_logs_become_runs_once_and_calibrate_what_is_asked(archive: Path) -> Non
     folder = archive.parent
     first = run(folder, *IMPORT, COLUMNS="160")
     assert first.returncode == 0, first.stderr
-    assert "6 runs: 6 new in the database, 0 held already; 0 files passed over" in first.stdout
+    assert "6 runs: 6 new in the database, 0 already there; 0 files passed over" in first.stdout
     assert "out of memory" in first.stdout
     again = run(folder, *IMPORT, "--out", "mine.toml", "--quiet")
-    assert "6 runs: 0 new in the database, 6 held already" in again.stdout
+    assert "6 runs: 0 new in the database, 6 already there" in again.stdout
     with open_store(str(folder / "r.db"), writable=False) as store:
         runs = list(store.runs())
         assert list(store.check()) == []

@@ -186,17 +186,17 @@ def test_commands_of_the_database_take_runs_along(folder: Path) -> None:
     assert FAILED.key[:12] in listed
     assert json.loads(good(folder, "list", "--runs", "--db", "a.db", "--json"))[0]["run"]["step_s"] == [2.0, 2.1, 2.2]
     assert json.loads(good(folder, "show", RUN.key[:9], "--db", "a.db"))["run"]["model"]["name"] == "small"
-    assert good(folder, "push", "b.db", "--db", "a.db") == "6 new, 0 held already\n"
-    assert good(folder, "pull", "b.db", "--db", "a.db") == "0 new, 6 held already\n"
+    assert good(folder, "push", "b.db", "--db", "a.db") == "6 new, 0 already there\n"
+    assert good(folder, "pull", "b.db", "--db", "a.db") == "0 new, 6 already there\n"
     good(folder, "export", "t.gz", "--db", "b.db")
-    assert good(folder, "import", "t.gz", "--db", "c.db") == "6 new, 0 held already\n"
-    assert good(folder, "import", "t.gz", "--db", "c.db") == "0 new, 6 held already\n"
+    assert good(folder, "import", "t.gz", "--db", "c.db") == "6 new, 0 already there\n"
+    assert good(folder, "import", "t.gz", "--db", "c.db") == "0 new, 6 already there\n"
     hidden = run(folder, "db", "hide", RUN.key[:9], GEMM.key[:9], "--reason", "a noisy hour", "--db", "a.db")
     assert hidden.stderr == "2 hidden, 0 were already\n"
     assert RUN.key[:12] not in good(folder, "list", "--runs", "--db", "a.db")
     assert RUN.key[:12] in good(folder, "list", "--runs", "--hidden", "--db", "a.db")
     assert json.loads(good(folder, "show", RUN.key, "--db", "a.db"))["hidden"]["reason"] == "a noisy hour"
-    assert good(folder, "push", "b.db", "--db", "a.db") == "0 new, 4 held already; 2 new marks that hide or approve\n"
+    assert good(folder, "push", "b.db", "--db", "a.db") == "0 new, 4 already there; 2 new marks that hide or approve\n"
     good(folder, "export", "marks.gz", "--db", "b.db", "--anonymous")
     assert "; 2 new marks" in good(folder, "import", "marks.gz", "--db", "c.db")
     assert RUN.key[:12] not in good(folder, "list", "--runs", "--db", "c.db")

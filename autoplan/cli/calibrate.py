@@ -92,7 +92,7 @@ def calibrate(
         return
     assert runs is not None
     if cluster or model or seq_len or variables or url or timings:
-        raise InputError("a table of runs says all of them: --cluster, --db and the like go with --from-logs")
+        raise InputError("--cluster, --db and the like go with --from-logs: a table of runs says what they say")
     if out is None:
         raise InputError("a calibration from a table is written to a file: give --out FILE")
     calibrated = autoplan.calibrate(runs)
@@ -157,9 +157,9 @@ def _print_imported(imported: Imported) -> None:
         console.print(
             f"\n{num_unread} runs were started with options that were not understood: autoplan read lists them"
         )
-    num_held = len(imported.taken) - imported.num_new
+    num_present = len(imported.taken) - imported.num_new
     console.print(
-        f"\n{len(imported.taken)} runs: {imported.num_new} new in the database, {num_held} held already; "
+        f"\n{len(imported.taken)} runs: {imported.num_new} new in the database, {num_present} already there; "
         f"{len(imported.passed_over)} files passed over"
     )
     for name, fitted in imported.calibrations.items():

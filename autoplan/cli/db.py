@@ -361,7 +361,7 @@ def _print_added(added: Added, *, json: bool) -> None:
     if json:
         _print_json(added)
         return
-    text = f"{added.new:,} new, {added.present:,} held already"
+    text = f"{added.new:,} new, {added.present:,} already there"
     if added.marks:
         text += f"; {added.marks:,} new marks that hide or approve"
     if added.first:

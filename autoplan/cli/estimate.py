@@ -131,7 +131,7 @@ def _mixed(context: typer.Context, plan_file: str) -> MixedPlanResult:
     ignored = context.params.keys() - BESIDE_A_PLAN_FILE | {"timings"}
     check_untyped(context, ignored, "a plan file is priced as it is")
     if context.params["verify_memory"]:
-        raise InputError("--verify-memory is not there for mixed clusters: leave it out")
+        raise InputError("--verify-memory does not take mixed clusters: leave it out")
     return api.mixed.estimate_mixed(plan_file).with_command(command_line())
 
 

@@ -76,7 +76,7 @@ def explain(
     explained: ExplainResult | MixedExplainResult
     if isinstance(saved, api.results.MixedPlanResult):
         if against is not None:
-            raise InputError("--versus is not there for mixed clusters yet: leave it out")
+            raise InputError("--versus does not take mixed clusters yet: leave it out")
         explained = api.explain.explain_mixed(saved)
     else:
         explained = autoplan.explain(saved, versus=against, db=whole_url(context, url))

@@ -153,7 +153,7 @@ def profile(
     from autoplan.cli.process import leave_on_sigterm
 
     if plan_file is not None:
-        check_untyped(context, STATED_BY_PLAN, "--for takes it from the plan file what to measure")
+        check_untyped(context, STATED_BY_PLAN, "--for takes from the plan file what to measure")
     elif model is None:
         context.fail("give MODEL, or the plan file of a search: --for PLAN")
     named = {option.name: context.params[option.name] for option in fields(ProfileOptions) if option.name != "db"}

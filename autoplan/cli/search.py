@@ -231,8 +231,8 @@ def _check_mixed(typed: dict[str, Any], is_for_run: bool) -> None:
             "--from is about equal nodes: leave it out, or name a cluster of such nodes",
         ),
         (typed["variables"] or typed["target"], "--set and --as are about a launch file: give --from FILE"),
-        (typed["why"], "--why is not there for mixed clusters yet: leave it out"),
-        (typed["robust"] is not None, "--robust is not there for mixed clusters yet: leave it out"),
+        (typed["why"], "--why does not take mixed clusters yet: leave it out"),
+        (typed["robust"] is not None, "--robust does not take mixed clusters yet: leave it out"),
         (is_shared, "mixed clusters are searched by one process: leave --storage and the like out"),
         (is_for_run, "objectives and runs are not searched on mixed clusters yet: leave their flags out"),
     )

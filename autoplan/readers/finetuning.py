@@ -109,15 +109,15 @@ def preference_of(
     Raises InputError where one is named that is not priced.
     """
     path = Path(finetune) if isinstance(finetune, str | Path) else None
-    found = None
+    preference = None
     if path is not None and path.suffix in (".yaml", ".yml") and is_file(path):
         table = _read_yaml(path)
-        found = of_rl(table, str(path)) if "base_model" in table else of_stage(table, str(path))
+        preference = of_rl(table, str(path)) if "base_model" in table else of_stage(table, str(path))
     if loss is None and reference is None:
-        return found
-    if loss is None and found is None:
+        return preference
+    if loss is None and preference is None:
         raise InputError(f"--reference {str(reference)[:20]!r} is about a loss over preferences: give --loss dpo too")
-    table = {"loss": loss or (found.loss if found else None), "reference": reference}
+    table = {"loss": loss or (preference.loss if preference else None), "reference": reference}
     return decode(Preference, table, "--loss")
 
 

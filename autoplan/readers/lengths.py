@@ -91,9 +91,9 @@ def _sequences_of(sample: Any) -> Iterator[Any]:
     if not (isinstance(sample, dict) and "chosen" in sample and "rejected" in sample):
         yield sample
         return
+    prompt = {key: value for key, value in sample.items() if key not in ("chosen", "rejected")}
     for answer in ("chosen", "rejected"):
-        rest = {key: value for key, value in sample.items() if key not in ("chosen", "rejected")}
-        yield rest | {answer: sample[answer]}
+        yield prompt | {answer: sample[answer]}
 
 
 def _tokens_of(sample: Any, where: str) -> tuple[int, bool]:

@@ -84,7 +84,7 @@ def _prediction(priced: _Priced, cost: CostEstimate) -> Prediction:
     note = _note(run.refusal, run)
     doubt = math.exp(log_doubt(run, cost))
     verdict = VERDICTS[int(cost.verdict[0])]
-    if verdict == "oom" and not recompute_is_told(run) and _fits_recomputed(priced.problem, cost.batch.plan(0)):
+    if verdict == "oom" and not recompute_is_stated(run) and _fits_recomputed(priced.problem, cost.batch.plan(0)):
         verdict = "risky"
         note = "; ".join(part for part in (note, "what is recomputed is not told: fits with all of it") if part)
     if verdict == "oom" and offloads_activations(run):
@@ -114,7 +114,7 @@ def predict_runs(path: Path, calibration: Calibration | None) -> list[Prediction
     return predict_all(run.calibrated(calibration) if calibration else run for run in read_runs(path))
 
 
-def recompute_is_told(run: Run) -> bool:
+def recompute_is_stated(run: Run) -> bool:
     """Return whether a table tells what a run recomputes.
 
     Selective recomputation of an attention that keeps no scores is that of other modules, which no column names

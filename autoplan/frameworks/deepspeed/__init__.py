@@ -1,1 +1,1 @@
-"""Deepspeed: its rules, launch files and logs."""
+"""DeepSpeed: its rules, launch files and logs."""

@@ -1,1 +1,1 @@
-"""Fsdp2: its rules, launch files and logs."""
+"""FSDP2: its rules, launch files and logs."""

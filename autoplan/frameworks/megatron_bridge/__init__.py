@@ -1,1 +1,1 @@
-"""Megatron bridge: its rules, launch files and logs."""
+"""Megatron-Bridge: its rules, launch files and logs."""

@@ -1,1 +1,1 @@
-"""Megatron lm: its rules, launch files and logs."""
+"""Megatron-LM: its rules, launch files and logs."""

@@ -1,1 +1,1 @@
-"""Nanotron: its rules, launch files and logs."""
+"""nanotron: its rules, launch files and logs."""

@@ -1,1 +1,1 @@
-"""Torchtitan: its rules, launch files and logs."""
+"""torchtitan: its rules, launch files and logs."""
