@@ -29,7 +29,7 @@ from autoplan.base.errors import AutoplanError
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
-from autoplan.runs.predictions import offloads_activations, recompute_is_told
+from autoplan.runs.predictions import offloads_activations, recompute_is_stated
 from autoplan.runs.runs import Run, read_runs
 from autoplan.search.choice import pace
 from autoplan.search.left_out import with_left_out
@@ -195,7 +195,7 @@ def published(path: Path, sources: tuple[str, ...]) -> list[Recipe]:
 
 def unknown_of(runs: Sequence[Run]) -> tuple[str, ...]:
     """Return what decides the memory of a recipe and no row of it tells, or no plan is priced with."""
-    unknown = () if any(map(recompute_is_told, runs)) else ("recomputation not told",)
+    unknown = () if any(map(recompute_is_stated, runs)) else ("recomputation not told",)
     return (*unknown, "offloads activations") if any(map(offloads_activations, runs)) else unknown
 
 
