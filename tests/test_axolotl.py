@@ -1,15 +1,22 @@
-"""Is the YAML of axolotl read as it starts, and what is not understood listed?"""
+"""Is the YAML of axolotl read as it starts, what is not understood listed, and what is written of a plan read back?"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import yaml
 
+import autoplan
 from autoplan.base.errors import InputError
 from autoplan.frameworks.axolotl.read import read, recognises
 from autoplan.frameworks.common.launch import Launch, LaunchContext
+from autoplan.launch.targets import exported
+from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.lengths import Batching, Lengths
+from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.preference import Preference
 
 FULL: dict[str, Any] = {
     "base_model": "NousResearch/Meta-Llama-3.1-8B",
@@ -110,3 +117,73 @@ def test_words_of_axolotl_mean_what_they_say_there() -> None:
     assert of(gradient_checkpointing="false").plan.recompute == "none"
     silent = yaml.safe_dump({key: value for key, value in (FULL | FSDP2).items() if key != "micro_batch_size"})
     assert read(silent, LaunchContext(num_devices=16)).plan.micro_batch == 1
+
+
+EXPORTED = {"cluster": "h100-sxm:1x8", "global_batch": 64, "seq_len": 4096, "framework": "transformers"}
+TUNINGS = ("qlora:r=64,dropout=0.05", "lora:r=8,targets=q_proj+all-linear,quantize=int8", "dora:r=16,train=lm_head")
+
+
+def yaml_of(file: PlanFile) -> str:
+    return next(written.text for written in exported(file, "axolotl", "torchrun") if written.name == "axolotl.yaml")
+
+
+def read_back(file: PlanFile) -> Launch:
+    return read(yaml_of(file), LaunchContext(num_devices=file.best.plan.num_devices))
+
+
+@pytest.mark.parametrize("tuning", TUNINGS)
+@pytest.mark.parametrize("sharding", ["none", "zero2", "zero3"])
+def test_adapters_are_read_back_with_the_price_of_the_plan(tuning: str, sharding: str) -> None:
+    plan = {"micro_batch": 1, "sharding": sharding, "recompute": "full"}
+    file = autoplan.estimate("llama3-8b", **EXPORTED, plan=plan, finetune=tuning).file
+    launch = read_back(file)
+    assert (launch.training, launch.model) == (file.training, file.model)
+    assert launch.training.finetuning is not None
+    again = autoplan.estimate(launch.model, **EXPORTED, plan=launch.plan, training=launch.training).file
+    assert again.best.step_s == pytest.approx(file.best.step_s, rel=1e-9)
+    assert again.best.memory_bytes == pytest.approx(file.best.memory_bytes, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "about", [{}, {"reference": "none"}, {"finetune": "lora"}, {"loss": "reward"}], ids=lambda about: str(about)
+)
+def test_preferences_are_read_back(about: dict[str, str]) -> None:
+    plan = {"micro_batch": 1, "sharding": "zero3"}
+    file = autoplan.estimate("llama3-8b", **EXPORTED, plan=plan, **({"loss": "dpo"} | about)).file
+    launch = read_back(file)
+    assert launch.training == replace(file.training, batching="padded")
+    assert launch.training.preference is not None
+
+
+@pytest.mark.parametrize("batching", ["packed", "full", "padded"])
+def test_batching_is_read_back(batching: Batching) -> None:
+    lengths = Lengths(histogram=((512, 3), (2048, 1)))
+    plan = {"micro_batch": 2, "sharding": "zero3"}
+    file = autoplan.estimate("llama3-8b", **EXPORTED, plan=plan, lengths=lengths, batching=batching).file
+    assert read_back(file).training.batching == batching
+
+
+@pytest.mark.parametrize(
+    ("training", "says"),
+    [
+        ({"finetuning": FineTuning(rank=8, quantization="nf4")}, "nf4 without double"),
+        ({"finetuning": FineTuning(frozen=("embed_tokens",))}, "embed_tokens"),
+        ({"attention": "flash1"}, "attention 'flash1'"),
+        ({"fused_norm": True}, "fused_norm"),
+        ({"lengths": Lengths(histogram=((512, 3),)), "batching": "joined"}, "batching joined"),
+        ({"finetuning": FineTuning(rank=8), "preference": Preference(reference="copy")}, "reference base"),
+    ],
+)
+def test_what_its_yaml_cannot_express_is_refused(training: dict[str, Any], says: str) -> None:
+    file = autoplan.estimate("llama3-8b", **EXPORTED, plan={"micro_batch": 1, "sharding": "zero3"}).file
+    with pytest.raises(InputError, match=says):
+        exported(replace(file, training=replace(file.training, **training)), "axolotl", "torchrun")
+
+
+def test_a_model_of_no_name_on_the_hub_is_asked_for() -> None:
+    plan = {"micro_batch": 1, "sharding": "zero3"}
+    file = autoplan.estimate("llama3-8b", **EXPORTED, plan=plan).file
+    assert "BASE_MODEL:-meta-llama/Meta-Llama-3-8B}" in exported(file, "axolotl", "torchrun")[0].text
+    changed = replace(file, model=replace(file.model, num_layers=30))
+    assert "BASE_MODEL:?must be set" in exported(changed, "axolotl", "torchrun")[0].text
+    assert yaml.safe_load(yaml_of(changed))["base_model"] is None

@@ -22,6 +22,7 @@ from autoplan.spec.plan_file import PlanFile
 from commands import run
 
 PIPELINES = {"fsdp2", "megatron-bridge", "megatron-lm", "nanotron", "primus", "torchtitan", "autoplan"}
+WITH_FSDP2 = ("accelerate", "axolotl", "fsdp2", "torchtitan")
 
 
 def searched(folder: Path, to: str, cluster: str, *more: str) -> PlanFile:
@@ -44,7 +45,7 @@ def test_what_is_searched_for_a_target_on_a_lone_device_or_in_a_pipeline_is_star
         assert exported(piped, to, "torchrun")
 
 
-@pytest.mark.parametrize("to", ["accelerate", "fsdp2", "torchtitan"])
+@pytest.mark.parametrize("to", WITH_FSDP2)
 def test_gathers_that_wait_are_refused_where_a_target_cannot_be_told(tmp_path: Path, to: str) -> None:
     file = searched(tmp_path, to, "h100-sxm:1x4", "--fix", "dp=4", "--forbid", "partial_recompute")
     assert file.best.plan.sharding != "none"
@@ -69,6 +70,7 @@ TUNINGS = (
 WRITTEN = (
     *(("accelerate", "bf16", 9), ("deepspeed", "bf16", 8), ("megatron-bridge", "bf16", 8), ("megatron-lm", "bf16", 6)),
     *(("primus", "bf16", 6), ("megatron-bridge", "mxfp8", 12), ("megatron-lm", "mxfp8", 9), ("primus", "mxfp8", 9)),
+    ("axolotl", "bf16", 8),
     *((to, "bf16", 0) for to in ("autoplan", "fsdp2", "nanotron", "torchtitan")),
 )
 
@@ -85,7 +87,7 @@ def test_every_target_is_asked_what_it_writes() -> None:
 @pytest.mark.parametrize(("to", "precision", "least"), WRITTEN)
 def test_every_option_of_a_plan_is_written_or_refused(to: str, precision: str, least: int) -> None:
     """An option that is dropped would start another plan than was priced."""
-    plan = {"micro_batch": 1, "sharding": "zero3" if to in ("accelerate", "fsdp2", "torchtitan") else "zero1"}
+    plan = {"micro_batch": 1, "sharding": "zero3" if to in WITH_FSDP2 else "zero1"}
     place = {"cluster": "b200:1x8", "global_batch": 64, "seq_len": 2048, "plan": plan, "precision": precision}
     file = autoplan.estimate("llama3-8b", **place, framework=facts_of(to)).file
     before, written = settings(exported(file, to, "torchrun")), set()

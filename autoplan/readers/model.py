@@ -49,6 +49,14 @@ def find_preset(*names: str) -> ModelSpec | None:
     return None
 
 
+def hub_name(model: ModelSpec) -> str | None:
+    """Return the name on the hub of Hugging Face of a shipped model, by which it is found; None of any other."""
+    path = shipped("models").get(model.name)
+    if path is None or find_preset(model.name) != model:
+        return None
+    return next((name for name in read_table(path).get("aliases", ()) if re.fullmatch(r"[\w.-]+/[\w.-]+", name)), None)
+
+
 # Endings under which a model of the same architecture is trained further, or published in another form.
 _TUNED = re.compile(
     r"([\s_-]*(instruct|base|chat|it|pt|hf|v0\.\d)|[\s_-](thinking|bf16|fp8|nvfp4|fp8dynamic|\d{4}|v\d\.\d))+$"

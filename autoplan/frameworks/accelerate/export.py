@@ -148,13 +148,14 @@ LIMITS = (
     ),
     Rule(  # bitsandbytes packs a matrix into one column of bytes, which the plans of transformers do not cut
         source="github.com/huggingface/transformers/issues/38122",
-        holds=lambda s, b: (b.tp == 1) | (not _is_quantized(s)),
+        holds=lambda s, b: (b.tp == 1) | (not is_quantized(s)),
         text=lambda s, p: f"tp {p.tp} of quantised weights: set tp 1",
     ),
 )
 
 
-def _is_quantized(workload: Workload) -> bool:
+def is_quantized(workload: Workload) -> bool:
+    """Return whether frozen weights are held in fewer than 16 bits."""
     finetuning = workload.training.finetuning
     return finetuning is not None and finetuning.quantization != "none"
 

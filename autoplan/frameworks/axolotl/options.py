@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from autoplan.frameworks.common.option_table import Row, count, optional_count
+from autoplan.frameworks.common.option_table import Row, Value, count, optional_count
+from autoplan.frameworks.hf_trainer.options import WRITTEN_OPTIM
+from autoplan.spec.lengths import Batching
+from autoplan.spec.optimizers import OptimizerName
 
 LENGTH = "sequence_len"
 # By the names of the Trainer.
@@ -17,6 +20,15 @@ MESH: tuple[Row, ...] = (
     count("tensor_parallel_size", "tp", 1),
     count("context_parallel_size", "cp", 1),
 )
+# The keys of sequences, by how samples become them; joined are those of pretraining_dataset alone.
+BATCHINGS: dict[Batching, dict[str, Value]] = {
+    "packed": {"sample_packing": True, "pad_to_sequence_len": True},
+    "full": {"sample_packing": False, "pad_to_sequence_len": True},
+    "padded": {"sample_packing": False, "pad_to_sequence_len": False},
+}
+OPTIMIZER_WORDS: dict[OptimizerName, str] = WRITTEN_OPTIM | {"muon": "muon"}  # utils/schemas/enums.py:95
+# On for adapters where a file is silent (utils/schemas/config.py:1975).
+LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 COSTLESS = (
     *("flash_attention", "sdp_attention", "xformers_attention", "strict", "special_tokens", "tokens", "val_set_size"),
     *("test_datasets", "pretraining_dataset", "shuffle_merged_datasets", "evals_per_epoch", "saves_per_epoch"),

@@ -1,0 +1,226 @@
+"""Export of a plan to the YAML of axolotl (067b021), and the command that trains with it.
+
+Places are below src/axolotl/.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from autoplan.base.errors import InputError, refused
+from autoplan.frameworks.accelerate.export import is_quantized, is_sharded
+from autoplan.frameworks.accelerate.options import FSDP
+from autoplan.frameworks.accelerate.options import RECOMPUTE as FSDP_RECOMPUTE
+from autoplan.frameworks.accelerate.rules import RULES
+from autoplan.frameworks.axolotl.options import (
+    BATCHINGS,
+    LENGTH,
+    LORA_KERNELS,
+    MESH,
+    NAMES,
+    OPTIMIZER_WORDS,
+)
+from autoplan.frameworks.common.header import comment, header
+from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
+from autoplan.frameworks.common.option_table import written
+from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
+from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
+from autoplan.frameworks.common.universal_rules import SOURCE
+from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, PRECISIONS, RECOMPUTE
+from autoplan.readers.model import hub_name
+from autoplan.spec.enums import Precision, Sharding
+from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
+from autoplan.spec.lengths import Batching
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.preference import Preference
+from autoplan.spec.training import TrainingSpec
+from autoplan.spec.workload import Workload
+
+YAML = "axolotl.yaml"
+_VALIDATION = "utils/schemas/validation.py"
+# Of its examples, by what is learnt: the next token, which answer is better, a score.
+_DATASETS = {
+    None: {"path": "tatsu-lab/alpaca", "type": "alpaca"},
+    "dpo": {"path": "Intel/orca_dpo_pairs", "type": "chatml.intel", "split": "train"},
+    "reward": {"path": "argilla/distilabel-intel-orca-dpo-pairs", "type": "bradley_terry.chat_template"},
+}
+
+
+def job(plan_file: PlanFile, version: str = "") -> Job:
+    """Return the job that `axolotl train --launcher torchrun` starts on a node (cli/utils/train.py:207)."""
+    import yaml
+
+    _check(plan_file)
+    notes = [*header(plan_file, "axolotl"), *map(comment, _remarks(plan_file.training))]
+    text = yaml.safe_dump(_table(plan_file), sort_keys=False, width=10**6)
+    return Job(
+        framework="axolotl",
+        variables=(
+            LaunchVariable(
+                name="BASE_MODEL",
+                default=hub_name(plan_file.model),
+                note=f"folder or name on the hub of a model of the architecture of {plan_file.model.name}",
+            ),
+            LaunchVariable(name="STEPS", default="100", note="steps", counts_steps=True),
+        ),
+        program="-m axolotl.cli.train",
+        trailing=(f'"$HERE/{YAML}" --base_model "$BASE_MODEL" --max_steps "$STEPS"',),
+        files=(File(name=YAML, text="\n".join(notes) + "\n" + text),),
+    )
+
+
+def _remarks(training: TrainingSpec) -> list[str]:
+    """Return what a person has to know of the file; all weights have the data type of the products (utils/config)."""
+    remarks = ["Yours to set: datasets, learning_rate and whatever else costs neither time nor memory of a step."]
+    if training.finetuning is None or not training.finetuning.has_adapters:
+        remarks.append(
+            f"axolotl holds trained weights and their moments in {training.precision}, priced are those in fp32 of the "
+            "Trainer: it needs less memory"
+        )
+    return remarks
+
+
+def _table(plan_file: PlanFile) -> dict[str, Any]:
+    plan, training = plan_file.best.plan, plan_file.training
+    arguments = written((MICRO_BATCH, ACCUMULATION, RECOMPUTE), plan_file)
+    tuning = training.finetuning if training.finetuning and training.finetuning.has_adapters else None
+    return {
+        "base_model": hub_name(plan_file.model),
+        "datasets": [_DATASETS[training.preference.loss if training.preference else None]],
+        **(_preference(training.preference) if training.preference else {}),
+        LENGTH: training.seq_len,
+        **BATCHINGS[_batching(training, plan)],
+        **{NAMES.get(key, key): value for key, value in arguments.items()},
+        **{name: kind == plan.precision for name, kind in PRECISIONS.items()},
+        "attn_implementation": "eager" if training.attention == "unfused" else "flash_attention_2",
+        NAMES["optim"]: OPTIMIZER_WORDS[training.optimizer],
+        "lr_scheduler": "cosine",
+        "learning_rate": 2e-4 if tuning else 2e-5,
+        **(_adapters(tuning) if tuning else {}),
+        **(_sharding(plan_file) if is_sharded(plan) else {}),
+        "output_dir": "./outputs",
+    }
+
+
+def _batching(training: TrainingSpec, plan: ParallelPlan) -> Batching:
+    """Return how samples become sequences: as they are priced, or where all sequences have one length, as it can."""
+    if training.document_len is not None:
+        return "packed"
+    if training.lengths is not None or training.preference is not None:
+        return training.batching if training.lengths is not None else "padded"
+    splits_packs = plan.cp > 1 and plan.micro_batch > 1
+    return "full" if training.attention == "unfused" or splits_packs else "packed"
+
+
+def _preference(preference: Preference) -> dict[str, Any]:
+    if preference.loss == "reward":
+        return {"reward_model": True, "model_type": "AutoModelForSequenceClassification", "num_labels": 1}
+    return {"rl": "dpo", "precompute_ref_log_probs": preference.reference == "none"}
+
+
+def _adapters(finetuning: FineTuning) -> dict[str, Any]:
+    """Return the settings of adapters (utils/schemas/peft.py); its own kernels, which are not priced, are off."""
+    targets = [name for name in finetuning.targets if name != ALL_LINEAR]
+    in_4bit = finetuning.quantization == "nf4-dq"
+    settings = {
+        "adapter": "qlora" if in_4bit else "lora",
+        "load_in_4bit": in_4bit,
+        "load_in_8bit": finetuning.quantization == "int8",
+        "lora_r": finetuning.rank,
+        "lora_alpha": ALPHA_PER_RANK * (finetuning.rank or 0),
+        "lora_dropout": finetuning.dropout,
+        "lora_target_linear": ALL_LINEAR in finetuning.targets,
+        "lora_target_modules": targets or None,
+        "lora_modules_to_save": list(finetuning.saved_modules) or None,
+        "peft_use_dora": finetuning.dora,
+        **dict.fromkeys(LORA_KERNELS, False),
+    }
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _sharding(plan_file: PlanFile) -> dict[str, Any]:
+    """Return the mesh, and what FSDP2 does with it; what it recomputes, gradient_checkpointing says."""
+    sections = written((option for option in FSDP if option is not FSDP_RECOMPUTE), plan_file)
+    config = {key.removeprefix("fsdp_"): value for key, value in sections.items() if key != "fsdp_version"}
+    degrees = {key: degree for key, degree in written(MESH, plan_file).items() if degree > 1}
+    return {**degrees, "fsdp_version": sections["fsdp_version"], "fsdp_config": config}
+
+
+# -- what it cannot be told -------------------------------------------------------------------------------------------
+
+
+def _is_packed(workload: Workload) -> bool:
+    """Return whether samples are known, and packed."""
+    training = workload.training
+    is_known = training.lengths is not None and training.batching == "packed"
+    return is_known or training.document_len is not None
+
+
+LIMITS = (
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: np.isin(b.precision, (Precision.BF16.code, Precision.FP16.code)),
+        text=lambda s, p: f"precision {p.precision!r}: its fp8 is not priced, use bf16 or fp16",
+    ),
+    Rule(
+        source=f"{_VALIDATION}:1655",
+        holds=lambda s, b: (b.cp == 1) | (s.training.attention != "unfused"),
+        text=lambda s, p: f"cp {p.cp} with unfused attention: use flash",
+    ),
+    Rule(
+        source=f"{_VALIDATION}:1661",
+        holds=lambda s, b: (b.cp == 1) | (b.micro_batch == 1) | (not _is_packed(s)),
+        text=lambda s, p: f"cp {p.cp} with packed samples and micro_batch {p.micro_batch}: use micro_batch 1",
+    ),
+    Rule(
+        source=f"{_VALIDATION}:1078",
+        holds=lambda s, b: (b.sharding == Sharding.NONE.code) | (s.training.preference is None) | (not is_quantized(s)),
+        text=lambda s, p: f"{p.sharding} of quantised weights trained by preferences: use sharding none",
+    ),
+)
+
+
+def _check(plan_file: PlanFile) -> None:
+    model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
+    check_legal(RULES, model, training, plan, "axolotl does not accept the plan")
+    check_limits(LIMITS, model, training, plan, "axolotl cannot express")
+    has_adapters = training.finetuning is not None and training.finetuning.has_adapters
+    preference = training.preference
+    refusals = (
+        (
+            training.attention not in ("flash", "flash2", "unfused"),
+            f"attention {training.attention!r}: plan with flash",
+        ),
+        (training.fused_norm is True, "fused_norm = true: the norms are those of transformers, leave it out"),
+        (
+            training.lengths is not None and training.batching not in BATCHINGS,
+            f"batching {training.batching}: plan with {', '.join(BATCHINGS)}",
+        ),
+        (
+            has_adapters and preference is not None and preference.reference == "copy",
+            "a copy as the reference of adapters: plan with reference base",
+        ),
+    )
+    if what := refused(refusals):
+        raise InputError(f"axolotl cannot express {what}")
+
+
+def _refused_tuning(finetuning: FineTuning) -> str:
+    """Say what of a fine-tuning the YAML cannot express; it always quantises constants too (loaders/model.py:718)."""
+    if finetuning.quantization == "nf4":
+        return "weights in nf4 without double quantisation (it takes nf4-dq)"
+    return refused_by_peft(finetuning)
+
+
+TARGET = Target(
+    name="axolotl",
+    title="axolotl",
+    rules=("accelerate",),
+    job=job,
+    limits=LIMITS,
+    refused_tuning=_refused_tuning,
+    optimizers=tuple(OPTIMIZER_WORDS),
+)
