@@ -97,11 +97,10 @@ def print_mixed(console: Console, file: MixedPlanFile, *, details: bool = False)
 def certificate_line(certificate: MixedCertificate, names: Sequence[str]) -> str:
     """Sentence on how far the answer is from what the bounds leave open, and what the parts reach alone."""
     rates = ", ".join(f"{name} {rate:.4g}" for name, rate in zip(names, certificate.rates_alone, strict=True))
-    left = (
-        f"no plan of the space is more than {format_percent(certificate.gap)} faster" if certificate.gap else "proven"
-    )
+    gap = certificate.gap
+    proof = f"no plan of the space is more than {format_percent(gap)} faster" if gap else "proven"
     return (
-        f"{certificate.plans:,} plans priced, {certificate.structures:,} ways to form pipelines bounded: {left}; "
+        f"{certificate.plans:,} plans priced, {certificate.structures:,} ways to form pipelines bounded: {proof}; "
         f"alone the parts reach (sequences/s): {rates}"
     )
 
