@@ -454,6 +454,25 @@ def test_kernels_of_attention_have_rates_of_their_own(cluster: str, kernel: Any,
     assert times[1] / times[0] == pytest.approx(rate, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "kv_heads", "time"),
+    # Shares of the rate, forward and backward: (1 + 2.5 / .33) / .65 over 1 + 2.5 / .8.
+    [("mi300x:1x8", 4, 3.205), ("mi300x:1x8", DENSE.num_heads, 1.0), ("h100-sxm:1x8", 4, 1 / 0.70)],
+)
+def test_torchs_own_attention_has_slower_kernels_for_grouped_heads_on_amd(
+    cluster: str, kv_heads: int, time: float
+) -> None:
+    model = dataclasses.replace(DENSE, num_kv_heads=kv_heads)
+    kernels: tuple[Any, ...] = ("sdpa", "flash")
+    times = [
+        terms_of(
+            problem_of(model, framework=PLAIN.changed(flash_kernel=kernel), cluster=cluster, seq_len=65536), single()
+        )["attention"]
+        for kernel in kernels
+    ]
+    assert times[0] / times[1] == pytest.approx(time, rel=0.01)
+
+
 @pytest.mark.parametrize(("kernel", "width"), [("flash1", 128), ("flash2", 96), ("flash", 96), ("cudnn", 80)])
 def test_heads_of_80_take_as_long_as_the_width_that_the_kernel_has_for_them(kernel: Any, width: int) -> None:
     times = [

@@ -125,8 +125,8 @@ class Kernels:
     # Its fp32 plans multiply on TF32 units, else only those of eager layers are priced.  No option of a plan: NVIDIA's
     # containers turn it on for all that runs in them (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), and no launch file says it.
     tf32_products: bool = False
-    # What it runs where a plan says flash; flash stands for the best that the device has.
-    flash_kernel: Literal["flash", "flash1", "flash2", "triton", "cudnn"] = "flash"
+    # What it runs where a plan says flash; flash stands for the best that the device has, sdpa for torch's own.
+    flash_kernel: Literal["flash", "flash1", "flash2", "triton", "cudnn", "sdpa"] = "flash"
     widest_blackwell_head: int = 256  # of queries and keys, that it has a kernel for there; wider ones are unfused
     # Queries, keys, values, gate and up are products of their own, whose gradients of the same input are added up.
     separate_inputs: bool = False

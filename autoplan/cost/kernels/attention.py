@@ -34,15 +34,27 @@ from autoplan.spec.problem import Problem
 FLASH2_ON_HOPPER = 0.70
 CUDNN_ON_HOPPER = 1.3
 TRITON_ON_HOPPER = 0.66  # Triton before MLIR [fitted: MPT runs on H100], times its share below
-FLASH_SHARE = {"flash1": 0.46, "triton": 0.58}  # of flash2: findings 3; MPT runs of 2023 with Triton's kernel
+# Shares of flash2: findings 3, and MPT runs of 2023 with Triton's kernel.  AOTriton's, of AITER's kernels, which the
+# curves of AMD describe: .38 to .63 on MI355X, causal with grouped heads of 128 and 2,048 to 16,384 tokens
+# (HazyResearch/HipKittens f09e968, analysis/attn/fwd), .62 to .85 on MI300X
+# (midiareshadi.github.io/blog/attn-dsl-bench) [judged between].
+FLASH_SHARE = {"flash1": 0.46, "triton": 0.58, "aotriton": 0.65}
 # Rate of the backward kernel over that of the forward kernel.  cuDNN 9.19 and 9.22 on H200, GB200 and GB300: .73-.86
 # with heads of 128 from 4,096 tokens on, .67-.79 with latent ones of 4,096 and 8,192 (NVIDIA/cudnn-frontend 3929da2,
 # benchmark/sdpa_benchmark_training/results).
 FLASH_BACKWARD_SHARE = 0.80
+# The same of AOTriton: .29 to .36 from 4,096 tokens on, 143 to 259 TFLOP/s on MI355X where Composable Kernel has 456 to
+# 541 (HipKittens, analysis/attn/bkwd/plot.py).
+AOTRITON_BACKWARD_SHARE = 0.33
 FLASH_TILE = 128  # queries per thread block
 # Widths of heads that FlashAttention has kernels for; narrower heads run in the next one, padded with zeros
 # (Dao-AILab/flash-attention v1.0.9, csrc/flash_attn/fmha_api.cpp; v2.8.3, csrc/flash_attn/src/static_switch.h).
-FLASH_HEAD_DIMS = {"flash1": (32, 64, 128), "flash2": (32, 64, 96, 128, 192, 256), "flash": (32, 64, 96, 128, 192, 256)}
+FLASH_HEAD_DIMS = {
+    "flash1": (32, 64, 128),
+    "flash2": (32, 64, 96, 128, 192, 256),
+    "flash": (32, 64, 96, 128, 192, 256),
+    "aotriton": (16, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256),  # pytorch/pytorch pull request 148433
+}
 # Time of attention that draws random numbers for dropout, over that without: 1.2 to 1.4 (FlashAttention 4 and cuDNN on
 # GB200, Dao-AILab/flash-attention pull request 2597; arXiv:2410.07531 on GH100).
 DROPOUT_ATTENTION_TIME = 1.3
@@ -73,7 +85,8 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     factor = factor * np.where(batch.dropout, DROPOUT_ATTENTION_TIME, 1.0)
     eight_bits: Floats = np.where(_narrows_attention(problem, batch), NARROW_ATTENTION_TIME, 1.0)
     curve = device.attention
-    kernel = problem.framework.kernels.flash_kernel if training.attention == "flash" else training.attention
+    kernel = _flash_kernel(problem)
+    backward_share = AOTRITON_BACKWARD_SHARE if kernel == "aotriton" else FLASH_BACKWARD_SHARE
     efficiency = curve.efficiency * FLASH_SHARE.get(kernel, 1.0)
     if kernel != "flash" and device.generation == "hopper":
         efficiency *= {"cudnn": CUDNN_ON_HOPPER, "triton": TRITON_ON_HOPPER}.get(kernel, FLASH2_ON_HOPPER)
@@ -98,10 +111,27 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     if block is Block.WINDOW_ATTENTION and batch.fp8_attention.any():
         visited = np.where(_narrows_attention(problem, batch), square_s(Block.ATTENTION), forward)
     start_s = factor * eight_bits * curve.start_s
-    reference = Pass(forward + start_s, visited * 2.5 / FLASH_BACKWARD_SHARE + start_s)
+    reference = Pass(forward + start_s, visited * 2.5 / backward_share + start_s)
     if problem.timings.is_empty or model.bidirectional:  # the tables are of causal attention
         return reference
     return _measured_s(problem, batch, block, efficiency / (curve.efficiency * eight_bits), reference)
+
+
+def _flash_kernel(problem: Problem) -> str:
+    """Return the kernel that fused attention runs.
+
+    torch's own is FlashAttention 2.  On AMD its AOTriton hands on to AITER's, the best there, where queries have as
+    many heads as keys (torch from 2.9 on), and has Triton's for grouped ones (ROCm/aotriton 30ae967,
+    modules/flash/csrc/aiter_bwd.cc and aiter_fwd.cc).
+    """
+    kernel = problem.framework.kernels.flash_kernel
+    if problem.training.attention != "flash":
+        return problem.training.attention
+    if kernel != "sdpa":
+        return kernel
+    if problem.device.vendor != "amd":
+        return "flash2"
+    return "aotriton" if problem.model.kv_heads < problem.model.num_heads else "flash"
 
 
 def _kernel_widths(model: ModelSpec, kernel: str) -> tuple[int, int]:
