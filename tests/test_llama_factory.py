@@ -1,15 +1,23 @@
-"""Is the YAML of LLaMA-Factory read as it starts, and what is not understood listed?"""
+"""Is the YAML of LLaMA-Factory read as it starts, with what is not understood, and a plan read back as written?"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import autoplan
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.launch_files import read_launch
 from autoplan.frameworks.llama_factory.read import read, recognises
+from autoplan.launch.targets import exported
+from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.lengths import Lengths
+from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.preference import Preference
 
 LORA = """### model
 model_name_or_path: Qwen/Qwen3-8B
@@ -114,3 +122,65 @@ def test_packing_is_what_the_file_says_of_it() -> None:
     assert "cutoff_len" in matters(of(("stage: sft", "stage: pt"), more="packing: false\n"))
     neat = matters(of(more="neat_packing: true\n"))
     assert "cutoff_len" not in neat
+
+
+EXPORTED = {"cluster": "h100-sxm:1x8", "global_batch": 64, "seq_len": 4096, "framework": "transformers"}
+FOUR_BITS = ("qlora:r=64,dropout=0.05", "lora:r=8,quantize=nf4,train=lm_head")
+
+
+def read_back(file: PlanFile) -> Launch:
+    files = {written.name: written.text for written in exported(file, "llama-factory", "torchrun")}
+    return read(files["llama_factory.yaml"], LaunchContext(num_devices=file.best.plan.num_devices))
+
+
+@pytest.mark.parametrize(
+    ("tuning", "sharding"),
+    [
+        *((tuning, sharding) for tuning in (*FOUR_BITS, "dora:r=16") for sharding in ("none", "zero2", "zero3")),
+        ("lora:r=8,quantize=int8", "none"),
+    ],
+)
+def test_adapters_are_read_back_with_the_price_of_the_plan(tuning: str, sharding: str) -> None:
+    plan = {"micro_batch": 1, "sharding": sharding, "recompute": "full"}
+    file = autoplan.estimate("llama3-8b", **EXPORTED, plan=plan, finetune=tuning).file
+    launch = read_back(file)
+    assert (launch.training, launch.model) == (file.training, file.model)
+    assert launch.training.finetuning is not None
+    again = autoplan.estimate(launch.model, **EXPORTED, plan=launch.plan, training=launch.training).file
+    assert again.best.step_s == pytest.approx(file.best.step_s, rel=1e-9)
+    assert again.best.memory_bytes == pytest.approx(file.best.memory_bytes, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"loss": "dpo", "batching": "padded"},
+        {"loss": "dpo", "batching": "padded", "finetune": "lora"},
+        {"loss": "reward", "batching": "padded"},
+        {"lengths": "512:3,2048:1", "batching": "joined"},
+        {"optimizer": "lion"},
+        {"attention": "unfused"},
+        {"precision": "fp16"},
+    ],
+    ids=str,
+)
+def test_training_is_read_back(about: dict[str, str]) -> None:
+    file = autoplan.estimate("llama3-8b", **EXPORTED, plan={"micro_batch": 1, "sharding": "zero3"}, **about).file
+    assert read_back(file).training == replace(file.training, lengths=None)
+
+
+@pytest.mark.parametrize(
+    ("training", "says"),
+    [
+        ({"finetuning": FineTuning(rank=8, quantization="int8")}, "zero3 of weights in int8"),
+        ({"finetuning": FineTuning(frozen=("embed_tokens",))}, "embed_tokens"),
+        ({"attention": "flash1"}, "attention 'flash1'"),
+        ({"fused_norm": True}, "fused_norm"),
+        ({"lengths": Lengths(histogram=((512, 3),)), "batching": "full"}, "batching full"),
+        ({"preference": Preference(reference="none")}, "plan with reference copy"),
+    ],
+)
+def test_what_its_yaml_cannot_express_is_refused(training: dict[str, Any], says: str) -> None:
+    file = autoplan.estimate("llama3-8b", **EXPORTED, plan={"micro_batch": 1, "sharding": "zero3"}).file
+    with pytest.raises(InputError, match=says):
+        exported(replace(file, training=replace(file.training, **training)), "llama-factory", "torchrun")

@@ -11,8 +11,6 @@ import numpy as np
 
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.accelerate.export import is_quantized, is_sharded
-from autoplan.frameworks.accelerate.options import FSDP
-from autoplan.frameworks.accelerate.options import RECOMPUTE as FSDP_RECOMPUTE
 from autoplan.frameworks.accelerate.rules import RULES
 from autoplan.frameworks.axolotl.options import (
     BATCHINGS,
@@ -28,7 +26,7 @@ from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
 from autoplan.frameworks.common.universal_rules import SOURCE
-from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, PRECISIONS, RECOMPUTE
+from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, PRECISIONS, RECOMPUTE, written_fsdp
 from autoplan.readers.model import hub_name
 from autoplan.spec.enums import Precision, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
@@ -143,10 +141,9 @@ def _adapters(finetuning: FineTuning) -> dict[str, Any]:
 
 def _sharding(plan_file: PlanFile) -> dict[str, Any]:
     """Return the mesh, and what FSDP2 does with it; what it recomputes, gradient_checkpointing says."""
-    sections = written((option for option in FSDP if option is not FSDP_RECOMPUTE), plan_file)
-    config = {key.removeprefix("fsdp_"): value for key, value in sections.items() if key != "fsdp_version"}
     degrees = {key: degree for key, degree in written(MESH, plan_file).items() if degree > 1}
-    return {**degrees, "fsdp_version": sections["fsdp_version"], "fsdp_config": config}
+    config = written_fsdp(plan_file)
+    return {**degrees, "fsdp_version": config.pop("version"), "fsdp_config": config}
 
 
 # -- what it cannot be told -------------------------------------------------------------------------------------------

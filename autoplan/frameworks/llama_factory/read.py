@@ -13,28 +13,19 @@ from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
 from autoplan.frameworks.hf_trainer.options import is_on
 from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
+from autoplan.frameworks.llama_factory.options import COSTLESS, LENGTH, NO_RECOMPUTE
 from autoplan.readers.finetuning import OF_LLAMA_FACTORY, of_llama_factory
 from autoplan.readers.preference import OF_PREFERENCES, of_stage
 from autoplan.spec.enums import Precision
 from autoplan.spec.lengths import Batching
 
 COMMANDS = ("llamafactory-cli", "train.py", "train_bash.py")
-LENGTH, NO_RECOMPUTE = "cutoff_len", "disable_gradient_checkpointing"
 DEFAULT_LENGTH = 2048
 _YAML = re.compile(r"^(finetuning_type|cutoff_len)\s*:", re.MULTILINE)
 _SCRIPT = re.compile(r"\bllamafactory-cli\s+train\b|--finetuning_type\b")
 _MEGATRON = re.compile(r"(tensor|pipeline|expert)_model_parallel_size$")
 # Optimizers of its own, which replace the Trainer's (train/trainer_utils.py).
 _OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini")
-_COSTLESS = (
-    "flash_attn",
-    "rope_scaling",
-    "image_max_pixels",
-    "video_max_pixels",
-    "predict_with_generate",
-    "infer_backend",
-    "fsdp_transformer_layer_cls_to_wrap",
-)
 
 
 def recognises(name: str, text: str) -> bool:
@@ -73,11 +64,10 @@ def program_of(options: Options) -> Program:
     options.understood.update(key for key in OF_LLAMA_FACTORY if key in options.arguments)
     preference = of_stage(raw, "the file")
     options.understood.update(key for key in OF_PREFERENCES if key in options.arguments)
-    options.pass_over(*_COSTLESS)
-    # Recomputes unless it is told otherwise, whatever the Trainer's argument says (model/model_utils/checkpointing.py).
+    options.pass_over(*COSTLESS)
     options.understood.add("gradient_checkpointing")
     options.arguments.pop("gradient_checkpointing", None)
-    options.defaults["gradient_checkpointing"] = not is_on(options, NO_RECOMPUTE)
+    options.defaults["gradient_checkpointing"] = not is_on(options, NO_RECOMPUTE.key)
     for key in _OPTIMIZERS:
         if is_on(options, key):
             options.remark(key, "priced as the Trainer's optimizer")

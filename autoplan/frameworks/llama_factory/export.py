@@ -1,0 +1,189 @@
+"""Export of a plan to the YAML of LLaMA-Factory (ff6d4d1), and the command that trains with it.
+
+Places are below src/llamafactory/.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from autoplan.base.errors import InputError, refused
+from autoplan.frameworks.accelerate.export import is_quantized, is_sharded
+from autoplan.frameworks.accelerate.rules import RULES
+from autoplan.frameworks.common.header import comment, header
+from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
+from autoplan.frameworks.common.option_table import written
+from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
+from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
+from autoplan.frameworks.common.universal_rules import SOURCE
+from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, PRECISIONS, written_fsdp
+from autoplan.frameworks.llama_factory.options import BATCHINGS, LENGTH, NO_RECOMPUTE, OPTIMIZER_SETTINGS
+from autoplan.readers.model import hub_name
+from autoplan.spec.enums import Precision, Sharding
+from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
+from autoplan.spec.lengths import Batching
+from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.training import TrainingSpec
+
+YAML = "llama_factory.yaml"
+# Stage and data of its examples, by what is learnt: the next token, which answer is better, a score.
+_STAGES = {None: ("sft", "alpaca_en_demo"), "dpo": ("dpo", "dpo_en_demo"), "reward": ("rm", "dpo_en_demo")}
+
+
+def job(plan_file: PlanFile, version: str = "") -> Job:
+    """Return the job that `llamafactory-cli train` starts on a node (launcher.py:85)."""
+    import yaml
+
+    _check(plan_file)
+    notes = [
+        *header(plan_file, "LLaMA-Factory"),
+        comment(
+            "Yours to set: data, template, learning_rate and whatever else costs neither time nor memory of a step."
+        ),
+    ]
+    text = yaml.safe_dump(_table(plan_file), sort_keys=False, width=10**6)
+    return Job(
+        framework="LLaMA-Factory",
+        variables=(
+            LaunchVariable(
+                name="BASE_MODEL",
+                default=hub_name(plan_file.model),
+                note=f"folder or name on the hub of a model of the architecture of {plan_file.model.name}",
+            ),
+            LaunchVariable(name="STEPS", default="100", note="steps", counts_steps=True),
+        ),
+        program="-m llamafactory.launcher",
+        trailing=(f'"$HERE/{YAML}" model_name_or_path="$BASE_MODEL" max_steps="$STEPS"',),
+        files=(File(name=YAML, text="\n".join(notes) + "\n" + text),),
+    )
+
+
+def _table(plan_file: PlanFile) -> dict[str, Any]:
+    plan, training = plan_file.best.plan, plan_file.training
+    stage, dataset = _STAGES[training.preference.loss if training.preference else None]
+    tuning = training.finetuning if training.finetuning and training.finetuning.has_adapters else None
+    return {
+        "model_name_or_path": hub_name(plan_file.model),
+        "stage": stage,
+        "do_train": True,
+        **(_adapters(tuning) if tuning else {"finetuning_type": "full"}),
+        "dataset": dataset,
+        "dataset_dir": "REMOTE:llamafactory/demo_data",
+        LENGTH: training.seq_len,
+        **BATCHINGS[_batching(training)],
+        **written((MICRO_BATCH, ACCUMULATION, NO_RECOMPUTE), plan_file),
+        **{name: kind == plan.precision for name, kind in PRECISIONS.items()},
+        "flash_attn": "disabled" if training.attention == "unfused" else "fa2",
+        **OPTIMIZER_SETTINGS[training.optimizer],
+        "lr_scheduler_type": "cosine",
+        "learning_rate": 2e-4 if tuning else 2e-5,
+        **(_sharding(plan_file) if is_sharded(plan) else {}),
+        "logging_steps": 1,
+        "report_to": "none",
+        "output_dir": "outputs",
+    }
+
+
+def _batching(training: TrainingSpec) -> Batching:
+    """Return how samples become sequences: as they are priced, or where all sequences have one length, as it can."""
+    if training.document_len is not None:
+        return "packed"
+    if training.lengths is not None:
+        return training.batching
+    return "packed" if training.preference is None else "padded"
+
+
+def _adapters(finetuning: FineTuning) -> dict[str, Any]:
+    """Return the settings of adapters (hparams/finetuning_args.py, hparams/model_args.py); "all" holds all others."""
+    bits = {"none": None, "int8": 8}.get(finetuning.quantization, 4)
+    settings = {
+        "finetuning_type": "lora",
+        "lora_rank": finetuning.rank,
+        "lora_alpha": ALPHA_PER_RANK * (finetuning.rank or 0),
+        "lora_dropout": finetuning.dropout,
+        "lora_target": "all" if ALL_LINEAR in finetuning.targets else ",".join(finetuning.targets),
+        "additional_target": ",".join(finetuning.saved_modules) or None,
+        "use_dora": finetuning.dora,
+        "quantization_bit": bits,
+        "quantization_method": "bnb" if bits else None,
+        "double_quantization": finetuning.quantization == "nf4-dq" if bits == 4 else None,
+    }
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _sharding(plan_file: PlanFile) -> dict[str, Any]:
+    strategy = "full_shard" if plan_file.best.plan.sharding == Sharding.ZERO3 else "shard_grad_op"
+    return {"fsdp": f"{strategy} auto_wrap", "fsdp_config": written_fsdp(plan_file)}
+
+
+# -- what it cannot be told -------------------------------------------------------------------------------------------
+
+
+LIMITS = (
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: np.isin(b.precision, (Precision.BF16.code, Precision.FP16.code)),
+        text=lambda s, p: f"precision {p.precision!r}: its fp8 is not priced, use bf16 or fp16",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.tp * b.cp == 1,
+        text=lambda s, p: f"tp {p.tp} and cp {p.cp}: its Trainer has no mesh, set both to 1 or use axolotl",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding == Sharding.NONE.code),
+        text=lambda s, p: f"dp_replicate {p.dp_replicate}: its Trainer has no mesh, shard over all or use axolotl",
+    ),
+    Rule(
+        source="model/model_utils/quantization.py:199",
+        holds=lambda s, b: (b.sharding == Sharding.NONE.code) | (not is_quantized(s)) | _is_in_4bit(s.training),
+        text=lambda s, p: f"{p.sharding} of weights in int8: use nf4, or sharding none",
+    ),
+)
+
+
+def _is_in_4bit(training: TrainingSpec) -> bool:
+    return training.finetuning is not None and training.finetuning.quantization in ("nf4", "nf4-dq")
+
+
+def _check(plan_file: PlanFile) -> None:
+    model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
+    check_legal(RULES, model, training, plan, "LLaMA-Factory does not accept the plan")
+    check_limits(LIMITS, model, training, plan, "LLaMA-Factory cannot express")
+    preference = training.preference
+    runs = "copy" if training.finetuning is None or not training.finetuning.has_adapters else "base"
+    refusals = (
+        (
+            training.attention not in ("flash", "flash2", "unfused"),
+            f"attention {training.attention!r}: plan with flash",
+        ),
+        (training.fused_norm is True, "fused_norm = true: the norms are those of transformers, leave it out"),
+        (
+            training.lengths is not None and training.batching not in BATCHINGS,
+            f"batching {training.batching}: plan with {', '.join(BATCHINGS)}",
+        ),
+        (  # train/trainer_utils.py:136
+            preference is not None and preference.loss == "dpo" and preference.reference != runs,
+            f"a reference {preference and preference.reference}: plan with reference {runs}",
+        ),
+        (
+            preference is not None and training.document_len is not None,
+            "document_len of preferences: leave it out",
+        ),
+    )
+    if what := refused(refusals):
+        raise InputError(f"LLaMA-Factory cannot express {what}")
+
+
+TARGET = Target(
+    name="llama-factory",
+    title="LLaMA-Factory",
+    rules=("accelerate",),
+    job=job,
+    limits=LIMITS,
+    refused_tuning=refused_by_peft,
+    optimizers=tuple(OPTIMIZER_SETTINGS),
+)
