@@ -16,7 +16,7 @@ from autoplan.base.units import format_bytes
 from autoplan.base.values import parse_batches
 from autoplan.cost.mixed.estimate import estimate_mixed as price_mixed
 from autoplan.frameworks.common.job import Target
-from autoplan.frameworks.registry import facts_of, find_target
+from autoplan.frameworks.registry import facts_of, find_target, target_called
 from autoplan.launch.targets import refused_training
 from autoplan.search import mixed_search
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
@@ -52,6 +52,7 @@ def search_mixed(
     parts = load_any_cluster(cluster)
     if isinstance(parts, ClusterSpec):
         raise InputError(f"{cluster} has equal nodes: use autoplan.search")
+    to = to or target_called(options.get("framework"))
     if to is not None:
         options.setdefault("framework", facts_of(find_target(to).name))
     problem = make_mixed_problem(model, cluster=parts, seq_len=seq_len, **options)

@@ -16,7 +16,7 @@ from autoplan.api.problem import ProblemOptions, limit_texts, load_cluster, make
 from autoplan.api.training_run import RunOptions, search_run
 from autoplan.base.errors import InputError
 from autoplan.base.units import format_bytes
-from autoplan.frameworks.registry import facts_of, find_target
+from autoplan.frameworks.registry import facts_of, find_target, target_called
 from autoplan.launch.targets import job_of
 from autoplan.search.advice import check_result
 from autoplan.search.allowances import allowances
@@ -85,7 +85,8 @@ def search(
     all of these, it is also told how good that is; `variables` are those of its shell, `target` is its framework.
 
     `to` is the target of export that has to be able to express the plans; they are priced as those of its framework,
-    unless the options name one.  `fix` and `at_most` narrow the plans ({"tp": 8}), as does `forbid` ("offload",
+    unless the options name one; a framework that is called by a target with no facts of its own means that target too.
+    `fix` and `at_most` narrow the plans ({"tp": 8}), as does `forbid` ("offload",
     "sharding=zero3"); `allow` adds those with options that change the numerics of training ("moment_dtype=bf16").
     Of plans that are at most 1 % slower than the fastest `prefer` takes the "simple"st, with the fastest behind it, or
     the "fastest" itself; "robust" takes that with the least 0.9-quantile of its step, `robust` that of another
@@ -116,6 +117,7 @@ def search(
     elif model is None or global_batch is None or seq_len is None:
         raise InputError("give model, global_batch and seq_len, or a launch_file that has them")
     else:
+        to = to or target_called(problem_options.get("framework"))
         if to is not None:
             problem_options.setdefault("framework", facts_of(find_target(to).name))
         problem = make_problem(model, cluster=cluster_spec, seq_len=seq_len, **problem_options)

@@ -159,6 +159,12 @@ def target_of(facts: str) -> str:
     return next((entry.target for entry in FRAMEWORKS if entry.folder == folder), "")
 
 
+def target_called(framework: object) -> str | None:
+    """Return the target that a framework is named by, where others have the facts that it is planned with."""
+    name = framework if isinstance(framework, str) and framework in TARGETS else None
+    return name if name is not None and target_of(facts_of(name)) != name else None
+
+
 def find_target(name: str, framework: Framework | None = None) -> Target:
     """Return the target of that name; an InputError tells those there are, or that it runs no plans of `framework`."""
     if name not in TARGETS:
