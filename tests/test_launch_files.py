@@ -73,18 +73,23 @@ COMPLETE = LaunchContext(model=load_model("llama3-8b"), num_devices=8, devices_p
 PRICED_AS = {
     "autoplan": "torch",
     "accelerate": "pytorch-fsdp",
+    "axolotl": "transformers",
     "deepspeed": "deepspeed-zero",
     "fsdp2": "pytorch-fsdp",
+    "llama-factory": "transformers",
     "nanotron": "nanotron",
     "torchtitan": "torchtitan",
 }
+
+
+FSDP2 = ("accelerate", "axolotl", "fsdp2", "llama-factory", "torchtitan")
 
 
 @cache
 def files_of(folder: Path, target: str) -> tuple[File, ...]:
     """A plan without tensor and pipeline parallelism, exported."""
     file = plan_file(folder / "old.json")
-    sharding: Sharding = "zero2" if target in ("accelerate", "fsdp2", "torchtitan") else "zero1"
+    sharding: Sharding = "zero2" if target in FSDP2 else "zero1"
     plan = ParallelPlan(global_batch=16, dp_shard=8, sharding=sharding)
     framework = load_framework(PRICED_AS.get(target, "megatron-core"))
     file = replace(file, framework=framework, best=replace(file.best, plan=plan))

@@ -141,11 +141,11 @@ def test_exports_name_the_optimizer_or_refuse_it() -> None:
     assert "--optim adamw_torch_8bit" in autoplan.export(found, to="accelerate").texts["launch.sh"]
     lion = _estimated("lion", {"tp": 8})
     with pytest.raises(
-        InputError, match=r"Megatron-LM cannot express Lion \(it takes adam\): use --to accelerate or deepspeed"
+        InputError, match=r"Megatron-LM cannot express Lion \(it takes adam\): use --to accelerate or axolotl"
     ):
         autoplan.export(lion, to="megatron-lm")
     muon = _estimated("muon", {"tp": 8})
-    with pytest.raises(InputError, match=r"Megatron-LM cannot express Muon .*: no target can"):
+    with pytest.raises(InputError, match=r"Megatron-LM cannot express Muon .*: use --to axolotl or llama-factory"):
         autoplan.export(muon, to="megatron-lm")
 
 
