@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.accelerate.export import is_quantized, is_sharded
 from autoplan.frameworks.accelerate.rules import RULES
@@ -21,14 +19,14 @@ from autoplan.frameworks.axolotl.options import (
     OPTIMIZER_WORDS,
 )
 from autoplan.frameworks.common.header import comment, header
-from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
+from autoplan.frameworks.common.job import File, Job, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
-from autoplan.frameworks.common.universal_rules import SOURCE
-from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, PRECISIONS, RECOMPUTE, written_fsdp
+from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, PRECISIONS, RECOMPUTE
+from autoplan.frameworks.hf_trainer.write import IN_16_BITS, adapters_of, refusals_of, start_variables, written_fsdp
 from autoplan.readers.model import hub_name
-from autoplan.spec.enums import Precision, Sharding
+from autoplan.spec.enums import Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.lengths import Batching
 from autoplan.spec.plan import ParallelPlan
@@ -56,14 +54,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     text = yaml.safe_dump(_table(plan_file), sort_keys=False, width=10**6)
     return Job(
         framework="axolotl",
-        variables=(
-            LaunchVariable(
-                name="BASE_MODEL",
-                default=hub_name(plan_file.model),
-                note=f"folder or name on the hub of a model of the architecture of {plan_file.model.name}",
-            ),
-            LaunchVariable(name="STEPS", default="100", note="steps", counts_steps=True),
-        ),
+        variables=start_variables(plan_file),
         program="-m axolotl.cli.train",
         trailing=(f'"$HERE/{YAML}" --base_model "$BASE_MODEL" --max_steps "$STEPS"',),
         files=(File(name=YAML, text="\n".join(notes) + "\n" + text),),
@@ -73,7 +64,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
 def _remarks(training: TrainingSpec) -> list[str]:
     """Return what a person has to know of the file; all weights have the data type of the products (utils/config)."""
     remarks = ["Yours to set: datasets, learning_rate and whatever else costs neither time nor memory of a step."]
-    if training.finetuning is None or not training.finetuning.has_adapters:
+    if adapters_of(training) is None:
         remarks.append(
             f"axolotl holds trained weights and their moments in {training.precision}, priced are those in fp32 of the "
             "Trainer: it needs less memory"
@@ -84,7 +75,7 @@ def _remarks(training: TrainingSpec) -> list[str]:
 def _table(plan_file: PlanFile) -> dict[str, Any]:
     plan, training = plan_file.best.plan, plan_file.training
     arguments = written((MICRO_BATCH, ACCUMULATION, RECOMPUTE), plan_file)
-    tuning = training.finetuning if training.finetuning and training.finetuning.has_adapters else None
+    tuning = adapters_of(training)
     return {
         "base_model": hub_name(plan_file.model),
         "datasets": [_DATASETS[training.preference.loss if training.preference else None]],
@@ -157,11 +148,7 @@ def _is_packed(workload: Workload) -> bool:
 
 
 LIMITS = (
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: np.isin(b.precision, (Precision.BF16.code, Precision.FP16.code)),
-        text=lambda s, p: f"precision {p.precision!r}: its fp8 is not priced, use bf16 or fp16",
-    ),
+    IN_16_BITS,
     Rule(
         source=f"{_VALIDATION}:1655",
         holds=lambda s, b: (b.cp == 1) | (s.training.attention != "unfused"),
@@ -184,20 +171,11 @@ def _check(plan_file: PlanFile) -> None:
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     check_legal(RULES, model, training, plan, "axolotl does not accept the plan")
     check_limits(LIMITS, model, training, plan, "axolotl cannot express")
-    has_adapters = training.finetuning is not None and training.finetuning.has_adapters
     preference = training.preference
     refusals = (
+        *refusals_of(training, BATCHINGS),
         (
-            training.attention not in ("flash", "flash2", "unfused"),
-            f"attention {training.attention!r}: plan with flash",
-        ),
-        (training.fused_norm is True, "fused_norm = true: the norms are those of transformers, leave it out"),
-        (
-            training.lengths is not None and training.batching not in BATCHINGS,
-            f"batching {training.batching}: plan with {', '.join(BATCHINGS)}",
-        ),
-        (
-            has_adapters and preference is not None and preference.reference == "copy",
+            adapters_of(training) is not None and preference is not None and preference.reference == "copy",
             "a copy as the reference of adapters: plan with reference base",
         ),
     )

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import re
 
-from autoplan.frameworks.accelerate import options as accelerate
-from autoplan.frameworks.common.option_table import Assumed, Option, Value, count, switch, written
+from autoplan.frameworks.common.option_table import Assumed, Option, count, switch
 from autoplan.frameworks.common.options import Options
 from autoplan.readers.finetuning import OPTIM, OTHER_OPTIM
 from autoplan.spec.enums import Precision, Recompute
 from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
-from autoplan.spec.plan_file import PlanFile
 
 MICRO_BATCH = count("per_device_train_batch_size", "micro_batch", 8)
 ACCUMULATION = count("gradient_accumulation_steps", "num_microbatches", 1)
@@ -63,12 +61,6 @@ HARMLESS = re.compile(
     r"|average_tokens_across_devices|use_cpu|debug|truncation_mode|overwrite_cache|adapter_name_or_path|token"
     r"|packing_strategy|pad_token|eos_token|special_tokens|tokens|completion_only_loss|assistant_only_loss)$"
 )
-
-
-def written_fsdp(plan_file: PlanFile) -> dict[str, Value]:
-    """Return section `fsdp_config` of FSDP2 for a plan; what is recomputed stands outside of it."""
-    sections = written((option for option in accelerate.FSDP if option is not accelerate.RECOMPUTE), plan_file)
-    return {key.removeprefix("fsdp_"): value for key, value in sections.items()}
 
 
 def read_optimizer(options: Options, key: str = "optim") -> OptimizerName:

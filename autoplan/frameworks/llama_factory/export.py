@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.accelerate.export import is_quantized, is_sharded
 from autoplan.frameworks.accelerate.rules import RULES
 from autoplan.frameworks.common.header import comment, header
-from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
+from autoplan.frameworks.common.job import File, Job, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
 from autoplan.frameworks.common.universal_rules import SOURCE
-from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, PRECISIONS, written_fsdp
+from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, PRECISIONS
+from autoplan.frameworks.hf_trainer.write import IN_16_BITS, adapters_of, refusals_of, start_variables, written_fsdp
 from autoplan.frameworks.llama_factory.options import BATCHINGS, LENGTH, NO_RECOMPUTE, OPTIMIZER_SETTINGS
 from autoplan.readers.model import hub_name
-from autoplan.spec.enums import Precision, Sharding
+from autoplan.spec.enums import Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.lengths import Batching
 from autoplan.spec.plan_file import PlanFile
@@ -46,14 +45,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     text = yaml.safe_dump(_table(plan_file), sort_keys=False, width=10**6)
     return Job(
         framework="LLaMA-Factory",
-        variables=(
-            LaunchVariable(
-                name="BASE_MODEL",
-                default=hub_name(plan_file.model),
-                note=f"folder or name on the hub of a model of the architecture of {plan_file.model.name}",
-            ),
-            LaunchVariable(name="STEPS", default="100", note="steps", counts_steps=True),
-        ),
+        variables=start_variables(plan_file),
         program="-m llamafactory.launcher",
         trailing=(f'"$HERE/{YAML}" model_name_or_path="$BASE_MODEL" max_steps="$STEPS"',),
         files=(File(name=YAML, text="\n".join(notes) + "\n" + text),),
@@ -63,7 +55,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
 def _table(plan_file: PlanFile) -> dict[str, Any]:
     plan, training = plan_file.best.plan, plan_file.training
     stage, dataset = _STAGES[training.preference.loss if training.preference else None]
-    tuning = training.finetuning if training.finetuning and training.finetuning.has_adapters else None
+    tuning = adapters_of(training)
     return {
         "model_name_or_path": hub_name(plan_file.model),
         "stage": stage,
@@ -122,11 +114,7 @@ def _sharding(plan_file: PlanFile) -> dict[str, Any]:
 
 
 LIMITS = (
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: np.isin(b.precision, (Precision.BF16.code, Precision.FP16.code)),
-        text=lambda s, p: f"precision {p.precision!r}: its fp8 is not priced, use bf16 or fp16",
-    ),
+    IN_16_BITS,
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.tp * b.cp == 1,
@@ -154,17 +142,9 @@ def _check(plan_file: PlanFile) -> None:
     check_legal(RULES, model, training, plan, "LLaMA-Factory does not accept the plan")
     check_limits(LIMITS, model, training, plan, "LLaMA-Factory cannot express")
     preference = training.preference
-    runs = "copy" if training.finetuning is None or not training.finetuning.has_adapters else "base"
+    runs = "copy" if adapters_of(training) is None else "base"
     refusals = (
-        (
-            training.attention not in ("flash", "flash2", "unfused"),
-            f"attention {training.attention!r}: plan with flash",
-        ),
-        (training.fused_norm is True, "fused_norm = true: the norms are those of transformers, leave it out"),
-        (
-            training.lengths is not None and training.batching not in BATCHINGS,
-            f"batching {training.batching}: plan with {', '.join(BATCHINGS)}",
-        ),
+        *refusals_of(training, BATCHINGS),
         (  # train/trainer_utils.py:136
             preference is not None and preference.loss == "dpo" and preference.reference != runs,
             f"a reference {preference and preference.reference}: plan with reference {runs}",

@@ -1,0 +1,60 @@
+"""What programs that take the Trainer's arguments have in common when a plan is written for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from autoplan.frameworks.accelerate import options as accelerate
+from autoplan.frameworks.common.job import LaunchVariable
+from autoplan.frameworks.common.option_table import Value, written
+from autoplan.frameworks.common.rules import Rule
+from autoplan.frameworks.common.universal_rules import SOURCE
+from autoplan.readers.model import hub_name
+from autoplan.spec.enums import Precision
+from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.lengths import Batching
+from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.training import TrainingSpec
+
+IN_16_BITS = Rule(
+    source=SOURCE,
+    holds=lambda s, b: np.isin(b.precision, (Precision.BF16.code, Precision.FP16.code)),
+    text=lambda s, p: f"precision {p.precision!r}: its fp8 is not priced, use bf16 or fp16",
+)
+
+
+def start_variables(plan_file: PlanFile) -> tuple[LaunchVariable, ...]:
+    """Return what a person may set at the start: which weights, and how many steps."""
+    note = f"folder or name on the hub of a model of the architecture of {plan_file.model.name}"
+    return (
+        LaunchVariable(name="BASE_MODEL", default=hub_name(plan_file.model), note=note),
+        LaunchVariable(name="STEPS", default="100", note="steps", counts_steps=True),
+    )
+
+
+def adapters_of(training: TrainingSpec) -> FineTuning | None:
+    """Return the adapters that are trained, None where all weights are."""
+    return training.finetuning if training.finetuning is not None and training.finetuning.has_adapters else None
+
+
+def written_fsdp(plan_file: PlanFile) -> dict[str, Value]:
+    """Return section `fsdp_config` of FSDP2 for a plan; what is recomputed stands outside of it."""
+    sections = written((option for option in accelerate.FSDP if option is not accelerate.RECOMPUTE), plan_file)
+    return {key.removeprefix("fsdp_"): value for key, value in sections.items()}
+
+
+def refusals_of(training: TrainingSpec, batchings: Iterable[Batching]) -> tuple[tuple[bool, str], ...]:
+    """Return what of a training such a program cannot express that makes sequences in these ways."""
+    return (
+        (
+            training.attention not in ("flash", "flash2", "unfused"),
+            f"attention {training.attention!r}: plan with flash",
+        ),
+        (training.fused_norm is True, "fused_norm = true: the norms are those of transformers, leave it out"),
+        (
+            training.lengths is not None and training.batching not in batchings,
+            f"batching {training.batching}: plan with {', '.join(batchings)}",
+        ),
+    )
