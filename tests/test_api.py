@@ -165,6 +165,10 @@ def test_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_option_that_there_is_not_is_no_option() -> None:
     with pytest.raises(TypeError, match=r"search\(\) has no option permit"):
         autoplan.search("llama3-8b", **PLACE, permit=["zero3"])  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"estimate\(\) has no option lora"):
+        autoplan.estimate("llama3-8b", **PLACE, lora=16)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"tune\(\) has no option trails"):
+        autoplan.tune("llama3-8b", **PLACE, trails=4)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/api.md"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-from autoplan.api.problem import ProblemOptions, limit_texts, make_problem, make_space
+from autoplan.api.problem import ProblemOptions, check_names, limit_texts, make_problem, make_space
 from autoplan.api.results import Result, Table
 from autoplan.api.training_run import RunOptions, make_run, parse_sizes, priced, resized
 from autoplan.base.errors import InputError, NoPlanError
@@ -79,6 +79,7 @@ def compare(
 
     Raises InputError where something that was given cannot be used, NoPlanError where no cluster has a plan.
     """
+    check_names(options, CompareOptions, "compare")
     named = {name: value for name, value in options.items() if name in ProblemOptions.__annotations__}
     problem_options = cast("ProblemOptions", named)
     run = make_run(cast("RunOptions", {name: options.get(name) for name in RunOptions.__annotations__}))

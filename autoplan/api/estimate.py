@@ -11,6 +11,7 @@ from autoplan.api.plan_files import is_plan_file, make_plan_file, retimed_proble
 from autoplan.api.plan_result import PlanResult, load_plan
 from autoplan.api.problem import (
     ProblemOptions,
+    check_names,
     check_rank_order,
     check_tp_overlap,
     load_cluster,
@@ -58,6 +59,7 @@ def estimate(
     Raises InputError where something that was given cannot be used, and NoPlanError where the framework does not admit
     the plan.  A plan that does not fit is a result: its verdict says so.
     """
+    check_names(options, ProblemOptions, "estimate")
     timings = options.get("timings") or ""
     if launch_file is not None:
         from autoplan.api.launch_files import start_from  # brings the readers of all frameworks

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from autoplan.api.plan_files import load_mixed_plan, make_mixed_file
-from autoplan.api.problem import ProblemOptions, limit_texts, load_any_cluster, make_mixed_problem, space_of
+from autoplan.api.problem import (
+    ProblemOptions,
+    check_names,
+    limit_texts,
+    load_any_cluster,
+    make_mixed_problem,
+    space_of,
+)
 from autoplan.api.results import MixedPlanResult
 from autoplan.api.unlike_nodes import is_expressible
 from autoplan.base.errors import InputError, NoPlanError
@@ -49,6 +56,7 @@ def search_mixed(
 
     Raises InputError where something that was given cannot be used, NoPlanError where no plan is legal or fits.
     """
+    check_names(options, ProblemOptions, "search_mixed")
     parts = load_any_cluster(cluster)
     if isinstance(parts, ClusterSpec):
         raise InputError(f"{cluster} has equal nodes: use autoplan.search")

@@ -125,6 +125,12 @@ def load_cluster(cluster: str | Path | ClusterSpec | MixedCluster) -> ClusterSpe
     return spec
 
 
+def check_names(options: Mapping[str, Any], table: type, function: str) -> None:
+    """Raise TypeError, as Python does, where `function` was given an option that its `table` does not name."""
+    if unknown := options.keys() - table.__annotations__.keys():
+        raise TypeError(f"{function}() has no option {', '.join(sorted(unknown))}")
+
+
 # -- problems ---------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from autoplan.api.plan_files import make_plan_file
 from autoplan.api.plan_result import PlanResult
-from autoplan.api.problem import ProblemOptions, limit_texts, load_cluster, make_problem, space_of
+from autoplan.api.problem import ProblemOptions, check_names, limit_texts, load_cluster, make_problem, space_of
 from autoplan.api.training_run import RunOptions, search_run
 from autoplan.base.errors import InputError
 from autoplan.base.units import format_bytes
@@ -154,8 +154,7 @@ def _quantile(prefer: str, robust: float | None) -> float | None:
 def _divided(options: Mapping[str, Any]) -> tuple[ProblemOptions, RunOptions | None]:
     """Return the options of the problem, and those of a run to plan for where there are any."""
     problem_names, run_names = ProblemOptions.__annotations__, RunOptions.__annotations__
-    if unknown := options.keys() - {*run_names, *problem_names}:
-        raise TypeError(f"search() has no option {', '.join(sorted(unknown))}")
+    check_names(options, SearchOptions, "search")
     run = {name: options.get(name) for name in run_names}
     is_for_run = any(value not in (None, []) for value in run.values())
     problem_options = {name: options[name] for name in options if name in problem_names}

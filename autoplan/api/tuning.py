@@ -11,7 +11,7 @@ from typing import Unpack, cast
 
 from autoplan.api.plan_files import is_plan_file, load_plan_file, make_plan_file, problem_of
 from autoplan.api.plan_run import FRAMEWORK, RunKeeper, warn_of_emulation
-from autoplan.api.problem import ProblemOptions, make_problem, space_of
+from autoplan.api.problem import ProblemOptions, check_names, make_problem, space_of
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.files import encode, refused_writes
 from autoplan.base.values import parse_duration, parse_positive
@@ -107,6 +107,7 @@ def prepare(
     **options: Unpack[TuneOptions],
 ) -> PreparedTuning:
     """Return what `tune` will run, with a warning where the built-in trainer emulates the plans' precision here."""
+    check_names(options, TuneOptions, "tune")
     db, budget, gpu_hours = options.get("db"), options.get("budget"), options.get("gpu_hours")
     if isinstance(gpu_hours, str):
         gpu_hours = parse_positive(gpu_hours, "--gpu-hours")
