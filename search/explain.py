@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoplan.base.errors import AutoplanError, InputError
-from autoplan.base.units import format_bytes
+from autoplan.base.units import format_bytes, format_percent
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken, legal
@@ -147,11 +147,18 @@ def _binding(
         says.append(f"memory of stage {worst.stage}: the plan itself needs {needed} of {capacity} there")
     heavy = [near for near in faster if near.plan.verdict != "fits" and not near.broken]
     if heavy:
-        least = min(heavy, key=_excess)
-        needed, capacity = format_bytes(least.plan.memory_bytes), format_bytes(problem.capacity_bytes)
-        says.append(f"memory of stage {least.stage}: a faster plan needs {needed} of {capacity} there")
+        lightest = min(heavy, key=_excess)
+        needed, capacity = format_bytes(lightest.plan.memory_bytes), format_bytes(problem.capacity_bytes)
+        says.append(f"memory of stage {lightest.stage}: a faster plan needs {needed} of {capacity} there")
     rules = [near.broken[0] for near in faster if near.plan.verdict == "fits" and len(near.broken) == 1]
-    return (*says, *list(dict.fromkeys(rules))[:MOST_RULES])
+    says += list(dict.fromkeys(rules))[:MOST_RULES]
+    if says:
+        return tuple(says)
+    if any(near.is_possible for near in faster):
+        return ("nothing: faster plans that fit are one or two changes away",)
+    if faster:
+        return ("several rules at once: faster plans with one or two changes break more than one",)
+    return (f"neither memory nor a rule: no plan with one or two changes is {format_percent(LEAST_GAIN)} faster",)
 
 
 # -- another plan ------------------------------------------------------------------------------------------------------

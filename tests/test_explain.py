@@ -89,6 +89,14 @@ def test_memory_binds_a_plan_that_does_not_fit_itself() -> None:
     assert found.binds[0].startswith(f"memory of stage {worst}: the plan itself needs")
 
 
+def test_a_plan_that_nothing_binds_says_whether_others_are_faster() -> None:
+    problem, _ = make(LARGE)
+    for plan in (PLAN, replace(PLAN, sp=False)):
+        found = explained(problem, plan)
+        assert found.binds
+        assert any("0.5 % faster" in says for says in found.binds) == (not found.better)
+
+
 def test_a_rule_binds_where_it_alone_stops_a_faster_plan() -> None:
     problem, _ = make(LARGE)
     plan = replace(PLAN, sp=False)

@@ -43,9 +43,7 @@ def print_explanation(console: Console, file: PlanFile, explanation: Explanation
     _print_terms(console, explanation.plan, stages)
     console.print()
     grid = labelled()
-    for at, reason in enumerate(
-        explanation.binds or ("neither memory nor a rule: no plan with one or two changes is faster",)
-    ):
+    for at, reason in enumerate(explanation.binds):
         grid.add_row("" if at else "binds", escape(reason))
     for at, near in enumerate(explanation.better):
         grid.add_row("" if at else "faster", escape(f"{_changes(near, names)}: {_needs(near, explanation)}"))
