@@ -31,7 +31,7 @@ TWO = Lengths(histogram=((100, 3), (400, 1)))  # a quarter of the samples is fou
 def problem_of(lengths: Lengths | None, batching: Batching = "packed", **options: Any) -> Problem:
     """A small model on one node."""
     known = {"cluster": "h100-sxm:1x8", "seq_len": 400, "framework": "transformers", **options}
-    return make_problem(MODEL, lengths=lengths, batching=batching, **known)
+    return make_problem(MODEL, lengths=lengths, batching=batching if lengths else None, **known)
 
 
 def step(problem: Problem, **axes: Any) -> dict[str, float]:
@@ -56,6 +56,15 @@ def test_lengths_are_read_from_text_and_histograms(tmp_path: Path) -> None:
         load_lengths(str(table))
     with pytest.raises(InputError, match="tokens must be"):
         load_lengths("0:3")
+    # A first line with numbers is no heading, and editors of Windows put a mark before it.
+    table.write_text("\ufeff512,3\n128,5\n")
+    assert load_lengths(str(table)).histogram == ((128, 5), (512, 3))
+    table.write_text("1.5k,3\n128,5\n")
+    with pytest.raises(InputError, match=r"lengths.csv: line 1: write the tokens"):
+        load_lengths(str(table))
+    table.write_text("tokens,samples\n")
+    with pytest.raises(InputError, match=r"--lengths lengths\.csv: holds no samples"):
+        load_lengths(str(table))
 
 
 @pytest.mark.parametrize(
@@ -68,11 +77,13 @@ def test_lengths_are_read_from_text_and_histograms(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": "four"}, {"role": "assistant", "content": "eight by"}]}, 3 + 8),
         ({"conversations": [{"from": "human", "value": "four"}]}, 1 + 4),
         ({"id": "of no length", "prompt": "four", "completion": "four"}, 2 + 8),
+        ({"prompt": "four", "prompt_id": "b5", "messages": [{"role": "user", "content": "four"}]}, 1 + 4),
+        ({"num_tokens": 12.0, "text": "not looked at"}, 12),
     ],
 )
 def test_samples_of_a_jsonl_are_counted(tmp_path: Path, sample: Any, tokens: int) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_text(f"{json.dumps(sample)}\n\n{json.dumps(sample)}\n")
+    path.write_text(f"\ufeff{json.dumps(sample)}\n\n{json.dumps(sample)}\n")
     assert load_lengths(str(path)).histogram == ((tokens, 2),)
 
 
@@ -81,6 +92,9 @@ def test_what_is_no_sample_is_refused_with_its_line(tmp_path: Path) -> None:
     for text, says in (
         ('{"text": "a"}\n{"label": 3}\n', "line 2: has neither num_tokens"),
         ("{\n", "line 1: not valid"),
+        ('{"num_tokens": -5, "text": "a"}\n', "line 1: num_tokens -5: write a whole number"),
+        ("1e400\n", "line 1: "),
+        ("", "data.jsonl: holds no samples"),
     ):
         path.write_text(text)
         with pytest.raises(InputError, match=says):
@@ -94,6 +108,7 @@ def test_many_lengths_keep_their_sums(tmp_path: Path) -> None:
     lengths = load_lengths(str(path))
     assert len(lengths.histogram) <= MOST_BINS
     assert lengths.num_samples == 20000
+    assert lengths.longest == int(tokens.max())
     assert lengths.mean == pytest.approx(tokens.astype(int).mean(), rel=2e-3)
     squares = sum(length**2 * samples for length, samples in lengths.histogram)
     assert squares == pytest.approx((tokens.astype(int).astype(float) ** 2).sum(), rel=2e-3)
@@ -157,6 +172,37 @@ def test_no_plans_have_no_tokens() -> None:
     training = TrainingSpec(seq_len=400, lengths=TWO, batching="padded")
     assert len(np.atleast_1d(tokens_per_sample(training, none))) == 0
     assert len(np.atleast_1d(attended_len(training, none))) == 0
+
+
+def test_joined_samples_are_cut_into_sequences_and_lose_nothing() -> None:
+    """A sample of twice the length of a sequence fills two."""
+    training = TrainingSpec(seq_len=400, lengths=Lengths(histogram=((800, 1),)), batching="joined")
+    assert useful(training).samples == 0.5
+    lines = {
+        batching: " ".join(
+            text
+            for _, text in answer_lines(
+                autoplan.estimate(
+                    *(MODEL,), cluster="h100-sxm:1x8", global_batch=8, seq_len=400, lengths="800:1", batching=batching
+                ).file
+            )
+        )
+        for batching in ("joined", "padded")
+    }
+    assert "joined: 0.5 samples a sequence, 0.0 % padding" in lines["joined"]
+    assert "cut" not in lines["joined"]
+    assert "1 sample, 800 tokens in the mean, 100.0 % of them cut" in lines["padded"]
+
+
+def test_sequences_that_stay_short_take_their_memory_alone() -> None:
+    """Samples of at most 400 tokens need the same memory whether sequences may have 400 tokens or 4,096."""
+    axes: dict[str, Any] = {"micro_batch": 4, "global_batch": 32, "dp_shard": 8, "sharding": "zero3"}
+    batch = PlanBatch.of([ParallelPlan.derived(**axes)], 16)
+    short, may_be_long, full = (
+        float(estimate(problem_of(TWO, batching, seq_len=seq_len), batch).memory_bytes[0])
+        for batching, seq_len in (("padded", 400), ("padded", 4096), ("full", 4096))
+    )
+    assert may_be_long == short < full
 
 
 def test_memory_is_that_of_the_longest_sequences() -> None:
@@ -295,7 +341,7 @@ def test_padding_lowers_the_rate_of_useful_tokens() -> None:
         autoplan.estimate(
             *(MODEL,), cluster="h100-sxm:1x8", global_batch=64, seq_len=1000, lengths=lengths, batching="full"
         ).file.best.tokens_per_s_per_device
-        for lengths in ("200:1,1000:1", None)
+        for lengths in ("200:1,1000:1", "1000")
     ]
     assert rates[0] == pytest.approx(0.6 * rates[1])
 
@@ -346,6 +392,8 @@ def test_what_does_not_go_together_is_refused() -> None:
         problem_of(TWO, document_len=100)
     with pytest.raises(InputError, match="packed samples need attention that skips other samples, not unfused"):
         TrainingSpec(seq_len=400, lengths=TWO, attention="unfused")
+    with pytest.raises(InputError, match="--batching 'padded' is about samples of unlike lengths: give --lengths too"):
+        make_problem(MODEL, cluster="h100-sxm:1x8", seq_len=400, batching="padded")
     with pytest.raises(InputError, match="batching must be one of packed, joined"):
         replace(TrainingSpec(seq_len=400), batching="heaped")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="not priced on mixed clusters yet"):

@@ -100,6 +100,11 @@ def test_pairs_that_vary_wait_for_the_longest_of_both(tmp_path: Path) -> None:
     data.write_text('{"prompt": "four", "chosen": "four", "rejected": "a longer answer"}\n')
     lengths = load_lengths(str(data))
     assert lengths.histogram == ((2 + 8, 1), (5 + 8, 1))
+    # A conversation as an answer has its prompt.
+    asked = '{"role": "user", "content": "four"}'
+    answers = (f'[{asked}, {{"role": "assistant", "content": "{text}"}}]' for text in ("four", "a longer answer"))
+    data.write_text('{{"prompt": "four", "chosen": {}, "rejected": {}}}\n'.format(*answers))
+    assert load_lengths(str(data)).histogram == lengths.histogram
     options: dict[str, Any] = {"lengths": "200:3,2000:1", "batching": "padded"}
     pairs = best_of(loss="dpo", reference="none", **options)
     assert pairs.step_s == best_of(micro_batch=2, global_batch=128, **options).step_s

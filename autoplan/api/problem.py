@@ -222,6 +222,8 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     usual = ADAPTER_FRAMEWORK if has_adapters or preference is not None else DEFAULT_FRAMEWORK
     reserve = options.get("reserve_memory", 0.0)
     reserve_bytes = parse_size(reserve) if isinstance(reserve, str) else reserve
+    if options.get("batching") is not None and not table.get("lengths"):
+        raise InputError(f"--batching {options['batching']!r} is about samples of unlike lengths: give --lengths too")
     loaded = load_model(model)
     if loaded.moe is None and options.get("expert_imbalance") is not None:
         raise InputError(f"--expert-imbalance needs a model with experts, {loaded.name} has none: leave it out")

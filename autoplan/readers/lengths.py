@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +18,15 @@ from autoplan.spec.lengths import Lengths
 MOST_BINS = 256  # lengths that are told apart; more are put together by their means
 # Of a sample of text: 4.3 to 4.7 for English with vocabularies of 128 thousand, fewer for code and other languages.
 BYTES_PER_TOKEN = 4
+ROUNDING = 1e-9  # of a bin
 _COUNTS = ("num_tokens", "length", "tokens", "n_tokens", "token_count")  # a sample's keys, in the order of trust
 _IDS = ("input_ids", "token_ids", "tokens")
 # Of a message: its text, beside which a template writes its role.
 _TEXTS = ("content", "value", "text")
 TOKENS_PER_MESSAGE = 4
+_CONVERSATIONS = ("messages", "conversations")
+_ANSWERS = ("chosen", "rejected")
+_BESIDE_CONVERSATIONS = ("system", "tools", *_ANSWERS)
 _NO_TEXT = ("id", "role", "from", "source", "category", "label", "score", "meta", "metadata", "image", "images")
 
 
@@ -53,9 +58,9 @@ def _typed(part: str) -> tuple[int, int]:
 def _of_histogram(path: Path) -> Counter[int]:
     """The samples of each length in a table of two columns, with or without a line of headings."""
     counts: Counter[int] = Counter()
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).removeprefix("\ufeff").splitlines(), 1):
         cells = re.split(r"[,;:\s]+", line.strip())
-        if cells == [""] or (number == 1 and not cells[0].isdigit()):
+        if cells == [""] or (number == 1 and not any(cell[:1].isdigit() for cell in cells)):
             continue
         if len(cells) != 2 or not all(re.fullmatch(r"[0-9]{1,15}", cell) for cell in cells):
             raise InputError(f"{path}: line {number}: write the tokens of a sample and the number of such samples")
@@ -75,7 +80,7 @@ def _of_samples(path: Path) -> Lengths:
             for number, line in enumerate(stream, 1):
                 if not line.strip():
                     continue
-                for sequence in _sequences_of(decoder.decode(line)):
+                for sequence in _sequences_of(decoder.decode(line.removeprefix(BOM_UTF8))):
                     tokens, by_text = _tokens_of(sequence, f"{path}: line {number}")
                     is_estimated |= by_text
                     counts[tokens] += 1
@@ -91,23 +96,33 @@ def _sequences_of(sample: Any) -> Iterator[Any]:
     if not (isinstance(sample, dict) and "chosen" in sample and "rejected" in sample):
         yield sample
         return
-    prompt = {key: value for key, value in sample.items() if key not in ("chosen", "rejected")}
-    for answer in ("chosen", "rejected"):
-        yield prompt | {answer: sample[answer]}
+    prompt = {key: value for key, value in sample.items() if key not in _ANSWERS}
+    for answer in _ANSWERS:
+        yield (prompt if _is_answer_alone(sample[answer]) else {}) | {answer: sample[answer]}
+
+
+def _is_answer_alone(value: Any) -> bool:
+    """Return whether the answer of a preference has no prompt in it: it is no conversation that a user begins."""
+    first = value[0] if isinstance(value, list) and value else None
+    return not isinstance(first, dict) or first.get("role", first.get("from")) in (None, "assistant", "gpt")
 
 
 def _tokens_of(sample: Any, where: str) -> tuple[int, bool]:
     """(tokens of a sample, whether its text was measured for want of a count)."""
-    if isinstance(sample, int) and not isinstance(sample, bool):
-        return max(sample, 1), False
+    counted = {key: sample[key] for key in _COUNTS if key in sample} if isinstance(sample, dict) else {"": sample}
+    for key, count in counted.items():
+        if isinstance(count, int | float) and not isinstance(count, bool):
+            if count < 0 or count % 1 != 0:
+                raise InputError(f"{where}: {key or 'tokens'} {count}: write a whole number of tokens")
+            return max(int(count), 1), False
     if isinstance(sample, dict):
-        for key in _COUNTS:
-            if isinstance(sample.get(key), int) and not isinstance(sample[key], bool):
-                return max(sample[key], 1), False
         for key in _IDS:
             if isinstance(sample.get(key), list):
                 return max(len(sample[key]), 1), False
-        texts = list(_texts(sample))
+        # Beside a conversation, its prompt and the like say the same once more.
+        conversation = next((key for key in _CONVERSATIONS if sample.get(key)), None)
+        beside = (conversation, *_BESIDE_CONVERSATIONS)
+        texts = list(_texts({key: sample[key] for key in beside if key in sample} if conversation else sample))
         if texts:
             num_bytes = sum(len(text.encode()) for text in texts)
             return max(math.ceil(num_bytes / BYTES_PER_TOKEN) + TOKENS_PER_MESSAGE * len(texts), 1), True
@@ -131,13 +146,16 @@ def _texts(value: Any) -> Iterator[str]:
 def _binned(counts: Counter[int], source: str) -> Lengths:
     """Return the lengths, of `MOST_BINS` or fewer: others are put together with those that differ least, by ratio."""
     counts = Counter({max(tokens, 1): samples for tokens, samples in counts.items() if samples})
+    if not counts:
+        raise InputError(f"--lengths {source}: holds no samples: write a line for each, or their histogram")
     if len(counts) <= MOST_BINS:
         return Lengths(histogram=tuple(counts.items()), source=source)
     shortest = math.log(min(counts))
     width = (math.log(max(counts)) - shortest) / (MOST_BINS - 1)
     bins: dict[int, list[int]] = {}
     for tokens, samples in counts.items():
-        entry = bins.setdefault(int((math.log(tokens) - shortest) / width), [0, 0])
+        # The longest, whose memory a step takes, are not put together with others.
+        entry = bins.setdefault(int((math.log(tokens) - shortest) / width + ROUNDING), [0, 0])
         entry[0] += tokens * samples
         entry[1] += samples
     means = [(round(tokens / samples), samples) for tokens, samples in bins.values()]

@@ -141,9 +141,9 @@ def lengths_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
     training, best = file.training, file.best
     if (lengths := training.lengths) is None:
         return
-    cut = lengths.share_above(training.seq_len)
+    cut = 0.0 if training.batching == "joined" else lengths.share_above(training.seq_len)
     shortened = f", {risk_text(cut)} of them cut" if cut else ""
-    kind = "samples" if training.preference is None else "sequences"
+    kind = ("sample" if training.preference is None else "sequence") + "s" * (lengths.num_samples > 1)
     number = f"{lengths.num_samples:,} {kind}, {lengths.mean:,.0f} tokens in the mean"
     yield "lengths", f"{lengths.source}: {number}{shortened}"
     learnt = useful(training)

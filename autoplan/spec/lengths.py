@@ -44,6 +44,11 @@ class Lengths:
         """Mean tokens of a sample."""
         return sum(tokens * samples for tokens, samples in self.histogram) / self.num_samples
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return self.histogram[-1][0]
+
     def share_above(self, seq_len: int) -> float:
         """Share of the samples that are longer than a sequence, which cuts them."""
         return sum(samples for tokens, samples in self.histogram if tokens > seq_len) / self.num_samples

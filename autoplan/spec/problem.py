@@ -11,6 +11,7 @@ from autoplan.base.units import format_bytes
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Precision
 from autoplan.spec.framework import Framework
+from autoplan.spec.lengths import UNEVEN
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.timing import NO_TIMINGS, TimingTable
 from autoplan.spec.training import TrainingSpec
@@ -99,11 +100,14 @@ class Problem:
 
     @property
     def at_longest(self) -> Problem:
-        """The problem with all sequences as long as they may be, as micro-batches are for which memory has to do."""
-        if self.training.lengths is None:
+        """The problem with all sequences as long as the longest, as micro-batches are for which memory has to do."""
+        if (lengths := self.training.lengths) is None:
             return self
+        seq_len = self.training.seq_len
+        if self.training.batching in UNEVEN:
+            seq_len = min(seq_len, lengths.longest)
         other = copy.copy(self)
-        object.__setattr__(other, "training", replace(self.training, lengths=None))
+        object.__setattr__(other, "training", replace(self.training, seq_len=seq_len, lengths=None))
         return other
 
     @property

@@ -144,5 +144,5 @@ def useful(training: TrainingSpec) -> Useful:
         tokens, number = (float(packs.share @ of) for of in (packs.tokens, packs.samples))
         return Useful(tokens, attended, number)
     if training.batching == "joined":
-        return Useful(training.seq_len, training.seq_len, training.seq_len / samples.mean)
+        return Useful(training.seq_len, training.seq_len, training.seq_len / training.lengths.mean)
     return Useful(pairs * samples.mean, attended, 1.0)
