@@ -128,6 +128,14 @@ EXPORTED = {"cluster": "h100-sxm:1x8", "global_batch": 64, "seq_len": 4096, "fra
 FOUR_BITS = ("qlora:r=64,dropout=0.05", "lora:r=8,quantize=nf4,train=lm_head")
 
 
+def test_fsdp2_recomputes_without_reentry() -> None:
+    plan = {"micro_batch": 1, "sharding": "zero3", "recompute": "full"}
+    file = autoplan.estimate("llama3-8b", **EXPORTED, plan=plan).file
+    text = next(item.text for item in exported(file, "llama-factory", "torchrun") if item.name == "llama_factory.yaml")
+    assert "use_reentrant_gc: false" in text
+    assert matters(read_back(file)) == set()
+
+
 def read_back(file: PlanFile) -> Launch:
     files = {written.name: written.text for written in exported(file, "llama-factory", "torchrun")}
     return read(files["llama_factory.yaml"], LaunchContext(num_devices=file.best.plan.num_devices))

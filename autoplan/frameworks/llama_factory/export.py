@@ -106,8 +106,9 @@ def _adapters(finetuning: FineTuning) -> dict[str, Any]:
 
 
 def _sharding(plan_file: PlanFile) -> dict[str, Any]:
+    """Return what FSDP2 does; accelerate launch would tell it so, and of checkpoints (model_utils/checkpointing.py)."""
     strategy = "full_shard" if plan_file.best.plan.sharding == Sharding.ZERO3 else "shard_grad_op"
-    return {"fsdp": f"{strategy} auto_wrap", "fsdp_config": written_fsdp(plan_file)}
+    return {"fsdp": f"{strategy} auto_wrap", "fsdp_config": written_fsdp(plan_file), "use_reentrant_gc": False}
 
 
 # -- what it cannot be told -------------------------------------------------------------------------------------------

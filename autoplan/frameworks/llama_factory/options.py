@@ -26,6 +26,7 @@ OPTIMIZER_SETTINGS: dict[OptimizerName, dict[str, Value]] = {
 }
 COSTLESS = (
     "flash_attn",
+    "use_reentrant_gc",
     "rope_scaling",
     "image_max_pixels",
     "video_max_pixels",
