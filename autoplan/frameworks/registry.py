@@ -173,7 +173,7 @@ def find_target(name: str, framework: Framework | None = None) -> Target:
     if framework is not None and framework.rules not in target.rules:
         raise InputError(
             f"the plan was made for {framework.name}, which {target.title} is not: "
-            f"search with --to {name} for one that it runs"
+            f"search with --framework {name} for one that it runs"
         )
     return target
 
