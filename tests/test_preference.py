@@ -75,6 +75,8 @@ def test_the_base_of_adapters_needs_no_memory_as_a_reference() -> None:
     training = TrainingSpec(seq_len=8, preference=Preference(), finetuning=lora)
     assert training.preference == Preference(reference="base")
     assert TrainingSpec(seq_len=8, preference=Preference()).preference == COPY
+    with pytest.raises(InputError, match="not packed: leave document_len out"):
+        TrainingSpec(seq_len=8, preference=Preference(), document_len=4)
 
 
 def test_a_reward_model_has_scores_in_place_of_logits() -> None:

@@ -50,6 +50,8 @@ class TrainingSpec:
         if self.lengths is not None:
             self._check_lengths()
         if self.preference is not None:
+            if self.document_len is not None:
+                raise InputError("pairs of sequences are not packed: leave document_len out")
             adapters = self.finetuning is not None and self.finetuning.has_adapters
             object.__setattr__(self, "preference", self.preference.with_reference(has_adapters=adapters))
         if not 1.0 <= self.expert_imbalance <= 1000.0:

@@ -150,10 +150,6 @@ def _check(plan_file: PlanFile) -> None:
             preference is not None and preference.loss == "dpo" and preference.reference != runs,
             f"a reference {preference and preference.reference}: plan with reference {runs}",
         ),
-        (
-            preference is not None and training.document_len is not None,
-            "document_len of preferences: leave it out",
-        ),
     )
     if what := refused(refusals):
         raise InputError(f"LLaMA-Factory cannot express {what}")
