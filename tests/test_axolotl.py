@@ -47,7 +47,7 @@ def test_a_configuration_is_read() -> None:
     plan = launch.plan
     assert (plan.micro_batch, plan.global_batch, plan.dp_shard, plan.sharding) == (1, 128, 16, "zero3")
     assert (plan.recompute, launch.training.seq_len, launch.training.precision) == ("full", 8192, "bf16")
-    assert matters(launch) == set()
+    assert matters(launch) == {"bf16"}
     assert ("micro_batch_size", "1") in launch.options
 
 
@@ -92,7 +92,7 @@ def test_what_changes_a_step_and_is_not_priced_is_listed() -> None:
         "qat": {"weight_dtype": "int4"},
         "torch_compile": True,
     }
-    assert matters(of(**FSDP2, **settings)) == set(settings)
+    assert matters(of(**FSDP2, **settings)) == {"bf16", *settings}
     assert "sequence_len" in matters(of(**FSDP2, sample_packing=False))
     assert "unfrozen_parameters" in matters(of(adapter="lora", unfrozen_parameters=["^lm_head.*"]))
 
@@ -111,6 +111,31 @@ def test_what_changes_a_step_and_is_not_priced_is_listed() -> None:
 def test_what_is_not_priced_at_all_is_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         of(**settings)
+
+
+def test_weights_that_are_all_held_in_16_bits_are_listed() -> None:
+    """Neither FSDP's first version nor adapters hold them so: accelerate and PEFT make fp32 of what is trained."""
+    assert "bf16" in matters(of(**FSDP2)) & matters(of())
+    assert "fp16" in matters(of(**FSDP2, fp16=True))
+    assert "bf16" not in matters(of(fsdp_config=FSDP2["fsdp_config"])) | matters(of(adapter="lora"))
+
+
+def test_fsdp_without_a_version_is_the_first() -> None:
+    launch = of(fsdp_config={"reshard_after_forward": "SHARD_GRAD_OP"})
+    assert "fsdp_config.version" in matters(launch)
+    assert launch.plan.sharding == "zero2"
+
+
+def test_a_batch_of_a_device_stands_for_its_accumulation() -> None:
+    table = {key: value for key, value in FULL.items() if key != "gradient_accumulation_steps"}
+    text = yaml.safe_dump(table | FSDP2 | {"micro_batch_size": 2, "batch_size": 8})
+    plan = read(text, LaunchContext(num_devices=16)).plan
+    assert (plan.num_microbatches, plan.global_batch) == (4, 128)
+
+
+def test_pairs_are_padded_to_the_longest_and_rewards_to_the_whole_length() -> None:
+    assert of(rl="dpo", sample_packing=False, pad_to_sequence_len=True).training.batching == "padded"
+    assert of(reward_model=True, sample_packing=False).training.batching == "full"
 
 
 def test_words_of_axolotl_mean_what_they_say_there() -> None:
@@ -145,7 +170,9 @@ def test_adapters_are_read_back_with_the_price_of_the_plan(tuning: str, sharding
 
 
 @pytest.mark.parametrize(
-    "about", [{}, {"reference": "none"}, {"finetune": "lora"}, {"loss": "reward"}], ids=lambda about: str(about)
+    "about",
+    [{}, {"reference": "none"}, {"finetune": "lora"}, {"loss": "reward"}, {"loss": "reward", "finetune": "qlora:r=8"}],
+    ids=str,
 )
 def test_preferences_are_read_back(about: dict[str, str]) -> None:
     plan = {"micro_batch": 1, "sharding": "zero3"}
@@ -172,6 +199,11 @@ def test_batching_is_read_back(batching: Batching) -> None:
         ({"fused_norm": True}, "fused_norm"),
         ({"lengths": Lengths(histogram=((512, 3),)), "batching": "joined"}, "batching joined"),
         ({"finetuning": FineTuning(rank=8), "preference": Preference(reference="copy")}, "reference base"),
+        ({"finetuning": FineTuning(rank=8, quantization="int8"), "preference": Preference()}, "by preferences"),
+        (
+            {"lengths": Lengths(histogram=((512, 3),)), "batching": "full", "preference": Preference()},
+            "batching full of preferences",
+        ),
     ],
 )
 def test_what_its_yaml_cannot_express_is_refused(training: dict[str, Any], says: str) -> None:

@@ -140,6 +140,10 @@ def _sharding(plan_file: PlanFile) -> dict[str, Any]:
 # -- what it cannot be told -------------------------------------------------------------------------------------------
 
 
+def _is_dpo(training: TrainingSpec) -> bool:
+    return training.preference is not None and training.preference.loss == "dpo"
+
+
 def _is_packed(workload: Workload) -> bool:
     """Return whether samples are known, and packed."""
     training = workload.training
@@ -161,7 +165,7 @@ LIMITS = (
     ),
     Rule(
         source=f"{_VALIDATION}:1078",
-        holds=lambda s, b: (b.sharding == Sharding.NONE.code) | (s.training.preference is None) | (not is_quantized(s)),
+        holds=lambda s, b: (b.sharding == Sharding.NONE.code) | (not _is_dpo(s.training)) | (not is_quantized(s)),
         text=lambda s, p: f"{p.sharding} of quantised weights trained by preferences: use sharding none",
     ),
 )
@@ -177,6 +181,10 @@ def _check(plan_file: PlanFile) -> None:
         (
             adapters_of(training) is not None and preference is not None and preference.reference == "copy",
             "a copy as the reference of adapters: plan with reference base",
+        ),
+        (  # core/builders/rl.py passes no padding on
+            _is_dpo(training) and training.lengths is not None and training.batching != "padded",
+            f"batching {training.batching} of preferences: plan with padded",
         ),
     )
     if what := refused(refusals):

@@ -12,11 +12,12 @@ from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Argument, Options, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Mesh, Program, launch_of
-from autoplan.frameworks.hf_trainer.options import is_on
+from autoplan.frameworks.hf_trainer.options import ACCUMULATION, ALL_IN_16_BITS, MICRO_BATCH, is_on
 from autoplan.readers.finetuning import OF_AXOLOTL, of_axolotl
 from autoplan.readers.preference import OF_PREFERENCES, of_rl
 from autoplan.spec.enums import Precision
 from autoplan.spec.lengths import Batching
+from autoplan.spec.preference import Preference
 
 
 def recognises(name: str, text: str) -> bool:
@@ -43,7 +44,14 @@ def read(text: str, context: LaunchContext) -> Launch:
     if finetuning.has_adapters and table.get("unfrozen_parameters"):
         options.remark("unfrozen_parameters", "adapters alone are priced as trained")
     options.pass_over(*COSTLESS)
-    options.defaults.setdefault("per_device_train_batch_size", 1)  # utils/schemas/config.py
+    options.defaults["per_device_train_batch_size"] = 1  # utils/schemas/config.py
+    if batch := options.optional_count("batch_size", least=1):  # of a device in a step (utils/config/__init__.py:202)
+        options.defaults[ACCUMULATION.key] = max(batch // MICRO_BATCH.of(options), 1)
+    uses_fsdp1 = _uses_fsdp1(table)
+    options.defaults["fsdp_version"] = 1 if uses_fsdp1 else 2
+    # All weights are loaded in it (utils/config/__init__.py:192); FSDP's first version and DeepSpeed make fp32 of them.
+    if not (finetuning.has_adapters or uses_fsdp1 or table.get("deepspeed")):
+        options.remark("fp16" if is_on(options, "fp16") else "bf16", ALL_IN_16_BITS, default="auto")
     mesh = read_fields(MESH, options)
     if options.optional_count("expert_parallel_size", 1, least=1) not in (None, 1):
         raise InputError("expert_parallel_size > 1 of axolotl is not priced: set it to 1")
@@ -69,7 +77,7 @@ def read(text: str, context: LaunchContext) -> Launch:
         model_key="base_model",
         length_key=LENGTH,
         length=512,
-        batching=_batching(options, table, trains_pairs=preference is not None),
+        batching=_batching(options, table, preference),
         preference=preference,
         finetuning=finetuning if finetuning.has_adapters else None,
         precision=Precision.BF16,  # "auto" (utils/schemas/config.py:559)
@@ -80,13 +88,24 @@ def read(text: str, context: LaunchContext) -> Launch:
     return launch_of(options, context, program, None)
 
 
-def _batching(options: Options, table: Mapping[str, Any], *, trains_pairs: bool) -> Batching:
+def _uses_fsdp1(table: Mapping[str, Any]) -> bool:
+    """Return whether FSDP's first version is on, its default beside fsdp_config (utils/schemas/validation.py:1126)."""
+    section = table.get("fsdp_config")
+    if not isinstance(section, dict) or not section:
+        return False
+    version = table.get("fsdp_version") or section.get("fsdp_version") or section.get("version")
+    return str(version) != "2"
+
+
+def _batching(options: Options, table: Mapping[str, Any], preference: Preference | None) -> Batching:
     """Return how samples become sequences (core/trainers/base.py, utils/collators/batching.py)."""
-    if is_on(options, "sample_packing") and not trains_pairs:
+    if is_on(options, "sample_packing") and preference is None:
         return "packed"
-    if table.get("datasets") is None and not trains_pairs:  # of pretraining
+    if preference is not None and preference.loss == "dpo":  # TRL's collator, whatever the file says of padding
+        return "padded"
+    if table.get("datasets") is None and preference is None:  # of pretraining
         return "joined"
-    if table.get("reward_model"):
+    if preference is not None:
         options.defaults["pad_to_sequence_len"] = True  # utils/schemas/validation.py:247
     return "full" if is_on(options, "pad_to_sequence_len") else "padded"
 

@@ -11,7 +11,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
-from autoplan.frameworks.hf_trainer.options import is_on
+from autoplan.frameworks.hf_trainer.options import ALL_IN_16_BITS, is_on
 from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
 from autoplan.frameworks.llama_factory.options import COSTLESS, LENGTH, NO_RECOMPUTE
 from autoplan.readers.finetuning import OF_LLAMA_FACTORY, of_llama_factory
@@ -84,7 +84,7 @@ def program_of(options: Options) -> Program:
             options.remark(key, "priced without it")
     is_pure = is_on(options, "pure_bf16")
     if is_pure:
-        options.remark("pure_bf16", "weights and their update are priced in 32 bits")
+        options.remark("pure_bf16", ALL_IN_16_BITS)
     if is_on(options, "fp8"):
         options.pass_over("fp8_backend", "fp8_enable_fsdp_float8_all_gather")
         options.remark("fp8", "priced as bf16")
