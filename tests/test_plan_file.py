@@ -16,7 +16,7 @@ from autoplan.readers.model import load_model
 from autoplan.search.ranking import ranked
 from autoplan.spec.framework import GROUPS
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.plan_file import PLAN_FILE_VERSION, PlanFile, SpaceFlags
+from autoplan.spec.plan_file import PLAN_FILE_VERSION, MixedPlanFile, PlanFile, SpaceFlags
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
 
@@ -52,6 +52,16 @@ def table() -> dict[str, Any]:
 
 def test_a_plan_file_that_agrees_with_itself_is_read() -> None:
     assert decode(PlanFile, msgspec.json.decode(msgspec.json.encode(table())), "plan.json").best.verdict == "fits"
+
+
+def test_the_version_of_a_file_is_looked_at_before_its_keys() -> None:
+    """Plans of mixed clusters had other keys in version 2, and files of a later autoplan may have more."""
+    with pytest.raises(InputError, match=rf"plan.json: schema_version is 99, this autoplan reads {PLAN_FILE_VERSION}$"):
+        decode(PlanFile, {"schema_version": 99, "more": 1}, "plan.json")
+    older = {"mixed_schema_version": 2, "command": "autoplan search x", "best": {"plan": {"sharding": "zero1"}}}
+    says = "mixed_schema_version is 2, this autoplan reads 3: make the file again with autoplan search x"
+    with pytest.raises(InputError, match=says):
+        decode(MixedPlanFile, older, "plan.json")
 
 
 def test_a_plan_file_of_version_2_is_read_whose_traits_stand_in_no_groups() -> None:

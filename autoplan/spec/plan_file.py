@@ -122,6 +122,7 @@ class PlanFile:
     @staticmethod
     def upgraded(table: dict[str, Any]) -> dict[str, Any]:
         """Return the table of a file; in older ones the framework has what plans choose today."""
+        _check_version(table, "schema_version", _READABLE_PLAN_FILES)
         framework = table.get("framework")
         if table.get("schema_version") not in _READABLE_PLAN_FILES[:-1] or not isinstance(framework, dict):
             return table
@@ -149,11 +150,6 @@ class PlanFile:
         return _with_16_bit_gradients(table) if is_narrow else table
 
     def __post_init__(self) -> None:
-        if self.schema_version not in _READABLE_PLAN_FILES:
-            raise InputError(
-                f"schema_version is {self.schema_version}, this autoplan reads {PLAN_FILE_VERSION}: "
-                "make the file again with this version"
-            )
         for name, checked in (
             ("best", self.best),
             *((f"alternatives[{at}]", ranked) for at, ranked in enumerate(self.alternatives)),
@@ -163,6 +159,13 @@ class PlanFile:
                     f"{name}.plan.precision is {checked.plan.precision}, training.precision {self.training.precision}: "
                     "make them the same"
                 )
+
+
+def _check_version(table: dict[str, Any], key: str, readable: tuple[int, ...]) -> None:
+    """Refuse a file of another version before its keys, which may be unlike those of today, are looked at."""
+    if table.get(key, readable[-1]) not in readable:
+        command = f": make the file again with {table['command']}" if table.get("command") else ""
+        raise InputError(f"{key} is {table[key]}, this autoplan reads {readable[-1]}{command}")
 
 
 def _with_dropout_chosen(table: dict[str, Any]) -> dict[str, Any]:
@@ -248,12 +251,11 @@ class MixedPlanFile:
     alternatives: tuple[MixedCost, ...]
     certificate: MixedCertificate | None
 
-    def __post_init__(self) -> None:
-        if self.mixed_schema_version != MIXED_FILE_VERSION:
-            raise InputError(
-                f"mixed_schema_version is {self.mixed_schema_version}, this autoplan reads {MIXED_FILE_VERSION}: "
-                "make the file again with this version"
-            )
+    @staticmethod
+    def upgraded(table: dict[str, Any]) -> dict[str, Any]:
+        """Return the table of a file, of which older versions are not read."""
+        _check_version(table, "mixed_schema_version", (MIXED_FILE_VERSION,))
+        return table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
