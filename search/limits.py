@@ -431,4 +431,4 @@ def check_words(name: str, book: Rulebook, limits: Limits) -> None:
         accepted = words if row.kind is Kind.WORD else values
         for value in values:
             if value not in accepted:
-                raise InputError(f"{name} has no {axis} {value}: it has {' and '.join(map(shown, accepted))}")
+                raise InputError(f"{name} has no {axis} {value}: known are {', '.join(map(shown, accepted))}")
