@@ -292,7 +292,7 @@ def said_in_words(training: TrainingSpec, read: TrainingSpec, text: str) -> Iter
         "fused_norm": f"Priced with {norms}",
         "lengths": "Samples have",
         "batching": "Samples have",
-        "optimizer": f"takes {TRAITS[training.optimizer].says}",
+        "optimizer": f"takes {TRAITS[training.optimizer].title}",
     }
     for name, sentence in words.items():
         if getattr(training, name) == getattr(read, name):

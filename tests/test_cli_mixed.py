@@ -88,6 +88,16 @@ def test_a_search_for_a_target_finds_a_plan_that_it_starts(searched: Path) -> No
     assert "--pipeline-model-parallel-layout" in (searched / "launch/launch.sh").read_text()
 
 
+def test_a_plan_of_adapters_says_so_and_is_exported_to_what_was_searched_for(tmp_path: Path) -> None:
+    words = ("--cluster", "h100-sxm:1x2+a100-sxm:1x2", "--global-batch", "8", "--seq-len", "1024", "--lora-rank", "8")
+    done = run(tmp_path, "search", "llama3.2-1b", *words, "--to", "axolotl")
+    assert done.returncode == 0, done.stderr
+    assert "trains    LoRA of rank 8" in done.stdout
+    assert "next:  autoplan export plan.json --to axolotl" in done.stdout
+    assert run(tmp_path, "report", "plan.json", "--out", "plan.html").returncode == 0
+    assert "LoRA of rank 8" in (tmp_path / "plan.html").read_text()
+
+
 @pytest.mark.parametrize("columns", [60, 80, 140])
 def test_an_explanation_tells_every_stage_on_its_own_devices(searched: Path, columns: int) -> None:
     done = run(searched, "explain", "plan.json", COLUMNS=str(columns))

@@ -202,6 +202,9 @@ def test_what_was_read_says_the_loss(tmp_path: Path) -> None:
     shown = " ".join(run(tmp_path, "read", "dpo.yaml", "--devices", "8").stdout.split())
     assert "loss preferences (DPO), two sequences a sample, against a frozen copy of the model" in shown
     assert "step 16 pairs, 1 micro-batch a replica" in shown
+    (tmp_path / "dpo.yaml").write_text(f"{text}adapter: qlora\nlora_r: 16\noptimizer: adamw_torch_8bit\n")
+    shown = " ".join(run(tmp_path, "read", "dpo.yaml", "--devices", "8").stdout.split())
+    assert "flash attention, Adam with 8-bit moments trains QLoRA of rank 16 on q_proj+v_proj" in shown
 
 
 def test_a_finetuning_file_names_its_loss(tmp_path: Path) -> None:

@@ -173,8 +173,10 @@ def _difference(best: RankedPlan, near: Near) -> str:
 def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = "torchrun") -> str:
     """Return the command that writes what starts the plan at `path`; an `AutoplanError` says why there is none."""
     # What runs today, what was searched for, what the facts are of and what bears the name of the rules come first.
-    today = file.today.target if isinstance(file, PlanFile) and file.today else ""
-    searched = file.space.to if isinstance(file, PlanFile) and file.space else ""
+    if isinstance(file, MixedPlanFile):
+        today, searched = "", file.to
+    else:
+        today, searched = file.today.target if file.today else "", file.space.to if file.space else ""
     first = (today, searched, target_of(file.framework.name), file.framework.rules)
     targets = [target for target in TARGETS.values() if file.framework.rules in target.rules]
     if not targets:

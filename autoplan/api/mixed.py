@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -87,7 +88,7 @@ def search_mixed(
     _check(problem, result, target)
     command = "autoplan.search_mixed() of Python"
     file = make_mixed_file(problem, result.ranked, result.certificate, command=command)
-    return MixedPlanResult(file=file, problem=problem)
+    return MixedPlanResult(file=replace(file, to=flags.to), problem=problem)
 
 
 def estimate_mixed(plan: MixedPlanResult | str | Path) -> MixedPlanResult:

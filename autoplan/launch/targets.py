@@ -45,7 +45,7 @@ def _refused(target: Target, training: TrainingSpec) -> str:
         if refused:
             return refused
     if training.optimizer not in target.optimizers:
-        return f"{TRAITS[training.optimizer].says} (it takes {', '.join(target.optimizers)})"
+        return f"{TRAITS[training.optimizer].title} (it takes {', '.join(target.optimizers)})"
     return ""
 
 

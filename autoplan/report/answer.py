@@ -26,12 +26,14 @@ from autoplan.report.terminal import (
 )
 from autoplan.spec.estimate import datasheet_peak
 from autoplan.spec.mixed_result import MixedCost
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import TRAITS
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.ranks import HostRanks
 from autoplan.spec.search_result import Allowance, Certificate, Confidence, ObviousPlan, RankedPlan
 from autoplan.spec.timing import Provenance
+from autoplan.spec.training import TrainingSpec
 
 SHOWN_PLANS = 10
 SHOWN_ALLOWANCES = 2
@@ -93,11 +95,25 @@ def headline(file: PlanFile) -> str:
     slow = f" ({len(cluster.faults)} of their parts slow)" if cluster.faults else ""
     devices = f"{cluster.num_nodes} x {cluster.devices_per_node} {cluster.device.name}"
     where = devices if cluster.name == cluster.device.name else f"{cluster.name}: {devices}"
-    optimizer = "" if training.optimizer == "adam" else f", {TRAITS[training.optimizer].says}"
     return (
         f"{file.model.name} on {where}{slow}, {training.precision}, {training.seq_len:,} tokens, "
-        f"global batch {file.best.plan.global_batch:,}{optimizer}"
+        f"global batch {file.best.plan.global_batch:,}{optimizer_text(training)}"
     )
+
+
+def optimizer_text(training: TrainingSpec) -> str:
+    """Return the optimizer behind a comma where it is not Adam."""
+    return "" if training.optimizer == "adam" else f", {TRAITS[training.optimizer].title}"
+
+
+def training_lines(model: ModelSpec, training: TrainingSpec) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) of what is trained by what loss, where it is not all weights by the next token."""
+    if (tuning := training.finetuning) is not None:
+        trained = count_trained_parameters(model, tuning)
+        percent = 100 * trained / count_parameters(model)
+        yield "trains", f"{tuning}: {trained:,} parameters, {format_two_figures(percent)} %"
+    if (preference := training.preference) is not None:
+        yield "loss", str(preference)
 
 
 def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
@@ -105,12 +121,7 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
     best = file.best
     spelled = best.plan.spell_out()
     yield "plan", spelled if len(spelled) <= MOST_SPELLED else best.plan.describe()
-    if (tuning := file.training.finetuning) is not None:
-        trained = count_trained_parameters(file.model, tuning)
-        percent = 100 * trained / count_parameters(file.model)
-        yield "trains", f"{tuning}: {trained:,} parameters, {format_two_figures(percent)} %"
-    if (preference := file.training.preference) is not None:
-        yield "loss", str(preference)
+    yield from training_lines(file.model, file.training)
     yield from lengths_lines(file)
     interval = f"{format_seconds(best.low_s)} to {format_seconds(best.high_s)}"
     yield "time", f"{format_seconds(best.step_s)} a step; nine of ten runs take {interval}"

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds, format_tokens
 from autoplan.cost.kernels.arithmetic import count_parameters
-from autoplan.report.answer import LEAST_OFF, closeness, slower
+from autoplan.report.answer import LEAST_OFF, closeness, optimizer_text, slower, training_lines
 from autoplan.report.terminal import LEAST_GAP, labelled, print_part, print_table
 from autoplan.spec.explanation import AxisChange, CurrentPlan, OptionChange
 from autoplan.spec.model import ModelSpec
@@ -34,9 +34,10 @@ def print_launch(
     console.print()
     grid = labelled()
     grid.add_row("model", escape(f"{model.name}: {model_line(model)}"))
-    grid.add_row("training", f"{training.seq_len:,} tokens, {training.precision}, {training.attention} attention")
-    if training.preference is not None:
-        grid.add_row("loss", str(training.preference))
+    kernels = f"{training.precision}, {training.attention} attention{optimizer_text(training)}"
+    grid.add_row("training", f"{training.seq_len:,} tokens, {kernels}")
+    for label, text in training_lines(model, training):
+        grid.add_row(label, escape(text))
     grid.add_row("plan", f"[bold]{escape(plan.describe())}[/]")
     count, samples = plan.num_microbatches, "sequences" if training.preference is None else "pairs"
     grid.add_row("step", f"{plan.global_batch:,} {samples}, {count:,} micro-batch{'es' * (count > 1)} a replica")

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
+from autoplan.report.answer import optimizer_text, training_lines
 from autoplan.report.terminal import LEAST_SHOWN_S, labelled, print_part, print_table, print_terms, repetitions
 from autoplan.spec.estimate import PlacedStage
 from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind
@@ -56,12 +57,14 @@ def print_mixed_answer(console: Console, file: MixedPlanFile) -> None:
         console,
         escape(
             f"{file.model.name} on {sizes(file.cluster)}, {file.training.precision}, {file.training.seq_len:,} tokens, "
-            f"global batch {best.plan.global_batch:,}"
+            f"global batch {best.plan.global_batch:,}{optimizer_text(file.training)}"
         ),
     )
     console.print()
     grid = labelled()
     grid.add_row("plan", f"[bold green]{escape(describe(best.plan, names))}[/]")
+    for label, text in training_lines(file.model, file.training):
+        grid.add_row(label, escape(text))
     interval = f"nine of ten runs take {format_seconds(best.low_s)} to {format_seconds(best.high_s)}"
     grid.add_row("time", f"[bold]{format_seconds(best.step_s)}[/] a step; {interval}")
     tokens_per_s = best.sequences_per_s * file.training.seq_len

@@ -20,25 +20,25 @@ class Optimizer:
     the layers' matrices; embedding, head and norms have Adam's moments then.
     """
 
-    says: str
+    title: str
     moment_bytes: float
     factored_bytes: float = 0.0
     orthogonalises: bool = False
 
 
 TRAITS: Mapping[OptimizerName, Optimizer] = {
-    "adam": Optimizer(says="Adam", moment_bytes=ADAM_MOMENT_BYTES),
+    "adam": Optimizer(title="Adam", moment_bytes=ADAM_MOMENT_BYTES),
     # Moments of 8 bits with an fp32 scale for every 256 (bitsandbytes 0.45 optim/optimizer.py, Optimizer2State; torchao
     # 0.7 optim/subclass_8bit.py), or of 4 bits with one for every 128 (torchao optim/subclass_4bit.py).
-    "adam8bit": Optimizer(says="Adam with 8-bit moments", moment_bytes=2 * (1 + 4 / 256)),
-    "adam4bit": Optimizer(says="Adam with 4-bit moments", moment_bytes=2 * (0.5 + 4 / 128)),
+    "adam8bit": Optimizer(title="Adam with 8-bit moments", moment_bytes=2 * (1 + 4 / 256)),
+    "adam4bit": Optimizer(title="Adam with 4-bit moments", moment_bytes=2 * (0.5 + 4 / 128)),
     # Means over rows and over columns in place of second moments, no first ones (arXiv:1804.04235; transformers
     # optimization.py, Adafactor with beta1=None).
-    "adafactor": Optimizer(says="Adafactor", moment_bytes=0.0, factored_bytes=4.0),
-    "lion": Optimizer(says="Lion", moment_bytes=4.0),  # one momentum (arXiv:2302.06675)
-    "sgd": Optimizer(says="SGD with momentum", moment_bytes=4.0),
+    "adafactor": Optimizer(title="Adafactor", moment_bytes=0.0, factored_bytes=4.0),
+    "lion": Optimizer(title="Lion", moment_bytes=4.0),  # one momentum (arXiv:2302.06675)
+    "sgd": Optimizer(title="SGD with momentum", moment_bytes=4.0),
     # One momentum, made orthogonal by 5 steps of Newton-Schulz (arXiv:2502.16982; torch 2.9 optim/_muon.py).
-    "muon": Optimizer(says="Muon", moment_bytes=4.0, orthogonalises=True),
+    "muon": Optimizer(title="Muon", moment_bytes=4.0, orthogonalises=True),
 }
 NEWTON_SCHULZ_STEPS = 5
 

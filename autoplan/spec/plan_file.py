@@ -250,6 +250,7 @@ class MixedPlanFile:
     best: MixedCost
     alternatives: tuple[MixedCost, ...]
     certificate: MixedCertificate | None
+    to: str = ""  # target of export that has to be able to express the plans
 
     @staticmethod
     def upgraded(table: dict[str, Any]) -> dict[str, Any]:

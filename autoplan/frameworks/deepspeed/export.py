@@ -97,7 +97,7 @@ def _duties(plan_file: PlanFile) -> str:
     if plan.offload == "optimizer":
         duties.append("takes DeepSpeedCPUAdam")
     if (optimizer := plan_file.training.optimizer) != "adam":
-        duties.append(f"takes {TRAITS[optimizer].says} as its optimizer")
+        duties.append(f"takes {TRAITS[optimizer].title} as its optimizer")
     if plan.dp_replicate > 1 and plan.sharding == "zero3":
         duties.append("makes the model under deepspeed.zero.MiCS_Init")
     return "yours: " + ", ".join([*duties, *peft_duties(plan_file)])

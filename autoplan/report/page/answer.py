@@ -12,6 +12,7 @@ from autoplan.report.answer import (
     next_best_line,
     proof_line,
     risk_text,
+    training_lines,
     why_first,
 )
 from autoplan.report.page.content import PlanContent
@@ -136,8 +137,7 @@ def _further_lines(file: PlanFile) -> Iterator[tuple[str, Child]]:
     """Further lines of the answer, where there are any."""
     if layers := layers_line(file):
         yield "layers", layers
-    if (preference := file.training.preference) is not None:
-        yield "loss", str(preference)
+    yield from training_lines(file.model, file.training)
     for _, text in lengths_lines(file):
         yield "lengths", text
     choice = file.choice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
-from autoplan.report.answer import reasons
+from autoplan.report.answer import reasons, training_lines
 from autoplan.report.cluster import between_text
 from autoplan.report.cluster_drawing import draw
 from autoplan.report.mixed_search import certificate_line, common_words, describe, describe_kind, sizes, waiting
@@ -41,7 +41,7 @@ def answer(content: MixedContent) -> Markup:
         tag("p", *_words(file), class_="plan"),
         tag("div", *_figures(content), class_="figures"),
         tag("p", f"{line}.", class_="sure") if line else None,
-        pairs(waiting(file.best, content.stages)),
+        pairs((*training_lines(file.model, file.training), *waiting(file.best, content.stages))),
         id="answer",
         aria_labelledby="answer-title",
     )
