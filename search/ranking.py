@@ -11,9 +11,11 @@ from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.kernels.arithmetic import model_flops_per_token
 from autoplan.cost.kernels.sequences import useful
 from autoplan.spec.estimate import VERDICTS, CostEstimate, datasheet_peak
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
+from autoplan.spec.training import TrainingSpec
 
 # Step times this close, as a share, are equal: sums in another order differ by less, measurements by far more.
 TIE = 1e-9
@@ -72,6 +74,15 @@ class Leaders:
         self.batch, self.objective = batch.take(order), objective[order]
 
 
+def training_flops_per_token(model: ModelSpec, training: TrainingSpec) -> float:
+    """Return the model FLOPs of a token of a sample: of all its passes, without recomputation."""
+    return model_flops_per_token(
+        *(model, useful(training).attended_len, training.finetuning),
+        has_scores=training.has_scores,
+        runs_reference=training.runs_reference,
+    )
+
+
 def ranked(problem: Problem, costs: CostEstimate, order: Iterable[int]) -> tuple[RankedPlan, ...]:
     """Return the plans at the indices `order`, with their figures.
 
@@ -79,12 +90,7 @@ def ranked(problem: Problem, costs: CostEstimate, order: Iterable[int]) -> tuple
     datasheet peak of the precision.
     """
     devices, learnt = problem.cluster.num_devices, useful(problem.training)
-    training = problem.training
-    flops_per_token = model_flops_per_token(
-        *(problem.model, learnt.attended_len, training.finetuning),
-        has_scores=training.has_scores,
-        runs_reference=training.runs_reference,
-    )
+    flops_per_token = training_flops_per_token(problem.model, problem.training)
     _, peak = datasheet_peak(problem.cluster.device, problem.training.precision)
     verdicts = costs.verdict
     result = []

@@ -14,15 +14,20 @@ import pytest
 import autoplan
 from autoplan.api.plan_files import make_mixed_file
 from autoplan.api.results import MixedPlanResult
+from autoplan.api.unlike_nodes import node_ranges
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import decode
+from autoplan.cost.estimate import estimate
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
+from autoplan.search.ranking import ranked
 from autoplan.spec.enums import RankOrder
+from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, started_plan
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import MixedPlanFile
-from mixed_cases import SMALL, plan_of, problem_of, replicas, scaled
+from mixed_cases import SMALL, plan_of, problem_of, replicas, scaled, whole
 
 H100, A100 = load_cluster("h100-sxm:1x8"), load_cluster("a100-sxm:2x8")
 # Of 12 layers: A100 take the stages 0 and 1, H100 the stage 2.
@@ -72,6 +77,18 @@ def test_a_plan_that_no_framework_starts_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=says):
         started_plan(problem, plan_of(kinds=kinds))
+
+
+def test_flops_of_frozen_weights_are_those_of_a_plain_plan(problem: MixedProblem) -> None:
+    """Frozen weights have no gradients, and attention keeps to documents: on one part as on a plain cluster."""
+    training = replace(problem.training, finetuning=FineTuning(rank=8), document_len=512)
+    tuned = replace(problem, training=training)
+    found = node_ranges(tuned, result_of(tuned, plan_of(kinds=(replicas(8, 4, (0, 1, 12)),))).file, "megatron-bridge")
+    plan = ParallelPlan(global_batch=32, dp_shard=8, sharding="zero1")
+    alone = whole(tuned, H100)
+    (plain,) = ranked(alone, estimate(alone, PlanBatch.of([plan], 12)), [0])
+    best = found[0].plan_file.best
+    assert best.mfu / best.tokens_per_s_per_device == pytest.approx(plain.mfu / plain.tokens_per_s_per_device)
 
 
 @pytest.mark.parametrize("target", ["megatron-lm", "megatron-bridge", "primus"])

@@ -8,13 +8,12 @@ from itertools import groupby
 
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
-from autoplan.cost.kernels.arithmetic import model_flops_per_token
 from autoplan.cost.mixed.stages import mixed_stages
 from autoplan.frameworks.common.job import Target
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of, find_target
 from autoplan.launch.start import NodeRange
-from autoplan.search.ranking import ranked
+from autoplan.search.ranking import ranked, training_flops_per_token
 from autoplan.spec.estimate import datasheet_peak, probability_above
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, StartedPlan, started_plan
 from autoplan.spec.mixed_result import MixedCost
@@ -105,7 +104,7 @@ def _ranked(problem: MixedProblem, cost: MixedCost, started: StartedPlan) -> Ran
         low_s=cost.low_s,
         high_s=cost.high_s,
         tokens_per_s_per_device=tokens_per_s / cost.plan.num_devices,
-        mfu=tokens_per_s * model_flops_per_token(problem.model, problem.training.seq_len) / (per_node * sum(peaks)),
+        mfu=tokens_per_s * training_flops_per_token(problem.model, problem.training) / (per_node * sum(peaks)),
         memory_bytes=fullest.memory_bytes,
         memory_headroom_bytes=fullest.capacity_bytes - fullest.memory_bytes,
         oom_probability=probability_above(cost.oom_z),
