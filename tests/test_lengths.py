@@ -62,6 +62,10 @@ def test_lengths_are_read_from_text_and_histograms(tmp_path: Path) -> None:
     table.write_text("1.5k,3\n128,5\n")
     with pytest.raises(InputError, match=r"lengths.csv: line 1: write the tokens"):
         load_lengths(str(table))
+    samples = tmp_path / "samples.json"
+    samples.write_text("[]")
+    with pytest.raises(InputError, match="a JSON file is not read"):
+        load_lengths(str(samples))
     table.write_text("tokens,samples\n")
     with pytest.raises(InputError, match=r"--lengths lengths\.csv: holds no samples"):
         load_lengths(str(table))
@@ -124,6 +128,12 @@ def test_packs_are_those_of_best_fit_decreasing() -> None:
     assert kinds[100, 70**2 + 30**2] == pytest.approx(3 / 8, abs=1e-5)
     assert kinds[100, 2 * 50**2] == pytest.approx(3 / 8, abs=1e-5)
     assert kinds[90, 3 * 30**2] == pytest.approx(2 / 8, abs=1e-5)
+
+
+def test_packs_of_many_short_samples_are_full() -> None:
+    """A million samples of one token fill a sequence of as many, without a rest."""
+    packs = packs_of(Lengths(histogram=((1, 7),)), 2**20)
+    assert float(packs.share @ packs.tokens) == pytest.approx(2**20, rel=1e-5)
 
 
 def test_packs_hold_every_sample_once() -> None:

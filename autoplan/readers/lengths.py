@@ -47,6 +47,8 @@ def load_lengths(text: str) -> Lengths:
         )
     if path.suffix in (".jsonl", ".ndjson"):
         return _of_samples(path)
+    if path.suffix == ".json":
+        raise InputError(f"--lengths {path}: a JSON file is not read: write a sample in each line of a .jsonl")
     return _binned(_of_histogram(path), path.name)
 
 

@@ -15,8 +15,8 @@ from autoplan.base.arrays import Floats, Ints
 from autoplan.spec.lengths import Batching, Lengths
 from autoplan.spec.training import TrainingSpec
 
-# Samples that are packed: of a smaller data set as many times over, so that packs are those of a long run.
-LEAST_PACKED = 10**6
+# Packs that are made: of a smaller data set as many times over, so that they are those of a long run.
+LEAST_PACKS = 10**6
 
 
 class Packs(NamedTuple):
@@ -63,7 +63,7 @@ def packs_of(lengths: Lengths, seq_len: int) -> Packs:
     decreasing (axolotl/utils/samplers/multipack.py, megatron/bridge/data/datasets/packing_utils.py) and
     LLaMA-Factory's knapsack fill sequences about as well.
     """
-    repeat = -(-LEAST_PACKED // lengths.num_samples)
+    repeat = -(-LEAST_PACKS * seq_len // sum(min(length, seq_len) * samples for length, samples in lengths.histogram))
     packs: dict[tuple[int, int, int], int] = {}  # (tokens, their squares, samples) to the number of such packs
 
     def add(kind: tuple[int, int, int], tokens: int, number: int, count: int) -> None:
