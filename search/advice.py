@@ -10,7 +10,7 @@ from itertools import count, islice
 import numpy as np
 
 from autoplan.base.errors import InputError, NoPlanError
-from autoplan.base.units import format_bytes
+from autoplan.base.units import format_bytes, format_percent
 from autoplan.cost.estimate import estimate
 from autoplan.search.limits import Limits, default_limits, plain_of
 from autoplan.search.space import Cell, Space
@@ -37,14 +37,20 @@ def check_result(problem: Problem, space: Space, result: SearchResult) -> None:
         ways = " or ".join(islice(wider, SHOWN_WAYS))
         raise NoPlanError(why_empty(space) + (f"; there is one {ways}" if ways else ""))
     closest = result.closest
-    needed, capacity = closest.memory_bytes, format_bytes(problem.capacity_bytes)
+    needed, capacity, where = closest.memory_bytes, problem.capacity_bytes, ""
     host = problem.cluster.host.memory_bytes
-    if closest.host_memory_bytes / host > needed / problem.capacity_bytes:
-        needed, capacity = closest.host_memory_bytes, f"{format_bytes(host)} of a node's host memory"
+    if closest.host_memory_bytes / host > needed / capacity:
+        needed, capacity, where = closest.host_memory_bytes, host, " of a node's host memory"
     raise NoPlanError(
-        f"no plan fits: the closest ({closest.plan.describe()}) needs {format_bytes(needed)} of {capacity}; "
-        f"{_way_out(problem, space)}"
+        f"no plan fits: the closest ({closest.plan.describe()}) needs "
+        f"{needed_text(needed, capacity, closest.oom_probability, where)}; {_way_out(problem, space)}"
     )
+
+
+def needed_text(needed_bytes: float, capacity_bytes: float, oom_probability: float, where: str = "") -> str:
+    """Say what a plan that does not fit needs, and its risk where that alone is too high."""
+    risk = f", with an OOM risk of {format_percent(oom_probability)}" if needed_bytes <= capacity_bytes else ""
+    return f"{format_bytes(needed_bytes)} of {format_bytes(capacity_bytes)}{where}{risk}"
 
 
 def why_empty(space: Space) -> str:

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from autoplan.base.errors import NoPlanError
+from autoplan.base.units import GIB
 from autoplan.cost.estimate import estimate
 from autoplan.cost.goodput import Reliability
+from autoplan.search.advice import needed_text
 from autoplan.search.objectives import OBJECTIVES, Run, costs_of, figures, find_objectives
 from autoplan.search.ranking import ranked
 from autoplan.search.sizes import NO_PROGRESS, TOO_SLOW, SizeSearchResult, search_sizes, size_grid
@@ -149,3 +151,9 @@ def test_what_cannot_be_done_is_said_with_the_nearest() -> None:
 
     with pytest.raises(NoPlanError, match="no plan fits"):
         search_sizes((1, 2), large, find_objectives(["energy-per-token"]), Run())
+
+
+def test_a_plan_that_may_not_fit_says_its_risk() -> None:
+    assert needed_text(90 * GIB, 79 * GIB, 0.99) == "90.0 GiB of 79.0 GiB"
+    risky = needed_text(76 * GIB, 79 * GIB, 0.291, " on h100-sxm")
+    assert risky == "76.0 GiB of 79.0 GiB on h100-sxm, with an OOM risk of 29.1 %"

@@ -20,13 +20,14 @@ from autoplan.api.problem import (
 from autoplan.api.results import MixedPlanResult
 from autoplan.api.unlike_nodes import is_expressible
 from autoplan.base.errors import InputError, NoPlanError
-from autoplan.base.units import format_bytes
 from autoplan.base.values import parse_batches
 from autoplan.cost.mixed.estimate import estimate_mixed as price_mixed
 from autoplan.frameworks.common.job import Target
 from autoplan.frameworks.registry import facts_of, find_target, target_called
 from autoplan.launch.targets import refused_training
 from autoplan.search import mixed_search
+from autoplan.search.advice import needed_text
+from autoplan.spec.estimate import probability_above
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
 from autoplan.spec.mixed_result import MixedResult
 from autoplan.spec.model import ModelSpec
@@ -115,8 +116,6 @@ def _check(problem: MixedProblem, result: MixedResult, target: Target | None) ->
         )
     stages = [stage for kind in result.closest.kinds for stage in kind.stages]
     worst = max(stages, key=lambda stage: stage.oom_z)
-    needed = f"{format_bytes(worst.memory_bytes)} of {format_bytes(worst.capacity_bytes)}"
-    raise NoPlanError(
-        f"no plan fits: the closest needs {needed} on {problem.cluster.parts[worst.part].name}: "
-        "use more devices or a shorter sequence"
-    )
+    where = f" on {problem.cluster.parts[worst.part].name}"
+    needed = needed_text(worst.memory_bytes, worst.capacity_bytes, probability_above(worst.oom_z), where)
+    raise NoPlanError(f"no plan fits: the closest needs {needed}: use more devices or a shorter sequence")
