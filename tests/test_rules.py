@@ -313,6 +313,14 @@ def test_a_schedule_that_is_followed_pass_by_pass_is_refused_where_it_has_too_ma
     assert not broken(universal.RULES, workload_of(DENSE, long), replace(long, schedule=Schedule.ONE_F_ONE_B))
 
 
+def test_every_rank_of_a_pipeline_has_a_layer() -> None:
+    """26 chunks hold 24 layers, the embedding and the head, over two ranks or 13; 25 ranks are too many."""
+    for pp, is_lawful in ((2, True), (13, True), (24, True), (25, False), (26, False)):
+        plan = plan_of(pp=pp, vp=26 // pp if 26 % pp == 0 else 1, schedule="interleaved" if pp < 24 else "1f1b")
+        faults = broken(universal.RULES, workload_of(DENSE, plan), plan)
+        assert any("of which every rank has one" in fault for fault in faults) is not is_lawful
+
+
 def test_a_search_leaves_out_schedules_of_too_many_passes() -> None:
     """A search that would end in an error for one plan of its space."""
     found = autoplan.search(

@@ -43,8 +43,9 @@ def _expert_grid(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _chunk_count(workload: Workload, batch: PlanBatch) -> Bools:
-    """Embedding and head may have a chunk of their own; nanotron also runs stages in the middle without a layer."""
-    return batch.pp * batch.vp <= workload.model.num_layers + 2
+    """Embedding and head may have a chunk of their own, but every rank has a layer."""
+    num_layers = workload.model.num_layers
+    return (batch.pp <= num_layers) & (batch.pp * batch.vp <= num_layers + 2)
 
 
 def _dualpipe_filled(workload: Workload, batch: PlanBatch) -> Bools:
@@ -155,8 +156,8 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         holds=_chunk_count,
         text=lambda s, p: (
-            f"pp {p.pp} x vp {p.vp} chunks exceed the {s.model.num_layers} layers with embedding and head: "
-            "lower pp or vp"
+            f"pp {p.pp} x vp {p.vp} chunks exceed the {s.model.num_layers} layers, of which every rank has one, "
+            "with embedding and head: lower pp or vp"
         ),
     ),
     Rule(
