@@ -530,7 +530,7 @@ def test_a_plan_smaller_than_a_node_uses_part_of_it() -> None:
 def test_a_plan_of_another_framework_is_refused_with_the_search_to_make(target: str) -> None:
     frameworks = (load_framework(name) for name in ("torchtitan", "nanotron"))
     other = next(framework for framework in frameworks if framework.rules not in TARGETS[target].rules)
-    with pytest.raises(InputError, match=f"search with --to {target} for one that it runs"):
+    with pytest.raises(InputError, match=f"search with --framework {target} for one that it runs"):
         job_of(replace(TWO, framework=other), target)
 
 
