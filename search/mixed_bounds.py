@@ -231,7 +231,7 @@ class MixedSpace:
         return replace(ways, least_s=least_s, most_rate=most_rate)
 
     def _costs(self, ways: Ways, limits: Limits, replicas: Ints) -> dict[int, KindCosts]:
-        """The prices of all ways on every part, if so many replicas share the states."""
+        """Return the prices of all ways on every part, if so many replicas share the states."""
         problem, kinds, costs = self.problem, ways.kinds, {}
         for part in ways.parts:
             tp = np.array([dict(form.places)[part] for form in ways.forms])[ways.form]
@@ -267,7 +267,7 @@ class _Pipeline(Rows):
         states: dict[int, KindCosts],
         chunks: int,
     ) -> _Pipeline:
-        """Those of all ways with one form, with the states of `states`."""
+        """Return the pipelines of all ways with one form, with the states of `states`."""
         overall = [calibration.overall for calibration in problem.calibrations]
         passes = {
             part: overall[part]

@@ -484,7 +484,7 @@ def test_nodes_unlike_the_others_are_named(tmp_path: Path) -> None:
 
 def test_what_has_no_host_tells_of_every_node() -> None:
     rates = ObservedNode(source="ibstat", nics=(ObservedNic(name="mlx5_9", kind="infiniband", bytes_per_s=50e9),))
-    found = merge_all([Report(host=one, seen=(hgx(one),)) for one in "ab"] + [Report(seen=(rates,))])
+    found = merge_all([Report(host=name, seen=(hgx(name),)) for name in "ab"] + [Report(seen=(rates,))])
     assert [sum(nic.name == "mlx5_9" for nic in one.nics) for one in found.nodes.values()] == [1, 1]
 
 

@@ -122,7 +122,7 @@ def test_many_lengths_keep_their_sums(tmp_path: Path) -> None:
 
 
 def test_packs_are_those_of_best_fit_decreasing() -> None:
-    """Of 1 x 70, 2 x 50 and 3 x 30 tokens in 100: {70, 30}, {50, 50} and, of three times as many, {30, 30, 30}."""
+    """1 x 70, 2 x 50 and 3 x 30 tokens in 100 are {70, 30}, {50, 50} and, of three times as many, {30, 30, 30}."""
     packs = packs_of(Lengths(histogram=((30, 3), (50, 2), (70, 1))), 100)
     kinds = {(tokens, squares): share for share, tokens, squares, _ in zip(*packs, strict=True)}
     assert kinds[100, 70**2 + 30**2] == pytest.approx(3 / 8, abs=1e-5)
@@ -146,7 +146,7 @@ def test_packs_hold_every_sample_once() -> None:
 
 
 def test_sequences_have_the_tokens_that_their_batching_gives_them() -> None:
-    """Of two samples the longer one has 400 tokens in 7 of 16 cases."""
+    """The longer of two samples has 400 tokens in 7 of 16 cases."""
     padded = (9 * 100 + 7 * 400) / 16
     expected: dict[Batching, float] = {"packed": 400, "joined": 400, "full": 400, "padded": padded, "unpadded": 175}
     for batching in BATCHINGS:

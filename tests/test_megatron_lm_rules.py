@@ -212,5 +212,5 @@ def test_a_batch_is_judged_as_its_plans_one_by_one(model: ModelSpec, batch: list
 def test_the_rules_name_their_places() -> None:
     assert RULES[: len(universal.RULES)] == universal.RULES
     # Options of other frameworks, and fp32, are refused by no line of Megatron-LM.
-    for rule in (one for one in RULES[len(universal.RULES) :] if one.source != universal.SOURCE):
+    for rule in (rule for rule in RULES[len(universal.RULES) :] if rule.source != universal.SOURCE):
         assert rule.source.startswith("TransformerEngine ") or re.fullmatch(r"[\w/]+\.py(:\d+| --[\w-]+)", rule.source)

@@ -203,10 +203,10 @@ def test_parts_in_another_order_cost_the_same() -> None:
             replace(kind, stages=tuple(replace(stage, part=1 - stage.part) for stage in kind.stages)) for kind in kinds
         )
         for between in (BetweenSpec(), WAN):
-            one = price(problem_of(H4, A4, between=between), plan_of(kinds=kinds))
-            other = price(problem_of(A4, H4, between=between), plan_of(kinds=turned))
-            assert one.step_s == pytest.approx(other.step_s, rel=1e-12)
-            assert one.terms_s == pytest.approx(other.terms_s, rel=1e-12)
+            as_written = price(problem_of(H4, A4, between=between), plan_of(kinds=kinds))
+            as_turned = price(problem_of(A4, H4, between=between), plan_of(kinds=turned))
+            assert as_written.step_s == pytest.approx(as_turned.step_s, rel=1e-12)
+            assert as_written.terms_s == pytest.approx(as_turned.terms_s, rel=1e-12)
 
 
 # -- uneven batches and states ----------------------------------------------------------------------------------------

@@ -299,9 +299,9 @@ def test_flags_narrow_the_plans_of_all_parts() -> None:
     problem = problem_of(*parts, model=load_model("mixtral-8x7b"), seq_len=4096)
     free = search_mixed(problem, 32)
     assert free.ranked[0].plan.common.ep > 1
-    held = search_mixed(problem, 32, fix=["tp=2", "ep=2"], at_most=["pp=4"], forbid=["recompute=full", "offload"])
-    assert held.ranked[0].step_s >= free.ranked[0].step_s * (1 - free.certificate.gap)
-    for cost in held.ranked:
+    narrowed = search_mixed(problem, 32, fix=["tp=2", "ep=2"], at_most=["pp=4"], forbid=["recompute=full", "offload"])
+    assert narrowed.ranked[0].step_s >= free.ranked[0].step_s * (1 - free.certificate.gap)
+    for cost in narrowed.ranked:
         assert cost.plan.common.ep == 2
         assert cost.plan.common.recompute != "full"
         assert {stage.tp for kind in cost.plan.kinds for stage in kind.stages} == {2}

@@ -103,11 +103,17 @@ def kinds_on(draw: st.DrawFn, part: int) -> ReplicaKind:
     st.booleans(),
 )
 def test_stages_and_timeline_add_up_to_the_estimate(
-    one: ReplicaKind, other: ReplicaKind, sharding: str, recompute: str, part: object, between: BetweenSpec, tied: bool
+    first: ReplicaKind,
+    second: ReplicaKind,
+    sharding: str,
+    recompute: str,
+    part: object,
+    between: BetweenSpec,
+    tied: bool,
 ) -> None:
     model = replace(SMALL, tied_embeddings=tied)
     problem = problem_of(H4, part, model=model, between=between)  # type: ignore[arg-type]
-    check(problem, plan_of(kinds=(one, other), sharding=sharding, recompute=recompute))  # type: ignore[arg-type]
+    check(problem, plan_of(kinds=(first, second), sharding=sharding, recompute=recompute))  # type: ignore[arg-type]
 
 
 def test_shares_of_states_of_their_own_are_in_memory_term_by_term() -> None:

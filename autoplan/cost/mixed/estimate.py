@@ -54,7 +54,7 @@ class StageTimes(NamedTuple):
 
     @classmethod
     def of(cls, price: MixedKindCost) -> StageTimes:
-        """Those of one kind."""
+        """Return the times of the stages of one kind of replica."""
         return cls(*(np.array([[getattr(stage, name) for stage in price.stages]]) for name in cls._fields))
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.accelerate.export import is_quantized, is_sharded
-from autoplan.frameworks.accelerate.rules import RULES
 from autoplan.frameworks.axolotl.options import (
     BATCHINGS,
     LENGTH,
@@ -21,10 +19,16 @@ from autoplan.frameworks.axolotl.options import (
 from autoplan.frameworks.common.header import comment, header
 from autoplan.frameworks.common.job import File, Job, Target
 from autoplan.frameworks.common.option_table import written
-from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
+from autoplan.frameworks.common.rules import Rule
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
 from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, PRECISIONS, RECOMPUTE
-from autoplan.frameworks.hf_trainer.write import IN_16_BITS, adapters_of, refusals_of, start_variables, written_fsdp
+from autoplan.frameworks.hf_trainer.write import (
+    IN_16_BITS,
+    adapters_of,
+    check_expressible,
+    start_variables,
+    written_fsdp,
+)
 from autoplan.readers.model import hub_name
 from autoplan.spec.enums import Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
@@ -172,12 +176,9 @@ LIMITS = (
 
 
 def _check(plan_file: PlanFile) -> None:
-    model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
-    check_legal(RULES, model, training, plan, "axolotl does not accept the plan")
-    check_limits(LIMITS, model, training, plan, "axolotl cannot express")
+    training = plan_file.training
     preference = training.preference
     refusals = (
-        *refusals_of(training, BATCHINGS),
         (
             adapters_of(training) is not None and preference is not None and preference.reference == "copy",
             "a copy as the reference of adapters: plan with reference base",
@@ -187,8 +188,7 @@ def _check(plan_file: PlanFile) -> None:
             f"batching {training.batching} of preferences: plan with padded",
         ),
     )
-    if what := refused(refusals):
-        raise InputError(f"axolotl cannot express {what}")
+    check_expressible(plan_file, "axolotl", LIMITS, BATCHINGS, refusals)
 
 
 def _refused_tuning(finetuning: FineTuning) -> str:

@@ -6,10 +6,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.accelerate import options as accelerate
+from autoplan.frameworks.accelerate.rules import RULES
 from autoplan.frameworks.common.job import LaunchVariable
 from autoplan.frameworks.common.option_table import Value, written
-from autoplan.frameworks.common.rules import Rule
+from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.readers.model import hub_name
 from autoplan.spec.enums import Precision
@@ -45,9 +47,22 @@ def written_fsdp(plan_file: PlanFile) -> dict[str, Value]:
     return {key.removeprefix("fsdp_"): value for key, value in sections.items()}
 
 
-def refusals_of(training: TrainingSpec, batchings: Iterable[Batching]) -> tuple[tuple[bool, str], ...]:
-    """Return what of a training such a program cannot express that makes sequences in these ways."""
-    return (
+def check_expressible(
+    plan_file: PlanFile,
+    title: str,
+    limits: Iterable[Rule],
+    batchings: Iterable[Batching],
+    more: Iterable[tuple[bool, str]] = (),
+) -> None:
+    """Refuse a plan or a training that the program called `title` cannot be told, with the first reason.
+
+    `limits` are its rules beside those of Accelerate, `batchings` the ways in which it makes sequences, and `more` the
+    refusals of the program alone, each with whether it holds.
+    """
+    model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
+    check_legal(RULES, model, training, plan, f"{title} does not accept the plan")
+    check_limits(tuple(limits), model, training, plan, f"{title} cannot express")
+    refusals = (
         (
             training.attention not in ("flash", "flash2", "unfused"),
             f"attention {training.attention!r}: plan with flash",
@@ -57,4 +72,7 @@ def refusals_of(training: TrainingSpec, batchings: Iterable[Batching]) -> tuple[
             training.lengths is not None and training.batching not in batchings,
             f"batching {training.batching}: plan with {', '.join(batchings)}",
         ),
+        *more,
     )
+    if what := refused(refusals):
+        raise InputError(f"{title} cannot express {what}")

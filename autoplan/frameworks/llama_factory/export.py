@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.accelerate.export import is_quantized, is_sharded
-from autoplan.frameworks.accelerate.rules import RULES
 from autoplan.frameworks.common.header import comment, header
 from autoplan.frameworks.common.job import File, Job, Target
 from autoplan.frameworks.common.option_table import written
-from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
+from autoplan.frameworks.common.rules import Rule
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, PRECISIONS
-from autoplan.frameworks.hf_trainer.write import IN_16_BITS, adapters_of, refusals_of, start_variables, written_fsdp
+from autoplan.frameworks.hf_trainer.write import (
+    IN_16_BITS,
+    adapters_of,
+    check_expressible,
+    start_variables,
+    written_fsdp,
+)
 from autoplan.frameworks.llama_factory.options import BATCHINGS, LENGTH, NO_RECOMPUTE, OPTIMIZER_SETTINGS
 from autoplan.readers.model import hub_name
 from autoplan.spec.enums import Sharding
@@ -139,20 +143,16 @@ def _is_in_4bit(training: TrainingSpec) -> bool:
 
 
 def _check(plan_file: PlanFile) -> None:
-    model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
-    check_legal(RULES, model, training, plan, "LLaMA-Factory does not accept the plan")
-    check_limits(LIMITS, model, training, plan, "LLaMA-Factory cannot express")
+    training = plan_file.training
     preference = training.preference
     runs = "copy" if adapters_of(training) is None else "base"
     refusals = (
-        *refusals_of(training, BATCHINGS),
         (  # train/trainer_utils.py:136
             preference is not None and preference.loss == "dpo" and preference.reference != runs,
             f"a reference {preference and preference.reference}: plan with reference {runs}",
         ),
     )
-    if what := refused(refusals):
-        raise InputError(f"LLaMA-Factory cannot express {what}")
+    check_expressible(plan_file, "LLaMA-Factory", LIMITS, BATCHINGS, refusals)
 
 
 TARGET = Target(

@@ -1,0 +1,22 @@
+"""Does a launch file mean what the plan says?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import autoplan
+from autoplan.frameworks.common.launch import Launch
+from autoplan.spec.plan_file import PlanFile
+
+
+def check_price(file: PlanFile, launch: Launch, place: dict[str, Any]) -> None:
+    """Compare what was read back of an exported plan with it: training, model, step and memory.
+
+    `place` has the options with which the plan was estimated.
+    """
+    assert (launch.training, launch.model) == (file.training, file.model)
+    again = autoplan.estimate(launch.model, **place, plan=launch.plan, training=launch.training).file
+    assert again.best.step_s == pytest.approx(file.best.step_s, rel=1e-9)
+    assert again.best.memory_bytes == pytest.approx(file.best.memory_bytes, rel=1e-9)
