@@ -103,10 +103,10 @@ def test_a_box_of_cards_is_a_file_of_three_lines(tmp_path: Path) -> None:
     path.write_text('name = "box"\ndevice = "rtx-5090"\ndevices_per_node = 4\n')
     box, shipped = load_cluster(str(path)), load_cluster("rtx-5090:1x4")
     assert (box.levels, box.network, box.host) == (shipped.levels, shipped.network, shipped.host)
-    # Through host memory, as on L40S, over the PCIe links of the card itself.
-    assert [(level.num_devices, level.kind) for level in box.levels] == [(2, "pcie"), (4, "shared_memory")]
-    assert box.levels[0].bandwidth_bytes_per_s == 64e9
-    assert box.sources[-1] == "levels, network, host of l40s"
+    # Through host memory, which is shared by four instead of eight: 2 x 16.5 GB/s each.
+    assert [(level.num_devices, level.kind) for level in box.levels] == [(4, "shared_memory")]
+    assert math.isclose(box.levels[0].efficiency * box.levels[0].rate_bytes_per_s, 33e9, rel_tol=0.01)
+    assert box.sources[-1] == "levels, network, host of rtx-5090"
 
 
 def test_a_cluster_may_name_the_cluster_whose_links_it_has(tmp_path: Path) -> None:

@@ -126,6 +126,28 @@ def test_a_generation_whose_kernels_were_measured_is_not_new() -> None:
     assert [Familiarity.of(asked, batch).news[0, at] for asked in (problem, measured)] == [1.0, 0.0]
 
 
+def test_links_that_differ_widen_a_step_by_the_share_in_which_they_are_waited_for() -> None:
+    cluster, plan = load_cluster("rtx-4090:1x8"), ParallelPlan(global_batch=64, tp=4, dp_shard=2)
+    problem = replace(problem_of(calibration=Calibration()), cluster=cluster)
+    alike = replace(cluster, levels=tuple(replace(level, rate_spread=0.0) for level in cluster.levels))
+    wide, narrow = (price(on, plan) for on in (problem, replace(problem, cluster=alike)))
+    terms = ("tp_communication", "data_parallel_reduce", "parameter_gather")
+    share = sum(wide.terms_s[term][0] for term in terms) / wide.step_s[0]
+    assert share > 0.3
+    assert spread_of(wide) ** 2 - spread_of(narrow) ** 2 == pytest.approx((0.7 * share) ** 2)
+    assert spread_range(problem)[1] > spread_range(replace(problem, cluster=alike))[1]
+
+
+def test_links_whose_collectives_were_measured_do_not_differ() -> None:
+    problem = replace(problem_of(calibration=Calibration()), cluster=load_cluster("rtx-4090:1x8"))
+    reduced = Measurement(
+        operation="all_reduce", shape=(8, 8, 1, 1 << 20), dtype="bf16", device="rtx-4090", seconds=1e-3
+    )
+    assert problem.link_spread == 0.7
+    assert replace(problem, timings=TimingTable.of([reduced])).link_spread == 0.0
+    assert replace(problem, calibration=Calibration(sources=("runs of this machine",))).link_spread == 0.0
+
+
 def test_no_plan_has_less_than_its_least_spread_or_than_that_of_the_problem() -> None:
     for calibration in (Calibration(), OWN, replace(OWN, exposed_share=0.1)):
         problem = problem_of(calibration=calibration)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from autoplan.api.problem import ProblemOptions, check_names, limit_texts, load_
 from autoplan.api.training_run import RunOptions, search_run
 from autoplan.base.errors import InputError
 from autoplan.base.units import format_bytes
+from autoplan.cost.estimate import NORMAL_90
 from autoplan.frameworks.registry import facts_of, find_target, target_called
 from autoplan.launch.targets import job_of
 from autoplan.search.advice import check_result
@@ -43,6 +45,8 @@ PREFERENCES = ("simple", "fastest", "robust")
 USUAL_QUANTILE = 0.9
 # Ranks over which published runs with a step time gather weights: of llm-foundry and torchtitan (benchmarks/results).
 WIDEST_MEASURED_ZERO3 = 512
+
+UNLIKE_LINKS = 0.5  # spread of their rates from which a search says so
 
 T = TypeVar("T")
 Progress = Callable[[int, int | None], None]  # (cells or sizes done, all of them where that is known)
@@ -267,6 +271,12 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
         warnings.append(
             f"no training run on {device.name} was measured: the interval allows for {100 * device.rate_spread:.0f} % "
             "in its rates; autoplan profile measures them"
+        )
+    if problem.link_spread >= UNLIKE_LINKS:
+        factor = math.exp(NORMAL_90 * problem.link_spread)
+        warnings.append(
+            f"links of servers such as {problem.cluster.name} differ: the interval allows for rates {factor:.0f} times "
+            "higher or lower; autoplan profile measures them"
         )
     host, total = file.best.host_memory_bytes, problem.cluster.host.memory_bytes
     if plan.offload != "none":

@@ -23,7 +23,7 @@ from autoplan.spec.calibration import TIME_SPREADS
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.terms import COMPONENTS, OTHER_RANKS
+from autoplan.spec.terms import COMPONENTS, OTHER_RANKS, TRAFFIC_TERMS
 
 # Terms of a step that are no exposed traffic, launches or end of the step: kernels, and waiting in a pipeline.
 UNEXPOSED = (*COMPONENTS["kernels"], "pipeline_bubble", *OTHER_RANKS)
@@ -85,6 +85,11 @@ def exposed_shares(terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
     return np.asarray(1.0 - add_up(terms_s[name] for name in UNEXPOSED) / step_s)
 
 
+def traffic_shares(terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
+    """Return the share of every step in which links are waited for."""
+    return np.asarray(add_up(terms_s[name] for name in TRAFFIC_TERMS) / step_s)
+
+
 def model_blocks(model: ModelSpec) -> frozenset[str]:
     """Parts of a model beside dense layers with full attention that are priced by formulas of their own."""
     parts = {
@@ -128,6 +133,7 @@ class Familiarity(Rows):
     mixture: Floats  # 1 where the model has experts
     news: Floats  # how much of each of `NOVELTIES` is new: shape (plans, novelties)
     machine: Floats  # variance of timings and devices that stand for unlike ones
+    links: Floats  # variance of the rates of links, for the share of a step in which they are waited for
     exposed_share: Floats  # up to which a plan is like the runs
 
     @classmethod
@@ -153,6 +159,7 @@ class Familiarity(Rows):
             mixture=np.full(size, float(problem.model.moe is not None)),
             news=news,
             machine=np.full(size, problem.machine_spread**2),
+            links=np.full(size, problem.link_spread**2),
             exposed_share=np.full(size, calibration.exposed_share),
         )
 
@@ -167,12 +174,13 @@ class Familiarity(Rows):
             mixture=none.copy(),
             news=news,
             machine=none.copy(),
+            links=none.copy(),
             exposed_share=none + 1.0,
         )
 
     def lessen(self, rows: Ints, other: Familiarity) -> None:
         """Make the plans at `rows` no better known than those of `other` are, which stand for parts of them."""
-        for name in ("own", "mixture", "news", "machine"):
+        for name in ("own", "mixture", "news", "machine", "links"):
             np.maximum.at(getattr(self, name), rows, getattr(other, name))
         for name in ("weight", "exposed_share"):
             np.minimum.at(getattr(self, name), rows, getattr(other, name))
@@ -192,7 +200,8 @@ class Familiarity(Rows):
         """Standard deviation of log(measured / predicted) of every plan, whose times are these."""
         weight, parts = self.own_parts(terms_s, step_s)
         general = add_up(parts[:, at] * square for at, square in enumerate(general_spreads().squares))
-        return np.sqrt(weight * self.own + general + self.machine)
+        links = self.links * traffic_shares(terms_s, step_s) ** 2
+        return np.sqrt(weight * self.own + general + self.machine + links)
 
     @property
     def least(self) -> Floats:
@@ -220,5 +229,5 @@ def spread_range(problem: Problem) -> tuple[float, float]:
     least, most = (float(own.min()), float(own.max())) if len(own) else (usual, hardest)
     if calibration.exposed_share < 1 or is_limited:
         least, most = min(least, usual), max(most, usual)
-    machine = problem.machine_spread**2
-    return float(np.sqrt(least + machine)), float(np.sqrt(most + machine))
+    machine, links = problem.machine_spread**2, (_HARD_SHARE * problem.link_spread) ** 2
+    return float(np.sqrt(least + machine)), float(np.sqrt(most + machine + links))

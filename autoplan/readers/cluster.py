@@ -141,7 +141,7 @@ def cluster_from_table(table: dict[str, Any], where: str) -> ClusterSpec:
     """Decode a cluster whose `device` is the id of a shipped device or a table of its own.
 
     Links and network that a file leaves out are those of the shipped cluster that it names in `based_on`, else of the
-    one with the device whose figures stand in for those of its own.
+    one with its device, else of the one with the device whose figures stand in for those of its own.
     """
     device = table.get("device")
     if isinstance(device, str | dict):
@@ -155,7 +155,8 @@ def cluster_from_table(table: dict[str, Any], where: str) -> ClusterSpec:
 
 def _completed(table: dict[str, Any], device: str | dict[str, Any], where: str) -> dict[str, Any]:
     """Return the table of a cluster with the links, the network and the host that it leaves out."""
-    name = table.get("based_on", based_on(device, where))
+    has_links = isinstance(device, str) and device in shipped("clusters")
+    name = table.get("based_on", device if has_links else based_on(device, where))
     if name not in preset_clusters():
         raise InputError(f"{where}: based_on names no shipped cluster: {closest(str(name), preset_clusters())}")
     base, size = _preset(name), table.get("devices_per_node")

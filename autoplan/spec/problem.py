@@ -88,6 +88,15 @@ class Problem:
         is_measured = bool(self.calibration.sources) or self.timings.has_kernels
         return math.hypot(self.timings.spread, 0.0 if is_measured else self.cluster.device.rate_spread)
 
+    @property
+    def link_spread(self) -> float:
+        """Standard deviation of the logarithm of the rates of links, where those of such machines differ.
+
+        It counts until collectives or whole runs of this one were measured.
+        """
+        is_measured = bool(self.calibration.sources) or self.timings.has_collectives
+        return 0.0 if is_measured else max(level.rate_spread for level in self.cluster.levels)
+
     def placed(self, placement: tuple[str, ...] | None) -> Problem:
         """The problem with ranks on the nodes in that order; None: as the cluster lists them."""
         return self if placement is None else self.on(compile_topology(self.cluster, placement))

@@ -67,6 +67,9 @@ PIPELINE_TERMS = _of("block", "stage", "pipeline")  # until the last backward pa
 UPDATE_TERMS = _of("update")  # of gradients, optimizer and parameters
 END_TERMS = _of("update", "end")  # what follows the last backward pass, one after another
 OTHER_RANKS = tuple(term.name for term in TERMS if term.part == "end" and term.stream == "wait")  # waiting for them
+TRAFFIC_TERMS = tuple(  # in which links are waited for
+    term.name for term in TERMS if term.component in ("tensor", "experts", "states") or term.name == "pipeline_send"
+)
 # Of a stage, what takes longer where a micro-batch has more tokens.
 OF_TOKENS = tuple(name for name in WORK_TERMS if name not in ("fsdp_communication", "launch", "allocator_retries"))
 

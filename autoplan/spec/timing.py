@@ -272,6 +272,11 @@ class TimingTable:
         return any(SHAPES[operation] not in (GROUP_SIZES, PIPELINE_SIZES) for operation, _ in self.times)
 
     @property
+    def has_collectives(self) -> bool:
+        """Return whether any collective of several devices was measured."""
+        return any(SHAPES[operation] == GROUP_SIZES for operation, _ in self.times)
+
+    @property
     def spread(self) -> float:
         """Share of the standard deviation of a step's logarithm that its measurements add, in quadrature."""
         kinds = self.times.values()

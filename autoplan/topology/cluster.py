@@ -14,6 +14,11 @@ from autoplan.base.units import check_count, check_fraction, check_name, check_p
 MAX_DEVICES = 10**6
 
 
+def _check_spread(rate_spread: float) -> None:
+    if not 0 <= rate_spread <= 5:
+        raise OutOfRangeError("rate_spread", rate_spread, "must be between 0 and 5")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
     """Accelerator.  Rates are per second; `peak_flops_per_s` is dense and from the datasheet, per precision."""
@@ -52,8 +57,7 @@ class DeviceSpec:
         if self.narrow_gemm_efficiency is not None:
             check_fraction("narrow_gemm_efficiency", self.narrow_gemm_efficiency)
         check_fraction("memory_efficiency", self.memory_efficiency)
-        if not 0 <= self.rate_spread <= 5:
-            raise OutOfRangeError("rate_spread", self.rate_spread, "must be between 0 and 5")
+        _check_spread(self.rate_spread)
         for precision, rate in self.peak_flops_per_s.items():
             check_positive(f"peak_flops_per_s.{precision}", rate)
         if "bf16" not in self.peak_flops_per_s and "fp16" not in self.peak_flops_per_s:
@@ -84,6 +88,9 @@ class LinkLevel:
     half_rate_bytes: float = 1.5 * 2**20  # one device's part of the buffer at which half of the plateau is reached
     # Without peer-to-peer access all devices send through host memory: the rate of the bridge to it that they share.
     host_bridge_bytes_per_s: float | None = None
+    rate_spread: float = (
+        0.0  # where machines with such links differ: standard deviation of the logarithm of their rates
+    )
     collectives: CollectiveCurve | None = None  # where measured; otherwise latency and half_rate_bytes say it
 
     def __post_init__(self) -> None:
@@ -101,6 +108,7 @@ class LinkLevel:
             check_fraction("mesh_shares", share)
         if self.host_bridge_bytes_per_s is not None:
             check_positive("host_bridge_bytes_per_s", self.host_bridge_bytes_per_s)
+        _check_spread(self.rate_spread)
 
     @property
     def rate_bytes_per_s(self) -> float:
