@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import decode
 from autoplan.base.units import GIB
 from autoplan.readers.cluster import load_cluster
-from autoplan.readers.device import UNMEASURED_SPREAD, completed, device_table, load_device
+from autoplan.readers.device import UNMEASURED_SPREAD, completed, device_table, load_device, preset_devices
 from autoplan.topology.cluster import DeviceSpec
 
 CARD = {"name": "my card", "memory_gib": 24, "memory_bandwidth_gb_per_s": 1000, "peak_tflops": {"bf16": 160}}
@@ -121,3 +122,26 @@ def test_a_cluster_may_name_the_cluster_whose_links_it_has(tmp_path: Path) -> No
 def test_an_unknown_device_of_a_cluster_is_one_line() -> None:
     with pytest.raises(InputError, match=re.escape("x.toml: unknown device 'h1000': did you mean v100")):
         device_table("h1000", "x.toml")
+
+
+def datasheet(device: DeviceSpec) -> tuple[float, ...]:
+    peaks = [device.peak_flops_per_s.get(precision, 0.0) for precision in ("bf16", "fp16", "fp8")]  # type: ignore[call-overload]
+    return (device.memory_bandwidth_bytes_per_s, device.tdp_w, device.compute_units, *peaks)
+
+
+def sustained_flops_per_s(device: DeviceSpec) -> dict[str, float]:
+    wide, narrow = device.gemm_efficiency, device.narrow_gemm_efficiency or device.gemm_efficiency
+    shares = {"bf16": wide, "fp16": wide, "fp8": narrow}
+    return {name: share * device.peak_flops_per_s.get(name, 0.0) for name, share in shares.items()}  # type: ignore[call-overload]
+
+
+def test_a_device_with_the_better_datasheet_sustains_no_less() -> None:
+    """Rates were measured on different machines, which explains 7 %."""
+    devices = [device for name in preset_devices() if (device := load_device(name))]
+    for better, lesser in permutations(devices, 2):
+        if (better.vendor, better.generation) != (lesser.vendor, lesser.generation):
+            continue
+        if all(figure >= other for figure, other in zip(datasheet(better), datasheet(lesser), strict=True)):
+            rates = sustained_flops_per_s(better)
+            for precision, rate in sustained_flops_per_s(lesser).items():
+                assert rates[precision] >= 0.93 * rate, (better.name, lesser.name, precision)
