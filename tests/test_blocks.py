@@ -88,6 +88,15 @@ def test_gradients_are_added_up_in_a_measured_layer() -> None:
     assert work_s(eager(problem_of(framework=framework), LAYER), single()) == pytest.approx(without)
 
 
+def test_gradients_are_added_up_in_products_of_pipelines_alone() -> None:
+    """NeMo 1.11: gradient_accumulation_fusion needs more than one pipeline stage."""
+    fused, apart = problem_of(), problem_of(framework=PLAIN.changed(bytes_moved_per_accumulated_grad=6.0))
+    in_pipelines = PLAIN.changed(bytes_moved_per_accumulated_grad=6.0, fuses_accumulation_in_pipelines=True)
+    for plan, like in ((single(), apart), (single(pp=2), fused)):
+        assert work_s(problem_of(framework=in_pipelines), plan) == pytest.approx(work_s(like, plan))
+    assert work_s(apart, single(pp=2)) > work_s(fused, single(pp=2))
+
+
 def test_recomputing_takes_what_it_was_measured_to_add() -> None:
     times: Times = LAYER | {("layer_backward_full", *ONE): 3.5, ("layer_backward_selective", *ONE): 3.25}
     known = eager(problem_of(), times)

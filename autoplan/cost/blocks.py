@@ -319,7 +319,8 @@ def _block_cost(
         wait = _experts_wait_s(problem, batch)
     forward, backward = _pass_terms(parts, ep)
     # A layer that was measured as a whole adds up its gradients.
-    accumulated = problem.bytes_moved_per_accumulated_grad * unit.trained_elements * ~parts.is_whole
+    adds_apart = ~parts.is_whole & ~(framework.kernels.fuses_accumulation_in_pipelines & (batch.pp > 1))
+    accumulated = problem.bytes_moved_per_accumulated_grad * unit.trained_elements * adds_apart
     backward["memory_bound"] = backward["memory_bound"] + memory_bound_s(problem, accumulated) + copies.backward_s
     forward_s = add_up(forward.values())
     forward["memory_bound"] = forward["memory_bound"] + copies.forward_s  # which recomputation does not repeat

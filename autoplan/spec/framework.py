@@ -151,6 +151,7 @@ class Kernels:
     bytes_per_unfused_score: float = 22.0  # moved per attention score, both passes, where no kernel fuses the softmax
     # Moved through memory per parameter and micro-batch where adding up gradients is not fused into the products.
     bytes_moved_per_accumulated_grad: float = 0.0
+    fuses_accumulation_in_pipelines: bool = False  # of dense layers, whatever is moved without pipelines
     bytes_moved_per_update: float = 30.0  # read and written per local parameter in a step (`modelling` C7)
     # Read and written in host memory per parameter that an optimizer on the host updates: by torch's AdamW, a loop
     # over a tensor for each of its eight operations.
