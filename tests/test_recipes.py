@@ -121,6 +121,7 @@ def test_versions_are_told_apart_by_what_they_ran_on(device: str, name: str) -> 
         ("25.11", "h100-sxm-80", "alltoall"),
         ("25.11", "gb300-288", "hybridep"),
         ("26.02", "b200-180", "hybridep"),
+        ("25.09", "h100-sxm-80", "deepep"),
     ],
 )
 def test_recipes_of_a_container_name_a_dispatcher_for_some_devices(release: str, device: str, dispatcher: str) -> None:
