@@ -11,8 +11,8 @@ from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.units import format_bytes, format_percent
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.frameworks.common import universal_rules as universal
-from autoplan.frameworks.common.rules import broken, legal
-from autoplan.frameworks.registry import book_of
+from autoplan.frameworks.common.rules import Rule, broken, legal
+from autoplan.frameworks.registry import rules_for
 from autoplan.search.axes import axes_of, differing, plan_of, words
 from autoplan.search.choice import compared
 from autoplan.search.nearest import neighbours
@@ -42,8 +42,9 @@ def explain(problem: Problem, file: PlanFile, versus: Versus | None = None) -> E
     """Explain what binds the best plan of `file`, what the nearest better ones need, and why the alternatives lost."""
     (best,) = prices(problem, [file.best.plan])
     stages = stage_costs(problem, best.plan)
-    candidate = _priced(problem, best, 1)
-    several = [*candidate, *_priced(problem, best, 2)]
+    rules = rules_for(problem.framework, file.space.to if file.space else "")
+    candidate = _priced(problem, best, 1, rules)
+    several = [*candidate, *_priced(problem, best, 2, rules)]
     faster = [near for near in several if near.ratio < 1.0 - LEAST_GAIN]
     return Explanation(
         command=file.command,
@@ -59,8 +60,8 @@ def explain(problem: Problem, file: PlanFile, versus: Versus | None = None) -> E
     )
 
 
-def _priced(problem: Problem, best: RankedPlan, count: int) -> list[Neighbour]:
-    """The plans with so many axes changed that can be priced at all, fastest first."""
+def _priced(problem: Problem, best: RankedPlan, count: int, rules: tuple[Rule, ...]) -> list[Neighbour]:
+    """The plans with so many axes changed that can be priced at all, fastest first; `rules` say which may start."""
     plan = best.plan
     requested = {
         _startable(replace(candidate, placement=plan.placement)): candidate
@@ -78,14 +79,13 @@ def _priced(problem: Problem, best: RankedPlan, count: int) -> list[Neighbour]:
     costs = estimate(problem, batch.take(lawful))
     order = np.argsort(seconds_per_sequence(costs), kind="stable")
     pace = best.step_s / plan.global_batch
-    admitted = legal(book_of(problem.framework).rules, workload, batch)[lawful]
+    admitted = legal(rules, workload, batch)[lawful]
     mine = axes_of(problem.model, plan)
     result = []
     for at, near in zip(order.tolist(), ranked(problem, costs, order), strict=True):
         wanted = requested[candidates[lawful[at]]]
         axes = axes_of(problem.model, near.plan) | {"global_batch": wanted.global_batch}
         changes = tuple((axis, words(axis, mine[axis]), words(axis, axes[axis])) for axis in differing(mine, axes))
-        rules = book_of(problem.framework).rules
         is_whole = wanted.global_batch == near.plan.global_batch
         says = () if admitted[at] and is_whole else broken(rules, workload, near.plan if is_whole else wanted)
         result.append(
@@ -170,7 +170,7 @@ def versus(problem: Problem, best: ParallelPlan, name: str, other: ParallelPlan,
     if faults := broken(universal.RULES, theirs.workload, other):
         raise InputError(f"{name}: {faults[0]}")
     (second,) = prices(theirs, [other])
-    rules = book_of(theirs.framework).rules
+    rules = rules_for(theirs.framework)
     axis_changes: tuple[AxisChange, ...] = ()
     if problem.workload == theirs.workload and problem.cluster == theirs.cluster:
         axis_changes = changes(Way(problem=problem, rules=rules, before=best, after=other))

@@ -15,7 +15,7 @@ from autoplan.base.values import parse_batches, parse_size
 from autoplan.base.version import __version__
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.frameworks import presets
-from autoplan.frameworks.registry import book_of, find_target
+from autoplan.frameworks.registry import book_of, rules_for
 from autoplan.readers.calibration import built_in_calibration, load_calibration
 from autoplan.readers.finetuning import combined, optimizer_of, preference_of
 from autoplan.readers.lengths import load_lengths
@@ -316,7 +316,7 @@ def make_space(
     for rank_order in limits.of("rank_order"):
         check_rank_order(problem.framework, str(rank_order))
     placement = by_switch(problem.cluster) if is_fragmented(problem) else None
-    rules = book.rules + (find_target(to, problem.framework).limits if to else ())
+    rules = rules_for(problem.framework, to)
     return Space(workload=problem.workload, limits=limits, rules=rules, placement=placement)
 
 

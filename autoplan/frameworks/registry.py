@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autoplan.frameworks.common.job import Target
     from autoplan.frameworks.common.launch import Reader
     from autoplan.frameworks.common.log_lines import LogFormat
-    from autoplan.frameworks.common.rules import Rulebook
+    from autoplan.frameworks.common.rules import Rule, Rulebook
     from autoplan.spec.framework import Framework
 
 T = TypeVar("T")
@@ -176,6 +176,11 @@ def find_target(name: str, framework: Framework | None = None) -> Target:
             f"search with --framework {name} for one that it runs"
         )
     return target
+
+
+def rules_for(framework: Framework, to: str = "") -> tuple[Rule, ...]:
+    """Return the rules of plans under `framework`, with those of the target `to` where one is given."""
+    return book_of(framework).rules + (find_target(to, framework).limits if to else ())
 
 
 @cache
