@@ -130,6 +130,14 @@ def test_recipes_of_a_container_name_a_dispatcher_for_some_devices(release: str,
     assert found.dispatcher == dispatcher
 
 
+def test_the_trainer_of_flash_attention_has_a_loss_that_works_in_place() -> None:
+    trainer = recipe_called("flash-attention training (PyTorch Lightning)", "2022")
+    assert trainer is not None
+    software = trainer.software()
+    assert software.memory.bytes_per_logit == 2.0
+    assert software.kernels.bytes_moved_per_logit < load_framework("pytorch-fsdp").kernels.bytes_moved_per_logit / 8
+
+
 def test_runs_of_torchtitan_on_a100_were_not_compiled() -> None:
     """train_configs/ had compile = false when docs/performance.md had its table of A100 (1ea476e to 4d88a8a)."""
     found = recipe_called("torchtitan (FSDP2)", "2024", "a100-sxm-80")
