@@ -7,7 +7,8 @@ runs of every source with their terms.
 Calibrations hold no factor, so that a fit moves intervals alone.  `--ship` writes them: of every framework on a
 generation of devices what its runs are like (`cost.spreads.Familiarity`), and the general spreads.  These are the
 likeliest for the errors of runs whose whole source is left out, so that what is new about it counts as new, times the
-least factor with which `COVER` of them are inside, in the mean of sources.  Traits have all sources in view, so that
+least factors with which as many of them lie above their intervals as below, and `COVER` inside, in the mean of sources.
+Of what is not known of a run most makes it slower, so that the two differ.  Traits have all sources in view, so that
 their errors say too little: those of `blind_runs.csv`, which are in no calibration and were predicted before their
 answers were looked at, count with the error that they had then (`first_errors.csv`), and so do mixtures of experts of
 `LATER` sources, of which there are no blind runs.  Where a recipe leaves in doubt which of two
@@ -44,7 +45,7 @@ from autoplan.base.arrays import Bools, Floats
 from autoplan.base.files import write_text
 from autoplan.cost.calibration import MeasuredRun, likeness
 from autoplan.cost.estimate import NORMAL_90, estimate
-from autoplan.cost.spreads import GENERAL_PARTS, HARD, Familiarity, general_spreads
+from autoplan.cost.spreads import GENERAL_PARTS, HARD, Familiarity, Sides, general_spreads
 from autoplan.readers.calibration import calibration_among, calibration_text
 from autoplan.runs.predictions import log_doubt, predict, prediction_table
 from autoplan.runs.runs import Run, read_runs
@@ -111,8 +112,8 @@ class Case:
 
     @property
     def nearer_error(self) -> float:
-        """Return |log(measured / predicted)| of the framework in doubt that comes nearer."""
-        return min(abs(self.log_error), abs(self.log_error - self.doubt))
+        """Return log(measured / predicted) of the framework in doubt that comes nearer."""
+        return min(self.log_error, self.log_error - self.doubt, key=abs)
 
 
 def main() -> None:
@@ -262,11 +263,19 @@ def without_source(cases: Sequence[Case]) -> list[Calibration]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """General variances of runs that are slower than predicted, and what of their spread counts for faster ones."""
+
+    squares: Floats
+    below: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unseen:
     """Cases beside calibrations that have not seen their source: arrays have one element per case."""
 
     sources: Strings
-    error: Floats  # |log(measured / predicted)|
+    error: Floats  # log(measured / predicted)
     honest_error: Floats  # the same, as first predicted where that says more
     own: Floats  # variance of devices that stand for unlike ones
     parts: Floats  # of the general variance, to be multiplied by `GeneralSpreads.squares`: shape (cases, parts)
@@ -281,7 +290,7 @@ class Unseen:
             own.append(float(known.machine[0]))
             parts.append(general[0])
             is_first = case.first_error is not None and case.source not in TAUGHT
-            honest.append(abs(case.first_error or 0.0) if is_first else case.nearer_error)
+            honest.append(case.first_error or 0.0 if is_first else case.nearer_error)
         return cls(
             sources=np.array([case.source for case in cases]),
             error=np.array([case.nearer_error for case in cases]),
@@ -298,6 +307,15 @@ class Unseen:
         """Return the spread of every case with these general variances."""
         return np.sqrt(self.own + self.parts @ squares)
 
+    def sides(self, fitted: Fitted) -> Sides:
+        """Return the spreads of every case on both sides."""
+        return Sides(self.spread(fitted.below**2 * fitted.squares), self.spread(fitted.squares))
+
+    def inside(self, error: Floats, fitted: Fitted) -> Bools:
+        """Return which cases would lie in their intervals with these errors."""
+        below, above = self.sides(fitted)
+        return (-NORMAL_90 * below <= error) & (error <= NORMAL_90 * above)
+
     @property
     def weights(self) -> Floats:
         """Weights of the cases, of which those of a source add up to 1."""
@@ -305,14 +323,14 @@ class Unseen:
         return np.asarray(1.0 / counts[at])
 
 
-def fitted_squares(unseen: Unseen) -> Floats:
-    """General variances under which the errors of unseen sources are likeliest, times what their cover needs.
+def fitted_spreads(unseen: Unseen) -> Fitted:
+    """General spreads under which errors of unseen sources are likeliest, times what their cover needs on each side.
 
     Errors are spread by Laplace's distribution, whose tails are long, and spreads start near `PRIOR_SPREAD` and
     `HARD_SPREAD`: a part of which no run tells stays there.  Every source counts the same, since its runs share a
     machine and recipes and err alike; for the cover every source of ten runs.
     """
-    weights, error = unseen.weights, np.maximum(unseen.honest_error, LEAST_ERROR)
+    weights, error = unseen.weights, np.maximum(np.abs(unseen.honest_error), LEAST_ERROR)
     counts = (1, len(HARD), len(GENERAL_PARTS) - 1 - len(HARD))
     prior = np.repeat(np.log([PRIOR_SPREAD, HARD_SPREAD, PRIOR_SPREAD]), counts)
     width = np.repeat([math.inf, HARD_WIDTH, PRIOR_WIDTH], counts)  # what every step has needs no prior
@@ -328,22 +346,26 @@ def fitted_squares(unseen: Unseen) -> Floats:
 
     found = minimize(surprise, prior, jac=True, method="L-BFGS-B", bounds=[(math.log(1e-3), 1.0)] * len(prior))
     squares = np.exp(2 * np.asarray(found.x, dtype=np.float64))
-    return squares * _factor(unseen, squares) ** 2
+    above, below = (_factor(unseen, squares, sign) for sign in (1.0, -1.0))
+    return Fitted(squares=squares * above**2, below=below / above)
 
 
-def _factor(unseen: Unseen, squares: Floats) -> float:
-    """The least factor on the general spreads with which the intervals hold `COVER`, in the mean of sources."""
+def _factor(unseen: Unseen, squares: Floats, sign: float) -> float:
+    """The least factor on the spreads with which no more runs than there may be lie beyond, in the mean of sources.
+
+    Beyond the end of the interval where errors have this `sign`.
+    """
     _, at, counts = np.unique(unseen.sources, return_inverse=True, return_counts=True)
     weights = np.minimum(counts, 10)[at] / counts[at]
 
-    def missing(log_factor: float) -> float:
-        inside = unseen.honest_error <= NORMAL_90 * unseen.spread(squares * math.exp(2 * log_factor))
-        return COVER - float(weights @ inside / weights.sum())
+    def excess(log_factor: float) -> float:
+        is_beyond = sign * unseen.honest_error > NORMAL_90 * unseen.spread(squares * math.exp(2 * log_factor))
+        return float(weights @ is_beyond / weights.sum()) - (1 - COVER) / 2
 
     low, high = -2.0, 2.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if missing(middle) > 0 else (low, middle)
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
     return math.exp(high)
 
 
@@ -369,40 +391,68 @@ class Part:
         )
 
 
-def general_parts(squares: Floats, unseen: Unseen) -> Iterator[Part]:
+def general_parts(fitted: Fitted, unseen: Unseen) -> Iterator[Part]:
     """Yield the general spreads with what each rests on."""
-    spread, error = unseen.spread(squares), unseen.honest_error
-    inside = error <= NORMAL_90 * spread
+    spread, error = unseen.spread(fitted.squares), unseen.honest_error
+    inside = unseen.inside(error, fitted)
     for at, name in enumerate(GENERAL_PARTS):
-        which = unseen.parts[:, at] * squares[at] >= SAID_SHARE * spread**2
+        which = unseen.parts[:, at] * fitted.squares[at] >= SAID_SHARE * spread**2
         yield Part(
             name=name,
-            spread=float(np.sqrt(squares[at])),
+            spread=float(np.sqrt(fitted.squares[at])),
             num_runs=int(which.sum()),
             num_sources=len(set(unseen.sources[which])),
-            factor=math.exp(float(np.quantile(error[which], 0.9))) if which.any() else math.nan,
+            factor=math.exp(float(np.quantile(np.abs(error[which]), 0.9))) if which.any() else math.nan,
             inside=float(np.mean(inside[which])) if which.any() else math.nan,
         )
 
 
-def general_text(parts: Sequence[Part]) -> str:
+def general_text(fitted: Fitted, unseen: Unseen) -> str:
     """The general spreads as the file that ships."""
-    lines = [f"{part.name} = {part.spread:.3g}" for part in parts]
-    return "\n".join([*lines, "", "[evidence]", *(f'{part.name} = "{part.evidence}"' for part in parts)]) + "\n"
+    parts = list(general_parts(fitted, unseen))
+    order = np.argsort(unseen.honest_error)
+    shares = np.cumsum(unseen.weights[order]) / unseen.weights.sum()
+    low, high = np.exp(unseen.honest_error[order][np.searchsorted(shares, [(1 - COVER) / 2, (1 + COVER) / 2])])
+    evidence = {part.name: part.evidence for part in parts} | {
+        "below": f"of runs left out, each source as much, a twentieth take less than {low:.2f} times the predicted "
+        f"step, and a twentieth more than {high:.2f} times"
+    }
+    lines = [f"{part.name} = {part.spread:.3g}" for part in parts] + [f"below = {fitted.below:.3g}"]
+    return "\n".join([*lines, "", "[evidence]", *(f'{name} = "{text}"' for name, text in evidence.items())]) + "\n"
 
 
 def show_general(cases: Sequence[Case]) -> None:
     """Print the general spreads with the runs that each rests on."""
     unseen = Unseen.of(cases, without_source(cases))
+    fitted = fitted_spreads(unseen)
     print("General spreads\n")
     print(f"{'part':12}{'spread':>8}{'runs':>7}{'sources':>9}{'factor':>8}{'inside':>8}")
-    for part in general_parts(fitted_squares(unseen), unseen):
+    for part in general_parts(fitted, unseen):
         row = f"{part.name:12}{part.spread:8.3f}{part.num_runs:7d}{part.num_sources:9d}"
         print(row + (f"{part.factor:8.2f}{part.inside:8.2f}" if part.num_runs else f"{'-':>8}{'-':>8}"))
-    print()
+    print(f"\nSpreads of runs that are faster than predicted are {fitted.below:.2f} times these.\n")
 
 
-Steps = dict[str, tuple[float, float, float]]  # id of a run -> (step, spread of its logarithm, logarithm of its doubt)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Predicted step, and spreads of its logarithm on both sides."""
+
+    step_s: float
+    spread: Sides
+    log_doubt: float
+
+
+Steps = dict[str, Step]  # by the id of a run
+
+
+def steps_of(cases: Sequence[Case], sides: Sides) -> Steps:
+    """Predicted steps of cases with these spreads."""
+    return {
+        case.run.id: Step(
+            step_s=float(case.cost.step_s[0]), spread=Sides(sides.below[at], sides.above[at]), log_doubt=case.doubt
+        )
+        for at, case in enumerate(cases)
+    }
 
 
 def source_left_out(cases: Sequence[Case]) -> Steps:
@@ -411,12 +461,12 @@ def source_left_out(cases: Sequence[Case]) -> Steps:
     What is new about runs of other sources is judged beside all of them but their own.
     """
     unseen = Unseen.of(cases, without_source(cases))
-    steps: Steps = {}
+    sides = Sides(np.empty(len(cases)), np.empty(len(cases)))
     for source in np.unique(unseen.sources):
-        spread = unseen.spread(fitted_squares(unseen.take(unseen.sources != source)))
-        for at in np.flatnonzero(unseen.sources == source).tolist():
-            steps[cases[at].run.id] = _step(cases[at], spread[at])
-    return steps
+        own = unseen.sources == source
+        for spread, left_out in zip(sides, unseen.take(own).sides(fitted_spreads(unseen.take(~own))), strict=True):
+            spread[own] = left_out
+    return steps_of(cases, sides)
 
 
 def show_kinds(cases: Sequence[Case]) -> None:
@@ -429,11 +479,10 @@ def show_kinds(cases: Sequence[Case]) -> None:
         is_kind = kinds == kind
         others = [case for case, own in zip(cases, is_kind, strict=True) if not own]
         known = calibrations(others)
-        squares = fitted_squares(Unseen.of(others, without_source(others)))
+        fitted = fitted_spreads(Unseen.of(others, without_source(others)))
         own = [case for case, other in zip(cases, is_kind, strict=True) if other]
         unseen = Unseen.of(own, [calibration_among(known, *case.key, is_kin=case.is_kin) for case in own])
-        width = NORMAL_90 * unseen.spread(squares)
-        shares = [float(np.mean(error <= width)) for error in (unseen.error, unseen.honest_error)]
+        shares = [float(np.mean(unseen.inside(error, fitted))) for error in (unseen.error, unseen.honest_error)]
         print(f"{kind:24}{len(own):6d}{len(set(unseen.sources)):9d}{shares[0]:8.2f}{shares[1]:15.2f}")
     print(flush=True)
 
@@ -443,22 +492,16 @@ def later_left_out(cases: Sequence[Case]) -> Steps:
     before = calibrations([case for case in cases if case.source not in LATER])
     made_by = [calibration_among(before, *case.key, is_kin=case.is_kin) for case in cases]
     is_later = np.array([case.source in LATER for case in cases])
-    squares = fitted_squares(Unseen.of(cases, without_source(cases)).take(~is_later))
-    spreads = Unseen.of(cases, made_by).spread(squares)
-    return {
-        case.run.id: _step(case, spread) for case, spread, later in zip(cases, spreads, is_later, strict=True) if later
-    }
-
-
-def _step(case: Case, spread: float) -> tuple[float, float, float]:
-    return float(case.cost.step_s[0]), float(spread), case.doubt
+    fitted = fitted_spreads(Unseen.of(cases, without_source(cases)).take(~is_later))
+    sides = Unseen.of(cases, made_by).take(is_later).sides(fitted)
+    return steps_of([case for case, later in zip(cases, is_later, strict=True) if later], sides)
 
 
 def uncalibrated(cases: Sequence[Case]) -> Steps:
     """Steps of all cases with the spreads of runs of which nothing is known but the general case."""
     unseen = Unseen.of(cases, [Calibration()] * len(cases))
-    spreads = unseen.spread(general_spreads().squares)
-    return {case.run.id: _step(case, spread) for case, spread in zip(cases, spreads, strict=True)}
+    shipped = Fitted(squares=general_spreads().squares, below=general_spreads().below)
+    return steps_of(cases, unseen.sides(shipped))
 
 
 def ship(cases: Sequence[Case]) -> None:
@@ -467,7 +510,7 @@ def ship(cases: Sequence[Case]) -> None:
         write_text(PRESETS / "calibrations" / f"{name}.toml", calibration_text(calibration), force=True)
         print(f"{calibration.name}: {calibration.sources[0]}")
     unseen = Unseen.of(cases, without_source(cases))
-    text = general_text(list(general_parts(fitted_squares(unseen), unseen)))
+    text = general_text(fitted_spreads(unseen), unseen)
     write_text(PRESETS / "spreads.toml", text, force=True)
     print(text)
 
@@ -501,13 +544,12 @@ class Scoring:
             return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def _with_step(prediction: Prediction, step: tuple[float, float, float] | None) -> Prediction:
+def _with_step(prediction: Prediction, step: Step | None) -> Prediction:
     if step is None:
         return prediction
-    value, spread, doubt = step
-    width = float(np.exp(NORMAL_90 * spread))
-    low, high = value / width * math.exp(min(doubt, 0.0)), value * width * math.exp(max(doubt, 0.0))
-    return replace(prediction, step_time_s=value, step_time_low_s=low, step_time_high_s=high)
+    low = step.step_s * math.exp(min(step.log_doubt, 0.0) - NORMAL_90 * step.spread.below)
+    high = step.step_s * math.exp(max(step.log_doubt, 0.0) + NORMAL_90 * step.spread.above)
+    return replace(prediction, step_time_s=step.step_s, step_time_low_s=low, step_time_high_s=high)
 
 
 def show_unseen(cases: Sequence[Case], scoring: Scoring) -> None:
@@ -528,8 +570,8 @@ def show_blind(cases: Sequence[Case], scoring: Scoring) -> None:
     blind = [case for case in cases if case.is_blind and case.first_error is not None]
     first: Steps = {}
     for case in blind:
-        _, spread, doubt = unseen[case.run.id]
-        first[case.run.id] = (case.measured.step_s * math.exp(-(case.first_error or 0.0)), spread, doubt)
+        first_s = case.measured.step_s * math.exp(-(case.first_error or 0.0))
+        first[case.run.id] = replace(unseen[case.run.id], step_s=first_s)
     print(f"Blind runs as first predicted\n\n{scoring.with_steps(first)}")
     print(f"Blind runs as predicted now\n\n{scoring.with_steps(unseen)}", flush=True)
 

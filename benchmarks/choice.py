@@ -90,7 +90,7 @@ def _pairs(source: str, groups: Iterable[list[tuple[Problem, ParallelPlan, float
         cost = estimate(problem, PlanBatch.of(plans, problem.model.num_layers))
         predicted = np.log(cost.step_s)
         error = np.log([step_s for _, _, step_s in runs]) - predicted
-        spread = np.log(cost.high_s / cost.step_s) / NORMAL_90
+        spread = np.log(cost.high_s / cost.low_s) / (2 * NORMAL_90)
         first, other = np.triu_indices(len(runs), 1)
         differ = np.array([plans[a] != plans[b] for a, b in zip(first, other, strict=True)], dtype=np.bool_)
         first, other = first[differ], other[differ]

@@ -45,7 +45,7 @@ from autoplan.cost.calibration import (
     factors_for,
     fit,
 )
-from autoplan.cost.estimate import NORMAL_90, estimate
+from autoplan.cost.estimate import estimate
 from autoplan.readers.calibration import calibration_among
 from autoplan.runs.runs import read_runs
 from autoplan.spec.calibration import Calibration
@@ -235,10 +235,10 @@ def judge(cluster: Cluster, prior: ClusterPrior, count: int, draws: int) -> Row:
         own = calibrated([runs[at] for at in drawn], name=cluster.name, prior=prior).calibration
         costs = [cost_under(cases[at], own) for at in others]
         errors = np.log([runs[at].step_s / cost.step_s[0] for at, cost in zip(others, costs, strict=True)])
-        spread = np.array([np.log(cost.high_s / cost.step_s)[0] / NORMAL_90 for cost in costs])
+        inside = [cost.low_s[0] <= runs[at].step_s <= cost.high_s[0] for at, cost in zip(others, costs, strict=True)]
         found["before"].append(_median(plain[others]))
         found["after"].append(_median(-errors))
-        found["cover"].append(float(np.mean(np.abs(errors) <= NORMAL_90 * spread)))
+        found["cover"].append(float(np.mean(inside)))
         found["oracle"].append(_median(plain[others] + oracle.level(plain[drawn])))
     names = factors_for(len(runs))
     full = fit(runs, base, names)

@@ -50,8 +50,8 @@ def ratio_spreads(differing: Floats, variances: Floats, own: float = OWN_SPREAD)
 
 
 def spread_of(candidate: RankedPlan) -> float:
-    """Standard deviation of log(measured / predicted) of a plan's step."""
-    return math.log(candidate.high_s / candidate.step_s) / NORMAL_90
+    """Standard deviation of log(measured / predicted) of a plan's step, the mean of both sides."""
+    return math.log(candidate.high_s / candidate.low_s) / (2 * NORMAL_90)
 
 
 def pace(candidate: RankedPlan) -> float:
@@ -139,8 +139,8 @@ def normal_z(quantile: float | None) -> float:
 
 
 def at_quantile(candidate: RankedPlan, z: float) -> float:
-    """Seconds per sequence of a plan, `z` standard deviations above the predicted ones."""
-    return pace(candidate) * math.exp(z * spread_of(candidate))
+    """Seconds per sequence of a plan, `z` standard deviations of slower runs above the predicted ones."""
+    return pace(candidate) * (candidate.high_s / candidate.step_s) ** (z / NORMAL_90)
 
 
 def robust_margin(problem: Problem, quantile: float) -> float:

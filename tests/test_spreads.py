@@ -71,6 +71,14 @@ def test_runs_like_a_plan_have_their_spread() -> None:
     assert spread_under(OWN) == pytest.approx(0.06)
 
 
+def test_what_is_not_known_makes_runs_slower_rather_than_faster() -> None:
+    of_others, own = (price(problem_of(calibration=calibration), SPREAD) for calibration in (Calibration(), OWN))
+    for cost, below in ((of_others, general_spreads().below), (own, 1.0)):
+        reach = np.log([cost.step_s[0] / cost.low_s[0], cost.high_s[0] / cost.step_s[0]])
+        assert reach[0] == pytest.approx(below * reach[1])
+    assert general_spreads().below < 1.0
+
+
 @pytest.mark.parametrize(("scale", "halvings"), [(1.0, 0.0), (2.0, 1.0), (8.0, 3.0)])
 def test_steps_below_a_second_are_less_sure_with_every_halving(scale: float, halvings: float) -> None:
     cost = price(problem_of(calibration=Calibration()), SPREAD)
@@ -78,7 +86,7 @@ def test_steps_below_a_second_are_less_sure_with_every_halving(scale: float, hal
     terms = {name: value / size for name, value in cost.terms_s.items()}
     known = Familiarity.of(problem_of(calibration=Calibration()), cost.batch)
     second, shorter = (
-        known.spreads({name: value * times for name, value in terms.items()}, cost.step_s / size * times)[0]
+        known.sides({name: value * times for name, value in terms.items()}, cost.step_s / size * times).above[0]
         for times in (scale, 1.0)
     )
     assert shorter**2 - second**2 == pytest.approx(halvings * general_spreads().short ** 2)
@@ -213,5 +221,5 @@ def test_calibrations_of_a_framework_elsewhere_leave_the_generation_unseen() -> 
 
 def test_every_general_spread_says_what_it_rests_on() -> None:
     general = general_spreads()
-    assert set(general.evidence) == set(GENERAL_PARTS)
+    assert set(general.evidence) == {*GENERAL_PARTS, "below"}
     assert all(own.time_spread is None for own in shipped_calibrations().values())

@@ -353,9 +353,9 @@ def _kinds(runs: Sequence[MeasuredRun]) -> Ints:
 
 
 def _spreads(runs: Sequence[MeasuredRun]) -> Floats:
-    """The spread that every run is predicted with."""
+    """The spread that every run is predicted with, the mean of both sides."""
     costs = [_cost(run) for run in runs]
-    return np.array([float(np.log(cost.high_s / cost.step_s)[0]) / NORMAL_90 for cost in costs])
+    return np.array([float(np.log(cost.high_s / cost.low_s)[0]) / (2 * NORMAL_90) for cost in costs])
 
 
 def _log_errors(runs: Sequence[MeasuredRun], calibration: Calibration) -> Floats:

@@ -388,13 +388,13 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
             memory[name][where] = value
         worst[where] = worst_stage
     step = add_up(time_terms.values())
-    spread = np.exp(NORMAL_90 * Familiarity.of(problem, batch).spreads(time_terms, step))
+    spread = Familiarity.of(problem, batch).sides(time_terms, step)
     reserved = add_up(memory.values())
     return CostEstimate(
         batch=batch,
         step_s=step,
-        low_s=step / spread,
-        high_s=step * spread,
+        low_s=step * np.exp(-NORMAL_90 * spread.below),
+        high_s=step * np.exp(NORMAL_90 * spread.above),
         terms_s=time_terms,
         memory_bytes=reserved,
         logged_memory_bytes=logged,

@@ -6,6 +6,8 @@ is harder to predict than kernels, by the share of the step that it takes, one f
 mixtures of experts, and one for each property of the plan that no run of its calibration had.  Plans like runs of
 one's own have the spread of these runs instead.  Published runs have none: the parts hold as many runs of a source left
 out as the spread of other publishers' runs did, at a lesser width (`benchmarks/results`, accuracy).
+
+What is not known of a run makes it slower more often than faster, so that these parts count less below the prediction.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,6 +58,7 @@ class GeneralSpreads:
     model: float  # one of `model_blocks`
     precision: float
     size: float
+    below: float  # of all these, what counts for runs that are faster than predicted
     evidence: dict[str, str]  # what each rests on
 
     def __post_init__(self) -> None:
@@ -122,6 +126,13 @@ def spread_kinds(problem: Problem, batch: PlanBatch, *, experts_apart: bool = Tr
     return np.select(
         [has_experts, beyond_leaf, batch.pp > 1, leaves_domain], [TIME_SPREADS.index(name) for name in names], 0
     )
+
+
+class Sides(NamedTuple):
+    """Standard deviations of log(measured / predicted) of runs that are faster than predicted, and of slower ones."""
+
+    below: Floats
+    above: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,16 +207,16 @@ class Familiarity(Rows):
         general = np.column_stack([np.ones(len(weight)), shares, short, self.mixture, self.news]) ** 2
         return weight, general * (1.0 - weight)[:, None]
 
-    def spreads(self, terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
-        """Standard deviation of log(measured / predicted) of every plan, whose times are these."""
+    def sides(self, terms_s: Mapping[str, Floats], step_s: Floats) -> Sides:
+        """Spreads of every plan, whose times are these."""
         weight, parts = self.own_parts(terms_s, step_s)
         general = add_up(parts[:, at] * square for at, square in enumerate(general_spreads().squares))
-        links = self.links * traffic_shares(terms_s, step_s) ** 2
-        return np.sqrt(weight * self.own + general + self.machine + links)
+        known = weight * self.own + self.machine + self.links * traffic_shares(terms_s, step_s) ** 2
+        return Sides(np.sqrt(known + general_spreads().below ** 2 * general), np.sqrt(known + general))
 
     @property
     def least(self) -> Floats:
-        """The least spread that every plan may have, whatever its times are."""
+        """The least spread that every plan may have on the side of slower runs, whatever its times are."""
         squares = general_spreads().squares
         always = np.column_stack([np.ones(len(self.own)), self.mixture, self.news])
         general = always**2 @ squares[[GENERAL_PARTS.index(name) for name in ("any_step", "mixture", *NOVELTIES)]]
@@ -218,7 +229,7 @@ _HARD_SHARE = 0.25
 
 
 def spread_range(problem: Problem) -> tuple[float, float]:
-    """(least spread of any plan, the most that a plan which may be the fastest is expected to have)."""
+    """(least spread of any plan, the most that a plan which may be the fastest is expected to have), of slower runs."""
     calibration, general, squares = problem.calibration, general_spreads(), general_spreads().squares
     usual = general.any_step**2 + (general.mixture**2 if problem.model.moe else 0.0)
     hardest = usual + _HARD_SHARE**2 * squares[1 : 1 + len(HARD)].max()

@@ -241,12 +241,12 @@ def _step(problem: MixedProblem, plan: MixedPlan, kinds: Sequence[_KindPrice]) -
     for kind in kinds:
         familiarity.lessen(np.zeros(1, dtype=np.int64), kind.familiarity)
     arrays = {name: np.array([value]) for name, value in terms.items()}
-    spread = float(np.exp(NORMAL_90 * familiarity.spreads(arrays, np.array([step_s]))[0]))
+    spread = familiarity.sides(arrays, np.array([step_s]))
     return MixedCost(
         plan=plan,
         step_s=step_s,
-        low_s=step_s / spread,
-        high_s=step_s * spread,
+        low_s=step_s * float(np.exp(-NORMAL_90 * spread.below[0])),
+        high_s=step_s * float(np.exp(NORMAL_90 * spread.above[0])),
         terms_s=terms,
         kinds=tuple(kind.cost for kind in kinds),
         oom_z=max(kind.oom_z for kind in kinds),
