@@ -10,7 +10,7 @@ from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.frameworks.common.rules import Rule, broken
 from autoplan.frameworks.registry import book_of
 from autoplan.search.ranking import ranked
-from autoplan.spec.enums import RecomputeModule, Sharding
+from autoplan.spec.enums import Offload, RecomputeModule, Sharding
 from autoplan.spec.plan import ParallelPlan, PlanBatch, check_priced, chunk_layers, parse_recompute
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import MemoryKnob
@@ -59,8 +59,9 @@ def _changes(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[s
     if plan.dp_replicate > 1 and plan.sharding != "none":
         all_replicas = {"dp_replicate": 1, "dp_shard": plan.dp}
         yield f"states sharded over all {plan.dp * plan.cp} replicas", dict(all_replicas)
-    if plan.offload == "none":
-        yield "optimizer on the host", {"offload": "optimizer"}
+    for offload in (Offload.OPTIMIZER, Offload.PARAMETERS):
+        if Offload(plan.offload).code < offload.code:
+            yield f"{offload} on the host", {"offload": offload}
     if plan.tp > 1 and not plan.sp and problem.framework.network.sequence_parallel:
         yield "sequence parallelism", {"sp": True}
     if plan.vp > 1:

@@ -17,8 +17,7 @@ from autoplan.search.axes import WITH_TP, axes_of, differing, plan_of, words
 from autoplan.search.limits import default_limits, divisors
 from autoplan.search.ranking import ranked, seconds_per_sequence
 from autoplan.search.space import chunk_counts
-from autoplan.spec.axes import AXES, DEFAULT_RECOMPUTE_MODULES, SEARCHED, Axis, Kind
-from autoplan.spec.enums import Offload
+from autoplan.spec.axes import AXES, AXIS, DEFAULT_RECOMPUTE_MODULES, SEARCHED, Axis, Kind
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
@@ -110,7 +109,7 @@ def _values(problem: Problem, plan: ParallelPlan) -> dict[str, list[Any]]:
     if "sharding" in axes:
         values["sharding"] = [(kind, None) for kind in book.words("sharding")]
     values["recompute"] = [(kind, DEFAULT_RECOMPUTE_MODULES, None) for kind in book.words("recompute")]
-    values["offload"] = [Offload.NONE, Offload.OPTIMIZER]
+    values["offload"] = [*AXIS["offload"].searched]
     values |= {axis.name: [not axes[axis.name]] for axis in AXES if _is_switched(axis) and axis.name in axes}
     # Of options that change the numerics of training only what leaves them alone.
     values |= {axis.name: [*limits.of(axis.name)] for axis in SEARCHED if axis.exact is not None and axis.name in axes}

@@ -45,6 +45,7 @@ _DEGREES = ("pp", "tp", "cp", "ep", "etp", "dp_replicate", "dp_shard")
 # switches may depend on the schedule.
 _KNOWN_OF_GROUP = frozenset((*_DEGREES, *_GROUP, "sp", "precision"))
 _STATES = frozenset(("sharding", "offload"))
+_ALONE = (("zero1", "optimizer"), ("zero3", "parameters"))  # what the host takes of states that have no copies
 _KNOWN_OF_STATES = _STATES | {*_DEGREES, "sp", "precision"}
 _KNOWN_OF_MONOTONE = _STATES | {"precision", "grad_dtype", *(axis.name for axis in _MONOTONE)}
 _KNOWN_OF_KIND = (
@@ -395,7 +396,7 @@ class Space:
             (AXIS["sharding"].code(sharding), AXIS["offload"].code(offload))
             for sharding in limits.of("sharding")
             for offload in limits.of("offload")
-            if copies or sharding == limits.of("sharding")[0] or (sharding == "zero1" and offload == "optimizer")
+            if copies or sharding == limits.of("sharding")[0] or (sharding, offload) in _ALONE
             if not (replicates and sharding == "none")
         ]
         return np.array(rows, dtype=np.int64).reshape(-1, 2)

@@ -65,9 +65,13 @@ def test_fsdp_is_read_as_the_trainer_takes_it(words: str, sharding: str, recompu
     assert (launch.plan.sharding, launch.plan.recompute, launch.plan.dp) == (sharding, recompute, 16)
 
 
-def test_states_on_the_host_are_remarked() -> None:
-    assert "--fsdp" in matters(of("--fsdp 'full_shard offload'"))
-    assert "fsdp_config.cpu_offload" in matters(of("""--fsdp --fsdp_config '{"cpu_offload": true}'"""))
+def test_states_on_the_host_are_read_and_remarked_where_passes_do_not_fetch_them() -> None:
+    for words in ("--fsdp 'full_shard offload'", """--fsdp --fsdp_config '{"cpu_offload": true}'"""):
+        assert of(words).plan.offload == "parameters"
+    partly = of("--fsdp 'shard_grad_op offload'")
+    assert (partly.plan.sharding, partly.plan.offload) == ("zero2", "none")
+    assert "--fsdp" in matters(partly)
+    assert "fsdp_config.cpu_offload" in matters(of("""--fsdp shard_grad_op --fsdp_config '{"cpu_offload": true}'"""))
 
 
 def test_copies_of_shards_are_refused() -> None:

@@ -98,6 +98,7 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
         4096,
     ),
     "fused RoPE": (DENSE, plan_of(rope_fusion=True), 4096),
+    "parameters on the host": (DENSE, plan_of(dp_shard=8, sharding="zero3", offload="parameters"), 4096),
     "narrow states": (DENSE, plan_of(dp_shard=8, sharding="zero3", main_weights="remainders"), 4096),
     "main weights": (DENSE, plan_of(dp_shard=8, main_weights="bf16"), 4096),
     "reduction": (DENSE, plan_of(dp_shard=8, reduce_dtype="half"), 4096),
@@ -114,8 +115,8 @@ def test_every_rule_has_a_plan_that_breaks_it() -> None:
     plan = plan_of()
     says = [rule.text(workload_of(DENSE, plan), plan) for rule in never]
     # Those of other optimizers than Adam are broken in `test_optimizers`; the number of devices has a test of its own
-    # below, and the last two are about schedules that another rule turns down.
-    words = ("needs Adam", "muon with", "devices", "dualpipe-v", "passes that are priced")
+    # below; parameters on the host and the last two, about schedules, are turned down by another rule.
+    words = ("needs Adam", "offload 'parameters' with", "muon with", "devices", "dualpipe-v", "passes that are priced")
     assert len(says) == len(words), says
     for rule, word in zip(says, words, strict=True):
         assert word in rule

@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.cost.memory.parameters import stage_parameters
-from autoplan.cost.memory.stage_memory import CACHED_SHARE, MEMORY_TERMS, PASS_TERMS, stage_memory
+from autoplan.cost.memory.stage_memory import CACHED_SHARE, MEMORY_TERMS, PASS_TERMS, host_bytes, stage_memory
+from autoplan.cost.memory.state_types import optimizer_bytes
 from autoplan.cost.pipeline.layout import stage_blocks
 from autoplan.cost.pipeline.order import PipelineShape, rank_orders
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
+from autoplan.readers.model import load_model
+from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.estimate import VERDICTS, CostEstimate, StageCost
 from autoplan.spec.framework import Framework
@@ -921,3 +924,31 @@ def test_zb_h1_of_torch_needs_what_was_tracked(micro_batch: int, tracked_mib: fl
     plan = ParallelPlan(global_batch=8, micro_batch=micro_batch, pp=2, schedule="zb-h1", sharding="none")
     cost = estimate(problem, PlanBatch.of([plan], model.num_layers))
     assert cost.logged_memory_bytes[0] / 2**20 == pytest.approx(tracked_mib, rel=0.09)
+
+
+@pytest.mark.parametrize("framework", ["deepspeed-zero", "pytorch-fsdp"])
+def test_all_states_on_the_host_leave_none_on_the_device_but_what_is_gathered(framework: str) -> None:
+    problem = Problem(
+        model=load_model("llama3-8b"),
+        training=TrainingSpec(seq_len=2048),
+        cluster=load_cluster("rtx-4090:1x8"),
+        framework=load_framework(framework),
+        calibration=Calibration(),
+    )
+    plans = [
+        ParallelPlan(global_batch=8, dp_shard=8, sharding="zero3", recompute="full", offload=offload)
+        for offload in ("none", "parameters")
+    ]
+    batch = PlanBatch.of(plans, problem.model.num_layers)
+    blocks = stage_blocks(problem.model, batch, 1)
+    parameters = stage_parameters(problem, batch, blocks)
+    terms = stage_memory(problem, batch, blocks, parameters).terms
+    states = sum(terms[name][:, 0] for name in ("weights", "gradients", "optimizer"))
+    own = 8.03e9 / 8
+    assert states[0] >= 15.9 * own
+    # Of gradients no more than those of a layer and the head before they are reduced.
+    assert states[1] < 2 * 4 * 0.53e9
+    assert terms["weights"][1, 0] == terms["optimizer"][1, 0] == 0.0
+    on_host = host_bytes(problem, batch, parameters)
+    held = problem.framework.memory.bytes_per_weight + problem.framework.memory.bytes_per_grad
+    assert on_host[1] - on_host[0] == pytest.approx(8 * own * (held + optimizer_bytes(problem, batch)[0]), rel=1e-3)

@@ -69,7 +69,7 @@ def test_a_script_of_the_trainer_is_read() -> None:
     assert (plan.sharding, plan.dp, plan.micro_batch, plan.global_batch) == ("zero2", 4, 2, 16)
     assert (plan.recompute, plan.offload) == ("full", "none")
     offloaded = read(TRAINER.format("--deepspeed zero3_offload --gradient_accumulation_steps 4"), LaunchContext())
-    assert (offloaded.plan.sharding, offloaded.plan.offload) == ("zero3", "optimizer")
+    assert (offloaded.plan.sharding, offloaded.plan.offload) == ("zero3", "parameters")
     assert offloaded.plan.global_batch == 2 * 4 * 4
 
 

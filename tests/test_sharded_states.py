@@ -54,6 +54,25 @@ def test_tensors_that_go_by_themselves_move_as_much_in_more_messages() -> None:
     assert seconds(apart)[0] > seconds(PROBLEM)[0]
 
 
+@pytest.mark.parametrize(("framework", "held_bytes", "grad_bytes"), [("deepspeed-zero", 2, 2), ("pytorch-fsdp", 4, 4)])
+def test_offloaded_weights_come_in_both_passes_as_they_are_held_and_gradients_go(
+    framework: str, held_bytes: int, grad_bytes: int
+) -> None:
+    """A 64th of 300 million weights over the host's link; later gradients are added, 12 bytes each."""
+    problem = replace(PROBLEM, framework=load_framework(framework))
+    times = []
+    for offload in ("none", "parameters"):
+        plan = ParallelPlan(global_batch=128, dp_shard=64, sharding="zero3", offload=offload)
+        batch = PlanBatch.of([plan], problem.model.num_layers)
+        unit = UnitParameters.all_trained(problem, ELEMENTS, NONE)
+        times.append(sharded_states_s(problem, batch, Links.of(problem), unit))
+    own, link = 3e8 / 64, problem.cluster.device.host_link_bytes_per_s
+    fetch_s, store_s = own * held_bytes / link, own * grad_bytes / link + own * 0.5 * 12 / 54e9
+    device, host = times
+    assert host.forward_s - device.forward_s == pytest.approx(fetch_s)
+    assert host.backward_s - device.backward_s == pytest.approx(fetch_s + store_s)
+
+
 def test_what_flattening_and_padding_cost_is_a_factor_on_the_wire() -> None:
     dearer = replace(PROBLEM, framework=FRAMEWORK.changed(sharded_wire_factor=2.0))
     assert seconds(dearer) == pytest.approx([2 * each for each in seconds(PROBLEM)])

@@ -280,8 +280,9 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
         )
     host, total = file.best.host_memory_bytes, problem.cluster.host.memory_bytes
     if plan.offload != "none":
+        states = "all states" if plan.offload == "parameters" else f"{plan.offload} states"
         warnings.append(
-            f"{plan.offload} states on the CPU take {format_bytes(host)} of the memory of every host, which is taken "
+            f"{states} on the CPU take {format_bytes(host)} of the memory of every host, which is taken "
             f"to have {format_bytes(total)}: if yours has less, say memory_gib under [host] in a file of your cluster "
             "(autoplan new cluster), or pass --forbid offload"
         )

@@ -93,10 +93,11 @@ class Dispatcher(CodedEnum):
 
 
 class Offload(CodedEnum):
-    """States kept in the host's memory."""
+    """States kept in the host's memory, where the optimizer then runs; `parameters` with their gradients and it."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"
+    PARAMETERS = "parameters"
     ACTIVATIONS = "activations"
 
 

@@ -224,7 +224,8 @@ class ParallelPlan:
         if self.recompute != "none":
             words.append(self._recompute_words())
         if self.offload != "none":
-            words.append(f"{self.offload} on the CPU")
+            offloaded = {"parameters": "parameters and optimizer"}.get(self.offload, self.offload)
+            words.append(f"{offloaded} on the CPU")
         words += [text for name, texts in _OPTION_WORDS.items() if (text := texts.get(getattr(self, name)))]
         return ", ".join(words)
 
@@ -291,7 +292,7 @@ def check_priced(plan: ParallelPlan) -> None:
     if plan.schedule == "gpipe" and plan.vp > 1:
         raise UnpricedError("schedule 'gpipe' with vp > 1 is not priced yet: use interleaved")
     if plan.offload == "activations":
-        raise UnpricedError("offload 'activations' is not priced yet: use none or optimizer")
+        raise UnpricedError("offload 'activations' is not priced yet: use none, optimizer or parameters")
     if plan.tp_grid is not None:
         raise UnpricedError(
             f"tp_grid {list(plan.tp_grid)}: launcher does not support more than 1-D tensor parallelism: leave it out"

@@ -12,17 +12,24 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, Rows, add_up
 from autoplan.cost.collectives.collective import Collective, LinkTimes
+from autoplan.cost.collectives.sharded_states import HOST_BYTES_PER_S
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
 from autoplan.cost.kernels.measured import find
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.orthogonalise import orthogonalise_s
 from autoplan.cost.memory.allocator_cache import GRAD_BYTES
 from autoplan.cost.memory.parameters import StageParameters
-from autoplan.cost.memory.state_types import grad_bytes, reduced_grad_bytes, update_moved_bytes
+from autoplan.cost.memory.state_types import (
+    grad_bytes,
+    optimizer_on_host,
+    parameters_on_host,
+    reduced_grad_bytes,
+    update_moved_bytes,
+)
 from autoplan.cost.network.links import ProcessGroup, contention_share
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.pipeline.layout import StageBlocks
-from autoplan.spec.enums import Offload, Precision, Schedule, Sharding
+from autoplan.spec.enums import Precision, Schedule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.operations import Operation
 from autoplan.spec.optimizers import GATHERED_MOMENTA_SHARE, TRAITS
@@ -262,18 +269,12 @@ def update_s(problem: Problem, batch: PlanBatch, updated: Floats, trained: Float
     return update + memory_bound_s(problem, kept * trained)
 
 
-# Of host memory, that the processes of one device read and write in an optimizer's update: 0.93 s more a step for the
-# 0.6 billion parameters of Qwen3-0.6B on one H100 (NVIDIA-NeMo/RL pull request 3628, Megatron-Core, all on the host),
-# where torch moves 80 bytes a parameter.  At this pace one loop of 30 bytes takes 0.56 ns a parameter, where 0.58 were
-# measured with Qwen3-30B on 8 H200 (PrimeIntellect-ai/prime-rl pull request 3234).
-HOST_BYTES_PER_S = 54e9
-
-
 def optimizer_s(problem: Problem, batch: PlanBatch, updated: Floats, trained: Floats) -> Floats:
     """Time of the optimizer where each plan has it, on the device or on the host: shape (plans)."""
     # On the host: gradients down, the update, weights up.
     framework, link = problem.framework, problem.cluster.device.host_link_bytes_per_s
-    sent = grad_bytes(problem, batch) + problem.training.element_bytes
+    # Where weights are there too gradients have come with every micro-batch, and the next pass fetches the weights.
+    sent = np.where(parameters_on_host(batch), 0.0, grad_bytes(problem, batch) + problem.training.element_bytes)
     on_host = updated * (sent / link + framework.kernels.bytes_moved_per_host_update / HOST_BYTES_PER_S)
     on_device = update_s(problem, batch, updated, trained) + orthogonalise_s(problem, batch, updated)
-    return np.where(batch.offload == Offload.OPTIMIZER.code, on_host, on_device)
+    return np.where(optimizer_on_host(batch), on_host, on_device)

@@ -9,12 +9,18 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.memory_bound import KERNEL_START_S, memory_bound_s
-from autoplan.cost.memory.state_types import reduced_grad_bytes
+from autoplan.cost.memory.state_types import WIDE_BYTES, grad_bytes, parameters_on_host, reduced_grad_bytes
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
+
+# Of host memory, that the processes of one device read and write in an optimizer's update: 0.93 s more a step for the
+# 0.6 billion parameters of Qwen3-0.6B on one H100 (NVIDIA-NeMo/RL pull request 3628, Megatron-Core, all on the host),
+# where torch moves 80 bytes a parameter.  At this pace one loop of 30 bytes takes 0.56 ns a parameter, where 0.58 were
+# measured with Qwen3-30B on 8 H200 (PrimeIntellect-ai/prime-rl pull request 3234).
+HOST_BYTES_PER_S = 54e9
 
 
 class ShardedStates(NamedTuple):
@@ -120,7 +126,31 @@ def sharded_states_s(problem: Problem, batch: PlanBatch, links: LinkTimes, param
     network, pieces = problem.framework.network, np.where(unit.gather.group.size > 1, unit.gather.group.size, 0)
     copies = network.copies_sharded_pieces * KERNEL_START_S * problem.calibration.memory_bound * pieces
     gather, reduce = network.sharded_wire_factor * gather + copies, network.sharded_wire_factor * reduce + copies
-    return Pass(gather * unit.gather.forward, gather * unit.gather.backward + reduce * unit.reduce.backward)
+    passes = Pass(gather * unit.gather.forward, gather * unit.gather.backward + reduce * unit.reduce.backward)
+    if not parameters_on_host(batch).any():
+        return passes
+    fetch, store = _host_copies_s(problem, batch, parameters, unit)
+    return passes.plus(Pass(fetch, fetch + store))
+
+
+def _host_copies_s(
+    problem: Problem, batch: PlanBatch, parameters: UnitParameters, unit: ShardedStates
+) -> tuple[Floats, Floats]:
+    """(time to fetch a unit's weights from the host, time to bring its gradients there), of the rank's own share.
+
+    Weights come as they are held, before they are cast and gathered, in both passes; gradients go after each
+    micro-batch, and the host adds those of a later one to what is there (torch/distributed/fsdp/_fully_shard,
+    FSDPParam.all_gather_inputs and foreach_reduce).
+    """
+    shard, expert_shard = unit.gather.group.size, unit.gather_experts.group.size
+    beyond_cast = problem.framework.memory.bytes_per_weight - problem.training.element_bytes
+    held_bytes = (parameters.dense_bytes + beyond_cast * parameters.trained_dense) / shard
+    held_bytes = held_bytes + (parameters.expert_bytes + beyond_cast * parameters.trained_expert) / expert_shard
+    own = parameters.trained_dense / shard + parameters.trained_expert / expert_shard
+    added_share = 1.0 - 1.0 / batch.num_microbatches
+    link, on_host = problem.cluster.device.host_link_bytes_per_s, parameters_on_host(batch)
+    per_gradient_s = grad_bytes(problem, batch) / link + added_share * 3 * WIDE_BYTES / HOST_BYTES_PER_S
+    return on_host * held_bytes / link, on_host * own * per_gradient_s
 
 
 def copied_states_s(problem: Problem, batch: PlanBatch, parameters: UnitParameters) -> Pass:

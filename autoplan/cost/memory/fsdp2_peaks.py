@@ -31,7 +31,7 @@ class PassSizes:
     head: Floats  # of them, the head's matrix
     summed: Floats  # what tensor-parallel ranks add up: the gradient of the whole embedding but for the own part
     unit: Floats  # the largest layer
-    own: Floats  # of the parameters, what the rank keeps of them
+    own: Floats  # of the parameters, what the rank keeps of them on the device
     own_ends: Floats  # the same of the ends
     accumulated: Floats  # bytes of gradients that earlier micro-batches left; 0 where there are none
     reduces_every: Bools  # micro-batch's gradients, and has done so before

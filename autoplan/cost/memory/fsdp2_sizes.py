@@ -25,7 +25,7 @@ from autoplan.cost.memory.activations import ChunkEnds, activation_bytes, layer_
 from autoplan.cost.memory.fsdp2_peaks import PassSizes, PipelineSizes
 from autoplan.cost.memory.parameters import StageParameters, frozen_bytes, local_parameters, spread_bytes
 from autoplan.cost.memory.recompute import casts_norms, eager_norm_bytes
-from autoplan.cost.memory.state_types import WIDE_BYTES
+from autoplan.cost.memory.state_types import WIDE_BYTES, parameters_on_host
 from autoplan.cost.network.links import ProcessGroup
 from autoplan.cost.network.process_groups import ProcessGroups
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
@@ -60,7 +60,7 @@ def pass_sizes(
     shapes, parameters = block_shapes(model, finetuning), parameters.trained
     every = (batch.sharding >= Sharding.ZERO2.code) & (batch.pp == 1)
     sharded = batch.sharding >= Sharding.ZERO1.code
-    has_before = batch.num_microbatches > 1
+    has_before, stays = batch.num_microbatches > 1, ~parameters_on_host(batch)[:, None]
     unit = np.zeros(len(batch))
     for layer in set(model.layers):
         own = (local_parameters(batch, shapes[block], trained=True) for block in layer)
@@ -88,11 +88,11 @@ def pass_sizes(
         ends=parameters.ends,
         head=blocks.at_last(head * model.hidden_size * (finetuning is None or finetuning.trains(HEAD))),
         unit=blocks.at_all(unit),
-        own=spread_bytes(parameters, groups, 1.0, sharded),
-        own_ends=parameters.ends / np.where(sharded, groups.shard.size, 1)[:, None],
+        own=spread_bytes(parameters, groups, 1.0, sharded) * stays,
+        own_ends=parameters.ends / np.where(sharded, groups.shard.size, 1)[:, None] * stays,
         summed=summed,
         accumulated=(spread_bytes(parameters, groups, WIDE_BYTES, every) + WIDE_BYTES * summed * ~every[:, None])
-        * has_before[:, None],
+        * (has_before[:, None] & stays),
         reduces_every=(every & has_before & (groups.shard.size > 1))[:, None] & (num_parameters > 0),
         frees_weights=((batch.sharding == Sharding.ZERO3.code) & (batch.pp == 1))[:, None] & (num_parameters > 0),
         live=live,

@@ -91,6 +91,16 @@ class StageParameters:
         """The parameters that have gradients."""
         return self.only_trained or self
 
+    def of(self, stages: Bools) -> StageParameters:
+        """Return those of some `stages`, zeros elsewhere: a mask of shape (plans, stages)."""
+        return StageParameters(
+            dense=np.where(stages, self.dense, 0.0),
+            expert=np.where(stages, self.expert, 0.0),
+            ends=np.where(stages, self.ends, 0.0),
+            only_trained=self.only_trained and self.only_trained.of(stages),
+            frozen_bytes=self.frozen_bytes and self.frozen_bytes.of(stages),
+        )
+
 
 def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> StageParameters:
     """Blocks, embedding (first stage), head and final norm (last stage) of one rank."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, add_up
+from autoplan.base.arrays import Bools, Floats, add_up
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.launches import GRAPHED_IN, holds_graphs
 from autoplan.cost.kernels.sizes import head_columns, local_sizes, norm_tokens, rank_tokens, widest_mlp
@@ -37,6 +37,8 @@ from autoplan.cost.memory.state_types import (
     grad_bytes,
     more_bytes_of_ends,
     optimizer_bytes,
+    optimizer_on_host,
+    parameters_on_host,
     update_copy_bytes,
     whole_grad_bytes,
 )
@@ -45,7 +47,7 @@ from autoplan.cost.pipeline.layout import (
     StageBlocks,
     stage_blocks,
 )
-from autoplan.spec.enums import CudaGraphs, Offload, Precision, Sharding
+from autoplan.spec.enums import CudaGraphs, Precision, Sharding
 from autoplan.spec.finetuning import HEAD
 from autoplan.spec.model import Block
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -105,7 +107,8 @@ def _gathered_bytes(
     Copies that zero1 gathers into count as far as they exceed `freed_bytes`, which are free again by then.
     """
     framework, layers = problem.framework, problem.model.layers
-    dense_spread, expert_spread = groups.shard.size > 1, groups.expert_shard.size > 1
+    fetched = parameters_on_host(batch)
+    dense_spread, expert_spread = (groups.shard.size > 1) | fetched, (groups.expert_shard.size > 1) | fetched
 
     def spread(dense: Floats, expert: Floats) -> Floats:
         return dense * dense_spread + expert * expert_spread
@@ -141,8 +144,8 @@ def _gathered_beside_frozen(
     """
     framework, zero3 = problem.framework, batch.sharding == Sharding.ZERO3.code
     element, wire = problem.training.element_bytes, whole_grad_bytes(problem, batch)
-    prefetched = framework.memory.fsdp_prefetch_units
-    dense_spread, expert_spread = groups.shard.size > 1, groups.expert_shard.size > 1
+    prefetched, fetched = framework.memory.fsdp_prefetch_units, parameters_on_host(batch)
+    dense_spread, expert_spread = (groups.shard.size > 1) | fetched, (groups.expert_shard.size > 1) | fetched
 
     def spread(dense: Floats, expert: Floats) -> Floats:
         return (dense.T * dense_spread + expert.T * expert_spread).T
@@ -219,12 +222,8 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
     zero3 = sharding >= Sharding.ZERO3.code
     spread = partial(spread_bytes, parameters.trained, groups)
     fp16 = batch.precision == Precision.FP16.code
-    is_sharded = zero1 if framework.memory.fsdp2_states else zero3
-    weights = spread(framework.memory.bytes_per_weight, is_sharded) + _narrow_weight_bytes(problem, batch, parameters)
-    if parameters.frozen_bytes is not None:
-        weights = weights + spread_bytes(parameters.frozen_bytes, groups, 1.0, is_sharded)
-    if problem.training.holds_reference:  # made as the model is, and sharded with it (trl, create_reference_model)
-        weights = weights + spread_bytes(parameters, groups, framework.memory.bytes_per_weight, is_sharded)
+    weights = held_weight_bytes(problem, parameters, groups, zero1 if framework.memory.fsdp2_states else zero3)
+    weights = weights + _narrow_weight_bytes(problem, batch, parameters)
     per_grad = grad_bytes(problem, batch)
     gradients = spread(per_grad, zero2)
     accumulator = framework.memory.bytes_per_bf16_grad_accumulator
@@ -232,9 +231,11 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
     gradients += spread(accumulator - replaced, zero2) * ~fp16[:, None]
     buckets = (sharding == Sharding.NONE.code) & (batch.dp > 1)
     gradients += spread(framework.memory.bytes_per_bucket_grad, zero1) * buckets[:, None]
-    on_device = batch.offload != Offload.OPTIMIZER.code
+    on_device = ~optimizer_on_host(batch)
     if framework.memory.offloads_grads:
         gradients *= (on_device | ~zero3)[:, None]
+    stays = ~parameters_on_host(batch)[:, None]
+    weights, gradients = weights * stays, gradients * stays
     state_bytes = optimizer_bytes(problem, batch)
     # What stays of offloaded states is a part of them: a small optimizer has no more on the device than without.
     kept = np.where(on_device, state_bytes, np.minimum(framework.memory.bytes_per_state_kept_on_device, state_bytes))
@@ -246,6 +247,19 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
     if not framework.memory.frees_unscaled_grads:
         optimizer += spread(framework.memory.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
     return StateBytes(weights, gradients, optimizer)
+
+
+def held_weight_bytes(
+    problem: Problem, parameters: StageParameters, groups: ProcessGroups, is_sharded: Bools
+) -> Floats:
+    """Bytes of all weights of a rank as they are held, frozen ones and a reference among them: (plans, stages)."""
+    per_weight = problem.framework.memory.bytes_per_weight
+    weights = spread_bytes(parameters.trained, groups, per_weight, is_sharded)
+    if parameters.frozen_bytes is not None:
+        weights = weights + spread_bytes(parameters.frozen_bytes, groups, 1.0, is_sharded)
+    if problem.training.holds_reference:  # made as the model is, and sharded with it (trl, create_reference_model)
+        weights = weights + spread_bytes(parameters, groups, per_weight, is_sharded)
+    return weights
 
 
 def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
@@ -272,7 +286,7 @@ def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameter
     """Bytes that live only from the last backward pass to the end of the optimizer's step: shape (plans, stages)."""
     framework, parameters = problem.framework, parameters.trained
     zero1 = batch.sharding >= Sharding.ZERO1.code
-    on_device = batch.offload != Offload.OPTIMIZER.code
+    on_device = ~optimizer_on_host(batch)
     copies = spread_bytes(parameters, groups, update_copy_bytes(problem, batch), zero1) * on_device[:, None]
     if framework.memory.frees_unscaled_grads:
         unscaled = spread_bytes(parameters, groups, framework.memory.bytes_per_fp16_unscaled_grad, zero1)
@@ -413,15 +427,16 @@ def peaks(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
 def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
     """Host memory that a node needs at most: shape (plans).
 
-    Processes, an offloaded optimizer with the gradients that it reads, and the copy of weights and optimizer that a
-    checkpoint stages in host memory, of which every replica of a parameter saves its part (Megatron-LM
-    core/optimizer/cpu_offloading/hybrid_optimizer.py, core/dist_checkpointing/strategies/filesystem_async.py).
+    Processes, an offloaded optimizer with the gradients that it reads, weights where they are there too, and the copy
+    of weights and optimizer that a checkpoint stages in host memory, of which every replica of a parameter saves its
+    part (Megatron-LM core/optimizer/cpu_offloading/hybrid_optimizer.py, core/dist_checkpointing/strategies/
+    filesystem_async.py).
     """
     groups = process_groups(batch)
-    on_host = (batch.offload == Offload.OPTIMIZER.code)[:, None]
-    per_state = optimizer_bytes(problem, batch)[:, None]
-    offloaded = own_parameters(batch, parameters) * on_host
-    offloaded = offloaded * (per_state + grad_bytes(problem, batch)[:, None])
+    per_state = optimizer_bytes(problem, batch)[:, None] + grad_bytes(problem, batch)[:, None]
+    offloaded = own_parameters(batch, parameters) * per_state * optimizer_on_host(batch)[:, None]
+    weights = held_weight_bytes(problem, parameters, groups, batch.sharding == Sharding.ZERO3.code)
+    offloaded = offloaded + weights * parameters_on_host(batch)[:, None]
     staged = _saved_bytes(problem, batch, parameters, groups)
     devices = np.minimum(problem.cluster.devices_per_node, batch.num_devices)
     return devices * (HOST_PROCESS_BYTES + (offloaded + staged).max(axis=1))

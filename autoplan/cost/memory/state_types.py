@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoplan.base.arrays import Floats
-from autoplan.spec.enums import GradType, MainWeights, MomentType, ReduceType
+from autoplan.base.arrays import Bools, Floats
+from autoplan.spec.enums import GradType, MainWeights, MomentType, Offload, ReduceType
 from autoplan.spec.optimizers import ADAM_MOMENT_BYTES, TRAITS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -29,6 +29,16 @@ _SAVED_WEIGHTS, _UNMOVED_WEIGHTS = (
 )
 _MOMENT_BYTES = {MomentType.FP32: 4.0, MomentType.BF16: 2.0, MomentType.FP8: 1.0}
 _SAVED_MOMENTS = np.array([2.0 * (WIDE_BYTES - _MOMENT_BYTES[word]) for word in MomentType])
+
+
+def optimizer_on_host(batch: PlanBatch) -> Bools:
+    """Return which plans keep the optimizer's states in the host's memory, and update there."""
+    return (batch.offload == Offload.OPTIMIZER.code) | parameters_on_host(batch)
+
+
+def parameters_on_host(batch: PlanBatch) -> Bools:
+    """Return which plans keep all states of training in the host's memory, and fetch weights for every pass."""
+    return batch.offload == Offload.PARAMETERS.code
 
 
 def _of_gradients(batch: PlanBatch, usual: float) -> Floats:

@@ -17,7 +17,6 @@ import numpy as np
 from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.cost.collectives.end_of_step import FirstStage, shown_gather_s, shown_reduce_s
 from autoplan.cost.estimate import NORMAL_90, Stages, straggler_share, work_terms
-from autoplan.cost.memory.parameters import StageParameters
 from autoplan.cost.memory.stage_memory import host_bytes
 from autoplan.cost.mixed.part_layouts import (
     CELLS,
@@ -197,13 +196,8 @@ def _layer_s(problem: Problem, laid: Stages) -> Floats:
 
 def _host_z(layout: PartLayout) -> Floats:
     """Standard score of the host memory that the stages on the part need, against its capacity."""
-    own, parameters = layout.problem, layout.laid.parameters
-    here = StageParameters(
-        dense=np.where(layout.here, parameters.dense, 0.0),
-        expert=np.where(layout.here, parameters.expert, 0.0),
-        ends=np.where(layout.here, parameters.ends, 0.0),
-    )
-    needed = host_bytes(own, layout.laid.batch, here)
+    own = layout.problem
+    needed = host_bytes(own, layout.laid.batch, layout.laid.parameters.of(layout.here))
     return np.log(needed / own.cluster.host.memory_bytes) / own.calibration.memory_spread
 
 

@@ -22,7 +22,7 @@ from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_b
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.fsdp2.rules import RULES
 from autoplan.frameworks.hf_trainer.options import WRITTEN_OPTIM
-from autoplan.spec.enums import Precision, Recompute, ReduceType, Sharding
+from autoplan.spec.enums import Offload, Precision, Recompute, ReduceType, Sharding
 from autoplan.spec.plan import ALL_LAYERS, ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload
@@ -115,6 +115,11 @@ LIMITS = (
         source=SOURCE,
         holds=lambda s, b: b.reduce_dtype == ReduceType.USUAL.code,
         text=lambda s, p: f"reduce_dtype {p.reduce_dtype}: its mixed precision reduces in 16 bits, leave it out",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.offload == Offload.NONE.code) | _is_sharded(b),
+        text=lambda s, p: f"offload {p.offload!r} without ranks to shard over: it needs FSDP, leave it out",
     ),
     Rule(
         source=SOURCE,

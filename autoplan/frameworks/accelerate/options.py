@@ -5,8 +5,8 @@ Options of the command line are called like the keys.
 
 from __future__ import annotations
 
-from autoplan.frameworks.common.option_table import Assumed, Constant, Option, count, switch, word
-from autoplan.spec.enums import Precision, Recompute, Sharding
+from autoplan.frameworks.common.option_table import Constant, Option, count, switch, word
+from autoplan.spec.enums import Offload, Precision, Recompute, Sharding
 
 PRECISION = word(
     "mixed_precision", "precision", None, {str(kind): kind for kind in map(Precision, ("bf16", "fp16", "fp8"))}
@@ -24,12 +24,13 @@ FSDP1 = word(
     "fsdp_sharding_strategy", "sharding", Sharding.ZERO3, STRATEGIES | dict(enumerate(STRATEGIES.values(), start=1))
 )
 RECOMPUTE = switch("fsdp_activation_checkpointing", "recompute", Recompute.NONE, on=Recompute.FULL, off=Recompute.NONE)
+OFFLOAD = switch("fsdp_offload_params", "offload", Offload.NONE, on=Offload.PARAMETERS, off=Offload.NONE)
 FSDP: tuple[Option, ...] = (
     Constant("fsdp_version", 2),
     RESHARD,
     Constant("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
     RECOMPUTE,
-    Assumed("fsdp_offload_params", (False,), "parameters and states on the host are not priced", False),
+    OFFLOAD,
     Constant("fsdp_cpu_ram_efficient_loading", False),
     Constant("fsdp_state_dict_type", "SHARDED_STATE_DICT"),
 )

@@ -17,10 +17,10 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.frameworks.accelerate.options import (
     COSTLESS,
-    FSDP,
     FSDP1,
     FSDP_COSTLESS,
     MESH,
+    OFFLOAD,
     PARALLELISM_COSTLESS,
     PRECISION,
     RECOMPUTE,
@@ -28,10 +28,11 @@ from autoplan.frameworks.accelerate.options import (
 )
 from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
-from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
+from autoplan.frameworks.common.option_table import Fields, read_fields
 from autoplan.frameworks.common.options import Options, parse_yaml, show, typed
 from autoplan.frameworks.common.shell import is_open, read_script
 from autoplan.frameworks.deepspeed import read as deepspeed
+from autoplan.frameworks.fsdp2.options import read_offload
 from autoplan.spec.enums import Precision, Recompute, Sharding
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
@@ -262,9 +263,9 @@ def _states(table: Options, mesh: Fields) -> Fields:
     if strategy is FSDP1:
         table.remark("fsdp_version", "read as FSDP2", default="1")
         table.pass_over("fsdp_backward_prefetch", "fsdp_forward_prefetch", RESHARD.key, "fsdp_min_num_params")
-    remark_assumed(FSDP, table)
+    offload = read_offload(table, (OFFLOAD.key,), {"sharding": sharding})
     shards = sharding != Sharding.NONE and mesh["dp_shard"] * mesh["cp"] > 1
-    return ({"sharding": sharding} if shards else _unsharded(mesh)) | RECOMPUTE.read(table)
+    return ({"sharding": sharding, "offload": offload} if shards else _unsharded(mesh)) | RECOMPUTE.read(table)
 
 
 READER = Reader(target="accelerate", recognises=recognises, read=read)

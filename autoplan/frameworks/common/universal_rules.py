@@ -76,7 +76,7 @@ def _adams_types(workload: Workload, batch: PlanBatch) -> Bools:
     if workload.training.optimizer == "adam":
         return all_true(batch)
     are_plain = (batch.moment_dtype == MomentType.FP32.code) & (batch.main_weights == MainWeights.FP32.code)
-    return are_plain & (batch.offload != Offload.OPTIMIZER.code)
+    return are_plain & (batch.offload == Offload.NONE.code)
 
 
 def _of_adam(plan: ParallelPlan) -> str:
@@ -98,6 +98,11 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         holds=_adams_types,
         text=lambda s, p: f"{_of_adam(p)} needs Adam, the optimizer is {s.training.optimizer}: leave one of them out",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.offload != Offload.PARAMETERS.code) | ((b.sharding == Sharding.ZERO3.code) & (b.pp == 1)),
+        text=lambda s, p: f"offload 'parameters' with {p.sharding} and pp {p.pp} is not priced: use zero3 and pp 1",
     ),
     Rule(
         source=SOURCE,

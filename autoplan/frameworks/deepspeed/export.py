@@ -94,7 +94,7 @@ def _duties(plan_file: PlanFile) -> str:
         duties.append("checkpoints the activations of every layer (--gradient_checkpointing of the Trainer)")
     if plan.cp > 1:
         duties.append("registers Ulysses attention (UlyssesSPAttentionHF)")
-    if plan.offload == "optimizer":
+    if plan.offload != "none":
         duties.append("takes DeepSpeedCPUAdam")
     if (optimizer := plan_file.training.optimizer) != "adam":
         duties.append(f"takes {TRAITS[optimizer].title} as its optimizer")

@@ -21,8 +21,15 @@ def _prefetch(file: PlanFile) -> int | None:
     return 0 if waits else None
 
 
-def _offload(file: PlanFile) -> dict[str, Any] | None:
-    return {"device": "cpu", "pin_memory": True} if file.best.plan.offload == Offload.OPTIMIZER else None
+_ON_HOST = {"device": "cpu", "pin_memory": True}
+
+
+def _optimizer_device(file: PlanFile) -> dict[str, Any] | None:
+    return None if file.best.plan.offload == Offload.NONE else dict(_ON_HOST)
+
+
+def _weights_device(file: PlanFile) -> dict[str, Any] | None:
+    return dict(_ON_HOST) if file.best.plan.offload == Offload.PARAMETERS else None
 
 
 def _priced(key: str, value: float, **extra: Any) -> Assumed:
@@ -67,7 +74,8 @@ ZERO: tuple[Option, ...] = (
     _priced("contiguous_gradients", True, write=True),
     _priced("reduce_bucket_size", BUCKET_ELEMENTS, write=BUCKET_ELEMENTS),
     _priced("allgather_bucket_size", BUCKET_ELEMENTS, write=BUCKET_ELEMENTS),
-    Constant("offload_optimizer", _offload),
+    Constant("offload_optimizer", _optimizer_device),
+    Constant("offload_param", _weights_device),
     Assumed("stage3_prefetch_bucket_size", (0, PREFETCH_ELEMENTS), f"{PREFETCH_ELEMENTS:g} is priced", _prefetch),
     count("mics_shard_size", "dp_shard", when=_has_copies),
     _priced("allgather_partitions", True),

@@ -259,9 +259,13 @@ def _offload(zero: Options) -> Offload:
         section.remark("device", "priced as the memory of the host")
     if section.is_other("ratio", 1):
         section.remark("ratio", "the whole optimizer is priced on the host")
-    if weights.is_other("device", "none"):
-        weights.remark("device", "weights are priced on the device")
-    return Offload.OPTIMIZER if zero.flag("cpu_offload") or device else Offload.NONE
+    if not weights.is_other("device", "none"):
+        return Offload.OPTIMIZER if zero.flag("cpu_offload") or device else Offload.NONE
+    if not device:
+        weights.remark("device", "priced with the optimizer on the host too")
+    elif weights.value("device") == "nvme":
+        weights.remark("device", "priced as the memory of the host")
+    return Offload.PARAMETERS
 
 
 def _recomputes(options: Options, trainer: dict[str, str]) -> bool:

@@ -20,7 +20,7 @@ from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS, stages_last
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.fsdp2.options import BATCH, DTYPE, SCHEDULES, SEQUENCE_PARALLEL
 from autoplan.frameworks.fsdp2.rules import RULES
-from autoplan.spec.enums import Precision, Recompute, ReduceType
+from autoplan.spec.enums import Offload, Precision, Recompute, ReduceType
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.plan_file import PlanFile
 
@@ -82,6 +82,7 @@ def _settings(plan_file: PlanFile) -> dict[str, Any]:
         "fully_shard": {
             "shard_over": ["dp_shard", "cp"] if is_sharded else [],
             "reshard_after_forward": plan.sharding == "zero3",
+            "cpu_offload": plan.offload == Offload.PARAMETERS,
             "param_dtype": dtype,
             "reduce_dtype": "float32" if plan.reduce_dtype == ReduceType.FP32 else dtype,
         },

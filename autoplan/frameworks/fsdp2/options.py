@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 from autoplan.frameworks.common.option_table import count, switch, word
-from autoplan.spec.enums import Precision
+from autoplan.frameworks.common.options import Options
+from autoplan.spec.enums import Offload, Precision, Sharding
 
 # Of torch.distributed.pipelining.schedules.get_schedule_class; zero bubbles with one stage a rank.
 SCHEDULES = {
@@ -17,3 +21,21 @@ SCHEDULES = {
 DTYPE = word("param_dtype", "precision", None, {"bfloat16": Precision.BF16, "float16": Precision.FP16})
 SEQUENCE_PARALLEL = switch("sequence_parallel", "sp")
 BATCH = (count("micro_batch", "micro_batch"), count("global_batch", "global_batch"))
+
+# FSDP offloads weights that stay gathered between the passes too.
+STAY_GATHERED = "weights that stay gathered between the passes are priced on the device"
+
+
+def read_offload(section: Options, keys: Iterable[str], plan: Mapping[str, Any]) -> Offload:
+    """Return what FSDP keeps on the host by the switches `keys` of a section, under what else is known of the plan."""
+    on = [key for key in keys if section.flag(key)]
+    if not on or is_fetched(plan):
+        return Offload.PARAMETERS if on else Offload.NONE
+    for key in on:
+        section.remark(key, STAY_GATHERED)
+    return Offload.NONE
+
+
+def is_fetched(plan: Mapping[str, Any]) -> bool:
+    """Return whether passes fetch the weights, which is what offloaded ones are priced with."""
+    return plan["sharding"] == Sharding.ZERO3 and plan.get("pp", 1) == 1

@@ -9,7 +9,7 @@ from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Options, parse_json, show
 from autoplan.frameworks.fsdp2.options import BATCH, DTYPE, SCHEDULES, SEQUENCE_PARALLEL
-from autoplan.spec.enums import ReduceType
+from autoplan.spec.enums import Offload, ReduceType
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
@@ -40,9 +40,11 @@ def read(text: str, context: LaunchContext) -> Launch:
     reshards = sharding.flag("reshard_after_forward")
     everywhere = {"dp_replicate": 1, "dp_shard": degrees["dp_replicate"] * degrees["dp_shard"], "sharding": "none"}
     states = {"sharding": "zero3" if reshards else "zero2"} if shard_over else everywhere
+    offload = Offload.PARAMETERS if sharding.flag("cpu_offload") else Offload.NONE
     plan: dict[str, Any] = {
         **degrees,
         **states,
+        "offload": offload,
         **_recompute(options),
         **_pipeline(options, degrees["pp"], model.num_layers),
         "precision": precision,

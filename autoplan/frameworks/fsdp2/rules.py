@@ -94,9 +94,11 @@ SUPPORTED = (
         source="torch/distributed/fsdp/_fully_shard/_fully_shard.py:102",
     ),
     SupportedWords(axis="cp_kind", words=(ContextParallelKind.RING,), source=f"{_ATTENTION}:53"),
-    # CPUOffloadPolicy takes the parameters along, which is not priced.
+    # CPUOffloadPolicy takes the parameters along.
     SupportedWords(
-        axis="offload", words=(Offload.NONE,), source="torch/distributed/fsdp/_fully_shard/_fsdp_api.py:183"
+        axis="offload",
+        words=(Offload.NONE, Offload.PARAMETERS),
+        source="torch/distributed/fsdp/_fully_shard/_fsdp_api.py:183",
     ),
     SupportedWords(
         axis="reduce_dtype",

@@ -17,13 +17,13 @@ from autoplan.frameworks.common.launch import Launch, LaunchContext, Unread, pri
 from autoplan.frameworks.common.option_table import Fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_json, show
 from autoplan.frameworks.deepspeed import read as deepspeed
+from autoplan.frameworks.fsdp2.options import STAY_GATHERED, is_fetched, read_offload
 from autoplan.frameworks.hf_trainer.options import (
     ACCUMULATION,
     ASSUMED,
     FSDP_COSTLESS,
     HARMLESS,
     MICRO_BATCH,
-    OFFLOADED,
     OFFLOADS,
     PRECISIONS,
     RECOMPUTE,
@@ -31,7 +31,7 @@ from autoplan.frameworks.hf_trainer.options import (
     read_optimizer,
 )
 from autoplan.readers.model import find_preset
-from autoplan.spec.enums import Precision, Recompute, Sharding
+from autoplan.spec.enums import Offload, Precision, Recompute, Sharding
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.model import ModelSpec
@@ -239,15 +239,16 @@ def _states(options: Options, mesh: Fields, context: LaunchContext, *, turns_on:
     sharding = STRATEGIES[_SHARDED[word or "full_shard"]]
     if version == 2 and reshards is not None:
         sharding = Sharding.ZERO3 if section.flag("reshard_after_forward") else Sharding.ZERO2
-    if "offload" in words:
-        options.remark("fsdp", OFFLOADED)
-    for key in OFFLOADS:
-        if section.flag(key):
-            section.remark(key, OFFLOADED)
+    states: Fields = {"sharding": sharding}
+    offload = read_offload(section, OFFLOADS, states)
+    if "offload" in words and is_fetched(states):
+        offload = Offload.PARAMETERS
+    elif "offload" in words:
+        options.remark("fsdp", STAY_GATHERED)
     recompute = RECOMPUTE.of(options) if not section.flag("activation_checkpointing") else Recompute.FULL
     if mesh["dp_shard"] * mesh["cp"] == 1 or sharding == Sharding.NONE:
         return {**_unsharded(mesh), "recompute": recompute}
-    return {"sharding": sharding, "recompute": recompute}
+    return {**states, "offload": offload, "recompute": recompute}
 
 
 def _unsharded(mesh: Fields) -> Fields:

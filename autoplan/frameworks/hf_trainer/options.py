@@ -33,7 +33,6 @@ FSDP_COSTLESS = (
     *("backward_prefetch", "forward_prefetch"),
 )
 OFFLOADS = ("cpu_offload", "offload_params")
-OFFLOADED = "parameters and states on the host are not priced"
 ALL_IN_16_BITS = "weights and their update are priced in 32 bits"
 
 # Arguments of which no plan tells, and how the step is priced.

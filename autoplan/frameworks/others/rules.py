@@ -1,5 +1,9 @@
-"""Rules of frameworks whose own are not known: those that hold everywhere."""
+"""Rules of frameworks whose own are not known: those that hold everywhere, and at most the optimizer on the host."""
 
-from autoplan.frameworks.common.universal_rules import BOOK
+from dataclasses import replace
 
-__all__ = ["BOOK"]
+from autoplan.frameworks.common import universal_rules as universal
+from autoplan.frameworks.common.rules import SupportedWords
+
+OFFLOADS = SupportedWords(axis="offload", words=("none", "optimizer", "activations"), source=universal.SOURCE)
+BOOK = replace(universal.BOOK, rules=(*universal.BOOK.rules, OFFLOADS.rule()), supported=(OFFLOADS,))

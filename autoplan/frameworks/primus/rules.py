@@ -11,7 +11,14 @@ import numpy as np
 
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords
-from autoplan.frameworks.megatron_lm.rules import COMMON, EXTRAS, INTERLEAVED, INTERLEAVED_MICROBATCHES, MAIN_WEIGHTS
+from autoplan.frameworks.megatron_lm.rules import (
+    COMMON,
+    EXTRAS,
+    INTERLEAVED,
+    INTERLEAVED_MICROBATCHES,
+    MAIN_WEIGHTS,
+    OFFLOADS,
+)
 from autoplan.spec.enums import Recompute, Schedule
 from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
 from autoplan.spec.workload import Workload
@@ -54,6 +61,7 @@ def _split_recompute(workload: Workload, batch: PlanBatch) -> Bools:
 
 SUPPORTED = (
     MAIN_WEIGHTS,
+    OFFLOADS,
     SupportedWords(
         axis="schedule",
         words=("1f1b", "interleaved", *ALGORITHMS),

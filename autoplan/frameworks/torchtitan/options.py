@@ -8,10 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.option_table import Assumed, Fields, Value, count, read_fields, remark_assumed, word
+from autoplan.frameworks.common.option_table import (
+    Assumed,
+    Fields,
+    Value,
+    count,
+    read_fields,
+    remark_assumed,
+    switch,
+    word,
+)
 from autoplan.frameworks.common.options import Options, show
 from autoplan.frameworks.fsdp2.options import SCHEDULES
-from autoplan.spec.enums import ReduceType, Sharding
+from autoplan.spec.enums import Offload, ReduceType, Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.plan_file import PlanFile
@@ -88,9 +97,16 @@ REDUCTION = word(
     {"float32": ReduceType.USUAL, "bfloat16": ReduceType.HALF},
     when=lambda file: file.best.plan.reduce_dtype != ReduceType.USUAL,
 )
+OFFLOAD = switch(
+    "enable_cpu_offload",
+    "offload",
+    Offload.NONE,
+    on=Offload.PARAMETERS,
+    off=Offload.NONE,
+    when=lambda file: file.best.plan.offload != Offload.NONE,
+)
 # Options that no plan has.
 _ASSUMED = (
-    Assumed("enable_cpu_offload", (False,), "parameters and states on the host are not priced"),
     Assumed("dtype", ("float32",), "weights and states are priced in 32 bits"),
     Assumed("mixed_precision_param", ("bfloat16",), "products are priced in 16 bits"),
     Assumed("disable_cuda_graphs", (True,), "no prediction knows CUDA graphs"),

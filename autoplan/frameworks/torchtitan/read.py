@@ -20,10 +20,12 @@ from autoplan.frameworks.common.literals import Built, Module
 from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Options, Unknown, show
 from autoplan.frameworks.common.shell import Command, is_open, read_script
+from autoplan.frameworks.fsdp2.options import read_offload
 from autoplan.frameworks.torchtitan.families import model_of, size_of
 from autoplan.frameworks.torchtitan.options import (
     ASIDE,
     CONVERTERS,
+    OFFLOAD,
     OLD_CONVERTERS,
     POLICIES,
     REDUCTION,
@@ -403,6 +405,7 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
         "tp_overlap": compiling.flag("enable_async_tensor_parallel") and degrees["tp"] > 1,
         **read_fields((REDUCTION,), training),
     }
+    axes["offload"] = read_offload(training, (OFFLOAD.key,), axes)
     read_assumed(training)
     seq_len = context.seq_len or read_sequence(training)
     return Launch(

@@ -79,8 +79,8 @@ SUPPORTED = (
     # fsdp_reshard_after_forward never and always.
     SupportedWords(axis="sharding", words=("none", "zero2", "zero3"), source=f"{_FSDP}:112"),
     SupportedWords(axis="cp_kind", words=(ContextParallelKind.RING,), source="distributed/context_parallel/api.py:88"),
-    # enable_cpu_offload takes the parameters along, which is not priced.
-    SupportedWords(axis="offload", words=(Offload.NONE,), source=f"{_FSDP}:231"),
+    # enable_cpu_offload takes the parameters along.
+    SupportedWords(axis="offload", words=(Offload.NONE, Offload.PARAMETERS), source=f"{_FSDP}:231"),
     SupportedWords(axis="reduce_dtype", words=("usual", "half"), source="config/configs.py mixed_precision_reduce"),
     SupportedWords(axis="precision", words=("bf16", "fp8", "mxfp8", "nvfp4"), source="config/configs.py:94"),
 )
