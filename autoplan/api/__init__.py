@@ -41,11 +41,13 @@ if TYPE_CHECKING:
     from autoplan.api import results as results
     from autoplan.api import schemas as schemas
     from autoplan.api import search as search
+    from autoplan.api import serving as serving
     from autoplan.api import team as team
     from autoplan.api import timings as timings
     from autoplan.api import topology as topology
     from autoplan.api import traces as traces
     from autoplan.api import training_run as training_run
     from autoplan.api import tuning as tuning
+    from autoplan.api import what_if as what_if
 
 __getattr__: Callable[[str], ModuleType] = module_loader(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +19,7 @@ from autoplan.cost.mixed.stages import mixed_stages, mixed_timeline
 from autoplan.cost.provenance import term_shares
 from autoplan.cost.timeline import timeline
 from autoplan.readers.model import preset_models
-from autoplan.report.page.content import MixedContent, PlanContent, Step
+from autoplan.report.page.content import Control, MixedContent, PlanContent, Step
 from autoplan.report.page.page import page
 from autoplan.search.choice import robust_margin, robust_order
 from autoplan.search.left_out import with_options_of
@@ -37,7 +37,7 @@ from autoplan.spec.search_result import RankedPlan, SearchResult, Sensitivity
 T = TypeVar("T")
 
 SIZES = (0.25, 0.5, 1, 2)  # of the cluster, for the scaling curve
-PARTS = 5  # that are worked out again
+PARTS = 4  # that are worked out again
 
 
 def page_of(
@@ -52,8 +52,30 @@ def page_of(
     """
     if isinstance(result, MixedPlanResult):
         return page(_mixed_content(result, Path(path)))
-    records = step_sources(result) if result.file.timings else None
-    return page(replace(_content(result.file, Path(path), result.problem, progress), records=records))
+    return page(_content(result, Path(path), progress))
+
+
+def shown_content(
+    result: PricedPlans, *, controls: tuple[Control, ...] = (), pinned: Iterable[PricedPlans] = ()
+) -> PlanContent:
+    """Return what a page shows of one plan, with nothing searched: controls, and pinned plans to compare it with."""
+    file, problem, plan, missing = result.file, result.problem, result.file.best.plan, dict[str, str]()
+    try:
+        schedule = timeline(problem, plan)
+    except AutoplanError as error:
+        schedule, missing["schedule"] = None, str(error)
+    return PlanContent(
+        file=file,
+        stages=placed(file.stages, plan.num_microbatches, problem.capacity_bytes),
+        traffic=step_traffic(problem, plan),
+        rests_on=term_shares(problem, PlanBatch.of([plan], problem.model.num_layers)),
+        schedule=schedule,
+        controls=controls,
+        pinned=tuple(priced.file for priced in pinned),
+        was_searched=False,
+        records=step_sources(result) if file.timings else None,
+        missing=missing,
+    )
 
 
 def _mixed_content(result: MixedPlanResult, path: Path) -> MixedContent:
@@ -77,11 +99,9 @@ def _mixed_content(result: MixedPlanResult, path: Path) -> MixedContent:
     )
 
 
-def _content(
-    file: PlanFile, path: Path, problem: Problem, progress: Callable[[int, int | None], None] | None
-) -> PlanContent:
+def _content(result: PricedPlans, path: Path, progress: Callable[[int, int | None], None] | None) -> PlanContent:
     """Return everything that the page shows; what cannot be had is said instead."""
-    plan, missing, done = file.best.plan, dict[str, str](), list[str]()
+    file, problem, missing, done = result.file, result.problem, dict[str, str](), list[str]()
 
     def tried(name: str, make: Callable[[], T], otherwise: T) -> T:
         try:
@@ -95,12 +115,11 @@ def _content(
                 progress(len(done), PARTS)
 
     start: tuple[Step, ...] = tried("start", lambda: _start(file, path), ())
-    return PlanContent(
-        file=file,
-        stages=placed(file.stages, plan.num_microbatches, problem.capacity_bytes),
-        traffic=step_traffic(problem, plan),
-        rests_on=term_shares(problem, PlanBatch.of([plan], problem.model.num_layers)),
-        schedule=tried("schedule", lambda: timeline(problem, plan), None),
+    content = shown_content(result)
+    missing |= content.missing
+    return replace(
+        content,
+        was_searched=True,
         front=tried("front", lambda: _front(file, problem), ()),
         sizes=tried("sizes", lambda: _sizes(file, problem), ()),
         sensitivity=tried("sensitivity", lambda: _sensitivity(file, problem), None),

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autoplan import api
 from autoplan.cli.files import write_page
-from autoplan.cli.inputs import check_outputs, whole_url
+from autoplan.cli.inputs import check_outputs, check_untyped, whole_url
 from autoplan.cli.options import DbOption, ForceOption, PlanArgument, QuietOption
+from autoplan.cli.process import leave_on_sigterm
+
+if TYPE_CHECKING:
+    from autoplan.api.plan_result import PlanResult
+    from autoplan.api.results import MixedPlanResult
 
 
 def report(
     context: typer.Context,
     plan: PlanArgument,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the page is written.")] = Path("report.html"),
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Show the page in a browser of this machine, with values to change; no file."),
+    ] = False,
     url: DbOption = None,
     force: ForceOption = False,
     quiet: QuietOption = False,
@@ -24,8 +34,20 @@ def report(
     """Write one self-contained HTML page of a plan file: it loads nothing, and can be mailed or put on a wiki.
 
     What the file does not hold is searched and priced again: plans that none beats in time and memory, the best plans
-    on fewer and more nodes, and the numbers that the answer hangs on.
+    on fewer and more nodes, and the numbers that the answer hangs on.  With --serve nothing is searched: each change
+    of a value on the page prices one plan.
     """
+    if serve:
+        check_untyped(context, {"out", "force"}, "--serve writes no file: save it from the page")
+        return _serve(api.plan_result.load_any_plan(plan, db=whole_url(context, url)))
     check_outputs(out, force=force)
     result = api.plan_result.load_any_plan(plan, db=whole_url(context, url))
     write_page(result, plan, out, force=force, quiet=quiet)
+
+
+def _serve(result: PlanResult | MixedPlanResult) -> None:
+    """Serve the page until the program is ended, which is no failure."""
+    leave_on_sigterm()
+    with api.serving.PageServer(result) as server, contextlib.suppress(KeyboardInterrupt):
+        print(f"{server.address} shows the plan until Ctrl-C", flush=True)
+        server.serve_forever()

@@ -24,6 +24,18 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """A value of the plan that may be changed on the page; empty where it follows from others."""
+
+    name: str
+    label: str
+    value: str
+    choices: tuple[str, ...] = ()  # none: any text
+    help: str
+    is_option: bool = False  # which few people change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
     """Content of any page; a part that could not be had is empty, and `missing` says why, by the part's name."""
 
@@ -48,6 +60,9 @@ class PlanContent(Content):
     front: tuple[RankedPlan, ...] = ()  # that no plan beats in both step time and memory, the fastest first
     sizes: tuple[SizeOutcome, ...] = ()  # the best plans on fewer and on more nodes
     sensitivity: Sensitivity | None = None
+    controls: tuple[Control, ...] = ()  # of a page that is served
+    pinned: tuple[PlanFile, ...] = ()  # to be compared with `file`
+    was_searched: bool = True  # and what is searched again is here, or missing; else it is no part of the page
     records: StepSources | None = None  # behind the times; None where the plan was priced without measured ones
 
 

@@ -25,6 +25,7 @@ def masthead(model: str, devices: str, training: str) -> Markup:
         tag("p", "autoplan report", class_="brand"),
         tag("h1", model, tag("span", " on ", class_="quiet"), devices),
         tag("p", training, class_="asked"),
+        id="masthead",
     )
 
 

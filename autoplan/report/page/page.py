@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from importlib.resources import files
 from typing import TypeVar
@@ -12,6 +12,7 @@ from autoplan.report.page import mixed_sections
 from autoplan.report.page.answer import answer, headline
 from autoplan.report.page.commands import commands
 from autoplan.report.page.content import Content, MixedContent, PlanContent
+from autoplan.report.page.controls import controls, pinned
 from autoplan.report.page.html import Markup, tag
 from autoplan.report.page.importance import importance
 from autoplan.report.page.memory import memory
@@ -25,6 +26,8 @@ from autoplan.report.page.times import times
 # Every section by the name in links to it, with what these are called; None: nothing leads to it.
 SECTIONS: dict[str, tuple[str | None, Callable[[PlanContent], Markup | None]]] = {
     "answer": (None, answer),
+    "controls": ("change it", controls),
+    "pinned": (None, pinned),
     "time": ("time", times),
     "schedule": ("schedule", schedule),
     "memory": ("memory", memory),
@@ -46,10 +49,14 @@ MIXED_SECTIONS: dict[str, tuple[str | None, Callable[[MixedContent], Markup | No
     "sources": ("sources", mixed_sources),
     "next": ("next steps", commands),
 }
+SEARCHED = ("plans", "front", "scaling", "importance", "next")  # of the answer of a search alone
+STANDING = "controls"  # what a change does not replace
 C = TypeVar("C", bound=Content)
 
 STYLES = ("page.css",)
 SCRIPTS = ("view.js", "plot.js", "gantt.js", "page.js")
+LIVE_SCRIPT = "play.js"
+ASKS = "; connect-src 'self'"
 
 
 def page(content: PlanContent | MixedContent) -> str:
@@ -57,7 +64,19 @@ def page(content: PlanContent | MixedContent) -> str:
     name = f"{content.file.model.name} on {content.file.cluster.num_devices:,} devices: autoplan report"
     if isinstance(content, MixedContent):
         return page_text(name, mixed_sections.headline(content), _drawn(MIXED_SECTIONS, content))
-    return page_text(name, headline(content), _drawn(SECTIONS, content))
+    return page_text(name, headline(content), _sections(content), is_live=bool(content.controls))
+
+
+def parts(content: PlanContent) -> Iterator[tuple[str, Markup]]:
+    """The parts of the page that change with the plan, by their names."""
+    yield "masthead", headline(content)
+    yield from ((name, drawn) for name, (_, drawn) in _sections(content).items() if name != STANDING)
+
+
+def _sections(content: PlanContent) -> dict[str, tuple[str | None, Markup]]:
+    return _drawn(
+        {name: row for name, row in SECTIONS.items() if content.was_searched or name not in SEARCHED}, content
+    )
 
 
 def _drawn(
@@ -68,15 +87,23 @@ def _drawn(
 
 
 def page_text(
-    name: str, title: Markup, shown: Mapping[str, tuple[str | None, Markup]], *, start: str = "the plan"
+    name: str,
+    title: Markup,
+    shown: Mapping[str, tuple[str | None, Markup]],
+    *,
+    start: str = "the plan",
+    is_live: bool = False,
 ) -> str:
-    """A page of that name as the text of a file: its head, then sections by what leads to them, from `start` on."""
-    style, script = (_text(names) for names in (STYLES, SCRIPTS))
+    """A page of that name as the text of a file: its head, then sections by what leads to them, from `start` on.
+
+    A live one may ask the server that it is from.
+    """
+    style, script = (_text(names) for names in (STYLES, (*SCRIPTS, LIVE_SCRIPT) if is_live else SCRIPTS))
     # What is not this script does not run, and nothing is loaded, even if a name got past the escaping.
     digest = b64encode(sha256(script.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; "
-        "form-action 'none'"
+        f"form-action 'none'{ASKS if is_live else ''}"
     )
     head = tag(
         "head",

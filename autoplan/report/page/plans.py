@@ -12,6 +12,9 @@ from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.page.plot import Axis, Series, plot
 from autoplan.report.page.times import kind_key, kind_segments, or_none
 from autoplan.report.terminal import LEAST_SHOWN_S, term_name
+from autoplan.spec.axes import AXES as ALL_AXES
+from autoplan.spec.axes import Kind
+from autoplan.spec.axes import shown as text_of
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.run_report import RunPlan
@@ -35,6 +38,9 @@ AXES: tuple[tuple[str, Callable[[ParallelPlan], str]], ...] = (
     ("recomputation", lambda plan: plan.recompute),
     ("offload", lambda plan: plan.offload),
 )
+OWN_ROWS = ("schedule", "sharding", "recompute", "offload")
+# Of which a row stands where plans differ.
+OPTIONS = tuple(axis for axis in ALL_AXES if axis.kind in (Kind.FLAG, Kind.WORD) and axis.name not in OWN_ROWS)
 
 
 def plans(content: PlanContent) -> Markup | None:
@@ -52,7 +58,8 @@ def plans(content: PlanContent) -> Markup | None:
         bars("The best plans", ("plan", "in a step", "step", "memory"), _ranking(shown, slowest), "worded first"),
         _note_batches(shown),
         folded(
-            f"The first {min(COMPARED_PLANS, len(shown))} in every axis and term", _compared(shown[:COMPARED_PLANS])
+            f"The first {min(COMPARED_PLANS, len(shown))} in every axis and term",
+            _compared(shown[:COMPARED_PLANS], [f"#{at}" for at in range(1, COMPARED_PLANS + 1)]),
         ),
         _lost(file),
     )
@@ -76,14 +83,32 @@ def _note_batches(shown: Sequence[RankedPlan]) -> Markup | None:
     return note("Their batches differ: bars compare the time of a sequence, numbers are those of a step.")
 
 
-def _compared(shown: Sequence[RankedPlan]) -> Markup:
-    """Plans as columns; what differs from the best stands out."""
-    columns = [("axis or term", False), *((f"#{at}", True) for at in range(1, len(shown) + 1))]
-    rows: list[tuple[Child, ...]] = []
+def compared(files: Sequence[PlanFile], names: Sequence[str]) -> Markup:
+    """Plans of plan files as columns, which may be for unlike sizes; what differs from the first stands out."""
+    sizes: tuple[tuple[str, Callable[[PlanFile], str]], ...] = (
+        ("nodes", lambda file: f"{file.cluster.num_nodes:,}"),
+        ("sequence length", lambda file: f"{file.training.seq_len:,}"),
+    )
+    rows = [_differing(name, [value(file) for file in files]) for name, value in sizes]
+    return _compared([file.best for file in files], names, rows)
+
+
+def _differing(name: str, values: Sequence[str]) -> tuple[Child, ...]:
+    return (name, *(text if text == values[0] else tag("strong", text) for text in values))
+
+
+def _compared(shown: Sequence[RankedPlan], names: Sequence[str], first: Sequence[tuple[Child, ...]] = ()) -> Markup:
+    """Plans as columns; what differs from the first stands out."""
+    columns = [("axis or term", False), *((name, True) for name in names[: len(shown)])]
+    rows = [*first]
     for name, value in AXES:
         values = [value(plan.plan) for plan in shown]
         if len(set(values)) > 1 or values[0] not in ("1", "none"):
-            rows.append((name, *(text if text == values[0] else tag("strong", text) for text in values)))
+            rows.append(_differing(name, values))
+    for axis in OPTIONS:
+        values = [text_of(getattr(plan.plan, axis.name)) for plan in shown]
+        if len(set(values)) > 1:
+            rows.append(_differing(axis.label or axis.name, values))
     figures: tuple[tuple[str, Callable[[RankedPlan], str]], ...] = (
         ("step", lambda plan: format_seconds(plan.step_s)),
         ("90 % from", lambda plan: format_seconds(plan.low_s)),
@@ -97,7 +122,7 @@ def _compared(shown: Sequence[RankedPlan]) -> Markup:
     for term in shown[0].terms_s:
         if any(plan.terms_s.get(term, 0.0) >= LEAST_SHOWN_S for plan in shown):
             rows.append((term_name(term), *(or_none(plan.terms_s.get(term, 0.0)) for plan in shown)))
-    return table("The best plans in every axis and term", columns, rows)
+    return table("Plans in every axis and term", columns, rows)
 
 
 def _lost(file: PlanFile) -> Markup | None:

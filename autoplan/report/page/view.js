@@ -95,7 +95,10 @@ function movable(figure, frame, ranges, area, draw) {
     button.addEventListener("click", buttons[button.dataset.zoom]);
   }
   new ResizeObserver(draw).observe(frame);
-  addEventListener("recolour", draw);
+  addEventListener("recolour", function redraw() {
+    if (figure.isConnected) draw();
+    else removeEventListener("recolour", redraw); // another figure took its place
+  });
 }
 
 const tip = document.getElementById("tip");
