@@ -23,7 +23,10 @@ def completed(folder: Path, line: str) -> list[str]:
         ("autoplan exp", ["explain", "export"]),
         ("autoplan search llama3-7", ["llama3-70b"]),
         ("autoplan search llama3-70b --cluster gb", ["gb200-nvl72", "gb300-nvl72"]),
-        ("autoplan estimate llama3-8b --framework torcht", ["torchtitan", "torchtitan-0.1", "torchtitan-eager"]),
+        (
+            "autoplan estimate llama3-8b --framework torchtitan-",
+            ["torchtitan-0.1", "torchtitan-eager", "torchtitan-rowwise"],
+        ),
         ("autoplan export plan.json --to megatron-", ["megatron-bridge", "megatron-lm"]),
         ("autoplan topo b2", ["b200"]),
         ("autoplan schema mixed-", ["mixed-cluster", "mixed-plan"]),

@@ -189,6 +189,13 @@ def test_a_device_may_have_a_rate_of_its_own_for_eight_bits() -> None:
     assert rates["bf16"] == gemm_rate(PROBLEM, batch_of())[0]
 
 
+def test_products_with_scales_of_their_own_reach_less_of_the_rate_in_eight_bits_alone() -> None:
+    slower = replace(PROBLEM, framework=PROBLEM.framework.changed(narrow_gemm_share=0.8))
+    for precision, share in (("fp8", 0.8), ("bf16", 1.0)):
+        batch = batch_of(precision=precision)
+        assert gemm_rate(slower, batch)[0] == pytest.approx(share * gemm_rate(PROBLEM, batch)[0])
+
+
 def test_a_dispatcher_that_permutes_in_one_kernel_moves_every_copy_once() -> None:
     """Not `kernel_bytes_factor` times: in and out, each read and written in 16 bits."""
     batch, shape = batch_of(), block_shapes(MODEL)[Block.MOE]

@@ -388,6 +388,23 @@ def test_a_row_of_torchtitan_that_captures_nothing_was_not_compiled(tmp_path: Pa
     assert default.problem.framework.name == "torchtitan-0.1"
 
 
+def test_scales_of_rows_are_told_apart_from_scales_of_tensors(tmp_path: Path) -> None:
+    row = LLAMA | {
+        "framework": "torchtitan (FSDP2)",
+        "year": "2025",
+        "sharding": "zero3",
+        "pp": "1",
+        "vp": "",
+        "dp": "8",
+        "precision": "fp8",
+    }
+    rows, tensors = runs_of(tmp_path, row | {"options": "fp8_recipe=rowwise"}, row | {"id": "2"})
+    assert rows.problem is not None
+    assert tensors.problem is not None
+    assert (rows.problem.framework.name, tensors.problem.framework.name) == ("torchtitan-rowwise", "torchtitan")
+    assert not any("fp8_recipe" in text for text in rows.filled)
+
+
 @pytest.mark.parametrize(
     ("framework", "sharding"), [("PyTorch FSDP", "zero2"), ("Mine on FSDP", "zero3"), ("Mine", "zero3")]
 )

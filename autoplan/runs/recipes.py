@@ -28,6 +28,7 @@ class Recipe:
     uncompiled: str = (
         ""  # id of those without torch.compile, of which cuda_graph=none tells where nothing else captures
     )
+    rowwise: str = ""  # id of those whose 8-bit products have a scale for every row, as fp8_recipe=rowwise says
     in_pipelines: str = ""  # id of those in pipelines, where other code runs them
     traits: Mapping[str, bool | int | float] = field(
         default_factory=dict

@@ -181,7 +181,9 @@ def _run(cells: dict[str, str]) -> Run:
         if recipe.doubted and problem.cluster.num_nodes >= recipe.doubted_from_nodes:
             doubted = problem.framework.changed(**recipe.doubted)
         row.filled.extend(
-            f"{name}={value} left out" for name, value in row.options().items() if name not in READ_OPTIONS
+            f"{name}={value} left out"
+            for name, value in row.options().items()
+            if name not in READ_OPTIONS | ({"fp8_recipe"} if recipe.rowwise else set())
         )
         refusal = _refused_by_framework(problem, plan, recipe)
         invalid = bool(refusal)
@@ -205,6 +207,8 @@ def _recipe(row: _Row) -> Recipe:
     recipe = recipe_called(row.text("framework", "?"), year, _sized_gpu(row)) or nearest_recipe(sharding, year)
     if recipe.in_pipelines and row.degree("pp", 1) > 1:
         return replace(recipe, framework=recipe.in_pipelines, is_kin=True)
+    if recipe.rowwise and row.options().get("fp8_recipe") == "rowwise":
+        return replace(recipe, framework=recipe.rowwise)
     is_eager = recipe.uncompiled and row.options().get("cuda_graph") == "none"
     return replace(recipe, framework=recipe.uncompiled) if is_eager else recipe
 

@@ -130,6 +130,7 @@ class Kernels:
     widest_blackwell_head: int = 256  # of queries and keys, that it has a kernel for there; wider ones are unfused
     # Queries, keys, values, gate and up are products of their own, whose gradients of the same input are added up.
     separate_inputs: bool = False
+    narrow_gemm_share: float = 1.0  # of the rate that 8-bit products of one scale sustain, what those of its scales do
     # Narrow products scale by the largest value of the tensor that they take, found in a pass of its own.
     scales_by_own_largest: bool = False
     # Keys and values are repeated to the number of heads before attention, also on their way around a context group,
@@ -167,7 +168,11 @@ class Kernels:
 
     def __post_init__(self) -> None:
         check_count("widest_blackwell_head", self.widest_blackwell_head, most=2**16)
-        _check(self, positive=("ring_attention_factor", "kernel_bytes_factor"), selective_recompute_share=(0, 1))
+        _check(
+            self,
+            positive=("ring_attention_factor", "kernel_bytes_factor", "narrow_gemm_share"),
+            selective_recompute_share=(0, 1),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,7 @@ def gemm_rate(problem: Problem, batch: PlanBatch) -> Floats:
         # Volta has no bf16 and Hopper no fp4: such a plan runs at the nearest precision that the device has.
         rate = peak.get(name, peak.get("fp8", wide) if name == "nvfp4" else wide)
         efficiency = narrow if name in NARROW_PEAK and rate > wide else device.gemm_efficiency
+        efficiency *= problem.framework.kernels.narrow_gemm_share if precision == Precision.FP8 else 1.0
         by_precision.append(rate * efficiency * (FP4_GEMM_SHARE if name == "nvfp4" else 1.0))
     return np.array(by_precision)[batch.precision] / problem.calibration.gemm
 
