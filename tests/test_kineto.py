@@ -151,6 +151,19 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path: Path, content: bytes,
     assert "\n" not in str(error.value)
 
 
+def test_an_operator_that_waits_for_communication_hides_none(tmp_path: Path) -> None:
+    events = [
+        event("ProfilerStep#1", 0, 1000, cat="user_annotation", tid=1),
+        event("aten::addmm", 0, 300, cat="cpu_op", tid=1),
+        event("gloo:all_reduce", 200, 500, cat="user_annotation", tid=2),
+        event("_c10d_functional::wait_tensor", 300, 450, cat="cpu_op", tid=1),
+    ]
+    trace = read_trace(written(tmp_path / "cpu.json", events))
+    assert 1e6 * trace.exposed_s == pytest.approx(400)
+    assert 1e6 * trace.hidden_s == pytest.approx(100)
+    assert 1e6 * trace.idle_s == pytest.approx(300)
+
+
 def test_steps_in_which_nothing_ran_are_refused(tmp_path: Path) -> None:
     marks = [event("ProfilerStep#1", 5000, 100, "gpu_user_annotation"), event("ProfilerStep#2", 5100, -100, "cpu_op")]
     with pytest.raises(InputError, match="runs in the marked steps"):
@@ -219,5 +232,10 @@ def test_a_run_of_the_trainer_is_traced_and_explained_term_by_term(tmp_path: Pat
     assert sum(term["predicted_s"] for term in found["terms"]) == pytest.approx(found["predicted_step_s"], rel=0.03)
     measured_s = sum(rank["step_s"] for rank in found["ranks"]) / 2
     assert sum(term["measured_s"] for term in found["terms"]) == pytest.approx(measured_s, rel=0.03)
+    # What ran is measured: the next price rests on it.
+    imported = run(tmp_path, "db", "import", "traces", "--db", "traced.db", "--json")
+    assert json.loads(imported.stdout)["new"] > 0, imported.stderr
+    repriced = run(tmp_path, "estimate", "plan.json", "--timings", "db", "--db", "traced.db")
+    assert "measurements" in repriced.stdout, repriced.stderr
     refused = run(tmp_path, "read", "traces", "--model", "llama3-8b")
     assert "other options are of launch files" in refused.stderr

@@ -12,8 +12,8 @@ import numpy as np
 from autoplan.api.plan_run import plan_to_run, predicted_run
 from autoplan.api.results import Table
 from autoplan.base.errors import InputError
-from autoplan.base.files import encode, is_folder
-from autoplan.profiler.imports.kineto import RankTrace, is_trace, read_trace
+from autoplan.base.files import encode
+from autoplan.profiler.imports.kineto import RankTrace, read_trace, trace_files
 from autoplan.spec.terms import TERMS
 
 APART = 0.03  # of the step: beyond it the marks of steps and what ran in them are not of the same steps
@@ -89,7 +89,9 @@ def read_traces(paths: Sequence[str | Path], *, plan: str | Path | None = None, 
 
     Raises InputError where a file is no trace, or traces are not of one run.
     """
-    ranks = sorted((read_trace(path) for path in _files(paths)), key=lambda rank: (rank.rank is None, rank.rank or 0))
+    ranks = sorted(
+        (read_trace(path) for path in trace_files(paths)), key=lambda rank: (rank.rank is None, rank.rank or 0)
+    )
     for first, second in itertools.pairwise(ranks):
         if first.rank is not None and first.rank == second.rank:
             raise InputError(
@@ -123,19 +125,6 @@ def read_traces(paths: Sequence[str | Path], *, plan: str | Path | None = None, 
         terms=tuple(term for term in terms if term.predicted_s or term.measured_s),
         remarks=(*remarks, *_where(terms, predicted.step_s)),
     )
-
-
-def _files(paths: Sequence[str | Path]) -> list[Path]:
-    traces: list[Path] = []
-    for path in map(Path, paths):
-        if not is_folder(path):
-            traces.append(path)
-            continue
-        inside = [item for item in sorted(path.rglob("*.json*")) if is_trace(item)]
-        if not inside:
-            raise InputError(f"{path}: no traces of torch's profiler in it (*.json, *.json.gz)")
-        traces += inside
-    return traces
 
 
 def _remarks(ranks: Sequence[RankTrace]) -> list[str]:

@@ -214,13 +214,14 @@ def import_(
         str,
         typer.Argument(
             metavar="FILE",
-            help="Exchange file, output of nccl-tests or rccl-tests (text or JSON), or `aiconfigurator`.",
+            help="Exchange file, output of nccl-tests or rccl-tests (text or JSON), trace of torch's profiler or "
+            "folder of those of one run, or `aiconfigurator`.",
         ),
     ],
     url: DbOption = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Device that a log is of; of aiconfigurator, the only one to take."),
+        typer.Option(metavar="NAME", help="Device that a log or trace is of; of aiconfigurator, the only one to take."),
     ] = None,
     operation: Annotated[
         str | None,

@@ -138,7 +138,9 @@ def _trace(training: Training, task: Task, rank: int) -> None:
     if training.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     training.step(sequences(task, first))
-    with torch.profiler.profile(activities=activities) as profiler:  # whose first step costs more than others
+    with torch.profiler.profile(
+        activities=activities, record_shapes=True
+    ) as profiler:  # whose first step costs more than others
         for step in range(first + 1, first + 1 + TRACED_STEPS):
             with torch.profiler.record_function(f"ProfilerStep#{step}"):
                 training.step(sequences(task, step))

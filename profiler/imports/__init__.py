@@ -1,4 +1,4 @@
-"""Import of timings that people have: exchange files, logs of nccl-tests and rccl-tests, tables of aiconfigurator."""
+"""Import of timings that people have: exchange files, logs of nccl-tests, traces of runs, tables of aiconfigurator."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autoplan.base.errors import InputError
+from autoplan.base.files import is_folder
 from autoplan.profiler.record import Record
 from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store.marks import Mark
@@ -19,17 +20,24 @@ def read_source(
 ) -> Iterator[Record | RunRecord | Mark]:
     """The records, runs and marks of a file, or of the installed wheel's tables where `source` is `AICONFIGURATOR`.
 
-    A file is read to its end before this returns, so that a bad one adds nothing.  `device` names the device
-    of a log, or chooses one of the tables; `operation` is what a log measured that does not say it.  Records of an
-    exchange file whose operation this version does not know are passed over, and counted by operation in `unknown`.
+    A file, or a folder of traces, is read to its end before this returns, so that a bad one adds nothing.  `device`
+    names the device of a log or trace, or chooses one of the tables; `operation` is what a log measured that does not
+    say it.  Records of an exchange file whose operation this version does not know are passed over, and counted by
+    operation in `unknown`.
     """
     from autoplan.profiler.imports.aiconfigurator import read_records
+    from autoplan.profiler.imports.kineto import is_trace
+    from autoplan.profiler.imports.kineto_records import read_trace_records
     from autoplan.profiler.imports.nccl_tests import read_log
     from autoplan.profiler.store.exchange import is_exchange, read_exchange
 
     path = Path(source)
     if source == AICONFIGURATOR:
         return read_records(devices=[device] if device else None)
+    if is_folder(path) or is_trace(path):
+        if operation:
+            raise InputError(f"{path}: traces say their operations: leave --operation out")
+        return iter(read_trace_records(path, device=device))
     if not is_exchange(path):
         return iter(read_log(path, device=device, operation=operation))
     if device or operation:

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import is_file
+from autoplan.base.files import is_file, is_folder
 from autoplan.base.units import cleaned
 
 MOST_BYTES = 2**32  # unpacked
@@ -53,11 +53,14 @@ _NAMES: tuple[tuple[Activity, re.Pattern[str]], ...] = (
     ),
 )
 _STEP = re.compile(r"ProfilerStep\s*#(\d+)")
-_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _OPTIMIZER = "Optimizer.step#"
+# Operators in which a thread waits for communication: no work that could hide it.
+_WAITING = ("_c10d_functional::wait_tensor", "c10d_functional::wait_tensor")
+DecodedTrace = TypeVar("DecodedTrace")
 
 
-class _Event(msgspec.Struct):
+class Event(msgspec.Struct):
     """Fields of an event that are read; others are passed over.  `ts` and `dur` are microseconds."""
 
     ph: str = ""
@@ -74,7 +77,7 @@ class _Distributed(msgspec.Struct):
 
 
 class _Trace(msgspec.Struct):
-    traceEvents: list[_Event]  # noqa: N815 - as the file calls it
+    traceEvents: list[Event]  # noqa: N815 - as the file calls it
     distributedInfo: _Distributed | None = None  # noqa: N815
 
 
@@ -130,6 +133,20 @@ def is_trace(path: Path) -> bool:
     )
 
 
+def trace_files(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the files of traces, with those that folders hold."""
+    traces: list[Path] = []
+    for path in map(Path, paths):
+        if not is_folder(path):
+            traces.append(path)
+            continue
+        inside = [item for item in sorted(path.rglob("*.json*")) if is_trace(item)]
+        if not inside:
+            raise InputError(f"{path}: no traces of torch's profiler in it (*.json, *.json.gz)")
+        traces += inside
+    return traces
+
+
 def read_trace(path: Path) -> RankTrace:
     """Return what a rank did, from the trace of torch's profiler in a file, which may be packed by gzip.
 
@@ -137,10 +154,10 @@ def read_trace(path: Path) -> RankTrace:
 
     Raises InputError where the file is none, has neither kernels nor operators, or none of them in the marked steps.
     """
-    trace = _decoded(path)
+    trace = decoded(path, _Trace)
     complete = [event for event in trace.traceEvents if event.ph == "X" and isinstance(event.name, str)]
     try:
-        on_device = [_span(event) for event in complete if event.cat in _DEVICE_CATEGORIES]
+        on_device = [_span(event) for event in complete if event.cat in DEVICE_CATEGORIES]
         marks = [mark for mark in _marks(complete, has_devices=bool(on_device)) if mark[0].end_s > mark[0].start_s]
         spans = [(span, activity_of(span.name)) for span in on_device] or list(_on_host(complete))
     except ValueError:
@@ -157,7 +174,8 @@ def activity_of(name: str) -> Activity:
     return next((activity for activity, pattern in _NAMES if pattern.search(name)), "kernels")
 
 
-def _decoded(path: Path) -> _Trace:
+def decoded(path: Path, kind: type[DecodedTrace]) -> DecodedTrace:
+    """Return a trace as `kind` has it, from a file which may be packed by gzip."""
     try:
         with path.open("rb") as stream:
             is_packed = stream.read(2) == MAGIC
@@ -172,26 +190,26 @@ def _decoded(path: Path) -> _Trace:
             f"{path}: unpacked, it has more than {MOST_BYTES:,} bytes or {MOST_OBJECTS:,} objects: trace fewer steps"
         )
     try:
-        return msgspec.json.decode(content, type=_Trace, strict=False)
+        return msgspec.json.decode(content, type=kind, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path}: no trace of torch's profiler: {cleaned(str(error))}") from None
 
 
-def _span(event: _Event) -> _Span:
+def _span(event: Event) -> _Span:
     start_s, length_s = float(event.ts) * 1e-6, float(event.dur) * 1e-6
     if not abs(start_s) < MOST_S or not abs(length_s) < MOST_S:  # also where they are no numbers
         raise ValueError
     return _Span(start_s, start_s + length_s, str(event.name))
 
 
-def _marks(events: Iterable[_Event], *, has_devices: bool) -> Iterator[tuple[_Span, bool]]:
+def _marks(events: Iterable[Event], *, has_devices: bool) -> Iterator[tuple[_Span, bool]]:
     """Yield the marks of steps, and whether the device set each: those of the host run ahead of the kernels."""
     for event in events:
         if event.cat in ("user_annotation", "gpu_user_annotation", "cpu_op") and _STEP.match(str(event.name)):
             yield _span(event), has_devices and event.cat == "gpu_user_annotation"
 
 
-def _on_host(events: Sequence[_Event]) -> Iterator[tuple[_Span, Activity]]:
+def _on_host(events: Sequence[Event]) -> Iterator[tuple[_Span, Activity]]:
     """Yield what ran on the threads of a rank without devices: the innermost operators, and communication."""
     by_thread: dict[Any, list[_Span]] = {}
     for event in events:
@@ -212,6 +230,8 @@ def _innermost(spans: list[_Span]) -> Iterator[tuple[_Span, Activity]]:
     def piece(until_s: float) -> Iterator[tuple[_Span, Activity]]:
         if stack and until_s > at_s:
             span, updates = stack[-1]
+            if span.name in _WAITING:
+                return
             yield _Span(at_s, until_s, span.name), "optimizer" if updates else activity_of(span.name)
 
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):

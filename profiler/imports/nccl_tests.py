@@ -256,11 +256,11 @@ def _layout(run: _Run, device: str | None) -> tuple[tuple[int, int, int], Finger
         runtime=run.runtime,
         collectives=run.collectives,
     )
-    in_domain = max(next(iter(inside.values())), min(num_devices, _rack_devices(name)))
+    in_domain = max(next(iter(inside.values())), min(num_devices, rack_devices(name)))
     return (num_devices, in_domain, len(groups)), machine
 
 
-def _rack_devices(device: str) -> int:
+def rack_devices(device: str) -> int:
     """Number of devices that a fabric joins across hosts, by the shipped clusters; 0 where it ends at the host."""
     clusters = [cluster for cluster in map(load_cluster, preset_clusters()) if cluster.device.name == device]
     sizes = [

@@ -35,12 +35,12 @@ def implausible(record: Record) -> str:
         return ""
     if record.seconds < LEAST_S:
         return f"took {record.seconds:.1e} s, less than the launch of a kernel"
-    if record.status == "ok" and (spread := _spread(record.samples_s)) > MOST_SPREAD:
+    if record.status == "ok" and (spread := sample_spread(record.samples_s)) > MOST_SPREAD:
         return f"marked as settled, but its samples spread by {100 * spread:.0f} %"
     return _too_fast(record) or _too_slow(record)
 
 
-def _spread(samples_s: tuple[float, ...]) -> float:
+def sample_spread(samples_s: tuple[float, ...]) -> float:
     """Interquartile range over the median."""
     if len(samples_s) < 5:
         return 0.0
