@@ -295,6 +295,36 @@ def test_unlike_devices_have_a_page_with_stages_on_their_parts(folder: Path, bro
     page.close()
 
 
+def test_what_leads_from_a_launch_file_to_the_plan_is_on_the_page(folder: Path, browser: Browser) -> None:
+    script = Path(__file__).parent.parent / "examples" / "train.sh"
+    asked = (
+        "--from",
+        str(script),
+        "--cluster",
+        "h100-sxm:2x8",
+        "--out",
+        "from.json",
+        "--report",
+        "from.html",
+        "--quiet",
+    )
+    done = run(folder, "search", *asked)
+    assert done.returncode == 0, done.stderr
+    page, heard = shown(browser, folder / "from.html", 375)
+    current = json.loads((folder / "from.json").read_text())["today"]
+    section = page.locator("#today")
+    assert section.locator("tbody").first.locator("tr").count() == len(current["changes"]) > 0
+    options = section.locator("tbody").nth(1).inner_text()
+    assert len(current["options"]) > 0
+    for option in current["options"]:
+        assert option["option"] in options
+    assert "% slower than the best plan" in section.inner_text()
+    assert page.evaluate(CLIPPED) == []
+    assert checked(page)["violations"] == []
+    assert heard == []
+    page.close()
+
+
 # -- what the schedule says -------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,6 +18,7 @@ from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.training import TrainingSpec
 
 SHOWN_VALUE = 60  # characters of an option's value
+OPTIONS_TITLE = "options, from today's file to the one that is exported for the best plan"
 
 
 def print_launch(
@@ -77,7 +78,7 @@ def model_line(model: ModelSpec) -> str:
     return ", ".join((*parts, f"vocabulary of {model.vocab_size:,}"))
 
 
-def print_today(console: Console, today: CurrentPlan, names: dict[str, str]) -> None:
+def print_today(console: Console, today: CurrentPlan, names: Mapping[str, str]) -> None:
     """Print how good the plan of a launch file is, the gain of each change, and the options that change.
 
     `names` are those of axes that are not called on screen as they are inside.
@@ -144,39 +145,60 @@ def _cells(plan: RankedPlan, is_rate: bool) -> tuple[str, str]:
     return time, memory if plan.verdict == "fits" else f"{memory} {plan.verdict}"
 
 
-def _print_changes(console: Console, today: CurrentPlan, names: dict[str, str]) -> None:
-    """Every change in the order of the walk: what it brings alone, and where it stands after those before it.
+CHANGE_COLUMNS = (("change", False), ("alone", True), ("memory", True), ("in this order", True), ("memory", True))
 
-    Steps of unlike batches do not compare: their rates are told.
-    """
-    changes = {change.axis: change for change in today.changes}
-    is_rate = "global_batch" in changes
-    rows = []
+
+def compares_rates(today: CurrentPlan) -> bool:
+    """Return whether changes are compared by rate, as steps of unlike batches do not compare."""
+    return any(change.axis == "global_batch" for change in today.changes)
+
+
+def change_rows(today: CurrentPlan, names: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Every change in the order of the walk: what it brings alone, and where it stands after those before it."""
+    changes, is_rate = {change.axis: change for change in today.changes}, compares_rates(today)
+    if not today.walk:
+        return [(*_alone(change, names, is_rate), "", "") for change in today.changes]
+    rows: list[tuple[str, ...]] = []
     for step in today.walk:
         for axis in step.axes:
             after = _cells(step.plan, is_rate) if axis == step.axes[-1] else ("with the next", "")
             rows.append((*_alone(changes[axis], names, is_rate), *after))
-    if not today.walk:
-        rows = [(*_alone(change, names, is_rate), "", "") for change in today.changes]
-    columns = [("change", False), ("alone", True), ("memory", True), ("in this order", True), ("memory", True)]
-    print_table(console, columns, rows, keep=5)
-    if is_rate:
-        console.print("(tokens/s of a device)")
-    for change in today.changes:
-        if change.why_not:
-            print_part(console, escape(f"{names.get(change.axis, change.axis)} not alone: {change.why_not}"))
+    return rows
 
 
-def _alone(change: AxisChange, names: dict[str, str], is_rate: bool) -> tuple[str, str, str]:
-    text = escape(f"{names.get(change.axis, change.axis)} {change.before} -> {change.after}")
+def _alone(change: AxisChange, names: Mapping[str, str], is_rate: bool) -> tuple[str, str, str]:
+    text = f"{names.get(change.axis, change.axis)} {change.before} -> {change.after}"
     return (text, *(_cells(change.alone, is_rate) if change.alone else ("not alone", "")))
 
 
+def not_alone(today: CurrentPlan, names: Mapping[str, str]) -> list[str]:
+    """Reasons why changes are not admitted without others."""
+    return [
+        f"{names.get(change.axis, change.axis)} not alone: {change.why_not}"
+        for change in today.changes
+        if change.why_not
+    ]
+
+
+def option_rows(options: Iterable[OptionChange]) -> list[tuple[str, str]]:
+    """Options of a launch file, and what becomes of them."""
+    return [(option.option, _option_change(option)) for option in options]
+
+
+def _print_changes(console: Console, today: CurrentPlan, names: Mapping[str, str]) -> None:
+    rows = [tuple(map(escape, row)) for row in change_rows(today, names)]
+    print_table(console, CHANGE_COLUMNS, rows, keep=5)
+    if compares_rates(today):
+        console.print("(tokens/s of a device)")
+    for reason in not_alone(today, names):
+        print_part(console, escape(reason))
+
+
 def _print_options(console: Console, options: Sequence[OptionChange]) -> None:
-    print_part(console, "options, from today's file to the one that is exported for the best plan")
+    print_part(console, OPTIONS_TITLE)
     grid = labelled()
-    for option in options:
-        grid.add_row(escape(option.option), escape(_option_change(option)))
+    for option, change in option_rows(options):
+        grid.add_row(escape(option), escape(change))
     print_part(console, grid)
 
 

@@ -22,12 +22,14 @@ from autoplan.report.page.scaling import scaling
 from autoplan.report.page.schedule import schedule
 from autoplan.report.page.sources import mixed_sources, sources
 from autoplan.report.page.times import times
+from autoplan.report.page.today import today
 
 # Every section by the name in links to it, with what these are called; None: nothing leads to it.
 SECTIONS: dict[str, tuple[str | None, Callable[[PlanContent], Markup | None]]] = {
     "answer": (None, answer),
     "controls": ("change it", controls),
     "pinned": (None, pinned),
+    "today": ("today", today),
     "time": ("time", times),
     "schedule": ("schedule", schedule),
     "memory": ("memory", memory),
@@ -49,7 +51,7 @@ MIXED_SECTIONS: dict[str, tuple[str | None, Callable[[MixedContent], Markup | No
     "sources": ("sources", mixed_sources),
     "next": ("next steps", commands),
 }
-SEARCHED = ("plans", "front", "scaling", "importance", "next")  # of the answer of a search alone
+SEARCHED = ("today", "plans", "front", "scaling", "importance", "next")  # of the answer of a search alone
 STANDING = "controls"  # what a change does not replace
 C = TypeVar("C", bound=Content)
 
