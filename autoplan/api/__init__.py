@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from autoplan.api import timings as timings
     from autoplan.api import topology as topology
     from autoplan.api import traces as traces
+    from autoplan.api import tracking as tracking
     from autoplan.api import training_run as training_run
     from autoplan.api import tuning as tuning
     from autoplan.api import what_if as what_if

@@ -101,6 +101,10 @@ QuietOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 PlanJsonOption = Annotated[bool, typer.Option("--json", help="Print the plan file instead of tables.")]
+LogToOption = Annotated[
+    str | None,
+    typer.Option("--log-to", metavar="TRACKER", help="Also log it to wandb, mlflow or tensorboard (the folder runs)."),
+]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")]
 TraceOption = Annotated[
     Path | None,

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import autoplan
+from autoplan import api
 from autoplan.base.errors import InputError
 from autoplan.cli.inputs import check_output, whole_url
-from autoplan.cli.options import ForceOption, PlanArgument, QuietOption
+from autoplan.cli.options import ForceOption, LogToOption, PlanArgument, QuietOption
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,6 +73,7 @@ def run(
     log: LogOption = None,
     traces: TracesOption = None,
     out: OutOption = None,
+    log_to: LogToOption = None,
     db: DbOption = None,
     force: ForceOption = False,
     as_json: AsJsonOption = False,
@@ -91,6 +93,8 @@ def run(
         raise InputError(f"{traces} exists: name another folder, or say --force")
     if out is not None:
         check_output(out, force=force)
+    if log_to is not None:
+        api.tracking.check_tracker(log_to)
     leave_on_sigterm()
     with ExitStack() as bar:
         unit = "timed steps" if program else "steps"
@@ -99,6 +103,8 @@ def run(
         def hand_over(measured: RunFile) -> None:
             bar.close()
             _hand_over(measured, out, force=force, as_json=as_json)
+            if log_to is not None:
+                api.tracking.track_run(measured, log_to)
 
         autoplan.run(
             plan,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autoplan import api
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cli.complete import presets
 from autoplan.cli.flags import PROBLEM, shared_flags
@@ -18,6 +19,7 @@ from autoplan.cli.options import (
     ForbidOption,
     ForceOption,
     GlobalBatchOption,
+    LogToOption,
     MaxOption,
     OptionalSeqLenOption,
     OtherClusterOption,
@@ -138,6 +140,7 @@ def tune(
     storage: StorageOption = None,
     study: StudyOption = None,
     out: OutOption = None,
+    log_to: LogToOption = None,
     force: ForceOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -159,6 +162,8 @@ def tune(
     is_plan = is_plan_file(Path(model))
     out = out or Path("tuned.json" if is_plan else "plan.json")
     check_output(out, force=force)
+    if log_to is not None:
+        api.tracking.check_tracker(log_to)
     if is_plan:
         check_untyped(context, STATED_BY_PLAN, f"{model} says what is trained where, and by which plans")
     elif cluster is None or global_batch is None or seq_len is None:
@@ -172,7 +177,11 @@ def tune(
         say_how_to_watch(storage or made_storage)
     with live_line(quiet=quiet) as (show, show_now):
         tuned = prepared.run(show=show, show_now=show_now)
-    _hand_over(tuned, out, force=force, json=json, quiet=quiet)
+    try:
+        _hand_over(tuned, out, force=force, json=json, quiet=quiet)
+    finally:
+        if log_to is not None:
+            api.tracking.track_tuning(tuned.report, tuned.file.model.name if tuned.file else model, log_to)
 
 
 def _hand_over(tuned: TuneResult, out: Path, *, force: bool, json: bool, quiet: bool) -> None:
