@@ -233,6 +233,32 @@ def test_a_toml_of_llama_405b_is_its_plan() -> None:
     assert launch.unread == ()
 
 
+@pytest.mark.parametrize(
+    ("recipe", "framework"),
+    [
+        ("", "torchtitan-tensorwise"),
+        ('recipe_name = "tensorwise"', "torchtitan-tensorwise"),
+        ('recipe_name = "rowwise"', "torchtitan"),
+    ],
+)
+def test_a_toml_says_what_its_products_have_a_scale_for(recipe: str, framework: str) -> None:
+    text = f"""
+[model]
+name = "llama3"
+flavor = "8B"
+converters = ["quantize.linear.float8"]
+[training]
+local_batch_size = 2
+seq_len = 8192
+[parallelism]
+data_parallel_shard_degree = 8
+[quantize.linear.float8]
+{recipe}
+"""
+    launch = read(text, LaunchContext(num_devices=8))
+    assert (launch.framework, launch.plan.precision) == (framework, "fp8")
+
+
 def test_a_toml_of_deepseek_is_its_plan() -> None:
     path = "torchtitan/models/deepseek_v3/train_configs/deepseek_v3_16b.toml"
     launch = public("TORCHTITAN_02_DIR", path, num_devices=64)

@@ -57,6 +57,7 @@ class Content:
     num_devices: int | None = None
     unread: list[Unread] = field(default_factory=list)
     old: bool = False  # of 0.2
+    framework: str = "torchtitan"
 
 
 def recognises(name: str, text: str) -> bool:
@@ -117,6 +118,8 @@ def _of_toml(table: dict[str, Any]) -> Content:
         precision = next((name for name, word in OLD_CONVERTERS.items() if word == kind), None)
         if precision is not None:
             content.precision = precision
+            if kind == "float8" and _scale(table) == "tensorwise":
+                content.framework = "torchtitan-tensorwise"
         else:
             content.unread.append(Unread(option="model.converters", value=show(converter), why="not known"))
     policy = Options.of_table(table).inside("activation_checkpoint")
@@ -130,6 +133,12 @@ def _of_toml(table: dict[str, Any]) -> Content:
     if isinstance(parallelism, dict) and isinstance(compiling, dict):
         compiling["enable_async_tensor_parallel"] = parallelism.pop("enable_async_tensor_parallel", False)
     return content
+
+
+def _scale(table: dict[str, Any]) -> str:
+    """Return what the 8-bit products of linear layers have a scale for."""
+    recipe = Options.of_table(table).inside("quantize").inside("linear").inside("float8").value("recipe_name")
+    return str(recipe or "tensorwise")
 
 
 # -- version 0.3 ------------------------------------------------------------------------------------------------------
@@ -410,7 +419,7 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
     seq_len = context.seq_len or read_sequence(training)
     return Launch(
         target="torchtitan",
-        framework="torchtitan",
+        framework=content.framework,
         model=model,
         training=TrainingSpec(
             seq_len=seq_len,
