@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -13,18 +14,18 @@ import numpy as np
 import pytest
 
 from autoplan.api.problem import make_problem
-from autoplan.api.record_facts import facts_of
+from autoplan.api.record_facts import facts_of, sample_deviation
 from autoplan.cost.estimate import estimate
 from autoplan.cost.lookups import looked_up_shapes
 from autoplan.cost.provenance import shares
-from autoplan.cost.served import measured_shares, needed_times
+from autoplan.cost.served import measured_shares, needed_times, term_spreads
 from autoplan.profiler.record import Record
 from autoplan.profiler.store import open_store
 from autoplan.report.answer import rests_on
 from autoplan.spec.needed_times import NeededTime
 from autoplan.spec.operations import COLLECTIVES, Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.timing import Measurement, Provenance, TimingTable
+from autoplan.spec.timing import Match, Measurement, Provenance, TimingTable
 from commands import run
 from stores import LAB
 
@@ -81,6 +82,38 @@ def test_every_time_says_how_it_is_had(needed: dict[tuple[str, tuple[int, ...]],
     assert (gather.served, [source.source for source in gather.sources]) == ("measured", ["e"])
     scatter = needed["reduce_scatter", (4, 4, 2, 2 * 4096 * 4096 * 2)]
     assert (scatter.served, {source.source for source in scatter.sources}) == ("scaled", {"f", "g"})
+
+
+def test_the_spread_of_a_term_is_that_of_the_times_behind_it(
+    needed: dict[tuple[str, tuple[int, ...]], NeededTime],
+) -> None:
+    exact, between = needed["gemm", (8192, *QKV)], needed["gemm", (8192, *UP)]
+    # Half of a term on a time of 3 %, a quarter on one between two measured shapes of 4 %, each counting for half.
+    halves = [replace(between.sources[0], source=name, share=0.5) for name in ("b", "c")]
+    needs = [
+        replace(exact, terms={"gemm": 0.5}),
+        replace(between, terms={"gemm": 0.25, "pipeline_bubble": 0.1}, sources=tuple(halves)),
+        replace(needed["norm", (2048, 4096)], terms={"memory_bound": None}),
+    ]
+    spreads = term_spreads(needs, {"a": 0.03, "b": 0.04, "c": 0.04}, Match.EXACT)
+    interpolated = math.hypot(0.04 / math.sqrt(2), 0.08)
+    assert spreads == pytest.approx({
+        "gemm": math.hypot(0.5 * 0.03, 0.25 * interpolated) / 0.75, "pipeline_bubble": interpolated
+    })  # fmt: skip
+    elsewhere = term_spreads(needs[:1], {}, Match.DEVICE)
+    assert elsewhere == pytest.approx({"gemm": Match.DEVICE.spread})
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"), [((2.0,), None), ((1.0, 3.0), math.sqrt(2) / 2), ((1.0,) * 9, 0.0)]
+)  # fmt: skip
+def test_how_spread_samples_are(samples: tuple[float, ...], expected: float | None) -> None:
+    assert sample_deviation(samples) == pytest.approx(expected)
+
+
+def test_samples_of_a_normal_distribution_have_its_deviation() -> None:
+    samples = np.random.default_rng(0).normal(1.0, 0.05, 5000)
+    assert sample_deviation(tuple(samples)) == pytest.approx(0.05, rel=0.05)
 
 
 def test_groups_over_nodes_are_not_served_by_groups_inside_one(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from autoplan.api.results import PricedPlans
 from autoplan.api.timings import is_at_hand, opened_store, usable_operations
 from autoplan.base.errors import StoreError
-from autoplan.cost.served import measured_shares, needed_times
+from autoplan.cost.served import measured_shares, needed_times, term_spreads
 from autoplan.profiler.record import Record
 from autoplan.spec.needed_times import NeededTime, RecordFacts, StepSources
+
+LEAST_QUARTILES = 5  # samples
+QUARTILES_APART = 1.349  # of a normal distribution, in standard deviations
 
 
 def step_sources(result: PricedPlans, db: str | None = None) -> StepSources:
@@ -34,6 +38,11 @@ def step_sources(result: PricedPlans, db: str | None = None) -> StepSources:
         terms_s=dict(file.best.terms_s),
         measured_shares=measured_shares(result.problem, result.plan),
         needed=tuple(needed),
+        spreads=term_spreads(
+            needed,
+            {key: record.spread for key, record in facts.items() if record.spread},
+            result.problem.timings.match,
+        ),
         records=facts,
         unknown=unknown,
     )
@@ -80,4 +89,16 @@ def facts_of(record: Record, now: datetime | None = None) -> RecordFacts:
         status=record.status,
         mode=record.mode,
         source=record.source,
+        spread=sample_deviation(record.samples_s),
     )
+
+
+def sample_deviation(samples_s: Sequence[float]) -> float | None:
+    """Return the standard deviation of samples over their median, by quartiles where there are enough of them."""
+    if len(samples_s) < 2:
+        return None
+    middle = statistics.median(samples_s)
+    if len(samples_s) < LEAST_QUARTILES:
+        return statistics.stdev(samples_s) / middle
+    low, _, high = statistics.quantiles(samples_s, n=4)
+    return (high - low) / QUARTILES_APART / middle

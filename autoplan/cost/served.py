@@ -6,7 +6,9 @@ are those that rest on it.  What hides behind other work has no share, as nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,12 +22,17 @@ from autoplan.spec.needed_times import NeededTime, Served
 from autoplan.spec.operations import COLLECTIVES, Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import TimeSource
+from autoplan.spec.timing import DISTURBED_SPREAD, INTERPOLATED_SPREAD, SCALED_SPREAD, Match, TimeSource
 
 _GROWTH = 1e-6
 _LEAST_SHARE = 1e-4  # of a term, that is no rounding of the derivative
 # Of the growth of the term that a time enters itself, how much others must grow to be named: a bubble grows with all.
 _ENTERS = 0.5
+_SERVED_SPREADS: dict[Served, float] = {
+    "disturbed": DISTURBED_SPREAD,
+    "interpolated": INTERPOLATED_SPREAD,
+    "scaled": SCALED_SPREAD,
+}
 # The backward passes that are priced from a measured forward pass where they were not measured.
 FORWARD_OF: dict[Operation, Operation] = {
     "dgrad": "gemm",
@@ -53,6 +60,28 @@ def needed_times(problem: Problem, plan: ParallelPlan) -> list[NeededTime]:
     batch = PlanBatch.of([plan], problem.model.num_layers)
     found = [_needed(problem, batch, *need) for need in _needs(problem, batch)]
     return sorted(found, key=lambda need: (-need.step_share, need.operation, need.shape))
+
+
+def term_spreads(needed: Sequence[NeededTime], sample_spreads: Mapping[str, float], match: Match) -> dict[str, float]:
+    """Return how far off the measured part of each term may be: standard deviations of its logarithm.
+
+    `sample_spreads` are those of the samples of records, by the beginnings of their keys.  Errors of shapes are their
+    own, so that they add in quadrature by their shares; that of another machine (`match`) is one of all.
+    """
+    variances: dict[str, float] = defaultdict(float)
+    measured: dict[str, float] = defaultdict(float)
+    for need in needed:
+        own = sum((source.share * sample_spreads.get(source.source, 0.0)) ** 2 for source in need.sources)
+        variance = own + _SERVED_SPREADS.get(need.served, 0.0) ** 2
+        for name, share in need.terms.items():
+            if share is not None:
+                variances[name] += share**2 * variance
+                measured[name] += share
+    return {
+        name: math.hypot(math.sqrt(variance) / measured[name], match.spread)
+        for name, variance in variances.items()
+        if measured[name] > _LEAST_SHARE
+    }
 
 
 def _needs(problem: Problem, batch: PlanBatch) -> Iterator[tuple[Operation, tuple[str, ...], tuple[float, ...]]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from rich.console import Console
 from rich.markup import escape
 
 from autoplan.base.units import format_percent, format_seconds
+from autoplan.cost.estimate import NORMAL_90
 from autoplan.report.answer import print_answer
 from autoplan.report.terminal import LEAST_SHOWN_S, print_next_steps, print_part, print_table, term_name
 from autoplan.spec.needed_times import NeededTime, RecordFacts, StepSources
@@ -21,6 +23,7 @@ NEED_COLUMNS: tuple[tuple[str, bool], ...] = (
 )
 RECORD_COLUMNS: tuple[tuple[str, bool], ...] = (
     *(("record", False), ("host", False), ("day", False), ("age", True), ("by", False), ("load", True)),
+    ("spread", True),
     *(("torch", False), ("collectives", False), ("driver", False)),
 )
 MOST_NEIGHBOURS = 3  # records that are named of a time between measured shapes
@@ -51,6 +54,11 @@ def remarks(sources: StepSources) -> Iterator[str]:
     yield f"timings: {sources.database or sources.timings}{of}"
     if sources.unknown:
         yield sources.unknown
+    if sources.spreads:
+        yield (
+            "+-: within what the measured part of a term lies nine times of ten, by the spread of samples and of times "
+            "that are not of this very shape, group or machine"
+        )
 
 
 def need_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:
@@ -64,6 +72,8 @@ def need_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:
         if not needs and seconds < LEAST_SHOWN_S:
             continue
         title = f"{term_name(name)}, {format_seconds(seconds)}" if name else "with others only"
+        if name in sources.spreads:
+            title += f" {_within(sources.spreads[name])}"
         measured = sources.measured_shares.get(name, 0.0)
         if not needs and measured > LEAST_SHARE:
             yield (title, "", "as the terms above", format_percent(measured))
@@ -113,8 +123,14 @@ def record_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:
         if facts := sources.records.get(key):
             yield (
                 *(key, facts.host, facts.measured_at[:10], age_words(facts), facts.measured_by, facts.other_load),
+                "" if facts.spread is None else format_percent(facts.spread),
                 *(facts.torch, facts.collectives, facts.driver),
             )
+
+
+def _within(spread: float) -> str:
+    """Return half of the 90 % interval of a time with this spread of its logarithm."""
+    return f"+-{100 * math.expm1(NORMAL_90 * spread):.1f} %"
 
 
 def age_words(facts: RecordFacts) -> str:

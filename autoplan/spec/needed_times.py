@@ -47,6 +47,7 @@ class RecordFacts:
     status: str
     mode: str
     source: str  # of an imported record
+    spread: float | None  # standard deviation of its samples over their median; None of a single one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,5 +60,7 @@ class StepSources:
     terms_s: dict[str, float]
     measured_shares: dict[str, float]  # of every term: what rests on times that were measured, in one way or another
     needed: tuple[NeededTime, ...]  # those with the largest share of the step first
+    # Of every term that rests on measured times: standard deviation of the logarithm of these, all of them together.
+    spreads: dict[str, float]
     records: dict[str, RecordFacts] = field(default_factory=dict)  # by the beginnings of keys in `sources`
     unknown: str = ""  # why some of the records are not told of
