@@ -14,6 +14,7 @@ import pytest
 from autoplan.api import team
 from autoplan.profiler.record import Record
 from autoplan.profiler.store import open_store
+from autoplan.profiler.store import overview as store_overview
 from autoplan.spec.team_overview import TeamOverview
 from commands import run
 from stores import GEMM, LAB
@@ -59,6 +60,23 @@ def fill(url: str) -> list[Record]:
         store.change([kept[0].key], hides=True, by="ada", reason="hot")
         store.change([kept[1].key], hides=False, by="ada", reason="looked")
     return kept
+
+
+def test_many_records_are_compared_by_some_of_their_shapes(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(url)
+    whole = team.overview(url)
+    assert whole.compared_share == 1
+    num_records = sum(operation.records for machine in whole.machines for operation in machine.operations)
+    monkeypatch.setattr(store_overview, "MOST_COMPARED", num_records // 2)
+    part = team.overview(url)
+    assert part.compared_share == pytest.approx(0.5, abs=0.02)
+    assert [replace(row, spread=None) for row in part.machines[0].operations] == [
+        replace(row, spread=None) for row in whole.machines[0].operations
+    ]
+    # The shapes of gemm have hashes on both sides: fewer are compared, of every host.
+    assert {host.name for host in part.hosts} == {host.name for host in whole.hosts}
+    assert all(0 < host.shapes < 4 for host in part.hosts)
+    assert "50.0 % of the shapes are compared" in team.page_of(replace(part, compared_share=0.5))
 
 
 def test_it_counts_what_is_known_of_each_machine(url: str) -> None:

@@ -288,6 +288,8 @@ def report(
 
 def _print_compared(overview: TeamOverview) -> None:
     """Print slow parts, then the times of hosts and of days over those of others, and what plans lack."""
+    from autoplan.report.page.team import compared_words
+
     for part in overview.slow:
         typer.echo(f"slow: device {part.index} of {part.host} ({part.device}): {part.reason}, {part.day}")
     for what, times in (("host", overview.hosts), ("day", overview.days)):
@@ -303,6 +305,8 @@ def _print_compared(overview: TeamOverview) -> None:
             _print_rows(columns, times, numbers=("shapes", "usually", "at most"))
         else:
             typer.echo(f"no shape was measured on two {what}s")
+    if words := compared_words(overview):
+        typer.echo(words)
     for needs in overview.plans:
         served = ", ".join(f"{number:,} {how}" for how, number in needs.served.items())
         typer.echo(f"{needs.path}: {served}")

@@ -77,6 +77,7 @@ class TeamOverview:
 
     database: str
     day: str  # of this overview
+    compared_share: float  # of all shapes, that `spread`, hosts and days rest on
     machines: tuple[MachineRecords, ...]
     hosts: tuple[ComparedTimes, ...]  # the slowest first
     days: tuple[ComparedTimes, ...]  # the newest first

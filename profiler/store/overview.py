@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Connection, case, func, select
+from sqlalchemy import Connection, Select, case, func, select
 
 from autoplan.base.units import cleaned
 from autoplan.profiler.record import LONGEST_S, SLOWED, Fingerprint, is_moment
 from autoplan.profiler.store.marks import OPERATIONS, approved_ids, hidden_ids, is_hidden
 from autoplan.profiler.store.schema import records, runs
 from autoplan.spec.team_overview import ComparedTimes, FoundSlow, MachineRecords, OperationRecords
+
+MOST_COMPARED = 10_000  # records whose times are compared, in less than a second
+HASH_LIMIT = 2**63  # hashes of shapes are evenly spread from its negative to it
 
 _DAY = func.substr(records.c.measured_at, 1, 10)
 
@@ -44,13 +47,22 @@ class Cell:
     seconds: float
 
 
-def cells(connection: Connection) -> list[Cell]:
-    """Return the means of what was measured alone, settled and is not hidden: imported times have no host."""
+def compared_share(num_records: int) -> float:
+    """Return the share of all shapes that are compared: some `MOST_COMPARED` of their records."""
+    return min(MOST_COMPARED / max(num_records, 1), 1.0)
+
+
+def cells(connection: Connection, share: float = 1.0) -> list[Cell]:
+    """Return the means of what was measured alone, settled and is not hidden: imported times have no host.
+
+    They are of a share of all shapes, the same ones on every machine: those whose hash is low.
+    """
     of = records.c
+    chosen = [of.work_hash < round((2 * share - 1) * HASH_LIMIT)] if share < 1 else []
     work = (of.fingerprint_id, of.operation, of.shape, of.dtype, of.kernel, of.mode)
     query = (
         select(*work, of.host, _DAY.label("day"), func.avg(of.seconds).label("seconds"))
-        .where(of.status == "ok", of.is_alone, of.mode != "imported", ~is_hidden())
+        .where(of.status == "ok", of.is_alone, of.mode != "imported", ~is_hidden(), *chosen)
         .where(of.seconds > 0, of.seconds < LONGEST_S)  # text, which SQLite would count as 0, is above all numbers
         .group_by(*work, of.host, _DAY)
     )
@@ -72,7 +84,8 @@ def machine_records(
     connection: Connection, machines: Mapping[int, Fingerprint], measured: Sequence[Cell]
 ) -> list[MachineRecords]:
     """Return counts and days of the records of each machine, those with most records first."""
-    of, hidden, approved = records.c, hidden_ids().subquery(), approved_ids().subquery()
+    of = records.c
+    # All that it reads is in the index, which is a fraction of the rows.
     query = (
         select(
             of.fingerprint_id,
@@ -81,22 +94,20 @@ def machine_records(
             func.count(of.work_hash.distinct()).label("shapes"),
             func.sum(case((of.status == "ok", 1), else_=0)).label("settled"),
             func.sum(case((of.status == "failed", 1), else_=0)).label("failed"),
-            func.count(approved.c.record_id).label("approved"),
-            func.count(hidden.c.record_id).label("hidden"),
-            func.min(_DAY).label("first_day"),
-            func.max(_DAY).label("last_day"),
+            func.substr(func.min(of.measured_at), 1, 10).label("first_day"),
+            func.substr(func.max(of.measured_at), 1, 10).label("last_day"),
         )
-        .outerjoin(hidden, hidden.c.record_id == of.id)
-        .outerjoin(approved, approved.c.record_id == of.id)
         .group_by(of.fingerprint_id, of.operation)
         .order_by(of.operation)
     )
-    names = ("shapes", "records", "settled", "failed", "approved", "hidden")
+    marked = {"approved": _marked(connection, approved_ids()), "hidden": _marked(connection, hidden_ids())}
+    names = ("shapes", "records", "settled", "failed")
     spreads = _spreads(measured)
     operations: dict[int, list[OperationRecords]] = defaultdict(list)
     for row in connection.execute(query):
         spread = spreads.get((row.fingerprint_id, row.operation))
         values: dict[str, Any] = {name: getattr(row, name) for name in names}
+        values |= {name: counts[row.fingerprint_id, row.operation] for name, counts in marked.items()}
         operations[row.fingerprint_id].append(
             OperationRecords(
                 operation=_text(row.operation),
@@ -106,23 +117,31 @@ def machine_records(
                 **values,
             )
         )
-    people = {
-        column.name: _by_machine(connection.execute(select(of.fingerprint_id, column).distinct()).all())
-        for column in (of.host, of.measured_by)
-    }
+    # Both at once, as the rows are read for them.
+    people = connection.execute(select(of.fingerprint_id, of.host, of.measured_by).distinct()).all()
+    hosts = _by_machine((row.fingerprint_id, row.host) for row in people)
+    authors = _by_machine((row.fingerprint_id, row.measured_by) for row in people)
     counted = select(runs.c.fingerprint_id, func.count()).group_by(runs.c.fingerprint_id)
     num_runs: dict[int, int] = {row[0]: row[1] for row in connection.execute(counted)}
     of_machines = [
         MachineRecords(
             machine=machines[number].words,
-            hosts=people["host"].get(number, ()),
-            authors=people["measured_by"].get(number, ()),
+            hosts=hosts.get(number, ()),
+            authors=authors.get(number, ()),
             runs=num_runs.get(number, 0),
             operations=tuple(operations[number]),
         )
         for number in sorted(operations.keys() | num_runs.keys())
     ]
     return sorted(of_machines, key=lambda machine: -sum(operation.records for operation in machine.operations))
+
+
+def _marked(connection: Connection, ids: Select[Any]) -> Counter[tuple[int, str]]:
+    """Return how many records of each machine and operation are among `ids`."""
+    of = records.c
+    query = select(of.fingerprint_id, of.operation, func.count()).where(of.id.in_(ids))
+    rows = connection.execute(query.group_by(of.fingerprint_id, of.operation))
+    return Counter({(row[0], row[1]): row[2] for row in rows})
 
 
 def _by_machine(rows: Iterable[Any]) -> dict[int, tuple[str, ...]]:
@@ -160,7 +179,7 @@ def compared(
     for (device, _), by_name in by_shape.items():
         if len(by_name) < 2:
             continue
-        means = {name: statistics.mean(cell.seconds for cell in group) for name, group in by_name.items()}
+        means = {name: statistics.fmean(cell.seconds for cell in group) for name, group in by_name.items()}
         for name, group in by_name.items():
             others_s = statistics.median(seconds for other, seconds in means.items() if other != name)
             ratios[device, name].append((means[name] / others_s, group[0].what))

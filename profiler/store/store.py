@@ -41,7 +41,7 @@ from autoplan.profiler.store.marks import (
     quarantine,
 )
 from autoplan.profiler.store.match import match
-from autoplan.profiler.store.overview import cells, compared, found_slow, machine_records
+from autoplan.profiler.store.overview import cells, compared, compared_share, found_slow, machine_records
 from autoplan.profiler.store.plausible import implausible
 from autoplan.profiler.store.schema import DAMAGED, fingerprints, insert_new, records, runs
 from autoplan.profiler.tasks import TaskKey
@@ -555,11 +555,13 @@ class Store:
         """Return what is held of which machine, and how hosts and days compare, as of a day."""
         machines = self._machines()
         with self._database.reading() as connection:
-            means = cells(connection)
+            share = compared_share(connection.execute(select(func.count()).select_from(records)).scalar_one())
+            means = cells(connection, share)
             machine_rows, slow_rows = machine_records(connection, machines, means), found_slow(connection, machines)
         return TeamOverview(
             database=self.name,
             day=day,
+            compared_share=share,
             machines=tuple(machine_rows),
             hosts=tuple(sorted(compared(means, machines, "host"), key=lambda host: (host.device, -host.ratio))),
             days=tuple(sorted(compared(means, machines, "day"), key=lambda day: (day.device, day.name), reverse=True)),

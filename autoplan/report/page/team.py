@@ -39,8 +39,9 @@ def team_page(team: TeamOverview) -> str:
     if team.plans:
         shown["plans"] = ("what plans lack", _plans(team.plans))
     shown["slow"] = ("slow parts", _slow(team))
-    shown["hosts"] = ("hosts", _compared("hosts", "Hosts beside each other", "host", team.hosts))
-    shown["days"] = ("days", _compared("days", "Days beside each other", "day", team.days))
+    of = compared_words(team)
+    shown["hosts"] = ("hosts", _compared("hosts", "Hosts beside each other", "host", team.hosts, of))
+    shown["days"] = ("days", _compared("days", "Days beside each other", "day", team.days, of))
     return page_text(f"{team.database}: autoplan timing database", head, dict(shown), start="the machines")
 
 
@@ -118,12 +119,20 @@ def _slow(team: TeamOverview) -> Markup:
     return section("slow", "Slow parts", summary, table("Parts that are slow", SLOW_COLUMNS, rows))
 
 
-def _compared(name: str, title: str, what: str, times: Sequence[ComparedTimes]) -> Markup:
+def compared_words(team: TeamOverview) -> str:
+    """Say which shapes are compared; blank where all are."""
+    if team.compared_share == 1:
+        return ""
+    return f"{format_percent(team.compared_share)} of the shapes are compared, the same ones everywhere"
+
+
+def _compared(name: str, title: str, what: str, times: Sequence[ComparedTimes], of: str) -> Markup:
+    remark = [note(f"{of}.")] if of else []
     if not times:
-        return section(name, title, f"No shape was measured on two {name}.")
+        return section(name, title, f"No shape was measured on two {name}.", *remark)
     rows = ((it.name, it.device, f"{it.shapes:,}", _over(it.ratio), _over(it.worst), it.worst_what) for it in times)
     summary = "Times over the median of the others that measured the same shapes in the same way."
-    return section(name, title, summary, table(title, ((what, False), *COMPARED_COLUMNS), rows))
+    return section(name, title, summary, table(title, ((what, False), *COMPARED_COLUMNS), rows), *remark)
 
 
 def _over(ratio: float) -> str:
