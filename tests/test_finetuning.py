@@ -580,3 +580,9 @@ def test_tensor_parallelism_does_not_cut_quantised_weights() -> None:
     assert autoplan.search("llama3-8b", fix={"tp": 2}, **given).plan.tp == 2
     with pytest.raises(NoPlanError, match="tp 2 of quantised weights"):
         autoplan.search("llama3-8b", fix={"tp": 2}, quantize="nf4", **given)
+
+
+@pytest.mark.parametrize(("word", "optimizer"), [("adamw", "adam"), ("paged_adamw_8bit", "adam8bit"), ("muon", "muon")])
+def test_optimizers_have_the_names_of_others_too(word: str, optimizer: str) -> None:
+    problem = make_problem("llama3-8b", cluster="h100-sxm:1x8", seq_len=4096, optimizer=word)
+    assert problem.training.optimizer == optimizer

@@ -36,6 +36,23 @@ def matters(launch: Launch) -> set[str]:
     return {one.option for one in launch.unread if one.matters}
 
 
+@pytest.mark.parametrize(
+    ("options", "attention"),
+    [
+        ("", "flash"),
+        ("--transformer-impl transformer_engine", "flash"),
+        ("--transformer-impl local", "unfused"),
+        ("--transformer-impl local --use-flash-attn", "flash"),
+        ("--transformer-impl local --attention-backend flash", "flash"),
+        ("--attention-backend unfused", "unfused"),
+    ],
+)
+def test_attention_of_local_layers_is_not_fused(options: str, attention: str) -> None:
+    launch = read(options)
+    assert launch.training.attention == attention
+    assert matters(launch) == set()
+
+
 def test_a_model_of_a_shipped_architecture_is_that_model() -> None:
     assert read().model == load_model("llama3-8b")
     assert read("--num-query-groups 4").model.num_kv_heads == 4

@@ -17,7 +17,7 @@ from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.frameworks import presets
 from autoplan.frameworks.registry import book_of, rules_for
 from autoplan.readers.calibration import built_in_calibration, load_calibration
-from autoplan.readers.finetuning import combined, optimizer_of, preference_of
+from autoplan.readers.finetuning import combined, optimizer_named, optimizer_of, preference_of
 from autoplan.readers.lengths import load_lengths
 from autoplan.readers.mixed_cluster import load_parts
 from autoplan.readers.model import load_model as read_model
@@ -201,6 +201,7 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
         value = options.get(name)
         if value is None:
             continue
+        value = optimizer_named(str(value)) if name == "optimizer" else value
         if value not in words:
             raise InputError(f"--{name} {value!r}: must be one of {', '.join(words)}")
         table[name] = value

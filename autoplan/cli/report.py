@@ -38,7 +38,9 @@ def report(
     of a value on the page prices one plan.
     """
     if serve:
-        check_untyped(context, {"out", "force"}, "--serve writes no file: save it from the page")
+        check_untyped(
+            context, {"out", "force"}, "--serve shows the page in a browser", or_else=", and save the page there"
+        )
         return _serve(api.plan_result.load_any_plan(plan, db=whole_url(context, url)))
     check_outputs(out, force=force)
     result = api.plan_result.load_any_plan(plan, db=whole_url(context, url))

@@ -15,8 +15,12 @@ from autoplan.readers.device import based_on, closest, device_schema, device_tab
 from autoplan.topology.cluster import MAX_DEVICES, ClusterSpec, DeviceSpec, LinkLevel
 
 _COMPLETED = ("levels", "network")  # keys of a file that a similar cluster stands in for
-_SIZED = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?::(?P<nodes>-?\d{1,9})x(?P<devices>-?\d{1,9}))?")
-_COUNTED = re.compile(r"(?:(?P<nodes>\d{1,9})x)?(?P<devices>\d{1,9})x(?P<name>[A-Za-z][A-Za-z0-9._-]*)")  # 8xH100
+_SIZED = re.compile(r"(?P<name>[A-Za-z0-9._ -]+)(?::(?P<nodes>-?\d{1,9})x(?P<devices>-?\d{1,9}))?")
+# Sizes as people write them elsewhere: 8xH100, 2x8xH100; H100x8, h100:8.
+_COUNTED = (
+    re.compile(r"(?:(?P<nodes>\d{1,9})x)?(?P<devices>\d{1,9}) ?x ?(?P<name>[A-Za-z][A-Za-z0-9._ -]*)"),
+    re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9._ -]*?)(?P<nodes>(?!))? ?[:x] ?(?P<devices>\d{1,9})"),
+)
 
 
 @cache
@@ -34,7 +38,8 @@ def load_cluster(text: str) -> ClusterSpec:
         return cluster_from_table(read_table(path), str(path))
     match = _SIZED.fullmatch(text)
     if not match:
-        raise InputError(f"cluster {text!r} is neither NAME:NODESxDEVICES, such as h100-sxm:16x8, nor a TOML file")
+        form = "is neither NAME:NODESxDEVICES, such as h100-sxm:16x8, nor a TOML file"
+        raise InputError(_recounted(text) or f"cluster {text!r} {form}")
     cluster = _preset(_known_name(match["name"]))
     if match["nodes"] is None:
         return cluster
@@ -68,10 +73,20 @@ def _known_name(text: str) -> str:
         return text
     if name := _spellings().get(_plain(text)):
         return name
-    if (counted := _COUNTED.fullmatch(text)) and (name := _spellings().get(_plain(counted["name"]))):
-        size = f"{counted['nodes'] or 1}x{counted['devices']}"
-        raise InputError(f"cluster {text!r} is not NAME:NODESxDEVICES: write {name}:{size}")
-    raise InputError(f"unknown cluster {text!r}: {closest(text, preset_clusters())}")
+    own = "autoplan new cluster writes a file for your own"
+    raise InputError(_recounted(text) or f"unknown cluster {text!r}: {closest(text, preset_clusters())} {own}")
+
+
+def _recounted(text: str) -> str:
+    """Return what to write for a cluster whose size is written in another way; empty where it is not."""
+    for pattern in _COUNTED:
+        if (counted := pattern.fullmatch(text)) and (name := _spellings().get(_plain(counted["name"]))):
+            devices, of_node = int(counted["devices"]), _preset(name).devices_per_node
+            nodes = int(counted["nodes"] or 1)
+            if not counted["nodes"] and devices % of_node == 0:
+                nodes, devices = devices // of_node, of_node
+            return f"cluster {text!r} is not NAME:NODESxDEVICES: write {name}:{nodes}x{devices}"
+    return ""
 
 
 @cache

@@ -81,6 +81,11 @@ def load_finetuning(text: str) -> FineTuning:
     return _from_yaml(_read_yaml(path), str(path))
 
 
+def optimizer_named(word: str) -> str:
+    """Return the optimizer that a word of PyTorch or `transformers` names; else the word."""
+    return {"adamw": "adam", **OPTIM, **OTHER_OPTIM}.get(word, word)
+
+
 def optimizer_of(finetune: str | Path | FineTuning | None) -> OptimizerName | None:
     """Return the optimizer that the YAML of a fine-tuning names; None where there is no such file, or it names none.
 

@@ -57,6 +57,9 @@ def hub_name(model: ModelSpec) -> str | None:
     return next((name for name in read_table(path).get("aliases", ()) if re.fullmatch(r"[\w.-]+/[\w.-]+", name)), None)
 
 
+# A model in the cache of Hugging Face: the name on the hub, in a folder of the snapshot's hash.
+_CACHED = re.compile(r"models--(?P<publisher>[\w.-]+?)--(?P<name>[\w.-]+)(/snapshots(/\w+)?)?/?$")
+
 # Endings under which a model of the same architecture is trained further, or published in another form.
 _TUNED = re.compile(
     r"([\s_-]*(instruct|base|chat|it|pt|hf|v0\.\d)|[\s_-](thinking|bf16|fp8|nvfp4|fp8dynamic|\d{4}|v\d\.\d))+$"
@@ -65,7 +68,8 @@ _TUNED = re.compile(
 
 def _spellings(name: str) -> list[str]:
     """Letters and digits of a name, then with less and less of it: its publisher, its tuning, a maker in front."""
-    full = re.sub(r"\(.*?\)", "", name).strip().casefold()
+    cached = _CACHED.search(name)
+    full = re.sub(r"\(.*?\)", "", cached["name"] if cached else name).strip().casefold()
     last = full.rpartition("/")[2]
     untuned = _TUNED.sub("", last) or last
     return [re.sub(r"[^a-z0-9]", "", text) for text in (full, last, untuned, untuned.removeprefix("meta-"))]

@@ -59,7 +59,7 @@ HARMLESS = re.compile(
     r"|use_fast_tokenizer|tokenizer\w*|template|chat_template\w*|system\w*|plot_loss|include_\w+|full_determinism"
     r"|per_device_eval_batch_size|(bf|fp)16_full_eval|neftune_noise_alpha|gradient_checkpointing_kwargs|ignore_data_skip|length_column_name"
     r"|average_tokens_across_devices|use_cpu|debug|truncation_mode|overwrite_cache|adapter_name_or_path|token"
-    r"|packing_strategy|pad_token|eos_token|special_tokens|tokens|completion_only_loss|assistant_only_loss)$"
+    r"|fsdp_transformer_layer_cls_to_wrap|packing_strategy|pad_token|eos_token|special_tokens|tokens|completion_only_loss|assistant_only_loss)$"
 )
 
 

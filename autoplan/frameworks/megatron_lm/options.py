@@ -594,9 +594,11 @@ def _write_attention_backend(file: PlanFile) -> dict[str, Value]:
 
 def read_attention(arguments: Options) -> Any:
     """Return the kernel of attention, by its name among those of a training."""
-    backend = arguments.text("attention_backend", "auto")
-    arguments.flag("use_flash_attn")
-    return "unfused" if str(backend).rpartition(".")[2] in ("unfused", "local") else "flash"
+    backend = str(arguments.text("attention_backend", "auto")).rpartition(".")[2]
+    takes_flash, layers = arguments.flag("use_flash_attn"), arguments.text("transformer_impl")
+    # Attention of Megatron-Core itself is not fused (core/models/gpt/gpt_layer_specs.py, get_gpt_layer_local_spec).
+    is_local = layers == "local" and backend == "auto" and not takes_flash
+    return "unfused" if backend in ("unfused", "local") or is_local else "flash"
 
 
 # fmt: off
