@@ -71,6 +71,19 @@ def test_every_instant_of_a_step_counts_once(tmp_path: Path, name: str) -> None:
     assert (1e6 * trace.communication_s, 1e6 * trace.exposed_s, 1e6 * trace.hidden_s) == pytest.approx((350, 250, 100))
 
 
+def test_a_drawn_step_shows_what_takes_most_of_every_moment(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path / "trace.json", STEP))
+    moments = [
+        ("gemm", 0, 300), ("attention", 300, 400), ("collectives", 400, 600), ("kernels", 600, 700),
+        ("messages", 700, 750), ("copies", 750, 800), (None, 800, 850), ("optimizer", 850, 900), (None, 900, 1000),
+    ]  # fmt: skip
+    assert [piece.activity for piece in trace.drawn] == [activity for activity, _, _ in moments]
+    assert [1e6 * piece.end_s for piece in trace.drawn] == pytest.approx([end for _, _, end in moments], abs=5)
+    page = read_traces([tmp_path / "trace.json"]).page()
+    assert "measured, rank 0" in page
+    assert "exposed communication, waits: 400" in page
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 50), st.integers(1, 20), st.integers(0, len(ACTIVITIES) - 1)), min_size=1, max_size=12
@@ -232,6 +245,12 @@ def test_a_run_of_the_trainer_is_traced_and_explained_term_by_term(tmp_path: Pat
     assert sum(term["predicted_s"] for term in found["terms"]) == pytest.approx(found["predicted_step_s"], rel=0.03)
     measured_s = sum(rank["step_s"] for rank in found["ranks"]) / 2
     assert sum(term["measured_s"] for term in found["terms"]) == pytest.approx(measured_s, rel=0.03)
+    pages = run(tmp_path, "read", "traces", "--plan", "plan.json", "--out", "page.html")
+    assert pages.returncode == 0, pages.stderr
+    page = (tmp_path / "page.html").read_text()
+    assert all(text in page for text in ("predicted, ", "measured, rank 0", "measured, rank 1", "Term by term"))
+    for stage in found["predicted"]:
+        assert stage["drawn"][-1][2] == pytest.approx(found["predicted_step_s"])
     # What ran is measured: the next price rests on it.
     imported = run(tmp_path, "db", "import", "traces", "--db", "traced.db", "--json")
     assert json.loads(imported.stdout)["new"] > 0, imported.stderr

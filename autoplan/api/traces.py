@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,11 @@ from autoplan.api.plan_run import plan_to_run, predicted_run
 from autoplan.api.results import Table
 from autoplan.base.errors import InputError
 from autoplan.base.files import encode
-from autoplan.profiler.imports.kineto import RankTrace, read_trace, trace_files
+from autoplan.cost.timeline import timeline
+from autoplan.profiler.imports.kineto import ACTIVITIES, Activity, Piece, RankTrace, draw, read_trace, trace_files
+from autoplan.report.page.run_trace import TracedStep, trace_page
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.problem import Problem
 from autoplan.spec.terms import TERMS
 
 APART = 0.03  # of the step: beyond it the marks of steps and what ran in them are not of the same steps
@@ -35,12 +39,21 @@ class ComparedTerm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnStage:
+    """Predicted step of one rank of a pipeline stage, as a trace is drawn."""
+
+    stage: str
+    drawn: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceResult:
     """Traces of some ranks, and beside them what was predicted, where the plan was given."""
 
     ranks: tuple[RankTrace, ...]
     predicted_step_s: float | None = None
     terms: tuple[ComparedTerm, ...] = ()
+    predicted: tuple[DrawnStage, ...] = ()  # none where the schedule has too many passes to be drawn
     remarks: tuple[str, ...] = ()
 
     @property
@@ -57,6 +70,15 @@ class TraceResult:
         )
         return Table(columns=columns, rows=tuple(rows))
 
+    def page(self) -> str:
+        """Return a self-contained HTML page: the predicted step and those of the ranks, on one axis."""
+        return trace_page(
+            [TracedStep(stage.stage, stage.drawn) for stage in self.predicted],
+            [TracedStep(f"rank {rank.rank or 0}", rank.drawn) for rank in self.ranks],
+            [(term.what, term.predicted_s, term.measured_s) for term in self.terms],
+            self.remarks,
+        )
+
     def to_json(self) -> str:
         """Return the traces and the comparison as JSON."""
         return encode(self)
@@ -72,6 +94,16 @@ _COMPARED: tuple[tuple[str, tuple[str, ...], Callable[[RankTrace], float]], ...]
     ("exposed communication, waits", _WAITS, lambda rank: rank.exposed_s),
     ("host, gaps between kernels", _HOST, lambda rank: rank.idle_s),
 )
+# Of a rank's predicted terms: what a trace calls them; others are communication and waits, or of the host.
+_ACTIVITY_OF: dict[str, Activity] = {
+    "gemm": "gemm",
+    "head": "gemm",
+    "attention": "attention",
+    "memory_bound": "kernels",
+    "recompute": "kernels",
+    "optimizer": "optimizer",
+    **dict.fromkeys(_WAITS, "collectives"),
+}
 _ADVICE = {
     _WAITS: "see links and overlap as described to the planner, and whether ranks wait for a slow one",
     _HOST: "see data loading, launches (compiled code, CUDA graphs), and what the profiler itself costs",
@@ -123,8 +155,31 @@ def read_traces(paths: Sequence[str | Path], *, plan: str | Path | None = None, 
         ranks=tuple(ranks),
         predicted_step_s=predicted.step_s,
         terms=tuple(term for term in terms if term.predicted_s or term.measured_s),
+        predicted=tuple(_predicted(problem, file.best.plan)),
         remarks=(*remarks, *_where(terms, predicted.step_s)),
     )
+
+
+def _predicted(problem: Problem, plan: ParallelPlan) -> Iterator[DrawnStage]:
+    """Yield the predicted step of every stage: passes with their terms one after another, and what is between them."""
+    try:
+        predicted = timeline(problem, plan)
+    except InputError:  # too many passes
+        return
+    for rank in predicted.ranks:
+        spans: list[tuple[float, float, int]] = []
+        for event in rank.passes:
+            start_s = event.start_s
+            for name, seconds in rank.pass_terms_s[event.kind, event.chunk or 0].items():
+                if activity := _ACTIVITY_OF.get(name):
+                    spans.append((start_s, start_s + seconds, ACTIVITIES.index(activity)))
+                start_s += seconds
+        spans += [
+            (event.start_s, event.start_s + event.duration_s, ACTIVITIES.index(_ACTIVITY_OF[event.kind]))
+            for event in rank.others
+            if not event.beside and event.kind in _ACTIVITY_OF
+        ]
+        yield DrawnStage(stage=rank.place.words, drawn=draw(np.array(spans), 0.0, predicted.step_s))
 
 
 def _remarks(ranks: Sequence[RankTrace]) -> list[str]:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import autoplan
 from autoplan import api, report
 from autoplan.base.errors import InputError
+from autoplan.base.files import write_text
 from autoplan.base.units import format_percent, format_seconds
-from autoplan.cli.inputs import is_typed, whole_url
-from autoplan.cli.options import AsOption, DbOption, OptionalSeqLenOption, SetOption, whole_number
+from autoplan.cli.inputs import check_outputs, is_typed, whole_url
+from autoplan.cli.options import AsOption, DbOption, ForceOption, OptionalSeqLenOption, SetOption, whole_number
+from autoplan.cli.remarks import print_written
+
+if TYPE_CHECKING:
+    from autoplan.api.traces import TraceResult
 
 OF_A_LAUNCH_FILE = ("model", "devices", "devices_per_node", "seq_len", "variables", "target")
 
@@ -29,6 +34,12 @@ FilesArgument = Annotated[
 PlanOption = Annotated[
     Path | None,
     typer.Option("--plan", metavar="PLAN", help="With traces: the plan file that ran, whose prediction stands beside."),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="With traces: write one HTML page here, predicted and measured steps on one axis."
+    ),
 ]
 ModelOption = Annotated[
     str | None, typer.Option(metavar="MODEL", help="As for search, in place of what the file says.")
@@ -49,6 +60,8 @@ def read(
     seq_len: OptionalSeqLenOption = None,
     variables: SetOption = None,
     target: AsOption = None,
+    out: OutOption = None,
+    force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
     """Read a launch file into model, training and plan, and list what was not understood; or what traces tell.
@@ -61,12 +74,19 @@ def read(
     if files[0].is_dir() or is_trace(files[0]):
         if any(is_typed(context, name) for name in OF_A_LAUNCH_FILE):
             raise InputError(
-                f"{files[0]}: traces go with --plan, --db and --json alone: other options are of launch files"
+                f"{files[0]}: traces go with --plan, --db, --out and --json alone: other options are of launch files"
             )
-        _read_traces(files, plan, whole_url(context, url), json=json)
+        check_outputs(out, force=force)
+        traces = api.traces.read_traces(files, plan=plan, db=whole_url(context, url))
+        if out is not None:
+            write_text(out, traces.page(), force=force)
+            print_written(out, quiet=False)
+        _print_traces(traces, json=json)
         return
-    if len(files) > 1 or plan is not None:
-        raise InputError(f"{files[0]}: no trace of torch's profiler: of launch files name one, without --plan")
+    if len(files) > 1 or plan is not None or out is not None:
+        raise InputError(
+            f"{files[0]}: no trace of torch's profiler: of launch files name one, without --plan and --out"
+        )
     result = autoplan.read(
         files[0],
         model=model,
@@ -87,9 +107,8 @@ def read(
     report.launch_file.print_launch(console, result.headline, spec, matters=unread[True], harmless=unread[False])
 
 
-def _read_traces(files: list[Path], plan: Path | None, url: str | None, *, json: bool) -> None:
+def _print_traces(result: TraceResult, *, json: bool) -> None:
     """Print what traces tell, and what was predicted beside it."""
-    result = api.traces.read_traces(files, plan=plan, db=url)
     if json:
         typer.echo(result.to_json(), nl=False)
         return

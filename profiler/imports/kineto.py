@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -52,6 +52,7 @@ _NAMES: tuple[tuple[Activity, re.Pattern[str]], ...] = (
         ),
     ),
 )
+NUM_MOMENTS = 200  # in which a drawn step is divided; of each that counts which takes most of it
 _STEP = re.compile(r"ProfilerStep\s*#(\d+)")
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _OPTIMIZER = "Optimizer.step#"
@@ -81,6 +82,14 @@ class _Trace(msgspec.Struct):
     distributedInfo: _Distributed | None = None  # noqa: N815
 
 
+class Piece(NamedTuple):
+    """Part of a drawn step in which a rank mostly did the same; seconds since the step began."""
+
+    activity: Activity | None  # None: nothing ran
+    start_s: float
+    end_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
     """Activity of one rank in a step, in the mean of the steps traced; `seconds` and `idle_s` add up to `step_s`."""
@@ -98,6 +107,7 @@ class RankTrace:
     communication_s: float  # of collectives and messages, hidden or not
     exposed_s: float  # of it, while no work runs
     longest: tuple[tuple[str, float], ...]  # kernels or operators by name, seconds in a step
+    drawn: tuple[Piece, ...]  # the last step traced
 
     @property
     def work_s(self) -> float:
@@ -269,8 +279,9 @@ def _summed(
     ]
     if not clipped:
         raise InputError(f"{path}: no kernel or operator runs in the marked steps: profile a step anew")
-    lengths_s, running = _instants(np.asarray(clipped, dtype=np.float64))
-    chosen = np.where(running.any(axis=1), running.argmax(axis=1), -1)
+    rows = np.asarray(clipped, dtype=np.float64)
+    lengths_s, running = _instants(rows)
+    chosen = _chosen(running)
     seconds = {name: float(lengths_s[chosen == at].sum()) / num_steps for at, name in enumerate(ACTIVITIES)}
     communicates = running[:, [ACTIVITIES.index(name) for name in COMMUNICATION]].any(axis=1)
     step_s = (end_s - start_s) / num_steps
@@ -293,7 +304,41 @@ def _summed(
         communication_s=float(lengths_s[communicates].sum()) / num_steps,
         exposed_s=sum(seconds[name] for name in COMMUNICATION),
         longest=tuple((cleaned(name)[:80], time_s) for name, time_s in longest),
+        drawn=draw(rows, end_s - step_s, end_s),
     )
+
+
+def draw(spans: np.ndarray[Any, np.dtype[np.float64]], start_s: float, end_s: float) -> tuple[Piece, ...]:
+    """Return what mostly ran in each of `NUM_MOMENTS` between two moments, alike neighbours as one piece.
+
+    `spans` are rows of (start, end, number of the activity).
+    """
+    lengths_s, running = _instants(spans)
+    chosen = _chosen(running)
+    borders_s, edges_s = np.unique(spans[:, :2]), np.linspace(start_s, end_s, NUM_MOMENTS + 1)
+    took_s = np.array(
+        [
+            np.diff(np.interp(edges_s, borders_s, np.concatenate([[0.0], np.cumsum(lengths_s * (chosen == at))])))
+            for at in range(len(ACTIVITIES))
+        ]
+    )
+    idle_s = np.diff(edges_s) - took_s.sum(axis=0)
+    mostly = np.where(idle_s > took_s.max(axis=0), -1, took_s.argmax(axis=0))
+    begins = np.flatnonzero(np.diff(mostly, prepend=-2))
+    ends = np.append(begins[1:], NUM_MOMENTS)
+    return tuple(
+        Piece(
+            activity=None if mostly[begin] < 0 else ACTIVITIES[mostly[begin]],
+            start_s=float(edges_s[begin] - start_s),
+            end_s=float(edges_s[end] - start_s),
+        )
+        for begin, end in zip(begins, ends, strict=True)
+    )
+
+
+def _chosen(running: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the number of the activity that counts in each piece; -1 where nothing runs."""
+    return np.where(running.any(axis=1), running.argmax(axis=1), -1)
 
 
 def _instants(spans: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

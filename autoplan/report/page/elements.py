@@ -77,10 +77,16 @@ def folded(summary: str, *children: Child) -> Markup:
     return tag("details", tag("summary", summary), *children)
 
 
-def bar(segments: Iterable[Segment], *, mark: float | None = None, start: float = 0.0) -> Markup:
-    """Segments side by side, from `start` on; `mark` is where a line crosses, such as a limit.  All are shares."""
+def bar(
+    segments: Iterable[Segment], *, mark: float | None = None, start: float = 0.0, spoken: str | None = None
+) -> Markup:
+    """Segments side by side, from `start` on; `mark` is where a line crosses, such as a limit.  All are shares.
+
+    `spoken` is for those who cannot see it, in place of all segments.
+    """
     segments = [segment for segment in segments if segment.share > 0]
-    spoken = ", ".join(f"{segment.name} {segment.text}" for segment in segments)
+    if spoken is None:
+        spoken = ", ".join(f"{segment.name} {segment.text}" for segment in segments)
     pieces = [
         tag(
             "span",
