@@ -218,7 +218,7 @@ def _record(
         dtype=dtype,
         samples_s=samples_s,
         kernel=samples[0].kernel,
-        mode="imported",
+        mode="sustained",  # at the clocks of training, as in no test
         status=status,
         reason=reason,
         source=SOURCE,
