@@ -33,6 +33,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no sequence parallelism": (DENSE, {"tp": 4, "sp": False, "sharding": "none"}),
     "experts": (EXPERTS, {"tp": 2, "ep": 8, "etp": 1, "dispatcher": "deepep", "micro_batch": 2}),
     "fsdp": (DENSE | {"framework": "pytorch-fsdp"}, {"sharding": "zero3", "dp_replicate": 2, "recompute": "full"}),
+    "deepspeed": (DENSE | {"framework": "deepspeed-zero"}, {"sharding": "zero2", "cp_kind": "all_to_all"}),
     "torchtitan": (DENSE | {"framework": "torchtitan"}, {"tp": 2, "sharding": "zero3", "reduce_dtype": "half"}),
 }
 

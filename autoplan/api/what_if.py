@@ -65,8 +65,9 @@ def _control(axis: Axis, problem: Problem, plan: ParallelPlan) -> Control | None
     if not axis.spelled or axis.name == "placement" or not axis.needs.can_be_met(**has):
         return None
     value = _text(axis, plan)
-    if not axis.needs.are_met(plan, **has):
-        value = "" if _follows(axis) else shown(_usual(axis, problem))
+    if not axis.needs.are_met(plan, **has):  # as it is where other degrees give the axis a meaning
+        usual = "" if _follows(axis) else shown(_usual(axis, problem))
+        value = usual if axis.kind is not Kind.WORD or usual in ("", *book.words(axis.name)) else value
     choices: tuple[str, ...] = ()
     if axis.kind is Kind.FLAG:
         choices = tuple(shown(flag) for flag in (False, True) if shown(flag) == value or book.offers(axis, flag))
@@ -89,7 +90,7 @@ def _control(axis: Axis, problem: Problem, plan: ParallelPlan) -> Control | None
 
 def _follows(axis: Axis) -> bool:
     """Return whether an axis that is not given follows from the others."""
-    return axis.name in ("schedule", "etp", "layers_per_chunk")
+    return (axis.flag_default is None and not axis.known_of) or axis.kind is Kind.LIST
 
 
 def _usual(axis: Axis, problem: Problem) -> object:
@@ -147,6 +148,9 @@ def _plan(start: PlanResult, problem: Problem, values: Mapping[str, str]) -> Par
         for name, text in values.items()
         if name not in SIZES and text.strip()
     }
+    for axis in AXES:  # of which no control leaves a choice
+        if axis.spelled and axis.kind in (Kind.FLAG, Kind.WORD) and axis.name not in values:
+            given[axis.name] = getattr(start.plan, axis.name)
     layers = start.plan.layers_per_chunk
     if layers and values.get("layers_per_chunk") == _text(AXIS["layers_per_chunk"], start.plan):
         degrees = (given.get(name, getattr(start.plan, name)) for name in ("pp", "vp"))
