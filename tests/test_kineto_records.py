@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -165,12 +166,37 @@ def test_causal_attention_is_read_where_torch_has_its_arguments(tmp_path: Path) 
         ([reduction(1000, 50)], {"deviceProperties": []}, "--device h100-sxm"),
         ([reduction(1000, 50) | {"dur": "x"}], {}, "no trace|no number"),
         ([reduction(1000, 50, **{"In msg nelems": "many"})], {}, "no number"),
+        ([reduction(1000, 50)], {"baseTimeNanoseconds": 10**30}, "no number|no trace"),
+        ([reduction(1000, 50)], {"distributedInfo": {"world_size": 0}}, ">= 1"),
+        ([reduction(1000, 50), {"ph": "X", "name": "f", "cat": "f", "ts": "soon"}], {}, "no number"),
+        ([*product(1, {"m": 8}, [8, 8], 1, 2, **{"Sequence number": 1})], {}, "no number|record_shapes"),  # type: ignore[arg-type]
         ([*product(1, [8, "a"], [8, 8], 1, 2, **{"Sequence number": 1})], {}, "no number"),  # type: ignore[list-item]
     ],
 )
 def test_what_cannot_be_told_is_refused(tmp_path: Path, events: list[Event], fields: Event, said: str) -> None:
     with pytest.raises(InputError, match=said):
         read_trace_records(written(tmp_path / "trace.json", 0, events, **fields))
+
+
+BROKEN = (None, [], {}, {"a": 1}, "x", -1, 0, 2**70, 1e300, [[[]]], [{}], True)
+
+
+@pytest.mark.parametrize("value", BROKEN, ids=str)
+def test_a_damaged_value_is_refused_or_passed_over(tmp_path: Path, value: object) -> None:
+    """Never a traceback, whichever field it is in."""
+    sound = [
+        reduction(1000, 50),
+        *product(1, [64, 128], [128, 256], 2000, 20, **{"Sequence number": 7}),
+        event("MmBackward0", 2400, 300, "cpu_op", **{"Sequence number": 7}),
+        *product(3, [64, 256], [256, 128], 3000, 30),
+    ]
+    for at, item in enumerate(sound):
+        for name in item["args"]:
+            broken = [*sound]
+            broken[at] = {**item, "args": {**item["args"], name: value}}
+            path = written(tmp_path / "trace.json", 0, broken)
+            with suppress(InputError):
+                assert all(record.seconds > 0 for record in read_trace_records(path))
 
 
 def test_two_traces_of_one_rank_are_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -101,8 +101,8 @@ class _Group(msgspec.Struct):
 
 
 class _Distributed(msgspec.Struct):
-    rank: int = 0
-    world_size: int = 1
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
+    world_size: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 1
     nccl_version: str = ""
     backend: str = ""
     pg_config: list[_Group] = msgspec.field(default_factory=list)
@@ -161,7 +161,8 @@ def read_trace_records(path: Path, *, device: str | None = None) -> list[Record]
         raise InputError(f"{path}: does not name its devices: name their kind with --device h100-sxm")
     try:
         timed = {rank: list(_timed(trace)) for rank, trace in traces.items()}
-    except (ValueError, TypeError, OverflowError):
+        measured_at = _moment(first)
+    except (ValueError, TypeError, LookupError, OverflowError, OSError):
         raise InputError(f"{path}: an event has a time, size or rank that is no number") from None
     per_node = _devices_per_node(traces)
     machine = Fingerprint(
@@ -188,7 +189,7 @@ def read_trace_records(path: Path, *, device: str | None = None) -> list[Record]
             conditions={"trace": cleaned(path.name)},
             measured_by=author,
             host=cleaned(first.host_name),
-            measured_at=_moment(first),
+            measured_at=measured_at,
         )
         for kind, times in by_record.items()
     ]
