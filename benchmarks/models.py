@@ -1,4 +1,4 @@
-"""Model types of transformers with a causal language model: which are read, and whether their parameters agree.
+"""Model types of transformers with a causal or image-text class: which are read, and whether their parameters agree.
 
 usage: python benchmarks/models.py [--report FILE]
 
@@ -12,20 +12,28 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from reports import make_parser, write_report
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.readers.huggingface import read_huggingface
 
 CLOSE = 0.001  # relative: parameters that agree
+
+CLASSES = {
+    "causal": (transformers.AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "image-text": (transformers.AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +52,13 @@ class Row:
         return not self.refusal and not self.left_out and abs(self.excess) > CLOSE
 
 
-def rows() -> Iterator[Row]:
-    """Yield what becomes of every causal model type whose class has a default configuration."""
-    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+def rows(auto_class: Any, kinds: Iterable[str]) -> Iterator[Row]:
+    """Yield what becomes of every model type whose class has a default configuration."""
+    for kind in sorted(kinds):
         try:
             config = transformers.AutoConfig.for_model(kind)
             with torch.device("meta"):
-                model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+                model = auto_class.from_config(config)
         except Exception as error:  # whatever a class raises that has no usable default
             print(f"{kind}: transformers builds none by default ({type(error).__name__})", file=sys.stderr)
             continue
@@ -70,22 +78,30 @@ def main(arguments: list[str] | None = None) -> int:
     options = make_parser(__doc__).parse_args(arguments)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    found = list(rows())
-    read = [row for row in found if not row.refusal]
+    lines, differs = [], False
+    for name, (auto_class, kinds) in CLASSES.items():
+        compared = list(rows(auto_class, kinds))
+        lines += _described(name, compared)
+        differs |= any(row.differs for row in compared)
+    print("\n".join(lines))
+    if options.report:
+        write_report(options.report, "Model types of transformers", "`python benchmarks/models.py`", "\n".join(lines))
+    return int(differs)
+
+
+def _described(name: str, compared: list[Row]) -> list[str]:
+    """Lines that say what became of the types with a class called `name`."""
+    read = [row for row in compared if not row.refusal]
     in_part, wrong = [row for row in read if row.left_out], [row for row in read if row.differs]
-    lines = [
-        f"transformers {transformers.__version__}: {len(found)} causal model types with a default configuration, "
+    return [
+        f"transformers {transformers.__version__}: {len(compared)} {name} model types with a default configuration, "
         f"{len(read) - len(in_part)} read as a whole, {len(read) - len(in_part) - len(wrong)} of them with as many "
         f"parameters, {len(in_part)} in part",
         *(f"differs  {row.kind}: {row.excess:+.2%} of {row.parameters:,}" for row in wrong),
         "read     " + " ".join(row.kind for row in read if not row.left_out),
         *(f"in part  {row.kind} without {row.left_out}: {row.excess:+.2%} of {row.parameters:,}" for row in in_part),
-        *(f"refused  {row.refusal}" for row in found if row.refusal),
+        *(f"refused  {row.refusal}" for row in compared if row.refusal),
     ]
-    print("\n".join(lines))
-    if options.report:
-        write_report(options.report, "Model types of transformers", "`python benchmarks/models.py`", "\n".join(lines))
-    return int(bool(wrong))
 
 
 if __name__ == "__main__":

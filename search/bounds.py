@@ -28,7 +28,7 @@ from autoplan.cost.estimate import straggler_share
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.sizes import KERNEL_AXES
 from autoplan.cost.kernels.times import head_s
-from autoplan.cost.memory.activations import boundary_bytes, stored_bytes
+from autoplan.cost.memory.activations import block_bytes, boundary_bytes, layer_parts, stored_bytes
 from autoplan.cost.memory.parameters import (
     DenseAndExpert,
     StageParameters,
@@ -36,13 +36,12 @@ from autoplan.cost.memory.parameters import (
     local_parameters,
     own_parameters,
 )
-from autoplan.cost.memory.recompute import activation_parts, kept_bytes
 from autoplan.cost.memory.stage_memory import states, wgrad_buffer_bytes
 from autoplan.cost.network.links import Links
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.closed_forms import send_exposed_s
-from autoplan.cost.pipeline.layout import StageBlocks, repeats_mtp
+from autoplan.cost.pipeline.layout import StageBlocks, repeats_beside
 from autoplan.cost.pipeline.order import V_SHAPED
 from autoplan.cost.uneven_lengths import varying_s, waiting_s
 from autoplan.search.space import Inside, Space
@@ -295,7 +294,7 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
     varying = varying_s(problem, costs, count, dict.fromkeys(count, none), head)
     head = head - _hidden_launches_s(problem, batch, costs, head)
     for block in model.mtp_layer if model.num_mtp_layers else ():
-        head = head + model.num_mtp_layers * (passes_s[block] + repeat[block] * repeats_mtp(batch))
+        head = head + model.num_mtp_layers * (passes_s[block] + repeat[block] * repeats_beside(batch))
     layer_s = _per_layer(model, passes_s)
     dense, expert = _parameters(problem, batch, trained=True)
     framework, longest = problem.framework, problem.at_longest
@@ -408,10 +407,7 @@ def _kept_state_bytes(problem: Problem, batch: PlanBatch, parameters: StageParam
 
 def _kept_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Bytes that a layer keeps of one micro-batch, under what the plans recompute by name."""
-    kept = {
-        block: kept_bytes(problem, batch, activation_parts(problem, batch, block, shape))
-        for block, shape in block_shapes(problem.model, problem.training.finetuning).items()
-    }
+    kept = block_bytes(problem, batch, layer_parts(problem, batch))
     return problem.framework.memory.reserved_factor * _per_layer(problem.model, kept)
 
 

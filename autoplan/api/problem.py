@@ -11,6 +11,7 @@ from autoplan.api.calibrations import calibration_of, check_fitted
 from autoplan.api.timings import with_timings
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.files import decode
+from autoplan.base.units import check_count
 from autoplan.base.values import parse_batches, parse_size
 from autoplan.base.version import __version__
 from autoplan.cost.kernels.arithmetic import block_shapes
@@ -67,6 +68,8 @@ class ProblemOptions(TypedDict, total=False):
     loss: str | None  # over pairs of answers, in place of the next token: dpo or reward
     reference: str | None  # of dpo: copy, base (the model without its adapters) or none (worked out before)
     optimizer: str  # adam, adam8bit, adam4bit, adafactor, lion, sgd or muon
+    images: int | None  # in a sample, of a model with an encoder of images
+    image_tokens: int | None  # of the text model, that one image becomes
     quantize: str | None  # the frozen weights: int8, nf4, nf4-dq or int4
 
 
@@ -181,6 +184,8 @@ def make_mixed_problem(
     parts = _parts(model, seq_len, options)
     if parts.training.lengths is not None:
         raise InputError("lengths that vary are not priced on mixed clusters yet: take one of their parts")
+    if parts.model.encoder is not None:
+        raise InputError("an encoder of images is not priced on mixed clusters yet: take one of their parts")
     if parts.training.preference is not None:
         raise InputError("preferences and rewards are not priced on mixed clusters yet: take one of their parts")
     return MixedProblem(
@@ -229,11 +234,29 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     if loaded.moe is None and options.get("expert_imbalance") is not None:
         raise InputError(f"--expert-imbalance needs a model with experts, {loaded.name} has none: leave it out")
     return _Parts(
-        model=loaded,
+        model=_with_images(loaded, options),
         training=decode(TrainingSpec, table, "training"),
         framework=load_framework(options.get("framework", usual)),
         reserve_bytes=reserve_bytes,
     )
+
+
+def _with_images(model: ModelSpec, options: ProblemOptions) -> ModelSpec:
+    """The model with as many images in a sample, and of as many tokens, as the options say."""
+    encoder = model.encoder
+    images, tokens = options.get("images"), options.get("image_tokens")
+    if images is None and tokens is None:
+        return model
+    if encoder is None:
+        raise InputError(f"--images and --image-tokens need a model with an encoder, {model.name} has none: leave out")
+    if tokens is not None:
+        check_count("--image-tokens", tokens, most=10**7)
+        patches = max(round(encoder.patches * tokens / encoder.image_tokens), 1)
+        encoder = replace(encoder, image_tokens=tokens, patches=patches)
+    if images is not None:
+        check_count("--images", images, most=10**5)
+        encoder = replace(encoder, images=images)
+    return replace(model, encoder=encoder)
 
 
 def _is_from_runs(options: ProblemOptions) -> bool:

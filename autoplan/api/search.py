@@ -263,6 +263,9 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
     plan, warnings = file.best.plan, []
     if problem.model.left_out:
         warnings.append(f"{problem.model.name} is planned without {problem.model.left_out} of its config.json")
+    if encoder := problem.model.encoder:
+        count = f"{encoder.images} image{'s' * (encoder.images > 1)} of {encoder.image_tokens:,} tokens"
+        warnings.append(f"a sample of {problem.model.name} has {count}: --images and --image-tokens say another number")
     if file.best.verdict != "fits":
         risk = f"{100 * file.best.oom_probability:.0f} %"
         warnings.append(f"no plan fits safely; this one has a risk of {risk} of running out of memory")

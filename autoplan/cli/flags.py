@@ -111,6 +111,8 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
             unset="1, balanced",
         ),
         _number("document_len", "Mean length of packed documents, to which attention keeps.", "TOKENS"),
+        _number("images", "Images in a sample, of a model with an encoder of images; 1 unless said."),
+        _number("image_tokens", "Tokens of one image among those of --seq-len; the model's own unless said.", "TOKENS"),
         _shared(
             "lengths",
             "FILE|TOKENS:SAMPLES,...",

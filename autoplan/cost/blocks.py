@@ -22,7 +22,7 @@ from autoplan.cost.collectives.tensor_parallel import (
     regathers_inputs,
     tensor_parallel_s,
 )
-from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
+from autoplan.cost.kernels.arithmetic import BlockShape, layer_shapes
 from autoplan.cost.kernels.launches import (
     COUNT_TOKENS,
     NARROW,
@@ -47,9 +47,11 @@ from autoplan.cost.memory.parameters import layer_parameters, unit_parameters
 from autoplan.cost.memory.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Pass
+from autoplan.cost.pipeline.layout import repeats_beside
 from autoplan.spec.enums import CudaGraphs, RecomputeModule, Sharding
+from autoplan.spec.finetuning import ENCODER
 from autoplan.spec.framework import Framework
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import ENCODER_BLOCKS, Block, ModelSpec
 from autoplan.spec.plan import FULL, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS
@@ -145,7 +147,7 @@ class _Parts(Rows):
 
 def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) -> dict[Block, BlockCost]:
     """The cost of every kind of block that the model has; `links` are the problem's, if they are known."""
-    links, shapes = links or Links.of(problem), block_shapes(problem.model, problem.training.finetuning)
+    links, shapes = links or Links.of(problem), layer_shapes(problem.model, problem.training.finetuning)
     first, of_kernels = batch.distinct(*KERNEL_AXES, "tp_overlap")
     few = batch.take(first)
     tp = TensorParallelTimes.of(block_collectives(problem, few), links)
@@ -162,13 +164,35 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
         )
         own = parts[block].take(of_kernels)
         costs[block], lags[block] = _block_cost(problem, batch, block, shape, own, links, beside_s, shared)
-    costs = _with_launches(problem.model, batch, costs, lags)
+    costs = _with_launches(problem.model, batch, costs, lags) | _encoder_costs(problem, batch, links)
     if problem.training.runs_reference:  # forward alone, with all that shows of traffic and launches
         costs = {
             block: replace(cost, forward_s=cost.forward_s | {"reference": cost.total_forward_s})
             for block, cost in costs.items()
         }
     return costs
+
+
+def _encoder_costs(problem: Problem, batch: PlanBatch, links: Links) -> dict[Block, BlockCost]:
+    """The blocks of an encoder: recomputed where all layers are, without a backward pass where nothing is trained.
+
+    Its embedding and projector are not priced: they are less than a hundredth of a step.
+    """
+    encoding, finetuning = problem.of_encoder, problem.training.finetuning
+    if encoding is None:
+        return {}
+    is_trained = 1.0 if finetuning is None or finetuning.trains(ENCODER) else 0.0
+    again, none = is_trained * repeats_beside(batch), np.zeros(len(batch))
+    return {
+        ENCODER_BLOCKS[block]: replace(
+            cost,
+            backward_s={name: is_trained * own + again * cost.repeat_s[name] for name, own in cost.backward_s.items()},
+            repeat_s=dict.fromkeys(cost.repeat_s, none),
+            weight_s=is_trained * cost.weight_s,
+            split_s=is_trained * cost.split_s,
+        )
+        for block, cost in block_costs(encoding, batch, links).items()
+    }
 
 
 def _as_measured(problem: Problem, batch: PlanBatch, parts: dict[Block, _Parts]) -> dict[Block, _Parts]:
@@ -243,7 +267,7 @@ def ahead_s(problem: Problem, batch: PlanBatch, head_s: Floats) -> Floats:
     """
     framework = problem.framework
     launched = framework.host.host_s_per_block_forward + framework.host.host_s_per_block_backward
-    runs_ahead = (batch.pp == 1) & (Block.MOE not in block_shapes(problem.model, problem.training.finetuning))
+    runs_ahead = (batch.pp == 1) & (Block.MOE not in layer_shapes(problem.model, problem.training.finetuning))
     return np.where(runs_ahead, np.maximum(head_s - problem.calibration.host * launched, 0.0), 0.0)
 
 

@@ -41,7 +41,7 @@ from autoplan.cost.memory.stage_memory import (
 from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Ends, Pass, SplitPass
 from autoplan.cost.pipeline.closed_forms import Makespan, gpipe_s, one_forward_one_backward_s, send_exposed_s
-from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
+from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, repeats_beside, stage_blocks
 from autoplan.cost.pipeline.order import PipelineShape, chunks_of_ranks
 from autoplan.cost.pipeline.recurrence import PipelineTimes, pipeline_times
 from autoplan.cost.spreads import Familiarity
@@ -178,7 +178,7 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, costs: MicroBatchCo
     head = costs.head.passes
     for block in model.mtp_layer if model.num_mtp_layers else ():
         cost = costs.blocks[block]
-        repeated = cost.total_repeat_s * repeats_mtp(batch)
+        repeated = cost.total_repeat_s * repeats_beside(batch)
         predicting = Pass(cost.total_forward_s, cost.total_backward_s + repeated)
         head = head.plus(predicting.scaled(model.num_mtp_layers))
     parameters = stage_parameters(problem, batch, blocks)

@@ -13,6 +13,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table, shipped
+from autoplan.readers.vision import AROUND, Sizes
 from autoplan.spec.model import Experts, LatentAttention, LinearAttention, Mamba, ModelSpec
 
 MOST = 10**9  # of any count in a config.json
@@ -46,10 +47,37 @@ def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
         fields = _Config(config=config, kind=kind, rules=_rules(kind)).spec_fields()
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
-    fields["left_out"] = " and ".join(
-        [key for key in _data()["encoders"] if table.get(key)] + [key for key in _data()["indexers"] if config.get(key)]
-    )
+    encoder = _encoder(table, fields)
+    unread = [key for key in _data()["encoders"] if table.get(key) and not (encoder and key == "vision_config")]
+    fields["left_out"] = " and ".join(unread + [key for key in _data()["indexers"] if config.get(key)])
+    if encoder is not None:
+        fields["encoder"] = encoder
     return decode(ModelSpec, {"name": name, **fields, "sources": [f"Hugging Face config.json, {kind}"]}, name)
+
+
+def _encoder(table: dict[str, Any], text: dict[str, Any]) -> dict[str, Any] | None:
+    """The fields of `Encoder` of a model with images, whose text model has the fields `text`; None: it is not read."""
+    config, outer = table.get("vision_config"), table.get("model_type")
+    if not isinstance(config, dict):
+        return None
+    # Published files may leave out the type, or call it as the model around it.
+    known = {kind: rules for kind, rules in _data()["encoder_types"].items() if outer in rules["in"]}
+    kind = config.get("model_type")
+    if len(known) == 1 and kind in (None, outer, f"{outer}_vision"):
+        kind = next(iter(known))
+    if not isinstance(kind, str) or kind not in known:
+        return None
+    config = {**config, "model_type": kind}
+    rules = {**known[kind], "keys": {"vocab_size": "", **known[kind].get("keys", {})}}
+    try:
+        fields = _Config(config=config, kind=kind, rules=rules).spec_fields()
+        sizes = Sizes(fields["num_layers"], fields["hidden_size"], fields["ffn_size"], text["hidden_size"])
+        around = AROUND[kind](table, config, sizes)
+    except InputError:  # published files leave sizes to the defaults of a class: the encoder is left out then
+        return None
+    more = {"name": kind, "vocab_size": around.patch_numbers, "bidirectional": True, "tied_embeddings": True}
+    beside = {key: value for key, value in around._asdict().items() if key != "patch_numbers"}
+    return {"layers": fields | more, **beside}
 
 
 def _rules(kind: str) -> dict[str, Any]:
@@ -83,7 +111,7 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
         if not isinstance(text, dict):
             raise InputError(f"{inner} of a {kind} model must be a table, got {_show(text)}")
         shared = {"tie_word_embeddings": table["tie_word_embeddings"]} if "tie_word_embeddings" in table else {}
-        return _text_model({**shared, **text}, is_inner=True)
+        return _text_model({**text, **shared}, is_inner=True)
     if kind not in data["types"] and kind not in data["same_keys"]:
         close = difflib.get_close_matches(kind, model_types(), n=3, cutoff=0.5)
         hint = f"did you mean {', '.join(close)}? " * bool(close)

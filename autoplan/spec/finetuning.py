@@ -83,17 +83,22 @@ MODULES: Mapping[str, tuple[Target, ...]] = {
     "w2": (Target("fc2"),),
 }
 # Whole parts of a model that may be frozen, or trained beside adapters.
-EMBEDDING, HEAD = "embed_tokens", "lm_head"
+EMBEDDING, HEAD, ENCODER = "embed_tokens", "lm_head", "encoder"
 ENDS = (EMBEDDING, HEAD)
-_ALIASES = {"wte": EMBEDDING, "word_embeddings": EMBEDDING, "embedding": EMBEDDING, "output_layer": HEAD}
+_ALIASES = {
+    **dict.fromkeys(("wte", "word_embeddings", "embedding"), EMBEDDING),
+    "output_layer": HEAD,
+    **dict.fromkeys(("vision_tower", "vision_model", "visual"), ENCODER),  # as transformers' models call it
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FineTuning:
     """Training of a part of a model: adapters on frozen weights where `rank` is given, else all but what is `frozen`.
 
-    `targets` are the matrices with adapters; `saved_modules` are embedding or head, trained whole beside them, of which
-    the frozen original stays (PEFT's `modules_to_save`).  Weights of the layers are held as `quantization` says.
+    `targets` are the matrices with adapters, none of them in an encoder of images; `saved_modules` are embedding or
+    head, trained whole beside them, of which the frozen original stays (PEFT's `modules_to_save`).  Weights of the
+    layers are held as `quantization` says.
     """
 
     rank: int | None = None
@@ -116,10 +121,10 @@ class FineTuning:
         if not targets:
             raise InputError(f"finetuning.targets must name a module, or {ALL_LINEAR}")
         object.__setattr__(self, "targets", tuple(dict.fromkeys(targets)))
-        for name in ("saved_modules", "frozen"):
+        for name, parts in (("saved_modules", ENDS), ("frozen", (*ENDS, ENCODER))):
             ends = tuple(_ALIASES.get(_last_part(end), _last_part(end)) for end in getattr(self, name))
-            if strange := [end for end in ends if end not in ENDS]:
-                raise InputError(f"finetuning.{name} may hold {' and '.join(ENDS)}, got {strange[0][:40]!r}")
+            if strange := [end for end in ends if end not in parts]:
+                raise InputError(f"finetuning.{name} may hold {' and '.join(parts)}, got {strange[0][:40]!r}")
             object.__setattr__(self, name, tuple(dict.fromkeys(ends)))
         if not 0.0 <= self.dropout < 1.0:
             raise InputError(f"finetuning.dropout must lie in [0, 1), got {self.dropout:g}")
@@ -156,7 +161,7 @@ class FineTuning:
         return self.quantization in ("int8", "nf4", "nf4-dq")
 
     def trains(self, end: str) -> bool:
-        """Return whether embedding or head is trained."""
+        """Return whether embedding, head or encoder is trained."""
         return end in self.saved_modules if self.has_adapters else end not in self.frozen
 
     def __str__(self) -> str:

@@ -23,7 +23,13 @@ class Block(StrEnum):
     MAMBA = "mamba"
     MLP = "mlp"
     MOE = "moe"
+    # Of an encoder in front of a text model, whose layers have sizes of their own
+    ENCODER_ATTENTION = "encoder_attention"
+    ENCODER_MLP = "encoder_mlp"
 
+
+# Blocks of an encoder's layers by what they are in a model of these layers alone.
+ENCODER_BLOCKS = {Block.ATTENTION: Block.ENCODER_ATTENTION, Block.MLP: Block.ENCODER_MLP}
 
 # Symbols of `layer_pattern`, those of Megatron-Core's hybrid models.
 PATTERN_SYMBOLS = {"*": Block.ATTENTION, "M": Block.MAMBA, "-": Block.MLP, "E": Block.MOE}
@@ -124,6 +130,34 @@ class LinearAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Encoder:
+    """Layers over the patches of an image, in front of a text model that reads what they make of it.
+
+    `layers` is a model of these alone, whose "vocabulary" is the numbers of a patch: one matrix embeds both.
+    """
+
+    layers: ModelSpec
+    patches: int  # of one image, over all of which its attention looks
+    image_tokens: int  # of the text model, that one image becomes
+    projector: tuple[tuple[int, int], ...] = ()  # (inputs, outputs) of the matrices between, on every image token
+    num_other_parameters: int = 0  # positions, class tokens; norms and biases of projector and embedding
+    images: int = 1  # in a sample
+
+    def __post_init__(self) -> None:
+        check_count("encoder.patches", self.patches, most=MAX_SIZE)
+        check_count("encoder.image_tokens", self.image_tokens, most=MAX_SIZE)
+        check_count("encoder.num_other_parameters", self.num_other_parameters, least=0)
+        check_count("encoder.images", self.images, most=10**5)
+        for at, sizes in enumerate(self.projector):
+            for size in sizes:
+                check_count(f"encoder.projector[{at}]", size, most=MAX_SIZE)
+        if strange := {block for layer in self.layers.layers for block in layer} - set(ENCODER_BLOCKS):
+            raise InputError(f"encoder.layers may be made of attention and mlp, not of {min(strange)}")
+        if self.layers.encoder is not None:
+            raise InputError("encoder.layers must have no encoder of their own")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The architecture of a language model, a decoder or an encoder.
 
@@ -174,6 +208,7 @@ class ModelSpec:
     moe: Experts | None = None
     mamba: Mamba | None = None
     linear_attention: LinearAttention | None = None
+    encoder: Encoder | None = None  # of images, in front of the first layer
     left_out: str = ""  # what of its config.json these sizes do not hold, such as vision_config
     aliases: tuple[str, ...] = ()  # other names under which published tables list it
     sources: tuple[str, ...] = ()
@@ -245,6 +280,7 @@ class ModelSpec:
             "final_norm = false": not self.final_norm,
             "shared_norm": self.shared_norm,
             "full_attention_offset": self.full_attention_offset > 0,
+            "encoder": self.encoder is not None,
         }
         return tuple(name for name, is_there in parts.items() if is_there)
 

@@ -61,6 +61,7 @@ class Problem:
             raise InputError(
                 f"seq_len {seq_len} exceeds the {model.max_positions} learned positions of {model.name}: shorten it"
             )
+        self._check_images()
         device, precision = self.cluster.device, self.training.precision
         if precision not in (usable := precisions_of(device)):
             raise InputError(f"device {device.name} has no {precision} matrix units: use {' or '.join(usable)}")
@@ -76,6 +77,18 @@ class Problem:
             raise InputError(
                 f"reserved memory must be at least 0 and less than the {format_bytes(device.visible_memory_bytes)} of "
                 f"{device.name}, got {format_bytes(self.reserve_bytes)}: reserve less"
+            )
+
+    def _check_images(self) -> None:
+        encoder, training = self.model.encoder, self.training
+        if encoder is None:
+            return
+        if training.lengths is not None:
+            raise InputError(f"lengths that vary are not priced with the images of {self.model.name}: leave them out")
+        if (tokens := encoder.images * encoder.image_tokens) > training.seq_len:
+            raise InputError(
+                f"seq_len {training.seq_len} has no room for {encoder.images} x {encoder.image_tokens} = {tokens} "
+                f"tokens of images of {self.model.name}: raise it or lower --images"
             )
 
     @property
@@ -117,6 +130,26 @@ class Problem:
             seq_len = min(seq_len, lengths.longest)
         other = copy.copy(self)
         object.__setattr__(other, "training", replace(self.training, seq_len=seq_len, lengths=None))
+        return other
+
+    @property
+    def of_encoder(self) -> Problem | None:
+        """The problem of the layers of the encoder alone, whose sequence is the patches of all images of a sample."""
+        encoder, training = self.model.encoder, self.training
+        if encoder is None:
+            return None
+        images = encoder.images * training.sequences_per_sample
+        other = copy.copy(self)
+        object.__setattr__(other, "model", encoder.layers)
+        own = replace(
+            training,
+            seq_len=images * encoder.patches,
+            document_len=encoder.patches if training.attention.startswith("flash") else None,
+            lengths=None,
+            finetuning=None,
+            preference=None,
+        )
+        object.__setattr__(other, "training", own)
         return other
 
     @property

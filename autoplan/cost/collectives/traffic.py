@@ -24,13 +24,14 @@ from autoplan.cost.collectives.tensor_parallel import (
     has_tensor_parallel,
     head_collectives,
 )
-from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
+from autoplan.cost.kernels.arithmetic import BlockShape, layer_shapes
 from autoplan.cost.memory.parameters import end_parameters, stage_parameters, unit_parameters
 from autoplan.cost.memory.recompute import ATTENTION_BLOCKS, resent_share
 from autoplan.cost.network.links import Links, link_bytes
-from autoplan.cost.pipeline.layout import StageBlocks, repeats_mtp, stage_blocks
+from autoplan.cost.pipeline.layout import StageBlocks, repeats_beside, stage_blocks
 from autoplan.cost.pipeline.order import rank_of_chunks
-from autoplan.spec.model import Block
+from autoplan.spec.finetuning import ENCODER
+from autoplan.spec.model import ENCODER_BLOCKS, Block
 from autoplan.spec.operations import Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
@@ -149,10 +150,18 @@ def transfers(problem: Problem, plan: ParallelPlan) -> Iterator[Transfers]:
     stages, microbatches = np.arange(plan.pp), float(plan.num_microbatches)
     blocks = stage_blocks(problem.model, batch, plan.pp)
     parameters = stage_parameters(problem, batch, blocks)
-    for block, shape in block_shapes(problem.model, problem.training.finetuning).items():
+    finetuning = problem.training.finetuning
+    for block, shape in layer_shapes(problem.model, finetuning).items():
         passes = _block_passes(problem, batch, blocks, block)
         if np.any(passes.forward):
             yield from _counted(_of_block(problem, batch, block, shape), passes, stages)
+    if (encoding := problem.of_encoder) is not None:
+        backward = 1.0 if finetuning is None or finetuning.trains(ENCODER) else 0.0
+        for block, shape in layer_shapes(encoding.model).items():
+            count = float(plan.num_microbatches) * blocks.count[ENCODER_BLOCKS[block]][0]
+            again = count * backward * repeats_beside(batch)
+            passes = Passes(forward=count, backward=backward * count, repeated=again)
+            yield from _counted(_of_block(encoding, batch, block, shape), passes, stages)
     is_first, is_last = 1.0 * (stages == 0), 1.0 * blocks.is_last[0]
     tables = Passes(forward=microbatches * is_first, backward=microbatches * is_first)
     heads = microbatches * (1 + problem.model.num_mtp_layers) * is_last
@@ -192,7 +201,7 @@ def _block_passes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, block
     count, repeated = blocks.count[block][0], blocks.repeated[block][0]
     if problem.model.num_mtp_layers:
         predicting = problem.model.num_mtp_layers * problem.model.mtp_layer.count(block) * blocks.is_last[0]
-        count, repeated = count + predicting, repeated + predicting * repeats_mtp(batch)
+        count, repeated = count + predicting, repeated + predicting * repeats_beside(batch)
     again = np.maximum(repeated, resent_share(problem, batch, block) * count)
     microbatches = float(batch.num_microbatches[0])
     return Passes(forward=microbatches * count, backward=microbatches * count, repeated=microbatches * again)

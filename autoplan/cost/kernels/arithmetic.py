@@ -15,8 +15,8 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.base.errors import InputError
-from autoplan.spec.finetuning import ALL_LINEAR, EMBEDDING, HEAD, MODULES, FineTuning, Target
-from autoplan.spec.model import Block, LatentAttention, ModelSpec
+from autoplan.spec.finetuning import ALL_LINEAR, EMBEDDING, ENCODER, HEAD, MODULES, FineTuning, Target
+from autoplan.spec.model import ENCODER_BLOCKS, Block, LatentAttention, ModelSpec
 
 # Tokens of a chunk in which kernels work off a gated delta net: CHUNK_SIZE of flash-linear-attention
 # (fla/ops/gated_delta_rule/chunk.py), and of the torch code in transformers' modeling_qwen3_next.py.
@@ -236,6 +236,11 @@ def block_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> Mapp
 
     Raises InputError where a target of the adapters is no matrix of the model.
     """
+    return layer_shapes(model, finetuning) | _encoder_shapes(model, finetuning)
+
+
+def layer_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> dict[Block, BlockShape]:
+    """The shapes of `block_shapes` without those of an encoder."""
     layers = [*model.layers, *([model.mtp_layer] if model.num_mtp_layers else [])]
     kinds = sorted({block for layer in layers for block in layer})
     shapes = {kind: _SHAPES[kind](model) for kind in kinds}
@@ -249,6 +254,20 @@ def block_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> Mapp
         )
         raise InputError(f"model {model.name} has no module {missing[0]}: its linear layers are {', '.join(modules)}")
     return {kind: shape for kind, (shape, _) in adapted.items()}
+
+
+def _encoder_shapes(model: ModelSpec, finetuning: FineTuning | None) -> dict[Block, BlockShape]:
+    if model.encoder is None:
+        return {}
+    shapes = layer_shapes(model.encoder.layers)
+    if finetuning is not None and not finetuning.trains(ENCODER):
+        shapes = {block: _frozen(shape) for block, shape in shapes.items()}
+    return {ENCODER_BLOCKS[block]: shape for block, shape in shapes.items()}
+
+
+def _frozen(shape: BlockShape) -> BlockShape:
+    linears = tuple(replace(linear, is_frozen=True) for linear in shape.linears)
+    return replace(shape, linears=linears, is_frozen=True)
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
@@ -342,6 +361,24 @@ def embedding_parameters(model: ModelSpec) -> int:
     return rows * model.hidden_size + (norm_parameters(model) if model.embedding_norm else 0)
 
 
+def encoder_end_parameters(model: ModelSpec) -> int:
+    """Elements of an encoder that are in none of its layers: its embedding, its last norm and the projector."""
+    encoder = model.encoder
+    if encoder is None:
+        return 0
+    ends = embedding_parameters(encoder.layers) + before_head_parameters(encoder.layers)
+    return ends + sum(inputs * outputs for inputs, outputs in encoder.projector) + encoder.num_other_parameters
+
+
+def encoder_parameters(model: ModelSpec) -> int:
+    """Elements of the encoder of a model, with its projector."""
+    if model.encoder is None:
+        return 0
+    shapes = layer_shapes(model.encoder.layers)
+    of_layers = sum(shapes[block].num_parameters for layer in model.encoder.layers.layers for block in layer)
+    return of_layers + encoder_end_parameters(model)
+
+
 def before_head_parameters(model: ModelSpec) -> int:
     """Elements between the last layer and the head's matrix, and of the head's bias."""
     norms = norm_parameters(model) * (model.final_norm + model.head_transform)
@@ -361,6 +398,7 @@ def count_trained_parameters(model: ModelSpec, finetuning: FineTuning) -> int:
         return (
             total
             + before_head_parameters(model)
+            + encoder_parameters(model) * finetuning.trains(ENCODER)
             + sum(shapes[block].num_parameters for layer in model.layers for block in layer)
         )
     adapters = {
@@ -387,7 +425,7 @@ def count_parameters(model: ModelSpec, *, active: bool = False, with_mtp: bool =
 
     layers = model.layers
     total = sum(block_parameters(block) for layer in layers for block in layer)
-    total += embedding_parameters(model) + before_head_parameters(model)
+    total += embedding_parameters(model) + before_head_parameters(model) + encoder_parameters(model)
     total += 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
     if with_mtp:
         mtp_layer = sum(block_parameters(block) for block in model.mtp_layer)
@@ -444,7 +482,25 @@ def model_flops_per_token(
     forward += 2 * model.hidden_size**2 * (2 * model.num_mtp_layers + model.head_transform)
     if finetuning is not None and not finetuning.trains(HEAD):
         spared += 2 * model.hidden_size * logits * (1 + model.num_mtp_layers)
+    encoding = encoder_flops_per_token(model, seq_len)
+    forward += encoding
+    if finetuning is not None and not finetuning.trains(ENCODER):
+        spared += 2 * encoding  # nothing before it is trained: it has no backward pass
     return (4 if runs_reference else 3) * forward - spared
+
+
+def encoder_flops_per_token(model: ModelSpec, seq_len: float) -> float:
+    """Forward operations of the images of a sample, over its tokens of text and images together."""
+    encoder = model.encoder
+    if encoder is None:
+        return 0.0
+    layers, shapes = encoder.layers, layer_shapes(encoder.layers)
+    weights = layers.vocab_size * layers.hidden_size
+    weights += sum(linear.num_weights for layer in layers.layers for block in layer for linear in shapes[block].linears)
+    scores = layers.num_layers * encoder.patches * layers.num_heads * (layers.qk_head_dim + layers.v_head_dim)
+    projector = sum(inputs * outputs for inputs, outputs in encoder.projector)
+    per_image = 2.0 * (encoder.patches * (weights + scores) + encoder.image_tokens * projector)
+    return encoder.images * per_image / seq_len
 
 
 def mamba_scan_flops_per_token(model: ModelSpec) -> float:

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints, add_up, distinct_rows
-from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.kernels.arithmetic import layer_shapes
 from autoplan.cost.kernels.sizes import local_logits, norm_tokens
-from autoplan.cost.memory.recompute import activation_parts, kept_bytes
+from autoplan.cost.memory.recompute import Parts, activation_parts, kept_bytes
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
-from autoplan.cost.pipeline.layout import StageBlocks, by_chunks, chunk_blocks, chunk_layers_of, repeats_mtp
+from autoplan.cost.pipeline.layout import StageBlocks, by_chunks, chunk_blocks, chunk_layers_of, repeats_beside
 from autoplan.cost.pipeline.order import PipelineShape, chunks_of_ranks, live_chunks
 from autoplan.spec.enums import Schedule
-from autoplan.spec.model import Block
+from autoplan.spec.finetuning import ENCODER
+from autoplan.spec.model import ENCODER_BLOCKS, Block
 from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
 from autoplan.spec.problem import Problem
 
@@ -85,7 +86,7 @@ def _prediction_bytes(problem: Problem, batch: PlanBatch, kept: dict[Block, Floa
     model, stored = problem.model, stored_bytes(problem, batch)
     depths = np.zeros(len(batch))
     for block in model.mtp_layer if model.num_mtp_layers else ():
-        depths += model.num_mtp_layers * np.where(repeats_mtp(batch), stored, kept[block])
+        depths += model.num_mtp_layers * np.where(repeats_beside(batch), stored, kept[block])
     return depths
 
 
@@ -108,14 +109,32 @@ def _chunk_bytes(
     return size
 
 
+def layer_parts(problem: Problem, batch: PlanBatch) -> dict[Block, Parts]:
+    """What every kind of block of the layers keeps, by part."""
+    shapes = layer_shapes(problem.model, problem.training.finetuning)
+    return {block: activation_parts(problem, batch, block, shape) for block, shape in shapes.items()}
+
+
+def block_bytes(problem: Problem, batch: PlanBatch, parts: dict[Block, Parts]) -> dict[Block, Floats]:
+    """Bytes that every kind of block keeps of one micro-batch, under what each plan recomputes by name.
+
+    `parts` are those of the layers.  An encoder keeps nothing that is not trained, and less where it is recomputed.
+    """
+    kept = {block: kept_bytes(problem, batch, own) for block, own in parts.items()}
+    encoding, finetuning = problem.of_encoder, problem.training.finetuning
+    if encoding is None:
+        return kept
+    is_trained = 1.0 if finetuning is None or finetuning.trains(ENCODER) else 0.0
+    for block, own in block_bytes(encoding, batch, layer_parts(encoding, batch)).items():
+        size = np.where(repeats_beside(batch), stored_bytes(encoding, batch), own)
+        kept[ENCODER_BLOCKS[block]] = is_trained * size
+    return kept
+
+
 def chunk_activation_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Activations that one micro-batch keeps in every chunk, of plans with as many chunks: shape (plans, chunks)."""
     problem = problem.at_longest
-    shapes = block_shapes(problem.model, problem.training.finetuning)
-    kept = {
-        block: kept_bytes(problem, batch, activation_parts(problem, batch, block, shape))
-        for block, shape in shapes.items()
-    }
+    kept = block_bytes(problem, batch, layer_parts(problem, batch))
     rows = np.arange(len(batch))
     counts = chunk_blocks(problem.model, chunk_layers_of(batch, rows), batch.recompute_num_layers)
     stored, boundary = stored_bytes(problem, batch), boundary_bytes(problem, batch)

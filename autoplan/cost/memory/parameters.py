@@ -15,6 +15,7 @@ from autoplan.cost.kernels.arithmetic import (
     before_head_parameters,
     block_shapes,
     embedding_parameters,
+    encoder_end_parameters,
     norm_parameters,
 )
 from autoplan.cost.kernels.measured_units import LAYER
@@ -22,8 +23,8 @@ from autoplan.cost.kernels.sizes import local_sizes, padded_vocab
 from autoplan.cost.network.process_groups import ProcessGroups, process_groups
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.spec.enums import Sharding
-from autoplan.spec.finetuning import EMBEDDING, HEAD
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.finetuning import EMBEDDING, ENCODER, HEAD
+from autoplan.spec.model import ENCODER_BLOCKS, Block, ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
@@ -115,6 +116,7 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
         expert += count * of_block[block].expert[:, None]
     table = padded_vocab(problem, batch) * model.hidden_size / batch.tp
     ends[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.hidden_size
+    ends[:, 0] += encoder_end_parameters(model)
     # A tied head is a second copy unless the rank that holds it has the embedding as well.
     has_table = blocks.is_last[:, 0]
     head = np.where(has_table & model.tied_embeddings, 0.0, table) + before_head_parameters(model)
@@ -141,13 +143,13 @@ def _with_frozen(
     assert finetuning is not None
     tables = _tables(problem, batch, blocks)
     if not finetuning.has_adapters:
-        fixed = sum((tables[end] for end in finetuning.frozen), start=blocks.zeros())
-        trained = replace(parameters, dense=parameters.dense - fixed, ends=parameters.ends - fixed)
-        none, fixed_bytes = blocks.zeros(), problem.training.element_bytes * fixed
+        ends = sum((tables[end] for end in finetuning.frozen), start=blocks.zeros())
+        dense, element = ends + _frozen_encoder(problem, batch, blocks), problem.training.element_bytes
+        trained = replace(parameters, dense=parameters.dense - dense, ends=parameters.ends - ends)
         return replace(
             parameters,
             only_trained=trained,
-            frozen_bytes=StageParameters(dense=fixed_bytes, expert=none, ends=fixed_bytes),
+            frozen_bytes=StageParameters(dense=element * dense, expert=blocks.zeros(), ends=element * ends),
         )
     saved = sum((tables[end] for end in finetuning.saved_modules), start=blocks.zeros())
     shapes, element = block_shapes(model, finetuning), problem.training.element_bytes
@@ -172,14 +174,29 @@ def _with_frozen(
     )
 
 
+def _frozen_encoder(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
+    """Elements of the layers of a frozen encoder on every stage."""
+    shapes = block_shapes(problem.model, problem.training.finetuning)
+    frozen = (block for block in ENCODER_BLOCKS.values() if block in shapes and shapes[block].is_frozen)
+    return sum(
+        (blocks.count[block] * local_parameters(batch, shapes[block]).dense[:, None] for block in frozen),
+        start=blocks.zeros(),
+    )
+
+
 def _tables(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> dict[str, Floats]:
-    """Elements of embedding and head on every stage; a head that is tied to the embedding beside it is none."""
+    """Elements of embedding, head and the ends of an encoder on every stage.
+
+    A head that is tied to the embedding beside it is none.
+    """
     model = problem.model
     table = padded_vocab(problem, batch) * model.hidden_size / batch.tp
     embedding = blocks.zeros()
     embedding[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.hidden_size
     is_tied = blocks.is_last[:, 0] & model.tied_embeddings
-    return {EMBEDDING: embedding, HEAD: blocks.at_last(np.where(is_tied, 0.0, table))}
+    encoder = blocks.zeros()
+    encoder[:, 0] = encoder_end_parameters(model)
+    return {EMBEDDING: embedding, HEAD: blocks.at_last(np.where(is_tied, 0.0, table)), ENCODER: encoder}
 
 
 def _of_blocks(model: ModelSpec, blocks: StageBlocks, per_block: dict[Block, DenseAndExpert]) -> DenseAndExpert:

@@ -15,7 +15,7 @@ from autoplan.base.arrays import Bools, Floats, add_up
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.launches import GRAPHED_IN, holds_graphs
 from autoplan.cost.kernels.sizes import head_columns, local_sizes, norm_tokens, rank_tokens, widest_mlp
-from autoplan.cost.memory.activations import activation_bytes, logit_bytes, stored_bytes
+from autoplan.cost.memory.activations import activation_bytes, block_bytes, layer_parts, logit_bytes, stored_bytes
 from autoplan.cost.memory.allocator_cache import cached_bytes
 from autoplan.cost.memory.fsdp2_peaks import Moments, at_peak, pass_terms, stage_terms, with_gathered
 from autoplan.cost.memory.fsdp2_sizes import dealt_experts, frozen_copies, pass_sizes, pipeline_sizes
@@ -29,8 +29,6 @@ from autoplan.cost.memory.parameters import (
 )
 from autoplan.cost.memory.recompute import (
     NARROW_BYTES,
-    activation_parts,
-    kept_bytes,
     whole_bytes,
 )
 from autoplan.cost.memory.state_types import (
@@ -49,7 +47,7 @@ from autoplan.cost.pipeline.layout import (
 )
 from autoplan.spec.enums import CudaGraphs, Precision, Sharding
 from autoplan.spec.finetuning import HEAD
-from autoplan.spec.model import Block
+from autoplan.spec.model import ENCODER_BLOCKS, Block
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 
@@ -196,6 +194,8 @@ def graph_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
     """
     num_graphed = blocks.zeros()
     for block, count in blocks.count.items():
+        if block in ENCODER_BLOCKS.values():  # whose layers are not graphed
+            continue
         least = CudaGraphs.ROUTER if block is Block.MOE else GRAPHED_IN[block]
         num_graphed += count * holds_graphs(batch, least)[:, None]
     num_graphed *= ~holds_graphs(batch, CudaGraphs.FULL_ITERATION)[:, None]
@@ -328,9 +328,8 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         groups = dealt_experts(groups, model.moe.num_experts)
     weights, gradients, optimizer = states(problem, batch, parameters, groups)
 
-    shapes = block_shapes(model, problem.training.finetuning)
-    parts = {block: activation_parts(problem, batch, block, shape) for block, shape in shapes.items()}
-    kept = {block: kept_bytes(problem, batch, own) for block, own in parts.items()}
+    parts = layer_parts(problem, batch)
+    kept = block_bytes(problem, batch, parts)
     repeat = np.zeros(len(batch))
     for layer in set(model.layers):
         recomputed_bytes = add_up(whole_bytes(parts[block]) - stored_bytes(problem, batch) for block in layer)

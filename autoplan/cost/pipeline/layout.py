@@ -15,7 +15,7 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats, Ints, distinct_rows
 from autoplan.cost.pipeline.order import V_SHAPED, chunks_of_ranks
 from autoplan.spec.enums import Schedule
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import ENCODER_BLOCKS, Block, ModelSpec
 from autoplan.spec.plan import ALL_LAYERS, PlanBatch
 
 V_SCHEDULES = [Schedule(name).code for name in V_SHAPED]
@@ -66,15 +66,21 @@ def chunk_blocks(model: ModelSpec, layers: Ints, num_repeated: Ints) -> dict[Blo
     """(blocks, blocks recomputed as a whole) of each kind in every chunk in model order: shape (layouts, chunks) both.
 
     Of `layers`, shape (layouts, chunks), the first `num_repeated`, shape (layouts), of a chunk are recomputed
-    (Megatron-LM core/recompute.py, method block).
+    (Megatron-LM core/recompute.py, method block).  An encoder stands in the first chunk, and whether it is recomputed
+    its costs say.
     """
     ends = np.cumsum(layers, axis=1)
     starts = ends - layers
     repeated = starts + np.minimum(layers, num_repeated[:, None])
-    return {
+    counts = {
         kind: (total[ends] - total[starts], total[repeated] - total[starts])
         for kind, total in _cumulative_blocks(model).items()
     }
+    if model.encoder is not None:
+        none = np.zeros(layers.shape)
+        at_first = np.concatenate([np.full((len(layers), 1), float(model.encoder.layers.num_layers)), none[:, 1:]], 1)
+        counts |= dict.fromkeys(ENCODER_BLOCKS.values(), (at_first, none))
+    return counts
 
 
 def chunk_layers_of(batch: PlanBatch, rows: Ints) -> Ints:
@@ -94,7 +100,8 @@ def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks
     """The blocks of plans that share one number of stages, on the ranks where their schedule puts the chunks."""
     is_v = np.isin(batch.schedule, V_SCHEDULES)
     first, inverse = distinct_rows(batch.layout, batch.recompute_num_layers, is_v)
-    shape, kinds = (stages, len(first)), _cumulative_blocks(model)
+    shape, kinds = (stages, len(first)), [*_cumulative_blocks(model)]
+    kinds += ENCODER_BLOCKS.values() if model.encoder is not None else ()
     count, repeated = ({kind: np.empty(shape) for kind in kinds} for _ in range(2))
     repeats_chunk, chunks_alike = np.empty(shape, dtype=np.bool_), np.ones(len(first), dtype=np.bool_)
     for vp, plans in by_chunks(batch, first):
@@ -119,8 +126,8 @@ def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks
     )
 
 
-def repeats_mtp(batch: PlanBatch) -> Bools:
-    """Return which plans recompute prediction layers: those that recompute all layers, not a number of them.
+def repeats_beside(batch: PlanBatch) -> Bools:
+    """Return which plans recompute layers of predictions and encoders: where all are, not a number of them.
 
     Megatron-LM core/transformer/multi_token_prediction.py skips them under the method block.
     """

@@ -31,6 +31,14 @@ def _global_batch(workload: Workload, batch: PlanBatch) -> Bools:
     return (batch.num_microbatches >= 1) & (batch.global_batch % (batch.micro_batch * batch.dp) == 0)
 
 
+def _encoder(workload: Workload, batch: PlanBatch) -> Bools:
+    """Images are not cut into pieces of a context, and every rank has whole heads of their encoder."""
+    encoder = workload.model.encoder
+    if encoder is None:
+        return all_true(batch)
+    return (batch.cp == 1) & (encoder.layers.num_heads % batch.tp == 0)
+
+
 def _experts(workload: Workload, batch: PlanBatch) -> Bools:
     moe = workload.model.moe
     return moe.num_experts % batch.ep == 0 if moe else all_true(batch)
@@ -129,6 +137,14 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         holds=lambda s, b: s.model.num_heads % b.tp == 0,
         text=lambda s, p: f"num_heads {s.model.num_heads} must be divisible by tp {p.tp}: lower tp",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=_encoder,
+        text=lambda s, p: (
+            f"an encoder of images with cp {p.cp} and tp {p.tp}: only cp 1 is priced, and tp must divide its "
+            f"{s.model.encoder.layers.num_heads if s.model.encoder else 0} heads"
+        ),
     ),
     Rule(
         source=SOURCE,

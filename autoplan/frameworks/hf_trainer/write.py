@@ -67,6 +67,7 @@ def check_expressible(
             training.attention not in ("flash", "flash2", "unfused"),
             f"attention {training.attention!r}: plan with flash",
         ),
+        (model.encoder is not None, "an encoder of images: give its text model alone"),
         (training.fused_norm is True, "fused_norm = true: the norms are those of transformers, leave it out"),
         (
             training.lengths is not None and training.batching not in batchings,

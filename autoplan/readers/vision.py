@@ -1,0 +1,137 @@
+"""Encoders of images in front of text models, from the vision_config of a Hugging Face config.json.
+
+Sizes of their layers are described in presets/huggingface.toml, as those of text models are; here is what stands around
+the layers: the embedding of patches, positions and the projector.  Source: modeling_<type>.py of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from autoplan.base.errors import InputError
+
+# Image tokens of Qwen2-VL and 2.5, whose images have no fixed size: the most that the processor makes of one
+# (image_processing_qwen2_vl.py, max_pixels = 28 x 28 x 1280).
+QWEN_IMAGE_TOKENS = 1280
+
+
+class Around(NamedTuple):
+    """What an encoder has beside its layers: the fields of `Encoder`, and the numbers of a patch."""
+
+    patch_numbers: int
+    patches: int
+    image_tokens: int
+    projector: tuple[tuple[int, int], ...]
+    num_other_parameters: int
+
+
+class Sizes(NamedTuple):
+    """Sizes that the layers of the encoder and the text model have."""
+
+    num_layers: int
+    hidden: int
+    ffn: int
+    text: int  # hidden size of the text model
+
+
+def _count(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """The positive whole number under a key, or the first of a list of equal ones."""
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, list) and value and all(item == value[0] for item in value):
+        value = value[0]
+    if type(value) is not int or not 1 <= value <= 10**6:
+        raise InputError(f"vision_config.{key} must be a whole number from 1 to 1000000, got {str(value)[:40]!r}")
+    return value
+
+
+def _grid(config: dict[str, Any], image: int, patch: int) -> tuple[int, int]:
+    """(patches of an image, numbers of one) of an encoder for images of one size."""
+    side = _count(config, "patch_size", patch)
+    if not (along := _count(config, "image_size", image) // side):
+        raise InputError(f"vision_config.image_size must be at least its patch_size {side}")
+    return along**2, _count(config, "num_channels", 3) * side**2
+
+
+def _vit(table: dict[str, Any], config: dict[str, Any], sizes: Sizes, *, image: int, patch: int) -> Around:
+    """CLIP has a class token and a norm of its embedding; SigLIP a bias of it, and a pooling head or none."""
+    patches, numbers = _grid(config, image, patch)
+    hidden, text = sizes.hidden, sizes.text
+    is_clip = config["model_type"] == "clip_vision_model"
+    positions = patches + is_clip
+    beside = (positions + 1) * hidden  # a class token, or the bias
+    if not is_clip and config.get("vision_use_head", True):
+        # A learned query, attention, a norm and an MLP.
+        beside += hidden + 4 * (hidden + 1) * hidden + 2 * hidden + 2 * hidden * sizes.ffn + sizes.ffn + hidden
+    kind, tokens = table["model_type"], patches
+    if kind == "gemma3":
+        tokens = _count(table, "mm_tokens_per_image", 256)
+        return Around(numbers, positions, tokens, ((hidden, text),), beside + hidden)
+    if kind == "paligemma":
+        return Around(numbers, positions, tokens, ((hidden, text),), beside + text)
+    biases = 2 * text * (table.get("multimodal_projector_bias", True) is True)
+    newline = text * (kind != "llava")
+    return Around(numbers, positions, tokens, ((hidden, text), (text, text)), beside + biases + newline)
+
+
+def _clip(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
+    return _vit(table, config, sizes, image=224, patch=32)
+
+
+def _siglip(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
+    return _vit(table, config, sizes, image=224, patch=16)
+
+
+def _qwen(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
+    """A norm and two matrices over merged patches; Qwen3's has learned positions, and takes from some layers too."""
+    merged = _count(config, "spatial_merge_size", 2) ** 2
+    side = _count(config, "patch_size", config.get("spatial_patch_size", 14))
+    channels = _count(config, "in_channels", config.get("in_chans", 3))
+    numbers = channels * _count(config, "temporal_patch_size", 2) * side**2
+    # Qwen2-VL's hidden_size is the width behind the projector, embed_dim that of the layers.
+    is_first = config["model_type"] == "qwen2_vl_vision"
+    out = _count(config, "hidden_size" if is_first else "out_hidden_size", sizes.text)
+    hidden, wide = sizes.hidden, merged * sizes.hidden
+    projector, biases = ((wide, wide), (wide, out)), wide + out
+    if not config["model_type"].startswith("qwen3"):
+        norm = hidden * (2 if is_first else 1)
+        return Around(numbers, merged * QWEN_IMAGE_TOKENS, QWEN_IMAGE_TOKENS, projector, norm + biases)
+    positions = _count(config, "num_position_embeddings", 2304)
+    taken = len(config.get("deepstack_visual_indexes") or ())
+    beside = (positions + 1) * hidden + 2 * hidden + biases + taken * (2 * wide + biases)
+    return Around(numbers, positions, positions // merged, projector * (1 + taken), beside)
+
+
+def _internvl(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
+    """A class token, learned positions and two scales of every layer; the projector reads squares of patches."""
+    patches, numbers = _grid(config, 448, 14)
+    ratio = table.get("downsample_ratio", 0.5)
+    merged = round(1 / ratio**2) if isinstance(ratio, float | int) and 0 < ratio <= 1 else 0
+    if not merged:
+        raise InputError(f"downsample_ratio must lie in (0, 1], got {str(ratio)[:40]!r}")
+    hidden, wide, text = sizes.hidden, merged * sizes.hidden, sizes.text
+    beside = (patches + 1) * hidden + 2 * hidden + 2 * sizes.num_layers * hidden + 2 * wide + 2 * text
+    return Around(numbers, patches + 1, patches // merged, ((wide, text), (text, text)), beside)
+
+
+def _pixtral(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
+    """No positions to learn; a norm in front of the projector, whose first matrix merges squares of patches."""
+    patches, numbers = _grid(config, 1024, 16)
+    merged = _count(table, "spatial_merge_size", 2) ** 2
+    hidden, text = sizes.hidden, sizes.text
+    biases = 2 * text * (table.get("multimodal_projector_bias", False) is True)
+    projector = ((merged * hidden, hidden), (hidden, text), (text, text))
+    return Around(numbers, patches, max(patches // merged, 1), projector, hidden + biases)
+
+
+# By the model_type of the encoder, what stands around it; those of the models that it may stand in are in the data.
+AROUND: dict[str, Callable[[dict[str, Any], dict[str, Any], Sizes], Around]] = {
+    "clip_vision_model": _clip,
+    "siglip_vision_model": _siglip,
+    "qwen2_vl_vision": _qwen,
+    "qwen2_5_vl_vision": _qwen,
+    "qwen3_vl_vision": _qwen,
+    "internvl_vision": _internvl,
+    "pixtral": _pixtral,
+}

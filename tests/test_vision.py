@@ -1,0 +1,169 @@
+"""Encoders of images in front of text models: their parameters and operations, and what plans cost with them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autoplan.api.problem import make_problem
+from autoplan.base.errors import InputError
+from autoplan.cost.estimate import estimate, stage_costs
+from autoplan.cost.kernels.arithmetic import count_parameters, encoder_parameters, model_flops_per_token
+from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.common.universal_rules import RULES
+from autoplan.readers.huggingface import read_huggingface
+from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.training import TrainingSpec
+
+# What Qwen/Qwen2.5-VL-7B-Instruct publishes, whose card says 8.29B parameters.
+QWEN = {
+    "model_type": "qwen2_5_vl",
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "vocab_size": 152064,
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def qwen() -> ModelSpec:
+    """Qwen2.5-VL-7B."""
+    return read_huggingface(QWEN, "qwen2.5-vl-7b")
+
+
+def test_a_published_config_has_the_parameters_of_its_checkpoint(qwen: ModelSpec) -> None:
+    assert count_parameters(qwen) == 8_292_166_656  # model.safetensors.index.json: 16,584,333,312 bytes of bf16
+    assert encoder_parameters(qwen) == 676_550_144
+    assert qwen.left_out == ""
+
+
+def test_an_encoder_whose_sizes_are_not_in_the_file_is_left_out() -> None:
+    table = {**QWEN, "vision_config": {"model_type": "qwen2_5_vl", "hidden_size": 1280}}
+    model = read_huggingface(table, "part")
+    assert model.encoder is None
+    assert model.left_out == "vision_config"
+
+
+KINDS = (
+    *("llava", "llava_next", "llava_onevision", "gemma3", "paligemma", "internvl", "mistral3"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_those_of_transformers(kind: str) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind)
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    spec = read_huggingface(json.loads(json.dumps(config.to_dict(), default=str)), kind)
+    assert count_parameters(spec) == sum(parameter.numel() for parameter in model.parameters())
+    assert spec.left_out == ""
+
+
+def test_operations_are_those_that_torch_counts() -> None:
+    """A small LLaVA on one image of 17 x 17 patches and 27 tokens of text."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=64, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, image_size=238, patch_size=14
+    )
+    text = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_index=511,
+        image_seq_length=289,
+        vision_feature_layer=-1,  # before the last layer, its default, that one has no backward pass
+        attn_implementation="eager",
+    )
+    model = transformers.LlavaForConditionalGeneration(config)
+    tokens = torch.tensor([[511] * 289 + list(range(27))])
+    with FlopCounterMode(display=False) as counter:
+        loss = model(input_ids=tokens, pixel_values=torch.randn(1, 3, 238, 238), labels=tokens).loss
+        loss.backward()
+    spec = read_huggingface(json.loads(json.dumps(config.to_dict(), default=str)), "small")
+    # Eager attention computes both halves of the causal square.
+    causal = 3 * 2 * (316 / 2) * 2 * 128 * 2
+    ours = 316 * (model_flops_per_token(spec, 316) + causal)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def _priced(model: ModelSpec, plan: ParallelPlan, **options: Any) -> tuple[float, float]:
+    problem = make_problem(model, cluster="h100-sxm:1x8", seq_len=4096, framework="transformers", **options)
+    result = estimate(problem, PlanBatch.of([plan], model.num_layers))
+    return float(result.step_s[0]), float(result.memory_bytes[0])
+
+
+def test_a_frozen_encoder_costs_less_and_none_least(qwen: ModelSpec) -> None:
+    plan = ParallelPlan(global_batch=16, micro_batch=1, dp_shard=8, sharding="zero3")
+    trained = _priced(qwen, plan)
+    frozen = _priced(qwen, plan, finetune=FineTuning(frozen=("vision_tower",)))
+    none = _priced(replace(qwen, encoder=None), plan)
+    assert trained[0] > frozen[0] > none[0]
+    assert trained[1] > frozen[1] > none[1]
+    # A third of its work is left, beside the text model's: its backward pass takes twice its forward pass or so.
+    assert 0.2 < (frozen[0] - none[0]) / (trained[0] - none[0]) < 0.45
+
+
+def test_images_cost_what_they_are(qwen: ModelSpec) -> None:
+    plan = ParallelPlan(global_batch=16, micro_batch=1, dp_shard=8, sharding="zero3")
+    none, one, three = (
+        _priced(replace(qwen, encoder=None), plan),
+        _priced(qwen, plan, images=1),
+        _priced(qwen, plan, images=3),
+    )
+    assert three[0] > one[0] > none[0]
+    assert three[1] > one[1] > none[1]
+
+
+def test_the_encoder_stands_on_the_first_stage(qwen: ModelSpec) -> None:
+    plan = ParallelPlan(global_batch=16, micro_batch=1, pp=4, dp_shard=2)
+    with_encoder, without = (
+        stage_costs(make_problem(model, cluster="h100-sxm:1x8", seq_len=4096), plan)
+        for model in (qwen, replace(qwen, encoder=None))
+    )
+    assert with_encoder[0].forward_s > without[0].forward_s
+    assert with_encoder[0].memory_bytes > without[0].memory_bytes
+    assert [stage.forward_s for stage in with_encoder[1:]] == [stage.forward_s for stage in without[1:]]
+
+
+def test_what_cannot_be_priced_is_refused(qwen: ModelSpec) -> None:
+    with pytest.raises(InputError, match="no room for 4 x 1280 = 5120 tokens of images"):
+        make_problem(qwen, cluster="h100-sxm:1x8", seq_len=4096, images=4)
+    with pytest.raises(InputError, match="need a model with an encoder"):
+        make_problem("llama3-8b", cluster="h100-sxm:1x8", seq_len=4096, images=1)
+    with pytest.raises(InputError, match="lengths that vary are not priced with the images"):
+        make_problem(qwen, cluster="h100-sxm:1x8", seq_len=4096, lengths="1k:3,2k:1")
+    with pytest.raises(InputError, match=r"finetuning\.saved_modules may hold"):
+        FineTuning(rank=8, saved_modules=("visual",))
+
+
+def test_images_are_not_cut_by_context_parallelism_nor_their_heads_by_many_ranks(qwen: ModelSpec) -> None:
+    training = TrainingSpec(seq_len=4096)
+    refusal = "an encoder of images with cp 2 and tp 1: only cp 1 is priced, and tp must divide its 16 heads"
+    with pytest.raises(InputError, match=refusal):
+        check_legal(RULES, qwen, training, ParallelPlan(global_batch=16, micro_batch=1, cp=2, dp_shard=4), "any")
