@@ -170,9 +170,17 @@ def started_by(command: str) -> Launch:
 def test_a_launcher_says_more_than_the_devices_it_sees() -> None:
     assert started_by("torchrun --nproc_per_node 1").plan.num_devices == 1
     assert started_by("deepspeed --num_gpus 2").plan.num_devices == 2
+    assert started_by("deepspeed --include localhost:0,2").plan.num_devices == 2
+    assert started_by("deepspeed --include=worker-0:0,1@worker-1:2,3").plan.num_devices == 4
     for alone in ("python", "python3", "/usr/bin/python3.11"):
         with pytest.raises(InputError, match="pass --devices"):
             started_by(alone)
+
+
+def test_adapters_of_a_program_of_its_own_are_not_left_out_silently() -> None:
+    for option in ("--lora_r 8", "--load_in_4bit True", "--lora_rank 8", "--use_lora True"):
+        assert option.split()[0] in matters(of(option))
+    assert "--lora_r" not in matters(of("--use_peft --lora_r 8"))
 
 
 def test_switches_that_are_off_cost_nothing() -> None:

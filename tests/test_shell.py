@@ -25,6 +25,7 @@ SAME = {
     "arrays of options": 'A=("--fp8-format hybrid" --bf16)\nstart ${A[@]}',
     "appended text": 'A="--a 1"\nA+=" --b 2"\nstart $A',
     "arithmetic": "N=4 G=8\nstart $((N * G)) $(($N*$G/3)) $((-7 / 2)) $((-7 % 3)) $(( (N + 1) * 2 ))",
+    "expr": "N=4\nstart $(expr 16 / $N) $(expr $N \\* 3 + 1) $( expr 7 - 2 )",
     "quotes": "A='$B'\nstart \"$A\" '$A' \"\\$A\" \"a'b\" 'a\"b'",
     "if": 'A=x\nif [[ "$A" == "x" ]]; then start yes; else start no; fi\nif [ $A = y ]; then start no; fi',
     "elif": "A=2\nif [ $A -eq 1 ]; then start one\nelif [ $A -eq 2 ]; then start two\nelse start more; fi",

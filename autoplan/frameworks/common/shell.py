@@ -546,9 +546,12 @@ class _State:
         return raw if unset is None else unset
 
     def _expansion(self, piece: str, unset: str | None, depth: int) -> Value:
-        """Return the value of `${...}` or `$((...))`; the output of a command stays as it is written."""
+        """Return the value of `${...}`, `$((...))` or `$(expr ...)`; the output of a command stays as it is written."""
         if piece.startswith("$((") and piece.endswith("))"):
             number = self._arithmetic(piece[3:-2])
+            return piece if number is None else str(number)
+        if calculation := re.fullmatch(r"\$\(\s*expr\s+([^()]+)\)", piece):
+            number = self._arithmetic(calculation[1].replace("\\*", "*"))
             return piece if number is None else str(number)
         if not (piece.startswith("${") and piece.endswith("}")):
             return piece

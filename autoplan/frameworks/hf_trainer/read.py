@@ -92,7 +92,9 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
         raw[key] = {"true": True, "false": False}.get(str(value).casefold(), value)
     finetuning = of_trl(raw, "the arguments")
     options.understood.update(key for key in OF_TRL if key in options.arguments)
-    for key in ("use_lora", "lora_rank"):
+    # Of programs without TRL's `use_peft` nobody knows which modules have adapters.
+    own = () if is_trl or finetuning.has_adapters else ("lora_r", "load_in_4bit", "load_in_8bit")
+    for key in ("use_lora", "lora_rank", *own):
         if options.has(key):
             options.remark(key, "adapters of a program's own are not read: pass --finetune")
     length_key = next((key for key in _LENGTHS if options.has(key)), _LENGTHS[0])

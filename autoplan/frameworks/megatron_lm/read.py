@@ -184,6 +184,8 @@ def num_devices(before: Sequence[str], script: Script, text: str) -> int | None:
         return _product(per_node, nodes)
     if any(word.endswith("deepspeed") for word in before) and "num_gpus" in options:
         return _product(options["num_gpus"], options.get("num_nodes", "1"))
+    if any(word.endswith("deepspeed") for word in before) and "include" in options:
+        return _included(options["include"])
     directives = _options([word for line in re.findall(r"(?m)^\s*#SBATCH\s+(.*)$", text) for word in line.split()])
     for name in ("ntasks", "n", "np"):
         if name in options:
@@ -208,6 +210,14 @@ def _options(words: Sequence[str]) -> dict[str, str]:
             follows = words[at + 1] if at + 1 < len(words) else ""
             result[name.replace("-", "_")] = value if sign else follows
     return result
+
+
+def _included(hosts: str) -> int | None:
+    """Return the devices of DeepSpeed's --include, such as worker-0:0,1@worker-1:0,1; None where a host names none."""
+    slots = [host.partition(":")[2] for host in hosts.split("@")]
+    if not all(re.fullmatch(r"\d{1,4}(,\d{1,4})*", names, re.ASCII) for names in slots):
+        return None
+    return sum(len(names.split(",")) for names in slots)
 
 
 def _product(*numbers: str) -> int | None:
