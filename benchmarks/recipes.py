@@ -32,10 +32,10 @@ from autoplan.frameworks.registry import book_of
 from autoplan.runs.predictions import offloads_activations, recompute_is_stated
 from autoplan.runs.runs import Run, read_runs
 from autoplan.search.choice import pace
-from autoplan.search.left_out import with_left_out
+from autoplan.search.excluded_options import with_excluded_options
 from autoplan.search.placement import place_best
+from autoplan.search.plan_changes import Way, fastest_path, prices
 from autoplan.search.study import search
-from autoplan.search.walk import Way, prices, walk
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
@@ -219,7 +219,7 @@ def compare(recipe: Recipe) -> Comparison:
     )
     try:
         space = make_space(problem, plan.global_batch)
-        _, result = with_left_out(problem, space, place_best(problem, search(problem, space)), ())
+        _, result = with_excluded_options(problem, space, place_best(problem, search(problem, space)), ())
     except AutoplanError as error:
         return replace(priced, failure=str(error))
     if not result.ranked:
@@ -234,7 +234,7 @@ def steps_to(recipe: Recipe, best: ParallelPlan) -> tuple[tuple[str, float], ...
     rules = book_of(recipe.problem.framework).rules
     way = Way(problem=recipe.problem, rules=rules, before=recipe.plan, after=best)
     steps, before_s = [], pace(prices(recipe.problem, [recipe.plan])[0])
-    for step in walk(way):
+    for step in fastest_path(way):
         after_s = pace(step.plan)
         steps.append((" with ".join(step.axes), before_s / after_s))
         before_s = after_s

@@ -7,8 +7,8 @@ measured.  `autoplan tune` is compared with prediction's own order, random order
 prediction's first plans enqueued.
 
 Predictions come from calibrations that have not seen the group's source, or another one of the same people.  The
-spreads of the belief are constants of the product; two of them, `SCATTER` and `DEGREES_SHARE`, are the likeliest for
-the errors of all these sweeps (`belief_fit.py`), not those that need the fewest trials.  Traits of frameworks that
+spreads of the surrogate are constants of the product; two of them, `SCATTER` and `DEGREES_SHARE`, are the likeliest for
+the errors of all these sweeps (`surrogate_fit.py`), not those that need the fewest trials.  Traits of frameworks that
 presets list as fitted stay as they ship, with all runs in view.  As predictions of a framework that nobody has measured
 are worse, the same is shown with spoiled ones: times of every component are off by a factor of their own, and every
 plan by another one.
@@ -180,7 +180,7 @@ def tuned(group: Group, seed: int) -> Iterator[int]:
             at = view.next
         else:
             done = {trial.at for trial in trials}
-            at = min((at for at in range(len(group.plans)) if at not in done), key=lambda at: view.belief.mean[at])
+            at = min((at for at in range(len(group.plans)) if at not in done), key=lambda at: view.surrogate.mean[at])
         yield at
         trials.append(TunedTrial(number=len(trials), at=at, job="", result=group.answers[at]))
 

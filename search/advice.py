@@ -122,9 +122,9 @@ def _why_no_batch(limits: Limits, degrees: set[int]) -> str:
     near = {low // dp * dp for dp in degrees} | {-(-high // dp) * dp for dp in degrees}
     usable = sorted(near - {0}, key=lambda batch: (min(abs(batch - low), abs(batch - high)), batch))
     shown = ", ".join(str(batch) for batch in sorted(usable[:NEAREST_BATCHES]))
-    many = f"{low}" if low == high else f"{low}:{high}"
+    batches_shown = f"{low}" if low == high else f"{low}:{high}"
     return (
-        f"global batch {many} is not divisible by any data-parallel degree that is possible here "
+        f"global batch {batches_shown} is not divisible by any data-parallel degree that is possible here "
         f"(the least is {min(degrees)}): the nearest usable are {shown}"
     )
 
@@ -139,8 +139,8 @@ def _way_out(problem: Problem, space: Space) -> str:
         within = "within these limits " if is_narrowed else ""
         ways.append(f"{within}{_size(problem, least)}")
     helpful = (says for says, wider in _wider(limits, free) if fits_somewhere(problem, wider, space))
-    if here := list(islice(helpful, SHOWN_WAYS)):
-        ways.append(f"on this size it fits {' or '.join(here)}")
+    if changes := list(islice(helpful, SHOWN_WAYS)):
+        ways.append(f"on this size it fits {' or '.join(changes)}")
     elif is_narrowed and fits_somewhere(problem, free, space):
         ways.append("on this size it fits with fewer --fix, --max and --forbid")
     if ways:
@@ -172,18 +172,19 @@ def _wider(limits: Limits, free: Limits) -> Iterator[tuple[str, Limits]]:
     if len(shardings) > 1 and Sharding.ZERO3 in set(free.of("sharding")) - set(shardings):
         yield "without --forbid sharding=zero3", limits.where(sharding=free.of("sharding"))
     for axis, value in limits.fixed:
-        bounds = tuple((name, most) for name, most in free.most if name == axis)
-        rest = tuple(pair for pair in limits.fixed if pair != (axis, value))
-        yield f"without --fix {axis}={value}", replace(limits, fixed=rest, most=(*limits.most, *bounds))
-    for axis, most in limits.most:
-        if (axis, most) not in free.most:
-            bounds = tuple((name, bound) for name, bound in (*limits.most, *free.most) if (name, bound) != (axis, most))
+        bounds = tuple((name, bound) for name, bound in free.upper_bounds if name == axis)
+        fixed = tuple(pair for pair in limits.fixed if pair != (axis, value))
+        bounds = (*limits.upper_bounds, *bounds)
+        yield f"without --fix {axis}={value}", replace(limits, fixed=fixed, upper_bounds=bounds)
+    for axis, bound in limits.upper_bounds:
+        if (axis, bound) not in free.upper_bounds:
+            bounds = tuple(pair for pair in (*limits.upper_bounds, *free.upper_bounds) if pair != (axis, bound))
             # A bound of 1 is one of --max, or the axis was forbidden.
-            says = f"without --max {axis}={most}" if most > 1 else f"with {axis} above 1"
-            yield says, replace(limits, most=tuple(dict.fromkeys(bounds)))
+            says = f"without --max {axis}={bound}" if bound > 1 else f"with {axis} above 1"
+            yield says, replace(limits, upper_bounds=tuple(dict.fromkeys(bounds)))
     for axis, value in limits.forbidden:
-        rest = tuple(pair for pair in limits.forbidden if pair != (axis, value))
-        yield f"without --forbid {axis}={value}", replace(limits, forbidden=rest)
+        forbidden = tuple(pair for pair in limits.forbidden if pair != (axis, value))
+        yield f"without --forbid {axis}={value}", replace(limits, forbidden=forbidden)
     if limits.recomputes == (Recompute.NONE,):
         yield "with recomputation", replace(limits, recomputes=free.recomputes)
     elif len(limits.recomputes) == 1:
@@ -217,7 +218,7 @@ def _leanest(limits: Limits) -> Limits:
     return replace(
         limits,
         recomputes=("full",) if "full" in limits.recomputes else limits.recomputes,
-        most=(*limits.most, *least),
+        upper_bounds=(*limits.upper_bounds, *least),
         global_batches=limits.global_batches[:1],
     ).where(
         sharding=[kind for kind in shardings if kind != "none"] or shardings, offload=limits.of("offload")[-1:], **off
@@ -248,20 +249,20 @@ def smallest_nodes(problem: Problem, limits: Limits, space: Space) -> int | None
             return False
         return fits_somewhere(larger, limits, space)
 
-    below = problem.cluster.num_nodes
-    most = min(MAX_DEVICES, problem.cluster.num_devices * 2**12) // problem.cluster.devices_per_node
-    above = below
+    too_few = problem.cluster.num_nodes
+    max_nodes = min(MAX_DEVICES, problem.cluster.num_devices * 2**12) // problem.cluster.devices_per_node
+    enough = too_few
     while True:
-        above *= 2
-        if above > most:
+        enough *= 2
+        if enough > max_nodes:
             return None
-        if fits(above):
+        if fits(enough):
             break
-        below = above
-    while above - below > 1:
-        middle = (above + below) // 2
+        too_few = enough
+    while enough - too_few > 1:
+        middle = (enough + too_few) // 2
         if fits(middle):
-            above = middle
+            enough = middle
         else:
-            below = middle
-    return above
+            too_few = middle
+    return enough

@@ -9,8 +9,8 @@ from autoplan.base.errors import AutoplanError
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
 from autoplan.search.choice import pace
+from autoplan.search.plan_changes import prices
 from autoplan.search.space import Space
-from autoplan.search.walk import prices
 from autoplan.spec.axes import SEARCHED, shown
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
@@ -25,7 +25,7 @@ def allowances(problem: Problem, space: Space, best: RankedPlan) -> tuple[Allowa
     An option that others depend on comes with these.  The best plan with it may be another one, and faster still.
     """
     rows = []
-    for choice, plans in _left_out(problem, space, best.plan):
+    for choice, plans in _excluded_choices(problem, space, best.plan):
         lawful = [plan for plan in plans if not broken(space.rules, problem.workload, plan)]
         if not lawful:
             continue
@@ -38,20 +38,20 @@ def allowances(problem: Problem, space: Space, best: RankedPlan) -> tuple[Allowa
     return tuple(allowance for allowance in rows if allowance in of_axis.values())
 
 
-def _left_out(problem: Problem, space: Space, plan: ParallelPlan) -> Iterator[tuple[str, list[ParallelPlan]]]:
+def _excluded_choices(problem: Problem, space: Space, plan: ParallelPlan) -> Iterator[tuple[str, list[ParallelPlan]]]:
     """(a choice that the space leaves out, plans that have it: alone first, then with what it may depend on)."""
     book = book_of(problem.framework)
     for axis in SEARCHED:
         for value in axis.searched if axis.exact is not None else ():
             if value in space.limits.of(axis.name) or not book.offers(axis, value):
                 continue
-            others = {
-                other.name: space.limits.of(other.name)[-1]
-                for other in SEARCHED
-                if other.is_monotone and other is not axis
+            strongest = {
+                monotone.name: space.limits.of(monotone.name)[-1]
+                for monotone in SEARCHED
+                if monotone.is_monotone and monotone is not axis
             }
             plans = []
-            for changes in ({axis.name: value}, {axis.name: value, **others}):
+            for changes in ({axis.name: value}, {axis.name: value, **strongest}):
                 try:
                     plans.append(replace(plan, **changes))  # type: ignore[arg-type]
                 except AutoplanError:

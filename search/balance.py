@@ -78,46 +78,48 @@ def _share_out(
         count * (int(np.searchsorted(times, bar, side="right")) - 1)
         for times, count in zip(time_s, counts, strict=True)
     ]
-    rest = global_batch - sum(count * size for count, size in zip(counts, sizes, strict=True))
-    if rest < 0 or min(spare) < 0:
+    unplaced = global_batch - sum(count * size for count, size in zip(counts, sizes, strict=True))
+    if unplaced < 0 or min(spare) < 0:
         return None
     reached = [1]  # bit i: whether i sequences beyond one micro-batch a replica can be placed on the kinds so far
-    for most, size in zip(spare, sizes, strict=True):
-        reached.append(_multiples(reached[-1], size, most) & ((2 << rest) - 1))
-    if not reached[-1] >> rest & 1:
+    for spare_rounds, size in zip(spare, sizes, strict=True):
+        reached.append(_multiples(reached[-1], size, spare_rounds) & ((2 << unplaced) - 1))
+    if not reached[-1] >> unplaced & 1:
         return None
     result = []
-    for before, most, size in zip(reversed(reached[:-1]), reversed(spare), reversed(sizes), strict=True):
-        num_taken = next(n for n in range(min(most, rest // size), -1, -1) if before >> (rest - n * size) & 1)
-        rest -= num_taken * size
+    for before, spare_rounds, size in zip(reversed(reached[:-1]), reversed(spare), reversed(sizes), strict=True):
+        num_taken = next(
+            n for n in range(min(spare_rounds, unplaced // size), -1, -1) if before >> (unplaced - n * size) & 1
+        )
+        unplaced -= num_taken * size
         result.append(num_taken)
     return tuple(count + num_taken for count, num_taken in zip(counts, reversed(result), strict=True))
 
 
-def _multiples(sums: int, size: int, most: int) -> int:
-    """Return the bits of `sums`, each with 0 to `most` times `size` added."""
+def _multiples(sums: int, size: int, max_times: int) -> int:
+    """Return the bits of `sums`, each with 0 to `max_times` times `size` added."""
     step = 1
-    while most > 0:
-        step_taken = min(step, most)
+    while max_times > 0:
+        step_taken = min(step, max_times)
         sums |= sums << step_taken * size
-        most -= step_taken
+        max_times -= step_taken
         step *= 2
     return sums
 
 
-def even_shares(most: Sequence[float], counts: Sequence[int]) -> tuple[float, ...] | None:
-    """Return the share of a replica of every kind, as even as their bounds `most` allow; None if they leave some over.
+def even_shares(bounds: Sequence[float], counts: Sequence[int]) -> tuple[float, ...] | None:
+    """Return the share of a replica of every kind, as even as `bounds` allow; None if they leave some over.
 
     All that are not at their bound have the same.
     """
-    if min(most) < 0 or sum(count * bound for count, bound in zip(counts, most, strict=True)) < 1:
+    if min(bounds) < 0 or sum(count * bound for count, bound in zip(counts, bounds, strict=True)) < 1:
         return None
-    left, replicas = 1.0, sum(counts)
+    unshared, replicas = 1.0, sum(counts)
     level = 1.0
-    for bound, count in sorted(zip(most, counts, strict=True)):
-        level = left / replicas
+    for bound, count in sorted(zip(bounds, counts, strict=True)):
+        level = unshared / replicas
         if bound >= level:
             break
-        left -= count * bound
+        unshared -= count * bound
         replicas -= count
-    return tuple(min(bound, level) for bound in most)
+    return tuple(min(bound, level) for bound in bounds)

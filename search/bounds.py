@@ -91,9 +91,9 @@ class Spread:
 
     def parted(self) -> Spread:
         """Return bounds on all plans of a part: a row for each part, of plans alike in chunks and recomputation."""
-        few = np.ceil(np.log2(self.vp)).astype(np.int64)
+        log_chunks = np.ceil(np.log2(self.vp)).astype(np.int64)
         share = np.ceil(PARTS * self.repeated.sum(axis=1) / np.maximum(self.repeated.sum(axis=1).max(), 1))
-        _, part = distinct_rows(few, share.astype(np.int64))
+        _, part = distinct_rows(log_chunks, share.astype(np.int64))
         order = np.argsort(part, kind="stable")
         starts = np.flatnonzero(np.diff(part[order], prepend=-1))
 
@@ -143,8 +143,8 @@ def _figures(model: ModelSpec, layout: tuple[int, ...], pp: int, *, is_folded: b
     on_rank = _by_rank(total[starts + layers] - total[starts], pp, is_folded=is_folded)
     again = _by_rank(total[starts + np.minimum(layers, numbers[:, None])] - total[starts], pp, is_folded=is_folded)
     head, behind = 0 if is_folded else pp - 1, min(1, pp - 1)
-    others = on_rank[: max(pp - 1, 1)].sum(axis=1)
-    rank = len(others) - 1 - int(np.argmax(others[::-1]))
+    not_last = on_rank[: max(pp - 1, 1)].sum(axis=1)
+    rank = len(not_last) - 1 - int(np.argmax(not_last[::-1]))
     figures = {
         "first": on_rank[0],
         "kept_first": on_rank[0] - again[:, 0],
@@ -250,8 +250,8 @@ class KindCosts(Rows):
         m, pp = _column(self.batch.num_microbatches), _column(self.batch.pp)
         stored = np.minimum(_column(self.stored_bytes), self.kept_bytes)
 
-        def rank_bytes(layers: Floats, kept: Floats, repeated: Floats, live: Ints) -> Floats:
-            passes = self.kept_bytes @ kept.T + stored @ repeated.T + _column(self.boundary_bytes)
+        def rank_bytes(layers: Floats, not_repeated: Floats, repeated: Floats, live: Ints) -> Floats:
+            passes = self.kept_bytes @ not_repeated.T + stored @ repeated.T + _column(self.boundary_bytes)
             return self.state_bytes @ layers.T + np.where(spread.is_folded, 1, live) * passes
 
         first = rank_bytes(spread.first, spread.kept_first, spread.repeated_first, np.minimum(m, pp))
@@ -401,14 +401,14 @@ def _state_bytes(problem: Problem, batch: PlanBatch, dense: float, expert: float
 def _kept_state_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
     """Bytes of weights, gradients and optimizer of parameters in columns: shape (plans, columns)."""
     weights, gradients, optimizer = states(problem, batch, parameters, process_groups(batch))
-    kept = weights + optimizer + (0.0 if problem.framework.memory.fsdp2_states else gradients)
-    return problem.framework.memory.reserved_factor * kept
+    state_bytes = weights + optimizer + (0.0 if problem.framework.memory.fsdp2_states else gradients)
+    return problem.framework.memory.reserved_factor * state_bytes
 
 
 def _kept_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Bytes that a layer keeps of one micro-batch, under what the plans recompute by name."""
-    kept = block_bytes(problem, batch, layer_parts(problem, batch))
-    return problem.framework.memory.reserved_factor * _per_layer(problem.model, kept)
+    per_block = block_bytes(problem, batch, layer_parts(problem, batch))
+    return problem.framework.memory.reserved_factor * _per_layer(problem.model, per_block)
 
 
 def _fixed_bytes(problem: Problem, batch: PlanBatch) -> Floats:
@@ -436,25 +436,25 @@ def _reductions_s(
 
     `dense` and `expert` are the parameters of its leanest layer.
     """
-    fewest, most = first
+    fewest_layers, most_layers = first
     model = problem.model
     table = model.vocab_size * model.hidden_size / batch.tp
     if (finetuning := problem.training.finetuning) is not None:
         table = table * finetuning.trains(EMBEDDING)
     parameters = StageParameters(
-        dense=(fewest * dense + table)[:, None], expert=(fewest * expert)[:, None], ends=table[:, None]
+        dense=(fewest_layers * dense + table)[:, None], expert=(fewest_layers * expert)[:, None], ends=table[:, None]
     )
     none = np.zeros((len(batch), 1), dtype=np.int64)
     block, per_layer = model.layers[0][0], len(model.layers[0])
     blocks = StageBlocks(
-        count={block: fewest[:, None].astype(np.float64)},
+        count={block: fewest_layers[:, None].astype(np.float64)},
         repeated={block: none.astype(np.float64)},
         repeats_chunk=none > 0,
         chunks_alike=none[:, 0] == 0,
         is_last=none > 0,
     )
     end = end_of_step_s(problem, batch, blocks, parameters, Links.of(problem))
-    return least_shown_s(problem, batch, end.reduce_s[:, 0], end.gather_s[:, 0], most * per_layer)
+    return least_shown_s(problem, batch, end.reduce_s[:, 0], end.gather_s[:, 0], most_layers * per_layer)
 
 
 # -- plans, kinds and groups ------------------------------------------------------------------------------------------
@@ -563,12 +563,12 @@ def _least_repeat_s(problem: Problem, space: Space, plain: KindCosts) -> Floats:
 
 def first_layers(problem: Problem, space: Space, kinds: PlanBatch) -> tuple[Ints, Ints]:
     """(fewest, most) layers of the first rank in all layouts of each kind."""
-    fewest, most = np.zeros(len(kinds), dtype=np.int64), np.zeros(len(kinds), dtype=np.int64)
+    fewest_layers, most_layers = np.zeros(len(kinds), dtype=np.int64), np.zeros(len(kinds), dtype=np.int64)
     for inside, kinds_alike in space.alike(kinds):
         if len(inside):
             layers = spread_of(problem.model, inside).first.sum(axis=1)
-            fewest[kinds_alike], most[kinds_alike] = layers.min(), layers.max()
-    return fewest, most
+            fewest_layers[kinds_alike], most_layers[kinds_alike] = layers.min(), layers.max()
+    return fewest_layers, most_layers
 
 
 @lru_cache(maxsize=4096)

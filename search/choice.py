@@ -36,9 +36,9 @@ _SEARCHED_FLAGS = tuple(axis.name for axis in SEARCHED if axis.kind is Kind.FLAG
 MOST_CONTENDERS = 20  # of which the answer holds the plans
 
 
-def apart(parts: Floats, other: Floats) -> Floats:
+def apart(parts: Floats, other_parts: Floats) -> Floats:
     """The part of the step that two plans spend on different things, from their `component_shares`: 0 to 1."""
-    return np.asarray(np.abs(parts - other).sum(axis=-1) / 2)
+    return np.asarray(np.abs(parts - other_parts).sum(axis=-1) / 2)
 
 
 def ratio_spreads(differing: Floats, variances: Floats, own: float = OWN_SPREAD) -> Floats:
@@ -59,9 +59,9 @@ def pace(candidate: RankedPlan) -> float:
     return candidate.s_per_sequence
 
 
-def is_as_safe(candidate: RankedPlan, other: RankedPlan) -> bool:
+def is_as_safe(candidate: RankedPlan, reference: RankedPlan) -> bool:
     """Return whether a plan is as sure to fit as another one."""
-    return VERDICTS.index(candidate.verdict) <= VERDICTS.index(other.verdict)
+    return VERDICTS.index(candidate.verdict) <= VERDICTS.index(reference.verdict)
 
 
 def kind_of(plan: ParallelPlan) -> Hashable:
@@ -93,18 +93,18 @@ def choice_of(result: SearchResult) -> Confidence:
 
     A contender is in the 90 % interval of its ratio to the best: measured, it may be the faster one.
     """
-    best, *others = distinct(result)
-    if not others:
+    best, *slower_plans = distinct(result)
+    if not slower_plans:
         return Confidence(runner_up=None, ratio=None, width=None, num_contenders=0, contenders=())
-    terms = {name: np.array([candidate.terms_s[name] for candidate in (best, *others)]) for name in best.terms_s}
-    parts, spreads = component_shares(terms), np.array([spread_of(candidate) for candidate in (best, *others)])
-    ratio = np.array([pace(candidate) for candidate in others]) / pace(best)
+    terms = {name: np.array([candidate.terms_s[name] for candidate in (best, *slower_plans)]) for name in best.terms_s}
+    parts, spreads = component_shares(terms), np.array([spread_of(candidate) for candidate in (best, *slower_plans)])
+    ratio = np.array([pace(candidate) for candidate in slower_plans]) / pace(best)
     variances = spreads[1:] ** 2 + spreads[0] ** 2
     width = np.exp(NORMAL_90 * ratio_spreads(apart(parts[1:], parts[0]), variances))
     inside = np.flatnonzero(ratio <= width)
     contenders = tuple(
         Contender(
-            plan=others[at].plan,
+            plan=slower_plans[at].plan,
             ratio=float(ratio[at]),
             low=float(ratio[at] / width[at]),
             high=float(ratio[at] * width[at]),
@@ -112,7 +112,7 @@ def choice_of(result: SearchResult) -> Confidence:
         for at in inside[:MOST_CONTENDERS]
     )
     return Confidence(
-        runner_up=others[0],
+        runner_up=slower_plans[0],
         ratio=float(ratio[0]),
         width=float(width[0]),
         num_contenders=len(inside),

@@ -16,8 +16,8 @@ from autoplan.frameworks.registry import rules_for
 from autoplan.search.axes import axes_of, differing, plan_of, words
 from autoplan.search.choice import compared
 from autoplan.search.nearest import neighbours
+from autoplan.search.plan_changes import Way, changes, prices
 from autoplan.search.ranking import TIE, ranked, seconds_per_sequence
-from autoplan.search.walk import Way, changes, prices
 from autoplan.spec.axes import AXES, AXIS, DEFAULT_RECOMPUTE_MODULES, USUAL_SCHEDULES, Kind
 from autoplan.spec.enums import Schedule
 from autoplan.spec.estimate import StageCost
@@ -68,8 +68,8 @@ def _priced(problem: Problem, best: RankedPlan, count: int, rules: tuple[Rule, .
         for candidate in neighbours(problem, plan, count)
     }
     requested.pop(plan, None)
-    most = MOST_BATCH * plan.global_batch
-    candidates = [candidate for candidate in requested if candidate.global_batch <= most]
+    max_batch = MOST_BATCH * plan.global_batch
+    candidates = [candidate for candidate in requested if candidate.global_batch <= max_batch]
     if not candidates:
         return []
     workload = problem.workload
@@ -83,11 +83,11 @@ def _priced(problem: Problem, best: RankedPlan, count: int, rules: tuple[Rule, .
     mine = axes_of(problem.model, plan)
     result = []
     for at, near in zip(order.tolist(), ranked(problem, costs, order), strict=True):
-        wanted = requested[candidates[lawful[at]]]
-        axes = axes_of(problem.model, near.plan) | {"global_batch": wanted.global_batch}
+        unrounded = requested[candidates[lawful[at]]]
+        axes = axes_of(problem.model, near.plan) | {"global_batch": unrounded.global_batch}
         changes = tuple((axis, words(axis, mine[axis]), words(axis, axes[axis])) for axis in differing(mine, axes))
-        is_whole = wanted.global_batch == near.plan.global_batch
-        says = () if admitted[at] and is_whole else broken(rules, workload, near.plan if is_whole else wanted)
+        is_whole = unrounded.global_batch == near.plan.global_batch
+        says = () if admitted[at] and is_whole else broken(rules, workload, near.plan if is_whole else unrounded)
         result.append(
             Neighbour(
                 changes=changes,
@@ -129,11 +129,11 @@ def _lacks(near: Neighbour) -> tuple[int, float]:
 def _nearest(faster: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
     """Return the faster plans that no other one beats with as few changes and as little lacking."""
 
-    kept: list[Neighbour] = []
+    unbeaten: list[Neighbour] = []
     for near in sorted(faster, key=lambda candidate: (*_lacks(candidate), len(candidate.changes), candidate.ratio)):
-        if all(near.ratio < other.ratio * (1.0 - TIE) for other in kept):
-            kept.append(near)
-    return tuple(kept[:MOST_BETTER])
+        if all(near.ratio < better.ratio * (1.0 - TIE) for better in unbeaten):
+            unbeaten.append(near)
+    return tuple(unbeaten[:MOST_BETTER])
 
 
 def _binding(
@@ -164,22 +164,22 @@ def _binding(
 # -- another plan ------------------------------------------------------------------------------------------------------
 
 
-def versus(problem: Problem, best: ParallelPlan, name: str, other: ParallelPlan, theirs: Problem) -> Versus:
-    """`other`, a plan of the problem `theirs`, beside the `best` of `problem`."""
+def versus(problem: Problem, best: ParallelPlan, name: str, other_plan: ParallelPlan, theirs: Problem) -> Versus:
+    """`other_plan`, a plan of the problem `theirs`, beside the `best` of `problem`."""
     (first,) = prices(problem, [best])
-    if faults := broken(universal.RULES, theirs.workload, other):
+    if faults := broken(universal.RULES, theirs.workload, other_plan):
         raise InputError(f"{name}: {faults[0]}")
-    (second,) = prices(theirs, [other])
+    (second,) = prices(theirs, [other_plan])
     rules = rules_for(theirs.framework)
     axis_changes: tuple[AxisChange, ...] = ()
     if problem.workload == theirs.workload and problem.cluster == theirs.cluster:
-        axis_changes = changes(Way(problem=problem, rules=rules, before=best, after=other))
+        axis_changes = changes(Way(problem=problem, rules=rules, before=best, after=other_plan))
     return Versus(
         name=name,
         plan=second,
-        stages=stage_costs(theirs, other),
+        stages=stage_costs(theirs, other_plan),
         gap=compared(second, first),
-        broken=broken(rules, theirs.workload, other),
+        broken=broken(rules, theirs.workload, other_plan),
         changes=axis_changes,
     )
 
@@ -188,8 +188,8 @@ def changed(problem: Problem, plan: ParallelPlan, typed: str) -> ParallelPlan:
     """Return `plan` with the values of 'tp=4,pp=8'; what depends on them follows, as data parallelism does."""
     axes = dict(axes_of(problem.model, plan))
     schedule, vp = axes.get("schedule", (Schedule.ONE_F_ONE_B, 1))
-    wanted = _wanted(typed)
-    for name, text in wanted.items():
+    typed_values = _typed_values(typed)
+    for name, text in typed_values.items():
         if name not in (axis.name for axis in TYPED):
             raise InputError(f"--versus {name}: unknown axis; known: {', '.join(axis.name for axis in TYPED)}")
         if name == "recompute":
@@ -201,11 +201,11 @@ def changed(problem: Problem, plan: ParallelPlan, typed: str) -> ParallelPlan:
         match name:
             case "vp":
                 vp = int(value)
-                if "schedule" not in wanted and schedule in USUAL_SCHEDULES:
+                if "schedule" not in typed_values and schedule in USUAL_SCHEDULES:
                     schedule = Schedule.INTERLEAVED if vp > 1 else Schedule.ONE_F_ONE_B
             case "schedule":
                 schedule = Schedule(str(value))
-                if "vp" not in wanted:
+                if "vp" not in typed_values:
                     vp = 2 if schedule in ("zb-v", "dualpipe-v") else vp if schedule == "interleaved" else 1
             case "sharding":
                 axes["sharding"] = (value, None)
@@ -215,22 +215,22 @@ def changed(problem: Problem, plan: ParallelPlan, typed: str) -> ParallelPlan:
                 axes[name] = value
     axes["schedule"] = (schedule, vp)
     try:
-        other = plan_of(problem, axes)
+        changed_plan = plan_of(problem, axes)
     except AutoplanError as error:
         raise InputError(f"--versus {typed}: {error}") from None
-    if not differing(axes_of(problem.model, plan), axes_of(problem.model, other)):
+    if not differing(axes_of(problem.model, plan), axes_of(problem.model, changed_plan)):
         raise InputError(f"--versus {typed} changes nothing: the plan is {plan.describe()}")
-    return other
+    return changed_plan
 
 
-def _wanted(typed: str) -> dict[str, str]:
+def _typed_values(typed: str) -> dict[str, str]:
     """The value of each axis in 'tp=4,pp=8'; `sharding` stands before the number of ranks over which it is."""
-    wanted: dict[str, str] = {}
+    values: dict[str, str] = {}
     for text in typed.split(","):
         axis, sign, value = (part.strip().lower().replace("-", "_") for part in text.partition("="))
         if not sign or not value:
             raise InputError(f"--versus {typed!r}: no such file; write a plan file, or changes such as tp=4,pp=8")
-        if axis in wanted:
+        if axis in values:
             raise InputError(f"--versus {typed}: {axis} is given twice: leave one of them out")
-        wanted[axis] = value
-    return dict(sorted(wanted.items(), key=lambda item: item[0] == "dp_shard"))
+        values[axis] = value
+    return dict(sorted(values.items(), key=lambda item: item[0] == "dp_shard"))

@@ -51,9 +51,9 @@ class NearBest:
 
     def emptied(self) -> NearBest:
         """Return incumbents with the same bar and no plans."""
-        other = NearBest(self.margin)
-        other.best = self.best
-        return other
+        empty = NearBest(self.margin)
+        empty.best = self.best
+        return empty
 
     def rules_out(self, bounds: Floats) -> Bools:
         """Return whether plans with these bounds are not below the bar."""
@@ -96,21 +96,21 @@ class Front:
 
     def emptied(self) -> Front:
         """Return a front that rules out the same plans and holds none."""
-        other = Front(self._keys.shape[1])
-        other._known = np.concatenate([self._known, self._keys])
-        return other
+        empty = Front(self._keys.shape[1])
+        empty._known = np.concatenate([self._known, self._keys])
+        return empty
 
     def rules_out(self, bounds: Floats) -> Bools:
         """Return whether plans with these bounds cannot belong to the front."""
-        left = np.flatnonzero(np.isfinite(bounds).all(axis=1))
-        keys = np.floor(np.log(bounds[left]) / TIE).astype(np.int64) - SLACK
+        open_rows = np.flatnonzero(np.isfinite(bounds).all(axis=1))
+        keys = np.floor(np.log(bounds[open_rows]) / TIE).astype(np.int64) - SLACK
         rivals = np.concatenate([self._known, self._keys])
         # Plans that are good in all measures rule out most: they come first.
         for rival in rivals[np.argsort(rivals.sum(axis=1))]:
-            kept = ~(rival <= keys).all(axis=1)
-            left, keys = left[kept], keys[kept]
+            is_open = ~(rival <= keys).all(axis=1)
+            open_rows, keys = open_rows[is_open], keys[is_open]
         out = np.ones(len(bounds), dtype=np.bool_)
-        out[left] = False
+        out[open_rows] = False
         return out
 
     def skip(self, bounds: Floats) -> None:
@@ -126,11 +126,11 @@ class Front:
         plainness = np.empty(len(keys), dtype=np.int64)
         plainness[ordering(np.ones(len(keys)), batch)] = np.arange(len(keys))
         # The first of the rest in this order is beaten by none of the rest.
-        rest, kept = np.lexsort([plainness, *keys.T[::-1]]), []
-        while len(rest):
-            kept.append(int(rest[0]))
-            rest = rest[~(keys[rest[0]] <= keys[rest]).all(axis=1)]
-        self._keys, self.batch = keys[kept], batch.take(np.array(kept, dtype=np.int64))
+        candidates, front = np.lexsort([plainness, *keys.T[::-1]]), []
+        while len(candidates):
+            front.append(int(candidates[0]))
+            candidates = candidates[~(keys[candidates[0]] <= keys[candidates]).all(axis=1)]
+        self._keys, self.batch = keys[front], batch.take(np.array(front, dtype=np.int64))
 
     def rows(self) -> dict[str, Any]:
         """Return plain values for `add_rows`."""

@@ -159,10 +159,10 @@ class OpenKinds:
             lowest[~np.isfinite(step_s)] = np.inf  # too large
             is_out = incumbents.rules_out(lowest)
             least_skipped = min(least_skipped, float(lowest[is_out, 0].min(initial=np.inf)))
-            kept = np.flatnonzero(~is_out)
-            parts.append(kinds.take(kept))
-            owners.append(frontier.owner[part][of_group[kept]])
-            bounds.append(lowest[kept])
+            open_rows = np.flatnonzero(~is_out)
+            parts.append(kinds.take(open_rows))
+            owners.append(frontier.owner[part][of_group[open_rows]])
+            bounds.append(lowest[open_rows])
         bound, owner = np.concatenate(bounds), np.concatenate(owners)
         order = best_first(bound)
         return cls(

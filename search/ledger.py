@@ -54,8 +54,8 @@ class Ledger:
     ) -> None:
         self._study, self._storage, self._cells = study, storage, cells
         self._made_here, self._grace_s = made_here, grace_s
-        most = max((getattr(cell, axis) for cell in cells for axis in CELL_AXES), default=1)
-        self._distributions: dict[str, BaseDistribution] = {axis: IntDistribution(1, most) for axis in CELL_AXES}
+        max_degree = max((getattr(cell, axis) for cell in cells for axis in CELL_AXES), default=1)
+        self._distributions: dict[str, BaseDistribution] = {axis: IntDistribution(1, max_degree) for axis in CELL_AXES}
         self._finished_here: set[int] = set()  # numbers of trials
         self._first_seen_s: dict[Hashable, float] = {}
 
@@ -294,7 +294,7 @@ def _block_trials(trials: Iterable[FrozenTrial]) -> tuple[list[_BlockTrial], tup
     names it.
     """
     block_trials: list[_BlockTrial] = []
-    named: set[tuple[int, int]] = set()
+    earlier_cells: set[tuple[int, int]] = set()
     blocks: dict[Block, None] = {}
     for trial in trials:
         if "block" not in trial.user_attrs:
@@ -302,14 +302,16 @@ def _block_trials(trials: Iterable[FrozenTrial]) -> tuple[list[_BlockTrial], tup
         blocks |= dict.fromkeys(_decoded(block) for block in trial.user_attrs["round"])
         if trial.state != TrialState.FAIL:
             block = _decoded(trial.user_attrs["block"])
-            block_trials.append(_BlockTrial(trial=trial, first_cell=block.cells[0], block=_without(block, named)))
-            named.update((block.verdict, cell) for cell in block.cells)
-    missing = (_without(block, named) for block in blocks)
+            block_trials.append(
+                _BlockTrial(trial=trial, first_cell=block.cells[0], block=_without(block, earlier_cells))
+            )
+            earlier_cells.update((block.verdict, cell) for cell in block.cells)
+    missing = (_without(block, earlier_cells) for block in blocks)
     return block_trials, tuple(block for block in missing if block.cells)
 
 
-def _without(block: Block, named: Collection[tuple[int, int]]) -> Block:
-    return replace(block, cells=tuple(cell for cell in block.cells if (block.verdict, cell) not in named))
+def _without(block: Block, earlier_cells: Collection[tuple[int, int]]) -> Block:
+    return replace(block, cells=tuple(cell for cell in block.cells if (block.verdict, cell) not in earlier_cells))
 
 
 def _recorded_cells(trials: Iterable[FrozenTrial]) -> set[tuple[int, int]]:

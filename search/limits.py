@@ -62,15 +62,15 @@ ELSEWHERE = {axis.name: axis.elsewhere for axis in AXES if axis.elsewhere} | {
 class Limits:
     """Choices that a search may vary.
 
-    `fixed`, `most` and `forbidden` are (axis, value) pairs over `COUNTS`; `most` bounds from above.  `values` are pairs
-    of an axis of `SEARCHED` and the words or flags that it takes, the plain one first.  `shard_domains` are the sizes
+    `fixed`, `upper_bounds` and `forbidden` are (axis, value) pairs over `COUNTS`.  `values` are pairs of an axis of
+    `SEARCHED` and the words or flags that it takes, the plain one first.  `shard_domains` are the sizes
     of the link domains within which optimizer states may be sharded, beside sharding over all replicas.
     """
 
     global_batches: tuple[int, ...]
     precision: Precision = Precision.BF16
     fixed: tuple[tuple[str, int], ...] = ()
-    most: tuple[tuple[str, int], ...] = ()
+    upper_bounds: tuple[tuple[str, int], ...] = ()
     forbidden: tuple[tuple[str, int], ...] = ()
     values: tuple[tuple[str, tuple[Value, ...]], ...] = tuple((axis.name, axis.searched[:1]) for axis in SEARCHED)
     shard_domains: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ class Limits:
         return (
             (axis, value) not in self.forbidden
             and all(value == fixed for name, fixed in self.fixed if name == axis)
-            and all(value <= most for name, most in self.most if name == axis)
+            and all(value <= bound for name, bound in self.upper_bounds if name == axis)
         )
 
     def fixes(self, *axes: str) -> bool:
@@ -111,7 +111,7 @@ class Limits:
     def describe(self, model: ModelSpec) -> tuple[str, ...]:
         """The limits in words, for the certificate; of options of parts that the model lacks nothing is said."""
         parts = [f"{axis} = {value}" for axis, value in self.fixed]
-        parts += [f"{axis} <= {value}" for axis, value in self.most]
+        parts += [f"{axis} <= {value}" for axis, value in self.upper_bounds]
         parts += [f"{axis} not {value}" for axis, value in self.forbidden]
         parts += ["sharding " + "|".join(map(shown, self.of("sharding")))]
         parts += ["recompute " + "|".join(_in_short(self.recomputes))]
@@ -147,7 +147,7 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
     limits = Limits(
         global_batches=tuple(sorted(set(global_batches))),
         precision=training.precision,
-        most=(
+        upper_bounds=(
             ("tp", min(cluster.levels[-1].num_devices, cluster.num_devices)),
             ("cp", max(training.seq_len // MIN_TOKENS_PER_CP_RANK, 1)),
             ("micro_batch", MAX_MICRO_BATCH),
@@ -205,7 +205,7 @@ def _runs(dispatcher: Value, problem: Problem) -> bool:
 def _has_graphs(graphs: Value, model: ModelSpec) -> bool:
     """Return whether a search looks at these graphs everywhere: with experts, whose waits they shorten, attention's.
 
-    Other ones are tried on the best plan (`left_out`).
+    Other ones are tried on the best plan (`excluded_options`).
     """
     return graphs not in ((CudaGraphs.LAYER, CudaGraphs.FULL_ITERATION) if model.moe else (CudaGraphs.ATTENTION,))
 
@@ -290,8 +290,8 @@ def _fixed(limits: Limits, name: str, text: str) -> Limits:
     if AXIS[name].kind is not Kind.COUNT:
         return limits.where(**{name: (value,)})  # type: ignore[arg-type]
     # A value that is fixed replaces the bound that is there by default.
-    most = tuple((axis, bound) for axis, bound in limits.most if axis != name)
-    return replace(limits, fixed=(*limits.fixed, (name, int(value))), most=most)
+    upper_bounds = tuple((axis, bound) for axis, bound in limits.upper_bounds if axis != name)
+    return replace(limits, fixed=(*limits.fixed, (name, int(value))), upper_bounds=upper_bounds)
 
 
 def _closest(typed: str, choices: Sequence[str]) -> str:
@@ -338,30 +338,32 @@ def _forbidding(limits: Limits, typed: str) -> Limits:
         return replace(limits, sequence_parallel=word == "off")
     values = limits.of(axis)
     plain = AXIS[axis].default if len(values) == 1 else plain_of(AXIS[axis], values)
-    left = [kept for kept in values if (shown(kept) != word if word else kept == plain)]
-    if not left:
+    allowed = [value for value in values if (shown(value) != word if word else value == plain)]
+    if not allowed:
         raise InputError(f"--forbid {typed}: nothing else is left of {axis}, leave it out")
-    return limits.where(**{axis: left})
+    return limits.where(**{axis: allowed})
 
 
 def _without_count(limits: Limits, typed: str, axis: str, text: str | None) -> Limits:
     """`limits` without a value of a count, or with 1 of it alone."""
     value = None if text is None else int(AXIS[axis].parse(text, "--forbid"))
     fixed = next((fixed for name, fixed in limits.fixed if name == axis), None)
-    most = next((most for name, most in limits.most if name == axis), None)
-    is_empty = fixed not in (None, 1) if value is None else value == fixed or value == most == 1
+    bound = next((bound for name, bound in limits.upper_bounds if name == axis), None)
+    is_empty = fixed not in (None, 1) if value is None else value == fixed or value == bound == 1
     if is_empty:
         raise InputError(f"--forbid {typed}: nothing else is left of {axis}, leave it out")
     if value is not None:
         return replace(limits, forbidden=(*limits.forbidden, (axis, value)))
-    return replace(limits, most=(*((name, most) for name, most in limits.most if name != axis), (axis, 1)))
+    return replace(
+        limits, upper_bounds=(*((name, bound) for name, bound in limits.upper_bounds if name != axis), (axis, 1))
+    )
 
 
 def _recomputing(limits: Limits, typed: str, recomputes: Iterable[str]) -> Limits:
-    left = tuple(recomputes)
-    if not left:
+    allowed = tuple(recomputes)
+    if not allowed:
         raise InputError(f"--forbid {typed}: nothing else is left of recompute, leave it out")
-    return replace(limits, recomputes=left)
+    return replace(limits, recomputes=allowed)
 
 
 def _allowing(limits: Limits, typed: str, offered: Callable[[Axis, Value], bool]) -> Limits:
@@ -370,11 +372,13 @@ def _allowing(limits: Limits, typed: str, offered: Callable[[Axis, Value], bool]
     axis = AXIS.get(name)
     if axis is None or axis.exact is None or f"{name}{sign}{value}" not in ALLOWED:
         raise InputError(f"--allow {typed}: unknown; {_closest(typed, ALLOWED)}")
-    wanted = [axis.parse(value, "--allow")] if value else [word for word in axis.searched if offered(axis, word)]
-    kept = limits.of(name)
-    values = [word for word in axis.searched if word in kept or word in wanted]
+    added = [axis.parse(value, "--allow")] if value else [word for word in axis.searched if offered(axis, word)]
+    values_before = limits.of(name)
+    values = [word for word in axis.searched if word in values_before or word in added]
     # The plain value stands first, unless the order tells which takes less.
-    return limits.where(**{name: values if axis.is_monotone else sorted(values, key=lambda word: word != kept[0])})
+    return limits.where(
+        **{name: values if axis.is_monotone else sorted(values, key=lambda word: word != values_before[0])}
+    )
 
 
 def _is_other_value(allowed: str, axis: str, limits: Limits) -> bool:
@@ -404,8 +408,8 @@ def with_flags(
         if axis not in COUNTS:
             raise InputError(f"--max {axis}: {_not_an_axis(axis, COUNTS)}")
         bounds[axis] = int(AXIS[axis].parse(text, "--max"))
-    kept = tuple((name, most) for name, most in limits.most if name not in bounds)
-    limits = replace(limits, most=(*kept, *bounds.items()))
+    unchanged = tuple((name, bound) for name, bound in limits.upper_bounds if name not in bounds)
+    limits = replace(limits, upper_bounds=(*unchanged, *bounds.items()))
     fixes = _pairs(fix, "--fix")
     for axis, text in fixes:
         limits = _fixed(limits, axis, text)

@@ -118,8 +118,8 @@ def spread_of_price(
         return _of_curve(device.attention.is_measured, device.attention.fit_error)
     if family_of(operation) == "collectives":
         per_domain = shape[1]
-        others = problem.timings.groups(operation, "bf16", "fp16", "fp32")
-        if any((number == beside) == (shape[0] == per_domain) for number, beside, _ in others):
+        timed_groups = problem.timings.groups(operation, "bf16", "fp16", "fp32")
+        if any((number == beside) == (shape[0] == per_domain) for number, beside, _ in timed_groups):
             return SCALED_SPREAD, "scaled"
         level: LinkLevel | None = next(
             (level for level in problem.cluster.levels if level.num_devices >= per_domain), None
@@ -145,10 +145,10 @@ def advise_measurements(
 
     `timed` gives the problem with more measured times in its table.
     """
-    best, *others = first_of_kinds(plans)
-    if not others:
+    best, *slower_plans = first_of_kinds(plans)
+    if not slower_plans:
         return MeasurementAdvice(best=best, rival=None, probability=1.0, groups=())
-    rivals = sorted(others, key=pace)[:MOST_RIVALS]
+    rivals = sorted(slower_plans, key=pace)[:MOST_RIVALS]
     shares = shares_of(problem, [best, *rivals], groups, timed)
     leads = np.log([pace(rival) / pace(best) for rival in rivals])
     return _advice((best, *rivals), leads, shares, groups)
@@ -207,8 +207,8 @@ def _scaled(group: OperationGroup, growth: float) -> list[Measurement]:
 
 def covariance(groups: Sequence[OperationGroup]) -> Floats:
     """Return that of the logarithms of the groups' times: a family has the level of the device in common."""
-    spreads = np.array([group.spread for group in groups])
-    alike = np.array([[group.family == other.family for other in groups] for group in groups], dtype=np.float64)
+    spreads = np.array([first.spread for first in groups])
+    alike = np.array([[first.family == second.family for second in groups] for first in groups], dtype=np.float64)
     return np.asarray(np.outer(spreads, spreads) * (COMMON_SHARE * alike + (1 - COMMON_SHARE) * np.eye(len(groups))))
 
 
@@ -232,15 +232,15 @@ def expected_gain(lead: float, variance: float) -> float:
     return scale * _STANDARD.pdf(lead / scale) - lead * probability_above(-lead / scale)
 
 
-def expected_probability(lead: float, explained: float, rest: float) -> float:
+def expected_probability(lead: float, explained: float, unexplained: float) -> float:
     """Return how probable it will be that the plan then chosen is the faster one; both others are variances."""
     if explained <= 0:
-        return probability_above(lead / np.sqrt(rest))
+        return probability_above(lead / np.sqrt(unexplained))
     # The lead as it will look, from 8 standard deviations below to 8 above, and the probability then.
     steps = np.linspace(-8.0, 8.0, 401)
     weights = np.exp(-(steps**2) / 2.0)
     leads = lead + np.sqrt(explained) * steps
-    probability = np.array([probability_above(abs(ratio)) for ratio in (leads / np.sqrt(rest)).tolist()])
+    probability = np.array([probability_above(abs(ratio)) for ratio in (leads / np.sqrt(unexplained)).tolist()])
     return float(weights @ probability / weights.sum())
 
 
@@ -262,9 +262,9 @@ def _advice(
             for lead, difference in zip(leads, unlike, strict=True)
         )
 
-    while rest := [at for at in range(len(groups)) if at not in chosen]:
-        gains = {at: gain_of([*chosen, at]) - gain for at in rest}
-        at = max(rest, key=lambda group: gains[group] / groups[group].seconds)
+    while unmeasured := [at for at in range(len(groups)) if at not in chosen]:
+        gains = {at: gain_of([*chosen, at]) - gain for at in unmeasured}
+        at = max(unmeasured, key=lambda group: gains[group] / groups[group].seconds)
         if max(gains.values()) < LEAST_GAIN:
             break
         chosen.append(at)

@@ -76,15 +76,15 @@ class MixedSpace:
 
     def limits_of(self, parts: Sequence[int]) -> Limits:
         """Choices that all of the parts have; numbers of recomputed layers are left to plans of one part."""
-        first, *others = (self.spaces[part].limits for part in parts)
+        first, *other_limits = (self.spaces[part].limits for part in parts)
         words = {
             axis.name: tuple(
-                value for value in first.of(axis.name) if all(value in other.of(axis.name) for other in others)
+                value for value in first.of(axis.name) if all(value in limits.of(axis.name) for limits in other_limits)
             )
             for axis in SEARCHED
         }
-        kept = tuple(choice for choice in first.recomputes if not choice.startswith("full:"))
-        return replace(first.where(**words), recomputes=kept or first.recomputes[:1])
+        recomputes = tuple(choice for choice in first.recomputes if not choice.startswith("full:"))
+        return replace(first.where(**words), recomputes=recomputes or first.recomputes[:1])
 
     def ways(self, parts: Sequence[int]) -> Ways | None:
         """All ways of a group of parts to form equal pipelines, with the axes of each; None where there are none."""
@@ -97,7 +97,7 @@ class MixedSpace:
             ]
             for part in parts
         }
-        found: dict[tuple[int, int], list[tuple[Pipelines, Cell]]] = {}
+        by_shape: dict[tuple[int, int], list[tuple[Pipelines, Cell]]] = {}
         for cp in filter(lambda cp: limits.admits("cp", cp), divisors(problem.training.seq_len)):
             for way in pipelines(problem, parts, self.global_batch, degrees, cp):
                 if not limits.admits("pp", len(way.places)) or (self.has_one_tp and not way.has_one_tp):
@@ -108,14 +108,14 @@ class MixedSpace:
                         degrees_of = {"pp": len(way.places), "tp": tp, "cp": cp, "ep": ep, "etp": etp}
                         cell = Cell(**degrees_of, dp_replicate=1, dp_shard=way.count)
                         num_devices = cell.pp * tp * cp * way.count
-                        found.setdefault((way.count, num_devices), []).append((way, cell))
+                        by_shape.setdefault((way.count, num_devices), []).append((way, cell))
         forms: list[Pipelines] = []
         batches, owners = [], []
-        for (count, num_devices), pairs in found.items():
+        for (count, num_devices), pairs in by_shape.items():
             # Replicas share out what does not divide.
-            each = self.global_batch // count
-            whole = self.global_batch % count == 0
-            batch = self.global_batch if whole else count * 2 ** (each.bit_length() - 1)
+            share = self.global_batch // count
+            is_divisible = self.global_batch % count == 0
+            batch = self.global_batch if is_divisible else count * 2 ** (share.bit_length() - 1)
             workload = replace(first.workload, num_devices=num_devices)
             space = replace(first, workload=workload, limits=replace(limits, global_batches=(batch,)))
             cells = [cell for _, cell in pairs]
@@ -159,8 +159,8 @@ class MixedSpace:
         for pp in np.unique(kinds.pp).tolist():
             chunks = self.chunks(parts, pp)
             several = [vp for vp in chunks if vp > 1]
-            few = [vp for vp in several if vp <= FIRST_CHUNKS] or several[:1]
-            for vp in (*chunks[: chunks[:1] == (1,)], *few[-1:]):
+            usual = [vp for vp in several if vp <= FIRST_CHUNKS] or several[:1]
+            for vp in (*chunks[: chunks[:1] == (1,)], *usual[-1:]):
                 rows = np.flatnonzero(kinds.pp == pp)
                 plans = _with_chunks(kinds.take(rows), vp)
                 rounds = -(-plans.num_microbatches // pp) * pp if vp > 1 else plans.num_microbatches
@@ -290,8 +290,8 @@ class _Pipeline(Rows):
         stages, num_layers = self.layer_s.shape[1], sum(self.counts)
         columns = np.column_stack([m, self.head_s, self.most_layers, self.layer_s.reshape(len(m), -1)])
         _, first, alike = np.unique(columns, axis=0, return_index=True, return_inverse=True)
-        few = self.take(first)
-        work_s = few._work_s(m[first])[alike.reshape(-1)]
+        distinct = self.take(first)
+        work_s = distinct._work_s(m[first])[alike.reshape(-1)]
         # Several chunks are two at least.
         pp, chunks = np.full_like(m, stages), np.full_like(m, min(self.chunks, 2))
         passes = Pass(self.message_s, self.message_s)
@@ -321,11 +321,11 @@ class _Pipeline(Rows):
         high = WIDEST * (low + m * self.head_s)
         for _ in range(BISECTIONS):
             middle = np.sqrt(low * high)
-            most = layers_within(middle[:, None] / m[:, None])[:, order]
-            taken = np.diff(np.minimum(np.cumsum(most, axis=1), num_layers), axis=1, prepend=0.0)
-            once_s = ((taken * leanest_s[:, order]).sum(axis=1) + self.head_s) / self.chunks
+            most_layers = layers_within(middle[:, None] / m[:, None])[:, order]
+            placed = np.diff(np.minimum(np.cumsum(most_layers, axis=1), num_layers), axis=1, prepend=0.0)
+            once_s = ((placed * leanest_s[:, order]).sum(axis=1) + self.head_s) / self.chunks
             layers = layers_within((middle - once_s)[:, None] / np.maximum(factor, LEAST_FACTOR))
-            enough = (most.sum(axis=1) >= num_layers) & (layers.sum(axis=1) >= num_layers)
+            enough = (most_layers.sum(axis=1) >= num_layers) & (layers.sum(axis=1) >= num_layers)
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
         return low
 
@@ -344,8 +344,8 @@ def _most_layers(problem: MixedProblem, form: Pipelines, costs: dict[int, KindCo
         safe = problem.as_if(part, frozenset((part,))).capacity_bytes * np.exp(RISKY_Z * spread)
         live = np.minimum(cost.batch.num_microbatches, len(form.places) - stage)
         stored = np.minimum(cost.stored_bytes[:, None], cost.kept_bytes)
-        kept = np.where(cost.batch.recompute_num_layers[:, None] > 0, stored, cost.kept_bytes)
-        of_layer = (cost.state_bytes + live[:, None] * kept).min(axis=1)
+        activation_bytes = np.where(cost.batch.recompute_num_layers[:, None] > 0, stored, cost.kept_bytes)
+        of_layer = (cost.state_bytes + live[:, None] * activation_bytes).min(axis=1)
         free = safe - cost.fixed_bytes - live * cost.boundary_bytes - (stage == 0) * cost.embedding_bytes
         columns.append(np.floor(free / of_layer))
     return np.clip(np.stack(columns, axis=1), 0, problem.model.num_layers)

@@ -25,10 +25,10 @@ Change = tuple[str, str, str]
 def explain_mixed(problem: MixedProblem, file: MixedPlanFile) -> MixedExplanation:
     """Explain the best plan of `file`: what its stages do and hold, and what plans beside it would take."""
     changed = dict(_neighbours(problem, file.best.plan))
-    best, *others = estimate_mixed(problem, [file.best.plan, *changed])
+    best, *changed_costs = estimate_mixed(problem, [file.best.plan, *changed])
     neighbours = [
-        MixedNeighbour(change=change, plan=other, ratio=best.sequences_per_s / other.sequences_per_s)
-        for change, other in zip(changed.values(), others, strict=True)
+        MixedNeighbour(change=change, plan=changed_cost, ratio=best.sequences_per_s / changed_cost.sequences_per_s)
+        for change, changed_cost in zip(changed.values(), changed_costs, strict=True)
     ]
     return MixedExplanation(
         command=file.command,
@@ -42,24 +42,24 @@ def explain_mixed(problem: MixedProblem, file: MixedPlanFile) -> MixedExplanatio
 
 def _worth_showing(neighbours: Iterable[MixedNeighbour]) -> tuple[MixedNeighbour, ...]:
     """Return, of changes of one thing that make a difference, the fastest and the fastest that fits."""
-    kept: dict[tuple[str, bool], MixedNeighbour] = {}
+    fastest: dict[tuple[str, bool], MixedNeighbour] = {}
     for near in sorted((near for near in neighbours if abs(near.ratio - 1) > TIE), key=lambda near: near.ratio):
         fits = near.plan.verdict == "fits"
-        if fits or (near.change[0], True) not in kept:
-            kept.setdefault((near.change[0], fits), near)
-    return tuple(kept.values())
+        if fits or (near.change[0], True) not in fastest:
+            fastest.setdefault((near.change[0], fits), near)
+    return tuple(fastest.values())
 
 
 def _neighbours(problem: MixedProblem, plan: MixedPlan) -> Iterator[tuple[MixedPlan, Change]]:
     """Yield the plans with one change that can be priced."""
     for change, fields in _changes(plan):
         try:
-            other = replace(plan, **fields)  # type: ignore[arg-type]
-            check_mixed(problem, other)
+            changed_plan = replace(plan, **fields)  # type: ignore[arg-type]
+            check_mixed(problem, changed_plan)
         except AutoplanError:
             continue
-        if other != plan:
-            yield other, change
+        if changed_plan != plan:
+            yield changed_plan, change
 
 
 def _changes(plan: MixedPlan) -> Iterator[tuple[Change, dict[str, object]]]:
@@ -76,8 +76,8 @@ def _changes(plan: MixedPlan) -> Iterator[tuple[Change, dict[str, object]]]:
     for at, kind in enumerate(plan.kinds):
         letter = plan.letters[at]
         of = f" of {letter}" if letter else ""
-        for axis, before, after, other in (*_other_micro_batches(kind), *_other_layers(kind)):
-            yield (f"{axis}{of}", before, after), {"kinds": (*plan.kinds[:at], other, *plan.kinds[at + 1 :])}
+        for axis, before, after, changed_kind in (*_other_micro_batches(kind), *_other_layers(kind)):
+            yield (f"{axis}{of}", before, after), {"kinds": (*plan.kinds[:at], changed_kind, *plan.kinds[at + 1 :])}
     for giver, taker in itertools.permutations(range(len(plan.kinds)), 2):
         yield from _shifted(plan, giver, taker)
 
@@ -87,8 +87,8 @@ def _other_micro_batches(kind: ReplicaKind) -> Iterator[tuple[str, str, str, Rep
     sequences = kind.micro_batch * kind.num_microbatches
     for size in (kind.micro_batch // 2, 2 * kind.micro_batch):
         if size and sequences % size == 0:
-            other = replace(kind, micro_batch=size, num_microbatches=sequences // size)
-            yield "micro-batch", str(kind.micro_batch), str(size), other
+            changed_kind = replace(kind, micro_batch=size, num_microbatches=sequences // size)
+            yield "micro-batch", str(kind.micro_batch), str(size), changed_kind
 
 
 def _other_layers(kind: ReplicaKind) -> Iterator[tuple[str, str, str, ReplicaKind]]:
@@ -98,8 +98,8 @@ def _other_layers(kind: ReplicaKind) -> Iterator[tuple[str, str, str, ReplicaKin
         if min(stage.layers + by, following.layers - by) < 1:
             continue
         moved = (stage.with_layers(stage.layers + by), following.with_layers(following.layers - by))
-        other = replace(kind, stages=(*kind.stages[:at], *moved, *kind.stages[at + 2 :]))
-        yield "layers", _layers(kind.stages), _layers(other.stages), other
+        changed_kind = replace(kind, stages=(*kind.stages[:at], *moved, *kind.stages[at + 2 :]))
+        yield "layers", _layers(kind.stages), _layers(changed_kind.stages), changed_kind
 
 
 def _layers(stages: tuple[MixedStage, ...]) -> str:

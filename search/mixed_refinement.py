@@ -46,13 +46,13 @@ class RefinedStructure:
     cost: MixedCost
 
 
-def _is_better(cost: MixedCost, other: MixedCost | None) -> bool:
-    if other is None:
+def _is_better(cost: MixedCost, best: MixedCost | None) -> bool:
+    if best is None:
         return True
-    fits, other_fits = cost.oom_z <= RISKY_Z, other.oom_z <= RISKY_Z
-    if fits and other_fits:
-        return cost.sequences_per_s > other.sequences_per_s
-    return fits or (not other_fits and cost.oom_z < other.oom_z)
+    fits, best_fits = cost.oom_z <= RISKY_Z, best.oom_z <= RISKY_Z
+    if fits and best_fits:
+        return cost.sequences_per_s > best.sequences_per_s
+    return fits or (not best_fits and cost.oom_z < best.oom_z)
 
 
 def _places_of(kind: ReplicaKind) -> tuple[StageKind, ...]:
@@ -134,13 +134,13 @@ class Refiner:
                 for (part, tp), layers in places
             )
             least, more = divmod(total, kind.count)
-            for count, each in ((kind.count - more, least), (more, least + 1)):
+            for count, num_rounds in ((kind.count - more, least), (more, least + 1)):
                 if count:
                     kinds.append(
                         ReplicaKind(
                             count=count,
                             micro_batch=structure.micro_batches[at],
-                            num_microbatches=each * kind.round,
+                            num_microbatches=num_rounds * kind.round,
                             stages=stages,
                             state_share=shares[at] if shares else None,
                         )
@@ -164,13 +164,13 @@ class Refiner:
         ]
         shares = self._shares(draft, cost, prices)
         if shares is None and cost.oom_z > RISKY_Z:
-            for most, price in zip(draft.most_layers, prices, strict=True):
-                self._tighten(most, price)
+            for most_layers, price in zip(draft.most_layers, prices, strict=True):
+                self._tighten(most_layers, price)
         layers, passes = [], []
-        for most, price in zip(draft.most_layers, prices, strict=True):
+        for most_layers, price in zip(draft.most_layers, prices, strict=True):
             layer_s = np.array([stage.layer_s for stage in price.stages])[:, self._kind_of_layer]
             extra_s, before = self._beside_layers(price, layer_s)
-            cut = min_max_layers(layer_s, extra_s, most)
+            cut = min_max_layers(layer_s, extra_s, most_layers)
             if cut is None:
                 return None
             after = extra_s + _layers_s(layer_s, cut)
@@ -185,8 +185,8 @@ class Refiner:
         """Return the rounds of micro-batches of all replicas of every kind together."""
         sizes = [micro * kind.round for micro, kind in zip(structure.micro_batches, structure.kinds, strict=True)]
         if len(structure.kinds) == 1:
-            total, rest = divmod(self.global_batch, sizes[0])
-            return (total,) if not rest and total >= structure.kinds[0].count else None
+            total, remainder = divmod(self.global_batch, sizes[0])
+            return (total,) if not remainder and total >= structure.kinds[0].count else None
         counts = [kind.count for kind in structure.kinds]
         tables, overlaps = [], self.problem.framework.overlap.p2p_overlap
         for size, kind, times, price in zip(sizes, structure.kinds, passes, prices, strict=True):
@@ -207,19 +207,21 @@ class Refiner:
         """Return the memory with which a stage is safe."""
         return stage.capacity_bytes * float(np.exp(RISKY_Z * self.problem.calibrations[stage.part].memory_spread))
 
-    def _tighten(self, most: Ints, price: MixedKindCost) -> None:
+    def _tighten(self, most_layers: Ints, price: MixedKindCost) -> None:
         """Take layers from stages that do not fit; memory has a constant part, so that no fitting number is lost."""
         for at, stage in enumerate(price.stages):
             allowed = self._allowed_bytes(stage)
             if stage.memory_bytes > allowed:
-                most[at] = min(most[at], stage.layers - 1, int(stage.layers * allowed / stage.memory_bytes))
+                most_layers[at] = min(
+                    most_layers[at], stage.layers - 1, int(stage.layers * allowed / stage.memory_bytes)
+                )
 
     def _shares(self, draft: _Draft, cost: MixedCost, prices: Sequence[MixedKindCost]) -> tuple[float, ...] | None:
         """Return shares of states with which all stages fit; None where even shares do, or none."""
         if draft.structure.common.sharding == "none" or len(prices) == 1 or cost.oom_z <= RISKY_Z:
             return None
         state_shares = {_places_of(kind): kind.state_share for kind in cost.plan.kinds}
-        most = []
+        max_shares = []
         for pipelines, price in zip(draft.structure.kinds, prices, strict=True):
             share = state_shares[pipelines.places]
             share = 1 / cost.plan.num_replicas if share is None else share
@@ -229,8 +231,8 @@ class Refiner:
                 else float(stage.memory_bytes <= self._allowed_bytes(stage))
                 for stage in price.stages
             ]
-            most.append(min(*room, 1.0))
-        return even_shares(most, [kind.count for kind in draft.structure.kinds])
+            max_shares.append(min(*room, 1.0))
+        return even_shares(max_shares, [kind.count for kind in draft.structure.kinds])
 
 
 def _layers_s(layer_s: Floats, layers: Sequence[int]) -> Floats:
@@ -251,4 +253,4 @@ def order_of(cost: MixedCost) -> tuple[float, float, int, int, str]:
 
 def ordered(refined: Iterable[RefinedStructure]) -> list[RefinedStructure]:
     """Return structures in the order of their best plans."""
-    return sorted(refined, key=lambda each: order_of(each.cost))
+    return sorted(refined, key=lambda structure: order_of(structure.cost))

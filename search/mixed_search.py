@@ -74,9 +74,9 @@ def search_mixed(
         started = (accepts or accept_all)(plans)
         return [ok and lawful for ok, lawful in zip(started, space.admits(plans), strict=True)]
 
-    found = [search(own, plans) if plans.cells() else None for own, plans in zip(alone, spaces, strict=True)]
+    results_alone = [search(own, plans) if plans.cells() else None for own, plans in zip(alone, spaces, strict=True)]
     costs, rates, bounds = [], [], []
-    for part, result in enumerate(found):
+    for part, result in enumerate(results_alone):
         plans = [] if result is None else [*result.ranked[:KEPT_PLANS], *result.rivals]
         if result and result.closest:
             plans.append(result.closest)
@@ -97,7 +97,7 @@ def search_mixed(
     bounds += [candidate.least_s for of_parts in candidates.values() for candidate in of_parts[:1]]
     certificate = MixedCertificate(
         structures=sum(map(len, candidates.values())),
-        plans=refiner.num_priced + sum(result.certificate.priced for result in found if result),
+        plans=refiner.num_priced + sum(result.certificate.priced for result in results_alone if result),
         rates_alone=tuple(rates),
         gap=max(1 - min(bounds) / ranked[0].step_s, 0.0) if ranked else 1.0,
         limits=(*LIMITS, *((STARTED,) if accepts else ()), *space.describe()),
@@ -126,17 +126,21 @@ def candidates_of(space: MixedSpace) -> dict[frozenset[int], list[Candidate]]:
         for group in itertools.combinations(parts, size)
         if (of_group := space.ways(group)) is not None
     }
-    found: dict[frozenset[int], list[Candidate]] = defaultdict(list)
+    by_parts: dict[frozenset[int], list[Candidate]] = defaultdict(list)
     for group, of_group in ways.items():
         if len(group) > 1:
-            found[frozenset(group)] += [
+            by_parts[frozenset(group)] += [
                 Candidate(float(of_group.least_s[at]), (of_group,), (at,))
                 for at in np.flatnonzero(np.isfinite(of_group.least_s)).tolist()
             ]
     for grouping in groupings(parts):
         if len(grouping) > 1 and all(group in ways for group in grouping):
-            found[frozenset(itertools.chain(*grouping))] += _joined(space, [ways[group] for group in grouping])
-    return {used: sorted(of_parts, key=lambda each: each.least_s) for used, of_parts in found.items() if of_parts}
+            by_parts[frozenset(itertools.chain(*grouping))] += _joined(space, [ways[group] for group in grouping])
+    return {
+        used: sorted(of_parts, key=lambda candidate: candidate.least_s)
+        for used, of_parts in by_parts.items()
+        if of_parts
+    }
 
 
 def _joined(space: MixedSpace, groups: Sequence[Ways]) -> Iterator[Candidate]:
@@ -157,12 +161,12 @@ def _joined(space: MixedSpace, groups: Sequence[Ways]) -> Iterator[Candidate]:
                 by_axes[(*key, choice)].setdefault((ways.form[at], kinds.micro_batch[at], kinds.vp[at]), at)
         tables.append(by_axes)
     keys = tables[0].keys() & set.intersection(*(set(table) for table in tables))
-    most = max(round((MOST_JOINT / max(len(keys), 1)) ** (1 / len(groups))), LEAST_JOINT)
+    max_choices = max(round((MOST_JOINT / max(len(keys), 1)) ** (1 / len(groups))), LEAST_JOINT)
     overhead_s = min(calibration.overall for calibration in space.problem.calibrations)
     overhead_s *= space.problem.framework.host.step_overhead_s
     for key in sorted(keys):
-        kept = (itertools.islice(table[key].values(), most) for table in tables)
-        picks = np.array(list(itertools.product(*kept)))
+        choices = (itertools.islice(table[key].values(), max_choices) for table in tables)
+        picks = np.array(list(itertools.product(*choices)))
         least_s = overhead_s + _shared_s(space.global_batch, groups, picks)
         for time_s, rows in zip(least_s.tolist(), picks.tolist(), strict=True):
             yield Candidate(time_s, tuple(groups), tuple(rows))
@@ -203,16 +207,19 @@ def _refined(
                 forms[candidate.form].append(candidate)
         first = itertools.islice(forms.values(), FIRST_FORMS)
         structures = [space.structure(candidates[0]) for candidates in first]
-        found = refiner.refine(structures)
+        improved = refiner.refine(structures)
         for better in (_other_micro_batches, _other_axes, _other_chunks, _other_chunks):
-            kept: dict[object, Structure] = {}
-            for each in found:
-                kept.setdefault(_form(each.structure), each.structure)
-            best = list(kept.values())[:KEPT_FORMS]
-            found = ordered(
-                (*found, *refiner.refine(other for structure in best for other in better(space, forms, structure)))
+            by_form: dict[object, Structure] = {}
+            for refined_structure in improved:
+                by_form.setdefault(_form(refined_structure.structure), refined_structure.structure)
+            best = list(by_form.values())[:KEPT_FORMS]
+            improved = ordered(
+                (
+                    *improved,
+                    *refiner.refine(neighbour for structure in best for neighbour in better(space, forms, structure)),
+                )
             )
-        refined += found
+        refined += improved
     return ordered(refined)
 
 

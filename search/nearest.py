@@ -38,18 +38,18 @@ def nearest(
     problem: Problem,
     plan: ParallelPlan,
     accepts: Callable[[RankedPlan], bool],
-    others: Sequence[ParallelPlan] = (),
+    extra_plans: Sequence[ParallelPlan] = (),
     *,
     most_changes: int = 2,
 ) -> Near | None:
     """The plan with the fewest changed axes that `accepts` takes, of these the fastest; None where none was found.
 
-    Looked at are the legal plans that fit and differ in up to `most_changes` axes, and `others`.
+    Looked at are the legal plans that fit and differ in up to `most_changes` axes, and `extra_plans`.
     """
     axes = axes_of(problem.model, plan)
     num_changes = {
         candidate: len(differing(axes, axes_of(problem.model, candidate)))
-        for candidate in others
+        for candidate in extra_plans
         if candidate.placement is None
     }
     for count in range(1, most_changes + 1):

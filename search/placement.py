@@ -171,10 +171,10 @@ class _OrderSearch:
         now, spread = (self._shares(nodes[None]) for nodes in (order, order[turns]))
         slopes = {}
         for where, share in spread.items():
-            most = float(max(share.max(), now[where].max()))
-            if most > 0:
-                longest, shortest = (self._what_if(now, where, leaving) for leaving in (most, 0.0))
-                slopes[where] = max(longest - shortest, 0.0) / most
+            max_share = float(max(share.max(), now[where].max()))
+            if max_share > 0:
+                longest, shortest = (self._what_if(now, where, leaving) for leaving in (max_share, 0.0))
+                slopes[where] = max(longest - shortest, 0.0) / max_share
         return slopes
 
     def score(self, slopes: Slopes, orders: Ints) -> Floats:
@@ -265,18 +265,18 @@ class _OrderSearch:
         return float(estimate(self.problem.on(Topology(levels=tuple(levels))), self.batch).step_s[0])
 
 
-def _pairs(num: int, most: int) -> tuple[Ints, Ints]:
-    """Return all pairs of `num` things in random order, or `most` random ones where there are more."""
+def _pairs(num: int, max_pairs: int) -> tuple[Ints, Ints]:
+    """Return all pairs of `num` things in random order, or `max_pairs` random ones where there are more."""
     random = np.random.default_rng(0)
-    if num * (num - 1) // 2 <= most:
+    if num * (num - 1) // 2 <= max_pairs:
         first, second = np.triu_indices(num, 1)
         mixed = random.permutation(len(first))
         return first[mixed], second[mixed]
-    return random.integers(num, size=most), random.integers(num, size=most)
+    return random.integers(num, size=max_pairs), random.integers(num, size=max_pairs)
 
 
 def _in_blocks(kinds: Sequence[int] | Ints, count: Ints, size: int) -> Ints:
     """Return classes one after another, each `count` times: nodes that fill blocks of `size` first, then the rest."""
     full = [np.full(count[kind] // size * size, kind) for kind in kinds]
-    rest = [np.full(count[kind] % size, kind) for kind in kinds]
-    return np.concatenate([*full, *rest])
+    remainders = [np.full(count[kind] % size, kind) for kind in kinds]
+    return np.concatenate([*full, *remainders])

@@ -88,7 +88,7 @@ def price_block(frontier: Frontier, open_kinds: OpenKinds, incumbents: Incumbent
     is_of_block = np.zeros(len(frontier.cells), dtype=np.bool_)
     is_of_block[list(block.cells)] = True
     rows = np.flatnonzero(is_of_block[open_kinds.owner])
-    for part in pricer.not_ruled_out(open_kinds.bounds[rows], growth=4, most=BLOCK_KINDS):
+    for part in pricer.not_ruled_out(open_kinds.bounds[rows], growth=4, max_rows=BLOCK_KINDS):
         pricer.price_kinds(open_kinds.kinds.take(rows[part]), open_kinds.owner[rows[part]])
     cells = {cell: pricer.outcome(cell, float(open_kinds.cell_bounds[cell, 0])) for cell in block.cells}
     return BlockOutcome(findings=pricer.findings.packed(), cells=cells)
@@ -118,7 +118,7 @@ class _BlockPricer:
         attributes["plan"] = self.plan_of[cell]
         return CellOutcome(value=float(self.value_of[cell]), constraints=constraints, attributes=attributes)
 
-    def not_ruled_out(self, bounds: Floats, *, growth: int, most: int) -> Iterator[Ints]:
+    def not_ruled_out(self, bounds: Floats, *, growth: int, max_rows: int) -> Iterator[Ints]:
         """Yield rows of `bounds` in order, few at first and then more at once, but for those that are ruled out."""
         incumbents, done, size = self.findings.incumbents, 0, FIRST_PRICED
         while done < len(bounds):
@@ -151,7 +151,7 @@ class _BlockPricer:
         plans, bound, of_cell = PlanBatch.concatenate(parts), np.concatenate(bounds), np.concatenate(owners)
         lawful = np.flatnonzero(legal(space.rules, space.workload, plans))
         lawful = lawful[best_first(bound[lawful])]
-        for part in self.not_ruled_out(bound[lawful], growth=2, most=MOST_PRICED):
+        for part in self.not_ruled_out(bound[lawful], growth=2, max_rows=MOST_PRICED):
             self._price(plans.take(lawful[part]), of_cell[lawful[part]])
 
     def _price(self, batch: PlanBatch, owner: Ints) -> None:

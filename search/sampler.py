@@ -76,21 +76,21 @@ class Axes:
 
     def cell(self, params: Mapping[str, float]) -> int:
         """Return the index of the cell that was proposed."""
-        left: Sequence[int] = range(len(self._cells))
+        matching: Sequence[int] = range(len(self._cells))
         for axis in FREE_AXES:
-            values = self._values(left, axis)
+            values = self._values(matching, axis)
             chosen = values[min(int(params[axis] * len(values)), len(values) - 1)]
-            left = [at for at in left if getattr(self._cells[at], axis) == chosen]
-        return left[0]
+            matching = [at for at in matching if getattr(self._cells[at], axis) == chosen]
+        return matching[0]
 
     def params(self, cell: int) -> dict[str, float]:
         """Return a proposal that stands for a cell."""
-        left: Sequence[int] = range(len(self._cells))
+        matching: Sequence[int] = range(len(self._cells))
         params = {}
         for axis in FREE_AXES:
-            own, values = getattr(self._cells[cell], axis), self._values(left, axis)
+            own, values = getattr(self._cells[cell], axis), self._values(matching, axis)
             params[axis] = (values.index(own) + 0.5) / len(values)
-            left = [at for at in left if getattr(self._cells[at], axis) == own]
+            matching = [at for at in matching if getattr(self._cells[at], axis) == own]
         return params
 
     def _values(self, cells: Sequence[int], axis: str) -> list[int]:

@@ -134,10 +134,10 @@ class _Contenders:
         z = normal_z(result.certificate.quantile)
         best = result.rivals[0]
         ordered = sorted((*result.ranked, *result.rivals), key=lambda plan: at_quantile(plan, z))
-        others = [plan for plan in {plan.plan: plan for plan in ordered}.values() if plan.plan != best.plan]
-        if len(others) >= MOST_PLANS:
-            margin = min(margin, pace(others[MOST_PLANS - 1]) / pace(best) - 1.0)
-        plans = (best, *others[: MOST_PLANS - 1])
+        slower_plans = [plan for plan in {plan.plan: plan for plan in ordered}.values() if plan.plan != best.plan]
+        if len(slower_plans) >= MOST_PLANS:
+            margin = min(margin, pace(slower_plans[MOST_PLANS - 1]) / pace(best) - 1.0)
+        plans = (best, *slower_plans[: MOST_PLANS - 1])
         numbers: dict[Hashable, int] = {}
         kinds = [numbers.setdefault(kind_of(plan.plan), len(numbers)) for plan in plans]
         return cls(
@@ -191,11 +191,11 @@ def _flips(
         if crossing is None:
             continue
         growth, kind = crossing
-        then = times(growth)
-        winner = min(np.flatnonzero(contenders.kinds == kind), key=lambda at: float(then[at]))
+        flip_times = times(growth)
+        winner = min(np.flatnonzero(contenders.kinds == kind), key=lambda at: float(flip_times[at]))
         # What is left out takes at least `1 + margin` times as long as the best one now, more where the number is
         # worse, and where it is better no less than in proportion.
-        best = float(then[contenders.kinds == 0].min())
+        best = float(flip_times[contenders.kinds == 0].min())
         yield Flip(
             quantity=quantity.name,
             factor=growth if not quantity.is_rate else 1.0 / growth,
@@ -214,13 +214,13 @@ def first_crossing(
     proportion, so that they are lines with bends: follow the lines to where the first one crosses, price there, and go
     on from there if a bend was in between.
     """
-    at, here, beyond = 1.0, now, end
+    at, times_at, beyond = 1.0, now, end
     toward = math.copysign(1.0, end - 1.0)
     is_crossed = False
     for _ in range(MOST_ROUNDS):
         closing = (slope[0] - slope) * toward
         with np.errstate(divide="ignore", invalid="ignore"):
-            reach = np.where(closing > 0, np.maximum(here - here[0], 0.0) / closing, np.inf)
+            reach = np.where(closing > 0, np.maximum(times_at - times_at[0], 0.0) / closing, np.inf)
         target = at + toward * min(float(reach.min()), abs(beyond - at))
         at_target = times(target)
         # Rows that come no nearer are none that cross here, however near they are.
@@ -231,11 +231,11 @@ def first_crossing(
             return target, rival
         if target == end and behind[rival] > 0:
             return None
-        slope = (at_target - here) / (target - at)
+        slope = (at_target - times_at) / (target - at)
         if behind[rival] < 0:
             beyond, is_crossed = target, True
         else:
-            at, here = target, at_target
+            at, times_at = target, at_target
     return (at, rival) if is_crossed else None
 
 

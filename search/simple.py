@@ -13,8 +13,8 @@ from autoplan.frameworks.common.rules import legal
 from autoplan.search.axes import axes_of, plan_of
 from autoplan.search.choice import is_as_safe, pace
 from autoplan.search.limits import Limits, divisors
+from autoplan.search.plan_changes import Way, prices, safe_mixes
 from autoplan.search.space import Space
-from autoplan.search.walk import Way, prices, safe_mixes
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES, SEARCHED, Kind
 from autoplan.spec.enums import Recompute, Schedule, Sharding
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -31,13 +31,15 @@ def simplest_first(problem: Problem, space: Space, result: SearchResult) -> Sear
 
     It is as safe as the fastest, and slower by `MOST_SLOWER` at most.
     """
-    fastest, *others = result.rivals
+    fastest, *slower_plans = result.rivals
     slowest = pace(fastest) * (1 + MOST_SLOWER)
     near = [
-        candidate for candidate in others[:MOST_RIVALS] if pace(candidate) <= slowest and is_as_safe(candidate, fastest)
+        candidate
+        for candidate in slower_plans[:MOST_RIVALS]
+        if pace(candidate) <= slowest and is_as_safe(candidate, fastest)
     ]
     simplified_plans = [simplified(problem, space, candidate, slowest) for candidate in (fastest, *near)]
-    _, simplest = min(simplified_plans, key=lambda each: (each[0], pace(each[1])))
+    _, simplest = min(simplified_plans, key=lambda counted: (counted[0], pace(counted[1])))
     if simplest.plan == fastest.plan:
         return result
     rivals = (simplest, *(candidate for candidate in result.rivals if candidate.plan != simplest.plan))
@@ -62,15 +64,15 @@ def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float
     else:
         return len(axes_of(problem.model, simplest.plan)), simplest
     way = Way(problem=problem, rules=space.rules, before=plain, after=simplest.plan)
-    kept = way.axes()
-    while kept:
-        fewer = safe_mixes(way, [tuple(axis for axis in kept if axis != plainer) for plainer in kept], start)
+    axes = way.axes()
+    while axes:
+        fewer = safe_mixes(way, [tuple(axis for axis in axes if axis != left_axis) for left_axis in axes], start)
         near = {axes: candidate for axes, candidate in fewer.items() if pace(candidate) <= slowest}
         if not near:
             break
-        kept = min(near, key=lambda axes: pace(near[axes]))
-        simplest = near[kept]
-    return len(kept), simplest
+        axes = min(near, key=lambda subset: pace(near[subset]))
+        simplest = near[axes]
+    return len(axes), simplest
 
 
 def _evened(problem: Problem, space: Space, start: RankedPlan) -> Sequence[RankedPlan]:
@@ -89,8 +91,10 @@ def _evened(problem: Problem, space: Space, start: RankedPlan) -> Sequence[Ranke
     if not plans:
         return ()
     lawful = legal(space.rules, problem.workload, PlanBatch.of(plans, num_layers))
-    kept = [plans[at] for at in np.flatnonzero(lawful)]
-    return [candidate for candidate in prices(problem, kept) if is_as_safe(candidate, start)] if kept else ()
+    legal_plans = [plans[at] for at in np.flatnonzero(lawful)]
+    return (
+        [candidate for candidate in prices(problem, legal_plans) if is_as_safe(candidate, start)] if legal_plans else ()
+    )
 
 
 def _plain(problem: Problem, limits: Limits, plan: ParallelPlan, *, keeps_cp: bool) -> ParallelPlan:

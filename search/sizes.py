@@ -15,9 +15,9 @@ from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.units import format_days, format_tokens
 from autoplan.search.advice import check_result, why_empty
 from autoplan.search.bounds import group_bounds
+from autoplan.search.excluded_options import with_excluded_options
 from autoplan.search.findings import RISKY
 from autoplan.search.frontier import limit_bytes
-from autoplan.search.left_out import with_left_out
 from autoplan.search.objectives import Objective, Run, costs_of, figures, least_figures, measures_of
 from autoplan.search.placement import place_best
 from autoplan.search.ranking import TIE
@@ -75,8 +75,8 @@ def search_sizes(
     """Find the plans of all sizes that are best in the objectives and within the limits of the run.
 
     Of one objective that is one plan, of several the exact front.  NoPlanError where no size has such a plan.  Options
-    that spaces leave out are tried but for those that are `barred` (`with_left_out`).  Workers of a `shared` search
-    take the sizes in the same order and share the search of each: a study a size.
+    that spaces leave out are tried but for those that are `barred` (`with_excluded_options`).  Workers of a `shared`
+    search take the sizes in the same order and share the search of each: a study a size.
     """
     measures = measures_of(objectives, run)
     waiting = sorted((_bounded(nodes, make, objectives, run) for nodes in sizes), key=lambda size: size.costs)
@@ -91,7 +91,7 @@ def search_sizes(
             if is_time_alone:
                 result = place_best(size.problem, result)
             if result.ranked:
-                _, result = with_left_out(size.problem, size.space, result, barred, measures=measures)
+                _, result = with_excluded_options(size.problem, size.space, result, barred, measures=measures)
             results[size.num_nodes] = result
             plans = result.ranked[:1] if is_time_alone else result.ranked
             run_plans = [
@@ -178,9 +178,9 @@ def _outcome(size: _Size, front: Sequence[RunPlan], objectives: Sequence[Objecti
     )
 
 
-def _is_no_worse(costs: Costs, others: Costs) -> bool:
+def _is_no_worse(costs: Costs, reference: Costs) -> bool:
     """Return whether none of the costs is above its counterpart, but for ties."""
-    return all(cost <= other * (1 + TIE) for cost, other in zip(costs, others, strict=True))
+    return all(cost <= reference_cost * (1 + TIE) for cost, reference_cost in zip(costs, reference, strict=True))
 
 
 def _front(plans: Iterable[RunPlan], objectives: Sequence[Objective]) -> list[RunPlan]:
@@ -188,15 +188,15 @@ def _front(plans: Iterable[RunPlan], objectives: Sequence[Objective]) -> list[Ru
 
     Of equal ones it is the one on the fewest nodes.
     """
-    kept: list[tuple[Costs, RunPlan]] = []
+    front: list[tuple[Costs, RunPlan]] = []
     plans = list(plans)
     safe = [plan for plan in plans if plan.plan.verdict == "fits"] or plans
     valued = [(costs_of(objectives, plan.figures), plan) for plan in safe]
     valued.sort(key=lambda pair: (_rounded(pair[0]), pair[1].num_nodes))
     for costs, plan in valued:
-        if not any(_is_no_worse(other, costs) for other, _ in kept):
-            kept.append((costs, plan))
-    return [plan for _, plan in kept]
+        if not any(_is_no_worse(front_costs, costs) for front_costs, _ in front):
+            front.append((costs, plan))
+    return [plan for _, plan in front]
 
 
 def _rounded(costs: Costs) -> tuple[float, ...]:

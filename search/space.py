@@ -409,7 +409,7 @@ class Space:
         if pp not in self._choices:
             longest = max((max(layers) for *_, layers in self.layouts_on(pp)), default=0)
             kinds: dict[tuple[int, int, bool], tuple[int, int, int]] = {}
-            for choice in sorted(map(_recompute, self.limits.recomputes), key=lambda each: each[2]):
+            for choice in sorted(map(_recompute, self.limits.recomputes), key=lambda fields: fields[2]):
                 # So many layers as the longest chunk has are all of them.
                 if choice[2] == ALL_LAYERS or choice[2] < longest:
                     kinds.setdefault((choice[0], choice[1], choice[2] == ALL_LAYERS), choice)
@@ -452,9 +452,9 @@ def _expanded(columns: Ints, tables: Sequence[Ints], width: int) -> tuple[Ints, 
     sizes = np.array([len(table) for table in tables], dtype=np.int64)
     starts = np.cumsum(sizes) - sizes
     rows = np.concatenate([np.reshape(table, (-1, width)) for table in tables] or [np.empty((0, width), np.int64)])
-    each = sizes[columns]
-    owner = np.repeat(np.arange(len(columns)), each)
-    inside = np.arange(len(owner)) - np.repeat(np.cumsum(each) - each, each)
+    table_sizes = sizes[columns]
+    owner = np.repeat(np.arange(len(columns)), table_sizes)
+    inside = np.arange(len(owner)) - np.repeat(np.cumsum(table_sizes) - table_sizes, table_sizes)
     return owner, rows[starts[columns][owner] + inside]
 
 

@@ -72,11 +72,11 @@ def _open(url: str | None) -> BaseStorage:
         return _journal(url)
     if not is_url(url):
         raise InputError("--storage: write a path, grpc://host:port, or a URL whose password is percent-encoded")
-    scheme, rest = url.split("://", 1)
+    scheme, address = url.split("://", 1)
     if scheme == "sqlite":
         return _sqlite(url)
     driver = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}.get(scheme, scheme)
-    return _database(f"{driver}://{rest}", {"pool_pre_ping": True})
+    return _database(f"{driver}://{address}", {"pool_pre_ping": True})
 
 
 def _journal(path: str) -> JournalStorage:
@@ -176,10 +176,12 @@ def _check_same(study: optuna.Study, identity: Mapping[str, str]) -> None:
         time.sleep(0.1)
     if recorded == dict(identity):
         return
-    other = [
+    differences = [
         f"{key} {recorded.get(key)}, here {value}" for key, value in identity.items() if recorded.get(key) != value
     ]
-    raise InputError(f"study {study.study_name} is about something else ({'; '.join(other)}): give another --study")
+    raise InputError(
+        f"study {study.study_name} is about something else ({'; '.join(differences)}): give another --study"
+    )
 
 
 def identity(problem: Problem, space: Space, **more: object) -> dict[str, str]:

@@ -86,9 +86,9 @@ def groupings(parts: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
     if not parts:
         yield ()
         return
-    first, rest = parts[0], parts[1:]
-    for others in groupings(rest):
-        yield others  # the first is idle
-        yield ((first,), *others)
-        for at, group in enumerate(others):
-            yield (*others[:at], (first, *group), *others[at + 1 :])
+    first, later = parts[0], parts[1:]
+    for grouping in groupings(later):
+        yield grouping  # the first is idle
+        yield ((first,), *grouping)
+        for at, group in enumerate(grouping):
+            yield (*grouping[:at], (first, *group), *grouping[at + 1 :])

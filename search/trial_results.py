@@ -12,7 +12,7 @@ from autoplan.base.files import decode, read_table
 from autoplan.frameworks.logs import LoggedRun, LogReader
 from autoplan.jobs.job import LOG, MESSAGES, OUTCOME, Cause, JobStatus
 from autoplan.runs.failure import LogEnd
-from autoplan.search.belief import RUN_SPREAD
+from autoplan.search.surrogate import RUN_SPREAD
 from autoplan.search.tune import TrialResult
 from autoplan.trainer.task import TrainingReport
 
@@ -48,9 +48,9 @@ def read_result(folder: Path, log: LogReader, status: JobStatus, *, seconds: flo
     if words.out_of_memory:
         return make_result("oom", words.out_of_memory, seconds=seconds)
     if status.cause is not None:
-        said = "" if words.reason == "it wrote nothing" else f"; its last words: {refusal or words.reason}"
-        return make_result(_ENDS[status.cause], status.reason + said, seconds=seconds)
-    if any(said in words.reason for said in ("no answer within", "(--limit)")):  # of `autoplan run`
+        last_words = "" if words.reason == "it wrote nothing" else f"; its last words: {refusal or words.reason}"
+        return make_result(_ENDS[status.cause], status.reason + last_words, seconds=seconds)
+    if any(phrase in words.reason for phrase in ("no answer within", "(--limit)")):  # of `autoplan run`
         return make_result("timeout", words.reason, seconds=seconds)
     if status.status not in (0, None):
         ending = f"ended by signal {-status.status}" if status.status < 0 else f"failed ({status.status})"
@@ -62,8 +62,8 @@ def read_result(folder: Path, log: LogReader, status: JobStatus, *, seconds: flo
     except InputError as error:
         if status.state == "lost":
             return make_result("lost", status.reason or words.reason, seconds=seconds)
-        said = "" if words.reason == "it wrote nothing" else f"; its last words: {words.reason}"
-        return make_result("failed", f"{error}{said}", seconds=seconds)
+        last_words = "" if words.reason == "it wrote nothing" else f"; its last words: {words.reason}"
+        return make_result("failed", f"{error}{last_words}", seconds=seconds)
     return make_result("measured", logged=logged, seconds=seconds)
 
 

@@ -260,7 +260,7 @@ class Trials:
         if view.ratio is not None:
             parts.append(described_ratio(view.ratio))
         if view.best is not None:
-            parts.append(f"{len(view.left)} of {len(self.tuning.plans)} left that may be faster")
+            parts.append(f"{len(view.worth_trying)} of {len(self.tuning.plans)} left that may be faster")
         return "; ".join(parts)
 
     def _doing(self, watched: _Watched, statuses: dict[str, JobStatus]) -> str:

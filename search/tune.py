@@ -23,8 +23,8 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from autoplan.base.version import __version__
-from autoplan.search.belief import RUN_SPREAD, Belief, MeasuredPlan, fit_chance, pool_runs
 from autoplan.search.storage import fingerprint, join_study
+from autoplan.search.surrogate import RUN_SPREAD, MeasuredPlan, Surrogate, fit_chance, pool_runs
 from autoplan.spec.estimate import probability_above
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
@@ -35,8 +35,8 @@ TOLERANCE = 0.02  # a plan that is faster by less is no better: runs of one plan
 CHANCE = 0.05  # that any of some plans is better, below which they are not expected to be
 FIRST_CHANCE = 0.5  # of fitting, from which on a plan may be the first one to finish
 MOST_ALIKE = 3  # trials that fail for the same reason before any has finished: the fault is none of the plans'
-# How much slower than the best a plan may be predicted and still be tried: beyond, the belief gives it no such chance
-# unless it spends its step on other things altogether.
+# How much slower than the best a plan may be predicted and still be tried: beyond, the surrogate gives it no such
+# chance unless it spends its step on other things altogether.
 MARGIN = 0.3
 MOST_RUNS = 3  # of a plan whose lead over another one is within what runs of one plan differ by
 MOST_PLANS = 500  # of which more would not be told apart by a few trials
@@ -84,15 +84,15 @@ class TunedTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningState:
-    """State of a study: the belief about all plans and the trials; `best` ran the fastest plan last."""
+    """State of a study: the surrogate of all plans and the trials; `best` ran the fastest plan last."""
 
-    belief: Belief
+    surrogate: Surrogate
     trials: tuple[TunedTrial, ...]
     measured: tuple[MeasuredPlan, ...]  # plans that were timed, the fastest first, each over all its runs
     best: TunedTrial | None
     best_s: float | None  # of a step of that plan, over all its runs
     ratio: float | None  # measured over predicted steps, their median
-    left: tuple[int, ...]  # plans not tried that may still be better than the best
+    worth_trying: tuple[int, ...]  # plans not tried that may still be better than the best
     next: int | None  # the plan to try: of these, or again of those that are too close to tell
     stop: Stop | None
 
@@ -188,7 +188,7 @@ def tuning_state(plans: Sequence[RankedPlan], trials: Sequence[TunedTrial]) -> T
     ]
     measured = pool_runs(timed)
     measured.sort(key=lambda plan: plan.step_s / plans[plan.at].plan.global_batch)
-    belief = Belief.of(plans, measured)
+    surrogate = Surrogate.of(plans, measured)
     out_of_memory = [trial.at for trial, result in ended if result.how == "oom"]
     fits = fit_chance(plans, [plan.at for plan in measured], out_of_memory)
     finished = {trial.at: trial for trial, result in ended if result.how == "measured"}
@@ -200,46 +200,52 @@ def tuning_state(plans: Sequence[RankedPlan], trials: Sequence[TunedTrial]) -> T
     again: list[int] = []
     if best is None:
         likely = untried & (fits >= min(FIRST_CHANCE, fits[untried].max(initial=0.0))) & (fits > 0)
-        left, worth = np.flatnonzero(untried & (fits > 0)), np.where(likely, -belief.mean, -np.inf)
+        candidates, worth = np.flatnonzero(untried & (fits > 0)), np.where(likely, -surrogate.mean, -np.inf)
     else:
-        bar = float(belief.mean[best.at])
-        chance = untried * fits * belief.chance_below(bar + math.log1p(-TOLERANCE))
+        bar = float(surrogate.mean[best.at])
+        chance = untried * fits * surrogate.chance_below(bar + math.log1p(-TOLERANCE))
         # The least likely are given up, as long as together they are.
         by_chance = np.argsort(chance)
-        left = np.sort(by_chance[np.cumsum(chance[by_chance]) >= CHANCE])
+        candidates = np.sort(by_chance[np.cumsum(chance[by_chance]) >= CHANCE])
         # What runs now is taken to come out as believed.
         running = [
-            MeasuredPlan(at=trial.at, step_s=float(np.exp(belief.mean[trial.at])) * plans[trial.at].plan.global_batch)
+            MeasuredPlan(
+                at=trial.at, step_s=float(np.exp(surrogate.mean[trial.at])) * plans[trial.at].plan.global_batch
+            )
             for trial in trials
             if trial.result is None
         ]
-        believed = Belief.of(plans, pool_runs([*timed, *running])) if running else belief
-        worth = fits * believed.improvement(min([bar, *(float(belief.mean[plan.at]) for plan in running)]))
-        again = _too_close(belief, measured, best)
+        believed = Surrogate.of(plans, pool_runs([*timed, *running])) if running else surrogate
+        worth = fits * believed.improvement(min([bar, *(float(surrogate.mean[plan.at]) for plan in running)]))
+        again = _too_close(surrogate, measured, best)
     runs = Counter(trial.at for trial in trials if trial.result is None or trial.result.how != "cancelled")
     under_way = {trial.at for trial in trials if trial.result is None}
     repeatable = [at for at in again if runs[at] < MOST_RUNS and at not in under_way]
-    following = int(left[np.argmax(worth[left])]) if len(left) else min(repeatable, key=runs.__getitem__, default=None)
+    following = (
+        int(candidates[np.argmax(worth[candidates])])
+        if len(candidates)
+        else min(repeatable, key=runs.__getitem__, default=None)
+    )
     return TuningState(
-        belief=belief,
+        surrogate=surrogate,
         trials=tuple(trials),
         measured=tuple(measured),
         best=finished[best.at] if best else None,
         best_s=best.step_s if best else None,
         ratio=float(np.median([plan.step_s / plans[plan.at].step_s for plan in measured])) if measured else None,
-        left=tuple(left.tolist()),
+        worth_trying=tuple(candidates.tolist()),
         next=following,
         stop=_stop(ended, has_best=best is not None, is_left=following is not None, is_close=bool(again)),
     )
 
 
-def _too_close(belief: Belief, measured: Sequence[MeasuredPlan], best: MeasuredPlan) -> list[int]:
+def _too_close(surrogate: Surrogate, measured: Sequence[MeasuredPlan], best: MeasuredPlan) -> list[int]:
     """Return the best plan and those that may be faster, all measured: runs of one plan differ by as much.
 
     Empty where the best is told from all others.
     """
-    lead = belief.mean - belief.mean[best.at] - math.log1p(-TOLERANCE)
-    spread = np.hypot(belief.spread, belief.spread[best.at])
+    lead = surrogate.mean - surrogate.mean[best.at] - math.log1p(-TOLERANCE)
+    spread = np.hypot(surrogate.spread, surrogate.spread[best.at])
     rivals = [
         plan.at
         for plan in measured

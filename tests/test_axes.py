@@ -133,7 +133,7 @@ COUNTED = [AXIS[name] for name in FORBIDDEN_COUNTS]
 
 @pytest.mark.parametrize("axis", COUNTED, ids=is_called)
 def test_forbidding_a_count_leaves_1_and_forbidding_a_value_of_it_the_others(axis: Axis) -> None:
-    limits = Limits(global_batches=(64,), most=((axis.name, 16),))
+    limits = Limits(global_batches=(64,), upper_bounds=((axis.name, 16),))
     alone = with_flags(limits, fix=[], at_most=[], forbid=[axis.name])
     assert [value for value in range(1, 17) if alone.admits(axis.name, value)] == [1]
     others = with_flags(limits, fix=[], at_most=[], forbid=[f"{axis.name}=8", f"{axis.name}=1"])

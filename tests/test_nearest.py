@@ -14,7 +14,7 @@ from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.search.axes import axes_of, differing
 from autoplan.search.nearest import nearest
-from autoplan.search.walk import prices
+from autoplan.search.plan_changes import prices
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.search_result import RankedPlan
 from commands import run

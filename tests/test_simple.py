@@ -8,10 +8,10 @@ import pytest
 
 from autoplan.frameworks.common.rules import broken
 from autoplan.search.choice import pace
+from autoplan.search.plan_changes import prices
 from autoplan.search.simple import MOST_SLOWER, simplest_first, simplified
 from autoplan.search.space import Space
 from autoplan.search.study import search
-from autoplan.search.walk import prices
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem

@@ -69,7 +69,7 @@ def all_shapes(limits: Limits, model: ModelSpec, devices: int) -> Iterator[Paral
     for tp, cp, pp, replicate, shard in product(numbers, repeat=5):
         if tp * cp * pp * replicate * shard != devices or pp > model.num_layers:
             continue
-        if tp > dict(limits.most)["tp"] or cp > dict(limits.most)["cp"]:
+        if tp > dict(limits.upper_bounds)["tp"] or cp > dict(limits.upper_bounds)["cp"]:
             continue
         if replicate > 1 and not (tp * cp * shard in limits.shard_domains and cp * shard > 1):
             continue
@@ -83,7 +83,7 @@ def all_shapes(limits: Limits, model: ModelSpec, devices: int) -> Iterator[Paral
         for ep, etp, micro, (vp, schedule, layout), sharding, recompute, kind, batch in product(
             experts,
             sorted({1, tp}) if model.moe else [1],
-            range(1, dict(limits.most)["micro_batch"] + 1),
+            range(1, dict(limits.upper_bounds)["micro_batch"] + 1),
             shapes,
             limits.of("sharding"),
             limits.recomputes,
@@ -137,7 +137,7 @@ def test_enumeration_equals_brute_force(
 ) -> None:
     limits = Limits(
         global_batches=batches,
-        most=(("tp", 6), ("cp", 2), ("micro_batch", 4)),
+        upper_bounds=(("tp", 6), ("cp", 2), ("micro_batch", 4)),
         shard_domains=(2, 4) if book.shards_over_part else (),
         recomputes=recomputes,
         split=book.split,
@@ -157,7 +157,7 @@ def test_enumeration_equals_brute_force(
 def test_what_is_turned_down_early_holds_no_legal_plan(book: Rulebook, model: ModelSpec, devices: int) -> None:
     limits = Limits(
         global_batches=(12,),
-        most=(("tp", 8), ("cp", 2), ("micro_batch", 2)),
+        upper_bounds=(("tp", 8), ("cp", 2), ("micro_batch", 2)),
         shard_domains=(4,) if book.shards_over_part else (),
         recomputes=("none", "full", *(("full:1", "full:2") if book.repeats_some_layers else ())),
         split=book.split,
@@ -283,13 +283,13 @@ PIPELINES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 
 def test_default_limits_follow_the_cluster_and_the_sequence() -> None:
     limits = default_limits(problem(), (16,))
-    assert dict(limits.most) == {"tp": 8, "cp": 2, "micro_batch": 16}
+    assert dict(limits.upper_bounds) == {"tp": 8, "cp": 2, "micro_batch": 16}
     assert limits.shard_domains == (8,)
     assert limits.recomputes == ("none", "full", "mlp", *SOME_LAYERS)
     assert (limits.fewer_at_ends, limits.shards_any_part) == (4, True)
     scores = replace(problem(), training=TrainingSpec(seq_len=1024, attention="unfused"))
     assert "selective" in default_limits(scores, (16,)).recomputes
-    assert dict(default_limits(scores, (16,)).most)["cp"] == 1
+    assert dict(default_limits(scores, (16,)).upper_bounds)["cp"] == 1
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ from autoplan.base.files import encode
 from autoplan.frameworks.logs import LogReader
 from autoplan.jobs.job import LOG, MESSAGES, OUTCOME, PLAN, Cause, JobStatus, LocalJobs, SilentError
 from autoplan.profiler.store import open_store
-from autoplan.search.belief import RUN_SPREAD, Belief, MeasuredPlan, fit_chance, pool_runs
 from autoplan.search.choice import distinct
 from autoplan.search.storage import opened
 from autoplan.search.study import search
+from autoplan.search.surrogate import RUN_SPREAD, MeasuredPlan, Surrogate, fit_chance, pool_runs
 from autoplan.search.trial_results import read_result
 from autoplan.search.trials import Budget, Trials
 from autoplan.search.tune import CHANCE, MARGIN, MOST_RUNS, TOLERANCE, TrialResult, TunedTrial, Tuning, tuning_state
@@ -64,13 +64,13 @@ def trial(number: int, at: int, result: TrialResult | None) -> TunedTrial:
     return TunedTrial(number=number, at=at, job=f"job {number}", result=result)
 
 
-# -- the belief -------------------------------------------------------------------------------------------------------
+# -- the surrogate ----------------------------------------------------------------------------------------------------
 
 
 def test_what_was_measured_is_known_and_plans_alike_follow_it(plans: Sequence[RankedPlan]) -> None:
-    before = Belief.of(plans)
+    before = Surrogate.of(plans)
     assert before.mean == pytest.approx(np.log([one.step_s / 64 for one in plans]))
-    after = Belief.of(plans, [MeasuredPlan(at=0, step_s=plans[0].step_s * 1.1)])
+    after = Surrogate.of(plans, [MeasuredPlan(at=0, step_s=plans[0].step_s * 1.1)])
     assert after.mean[0] == pytest.approx(before.mean[0] + np.log(1.1))
     assert after.spread[0] == pytest.approx(RUN_SPREAD)
     moved = after.mean - before.mean
@@ -88,9 +88,9 @@ def test_a_measurement_never_makes_anything_less_certain_nor_depends_on_order(
     some = data.draw(st.lists(st.integers(0, 19), unique=True, min_size=1, max_size=5))
     factors = data.draw(st.lists(st.floats(0.8, 1.05), min_size=len(some), max_size=len(some)))
     runs = [MeasuredPlan(at=at, step_s=plans[at].step_s * factor) for at, factor in zip(some, factors, strict=True)]
-    before, after = Belief.of(plans), Belief.of(plans, runs)
+    before, after = Surrogate.of(plans), Surrogate.of(plans, runs)
     assert (after.spread <= before.spread + 1e-12).all()
-    again = Belief.of(plans, runs[::-1])
+    again = Surrogate.of(plans, runs[::-1])
     assert again.mean == pytest.approx(after.mean)
 
 
@@ -107,13 +107,13 @@ def test_all_plans_off_alike_changes_no_choice(plans: Sequence[RankedPlan]) -> N
 
 
 def test_one_erratic_run_teaches_little_and_many_that_agree_teach_all(plans: Sequence[RankedPlan]) -> None:
-    prior = Belief.of(plans).mean
-    one = Belief.of(plans, [MeasuredPlan(at=0, step_s=plans[0].step_s * 5)])
+    prior = Surrogate.of(plans).mean
+    one = Surrogate.of(plans, [MeasuredPlan(at=0, step_s=plans[0].step_s * 5)])
     assert (one.mean - prior)[1:].max() < 0.25  # of 1.6
-    many = Belief.of(plans, [MeasuredPlan(at=at, step_s=plans[at].step_s * 5) for at in range(15)])
+    many = Surrogate.of(plans, [MeasuredPlan(at=at, step_s=plans[at].step_s * 5) for at in range(15)])
     assert (many.mean - prior)[15:].min() > 1.2
     # A step is never fast by chance: that is believed at once.
-    fast = Belief.of(plans, [MeasuredPlan(at=0, step_s=plans[0].step_s / 3)])
+    fast = Surrogate.of(plans, [MeasuredPlan(at=0, step_s=plans[0].step_s / 3)])
     assert (fast.mean - prior)[1:].max() < -0.5
 
 
@@ -144,22 +144,22 @@ def two_cores(plans: Sequence[RankedPlan]) -> tuple[RankedPlan, ...]:
     return tuple(made)
 
 
-def test_trials_that_contradict_each_other_widen_the_belief_and_trials_that_agree_narrow_it(
+def test_trials_that_contradict_each_other_widen_the_surrogate_and_trials_that_agree_narrow_it(
     plans: Sequence[RankedPlan],
 ) -> None:
     some = two_cores(plans)
     agreeing = [MeasuredPlan(at=at, step_s=1.75 * some[at].step_s) for at in range(3)]
     contradicting = [MeasuredPlan(at=at, step_s=ms / 1000) for at, (_, _, ms, _) in enumerate(TWO_CORES[:3])]
-    one, other = Belief.of(some, agreeing), Belief.of(some, contradicting)
+    one, other = Surrogate.of(some, agreeing), Surrogate.of(some, contradicting)
     scales = np.arange(len(one.weights))
-    assert one.weights @ scales < Belief.of(some).weights @ scales < other.weights @ scales
+    assert one.weights @ scales < Surrogate.of(some).weights @ scales < other.weights @ scales
     assert (one.spread[3:] < other.spread[3:]).all()
     assert one.weights.sum() == pytest.approx(1.0)
 
 
 def test_plans_of_the_same_degrees_follow_a_measured_one_most(plans: Sequence[RankedPlan]) -> None:
     some = two_cores(plans)
-    moved = Belief.of(some, [MeasuredPlan(at=2, step_s=1.2 * some[2].step_s)]).mean - Belief.of(some).mean
+    moved = Surrogate.of(some, [MeasuredPlan(at=2, step_s=1.2 * some[2].step_s)]).mean - Surrogate.of(some).mean
     assert moved[4] > moved[3] + 0.003 > moved[6]
     assert moved[0] == pytest.approx(moved[3])
 
@@ -182,22 +182,22 @@ def test_a_plan_of_other_degrees_is_tried_after_two_that_contradict_each_other_a
 def test_the_plans_given_up_are_together_unlikely_to_hold_a_better_one(plans: Sequence[RankedPlan]) -> None:
     done = [trial(at, at, measured(plans, at)) for at in range(3)]
     view = tuning_state(plans, done)
-    chance = view.belief.chance_below(float(np.log(plans[0].step_s / 64) + np.log1p(-TOLERANCE)))
-    given_up = sorted(set(range(3, len(plans))) - set(view.left))
-    assert chance[given_up].sum() < CHANCE <= chance[given_up].sum() + chance[list(view.left)].min()
-    assert chance[given_up].max() <= chance[list(view.left)].min()
+    chance = view.surrogate.chance_below(float(np.log(plans[0].step_s / 64) + np.log1p(-TOLERANCE)))
+    given_up = sorted(set(range(3, len(plans))) - set(view.worth_trying))
+    assert chance[given_up].sum() < CHANCE <= chance[given_up].sum() + chance[list(view.worth_trying)].min()
+    assert chance[given_up].max() <= chance[list(view.worth_trying)].min()
 
 
 def test_expected_improvement_is_what_sampling_says(plans: Sequence[RankedPlan]) -> None:
-    belief = Belief.of(plans)
-    bar = float(belief.mean[0])
+    surrogate = Surrogate.of(plans)
+    bar = float(surrogate.mean[0])
     rng = np.random.default_rng(0)
-    scales = rng.choice(len(belief.weights), 200_000, p=belief.weights)
-    draws = rng.normal(belief.means[scales], belief.spreads[scales])
-    assert belief.mean == pytest.approx(draws.mean(axis=0), abs=3e-3)
-    assert belief.spread == pytest.approx(draws.std(axis=0), rel=0.01)
-    assert belief.improvement(bar) == pytest.approx(np.maximum(bar - draws, 0).mean(axis=0), rel=0.05, abs=1e-4)
-    assert belief.chance_below(bar) == pytest.approx((draws < bar).mean(axis=0), abs=0.01)
+    scales = rng.choice(len(surrogate.weights), 200_000, p=surrogate.weights)
+    draws = rng.normal(surrogate.means[scales], surrogate.spreads[scales])
+    assert surrogate.mean == pytest.approx(draws.mean(axis=0), abs=3e-3)
+    assert surrogate.spread == pytest.approx(draws.std(axis=0), rel=0.01)
+    assert surrogate.improvement(bar) == pytest.approx(np.maximum(bar - draws, 0).mean(axis=0), rel=0.05, abs=1e-4)
+    assert surrogate.chance_below(bar) == pytest.approx((draws < bar).mean(axis=0), abs=0.01)
 
 
 def test_out_of_memory_rules_out_what_needs_as_much_unless_more_has_fit(plans: Sequence[RankedPlan]) -> None:
@@ -244,7 +244,7 @@ def test_trials_go_on_until_no_plan_is_likely_to_be_faster(plans: Sequence[Ranke
         assert view.next is not None
         assert view.next not in {one.at for one in trials}
         trials.append(trial(len(trials), view.next, measured(plans, view.next)))
-        sizes.append(len(view.left))
+        sizes.append(len(view.worth_trying))
     assert view.stop == "separated"
     assert view.best is not None
     assert view.best.at == 0
@@ -252,7 +252,7 @@ def test_trials_go_on_until_no_plan_is_likely_to_be_faster(plans: Sequence[Ranke
     assert sizes[-1] < sizes[0]
     bar = np.log(plans[0].step_s / 64) + np.log1p(-TOLERANCE)
     rest = [at for at in range(len(plans)) if at not in {one.at for one in trials}]
-    assert view.belief.chance_below(float(bar))[rest].max() < 0.05
+    assert view.surrogate.chance_below(float(bar))[rest].max() < 0.05
 
 
 def test_plans_that_are_as_far_apart_as_their_own_runs_are_run_again(plans: Sequence[RankedPlan]) -> None:
@@ -289,7 +289,7 @@ def test_a_plan_out_of_memory_is_no_candidate_again_and_takes_those_above_with_i
     view = tuning_state(plans, [trial(0, first, TrialResult(how="oom", reason="CUDA out of memory"))])
     assert view.next is not None
     assert plans[view.next].memory_bytes < plans[first].memory_bytes
-    assert all(plans[at].memory_bytes < plans[first].memory_bytes for at in view.left)
+    assert all(plans[at].memory_bytes < plans[first].memory_bytes for at in view.worth_trying)
 
 
 def test_what_fails_teaches_nothing_of_others_and_alike_failures_end_it(plans: Sequence[RankedPlan]) -> None:

@@ -23,7 +23,7 @@ from autoplan.cost import estimate as cost
 from autoplan.frameworks.common.rules import Rule, broken
 from autoplan.frameworks.registry import book_of
 from autoplan.frameworks.trainer.rules import check_training
-from autoplan.search import knobs
+from autoplan.search.memory_knobs import memory_knobs
 from autoplan.search.ranking import ranked
 from autoplan.spec.axes import AXES
 from autoplan.spec.enums import CodedEnum
@@ -108,7 +108,7 @@ def price(problem: Problem, plan: ParallelPlan, *, timings: str = "", with_knobs
     command = "autoplan.estimate() of Python"
     file = make_plan_file(problem, ranked(problem, costs, [0]), None, timings=timings, command=command)
     if with_knobs:
-        file = replace(file, memory_knobs=knobs.memory_knobs(problem, plan, rules))
+        file = replace(file, memory_knobs=memory_knobs(problem, plan, rules))
     if file.best.verdict == "fits":
         return PlanResult(file=file, problem=problem)
     verdict = "does not fit" if file.best.verdict == "oom" else "may not fit"

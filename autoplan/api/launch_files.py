@@ -19,9 +19,9 @@ from autoplan.frameworks.launch_files import read_launch, read_launch_on, reader
 from autoplan.frameworks.registry import TARGETS, book_of
 from autoplan.launch.targets import exported
 from autoplan.search.choice import compared, pace
+from autoplan.search.plan_changes import Way, changes, fastest_path, nearest_equal, prices
 from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
-from autoplan.search.walk import Way, changes, nearest_equal, prices, walk
 from autoplan.spec.explanation import AxisChange, CurrentPlan, OptionChange
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -137,7 +137,7 @@ class LaunchStart:
         priced = None if _broken(problem, plan, universal.RULES) else prices(problem, [plan])[0]
         way = Way(problem=problem, rules=book_of(problem.framework).rules, before=plan, after=file.best.plan)
         try:
-            axis_changes, steps = changes(way), walk(way)
+            axis_changes, steps = changes(way), fastest_path(way)
         except AutoplanError:  # the plan does not even add up, as `broken` says
             axis_changes, steps = (), ()
         today = CurrentPlan(

@@ -22,7 +22,7 @@ from autoplan.readers.model import preset_models
 from autoplan.report.page.content import Control, MixedContent, PlanContent, Step
 from autoplan.report.page.page import page
 from autoplan.search.choice import robust_margin, robust_order
-from autoplan.search.left_out import with_options_of
+from autoplan.search.excluded_options import with_options_of
 from autoplan.search.objectives import Run
 from autoplan.search.sensitivity import sensitivity
 from autoplan.search.space import Space

@@ -22,9 +22,9 @@ from autoplan.frameworks.registry import facts_of, find_target, target_called
 from autoplan.launch.targets import job_of
 from autoplan.search.advice import check_result
 from autoplan.search.allowances import allowances
+from autoplan.search.baselines import baseline_plans
 from autoplan.search.choice import choice_of, robust_margin, robust_order
-from autoplan.search.left_out import with_left_out
-from autoplan.search.obvious import obvious
+from autoplan.search.excluded_options import with_excluded_options
 from autoplan.search.placement import place_best
 from autoplan.search.sampler import Sampling
 from autoplan.search.sensitivity import sensitivity
@@ -209,7 +209,7 @@ def _best_step(question: _Question) -> PlanResult:
     check_result(problem, space, result)
     result = place_best(problem, result)
     if sampling is None:
-        space, result = with_left_out(problem, space, result, question.space.barred, margin=margin)
+        space, result = with_excluded_options(problem, space, result, question.space.barred, margin=margin)
     if started and not question.space.narrows:
         result = started.nearest_result(problem, space, result)
     if quantile is not None:
@@ -219,7 +219,7 @@ def _best_step(question: _Question) -> PlanResult:
         result = simplest_first(problem, space, result)
     choice = choice_of(result)
     if question.why:
-        choice = replace(choice, sensitivity=flips, obvious=obvious(problem, space, result))
+        choice = replace(choice, sensitivity=flips, obvious=baseline_plans(problem, space, result))
     file = question.file(problem, result.rivals, result.certificate, choice=choice)
     file = replace(file, allowances=allowances(problem, space, result.rivals[0]))
     if started:

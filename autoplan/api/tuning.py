@@ -23,7 +23,7 @@ from autoplan.jobs.template import load_job_template
 from autoplan.launch.targets import job_of
 from autoplan.search.advice import check_result
 from autoplan.search.choice import distinct
-from autoplan.search.left_out import with_left_out
+from autoplan.search.excluded_options import with_excluded_options
 from autoplan.search.storage import opened
 from autoplan.search.study import search
 from autoplan.search.trials import Budget, Trials, spent_hours
@@ -237,7 +237,7 @@ def _report(candidates: Candidates, tuning: Tuning, view: TuningState, ended: st
         best_s=view.best_s,
         trials=tuple(_tried(tuning, trial) for trial in view.trials if trial.result),
         candidates=len(tuning.plans),
-        left=len(view.left),
+        left=len(view.worth_trying),
         ratio=view.ratio,
         gpu_hours=spent_hours(candidates.problem, view),
     )
@@ -286,7 +286,7 @@ def _searched(
     space = space_of(problem, flags)
     result = search(problem, space, progress, margin=MARGIN)
     check_result(problem, space, result)
-    _, result = with_left_out(problem, space, result, flags.barred, margin=MARGIN)
+    _, result = with_excluded_options(problem, space, result, flags.barred, margin=MARGIN)
     return Candidates(problem=problem, plans=distinct(result)[:MOST_PLANS], timings=options.get("timings") or "")
 
 

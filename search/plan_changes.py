@@ -96,8 +96,8 @@ def changes(way: Way) -> tuple[AxisChange, ...]:
     return tuple(result)
 
 
-def walk(way: Way) -> tuple[WalkStep, ...]:
-    """A greedy way to `after`: every step takes the change that leaves the least time per sequence.
+def fastest_path(way: Way) -> tuple[WalkStep, ...]:
+    """Return a greedy path to `after`: every step takes the change that leaves the least time per sequence.
 
     Every plan is legal and as safe as `after`.  Where no single change leads to such a plan, or none is faster than the
     plan before, two are made at once, then three; at last all that are left.
@@ -107,27 +107,27 @@ def walk(way: Way) -> tuple[WalkStep, ...]:
     done: tuple[str, ...] = ()
     steps: list[WalkStep] = []
     while len(done) < len(axes):
-        left = [axis for axis in axes if axis not in done]
-        taken, plan = _next(way, done, left, last, before_s)
-        steps.append(WalkStep(axes=taken, plan=plan))
-        done, before_s = (*done, *taken), pace(plan)
+        remaining = [axis for axis in axes if axis not in done]
+        added, plan = _next(way, done, remaining, last, before_s)
+        steps.append(WalkStep(axes=added, plan=plan))
+        done, before_s = (*done, *added), pace(plan)
     return tuple(steps)
 
 
 def _next(
-    way: Way, done: tuple[str, ...], left: Sequence[str], last: RankedPlan, before_s: float
+    way: Way, done: tuple[str, ...], remaining: Sequence[str], last: RankedPlan, before_s: float
 ) -> tuple[tuple[str, ...], RankedPlan]:
     """The changes to make next and the plan with them; `before_s` is the time per sequence so far."""
     slower = None
-    for size in range(1, min(MOST_AT_ONCE, len(left)) + 1):
-        mixes = safe_mixes(way, [(*done, *more) for more in combinations(left, size)], last)
+    for size in range(1, min(MOST_AT_ONCE, len(remaining)) + 1):
+        mixes = safe_mixes(way, [(*done, *more) for more in combinations(remaining, size)], last)
         if mixes:
             best = min(mixes, key=lambda changed: pace(mixes[changed]))
             step = best[len(done) :], mixes[best]
             if pace(mixes[best]) < before_s:
                 return step
             slower = slower or step
-    return slower or (tuple(left), last)
+    return slower or (tuple(remaining), last)
 
 
 def safe_mixes(way: Way, choices: Sequence[tuple[str, ...]], last: RankedPlan) -> dict[tuple[str, ...], RankedPlan]:
@@ -150,7 +150,7 @@ def nearest_equal(problem: Problem, rules: tuple[Rule, ...], before: ParallelPla
     while True:
         way = Way(problem=problem, rules=rules, before=before, after=best.plan)
         axes = way.axes()
-        choices = [tuple(axis for axis in axes if axis != kept) for kept in axes]
+        choices = [tuple(axis for axis in axes if axis != dropped) for dropped in axes]
         mixes = safe_mixes(way, [*choices, ()] if axes else [], best)
         equal = [
             candidate

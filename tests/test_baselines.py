@@ -11,9 +11,9 @@ from autoplan.cost.estimate import estimate
 from autoplan.frameworks.common.rules import legal
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import BOOKS
+from autoplan.search.baselines import baseline_plans, families
 from autoplan.search.choice import pace
 from autoplan.search.limits import with_flags
-from autoplan.search.obvious import families, obvious
 from autoplan.search.study import search
 from autoplan.spec.model import Experts
 from search_cases import DENSE, LARGE, make
@@ -26,7 +26,7 @@ MOE = replace(
 def test_every_family_is_told_by_its_best_plan() -> None:
     problem, space = make()
     result = search(problem, space)
-    told = {one.family: one for one in obvious(problem, space, result)}
+    told = {one.family: one for one in baseline_plans(problem, space, result)}
     assert "FSDP alone" in told
     assert told["FSDP alone"].plan.plan.sharding == "zero3"
     for name, limits in families(problem, space.limits):
@@ -44,7 +44,9 @@ def test_every_family_is_told_by_its_best_plan() -> None:
 
 def test_a_family_that_does_not_fit_says_by_how_much() -> None:
     problem, space = make(LARGE)
-    alone = next(one for one in obvious(problem, space, search(problem, space)) if one.family.startswith("data par"))
+    alone = next(
+        one for one in baseline_plans(problem, space, search(problem, space)) if one.family.startswith("data par")
+    )
     assert alone.plan.verdict == "oom"
     assert alone.excess_bytes == pytest.approx(alone.plan.memory_bytes - problem.capacity_bytes)
     assert alone.excess_bytes > 0
@@ -58,7 +60,7 @@ def test_experts_have_a_family_of_their_own() -> None:
 
 def test_a_family_against_the_users_wishes_is_left_out() -> None:
     problem, space = make(fix=("tp=2",))
-    told = obvious(problem, space, search(problem, space))
+    told = baseline_plans(problem, space, search(problem, space))
     assert all(one.plan.plan.tp == 2 for one in told)
     free = with_flags(space.limits, fix=(), at_most=("tp=8",), forbid=())
     assert dict(families(problem, free))["FSDP alone"].of("sharding") == ("zero3",)

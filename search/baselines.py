@@ -20,7 +20,7 @@ def _narrowed(limits: Limits, **degrees: int) -> Limits:
     return replace(
         limits,
         fixed=(*limits.fixed, *fixed),
-        most=tuple((axis, value) for axis, value in limits.most if axis not in degrees),
+        upper_bounds=tuple((axis, value) for axis, value in limits.upper_bounds if axis not in degrees),
     )
 
 
@@ -44,16 +44,16 @@ def families(problem: Problem, limits: Limits) -> Iterator[tuple[str, Limits]]:
     yield "a pipeline without tensor parallelism", _narrowed(limits, tp=1, cp=1)
 
 
-def obvious(problem: Problem, space: Space, result: SearchResult) -> tuple[ObviousPlan, ...]:
+def baseline_plans(problem: Problem, space: Space, result: SearchResult) -> tuple[ObviousPlan, ...]:
     """Return the best legal plan of every family, unless it is the answer or that of a family before."""
     best = result.rivals[0]
-    seen, rows = {best.plan}, []
+    plans_shown, rows = {best.plan}, []
     for name, limits in families(problem, space.limits):
         outcome = search(problem, replace(space, limits=limits), margin=0.0)
         plan = outcome.rivals[0] if outcome.rivals else outcome.closest
-        if plan is None or plan.plan in seen:
+        if plan is None or plan.plan in plans_shown:
             continue
-        seen.add(plan.plan)
+        plans_shown.add(plan.plan)
         excess = 0.0 if outcome.rivals else max(plan.memory_bytes - problem.capacity_bytes, 0.0)
         rows.append(ObviousPlan(family=name, plan=plan, ratio=pace(plan) / pace(best), excess_bytes=excess))
     return tuple(rows)

@@ -16,10 +16,10 @@ from autoplan.search.axes import axes_of, plan_of
 from autoplan.search.choice import is_as_safe
 from autoplan.search.objectives import Measure, measures_of_plan
 from autoplan.search.placement import place_best
+from autoplan.search.plan_changes import prices
 from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
 from autoplan.search.study import MARGIN, search
-from autoplan.search.walk import prices
 from autoplan.spec.axes import shown
 from autoplan.spec.enums import CudaGraphs, Schedule
 from autoplan.spec.plan import ParallelPlan
@@ -30,7 +30,7 @@ _WORDS = ("schedule", "cuda_graphs")  # axes of which words are left out
 _EVERYWHERE = ("sp", "grad_reduce_overlap")  # switches that all plans of a space have on, or off
 
 
-def with_left_out(
+def with_excluded_options(
     problem: Problem,
     space: Space,
     result: SearchResult,
@@ -72,8 +72,8 @@ def with_options_of(space: Space, plan: ParallelPlan) -> Space:
     if _can_choose_sp(plan, space.workload.training.seq_len):
         limits = replace(limits, sequence_parallel=plan.sp)
     wider = {axis: tuple(dict.fromkeys((*limits.of(axis), getattr(plan, axis)))) for axis in _WORDS}
-    most = tuple((axis, max(most, getattr(plan, axis))) for axis, most in limits.most)
-    return replace(space, limits=replace(limits.where(**wider), most=most))
+    bounds = tuple((axis, max(bound, getattr(plan, axis))) for axis, bound in limits.upper_bounds)
+    return replace(space, limits=replace(limits.where(**wider), upper_bounds=bounds))
 
 
 def _can_choose_sp(plan: ParallelPlan, seq_len: int) -> bool:
@@ -85,7 +85,7 @@ def _better(
     problem: Problem, space: Space, best: Sequence[RankedPlan], barred: Collection[str], measures: Sequence[Measure]
 ) -> list[RankedPlan]:
     """Return plans with one change of one of the `best` which none of these beats, the first measure's best first."""
-    changed = {plan: None for each in best for plan in switched(problem, space, each.plan, barred)}
+    changed = {plan: None for ranked_plan in best for plan in switched(problem, space, ranked_plan.plan, barred)}
     lawful = [plan for plan in changed if not broken(space.rules, problem.workload, plan)]
     better = [
         candidate
@@ -109,7 +109,7 @@ def _is_beaten(
 def switched(problem: Problem, space: Space, plan: ParallelPlan, barred: Collection[str]) -> Iterator[ParallelPlan]:
     """Yield `plan` with each of the options that a space leaves out, but for those that are `barred`."""
     changes: list[dict[str, Any]] = [
-        {axis: 2 * getattr(plan, axis)} for axis, most in space.limits.most if 2 * getattr(plan, axis) > most
+        {axis: 2 * getattr(plan, axis)} for axis, bound in space.limits.upper_bounds if 2 * getattr(plan, axis) > bound
     ]
     if plan.grad_reduce_overlap:
         changes.append({"grad_reduce_overlap": False})

@@ -15,7 +15,7 @@ from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.search.axes import axes_of, differing, plan_of, words
 from autoplan.search.choice import compared, pace
-from autoplan.search.walk import Way, changes, nearest_equal, prices, walk
+from autoplan.search.plan_changes import Way, changes, fastest_path, nearest_equal, prices
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.model import Experts
 from autoplan.spec.plan import ParallelPlan, chunk_layers, parse_recompute
@@ -98,7 +98,7 @@ def test_every_step_is_legal_and_as_safe_as_the_last_which_is_the_best(
 ) -> None:
     problem, before, after = case
     way = Way(problem=problem, rules=RULES, before=before, after=after)
-    steps, told = walk(way), changes(way)
+    steps, told = fastest_path(way), changes(way)
     last = prices(problem, [after])[0]
     assert way.mix(()) == before or not way.axes()
     assert [one.axis for one in told] == list(way.axes())
@@ -142,7 +142,7 @@ def test_an_axis_that_cannot_go_back_ends_the_way_back() -> None:
 def test_equal_plans_have_no_way_between_them() -> None:
     plan = ParallelPlan(global_batch=64, tp=2, sp=True, dp_shard=8)
     way = Way(problem=PROBLEM, rules=RULES, before=plan, after=plan)
-    assert (walk(way), changes(way)) == ((), ())
+    assert (fastest_path(way), changes(way)) == ((), ())
     gap = compared(*prices(PROBLEM, [plan, plan]))
     assert gap.ratio == 1.0
     assert math.isclose(gap.high, 1.0 / gap.low)
@@ -160,7 +160,7 @@ def test_changes_that_need_each_other_are_made_together() -> None:
         "recompute": ("full", "none"),
     }
     assert "global_batch 64 must be divisible by micro_batch 16 x dp 8" in told["tp"].why_not
-    recompute, both = (step.axes for step in walk(way))
+    recompute, both = (step.axes for step in fastest_path(way))
     assert recompute == ("recompute",)
     assert set(both) == {"tp", "micro_batch"}
 

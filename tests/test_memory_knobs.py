@@ -15,7 +15,7 @@ from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
 from autoplan.readers.model import load_model
-from autoplan.search.knobs import memory_knobs
+from autoplan.search.memory_knobs import memory_knobs
 from autoplan.spec.enums import RecomputeModule
 from autoplan.spec.plan import DEGREES, ParallelPlan, PlanBatch, parse_recompute
 from autoplan.spec.problem import Problem

@@ -1,10 +1,10 @@
-"""Belief about the steps of plans that were not run, given those that were: Gaussians over their logarithms.
+"""Surrogate model of the steps of plans that were not run, given those that were: Gaussians over their logarithms.
 
 A measured step is the predicted one times four things: a factor that all plans of a cluster and framework share, a
 factor for each component of the model, weighted by the share of the step that it takes, so that plans which spend their
 steps on the same things are wrong alike (`search.choice`), one that plans of the same degrees share, and what is off
 for each plan alone.  How far the last two go differs much between sweeps: trials that contradict each other widen the
-belief, trials that agree narrow it.  One erratic run, slow whatever the factors, teaches little about the others.
+surrogate, trials that agree narrow it.  One erratic run, slow whatever the factors, teaches little about the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMMON_SPREAD = 0.25  # of all plans of a cluster and framework: of a model with
 # What one plan is off by itself: `OWN_SPREAD` is that of a ratio, of two plans.
 PLAN_SPREAD = OWN_SPREAD / math.sqrt(2.0)
 # Of the logarithm of that from one sweep to another, and how much of it, as variance, plans of the same degrees share:
-# the likeliest pair for measured sweeps (`benchmarks/belief_fit.py`).
+# the likeliest pair for measured sweeps (`benchmarks/surrogate_fit.py`).
 SCATTER = 1.0
 DEGREES_SHARE = 0.5
 # Of the same plan run again, as long as none was; steps of one run say what they can of it, and no less than this.
@@ -69,7 +69,7 @@ def pool_runs(runs: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Belief:
+class Surrogate:
     """Logarithms of seconds per sequence of every plan: a Gaussian for each scale of what plans are off by themselves.
 
     `means` and `spreads`, standard deviations, have the shape (scales, plans); `weights` are the scales' probabilities.
@@ -82,8 +82,8 @@ class Belief:
     log_evidence: float
 
     @classmethod
-    def of(cls, plans: Sequence[RankedPlan], measured: Sequence[MeasuredPlan] = ()) -> Belief:
-        """Form the belief about `plans` once some of them were measured."""
+    def of(cls, plans: Sequence[RankedPlan], measured: Sequence[MeasuredPlan] = ()) -> Surrogate:
+        """Fit the surrogate to `plans` once some of them were measured."""
         predicted = np.log([pace(plan) for plan in plans])
         parts = component_shares({name: np.array([plan.terms_s[name] for plan in plans]) for name in plans[0].terms_s})
         alike = np.minimum(parts[:, None, :], parts[None, :, :]).sum(axis=-1)
@@ -100,9 +100,9 @@ class Belief:
             alone = (1.0 - DEGREES_SHARE) * own**2
             fit = _robust(shared[np.ix_(rows, rows)], log_errors - predicted[rows], alone + runs**2)
             gain = shared[:, rows]
-            left = np.diag(shared) - np.einsum("ij,jk,ik->i", gain, fit.inverse, gain)
+            shared_variances = np.diag(shared) - np.einsum("ij,jk,ik->i", gain, fit.inverse, gain)
             means.append(predicted + gain @ fit.weights)
-            spreads.append(np.sqrt(np.maximum(left, 0.0) + alone))
+            spreads.append(np.sqrt(np.maximum(shared_variances, 0.0) + alone))
             evidence.append(fit.log_evidence)
         mean, spread = np.array(means), np.array(spreads)
         # What was measured is known, however erratic.
@@ -178,7 +178,7 @@ def fit_chance(plans: Sequence[RankedPlan], finished: Sequence[int], out_of_memo
     unless a plan that needs even more has finished.
     """
     needed = np.array([plan.memory_bytes for plan in plans])
-    most = needed[list(finished)].max(initial=0.0)
-    least = min((needed[at] for at in out_of_memory if needed[at] > most), default=math.inf)
+    fitting_bytes = needed[list(finished)].max(initial=0.0)
+    failing_bytes = min((needed[at] for at in out_of_memory if needed[at] > fitting_bytes), default=math.inf)
     chance = np.array([1.0 - plan.oom_probability for plan in plans])
-    return np.where(needed <= most, 1.0, np.where(needed >= least, 0.0, chance))
+    return np.where(needed <= fitting_bytes, 1.0, np.where(needed >= failing_bytes, 0.0, chance))

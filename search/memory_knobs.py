@@ -24,15 +24,17 @@ def memory_knobs(problem: Problem, plan: ParallelPlan, rules: tuple[Rule, ...]) 
     Most freed first.  A larger degree takes its ranks from data parallelism.
     """
     changes = [
-        (says, other) for says, other in _neighbours(problem, plan) if not broken(rules, problem.workload, other)
+        (says, changed_plan)
+        for says, changed_plan in _neighbours(problem, plan)
+        if not broken(rules, problem.workload, changed_plan)
     ]
-    batch = PlanBatch.of([plan, *(other for _, other in changes)], problem.model.num_layers)
+    batch = PlanBatch.of([plan, *(changed_plan for _, changed_plan in changes)], problem.model.num_layers)
     costs = estimate(problem, batch)
     freed = costs.memory_bytes[0] - costs.memory_bytes
     order = [at for at in (-freed).argsort(kind="stable") if freed[at] > 0]
     return tuple(
-        MemoryKnob(change=changes[at - 1][0], freed_bytes=float(freed[at]), plan=other)
-        for at, other in zip(order, ranked(problem, costs, order), strict=True)
+        MemoryKnob(change=changes[at - 1][0], freed_bytes=float(freed[at]), plan=changed_plan)
+        for at, changed_plan in zip(order, ranked(problem, costs, order), strict=True)
     )
 
 
@@ -40,12 +42,12 @@ def _neighbours(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, Par
     """(what changes, the plan with it) for every single choice; some break a rule."""
     for says, changes in _changes(problem, plan):
         try:
-            other = replace(plan, **changes)  # type: ignore[arg-type]
-            check_priced(other)
-            chunk_layers(other, problem.model.num_layers)
+            changed_plan = replace(plan, **changes)  # type: ignore[arg-type]
+            check_priced(changed_plan)
+            chunk_layers(changed_plan, problem.model.num_layers)
         except AutoplanError:
             continue  # the combination does not exist
-        yield says, other
+        yield says, changed_plan
 
 
 def _changes(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[str, object]]]:
@@ -79,15 +81,15 @@ def _recompute(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict
     none: dict[str, object] = {"recompute": "none", "recompute_num_layers": None}
     none["recompute_modules"] = ParallelPlan(global_batch=1).recompute_modules
     half = max(max(chunk_layers(plan, problem.model.num_layers)) // 2, plan.recompute_num_layers or 1)
-    named = _named(problem) if plan.recompute == "none" else ()
-    for text in (*named, f"full:{half}", "full"):
+    names = _selective_names(problem) if plan.recompute == "none" else ()
+    for text in (*names, f"full:{half}", "full"):
         fields = none | parse_recompute(text)
         partly = f"{half} layer{'s' * (half > 1)} of a chunk"
         words = {"full": "all layers", f"full:{half}": partly, "selective": "selectively"}
         yield f"recompute {words.get(text, text)}", fields
 
 
-def _named(problem: Problem) -> tuple[str, ...]:
+def _selective_names(problem: Problem) -> tuple[str, ...]:
     """Names that selective recomputation may be asked for: parts of a layer, or the framework's own choice of them."""
     return tuple(RecomputeModule) if book_of(problem.framework).repeats_parts else ("selective",)
 

@@ -10,7 +10,7 @@ import autoplan
 from autoplan.api.page import _front
 from autoplan.api.tuning import _searched
 from autoplan.search.choice import pace
-from autoplan.search.left_out import switched, with_left_out, with_options_of
+from autoplan.search.excluded_options import switched, with_excluded_options, with_options_of
 from autoplan.search.space import Space
 from autoplan.search.study import search
 from autoplan.spec.plan import ParallelPlan
@@ -33,7 +33,7 @@ def test_what_is_best_with_an_option_is_searched_and_proven() -> None:
     assert (poor.plan.sp, best.plan.sp) == (False, True)
     assert replace(poor.plan, sp=True) != best.plan
     assert pace(best) < pace(poor)
-    _, result = with_left_out(problem, space, found, ())
+    _, result = with_excluded_options(problem, space, found, ())
     assert result.rivals[0] == result.ranked[0] == best
     assert result.certificate == wanted.certificate
 
@@ -41,7 +41,10 @@ def test_what_is_best_with_an_option_is_searched_and_proven() -> None:
 def test_what_is_fixed_stays() -> None:
     problem, _, space = without_sp()
     found = search(problem, space)
-    assert with_left_out(problem, space, found, SpaceFlags(global_batch="64", fix=("SP=off",)).barred) == (space, found)
+    assert with_excluded_options(problem, space, found, SpaceFlags(global_batch="64", fix=("SP=off",)).barred) == (
+        space,
+        found,
+    )
 
 
 def test_an_option_that_is_forbidden_is_not_tried() -> None:
@@ -65,14 +68,14 @@ def test_micro_batches_grow_beyond_the_space_where_that_helps() -> None:
     problem, space = make(DENSE, "b300:1x8", batches=(4096,), seq_len=256)
     found = search(problem, space)
     assert found.rivals[0].plan.micro_batch == 16
-    wider, result = with_left_out(problem, space, found, ())
+    wider, result = with_excluded_options(problem, space, found, ())
     best = result.rivals[0]
     assert best.plan.micro_batch > 16
     assert pace(best) < pace(found.rivals[0])
     assert wider.limits.admits("micro_batch", best.plan.micro_batch)
     assert f"micro_batch <= {best.plan.micro_batch}" in result.certificate.limits
     bounded = SpaceFlags(global_batch="4096", at_most=("micro-batch=16",)).barred
-    assert with_left_out(problem, space, found, bounded)[1] == found
+    assert with_excluded_options(problem, space, found, bounded)[1] == found
 
 
 def test_searches_for_runs_and_tunings_grow_as_far() -> None:
@@ -109,4 +112,4 @@ def test_a_plan_that_cannot_have_sequence_parallelism_leaves_it_to_others() -> N
 def test_a_best_plan_that_they_do_not_help_stays() -> None:
     problem, space = make(LARGE, "h100-sxm:2x8", batches=(64,), fix=("pp=1",))
     found = search(problem, space)
-    assert with_left_out(problem, space, found, ()) == (space, found)
+    assert with_excluded_options(problem, space, found, ()) == (space, found)
