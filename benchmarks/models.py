@@ -63,6 +63,7 @@ def rows(auto_class: Any, kinds: Iterable[str]) -> Iterator[Row]:
             print(f"{kind}: transformers builds none by default ({type(error).__name__})", file=sys.stderr)
             continue
         table: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+        table["architectures"] = [type(model).__name__]
         expected = sum(parameter.numel() for parameter in model.parameters())
         try:
             model_spec = read_huggingface(table, kind)

@@ -120,6 +120,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("deepseek_v3, tied", "deepseek_v3", {**DEEPSEEK, "tie_word_embeddings": True, "n_shared_experts": 1}),
     ("glm4_moe", "glm4_moe", {**DEEPSEEK, "num_key_value_heads": 3, "head_dim": 20, "use_qk_norm": True}),
     ("glm4_moe, biases", "glm4_moe", {**DEEPSEEK, "attention_bias": True, "head_dim": 20}),
+    ("sarvam_moe", "sarvam_moe", {**DEEPSEEK, "num_key_value_heads": 3, "head_dim": 20}),
     ("gpt_oss", "gpt_oss", {"num_local_experts": 6, "head_dim": 20, "sliding_window": 32}),
     ("gemma", "gemma", {"head_dim": 24}),
     ("gemma2", "gemma2", {"head_dim": 24, "sliding_window": 32}),
@@ -150,6 +151,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
             **{"moe_layer_start_index": 2, "moe_layer_end_index": 5},
         },
     ),
+    ("exaone", "exaone", {"mlp_bias": True}),
     ("exaone4", "exaone4", {"sliding_window": 32}),
     (
         "exaone_moe",

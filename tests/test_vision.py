@@ -64,8 +64,15 @@ def test_an_encoder_whose_sizes_are_not_in_the_file_is_left_out() -> None:
     assert model.left_out == "vision_config"
 
 
+def test_a_class_of_the_text_model_alone_has_no_encoder(qwen: ModelSpec) -> None:
+    model = read_huggingface({**QWEN, "architectures": ["Qwen2_5_VLForCausalLM"]}, "text")
+    assert count_parameters(model) == count_parameters(qwen) - encoder_parameters(qwen)
+    assert model.left_out == ""
+
+
 KINDS = (
     *("llava", "llava_next", "llava_onevision", "gemma3", "paligemma", "internvl", "mistral3"),
+    *("idefics3", "smolvlm", "llava_next_video", "lighton_ocr", "cosmos3_omni", "cohere2_vision"),
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
 )
 

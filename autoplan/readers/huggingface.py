@@ -26,6 +26,7 @@ _PARTS: dict[str, type] = {
 }
 _SYMBOL_OF = {"moe": "E", "mamba": "M", "ffn_size": "-"}  # read only where the layer pattern has the symbol
 _ABSENT: Any = object()
+_TEXT = "ForCausalLM"  # ends the names of classes that have no encoder
 _FULL = "full_attention"  # in layer_types
 
 
@@ -48,17 +49,25 @@ def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     encoder = _encoder(table, fields)
-    unread = [key for key in _data()["encoders"] if table.get(key) and not (encoder and key == "vision_config")]
+    read = ["vision_config"] if encoder is not None or _is_text_alone(table) else []
+    unread = [key for key in _data()["encoders"] if table.get(key) and key not in read]
     fields["left_out"] = " and ".join(unread + [key for key in _data()["indexers"] if config.get(key)])
     if encoder is not None:
         fields["encoder"] = encoder
     return decode(ModelSpec, {"name": name, **fields, "sources": [f"Hugging Face config.json, {kind}"]}, name)
 
 
+def _is_text_alone(table: dict[str, Any]) -> bool:
+    """Return whether the class that the file names has the text model alone, as Qwen3_5ForCausalLM does."""
+    names = table.get("architectures")
+    is_known = any(table.get("model_type") in rules["in"] for rules in _data()["encoder_types"].values())
+    return is_known and isinstance(names, list) and bool(names) and all(str(name).endswith(_TEXT) for name in names)
+
+
 def _encoder(table: dict[str, Any], text: dict[str, Any]) -> dict[str, Any] | None:
     """The fields of `Encoder` of a model with images, whose text model has the fields `text`; None: it is not read."""
     config, outer = table.get("vision_config"), table.get("model_type")
-    if not isinstance(config, dict):
+    if not isinstance(config, dict) or _is_text_alone(table):
         return None
     # Published files may leave out the type, or call it as the model around it.
     known = {kind: rules for kind, rules in _data()["encoder_types"].items() if outer in rules["in"]}
@@ -123,7 +132,7 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
     if names is not None and not isinstance(names, list):
         raise InputError(f"architectures must be a list of names, got {_show(names)}")
     is_masked = "bidirectional" in _rules(kind).get("keys", {})
-    heads = ("ForCausalLM", "LMHeadModel", *(["ForMaskedLM"] if is_masked else []))
+    heads = (_TEXT, "LMHeadModel", "GenerationDecoder", *(["ForMaskedLM"] if is_masked else []))
     if names is not None and not any(str(architecture).endswith(heads) for architecture in names):
         kinds = "language model with a masked or causal loss" if is_masked else "causal language model"
         raise InputError(f"architectures = {_show(names)} names no {kinds} (...{heads[-1 if is_masked else 0]})")

@@ -70,6 +70,10 @@ def _vit(table: dict[str, Any], config: dict[str, Any], sizes: Sizes, *, image: 
         return Around(numbers, positions, tokens, ((hidden, text),), beside + hidden)
     if kind == "paligemma":
         return Around(numbers, positions, tokens, ((hidden, text),), beside + text)
+    if kind == "cohere2_vision":  # a gate between the two matrices, over squares of patches
+        merged, wide = _count(table, "downsample_factor", 2) ** 2, _count(table, "alignment_intermediate_size", 36864)
+        projector = ((merged * hidden, wide), (wide // 2, text))
+        return Around(numbers, positions, patches // merged, projector, beside + wide + text)
     biases = 2 * text * (table.get("multimodal_projector_bias", True) is True)
     newline = text * (kind != "llava")
     return Around(numbers, positions, tokens, ((hidden, text), (text, text)), beside + biases + newline)
@@ -115,6 +119,14 @@ def _internvl(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Ar
     return Around(numbers, patches + 1, patches // merged, ((wide, text), (text, text)), beside)
 
 
+def _idefics(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
+    """SigLIP without its head; one matrix brings squares of patches to the text model."""
+    patches, numbers = _grid(config, 224, 32)
+    merged = _count(table, "scale_factor", 2) ** 2
+    projector = ((merged * sizes.hidden, sizes.text),)
+    return Around(numbers, patches, max(patches // merged, 1), projector, (patches + 1) * sizes.hidden)
+
+
 def _pixtral(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
     """No positions to learn; a norm in front of the projector, whose first matrix merges squares of patches."""
     patches, numbers = _grid(config, 1024, 16)
@@ -134,4 +146,5 @@ AROUND: dict[str, Callable[[dict[str, Any], dict[str, Any], Sizes], Around]] = {
     "qwen3_vl_vision": _qwen,
     "internvl_vision": _internvl,
     "pixtral": _pixtral,
+    "idefics3_vision": _idefics,
 }
