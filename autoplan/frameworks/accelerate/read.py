@@ -179,7 +179,8 @@ def _of_script(text: str, context: LaunchContext) -> tuple[dict[str, Any], dict[
     if "distributed_type" not in table:
         raise InputError(
             "the command names none of --use_fsdp, --use_deepspeed, --multi_gpu: what it starts is in its default "
-            "config, ~/.cache/huggingface/accelerate/default_config.yaml: read that file"
+            "config, ~/.cache/huggingface/accelerate/default_config.yaml: name it with --config_file, or say "
+            "--multi_gpu in the command where there is none"
         )
     for name, value in options.items():
         if is_open(value):
