@@ -70,11 +70,11 @@ def test_bert_needs_no_model_parallelism() -> None:
     assert (plan.dp, plan.tp, plan.pp, plan.cp) == (8, 1, 1, 1)
 
 
-@pytest.mark.parametrize("part", ["pooler", "ForSequenceClassification", "window"])
+@pytest.mark.parametrize("part", ["pooler", "ForSequenceClassification", "pattern"])
 def test_what_an_encoder_is_not_is_refused(part: str) -> None:
-    if part == "window":
-        with pytest.raises(InputError, match="bidirectional attention goes with neither window"):
-            replace(ENCODER, window=128)
+    if part == "pattern":
+        with pytest.raises(InputError, match="bidirectional attention goes with neither linear_attention"):
+            replace(ENCODER, layer_pattern="*-")
         return
     heads = {"pooler": "BertModel", "ForSequenceClassification": "BertForSequenceClassification"}
     with pytest.raises(InputError, match=r"names no language model with a masked or causal loss \(...ForMaskedLM\)"):

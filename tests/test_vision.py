@@ -16,7 +16,7 @@ from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.common.universal_rules import RULES
 from autoplan.readers.huggingface import read_huggingface
 from autoplan.spec.finetuning import FineTuning
-from autoplan.spec.model import ModelSpec
+from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
 
@@ -55,6 +55,18 @@ def test_a_published_config_has_the_parameters_of_its_checkpoint(qwen: ModelSpec
     assert count_parameters(qwen) == 8_292_166_656  # model.safetensors.index.json: 16,584,333,312 bytes of bf16
     assert encoder_parameters(qwen) == 676_550_144
     assert qwen.left_out == ""
+
+
+def test_layers_that_look_at_squares_of_patches_work_less(qwen: ModelSpec) -> None:
+    """28 of the 32 layers of Qwen2.5-VL look at 8 x 8 patches of the 5,120 of an image, four at all."""
+    assert qwen.encoder is not None
+    layers = qwen.encoder.layers
+    everywhere = replace(qwen, encoder=replace(qwen.encoder, layers=replace(layers, window=None)))
+    assert [layer[0] for layer in layers.layers].count(Block.ATTENTION) == 4
+    saved = model_flops_per_token(everywhere, 4096) - model_flops_per_token(qwen, 4096)
+    assert saved * 4096 == pytest.approx(3 * 28 * 5120 * (5120 - 64) * 2 * 16 * (80 + 80))
+    plan = ParallelPlan(global_batch=16, micro_batch=1, dp_shard=8, sharding="zero3")
+    assert _priced(qwen, plan)[0] < _priced(everywhere, plan)[0]
 
 
 def test_an_encoder_whose_sizes_are_not_in_the_file_is_left_out() -> None:

@@ -84,8 +84,9 @@ def _encoder(table: dict[str, Any], text: dict[str, Any]) -> dict[str, Any] | No
         around = AROUND[kind](table, config, sizes)
     except InputError:  # published files leave sizes to the defaults of a class: the encoder is left out then
         return None
-    more = {"name": kind, "vocab_size": around.patch_numbers, "bidirectional": True, "tied_embeddings": True}
-    beside = {key: value for key, value in around._asdict().items() if key != "patch_numbers"}
+    beside = around._asdict()
+    more = {"name": kind, "vocab_size": beside.pop("patch_numbers"), "bidirectional": True, "tied_embeddings": True}
+    more |= {field: beside.pop(field) for field in ("window", "full_attention_interval")}
     return {"layers": fields | more, **beside}
 
 

@@ -17,13 +17,19 @@ QWEN_IMAGE_TOKENS = 1280
 
 
 class Around(NamedTuple):
-    """What an encoder has beside its layers: the fields of `Encoder`, and the numbers of a patch."""
+    """What an encoder has beside its layers: the fields of `Encoder`, and the numbers of a patch.
+
+    Where some layers look at blocks of patches alone, `window` is the patches of one, and one layer in
+    `full_attention_interval` looks at all.
+    """
 
     patch_numbers: int
     patches: int
     image_tokens: int
     projector: tuple[tuple[int, int], ...]
     num_other_parameters: int
+    window: int | None = None
+    full_attention_interval: int = 0
 
 
 class Sizes(NamedTuple):
@@ -100,11 +106,22 @@ def _qwen(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around
     projector, biases = ((wide, wide), (wide, out)), wide + out
     if not config["model_type"].startswith("qwen3"):
         norm = hidden * (2 if is_first else 1)
-        return Around(numbers, merged * QWEN_IMAGE_TOKENS, QWEN_IMAGE_TOKENS, projector, norm + biases)
+        around = Around(numbers, merged * QWEN_IMAGE_TOKENS, QWEN_IMAGE_TOKENS, projector, norm + biases)
+        return around if is_first else _with_windows(around, config, sizes.num_layers, side)
     positions = _count(config, "num_position_embeddings", 2304)
     taken = len(config.get("deepstack_visual_indexes") or ())
     beside = (positions + 1) * hidden + 2 * hidden + biases + taken * (2 * wide + biases)
     return Around(numbers, positions, positions // merged, projector * (1 + taken), beside)
+
+
+def _with_windows(around: Around, config: dict[str, Any], num_layers: int, side: int) -> Around:
+    """Qwen2.5's layers look at squares of patches, but for those that the file lists, in a regular order."""
+    full = config.get("fullatt_block_indexes", [7, 15, 23, 31])
+    interval = full[0] + 1 if isinstance(full, list) and full and type(full[0]) is int else 0
+    if interval <= 0 or full != list(range(interval - 1, num_layers, interval)):
+        raise InputError(f"vision_config.fullatt_block_indexes must be every n-th layer, got {str(full)[:40]}")
+    window = (_count(config, "window_size", 112) // side) ** 2
+    return around._replace(window=window, full_attention_interval=interval)
 
 
 def _internvl(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:

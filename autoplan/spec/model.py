@@ -25,11 +25,16 @@ class Block(StrEnum):
     MOE = "moe"
     # Of an encoder in front of a text model, whose layers have sizes of their own
     ENCODER_ATTENTION = "encoder_attention"
+    ENCODER_WINDOW_ATTENTION = "encoder_window_attention"
     ENCODER_MLP = "encoder_mlp"
 
 
 # Blocks of an encoder's layers by what they are in a model of these layers alone.
-ENCODER_BLOCKS = {Block.ATTENTION: Block.ENCODER_ATTENTION, Block.MLP: Block.ENCODER_MLP}
+ENCODER_BLOCKS = {
+    Block.ATTENTION: Block.ENCODER_ATTENTION,
+    Block.WINDOW_ATTENTION: Block.ENCODER_WINDOW_ATTENTION,
+    Block.MLP: Block.ENCODER_MLP,
+}
 
 # Symbols of `layer_pattern`, those of Megatron-Core's hybrid models.
 PATTERN_SYMBOLS = {"*": Block.ATTENTION, "M": Block.MAMBA, "-": Block.MLP, "E": Block.MOE}
@@ -197,7 +202,8 @@ class ModelSpec:
     rope_base: float = 10000.0
     max_positions: int = 0  # rows of a learned position table
     tied_embeddings: bool = False
-    window: int | None = None  # tokens that a windowed layer sees; None: every layer sees all
+    # Tokens that a windowed layer sees, the last ones, or where it is bidirectional those of a block; None: all.
+    window: int | None = None
     # With a window or linear attention, layer i sees all where (i + 1 + offset) % interval == 0; 0: never.
     full_attention_interval: int = 0
     full_attention_offset: int = 0
@@ -242,8 +248,8 @@ class ModelSpec:
             check_count("window", self.window)
         check_count("token_types", self.token_types, least=0, most=10**4)
         check_count("activation_parameters", self.activation_parameters, least=0, most=10**4)
-        if self.bidirectional and (self.window is not None or self.linear_attention or self.layer_pattern):
-            raise InputError("bidirectional attention goes with neither window, linear_attention nor layer_pattern")
+        if self.bidirectional and (self.linear_attention or self.layer_pattern):
+            raise InputError("bidirectional attention goes with neither linear_attention nor layer_pattern")
         if self.linear_attention and (self.window is not None or self.layer_pattern is not None):
             raise InputError("linear_attention goes with neither window nor layer_pattern")
         if self.position_embedding == "learned" and not self.max_positions:

@@ -436,9 +436,10 @@ def count_parameters(model: ModelSpec, *, active: bool = False, with_mtp: bool =
 
 def attention_context(model: ModelSpec, block: Block, seq_len: Floats | float) -> Floats | float:
     """Mean number of positions that a query attends to, all or under a causal mask (`modelling` A2)."""
+    is_windowed = block is Block.WINDOW_ATTENTION and model.window
     if model.bidirectional:
-        return seq_len
-    if block is Block.WINDOW_ATTENTION and model.window:
+        return np.minimum(model.window, seq_len) if is_windowed and model.window else seq_len
+    if is_windowed and model.window:
         width = np.minimum(model.window, seq_len)
         return width - width**2 / (2 * seq_len)
     return seq_len / 2
@@ -497,7 +498,8 @@ def encoder_flops_per_token(model: ModelSpec, seq_len: float) -> float:
     layers, shapes = encoder.layers, layer_shapes(encoder.layers)
     weights = layers.vocab_size * layers.hidden_size
     weights += sum(linear.num_weights for layer in layers.layers for block in layer for linear in shapes[block].linears)
-    scores = layers.num_layers * encoder.patches * layers.num_heads * (layers.qk_head_dim + layers.v_head_dim)
+    context = sum(float(attention_context(layers, layer[0], encoder.patches)) for layer in layers.layers)
+    scores = context * layers.num_heads * (layers.qk_head_dim + layers.v_head_dim)
     projector = sum(inputs * outputs for inputs, outputs in encoder.projector)
     per_image = 2.0 * (encoder.patches * (weights + scores) + encoder.image_tokens * projector)
     return encoder.images * per_image / seq_len

@@ -77,9 +77,10 @@ def chunk_blocks(model: ModelSpec, layers: Ints, num_repeated: Ints) -> dict[Blo
         for kind, total in _cumulative_blocks(model).items()
     }
     if model.encoder is not None:
-        none = np.zeros(layers.shape)
-        at_first = np.concatenate([np.full((len(layers), 1), float(model.encoder.layers.num_layers)), none[:, 1:]], 1)
-        counts |= dict.fromkeys(ENCODER_BLOCKS.values(), (at_first, none))
+        for kind, total in _cumulative_blocks(model.encoder.layers).items():
+            at_first = np.zeros(layers.shape)
+            at_first[:, 0] = total[-1]
+            counts[ENCODER_BLOCKS[kind]] = at_first, np.zeros(layers.shape)
     return counts
 
 
@@ -101,7 +102,7 @@ def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks
     is_v = np.isin(batch.schedule, V_SCHEDULES)
     first, inverse = distinct_rows(batch.layout, batch.recompute_num_layers, is_v)
     shape, kinds = (stages, len(first)), [*_cumulative_blocks(model)]
-    kinds += ENCODER_BLOCKS.values() if model.encoder is not None else ()
+    kinds += [ENCODER_BLOCKS[kind] for kind in _cumulative_blocks(model.encoder.layers)] if model.encoder else []
     count, repeated = ({kind: np.empty(shape) for kind in kinds} for _ in range(2))
     repeats_chunk, chunks_alike = np.empty(shape, dtype=np.bool_), np.ones(len(first), dtype=np.bool_)
     for vp, plans in by_chunks(batch, first):
