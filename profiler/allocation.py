@@ -41,10 +41,13 @@ def rounds(num_domains: int, ranks_per_domain: int) -> Iterator[tuple[int, ...]]
     for domains in matchings(num_domains):
         for shift in range(per_domain):
             partners = list(range(num_domains * per_domain))
-            for domain, other in enumerate(domains):
-                if domain < other:
+            for domain, partner in enumerate(domains):
+                if domain < partner:
                     for place in range(per_domain):
-                        first, second = domain * per_domain + place, other * per_domain + (place + shift) % per_domain
+                        first, second = (
+                            domain * per_domain + place,
+                            partner * per_domain + (place + shift) % per_domain,
+                        )
                         partners[first], partners[second] = second, first
             yield tuple(partners)
 

@@ -86,9 +86,11 @@ class Health:
         by_rank = list(zip(*self.products_s, strict=True))
         least = [min(times) for times in by_rank]
         over = {rank: seconds / usual(least) for rank, seconds in enumerate(least)}
-        most = max(SLOW_DEVICE, 1 + _swing(by_rank), 1 + _scatter(over.values()))
+        slow_over = max(SLOW_DEVICE, 1 + _swing(by_rank), 1 + _scatter(over.values()))
         return [
-            SlowPart(part="device", ranks=(rank,), rate_share=1 / times) for rank, times in over.items() if times > most
+            SlowPart(part="device", ranks=(rank,), rate_share=1 / times)
+            for rank, times in over.items()
+            if times > slow_over
         ]
 
     def _slow_links(self, *, is_inside: bool) -> list[SlowPart]:

@@ -84,12 +84,12 @@ def nearest_layout(shape: tuple[int, ...], num_domains: int, ranks_per_domain: i
     return Layout(num_devices=per_node * domains, devices_per_node=per_node, num_groups=ranks_per_domain // per_node)
 
 
-def _largest_divisor(number: int, most: int) -> int:
-    return max(size for size in range(1, min(number, most) + 1) if number % size == 0)
+def _largest_divisor(number: int, at_most: int) -> int:
+    return max(size for size in range(1, min(number, at_most) + 1) if number % size == 0)
 
 
 def _buffers(sizes: Collection[int]) -> Iterator[int]:
     """Yield sizes of buffers between which, and beyond which, all `sizes` lie."""
-    least, most = (min(max(size, SMALLEST_BYTES), LARGEST_BYTES) for size in (min(sizes), max(sizes)))
-    first, last = math.floor(math.log(least, SIZE_STEP)), math.ceil(math.log(most, SIZE_STEP))
+    smallest, largest = (min(max(size, SMALLEST_BYTES), LARGEST_BYTES) for size in (min(sizes), max(sizes)))
+    first, last = math.floor(math.log(smallest, SIZE_STEP)), math.ceil(math.log(largest, SIZE_STEP))
     yield from (SIZE_STEP**power for power in range(first, last + 1))

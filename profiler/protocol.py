@@ -143,7 +143,7 @@ class Hello:
 
 def ranks_in_domain(num_ranks: int, ranks_per_node: int, devices_per_domain: int) -> int:
     """Return how many ranks one scale-up domain holds: whole nodes, and all domains equally many."""
-    most = min(devices_per_domain, num_ranks)
-    if most > ranks_per_node and most % ranks_per_node == 0 and num_ranks % most == 0:
-        return most
+    max_ranks = min(devices_per_domain, num_ranks)
+    if max_ranks > ranks_per_node and max_ranks % ranks_per_node == 0 and num_ranks % max_ranks == 0:
+        return max_ranks
     return ranks_per_node

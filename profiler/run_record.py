@@ -85,9 +85,9 @@ def _content(value: Any) -> Any:
     if not is_dataclass(value) or isinstance(value, type):
         return [_content(part) for part in value] if isinstance(value, tuple) else msgspec.to_builtins(value)
     content = {}
-    for each in fields(value):
-        part = getattr(value, each.name)
-        default = each.default_factory() if each.default_factory is not MISSING else each.default
+    for item in fields(value):
+        part = getattr(value, item.name)
+        default = item.default_factory() if item.default_factory is not MISSING else item.default
         if part != default:
-            content[each.name] = _content(part)
+            content[item.name] = _content(part)
     return content

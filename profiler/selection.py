@@ -38,8 +38,8 @@ def may_stand_in(operation: Operation, status: Status, conditions: Mapping[str, 
     """
     if status == "contaminated" and conditions.get("clock") != "cpu time":
         load = _LOAD.fullmatch(conditions.get("other_load", ""))
-        most = MOST_LOAD if operation in TRAINER_UNITS else Rules().most_foreign
-        return load is not None and float(load[1]) <= 100 * most
+        max_load = MOST_LOAD if operation in TRAINER_UNITS else Rules().most_foreign
+        return load is not None and float(load[1]) <= 100 * max_load
     return status in DISTURBED
 
 

@@ -204,8 +204,8 @@ def _kernels(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
                         yield _Call("experts_backward", (part * ep, *experts), count)
             yield _Call("cross_entropy", (tokens, columns), 1)
     # Two sizes give its rate and what it costs to begin; 16 bytes a parameter are held.
-    most = max(min(count_parameters(model) // 2, hello.fingerprint.memory_bytes // 16 // 16), 8)
-    for size in (most // 8, most):
+    max_parameters = max(min(count_parameters(model) // 2, hello.fingerprint.memory_bytes // 16 // 16), 8)
+    for size in (max_parameters // 8, max_parameters):
         yield _Call("optimizer", (size,), 1)
 
 
@@ -246,10 +246,10 @@ def _collectives(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
     group_layouts = layouts(hello.num_domains, hello.ranks_per_domain)
     for layout in group_layouts:
         is_widest = not any(
-            other.num_devices == layout.num_devices
-            and other.devices_per_node == layout.devices_per_node
-            and other.num_groups > layout.num_groups
-            for other in group_layouts
+            larger.num_devices == layout.num_devices
+            and larger.devices_per_node == layout.devices_per_node
+            and larger.num_groups > layout.num_groups
+            for larger in group_layouts
         )
         for buffer_bytes in BUFFERS[hello.device_type]:
             for operation in sorted(COLLECTIVES):

@@ -123,8 +123,8 @@ def greet(ranks: Ranks, job: Job) -> Hello:
     device, hosts = ranks.device, ranks.hosts
     num_nodes = len(set(hosts))
     machine = fingerprint(device, num_hosts=num_nodes, devices_here=len(hosts) // num_nodes)
-    for rank, other in enumerate(ranks.gather(machine)):
-        _check_alike(machine, other, f"rank 0 on {hosts[0]}", f"rank {rank} on {hosts[rank]}")
+    for rank, peer_machine in enumerate(ranks.gather(machine)):
+        _check_alike(machine, peer_machine, f"rank 0 on {hosts[0]}", f"rank {rank} on {hosts[rank]}")
     dtypes = job.dtypes or (_default_dtype(device),)
     implementations: dict[tuple[Operation, str], str] = {}
     windowed: dict[tuple[Operation, str], str] = {}
@@ -145,8 +145,8 @@ def greet(ranks: Ranks, job: Job) -> Hello:
         device_type=device.type,
         hosts=tuple(hosts),
         dtypes=dtypes,
-        kernels=ranks.share({which: way for which, way in implementations.items() if way}),
-        windowed=ranks.share({which: way for which, way in windowed.items() if way}),
+        kernels=ranks.share({operation: way for operation, way in implementations.items() if way}),
+        windowed=ranks.share({operation: way for operation, way in windowed.items() if way}),
         gemm_s=tuple(gemm_s),
         links_s=links_s,
         devices_per_domain=job.devices_per_domain,

@@ -66,8 +66,8 @@ def test_a_count_outside_its_range_is_refused_with_the_range_and_the_value(value
 
 
 def test_a_count_at_its_bounds_is_accepted() -> None:
-    check_count("layers", 0, least=0)
-    check_count("layers", 7, least=7, most=7)
+    check_count("layers", 0, at_least=0)
+    check_count("layers", 7, at_least=7, at_most=7)
     check_count("layers", 10**9)
 
 

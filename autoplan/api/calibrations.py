@@ -83,12 +83,12 @@ def _measured(
 ) -> Iterator[MeasuredRun]:
     from autoplan.profiler.store.match import match  # brings SQLAlchemy
 
-    wanted = described_machine(cluster)
+    machine = described_machine(cluster)
     by_match: dict[int, list[RunRecord]] = {}
     with opened_store(url, writable=False) as store:
         for run in store.runs(device=cluster.device.name):
             if run.framework in (framework.name, framework.calibration_name) and run.status == "ok":
-                by_match.setdefault(match(run.fingerprint, wanted) or 0, []).append(run)
+                by_match.setdefault(match(run.fingerprint, machine) or 0, []).append(run)
     chosen: list[RunRecord] = []
     for _, runs in sorted(by_match.items()):
         chosen += runs

@@ -80,8 +80,8 @@ def compare(
     Raises InputError where something that was given cannot be used, NoPlanError where no cluster has a plan.
     """
     check_names(options, CompareOptions, "compare")
-    named = {name: value for name, value in options.items() if name in ProblemOptions.__annotations__}
-    problem_options = cast("ProblemOptions", named)
+    given_options = {name: value for name, value in options.items() if name in ProblemOptions.__annotations__}
+    problem_options = cast("ProblemOptions", given_options)
     run = make_run(cast("RunOptions", {name: options.get(name) for name in RunOptions.__annotations__}))
     if repeated := next((name for name in clusters if clusters.count(name) > 1), None):
         raise InputError(f"--cluster {repeated} is given twice")

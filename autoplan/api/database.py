@@ -51,10 +51,10 @@ def list_records(
 
     `trust` names those whose measurements count.
     """
-    wanted = _operations(operation)
+    operations = _operations(operation)
     with _reading(db) as store:
         records = store.records(
-            device=device, operations=wanted, trust=trust or None, include_hidden=hidden, beside=beside or ALL
+            device=device, operations=operations, trust=trust or None, include_hidden=hidden, beside=beside or ALL
         )
         by_key = {record.key: record for record in islice(records, limit)}
         reviews = store.reviews(by_key)
@@ -110,9 +110,9 @@ def copy(
     on_batch: OnBatch = None,
 ) -> Added:
     """Add what one database holds to another, runs too, and hide and approve there what was here."""
-    with _reading(source) as store, opened_store(target, writable=True) as other:
+    with _reading(source) as store, opened_store(target, writable=True) as target_store:
         records, runs = store.records(trust=trust or None), store.runs(trust=trust or None)
-        return other.add(chain(records, runs, store.marks()), on_batch=on_batch)
+        return target_store.add(chain(records, runs, store.marks()), on_batch=on_batch)
 
 
 def export_file(

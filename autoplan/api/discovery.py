@@ -31,10 +31,10 @@ def local_cluster() -> ClusterSpec:
             f"cluster local is for one program, {place.launcher} has started {place.num_ranks} ranks: let them run "
             "autoplan discover --out cluster.toml, and give that file"
         )
-    seen = look()
-    assert seen is not None  # no other rank has it
+    sighting = look()
+    assert sighting is not None  # no other rank has it
     try:
-        description = described(*seen, is_here=True)
+        description = described(*sighting, is_here=True)
     except InputError as error:
         raise InputError(f"cluster local: {error} to autoplan discover --out FILE, and give that file") from None
     cores = "no accelerator was found here: the devices of cluster local are CPU cores"
@@ -115,9 +115,9 @@ def look() -> tuple[list[Report], SwitchTree | None] | None:
     """Return what this machine says, or all nodes of the job: on rank 0, None on others."""
     place, own_report = place_from(os.environ), None
     if place is None or place.local_rank == 0:
-        seen, troubles = see()
+        devices, troubles = see()
         own_report = Report(
-            host=host_name(), switches=switches_above(os.environ), seen=tuple(seen), troubles=tuple(troubles)
+            host=host_name(), switches=switches_above(os.environ), seen=tuple(devices), troubles=tuple(troubles)
         )
     if place is None or place.num_ranks == 1:
         return ([own_report], switch_tree(os.environ)) if own_report else None

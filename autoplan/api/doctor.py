@@ -111,10 +111,10 @@ def _libraries() -> Iterator[Check]:
         return
     groups: dict[str, list[str]] = {}
     for text in required:
-        named = re.match(r"[A-Za-z0-9._-]+", text)
-        wanted = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", text)
-        if named:
-            groups.setdefault(wanted[1] if wanted else "", []).append(named[0])
+        distribution = re.match(r"[A-Za-z0-9._-]+", text)
+        condition = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", text)
+        if distribution:
+            groups.setdefault(condition[1] if condition else "", []).append(distribution[0])
     for extra, names in groups.items():
         if extra == "dev":
             continue
@@ -257,12 +257,12 @@ def _database(url: str | None) -> Check:
 
 def _age_days(measured_at: str) -> float:
     try:
-        then = datetime.datetime.fromisoformat(measured_at)
+        measured = datetime.datetime.fromisoformat(measured_at)
     except ValueError:
         return 0.0
-    if then.tzinfo is None:
-        then = then.replace(tzinfo=datetime.UTC)
-    return (datetime.datetime.now(datetime.UTC) - then).total_seconds() / 86400
+    if measured.tzinfo is None:
+        measured = measured.replace(tzinfo=datetime.UTC)
+    return (datetime.datetime.now(datetime.UTC) - measured).total_seconds() / 86400
 
 
 def _slurm(variables: Mapping[str, str]) -> Check:

@@ -78,11 +78,11 @@ def estimate(
             variables=variables,
             target=target,
         )
-        problem, wanted = started.problem(), started.plan
+        problem, chosen_plan = started.problem(), started.plan
     elif variables or target:
         raise InputError("--set and --as are about a launch file: give --from FILE")
     elif saved := _saved(model, None if timings else options.get("db")):
-        problem, wanted = saved.problem, saved.plan
+        problem, chosen_plan = saved.problem, saved.plan
         if timings:
             problem = retimed_problem(saved.file, timings, options.get("db"))
         timings = timings or saved.file.timings
@@ -90,8 +90,8 @@ def estimate(
         raise InputError("estimate needs --cluster, --global-batch and --seq-len, or a plan.json")
     else:
         problem = make_problem(model, cluster=cluster, seq_len=seq_len, **options)
-        wanted = plan if isinstance(plan, ParallelPlan) else make_plan(problem, global_batch, plan or {})
-    return price(problem, wanted, timings=timings, with_knobs=memory_knobs)
+        chosen_plan = plan if isinstance(plan, ParallelPlan) else make_plan(problem, global_batch, plan or {})
+    return price(problem, chosen_plan, timings=timings, with_knobs=memory_knobs)
 
 
 def _saved(model: str | Path | ModelSpec | PlanResult | None, db: str | None) -> PlanResult | None:

@@ -70,8 +70,8 @@ def explain(
     Raises InputError where a file or a change cannot be used, NoPlanError where the other plan cannot be priced.
     """
     explained = plan if isinstance(plan, PricedPlans) else read_plans(plan, db=db)
-    other = None if versus is None else _versus(explained, versus, db)
-    explanation = search_explain.explain(explained.problem, explained.file, other)
+    comparison = None if versus is None else _versus(explained, versus, db)
+    explanation = search_explain.explain(explained.problem, explained.file, comparison)
     return ExplainResult(explained=explained, explanation=explanation)
 
 
@@ -81,9 +81,9 @@ def _versus(explained: PricedPlans, versus: PricedPlans | str | Path, db: str | 
     if not isinstance(versus, PricedPlans) and not is_file(Path(versus)):
         changes = str(versus)
         return search_explain.versus(problem, best, changes, search_explain.changed(problem, best, changes), problem)
-    other = versus if isinstance(versus, PricedPlans) else read_plans(versus, db=db)
+    versus_plans = versus if isinstance(versus, PricedPlans) else read_plans(versus, db=db)
     name = "the other plan" if isinstance(versus, PricedPlans) else str(versus)
-    return search_explain.versus(problem, best, name, other.plan, other.problem)
+    return search_explain.versus(problem, best, name, versus_plans.plan, versus_plans.problem)
 
 
 def explain_mixed(plan: MixedPlanResult | str | Path) -> MixedExplainResult:

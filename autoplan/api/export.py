@@ -155,8 +155,8 @@ def _nearest(
             return False
         return True
 
-    others = [other.plan for other in file.alternatives] if most_changes > 1 else []
-    return nearest_plan(problem or problem_of(file), file.best.plan, accepts, others, most_changes=most_changes)
+    alternatives = [alternative.plan for alternative in file.alternatives] if most_changes > 1 else []
+    return nearest_plan(problem or problem_of(file), file.best.plan, accepts, alternatives, most_changes=most_changes)
 
 
 def _difference(best: RankedPlan, near: Near) -> str:

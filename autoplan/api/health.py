@@ -54,7 +54,7 @@ def check_health(
     """
     check_torch()
     place = place_from(os.environ)
-    check_count("--ranks", options.ranks, least=0)
+    check_count("--ranks", options.ranks, at_least=0)
     if place and options.ranks:
         raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
     if options.out is not None and options.cluster is None:
@@ -121,19 +121,22 @@ def summary(health: Health) -> CheckedHealth:
 def _rates(health: Health) -> list[CheckedRate]:
     """Return a row for products, one for each way of messages and one for each group."""
     allocation, hello = health.allocation, health.allocation.hello
-    cluster, each = allocation.cluster, hello.ranks_per_domain
+    cluster, per_domain = allocation.cluster, hello.ranks_per_domain
     products_s = [min(times) for times in zip(*health.products_s, strict=True)]
     flops = 2.0 * float(np.prod(np.array(health.product.shape, dtype=np.float64)))
     rows = [_rate("matrix products", flops, products_s, _described_flops_per_s(cluster, health.product.dtype))]
     message_bytes = health.message.shape[3]
-    for what, is_inside, stride in (("messages in nodes", True, 1), ("messages between nodes", False, each)):
+    for title, is_inside, stride in (
+        ("messages in nodes", True, 1),
+        ("messages between nodes", False, per_domain),
+    ):
         times = [min(seconds) for pair, seconds in health.messages_s.items() if allocation.is_inside(pair) == is_inside]
         if times:
             described_s = _described_s(cluster, "send_recv", stride, 2, message_bytes)
-            rows.append(_rate(what, message_bytes, times, described_s and message_bytes / described_s))
+            rows.append(_rate(title, message_bytes, times, described_s and message_bytes / described_s))
     for task, outcome in health.groups:
         members, inside, *_ = task.shape
-        stride = 1 if inside > 1 else each
+        stride = 1 if inside > 1 else per_domain
         moved = 2 * (1 - 1 / members) * message_bytes  # over the link of each device in a ring
         described_s = _described_s(cluster, task.operation, stride, members, message_bytes)
         where = "in a node" if members == inside else "over nodes" if inside == 1 else "of all devices"
@@ -173,8 +176,8 @@ def _with_faults(health: Health) -> str:
     """Return the file of the cluster, with what was found slow in place of earlier faults of the same nodes."""
     cluster, nodes = health.allocation.cluster, health.allocation.nodes
     assert cluster is not None
-    kept = tuple(fault for fault in cluster.faults if fault.node not in nodes)
-    found = tuple(faults(health))
+    other_faults = tuple(fault for fault in cluster.faults if fault.node not in nodes)
+    new_faults = tuple(faults(health))
     remark = f"autoplan profile --health, {datetime.now(UTC):%Y-%m-%d}"
-    remarks = {f"faults[{at}]": remark for at in range(len(kept), len(kept) + len(found))}
-    return cluster_toml(replace(cluster, faults=kept + found), remarks)
+    remarks = {f"faults[{at}]": remark for at in range(len(other_faults), len(other_faults) + len(new_faults))}
+    return cluster_toml(replace(cluster, faults=other_faults + new_faults), remarks)

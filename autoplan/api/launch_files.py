@@ -87,7 +87,7 @@ def make_context(
     """Return what is said beside a launch file."""
     for flag, value in (("--devices", devices), ("--devices-per-node", devices_per_node), ("--seq-len", seq_len)):
         if value is not None:
-            check_count(flag, value, most=10**8)
+            check_count(flag, value, at_most=10**8)
     texts = [f"{name}={value}" for name, value in variables.items()] if isinstance(variables, Mapping) else variables
     pairs = []
     for text in texts:
@@ -315,11 +315,11 @@ def differing(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Opti
     )
 
 
-def _is_same(value: str | None, other: str | None) -> bool:
+def _is_same(first: str | None, second: str | None) -> bool:
     """Return whether two values of an option mean the same: 0 is 0.0."""
-    if value is None or other is None or value == other:
-        return value == other
+    if first is None or second is None or first == second:
+        return first == second
     try:
-        return float(value) == float(other)
+        return float(first) == float(second)
     except ValueError:
         return False

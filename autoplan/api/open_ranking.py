@@ -65,20 +65,20 @@ class OpenRanking:
         """Return what the price of the plans looks up, by their settings: what plans have in common at the first."""
         has_experts = self.file.model.moe is not None
         shapes_by_kernel: dict[str, dict[tuple[Operation, str], set[tuple[int, ...]]]] = {}
-        seen: set[tuple[Operation, str, tuple[int, ...]]] = set()
+        earlier: set[tuple[Operation, str, tuple[int, ...]]] = set()
         for plan in self._plans:
             words = f"tp {plan.tp}, micro-batch {plan.micro_batch}" + (f", ep {plan.ep}" if has_experts else "")
             new = shapes_by_kernel.setdefault(words, defaultdict(set))
             batch = PlanBatch.of([plan], self.file.model.num_layers)
             for (operation, dtype), shapes in looked_up_shapes(self._problem, batch).items():
-                new[operation, dtype] |= {shape for shape in shapes if (operation, dtype, shape) not in seen}
-                seen |= {(operation, dtype, shape) for shape in shapes}
+                new[operation, dtype] |= {shape for shape in shapes if (operation, dtype, shape) not in earlier}
+                earlier |= {(operation, dtype, shape) for shape in shapes}
         return dict(shapes_by_kernel)
 
-    def planned(self, hello: Hello, known: Collection[TaskKey]) -> tuple[MeasurementAdvice, list[RankedTask]]:
+    def planned(self, hello: Hello, measured: Collection[TaskKey]) -> tuple[MeasurementAdvice, list[RankedTask]]:
         """Return what measuring on the ranks of `hello` could settle, and the tasks in the order in which they pay."""
         self._check(hello)
-        tasks: dict[OperationGroup, list[RankedTask]] = dict(self._groups(hello, known))
+        tasks: dict[OperationGroup, list[RankedTask]] = dict(self._groups(hello, measured))
         problem = self._timed(())
         advice = advise_measurements(problem, self._ranked(problem), list(tasks), self._timed)
         return advice, [task for value in advice.groups for task in tasks[value.group]]
@@ -98,19 +98,19 @@ class OpenRanking:
                 f"the plan is for {device}, this is {hello.fingerprint.device}: profile on the cluster of the plan"
             )
 
-    def _groups(self, hello: Hello, known: Collection[TaskKey]) -> list[tuple[OperationGroup, list[RankedTask]]]:
+    def _groups(self, hello: Hello, measured: Collection[TaskKey]) -> list[tuple[OperationGroup, list[RankedTask]]]:
         """Return what can be measured and is not known; what settings have in common belongs to the first of them."""
         usable = usable_operations(self.file.framework)
         device = self.file.cluster.device
         parts: dict[tuple[str, str], list[RankedTask]] = defaultdict(list)
-        seen = set()
+        assigned = set()
         for setting, lookups in self.lookups.items():
-            wanted = {key: shapes for key, shapes in lookups.items() if key[0] in usable}
-            for ranked_task in lookup_tasks(wanted, hello, self._modes, device, known):
+            usable_lookups = {key: shapes for key, shapes in lookups.items() if key[0] in usable}
+            for ranked_task in lookup_tasks(usable_lookups, hello, self._modes, device, measured):
                 task = ranked_task.task
-                if task in seen:
+                if task in assigned:
                     continue
-                seen.add(task)
+                assigned.add(task)
                 if task.operation in COLLECTIVES:
                     size, on_node, count, _ = task.shape
                     nodes = f"{size} devices, {on_node} a node" if size > on_node else f"{size} devices of a node"

@@ -213,5 +213,5 @@ def _versions(*, searched: bool) -> dict[str, str]:
     """Return the versions of what the numbers of a file rest on."""
 
     libraries = ("msgspec", "numpy", *(("optuna",) if searched else ()))
-    named = {name: version(name) for name in libraries}
-    return {"autoplan": __version__, "python": platform.python_version(), **named}
+    library_versions = {name: version(name) for name in libraries}
+    return {"autoplan": __version__, "python": platform.python_version(), **library_versions}

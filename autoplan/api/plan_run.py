@@ -91,7 +91,7 @@ def run(
         task, predicted = _mixed_run(load_mixed_file(Path(plan)), **task_options)
         return _handed_over(task, predicted, _train(_traced(task, traces), place_from(os.environ), follow), hand_over)
     file, problem = plan_to_run(Path(plan), db)
-    wanted = file.best.plan
+    file_plan = file.best.plan
     place = None if program else place_from(os.environ)
     leads = place is None or place.rank == 0
     keeper = RunKeeper(db) if db is not None and leads else None
@@ -99,13 +99,15 @@ def run(
         problem = of_trainer(problem, file.timings, db)
         if leads:
             warn_of_emulation(problem)
-    predicted = predicted_run(problem, wanted)
+    predicted = predicted_run(problem, file_plan)
     report: TrainingReport | None
-    with keeper.followed(problem, wanted, predicted, is_own=not program) if keeper else nullcontext():
+    with keeper.followed(problem, file_plan, predicted, is_own=not program) if keeper else nullcontext():
         if program:
-            task, report = _run_command(problem, wanted, program, follow, steps=steps, warmup=warmup, limit_s=limit_s)
+            task, report = _run_command(
+                problem, file_plan, program, follow, steps=steps, warmup=warmup, limit_s=limit_s
+            )
         else:
-            task = _task(problem, wanted, steps=steps, warmup=warmup, limit_s=limit_s, data=data, check=check)
+            task = _task(problem, file_plan, steps=steps, warmup=warmup, limit_s=limit_s, data=data, check=check)
             task = _traced(task, traces)
             report = _train(task, place, follow)
 
@@ -325,9 +327,9 @@ def _run_command(
             keep(data)
             for line in reader.feed(data, now_s):
                 words.read(line)
-            if not (has_said or reader.num_steps) and (other := reader.other_batch):
+            if not (has_said or reader.num_steps) and (other_batch := reader.other_batch):
                 has_said = True
-                follow.say(f"{other}: such steps do not count")
+                follow.say(f"{other_batch}: such steps do not count")
             follow.progress(min(reader.num_steps, steps), steps)
             return reader.num_steps >= steps
 
@@ -431,7 +433,7 @@ class RunKeeper:
         self._add(
             problem,
             run.task.plan,
-            _on_cluster(problem) if log_of else _here(problem),
+            _on_cluster(problem) if log_of else _own_machine(problem),
             step_s=run.measured.step_s[-MOST_SAMPLES:],
             peak_bytes=max(run.measured.peak_bytes, default=None),
             predicted_s=run.predicted.step_s,
@@ -472,14 +474,14 @@ class RunKeeper:
         self._add(
             problem,
             plan,
-            _here(problem) if is_own else _on_cluster(problem),
+            _own_machine(problem) if is_own else _on_cluster(problem),
             status="oom" if error.is_out_of_memory else "failed",
             reason=cleaned(str(error)),
             predicted_s=predicted.step_s,
             source="built-in trainer" if is_own else "log",
         )
 
-    def _add(self, problem: Problem, plan: ParallelPlan, machine: Fingerprint, **what: Any) -> None:
+    def _add(self, problem: Problem, plan: ParallelPlan, machine: Fingerprint, **measured_fields: Any) -> None:
         run = RunRecord(
             fingerprint=machine,
             framework=problem.framework.name,
@@ -489,13 +491,13 @@ class RunKeeper:
             measured_by=user_name(),
             host=cleaned(socket.gethostname()),
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            **what,
+            **measured_fields,
         )
         with self._open() as store:
             store.add([run])
 
 
-def _here(problem: Problem) -> Fingerprint:
+def _own_machine(problem: Problem) -> Fingerprint:
     """Return the machine of the built-in trainer, whose ranks run beside this program."""
     from autoplan.profiler.machine.environment import own_fingerprint  # brings torch
 
@@ -505,7 +507,7 @@ def _here(problem: Problem) -> Fingerprint:
 def _on_cluster(problem: Problem) -> Fingerprint:
     """Return the machine of a program that may run elsewhere: this one if it has the plan's device, else as told."""
     if find_spec("torch") and find_spec("psutil"):
-        own = _here(problem)
+        own = _own_machine(problem)
         if own.device == problem.cluster.device.name:
             return own
     return described_machine(problem.cluster)

@@ -250,11 +250,11 @@ def _with_images(model: ModelSpec, options: ProblemOptions) -> ModelSpec:
     if encoder is None:
         raise InputError(f"--images and --image-tokens need a model with an encoder, {model.name} has none: leave out")
     if tokens is not None:
-        check_count("--image-tokens", tokens, most=10**7)
+        check_count("--image-tokens", tokens, at_most=10**7)
         patches = max(round(encoder.patches * tokens / encoder.image_tokens), 1)
         encoder = replace(encoder, image_tokens=tokens, patches=patches)
     if images is not None:
-        check_count("--images", images, most=10**5)
+        check_count("--images", images, at_most=10**5)
         encoder = replace(encoder, images=images)
     return replace(model, encoder=encoder)
 

@@ -63,14 +63,14 @@ def run_job(job: ProfileJob, show: Callable[[str], None] = lambda text: None) ->
     folder = job.folder.resolve()
     with refused_writes(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    asked = encode({"plan": load_plan_file(job.plan_file), "options": job.options, "budget": job.budget})
+    request = encode({"plan": load_plan_file(job.plan_file), "options": job.options, "budget": job.budget})
     name = jobs.find(folder)
-    if name and (not (folder / ASKED).is_file() or read_text(folder / ASKED) != asked):
+    if name and (not (folder / ASKED).is_file() or read_text(folder / ASKED) != request):
         raise InputError(f"{folder} has a job that was asked something else: end it, or name another folder by --work")
     if not name:
         (folder / LOG).unlink(missing_ok=True)  # of an earlier job
         write_text(folder / PLAN, encode(load_plan_file(job.plan_file)), force=True)
-        write_text(folder / ASKED, asked, force=True)
+        write_text(folder / ASKED, request, force=True)
         name = jobs.start(folder)
     shown = ""
     try:
@@ -88,9 +88,9 @@ def run_job(job: ProfileJob, show: Callable[[str], None] = lambda text: None) ->
         lines = [line for line in log.splitlines() if line.strip()]
         # What autoplan says of a fault is worth more than what its launcher makes of it.
         own = [line.partition("autoplan: ")[2] for line in lines if "autoplan: " in line]
-        said = (own or lines or ["it wrote nothing"])[-1]
+        last_line = (own or lines or ["it wrote nothing"])[-1]
         raise AutoplanError(
-            f"the job has failed: {status.reason or status.state}: {cleaned(said)}; all: {folder / LOG}"
+            f"the job has failed: {status.reason or status.state}: {cleaned(last_line)}; all: {folder / LOG}"
         )
     return log
 

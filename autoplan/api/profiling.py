@@ -147,33 +147,33 @@ def planned_profile(
     cluster = purpose.cluster
     if cluster is None:
         raise InputError("give the plan file of a search, or --cluster: it says which devices there would be")
-    check_count("--nodes", num_nodes, least=0)
+    check_count("--nodes", num_nodes, at_least=0)
     if num_nodes > cluster.num_nodes:
         raise InputError(f"--nodes {num_nodes}: the cluster has {cluster.num_nodes}")
-    machine, known = None, set[TaskKey]()
+    machine, measured_keys = None, set[TaskKey]()
     with suppress(NoStoreError), opened_store(options.db, writable=False) as store:
         machine = machine_of(cluster, store)
-        known = store.measured_keys(machine, options.visits) if machine else known
-    hello = expected_hello(cluster, machine, known, dtypes=purpose.dtypes, num_nodes=num_nodes)
-    return _planned(purpose, hello, known, options)
+        measured_keys = store.measured_keys(machine, options.visits) if machine else measured_keys
+    hello = expected_hello(cluster, machine, measured_keys, dtypes=purpose.dtypes, num_nodes=num_nodes)
+    return _planned(purpose, hello, measured_keys, options)
 
 
-def _planned(purpose: _Purpose, hello: Hello, known: Collection[TaskKey], options: ProfileOptions) -> PlannedProfile:
+def _planned(purpose: _Purpose, hello: Hello, measured: Collection[TaskKey], options: ProfileOptions) -> PlannedProfile:
     """Return the measurements that the ranks of `hello` have to make."""
     advice = None
     if purpose.open_ranking is not None:
-        advice, tasks = purpose.open_ranking.planned(hello, known)
+        advice, tasks = purpose.open_ranking.planned(hello, measured)
         scope = purpose.open_ranking.scope
     else:
         assert purpose.scope is not None
         scope = purpose.scope
         if not scope.tps:
-            most = purpose.cluster.devices_per_node if purpose.cluster else len(hello.hosts)
-            scope = replace(scope, tps=tuple(degree for degree in scope.degrees() if degree <= most))
-        tasks = ranked_tasks(scope, hello, known)
+            max_degree = purpose.cluster.devices_per_node if purpose.cluster else len(hello.hosts)
+            scope = replace(scope, tps=tuple(degree for degree in scope.degrees() if degree <= max_degree))
+        tasks = ranked_tasks(scope, hello, measured)
     return PlannedProfile(
         tasks=tasks,
-        num_known=len(known),
+        num_known=len(measured),
         budget_s=parse_duration(options.budget),
         num_visits=options.visits,
         advice=advice,
@@ -227,7 +227,7 @@ def started_profile(
     """
     check_torch()
     place = place_from(os.environ)
-    check_count("--ranks", options.ranks, least=0)
+    check_count("--ranks", options.ranks, at_least=0)
     if place and options.ranks:
         raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
     purpose = _purpose(model, plan_file, options)

@@ -60,14 +60,14 @@ def _facts(
         return {}, f"the records are in {pinned_db or 'a database'}: name it with --db"
     try:
         with opened_store(url, writable=False) as store:
-            found, name = store.by_beginnings(keys), store.name
+            records, name = store.by_beginnings(keys), store.name
     except StoreError as error:
         if db is not None:
             raise
         return {}, str(error)
-    left = len(keys - found.keys())
-    unknown = f"{name} lacks {left:,} of {len(keys):,} records" if left else ""
-    return {key: facts_of(record) for key, record in found.items()}, unknown
+    num_missing = len(keys - records.keys())
+    unknown = f"{name} lacks {num_missing:,} of {len(keys):,} records" if num_missing else ""
+    return {key: facts_of(record) for key, record in records.items()}, unknown
 
 
 def facts_of(record: Record, now: datetime | None = None) -> RecordFacts:

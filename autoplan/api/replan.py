@@ -56,13 +56,13 @@ class ReplanResult(Result):
         rows = {"before": summary.before, "same layout": summary.same_layout, "best": summary.after}
         return Table.of(
             {
-                "which": which,
+                "which": labels,
                 "plan": plan.plan.describe(),
                 "num_devices": plan.plan.num_devices,
                 "step_s": plan.step_s,
                 "memory_bytes": plan.memory_bytes,
             }
-            for which, plan in rows.items()
+            for labels, plan in rows.items()
             if plan is not None
         )
 
@@ -93,15 +93,15 @@ def replan(
     before = plan if isinstance(plan, PlanResult) else load_plan(plan, db=db)
     if storage_bytes_per_s is not None:
         check_positive("storage_bytes_per_s", storage_bytes_per_s)
-    problem = replace(before.problem, cluster=_left(before.problem.cluster, nodes, tuple(without)))
+    problem = replace(before.problem, cluster=_remaining_nodes(before.problem.cluster, nodes, tuple(without)))
     best = before.file.best
     flags = replace(before.file.space or SpaceFlags(global_batch=""), global_batch=str(best.plan.global_batch))
     options: RunOptions = {**(run or {}), "objectives": ["step-time"], "nodes": _sizes(problem.cluster)}
-    found = search_run(problem, options, partial(space_of, flags=flags), progress)
+    outcome = search_run(problem, options, partial(space_of, flags=flags), progress)
     file = make_plan_file(
-        found.problem,
-        found.plans,
-        found.certificate,
+        outcome.problem,
+        outcome.plans,
+        outcome.certificate,
         timings=before.file.timings,
         space=flags,
         command="autoplan.replan() of Python",
@@ -113,11 +113,11 @@ def replan(
     if load_s is not None and not knows_pause:
         reliability, knows_pause = replace(reliability, checkpoint_s=load_s), True
     return ReplanResult(
-        plan=PlanResult(file=file, problem=found.problem),
+        plan=PlanResult(file=file, problem=outcome.problem),
         summary=ReplanSummary(
             nodes_before=before.problem.cluster.num_nodes,
             nodes_left=problem.cluster.num_nodes,
-            nodes_used=found.problem.cluster.num_nodes,
+            nodes_used=outcome.problem.cluster.num_nodes,
             before=best,
             after=after,
             same_layout=_same_layout(problem, best.plan, flags),
@@ -130,7 +130,7 @@ def replan(
     )
 
 
-def _left(cluster: ClusterSpec, nodes: int | None, without: tuple[str, ...]) -> ClusterSpec:
+def _remaining_nodes(cluster: ClusterSpec, nodes: int | None, without: tuple[str, ...]) -> ClusterSpec:
     """Return the part of a cluster that is left."""
     if (nodes is None) == (not without):
         way_out = "leave one of them out" if without else "give one of them"
@@ -143,16 +143,16 @@ def _left(cluster: ClusterSpec, nodes: int | None, without: tuple[str, ...]) -> 
         if cluster.nodes:
             raise InputError(f"{cluster.name} names its nodes: say which are gone, by --without")
         return replace(cluster, num_nodes=nodes)
-    named = [name for group in cluster.nodes for name in group.names]
-    if not named:
+    host_names = [name for group in cluster.nodes for name in group.names]
+    if not host_names:
         raise InputError(f"{cluster.name} does not name its nodes: give the number of those that are left, by --nodes")
-    if unknown := [name for name in without if name not in named]:
-        raise InputError(f"--without {unknown[0]}: {cluster.name} has no such node ({', '.join(named[:8])}, ...)")
-    if len(set(without)) == len(named):
+    if unknown := [name for name in without if name not in host_names]:
+        raise InputError(f"--without {unknown[0]}: {cluster.name} has no such node ({', '.join(host_names[:8])}, ...)")
+    if len(set(without)) == len(host_names):
         raise InputError("no node is left")
-    kept = [replace(group, names=names) for group in cluster.nodes if (names := _without(group.names, without))]
+    groups = [replace(group, names=names) for group in cluster.nodes if (names := _without(group.names, without))]
     faults = tuple(fault for fault in cluster.faults if fault.node not in without)
-    return replace(cluster, num_nodes=sum(len(group.names) for group in kept), nodes=tuple(kept), faults=faults)
+    return replace(cluster, num_nodes=sum(len(group.names) for group in groups), nodes=tuple(groups), faults=faults)
 
 
 def _without(names: tuple[str, ...], gone: tuple[str, ...]) -> tuple[str, ...]:

@@ -21,13 +21,13 @@ from autoplan.spec.timing import NO_TIMINGS
 def overview(db: str | None = None, plans: Sequence[str | Path] = ()) -> TeamOverview:
     """Return what the database holds of which machine, how hosts and days compare, and what plan files lack."""
     with opened_store(db, writable=False) as store:
-        found = store.overview(f"{datetime.now(UTC):%Y-%m-%d}")
-    return replace(found, plans=tuple(_needs(path, db) for path in plans))
+        report = store.overview(f"{datetime.now(UTC):%Y-%m-%d}")
+    return replace(report, plans=tuple(_needs(path, db) for path in plans))
 
 
-def page_of(found: TeamOverview) -> str:
+def page_of(report: TeamOverview) -> str:
     """Return a self-contained HTML page of an overview: it loads nothing."""
-    return team_page(found)
+    return team_page(report)
 
 
 def _needs(path: str | Path, db: str | None) -> PlanNeeds:

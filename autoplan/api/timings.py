@@ -161,10 +161,10 @@ def usable_timings(problem: Problem, url: str | None) -> FoundTimings:
 def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection[Operation]) -> FoundTimings:
     """Return the times of the machine that the cluster file names, else of the one with its device measured last."""
     with opened_store(url, writable=False) as store:
-        wanted = machine_of(cluster, store) or Fingerprint(device=cluster.device.name)
-        origin = TimingOrigin(database=store.name, machine=wanted.words)
-        measurements = store.timings(wanted, operations=operations)
-        contention = contention_shares(store.beside_products(wanted), measurements)
+        machine = machine_of(cluster, store) or Fingerprint(device=cluster.device.name)
+        origin = TimingOrigin(database=store.name, machine=machine.words)
+        measurements = store.timings(machine, operations=operations)
+        contention = contention_shares(store.beside_products(machine), measurements)
         timings = FoundTimings(measurements=measurements, contention=contention, origin=origin)
         if store.hosts_apart:
             _warn_of_hosts(store.hosts_apart)

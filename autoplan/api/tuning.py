@@ -137,8 +137,8 @@ def prepare(
     elif cluster is None or global_batch is None or seq_len is None:
         raise InputError("give model with cluster, global_batch and seq_len, or a plan file")
     else:
-        named = {name: value for name, value in options.items() if name in ProblemOptions.__annotations__}
-        problem_options = cast("ProblemOptions", {"framework": FRAMEWORK, **named})
+        given_options = {name: value for name, value in options.items() if name in ProblemOptions.__annotations__}
+        problem_options = cast("ProblemOptions", {"framework": FRAMEWORK, **given_options})
         flags = SpaceFlags(
             global_batch=str(global_batch),
             fix=tuple(options.get("fix") or ()),
@@ -225,8 +225,8 @@ def _plan_file(candidates: Candidates, tuning: Tuning, view: TuningState, best_p
     def rank(ranked: RankedPlan) -> tuple[int, float]:
         return (timed.index(ranked.plan), 0.0) if ranked.plan in timed else (len(timed), ranked.step_s)
 
-    others = sorted((ranked for ranked in candidates.plans if ranked is not best), key=rank)
-    return make_plan_file(candidates.problem, [best, *others], None, timings=candidates.timings)
+    later = sorted((ranked for ranked in candidates.plans if ranked is not best), key=rank)
+    return make_plan_file(candidates.problem, [best, *later], None, timings=candidates.timings)
 
 
 def _report(candidates: Candidates, tuning: Tuning, view: TuningState, ended: str) -> TuneReport:
@@ -303,24 +303,24 @@ def _trainable(candidates: Candidates) -> Candidates:
     reasons = [next(iter(broken(RULES, problem.workload, ranked.plan)), "") for ranked in plans]
     if all(reasons):
         raise NoPlanError(f"the built-in trainer runs none of the plans: {reasons[0]}")
-    kept = tuple(ranked for ranked, reason in zip(plans, reasons, strict=True) if not reason)
-    return replace(candidates, plans=kept)
+    trainable = tuple(ranked for ranked, reason in zip(plans, reasons, strict=True) if not reason)
+    return replace(candidates, plans=trainable)
 
 
 def _exportable(candidates: Candidates, target: str, version: str | None) -> Candidates:
     """Keep the plans that a target of export can be told."""
     file = candidates.trial_file(0)
-    kept, refusals = [], []
+    exportable, refusals = [], []
     for ranked in candidates.plans:
         try:
             job_of(replace(file, best=ranked), target, version)
         except InputError as error:
             refusals.append(error)
         else:
-            kept.append(ranked)
-    if not kept:
+            exportable.append(ranked)
+    if not exportable:
         raise NoPlanError(f"{target} starts none of the plans: {refusals[0]}")
-    return replace(candidates, plans=tuple(kept))
+    return replace(candidates, plans=tuple(exportable))
 
 
 # -- what runs them ----------------------------------------------------------------------------------------------------

@@ -44,10 +44,10 @@ class Changes:
 def controls_of(start: PlanResult) -> tuple[Control, ...]:
     """Return what may be changed of a plan, with the values that make it as it is."""
     problem, plan = start.problem, start.plan
-    given = (problem.cluster.num_nodes, plan.global_batch, problem.training.seq_len)
+    sizes_now = (problem.cluster.num_nodes, plan.global_batch, problem.training.seq_len)
     sizes = [
         Control(name=name, label=label, value=str(value), help=text)
-        for (name, (label, text)), value in zip(SIZES.items(), given, strict=True)
+        for (name, (label, text)), value in zip(SIZES.items(), sizes_now, strict=True)
     ]
     controls = (*sizes, *(control for axis in AXES if (control := _control(axis, problem, plan))))
     # An axis that follows from others is left to them where that makes the same plan.
@@ -143,25 +143,25 @@ def _count(values: Mapping[str, str], name: str) -> int:
 
 def _plan(start: PlanResult, problem: Problem, values: Mapping[str, str]) -> ParallelPlan:
     """Return the plan of these values; it keeps what no control shows of the one that was started from."""
-    given = {
+    axis_values = {
         name: text if AXIS[name].kind is Kind.LIST or name == "recompute" else AXIS[name].parse(text, "the value")
         for name, text in values.items()
         if name not in SIZES and text.strip()
     }
     for axis in AXES:  # of which no control leaves a choice
         if axis.spelled and axis.kind in (Kind.FLAG, Kind.WORD) and axis.name not in values:
-            given[axis.name] = getattr(start.plan, axis.name)
+            axis_values[axis.name] = getattr(start.plan, axis.name)
     layers = start.plan.layers_per_chunk
     if layers and values.get("layers_per_chunk") == _text(AXIS["layers_per_chunk"], start.plan):
-        degrees = (given.get(name, getattr(start.plan, name)) for name in ("pp", "vp"))
+        degrees = (axis_values.get(name, getattr(start.plan, name)) for name in ("pp", "vp"))
         if prod(map(int, degrees)) != len(layers):
-            del given["layers_per_chunk"]  # of the other number of chunks that the plan had
-    plan = make_plan(problem, _count(values, "global_batch"), given)
-    kept = {name: getattr(start.plan, name) for name in CARRIED}
-    kept["param_gather_overlap"] &= plan.sharding != "none"
+            del axis_values["layers_per_chunk"]  # of the other number of chunks that the plan had
+    plan = make_plan(problem, _count(values, "global_batch"), axis_values)
+    carried = {name: getattr(start.plan, name) for name in CARRIED}
+    carried["param_gather_overlap"] &= plan.sharding != "none"
     if problem.cluster == start.problem.cluster:
-        kept["placement"] = start.plan.placement
-    return replace(plan, **kept)
+        carried["placement"] = start.plan.placement
+    return replace(plan, **carried)
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

@@ -39,15 +39,15 @@ class Rows:
 
     __slots__ = ()
 
-    def take(self, which: Ints | Bools | slice) -> Self:
+    def take(self, rows: Ints | Bools | slice) -> Self:
         """The record of the plans at the given indices, or where the mask is true."""
         record: Any = self
-        return replace(record, **{field.name: _taken(getattr(record, field.name), which) for field in fields(record)})
+        return replace(record, **{field.name: _rows_of(getattr(record, field.name), rows) for field in fields(record)})
 
 
-def _taken(value: Any, which: Ints | Bools | slice) -> Any:
+def _rows_of(value: Any, rows: Ints | Bools | slice) -> Any:
     if isinstance(value, np.ndarray):
-        return value[which]
+        return value[rows]
     if isinstance(value, dict):
-        return {key: _taken(part, which) for key, part in value.items()}
-    return value.take(which) if isinstance(value, Rows) else value
+        return {key: _rows_of(part, rows) for key, part in value.items()}
+    return value.take(rows) if isinstance(value, Rows) else value

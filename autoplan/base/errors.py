@@ -81,4 +81,4 @@ class StoreWarning(AutoplanWarning):
 
 def refused(refusals: Iterable[tuple[bool, str]]) -> str:
     """Return the text of the first (is refused, text) that is refused; empty where none is."""
-    return next((what for is_refused, what in refusals if is_refused), "")
+    return next((text for is_refused, text in refusals if is_refused), "")

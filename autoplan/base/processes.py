@@ -372,7 +372,7 @@ def _server(preload: list[str]) -> ForkServerContext:
     try:
         os.environ.update(_VARIABLES)
         for name, value in _USUAL.items():
-            if not any(other in os.environ for other in _SAME.get(name, ())):
+            if not any(variable in os.environ for variable in _SAME.get(name, ())):
                 os.environ.setdefault(name, value)
         with _undisturbed():
             forkserver.ensure_running()

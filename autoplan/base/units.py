@@ -39,21 +39,21 @@ def file_units(field: str) -> tuple[tuple[str, str, float], ...]:
     return tuple(row for row in rows if len(row[1]) == longest)
 
 
-def check_count(name: str, value: int, *, least: int = 1, most: int = 10**9) -> None:
+def check_count(name: str, value: int, *, at_least: int = 1, at_most: int = 10**9) -> None:
     """Refuse a count outside [least, most]."""
-    if not least <= value <= most:
-        raise InputError(f"{name} must be between {least} and {most}, got {value}")
+    if not at_least <= value <= at_most:
+        raise InputError(f"{name} must be between {at_least} and {at_most}, got {value}")
 
 
 MOST = 1e30  # of any quantity; the least is its inverse: products of a few neither overflow nor vanish
 
 
-def check_positive(name: str, value: float, *, most: float = MOST) -> None:
+def check_positive(name: str, value: float, *, at_most: float = MOST) -> None:
     """Refuse a quantity that is zero, negative, not a number or absurdly large or small."""
     if not (math.isfinite(value) and value > 0):
         raise OutOfRangeError(name, value, "must be a positive finite number")
-    if not 1 / MOST <= value <= most:
-        raise OutOfRangeError(name, value, f"must lie in [{1 / MOST:g}, {most:g}]")
+    if not 1 / MOST <= value <= at_most:
+        raise OutOfRangeError(name, value, f"must lie in [{1 / MOST:g}, {at_most:g}]")
 
 
 def check_fraction(name: str, value: float) -> None:
@@ -150,8 +150,8 @@ def cleaned(text: str) -> str:
     return "".join(letter for letter in text if unicodedata.category(letter)[0] != "C")[:MOST_TEXT]
 
 
-def listed(words: Iterable[str], most: int = 8) -> str:
+def listed(words: Iterable[str], max_words: int = 8) -> str:
     """Return words of a file as a message may repeat them: the first few, each without control characters and cut."""
-    every = list(words)
-    more = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(cleaned(word)[:60] for word in every[:most]) + more
+    all_words = list(words)
+    more = f" and {len(all_words) - max_words} more" if len(all_words) > max_words else ""
+    return ", ".join(cleaned(word)[:60] for word in all_words[:max_words]) + more

@@ -142,17 +142,17 @@ def _print_imported(imported: Imported) -> None:
             table.add_column(name)
         for name in ("devices", "step", "predicted"):
             table.add_column(name, justify="right", no_wrap=True)
-        for taken in imported.taken:
-            run = taken.run
+        for imported_log in imported.taken:
+            run = imported_log.run
             came = format_seconds(run.seconds) if run.seconds else {"oom": "out of memory"}.get(run.status, run.status)
-            texts = (Text(taken.log), run.framework, run.plan.describe(), str(run.plan.num_devices), came)
-            table.add_row(*texts, format_seconds(taken.predicted_s))
+            texts = (Text(imported_log.log), run.framework, run.plan.describe(), str(run.plan.num_devices), came)
+            table.add_row(*texts, format_seconds(imported_log.predicted_s))
         console.print(table)
     if imported.passed_over:
         console.print("\npassed over" if imported.taken else "passed over")
         for path, reason in imported.passed_over.items():
             console.print(Text(f"  {path}: {reason}"), soft_wrap=True)
-    num_unread = sum(taken.num_unread > 0 for taken in imported.taken)
+    num_unread = sum(imported_log.num_unread > 0 for imported_log in imported.taken)
     if num_unread:
         console.print(
             f"\n{num_unread} runs were started with options that were not understood: autoplan read lists them"

@@ -91,18 +91,18 @@ def list_(
     """Records, or training runs, in the order in which they came in."""
     from autoplan.profiler.store import Beside  # brings SQLAlchemy
 
-    database, most = whole_url(context, url), limit + 1  # one more tells whether there are more
+    database, max_rows = whole_url(context, url), limit + 1  # one more tells whether there are more
     beside = Beside(host=host, status=status, since=since, until=until, review=review)
     hidden = hidden or review == "hidden"
     if not runs:
         records = api.database.list_records(
-            database, device=device, operation=operation, trust=trust, hidden=hidden, beside=beside, limit=most
+            database, device=device, operation=operation, trust=trust, hidden=hidden, beside=beside, limit=max_rows
         )
         _print_listed(RECORD_COLUMNS, records, limit, numbers=("time",), json=json)
         return
     if operation:
         raise InputError("--runs lists training runs, which have no --operation")
-    listed = api.database.list_runs(database, device=device, trust=trust, hidden=hidden, beside=beside, limit=most)
+    listed = api.database.list_runs(database, device=device, trust=trust, hidden=hidden, beside=beside, limit=max_rows)
     _print_listed(RUN_COLUMNS, listed, limit, numbers=("step", "predicted", "memory"), json=json)
 
 
@@ -292,9 +292,9 @@ def _print_compared(overview: TeamOverview) -> None:
 
     for part in overview.slow:
         typer.echo(f"slow: device {part.index} of {part.host} ({part.device}): {part.reason}, {part.day}")
-    for what, times in (("host", overview.hosts), ("day", overview.days)):
+    for title, times in (("host", overview.hosts), ("day", overview.days)):
         columns: dict[str, Callable[[Any], object]] = {
-            what: lambda row: row.name,
+            title: lambda row: row.name,
             "device": lambda row: row.device,
             "shapes": lambda row: f"{row.shapes:,}",
             "usually": lambda row: f"{100 * (row.ratio - 1):+.1f} %",
@@ -304,7 +304,7 @@ def _print_compared(overview: TeamOverview) -> None:
         if times:
             _print_rows(columns, times, numbers=("shapes", "usually", "at most"))
         else:
-            typer.echo(f"no shape was measured on two {what}s")
+            typer.echo(f"no shape was measured on two {title}s")
     if words := compared_words(overview):
         typer.echo(words)
     for needs in overview.plans:

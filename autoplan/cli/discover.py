@@ -117,7 +117,7 @@ def _tell(description: Description) -> None:
     switches = len({group.switches for group in cluster.nodes if group.switches})
     rows.append(("nodes", str(cluster.num_nodes) + (f" on {switches} switches" if switches else ""), ""))
     widths = [max(len(row[at]) for row in rows) for at in range(2)]
-    for what, text, remark in rows:
-        print(f"{what:<{widths[0]}}  {text:<{widths[1]}}  {remark}".rstrip(), file=sys.stderr)
+    for title, text, remark in rows:
+        print(f"{title:<{widths[0]}}  {text:<{widths[1]}}  {remark}".rstrip(), file=sys.stderr)
     for warning in description.warnings:
         print(f"autoplan: warning: {warning}", file=sys.stderr)

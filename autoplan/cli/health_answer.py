@@ -56,8 +56,8 @@ def slow_words(slow: SlowPart) -> str:
     share = f"{100 * slow.rate_share:.0f} % of the usual rate"
     if slow.part == "pair":
         return f"between {places[0]} and {places[1]}: messages at {share}"
-    what = {"device": "matrix products", "link": "messages inside its node", "nic": "messages to other nodes"}
-    return f"{places[0]}: {what[slow.part]} at {share}"
+    titles = {"device": "matrix products", "link": "messages inside its node", "nic": "messages to other nodes"}
+    return f"{places[0]}: {titles[slow.part]} at {share}"
 
 
 def _cells(rate: CheckedRate) -> tuple[str, ...]:

@@ -156,8 +156,8 @@ def profile(
         check_untyped(context, STATED_BY_PLAN, "--for takes from the plan file what to measure")
     elif model is None:
         context.fail("give MODEL, or the plan file of a search: --for PLAN")
-    named = {option.name: context.params[option.name] for option in fields(ProfileOptions) if option.name != "db"}
-    options = ProfileOptions(db=whole_url(context, url), **named)
+    given = {option.name: context.params[option.name] for option in fields(ProfileOptions) if option.name != "db"}
+    options = ProfileOptions(db=whole_url(context, url), **given)
     is_elsewhere = dry_run and (plan_file is not None or cluster is not None)
     _check_together(context, is_elsewhere=is_elsewhere)
     if is_elsewhere:
@@ -212,8 +212,8 @@ def _check_health(context: typer.Context, out: Path | None, *, force: bool) -> N
     elif force:
         raise InputError("--force replaces the cluster file that --out names: name it")
     params = context.params
-    named = {name: params[name] for name in ("budget", "cluster", "ranks", "allowance", "limit")}
-    options = HealthOptions(db=whole_url(context, params["url"]), out=out, force=force, **named)
+    given = {name: params[name] for name in ("budget", "cluster", "ranks", "allowance", "limit")}
+    options = HealthOptions(db=whole_url(context, params["url"]), out=out, force=force, **given)
     leave_on_sigterm()
     with progress_bar(quiet=params["quiet"], doing="measuring", unit="rounds of messages") as show:
 

@@ -271,8 +271,8 @@ def _hand_over(
 def _print(result: PlanResult | MixedPlanResult, path: Path, *, details: bool) -> None:
     from autoplan.spec.axes import LABELS
 
-    terminal, named = report.terminal, shlex.quote(str(path))
-    console, why = terminal.make_console(), ("why", f"autoplan explain {named}")
+    terminal, quoted_path = report.terminal, shlex.quote(str(path))
+    console, why = terminal.make_console(), ("why", f"autoplan explain {quoted_path}")
     more = [] if details else [("more", "--details: the next plans, what was searched, memory by stage")]
     if isinstance(result, api.results.MixedPlanResult):
         report.mixed_search.print_mixed(console, result.file, details=details)

@@ -169,8 +169,8 @@ def tune(
     elif cluster is None or global_batch is None or seq_len is None:
         context.fail("give MODEL with --cluster, --global-batch and --seq-len, or a plan.json")
     with progress_bar(quiet=quiet) as advance:
-        url, named = whole_url(context, storage), typed_options(context, TUNE_FLAGS)
-        prepared = prepare(progress=advance, storage=url, **named, **problem_options(context))
+        url, given_options = whole_url(context, storage), typed_options(context, TUNE_FLAGS)
+        prepared = prepare(progress=advance, storage=url, **given_options, **problem_options(context))
     leave_on_sigterm()
     made_storage = prepared.made_storage()
     if not quiet:

@@ -149,11 +149,11 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
     """The cost of every kind of block that the model has; `links` are the problem's, if they are known."""
     links, shapes = links or Links.of(problem), layer_shapes(problem.model, problem.training.finetuning)
     first, of_kernels = batch.distinct(*KERNEL_AXES, "tp_overlap")
-    few = batch.take(first)
-    tp = TensorParallelTimes.of(block_collectives(problem, few), links)
-    parts = {block: _parts(problem, few, block, shape, links, tp) for block, shape in shapes.items()}
+    distinct = batch.take(first)
+    tp = TensorParallelTimes.of(block_collectives(problem, distinct), links)
+    parts = {block: _parts(problem, distinct, block, shape, links, tp) for block, shape in shapes.items()}
     if all(block in parts for block in LAYER):
-        parts |= _as_measured(problem, few, parts)
+        parts |= _as_measured(problem, distinct, parts)
     shared = shared_states(problem, batch)
     costs: dict[Block, BlockCost] = {}
     lags: dict[Block, _Lags] = {}

@@ -120,7 +120,7 @@ class Linearised:
         moved = [
             with_factors(at, [name], log + _NUDGE) for name, log in zip(self.names, self._at[:, None], strict=True)
         ]
-        slopes = [(np.log(pricer.calibrated_s(other)) - log_steps) / _NUDGE for other in moved]
+        slopes = [(np.log(pricer.calibrated_s(nudged)) - log_steps) / _NUDGE for nudged in moved]
         self._slopes = np.stack(slopes, axis=1)
 
     def log_errors(self, calibration: Calibration, rows: Sequence[int] | slice = slice(None)) -> Floats:
@@ -286,9 +286,12 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
     before = _log_errors(runs, base)
     fitted_to_all, spreads, kinds = fit_cluster(runs, prior), _spreads(runs), _kinds(runs)
     model = Linearised(runs, FACTORS, fitted_to_all)
-    others = [[at for at in range(len(runs)) if at != out] for out in range(len(runs))]
+    training_sets = [[at for at in range(len(runs)) if at != out] for out in range(len(runs))]
     left_out = np.array(
-        [model.log_errors(model.near(base, spreads, prior, rest), [at])[0] for at, rest in enumerate(others)]
+        [
+            model.log_errors(model.near(base, spreads, prior, training_set), [at])[0]
+            for at, training_set in enumerate(training_sets)
+        ]
     )
     changed: dict[str, Any] = dict(zip(TIME_SPREADS, _started_spreads(runs[0].problem), strict=True))
     for at, kind in enumerate(TIME_SPREADS):

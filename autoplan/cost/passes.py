@@ -27,9 +27,9 @@ class Pass(Rows):
         """Both passes."""
         return self.forward_s + self.backward_s
 
-    def plus(self, other: Pass) -> Pass:
+    def plus(self, added: Pass) -> Pass:
         """Passes of both."""
-        return Pass(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
+        return Pass(self.forward_s + added.forward_s, self.backward_s + added.backward_s)
 
     def longer(self, forward_s: Floats | float, backward_s: Floats | float) -> Pass:
         """Passes that take so many seconds longer, of every plan."""
@@ -43,14 +43,15 @@ class Pass(Rows):
         """Passes that both take so many times as long."""
         return self.times(factor, factor)
 
-    def less(self, other: Pass) -> Pass:
+    def less(self, removed: Pass) -> Pass:
         """Passes without those of the other."""
-        return Pass(self.forward_s - other.forward_s, self.backward_s - other.backward_s)
+        return Pass(self.forward_s - removed.forward_s, self.backward_s - removed.backward_s)
 
-    def otherwise(self, where: Bools, other: Pass) -> Pass:
-        """Return these passes, with those of `other` in their place where `where` holds."""
+    def otherwise(self, where: Bools, replacement: Pass) -> Pass:
+        """Return these passes, with those of `replacement` in their place where `where` holds."""
         return Pass(
-            np.where(where, other.forward_s, self.forward_s), np.where(where, other.backward_s, self.backward_s)
+            np.where(where, replacement.forward_s, self.forward_s),
+            np.where(where, replacement.backward_s, self.backward_s),
         )
 
 
@@ -66,9 +67,9 @@ class SplitPass(NamedTuple):
         """Both gradients."""
         return self.input_gradient_s + self.weight_gradient_s
 
-    def plus(self, other: SplitPass) -> SplitPass:
+    def plus(self, added: SplitPass) -> SplitPass:
         """Passes of both."""
-        return SplitPass(*map(np.add, self, other))
+        return SplitPass(*map(np.add, self, added))
 
     def times(self, forward: Floats, backward: Floats) -> SplitPass:
         """Passes that take so many times as long."""
@@ -82,6 +83,6 @@ class Ends(Rows):
     embedding: Pass
     head: Pass
 
-    def plus(self, other: Ends) -> Ends:
+    def plus(self, added: Ends) -> Ends:
         """Passes of both."""
-        return Ends(self.embedding.plus(other.embedding), self.head.plus(other.head))
+        return Ends(self.embedding.plus(added.embedding), self.head.plus(added.head))

@@ -49,7 +49,7 @@ def _grown(problem: Problem, batch: PlanBatch) -> dict[Provenance, CostEstimate 
             factors = SourceFactors(**{name: 1.0 + _GROWTH})
             slower[name] = replace(problem, timings=replace(problem.timings, source_factors=factors))
     slower["datasheet"] = _slower_datasheet(problem)
-    return {name: None if other is None else estimate(other, batch) for name, other in slower.items()}
+    return {name: None if grown is None else estimate(grown, batch) for name, grown in slower.items()}
 
 
 def _shares(value: Floats, grown: dict[Provenance, Floats | None]) -> dict[Provenance, Floats]:

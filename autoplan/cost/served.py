@@ -58,8 +58,8 @@ def measured_shares(problem: Problem, plan: ParallelPlan) -> dict[str, float]:
 def needed_times(problem: Problem, plan: ParallelPlan) -> list[NeededTime]:
     """Return the times that the price of a plan looks up, and what serves each, largest shares of the step first."""
     batch = PlanBatch.of([plan], problem.model.num_layers)
-    found = [_needed(problem, batch, *need) for need in _needs(problem, batch)]
-    return sorted(found, key=lambda need: (-need.step_share, need.operation, need.shape))
+    needed = [_needed(problem, batch, *need) for need in _needs(problem, batch)]
+    return sorted(needed, key=lambda need: (-need.step_share, need.operation, need.shape))
 
 
 def term_spreads(needed: Sequence[NeededTime], sample_spreads: Mapping[str, float], match: Match) -> dict[str, float]:
@@ -128,17 +128,17 @@ def _served(
     shapes = [shape, (*shape[:2], 1.0, shape[3])] if operation in COLLECTIVES and shape[0] == shape[1] else [shape]
     for own in shapes:
         for dtype in dtypes:
-            found = find(timings, operation, (dtype,), np.array([own]))
-            if np.isnan(found.seconds[0]):
+            lookup = find(timings, operation, (dtype,), np.array([own]))
+            if np.isnan(lookup.seconds[0]):
                 continue
             served: Served = (
-                "disturbed" if found.is_disturbed[0] else "measured" if found.is_exact[0] else "interpolated"
+                "disturbed" if lookup.is_disturbed[0] else "measured" if lookup.is_exact[0] else "interpolated"
             )
-            return served, dtype, float(found.seconds[0]), timings.sources_of(operation, dtype, own)
+            return served, dtype, float(lookup.seconds[0]), timings.sources_of(operation, dtype, own)
     if operation in COLLECTIVES:
         links = Links.of(problem)
-        if other := links.scaled_from(operation, shape):
-            _, dtype, _, sources = _served(problem, operation, dtypes, other)
+        if scaled_shape := links.scaled_from(operation, shape):
+            _, dtype, _, sources = _served(problem, operation, dtypes, scaled_shape)
             return "scaled", dtype, links.shape_s(operation, shape), sources
     if operation in FORWARD_OF:
         served, dtype, seconds, sources = _served(problem, FORWARD_OF[operation], dtypes, shape)
@@ -175,5 +175,5 @@ def _entered(
         for time_s in (step_s, 2 * step_s)
     )
     growth = {name: float(after[name][0] - value[0]) for name, value in before.items()}
-    most = max(growth.values(), default=0.0)
-    return [name for name, value in growth.items() if most > 0 and value >= _ENTERS * most]
+    max_growth = max(growth.values(), default=0.0)
+    return [name for name, value in growth.items() if max_growth > 0 and value >= _ENTERS * max_growth]

@@ -64,7 +64,7 @@ class GeneralSpreads:
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.name != "evidence":
-                check_positive(field.name, getattr(self, field.name), most=5.0)
+                check_positive(field.name, getattr(self, field.name), at_most=5.0)
 
     @property
     def squares(self) -> Floats:
@@ -155,9 +155,9 @@ class Familiarity(Rows):
         own = calibration.time_spreads[spread_kinds(problem, batch, experts_apart=apart)]
         news = np.zeros((size, len(NOVELTIES)))
         # Kernels that were measured on the device itself are none of an unknown generation.
-        seen = ("generation",) if problem.timings.has_kernels else ()
+        measured_here = ("generation",) if problem.timings.has_kernels else ()
         for at, name in enumerate(NOVELTIES[:2]):
-            news[:, at] = name in calibration.unseen and name not in seen
+            news[:, at] = name in calibration.unseen and name not in measured_here
         if calibration.blocks:
             news[:, 2] = not model_blocks(problem.model) <= set(calibration.blocks)
         if calibration.precisions:
@@ -189,12 +189,12 @@ class Familiarity(Rows):
             exposed_share=none + 1.0,
         )
 
-    def lessen(self, rows: Ints, other: Familiarity) -> None:
-        """Make the plans at `rows` no better known than those of `other` are, which stand for parts of them."""
+    def lessen(self, rows: Ints, parts: Familiarity) -> None:
+        """Make the plans at `rows` no better known than those of `parts` are, which stand for parts of them."""
         for name in ("own", "mixture", "news", "machine", "links"):
-            np.maximum.at(getattr(self, name), rows, getattr(other, name))
+            np.maximum.at(getattr(self, name), rows, getattr(parts, name))
         for name in ("weight", "exposed_share"):
-            np.minimum.at(getattr(self, name), rows, getattr(other, name))
+            np.minimum.at(getattr(self, name), rows, getattr(parts, name))
 
     def own_parts(self, terms_s: Mapping[str, Floats], step_s: Floats) -> tuple[Floats, Floats]:
         """(weight of the plans' own spread, general parts of the variance beside it): shapes (plans), (plans, parts).
@@ -220,8 +220,8 @@ class Familiarity(Rows):
         squares = general_spreads().squares
         always = np.column_stack([np.ones(len(self.own)), self.mixture, self.news])
         general = always**2 @ squares[[GENERAL_PARTS.index(name) for name in ("any_step", "mixture", *NOVELTIES)]]
-        known = self.weight * self.own + (1.0 - self.weight) * general
-        return np.sqrt(np.where(self.exposed_share < 1, np.minimum(known, general), known) + self.machine)
+        by_runs = self.weight * self.own + (1.0 - self.weight) * general
+        return np.sqrt(np.where(self.exposed_share < 1, np.minimum(by_runs, general), by_runs) + self.machine)
 
 
 # Of a step in the component that is hardest to predict: beyond it a plan is no candidate for the surest one.
@@ -237,8 +237,8 @@ def spread_range(problem: Problem) -> tuple[float, float]:
     own = calibration.time_spreads[[(name == "experts_time_spread") == apart for name in TIME_SPREADS]] ** 2
     own = own[~np.isnan(own)]
     is_limited = bool(calibration.blocks or calibration.precisions or calibration.most_devices)
-    least, most = (float(own.min()), float(own.max())) if len(own) else (usual, hardest)
+    least, largest = (float(own.min()), float(own.max())) if len(own) else (usual, hardest)
     if calibration.exposed_share < 1 or is_limited:
-        least, most = min(least, usual), max(most, usual)
+        least, largest = min(least, usual), max(largest, usual)
     machine, links = problem.machine_spread**2, (_HARD_SHARE * problem.link_spread) ** 2
-    return float(np.sqrt(least + machine)), float(np.sqrt(most + machine + links))
+    return float(np.sqrt(least + machine)), float(np.sqrt(largest + machine + links))

@@ -161,8 +161,8 @@ def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
         alive_bytes=chunk_activation_bytes(problem, batch)[0],
         levels=memory_levels(problem, laid.memory, 0),
         end_s={
-            name: overall * (plan.num_devices > 1) * every[0]
-            for name, every in zip(HIDING, (end.reduce_s, end.gather_s), strict=True)
+            name: overall * (plan.num_devices > 1) * seconds[0]
+            for name, seconds in zip(HIDING, (end.reduce_s, end.gather_s), strict=True)
         },
     )
     return step_timeline([pipeline], terms)
@@ -202,21 +202,21 @@ def _draw(pipeline: Pipeline, terms: Mapping[str, float], last_s: float) -> tupl
     for stage, order in enumerate(orders):
         own = {key: value for key, value in pipeline.pass_terms_s.items() if key[1] in chunks_of[stage]}
         passes, calls = _placed(pipeline, order, steps[stage], own, exact_s)
-        others = [
+        beside_passes = [
             *(calls or _messages(pipeline, order, passes)),
             *_waits(passes, pipeline),
             *_end(terms, pipeline.pipeline_s, last_s),
             *_beside(terms, last_s, {name: float(seconds[stage]) for name, seconds in pipeline.end_s.items()}),
         ]
         levels = {name: float(value[stage]) for name, value in pipeline.levels.items()}
-        memory = _memory(passes, others, pipeline.alive_bytes, levels)
+        memory = _memory(passes, beside_passes, pipeline.alive_bytes, levels)
         ranks.append(
             RankTimeline(
                 place=pipeline.places[stage],
                 ranks=pipeline.ranks[stage],
                 passes=tuple(passes),
                 pass_terms_s=own,
-                others=tuple(others),
+                others=tuple(beside_passes),
                 memory_time_s=memory[0],
                 memory_bytes=memory[1],
             )
@@ -389,12 +389,12 @@ def memory_levels(problem: Problem, memory: StageMemory, at: int) -> dict[str, F
     terms = {name: value[at] for name, value in memory.terms.items()}
     activations = terms["activations"]
     states = add_up(terms[name] for name in ("weights", "optimizer", "wgrad_buffers"))
-    if memory.moments:
+    if memory.snapshots:
         peak_bytes = {
-            phase: np.max([add_up(value[at] for value in moment.values()) for moment in moments], axis=0)
-            for phase, moments in memory.moments.items()
+            phase: np.max([add_up(value[at] for value in snapshot.values()) for snapshot in snapshots], axis=0)
+            for phase, snapshots in memory.snapshots.items()
         }
-        activations = np.max([moment["activations"][at] for moment in memory.moments["forward"]], axis=0)
+        activations = np.max([snapshot["activations"][at] for snapshot in memory.snapshots["forward"]], axis=0)
         forward, backward = (states + peak_bytes[phase] - activations for phase in ("forward", "backward"))
         update = states + peak_bytes["update"]
     else:
@@ -411,7 +411,7 @@ def memory_levels(problem: Problem, memory: StageMemory, at: int) -> dict[str, F
 
 
 def _memory(
-    passes: Sequence[Event], others: Sequence[Event], per_chunk: Floats, levels: Mapping[str, float]
+    passes: Sequence[Event], beside_passes: Sequence[Event], per_chunk: Floats, levels: Mapping[str, float]
 ) -> tuple[Floats, Floats]:
     """(from when on, bytes that are reserved) of a rank: activations by what is alive, up to the estimate's peak."""
     points: list[tuple[float, str, float]] = []  # time, level, activations alive
@@ -423,11 +423,11 @@ def _memory(
         points.append((event.start_s, "forward" if is_forward else "backward", alive_bytes))
         alive_bytes -= size if event.kind in ("backward", "weight_gradient") else 0.0
         points.append((event.start_s + event.duration_s, "forward", alive_bytes))
-    for event in others:
+    for event in beside_passes:
         if event.kind == "optimizer":
             points += [(event.start_s, "update", 0.0), (event.start_s + event.duration_s, "forward", 0.0)]
-    most = max(alive for _, _, alive in points)
-    share = levels["activations"] / most if most > 0 else 0.0
+    max_alive_bytes = max(alive for _, _, alive in points)
+    share = levels["activations"] / max_alive_bytes if max_alive_bytes > 0 else 0.0
     times = np.array([0.0, *(time for time, _, _ in points)])
     reserved = np.array([levels["forward"], *(levels[level] + share * max(alive, 0.0) for _, level, alive in points)])
     is_last = np.append(np.diff(times) > 0, True)

@@ -86,20 +86,20 @@ class Distribution:
         """So many times the value."""
         return Distribution(factor * self.start, factor * self.step, self.mass)
 
-    def _plus(self, other: Distribution) -> Distribution:
+    def _plus(self, added: Distribution) -> Distribution:
         """The sum of a draw of each."""
-        step = max(self.step, other.step)
+        step = max(self.step, added.step)
         if step == 0.0:
-            return Distribution(self.start + other.start, 0.0, np.ones(1))
-        left, right = self._on(step), other._on(step)
-        size = len(left.mass) + len(right.mass) - 1
+            return Distribution(self.start + added.start, 0.0, np.ones(1))
+        own, added_on = self._on(step), added._on(step)
+        size = len(own.mass) + len(added_on.mass) - 1
         padded = 1 << (size - 1).bit_length()
-        mass = np.fft.irfft(np.fft.rfft(left.mass, padded) * np.fft.rfft(right.mass, padded), padded)[:size]
+        mass = np.fft.irfft(np.fft.rfft(own.mass, padded) * np.fft.rfft(added_on.mass, padded), padded)[:size]
         mass = np.maximum(mass, 0.0)
         likely = np.flatnonzero(mass > LEAST_MASS * mass.max())
         first, last = int(likely[0]), int(likely[-1])
         mass = mass[first : last + 1] / mass[first : last + 1].sum()
-        total = Distribution(left.start + right.start + first * step, step, mass)
+        total = Distribution(own.start + added_on.start + first * step, step, mass)
         return total._on(step * (len(mass) - 1) / (CELLS - 1)) if len(mass) > CELLS else total
 
     def _on(self, step: float) -> Distribution:
@@ -207,13 +207,13 @@ def waiting_s(problem: Problem, batch: PlanBatch, varying: Varying, *, at_least:
     in_turn = np.ones_like(batch.dp) if at_least else _met_in_turn(problem, batch)
     sizes = (training.sequences_per_sample * batch.micro_batch, batch.num_microbatches, batch.pp)
     is_gpipe = batch.schedule == Schedule.GPIPE.code
-    first, which = distinct_rows(*sizes, in_turn, batch.dp // in_turn, is_gpipe)
+    first, row_of = distinct_rows(*sizes, in_turn, batch.dp // in_turn, is_gpipe)
 
     def waited(part: Part, flows: Bools) -> Floats:
         columns = (column[first].tolist() for column in (*sizes, flows, in_turn, batch.dp // in_turn))
-        known = (lengths, training.batching, training.seq_len)
+        lengths_key = (lengths, training.batching, training.seq_len)
         return np.array(
-            [waited_microbatches(*known, size, part, Meeting(*of)) for size, *of in zip(*columns, strict=True)]
+            [waited_microbatches(*lengths_key, size, part, Meeting(*of)) for size, *of in zip(*columns, strict=True)]
         )
 
     parts: tuple[Part, Part] = ("tokens", "squares")
@@ -221,8 +221,8 @@ def waiting_s(problem: Problem, batch: PlanBatch, varying: Varying, *, at_least:
         tokens, squares = (GRID_SHARE * np.minimum(waited(part, is_gpipe), waited(part, ~is_gpipe)) for part in parts)
     else:
         tokens, squares = (waited(part, is_gpipe) for part in parts)
-    which = which.reshape(-1)
-    return (tokens[which] * varying.tokens_s + squares[which] * varying.squares_s) / batch.pp
+    row_of = row_of.reshape(-1)
+    return (tokens[row_of] * varying.tokens_s + squares[row_of] * varying.squares_s) / batch.pp
 
 
 def _met_in_turn(problem: Problem, batch: PlanBatch) -> Ints:

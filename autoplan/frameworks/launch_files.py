@@ -82,11 +82,11 @@ def _named_in(path: Path, text: str) -> Path | None:
         beside = [item for item in files if item.stat().st_size <= MOST_BYTES]
         while scripts:
             script = scripts.pop(0)
-            for other in [item for item in beside if item not in looked_at and item.name in script]:
-                inside = other.read_text(encoding="utf-8", errors="replace")
-                if looks_like_launch(other, inside):
-                    return other
-                looked_at.add(other)
+            for named_file in [item for item in beside if item not in looked_at and item.name in script]:
+                inside = named_file.read_text(encoding="utf-8", errors="replace")
+                if looks_like_launch(named_file, inside):
+                    return named_file
+                looked_at.add(named_file)
                 scripts.append(inside)
     return None
 

@@ -128,7 +128,7 @@ class LogReader:
     """
 
     def __init__(self, batch: Batch | None = None, *, warmup: int = WARMUP) -> None:
-        check_count("warmup", warmup, least=0)
+        check_count("warmup", warmup, at_least=0)
         self._batch, self._warmup = batch, warmup
         self._splitter = LineSplitter()
         self._other: LineContent | None = None  # the last step with another batch

@@ -198,8 +198,8 @@ def names_of(facts: str) -> tuple[str, ...]:
 def versions_of(facts: str) -> dict[str, str]:
     """Return the ids of the facts of older and newer versions of a framework, by version: "nemo-25.09" by 25.09."""
     return {
-        other.removeprefix(f"{name}-"): other
+        version_name.removeprefix(f"{name}-"): version_name
         for name in names_of(facts)
-        for other in facts_files()
-        if re.match(rf"{re.escape(name)}-\d", other)
+        for version_name in facts_files()
+        if re.match(rf"{re.escape(name)}-\d", version_name)
     }

@@ -76,7 +76,7 @@ def _variables(start: Start, numbering: Numbering) -> list[str]:
     """
     alone = start.num_nodes == 1
     is_listed = bool(start.hosts) and numbering.looks_up_hosts
-    which = f"of this node, 0 to {start.num_nodes - 1}"
+    rank_range = f"of this node, 0 to {start.num_nodes - 1}"
     variables, host_lines = list(start.job.variables), []
     if is_listed:
         host_lines = ["", *_host_lines(start.hosts)]
@@ -89,9 +89,9 @@ def _variables(start: Start, numbering: Numbering) -> list[str]:
         else:
             host_lines.append(f"MASTER_ADDR={numbering.master}  # the node of rank 0")
         if numbering.rank is None:
-            variables.append(LaunchVariable(name="NODE_RANK", default=None, note=which))
+            variables.append(LaunchVariable(name="NODE_RANK", default=None, note=rank_range))
         else:
-            host_lines.append(f"NODE_RANK={numbering.rank}  # {which}")
+            host_lines.append(f"NODE_RANK={numbering.rank}  # {rank_range}")
     variables.append(LaunchVariable(name="MASTER_PORT", default="29500", note="a free port on the node of rank 0"))
     return ["# Set in the environment what should differ.", *assignments(variables), *host_lines, ""]
 

@@ -32,7 +32,7 @@ def refused_training(target: Target, training: TrainingSpec) -> str:
     """Say what of the training a target cannot express, and the way out; empty where it can express all of it."""
     if not (refused := _refused(target, training)):
         return ""
-    able = [name for name, other in TARGETS.items() if not _refused(other, training)]
+    able = [name for name, candidate in TARGETS.items() if not _refused(candidate, training)]
     way_out = f"use --to {' or '.join(able)}" if able else "no target can, a program of yours has to"
     return f"{target.title} cannot express {refused}: {way_out}"
 
@@ -87,8 +87,8 @@ def _job_of_all(unlike_nodes: Sequence[NodeRange], to: str, version: str | None)
     """
     jobs = [job_of(nodes.plan_file, to, version) for nodes in unlike_nodes]
     settings = {setting.name: setting for job in jobs for setting in job.environment}
-    first, *others = (replace(job, environment=tuple(settings.values())) for job in jobs)
-    if any(other != first for other in others):
+    first, *later_jobs = (replace(job, environment=tuple(settings.values())) for job in jobs)
+    if any(later_job != first for later_job in later_jobs):
         parts = " and ".join(nodes.part for nodes in unlike_nodes)
         raise InputError(f"{jobs[0].framework} needs other options on {parts}: no one launch file starts the plan")
     return first

@@ -49,20 +49,20 @@ def calibration_among(
     exact = calibrations.get(f"{framework}-{generation}")
     if exact and exact.blocks and not is_kin:
         return exact
-    names = {name: name.rpartition("-") for name, each in calibrations.items() if each.blocks}
+    names = {name: name.rpartition("-") for name, calibration in calibrations.items() if calibration.blocks}
     elsewhere = [calibrations[name] for name, (of_framework, _, _) in names.items() if of_framework == framework]
     under_any = {parts[2] for parts in names.values()}
     is_new = generation not in under_any if is_kin or not elsewhere else True
     similar = (elsewhere if elsewhere and not is_kin else [calibrations[name] for name in names]) or [Calibration()]
-    named = Calibration(name="another framework", memory_spread=KIN_MEMORY_SPREAD) if is_kin else exact or Calibration()
+    base = Calibration(name="another framework", memory_spread=KIN_MEMORY_SPREAD) if is_kin else exact or Calibration()
     return Calibration(
-        name=named.name,
+        name=base.name,
         blocks=tuple(sorted({block for calibration in similar for block in calibration.blocks})),
         precisions=tuple(sorted({precision for calibration in similar for precision in calibration.precisions})),
         most_devices=max(calibration.most_devices for calibration in similar),
         unseen=("framework",) * is_kin + ("generation",) * is_new,
-        memory_spread=named.memory_spread,
-        sources=named.sources,
+        memory_spread=base.memory_spread,
+        sources=base.sources,
     )
 
 

@@ -93,8 +93,8 @@ def _recounted(text: str) -> str:
 def _spellings() -> dict[str, str]:
     """Return the ids of the shipped clusters by all their names, plain."""
     names = read_table(shipped()["cluster_names"])
-    others = {_plain(name): cluster for cluster, listed in names.items() for name in listed}
-    return others | {_plain(cluster): cluster for cluster in preset_clusters()}
+    by_alias = {_plain(name): cluster for cluster, listed in names.items() for name in listed}
+    return by_alias | {_plain(cluster): cluster for cluster in preset_clusters()}
 
 
 def _plain(name: str) -> str:

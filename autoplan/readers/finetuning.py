@@ -169,7 +169,7 @@ def _quantization(text: str, option: str) -> Quantization:
 
 def _from_settings(method: str, settings: str) -> FineTuning:
     table: dict[str, Any] = {}
-    named: set[str] = set()
+    earlier: set[str] = set()
     if method != "full":
         table = {"rank": PEFT_RANK, "dora": "dora" in method}
     if method.startswith("q"):
@@ -180,9 +180,9 @@ def _from_settings(method: str, settings: str) -> FineTuning:
         where = f"--finetune {method}:{name}"
         if not sign:
             raise InputError(f"{where}: write NAME=VALUE, such as r=16")
-        if name in named:
+        if name in earlier:
             raise InputError(f"{where} is given twice: leave one of them out")
-        named.add(name)
+        earlier.add(name)
         if method == "full" and name in _OF_ADAPTERS:
             raise InputError(f"{where} is about adapters, and full has none: leave it out, or write lora")
         if name == "r":
@@ -225,7 +225,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return table
 
 
-def _made(table: dict[str, Any], where: str) -> FineTuning:
+def _decoded(table: dict[str, Any], where: str) -> FineTuning:
     """The description in a table of its fields, without those that are None."""
     return decode(FineTuning, {key: value for key, value in table.items() if value is not None}, where)
 
@@ -259,7 +259,7 @@ def _from_peft(table: dict[str, Any], where: str) -> FineTuning:
     targets = table.get("target_modules")
     if isinstance(targets, str) and targets != ALL_LINEAR:
         raise InputError(f"{where}: target_modules is a pattern, which is not read: list the modules, or {ALL_LINEAR}")
-    return _made(
+    return _decoded(
         {
             "rank": table.get("r", PEFT_RANK),
             "targets": _list(targets, f"{where}: target_modules") or list(DEFAULT_TARGETS),
@@ -303,7 +303,7 @@ def of_axolotl(table: Mapping[str, Any], where: str) -> FineTuning:
     if table.get("lora_target_linear"):
         targets = [*targets, ALL_LINEAR]
     is_4bit = table.get("load_in_4bit", adapter == "qlora")
-    return _made(
+    return _decoded(
         {
             "rank": table.get("lora_r", PEFT_RANK),
             "targets": targets or list(DEFAULT_TARGETS),
@@ -329,7 +329,7 @@ def of_llama_factory(table: Mapping[str, Any], where: str) -> FineTuning:
         raise InputError(f"{where}: quantization_bit {bits} is not priced: only 4 and 8 are")
     four = "nf4-dq" if table.get("double_quantization", True) else "nf4"
     target = table.get("lora_target", "all")
-    return _made(
+    return _decoded(
         {
             "rank": table.get("lora_rank", PEFT_RANK),
             "targets": [ALL_LINEAR] if target == "all" else _list(target, f"{where}: lora_target"),
@@ -347,7 +347,7 @@ def of_trl(table: Mapping[str, Any], where: str) -> FineTuning:
     if not table.get("use_peft"):
         return FineTuning()
     four: Quantization = "nf4-dq" if table.get("use_bnb_nested_quant") else "nf4"
-    return _made(
+    return _decoded(
         {
             "rank": table.get("lora_r", TRL_RANK),
             "targets": _list(table.get("lora_target_modules"), f"{where}: lora_target_modules")

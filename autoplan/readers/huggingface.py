@@ -257,10 +257,10 @@ class _Config:
             first = self.count(rule["first"])
             sees_all = [at < first for at in range(num_layers)]
         else:
-            every = rule.get("full_every", 0)
-            every = self.count(every) if isinstance(every, str) else every
-            last = 0 if rule.get("full_first") else every - 1
-            sees_all = [bool(every) and at % every == last for at in range(num_layers)]
+            interval = rule.get("full_every", 0)
+            interval = self.count(interval) if isinstance(interval, str) else interval
+            last = 0 if rule.get("full_first") else interval - 1
+            sees_all = [bool(interval) and at % interval == last for at in range(num_layers)]
         if all(sees_all):
             return {}
         full = [at for at, sees in enumerate(sees_all) if sees]

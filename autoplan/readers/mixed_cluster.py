@@ -57,8 +57,8 @@ def mixed_schema() -> dict[str, Any]:
     """JSON Schema of a file of parts, each of them a cluster or the name of one."""
     described, cluster = schema(MixedCluster, human_units=True), cluster_schema()
     described["$defs"] |= cluster["$defs"]
-    named = {"type": "object", "properties": {"cluster": {"type": "string"}}, "required": ["cluster"]}
+    by_name = {"type": "object", "properties": {"cluster": {"type": "string"}}, "required": ["cluster"]}
     parts = described["$defs"]["MixedCluster"]["properties"]["parts"]
-    parts["items"] = {"anyOf": [named | {"additionalProperties": False}, parts["items"]]}
+    parts["items"] = {"anyOf": [by_name | {"additionalProperties": False}, parts["items"]]}
     described["$defs"]["MixedCluster"]["required"] = ["parts"]
     return described

@@ -77,8 +77,8 @@ def _spellings(name: str) -> list[str]:
 
 @cache
 def _presets_by_spelling() -> dict[str, str]:
-    named = [*zip(preset_models(), preset_models(), strict=True), *_aliases().items()]
-    return {spelling: preset for name, preset in named for spelling in reversed(_spellings(name)) if spelling}
+    names = [*zip(preset_models(), preset_models(), strict=True), *_aliases().items()]
+    return {spelling: preset for name, preset in names for spelling in reversed(_spellings(name)) if spelling}
 
 
 @cache

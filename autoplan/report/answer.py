@@ -332,7 +332,7 @@ def placement_line(hosts: Sequence[HostRanks], listed_step_s: float, step_s: flo
 
 def _print_ranking(console: Console, plans: Sequence[RankedPlan], quantile: float | None) -> None:
     """The plans in their order; with the quantile of the step by which they are, where that is not the step itself."""
-    many = len({plan.plan.global_batch for plan in plans}) > 1
+    has_batches = len({plan.plan.global_batch for plan in plans}) > 1
     columns = [("#", True), ("plan", False), ("step", True), ("tokens/s", True), ("MFU", True), ("memory", True)]
     if quantile is not None:
         columns.insert(3, (f"{quantile:g} quantile", True))
@@ -349,23 +349,23 @@ def _print_ranking(console: Console, plans: Sequence[RankedPlan], quantile: floa
         if quantile is not None:
             spreads = NormalDist().inv_cdf(quantile) / NORMAL_90
             cells.insert(3, format_seconds(plan.step_s * (plan.high_s / plan.step_s) ** spreads))
-        rows.append([*cells, f"{plan.plan.global_batch:,}"] if many else cells)
-    print_table(console, [*columns, ("batch", True)] if many else columns, rows, keep=3)
+        rows.append([*cells, f"{plan.plan.global_batch:,}"] if has_batches else cells)
+    print_table(console, [*columns, ("batch", True)] if has_batches else columns, rows, keep=3)
 
 
 def why_first(best: RankedPlan, second: RankedPlan, *, keeps_today: bool = False) -> str:
     """Reason why the winner goes before the next best: the terms in which their times per sequence differ most."""
     behind = second.s_per_sequence / best.s_per_sequence - 1.0
     if abs(behind) < LEAST_GAP:
-        which = "the one that changes least of today's" if keeps_today else "the plainer plan"
-        return f"the next best is as fast; {which} goes first"
+        reason = "the one that changes least of today's" if keeps_today else "the plainer plan"
+        return f"the next best is as fast; {reason} goes first"
     simpler = ", but less simple" if behind < 0 else ""
     return f"the next best is {slower(behind)}{simpler}: {reasons(second, best)}"
 
 
-def reasons(plan: RankedPlan | MixedCost, other: RankedPlan | MixedCost) -> str:
+def reasons(plan: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> str:
     """The terms in which two plans' times per sequence differ most, as the first of them has them: more or less."""
-    gained = _gained(plan, other)
+    gained = _gained(plan, second)
     largest = sorted(gained, key=lambda name: -abs(gained[name]))[:SHOWN_REASONS]
     least = LEAST_REASON * max(abs(gained[largest[0]]), abs(sum(gained.values())))
     return ", ".join(

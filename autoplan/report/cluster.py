@@ -94,17 +94,17 @@ def _ways(cluster_graph: ClusterGraph, vertex: str) -> Iterator[str]:
     """The links of one component of a node."""
     graph = cluster_graph.graph
     component, count = graph.nodes[vertex]["component"], graph.nodes[vertex]["count"]
-    for other, edge in graph[vertex].items():
-        to, link = graph.nodes[other]["component"], edge["link"]
+    for neighbour, edge in graph[vertex].items():
+        to, link = graph.nodes[neighbour]["component"], edge["link"]
         match component.kind, to.kind:
             case "device", "device":
-                each = edge["num_links"] * (2 if other == vertex else 1) // count
-                yield _link_text(link, f" to each of {each} others")
+                num_parallel = edge["num_links"] * (2 if neighbour == vertex else 1) // count
+                yield _link_text(link, f" to each of {num_parallel} others")
             case "socket", "socket":
                 yield _link_text(link)
             case "device", "fabric":
-                fabric = graph.nodes[other]
-                joined = sum(each["num_links"] for each in graph[other].values()) / fabric["count"]
+                fabric = graph.nodes[neighbour]
+                joined = sum(num_parallel["num_links"] for num_parallel in graph[neighbour].values()) / fabric["count"]
                 yield f"{to.name}: {_link_text(link, f', {joined:g} joined, {format_seconds(2 * link.latency_s)}')}"
             case "device", "nic":
                 yield "a NIC on it"

@@ -75,10 +75,10 @@ class _Box:
     y: float
     width: float
 
-    def end(self, other: _Box) -> float:
+    def end(self, target: _Box) -> float:
         """End of a line to a box above or below: upright under the other's middle, or at its own."""
-        is_under = self.width > other.width and abs(self.x - other.x) <= self.width / 2
-        return other.x if is_under else self.x
+        is_under = self.width > target.width and abs(self.x - target.x) <= self.width / 2
+        return target.x if is_under else self.x
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class _Canvas:
 
     def label(self, y: float, text: str, *, colour: str = TEXT_COLOUR, style: str = "") -> None:
         """A line of text in the gutter, at `y` or as close below as there is room."""
-        while any(abs(y - other) < LINE for other in self.labels):
+        while any(abs(y - used_y) < LINE for used_y in self.labels):
             y += 1
         self.labels.append(y)
         self.text(MARGIN, y + 4, text, colour=colour, style=style)

@@ -218,19 +218,19 @@ def _print_lost(
     print_table(console, (("plan", False), ("step", True), ("why", False)), rows, keep=3)
 
 
-def _print_versus(console: Console, best: RankedPlan, other: Versus, names: Names) -> None:
+def _print_versus(console: Console, best: RankedPlan, versus: Versus, names: Names) -> None:
     """Both plans side by side, term by term; terms of another global batch for as many sequences."""
-    scale = best.plan.global_batch / other.plan.plan.global_batch
+    scale = best.plan.global_batch / versus.plan.plan.global_batch
     grid = labelled()
-    grid.add_row("versus", f"[bold]{escape(other.plan.plan.describe())}[/]")
-    apart = closeness(other.gap.high / other.gap.ratio, is_close=other.gap.low <= 1.0 <= other.gap.high)
-    grid.add_row("", escape(f"{_faster(other.gap.ratio)}, {apart}"))
-    if other.plan.verdict != "fits":
-        worst = max(other.stages, key=lambda stage: stage.memory_bytes)
-        capacity = format_bytes(other.plan.memory_bytes + other.plan.memory_headroom_bytes)
-        risk = format_percent(other.plan.oom_probability)
+    grid.add_row("versus", f"[bold]{escape(versus.plan.plan.describe())}[/]")
+    apart = closeness(versus.gap.high / versus.gap.ratio, is_close=versus.gap.low <= 1.0 <= versus.gap.high)
+    grid.add_row("", escape(f"{_faster(versus.gap.ratio)}, {apart}"))
+    if versus.plan.verdict != "fits":
+        worst = max(versus.stages, key=lambda stage: stage.memory_bytes)
+        capacity = format_bytes(versus.plan.memory_bytes + versus.plan.memory_headroom_bytes)
+        risk = format_percent(versus.plan.oom_probability)
         grid.add_row("", f"needs {format_bytes(worst.memory_bytes)} of {capacity} on stage {worst.stage}, {risk} risk")
-    for fault in other.broken:
+    for fault in versus.broken:
         grid.add_row("refused", escape(fault))
     if scale != 1.0:
         grid.add_row("", f"times below are for {best.plan.global_batch:,} sequences in both")
@@ -238,19 +238,19 @@ def _print_versus(console: Console, best: RankedPlan, other: Versus, names: Name
     console.print()
     rows: list[tuple[str, ...]] = []
     for name, value in best.terms_s.items():
-        theirs = scale * other.plan.terms_s.get(name, 0.0)
+        theirs = scale * versus.plan.terms_s.get(name, 0.0)
         if max(value, theirs) >= LEAST_SHOWN_S:
             rows.append((term_name(name), _seconds(value), _seconds(theirs), _signed(theirs - value)))
-    theirs = scale * other.plan.step_s
+    theirs = scale * versus.plan.step_s
     total = (format_seconds(best.step_s), format_seconds(theirs), _signed(theirs - best.step_s))
     rows.append(("[bold]all[/]", *(f"[bold]{cell}[/]" for cell in total)))
-    more = other.plan.memory_bytes - best.memory_bytes
-    memory = (format_bytes(best.memory_bytes), format_bytes(other.plan.memory_bytes))
+    more = versus.plan.memory_bytes - best.memory_bytes
+    memory = (format_bytes(best.memory_bytes), format_bytes(versus.plan.memory_bytes))
     rows.append(("memory", *memory, f"{'+' if more >= 0 else '-'}{format_bytes(abs(more))}"))
     print_table(console, (("time of a step", False), ("this", True), ("versus", True), ("", True)), rows, keep=4)
-    if len(other.changes) > 1:
+    if len(versus.changes) > 1:
         console.print()
-        _print_alone(console, best, other.changes, names)
+        _print_alone(console, best, versus.changes, names)
 
 
 def _print_alone(console: Console, best: RankedPlan, changes: Sequence[AxisChange], names: Names) -> None:

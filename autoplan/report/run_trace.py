@@ -50,12 +50,12 @@ def print_compared(
     """Print (what, predicted, measured), in seconds, and what the difference is of the step."""
     cells = [
         (
-            what,
+            term,
             format_seconds(predicted),
             format_seconds(measured),
             f"{100 * (measured - predicted) / predicted_s:+.1f} %",
         )
-        for what, predicted, measured in (*terms, ("step", predicted_s, measured_s))
+        for term, predicted, measured in (*terms, ("step", predicted_s, measured_s))
     ]
     console.print()
     print_table(console, [("term", False), ("predicted", True), ("measured", True), ("of step", True)], cells, keep=4)

@@ -115,9 +115,9 @@ def _decisions(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Predict
         choices = [_Choice(members, predictions) for members in plans.values()]
         chosen_s = [choice.measured_s for choice in choices if choice.measured_s is not None]
         pairs = [(choice.predicted_s, choice.measured_s) for choice in choices if choice.predicted_s is not None]
-        both = [(predicted, measured) for predicted, measured in pairs if measured is not None]
-        if len(both) >= LEAST_PLANS and len({measured for _, measured in both}) > 1:
-            taus += [tau] if (tau := kendall_tau(both)) is not None else []
+        priced = [(predicted, measured) for predicted, measured in pairs if measured is not None]
+        if len(priced) >= LEAST_PLANS and len({measured for _, measured in priced}) > 1:
+            taus += [tau] if (tau := kendall_tau(priced)) is not None else []
         decided = [choice for choice in choices if choice.status in ("ok", "oom", "invalid")]
         if len(chosen_s) >= 2 and len(decided) >= LEAST_PLANS:
             pick = _pick(decided)

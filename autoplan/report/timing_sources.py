@@ -118,8 +118,8 @@ def _shown_sources(need: NeededTime) -> list[TimeSource]:
 
 def record_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:
     """Yield the cells of `RECORD_COLUMNS` of each record that is named, those that the step rests on most first."""
-    named = (source.source for need in sources.needed for source in _shown_sources(need))
-    for key in dict.fromkeys(named):
+    keys = (source.source for need in sources.needed for source in _shown_sources(need))
+    for key in dict.fromkeys(keys):
         if facts := sources.records.get(key):
             yield (
                 *(key, facts.host, facts.measured_at[:10], age_words(facts), facts.measured_by, facts.other_load),

@@ -37,7 +37,7 @@ def _process(at: int, rank: RankTimeline) -> Iterator[dict[str, Any]]:
     """All that is told of a stage: names first, then slices by thread, then the counter."""
     pid = at + 1  # 0 stands for the idle process of a machine
     ranks = f"rank{'s' * (len(rank.ranks) > 1)} {number_ranges(rank.ranks)}"
-    yield _named(pid, 0, "process_name", f"{rank.place.words}: {ranks}")
+    yield _metadata_event(pid, 0, "process_name", f"{rank.place.words}: {ranks}")
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": at}}
     by_stream: dict[str, list[Event]] = {}
     for event in rank.events():
@@ -46,7 +46,7 @@ def _process(at: int, rank: RankTimeline) -> Iterator[dict[str, Any]]:
     for stream in STREAMS:
         for lane, events in enumerate(_lanes(by_stream.get(stream, ()))):
             tid += 1
-            yield _named(pid, tid, "thread_name", stream if lane == 0 else f"{stream} ({lane + 1})")
+            yield _metadata_event(pid, tid, "thread_name", stream if lane == 0 else f"{stream} ({lane + 1})")
             yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
             yield from (_slice(pid, tid, event, start, end) for event, start, end in events)
     for time, memory_bytes in zip(rank.memory_time_s.tolist(), rank.memory_bytes.tolist(), strict=True):
@@ -54,7 +54,7 @@ def _process(at: int, rank: RankTimeline) -> Iterator[dict[str, Any]]:
         yield counted | {"ts": _microseconds(_nanoseconds(time))}
 
 
-def _named(pid: int, tid: int, kind: str, name: str) -> dict[str, Any]:
+def _metadata_event(pid: int, tid: int, kind: str, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
 
 

@@ -15,9 +15,9 @@ def print_tuned(console: Console, report: TuneReport) -> None:
     if report.best is not None and report.best_s is not None:
         plan = report.best.plan
         runs = [str(trial.number) for trial in report.trials if trial.plan == plan and trial.measured_s is not None]
-        which = f"trial {runs[0]}" if len(runs) == 1 else f"trials {', '.join(runs)}"
+        trials = f"trial {runs[0]}" if len(runs) == 1 else f"trials {', '.join(runs)}"
         console.print(
-            f"{escape(plan.describe())}: {format_seconds(report.best_s)} a step, measured in {which} of "
+            f"{escape(plan.describe())}: {format_seconds(report.best_s)} a step, measured in {trials} of "
             f"{len(report.trials)}\n"
         )
     columns = (("trial", True), ("plan", False), ("predicted", True), ("measured", True), ("off", True), ("end", False))

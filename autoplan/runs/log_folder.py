@@ -128,8 +128,8 @@ def _sort_in(path: Path, files: _SortedFiles, inodes: set[tuple[int, int]]) -> N
     if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) in inodes:
         return
     inodes.add((status.st_dev, status.st_ino))
-    named = _LOG_NAME.fullmatch(path.name)
-    if named is None:
+    log_name = _LOG_NAME.fullmatch(path.name)
+    if log_name is None:
         head = b"".join(chunks(path, _HEAD_BYTES))
         if b"\0" in head:
             return
@@ -143,7 +143,7 @@ def _sort_in(path: Path, files: _SortedFiles, inodes: set[tuple[int, int]]) -> N
     if path.name in _RANK_STREAMS and path.parent.name.isdigit():
         files.logs[path.parent.parent, ""].append(path)
     else:
-        files.logs[path.parent, named[1] if named else path.stem].append(path)
+        files.logs[path.parent, log_name[1] if log_name else path.stem].append(path)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
@@ -166,10 +166,10 @@ def _started_by(
     read = [(path, launch) for path in candidates if isinstance(launch := reading(path), Launch)]
     if not read:
         raise InputError(str(reading(candidates[0])))
-    first, *others = read
-    if any(_start_key(launch) != _start_key(first[1]) for _, launch in others):
-        which = " or ".join(path.name for path, _ in read[:4])
-        raise InputError(f"whether {which} started it is not clear: name the log as the launch file is named")
+    first, *later_files = read
+    if any(_start_key(launch) != _start_key(first[1]) for _, launch in later_files):
+        named_files = " or ".join(path.name for path, _ in read[:4])
+        raise InputError(f"whether {named_files} started it is not clear: name the log as the launch file is named")
     return first
 
 

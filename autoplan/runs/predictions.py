@@ -105,8 +105,8 @@ def log_doubt(run: Run, cost: CostEstimate) -> float:
     """Logarithm of the step of a run under the framework that it may as well have had, over that of its estimate."""
     if run.problem is None or run.doubted is None:
         return 0.0
-    other = estimate(replace(run.problem, framework=run.doubted), cost.batch)
-    return float(np.log(other.step_s[0] / cost.step_s[0]))
+    doubted = estimate(replace(run.problem, framework=run.doubted), cost.batch)
+    return float(np.log(doubted.step_s[0] / cost.step_s[0]))
 
 
 def predict_runs(path: Path, calibration: Calibration | None) -> list[Prediction]:

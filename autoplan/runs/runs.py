@@ -132,7 +132,7 @@ class _Row:
     def has(self, column: str) -> bool:
         return self._cells.get(column, "").strip() not in BLANKS
 
-    def integer(self, column: str, default: int | None = None, *, least: int = 0, most: int = 10**9) -> int:
+    def integer(self, column: str, default: int | None = None, *, at_least: int = 0, at_most: int = 10**9) -> int:
         text = self.text(column, None if default is None else str(default))
         try:
             number = float(text)
@@ -140,15 +140,15 @@ class _Row:
             raise UnpricedError(f"{column} is not a number: {text[:40]!r}") from None
         if not math.isfinite(number) or number != int(number) or number < 0:
             raise UnpricedError(f"{column} is not a count: {text[:40]}")
-        if not least <= number <= most:
-            raise UnpricedError(f"{column} must be between {least} and {most}, got {text[:40]}")
+        if not at_least <= number <= at_most:
+            raise UnpricedError(f"{column} must be between {at_least} and {at_most}, got {text[:40]}")
         return int(number)
 
     def degree(self, column: str, default: int | None = None) -> int:
-        return self.integer(column, default, least=1, most=MOST_DEGREE)
+        return self.integer(column, default, at_least=1, at_most=MOST_DEGREE)
 
     def flag(self, column: str, default: bool) -> bool:
-        return self.integer(column, int(default), most=1) == 1
+        return self.integer(column, int(default), at_most=1) == 1
 
     def number(self, column: str) -> float:
         try:
@@ -375,7 +375,7 @@ def _cluster(row: _Row) -> ClusterSpec:
         share = 1.0
     num_gpus = row.degree("num_gpus")
     per_node = row.degree("gpus_per_node", load_cluster(name).devices_per_node)
-    name = next((other for other in clusters if load_cluster(other).devices_per_node == per_node), name)
+    name = next((listed for listed in clusters if load_cluster(listed).devices_per_node == per_node), name)
     per_node = min(per_node, num_gpus)
     cluster = _with_links(row, _sized_cluster(name, math.ceil(num_gpus / per_node), per_node), load_cluster(name))
     return cluster if share == 1.0 else _with_memory(cluster, share)
@@ -416,19 +416,19 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
     if tp * cp * pp * dp != num_gpus:
         raise UnpricedError(f"tp {tp} x cp {cp} x pp {pp} x dp {dp} is not num_gpus {num_gpus}")
     ep = row.degree("ep", _usual_ep(problem, num_gpus, pp))
-    etp = row.integer("etp", 1, most=MOST_DEGREE) or 1  # 0: not used
+    etp = row.integer("etp", 1, at_most=MOST_DEGREE) or 1  # 0: not used
     sp = row.flag("sp", tp > 1 and problem.framework.network.sequence_parallel)
     sharding = row.text("sharding", recipe.sharding)
     offload = sharding.endswith("+offload")
     sharding = sharding.removesuffix("+offload")
     if sharding not in tuple(Sharding):
         raise UnpricedError(f"sharding {sharding[:40]!r} is not one of {', '.join(tuple(Sharding))}")
-    shard = 1 if sharding == "none" else row.integer("shard_group", dp, most=MOST_DEGREE) or dp
+    shard = 1 if sharding == "none" else row.integer("shard_group", dp, at_most=MOST_DEGREE) or dp
     if dp % shard:
         raise UnpricedError(f"shard_group {shard} does not divide dp {dp}")
     micro_batch = row.integer("micro_batch", _usual_micro_batch(row, recipe, pp, dp))
     global_batch = row.integer("global_batch", micro_batch * dp)
-    vp = row.integer("vp", _usual_vp(problem, recipe, pp, global_batch // (micro_batch * dp)), most=MOST_DEGREE) or 1
+    vp = row.integer("vp", _usual_vp(problem, recipe, pp, global_batch // (micro_batch * dp)), at_most=MOST_DEGREE) or 1
     if vp > 1 and pp == 1:
         row.filled.append("vp=1 without a pipeline")
     recompute = row.word("recompute", tuple(Recompute), _usual_recompute(problem))
@@ -505,12 +505,12 @@ def _layers_per_chunk(problem: Problem, recipe: Recipe, pp: int, vp: int) -> tup
     if recipe.relieves_last_stage and vp == 1:
         return _with_light_end(problem.model.num_layers, pp)
     chunks, num_layers = pp * vp, problem.model.num_layers
-    most = math.ceil(num_layers / chunks)
-    last = num_layers - most * (chunks - 1)
+    max_layers = math.ceil(num_layers / chunks)
+    last = num_layers - max_layers * (chunks - 1)
     is_even = problem.framework.rules != "megatron-lm" or (num_layers + 2) % chunks == 0
-    if is_even or last in (0, most) or last <= -most:
+    if is_even or last in (0, max_layers) or last <= -max_layers:
         return None
-    return (min(most, most + last), *[most] * (chunks - 2), max(last, 0))
+    return (min(max_layers, max_layers + last), *[max_layers] * (chunks - 2), max(last, 0))
 
 
 def _with_ends(num_layers: int, pp: int) -> tuple[int, ...] | None:
@@ -564,9 +564,9 @@ def _recompute_modules(row: _Row, problem: Problem, recipe: Recipe) -> tuple[Rec
 
     Where they are not named, the core of the attention, or of a latent one what recipes name, if it is fused.
     """
-    named = row.options().get("recompute_modules")
-    if named is not None:
-        names = [name for name in named.split("+") if name != "none"]
+    modules = row.options().get("recompute_modules")
+    if modules is not None:
+        names = [name for name in modules.split("+") if name != "none"]
         return tuple(enum_value("recompute_modules", RecomputeModule, name) for name in names)
     is_latent = problem.model.mla is not None and problem.fuses_attention
     return (is_latent and recipe.latent_recompute) or DEFAULT_RECOMPUTE_MODULES

@@ -15,8 +15,8 @@ MOST_BYTES = 2**30  # of a table: some millions of rows
 BLANKS = ("", "?")
 
 
-def read_rows(path: Path, what: str, needed: Sequence[str]) -> Iterator[dict[str, str]]:
-    """The rows of a table of `what`, in order, each with all of its columns; `needed` ones, `id` first, are among them.
+def read_rows(path: Path, kind: str, needed: Sequence[str]) -> Iterator[dict[str, str]]:
+    """The rows of a table of `kind`, in order, each with all of its columns; `needed` ones, `id` first, are among them.
 
     A row with more or fewer cells than columns is an error: a quote is missing, or the file was not copied whole, and
     which cell belongs to which column is not known.  So is an id that stands twice: tables are joined by it.
@@ -27,7 +27,7 @@ def read_rows(path: Path, what: str, needed: Sequence[str]) -> Iterator[dict[str
         columns = next(reader, [])
         if missing := [name for name in needed if name not in columns]:
             raise InputError(
-                f"{path}: not a table of {what}: it needs the columns {', '.join(needed)} in its first line, separated "
+                f"{path}: not a table of {kind}: it needs the columns {', '.join(needed)} in its first line, separated "
                 f"by commas; it lacks {missing[0]}"
             )
         if len(set(columns)) < len(columns):

@@ -79,13 +79,13 @@ class Calibration:
 
     def __post_init__(self) -> None:
         for name in FACTORS:
-            check_positive(name, getattr(self, name), most=100.0)
+            check_positive(name, getattr(self, name), at_most=100.0)
         if not 0 <= self.exposed_share <= 1:
             raise InputError(f"exposed_share must lie in [0, 1], got {self.exposed_share:g}")
-        check_count("most_devices", self.most_devices, least=0)
+        check_count("most_devices", self.most_devices, at_least=0)
         for name in (*TIME_SPREADS, "memory_spread"):
             if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name), most=5.0)
+                check_positive(name, getattr(self, name), at_most=5.0)
 
     def check_goes_with(self, timings: str, autoplan: str, device: str | None = None) -> None:
         """Refuse measured times of another digest than its factors were fitted with: an error would count twice.
@@ -113,9 +113,9 @@ class Calibration:
             )
         if fitted.timings != timings:
             basis = f"with the measured times {fitted.timings}" if fitted.timings else "without measured times"
-            found = f"those here are {timings}" if timings else "there are none here"
+            measured = f"those here are {timings}" if timings else "there are none here"
             raise InputError(
-                f"calibration {self.name!r} was fitted {basis}, {found}: take --calibration db, which is fitted to "
+                f"calibration {self.name!r} was fitted {basis}, {measured}: take --calibration db, which is fitted to "
                 "what is given, fit it anew, or give the same --timings"
             )
 

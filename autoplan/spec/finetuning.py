@@ -111,7 +111,7 @@ class FineTuning:
 
     def __post_init__(self) -> None:
         if self.rank is not None:
-            check_count("finetuning.rank", self.rank, most=MAX_RANK)
+            check_count("finetuning.rank", self.rank, at_most=MAX_RANK)
         targets = tuple(_last_part(name) for name in self.targets)
         if unknown := [name for name in targets if name not in MODULES and name != ALL_LINEAR]:
             raise InputError(

@@ -17,9 +17,9 @@ def _check(traits: object, *, positive: tuple[str, ...] = (), **ranges: tuple[fl
     for trait in fields(traits):  # type: ignore[arg-type]
         value = getattr(traits, trait.name)
         if trait.name in ranges:
-            least, most = ranges[trait.name]
-            if not least <= value <= most:
-                raise InputError(f"{trait.name} must lie in [{least}, {most}], got {value:g}")
+            at_least, at_most = ranges[trait.name]
+            if not at_least <= value <= at_most:
+                raise InputError(f"{trait.name} must lie in [{at_least}, {at_most}], got {value:g}")
         elif trait.type == "float":
             (check_positive if trait.name in positive else check_not_negative)(trait.name, value)
 
@@ -94,9 +94,9 @@ class Memory:
         return {key: value for key, value in table.items() if key not in _RETIRED}
 
     def __post_init__(self) -> None:
-        check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, most=1000)
-        check_count("whole_gather_copies", self.whole_gather_copies, least=0, most=10)
-        check_count("pads_vocab_to", self.pads_vocab_to, most=2**20)
+        check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, at_most=1000)
+        check_count("whole_gather_copies", self.whole_gather_copies, at_least=0, at_most=10)
+        check_count("pads_vocab_to", self.pads_vocab_to, at_most=2**20)
         _check(
             self,
             positive=(
@@ -167,7 +167,7 @@ class Kernels:
         return {key: value for key, value in table.items() if key not in _RETIRED}
 
     def __post_init__(self) -> None:
-        check_count("widest_blackwell_head", self.widest_blackwell_head, most=2**16)
+        check_count("widest_blackwell_head", self.widest_blackwell_head, at_most=2**16)
         _check(
             self,
             positive=("ring_attention_factor", "kernel_bytes_factor", "narrow_gemm_share"),
@@ -253,7 +253,7 @@ class Overlap:
     p2p_overlap: bool = True  # interleaved schedules send while they compute
 
     def __post_init__(self) -> None:
-        check_count("tp_overlap_pieces", self.tp_overlap_pieces, least=0, most=1000)
+        check_count("tp_overlap_pieces", self.tp_overlap_pieces, at_least=0, at_most=1000)
         _check(self, tp_overlap_share=(0, 1), grad_reduce_overlap_share=(0, 1), fsdp_unhidden_share=(0, 1))
 
 
@@ -321,8 +321,8 @@ class Framework:
             raise InputError("rank_orders must name at least one")
         if strange := set(self.fitted) - GROUP_OF.keys():
             raise InputError(f"fitted names no trait of a framework: {listed(sorted(strange))}")
-        named = {text.partition("=")[0] for text in self.usual}
-        if strange := named - {name for name, axis in AXIS.items() if axis.known_of}:
+        usual_axes = {text.partition("=")[0] for text in self.usual}
+        if strange := usual_axes - {name for name, axis in AXIS.items() if axis.known_of}:
             raise InputError(f"usual names no option of few frameworks: {listed(sorted(strange))}")
         if strange := {text.partition("=")[0] for text in self.lacks} - AXIS.keys():
             raise InputError(f"lacks names no option: {listed(sorted(strange))}")

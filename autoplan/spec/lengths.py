@@ -29,8 +29,8 @@ class Lengths:
             raise InputError("lengths.histogram holds no samples: give the tokens of some")
         counts: dict[int, int] = {}
         for tokens, samples in sorted(self.histogram):
-            check_count("lengths.histogram: tokens", tokens, most=MOST_TOKENS)
-            check_count("lengths.histogram: samples", samples, most=10**15)
+            check_count("lengths.histogram: tokens", tokens, at_most=MOST_TOKENS)
+            check_count("lengths.histogram: samples", samples, at_most=10**15)
             counts[tokens] = counts.get(tokens, 0) + samples
         object.__setattr__(self, "histogram", tuple(counts.items()))
 

@@ -34,9 +34,9 @@ class MixedStage:
     chunks: tuple[int, ...] = ()  # of them in each virtual stage, where there are several
 
     def __post_init__(self) -> None:
-        check_count("part", self.part, least=0, most=1000)
-        check_count("tp", self.tp, most=10**6)
-        check_count("layers", self.layers, least=0)
+        check_count("part", self.part, at_least=0, at_most=1000)
+        check_count("tp", self.tp, at_most=10**6)
+        check_count("layers", self.layers, at_least=0)
         if self.chunks and sum(self.chunks) != self.layers:
             raise InputError(f"chunks of a stage add up to {sum(self.chunks)}, it has {self.layers} layers")
 

@@ -52,9 +52,9 @@ class LatentAttention:
 
     def __post_init__(self) -> None:
         for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            check_count(f"mla.{name}", getattr(self, name), most=MAX_SIZE)
+            check_count(f"mla.{name}", getattr(self, name), at_most=MAX_SIZE)
         if self.q_lora_rank is not None:
-            check_count("mla.q_lora_rank", self.q_lora_rank, most=MAX_SIZE)
+            check_count("mla.q_lora_rank", self.q_lora_rank, at_most=MAX_SIZE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +72,14 @@ class Experts:
     latent_size: int | None = None  # routed experts work in a narrower latent space
 
     def __post_init__(self) -> None:
-        check_count("moe.num_experts", self.num_experts, least=2, most=10**5)
-        check_count("moe.experts_per_token", self.experts_per_token, most=self.num_experts)
-        check_count("moe.expert_ffn_size", self.expert_ffn_size, most=MAX_SIZE)
-        check_count("moe.shared_expert_ffn_size", self.shared_expert_ffn_size, least=0, most=MAX_SIZE)
-        check_count("moe.num_dense_layers", self.num_dense_layers, least=0, most=MAX_LAYERS)
-        check_count("moe.interval", self.interval, most=MAX_LAYERS)
+        check_count("moe.num_experts", self.num_experts, at_least=2, at_most=10**5)
+        check_count("moe.experts_per_token", self.experts_per_token, at_most=self.num_experts)
+        check_count("moe.expert_ffn_size", self.expert_ffn_size, at_most=MAX_SIZE)
+        check_count("moe.shared_expert_ffn_size", self.shared_expert_ffn_size, at_least=0, at_most=MAX_SIZE)
+        check_count("moe.num_dense_layers", self.num_dense_layers, at_least=0, at_most=MAX_LAYERS)
+        check_count("moe.interval", self.interval, at_most=MAX_LAYERS)
         if self.latent_size is not None:
-            check_count("moe.latent_size", self.latent_size, most=MAX_SIZE)
+            check_count("moe.latent_size", self.latent_size, at_most=MAX_SIZE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Mamba:
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "state_size", "num_groups", "conv_kernel"):
-            check_count(f"mamba.{name}", getattr(self, name), most=MAX_SIZE)
+            check_count(f"mamba.{name}", getattr(self, name), at_most=MAX_SIZE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class LinearAttention:
 
     def __post_init__(self) -> None:
         for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel"):
-            check_count(f"linear_attention.{name}", getattr(self, name), most=MAX_SIZE)
+            check_count(f"linear_attention.{name}", getattr(self, name), at_most=MAX_SIZE)
         if self.num_value_heads % self.num_key_heads:
             raise InputError(
                 f"linear_attention.num_value_heads ({self.num_value_heads}) must be divisible by "
@@ -149,13 +149,13 @@ class Encoder:
     images: int = 1  # in a sample
 
     def __post_init__(self) -> None:
-        check_count("encoder.patches", self.patches, most=MAX_SIZE)
-        check_count("encoder.image_tokens", self.image_tokens, most=MAX_SIZE)
-        check_count("encoder.num_other_parameters", self.num_other_parameters, least=0)
-        check_count("encoder.images", self.images, most=10**5)
+        check_count("encoder.patches", self.patches, at_most=MAX_SIZE)
+        check_count("encoder.image_tokens", self.image_tokens, at_most=MAX_SIZE)
+        check_count("encoder.num_other_parameters", self.num_other_parameters, at_least=0)
+        check_count("encoder.images", self.images, at_most=10**5)
         for at, sizes in enumerate(self.projector):
             for size in sizes:
-                check_count(f"encoder.projector[{at}]", size, most=MAX_SIZE)
+                check_count(f"encoder.projector[{at}]", size, at_most=MAX_SIZE)
         if strange := {block for layer in self.layers.layers for block in layer} - set(ENCODER_BLOCKS):
             raise InputError(f"encoder.layers may be made of attention and mlp, not of {min(strange)}")
         if self.layers.encoder is not None:
@@ -221,33 +221,33 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
-        check_count("num_layers", self.num_layers, most=MAX_LAYERS)
-        check_count("hidden_size", self.hidden_size, most=MAX_SIZE)
-        check_count("vocab_size", self.vocab_size, least=2, most=10**8)
-        check_count("num_heads", self.num_heads, most=MAX_SIZE)
-        check_count("ffn_size", self.ffn_size, least=0, most=MAX_SIZE)
-        check_count("norms_per_block", self.norms_per_block, most=2)
-        check_count("max_positions", self.max_positions, least=0)
-        check_count("full_attention_interval", self.full_attention_interval, least=0, most=MAX_LAYERS)
-        check_count("full_attention_offset", self.full_attention_offset, least=0, most=MAX_LAYERS)
-        check_count("num_mtp_layers", self.num_mtp_layers, least=0, most=64)
+        check_count("num_layers", self.num_layers, at_most=MAX_LAYERS)
+        check_count("hidden_size", self.hidden_size, at_most=MAX_SIZE)
+        check_count("vocab_size", self.vocab_size, at_least=2, at_most=10**8)
+        check_count("num_heads", self.num_heads, at_most=MAX_SIZE)
+        check_count("ffn_size", self.ffn_size, at_least=0, at_most=MAX_SIZE)
+        check_count("norms_per_block", self.norms_per_block, at_most=2)
+        check_count("max_positions", self.max_positions, at_least=0)
+        check_count("full_attention_interval", self.full_attention_interval, at_least=0, at_most=MAX_LAYERS)
+        check_count("full_attention_offset", self.full_attention_offset, at_least=0, at_most=MAX_LAYERS)
+        check_count("num_mtp_layers", self.num_mtp_layers, at_least=0, at_most=64)
         check_positive("rope_base", self.rope_base)
         if self.num_kv_heads is not None:
-            check_count("num_kv_heads", self.num_kv_heads, most=self.num_heads)
+            check_count("num_kv_heads", self.num_kv_heads, at_most=self.num_heads)
             if self.num_heads % self.num_kv_heads:
                 raise InputError(
                     f"num_heads ({self.num_heads}) must be divisible by num_kv_heads ({self.num_kv_heads})"
                 )
         if self.head_dim is not None:
-            check_count("head_dim", self.head_dim, most=MAX_SIZE)
+            check_count("head_dim", self.head_dim, at_most=MAX_SIZE)
         elif self.mla is None and self.hidden_size % self.num_heads:
             raise InputError(
                 f"hidden_size ({self.hidden_size}) must be divisible by num_heads ({self.num_heads}), or give head_dim"
             )
         if self.window is not None:
             check_count("window", self.window)
-        check_count("token_types", self.token_types, least=0, most=10**4)
-        check_count("activation_parameters", self.activation_parameters, least=0, most=10**4)
+        check_count("token_types", self.token_types, at_least=0, at_most=10**4)
+        check_count("activation_parameters", self.activation_parameters, at_least=0, at_most=10**4)
         if self.bidirectional and (self.linear_attention or self.layer_pattern):
             raise InputError("bidirectional attention goes with neither linear_attention nor layer_pattern")
         if self.linear_attention and (self.window is not None or self.layer_pattern is not None):
@@ -349,8 +349,8 @@ def _layer_kinds(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
 def _attention_of(model: ModelSpec, layer: int) -> Block:
     if model.window is None and model.linear_attention is None:
         return Block.ATTENTION
-    every = model.full_attention_interval
-    if every and (layer + 1 + model.full_attention_offset) % every == 0:
+    interval = model.full_attention_interval
+    if interval and (layer + 1 + model.full_attention_offset) % interval == 0:
         return Block.ATTENTION
     return Block.LINEAR_ATTENTION if model.linear_attention else Block.WINDOW_ATTENTION
 

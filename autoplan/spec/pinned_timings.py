@@ -86,11 +86,11 @@ def _pinned(table: TimingTable, *, looked_up_only: bool) -> dict[str, tuple[Pinn
     pinned = {}
     for (operation, dtype), times in sorted(table.times.items()):
         kinds = times.looked_up_kinds(operation) if looked_up_only else set()
-        kept = tuple(
+        pinned_times = tuple(
             PinnedTime(shape, seconds, times.sources[shape], shape in times.disturbed)
             for shape, seconds in times.exact.items()
             if not looked_up_only or matched_numbers(operation, shape) in kinds
         )
-        if kept:
-            pinned[f"{operation} {dtype}"] = kept
+        if pinned_times:
+            pinned[f"{operation} {dtype}"] = pinned_times
     return pinned

@@ -136,8 +136,8 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         for name, enum in _WORDS:
             object.__setattr__(self, name, enum_value(name, enum, getattr(self, name)))
-        for name, most in _COUNTS:
-            check_count(name, getattr(self, name), most=most)
+        for name, at_most in _COUNTS:
+            check_count(name, getattr(self, name), at_most=at_most)
         if self.tp_grid is not None and math.prod(self.tp_grid) != self.tp:
             raise InputError(f"tp_grid {list(self.tp_grid)} has {math.prod(self.tp_grid)} ranks, tp is {self.tp}")
         if self.layers_per_chunk is not None:
@@ -146,9 +146,9 @@ class ParallelPlan:
                     f"layers_per_chunk has {len(self.layers_per_chunk)} entries, pp x vp is {self.pp * self.vp}"
                 )
             for layers in self.layers_per_chunk:
-                check_count("layers_per_chunk", layers, least=0)
+                check_count("layers_per_chunk", layers, at_least=0)
         if self.recompute_num_layers is not None:
-            check_count("recompute_num_layers", self.recompute_num_layers, most=ALL_LAYERS - 1)
+            check_count("recompute_num_layers", self.recompute_num_layers, at_most=ALL_LAYERS - 1)
             if self.recompute != "full":
                 raise InputError(f"recompute_num_layers needs recompute = 'full', got {self.recompute!r}")
         if len(set(self.recompute_modules)) != len(self.recompute_modules) or not self.recompute_modules:
@@ -280,8 +280,8 @@ def _data_parallel(num_devices: int, degrees: Mapping[str, int], hint: str) -> i
     for axis, degree in degrees.items():
         if degree < 1:
             raise InputError(f"{axis} must be at least 1, got {degree}")
-    dp, rest = divmod(num_devices, math.prod(degrees.values()))
-    if rest or not dp:
+    dp, remainder = divmod(num_devices, math.prod(degrees.values()))
+    if remainder or not dp:
         shown = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
         raise InputError(f"{shown} does not divide the {num_devices} devices{hint}")
     return dp
@@ -473,9 +473,9 @@ def even_chunks(num_layers: int, num_chunks: int) -> tuple[int, ...]:
     The first and last chunk also hold embedding and head, so that they are the last to get one layer more, the last
     chunk after the first.
     """
-    base, rest = divmod(num_layers, num_chunks)
-    first = (num_chunks - rest) // 2
-    return tuple(base + (first <= chunk < first + rest) for chunk in range(num_chunks))
+    base, remainder = divmod(num_layers, num_chunks)
+    first = (num_chunks - remainder) // 2
+    return tuple(base + (first <= chunk < first + remainder) for chunk in range(num_chunks))
 
 
 def chunk_layers(plan: ParallelPlan, num_layers: int) -> tuple[int, ...]:

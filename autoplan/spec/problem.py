@@ -116,9 +116,9 @@ class Problem:
 
     def on(self, topology: Topology) -> Problem:
         """The problem with other levels."""
-        other = copy.copy(self)
-        object.__setattr__(other, "topology", topology)
-        return other
+        changed = copy.copy(self)
+        object.__setattr__(changed, "topology", topology)
+        return changed
 
     @property
     def at_longest(self) -> Problem:
@@ -128,9 +128,9 @@ class Problem:
         seq_len = self.training.seq_len
         if self.training.batching in UNEVEN:
             seq_len = min(seq_len, lengths.longest)
-        other = copy.copy(self)
-        object.__setattr__(other, "training", replace(self.training, seq_len=seq_len, lengths=None))
-        return other
+        changed = copy.copy(self)
+        object.__setattr__(changed, "training", replace(self.training, seq_len=seq_len, lengths=None))
+        return changed
 
     @property
     def of_encoder(self) -> Problem | None:

@@ -77,7 +77,7 @@ class Measurement:
 
     def __post_init__(self) -> None:
         check_shape(self.operation, self.shape)
-        check_positive("seconds", self.seconds, most=1e6)
+        check_positive("seconds", self.seconds, at_most=1e6)
 
 
 # Where a time comes from, best first: this very shape, this shape beside other load, between measured shapes, another
@@ -135,14 +135,14 @@ class Lookup(Rows):
         """Times of kin that take `factor` times as long; none of them was measured itself, unless they take as long."""
         return replace(self, seconds=self.seconds * factor, is_exact=self.is_exact & (factor == 1.0))
 
-    def before(self, other: Lookup) -> Lookup:
-        """Return these times, and those of `other` where the table refused these."""
+    def before(self, fallback: Lookup) -> Lookup:
+        """Return these times, and those of `fallback` where the table refused these."""
         is_known = ~np.isnan(self.seconds)
         return replace(
-            other,
-            seconds=np.where(is_known, self.seconds, other.seconds),
-            is_exact=np.where(is_known, self.is_exact, other.is_exact),
-            is_disturbed=np.where(is_known, self.is_disturbed, other.is_disturbed),
+            fallback,
+            seconds=np.where(is_known, self.seconds, fallback.seconds),
+            is_exact=np.where(is_known, self.is_exact, fallback.is_exact),
+            is_disturbed=np.where(is_known, self.is_disturbed, fallback.is_disturbed),
         )
 
     def otherwise(self, seconds: Floats) -> Floats:
@@ -209,8 +209,8 @@ class _Times:
         # In the order in which they became the points between which is interpolated.
         points = [at for at in self.exact if matched_numbers(operation, at) == kind]
         shares = self.between[kind].shares(np.array(shape)[_columns(operation)[0]])
-        found = [TimeSource(shape=points[at], source=self.sources[points[at]], share=own) for at, own in shares.items()]
-        return sorted(found, key=lambda source: -abs(source.share))
+        parts = [TimeSource(shape=points[at], source=self.sources[points[at]], share=own) for at, own in shares.items()]
+        return sorted(parts, key=lambda source: -abs(source.share))
 
     def _looked_up(self, operation: Operation, shapes: Floats) -> tuple[Floats, Bools]:
         """Return (times, whether they rest on disturbed ones)."""

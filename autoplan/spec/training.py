@@ -38,9 +38,9 @@ class TrainingSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", enum_value("precision", Precision, self.precision))
-        check_count("seq_len", self.seq_len, most=10**8)
+        check_count("seq_len", self.seq_len, at_most=10**8)
         if self.document_len is not None:
-            check_count("document_len", self.document_len, most=self.seq_len)
+            check_count("document_len", self.document_len, at_most=self.seq_len)
             if not self.attention.startswith("flash"):
                 raise InputError(
                     f"document_len needs attention that skips other documents, not {self.attention}: use flash"

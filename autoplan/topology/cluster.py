@@ -52,7 +52,7 @@ class DeviceSpec:
             "host_link_bytes_per_s",
         ):
             check_positive(name, getattr(self, name))
-        check_count("compute_units", self.compute_units, most=10**6)
+        check_count("compute_units", self.compute_units, at_most=10**6)
         check_fraction("gemm_efficiency", self.gemm_efficiency)
         if self.narrow_gemm_efficiency is not None:
             check_fraction("narrow_gemm_efficiency", self.narrow_gemm_efficiency)
@@ -95,7 +95,7 @@ class LinkLevel:
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
-        check_count("num_devices", self.num_devices, most=MAX_DEVICES)
+        check_count("num_devices", self.num_devices, at_most=MAX_DEVICES)
         for name in ("bandwidth_bytes_per_s", "latency_s", "half_rate_bytes"):
             check_positive(name, getattr(self, name))
         check_fraction("efficiency", self.efficiency)
@@ -127,7 +127,7 @@ class SwitchTier:
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
-        check_count("num_nodes", self.num_nodes, most=MAX_DEVICES)
+        check_count("num_nodes", self.num_nodes, at_most=MAX_DEVICES)
         if not 1 <= self.oversubscription <= 1000:
             raise InputError(f"oversubscription must be between 1 and 1000, got {self.oversubscription:g}")
 
@@ -143,8 +143,8 @@ class WanSpec:
     window_bytes: float = 16 * 2**20  # of a flow, which is what it moves in a round trip at most
 
     def __post_init__(self) -> None:
-        check_count("nodes_per_site", self.nodes_per_site, most=MAX_DEVICES)
-        check_count("num_flows", self.num_flows, most=10**6)
+        check_count("nodes_per_site", self.nodes_per_site, at_most=MAX_DEVICES)
+        check_count("num_flows", self.num_flows, at_most=10**6)
         for name in ("bandwidth_bytes_per_s", "latency_s", "window_bytes"):
             check_positive(name, getattr(self, name))
 
@@ -238,8 +238,8 @@ class HostSpec:
             check_positive(name, getattr(self, name))
         if self.power_w is not None:
             check_positive("power_w", self.power_w)
-        check_count("num_sockets", self.num_sockets, most=64)
-        check_count("num_pcie_switches", self.num_pcie_switches, least=0, most=1024)
+        check_count("num_sockets", self.num_sockets, at_most=64)
+        check_count("num_pcie_switches", self.num_pcie_switches, at_least=0, at_most=1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,9 +273,9 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
-        check_count("num_nodes", self.num_nodes, most=MAX_DEVICES)
-        check_count("devices_per_node", self.devices_per_node, most=1024)
-        check_count("num_nodes x devices_per_node", self.num_devices, most=MAX_DEVICES)
+        check_count("num_nodes", self.num_nodes, at_most=MAX_DEVICES)
+        check_count("devices_per_node", self.devices_per_node, at_most=1024)
+        check_count("num_nodes x devices_per_node", self.num_devices, at_most=MAX_DEVICES)
         if not self.levels:
             raise InputError("levels must name at least one link between the devices of a node")
         sizes = [level.num_devices for level in self.levels]
@@ -327,8 +327,8 @@ class ClusterSpec:
                 self.tier_of(fault.switch)
                 continue
             if fault.node not in (names or range(self.num_nodes)):
-                which = "one of nodes" if names else f"a number from 0 to {self.num_nodes - 1}"
-                raise InputError(f"a fault is of node {fault.node!r}, which must be {which}")
+                known_nodes = "one of nodes" if names else f"a number from 0 to {self.num_nodes - 1}"
+                raise InputError(f"a fault is of node {fault.node!r}, which must be {known_nodes}")
             count = math.ceil(per_node * self.network.nics_per_device) if fault.part == "nic" else per_node
             if not 0 <= fault.index < count:
                 raise InputError(f"a fault is of {fault.part} {fault.index} of node {fault.node!r}, which has {count}")

@@ -119,8 +119,8 @@ def _add_host(graph: Graph, cluster: ClusterSpec) -> list[Hashable]:
     # A preset cut down to fewer devices than it has sockets or switches keeps those of the devices that are left.
     sockets = [add_component(graph, ("socket", at), SOCKET) for at in range(min(host.num_sockets, size))]
     between = Link(kind="socket", bytes_per_s=host.socket_bytes_per_s, sustained_bytes_per_s=host.socket_bytes_per_s)
-    for socket, other in combinations(sockets, 2):
-        connect(graph, socket, other, between)
+    for near_socket, far_socket in combinations(sockets, 2):
+        connect(graph, near_socket, far_socket, between)
     hubs = sockets
     if host.num_pcie_switches:
         hubs = [

@@ -138,8 +138,8 @@ def links_up(graph: Graph, vertex: Hashable) -> list[Link]:
     order = {"nic": -1, "switch": 0, "core": 1, "wan": 2}
     component = graph.nodes[vertex]["component"]
     links = []
-    for other, edge in graph[vertex].items():
-        above = graph.nodes[other]["component"]
+    for peer, edge in graph[vertex].items():
+        above = graph.nodes[peer]["component"]
         if above.kind in order and (order[above.kind], above.tier) > (order[component.kind], component.tier):
             links.append(edge["link"])
     return links
@@ -172,7 +172,10 @@ def classes(graph: Graph, first: dict[Any, Any] | None = None) -> dict[Any, int]
             return new
         count = len(numbers)
         colour = {
-            v: (new[v], frozenset(Counter((edge["link"], new[other]) for other, edge in graph[v].items()).items()))
+            v: (
+                new[v],
+                frozenset(Counter((edge["link"], new[peer]) for peer, edge in graph[v].items()).items()),
+            )
             for v in graph
         }
 
@@ -281,7 +284,7 @@ class _Folded:
             if key not in self.racks:
                 self.racks[key] = self._add(Component(kind="fabric", name=level.name), 0)
             self.graph.nodes[self.racks[key]]["count"] += count
-            result += [(replace(node, racks=(*node.racks, rack)), many * count) for node, many in block]
+            result += [(replace(node, racks=(*node.racks, rack)), repeats * count) for node, repeats in block]
         return tuple(result)
 
     def _inside(self, faults: Faults, rails: tuple[int, ...]) -> tuple[Graph, dict[Any, int]]:

@@ -214,5 +214,5 @@ def _network_levels(
         levels.append(replace(fabric, num_devices=site, seats=seats_of_site))
         fabric = replace(fabric, name="wan", bytes_per_s=share, latency_s=cluster.wan.latency_s, is_reducing=False)
     # Ranks wait for those behind the slowest NIC; what shares the links out of a switch does not.
-    first, *others = (*levels, fabric)
-    return [replace(first, bytes_per_s=first.bytes_per_s * cluster.slowest_share("nic")), *others]
+    first, *higher = (*levels, fabric)
+    return [replace(first, bytes_per_s=first.bytes_per_s * cluster.slowest_share("nic")), *higher]

@@ -31,7 +31,7 @@ class BetweenSpec:
         for name in ("device_bytes_per_s", "bandwidth_bytes_per_s", "latency_s"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
-        check_count("num_flows", self.num_flows, most=10**6)
+        check_count("num_flows", self.num_flows, at_most=10**6)
         check_positive("window_bytes", self.window_bytes)
 
     def shared_bytes_per_s(self, latency_s: float) -> float | None:
@@ -51,7 +51,7 @@ class MixedCluster:
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
-        check_count("parts", len(self.parts), most=MAX_PARTS)
+        check_count("parts", len(self.parts), at_most=MAX_PARTS)
         for part in self.parts:
             if part.wan is not None:
                 raise InputError(f"part {part.name!r} spans sites of its own: make every site a part")
@@ -80,7 +80,7 @@ def joined(parts: Iterable[ClusterSpec], between: BetweenSpec, name: str) -> Clu
     counts: list[tuple[ClusterSpec, int]] = []
     is_one_network = between == BetweenSpec(cross_vendor_collectives=between.cross_vendor_collectives)
     for part in parts:
-        alike = (at for at, (other, _) in enumerate(counts) if replace(other, num_nodes=part.num_nodes) == part)
+        alike = (at for at, (earlier, _) in enumerate(counts) if replace(earlier, num_nodes=part.num_nodes) == part)
         at = next(alike, None) if is_one_network else None
         if at is None:
             counts.append((part, part.num_nodes))

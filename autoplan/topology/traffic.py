@@ -111,9 +111,9 @@ def chain_bytes(topology: Topology, spans: Spans, message_bytes: Floats) -> Floa
 
     Of the members in a node the last one sends; those of as many siblings, which share its NIC, do not.
     """
-    most = np.array([level.devices_per_nic for level in topology.levels])
-    most[list(topology.tiers)] = np.inf
-    parts = np.minimum(spans.inner, most.reshape(-1, *[1] * (spans.inner.ndim - 1)))
+    max_sharing = np.array([level.devices_per_nic for level in topology.levels])
+    max_sharing[list(topology.tiers)] = np.inf
+    parts = np.minimum(spans.inner, max_sharing.reshape(-1, *[1] * (spans.inner.ndim - 1)))
     return np.where(spans.is_crossed, message_bytes / parts, 0.0)
 
 

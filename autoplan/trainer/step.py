@@ -112,19 +112,19 @@ class Training:
 
     def whole_weights(self) -> dict[str, Tensor]:
         """The weights of this rank's chunks by name, put together from the ranks that share them; all ranks call it."""
-        return {name: _gathered(weight) for part in self.parts for name, weight in _named(part)}
+        return {name: _gathered(weight) for part in self.parts for name, weight in _named_parameters(part)}
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Gradients that the last backward passes left, unsharded as in `whole_weights`."""
         gradients = {}
         for part in self.parts:
-            for name, weight in _named(part):
+            for name, weight in _named_parameters(part):
                 assert weight.grad is not None, name
                 gradients[name] = _gathered(weight.grad)
         return gradients
 
 
-def _named(part: torch.nn.Module) -> list[tuple[str, Tensor]]:
+def _named_parameters(part: torch.nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters by the names of the whole model."""
     return [(plain_name(name), weight) for name, weight in part.named_parameters()]
 

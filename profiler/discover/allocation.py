@@ -48,7 +48,7 @@ def gather(place: RankPlace, own_report: Report | None) -> list[Report] | None:
         store.set(f"autoplan/discover/{rank}", encode(ReportFile(nodes=(own_report,) if own_report else ())))
         if rank:
             return None
-        texts = [store.get(f"autoplan/discover/{other}") for other in range(size)]
+        texts = [store.get(f"autoplan/discover/{node}") for node in range(size)]
     except (RuntimeError, OSError, ValueError) as error:
         raise AutoplanError(f"the ranks of {place.launcher} did not meet: {error}") from None
     return [report for text in texts for report in decode(text.decode(errors="replace")).nodes]
@@ -132,13 +132,13 @@ def _usual(nodes: Mapping[str, ObservedNode]) -> ObservedNode:
 def _with_defects(description: Description, nodes: Mapping[str, ObservedNode], usual: ObservedNode) -> Description:
     """The cluster with what is wrong with its nodes: as faults what can be priced, and as warnings all of it."""
     cluster, nics = description.cluster, training_nics(usual)
-    named = {name for group in cluster.nodes for name in group.names}
+    host_names = {name for group in cluster.nodes for name in group.names}
     warnings, faults = list(description.warnings), []
     for at, (host, node) in enumerate(nodes.items()):
         for defect in defects_of(node, usual, fabric_of(node, cluster.device), nics, cluster.network):
             warnings.append(f"{host}: {defect.text}" if host else defect.text)
-            if defect.part is not None and (host in named or not named):
-                place = host if named else at
+            if defect.part is not None and (host in host_names or not host_names):
+                place = host if host_names else at
                 faults.append(Fault(part=defect.part, rate_share=defect.rate_share, node=place, index=defect.index))
     try:
         cluster = replace(cluster, faults=tuple(faults))
@@ -194,10 +194,10 @@ def _with_tree_tiers(description: Description, number: int, tree: SwitchTree) ->
 
 def _with_tiers(remarks: Mapping[str, str], num_tiers: int, source: str) -> dict[str, str]:
     """`remarks` with those on tiers replaced."""
-    others = {place: text for place, text in remarks.items() if not place.startswith("network.tiers")}
-    others |= {f"network.tiers[{at}].num_nodes": source for at in range(num_tiers)}
+    remarks_kept = {place: text for place, text in remarks.items() if not place.startswith("network.tiers")}
+    remarks_kept |= {f"network.tiers[{at}].num_nodes": source for at in range(num_tiers)}
     assumed = "assumed: Slurm does not tell, correct it"
-    return others | {f"network.tiers[{at}].oversubscription": assumed for at in range(num_tiers)}
+    return remarks_kept | {f"network.tiers[{at}].oversubscription": assumed for at in range(num_tiers)}
 
 
 def _grouped(hosts: Sequence[str], switches: Mapping[str, tuple[str, ...]]) -> tuple[NodeGroup, ...]:

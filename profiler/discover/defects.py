@@ -51,8 +51,8 @@ def defects_of(
 
 def _links(fabric: Fabric) -> Iterator[Defect]:
     for part in fabric.apart:
-        which = f"device{'s' * (len(part) > 1)} {', '.join(map(str, part))}"
-        yield Defect(text=f"{which} not joined to the others by {fabric.kind}: are links down?")
+        devices = f"device{'s' * (len(part) > 1)} {', '.join(map(str, part))}"
+        yield Defect(text=f"{devices} not joined to the others by {fabric.kind}: are links down?")
     for index, number in fabric.fewer_links.items():
         text = f"device {index} has {number} links where others have {fabric.num_links}: are links down?"
         yield Defect(text=text, part="link", index=index, rate_share=number / fabric.num_links)

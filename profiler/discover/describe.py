@@ -206,9 +206,9 @@ def training_nics(node: ObservedNode) -> tuple[ObservedNic, ...]:
         if link.nic in best and order.index(link.path) < order.index(best[link.nic] or "system"):
             best[link.nic] = link.path
     near = [nic for nic in fast if best[nic.name] in _NEAR]
-    most = max((nic.bytes_per_s or 0.0 for nic in near or fast), default=0.0)
+    fastest = max((nic.bytes_per_s or 0.0 for nic in near or fast), default=0.0)
     # One next to a device may have come up at a lower rate.
-    least = most / (4 if near else 1.5)
+    least = fastest / (4 if near else 1.5)
     return tuple(nic for nic in near or fast if nic.bytes_per_s is None or nic.bytes_per_s >= least)
 
 

@@ -30,10 +30,10 @@ class Element:
         """An attribute without control characters; blank where it is missing."""
         return cleaned(self.attributes.get(key, ""))
 
-    def number(self, key: str, *, most: int, default: int = 0) -> int:
+    def number(self, key: str, *, at_most: int, default: int = 0) -> int:
         """An attribute that is a whole number; `default` where it is missing or blank."""
         text = self.attributes.get(key, "").strip()
-        return whole_number(text, f"line {self.line}: {key} of {self.name}", most=most) if text else default
+        return whole_number(text, f"line {self.line}: {key} of {self.name}", at_most=at_most) if text else default
 
     def named(self, *names: str) -> Iterator[Element]:
         """The children of these names."""

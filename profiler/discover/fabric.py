@@ -42,14 +42,14 @@ def fabric_of(node: ObservedNode, device: DeviceSpec) -> Fabric | None:
             return None
         size = len(indices)
     apart = tuple(tuple(part) for part in parts if len(part) <= size / 2 and len(part) != size)
-    most = MOST_NVLINKS.get(device.generation, 0)
+    max_links = MOST_NVLINKS.get(device.generation, 0)
     counts = {index: [link.num_links for link in direct if index in (link.a, link.b)] for index in indices}
-    is_switched = bool(most) and any(sum(each) > most for each in counts.values())
-    per_device = {index: (max(each) if is_switched else sum(each)) for index, each in counts.items() if each}
-    num_links = mode(per_device.values()) if most else 0
+    is_switched = bool(max_links) and any(sum(links) > max_links for links in counts.values())
+    per_device = {index: (max(links) if is_switched else sum(links)) for index, links in counts.items() if links}
+    num_links = mode(per_device.values()) if max_links else 0
     is_complete = len(direct) == sum(len(part) * (len(part) - 1) // 2 for part in parts)
     return Fabric(
-        kind="nvlink" if most else "xgmi",
+        kind="nvlink" if max_links else "xgmi",
         num_devices=size,
         is_switched=is_switched,
         is_mesh=not is_switched and is_complete and size > 2 and len({link.num_links for link in direct}) == 1,
@@ -58,7 +58,7 @@ def fabric_of(node: ObservedNode, device: DeviceSpec) -> Fabric | None:
         or num_links * NVLINK_BYTES_PER_S.get(device.generation, 0.0)
         or None,
         apart=apart,
-        fewer_links={} if apart else {index: each for index, each in per_device.items() if each < num_links},
+        fewer_links={} if apart else {index: links for index, links in per_device.items() if links < num_links},
     )
 
 

@@ -190,12 +190,12 @@ def _rates(root: Element, gpus: Mapping[int, _Function]) -> Mapping[frozenset[in
 def _matrix(element: Element) -> tuple[list[str], list[int]]:
     """Return (gp_index of the objects, values row by row)."""
     place = f"line {element.line}: the matrix {element.get('name')}"
-    count = element.number("nbobjs", most=_MOST_OBJECTS)
+    count = element.number("nbobjs", at_most=_MOST_OBJECTS)
     objects = [word.rpartition(":")[2] for part in element.named("indexes") for word in part.text.split()]
     words = [word for part in element.named("u64values") for word in part.text.split()]
     if len(objects) != count or len(words) != count**2:
         raise InputError(f"{place} must have {count} indexes and {count**2} values, got {len(objects)}, {len(words)}")
-    return objects, [whole_number(word, f"{place}: a value", most=_MOST_MEGABYTES_PER_S) for word in words]
+    return objects, [whole_number(word, f"{place}: a value", at_most=_MOST_MEGABYTES_PER_S) for word in words]
 
 
 def _links(

@@ -141,7 +141,7 @@ def _bytes_per_s(port: _Port) -> float | None:
             return int(lanes[1]) * gbps * 1e9 / 8
         raise InputError(f"{where} must be a width and Gbps of a lane, got {shown(speed)}")
     if speed := fields.get("speed"):  # of libfabric, in bits per second
-        return whole_number(speed, where, most=_MOST_BITS_PER_S) / 8 or None
+        return whole_number(speed, where, at_most=_MOST_BITS_PER_S) / 8 or None
     return None
 
 

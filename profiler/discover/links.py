@@ -52,10 +52,10 @@ def with_measured(cluster: ClusterSpec, measured: Sequence[Measurement]) -> tupl
     return replace(cluster, levels=tuple(levels), network=network), remarks
 
 
-def _is_inside(measurement: Measurement, least: int, most: int) -> bool:
+def _is_inside(measurement: Measurement, more_than: int, at_most: int) -> bool:
     """Tell whether it tells of a group inside one domain that needs more than the level below."""
     members, inside, *_ = measurement.shape
-    return members == inside and least < members <= most
+    return members == inside and more_than < members <= at_most
 
 
 def _is_between(measurement: Measurement, cluster: ClusterSpec) -> bool:

@@ -18,61 +18,61 @@ Part = TypeVar("Part", ObservedDevice, ObservedNic, ObservedLink)
 def merge(observations: Sequence[ObservedNode]) -> tuple[ObservedNode, list[str]]:
     """Return (the node, where sources contradict those before them)."""
     node, contradictions = observations[0], []
-    for other in observations[1:]:
-        node, more = _merged(node, other)
+    for later in observations[1:]:
+        node, more = _merged(node, later)
         contradictions += more
     return node, contradictions
 
 
-def _merged(node: ObservedNode, other: ObservedNode) -> tuple[ObservedNode, list[str]]:
-    other = _counted_as(node, other)
+def _merged(node: ObservedNode, later: ObservedNode) -> tuple[ObservedNode, list[str]]:
+    later = _counted_as(node, later)
     contradictions: list[str] = []
-    devices = _joined(node.devices, other.devices, lambda device: device.index, contradictions)
-    if node.devices and other.devices and len(node.devices) != len(other.devices):
+    devices = _joined(node.devices, later.devices, lambda device: device.index, contradictions)
+    if node.devices and later.devices and len(node.devices) != len(later.devices):
         devices = devices[: len(node.devices)]
-        contradictions.insert(0, f"{len(other.devices)} devices, not {len(node.devices)}")
+        contradictions.insert(0, f"{len(later.devices)} devices, not {len(node.devices)}")
     indices = {device.index for device in devices}
-    links = _joined(node.links, other.links, lambda link: (link.a, link.b, link.nic), contradictions)
-    source = ", ".join(dict.fromkeys((*node.source.split(", "), other.source)))
-    named = node.source.partition(", ")[0]
+    links = _joined(node.links, later.links, lambda link: (link.a, link.b, link.nic), contradictions)
+    source = ", ".join(dict.fromkeys((*node.source.split(", "), later.source)))
+    believed = node.source.partition(", ")[0]
     for name in ("num_sockets", "devices_per_domain"):
-        ours, theirs = getattr(node, name), getattr(other, name)
+        ours, theirs = getattr(node, name), getattr(later, name)
         if None not in (ours, theirs) and ours != theirs:
             contradictions.append(f"{name} {theirs}, not {ours}")
     merged = replace(
         node,
         source=source,
-        host=node.host or other.host,
+        host=node.host or later.host,
         devices=devices,
-        nics=_joined(node.nics, other.nics, lambda nic: nic.name, contradictions),
+        nics=_joined(node.nics, later.nics, lambda nic: nic.name, contradictions),
         links=tuple(link for link in links if link.a in indices and (link.b is None or link.b in indices)),
-        num_sockets=node.num_sockets if node.num_sockets is not None else other.num_sockets,
-        devices_per_domain=node.devices_per_domain or other.devices_per_domain,
+        num_sockets=node.num_sockets if node.num_sockets is not None else later.num_sockets,
+        devices_per_domain=node.devices_per_domain or later.devices_per_domain,
     )
     if not contradictions:
         return merged, []
     more = f" and {len(contradictions) - 1} more" if len(contradictions) > 1 else ""
-    return merged, [f"{other.source} says {contradictions[0]}{more}: {named} is believed"]
+    return merged, [f"{later.source} says {contradictions[0]}{more}: {believed} is believed"]
 
 
-def _counted_as(node: ObservedNode, other: ObservedNode) -> ObservedNode:
-    """Return `other` with devices and NICs numbered and named as those of `node` at their PCI addresses."""
+def _counted_as(node: ObservedNode, later: ObservedNode) -> ObservedNode:
+    """Return `later` with devices and NICs numbered and named as those of `node` at their PCI addresses."""
     index_at = {device.pci: device.index for device in node.devices if device.pci}
     name_at = {nic.pci: nic.name for nic in node.nics if nic.pci}
-    if not all(device.pci in index_at for device in other.devices):
+    if not all(device.pci in index_at for device in later.devices):
         index_at = {}
-    index = {device.index: index_at.get(device.pci, device.index) for device in other.devices}
-    name = {nic.name: name_at.get(nic.pci, nic.name) for nic in other.nics}
+    index = {device.index: index_at.get(device.pci, device.index) for device in later.devices}
+    name = {nic.name: name_at.get(nic.pci, nic.name) for nic in later.nics}
     return replace(
-        other,
+        later,
         devices=tuple(
             sorted(
-                (replace(device, index=index[device.index]) for device in other.devices),
+                (replace(device, index=index[device.index]) for device in later.devices),
                 key=lambda device: device.index,
             )
         ),
-        nics=tuple(replace(nic, name=name[nic.name]) for nic in other.nics),
-        links=tuple(_link(link, index, name) for link in other.links),
+        nics=tuple(replace(nic, name=name[nic.name]) for nic in later.nics),
+        links=tuple(_link(link, index, name) for link in later.links),
     )
 
 

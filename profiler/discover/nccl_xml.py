@@ -77,7 +77,7 @@ def parse(text: str) -> ObservedNode:
 def _leaves(cpu: Element) -> Iterator[_Leaf]:
     """Yield what hangs below a <cpu>."""
     host, numa = cpu.get("host_hash"), cpu.get("numaid")
-    node = cpu.number("numaid", most=MOST_DEVICES) if numa not in ("", "-1") else None
+    node = cpu.number("numaid", at_most=MOST_DEVICES) if numa not in ("", "-1") else None
     bridge = f"{host}/{numa}"
     waiting: list[tuple[Element, Element | None, tuple[str, ...], float | None]] = [(cpu, None, (), None)]
     while waiting:
@@ -100,7 +100,7 @@ def _link(pci: Element) -> float | None:
         return None
     if not (speed := _SPEED.fullmatch(text)):
         raise InputError(f"line {pci.line}: link_speed of pci must be like 16.0 GT/s, got {shown(text)}")
-    return link_bytes_per_s(float(speed[1]), pci.number("link_width", most=255))
+    return link_bytes_per_s(float(speed[1]), pci.number("link_width", at_most=255))
 
 
 def _narrower(first: float | None, second: float | None) -> float | None:
@@ -144,7 +144,7 @@ def _node(devices: Sequence[_Leaf], nics: Sequence[_Leaf], *, num_joined: int) -
 
 def _indices(devices: Sequence[_Leaf]) -> list[int]:
     """The devices' numbers, which the file gives all of them or none."""
-    numbers = [leaf.element.number("dev", most=MOST_DEVICES, default=-1) for leaf in devices]
+    numbers = [leaf.element.number("dev", at_most=MOST_DEVICES, default=-1) for leaf in devices]
     if -1 in numbers:
         return list(range(len(devices)))
     for at, (index, leaf) in enumerate(zip(numbers, devices, strict=True)):
@@ -167,7 +167,7 @@ def _device(leaf: _Leaf, index: int) -> ObservedDevice:
     pci, gpu = leaf.pci, leaf.element
     rate = leaf.bytes_per_s
     for c2c in gpu.named("c2c"):
-        megabytes_per_s = c2c.number("bw", most=_MOST_MEGABYTES_PER_S) * c2c.number("count", most=100)
+        megabytes_per_s = c2c.number("bw", at_most=_MOST_MEGABYTES_PER_S) * c2c.number("count", at_most=100)
         rate = megabytes_per_s * 1e6 or rate
     return ObservedDevice(
         index=index,
@@ -187,7 +187,7 @@ def _architecture(gpu: Element) -> str:
 
 def _nic(leaf: _Leaf, name: str) -> ObservedNic:
     net = leaf.element
-    speed = net.number("speed", most=_MOST_MEGABITS_PER_S)
+    speed = net.number("speed", at_most=_MOST_MEGABITS_PER_S)
     ids = {"pci_class": "", "vendor": "", "device": ""}
     if leaf.pci:
         ids = {"pci_class": leaf.pci.get("class"), "vendor": leaf.pci.get("vendor"), "device": leaf.pci.get("device")}
@@ -197,7 +197,7 @@ def _nic(leaf: _Leaf, name: str) -> ObservedNic:
         bytes_per_s=speed * 1e6 / 8 if speed else None,
         pci=_address(leaf),
         numa=leaf.place.numa,
-        gpudirect=bool(net.number("gdr", most=1)) if net.get("gdr") else None,
+        gpudirect=bool(net.number("gdr", at_most=1)) if net.get("gdr") else None,
     )
 
 
@@ -209,13 +209,13 @@ def _fabric(devices: Sequence[_Leaf]) -> Mapping[frozenset[str], int]:
     for leaf in devices:
         address = _address(leaf)
         for link in leaf.element.named("nvlink", "xgmi"):
-            count = link.number("count", most=1000)
+            count = link.number("count", at_most=1000)
             target, kind = pci_address(link.get("target")), link.get("tclass")
             if target in addresses and target != address:
                 pair = frozenset((address, target))
                 direct[pair] = max(direct[pair], count)  # each end reports it
             elif kind.startswith(_SWITCH_CLASS) and kind != _POWER_CLASS:
                 switched[address] += count
-    for device, other in combinations(switched, 2):
-        direct[frozenset((device, other))] += min(switched[device], switched[other])
+    for device, peer in combinations(switched, 2):
+        direct[frozenset((device, peer))] += min(switched[device], switched[peer])
     return direct

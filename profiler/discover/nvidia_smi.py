@@ -169,14 +169,14 @@ def _numa(affinities: Sequence[_Word]) -> int | None:
 
 def _check_symmetry(rows: Mapping[str, _Row], names: Sequence[str]) -> None:
     for at, name in enumerate(names):
-        for beside, other in enumerate(names[:at]):
-            if name not in rows or other not in rows:
+        for beside, peer in enumerate(names[:at]):
+            if name not in rows or peer not in rows:
                 continue
-            forth, back = rows[name].cells[beside], rows[other].cells[at]
+            forth, back = rows[name].cells[beside], rows[peer].cells[at]
             if forth.text != back.text:
                 raise InputError(
-                    f"line {forth.line}, column {forth.column}: {name} to {other} is {forth.text}, "
-                    f"{other} to {name} is {back.text}: they must agree"
+                    f"line {forth.line}, column {forth.column}: {name} to {peer} is {forth.text}, "
+                    f"{peer} to {name} is {back.text}: they must agree"
                 )
 
 

@@ -85,7 +85,7 @@ def _from_conf(lines: Sequence[str]) -> SwitchTree:
             blocks.append(replace(entry, name=pairs["blockname"]))
         if "blocksizes" in pairs:
             words = pairs["blocksizes"].split(",")
-            sizes = [whole_number(word, f"{where}: a size of BlockSizes", most=MOST_HOSTS) for word in words]
+            sizes = [whole_number(word, f"{where}: a size of BlockSizes", at_most=MOST_HOSTS) for word in words]
     if blocks and switches:
         raise InputError("has switches and blocks: Slurm reads one or the other")
     return _block(blocks, sizes) if blocks else _tree(switches)

@@ -35,10 +35,10 @@ def shown(word: str) -> str:
     return repr(word if len(word) <= _SHOWN else word[:_SHOWN] + "...")
 
 
-def whole_number(word: str, where: str, *, most: int) -> int:
-    """Return `word` as a number between 0 and `most`; `where` says what it is and its place."""
-    if not re.fullmatch(r"[0-9]{1,12}", word) or int(word) > most:
-        raise InputError(f"{where} must be a whole number from 0 to {most:,}, got {shown(word)}")
+def whole_number(word: str, where: str, *, at_most: int) -> int:
+    """Return `word` as a number between 0 and `at_most`; `where` says what it is and its place."""
+    if not re.fullmatch(r"[0-9]{1,12}", word) or int(word) > at_most:
+        raise InputError(f"{where} must be a whole number from 0 to {at_most:,}, got {shown(word)}")
     return int(word)
 
 

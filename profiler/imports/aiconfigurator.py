@@ -157,23 +157,23 @@ def _read_table(path: Path, table: _Table, root: Path, dtypes: Collection[str] |
         words = pyarrow.array([*dtypes, *(word for word, name in _DTYPES.items() if name in dtypes)])
     device = device_of(path.relative_to(root).parts[0])
     source = f"aiconfigurator-core {path.parent.relative_to(root)}"
-    named = [*table.shape, table.dtype, "latency", "kernel_source", *filter(None, [table.remark])]
+    column_names = [*table.shape, table.dtype, "latency", "kernel_source", *filter(None, [table.remark])]
     if not table.operations <= {"gemm", "attention", "experts"}:
-        named.append("op_name")
+        column_names.append("op_name")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns_in_file = set(file.schema_arrow.names)
-            if missing := [name for name in named if name not in columns_in_file and name not in _OPTIONAL]:
+            if missing := [name for name in column_names if name not in columns_in_file and name not in _OPTIONAL]:
                 raise InputError(f"{path}: lacks the column {missing[0]!r}: not a version of the table that is known")
-            for batch in file.iter_batches(columns=[name for name in named if name in columns_in_file]):
+            for batch in file.iter_batches(columns=[name for name in column_names if name in columns_in_file]):
                 if words is not None:
                     batch = batch.filter(pyarrow.compute.is_in(batch.column(table.dtype), words))
                 columns = [
                     batch.column(name).to_pylist() if name in columns_in_file else [_OPTIONAL[name]] * batch.num_rows
-                    for name in named
+                    for name in column_names
                 ]
                 for cells in zip(*columns, strict=True):
-                    yield _measurement(dict(zip(named, cells, strict=True)), table, device, source)
+                    yield _measurement(dict(zip(column_names, cells, strict=True)), table, device, source)
     except InputError as error:
         raise InputError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
     except (OSError, pyarrow.ArrowException) as error:

@@ -396,10 +396,10 @@ def _of_nccl(trace: _Trace, event: _DetailedEvent) -> _Kind | None:
     is_uneven = about.in_split not in (None, "", "[]", [])
     ranks = _ranks(trace, about)
     dtype = _DTYPES.get(str(about.dtype))
-    found = _collective(str(about.collective))
-    if found is None or dtype is None or ranks is None or is_uneven:
+    kind = _collective(str(about.collective))
+    if kind is None or dtype is None or ranks is None or is_uneven:
         return None
-    operation, is_end = found
+    operation, is_end = kind
     num_items = int((about.num_out if is_end else about.num_in) or 0)
     return (operation, (num_items * _ITEM_BYTES[dtype],), dtype, ranks) if num_items else None
 
@@ -407,11 +407,11 @@ def _of_nccl(trace: _Trace, event: _DetailedEvent) -> _Kind | None:
 def _of_gloo(trace: _Trace, event: _DetailedEvent) -> _Kind | None:
     """Return what an annotation of gloo stands for, which does not tell its group: where there is only one."""
     groups = {tuple(group.ranks) for group in trace.distributedInfo.pg_config if len(group.ranks) > 1}
-    found = _collective(str(event.name).removeprefix("gloo:"))
+    kind = _collective(str(event.name).removeprefix("gloo:"))
     dims, types = event.args.dims, event.args.types
-    if found is None or len(groups) != 1 or not dims or not types or (dtype := _DTYPES.get(types[0])) is None:
+    if kind is None or len(groups) != 1 or not dims or not types or (dtype := _DTYPES.get(types[0])) is None:
         return None
-    operation, is_end = found
+    operation, is_end = kind
     (ranks,) = groups
     num_items = math.prod(map(int, dims[0])) * (len(ranks) if is_end else 1)
     return (operation, (num_items * _ITEM_BYTES[dtype],), dtype, ranks) if num_items else None
@@ -423,11 +423,11 @@ def _collective(name: str) -> tuple[Operation, bool] | None:
 
 def _ranks(trace: _Trace, about: _Arguments) -> tuple[int, ...] | None:
     """Return the ranks of a group, which Kineto shortens where they are many, but not in the list of groups."""
-    named = next((group.ranks for group in trace.distributedInfo.pg_config if group.pg_name == about.group), None)
+    ranks = next((group.ranks for group in trace.distributedInfo.pg_config if group.pg_name == about.group), None)
     text = str(about.ranks or "")
     if re.fullmatch(r"\[\d+(, ?\d+)*\]", text):
         return tuple(map(int, text[1:-1].split(",")))
-    return tuple(named) if named else None
+    return tuple(ranks) if ranks else None
 
 
 def _spans(events: Iterable[_DetailedEvent]) -> list[_Span]:

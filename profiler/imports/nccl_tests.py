@@ -184,8 +184,8 @@ def _from_nccl_json(table: Mapping[str, Any], run: _Run, device: str | None) -> 
                 continue
             if "cpu_time" in result:
                 raise InputError("times are those of the CPU (option -C): run the test without it")
-            each = row.get(f"{key}_per_iter")
-            times_us = each["times_us"][each["skipped_iterations"] :][:MOST_SAMPLES] if each else [result["time"]]
+            runs = row.get(f"{key}_per_iter")
+            times_us = runs["times_us"][runs["skipped_iterations"] :][:MOST_SAMPLES] if runs else [result["time"]]
             samples_s = tuple(float(time) * 1e-6 for time in times_us)
             yield from _record(run, row, place, samples_s, _num_wrong(result["nwrong"]), device)
 
@@ -244,9 +244,9 @@ def _layout(run: _Run, device: str | None) -> tuple[tuple[int, int, int], Finger
     hosts = Counter(rank.host for rank in run.ranks)
     groups = Counter(rank.group for rank in run.ranks)
     inside = Counter((rank.group, rank.host) for rank in run.ranks)
-    for what, counts in (("groups", groups), ("hosts of a group", inside)):
+    for title, counts in (("groups", groups), ("hosts of a group", inside)):
         if len(set(counts.values())) > 1:
-            raise InputError(f"{what} have {min(counts.values())} to {max(counts.values())} ranks: they must be equal")
+            raise InputError(f"{title} have {min(counts.values())} to {max(counts.values())} ranks: they must be equal")
     if (num_devices := next(iter(groups.values()))) == 1:
         raise InputError("groups of one device: nothing is sent in them")
     machine = Fingerprint(

@@ -183,12 +183,12 @@ def nvidia_gpus() -> tuple[list[Gpu], Links]:
                 if library.nvmlDeviceGetNvLinkState(handle, link) != library.NVML_FEATURE_ENABLED:
                     continue
                 kind = library.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
-                other = at
+                peer = at
                 if kind == _GPU_TO_GPU:
                     remote = _pci_address(library.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
-                    other = addresses.index(remote) if remote in addresses else at
-                if kind in (_GPU_TO_GPU, _GPU_TO_SWITCH) and at <= other:
-                    counts[at, other] = counts.get((at, other), 0) + 1
+                    peer = addresses.index(remote) if remote in addresses else at
+                if kind in (_GPU_TO_GPU, _GPU_TO_SWITCH) and at <= peer:
+                    counts[at, peer] = counts.get((at, peer), 0) + 1
     return gpus, {pair: GpuLink(kind="nvlink", num_links=count) for pair, count in counts.items()}
 
 
@@ -223,9 +223,9 @@ def amd_gpus(sys: Path) -> tuple[list[Gpu], Links]:
         gpus.append(_amd_gpu(sys, properties))
         for link in (node / "io_links").glob("*"):
             link_properties = _properties(link / "properties")
-            other = order.get(link_properties.get("node_to", ""), -1)
-            if order[name] < other:
-                links[order[name], other] = GpuLink(
+            peer = order.get(link_properties.get("node_to", ""), -1)
+            if order[name] < peer:
+                links[order[name], peer] = GpuLink(
                     kind=_KFD_LINKS.get(link_properties.get("type", ""), "link"),
                     weight=str(link_properties.get("weight")),
                     bytes_per_s=int(link_properties.get("max_bandwidth", 0)) * 1e6 or None,  # MB/s

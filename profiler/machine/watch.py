@@ -58,8 +58,8 @@ class Watch:
     def looks(self) -> Sequence[Look]:
         """Looks at devices that were working: idle ones show nothing of the run."""
         busy = [look for look in self._looks if look.clock_mhz or look.power_w]
-        most = max((look.power_w for look in busy), default=0)
-        return [look for look in busy if 2 * look.power_w >= most]
+        max_power_w = max((look.power_w for look in busy), default=0)
+        return [look for look in busy if 2 * look.power_w >= max_power_w]
 
     def _look(self) -> None:
         since_us = time.time_ns() // 1000

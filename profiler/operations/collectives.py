@@ -142,8 +142,8 @@ def _starter(
         scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
         return lambda: scatter(piece, full, group=group, async_op=True)
     if operation == "all_to_all":
-        other = torch.empty_like(full)
-        return lambda: dist.all_to_all_single(other, full, group=group, async_op=True)
+        received = torch.empty_like(full)
+        return lambda: dist.all_to_all_single(received, full, group=group, async_op=True)
     if operation == "broadcast":
         return lambda: dist.broadcast(full, ranks[0], group=group, async_op=True)
     if operation == "send_recv":

@@ -176,7 +176,7 @@ def _staged(
         waiting.append((layer, prepare(layer)))
         return waiting.popleft()
 
-    return StagedRun(prepare=before, run=lambda made: run(*made))
+    return StagedRun(prepare=before, run=lambda prepared: run(*prepared))
 
 
 def _pass(operation: Operation, shape: tuple[int, ...], factory: InputFactory, grids: Grids) -> Run | StagedRun:

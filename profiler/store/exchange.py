@@ -203,8 +203,8 @@ def _check_header(path: Path, line: bytes) -> None:
     if header.get("format") != FORMAT:
         raise InputError(f"{path}: no export of autoplan: its first line does not say so")
     # What the next version writes besides is passed over line by line.
-    for name, newest, most in (("version", VERSION, VERSION + 1), ("protocol", PROTOCOL, PROTOCOL)):
-        if not isinstance(header.get(name), int) or header[name] > most:
+    for name, newest, newest_read in (("version", VERSION, VERSION + 1), ("protocol", PROTOCOL, PROTOCOL)):
+        if not isinstance(header.get(name), int) or header[name] > newest_read:
             raise InputError(
                 f"{path}: its {name} is {header.get(name)!r}, this autoplan knows {newest}: update autoplan"
             )

@@ -181,7 +181,7 @@ def compared(
             continue
         means = {name: statistics.fmean(cell.seconds for cell in group) for name, group in by_name.items()}
         for name, group in by_name.items():
-            others_s = statistics.median(seconds for other, seconds in means.items() if other != name)
+            others_s = statistics.median(seconds for label, seconds in means.items() if label != name)
             ratios[device, name].append((means[name] / others_s, group[0].what))
     return [
         ComparedTimes(

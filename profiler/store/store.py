@@ -136,8 +136,8 @@ class HostsApart:
     @classmethod
     def of(cls, fast: Any, slow: Any) -> HostsApart:
         """Return the hosts of two rows of one shape, and the ratio of their times."""
-        what = f"{slow.operation} {slow.shape} {slow.dtype}"
-        return cls(what=what, fast=fast.host, slow=slow.host, ratio=slow.seconds / fast.seconds)
+        words = f"{slow.operation} {slow.shape} {slow.dtype}"
+        return cls(what=words, fast=fast.host, slow=slow.host, ratio=slow.seconds / fast.seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,7 +331,7 @@ class Store:
         """
         columns = [records.c[name] for name in ("operation", "shape", "dtype", "kernel", "mode")]
         machines = self._machines(fingerprint.device)
-        alike = [number for number, other in machines.items() if other.of_one_device == fingerprint.of_one_device]
+        alike = [number for number, machine in machines.items() if machine.of_one_device == fingerprint.of_one_device]
         query = (
             select(*columns, records.c.fingerprint_id, records.c.status, func.count().label("num"))
             .where(records.c.fingerprint_id.in_(alike), records.c.status.in_(("ok", "failed")), ~is_hidden())
@@ -396,8 +396,8 @@ class Store:
             usable.append(records.c.operation.in_(list(operations)))
         with self._database.reading() as connection:
             for level in sorted(set(levels.values())):
-                at_level = [number for number, other in levels.items() if other == level]
-                nearer = [number for number, other in levels.items() if other < level]
+                at_level = [number for number, level_of in levels.items() if level_of == level]
+                nearer = [number for number, level_of in levels.items() if level_of < level]
                 chosen = _choice(at_level, nearer, usable).subquery()
                 query = select(*(records.c[name] for name in _CHOSEN_BY)).join(
                     chosen,
@@ -451,7 +451,7 @@ class Store:
 
     def find(self, key: str) -> tuple[Record | RunRecord, Mark | None]:
         """The record or run whose key begins with `key`, and the mark that hides it."""
-        kind, row = self._named(key)
+        kind, row = self._row_of_key(key)
         machine = self._machines()[row.fingerprint_id]
         newest = next(iter(self.words(key)), None)
         return _record(row, machine) if kind is OPERATIONS else _run(
@@ -460,7 +460,7 @@ class Store:
 
     def words(self, key: str) -> list[Mark]:
         """Return the marks of the record or run whose key begins with `key`: the one that counts, then the others."""
-        kind, row = self._named(key)
+        kind, row = self._row_of_key(key)
         if kind not in self._marked:
             return []
         with self._database.reading() as connection:
@@ -480,7 +480,7 @@ class Store:
 
     def whole_key(self, key: str) -> str:
         """The key of the one record or run that begins with `key`, which need not be one that can be read."""
-        kind, row = self._named(key)
+        kind, row = self._row_of_key(key)
         self._check_marked(kind)
         return str(row.key)
 
@@ -491,7 +491,7 @@ class Store:
                 f"{self.name} has schema {self.schema}, which hides no runs: its owner migrates it by writing to it"
             )
 
-    def _named(self, key: str) -> tuple[Marked, Row[Any]]:
+    def _row_of_key(self, key: str) -> tuple[Marked, Row[Any]]:
         if len(key) < LEAST_PREFIX or set(key) - set("0123456789abcdef"):
             raise InputError(f"key {key[:70]!r}: write at least {LEAST_PREFIX} of its hexadecimal digits, as shown")
         rows: list[tuple[Marked, Row[Any]]] = []
@@ -761,8 +761,8 @@ def _findings(
 
 def _finding(key: str, record: Record) -> Finding | None:
     reason = implausible(record)
-    what = f"{record.operation} {'x'.join(map(str, record.shape))} {record.dtype}"
-    return Finding(key=key, what=what, reason=reason) if reason else None
+    words = f"{record.operation} {'x'.join(map(str, record.shape))} {record.dtype}"
+    return Finding(key=key, what=words, reason=reason) if reason else None
 
 
 def _row(key: str, record: Record, fingerprint_id: int) -> dict[str, Any]:

@@ -265,8 +265,8 @@ def update_s(problem: Problem, batch: PlanBatch, updated: Floats, trained: Float
     measured_share = moved / problem.framework.kernels.bytes_moved_per_update
     update = measured.scaled(measured_share / problem.device_share).otherwise(update)
     # Gradients that live from step to step are set to zero.
-    kept = 0.0 if problem.framework.memory.drops_grads else grad_bytes(problem, batch)
-    return update + memory_bound_s(problem, kept * trained)
+    zeroed_bytes = 0.0 if problem.framework.memory.drops_grads else grad_bytes(problem, batch)
+    return update + memory_bound_s(problem, zeroed_bytes * trained)
 
 
 def optimizer_s(problem: Problem, batch: PlanBatch, updated: Floats, trained: Floats) -> Floats:

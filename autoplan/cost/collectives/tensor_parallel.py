@@ -100,8 +100,8 @@ def adapters_s(problem: Problem, batch: PlanBatch, shape: BlockShape, links: Lin
     """Time of the collectives of a block's adapters, beside which nothing runs."""
     passes, meeting = Pass.none(len(batch)), add_up(_meeting_s(problem, batch))
     for collective in adapter_collectives(problem, batch, shape):
-        each = collective.seconds(links) + meeting
-        passes = passes.plus(Pass(each * collective.forward, each * collective.backward))
+        seconds = collective.seconds(links) + meeting
+        passes = passes.plus(Pass(seconds * collective.forward, seconds * collective.backward))
     return passes
 
 
@@ -230,10 +230,10 @@ def tensor_parallel_s(
         )
     else:
         # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
-        left = gather + np.maximum(reduce - beside, 0.0)
+        backward_s = gather + np.maximum(reduce - beside, 0.0)
         overlapped = (
             plain[0] - framework.overlap.tp_overlap_share * np.minimum(forward, kernels.gemm.forward_s),
-            plain[1] - framework.overlap.tp_overlap_share * np.minimum(left, kernels.gemm.backward_s),
+            plain[1] - framework.overlap.tp_overlap_share * np.minimum(backward_s, kernels.gemm.backward_s),
         )
     return Pass(
         np.where(batch.tp_overlap, overlapped[0], plain[0]), np.where(batch.tp_overlap, overlapped[1], plain[1])

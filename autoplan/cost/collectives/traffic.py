@@ -102,7 +102,7 @@ class StepTraffic:
 
     def share(self, row: TrafficRow) -> float:
         """The part of a row in the time of all."""
-        total = sum(other.time_s for other in self.rows)
+        total = sum(any_row.time_s for any_row in self.rows)
         return row.time_s / total if total else 0.0
 
 
@@ -134,13 +134,13 @@ def step_traffic(problem: Problem, plan: ParallelPlan) -> StepTraffic:
     return StepTraffic(stage=stage, levels=topology.levels, rows=tuple(rows.values()))
 
 
-def _joined(row: TrafficRow, other: TrafficRow) -> TrafficRow:
+def _joined(row: TrafficRow, added: TrafficRow) -> TrafficRow:
     return replace(
         row,
-        buffer_bytes=max(row.buffer_bytes, other.buffer_bytes),
-        times=row.times + other.times,
-        level_bytes=tuple(a + b for a, b in zip(row.level_bytes, other.level_bytes, strict=True)),
-        time_s=row.time_s + other.time_s,
+        buffer_bytes=max(row.buffer_bytes, added.buffer_bytes),
+        times=row.times + added.times,
+        level_bytes=tuple(a + b for a, b in zip(row.level_bytes, added.level_bytes, strict=True)),
+        time_s=row.time_s + added.time_s,
     )
 
 

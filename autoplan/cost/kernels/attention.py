@@ -139,7 +139,7 @@ def _kernel_widths(model: ModelSpec, kernel: str) -> tuple[int, int]:
     width = model.qk_head_dim
     if width != model.v_head_dim:  # latent attention has kernels of its own widths
         return width, width + model.v_head_dim
-    padded = next((known for known in FLASH_HEAD_DIMS.get(kernel, ()) if known >= width), width)
+    padded = next((supported for supported in FLASH_HEAD_DIMS.get(kernel, ()) if supported >= width), width)
     return padded, 2 * padded
 
 

@@ -102,24 +102,24 @@ def shared_states(problem: Problem, batch: PlanBatch) -> SharedStates:
     if times is None or set(problem.model.layers) != {LAYER}:
         return SharedStates.unknown(len(batch))
     near = problem.cluster.levels[-1].num_devices
-    here = np.minimum(np.maximum(near // batch.tp, 1), batch.dp)
-    shape = (*_layer_shape(problem, batch), batch.dp, here)
+    ranks_in_domain = np.minimum(np.maximum(near // batch.tp, 1), batch.dp)
+    shape = (*_layer_shape(problem, batch), batch.dp, ranks_in_domain)
     passes = times.forward_s + times.backward_s
     names: tuple[Operation, ...] = ("replicated_layer", "sharded_layer", "resharded_layer")
     beyond = (_seconds(problem, batch, entry, *shape) - passes for entry in names)
-    none, kept, again = (np.maximum(entry, 0.0) for entry in beyond)
-    gather = np.maximum(again - kept, 0.0)
+    none, weights_kept, weights_regathered = (np.maximum(entry, 0.0) for entry in beyond)
+    gather = np.maximum(weights_regathered - weights_kept, 0.0)
     is_one = batch.dp == 1
     kind = np.where(is_one, 0, batch.sharding)
     # A pipeline keeps its weights for the step and reduces once.
     kind = np.where((batch.pp > 1) & (kind > 0), Sharding.ZERO1.code, kind)
     zeros = np.zeros(len(batch))
-    every = np.choose(kind, [zeros, zeros, np.maximum(kept - gather, 0.0), again])
-    once = np.choose(kind, [none, kept, np.minimum(gather, kept), zeros])
+    each_s = np.choose(kind, [zeros, zeros, np.maximum(weights_kept - gather, 0.0), weights_regathered])
+    once_s = np.choose(kind, [none, weights_kept, np.minimum(gather, weights_kept), zeros])
     is_whole = is_one | (batch.dp_replicate == 1) | (batch.sharding == 0)
-    is_measured = times.is_measured & is_whole & ~np.isnan(every + once)
+    is_measured = times.is_measured & is_whole & ~np.isnan(each_s + once_s)
     return SharedStates(
-        is_measured=is_measured, every_s=np.where(is_measured, every, 0.0), once_s=np.where(is_measured, once, 0.0)
+        is_measured=is_measured, every_s=np.where(is_measured, each_s, 0.0), once_s=np.where(is_measured, once_s, 0.0)
     )
 
 
@@ -154,8 +154,8 @@ def action_s(problem: Problem, batch: PlanBatch) -> Floats:
     if not problem.timings.is_own or (batch.pp == 1).all():
         return np.zeros(len(batch))
     passes = np.maximum(batch.num_microbatches * batch.vp, batch.pp)  # 1F1B, which is measured, runs no fewer
-    here = np.minimum(np.maximum(problem.cluster.levels[-1].num_devices // (batch.tp * batch.dp), 1), batch.pp)
-    lookup = _only(find_kernels(problem, batch, "pipeline_actions", passes, batch.pp, here), batch.pp > 1)
+    in_domain = np.minimum(np.maximum(problem.cluster.levels[-1].num_devices // (batch.tp * batch.dp), 1), batch.pp)
+    lookup = _only(find_kernels(problem, batch, "pipeline_actions", passes, batch.pp, in_domain), batch.pp > 1)
     return lookup.otherwise(np.zeros(len(batch))) / (2 * passes)
 
 

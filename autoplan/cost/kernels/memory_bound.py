@@ -179,11 +179,11 @@ def _op_by_op_traffic(problem: Problem, batch: PlanBatch, routed: Floats) -> dic
     moved: dict[str, Traffic] = {}
     if model.clamped_activation:
         width = rows * moe.expert_ffn_size
-        moved["expert_limits"] = Traffic(*(each * width for each in EXPERT_LIMIT_BYTES))
+        moved["expert_limits"] = Traffic(*(pass_bytes * width for pass_bytes in EXPERT_LIMIT_BYTES))
     if model.mlp_bias:
         # Each of the ranks that cut an expert has a part of the sum for all of its tokens.
         width = np.asarray(rows * batch.etp * (moe.latent_size or model.hidden_size), dtype=np.float64)
-        moved["expert_biases"] = Traffic(*(each * width for each in EXPERT_BIAS_BYTES))
+        moved["expert_biases"] = Traffic(*(pass_bytes * width for pass_bytes in EXPERT_BIAS_BYTES))
     return moved
 
 

@@ -157,8 +157,8 @@ def matrices_s(problem: Problem, batch: PlanBatch, linears: tuple[Linear, ...], 
         )
         passes = products_s(problem, batch, rate, tokens, outputs, inputs, pace)
         for linear, *seconds in zip(dense, *passes, strict=True):
-            piece_times, others = SplitPass(*seconds), times.get(linear.name)
-            times[linear.name] = others.plus(piece_times) if others else piece_times
+            piece_times, earlier_pieces = SplitPass(*seconds), times.get(linear.name)
+            times[linear.name] = earlier_pieces.plus(piece_times) if earlier_pieces else piece_times
     experts = [linear for linear in linears if linear.is_expert]
     return times | {linear.name: _experts_s(problem, batch, linear, rate, pace) for linear in experts}
 

@@ -74,16 +74,16 @@ def packs_of(lengths: Lengths, seq_len: int) -> Packs:
             del packs[more]
 
     for length, samples in reversed(lengths.histogram):
-        tokens, left = min(length, seq_len), samples * repeat
-        while left:
+        tokens, unpacked = min(length, seq_len), samples * repeat
+        while unpacked:
             kind = max((kind for kind in packs if kind[0] + tokens <= seq_len), default=(0, 0, 0))
-            most = (seq_len - kind[0]) // tokens
-            count = min(packs.get(kind, left), -(-left // most))
-            whole, rest = divmod(min(left, count * most), most)
+            samples_per_pack = (seq_len - kind[0]) // tokens
+            count = min(packs.get(kind, unpacked), -(-unpacked // samples_per_pack))
+            full_packs, remainder = divmod(min(unpacked, count * samples_per_pack), samples_per_pack)
             add(kind, tokens, 0, -count if kind in packs else 0)
-            add(kind, tokens, most, whole)
-            add(kind, tokens, rest, 1 if rest else 0)
-            left -= whole * most + rest
+            add(kind, tokens, samples_per_pack, full_packs)
+            add(kind, tokens, remainder, 1 if remainder else 0)
+            unpacked -= full_packs * samples_per_pack + remainder
     share, *columns = np.array([(count, *kind) for kind, count in packs.items()], dtype=np.float64).T
     return Packs(share / share.sum(), *columns)
 
@@ -127,9 +127,9 @@ def attended_len(training: TrainingSpec, micro_batch: Ints) -> Floats | int:
 def _means(training: TrainingSpec, micro_batch: Ints) -> Floats:
     """`means_of` the sequences of each micro-batch: shape (2, plans)."""
     assert training.lengths is not None
-    sizes, which = np.unique(training.sequences_per_sample * micro_batch, return_inverse=True)
+    sizes, row_of = np.unique(training.sequences_per_sample * micro_batch, return_inverse=True)
     table = [means_of(training.lengths, training.batching, training.seq_len, size) for size in sizes.tolist()]
-    return np.array(table, dtype=np.float64).reshape(-1, 2).T[:, which.reshape(-1)]
+    return np.array(table, dtype=np.float64).reshape(-1, 2).T[:, row_of.reshape(-1)]
 
 
 def useful(training: TrainingSpec) -> Useful:

@@ -45,12 +45,16 @@ class ChunkEnds:
 
 
 def activation_bytes(
-    problem: Problem, batch: PlanBatch, blocks: StageBlocks, kept: dict[Block, Floats], ends: ChunkEnds | None = None
+    problem: Problem,
+    batch: PlanBatch,
+    blocks: StageBlocks,
+    per_block: dict[Block, Floats],
+    ends: ChunkEnds | None = None,
 ) -> Floats:
     """Bytes kept for the backward passes of all micro-batches in flight: shape (plans, stages)."""
     stored, boundary = stored_bytes(problem, batch), boundary_bytes(problem, batch)
-    depths = _prediction_bytes(problem, batch, kept)
-    per_microbatch = layer_bytes(blocks, kept, stored) + blocks.at_last(depths)
+    depths = _prediction_bytes(problem, batch, per_block)
+    per_microbatch = layer_bytes(blocks, per_block, stored) + blocks.at_last(depths)
     microbatches, is_gpipe = batch.num_microbatches, batch.schedule == Schedule.GPIPE.code
     live = in_flight_chunks(blocks.num_stages, batch.vp, microbatches, gpipe=is_gpipe)
     result = (per_microbatch / batch.vp[:, None] + boundary[:, None]) * live
@@ -62,7 +66,7 @@ def activation_bytes(
     unlike = np.flatnonzero(split | ((batch.vp > 1) & (~blocks.chunks_alike | (depths > 0))) | (ends is not None))
     for _, rows in by_chunks(batch, unlike):
         counts = chunk_blocks(problem.model, chunk_layers_of(batch, rows), batch.recompute_num_layers[rows])
-        size = _chunk_bytes(counts, rows, kept, stored, boundary, depths)
+        size = _chunk_bytes(counts, rows, per_block, stored, boundary, depths)
         waiting = None
         if ends is not None:
             size[:, 1:] += ends.received[rows, None]
@@ -73,27 +77,27 @@ def activation_bytes(
     return result
 
 
-def layer_bytes(blocks: StageBlocks, kept: dict[Block, Floats], stored: Floats) -> Floats:
+def layer_bytes(blocks: StageBlocks, per_block: dict[Block, Floats], stored: Floats) -> Floats:
     """Bytes that the layers of all chunks of a rank keep of one micro-batch: shape (plans, stages)."""
     return add_up(
-        (count - blocks.repeated[block]) * kept[block][:, None] + blocks.repeated[block] * stored[:, None]
+        (count - blocks.repeated[block]) * per_block[block][:, None] + blocks.repeated[block] * stored[:, None]
         for block, count in blocks.count.items()
     )
 
 
-def _prediction_bytes(problem: Problem, batch: PlanBatch, kept: dict[Block, Floats]) -> Floats:
+def _prediction_bytes(problem: Problem, batch: PlanBatch, per_block: dict[Block, Floats]) -> Floats:
     """Kept by the depths of multi-token prediction, behind the last chunk: shape (plans)."""
     model, stored = problem.model, stored_bytes(problem, batch)
     depths = np.zeros(len(batch))
     for block in model.mtp_layer if model.num_mtp_layers else ():
-        depths += model.num_mtp_layers * np.where(repeats_beside(batch), stored, kept[block])
+        depths += model.num_mtp_layers * np.where(repeats_beside(batch), stored, per_block[block])
     return depths
 
 
 def _chunk_bytes(
     counts: dict[Block, tuple[Floats, Floats]],
     rows: Ints,
-    kept: dict[Block, Floats],
+    per_block: dict[Block, Floats],
     stored: Floats,
     boundary: Floats,
     depths: Floats,
@@ -104,7 +108,7 @@ def _chunk_bytes(
     """
     size = np.zeros_like(next(count for count, _ in counts.values())) + boundary[rows, None]
     for block, (count, again) in counts.items():
-        size += (count - again) * kept[block][rows, None] + again * stored[rows, None]
+        size += (count - again) * per_block[block][rows, None] + again * stored[rows, None]
     size[:, -1] += depths[rows]
     return size
 
@@ -134,11 +138,11 @@ def block_bytes(problem: Problem, batch: PlanBatch, parts: dict[Block, Parts]) -
 def chunk_activation_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Activations that one micro-batch keeps in every chunk, of plans with as many chunks: shape (plans, chunks)."""
     problem = problem.at_longest
-    kept = block_bytes(problem, batch, layer_parts(problem, batch))
+    per_block = block_bytes(problem, batch, layer_parts(problem, batch))
     rows = np.arange(len(batch))
     counts = chunk_blocks(problem.model, chunk_layers_of(batch, rows), batch.recompute_num_layers)
     stored, boundary = stored_bytes(problem, batch), boundary_bytes(problem, batch)
-    return _chunk_bytes(counts, rows, kept, stored, boundary, _prediction_bytes(problem, batch, kept))
+    return _chunk_bytes(counts, rows, per_block, stored, boundary, _prediction_bytes(problem, batch, per_block))
 
 
 def _most_alive(

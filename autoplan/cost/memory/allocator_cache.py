@@ -41,9 +41,9 @@ def cached_bytes(
     if not problem.framework.memory.counts_cached_blocks:
         return blocks.zeros(), blocks.zeros()
     passes = _layers(problem.model, blocks) * _in_flight(batch, blocks.num_stages)
-    kept = _kept_tensors(problem, batch, blocks, passes)
-    gradients, table = _unfit_gradients(problem, batch, blocks, kept)
-    gathered = _unfit_gather(problem, batch, blocks, parameters, group, [*kept, table])
+    tensors = _kept_tensors(problem, batch, blocks, passes)
+    gradients, table = _unfit_gradients(problem, batch, blocks, tensors)
+    gathered = _unfit_gather(problem, batch, blocks, parameters, group, [*tensors, table])
     return gradients + unreduced_bytes(problem, batch, passes), gathered
 
 
@@ -83,25 +83,25 @@ def _kept_tensors(problem: Problem, batch: PlanBatch, blocks: StageBlocks, passe
     per_layer = [(activation, 2.0), (kv, 1.0), (kv + 2.0 * tokens * model.qk_head_dim * model.num_heads, 1.0)]
     if model.gated_mlp:
         per_layer.append((2.0 * activation, 1.0))
-    kept = [(blocks.at_all(size), number * passes) for size, number in per_layer]
+    tensors = [(blocks.at_all(size), number * passes) for size, number in per_layer]
     logits = blocks.at_last(FP32_LOGIT_BYTES * tokens * head_columns(problem, batch))
     is_last = blocks.is_last.astype(np.float64)
-    return [*kept, (logits, 2.0 * is_last), (logits / 2.0, is_last)]
+    return [*tensors, (logits, 2.0 * is_last), (logits / 2.0, is_last)]
 
 
-def _largest(kept: Kept) -> Floats:
-    return reduce(np.maximum, [size for size, _ in kept])
+def _largest(tensors: Kept) -> Floats:
+    return reduce(np.maximum, [size for size, _ in tensors])
 
 
 def _unfit_gradients(
-    problem: Problem, batch: PlanBatch, blocks: StageBlocks, kept: Kept
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, tensors: Kept
 ) -> tuple[Floats, tuple[Floats, Floats]]:
     """Gradients of weights that fit into no block of a freed activation, and the block that this adds for a table."""
     ends, table, fc1 = _large_weights(problem, batch, blocks)
-    is_large = GRAD_BYTES * table > _largest(kept)
+    is_large = GRAD_BYTES * table > _largest(tensors)
     tables = np.where(is_large, GRAD_BYTES * ends * table, 0.0)
     layers = _layers(problem.model, blocks)
-    firsts = np.where(GRAD_BYTES * fc1 > _largest(kept), GRAD_BYTES * layers * fc1, 0.0)
+    firsts = np.where(GRAD_BYTES * fc1 > _largest(tensors), GRAD_BYTES * layers * fc1, 0.0)
     block = np.where((ends > 0) & is_large, GRAD_BYTES * table, 0.0)
     return tables + firsts, (block, (ends > 0).astype(np.float64))
 
@@ -123,7 +123,7 @@ def _unfit_gather(
     blocks: StageBlocks,
     parameters: Floats,
     group: Ints,
-    kept: Kept,
+    tensors: Kept,
 ) -> Floats:
     """Bytes that gathering the weights at the end of a step takes beyond the blocks that the activations left.
 
@@ -133,12 +133,12 @@ def _unfit_gather(
     ranks = group[:, None].astype(np.float64)
     gathered_bytes = problem.training.element_bytes * parameters
     piece = gathered_bytes / ranks
-    room = np.minimum(add_up(number * (size // np.maximum(piece, 1.0)) for size, number in kept), ranks)
-    missing = np.where(_largest(kept) >= gathered_bytes, 0.0, gathered_bytes) + (ranks - room) * piece
+    room = np.minimum(add_up(number * (size // np.maximum(piece, 1.0)) for size, number in tensors), ranks)
+    missing = np.where(_largest(tensors) >= gathered_bytes, 0.0, gathered_bytes) + (ranks - room) * piece
     ends, table, fc1 = _large_weights(problem, batch, blocks)
     slice_bytes = MOMENT_BYTES / 2.0 / ranks
-    fitting = parameters - np.where(slice_bytes * table > _largest(kept), ends * table, 0.0)
-    fitting = fitting - np.where(slice_bytes * fc1 > _largest(kept), _layers(problem.model, blocks) * fc1, 0.0)
+    fitting = parameters - np.where(slice_bytes * table > _largest(tensors), ends * table, 0.0)
+    fitting = fitting - np.where(slice_bytes * fc1 > _largest(tensors), _layers(problem.model, blocks) * fc1, 0.0)
     gathers = (batch.sharding == Sharding.ZERO1.code)[:, None] & (ranks > 1)
     twice = problem.framework.memory.whole_gather_copies > 1
     return np.where(gathers & twice, np.maximum(missing - MOMENT_BYTES / ranks * fitting, 0.0), 0.0)

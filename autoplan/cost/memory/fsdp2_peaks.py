@@ -17,7 +17,7 @@ from autoplan.base.arrays import Bools, Floats
 from autoplan.cost.memory.state_types import WIDE_BYTES
 
 # Terms of memory at the moments of each phase of a step that may be its peak.
-Moments = dict[Literal["forward", "backward", "update"], tuple[dict[str, Floats], ...]]
+Snapshots = dict[Literal["forward", "backward", "update"], tuple[dict[str, Floats], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +37,12 @@ class PassSizes:
     reduces_every: Bools  # micro-batch's gradients, and has done so before
     frees_weights: Bools  # zero3 without a pipeline: a layer's copies go after each of its passes
     live: Floats  # activations of all micro-batches in flight
-    left: Floats  # of them, those of other micro-batches when the backward pass of one comes to its end
+    later_live: Floats  # of them, those of other micro-batches when the backward pass of one comes to its end
     logits: Floats  # at the peak of head and loss
     transients: Floats  # of one layer's backward pass, with what it computes again
 
 
-def _moment(
+def _snapshot(
     gradients: Floats,
     activations: Floats | float = 0.0,
     *,
@@ -61,7 +61,7 @@ def _moment(
     return {name: np.zeros_like(gradients) + value for name, value in terms.items()}
 
 
-def pass_terms(sizes: PassSizes) -> Moments:
+def pass_terms(sizes: PassSizes) -> Snapshots:
     """Forward through the last layer, and the loss; backward through that layer, the first, the ends; update."""
     element, copy, accumulated = sizes.element_bytes, sizes.copy_bytes, sizes.accumulated
     copies = copy * np.where(sizes.frees_weights, sizes.ends, sizes.parameters)
@@ -76,25 +76,25 @@ def pass_terms(sizes: PassSizes) -> Moments:
     # What the last reduction read stays until the next one (FSDPParamGroup.post_backward).
     read = WIDE_BYTES * sizes.ends * sizes.reduces_every
     # What was gathered for the last layer is copied into its weights.
-    forward = _moment(accumulated, sizes.live, gathered=copies + in_turn + read)
-    loss = _moment(accumulated, sizes.live, logits=sizes.logits, gathered=copies + read)
-    last = _moment(
+    forward = _snapshot(accumulated, sizes.live, gathered=copies + in_turn + read)
+    loss = _snapshot(accumulated, sizes.live, logits=sizes.logits, gathered=copies + read)
+    last = _snapshot(
         np.where(in_place, np.maximum(accumulated, head_gradient + element * sizes.unit), accumulated + head_gradient),
         sizes.live,
         transients=sizes.transients,
         gathered=copies + in_turn + np.maximum(reduced, read),
     )
-    first = _moment(
+    first = _snapshot(
         np.where(in_place, np.maximum(accumulated, layers + head_gradient), earlier + head_gradient),
-        sizes.left,
+        sizes.later_live,
         transients=sizes.transients,
         gathered=copy * (sizes.ends + sizes.unit) + reduced,
     )
     tables = np.where(in_place, WIDE_BYTES * (sizes.ends - sizes.head) * adds, (copy + WIDE_BYTES) * sizes.ends)
-    root = _moment(
-        np.where(in_place, WIDE_BYTES * sizes.own, earlier), sizes.left, gathered=tables + element * sizes.summed
+    root = _snapshot(
+        np.where(in_place, WIDE_BYTES * sizes.own, earlier), sizes.later_live, gathered=tables + element * sizes.summed
     )
-    update = _moment(WIDE_BYTES * sizes.own)
+    update = _snapshot(WIDE_BYTES * sizes.own)
     return {"forward": (forward, loss), "backward": (last, first, root), "update": (update,)}
 
 
@@ -115,7 +115,7 @@ class PipelineSizes:
     refills: Bools  # forward passes follow on the first backward pass: as much is alive when there are gradients
 
 
-def stage_terms(sizes: PipelineSizes) -> Moments:
+def stage_terms(sizes: PipelineSizes) -> Snapshots:
     """Moments of a pipeline: the loss; backward through a layer, its end, the reduction of gradients; update.
 
     The first three come with the first backward pass, and with later ones, when there are gradients.  Nothing is
@@ -125,26 +125,29 @@ def stage_terms(sizes: PipelineSizes) -> Moments:
     summed = WIDE_BYTES * (passes.parameters + passes.summed)
     element, copies = passes.element_bytes, passes.copy_bytes * passes.parameters
     forward, backward = [], []
-    for gradients, live in ((np.where(sizes.refills, summed, 0.0), passes.live), (passes.accumulated, passes.left)):
+    for gradients, live in (
+        (np.where(sizes.refills, summed, 0.0), passes.live),
+        (passes.accumulated, passes.later_live),
+    ):
         with_head, behind = gradients + element * passes.head, live - sizes.behind
-        forward.append(_moment(gradients, live, logits=sizes.logits, gathered=copies))
+        forward.append(_snapshot(gradients, live, logits=sizes.logits, gathered=copies))
         backward += [
-            _moment(with_head + element * sizes.matrix, behind, transients=sizes.transients, gathered=copies),
-            _moment(with_head + element * passes.unit, behind - sizes.layer, gathered=copies),
+            _snapshot(with_head + element * sizes.matrix, behind, transients=sizes.transients, gathered=copies),
+            _snapshot(with_head + element * passes.unit, behind - sizes.layer, gathered=copies),
         ]
     # Unit by unit, gradients are put together in fp32 where the copies of the weights were.
     largest = np.maximum(passes.unit, passes.ends)
     reduced = np.where(passes.copy_bytes > 0, WIDE_BYTES - passes.copy_bytes, 0.0) * largest
-    backward.append(_moment(summed, gathered=copies + reduced))
+    backward.append(_snapshot(summed, gathered=copies + reduced))
 
-    def buffered(*moments: dict[str, Floats]) -> tuple[dict[str, Floats], ...]:
-        return tuple({**moment, "activations": moment["activations"] + sizes.buffers} for moment in moments)
+    def buffered(*snapshots: dict[str, Floats]) -> tuple[dict[str, Floats], ...]:
+        return tuple({**snapshot, "activations": snapshot["activations"] + sizes.buffers} for snapshot in snapshots)
 
-    update = _moment(WIDE_BYTES * passes.own)
+    update = _snapshot(WIDE_BYTES * passes.own)
     return {"forward": buffered(*forward), "backward": buffered(*backward), "update": buffered(update)}
 
 
-def with_gathered(moments: Moments, gathered: Floats) -> Moments:
+def with_gathered(snapshots: Snapshots, gathered: Floats) -> Snapshots:
     """The moments with so many bytes more of gathered weights while passes run."""
     return {
         phase: tuple(
@@ -152,16 +155,16 @@ def with_gathered(moments: Moments, gathered: Floats) -> Moments:
                 name: size + gathered if name == "gathered" and phase != "update" else size
                 for name, size in terms.items()
             }
-            for terms in every
+            for terms in phase_snapshots
         )
-        for phase, every in moments.items()
+        for phase, phase_snapshots in snapshots.items()
     }
 
 
-def at_peak(moments: Moments) -> dict[str, Floats]:
+def at_peak(snapshots: Snapshots) -> dict[str, Floats]:
     """The terms of the moment that needs most."""
-    every = [terms for phase in moments.values() for terms in phase]
-    totals = np.stack([sum(terms.values(), start=np.float64(0.0)).T for terms in every])
-    most = totals.argmax(axis=0)[None]
-    stacked = {name: np.stack([terms[name].T for terms in every]) for name in every[0]}
-    return {name: np.take_along_axis(values, most, axis=0)[0].T for name, values in stacked.items()}
+    all_snapshots = [terms for phase in snapshots.values() for terms in phase]
+    totals = np.stack([sum(terms.values(), start=np.float64(0.0)).T for terms in all_snapshots])
+    peak = totals.argmax(axis=0)[None]
+    stacked = {name: np.stack([terms[name].T for terms in all_snapshots]) for name in all_snapshots[0]}
+    return {name: np.take_along_axis(values, peak, axis=0)[0].T for name, values in stacked.items()}

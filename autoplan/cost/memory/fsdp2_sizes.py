@@ -52,13 +52,13 @@ def pass_sizes(
     blocks: StageBlocks,
     parameters: StageParameters,
     groups: ProcessGroups,
-    kept: dict[Block, Floats],
+    per_block: dict[Block, Floats],
     repeat: Floats,
 ) -> PassSizes:
     """Sizes that make up the moments of an FSDP2 step; `repeat` is what a layer recomputed as a whole keeps again."""
     model, finetuning = problem.model, problem.training.finetuning
     shapes, parameters = block_shapes(model, finetuning), parameters.trained
-    every = (batch.sharding >= Sharding.ZERO2.code) & (batch.pp == 1)
+    in_each = (batch.sharding >= Sharding.ZERO2.code) & (batch.pp == 1)
     sharded = batch.sharding >= Sharding.ZERO1.code
     has_before, stays = batch.num_microbatches > 1, ~parameters_on_host(batch)[:, None]
     unit = np.zeros(len(batch))
@@ -67,8 +67,8 @@ def pass_sizes(
         unit = np.maximum(unit, add_up(add_up(pair) for pair in own))
     tokens = rank_tokens(problem, batch)
     ends = _chunk_ends(problem, batch) if blocks.num_stages > 1 else None
-    live = activation_bytes(problem, batch, blocks, kept, ends)
-    per_microbatch = layer_bytes(blocks, kept, stored_bytes(problem, batch))
+    live = activation_bytes(problem, batch, blocks, per_block, ends)
+    per_microbatch = layer_bytes(blocks, per_block, stored_bytes(problem, batch))
     if ends is not None:
         per_microbatch = per_microbatch + blocks.at_last(ends.head)
     num_parameters = parameters.dense + parameters.expert
@@ -91,12 +91,12 @@ def pass_sizes(
         own=spread_bytes(parameters, groups, 1.0, sharded) * stays,
         own_ends=parameters.ends / np.where(sharded, groups.shard.size, 1)[:, None] * stays,
         summed=summed,
-        accumulated=(spread_bytes(parameters, groups, WIDE_BYTES, every) + WIDE_BYTES * summed * ~every[:, None])
+        accumulated=(spread_bytes(parameters, groups, WIDE_BYTES, in_each) + WIDE_BYTES * summed * ~in_each[:, None])
         * (has_before[:, None] & stays),
-        reduces_every=(every & has_before & (groups.shard.size > 1))[:, None] & (num_parameters > 0),
+        reduces_every=(in_each & has_before & (groups.shard.size > 1))[:, None] & (num_parameters > 0),
         frees_weights=((batch.sharding == Sharding.ZERO3.code) & (batch.pp == 1))[:, None] & (num_parameters > 0),
         live=live,
-        left=np.maximum(live - per_microbatch / batch.vp[:, None], 0.0),
+        later_live=np.maximum(live - per_microbatch / batch.vp[:, None], 0.0),
         logits=blocks.at_last(logit_bytes(problem, batch) + _last_norm_bytes(problem, batch)),
         transients=transients[:, None] + np.where(blocks.repeats_chunk, repeat[:, None], 0.0),
     )
@@ -118,7 +118,7 @@ def frozen_copies(
 
 
 def pipeline_sizes(
-    problem: Problem, batch: PlanBatch, blocks: StageBlocks, passes: PassSizes, kept: dict[Block, Floats]
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, passes: PassSizes, per_block: dict[Block, Floats]
 ) -> PipelineSizes:
     """Sizes that make up the moments of a pipeline (torch/distributed/pipelining/stage.py)."""
     model = problem.model
@@ -131,7 +131,7 @@ def pipeline_sizes(
     in_flight = in_flight_chunks(
         blocks.num_stages, batch.vp, batch.num_microbatches, gpipe=batch.schedule == Schedule.GPIPE.code
     )
-    least = np.min([add_up(kept[block] for block in layer) for layer in set(model.layers)], axis=0)
+    least = np.min([add_up(per_block[block] for block in layer) for layer in set(model.layers)], axis=0)
     stored = stored_bytes(problem, batch) * len(model.layers[0])
     # In the backward pass of an MLP its last input is gone, and the gradient of its output is that of the layer's.
     gone = element * rank_tokens(problem, batch) * (widest_mlp(model) / batch.tp + model.hidden_size)

@@ -57,8 +57,8 @@ def local_parameters(batch: PlanBatch, shape: BlockShape, *, trained: bool = Fal
 def frozen_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> DenseAndExpert:
     """Bytes of the weights of a block that one rank holds without gradients."""
     element = problem.training.element_bytes
-    every, trained = local_parameters(batch, shape), local_parameters(batch, shape, trained=True)
-    dense, expert = element * (every.dense - trained.dense), element * (every.expert - trained.expert)
+    all_parameters, trained = local_parameters(batch, shape), local_parameters(batch, shape, trained=True)
+    dense, expert = element * (all_parameters.dense - trained.dense), element * (all_parameters.expert - trained.expert)
     for linear in shape.linears:
         if linear.is_frozen and linear.weight_bytes is not None:
             inputs, outputs = local_sizes(linear, batch)
@@ -153,7 +153,7 @@ def _with_frozen(
         )
     saved = sum((tables[end] for end in finetuning.saved_modules), start=blocks.zeros())
     shapes, element = block_shapes(model, finetuning), problem.training.element_bytes
-    adapters, every, sizes = (
+    adapters, all_parameters, sizes = (
         _of_blocks(model, blocks, {block: of_block(shape) for block, shape in shapes.items()})
         for of_block in (
             partial(local_parameters, batch, trained=True),
@@ -167,7 +167,7 @@ def _with_frozen(
         ends=parameters.ends + saved,
         only_trained=StageParameters(dense=adapters.dense + saved, expert=adapters.expert, ends=saved),
         frozen_bytes=StageParameters(
-            dense=sizes.dense + element * (parameters.dense - every.dense),
+            dense=sizes.dense + element * (parameters.dense - all_parameters.dense),
             expert=sizes.expert,
             ends=element * parameters.ends,
         ),

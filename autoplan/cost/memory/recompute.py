@@ -95,24 +95,24 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
             / batch.tp
         }
     # The norm's output is the input of the first GEMM.
-    output, rest = input_bytes(problem, batch) * sliced, (norm - element) * sliced
+    output, always_kept = input_bytes(problem, batch) * sliced, (norm - element) * sliced
     if not any(shape.keeps_input(name) for name in NORMED):
         output = 0.0 * output
     if shape.is_frozen:
-        rest = rest + _adapter_bytes(problem, batch, shape)
+        always_kept = always_kept + _adapter_bytes(problem, batch, shape)
     if _has_norm_module(problem, block):
         parts[RecomputeModule.LAYERNORM] = output
     else:
-        rest = rest + output
+        always_kept = always_kept + output
     if not framework.memory.regathers_norm_output:
         gathered = element * model.norms_per_block * (rank_tokens(problem, batch) * model.hidden_size - sliced)
         if not framework.memory.fsdp2_states:
-            rest = rest + gathered
+            always_kept = always_kept + gathered
         elif block is Block.MLP:  # gathered inside of what is repeated, which begins with the norm's output
             parts[RecomputeModule.MLP] = parts[RecomputeModule.MLP] + gathered
         elif block is not Block.MOE:  # whose ranks take their own tokens
-            rest = rest + gathered
-    parts[None] = parts.get(None, 0.0) + rest
+            always_kept = always_kept + gathered
+    parts[None] = parts.get(None, 0.0) + always_kept
     return parts
 
 
@@ -129,19 +129,19 @@ def _adapter_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Flo
     """
     finetuning, element = problem.training.finetuning, problem.training.element_bytes
     assert finetuning is not None
-    kept = np.zeros(len(batch))
+    adapter_bytes = np.zeros(len(batch))
     for linear in shape.linears:
         if not linear.adapts:
             continue
         tokens = linear_tokens(problem, batch, linear)
         inputs, outputs = local_sizes(linear, batch)
         if linear.name.endswith("lora_b"):
-            kept = kept + tokens * (element * inputs + 2.0 * element * outputs * finetuning.dora)
+            adapter_bytes = adapter_bytes + tokens * (element * inputs + 2.0 * element * outputs * finetuning.dora)
         elif finetuning.dropout:
             # On the host the mask is a tensor of factors (ATen/native/Dropout.cpp), on a GPU one of truths.
             mask = element if problem.cluster.device.vendor == "cpu" else 1.0
-            kept = kept + tokens * inputs * (element + mask)
-    return kept
+            adapter_bytes = adapter_bytes + tokens * inputs * (element + mask)
+    return adapter_bytes
 
 
 def eager_norm_bytes(problem: Problem, *, is_frozen: bool = False) -> float:
@@ -158,10 +158,10 @@ def eager_norm_bytes(problem: Problem, *, is_frozen: bool = False) -> float:
     fused = framework.kernels.fused_norm and not (
         framework.memory.fsdp2_states and problem.cluster.device.vendor == "cpu"
     )
-    kept = framework.memory.bytes_per_eager_norm if problem.training.element_bytes < WIDE_BYTES else WIDE_BYTES
+    norm_bytes = framework.memory.bytes_per_eager_norm if problem.training.element_bytes < WIDE_BYTES else WIDE_BYTES
     if is_frozen:
-        kept = WIDE_BYTES - problem.training.element_bytes
-    return 0.0 if (fused if chosen is None else chosen) else kept
+        norm_bytes = WIDE_BYTES - problem.training.element_bytes
+    return 0.0 if (fused if chosen is None else chosen) else norm_bytes
 
 
 def casts_norms(problem: Problem) -> bool:
@@ -190,20 +190,24 @@ def _attention_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> P
         latents = element * (2.0 * (mla.q_lora_rank or 0) + 2.0 * mla.kv_lora_rank + mla.qk_rope_head_dim)
         expanded = element * (2.0 * model.qk_head_dim + mla.qk_nope_head_dim + mla.v_head_dim)
         parts[RecomputeModule.MLA_UP_PROJ] = tokens * expanded * heads
-        kept = tokens * (latents + _output_bytes(problem, batch, shape) * mla.v_head_dim * heads)
+        always_kept = tokens * (latents + _output_bytes(problem, batch, shape) * mla.v_head_dim * heads)
     else:
         kv_heads = model.kv_heads / np.minimum(batch.tp, model.kv_heads)
-        kept = (
+        always_kept = (
             tokens
             * model.qk_head_dim
             * (element * (heads + 2.0 * kv_heads) + _output_bytes(problem, batch, shape) * heads)
         )
         if framework.memory.keeps_packed_qkv and model.kv_heads == model.num_heads:
-            kept = kept + tokens * element * model.qk_head_dim * 2 * kv_heads
+            always_kept = always_kept + tokens * element * model.qk_head_dim * 2 * kv_heads
         if framework.memory.fsdp2_states and model.qk_norm == "head":
-            kept = kept + (element + eager_norm_bytes(problem)) * tokens * model.qk_head_dim * (heads + kv_heads)
+            always_kept = always_kept + (element + eager_norm_bytes(problem)) * tokens * model.qk_head_dim * (
+                heads + kv_heads
+            )
     if model.attention_output_gate:
-        kept = kept + 2.0 * element * tokens * model.qk_head_dim * heads  # the gate, and what it leaves of the output
+        always_kept = (
+            always_kept + 2.0 * element * tokens * model.qk_head_dim * heads
+        )  # the gate, and what it leaves of the output
     if stores_scores(problem):
         is_fused = framework.kernels.fuses_softmax or training.attention == "megatron-fused"
         memory = framework.memory
@@ -211,8 +215,8 @@ def _attention_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> P
         dropped = np.where(batch.dropout, SCORE_DROPOUT_BYTES, 0.0)
         parts[RecomputeModule.CORE_ATTN] = (score + dropped) * tokens * heads * training.seq_len
     else:
-        kept = kept + 4.0 * tokens * heads  # the logarithms of the softmax sums
-    parts[None] = kept
+        always_kept = always_kept + 4.0 * tokens * heads  # the logarithms of the softmax sums
+    parts[None] = always_kept
     return parts
 
 
@@ -266,13 +270,13 @@ def whole_bytes(parts: Parts) -> Floats:
 
 def kept_bytes(problem: Problem, batch: PlanBatch, parts: Parts) -> Floats:
     """Bytes that a block keeps of one micro-batch under the parts that each plan recomputes by name."""
-    kept = parts[None]
+    total = parts[None]
     for module, size in parts.items():
         if module is not None:
             given_back = np.logical_or.reduce([batch.repeats(name) for name in GIVEN_BACK_BY[module]])
-            kept = kept + np.where(given_back, 0.0, size)
+            total = total + np.where(given_back, 0.0, size)
     share = problem.framework.kernels.selective_recompute_share
-    return np.where(batch.recompute == SELECTIVE, 1.0 - share, 1.0) * kept
+    return np.where(batch.recompute == SELECTIVE, 1.0 - share, 1.0) * total
 
 
 def selective_s(

@@ -17,7 +17,7 @@ from autoplan.cost.kernels.launches import GRAPHED_IN, holds_graphs
 from autoplan.cost.kernels.sizes import head_columns, local_sizes, norm_tokens, rank_tokens, widest_mlp
 from autoplan.cost.memory.activations import activation_bytes, block_bytes, layer_parts, logit_bytes, stored_bytes
 from autoplan.cost.memory.allocator_cache import cached_bytes
-from autoplan.cost.memory.fsdp2_peaks import Moments, at_peak, pass_terms, stage_terms, with_gathered
+from autoplan.cost.memory.fsdp2_peaks import Snapshots, at_peak, pass_terms, stage_terms, with_gathered
 from autoplan.cost.memory.fsdp2_sizes import dealt_experts, frozen_copies, pass_sizes, pipeline_sizes
 from autoplan.cost.memory.parameters import (
     StageParameters,
@@ -123,8 +123,8 @@ def _gathered_bytes(
     stage = (spread(parameters.dense.T, parameters.expert.T) * (element + reduced)).T
     stays_gathered = (batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline)
     zero3 = batch.sharding == Sharding.ZERO3.code
-    most = framework.memory.whole_gather_copies
-    copies = most + most / np.maximum(groups.shard.size, 1) / 2
+    whole_copies = framework.memory.whole_gather_copies
+    copies = whole_copies + whole_copies / np.maximum(groups.shard.size, 1) / 2
     at_end = element * spread(parameters.dense.T * copies, parameters.expert.T * copies).T - freed_bytes
     zero1 = (batch.sharding == Sharding.ZERO1.code) & (framework.memory.whole_gather_copies > 0)
     gathered = np.where(zero1[:, None], np.maximum(at_end, 0.0), 0.0)
@@ -172,12 +172,12 @@ def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
     if not problem.framework.memory.dummy_wgrad_buffers:
         return blocks.zeros()
     total, finetuning = np.zeros(len(batch)), problem.training.finetuning
-    seen: set[tuple[int, int, str]] = set()
+    counted: set[tuple[int, int, str]] = set()
     for shape in block_shapes(problem.model, problem.training.finetuning).values():
         for linear in shape.linears:
             key = (linear.in_size, linear.out_size, linear.split)
-            if key not in seen and linear.name != "router" and not linear.is_frozen:
-                seen.add(key)
+            if key not in counted and linear.name != "router" and not linear.is_frozen:
+                counted.add(key)
                 inputs, outputs = local_sizes(linear, batch)
                 total = total + 2.0 * inputs * outputs
     head = 2.0 * head_columns(problem, batch) * problem.model.hidden_size / batch.tp
@@ -238,8 +238,10 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
     weights, gradients = weights * stays, gradients * stays
     state_bytes = optimizer_bytes(problem, batch)
     # What stays of offloaded states is a part of them: a small optimizer has no more on the device than without.
-    kept = np.where(on_device, state_bytes, np.minimum(framework.memory.bytes_per_state_kept_on_device, state_bytes))
-    optimizer = spread(kept, zero1)
+    device_bytes = np.where(
+        on_device, state_bytes, np.minimum(framework.memory.bytes_per_state_kept_on_device, state_bytes)
+    )
+    optimizer = spread(device_bytes, zero1)
     if more := more_bytes_of_ends(problem):
         ends = parameters.trained.ends
         alone = StageParameters(dense=ends, expert=np.zeros_like(ends), ends=ends)
@@ -299,24 +301,24 @@ def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameter
     return copies + buckets * (batch.sharding == Sharding.ZERO1.code)[:, None]
 
 
-def _moments(
+def _snapshots(
     problem: Problem,
     batch: PlanBatch,
     blocks: StageBlocks,
     parameters: StageParameters,
     groups: ProcessGroups,
-    kept: dict[Block, Floats],
+    per_block: dict[Block, Floats],
     repeat: Floats,
-) -> Moments:
-    """Moments of a step of FSDP2 that may be its peak."""
-    sizes = pass_sizes(problem, batch, blocks, parameters, groups, kept, repeat)
+) -> Snapshots:
+    """Snapshots of a step of FSDP2 that may be its peak."""
+    sizes = pass_sizes(problem, batch, blocks, parameters, groups, per_block, repeat)
     if blocks.num_stages > 1:
-        moments = stage_terms(pipeline_sizes(problem, batch, blocks, sizes, kept))
+        snapshots = stage_terms(pipeline_sizes(problem, batch, blocks, sizes, per_block))
     else:
-        moments = pass_terms(sizes)
+        snapshots = pass_terms(sizes)
     if parameters.frozen_bytes is None:
-        return moments
-    return with_gathered(moments, frozen_copies(problem, batch, blocks, parameters, groups))
+        return snapshots
+    return with_gathered(snapshots, frozen_copies(problem, batch, blocks, parameters, groups))
 
 
 def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters) -> StageMemory:
@@ -329,7 +331,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     weights, gradients, optimizer = states(problem, batch, parameters, groups)
 
     parts = layer_parts(problem, batch)
-    kept = block_bytes(problem, batch, parts)
+    per_block = block_bytes(problem, batch, parts)
     repeat = np.zeros(len(batch))
     for layer in set(model.layers):
         recomputed_bytes = add_up(whole_bytes(parts[block]) - stored_bytes(problem, batch) for block in layer)
@@ -342,7 +344,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         "weights": weights,
         "gradients": gradients,
         "optimizer": optimizer,
-        "activations": activation_bytes(problem, batch, blocks, kept),
+        "activations": activation_bytes(problem, batch, blocks, per_block),
         "logits": logits,
         "transients": transients if framework.memory.keeps_logits else np.maximum(transients - logits, 0.0),
         "wgrad_buffers": wgrad_buffer_bytes(problem, batch, blocks),
@@ -352,10 +354,10 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     terms["gathered"] = _gathered_bytes(problem, batch, parameters, groups, freed)
     # Gradients that are reduced during backward passes have their bucket beside the activations.
     terms["gathered"] += (framework.memory.bucket_bytes * (batch.sharding >= Sharding.ZERO2.code))[:, None]
-    moments: Moments = {}
+    snapshots: Snapshots = {}
     if framework.memory.fsdp2_states:
-        moments = _moments(problem, batch, blocks, parameters, groups, kept, repeat)
-        terms |= at_peak(moments)
+        snapshots = _snapshots(problem, batch, blocks, parameters, groups, per_block, repeat)
+        terms |= at_peak(snapshots)
     passes = add_up(terms[name] for name in PASS_TERMS)
     update = _update_bytes(problem, batch, parameters, groups)
     # What one graph of the passes holds is not given back to the optimizer's step.
@@ -375,7 +377,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         pass_spare_bytes=(1.0 - CACHED_SHARE) * cached,
         step_spare_bytes=spare,
         update_bytes=update,
-        moments=moments,
+        snapshots=snapshots,
     )
 
 
@@ -394,7 +396,7 @@ class StageMemory:
     pass_spare_bytes: Floats
     step_spare_bytes: Floats
     update_bytes: Floats  # what lives only while the optimizer's step runs
-    moments: Moments  # empty where the framework has no model of them
+    snapshots: Snapshots  # empty where the framework has no model of them
 
     def logged_bytes(self, problem: Problem) -> Floats:
         """The peak that the framework's log shows, of the worst rank or of rank 0: shape (plans)."""
@@ -403,8 +405,8 @@ class StageMemory:
             per_stage = add_up(self.terms[name] for name in ALLOCATED_TERMS)
         else:
             # Only a full device makes the allocator give blocks back.
-            kept = self.reserved_bytes + self.pass_spare_bytes + self.step_spare_bytes
-            per_stage = np.minimum(kept, problem.capacity_bytes)
+            reserved_bytes = self.reserved_bytes + self.pass_spare_bytes + self.step_spare_bytes
+            per_stage = np.minimum(reserved_bytes, problem.capacity_bytes)
             if framework.memory.logs_memory == "reserved":
                 per_stage = per_stage - self.terms["communicators"] - self.terms["context"]
         return per_stage[:, 0] if framework.memory.logs_first_rank else per_stage.max(axis=1)

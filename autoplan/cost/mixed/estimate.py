@@ -62,7 +62,7 @@ def pipeline_s(times: StageTimes, num_microbatches: Ints, vp: Ints, *, overlaps:
 
     In interleaved pipelines all messages count as the slowest, which holds up the others.
     """
-    forward_s, backward_s, send_s = (np.broadcast_to(each, (len(vp), each.shape[1])) for each in times)
+    forward_s, backward_s, send_s = (np.broadcast_to(times_s, (len(vp), times_s.shape[1])) for times_s in times)
     m, chunks = num_microbatches[:, None], vp[:, None]
     interleaved = send_exposed_s(
         send_s.max(axis=1, keepdims=True),
@@ -113,7 +113,7 @@ def _price_kinds(
     layouts = list(lay_out_kinds(problem, used, stages, members))
     cells = {name: np.zeros((len(members), stages)) for name in CELLS}
     for layout in layouts:
-        rows, columns = np.nonzero(layout.here)
+        rows, columns = np.nonzero(layout.on_part)
         for name, value in stage_cells(problem, used, layout, members).items():
             cells[name][layout.member[rows], columns] = value[rows, columns]
     cells["send_s"] = hops_s(problem, layouts, members, cells)
@@ -131,7 +131,7 @@ def _price_kinds(
         for priced in (_work_terms(layout, critical), _shown_terms(layout, cells)):
             for name, (who, value) in priced.items():
                 terms[name][who] = value
-        rows, columns = np.nonzero(layout.here)
+        rows, columns = np.nonzero(layout.on_part)
         layer_s[layout.member[rows], columns] = own.calibration.overall * _layer_s(own, layout.laid)[rows]
         familiarity.lessen(layout.member, Familiarity.of(own, layout.laid.batch))
         np.maximum.at(host_z, layout.member, _host_z(layout))
@@ -197,7 +197,7 @@ def _layer_s(problem: Problem, laid: Stages) -> Floats:
 def _host_z(layout: PartLayout) -> Floats:
     """Standard score of the host memory that the stages on the part need, against its capacity."""
     own = layout.problem
-    needed = host_bytes(own, layout.laid.batch, layout.laid.parameters.of(layout.here))
+    needed = host_bytes(own, layout.laid.batch, layout.laid.parameters.of(layout.on_part))
     return np.log(needed / own.cluster.host.memory_bytes) / own.calibration.memory_spread
 
 

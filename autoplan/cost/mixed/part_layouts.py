@@ -62,11 +62,11 @@ class PartLayout:
     problem: Problem
     laid: Stages
     member: Ints  # of every row
-    here: Bools  # which stages sit on the part and have the row's degree: shape (rows, stages)
+    on_part: Bools  # which stages sit on the part and have the row's degree: shape (rows, stages)
 
     def rows(self, stage: Ints) -> Ints:
         """The rows that hold the stage asked for of each member."""
-        return np.flatnonzero(self.here[np.arange(len(self.member)), stage[self.member]])
+        return np.flatnonzero(self.on_part[np.arange(len(self.member)), stage[self.member]])
 
 
 def lay_out_kinds(
@@ -83,19 +83,19 @@ def lay_out_kinds(
             continue
         own = problem.as_if(part, used)
         plans = [as_parallel(problem, members[at].plan, members[at].kind, tp) for at, tp in rows]
-        here = [[(stage.part, stage.tp) == (part, tp) for stage in members[at].kind.stages] for at, tp in rows]
+        on_part = [[(stage.part, stage.tp) == (part, tp) for stage in members[at].kind.stages] for at, tp in rows]
         yield PartLayout(
             part=part,
             problem=own,
             laid=lay_out(own, PlanBatch.of(plans, problem.model.num_layers), stages),
             member=np.array([at for at, _ in rows]),
-            here=np.array(here),
+            on_part=np.array(on_part),
         )
 
 
 def _islands(problem: MixedProblem, used: frozenset[int], layout: PartLayout, members: Sequence[Member]) -> Islands:
     """The replicas that reduce every stage of a layout together: groups of shape (rows, stages)."""
-    own, stages = layout.problem, layout.here.shape[1]
+    own, stages = layout.problem, layout.on_part.shape[1]
     is_apart = problem.is_apart(layout.part, used)
     members_of = [
         members[at].plan.num_inside(members[at].kind, stage) if is_apart else (members[at].plan.num_replicas, 1)
@@ -167,7 +167,7 @@ def stage_cells(
 ) -> dict[str, Floats]:
     """`CELLS` of every row and stage, but those of hops, as if all stages sat on the part of the layout."""
     own, laid, batch = layout.problem, layout.laid, layout.laid.batch
-    overall, shape = own.calibration.overall, layout.here.shape
+    overall, shape = own.calibration.overall, layout.on_part.shape
     end = end_of_step_s(own, batch, laid.blocks, laid.parameters, _islands(problem, used, layout, members))
     factor = _share_factors(layout, members)[:, None]
     sharded = _sharded_bytes(layout, members)
@@ -186,11 +186,11 @@ def stage_cells(
 
 def update_s(layout: PartLayout, members: Sequence[Member]) -> Floats:
     """Time of the optimizer on the part, of every row."""
-    laid, here = layout.laid, layout.here
+    laid, on_part = layout.laid, layout.on_part
     trained = laid.parameters.trained
     updated = _share_factors(layout, members)[:, None] * own_parameters(laid.batch, laid.parameters)
     most_updated, most_trained = (
-        np.where(here, of, 0.0).max(axis=1) for of in (updated, trained.dense + trained.expert)
+        np.where(on_part, of, 0.0).max(axis=1) for of in (updated, trained.dense + trained.expert)
     )
     time = optimizer_s(layout.problem, laid.batch, most_updated, most_trained)
     return layout.problem.calibration.overall * time
@@ -223,7 +223,7 @@ def hops_s(
     senders = [_crossings(member.plan) for member in members]
     for layout in layouts:
         alike: dict[tuple[frozenset[int], int], list[tuple[int, int]]] = defaultdict(list)
-        ends = crosses[layout.member] & (layout.here[:, behind] | layout.here)
+        ends = crosses[layout.member] & (layout.on_part[:, behind] | layout.on_part)
         for row, hop in zip(*np.nonzero(ends), strict=True):
             at = layout.member[row]
             pair = frozenset((int(parts[at, hop]), int(parts[at, behind[hop]])))
@@ -240,12 +240,12 @@ def hops_s(
 def tied_s(problem: MixedProblem, layouts: Sequence[PartLayout], members: Sequence[Member]) -> Floats:
     """Reduction of the embedding's gradients between the first and the last stage of every kind."""
     result = np.zeros(len(members))
-    stages = layouts[0].here.shape[1]
+    stages = layouts[0].on_part.shape[1]
     if not problem.model.tied_embeddings or stages == 1:
         return result
     for layout in layouts:
         batch = _chain(layout, members)
-        for row in np.flatnonzero(layout.here[:, 0] | layout.here[:, -1]):
+        for row in np.flatnonzero(layout.on_part[:, 0] | layout.on_part[:, -1]):
             member, chain = members[layout.member[row]], batch.take(np.array([row]))
             ends = frozenset((member.kind.stages[0].part, member.kind.stages[-1].part))
             links = Links.of(layout.problem)

@@ -55,11 +55,11 @@ def _rows(problem: MixedProblem, plan: MixedPlan, kind_at: int) -> Iterator[_Row
     members = [Member(plan_at=0, kind_at=kind_at, plan=plan, kind=kind)]
     for layout in lay_out_kinds(problem, plan.parts, len(kind.stages), members):
         cells = stage_cells(problem, plan.parts, layout, members)
-        for at, here in enumerate(layout.here):
+        for at, on_part in enumerate(layout.on_part):
             yield _Row(
                 layout=layout,
                 at=at,
-                stages=tuple(np.flatnonzero(here).tolist()),
+                stages=tuple(np.flatnonzero(on_part).tolist()),
                 cells={name: value[at] for name, value in cells.items()},
                 memory=memory_terms(layout, members, at),
             )
@@ -112,19 +112,19 @@ def _pipeline(problem: MixedProblem, cost: MixedCost, kind_at: int, ranks: Seque
     levels: dict[str, Floats] = {}
     end = {name: np.zeros(stages) for name in HIDING}
     for row in _rows(problem, plan, kind_at):
-        here, own = list(row.stages), row.layout.problem
+        stages_here, own = list(row.stages), row.layout.problem
         passes |= {
             key: terms
             for key, terms in pass_terms(own, row.layout.laid, row.at).items()
             if key[1] % stages in row.stages
         }
-        chunks = np.flatnonzero(np.isin(np.arange(stages * kind.vp) % stages, here))
+        chunks = np.flatnonzero(np.isin(np.arange(stages * kind.vp) % stages, stages_here))
         alive[chunks] = chunk_activation_bytes(own, row.layout.laid.batch)[row.at, chunks]
         for name, value in row.levels().items():
-            levels.setdefault(name, np.zeros(stages))[here] = value[here]
+            levels.setdefault(name, np.zeros(stages))[stages_here] = value[stages_here]
         if num_devices > 1:
             for name, cell in zip(HIDING, ("reduce_s", "gather_s"), strict=True):
-                end[name][here] = row.cells[cell][here]
+                end[name][stages_here] = row.cells[cell][stages_here]
     return Pipeline(
         schedule=_schedule(kind),
         vp=kind.vp,

@@ -121,8 +121,8 @@ def _in_steps_s(
             # (pipeline fill), as nccl-tests tables show.
             latency = volume * steps[at] * level.latency_s
             part = buffer_bytes / spans.reach[at]
-            most = volume * level.half_rate_bytes * steps[at] / rate
-            fill = most * np.minimum(2 * part / (part + level.half_rate_bytes), 1.0)
+            max_fill_s = volume * level.half_rate_bytes * steps[at] / rate
+            fill = max_fill_s * np.minimum(2 * part / (part + level.half_rate_bytes), 1.0)
             level_beyond = np.maximum(latency, fill)
         if at in topology.tiers:
             wire, beyond = np.maximum(wire, level_wire), beyond + level_beyond
@@ -235,14 +235,14 @@ def _fastest(
 ) -> tuple[Floats, Floats]:
     """(time, bytes over the links of every level) by the algorithm that is fastest for each group."""
     spans = Spans.of(topology, _members(topology, operation, group))
-    first, *others = ALGORITHMS[operation]
+    first, *further = ALGORITHMS[operation]
     moved = first.moved_bytes(topology, spans, buffer_bytes, copies)
     time = first.seconds(topology, spans, moved, buffer_bytes)
-    for other in others:
-        may_use = np.True_ if other.serves is None else other.serves(topology, spans)
+    for algorithm in further:
+        may_use = np.True_ if algorithm.serves is None else algorithm.serves(topology, spans)
         if may_use.any():
-            other_moved = other.moved_bytes(topology, spans, buffer_bytes, copies)
-            other_time = other.seconds(topology, spans, other_moved, buffer_bytes)
+            other_moved = algorithm.moved_bytes(topology, spans, buffer_bytes, copies)
+            other_time = algorithm.seconds(topology, spans, other_moved, buffer_bytes)
             is_faster = (other_time < time) & may_use
             time, moved = np.where(is_faster, other_time, time), np.where(is_faster, other_moved, moved)
     return time, moved
@@ -272,8 +272,8 @@ _DTYPES = ("bf16", "fp16", "fp32")
 
 def _distance(group: tuple[int, ...], members: int, inside: int) -> float:
     """Return how unlike a measured group of (members, inside a domain, siblings) is to one with so many members."""
-    others, beside, siblings = group
-    domains = np.log((others / beside) / (members / inside))
+    group_members, beside, siblings = group
+    domains = np.log((group_members / beside) / (members / inside))
     return float(2 * abs(np.log(beside / inside)) + abs(domains) - 0.01 * np.log(siblings))
 
 
@@ -389,11 +389,11 @@ class Links:
         ratio = np.full(len(members), np.nan)
         for own_members, own_inside in set(zip(members.tolist(), inside.tolist(), strict=True)):
             rows = np.flatnonzero((members == own_members) & (inside == own_inside))
-            for other in self._nearest_groups(operation, own_members, own_inside):
-                left = rows[np.isnan(ratio[rows])]
-                if not len(left):
+            for measured_group in self._nearest_groups(operation, own_members, own_inside):
+                unserved = rows[np.isnan(ratio[rows])]
+                if not len(unserved):
                     break
-                ratio[left] = self._measured_over_reference(operation, other, moved[left])
+                ratio[unserved] = self._measured_over_reference(operation, measured_group, moved[unserved])
         return ratio * self.timings.source_factors.scaled
 
     def _nearest_groups(self, operation: Operation, members: int, inside: int) -> list[tuple[int, ...]]:
@@ -410,9 +410,9 @@ class Links:
         """Return the shape of the measured group from which the time of one is scaled; None where there is none."""
         members, inside, _, buffer_bytes = shape
         for group in self._nearest_groups(operation, int(members), int(inside)):
-            other = (*map(float, group), buffer_bytes)
-            if not np.isnan(find(self.timings, operation, _DTYPES, np.array([other])).seconds[0]):
-                return other
+            measured_shape = (*map(float, group), buffer_bytes)
+            if not np.isnan(find(self.timings, operation, _DTYPES, np.array([measured_shape])).seconds[0]):
+                return measured_shape
         return None
 
     def siblings(self, shape: tuple[float, ...]) -> tuple[float, ...]:
@@ -427,9 +427,9 @@ class Links:
         group = ProcessGroup(np.array([stride]), np.array([members]))
         return float(self.seconds(operation, group, np.array([shape[3]]))[0])
 
-    def _measured_over_reference(self, operation: Operation, other: tuple[int, ...], moved: Floats) -> Floats:
+    def _measured_over_reference(self, operation: Operation, measured_group: tuple[int, ...], moved: Floats) -> Floats:
         """Return how much longer than by the reference a group takes that was measured, with buffers of these sizes."""
-        members, inside, siblings = other
+        members, inside, siblings = measured_group
         size = np.full(len(moved), members)
         stride = np.ones_like(size) if members == inside else np.full_like(size, self._domain_size // inside)
         reference_s = collective_s(self.topology, operation, ProcessGroup(stride, size), moved)

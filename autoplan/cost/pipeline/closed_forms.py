@@ -63,9 +63,9 @@ def gpipe_s(forward_s: Floats, backward_s: Floats, num_microbatches: Ints, send_
 
     Messages, of `send_s` each, pipeline behind one another, so that only the fill shows.
     """
-    rest = num_microbatches - 1
-    makespan = _sum_over_stages(forward_s) + rest * forward_s.max(axis=1)
-    makespan = makespan + _sum_over_stages(backward_s) + rest * backward_s.max(axis=1)
+    later_microbatches = num_microbatches - 1
+    makespan = _sum_over_stages(forward_s) + later_microbatches * forward_s.max(axis=1)
+    makespan = makespan + _sum_over_stages(backward_s) + later_microbatches * backward_s.max(axis=1)
     hops = np.full(len(makespan), forward_s.shape[1] - 1)
     return Makespan(makespan, 2.0 * send_s * hops, np.argmax(forward_s + backward_s, axis=1))
 
@@ -120,7 +120,7 @@ def in_flight_chunks(stages: int, chunks: Ints, num_microbatches: Ints, *, gpipe
     groups of p (`modelling` B4, Megatron-LM schedules.py get_pp_rank_microbatches).
     """
     rank = np.arange(stages)[:, None]
-    every = num_microbatches * chunks
-    interleaved = np.minimum(every, 2 * (stages - rank - 1) + (chunks - 1) * stages + 1)
+    all_chunks = num_microbatches * chunks
+    interleaved = np.minimum(all_chunks, 2 * (stages - rank - 1) + (chunks - 1) * stages + 1)
     plain = np.minimum(num_microbatches, stages - rank)
-    return np.where(gpipe, every, np.where(chunks > 1, interleaved, plain)).T
+    return np.where(gpipe, all_chunks, np.where(chunks > 1, interleaved, plain)).T

@@ -115,8 +115,8 @@ def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks
             for kind, tables in chunk_blocks(model, layers, num_repeated).items():
                 per_rank, again_per_rank = (table.T[of_ranks] for table in tables)  # (ranks, chunks of a rank, plans)
                 count[kind][:, rows], repeated[kind][:, rows] = per_rank.sum(axis=1), again_per_rank.sum(axis=1)
-                for each in (per_rank, again_per_rank):
-                    chunks_alike[rows] &= (each == each[:, :1]).all(axis=(0, 1))
+                for counts in (per_rank, again_per_rank):
+                    chunks_alike[rows] &= (counts == counts[:, :1]).all(axis=(0, 1))
     last = np.where(is_v, 0, stages - 1)
     return StageBlocks(
         count={kind: np.take(table, inverse, axis=1).T for kind, table in count.items()},

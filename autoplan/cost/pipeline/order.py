@@ -85,8 +85,8 @@ def microbatch_group(stages: int, num_microbatches: int) -> int:
     stages form one group, which torch runs and Megatron-LM refuses.
     """
     for size in range(stages, num_microbatches):
-        rest = num_microbatches % size
-        if rest == 0 or rest >= stages:
+        remainder = num_microbatches % size
+        if remainder == 0 or remainder >= stages:
             return size
     return num_microbatches
 
@@ -247,8 +247,8 @@ def _saturated(shape: PipelineShape) -> tuple[PipelineShape, int]:
     if shape.chunks == 1 or shape.schedule in V_SHAPED:
         return shape._replace(num_microbatches=min(num_microbatches, _SATURATING_GROUPS * stages)), stages
     group = microbatch_group(stages, num_microbatches)
-    groups, rest = divmod(num_microbatches, group)
-    return shape._replace(num_microbatches=min(groups, _SATURATING_GROUPS) * group + rest), group
+    groups, remainder = divmod(num_microbatches, group)
+    return shape._replace(num_microbatches=min(groups, _SATURATING_GROUPS) * group + remainder), group
 
 
 def _undominated(vectors: Ints) -> Ints:
@@ -296,10 +296,10 @@ def _live_chunks(shape: PipelineShape, group: int, *, waiting: bool) -> Ints:
         peaks = [_undominated(_alive_in_turns(turns, shape.chunks, warmup)) for warmup in warmups]
     else:
         of_ranks = chunks_of_ranks(shape.schedule, shape.stages, shape.chunks)
-        both = [_alive(order, own) for order, own in zip(rank_orders(shape, group=group), of_ranks, strict=True)]
-        peaks = [_undominated(np.hstack(pair) if waiting else pair[0]) for pair in both]
-    most = max(len(peak) for peak in peaks)
-    padded = np.stack([np.concatenate([peak, np.repeat(peak[:1], most - len(peak), axis=0)]) for peak in peaks])
+        pairs = [_alive(order, own) for order, own in zip(rank_orders(shape, group=group), of_ranks, strict=True)]
+        peaks = [_undominated(np.hstack(pair) if waiting else pair[0]) for pair in pairs]
+    max_peaks = max(len(peak) for peak in peaks)
+    padded = np.stack([np.concatenate([peak, np.repeat(peak[:1], max_peaks - len(peak), axis=0)]) for peak in peaks])
     padded.flags.writeable = False
     return padded
 

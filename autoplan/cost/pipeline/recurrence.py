@@ -113,8 +113,8 @@ def _program(ranks: Sequence[Sequence[Step]], givers: list[int], *, delays: bool
     steps = [step for level in levels for step in level]
     previous = np.array([before for before, _, _ in steps])
     rows = np.array([row for _, _, row in steps])
-    most = max(len(needed) for _, needed, _ in steps)
-    needs = [np.array([(*needed, *[_NEVER] * most)[at] for _, needed, _ in steps]) for at in range(most)]
+    max_needs = max(len(needed) for _, needed, _ in steps)
+    needs = [np.array([(*needed, *[_NEVER] * max_needs)[at] for _, needed, _ in steps]) for at in range(max_needs)]
     bounds = np.cumsum([0, *map(len, levels)]).tolist()
     return _Program(
         levels=tuple(
@@ -169,14 +169,14 @@ def _ends(program: _Program, times: Floats, send_s: Floats) -> Floats:
     widest = max(level.stop - level.start for level in program.levels)
     arriving, during = np.empty((2, widest, times.shape[1]))
     for start, stop, previous, needed, rows in program.levels:
-        end, other = ends[start:stop], arriving[: stop - start]
+        end, arrival = ends[start:stop], arriving[: stop - start]
         # Writing into buffers with mode="clip" spares a copy; every index is in bounds.
         ends.take(previous, axis=0, out=end, mode="clip")
         for need in needed:
-            ends.take(need, axis=0, out=other, mode="clip")
+            ends.take(need, axis=0, out=arrival, mode="clip")
             if program.delays:
-                other += send_s
-            np.maximum(end, other, out=end)
+                arrival += send_s
+            np.maximum(end, arrival, out=end)
         end += times.take(rows, axis=0, out=during[: stop - start], mode="clip")
     return ends
 

@@ -77,8 +77,8 @@ def _overlapped(messages: _Messages, operations: Sequence[Operation], num_chunks
     for operation in run:
         needs, gives = messages.received(operation), messages.sent(operation)
         if operation.joined:
-            other = next(run)
-            needs, gives = needs + messages.received(other), gives + messages.sent(other)
+            joined = next(run)
+            needs, gives = needs + messages.received(joined), gives + messages.sent(joined)
         steps.append(Step(_row(operation, num_chunks), needs, gives))
     return steps
 
@@ -118,8 +118,8 @@ def _comes_next(messages: _Messages, orders: Sequence[Sequence[Operation]], rank
     leads = 0 if orders[0][0].kind == "F" else len(orders) - 1
     if rank != leads:
         return messages.received(orders[rank][at + 1]) if at + 1 < len(orders[rank]) else ()
-    made = at - (len(orders) - 1)
-    return messages.sent(orders[len(orders) - 1 - leads][made]) if made >= 0 else ()
+    made_at = at - (len(orders) - 1)
+    return messages.sent(orders[len(orders) - 1 - leads][made_at]) if made_at >= 0 else ()
 
 
 def _ring_calls(
@@ -164,16 +164,16 @@ def _blocking(
 
     The calls of a chain go over one hop each; hops of a ring are alike.
     """
-    kept = [call for call in calls if not isinstance(call, _Call) or call.sends or call.receives]
+    posting = [call for call in calls if not isinstance(call, _Call) or call.sends or call.receives]
     steps = []
-    for call, after in itertools.zip_longest(kept, kept[1:]):
+    for call, after in itertools.zip_longest(posting, posting[1:]):
         if isinstance(call, _Call):
             needs = tuple(post ^ 1 for post in _posts(call))
             hop = messages.hop((*call.sends, *call.receives)[0])
             steps.append(Step(len(ROWS) * num_chunks + hop, needs, _posts(after)))
         else:
             steps.append(Step(_row(call, num_chunks), (), _posts(after)))
-    return _posts(kept[0]), steps
+    return _posts(posting[0]), steps
 
 
 # -- steps of all ranks ------------------------------------------------------------------------------------------------

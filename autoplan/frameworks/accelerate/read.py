@@ -149,13 +149,13 @@ def _with_deepspeed(options: Options, program: dict[str, str], precision: Precis
     zero: dict[str, Any] = {"stage": section.value("zero_stage", 2)}
     for name in ("offload_optimizer", "offload_param"):
         zero[name] = {"device": section.value(f"{name}_device", "none")}
-    made = {
+    config = {
         "train_micro_batch_size_per_gpu": _AUTO,
         "gradient_accumulation_steps": steps,
         "zero_optimization": zero,
         str(precision): {"enabled": True},
     }
-    launch = deepspeed.read(json.dumps(made), replace(context, variables=tuple(program.items())))
+    launch = deepspeed.read(json.dumps(config), replace(context, variables=tuple(program.items())))
     return replace(launch, unread=(*launch.unread, *options.unread()))
 
 

@@ -75,10 +75,10 @@ def dotted(node: ast.expr) -> str:
 class Module:
     """The functions of one file, and the objects whose attributes it has set so far (`changed`)."""
 
-    def __init__(self, text: str, what: str) -> None:
+    def __init__(self, text: str, title: str) -> None:
         if len(text) > MOST_CHARACTERS:
-            raise InputError(f"{what}: too large: {len(text):,} characters, at most {MOST_CHARACTERS:,} are read")
-        tree = _parsed(text, what)
+            raise InputError(f"{title}: too large: {len(text):,} characters, at most {MOST_CHARACTERS:,} are read")
+        tree = _parsed(text, title)
         self.functions: dict[str, ast.FunctionDef] = {
             item.name: item for item in tree.body if isinstance(item, ast.FunctionDef)
         }
@@ -254,9 +254,9 @@ class Module:
                 if isinstance(table, dict | list) and (key in table if isinstance(table, dict) else _fits(table, key)):
                     return table[key]
             case ast.Dict(keys=keys, values=items) if all(keys):
-                made = [_key(self.value(key, names)) for key in keys if key]
-                if all(isinstance(key, tuple) or _is_plain(key) for key in made):
-                    return dict(zip(made, (self.value(item, names) for item in items), strict=True))
+                plain_keys = [_key(self.value(key, names)) for key in keys if key]
+                if all(isinstance(key, tuple) or _is_plain(key) for key in plain_keys):
+                    return dict(zip(plain_keys, (self.value(item, names) for item in items), strict=True))
             case ast.ListComp(elt=item, generators=[ast.comprehension(target=ast.Name(id=name), iter=every, ifs=[])]):
                 if isinstance(values := self.value(every, names), list):
                     return [self.value(item, {**names, name: value}) for value in values]
@@ -329,7 +329,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _parsed(text: str, what: str) -> ast.Module:
+def _parsed(text: str, title: str) -> ast.Module:
     """Return the syntax tree of a program; a whole number too long to be printed is refused."""
     try:
         with warnings.catch_warnings():
@@ -337,11 +337,11 @@ def _parsed(text: str, what: str) -> ast.Module:
             tree = ast.parse(text)
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > MOST_BITS:
-                raise InputError(f"{what}: a number of {node.value.bit_length()} bits (line {node.lineno})")
+                raise InputError(f"{title}: a number of {node.value.bit_length()} bits (line {node.lineno})")
     except SyntaxError as error:
-        raise InputError(f"{what}: not valid Python: {error.msg} (line {error.lineno})") from None
+        raise InputError(f"{title}: not valid Python: {error.msg} (line {error.lineno})") from None
     except (RecursionError, MemoryError, ValueError):
-        raise InputError(f"{what}: not valid Python, or nested too deeply") from None
+        raise InputError(f"{title}: not valid Python, or nested too deeply") from None
     return tree
 
 

@@ -25,31 +25,31 @@ MOST_DIGITS = 40
 NOT_KNOWN, COSTS_NOTHING = "not known here", "costs neither time nor memory of a step"
 
 
-def parse_json(text: str, what: str) -> dict[str, Any]:
+def parse_json(text: str, title: str) -> dict[str, Any]:
     """The table in `text`; a key that is given twice is refused, as DeepSpeed does."""
     try:
         table = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
-        raise InputError(f"{what}: not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
+        raise InputError(f"{title}: not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
     except RecursionError:
-        raise InputError(f"{what}: nested too deeply") from None
+        raise InputError(f"{title}: nested too deeply") from None
     except ValueError as error:  # an integer too long to convert
-        raise InputError(f"{what}: {_one_line(error)}") from None
-    return _table(table, what)
+        raise InputError(f"{title}: {_one_line(error)}") from None
+    return _table(table, title)
 
 
-def parse_yaml(text: str, what: str) -> dict[str, Any]:
+def parse_yaml(text: str, title: str) -> dict[str, Any]:
     """The table in `text`, of plain values alone: a tag that would make another object is refused."""
     import yaml
 
     try:
-        return _table(yaml.safe_load(text), what)  # in Python, which bounds the depth; libyaml does not
+        return _table(yaml.safe_load(text), title)  # in Python, which bounds the depth; libyaml does not
     except yaml.YAMLError as error:
-        raise InputError(f"{what}: not valid YAML: {_one_line(error)}") from None
+        raise InputError(f"{title}: not valid YAML: {_one_line(error)}") from None
     except RecursionError:
-        raise InputError(f"{what}: nested too deeply") from None
+        raise InputError(f"{title}: nested too deeply") from None
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:  # such as the date 2026-99-99
-        raise InputError(f"{what}: not valid YAML: {_one_line(error)}") from None
+        raise InputError(f"{title}: not valid YAML: {_one_line(error)}") from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -60,9 +60,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _table(value: Any, what: str) -> dict[str, Any]:
+def _table(value: Any, title: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise InputError(f"{what}: must hold one table whose keys are text, not {show(value)}")
+        raise InputError(f"{title}: must hold one table whose keys are text, not {show(value)}")
     return value
 
 
@@ -161,13 +161,13 @@ class Options:
             return default if self.is_null(key) else self.defaults.get(key, default)
         value = self.arguments[key].value
         if isinstance(value, Unknown):
-            what, names = cleaned(value.text)[:60], re.findall(r"\$\{?([A-Za-z0-9_]+)", value.text)
+            written, names = cleaned(value.text)[:60], re.findall(r"\$\{?([A-Za-z0-9_]+)", value.text)
             if not names and value.text.startswith("$(("):
                 names = re.findall(r"[A-Za-z_]\w*", value.text)
-            if "$" in what or "`" in what:
+            if "$" in written or "`" in written:
                 way = f"pass --set {names[0]}=VALUE" if names else "write its value"
-                raise InputError(f"{self.name(key)} is {what}, which only a running shell knows: {way}")
-            raise InputError(f"{self.name(key)} = {what} cannot be read: write its value")
+                raise InputError(f"{self.name(key)} is {written}, which only a running shell knows: {way}")
+            raise InputError(f"{self.name(key)} = {written} cannot be read: write its value")
         return value
 
     def inside(self, key: str) -> Options:

@@ -339,7 +339,7 @@ class _State:
     def _case(self, tokens: list[_Token], at: int, runs: bool, depth: int) -> int:
         subject = self.text(tokens[at].raw) if at < len(tokens) else ""
         at += 1
-        taken = False
+        has_matched = False
         while at < len(tokens) and tokens[at].raw in ("in", "\n"):
             at += 1
         while at < len(tokens) and tokens[at].raw != "esac":
@@ -348,8 +348,8 @@ class _State:
                 if tokens[at].kind == "word":
                     patterns.append(self.text(tokens[at].raw))
                 at += 1
-            holds = not taken and any(fnmatchcase(subject, pattern) for pattern in patterns)
-            taken = taken or holds
+            holds = not has_matched and any(fnmatchcase(subject, pattern) for pattern in patterns)
+            has_matched = has_matched or holds
             at = self._block(tokens, at + 1, (";;", "esac"), runs and holds, depth)
             while at < len(tokens) and tokens[at].raw in (";;", "\n"):
                 at += 1
@@ -572,12 +572,12 @@ class _State:
             return str(len(value or ""))
         sign = re.match(r":?[-=+?]", operation)
         if sign:
-            other = operation[sign.end() :]
+            operand = operation[sign.end() :]
             missing = value is None or (sign[0][0] == ":" and not value)
             if sign[0][-1] == "+":
-                return "" if missing else self._default(other, unset, depth)
+                return "" if missing else self._default(operand, unset, depth)
             if missing and sign[0][-1] in "-=":
-                result = self._default(other, unset, depth)
+                result = self._default(operand, unset, depth)
                 if sign[0][-1] == "=":
                     self._assign(name, " ".join(result))
                 return result

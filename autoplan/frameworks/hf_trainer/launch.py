@@ -105,14 +105,14 @@ def length_of(options: Options, program: Program, context: LaunchContext) -> int
 def precision_of(options: Options, program: Program, context: LaunchContext) -> Precision:
     """Return the precision that the arguments or `--set BF16=true` say, or that is the program's own."""
     variables = dict(context.variables)
-    named = [kind for name, kind in PRECISIONS.items() if is_on(options, name)]
+    precisions = [kind for name, kind in PRECISIONS.items() if is_on(options, name)]
     for name, kind in PRECISIONS.items():
         if variables.get(name.upper(), "false").casefold() in ("true", "", "1"):
-            named = [kind]
-    if len(named) > 1 and not program.takes_last_precision:
+            precisions = [kind]
+    if len(precisions) > 1 and not program.takes_last_precision:
         raise InputError("bf16 and fp16 are both on: leave one of them out")
-    if named:
-        return named[-1]
+    if precisions:
+        return precisions[-1]
     if program.precision is not None and "bf16" not in options.arguments:
         return program.precision
     raise InputError("neither bf16 nor fp16 is on: training in 32 bits is not priced here: pass --set BF16=true")

@@ -71,10 +71,10 @@ def preference_of(options: Options, program: str) -> Preference | None:
     if preference := of_trl_program(program, table, program):
         options.understood.update(key for key in OF_PREFERENCES if key in options.arguments)
         return preference
-    named = [key for key in _OTHER_SETTINGS if options.has(key)]
-    if named or _OTHER_LOSSES.search(program):
+    losses = [key for key in _OTHER_SETTINGS if options.has(key)]
+    if losses or _OTHER_LOSSES.search(program):
         raise InputError(
-            f"{named[0] if named else program}: only training on the next token, on pairs (dpo) and of reward models "
+            f"{losses[0] if losses else program}: only training on the next token, on pairs (dpo) and of reward models "
             "is priced"
         )
     return None

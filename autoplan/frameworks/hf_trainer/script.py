@@ -47,8 +47,8 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
     if words is None:
         raise InputError(f"no command of the script starts a program with {BATCH}")
     arguments = given_arguments(words)
-    named = [_typed(argument) for argument in arguments if argument.option.startswith("--")]
-    options = Options([*of_files(arguments, context), *named])
+    typed_arguments = [_typed(argument) for argument in arguments if argument.option.startswith("--")]
+    options = Options([*of_files(arguments, context), *typed_arguments])
     options.remarks += (
         Unread(option=condition, value="", why="only a running shell can decide it", matters=False)
         for condition in script.open

@@ -75,5 +75,5 @@ def check_expressible(
         ),
         *more,
     )
-    if what := refused(refusals):
-        raise InputError(f"{title} cannot express {what}")
+    if refusal := refused(refusals):
+        raise InputError(f"{title} cannot express {refusal}")

@@ -192,8 +192,8 @@ def _python(text: str, context: LaunchContext, recipe: _Recipe) -> None:
         raise InputError(f"the file has no function {recipe_name[:60]!r}: it has {', '.join(setting)[:200]}")
     if len(chosen) > 1:
         raise InputError(f"which recipe?  pass --set RECIPE=NAME, one of {', '.join(chosen)[:300]}")
-    made = [module.call(chosen[0])] if chosen else []
-    roots = [*module.changed, *(item for item in made if isinstance(item, Built) and item not in module.changed)]
+    results = [module.call(chosen[0])] if chosen else []
+    roots = [*module.changed, *(item for item in results if isinstance(item, Built) and item not in module.changed)]
     inside = [built for root in roots for built in _inner(root)]
     for root in roots:
         if root not in inside:
@@ -276,8 +276,8 @@ def _add(path: str, value: Any, recipe: _Recipe) -> None:
 
 
 def _launch(recipe: _Recipe, context: LaunchContext, devices: int | None) -> Launch:
-    made = recipe.values.pop("model", None)
-    is_custom = made in ("GPTModelProvider", "MLAModelProvider")
+    provider = recipe.values.pop("model", None)
+    is_custom = provider in ("GPTModelProvider", "MLAModelProvider")
     base: ModelSpec | None = None if is_custom else find_preset(*reversed(recipe.models))
     if not is_custom and base is None and context.model is None and "model.num_layers" not in recipe.values:
         names = ", ".join(dict.fromkeys(recipe.models))[:80]

@@ -115,8 +115,8 @@ def _check_model(model: ModelSpec, name: str) -> None:
             "a router_bias that differs from the other biases",
         ),
     )
-    if what := refused(refusals):
-        raise InputError(f"{name}'s pretraining of GPT models cannot express {what} of model {model.name!r}")
+    if refusal := refused(refusals):
+        raise InputError(f"{name}'s pretraining of GPT models cannot express {refusal} of model {model.name!r}")
 
 
 def _check_training(plan_file: PlanFile, name: str) -> None:

@@ -67,8 +67,8 @@ def _read_vocabulary(reading: Reading) -> Fields:
     padded = arguments.optional_count("padded_vocab_size")
     if size or padded or base:  # which tokenizer fills it changes nothing
         return {"vocab_size": size or padded or (base.vocab_size if base else 0)}
-    named = arguments.arguments.get("tokenizer_model")
-    tokenizer_model = named.value if named else arguments.defaults.get("tokenizer_model")
+    model_option = arguments.arguments.get("tokenizer_model")
+    tokenizer_model = model_option.value if model_option else arguments.defaults.get("tokenizer_model")
     if preset := find_preset(str(tokenizer_model)):
         arguments.remark("tokenizer_model", f"its vocabulary is taken as that of {preset.name}", matters=False)
         return {"vocab_size": preset.vocab_size}
@@ -168,12 +168,12 @@ def _read_window(reading: Reading) -> Fields:
     window = base.window if base and value is None else None
     if numbers:
         window = numbers[0] + 1 if numbers[0] >= 0 else None
-    every = arguments.value("window_attn_skip_freq", base.full_attention_interval if base and window else 0)
-    if window is None or every is None:
+    interval = arguments.value("window_attn_skip_freq", base.full_attention_interval if base and window else 0)
+    if window is None or interval is None:
         return {"window": window, "full_attention_interval": 0}
-    if not isinstance(every, int) and not (isinstance(every, str) and every.isdigit()):
+    if not isinstance(interval, int) and not (isinstance(interval, str) and interval.isdigit()):
         raise InputError(f"{arguments.name('window_attn_skip_freq')} is a pattern: pass --model")
-    return {"window": window, "full_attention_interval": int(every)}
+    return {"window": window, "full_attention_interval": int(interval)}
 
 
 def _write_window(file: PlanFile) -> dict[str, Value]:
@@ -182,8 +182,8 @@ def _write_window(file: PlanFile) -> dict[str, Value]:
 
 
 def _write_full_attention(file: PlanFile) -> dict[str, Value]:
-    every = file.model.full_attention_interval
-    return {"window_attn_skip_freq": every} if file.model.window is not None and every else {}
+    interval = file.model.full_attention_interval
+    return {"window_attn_skip_freq": interval} if file.model.window is not None and interval else {}
 
 
 # fmt: off
@@ -298,8 +298,8 @@ DROPOUT: Line = (Special("hidden_dropout", _write_dropout, _read_dropout, beside
 
 
 def _write_places(file: PlanFile) -> dict[str, Value]:
-    every = all(Block.MOE in layer for layer in file.model.layers)
-    return {} if every else {"moe_layer_freq": expert_pattern(file.model)}
+    has_experts_everywhere = all(Block.MOE in layer for layer in file.model.layers)
+    return {} if has_experts_everywhere else {"moe_layer_freq": expert_pattern(file.model)}
 
 
 def _has_shared_expert(file: PlanFile) -> bool:

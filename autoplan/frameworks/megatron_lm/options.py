@@ -142,8 +142,12 @@ def _read_stages(reading: Reading) -> Fields:
         return _stages(vp, _even_counts(num_layers, pp * vp, embeds=embeds, loses=loses))
     ends = (first or 0) + (last or 0)
     middle = pp - (first is not None) - (last is not None)
-    each = (num_layers - ends) // middle if middle > 0 else 0
-    stages = [*([first] if first is not None else []), *[each] * middle, *([last] if last is not None else [])]
+    layers_per_stage = (num_layers - ends) // middle if middle > 0 else 0
+    stages = [
+        *([first] if first is not None else []),
+        *[layers_per_stage] * middle,
+        *([last] if last is not None else []),
+    ]
     if sum(stages) != num_layers or len(stages) != pp or any(count % vp for count in stages):
         raise InputError(
             f"{num_layers} layers do not spread over {pp} stages of {vp} chunks with {first} and {last} at the ends"

@@ -42,12 +42,12 @@ def recognises(name: str, text: str) -> bool:
 def read(text: str, context: LaunchContext) -> Launch:
     """The launch that a script or a list of options describes."""
     script = read_script(text, context.variables)
-    other = None
+    program = None
     if not text.lstrip().startswith("--"):
         before, words = started(script, named(ENTRIES), context)
         if words is None:
             before, words = started(script, _OTHER, context)
-            other = _other_program(before)
+            program = _other_program(before)
         if words is None:
             raise InputError("no command of the script starts pretrain_gpt.py, or a program with options of its kind")
     else:
@@ -57,9 +57,9 @@ def read(text: str, context: LaunchContext) -> Launch:
         Unread(option=condition, value="", why="only a running shell can decide it", matters=False)
         for condition in script.open
     )
-    if other is not None:
+    if program is not None:
         arguments.is_partial = True
-        arguments.remarks.append(Unread(option=other, value="", why="another program: read as pretrain_gpt.py"))
+        arguments.remarks.append(Unread(option=program, value="", why="another program: read as pretrain_gpt.py"))
     target, framework = "megatron-lm", "megatron-core"
     if is_with_deepspeed(arguments):
         translate(arguments, has_model=context.model is not None)
@@ -190,13 +190,13 @@ def num_devices(before: Sequence[str], script: Script, text: str) -> int | None:
     for name in ("ntasks", "n", "np"):
         if name in options:
             return _product(options[name])
-    both = directives | options
-    per_node = both.get("ntasks_per_node") or both.get("gpus_per_node", "").rpartition(":")[2]
-    nodes = both.get("nodes") or both.get("N") or ""
+    all_options = directives | options
+    per_node = all_options.get("ntasks_per_node") or all_options.get("gpus_per_node", "").rpartition(":")[2]
+    nodes = all_options.get("nodes") or all_options.get("N") or ""
     if per_node and nodes:
         return _product(per_node, nodes)
-    if both.get("ntasks"):
-        return _product(both["ntasks"])
+    if all_options.get("ntasks"):
+        return _product(all_options["ntasks"])
     world = script.variables.get("WORLD_SIZE")
     return int(world) if isinstance(world, str) and world.isdigit() else None
 

@@ -156,8 +156,8 @@ def _check(plan_file: PlanFile) -> None:
         (training.attention not in ("flash", "flash2"), f"attention {training.attention!r}"),
         (training.fused_norm is False, "norms that are not fused"),
     )
-    if what := refused(refusals):
-        raise InputError(f"nanotron cannot express {what} (model {model.name!r})")
+    if refusal := refused(refusals):
+        raise InputError(f"nanotron cannot express {refusal} (model {model.name!r})")
 
 
 def _model_config(plan_file: PlanFile) -> dict[str, Any]:

@@ -17,8 +17,8 @@ MOST_DEPTH = 20
 
 def configs_folder(context: LaunchContext) -> Path | None:
     """Return the folder of Primus' presets: of the checkout that PRIMUS_DIR names, or the file is in."""
-    named = dict(context.variables).get("PRIMUS_DIR")
-    places = [Path(named)] if named else [context.folder, *context.folder.absolute().parents] if context.folder else []
+    root = dict(context.variables).get("PRIMUS_DIR")
+    places = [Path(root)] if root else [context.folder, *context.folder.absolute().parents] if context.folder else []
     return next((place / _CONFIGS for place in places if (place / _CONFIGS / "models").is_dir()), None)
 
 
@@ -32,6 +32,6 @@ def preset(folder: Path, kind: str, name: str, depth: int = 0) -> dict[str, Any]
     table = parse_yaml(read_text(path, most_bytes=MOST_BYTES) or "{}", str(path))
     extended = table.pop("extends", None) or []
     merged: dict[str, Any] = {}
-    for other in [extended] if isinstance(extended, str) else extended:
-        merged |= preset(folder, kind, str(other), depth + 1) or {}
+    for base_name in [extended] if isinstance(extended, str) else extended:
+        merged |= preset(folder, kind, str(base_name), depth + 1) or {}
     return merged | table

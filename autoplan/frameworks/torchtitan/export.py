@@ -130,8 +130,8 @@ def _check(plan_file: PlanFile, version: str) -> None:
         (old and plan.tp > 1 and not plan.sp, "tp without sp in version 0.2: plan with sp or export for 0.3"),
         (plan.tp_overlap and training.fused_norm is False, "tp_overlap without compilation: leave fused_norm out"),
     )
-    if what := refused(refusals):
-        raise InputError(f"torchtitan cannot express {what}")
+    if refusal := refused(refusals):
+        raise InputError(f"torchtitan cannot express {refusal}")
 
 
 # -- version 0.3 and main: a module of a config registry --------------------------------------------------------------

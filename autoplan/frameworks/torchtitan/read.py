@@ -107,9 +107,9 @@ def _of_flavor(family: str, flavor: str) -> ModelSpec | None:
 
 
 def _of_toml(table: dict[str, Any]) -> Content:
-    named = Options.of_table(table).inside("model")
-    family, flavor = named.value("name") or "llama3", named.value("flavor") or "debugmodel"
-    converters = named.value("converters") or []
+    model_section = Options.of_table(table).inside("model")
+    family, flavor = model_section.value("name") or "llama3", model_section.value("flavor") or "debugmodel"
+    converters = model_section.value("converters") or []
     content = Content(table, _of_flavor(str(family), str(flavor)), old=True)
     if content.model is None:
         content.unread.append(Unread(option="model.flavor", value=f"{family} {flavor}", why="a model without a preset"))
@@ -346,10 +346,12 @@ def _devices(words: list[str], variables: dict[str, str]) -> int | None:
         name, sign, value = word.replace("_", "-").partition("=")
         if name in ("--nnodes", "--nproc-per-node"):
             values[name] = value if sign else words[at + 1] if at + 1 < len(words) else ""
-    each = values.get("--nproc-per-node", variables.get("NGPU"))
+    ranks = values.get("--nproc-per-node", variables.get("NGPU"))
     nodes = values.get("--nnodes", "1")
     return (
-        int(each) * int(nodes) if each and each.isdecimal() and nodes.isdecimal() and len(each + nodes) < 12 else None
+        int(ranks) * int(nodes)
+        if ranks and ranks.isdecimal() and nodes.isdecimal() and len(ranks + nodes) < 12
+        else None
     )
 
 

@@ -109,5 +109,5 @@ def check_model(model: ModelSpec) -> None:
         (model.embedding_norm, "embedding_norm"),
         (model.moe is not None and model.moe.latent_size is not None, "experts in a latent space"),
     )
-    if what := refused(refusals):
-        raise InputError(f"the built-in trainer does not know {what} of model {model.name!r}: run a --command")
+    if refusal := refused(refusals):
+        raise InputError(f"the built-in trainer does not know {refusal} of model {model.name!r}: run a --command")

@@ -80,8 +80,8 @@ def _warning(file: PlanFile) -> Child:
     if file.best.verdict == "fits":
         return None
     risk = format_percent(file.best.oom_probability)
-    which = "No plan fits safely: this one" if file.certificate else "This plan"
-    return tag("p", f"{which} {VERDICTS[file.best.verdict]} (risk {risk}).", class_="warning")
+    subject = "No plan fits safely: this one" if file.certificate else "This plan"
+    return tag("p", f"{subject} {VERDICTS[file.best.verdict]} (risk {risk}).", class_="warning")
 
 
 def interval_figure(step_s: float, low_s: float, high_s: float) -> Markup:

@@ -134,8 +134,8 @@ def pairs(entries: Iterable[tuple[str, Child]]) -> Markup:
 def chart(name: str, label: str, colours: Markup, content: Markup) -> Markup:
     """A chart that a script draws from `content`, with the key of its colours and buttons to move in it."""
     buttons = (
-        tag("button", sign, type="button", data_zoom=what, aria_label=f"{hint_text}: {label}", title=hint_text)
-        for sign, what, hint_text in (("+", "in", "Zoom in"), ("−", "out", "Zoom out"), ("↺", "all", "Show all"))
+        tag("button", sign, type="button", data_zoom=action, aria_label=f"{hint_text}: {label}", title=hint_text)
+        for sign, action, hint_text in (("+", "in", "Zoom in"), ("−", "out", "Zoom out"), ("↺", "all", "Show all"))
     )
     hint = "Arrow keys move, plus and minus zoom, 0 shows all; its numbers stand in the table below"
     drawn = tag(

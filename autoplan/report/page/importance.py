@@ -45,11 +45,11 @@ def _summary(sensitivity: Sensitivity) -> str:
 
 def _slopes(sensitivity: Sensitivity) -> Iterator[tuple[str, Markup, str]]:
     ordered = sorted(sensitivity.elasticities.items(), key=lambda item: -abs(item[1]))
-    most = max((abs(value) for _, value in ordered), default=0.0) or 1.0
+    steepest = max((abs(value) for _, value in ordered), default=0.0) or 1.0
     for name, slope in ordered:
         text = f"{'+' if slope > 0 else '−'}{abs(slope):.2f} %" if abs(slope) >= LEAST_SHOWN else "0"
         colour = "slower" if slope > 0 else "faster"
-        share = abs(slope) / most if abs(slope) >= LEAST_SHOWN else 0.0
+        share = abs(slope) / steepest if abs(slope) >= LEAST_SHOWN else 0.0
         yield name, bar([Segment(name=name, colour=colour, share=share, text=text)]), text
 
 

@@ -48,10 +48,10 @@ def _summary(step: StepTraffic) -> str:
 
 
 def _levels(step: StepTraffic) -> Iterator[tuple[str, Markup, str]]:
-    most = max(step.level_bytes, default=0.0) or 1.0
+    max_bytes = max(step.level_bytes, default=0.0) or 1.0
     for level, moved in zip(step.levels, step.level_bytes, strict=True):
         text = format_volume(moved)
-        yield level.name, bar([Segment(name=level.name, colour="traffic", share=moved / most, text=text)]), text
+        yield level.name, bar([Segment(name=level.name, colour="traffic", share=moved / max_bytes, text=text)]), text
 
 
 def _communicators(step: StepTraffic) -> Markup:

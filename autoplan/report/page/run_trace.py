@@ -58,8 +58,8 @@ def trace_page(
     if terms:
         step_s = sum(term[1] for term in terms)
         cells = (
-            (what, format_seconds(before), format_seconds(after), f"{100 * (after - before) / step_s:+.1f} %")
-            for what, before, after in terms
+            (term, format_seconds(before), format_seconds(after), f"{100 * (after - before) / step_s:+.1f} %")
+            for term, before, after in terms
         )
         summary = "Mean of the ranks, in all steps that were traced."
         shown["terms"] = ("terms", section("terms", "Term by term", summary, table("Terms", COLUMNS, cells)))

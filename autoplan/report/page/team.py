@@ -52,7 +52,9 @@ def _machines(team: TeamOverview) -> Markup:
         "machines",
         "What is known of which machine",
         f"{records:,} records and {runs:,} training runs of {len(team.machines):,} machines.",
-        table("Records of each machine", MACHINE_COLUMNS, (_machine_cells(it, team.day) for it in team.machines)),
+        table(
+            "Records of each machine", MACHINE_COLUMNS, (_machine_cells(machine, team.day) for machine in team.machines)
+        ),
         *(
             folded(
                 f"{machine.machine}: by operation",
@@ -106,7 +108,9 @@ def _plan(needs: PlanNeeds) -> Iterator[Markup]:
     yield table(f"Times of {needs.path}", SERVED_COLUMNS, ((name, f"{n:,}") for name, n in needs.served.items()))
     if needs.missing:
         yield table(
-            f"Missing for {needs.path}", MISSING_COLUMNS, ((what, f"{n:,}") for what, n in needs.missing.items())
+            f"Missing for {needs.path}",
+            MISSING_COLUMNS,
+            ((name, f"{n:,}") for name, n in needs.missing.items()),
         )
         yield note("Measure them: ", tag("code", f"autoplan profile --for {shlex.quote(needs.path)}"))
 
@@ -126,13 +130,15 @@ def compared_words(team: TeamOverview) -> str:
     return f"{format_percent(team.compared_share)} of the shapes are compared, the same ones everywhere"
 
 
-def _compared(name: str, title: str, what: str, times: Sequence[ComparedTimes], of: str) -> Markup:
+def _compared(name: str, title: str, header: str, times: Sequence[ComparedTimes], of: str) -> Markup:
     remark = [note(f"{of}.")] if of else []
     if not times:
         return section(name, title, f"No shape was measured on two {name}.", *remark)
-    rows = ((it.name, it.device, f"{it.shapes:,}", _over(it.ratio), _over(it.worst), it.worst_what) for it in times)
+    rows = (
+        (row.name, row.device, f"{row.shapes:,}", _over(row.ratio), _over(row.worst), row.worst_what) for row in times
+    )
     summary = "Times over the median of the others that measured the same shapes in the same way."
-    return section(name, title, summary, table(title, ((what, False), *COMPARED_COLUMNS), rows), *remark)
+    return section(name, title, summary, table(title, ((header, False), *COMPARED_COLUMNS), rows), *remark)
 
 
 def _over(ratio: float) -> str:

@@ -63,9 +63,9 @@ def times(content: Content) -> Markup:
 
 def _summary(terms_s: Mapping[str, float], step_s: float) -> str:
     kinds = sorted(kind_seconds(terms_s).items(), key=lambda item: -item[1])
-    (first, most), *next_two = kinds[:3]
+    (first, first_s), *next_two = kinds[:3]
     further = ", ".join(f"{format_percent(value / step_s)} {KINDS[kind][0]}" for kind, value in next_two if value > 0)
-    return f"{format_percent(most / step_s)} of a step is {KINDS[first][0]}{f', {further}' if further else ''}."
+    return f"{format_percent(first_s / step_s)} of a step is {KINDS[first][0]}{f', {further}' if further else ''}."
 
 
 def _waterfall(terms_s: Mapping[str, float]) -> Iterator[tuple[str, Markup, str, str]]:
