@@ -57,7 +57,7 @@ class Distribution:
 
     @property
     def values(self) -> Floats:
-        """What the cells stand for."""
+        """Values that the cells stand for."""
         return np.asarray(self.start + self.step * np.arange(len(self.mass)))
 
     @property
@@ -107,7 +107,7 @@ class Distribution:
 
 
 class Meeting(NamedTuple):
-    """How the replicas of a plan wait for each other."""
+    """Ways in which the replicas of a plan wait for each other."""
 
     microbatches: int
     stages: int
@@ -118,7 +118,7 @@ class Meeting(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _microbatch(lengths: Lengths, batching: Batching, seq_len: int, micro_batch: int, part: Part) -> Distribution:
-    """What a micro-batch has of one part, over its mean."""
+    """Share that a micro-batch has of one part, over its mean."""
     draws, power = 1, {"tokens": 1, "squares": 2}[part]
     if batching == "packed":
         packs = packs_of(lengths, seq_len)

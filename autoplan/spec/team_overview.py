@@ -1,4 +1,4 @@
-"""What a team's timing database holds: of which machine, how old, how spread, by whom, and what a plan lacks."""
+"""Overview of a team's timing database: of which machine, how old, how spread, by whom, and what a plan lacks."""
 
 from __future__ import annotations
 

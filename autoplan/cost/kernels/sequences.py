@@ -41,7 +41,7 @@ class Kinds(NamedTuple):
 
 
 class Useful(NamedTuple):
-    """What is learnt from in a sample of the batch, which may be a pack of several: means."""
+    """Tokens learnt from in a sample of the batch, which may be a pack of several: means."""
 
     tokens: float  # of samples, padding aside
     attended_len: float  # tokens of the sample that a token is in, as attention sees it
@@ -133,7 +133,7 @@ def _means(training: TrainingSpec, micro_batch: Ints) -> Floats:
 
 
 def useful(training: TrainingSpec) -> Useful:
-    """What a sample of the batch has without its padding; all of it where lengths are equal."""
+    """Tokens of a sample of the batch without its padding; all of them where lengths are equal."""
     pairs = training.sequences_per_sample
     if training.lengths is None:
         return Useful(pairs * training.seq_len, training.document_len or training.seq_len, 1.0)

@@ -1,4 +1,4 @@
-"""What programs that take the Trainer's arguments have in common when a plan is written for them."""
+"""Parts that programs with the Trainer's arguments have in common when a plan is written for them."""
 
 from __future__ import annotations
 
