@@ -26,26 +26,28 @@ MOE = replace(
 def test_every_family_is_told_by_its_best_plan() -> None:
     problem, space = make()
     result = search(problem, space)
-    told = {one.family: one for one in baseline_plans(problem, space, result)}
-    assert "FSDP alone" in told
-    assert told["FSDP alone"].plan.plan.sharding == "zero3"
+    by_family = {baseline.family: baseline for baseline in baseline_plans(problem, space, result)}
+    assert "FSDP alone" in by_family
+    assert by_family["FSDP alone"].plan.plan.sharding == "zero3"
     for name, limits in families(problem, space.limits):
         family = replace(space, limits=limits)
         costs = estimate(problem, family.plans(family.cells())[0])
         fits = costs.verdict == 0
-        if name not in told or not fits.any():
+        if name not in by_family or not fits.any():
             continue
         least = float(np.min((costs.step_s / costs.batch.global_batch)[fits]))
-        assert pace(told[name].plan) == pytest.approx(least)
-        assert told[name].ratio == pytest.approx(least / pace(result.rivals[0]))
-        assert told[name].excess_bytes == 0
-    assert result.rivals[0].plan not in [one.plan.plan for one in told.values()]
+        assert pace(by_family[name].plan) == pytest.approx(least)
+        assert by_family[name].ratio == pytest.approx(least / pace(result.rivals[0]))
+        assert by_family[name].excess_bytes == 0
+    assert result.rivals[0].plan not in [baseline.plan.plan for baseline in by_family.values()]
 
 
 def test_a_family_that_does_not_fit_says_by_how_much() -> None:
     problem, space = make(LARGE)
     alone = next(
-        one for one in baseline_plans(problem, space, search(problem, space)) if one.family.startswith("data par")
+        baseline
+        for baseline in baseline_plans(problem, space, search(problem, space))
+        if baseline.family.startswith("data par")
     )
     assert alone.plan.verdict == "oom"
     assert alone.excess_bytes == pytest.approx(alone.plan.memory_bytes - problem.capacity_bytes)
@@ -60,8 +62,8 @@ def test_experts_have_a_family_of_their_own() -> None:
 
 def test_a_family_against_the_users_wishes_is_left_out() -> None:
     problem, space = make(fix=("tp=2",))
-    told = baseline_plans(problem, space, search(problem, space))
-    assert all(one.plan.plan.tp == 2 for one in told)
+    baselines = baseline_plans(problem, space, search(problem, space))
+    assert all(baseline.plan.plan.tp == 2 for baseline in baselines)
     free = with_flags(space.limits, fix=(), at_most=("tp=8",), forbid=())
     assert dict(families(problem, free))["FSDP alone"].of("sharding") == ("zero3",)
 

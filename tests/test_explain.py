@@ -112,8 +112,8 @@ def test_what_the_target_of_a_search_cannot_express_is_refused() -> None:
     result = autoplan.search(
         "llama3-8b", cluster="rtx-4090:1x8", global_batch=64, seq_len=2048, to="accelerate", forbid=["offload"]
     )
-    told = explain(result.problem, result.file)
-    (pipeline,) = (near for near in told.changes if near.changes[0][0] == "pp")
+    explanation = explain(result.problem, result.file)
+    (pipeline,) = (near for near in explanation.changes if near.changes[0][0] == "pp")
     assert pipeline.ratio < 1.0
     assert "pipelines" in pipeline.broken[0]
     assert not pipeline.is_possible

@@ -950,5 +950,6 @@ def test_all_states_on_the_host_leave_none_on_the_device_but_what_is_gathered(fr
     assert states[1] < 2 * 4 * 0.53e9
     assert terms["weights"][1, 0] == terms["optimizer"][1, 0] == 0.0
     on_host = host_bytes(problem, batch, parameters)
-    held = problem.framework.memory.bytes_per_weight + problem.framework.memory.bytes_per_grad
-    assert on_host[1] - on_host[0] == pytest.approx(8 * own * (held + optimizer_bytes(problem, batch)[0]), rel=1e-3)
+    per_parameter = problem.framework.memory.bytes_per_weight + problem.framework.memory.bytes_per_grad
+    per_parameter += optimizer_bytes(problem, batch)[0]
+    assert on_host[1] - on_host[0] == pytest.approx(8 * own * per_parameter, rel=1e-3)

@@ -98,17 +98,17 @@ def test_every_step_is_legal_and_as_safe_as_the_last_which_is_the_best(
 ) -> None:
     problem, before, after = case
     way = Way(problem=problem, rules=RULES, before=before, after=after)
-    steps, told = fastest_path(way), changes(way)
+    steps, axis_changes = fastest_path(way), changes(way)
     last = prices(problem, [after])[0]
     assert way.mix(()) == before or not way.axes()
-    assert [one.axis for one in told] == list(way.axes())
+    assert [change.axis for change in axis_changes] == list(way.axes())
     assert sorted(axis for step in steps for axis in step.axes) == sorted(way.axes())
     if steps:
         assert steps[-1].plan == last
     for step in steps:
         assert not broken(RULES, problem.workload, step.plan.plan)
         assert VERDICTS.index(step.plan.verdict) <= VERDICTS.index(last.verdict)
-    for one in told:
+    for one in axis_changes:
         assert (one.alone is None) == bool(one.why_not)
         assert one.before != one.after
         if one.alone:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autoplan.api.problem import make_problem
 from autoplan.cost.estimate import NORMAL_90, estimate
 from autoplan.cost.spreads import (
     GENERAL_PARTS,
@@ -153,7 +154,13 @@ def test_links_whose_collectives_were_measured_do_not_differ() -> None:
     )
     assert problem.link_spread == 0.7
     assert replace(problem, timings=TimingTable.of([reduced])).link_spread == 0.0
-    assert replace(problem, calibration=Calibration(sources=("runs of this machine",))).link_spread == 0.0
+    assert replace(problem, calibration=OWN).link_spread == 0.0
+
+
+def test_published_runs_on_the_generation_say_nothing_of_the_links_of_a_server() -> None:
+    problem = make_problem("llama3-8b", cluster="h100-pcie:1x8", seq_len=4096)
+    assert problem.calibration.sources
+    assert problem.link_spread == 0.3
 
 
 def test_no_plan_has_less_than_its_least_spread_or_than_that_of_the_problem() -> None:

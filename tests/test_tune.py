@@ -108,8 +108,8 @@ def test_all_plans_off_alike_changes_no_choice(plans: Sequence[RankedPlan]) -> N
 
 def test_one_erratic_run_teaches_little_and_many_that_agree_teach_all(plans: Sequence[RankedPlan]) -> None:
     prior = Surrogate.of(plans).mean
-    one = Surrogate.of(plans, [MeasuredPlan(at=0, step_s=plans[0].step_s * 5)])
-    assert (one.mean - prior)[1:].max() < 0.25  # of 1.6
+    after = Surrogate.of(plans, [MeasuredPlan(at=0, step_s=plans[0].step_s * 5)])
+    assert (after.mean - prior)[1:].max() < 0.25  # of 1.6
     many = Surrogate.of(plans, [MeasuredPlan(at=at, step_s=plans[at].step_s * 5) for at in range(15)])
     assert (many.mean - prior)[15:].min() > 1.2
     # A step is never fast by chance: that is believed at once.

@@ -105,9 +105,9 @@ class Problem:
     def link_spread(self) -> float:
         """Standard deviation of the logarithm of the rates of links, where those of such machines differ.
 
-        It counts until collectives or whole runs of this one were measured.
+        It counts until collectives or whole runs of this one were measured, which alone have a `time_spread`.
         """
-        is_measured = bool(self.calibration.sources) or self.timings.has_collectives
+        is_measured = self.calibration.time_spread is not None or self.timings.has_collectives
         return 0.0 if is_measured else max(level.rate_spread for level in self.cluster.levels)
 
     def placed(self, placement: tuple[str, ...] | None) -> Problem:

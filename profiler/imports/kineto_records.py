@@ -254,7 +254,7 @@ def _together(timed: Mapping[int, Sequence[_Timed]]) -> Iterator[tuple[_Timed, s
 
 
 def _layout(group: tuple[int, ...], per_node: int | None, device: str) -> tuple[int, ...] | None:
-    """Return what comes before the bytes in a shape; nothing for one device alone, None where nodes are not known.
+    """Return what stands before the bytes in a shape; nothing for one device alone, None where nodes are not known.
 
     Every rank runs the same program, so that all groups of these nodes work at once.
     """
@@ -443,7 +443,7 @@ def _spans(events: Iterable[_DetailedEvent]) -> list[_Span]:
 
 
 def _are_alone(spans: Sequence[_Span]) -> list[bool]:
-    """Tell of spans in order of their starts whether no other runs beside each."""
+    """Return of spans in order of their starts whether each runs with no other beside it."""
     alone, until_s = [], -math.inf
     for at, (start_s, end_s, _) in enumerate(spans):
         following = spans[at + 1][0] if at + 1 < len(spans) else math.inf
