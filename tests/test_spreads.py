@@ -25,6 +25,7 @@ from autoplan.cost.spreads import (
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.calibration import calibration_among, shipped_calibrations
 from autoplan.readers.cluster import load_cluster
+from autoplan.readers.finetuning import load_finetuning
 from autoplan.readers.model import load_model
 from autoplan.spec.calibration import TIME_SPREADS, Calibration
 from autoplan.spec.estimate import CostEstimate
@@ -123,6 +124,16 @@ def test_a_model_with_experts_is_new_beside_dense_ones() -> None:
     assert found**2 - plain**2 == pytest.approx(general_spreads().model ** 2)
     known = replace(OWN, blocks=("dense", "experts"), experts_time_spread=0.3)
     assert spread_under(known, problem) == pytest.approx(0.3)
+
+
+def test_adapters_are_new_beside_runs_that_trained_all_weights() -> None:
+    whole = problem_of()
+    adapters = replace(whole, training=replace(whole.training, finetuning=load_finetuning("lora:r=16")))
+    batch = PlanBatch.of([SPREAD], whole.model.num_layers)
+    at = NOVELTIES.index("model")
+    assert [Familiarity.of(problem, batch).news[0, at] for problem in (whole, adapters)] == [0.0, 1.0]
+    known = replace(adapters, calibration=replace(OWN, blocks=("adapters", "dense")))
+    assert Familiarity.of(known, batch).news[0, at] == 0.0
 
 
 def test_a_generation_whose_kernels_were_measured_is_not_new() -> None:

@@ -19,7 +19,7 @@ from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.estimate import NORMAL_90, estimate
 from autoplan.cost.spreads import (
     exposed_shares,
-    model_blocks,
+    special_parts,
     spread_kinds,
     spread_range,
     width_of,
@@ -336,7 +336,7 @@ def likeness(problems: Sequence[Problem], costs: Sequence[CostEstimate], quantil
     """
     exposed = [float(exposed_shares(cost.terms_s, cost.step_s)[0]) for cost in costs]
     return {
-        "blocks": tuple(sorted({"dense"}.union(*(model_blocks(problem.model) for problem in problems)))),
+        "blocks": tuple(sorted({"dense"}.union(*map(special_parts, problems)))),
         "precisions": tuple(sorted({width_of(problem.training.precision) for problem in problems})),
         "most_devices": max(int(cost.batch.num_devices[0]) for cost in costs),
         "exposed_share": min(max(float(np.quantile(exposed, quantile)), 0.0), 1.0),

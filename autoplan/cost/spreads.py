@@ -23,7 +23,6 @@ from autoplan.base.arrays import Floats, Ints, Rows, add_up
 from autoplan.base.files import decode, read_table, shipped
 from autoplan.base.units import check_positive
 from autoplan.spec.calibration import TIME_SPREADS
-from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import COMPONENTS, OTHER_RANKS, TRAFFIC_TERMS
@@ -55,7 +54,7 @@ class GeneralSpreads:
     mixture: float  # of experts: every model's are sized, routed and launched in a way of their own
     framework: float  # priced as another one that works like it
     generation: float  # of devices, under this framework; under any, for a framework that is new itself
-    model: float  # one of `model_blocks`
+    model: float  # one of `special_parts`
     precision: float
     size: float
     below: float  # of all these, what counts for runs that are faster than predicted
@@ -94,14 +93,18 @@ def traffic_shares(terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
     return np.asarray(add_up(terms_s[name] for name in TRAFFIC_TERMS) / step_s)
 
 
-def model_blocks(model: ModelSpec) -> frozenset[str]:
-    """Parts of a model beside dense layers with full attention that are priced by formulas of their own."""
+def special_parts(problem: Problem) -> frozenset[str]:
+    """Return what has formulas of its own beside dense layers with full attention that are trained as a whole."""
+    model, training = problem.model, problem.training
     parts = {
         "experts": model.moe,
         "latent": model.mla,
         "recurrent": model.mamba or model.linear_attention,
         "sinks": model.attention_sinks,
         "windows": model.window,
+        "images": model.encoder,
+        "adapters": training.finetuning,
+        "preferences": training.preference,
     }
     return frozenset(name for name, part in parts.items() if part)
 
@@ -159,7 +162,7 @@ class Familiarity(Rows):
         for at, name in enumerate(NOVELTIES[:2]):
             news[:, at] = name in calibration.unseen and name not in measured_here
         if calibration.blocks:
-            news[:, 2] = not model_blocks(problem.model) <= set(calibration.blocks)
+            news[:, 2] = not special_parts(problem) <= set(calibration.blocks)
         if calibration.precisions:
             news[:, 3] = width_of(problem.training.precision) not in calibration.precisions
         if calibration.most_devices:

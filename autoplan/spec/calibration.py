@@ -60,7 +60,7 @@ class Calibration:
     spine_time_spread: float | None = None  # of all plans on more nodes than one leaf switch serves
     experts_time_spread: float | None = None  # of all mixtures of experts
     # What the runs were like; empty: nothing counts as new.
-    blocks: tuple[str, ...] = ()  # what their models have beside dense layers, and "dense"
+    blocks: tuple[str, ...] = ()  # what they have beside dense layers that are trained as a whole, and "dense"
     precisions: tuple[str, ...] = ()
     most_devices: int = 0  # 0: any number
     # Share of a step outside of kernels, bubbles aside, up to which plans are like the runs: their 95 % quantile.
