@@ -279,9 +279,10 @@ def test_a_signal_while_ranks_are_started_or_ended_leaves_none_behind(
         one.is_alive()
 
 
-def test_ctrl_c_does_not_reach_what_ranks_are_forked_from() -> None:
+def test_ctrl_c_does_not_reach_what_ranks_are_forked_from(tmp_path: Path) -> None:
     """It loads torch for seconds, and would tell of an interrupt in all its words."""
-    with Children(functools.partial(faulty_ranks.answer_late, after_s=0.0), None, 1, limit_s=60.0) as ranks:
+    waiting_rank = functools.partial(faulty_ranks.end_late, after_s=0.0, mark=str(tmp_path / "ended"))
+    with Children(waiting_rank, None, 1, limit_s=60.0) as ranks:
         ranks.start()
         server = psutil.Process(ranks.pids[0]).ppid()
         status = Path(f"/proc/{server}/status").read_text()
