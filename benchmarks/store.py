@@ -1,11 +1,13 @@
 """Timing database under many writers at once, and searches among a million rows.
 
-usage: python benchmarks/store.py [--server URL] [--writers N] [--rows N] [--lookup-rows N] [--report REPORT.md]
+usage: python benchmarks/store.py [--server URL] [--writers N] [--rows N] [--lookup-rows N] [--shapes N]
+       [--report REPORT.md]
 
 Writers push by `autoplan db push`, each from a file of its own, into one SQLite file and into one PostgreSQL database
 at once with the others; one is killed with SIGKILL when half of its rows have arrived, and every push is repeated.
-Then a database is filled to a million rows of twenty devices, ten fingerprints each, and timings of one device are
-looked up.  PostgreSQL gets a schema of its own, which is dropped afterwards.
+Then a database is filled to a million rows of fifty machines, five of each device, one of which has a fifth of all
+rows.  The timings of this machine and of a usual one are looked up and made a table, and the team's page is asked for.
+PostgreSQL gets a schema of its own, which is dropped afterwards.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -31,12 +34,13 @@ from autoplan.base.files import write_text
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import Store, open_store
 from autoplan.spec.operations import Operation
+from autoplan.spec.timing import TimingTable
 
 SERVER = "postgresql://postgres@127.0.0.1:5432/postgres"
 AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
-NUM_DEVICES, NUM_FINGERPRINTS = 20, 10
+NUM_DEVICES, NUM_FINGERPRINTS = 10, 5
 OPERATIONS: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad", "norm", "swiglu")
-REPEATS = 7
+REPEATS = 3
 
 
 def _records(machine: Fingerprint, count: int, seed: int) -> Iterator[Record]:
@@ -116,31 +120,52 @@ def _writers(url: str, folder: Path, num_writers: int, num_rows: int) -> str:
     )
 
 
-def _lookup(url: str, num_rows: int) -> list[str]:
-    each = num_rows // (NUM_DEVICES * NUM_FINGERPRINTS)
+def _lookup(url: str, num_rows: int, num_shapes: int) -> list[str]:
+    each = (num_rows - num_shapes) // (NUM_DEVICES * NUM_FINGERPRINTS - 1)
     start = time.perf_counter()
     with open_store(url) as store:
-        for device in range(NUM_DEVICES):
-            for version in range(NUM_FINGERPRINTS):
-                store.add(_records(_machine(device, version), each, device * NUM_FINGERPRINTS + version))
+        for number in range(NUM_DEVICES * NUM_FINGERPRINTS):
+            machine = _machine(number // NUM_FINGERPRINTS, number % NUM_FINGERPRINTS)
+            store.add(_records(machine, each if number else num_shapes, number))
     fill_s = time.perf_counter() - start
     rows = []
     with open_store(url, writable=False) as store:
         count = _count(store)
-        for name, operations in ((OPERATIONS[0], OPERATIONS[:1]), ("all", None)):
-            times_s, cpu_times_s = [], []
-            for _ in range(REPEATS):
-                start, cpu_start = time.perf_counter(), time.process_time()
-                found = store.timings(_machine(3, 7), operations=operations)
-                times_s.append(time.perf_counter() - start)
-                cpu_times_s.append(time.process_time() - cpu_start)
-            assert len(found) == -(-each // (len(OPERATIONS) if operations else 1)), len(found)
-            rows.append(
-                f"| {_kind(url)} | {count:,} | {fill_s:.0f} s | {name} | {len(found) * NUM_FINGERPRINTS:,} "
-                f"| {len(found):,} | {1e3 * min(times_s):.0f} ms | {1e3 * sorted(times_s)[REPEATS // 2]:.0f} ms "
-                f"| {1e3 * min(cpu_times_s):.0f} ms | {os.getloadavg()[0]:.1f} |"
-            )
+        for machine, operations in (
+            (_machine(3, 3), OPERATIONS[:1]),
+            (_machine(3, 3), None),
+            (_machine(0, 0), OPERATIONS[:1]),
+            (_machine(0, 0), None),
+        ):
+            found = store.timings(machine, operations=operations)
+            table = TimingTable.of(found)
+            shown = f"{_kind(url)} | {count:,} | {fill_s:.0f} s | {operations[0] if operations else 'all'}"
+            for what, call in (
+                ("look-up", partial(store.timings, machine, operations=operations)),
+                ("table", partial(TimingTable.of, found)),
+                ("digest", partial(getattr, table, "digest")),
+            ):
+                rows.append(f"| {shown} | {len(found):,} | {what} | {_timed(call)} |")
+        rows.append(f"| {_kind(url)} | {count:,} | {fill_s:.0f} s | all | | page | {_timed(_overview(store))} |")
     return rows
+
+
+def _overview(store: Store) -> Callable[[], object]:
+    return partial(store.overview, "2026-11-26")
+
+
+def _timed(call: Callable[[], object]) -> str:
+    """Return the cells of what a call takes: fastest, median, CPU, load."""
+    times_s, cpu_times_s = [], []
+    for _ in range(REPEATS):
+        start, cpu_start = time.perf_counter(), time.process_time()
+        call()
+        times_s.append(time.perf_counter() - start)
+        cpu_times_s.append(time.process_time() - cpu_start)
+    return (
+        f"{1e3 * min(times_s):.0f} ms | {1e3 * sorted(times_s)[REPEATS // 2]:.0f} ms "
+        f"| {1e3 * min(cpu_times_s):.0f} ms | {os.getloadavg()[0]:.1f}"
+    )
 
 
 def _kind(url: str) -> str:
@@ -173,12 +198,13 @@ arrived.  Missing: rows that the killed one had not sent yet.  Then every push i
 
 ## A search's timings among a million rows
 
-{devices} devices, {fingerprints} fingerprints each.  Candidates are the rows of the device that is planned for; one row
-for each operation, shape and type comes back, of the best-matching fingerprint.  CPU: of the searching process, whose
-time with SQLite is all that the look-up takes.
+{devices} devices, {fingerprints} machines of each; the first has {shapes:,} rows, each of a shape of its own.  Found
+are the timings that serve a usual machine, and this one; of them the table is made that plans are priced with, and its
+digest.  The page is that of `autoplan db report`.  CPU: of the searching process, whose time with SQLite is all that
+there is.
 
-| database | rows | filled in | types | candidates | found | fastest of {repeats} | median | CPU | load |
-|---|--:|--:|---|--:|--:|--:|--:|--:|--:|
+| database | rows | filled in | operations | found | what | fastest of {repeats} | median | CPU | load |
+|---|--:|--:|---|--:|---|--:|--:|--:|--:|
 {lookups}
 """
 
@@ -190,6 +216,7 @@ def main() -> int:
     parser.add_argument("--writers", type=int, default=8)
     parser.add_argument("--rows", type=int, default=20_000, help="of each writer")
     parser.add_argument("--lookup-rows", type=int, default=1_000_000)
+    parser.add_argument("--shapes", type=int, default=200_000, help="of the machine with most of the rows")
     options = parser.parse_args()
     writers, lookups = [], []
     try:
@@ -202,8 +229,9 @@ def main() -> int:
                             writers.append(_writers(url, folder, options.writers, options.rows))
                             print(writers[-1], flush=True)
                         else:
-                            lookups += _lookup(url, options.lookup_rows)
-                            print("\n".join(lookups[-2:]), flush=True)
+                            new = _lookup(url, options.lookup_rows, options.shapes)
+                            lookups += new
+                            print("\n".join(new), flush=True)
     except AutoplanError as error:
         print(error, file=sys.stderr)
         return 1
@@ -215,6 +243,7 @@ def main() -> int:
             devices=NUM_DEVICES,
             fingerprints=NUM_FINGERPRINTS,
             repeats=REPEATS,
+            shapes=options.shapes,
             lookups="\n".join(lookups),
         )
         write_text(options.report, f"# The timing database, {datetime.date.today().isoformat()}\n\n{text}", force=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Literal, get_args
@@ -296,8 +296,10 @@ class TimingTable:
             return self.origin.digest
         hashed = hashlib.sha256()
         for (operation, dtype), times in sorted(self.times.items()):
-            for shape, seconds in times.exact.items():  # sorted already
-                hashed.update(f"{operation} {dtype} {shape} {seconds!r} {shape in times.disturbed}\n".encode())
+            disturbed = times.disturbed
+            # Sorted already.
+            lines = [f"{operation} {dtype} {at} {seconds!r} {at in disturbed}\n" for at, seconds in times.exact.items()]
+            hashed.update("".join(lines).encode())
         for operation, share in sorted(self.contention.items()):
             hashed.update(f"{operation} beside products {share!r}\n".encode())
         return hashed.hexdigest()[:16]
@@ -400,29 +402,73 @@ def _columns(operation: Operation) -> tuple[list[int], list[int]]:
     return between, [at for at in range(len(names)) if at not in between]
 
 
+class _Lazily(Mapping[tuple[int, ...], Scattered]):
+    """Interpolations by the numbers that must match, each made when it is first asked for."""
+
+    def __init__(self, kinds: Iterable[tuple[int, ...]], make: Callable[[tuple[int, ...]], Scattered]) -> None:
+        self._kinds = dict.fromkeys(kinds)
+        self._made: dict[tuple[int, ...], Scattered] = {}
+        self._make = make
+
+    def __getitem__(self, kind: tuple[int, ...]) -> Scattered:
+        if kind not in self._made:
+            if kind not in self._kinds:
+                raise KeyError(kind)
+            self._made[kind] = self._make(kind)
+        return self._made[kind]
+
+    def __contains__(self, kind: object) -> bool:
+        return kind in self._kinds
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return iter(self._kinds)
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+
 # Of every shape (seconds, where they are from).
 _Repeats = dict[tuple[int, ...], list[tuple[float, str]]]
 
 
 def _times(operation: Operation, repeats: _Repeats, disturbed: Iterable[tuple[int, ...]]) -> _Times:
     # In order of shape: the same table in whatever order its measurements come.
-    exact = {shape: float(np.median([seconds for seconds, _ in repeats[shape]])) for shape in sorted(repeats)}
-    sources = {shape: min(repeats[shape], key=lambda repeat: abs(repeat[0] - exact[shape]))[1] for shape in exact}
-    between, matched = _columns(operation)
-    names = SHAPES[operation]
-    alike: dict[tuple[int, ...], list[tuple[float, ...]]] = defaultdict(list)
-    for shape, seconds in exact.items():
-        alike[tuple(shape[at] for at in matched)].append((*(shape[at] for at in between), seconds))
-    scattered, shifted = {}, {}
+    middles = {shape: _middle(repeats[shape]) for shape in sorted(repeats)}
+    exact = {shape: seconds for shape, (seconds, _) in middles.items()}
+    sources = {shape: source for shape, (_, source) in middles.items()}
     shaken = frozenset(disturbed)
-    for kind, points in alike.items():
-        is_windowed = any(names[at] == "window" and size for at, size in zip(matched, kind, strict=True))
-        powers = [1 + (names[at] in _SQUARED and not is_windowed) for at in between]
-        table = np.array(points, dtype=np.float64)
-        scattered[kind] = Scattered.of(table[:, :-1], table[:, -1], powers)
-        kind_shapes = [shape for shape in exact if tuple(shape[at] for at in matched) == kind] if shaken else []
-        if is_shaken := [shape in shaken for shape in kind_shapes]:
-            longer = table[:, -1] * np.where(is_shaken, 1 + _SHIFT, 1.0)
-            if any(is_shaken):
-                shifted[kind] = Scattered.of(table[:, :-1], longer, powers)
-    return _Times(exact=exact, sources=sources, disturbed=shaken, between=scattered, shifted=shifted)
+    between, matched = _columns(operation)
+    shapes, seconds = np.array(list(exact), dtype=np.float64), np.array(list(exact.values()))
+    longer = seconds * np.where([shape in shaken for shape in exact], 1 + _SHIFT, 1.0) if shaken else seconds
+    kinds, kind_of = np.unique(shapes[:, matched], axis=0, return_inverse=True)
+    order = np.argsort(kind_of.ravel(), kind="stable")
+    ends = np.cumsum(np.bincount(kind_of.ravel(), minlength=len(kinds)))[:-1]
+    members = dict(zip(map(tuple, kinds.astype(np.int64).tolist()), np.split(order, ends), strict=True))
+    names = SHAPES[operation]
+    windows = [at for at, column in enumerate(matched) if names[column] == "window"]
+
+    def interpolation(times_s: Floats) -> Callable[[tuple[int, ...]], Scattered]:
+        def of_kind(kind: tuple[int, ...]) -> Scattered:
+            is_windowed = any(kind[at] for at in windows)
+            powers = [1 + (names[at] in _SQUARED and not is_windowed) for at in between]
+            rows = members[kind]
+            return Scattered.of(shapes[rows][:, between], times_s[rows], powers)
+
+        return of_kind
+
+    moved = longer != seconds
+    return _Times(
+        exact=exact,
+        sources=sources,
+        disturbed=shaken,
+        between=_Lazily(members, interpolation(seconds)),
+        shifted=_Lazily([kind for kind, rows in members.items() if moved[rows].any()], interpolation(longer)),
+    )
+
+
+def _middle(repeats: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """Return the median of the repeats of a shape, and where the one next to it is from."""
+    if len(repeats) == 1:
+        return repeats[0]
+    middle_s = float(np.median([seconds for seconds, _ in repeats]))
+    return middle_s, min(repeats, key=lambda repeat: abs(repeat[0] - middle_s))[1]

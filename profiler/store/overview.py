@@ -117,8 +117,8 @@ def machine_records(
                 **values,
             )
         )
-    # Both at once, as the rows are read for them.
-    people = connection.execute(select(of.fingerprint_id, of.host, of.measured_by).distinct()).all()
+    # Both at once, as the rows are read for them; host first, or SQLite reads them in the order of an index by machine.
+    people = connection.execute(select(of.host, of.measured_by, of.fingerprint_id).distinct()).all()
     hosts = _by_machine((row.fingerprint_id, row.host) for row in people)
     authors = _by_machine((row.fingerprint_id, row.measured_by) for row in people)
     counted = select(runs.c.fingerprint_id, func.count()).group_by(runs.c.fingerprint_id)

@@ -57,7 +57,7 @@ LEAST_PREFIX = 6
 MOST_AT_ONCE = 100  # keys that one query looks for
 RUNS_HIDDEN_FROM = 4  # the schema that keeps marks of runs
 _TIMED = ("operation", "shape", "dtype", "seconds", "kernel", "key", "fingerprint_id", "mode", "status")
-_CHOSEN_BY = (*_TIMED, "conditions", "host")
+_CHOSEN_BY = (*_TIMED, "conditions", "host", "work_hash")
 HOSTS_APART = 1.10  # of two hosts' times of one shape, worth a word: devices of one kind differ by 5 % (`modelling` C1)
 _PREFERRED_MODES = ("sustained", "burst", "imported")  # of one shape on equally near machines
 MOST_FAILURES = 2  # after which an operation is taken not to run on a machine: one may be a passing fault
@@ -406,7 +406,7 @@ class Store:
                         or_(chosen.c.place == 1, and_(chosen.c.place <= MOST_COMPARED, records.c.mode != "imported")),
                     ),
                 )
-                rows += self._middle_ones(connection.execute(query.order_by(chosen.c.place)))
+                rows += self._middle_ones(connection.execute(query.order_by(chosen.c.place)).all())
             rows += _stand_ins(connection, levels, usable)
         measurements = []
         for operation, shape, dtype, seconds, kernel, key, number, mode, status in rows:
@@ -589,14 +589,17 @@ class Store:
         those without.  Each host gives its median, and these the middle one, of two the slower, for which a step over
         both waits.
         """
-        alike: dict[tuple[str, ...], list[Any]] = defaultdict(list)
+        alike: dict[int, list[Any]] = defaultdict(list)
         for row in rows:
             if not isinstance(row.seconds, int | float):  # damaged: text in place of a number
                 self._unread.add(row.key)
             elif row.status == "ok" or may_stand_in(row.operation, row.status, json.loads(row.conditions)):
-                alike[row.operation, row.shape, row.dtype].append(row)
+                alike[row.work_hash].append(row)
         chosen = []
         for candidates in alike.values():
+            if len(candidates) == 1:
+                chosen.append(tuple(candidates[0])[: len(_TIMED)])
+                continue
             plain = [row for row in candidates if not _settings(row)] or candidates
             first = next((row for row in plain if row.status == "ok"), plain[0])
             how = (first.mode, first.kernel, _settings(first))
