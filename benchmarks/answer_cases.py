@@ -86,7 +86,7 @@ llama3-70b h100-sxm:16x8 megatron-core 512 8192 | --tp 4 --pp 4 --vp 5 --cp 2 | 
 llama3-70b h100-sxm:16x8 megatron-core 512 8192 | --tp 8 --pp 4 --layers 19,21,21,19 | --to megatron-lm
 llama3-70b h100-sxm:16x8 megatron-core 512 8192 | --tp 8 --pp 4 --recompute full:3 | --to megatron-bridge
 llama3-70b h200-sxm:16x8 nemo 512 8192 | --tp 8 --pp 4 --precision fp8 --tp-overlap | --to megatron-bridge --launcher slurm
-llama3-70b b200:8x8 nemo-26.06 512 8192 | --tp 4 --pp 4 --precision mxfp8 | --to megatron-bridge --target-version 0.3
+llama3-70b b200:8x8 nemo-26.06 512 8192 | --tp 4 --pp 4 --precision mxfp8 | --to megatron-bridge@0.3
 llama3-70b b200:8x8 nemo-26.06 512 8192 | --tp 4 --pp 4 --precision nvfp4 | --to megatron-bridge
 gpt3-175b a100-sxm:64x8 megatron-lm-2021 1024 2048 | --tp 8 --pp 8 --vp 6 --recompute full --no-sp | --to megatron-lm
 gpt3-175b a100-sxm:64x8 megatron-core 1024 2048 | --tp 8 --pp 8 --recompute selective | --to megatron-lm
@@ -104,8 +104,8 @@ llama3-8b mi300x:2x8 primus 128 8192 | --pp 2 --vp 2 | --to primus
 llama3-70b mi300x:8x8 primus 512 8192 | --tp 8 --pp 2 --recompute full | --to primus --launcher slurm
 deepseek-v2-lite mi300x:2x8 primus 256 4096 | --ep 8 --precision fp8 | --to primus
 llama3-8b h100-sxm:2x8 torchtitan 128 8192 | --sharding zero3 --recompute full | --to torchtitan
-llama3-8b h100-sxm:2x8 torchtitan 128 8192 | --tp 2 --sharding zero2 --dp-replicate 2 --recompute full | --to torchtitan --target-version 0.2
-llama3-70b h100-sxm:16x8 torchtitan 512 8192 | --tp 8 --pp 4 --sharding zero3 --recompute full --vp 2 | --to torchtitan --target-version main --launcher slurm
+llama3-8b h100-sxm:2x8 torchtitan 128 8192 | --tp 2 --sharding zero2 --dp-replicate 2 --recompute full | --to torchtitan@0.2
+llama3-70b h100-sxm:16x8 torchtitan 512 8192 | --tp 8 --pp 4 --sharding zero3 --recompute full --vp 2 | --to torchtitan@main --launcher slurm
 llama3-8b b200:2x8 torchtitan 128 8192 | --sharding zero3 --precision mxfp8 --cp 2 --recompute selective | --to torchtitan
 llama3-8b h100-sxm:2x8 torchtitan 128 8192 | --sharding zero3 --precision fp8 --tp 2 --recompute full | --to torchtitan
 deepseek-v2-lite h100-sxm:4x8 torchtitan 256 4096 | --pp 2 --ep 8 --sharding zero3 --recompute full | --to torchtitan
@@ -114,7 +114,7 @@ llama3-8b h100-sxm:2x8 nanotron 128 4096 | --tp 8 --schedule gpipe --pp 2 --reco
 qwen2.5-1.5b a100-sxm:1x8 nanotron 64 4096 | --tp 2 --sharding none | --to nanotron
 llama3-8b h100-sxm:2x8 deepspeed-zero 128 4096 | --sharding zero2 --recompute full | --to deepspeed
 llama3-8b h100-sxm:2x8 deepspeed-zero 128 4096 | --sharding zero3 --offload optimizer --recompute full | --to deepspeed --launcher mpirun
-llama3-8b h100-sxm:2x8 deepspeed-zero 128 4096 | --sharding zero3 --dp-replicate 2 --recompute full | --to deepspeed --target-version 0.19.6
+llama3-8b h100-sxm:2x8 deepspeed-zero 128 4096 | --sharding zero3 --dp-replicate 2 --recompute full | --to deepspeed@0.19.6
 llama3-8b h100-sxm:2x8 deepspeed-zero 128 8192 | --sharding zero1 --cp 4 --cp-kind all_to_all --recompute full | --to deepspeed --launcher trainjob --image lab/train:1
 llama3-8b h100-sxm:2x8 pytorch-fsdp 128 4096 | --sharding zero3 --recompute full | --to fsdp2
 llama3-8b h100-sxm:2x8 pytorch-fsdp 128 4096 | --sharding zero2 --dp-replicate 2 --recompute full | --to accelerate --launcher slurm

@@ -161,9 +161,9 @@ def exports() -> Iterator[Seed]:
                 file = replace(first, best=replace(first.best, plan=plan))
                 yield Seed("plan.json", encode(file))
                 for target in TARGETS.values():
-                    for version in target.versions if rules in target.rules else ():
+                    for to in target.spellings if rules in target.rules else ():
                         try:
-                            files = exported(file, target.name, "torchrun", version)
+                            files = exported(file, to, "torchrun")
                         except InputError:
                             continue
                         yield from (Seed(file.name, file.text) for file in files)

@@ -207,14 +207,14 @@ def switch(rng: Rng, model: ModelSpec, plan: ParallelPlan, axis: Axis) -> dict[s
 # -- trips -------------------------------------------------------------------------------------------------------------
 
 
-def trip(subject: Exported, to: str, version: str) -> Trip:
-    """Export to a target and read back."""
+def trip(subject: Exported, to: str) -> Trip:
+    """Export to a target, in some version, and read back."""
     problem, plan = subject.problem, subject.plan
     try:
-        files = exported(subject.file, to, "torchrun", version)
+        files = exported(subject.file, to, "torchrun")
     except InputError as error:
         return Trip(outcome="refused", why=str(error))
-    reader = reader_of("plan.json" if to == "autoplan" else to)
+    reader = reader_of("plan.json" if to == "autoplan" else to.partition("@")[0])
     with tempfile.TemporaryDirectory() as folder:
         for written in files:
             (Path(folder) / written.name).write_text(written.text)
@@ -328,18 +328,18 @@ def values_of(plan: ParallelPlan) -> Iterator[str]:
 def check(tally: Tally, subject: Exported) -> None:
     """Make all trips of a plan, and count."""
     tally.plans += 1
-    for to in TARGETS:
-        if subject.problem.framework.rules not in TARGETS[to].rules:
+    for name in TARGETS:
+        if subject.problem.framework.rules not in TARGETS[name].rules:
             continue
-        for version in TARGETS[to].versions:
-            made = trip(subject, to, version)
-            tally.outcomes.setdefault(f"{to} {version}".strip(), Counter())[made.outcome] += 1
+        for to in TARGETS[name].spellings:
+            made = trip(subject, to)
+            tally.outcomes.setdefault(to, Counter())[made.outcome] += 1
             counts = tally.refused if made.outcome == "refused" else tally.came_back
-            counts.update((value, to) for value in values_of(subject.plan))
+            counts.update((value, name) for value in values_of(subject.plan))
             if made.outcome == "wrong":
                 problem = subject.problem
                 tally.wrong.append(
-                    f"{to} {version}: {made.why}: {subject.plan.describe()} of {problem.model.name}, "
+                    f"{to}: {made.why}: {subject.plan.describe()} of {problem.model.name}, "
                     f"{problem.framework.name}, {problem.cluster.name}, {problem.training}"
                 )
 

@@ -226,7 +226,7 @@ def trips_from(trips: Any) -> Callable[[Start, str], tuple[Any, ...]]:
     @cache
     def made(start: Start, to: str) -> tuple[Any, ...]:
         subject = trips.priced(problem_of(*start[:3]), start.plan)
-        return tuple(trips.trip(subject, to, version) for version in TARGETS[to].versions)
+        return tuple(trips.trip(subject, version) for version in TARGETS[to].spellings)
 
     return made
 

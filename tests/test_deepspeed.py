@@ -63,7 +63,7 @@ PLANS: dict[str, PlanFile] = {
 
 
 def text_of(file: PlanFile, version: str = NEWEST) -> str:
-    return job_of(file, "deepspeed", version).files[0].text
+    return job_of(file, f"deepspeed@{version}").files[0].text
 
 
 def given_for(file: PlanFile, **variables: str) -> LaunchContext:

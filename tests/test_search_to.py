@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ import autoplan
 from autoplan.api.plan_files import make_plan_file
 from autoplan.api.problem import make_problem, make_space
 from autoplan.base.errors import InputError
-from autoplan.frameworks.registry import TARGETS, facts_of
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.registry import TARGETS, facts_of, rules_for
 from autoplan.launch.targets import job_of
 from autoplan.search.study import search
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import SpaceFlags
 from benchmarks.certificate import draw_plans
 from commands import run
@@ -23,10 +26,10 @@ PLACES = ("h100-sxm:1x8", "h100-sxm:2x8")
 
 
 @pytest.mark.parametrize("cluster", PLACES)
-@pytest.mark.parametrize("to", list(TARGETS))
+@pytest.mark.parametrize("to", [to for target in TARGETS.values() for to in target.spellings])
 def test_every_plan_of_the_space_can_be_exported(to: str, cluster: str) -> None:
-    framework = facts_of(to)
-    model = "qwen3-30b-a3b" if to in ("megatron-lm", "torchtitan") and cluster == PLACES[1] else "llama3-8b"
+    framework = facts_of(to.partition("@")[0])
+    model = "qwen3-30b-a3b" if to.startswith(("megatron-lm", "torchtitan")) and cluster == PLACES[1] else "llama3.1-8b"
     problem = make_problem(model, cluster=cluster, framework=framework, seq_len=4096, precision="bf16")
     space = make_space(problem, 64, to=to)
     result = search(problem, space)
@@ -58,6 +61,33 @@ def test_a_framework_that_shares_its_facts_is_searched_for_what_it_starts(framew
     assert found.file.space is not None
     assert (found.file.space.to, found.file.framework.name) == (framework, "transformers")
     assert found.export(framework).files
+
+
+@pytest.mark.parametrize(
+    ("framework", "plan", "able", "unable"),
+    [
+        # MiCS, zero3 over some of the replicas, was removed after 0.19.6.
+        ("deepspeed-zero", {"sharding": "zero3", "dp_replicate": 2, "dp_shard": 8}, "deepspeed@0.19.6", "deepspeed"),
+        ("torchtitan", {"sharding": "zero3", "tp": 2, "dp_shard": 8}, "torchtitan", "torchtitan@0.2"),
+    ],
+)
+def test_a_version_of_a_target_takes_other_plans(framework: str, plan: dict[str, Any], able: str, unable: str) -> None:
+    problem = make_problem("llama3.1-8b", cluster="h100-sxm:2x8", framework=framework, seq_len=4096, precision="bf16")
+    made = ParallelPlan.derived(global_batch=64, micro_batch=1, precision="bf16", **plan)
+    assert not broken(rules_for(problem.framework, able), problem.workload, made)
+    assert broken(rules_for(problem.framework, unable), problem.workload, made)
+
+
+def test_a_version_that_does_not_exist_is_told_those_that_do() -> None:
+    about = {"cluster": "h100-sxm:1x8", "global_batch": 64, "seq_len": 4096}
+    with pytest.raises(
+        InputError, match=r"no version '0\.9' of torchtitan: known are torchtitan@0\.3, torchtitan@0\.2"
+    ):
+        autoplan.search("llama3-8b", to="torchtitan@0.9", **about)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="no version '1' of nanotron: leave the version out"):
+        autoplan.search("llama3-8b", to="nanotron@1", **about)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"no version '0\.2' of torchtitan: .* searched with --to torchtitan@0\.2"):
+        autoplan.search("llama3-8b", framework="torchtitan@0.2", **about)  # type: ignore[arg-type]
 
 
 def test_what_a_target_cannot_be_told_of_a_model_is_one_line_before_anything_is_written(tmp_path: Path) -> None:

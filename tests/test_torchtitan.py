@@ -96,7 +96,7 @@ GOLDEN = {"module.py": ("latent", "0.3"), "main.py": ("uneven", "main"), "old.to
 def test_a_file_is_the_golden_one(name: str) -> None:
     plan, version = GOLDEN[name]
     plan_file = PLANS[plan] if plan in PLANS else titan(load_model("llama3.1-8b"), tp=2, sp=True, pp=3, dp_shard=4)
-    text = job_of(plan_file, "torchtitan", version).files[0].text
+    text = job_of(plan_file, f"torchtitan@{version}").files[0].text
     golden = Path(__file__).parent / "golden" / "torchtitan" / f"{name}.txt"
     if not golden.exists():
         golden.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def test_a_file_is_the_golden_one(name: str) -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_a_module_is_read_back_to_its_plan(name: str, version: str) -> None:
     plan_file = PLANS[name]
-    launch = read_back(job_of(plan_file, "torchtitan", version))
+    launch = read_back(job_of(plan_file, f"torchtitan@{version}"))
     assert (launch.model, launch.training, launch.plan) == (plan_file.model, plan_file.training, plan_file.best.plan)
     assert launch.unread == ()
 
@@ -323,8 +323,8 @@ def test_a_command_line_changes_its_config() -> None:
 
 WHOLE = [
     job_of(PLANS["latent"], "torchtitan").files[0].text,
-    job_of(PLANS["sinks"], "torchtitan", "main").files[0].text,
-    job_of(titan(load_model("llama3.1-8b"), tp=2, sp=True, pp=2, dp_shard=2), "torchtitan", "0.2").files[0].text,
+    job_of(PLANS["sinks"], "torchtitan@main").files[0].text,
+    job_of(titan(load_model("llama3.1-8b"), tp=2, sp=True, pp=2, dp_shard=2), "torchtitan@0.2").files[0].text,
     f"X=${{Y:-4}}\n{COMMAND} --parallelism.tensor_parallel_degree $X --compile.enable activation_checkpoint:full",
 ]
 
@@ -351,7 +351,7 @@ def test_a_script_that_was_exported_names_the_file_with_the_plan() -> None:
 
 def written(folder: Path, plan_file: PlanFile, version: str) -> tuple[Path, Path]:
     """The script that starts a plan, and the file beside it that holds the plan."""
-    script, beside = exported(plan_file, "torchtitan", "torchrun", version)
+    script, beside = exported(plan_file, f"torchtitan@{version}", "torchrun")
     for file in (script, beside):
         (folder / file.name).write_text(file.text)
     return folder / script.name, folder / beside.name
@@ -408,7 +408,7 @@ OLD["experts"] = replace(OLD["experts"], model=bare(load_model("qwen3-30b-a3b"))
 @pytest.mark.parametrize("name", OLD)
 def test_a_toml_of_version_02_is_read_back_to_its_plan(name: str) -> None:
     plan_file = OLD[name]
-    launch = read_back(job_of(plan_file, "torchtitan", "0.2"))
+    launch = read_back(job_of(plan_file, "torchtitan@0.2"))
     assert (launch.training, launch.plan) == (plan_file.training, plan_file.best.plan)
     assert bare(launch.model) == replace(plan_file.model, name=launch.model.name)
     assert launch.unread == ()
@@ -416,7 +416,7 @@ def test_a_toml_of_version_02_is_read_back_to_its_plan(name: str) -> None:
 
 REFUSED: dict[str, tuple[PlanFile, str, str]] = {
     "sizes without a name": (titan(dp_shard=8), "0.2", "none of the sizes of 'llama3-8b'"),
-    "a pipeline of qwen": (titan(load_model("qwen3-8b"), pp=2), "0.2", "no pipeline of qwen3"),
+    "a pipeline of qwen": (titan(load_model("qwen3-8b"), pp=2), "0.2", "a pipeline of qwen3"),
     "no sequence parallelism": (titan(load_model("llama3.1-8b"), tp=2), "0.2", "tp without sp"),
     "nvfp4 of old": (titan(load_model("llama3.1-8b"), dp_shard=8, precision="nvfp4"), "0.2", "'nvfp4' in version 0.2"),
     "four bits of experts": (titan(QWEN_MOE, dp_shard=8, precision="nvfp4"), "0.3", "'nvfp4' of experts"),
@@ -437,7 +437,7 @@ REFUSED: dict[str, tuple[PlanFile, str, str]] = {
         "0.3",
         "'mxfp8' on hopper-80g",
     ),
-    "a version": (titan(dp_shard=8), "0.1", "known are 0.3, 0.2, main"),
+    "a version": (titan(dp_shard=8), "0.1", "known are torchtitan@0.3, torchtitan@0.2, torchtitan@main"),
 }
 
 
@@ -445,7 +445,7 @@ REFUSED: dict[str, tuple[PlanFile, str, str]] = {
 def test_what_cannot_be_expressed_is_refused_in_one_line(case: str) -> None:
     plan_file, version, says = REFUSED[case]
     with pytest.raises(InputError) as error:
-        job_of(plan_file, "torchtitan", version)
+        job_of(plan_file, f"torchtitan@{version}")
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -502,7 +502,7 @@ SPREADS = [(2, 32, 1, 1), (8, 61, 1, 1), (4, 10, 0, 2), (16, 126, 1, 1), (5, 7, 
 
 
 def asked(plan_file: PlanFile, version: str, *, build: bool = False) -> dict[str, Any]:
-    job = job_of(plan_file, "torchtitan", version)
+    job = job_of(plan_file, f"torchtitan@{version}")
     words = shlex.split(" ".join(job.trailing).replace('"$STEPS"', "100"))
     files = {file.name: file.text for file in job.files}
     return {"files": files, "words": words, "world": plan_file.best.plan.num_devices, "build": build}

@@ -70,15 +70,14 @@ def export(
     *,
     to: str,
     launcher: str = "torchrun",
-    target_version: str | None = None,
     image: str | None = None,
     nearest: bool = False,
 ) -> ExportResult:
     """Return the files that start a plan, of a result or of a plan file, in the framework `to`.
 
-    `launcher` is what starts it, `target_version` that of the framework where several are known, `image` that of the
-    containers on Kubernetes or with skypilot.  With `nearest` the nearest plan that the framework can express is
-    written where it cannot express this one; `warnings` say which.
+    `to` is a target or TARGET@VERSION, `launcher` what starts it, `image` that of the containers on Kubernetes or with
+    skypilot.  With `nearest` the nearest plan that the framework can express is written where it cannot express this
+    one; `warnings` say which.
 
     On a cluster with unlike parts a plan is written whose replicas are equal and whose stages have one tensor degree.
 
@@ -88,21 +87,19 @@ def export(
     file = load_any_plan_file(Path(plan)) if isinstance(plan, str | Path) else plan.file
     where = f"{plan}: " if isinstance(plan, str | Path) else ""
     if isinstance(file, MixedPlanFile):
-        return _export_unlike(file, where, to, launcher, target_version, image)
+        return _export_unlike(file, where, to, launcher, image)
     if file.best.verdict == "oom":
         raise NoPlanError(
             f"{where}the plan needs {format_bytes(file.best.memory_bytes)} and would run out of memory: "
             "search for one that fits"
         )
     problem = plan.problem if isinstance(plan, PricedPlans) else None
-    file, warnings = _startable(file, to, target_version, problem, or_nearest=nearest)
-    files = exported(file, to, launcher, target_version, image)
+    file, warnings = _startable(file, to, problem, or_nearest=nearest)
+    files = exported(file, to, launcher, image)
     return ExportResult(plan=file.best.plan.describe(), files=files, warnings=warnings)
 
 
-def _export_unlike(
-    file: MixedPlanFile, where: str, to: str, launcher: str, version: str | None, image: str | None
-) -> ExportResult:
+def _export_unlike(file: MixedPlanFile, where: str, to: str, launcher: str, image: str | None) -> ExportResult:
     """Return the files that start the plan of a mixed cluster on its unlike nodes."""
     if file.best.verdict == "oom":
         raise NoPlanError(f"{where}the plan would run out of memory: search for one that fits")
@@ -111,25 +108,23 @@ def _export_unlike(
     except InputError as error:
         raise InputError(f"{where}{error}") from None
     first = nodes[0].plan_file
-    files = exported(first, to, launcher, version, image, unlike_nodes=nodes)
+    files = exported(first, to, launcher, image, unlike_nodes=nodes)
     return ExportResult(plan=first.best.plan.describe(), files=files)
 
 
 def _startable(
-    file: PlanFile, to: str, version: str | None, problem: Problem | None, *, or_nearest: bool
+    file: PlanFile, to: str, problem: Problem | None, *, or_nearest: bool
 ) -> tuple[PlanFile, tuple[str, ...]]:
     """Return `file`, or with `or_nearest` the nearest plan that `to` can express in its place, and a warning.
 
     Without it the refusal says what single change would do.
     """
-    target = TARGETS.get(to)
-    if target is None or file.framework.rules not in target.rules or version not in (None, *target.versions):
-        return file, ()  # no other plan would do
+    find_target(to, file.framework)  # where this refuses, no other plan would do
     try:
-        job_of(file, to, version)
+        job_of(file, to)
     except InputError as error:
         try:
-            near = _nearest(file, to, version, problem, most_changes=2 if or_nearest else 1)
+            near = _nearest(file, to, problem, most_changes=2 if or_nearest else 1)
         except AutoplanError:  # such as timings that cannot be read here
             near = None
         if near is None:
@@ -145,12 +140,10 @@ def _startable(
     return file, ()
 
 
-def _nearest(
-    file: PlanFile, to: str, version: str | None, problem: Problem | None, *, most_changes: int
-) -> Near | None:
+def _nearest(file: PlanFile, to: str, problem: Problem | None, *, most_changes: int) -> Near | None:
     def accepts(plan: RankedPlan) -> bool:
         try:
-            job_of(replace(file, best=plan), to, version)
+            job_of(replace(file, best=plan), to)
         except InputError:
             return False
         return True
@@ -177,7 +170,8 @@ def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = "torchr
         today, searched = "", file.to
     else:
         today, searched = file.today.target if file.today else "", file.space.to if file.space else ""
-    first = (today, searched, target_of(file.framework.name), file.framework.rules)
+    searched_name = searched.partition("@")[0]
+    first = (today, searched_name, target_of(file.framework.name), file.framework.rules)
     targets = [target for target in TARGETS.values() if file.framework.rules in target.rules]
     if not targets:
         raise NoPlanError(f"no launch files are written for {file.framework.name}")
@@ -186,14 +180,15 @@ def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = "torchr
     target = next((name for name, why in refusals.items() if not why), None)
     if target is None:
         raise NoPlanError(next(iter(refusals.values())))
+    target = searched if target == searched_name else target  # in the version that was searched for
     command = f"autoplan export {shlex.quote(str(path))} --to {target} --launcher {launcher} --out launch"
     if isinstance(file, MixedPlanFile):
-        _export_unlike(file, "", target, launcher, None, None)
+        _export_unlike(file, "", target, launcher, None)
         return command
     try:
         job_of(file, target)
     except InputError:
-        _startable(file, target, None, None, or_nearest=True)
+        _startable(file, target, None, or_nearest=True)
         return f"{command} --nearest"
     return command
 

@@ -225,34 +225,34 @@ def _with_options(started: LaunchStart, file: PlanFile, today: CurrentPlan) -> C
         return today
     written: dict[str, dict[str, str]] = {}
     refusals: list[str] = []
-    for version in TARGETS[today.target].versions:
+    for to in TARGETS[today.target].spellings:
         try:
-            written[version] = _written(started, file, file.best, version)
+            written[to] = _written(started, file, file.best, to)
         except InputError as error:
             refusals.append(str(error))
     if not written:
         return replace(today, no_options=refusals[0])
     # Of several generations of a framework the file is of the one whose options it has.
-    version = max(written, key=lambda name: len(written[name].keys() & in_file.keys()))
+    to = max(written, key=lambda name: len(written[name].keys() & in_file.keys()))
     # What was not understood is not written either: it is the person's to keep.
     unread = {option.option for option in started.launch.unread}
-    options = tuple(change for change in differing(in_file, written[version]) if change.option not in unread)
+    options = tuple(change for change in differing(in_file, written[to]) if change.option not in unread)
     if today.priced is None or today.broken:
         return replace(today, options=options)
-    options = _needed(options, in_file, _implied(started, file, today.priced, version), written[version])
+    options = _needed(options, in_file, _implied(started, file, today.priced, to), written[to])
 
     def of_axis(change: AxisChange) -> AxisChange:
         if change.alone is None:
             return change
         try:
-            changed = differing(before, _written(started, file, change.alone, version))
+            changed = differing(before, _written(started, file, change.alone, to))
         except InputError:  # admitted by the framework, but not to be written for it
             return change
         as_written = (replace(option, before=in_file.get(option.option, option.before)) for option in changed)
         return replace(change, options=tuple(as_written))
 
     try:
-        before = _written(started, file, today.priced, version)
+        before = _written(started, file, today.priced, to)
     except InputError:
         return replace(today, options=options)
     return replace(today, options=options, changes=tuple(map(of_axis, today.changes)))
@@ -278,25 +278,24 @@ def _needed(
     )
 
 
-def _implied(started: LaunchStart, file: PlanFile, priced: RankedPlan, version: str) -> dict[str, str]:
+def _implied(started: LaunchStart, file: PlanFile, priced: RankedPlan, to: str) -> dict[str, str]:
     """The options that the file itself has once it is exported; empty where it cannot be."""
     launch = started.launch
     own = replace(file, model=launch.model, training=launch.training, best=replace(priced, plan=launch.plan))
     try:
-        return _written(started, replace(own, alternatives=()), own.best, version)
+        return _written(started, replace(own, alternatives=()), own.best, to)
     except InputError:
         return {}
 
 
-def _written(started: LaunchStart, file: PlanFile, plan: RankedPlan, version: str) -> dict[str, str]:
-    """The options of a plan in the file that is exported for the target of the launch file."""
-    target, cluster = started.launch.target, file.cluster
-    reader = reader_of(target)
+def _written(started: LaunchStart, file: PlanFile, plan: RankedPlan, to: str) -> dict[str, str]:
+    """The options of a plan in the file that is exported for `to`, the target of the launch file in some version."""
+    cluster, reader = file.cluster, reader_of(started.launch.target)
     context = replace(
         started.context, num_devices=cluster.num_devices, devices_per_node=cluster.devices_per_node, variables=()
     )
     refusal = InputError("none of its files can be read back")
-    for written in exported(replace(file, best=plan), target, "torchrun", version):
+    for written in exported(replace(file, best=plan), to, "torchrun"):
         if reader.recognises(written.name, written.text):
             try:
                 return dict(reader.read(written.text, context).options)

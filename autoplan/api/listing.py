@@ -95,7 +95,7 @@ def _frameworks() -> Iterator[dict[str, Any]]:
 def _targets() -> Iterator[dict[str, Any]]:
     for name, target in TARGETS.items():
         rules = ("frameworks without rules" if rules == "unknown" else rules for rules in sorted(target.rules))
-        yield {"target": name, "versions": ", ".join(target.versions), "plans of": ", ".join(rules)}
+        yield {"target": name, "@version": ", ".join(target.versions), "plans of": ", ".join(rules)}
 
 
 NUMBERS = ("parameters", "layers", "hidden size", "devices a node", "memory GiB", "GB/s", "TFLOP/s")  # columns

@@ -50,7 +50,6 @@ class TuneOptions(ProblemOptions, total=False):
     warmup: int  # steps before them: 2
     template: str | None  # of a scheduler whose jobs the trials are: slurm, kubernetes, or a TOML file
     to: str  # with a template, what trains, as for `export`: the built-in "autoplan"
-    target_version: str | None  # of that
     image: str | None  # of the containers, on Kubernetes
     limit: str  # time of a trial after which it is taken to hang: "15m"
     work: str | Path  # folder of the trials and the study: "tune"
@@ -115,7 +114,6 @@ def prepare(
         program=tuple(options.get("program") or ()),
         template=options.get("template"),
         to=options.get("to", "autoplan"),
-        target_version=options.get("target_version"),
         image=options.get("image"),
         trials=options.get("trials", 10),
         steps=options.get("steps", 10),
@@ -307,19 +305,19 @@ def _trainable(candidates: Candidates) -> Candidates:
     return replace(candidates, plans=trainable)
 
 
-def _exportable(candidates: Candidates, target: str, version: str | None) -> Candidates:
+def _exportable(candidates: Candidates, to: str) -> Candidates:
     """Keep the plans that a target of export can be told."""
     file = candidates.trial_file(0)
     exportable, refusals = [], []
     for ranked in candidates.plans:
         try:
-            job_of(replace(file, best=ranked), target, version)
+            job_of(replace(file, best=ranked), to)
         except InputError as error:
             refusals.append(error)
         else:
             exportable.append(ranked)
     if not exportable:
-        raise NoPlanError(f"{target} starts none of the plans: {refusals[0]}")
+        raise NoPlanError(f"{to} starts none of the plans: {refusals[0]}")
     return replace(candidates, plans=tuple(exportable))
 
 
@@ -333,7 +331,6 @@ class TrialOptions:
     program: tuple[str, ...]  # of the user; empty: the built-in trainer, or what `template` and `to` start
     template: str | None
     to: str
-    target_version: str | None
     image: str | None
     trials: int
     steps: int
@@ -348,8 +345,8 @@ class TrialOptions:
                 raise InputError(f"{flag} {number}: must be 1 or more")
         if self.template and self.program:
             raise InputError("--command runs on this machine: what submit of --template starts is written there")
-        if not self.template and (self.to != "autoplan" or self.target_version or self.image):
-            raise InputError("--to, --target-version and --image are of the jobs of a --template")
+        if not self.template and (self.to != "autoplan" or self.image):
+            raise InputError("--to and --image are of the jobs of a --template")
         if self.parallel > 1 and not self.template:
             raise InputError("--parallel: trials on this machine share its devices and would slow each other down")
 
@@ -358,7 +355,7 @@ class TrialOptions:
         """Return what the trials of a study have in common, as a call that joins it has to say it too."""
         about = {"steps": str(self.steps), "warmup": str(self.warmup), "program": shlex.join(self.program)}
         if self.template:
-            about |= {"template": self.template, "to": " ".join(filter(None, (self.to, self.target_version)))}
+            about |= {"template": self.template, "to": self.to}
         return about
 
     @property
@@ -397,12 +394,11 @@ def _scheduled(options: TrialOptions, template: str, candidates: Candidates) -> 
         num_steps=options.steps + options.warmup,
         options=options.run_options,
         to=options.to,
-        version=options.target_version,
         image=options.image,
     )
     if jobs.runs_trainer:
         return Runner(jobs=jobs, candidates=_trainable(candidates))
     keeper = RunKeeper(options.db) if options.db else None
     if scheduler.launcher:
-        candidates = _exportable(candidates, options.to, options.target_version)
+        candidates = _exportable(candidates, options.to)
     return Runner(jobs=jobs, candidates=candidates, enough=options.steps, keeper=keeper)

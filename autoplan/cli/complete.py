@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from autoplan.frameworks.registry import facts_files, names_of
+from autoplan.frameworks.registry import TARGETS, facts_files, names_of
 
 PRESETS = Path(__file__).parent.parent / "presets"
 
@@ -28,6 +28,12 @@ def clusters(incomplete: str) -> list[str]:
 def frameworks(incomplete: str) -> list[str]:
     """Completion among the frameworks that a flag can name."""
     return words(sorted({name for facts in facts_files() for name in names_of(facts)}))(incomplete)
+
+
+def targets(incomplete: str) -> list[str]:
+    """Completion among the targets that a flag can name, with their versions once a name stands."""
+    name = incomplete.partition("@")[0]
+    return words(TARGETS[name].spellings if name in TARGETS else TARGETS)(incomplete)
 
 
 def presets(kind: str) -> Callable[[str], list[str]]:

@@ -10,14 +10,19 @@ import typer
 import autoplan
 from autoplan import api
 from autoplan.base.errors import InputError
-from autoplan.cli.complete import words
+from autoplan.cli.complete import targets, words
 from autoplan.cli.options import ForceOption, PlanArgument
 from autoplan.cli.remarks import print_warnings
-from autoplan.frameworks.registry import TARGETS
+from autoplan.frameworks.registry import TARGETS, find_target
 from autoplan.launch.names import LAUNCHERS
 
 ToOption = Annotated[
-    str, typer.Option(metavar="TARGET", help=f"Framework: {', '.join(TARGETS)}.", autocompletion=words(TARGETS))
+    str,
+    typer.Option(
+        metavar="TARGET",
+        help=f"Framework, NAME or NAME@VERSION: {', '.join(TARGETS)}.",
+        autocompletion=targets,
+    ),
 ]
 LauncherOption = Annotated[
     str,
@@ -25,9 +30,6 @@ LauncherOption = Annotated[
 ]
 ImageOption = Annotated[
     str | None, typer.Option(metavar="IMAGE", help="Image of the containers, on Kubernetes or with skypilot.")
-]
-TargetVersionOption = Annotated[
-    str | None, typer.Option(metavar="VERSION", help="Version of the framework, where several are known.")
 ]
 OutOption = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="Write the files into this folder instead of to stdout.")
@@ -46,7 +48,6 @@ def export(
     to: ToOption,
     launcher: LauncherOption = "torchrun",
     image: ImageOption = None,
-    target_version: TargetVersionOption = None,
     out: OutOption = None,
     nearest: NearestOption = False,
     force: ForceOption = False,
@@ -55,13 +56,10 @@ def export(
     """Write the files that start a plan."""
     from autoplan.base.files import check_folder, encode
 
-    if to not in TARGETS:
-        raise InputError(f"no target {to!r}: known are {', '.join(TARGETS)}")
+    find_target(to)
     if out is not None:
         check_folder(out, force=force)
-    exported = autoplan.export(
-        plan, to=to, launcher=launcher, target_version=target_version, image=image, nearest=nearest
-    )
+    exported = autoplan.export(plan, to=to, launcher=launcher, image=image, nearest=nearest)
     print_warnings(exported.warnings)
     if out is not None:
         typer.echo(f"wrote {', '.join(map(str, exported.save(out, force=force)))}", err=True)

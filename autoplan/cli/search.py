@@ -12,7 +12,7 @@ import typer
 import autoplan
 from autoplan import api, report
 from autoplan.base.errors import InputError, refused
-from autoplan.cli.complete import presets, words
+from autoplan.cli.complete import presets, targets, words
 from autoplan.cli.files import write_page
 from autoplan.cli.flags import PROBLEM, RUN, shared_flags
 from autoplan.cli.inputs import (
@@ -39,7 +39,6 @@ from autoplan.cli.options import (
 )
 from autoplan.cli.progress import progress_bar, say_how_to_watch
 from autoplan.cli.remarks import print_warnings, print_written
-from autoplan.frameworks.registry import TARGETS
 
 if TYPE_CHECKING:
     from autoplan.api.plan_result import PlanResult
@@ -74,8 +73,8 @@ ToOption = Annotated[
     str | None,
     typer.Option(
         metavar="TARGET",
-        help="Look only at plans that can be exported to this target, priced as its framework.",
-        autocompletion=words(TARGETS),
+        help="Look only at plans that can be exported to this target, NAME or NAME@VERSION, priced as its framework.",
+        autocompletion=targets,
     ),
 ]
 GlobalBatchOption = Annotated[

@@ -11,7 +11,7 @@ import typer
 
 from autoplan import api
 from autoplan.base.errors import InputError, NoPlanError
-from autoplan.cli.complete import presets
+from autoplan.cli.complete import presets, targets
 from autoplan.cli.flags import PROBLEM, shared_flags
 from autoplan.cli.inputs import check_output, check_untyped, problem_options, typed_options, whole_url
 from autoplan.cli.options import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TUNE_FLAGS = (
     *("model", "cluster", "global_batch", "seq_len"),
     *("fix", "at_most", "forbid", "program", "trials", "budget", "gpu_hours", "parallel", "steps", "warmup"),
-    *("template", "to", "target_version", "image", "limit", "work", "study"),
+    *("template", "to", "image", "limit", "work", "study"),
 )
 STATED_BY_PLAN = (
     *("cluster", "global_batch", "seq_len", "precision", "attention", "framework", "calibration", "timings"),
@@ -84,10 +84,11 @@ TemplateOption = Annotated[
 ToOption = Annotated[
     str,
     typer.Option(
-        metavar="TARGET", help="With --template: what trains, as for export; the built-in trainer is autoplan."
+        metavar="TARGET",
+        help="With --template: what trains, as for export; the built-in trainer is autoplan.",
+        autocompletion=targets,
     ),
 ]
-TargetVersionOption = Annotated[str | None, typer.Option(metavar="VERSION", help="With --to: as for export.")]
 ImageOption = Annotated[str | None, typer.Option(metavar="IMAGE", help="Image of the containers, on Kubernetes.")]
 LimitOption = Annotated[str, typer.Option(metavar="TIME", help="Time after which a trial is taken to hang.")]
 WorkOption = Annotated[
@@ -133,7 +134,6 @@ def tune(
     warmup: WarmupOption = 2,
     template: TemplateOption = None,
     to: ToOption = "autoplan",
-    target_version: TargetVersionOption = None,
     image: ImageOption = None,
     limit: LimitOption = "15m",
     work: WorkOption = Path("tune"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table, schema
-from autoplan.frameworks.registry import BOOKS, check_rules, facts_files, names_of, versions_of
+from autoplan.frameworks.registry import BOOKS, TARGETS, check_rules, facts_files, names_of, versions_of
 from autoplan.spec.framework import GROUPS, NOW_USUAL, Framework
 
 
@@ -87,6 +87,8 @@ def load_framework(text: str) -> Framework:
         return _preset(facts)
     if version not in (versions := versions_of(facts)):
         hint = f"known are {', '.join(versions)}, and the present one" if versions else "only the present one is known"
+        if version and name in TARGETS and version in TARGETS[name].versions:
+            hint += f", and plans for that version are searched with --to {text}"
         raise InputError(f"no version {version[:40]!r} of {name}: {hint}, which {name} alone names")
     return _preset(versions[version])
 

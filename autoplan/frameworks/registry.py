@@ -165,11 +165,15 @@ def target_called(framework: object) -> str | None:
     return name if name is not None and target_of(facts_of(name)) != name else None
 
 
-def find_target(name: str, framework: Framework | None = None) -> Target:
-    """Return the target of that name; an InputError tells those there are, or that it runs no plans of `framework`."""
+def find_target(to: str, framework: Framework | None = None) -> Target:
+    """Return the target NAME in its default version, or NAME@VERSION.
+
+    An InputError tells those there are, or that it runs no plans of `framework`.
+    """
+    name, at, version = to.partition("@")
     if name not in TARGETS:
         raise InputError(f"no target {name[:40]!r}: known are {', '.join(TARGETS)}")
-    target = TARGETS[name]
+    target = TARGETS[name].at(version if at else TARGETS[name].versions[0])
     if framework is not None and framework.rules not in target.rules:
         raise InputError(
             f"the plan was made for {framework.name}, which {target.title} is not: "

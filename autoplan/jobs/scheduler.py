@@ -76,12 +76,11 @@ class SchedulerJobs:
         num_steps: int,
         options: Sequence[str] = (),
         to: str = _TRAINER,
-        version: str | None = None,
         image: str | None = None,
         files: Callable[[PlanFile, str], tuple[File, ...]] | None = None,
     ) -> None:
         self._template, self._time_limit_s, self._num_steps = template, time_limit_s, num_steps
-        self._to, self._version, self._image = to, version, image
+        self._to, self._image = to, image
         self._files = files
         self.runs_trainer: bool = to == _TRAINER and template.takes_options and files is None
         self._output = MESSAGES if self.runs_trainer else LOG  # that trainer keeps its log itself
@@ -182,7 +181,6 @@ class SchedulerJobs:
             plan_file,
             self._to,
             self._template.launcher,
-            self._version,
             self._image,
             name=name,
             num_steps=self._num_steps,

@@ -16,16 +16,12 @@ from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.training import TrainingSpec
 
 
-def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
-    """The job of a plan for the target `to`; an `InputError` says why there is none."""
+def job_of(plan_file: PlanFile, to: str) -> Job:
+    """The job of a plan for the target `to`, NAME or NAME@VERSION; an `InputError` says why there is none."""
     target = find_target(to, plan_file.framework)
-    version = target.versions[0] if version is None else version
-    if version not in target.versions:
-        remedy = f"known are {', '.join(target.versions)}" if any(target.versions) else "leave the version out"
-        raise InputError(f"no version {version!r} of {target.title}: {remedy}")
     if why := refused_training(target, plan_file.training):
         raise InputError(why)
-    return target.job(plan_file, version)
+    return target.job(plan_file, target.versions[0])
 
 
 def refused_training(target: Target, training: TrainingSpec) -> str:
@@ -53,7 +49,6 @@ def exported(
     plan_file: PlanFile,
     to: str,
     launcher: str,
-    version: str | None = None,
     image: str | None = None,
     *,
     name: str | None = None,
@@ -68,7 +63,7 @@ def exported(
     launcher_name = next((name for name in LAUNCHERS if name == launcher), None)
     if launcher_name is None:
         raise InputError(f"no launcher {launcher!r}: known are {', '.join(LAUNCHERS)}")
-    job = _job_of_all(unlike_nodes, to, version) if unlike_nodes else job_of(plan_file, to, version)
+    job = _job_of_all(unlike_nodes, to) if unlike_nodes else job_of(plan_file, to)
     if num_steps is not None:
         steps = str(num_steps)
         job = replace(
@@ -80,12 +75,12 @@ def exported(
     return launch_files(plan_file, job, launcher_name, image, name, unlike_nodes)
 
 
-def _job_of_all(unlike_nodes: Sequence[NodeRange], to: str, version: str | None) -> Job:
+def _job_of_all(unlike_nodes: Sequence[NodeRange], to: str) -> Job:
     """Return the job that runs on all of these nodes, with what the environment of each needs.
 
     Raises InputError where they need other options or files.
     """
-    jobs = [job_of(nodes.plan_file, to, version) for nodes in unlike_nodes]
+    jobs = [job_of(nodes.plan_file, to) for nodes in unlike_nodes]
     settings = {setting.name: setting for job in jobs for setting in job.environment}
     first, *later_jobs = (replace(job, environment=tuple(settings.values())) for job in jobs)
     if any(later_job != first for later_job in later_jobs):

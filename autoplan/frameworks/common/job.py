@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
+from autoplan.base.errors import InputError
 from autoplan.frameworks.common.rules import Rule
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.optimizers import OptimizerName
@@ -74,7 +75,8 @@ class Target:
 
     `job` makes the job of a plan file for one of the `versions`, the default first, and refuses what the framework
     cannot express with an `InputError` that gives the reason.  The default version can express every plan that keeps to
-    the `limits` beside the rules of its framework, if the model and the training can be expressed at all.
+    the `limits` beside the rules of its framework, if the model and the training can be expressed at all; another one
+    those that keep to its `other_limits`, where it has any, in place of these.
     """
 
     name: str
@@ -83,10 +85,23 @@ class Target:
     job: Callable[[PlanFile, str], Job]
     versions: tuple[str, ...] = ("",)
     limits: tuple[Rule, ...] = ()
+    other_limits: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)  # by version, where they are others
     # Says what of a fine-tuning it cannot express, as a noun, or nothing; None: it trains all weights.
     refused_tuning: Callable[[FineTuning], str] | None = None
     unequal_batches: bool = False  # whether replicas may take unlike numbers of micro-batches
     optimizers: tuple[OptimizerName, ...] = ("adam",)  # that it can be told to take
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Its name with each of its versions, NAME@VERSION, the default first; the name alone where it has none."""
+        return tuple(f"{self.name}@{version}" if version else self.name for version in self.versions)
+
+    def at(self, version: str) -> Target:
+        """Return the target in one of its versions alone."""
+        if version not in self.versions:
+            remedy = f"known are {', '.join(self.spellings)}" if any(self.versions) else "leave the version out"
+            raise InputError(f"no version {version[:40]!r} of {self.title}: {remedy}")
+        return replace(self, versions=(version,), limits=self.other_limits.get(version, self.limits))
 
 
 def safe_name(text: str) -> str:

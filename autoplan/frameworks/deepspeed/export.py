@@ -42,8 +42,7 @@ def deepspeed_config(plan_file: PlanFile, version: str) -> dict[str, Any]:
     """The configuration; optimizer and learning rate are those of the script."""
     model, plan = plan_file.model, plan_file.best.plan
     check_legal(RULES, model, plan_file.training, plan, "DeepSpeed does not accept the plan")
-    limits = _LIMITS_WITH_MICS if version == _WITH_MICS else LIMITS
-    check_limits(limits, model, plan_file.training, plan, "DeepSpeed's configuration cannot express")
+    check_limits(TARGET.at(version).limits, model, plan_file.training, plan, "DeepSpeed's configuration cannot express")
     config: dict[str, Any] = {
         **written((TOTAL, MICRO_BATCH, ACCUMULATION), plan_file),
         plan.precision: {"enabled": True} | _written_states(plan_file),
@@ -132,7 +131,7 @@ _SHARDS_OVER_ALL = Rule(
     holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding != _ZERO3),
     text=lambda s, p: (
         f"zero3 over {p.dp_shard} of {p.dp} replicas: MiCS was removed after {_WITH_MICS}, shard over all "
-        f"of them or export for --target-version {_WITH_MICS}"
+        f"of them or use --to deepspeed@{_WITH_MICS}"
     ),
 )
 LIMITS = (*_LIMITS_WITH_MICS, _SHARDS_OVER_ALL)
@@ -144,6 +143,7 @@ TARGET = Target(
     job=job,
     versions=("0.19.8", _WITH_MICS),
     limits=LIMITS,
+    other_limits={_WITH_MICS: _LIMITS_WITH_MICS},
     refused_tuning=refused_by_peft,
     optimizers=("adam", "adam8bit", "adafactor", "lion", "sgd"),
 )

@@ -38,6 +38,7 @@ from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.training import TrainingSpec
 
 MODULE, TOML = "plan_cfg.py", "torchtitan.toml"
+_OLD = "0.2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +109,37 @@ LIMITS = (
         holds=lambda s, b: (b.precision != Precision.NVFP4.code) | (s.model.moe is None),
         text=lambda s, p: "precision 'nvfp4' of experts: plan with mxfp8",
     ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: ~b.tp_overlap | (s.training.fused_norm is not False),
+        text=lambda s, p: "tp_overlap without compilation: leave fused_norm out",
+    ),
+)
+_OLD_LIMITS = (
+    *LIMITS,
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.precision != Precision.NVFP4.code,
+        text=lambda s, p: "precision 'nvfp4' in version 0.2: export for 0.3",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.tp == 1) | b.sp,
+        text=lambda s, p: "tp without sp in version 0.2: plan with sp or export for 0.3",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.pp == 1) | (family_of(s.model) not in ("qwen3", "gpt_oss")),
+        text=lambda s, p: f"a pipeline of {family_of(s.model)} in version 0.2: plan with pp 1 or export for 0.3",
+    ),
 )
 
 
 def _check(plan_file: PlanFile, version: str) -> None:
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     check_legal(RULES, model, training, plan, "torchtitan does not accept the plan")
-    check_limits(LIMITS, model, training, plan, "torchtitan cannot express")
-    generation, old = plan_file.cluster.device.generation, version == "0.2"
+    check_limits(TARGET.at(version).limits, model, training, plan, "torchtitan cannot express")
+    generation = plan_file.cluster.device.generation
     refusals = (
         (training.attention not in ("flash", "flash2"), f"attention {training.attention!r}: plan with flash"),
         (
@@ -126,9 +150,6 @@ def _check(plan_file: PlanFile, version: str) -> None:
             plan.precision == "fp8" and generation in ("volta", "turing", "ampere"),
             f"precision 'fp8' on {plan_file.cluster.device.name}: plan with another one",
         ),
-        (old and plan.precision == "nvfp4", "precision 'nvfp4' in version 0.2: export for 0.3"),
-        (old and plan.tp > 1 and not plan.sp, "tp without sp in version 0.2: plan with sp or export for 0.3"),
-        (plan.tp_overlap and training.fused_norm is False, "tp_overlap without compilation: leave fused_norm out"),
     )
     if refusal := refused(refusals):
         raise InputError(f"torchtitan cannot express {refusal}")
@@ -298,8 +319,6 @@ def _layers(family: str, plan_file: PlanFile, version: str) -> tuple[str, dict[s
 def _toml(plan_file: PlanFile) -> str:
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     family, flavor = _flavor(model)
-    if plan.pp > 1 and family in ("qwen3", "gpt_oss"):
-        raise InputError(f"torchtitan 0.2 builds no pipeline of {family}: plan with pp 1 or export for 0.3")
     tables: dict[str, Mapping[str, Any]] = {
         "model": {"name": family, "flavor": flavor},
         "optimizer": {"name": "AdamW", "lr": 3e-4},
@@ -387,6 +406,7 @@ TARGET = Target(
     title="torchtitan",
     rules=("torchtitan",),
     job=job,
-    versions=("0.3", "0.2", "main"),
+    versions=("0.3", _OLD, "main"),
     limits=LIMITS,
+    other_limits={_OLD: _OLD_LIMITS},
 )
