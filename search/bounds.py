@@ -24,7 +24,6 @@ from autoplan.base.arrays import Bools, Floats, Ints, Rows, add_up, distinct_row
 from autoplan.cost.blocks import BlockCost, ahead_s, block_costs
 from autoplan.cost.collectives.end_of_step import end_of_step_s, least_shown_s, optimizer_s
 from autoplan.cost.collectives.pipeline_messages import message_s
-from autoplan.cost.estimate import straggler_share
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.sizes import KERNEL_AXES
 from autoplan.cost.kernels.times import head_s
@@ -43,6 +42,7 @@ from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.closed_forms import send_exposed_s
 from autoplan.cost.pipeline.layout import StageBlocks, repeats_beside
 from autoplan.cost.pipeline.order import V_SHAPED
+from autoplan.cost.step import straggler_share
 from autoplan.cost.uneven_lengths import varying_s, waiting_s
 from autoplan.search.space import Inside, Space
 from autoplan.spec.axes import AXIS

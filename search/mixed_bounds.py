@@ -14,9 +14,9 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, Rows
 from autoplan.cost.collectives.pipeline_messages import message_s
-from autoplan.cost.estimate import straggler_share
 from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.closed_forms import send_exposed_s
+from autoplan.cost.step import straggler_share
 from autoplan.frameworks.common.rules import legal
 from autoplan.search.bounds import KindCosts, kind_costs
 from autoplan.search.limits import COUNTS, Limits, divisors

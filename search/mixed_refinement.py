@@ -13,7 +13,8 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
 from autoplan.base.errors import AutoplanError
-from autoplan.cost.mixed.estimate import StageTimes, estimate_mixed, pipeline_s
+from autoplan.cost.mixed.estimate import estimate_mixed
+from autoplan.cost.pipeline.closed_forms import pipeline_s
 from autoplan.search.balance import even_shares, min_max_layers, split_microbatches
 from autoplan.search.structures import StageKind, Structure
 from autoplan.spec.axes import SEARCHED
@@ -192,8 +193,9 @@ class Refiner:
         for size, kind, times, price in zip(sizes, structure.kinds, passes, prices, strict=True):
             numbers = kind.round * np.arange(1, self.global_batch // size // kind.count + 2)
             forward_s, backward_s = times[:, None, :]
-            stages = StageTimes(forward_s, backward_s, StageTimes.of(price).send_s)
-            makespan, exposed, _ = pipeline_s(stages, numbers, np.full_like(numbers, kind.vp), overlaps=overlaps)
+            send_s = np.array([[stage.send_s for stage in price.stages]])
+            vp = np.full_like(numbers, kind.vp)
+            makespan, exposed, _ = pipeline_s(forward_s, backward_s, send_s, numbers, vp, overlaps=overlaps)
             tables.append(np.maximum.accumulate(makespan + exposed))
         return split_microbatches(tables, counts, sizes, self.global_batch)
 

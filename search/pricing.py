@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.estimate import estimate, memory_oom_z, needs_order
+from autoplan.cost.estimate import estimate, memory_oom_z
+from autoplan.cost.step import needs_order
 from autoplan.frameworks.common.rules import legal
 from autoplan.search.blocks import Block, BlockOutcome, CellOutcome
 from autoplan.search.bounds import first_layers, kind_bounds, kind_costs, plan_bounds

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
 from autoplan.cost.blocks import BlockCost, block_costs
-from autoplan.cost.estimate import NORMAL_90, STRAGGLER_SPREAD, estimate, stage_costs
+from autoplan.cost.estimate import NORMAL_90, estimate, stage_costs
 from autoplan.cost.kernels.attention import DROPOUT_ATTENTION_TIME
 from autoplan.cost.kernels.products import gemm_rate, gemm_s
 from autoplan.cost.memory.stage_memory import MEMORY_TERMS
 from autoplan.cost.network.links import CONTENTION_SHARE, Links, ProcessGroup, collective_s
 from autoplan.cost.pipeline.closed_forms import gpipe_s, one_forward_one_backward_s
+from autoplan.cost.step import STRAGGLER_SPREAD
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.calibration import Calibration
@@ -213,7 +214,7 @@ def test_stages_agree_with_the_estimate(case: tuple[Problem, ParallelPlan]) -> N
     forward, backward = (np.array([[getattr(s, name) for s in stages]]) for name in ("forward_s", "backward_s"))
     m = np.array([plan.num_microbatches])
     if plan.schedule == "gpipe":
-        makespan = gpipe_s(forward, backward, m)
+        makespan = gpipe_s(forward, backward, m, np.zeros((1, plan.pp - 1)))
     else:
         makespan = one_forward_one_backward_s(forward, backward, m, np.array([plan.vp]))
     work = sum(float(cost.terms_s[name][0]) for name in (*BLOCK_TERMS, "head", "allocator_retries", "pipeline_bubble"))

@@ -41,7 +41,7 @@ NUM_PLANS = 60
 
 def some_plans(problem: Problem) -> PlanBatch:
     """Lawful plans of many kinds."""
-    space = make_space(problem, 256, forbid=["partial_recompute"])
+    space = make_space(problem, 256)
     cells = [random.Random(seed).choice(space.cells()) for seed in range(20)]
     kinds, _ = space.kinds(cells, *space.groups(cells))
     plans, _ = space.plans_in(kinds.take(np.array(random.Random(1).choices(range(len(kinds)), k=NUM_PLANS))))
@@ -64,9 +64,9 @@ def test_every_plan_of_one_part_costs_what_the_estimate_says(
         again = as_parallel(mixed, cost.plan, kind, kind.stages[0].tp)
         assert PlanBatch.of([again], num_layers).plan(0) == batch.plan(at)
         terms = {name: seconds[at] for name, seconds in expected.terms_s.items()}
-        assert cost.terms_s == pytest.approx(terms, rel=1e-9, abs=1e-12)
-        assert cost.low_s == pytest.approx(expected.low_s[at], rel=1e-9)
-        assert cost.oom_z == pytest.approx(expected.oom_z[at], rel=1e-9)
+        assert cost.terms_s == terms
+        assert (cost.step_s, cost.low_s, cost.high_s) == (expected.step_s[at], expected.low_s[at], expected.high_s[at])
+        assert cost.oom_z == expected.oom_z[at]
     for at in range(0, len(batch), NUM_PLANS // 4):
         plan = batch.plan(at)
         assert [placed.cost for placed in mixed_stages(mixed, written[at])] == list(stage_costs(problem, plan))

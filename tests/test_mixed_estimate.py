@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.cost.estimate import estimate
 from autoplan.cost.mixed.collectives import Islands, links_between
-from autoplan.cost.mixed.estimate import StageTimes, estimate_mixed, pipeline_s
+from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.network.links import Links, ProcessGroup
 from autoplan.cost.passes import Pass
-from autoplan.cost.pipeline.closed_forms import hop_sends_exposed_s, send_exposed_s
+from autoplan.cost.pipeline.closed_forms import hop_sends_exposed_s, pipeline_s, send_exposed_s
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
 from autoplan.readers.mixed_cluster import load_parts
@@ -117,7 +117,9 @@ def test_unlike_hops_stay_close_to_the_simulation_of_blocking_calls() -> None:
         times = {"F": forward.tolist(), "B": (2 * forward).tolist()}
         exact = simulate_blocking(p, m, times, hops.tolist())
         makespan, sends, _ = pipeline_s(
-            StageTimes(forward[None], 2 * forward[None], np.append(hops, 0.0)[None]),
+            forward[None],
+            2 * forward[None],
+            np.append(hops, 0.0)[None],
             np.array([m]),
             np.array([1]),
             overlaps=False,

@@ -13,6 +13,7 @@ the length of the step are the estimate's, and messages alone may seem to come t
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,8 +22,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, add_up
 from autoplan.base.errors import InputError
-from autoplan.cost.collectives.end_of_step import end_of_step_s
-from autoplan.cost.estimate import Stages, estimate, lay_out
+from autoplan.cost.estimate import estimate
 from autoplan.cost.kernels.measured_units import FORWARD_SHARE
 from autoplan.cost.memory.activations import chunk_activation_bytes
 from autoplan.cost.memory.stage_memory import ALLOCATED_TERMS, StageMemory
@@ -31,6 +31,8 @@ from autoplan.cost.pipeline.layout import chunk_blocks
 from autoplan.cost.pipeline.order import Operation, PipelineShape, chunks_of_ranks, rank_of_chunks, rank_orders
 from autoplan.cost.pipeline.recurrence import RankSteps, is_recurrent, rank_steps
 from autoplan.cost.pipeline.waits import ROWS
+from autoplan.cost.stages import Stages, lay_out
+from autoplan.cost.step import Pipelines, collectives_s, step_terms
 from autoplan.spec.enums import Schedule
 from autoplan.spec.estimate import StagePlace
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -141,31 +143,50 @@ def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
     check_length(PipelineShape(plan.schedule, plan.pp, plan.vp, plan.num_microbatches))
     batch = PlanBatch.of([plan], problem.model.num_layers)
     terms = {name: float(value[0]) for name, value in estimate(problem, batch).terms_s.items()}
-    laid = lay_out(problem, batch, plan.pp)
-    overall, stage_of = problem.calibration.overall, coordinates(plan)["pp"]
-    has_room = plan.vp == 1 or (not problem.framework.overlap.p2p_overlap and plan.num_microbatches >= plan.pp)
-    end = end_of_step_s(problem, batch, laid.blocks, laid.parameters, laid.costs.links)
-    pipeline = Pipeline(
+    stage_of = coordinates(plan)["pp"]
+    places = tuple(
+        StagePlace(stage=stage, num_microbatches=plan.num_microbatches, capacity_bytes=problem.capacity_bytes)
+        for stage in range(plan.pp)
+    )
+    ranks = [tuple(np.flatnonzero(stage_of == stage).tolist()) for stage in range(plan.pp)]
+    laid_out = Pipelines.plain(problem, lay_out(problem, batch, plan.pp))
+    return step_timeline([pipeline_of(laid_out, places, ranks, plan.num_devices)], terms)
+
+
+def pipeline_of(
+    pipelines: Pipelines, places: tuple[StagePlace, ...], ranks: Sequence[tuple[int, ...]], num_devices: int
+) -> Pipeline:
+    """Inputs of the timeline of the one pipeline that is laid out, of a step on so many devices."""
+    plan, terms = pipelines.batch.plan(0), step_terms(pipelines)
+    overlaps = pipelines.layouts[0].problem.framework.overlap.p2p_overlap
+    has_room = plan.vp == 1 or (not overlaps and plan.num_microbatches >= plan.pp)
+    stage_of = np.array(rank_of_chunks(plan.schedule, plan.pp, plan.vp))
+    passes: dict[tuple[str, int], dict[str, float]] = {}
+    levels: dict[str, Floats] = defaultdict(lambda: np.zeros(plan.pp))
+    alive = np.zeros(len(stage_of))
+    for layout in pipelines.layouts:
+        for row, own in enumerate(np.ones((1, plan.pp), dtype=np.bool_) if layout.on_part is None else layout.on_part):
+            chunks = own[stage_of]
+            of_chunks = pass_terms(layout.problem, layout.laid, row)
+            passes |= {(kind, chunk): value for (kind, chunk), value in of_chunks.items() if chunks[chunk]}
+            alive[chunks] = chunk_activation_bytes(layout.problem, layout.laid.batch)[row, chunks]
+            for name, value in memory_levels(layout.problem, layout.laid.memory, row).items():
+                levels[name][own] = value[own]
+    end_s = zip(HIDING, collectives_s(pipelines), strict=True)
+    return Pipeline(
         schedule=plan.schedule,
         vp=plan.vp,
-        places=tuple(
-            StagePlace(stage=stage, num_microbatches=plan.num_microbatches, capacity_bytes=problem.capacity_bytes)
-            for stage in range(plan.pp)
-        ),
-        ranks=[tuple(np.flatnonzero(stage_of == stage).tolist()) for stage in range(plan.pp)],
-        pass_terms_s=pass_terms(problem, laid, 0),
-        hop_s=np.full(plan.pp * plan.vp - 1, overall * float(laid.costs.message_s[0])),
+        places=places,
+        ranks=ranks,
+        pass_terms_s=passes,
+        hop_s=np.tile(pipelines.hop_s[0], plan.vp)[:-1],
         blocking=plan.pp > 1 and plan.schedule in ("1f1b", "interleaved") and has_room,
-        pipeline_s=float(add_up(np.array(terms[name]) for name in PIPELINE_TERMS)),
-        send_s=terms["pipeline_send"],
-        alive_bytes=chunk_activation_bytes(problem, batch)[0],
-        levels=memory_levels(problem, laid.memory, 0),
-        end_s={
-            name: overall * (plan.num_devices > 1) * seconds[0]
-            for name, seconds in zip(HIDING, (end.reduce_s, end.gather_s), strict=True)
-        },
+        pipeline_s=float(add_up(terms[name] for name in PIPELINE_TERMS)[0]),
+        send_s=float(terms["pipeline_send"][0]),
+        alive_bytes=alive,
+        levels=levels,
+        end_s={name: (num_devices > 1) * seconds[0] for name, seconds in end_s},
     )
-    return step_timeline([pipeline], terms)
 
 
 def check_length(shape: PipelineShape) -> None:

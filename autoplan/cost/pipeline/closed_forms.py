@@ -58,16 +58,42 @@ def one_forward_one_backward_s(
     return Makespan(path[rows, critical] - send_s, send_s, critical)
 
 
-def gpipe_s(forward_s: Floats, backward_s: Floats, num_microbatches: Ints, send_s: Floats | float = 0.0) -> Makespan:
+def pipeline_s(
+    forward_s: Floats, backward_s: Floats, send_s: Floats, num_microbatches: Ints, chunks: Ints, *, overlaps: bool
+) -> Makespan:
+    """Makespan of 1F1B and interleaved 1F1B with its messages: `send_s` is one from every stage to the next.
+
+    The last stage sends to the first where stages have several chunks; there all messages count as the slowest, which
+    holds up the others.
+    """
+    interleaved, slowest_s = chunks > 1, send_s.max(axis=1, keepdims=True)
+    sends_s = np.repeat(hop_sends_exposed_s(send_s[:, :-1], num_microbatches)[:, None], forward_s.shape[1], axis=1)
+    if interleaved.any():
+        of_chunk = Pass(forward_s / chunks[:, None], backward_s / chunks[:, None])
+        sends_s = np.where(
+            interleaved[:, None],
+            send_exposed_s(
+                slowest_s,
+                np.full_like(chunks, forward_s.shape[1])[:, None],
+                num_microbatches[:, None],
+                chunks[:, None],
+                of_chunk,
+                overlaps=overlaps,
+            ),
+            sends_s,
+        )
+    return one_forward_one_backward_s(forward_s, backward_s, num_microbatches, chunks, sends_s)
+
+
+def gpipe_s(forward_s: Floats, backward_s: Floats, num_microbatches: Ints, hop_s: Floats) -> Makespan:
     """Makespan of all forwards before all backwards: two flow shops with equal jobs, exact.
 
-    Messages, of `send_s` each, pipeline behind one another, so that only the fill shows.
+    Messages, of `hop_s` over each hop, pipeline behind one another, so that only the fill shows.
     """
     later_microbatches = num_microbatches - 1
     makespan = _sum_over_stages(forward_s) + later_microbatches * forward_s.max(axis=1)
     makespan = makespan + _sum_over_stages(backward_s) + later_microbatches * backward_s.max(axis=1)
-    hops = np.full(len(makespan), forward_s.shape[1] - 1)
-    return Makespan(makespan, 2.0 * send_s * hops, np.argmax(forward_s + backward_s, axis=1))
+    return Makespan(makespan, 2.0 * _sum_over_stages(hop_s), np.argmax(forward_s + backward_s, axis=1))
 
 
 def send_exposed_s(
@@ -110,7 +136,7 @@ def hop_sends_exposed_s(hop_s: Floats, num_microbatches: Ints) -> Floats:
     before, behind = np.hstack([none, hop_s]), np.hstack([hop_s, none])
     m = num_microbatches[:, None]
     exchanges = (m - 1) * np.maximum(before, behind) + np.maximum(m - 2, 0) * np.minimum(before, behind)
-    return 2.0 * hop_s.sum(axis=1) + exchanges.max(axis=1)
+    return 2.0 * _sum_over_stages(hop_s) + exchanges.max(axis=1)
 
 
 def in_flight_chunks(stages: int, chunks: Ints, num_microbatches: Ints, *, gpipe: Bools) -> Ints:

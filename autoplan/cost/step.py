@@ -1,0 +1,294 @@
+"""Assembly of a step from pipelines whose stages are laid out, each on the part of the cluster where it sits.
+
+Plain clusters are one part.  On mixed ones pipelines are laid out once for every part, as if all of their stages sat
+there, and of each layout the stages count that do.  Arrays of stages have the shape (pipelines, stages).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import TypeVar
+
+import numpy as np
+
+from autoplan.base.arrays import Bools, Floats, Ints, add_up
+from autoplan.cost.collectives.collective import LinkTimes
+from autoplan.cost.collectives.end_of_step import (
+    FirstStage,
+    end_of_step_s,
+    optimizer_s,
+    shown_gather_s,
+    shown_reduce_s,
+)
+from autoplan.cost.collectives.pipeline_messages import tied_table
+from autoplan.cost.memory.parameters import layer_parameters, own_parameters
+from autoplan.cost.passes import SplitPass
+from autoplan.cost.pipeline.closed_forms import Makespan, gpipe_s, pipeline_s
+from autoplan.cost.pipeline.order import PipelineShape
+from autoplan.cost.pipeline.recurrence import PipelineTimes, pipeline_times
+from autoplan.cost.stages import Stages, chunk_times, work_terms
+from autoplan.cost.uneven_lengths import Varying, varying_s, waiting_s
+from autoplan.spec.enums import Schedule
+from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.terms import STEP_TERMS
+
+# Ranks wait for each other: a step takes as long as the slowest of N, mean + spread x Phi^-1((N - .375) / (N + .25))
+# (`modelling` E6).  The relative spread of a rank's step is the median of 29 series of runs, on 8 to 2,048 devices,
+# which differ in the number of their replicas alone; rates of devices were measured with the 8 of a node at work and
+# hold their share already.
+STRAGGLER_SPREAD = 0.02
+DEVICES_IN_RATES = 8
+
+
+Numbers = TypeVar("Numbers", Floats, Ints)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartLayout:
+    """Pipelines laid out as if on one part, a row for each of their tensor-parallel degrees there."""
+
+    problem: Problem
+    laid: Stages
+    links: LinkTimes  # what gradients and parameters are sent over when the passes of a step are over
+    pipeline: Ints  # of every row
+    on_part: Bools | None = None  # stages that sit on the part and have the row's degree; None: all of them
+    share_factor: Floats | float = 1.0  # sharded states of every row, relative to an even share
+
+    @property
+    def overall(self) -> float:
+        """Factor of the calibration on all times."""
+        return self.problem.calibration.overall
+
+    def of_rows(self, values: Numbers) -> Numbers:
+        """Values of every row's pipeline, given for all pipelines."""
+        return values if self.on_part is None else values[self.pipeline]
+
+    def own(self, values: Floats) -> Floats:
+        """`values` of the stages on the part, 0 of others."""
+        return values if self.on_part is None else np.where(self.on_part, values, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelines:
+    """Pipelines of one number of stages, laid out on all parts that any of them has stages on."""
+
+    layouts: tuple[PartLayout, ...]
+    batch: PlanBatch  # as if all stages were like the first
+    hop_s: Floats  # one message from every stage to the next
+    tied_s: Floats  # reduction of the table that first and last stage share
+    forward_s: Floats
+    backward_s: Floats
+
+    @classmethod
+    def of(cls, layouts: Sequence[PartLayout], batch: PlanBatch, hop_s: Floats, tied_s: Floats) -> Pipelines:
+        """The pipelines with the times of their stages."""
+        forward_s, backward_s = (
+            over_stages(layouts, [layout.overall * getattr(layout.laid, name) for layout in layouts], len(batch))
+            for name in ("forward_s", "backward_s")
+        )
+        return cls(
+            layouts=tuple(layouts), batch=batch, hop_s=hop_s, tied_s=tied_s, forward_s=forward_s, backward_s=backward_s
+        )
+
+    @classmethod
+    def plain(cls, problem: Problem, laid: Stages) -> Pipelines:
+        """All stages on a plain cluster."""
+        links, overall, stages = laid.costs.links, problem.calibration.overall, laid.blocks.num_stages
+        hop_s = np.broadcast_to(overall * laid.costs.message_s[:, None], laid.forward_s.shape)
+        tied_s = overall * tied_table(problem, laid.batch, stages).seconds(links)
+        layout = PartLayout(problem=problem, laid=laid, links=links, pipeline=np.arange(len(laid.batch)))
+        return cls.of([layout], laid.batch, hop_s, tied_s)
+
+    def at(self, stage: Ints, values: Sequence[Mapping[str, Floats]]) -> dict[str, Floats]:
+        """Values of every pipeline, given for all layouts, from the one that has this stage of it."""
+        if self.layouts[0].on_part is None:
+            return dict(values[0])
+        joined = {name: np.zeros(len(self.batch)) for name in values[0]}
+        for layout, own in zip(self.layouts, values, strict=True):
+            assert layout.on_part is not None
+            rows = np.flatnonzero(layout.on_part[np.arange(len(layout.on_part)), stage[layout.pipeline]])
+            for name, value in own.items():
+                joined[name][layout.pipeline[rows]] = value[rows]
+        return joined
+
+    def most(self, values: Sequence[Floats]) -> Floats:
+        """The largest value of every pipeline of those of all layouts' rows."""
+        if self.layouts[0].on_part is None:
+            return values[0]
+        largest = np.full(len(self.batch), -np.inf)
+        for layout, value in zip(self.layouts, values, strict=True):
+            np.maximum.at(largest, layout.pipeline, value)
+        return largest
+
+
+def over_stages(layouts: Sequence[PartLayout], values: Sequence[Floats], num_pipelines: int) -> Floats:
+    """Values of every stage, or of every chunk in model order, given for all layouts, from that of its part."""
+    if layouts[0].on_part is None:
+        return values[0]
+    joined = np.zeros((num_pipelines, values[0].shape[1]))
+    for layout, value in zip(layouts, values, strict=True):
+        assert layout.on_part is not None
+        rows, columns = np.nonzero(np.tile(layout.on_part, value.shape[1] // layout.on_part.shape[1]))
+        joined[layout.pipeline[rows], columns] = value[rows, columns]
+    return joined
+
+
+# -- the passes -------------------------------------------------------------------------------------------------------
+
+
+def _makespan(pipelines: Pipelines) -> Makespan:
+    """Makespan of every pipeline by the form of its schedule."""
+    batch, m, hop_s = pipelines.batch, pipelines.batch.num_microbatches, pipelines.hop_s
+    overlaps = pipelines.layouts[0].problem.framework.overlap.p2p_overlap
+    makespan = pipeline_s(pipelines.forward_s, pipelines.backward_s, hop_s, m, batch.vp, overlaps=overlaps)
+    is_gpipe = batch.schedule == Schedule.GPIPE.code
+    if is_gpipe.any():
+        flow = gpipe_s(pipelines.forward_s, pipelines.backward_s, m, hop_s[:, :-1])
+        makespan = Makespan(*(np.where(is_gpipe, *pair) for pair in zip(flow, makespan, strict=True)))
+    for rows, times in _run_in_order(pipelines):
+        for values, own in zip(makespan, (times.send_free_s, times.exposed_send_s, times.critical), strict=True):
+            values[rows] = own
+    return makespan
+
+
+def _run_in_order(pipelines: Pipelines) -> Iterator[tuple[Ints, PipelineTimes]]:
+    """(pipelines, times) of those that no closed form prices, pass by pass; all messages count as the slowest."""
+    batch, stages = pipelines.batch, pipelines.forward_s.shape[1]
+    plans = np.flatnonzero(needs_order(batch))
+    keys = np.stack([batch.layout, batch.recompute_num_layers, batch.schedule, batch.num_microbatches])[:, plans]
+    distinct, inverse = np.unique(keys, axis=1, return_inverse=True)
+    for at, (layout, num_repeated, schedule, microbatches) in enumerate(distinct.T.tolist()):
+        rows = plans[inverse.reshape(-1) == at]
+        chunks = len(batch.layouts[layout]) // stages
+        shape = PipelineShape(tuple(Schedule)[schedule], stages, chunks, microbatches)
+        passes = _chunk_passes(pipelines, rows, batch.layouts[layout], num_repeated)
+        yield rows, pipeline_times(shape, passes, pipelines.hop_s[rows].max(axis=1))
+
+
+def _chunk_passes(pipelines: Pipelines, rows: Ints, layers: tuple[int, ...], num_repeated: int) -> SplitPass:
+    """Times of one micro-batch through every chunk of the pipelines at `rows`: shape (pipelines, chunks)."""
+    layouts, passes = [], []
+    for layout in pipelines.layouts:
+        own = np.flatnonzero(np.isin(layout.pipeline, rows))
+        on_part = None if layout.on_part is None else layout.on_part[own]
+        layouts.append(replace(layout, pipeline=np.searchsorted(rows, layout.pipeline[own]), on_part=on_part))
+        passes.append(chunk_times(layout.problem, layout.laid, own, layers, num_repeated).scaled(layout.overall))
+    return SplitPass(*(over_stages(layouts, values, len(rows)) for values in zip(*passes, strict=True)))
+
+
+def needs_order(batch: PlanBatch) -> Bools:
+    """Return which plans have a schedule that splits the backward pass: a function of the plan alone."""
+    return np.isin(batch.schedule, SPLIT_SCHEDULES)
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def collectives_s(pipelines: Pipelines) -> tuple[Floats, Floats]:
+    """Gradient reduction and parameter gather of every stage, shown or hidden."""
+    layouts, seconds = pipelines.layouts, []
+    for layout in layouts:
+        laid = layout.laid
+        end = end_of_step_s(layout.problem, laid.batch, laid.blocks, laid.parameters, layout.links)
+        seconds.append((layout.overall * end.reduce_s, layout.overall * end.gather_s))
+    reduce_s, gather_s = (over_stages(layouts, values, len(pipelines.batch)) for values in zip(*seconds, strict=True))
+    return reduce_s, gather_s
+
+
+def _end_of_step(pipelines: Pipelines) -> dict[str, Floats]:
+    """Exposed gradient reduction, optimizer step and parameter gather (`modelling` C7, E5)."""
+    reduce_s, gather_s = collectives_s(pipelines)
+    first = np.zeros(len(pipelines.batch), dtype=np.int64)
+    # The first stage ends last, and hides least.
+    shown = pipelines.at(first, [_shown(pipelines, layout, reduce_s, gather_s) for layout in pipelines.layouts])
+    return {
+        "data_parallel_reduce": shown["data_parallel_reduce"] + pipelines.tied_s,
+        "optimizer": pipelines.most([layout.overall * _update_s(layout) for layout in pipelines.layouts]),
+        "parameter_gather": shown["parameter_gather"],
+    }
+
+
+def _shown(pipelines: Pipelines, layout: PartLayout, reduce_s: Floats, gather_s: Floats) -> dict[str, Floats]:
+    """What shows of a layout's rows, had they their first stage on its part."""
+    problem, laid = layout.problem, layout.laid
+    first = FirstStage.of(laid.blocks, laid.parameters)
+    reduction = shown_reduce_s(
+        problem, laid.batch, layout.of_rows(pipelines.backward_s), first, layout.of_rows(reduce_s)
+    )
+    gather = shown_gather_s(problem, laid.batch, layout.of_rows(pipelines.forward_s), first, layout.of_rows(gather_s))
+    if (shared := laid.costs.shared).is_measured.any():
+        # Gathers of the first passes and reductions of the last ones, of layers and ends alike.
+        layers = laid.parameters.dense.max(axis=1) / layer_parameters(problem, laid.batch)
+        reduction = np.where(shared.is_measured, layout.overall * layers * shared.once_s, reduction)
+        gather = np.where(shared.is_measured, 0.0, gather)
+    return {"data_parallel_reduce": reduction, "parameter_gather": gather}
+
+
+def _update_s(layout: PartLayout) -> Floats:
+    """Time of the optimizer on the part, of every row."""
+    laid, trained = layout.laid, layout.laid.parameters.trained
+    most_updated = layout.share_factor * layout.own(own_parameters(laid.batch, laid.parameters)).max(axis=1)
+    most_trained = layout.own(trained.dense + trained.expert).max(axis=1)
+    return optimizer_s(layout.problem, laid.batch, most_updated, most_trained)
+
+
+def straggler_share(num_devices: Ints) -> Floats:
+    """Excess of the slowest of so many ranks' steps over a rank's mean step, as a share, beyond that on one node."""
+
+    def slowest(ranks: int) -> float:
+        return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+
+    sizes, at = np.unique(np.maximum(num_devices, DEVICES_IN_RATES), return_inverse=True)
+    beyond = np.array([slowest(int(ranks)) for ranks in sizes]) - slowest(DEVICES_IN_RATES)
+    return STRAGGLER_SPREAD * beyond[at]
+
+
+def _uneven_lengths_s(pipelines: Pipelines) -> Floats:
+    """Waiting for longer samples, of the mean of all stages."""
+    if pipelines.layouts[0].problem.training.lengths is None:
+        return np.zeros(len(pipelines.batch))
+    tokens_s, squares_s = (np.zeros(len(pipelines.batch)) for _ in range(2))
+    for layout in pipelines.layouts:
+        blocks = layout.laid.blocks
+        count, repeated = (
+            {block: layout.own(of_block).sum(axis=1) for block, of_block in of_stages.items()}
+            for of_stages in (blocks.count, blocks.repeated)
+        )
+        head_s = layout.own(blocks.at_last(layout.laid.head.total_s)).sum(axis=1)
+        varying = varying_s(layout.problem, layout.laid.costs.blocks, count, repeated, head_s)
+        for total, own in zip((tokens_s, squares_s), varying, strict=True):
+            np.add.at(total, layout.pipeline, layout.overall * own)
+    return waiting_s(pipelines.layouts[0].problem, pipelines.batch, Varying(tokens_s, squares_s))
+
+
+# -- all of it --------------------------------------------------------------------------------------------------------
+
+
+def step_terms(pipelines: Pipelines) -> dict[str, Floats]:
+    """Seconds of a step by term, but for what ranks wait for the slowest one."""
+    work_s, send_s, critical = _makespan(pipelines)
+    work = [
+        {name: layout.overall * value for name, value in work_terms(layout.laid, layout.of_rows(critical)).items()}
+        for layout in pipelines.layouts
+    ]
+    terms = pipelines.at(critical, work)
+    busy_s = add_up(value for name, value in terms.items() if name != "head") + terms["head"]
+    terms["pipeline_bubble"] = np.maximum(work_s - busy_s, 0.0)  # rounding may leave -0
+    terms["pipeline_send"] = send_s
+    terms |= _end_of_step(pipelines)
+    terms["uneven_lengths"] = _uneven_lengths_s(pipelines)
+    overheads = [
+        np.full(len(layout.laid.batch), layout.overall * layout.problem.framework.host.step_overhead_s)
+        for layout in pipelines.layouts
+    ]
+    terms["overhead"] = pipelines.most(overheads)
+    return terms
+
+
+def with_stragglers(terms_s: Mapping[str, Floats], num_devices: Ints) -> dict[str, Floats]:
+    """All terms of steps in which the slowest of so many devices is waited for."""
+    terms = {name: terms_s[name] for name in STEP_TERMS if name != "stragglers"}
+    return {**terms, "stragglers": straggler_share(num_devices) * add_up(terms.values())}
