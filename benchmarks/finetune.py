@@ -1,236 +1,166 @@
-"""Fine-tuning against published figures: memory of 100 runs with LoRA, QLoRA and full, and steps of MLPerf's LoRA.
+"""Fine-tuning against published runs: time and memory of full, LoRA, 8-bit and 4-bit training, by kind and source.
 
-usage: python benchmarks/finetune.py [--report FILE]
+The runs stand in `finetuning_runs.csv`, in the columns of the table of measured runs, with their sources.  Mechanisms
+were mended with the sources of `LEARNT` in view: those whose faults were known before, and of the others those that
+a hash of their name draws.  Of the rest only these figures were looked at.  What was predicted before anything was
+changed for them is in `first_errors.csv`.
 
-The figures stand in `tests/data/finetuning_runs.csv` and `tests/data/mlperf_lora_runs.csv`, with their sources.  What a
-framework does is that of the facts that ship, but for what a source says of itself (`_frameworks`).
+usage: python benchmarks/finetune.py [--rows] [--report FILE]
 """
 
 from __future__ import annotations
 
 import csv
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from measured_runs import source_of, with_answers
 from reports import make_parser, write_report
 
-from autoplan.base.units import GIB
-from autoplan.cost.estimate import estimate
-from autoplan.frameworks.presets import load_framework
-from autoplan.readers.calibration import built_in_calibration
-from autoplan.readers.cluster import load_cluster
-from autoplan.readers.model import load_model
-from autoplan.spec.enums import Precision
-from autoplan.spec.finetuning import FineTuning
-from autoplan.spec.framework import Framework
-from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import ParallelPlan, PlanBatch, parse_recompute
-from autoplan.spec.problem import Problem
-from autoplan.spec.training import TrainingSpec
+from autoplan.runs.predictions import predict_all
+from autoplan.runs.runs import Run, read_runs
+from autoplan.spec.run_outcome import Prediction
 
-DATA = Path(__file__).parent.parent / "tests" / "data"
-UNITS = {"GiB": GIB, "GB": 1e9}
-
-
-def _qwen(size: str, layers: int, hidden: int, heads: int, ffn: int, vocab: int) -> ModelSpec:
-    return ModelSpec(
-        name=f"qwen-{size}",
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        ffn_size=ffn,
-        vocab_size=vocab,
-        qkv_bias=True,
-    )
-
-
-def _neox(name: str, layers: int, hidden: int, ffn: int, vocab: int) -> ModelSpec:
-    return ModelSpec(
-        name=name,
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=32,
-        ffn_size=ffn,
-        vocab_size=vocab,
-        gated_mlp=False,
-        norm="layernorm",
-        qkv_bias=True,
-        mlp_bias=True,
-        attention_output_bias=True,
-    )
-
-
-# Sizes of the config.json of each on the Hugging Face hub; intermediate_size of the first Qwen counts both matrices.
-MODELS = {
-    model.name: model
-    for model in (
-        _qwen("1.8b", 24, 2048, 16, 5504, 151936),
-        _qwen("7b", 32, 4096, 32, 11008, 151936),
-        _qwen("14b", 40, 5120, 40, 13696, 152064),
-        _qwen("72b", 80, 8192, 64, 24576, 152064),
-        _neox("phi-1.5", 24, 2048, 8192, 51200),
-        _neox("stablelm-alpha-3b", 16, 4096, 16384, 50688),
-    )
-}
-
-
-def _frameworks() -> Mapping[str, Framework]:
-    """The software of each source, by its name in the table."""
-    trainer, deepspeed = load_framework("transformers"), load_framework("deepspeed-hf")
-    # PEFT before 0.8 makes adapters of the type of the weights (tuners/lora/layer.py), and Adam's moments follow.
-    narrow = {"bytes_per_weight": 2.0, "bytes_per_grad": 2.0, "bytes_per_optimizer_state": 4.0}
-    return {
-        "trainer": trainer.changed(**narrow, bytes_per_update_copy=4.0),
-        "trainer-fp32": trainer,
-        # Qwen's model computes its loss in the type of its logits (modeling_qwen.py); nothing casts under DeepSpeed.
-        "deepspeed": deepspeed.changed(logs_memory="device", bytes_per_logit=8.0),
-        # --precision bf16-true; logits in pieces; max_memory_allocated; q, k and v are cut from one tensor.
-        "litgpt": trainer.changed(
-            **narrow,
-            bytes_per_update_copy=4.0,
-            bytes_per_logit=8.0,
-            logs_memory="allocated",
-            keeps_packed_qkv=True,
-        ),
-    }
+RUNS = Path(__file__).with_name("finetuning_runs.csv")
+FIRST_ERRORS = Path(__file__).with_name("first_errors.csv")
+KNOWN = ("axolotl", "fsdpqlora", "litgpt", "mlperflora40", "mlperflora51", "nemolora", "qwenreadme")
+DRAWN = ("a800gist", "automodellora", "hffsdp")  # sha256 of the name begins with 8 or more
+LEARNT = (*KNOWN, *DRAWN)
+HEAD = (
+    f"{'':28}{'runs':>6}{'error':>7}{'p90':>7}{'bias':>7}{'cover':>7}{'width':>7}{'first':>7}{'memory':>8}{'error':>7}"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A predicted figure beside a published one."""
+    """A finished run beside its prediction; figures that nobody published are NaN."""
 
-    group: str
-    what: str
-    published: float
-    predicted: float
+    run: Run
+    prediction: Prediction
+    measured_s: float
+    measured_gib: float
+    first_log_error: float  # log(measured / predicted), before anything was changed for such runs
 
     @property
-    def error(self) -> float:
-        """The relative error of the prediction."""
-        return self.predicted / self.published - 1.0
+    def source(self) -> str:
+        """The publisher."""
+        return source_of(self.run)
+
+    @property
+    def half(self) -> str:
+        """Whether mechanisms were mended with the run in view."""
+        return "learnt from" if self.source in LEARNT else "blind"
+
+    @property
+    def kind(self) -> str:
+        """What is trained, on weights held how."""
+        tuning = self.run.problem.training.finetuning if self.run.problem else None
+        if tuning is None or not tuning.has_adapters:
+            return "full"
+        return {"none": "LoRA", "nf4-dq": "nf4"}.get(tuning.quantization, tuning.quantization)
+
+    @property
+    def time_error(self) -> float:
+        """The relative error of the step."""
+        return (self.prediction.step_time_s or np.nan) / self.measured_s - 1.0
+
+    @property
+    def memory_error(self) -> float:
+        """The relative error of the peak memory."""
+        return (self.prediction.peak_memory_gib or np.nan) / self.measured_gib - 1.0
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the measured step lies in the predicted interval."""
+        low, high = self.prediction.step_time_low_s, self.prediction.step_time_high_s
+        return low is not None and high is not None and low <= self.measured_s <= high
+
+    @property
+    def width(self) -> float:
+        """Width of the interval over the measured step."""
+        low, high = self.prediction.step_time_low_s or np.nan, self.prediction.step_time_high_s or np.nan
+        return (high - low) / self.measured_s
 
 
-def read_rows(name: str) -> list[dict[str, str]]:
-    """The rows of a table of published figures."""
-    with (DATA / name).open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+def compared() -> Iterator[Compared]:
+    """Every finished run of the table beside its prediction."""
+    with FIRST_ERRORS.open(newline="", encoding="utf-8") as file:
+        first = {row["id"]: float(row["log_error"]) for row in csv.DictReader(file)}
+    runs = list(read_runs(RUNS))
+    for (run, row), prediction in zip(with_answers(RUNS, runs), predict_all(runs), strict=True):
+        if row["status"] == "ok":
+            yield Compared(
+                run=run,
+                prediction=prediction,
+                measured_s=float(row["step_time_s"] or "nan"),
+                measured_gib=float(row["peak_memory_gib"] or "nan"),
+                first_log_error=first.get(run.id, np.nan),
+            )
 
 
-def compared_memory() -> Iterator[Compared]:
-    """Peak memory of every fine-tuning run; of several devices their sum, as published."""
-    frameworks = _frameworks()
-    for row in read_rows("finetuning_runs.csv"):
-        model, count = MODELS.get(row["model"]) or load_model(row["model"]), int(row["devices"])
-        precision, sharding = Precision(row["precision"]), row["sharding"]
-        training = TrainingSpec(seq_len=int(row["seq_len"]), precision=precision, finetuning=_finetuning(row))
-        problem = Problem(
-            model=model,
-            training=training,
-            cluster=load_cluster(row["cluster"]),
-            framework=frameworks[row["framework"]],
-        )
-        plan = ParallelPlan(
-            global_batch=int(row["micro_batch"]) * int(row["num_microbatches"]) * count,
-            micro_batch=int(row["micro_batch"]),
-            dp_shard=count,
-            sharding=sharding,  # type: ignore[arg-type]
-            precision=precision,
-            param_gather_overlap=sharding != "none",
-            **parse_recompute(row["recompute"]),  # type: ignore[arg-type]
-        )
-        found = estimate(problem, PlanBatch.of([plan], model.num_layers))
-        method = {"none": "LoRA", "": ""}.get(row["quantization"], f"LoRA, {row['quantization']}")
-        method = "full" if row["method"] == "full" else method + (" and embeddings" if row["trained"] else "")
-        yield Compared(
-            group=f"{row['source']}: {row['model']}, {method}, {row['cluster']}",
-            what=f"{row['micro_batch']} x {row['seq_len']}",
-            published=float(row["memory"]),
-            predicted=float(found.logged_memory_bytes[0]) * count / UNITS[row["unit"]],
-        )
+def median_error(errors: Iterable[float]) -> float:
+    """The median of the absolute errors that are known."""
+    known = [abs(error) for error in errors if not np.isnan(error)]
+    return float(np.median(known)) if known else np.nan
 
 
-def _finetuning(row: Mapping[str, str]) -> FineTuning:
-    if row["method"] == "full":
-        return FineTuning()
-    return FineTuning(
-        rank=int(row["rank"]),
-        targets=tuple(row["targets"].split(",")),
-        dropout=float(row["dropout"]),
-        quantization=row["quantization"],  # type: ignore[arg-type]
-        saved_modules=tuple(name for name in row["trained"].split(",") if name),
+def line(name: str, rows: list[Compared]) -> str:
+    """Figures of some runs in percent; runs without a prediction count as errors of 100 %."""
+    timed = [row for row in rows if not np.isnan(row.measured_s)]
+    weighed = [row for row in rows if not np.isnan(row.measured_gib)]
+    errors = np.nan_to_num([abs(row.time_error) for row in timed], nan=1.0)
+    logs = [np.log1p(row.time_error) for row in timed if not np.isnan(row.time_error)]
+    first = [np.expm1(-row.first_log_error) for row in timed]
+    memory = np.nan_to_num([row.memory_error for row in weighed], nan=1.0).tolist()
+    text = f"{name:28}{len(timed):6d}"
+    if timed:
+        text += f"{100 * np.median(errors):7.1f}{100 * np.quantile(errors, 0.9):7.1f}{100 * np.median(logs):7.1f}"
+        inside, width = np.mean([row.is_inside for row in timed]), np.nanmedian([row.width for row in timed])
+        text += f"{inside:7.2f}{100 * width:7.1f}{100 * median_error(first):7.1f}"
+    else:
+        text += f"{'-':>7}" * 6
+    return text + f"{len(weighed):8d}" + (f"{100 * median_error(memory):7.1f}" if weighed else f"{'-':>7}")
+
+
+def table(title: str, rows: list[Compared], name: Callable[[Compared], str]) -> str:
+    """Figures of the runs by what `name` calls them."""
+    groups: Mapping[str, list[Compared]] = {each: [] for each in sorted(map(name, rows))}
+    for row in rows:
+        groups[name(row)].append(row)
+    return "\n".join([f"{title:28}{HEAD}", *(line(each, members) for each, members in groups.items())])
+
+
+def each_row(rows: list[Compared]) -> str:
+    """Every run that was learnt from on a line of its own."""
+    return "\n".join(
+        f"{row.run.id:18}{row.kind:6}{row.measured_s:9.3f} s ({100 * row.time_error:+4.0f} %)"
+        f"{row.measured_gib:8.1f} GiB ({100 * row.memory_error:+4.0f} %)"
+        for row in rows
+        if row.half != "blind"
     )
 
 
-def compared_steps() -> Iterator[Compared]:
-    """Step times of MLPerf's Llama-2-70B LoRA: rank 16 on the matrices of attention, packed sequences of 8,192."""
-    model = load_model("llama2-70b")
-    finetuning = FineTuning(rank=16, targets=("linear_qkv", "linear_proj"), dropout=0.1)
-    for row in read_rows("mlperf_lora_runs.csv"):
-        framework, cluster = load_framework(row["framework"]), load_cluster(row["cluster"])
-        tp, cp = int(row["tp"]), int(row["cp"])
-        problem = Problem(
-            model=model,
-            training=TrainingSpec(
-                seq_len=8192,
-                precision=Precision(row["precision"]),
-                finetuning=finetuning,
-            ),
-            cluster=cluster,
-            framework=framework,
-            calibration=built_in_calibration(framework, cluster.device),
-        )
-        plan = ParallelPlan(
-            global_batch=int(row["global_batch"]),
-            tp=tp,
-            cp=cp,
-            dp_shard=cluster.num_devices // (tp * cp),
-            sp=row["sp"] == "1",
-            tp_overlap=row["tp_overlap"] == "1",
-            precision=Precision(row["precision"]),
-            fp8_attention=row["fp8_attention"] == "1",
-            **framework.choices,
-            **parse_recompute(row["recompute"]),  # type: ignore[arg-type]
-        )
-        found = estimate(problem, PlanBatch.of([plan], model.num_layers))
-        yield Compared(
-            group=f"{cluster.device.generation}: {row['source']}",
-            what=f"{row['system']}, {row['cluster']}",
-            published=float(row["step_s"]),
-            predicted=float(found.step_s[0]),
-        )
-
-
-def median_error(rows: list[Compared]) -> float:
-    """The median of the absolute relative errors."""
-    return float(np.median([abs(row.error) for row in rows]))
-
-
-def table(rows: list[Compared], unit: str, *, alone: bool) -> str:
-    """The errors by group; `alone` shows every row on a line."""
-    groups = defaultdict(list)
-    for row in rows:
-        groups[row.group].append(row)
-    lines = [f"median error {100 * median_error(rows):.1f} % of {len(rows)} published figures in {unit}", ""]
-    for group, members in groups.items():
-        lines.append(f"{group}: median {100 * median_error(members):.1f} %")
-        shown = [f"{row.what}: {row.published:g} {row.predicted:.3g} ({100 * row.error:+.0f} %)" for row in members]
-        lines += [f"    {text}" for text in (shown if alone else ["; ".join(shown)])]
-    return "\n".join(lines)
-
-
 def main() -> int:
-    """Print both comparisons: published, predicted, error."""
-    arguments = make_parser(__doc__).parse_args()
-    memory = table(list(compared_memory()), "GiB or GB", alone=False)
-    steps = table(list(compared_steps()), "seconds", alone=True)
-    for block in (memory, steps):
-        print(block, end="\n\n")
-    if arguments.report:
-        write_report(arguments.report, "Fine-tuning against published figures", "benchmarks/finetune.py", memory, steps)
+    """Print the figures by half, by kind in each, and by source."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--rows", action="store_true", help="also every run that was learnt from")
+    options = parser.parse_args()
+    rows = list(compared())
+    about = (
+        "error, p90, bias, cover and width are those of the time of a step, as autoplan score has them; first: the\n"
+        "median error before anything was changed for these runs; memory: runs with a peak, and its median error"
+    )
+    blocks = [about, table("half", rows, lambda row: row.half)]
+    blocks.append(table("kind", rows, lambda row: f"{row.half}: {row.kind}"))
+    blocks.append(table("source", rows, lambda row: f"{row.half}: {row.source}"))
+    if options.rows:
+        blocks.append(each_row(rows))
+    print("\n\n".join(blocks))
+    if options.report:
+        write_report(options.report, "Fine-tuning against published runs", "`python benchmarks/finetune.py`", *blocks)
     return 0
 
 

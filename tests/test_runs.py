@@ -743,3 +743,31 @@ def test_a_gated_model_of_a_preset_has_what_no_column_says(tmp_path: Path) -> No
     assert (model.window, model.full_attention_interval, model.attention_sinks) == (128, 2, True)
     assert (model.mlp_bias, model.clamped_activation, model.tied_embeddings) == (True, True, False)
     assert (unknown.problem.model.window, unknown.problem.model.mlp_bias) == (None, False)
+
+
+def test_a_row_says_what_it_fine_tunes_in_the_words_of_the_command_line(tmp_path: Path) -> None:
+    said = "finetune=qlora:r=64,targets=q_proj+v_proj;optimizer=adamw_torch;offload=parameters"
+    row = LLAMA | {"framework": "Hugging Face Trainer", "sharding": "zero3", "recompute": "full"}
+    row |= {"tp": "1", "sp": "0", "cp": "1", "pp": "1", "vp": "1", "dp": "64", "micro_batch": "1", "global_batch": "64"}
+    (run,) = runs_of(tmp_path, row | {"options": said})
+    assert run.problem is not None
+    assert run.plan is not None, run.refusal
+    tuning = run.problem.training.finetuning
+    assert tuning is not None
+    assert (tuning.rank, tuning.targets, tuning.quantization) == (
+        64,
+        ("q_proj", "v_proj"),
+        "nf4-dq",
+    )
+    assert run.problem.training.optimizer == "adam"
+    assert run.plan.offload == "parameters"
+    assert not any("left out" in column for column in run.filled)
+
+
+@pytest.mark.parametrize(
+    "said", ["finetune=adapter_config.json", "finetune=lora:rank=8", "optimizer=ftrl", "offload=all"]
+)
+def test_words_of_fine_tuning_that_are_none_are_refused_by_name(tmp_path: Path, said: str) -> None:
+    (run,) = runs_of(tmp_path, LLAMA | {"options": said})
+    assert run.plan is None
+    assert said.partition("=")[0] in run.refusal

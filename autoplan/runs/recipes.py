@@ -30,7 +30,7 @@ class Recipe:
     )
     rowwise: str = ""  # id of those whose 8-bit products have a scale for every row, as fp8_recipe=rowwise says
     in_pipelines: str = ""  # id of those in pipelines, where other code runs them
-    traits: Mapping[str, bool | int | float] = field(
+    traits: Mapping[str, bool | int | float | str] = field(
         default_factory=dict
     )  # what their build of it did and no release does
     # What another build of it did, from so many nodes on as often as not, and no column tells: an interval holds both.

@@ -23,6 +23,7 @@ from autoplan.frameworks.registry import book_of
 from autoplan.readers.calibration import built_in_calibration
 from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.readers.device import closest
+from autoplan.readers.finetuning import METHODS, load_finetuning, optimizer_named
 from autoplan.readers.model import find_preset
 from autoplan.runs.recipes import Recipe, nearest_recipe, recipe_called
 from autoplan.runs.table import BLANKS, read_rows
@@ -39,9 +40,11 @@ from autoplan.spec.enums import (
     Sharding,
     enum_value,
 )
+from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, ModelSpec
-from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
+from autoplan.spec.plan import ParallelPlan, parse_recompute
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import Attention, TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
@@ -74,9 +77,12 @@ READ_OPTIONS = {
     "dispatcher",
     "dropout",
     "ep_overlap",
+    "finetune",
     "fp8_attention",
     "fp8_params",
     "grad_reduce_overlap",
+    "offload",
+    "optimizer",
     "param_gather_overlap",
     "pp_layout",
     "recompute_modules",
@@ -227,6 +233,8 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
         precision=precision,  # type: ignore[arg-type]
         attention=attention,  # type: ignore[arg-type]
         fused_norm=row.flag("fused_norm", False) if row.has("fused_norm") else None,
+        optimizer=_optimizer(row),
+        finetuning=_finetuning(row),
     )
     model = _model(row, recipe)
     if model.position_embedding == "learned":  # the table does not say how long the position table was
@@ -239,6 +247,25 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
         framework=framework,
         calibration=built_in_calibration(framework, cluster.device, is_kin=recipe.is_kin),
     )
+
+
+def _optimizer(row: _Row) -> OptimizerName:
+    """Return the optimizer that the row names, or Adam."""
+    name = optimizer_named(row.options().get("optimizer", "adam"))
+    for known in OPTIMIZERS:
+        if name == known:
+            return known
+    raise UnpricedError(f"option optimizer {name[:40]!r} is not one of {', '.join(OPTIMIZERS)}")
+
+
+def _finetuning(row: _Row) -> FineTuning | None:
+    """Return what the row trains, as `--finetune` takes it in words: "qlora:r=64,targets=q_proj+v_proj"."""
+    text = row.options().get("finetune")
+    if text is None:
+        return None
+    if text.partition(":")[0] not in METHODS:  # no file of the machine that reads the table
+        raise UnpricedError(f"option finetune {text[:40]!r} is not one of {', '.join(METHODS)} with its settings")
+    return load_finetuning(text)
 
 
 def _graphs(row: _Row, model: ModelSpec) -> CudaGraphs:
@@ -431,7 +458,7 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
     vp = row.integer("vp", _usual_vp(problem, recipe, pp, global_batch // (micro_batch * dp)), at_most=MOST_DEGREE) or 1
     if vp > 1 and pp == 1:
         row.filled.append("vp=1 without a pipeline")
-    recompute = row.word("recompute", tuple(Recompute), _usual_recompute(problem))
+    recompute, num_repeated = _recompute(row, problem)
     modules = _recompute_modules(row, problem, recipe) if recompute == "selective" else DEFAULT_RECOMPUTE_MODULES
     if not modules:
         recompute = Recompute.NONE
@@ -455,9 +482,10 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         dp_shard=shard,
         sharding=sharding,
         recompute=recompute,
+        recompute_num_layers=num_repeated,
         recompute_modules=modules or DEFAULT_RECOMPUTE_MODULES,
         precision=problem.training.precision,
-        offload=Offload.OPTIMIZER if offload else Offload.NONE,
+        offload=_offload(row, Offload.OPTIMIZER if offload else Offload.NONE),
         tp_overlap=row.option("tp_overlap", problem.framework.overlap.tp_overlap_share > 0),
         dispatcher=_dispatcher(row, problem, recipe, ep, drops=drops),
         ep_overlap=ep > 1
@@ -467,6 +495,11 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         grad_reduce_overlap=row.option("grad_reduce_overlap", default=True),
         param_gather_overlap=row.option("param_gather_overlap", default=True),
     )
+
+
+def _offload(row: _Row, by_sharding: Offload) -> Offload:
+    """Return which states wait in the host's memory: those that an option names, or those of "+offload"."""
+    return enum_value("offload", Offload, row.options().get("offload", by_sharding))
 
 
 def _chosen(row: _Row, problem: Problem, recipe: Recipe) -> dict[str, bool]:
@@ -557,6 +590,14 @@ def _usual_vp(problem: Problem, recipe: Recipe, pp: int, num_microbatches: int) 
 def _usual_recompute(problem: Problem) -> Recompute:
     """Default recomputation: nothing, or the core of an attention that would keep its scores."""
     return Recompute.NONE if problem.training.attention != "flash" or problem.fuses_attention else Recompute.SELECTIVE
+
+
+def _recompute(row: _Row, problem: Problem) -> tuple[str, int | None]:
+    """Return the word of the row's recomputation, and the layers of a chunk that it repeats: "full", "full:21"."""
+    text = row.text("recompute") if row.has("recompute") else ""
+    if text.startswith(f"{Recompute.FULL}:"):
+        return Recompute.FULL, int(str(parse_recompute(text)["recompute_num_layers"]))
+    return row.word("recompute", tuple(Recompute), _usual_recompute(problem)), None
 
 
 def _recompute_modules(row: _Row, problem: Problem, recipe: Recipe) -> tuple[RecomputeModule, ...]:
