@@ -25,6 +25,7 @@ from autoplan.spec.mixed_result import MixedCost, MixedKindCost, MixedStageCost
 from autoplan.spec.plan import even_chunks
 
 ROUNDS = 6
+_IN_STEP = (Sharding.ZERO2, Sharding.ZERO3)  # replicas communicate in every micro-batch
 
 Accepts = Callable[[Sequence[MixedPlan]], Sequence[bool]]
 
@@ -106,9 +107,11 @@ class Refiner:
 
     def _first_plan(self, structure: Structure) -> MixedPlan | None:
         """Return even layers, and micro-batches by the number of devices; the batch need not come out yet."""
+        layers = [even_chunks(self.problem.model.num_layers, len(kind.places)) for kind in structure.kinds]
+        if structure.common.sharding in _IN_STEP:
+            return self._plan(structure, layers, split, None) if (split := self._in_step(structure)) else None
         devices = [sum(tp for _, tp in kind.places) for kind in structure.kinds]
         total = sum(kind.count * size for kind, size in zip(structure.kinds, devices, strict=True))
-        layers = [even_chunks(self.problem.model.num_layers, len(kind.places)) for kind in structure.kinds]
         shares = [self.global_batch * size / total for size in devices]
         counts = [
             max(round(share / micro / kind.round), 1) * kind.count
@@ -184,6 +187,8 @@ class Refiner:
         self, structure: Structure, passes: Sequence[Floats], prices: Sequence[MixedKindCost]
     ) -> tuple[int, ...] | None:
         """Return the rounds of micro-batches of all replicas of every kind together."""
+        if structure.common.sharding in _IN_STEP:
+            return self._in_step(structure)
         sizes = [micro * kind.round for micro, kind in zip(structure.micro_batches, structure.kinds, strict=True)]
         if len(structure.kinds) == 1:
             total, remainder = divmod(self.global_batch, sizes[0])
@@ -198,6 +203,13 @@ class Refiner:
             makespan, exposed, _ = pipeline_s(forward_s, backward_s, send_s, numbers, vp, overlaps=overlaps)
             tables.append(np.maximum.accumulate(makespan + exposed))
         return split_microbatches(tables, counts, sizes, self.global_batch)
+
+    def _in_step(self, structure: Structure) -> tuple[int, ...] | None:
+        """Return as many micro-batches for all replicas, whose stages are single ones, if the batch comes out."""
+        counts = [kind.count for kind in structure.kinds]
+        together = sum(count * size for count, size in zip(counts, structure.micro_batches, strict=True))
+        num_microbatches, remainder = divmod(self.global_batch, together)
+        return tuple(num_microbatches * count for count in counts) if num_microbatches and not remainder else None
 
     def _beside_layers(self, price: MixedKindCost, layer_s: Floats) -> tuple[Floats, Floats]:
         """Return the time of every stage beside its layers, and its forward and backward pass."""

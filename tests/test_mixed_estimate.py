@@ -249,27 +249,33 @@ def test_a_device_takes_the_batch_that_its_memory_holds() -> None:
 def test_shares_of_states_apart_from_shares_of_work() -> None:
     """S54: 10 B parameters of 16 bytes under FSDP; fast devices have the less memory."""
     model = replace(SMALL, num_layers=48, hidden_size=4096, num_heads=32, num_kv_heads=32, ffn_size=11008)
-    fast = scaled("a100-sxm:1x4", "fast", memory_gb=18)
+    fast = scaled("a100-sxm:1x4", "fast", memory_gb=20)
     slow = scaled("a100-sxm:1x4", "slow", speed=0.5, memory_gb=48)
     problem = problem_of(fast, slow, model=model, seq_len=2048, framework=load_framework("pytorch-fsdp"))
 
-    def plan(many: tuple[int, int], shares: tuple[float, float]) -> MixedCost:
+    def plan(sizes: tuple[int, int], num_microbatches: int, shares: tuple[float, float]) -> MixedCost:
         kinds = [
-            ReplicaKind(count=4, num_microbatches=m, stages=stages((part, 1, 48)), state_share=share)
-            for part, (m, share) in enumerate(zip(many, shares, strict=True))
+            ReplicaKind(
+                count=4,
+                micro_batch=size,
+                num_microbatches=num_microbatches,
+                stages=stages((part, 1, 48)),
+                state_share=share,
+            )
+            for part, (size, share) in enumerate(zip(sizes, shares, strict=True))
         ]
         return price(problem, plan_of(kinds=tuple(kinds), sharding="zero3", recompute="full"))
 
     def states_gb(cost: MixedCost) -> list[float]:
         return [kind.stages[0].sharded_bytes / 1e9 for kind in cost.kinds]
 
-    by_speed = plan((16, 8), (1 / 6, 1 / 12))
+    by_speed = plan((2, 1), 8, (1 / 6, 1 / 12))
     assert by_speed.verdict == "oom"
     assert states_gb(by_speed)[0] == pytest.approx(160 / 6, rel=0.06)  # 26.7 GB and their fragmentation
-    apart = plan((16, 8), (0.05, 0.2))
+    apart = plan((2, 1), 8, (0.05, 0.2))
     assert apart.verdict == "fits"
     assert states_gb(apart) == pytest.approx([8, 32], rel=0.06)
-    even = plan((12, 12), (1 / 8, 1 / 8))
+    even = plan((1, 1), 12, (1 / 8, 1 / 8))
     assert states_gb(even) == pytest.approx([20, 20], rel=0.06)
     # All fast ranks are done sooner with more than their share of the work.
     assert apart.kinds[0].pipeline_s > even.kinds[0].pipeline_s
@@ -296,6 +302,11 @@ def test_plans_have_one_order_and_equal_kinds_are_one() -> None:
         ((replicas(1, 4, (2, 8, 12)),), {}, "part 2 does not exist"),
         ((replicas(1, 4, (0, 8, 12)),), {"precision": "fp8"}, "precision of the plan is fp8"),
         ((replicas(1, 4, (0, 8, 6), (1, 8, 6)),), {"sharding": "zero3"}, "'zero3' over several parts is priced for"),
+        (
+            (replicas(4, 4, (0, 8, 12)), replicas(4, 2, (1, 8, 12))),
+            {"sharding": "zero2"},
+            "'zero2' communicates in every micro-batch, of which replicas have 2 and 4: give all as many",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(kinds: tuple[ReplicaKind, ...], fields: dict[str, str], says: str) -> None:

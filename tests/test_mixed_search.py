@@ -123,7 +123,7 @@ def test_states_go_where_memory_is() -> None:
     problem = problem_of(fast, slow, model=model, seq_len=2048, framework=load_framework("pytorch-fsdp"))
     structure = Structure(
         kinds=(Pipelines(count=4, places=((0, 1),)), Pipelines(count=4, places=((1, 1),))),
-        micro_batches=(1, 1),
+        micro_batches=(2, 1),
         common=common_of(sharding="zero3", recompute="full"),
     )
     (found,) = Refiner(problem, 96).refine([structure])
@@ -132,7 +132,9 @@ def test_states_go_where_memory_is() -> None:
     shares = [kind.state_share or 0.0 for kind in cost.plan.kinds]
     assert 4 * sum(shares) == pytest.approx(1, abs=1e-9)
     assert shares[0] < 0.08 < 0.17 < shares[1]
-    assert cost.plan.kinds[0].num_microbatches > cost.plan.kinds[1].num_microbatches
+    # Twice the sequences in as many micro-batches, for which all ranks gather the weights.
+    assert [(kind.micro_batch, kind.num_microbatches) for kind in cost.plan.kinds] == [(2, 8), (1, 8)]
+    assert Refiner(problem, 97).refine([structure]) == []
     even = plan_of(kinds=(replicas(4, 12, (0, 1, 48)), replicas(4, 12, (1, 1, 48))), sharding="zero3", recompute="full")
     (equal,) = estimate_mixed(problem, [even])
     assert equal.step_s / cost.step_s >= 1.19

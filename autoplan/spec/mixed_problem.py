@@ -331,10 +331,6 @@ def started_plan(problem: MixedProblem, plan: MixedPlan, *, unequal_batches: boo
     counts = {kind.num_microbatches for kind in plan.kinds}
     if len(counts) > 1 and not unequal_batches:
         raise InputError(f"its replicas take {_listed(counts)} micro-batches a step")
-    if len(counts) > 1 and plan.common.sharding in ("zero2", "zero3"):
-        raise InputError(
-            f"{plan.common.sharding} communicates in every micro-batch, of which replicas have {_listed(counts)}"
-        )
     if len({kind.layers_per_chunk for kind in plan.kinds}) > 1 or len({kind.vp for kind in plan.kinds}) > 1:
         raise InputError("its replicas cut the layers differently")
     if len(degrees := {stage.tp for kind in plan.kinds for stage in kind.stages}) > 1:
@@ -418,15 +414,23 @@ def mixes_vendors(problem: MixedProblem, plan: MixedPlan) -> str | None:
 
 
 def _check_sharding(problem: MixedProblem, plan: MixedPlan) -> None:
-    """Refuse what would travel between parts in every layer, but for whole parts whose weights or gradients do so."""
+    """Refuse what would travel between parts in every layer, but for whole parts whose weights or gradients do so.
+
+    Ranks that gather weights or reduce gradients in every micro-batch wait for each other until all have as many.
+    """
     common, used = plan.common, plan.parts
     if common.ep > 1 and any(problem.is_apart(part, used) for part in used):
         experts = common.ep * common.etp
         if any(kind.count * common.cp * stage.tp % experts for kind in plan.kinds for stage in kind.stages):
             raise UnpricedError(f"ep {common.ep} over several parts is not priced: use what divides the ranks of each")
-    if common.sharding in ("none", "zero1") or len(used) == 1:
+    if common.sharding in ("none", "zero1"):
         return
-    for at in used:
+    if len(counts := {kind.num_microbatches for kind in plan.kinds}) > 1:
+        raise UnpricedError(
+            f"sharding {common.sharding!r} communicates in every micro-batch, of which replicas have "
+            f"{_listed(counts)}: give all as many, or use zero1"
+        )
+    for at in used if len(used) > 1 else ():
         degrees = {stage.tp for kind in plan.kinds for stage in kind.stages if stage.part == at}
         is_whole = plan.num_devices_on(at) == problem.cluster.parts[at].num_devices
         if len(degrees) > 1 or not is_whole or any(len(kind.stages) > 1 for kind in plan.kinds):
