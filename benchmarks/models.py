@@ -1,4 +1,4 @@
-"""Model types of transformers with a causal or image-text class: which are read, and whether their parameters agree.
+"""Model types of transformers with a class for text, or images and text: which are read, and with what parameters.
 
 usage: python benchmarks/models.py [--report FILE]
 
@@ -22,6 +22,8 @@ from reports import make_parser, write_report
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
 from autoplan.base.errors import InputError
@@ -32,6 +34,8 @@ CLOSE = 0.001  # relative: parameters that agree
 
 CLASSES = {
     "causal": (transformers.AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "masked": (transformers.AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    "sequence-to-sequence": (transformers.AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
     "image-text": (transformers.AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
 }
 

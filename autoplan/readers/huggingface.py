@@ -111,9 +111,10 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
     if not isinstance(kind, str):
         raise InputError("model_type " + ("is missing" if kind is None else f"must be text, got {_show(kind)}"))
     if table.get("is_encoder_decoder") not in (None, False):
+        part = data["uncovered"].get(kind, "cross attention")
         raise InputError(
-            f"is_encoder_decoder = {_show(table['is_encoder_decoder'])}, of a {kind}: only causal language models, "
-            "which have a decoder alone, are planned"
+            f"is_encoder_decoder = {_show(table['is_encoder_decoder'])}: a {kind} has {part}, which is not covered; "
+            "only a decoder or an encoder alone is"
         )
     inner = next((key for key in data["text_models"] if key in table), None)
     if inner and not is_inner:
@@ -122,6 +123,8 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
             raise InputError(f"{inner} of a {kind} model must be a table, got {_show(text)}")
         shared = {"tie_word_embeddings": table["tie_word_embeddings"]} if "tie_word_embeddings" in table else {}
         return _text_model({**text, **shared}, is_inner=True)
+    if kind in data["uncovered"]:
+        raise InputError(f"model_type {_show(kind)} has {data['uncovered'][kind]}, which is not covered")
     if kind not in data["types"] and kind not in data["same_keys"]:
         close = difflib.get_close_matches(kind, model_types(), n=3, cutoff=0.5)
         hint = f"did you mean {', '.join(close)}? " * bool(close)
@@ -132,7 +135,7 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
     names = None if is_inner or any(key in table for key in data["encoders"]) else table.get("architectures")
     if names is not None and not isinstance(names, list):
         raise InputError(f"architectures must be a list of names, got {_show(names)}")
-    is_masked = "bidirectional" in _rules(kind).get("keys", {})
+    is_masked = any("bidirectional" in _rules(kind).get(part, {}) for part in ("keys", "set"))
     heads = (_TEXT, "LMHeadModel", "GenerationDecoder", *(["ForMaskedLM"] if is_masked else []))
     if names is not None and not any(str(architecture).endswith(heads) for architecture in names):
         kinds = "language model with a masked or causal loss" if is_masked else "causal language model"
@@ -153,7 +156,7 @@ class _Config:
         self.check_only()
         keys: dict[str, str] = {**_data()["common"], **self.rules.get("keys", {})}
         result: dict[str, Any] = {}
-        pattern = self.pattern() if "layer_pattern" in keys else None
+        pattern = self.pattern() if "layer_pattern" in keys or "hybrid" in self.rules else None
         if pattern is not None:
             keys |= {"layer_pattern": "", "num_layers": ""}
             result |= {"layer_pattern": pattern, "num_layers": len(pattern)}
@@ -221,6 +224,8 @@ class _Config:
 
     def pattern(self) -> str:
         """The layer pattern of a hybrid, from its text or from its list of block types."""
+        if "hybrid" in self.rules:
+            return self.paired_pattern(self.rules["hybrid"])
         listed = self.get("layers_block_type")
         if listed is _ABSENT or listed is None:
             text = self.value("", "layer_pattern", self.rules["keys"]["layer_pattern"])
@@ -229,6 +234,24 @@ class _Config:
             return str(text)
         symbols: dict[str, str] = _data()["symbols"]
         return "".join(symbols[kind] for kind in self.kinds("layers_block_type", tuple(symbols)))
+
+    def paired_pattern(self, rule: dict[str, str]) -> str:
+        """The layer pattern of layers that have Mamba or attention, and behind it a feed-forward block or none."""
+        num_layers = self.value("", "num_layers", "num_hidden_layers")
+        symbols: dict[str, str] = _data()["symbols"]
+        if "layers" in rule and self.get(rule["layers"]) not in (_ABSENT, None):
+            first = [symbols[kind] for kind in self.kinds(rule["layers"], tuple(symbols))]
+            if len(first) != num_layers:
+                raise InputError(f"{rule['layers']} has {len(first)} entries, the model has {num_layers} layers")
+        else:
+            listed = self.get(rule["attention"]) if "attention" in rule else _ABSENT
+            numbers = [] if listed is _ABSENT or listed is None else listed
+            if not isinstance(numbers, list) or not all(type(item) is int for item in numbers):
+                raise InputError(f"{rule['attention']} must be a list of layer numbers, got {_show(numbers)}")
+            first = ["*" if at in numbers else "M" for at in range(num_layers)]
+        has_experts = "experts" in rule and _typed(rule["experts"], self.assumed(rule["experts"]), int)
+        second = "E" if has_experts and has_experts is not _ABSENT else rule.get("second", "")
+        return "".join(symbol + second for symbol in first)
 
     def kinds(self, key: str, allowed: tuple[str, ...]) -> list[str]:
         """A list with one word a layer."""
@@ -293,11 +316,15 @@ class _Config:
 
 
 def _computed(terms: list[str], kind: type, look_up: Callable[[str], Any]) -> Any:
-    """The value of `key`, `number * key`, `key * key` or `key + number`; `_ABSENT` where a key has none."""
+    """The value of `key`, of a product, sum or quotient of two keys or numbers; `_ABSENT` where a key has none."""
     values = [int(term) if term.isdigit() else _typed(term, look_up(term), kind) for term in terms[::2]]
     if any(value is _ABSENT for value in values):
         return _ABSENT
-    return values[0] if len(values) == 1 else math.prod(values) if terms[1] == "*" else sum(values)
+    if len(values) == 1:
+        return values[0]
+    if terms[1] == "//":
+        return values[0] // values[1] if values[1] else _ABSENT
+    return math.prod(values) if terms[1] == "*" else sum(values)
 
 
 def _typed(key: str, value: Any, kind: type) -> Any:
