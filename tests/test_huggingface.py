@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -371,6 +372,25 @@ def test_windowed_layers_are_those_of_transformers(transformers: Any, kind: str)
     for config_json in (table, {key: value for key, value in table.items() if key != "layer_types"}):
         spec = read_huggingface(config_json, kind)
         assert [layer[0] for layer in spec.layers] == expected
+
+
+CHECKPOINTS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data/checkpoints.json").read_text())[
+    "checkpoints"
+]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=[checkpoint["name"] for checkpoint in CHECKPOINTS])
+def test_parameters_of_published_checkpoints(checkpoint: dict[str, Any]) -> None:
+    spec = read_huggingface(checkpoint["config"], checkpoint["name"])
+    with_mtp = checkpoint.get("with_mtp", False)
+    # A prediction layer is published with copies of both embeddings.
+    copies = 2 * spec.vocab_size * spec.hidden_size * with_mtp
+    assert count_parameters(spec, with_mtp=with_mtp) + copies == pytest.approx(checkpoint["parameters"], rel=1e-4)
+    assert not spec.left_out
+
+
+def test_sixty_checkpoints_are_compared() -> None:
+    assert len({checkpoint["name"] for checkpoint in CHECKPOINTS}) >= 60
 
 
 # ---- published files --------------------------------------------------------------------------------------------
