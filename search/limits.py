@@ -15,7 +15,7 @@ from autoplan.frameworks.megatron_lm.rules import missing_modules
 from autoplan.frameworks.registry import book_of
 from autoplan.search.axes import parts_of
 from autoplan.spec.axes import AXES, AXIS, SEARCHED, Axis, Kind, Value, shown
-from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, Recompute, RecomputeModule, Schedule
+from autoplan.spec.enums import CudaGraphs, Dispatcher, Fp8Scaling, Precision, Recompute, RecomputeModule, Schedule
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import NARROW_PRECISIONS, parse_recompute
@@ -171,6 +171,8 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         offered["tp_overlap"] = [False]
     means_nothing = (axis for axis in SEARCHED if not axis.needs.can_be_met(**parts_of(problem.model)))
     offered |= {axis.name: [axis.searched[0]] for axis in means_nothing}
+    if training.precision != Precision.FP8:
+        offered["fp8_scaling"] = [Fp8Scaling.TENSORWISE]
     if training.precision not in NARROW_PRECISIONS:
         offered["narrow_params"] = offered["fp8_attention"] = [False]
     elif offered["narrow_params"] == [True]:  # what shards nothing gathers nothing

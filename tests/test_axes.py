@@ -196,7 +196,16 @@ def test_changes_are_told_by_the_table_where_they_mean_something() -> None:
     assert set(LABELS) <= set(told)
     assert set(axes_of(load_model("llama3-8b"), ParallelPlan(global_batch=1))) == {
         *("tp", "cp", "pp", "micro_batch", "global_batch", "recompute", "offload", "nodes"),
-        *("cuda_graphs", "grad_dtype", "narrow_params", "fp8_attention", "dropout", "main_weights", "moment_dtype"),
+        *(
+            "cuda_graphs",
+            "grad_dtype",
+            "fp8_scaling",
+            "narrow_params",
+            "fp8_attention",
+            "dropout",
+            "main_weights",
+            "moment_dtype",
+        ),
     }
     assert {axis.changed_as for axis in TYPED} == set(told) - {"layers", "nodes"}
 

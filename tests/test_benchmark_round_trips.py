@@ -28,6 +28,7 @@ from autoplan.spec.axes import AXES, AXIS, SEARCHED, Axis, Kind, Value, shown
 from autoplan.spec.enums import (
     ContextParallelKind,
     Dispatcher,
+    Fp8Scaling,
     GradType,
     MainWeights,
     MomentType,
@@ -71,7 +72,7 @@ def test_a_dropped_option_is_told(trips: Any, monkeypatch: pytest.MonkeyPatch) -
     place = {"cluster": "h100-sxm:1x8", "global_batch": 64, "seq_len": 2048}
     result = autoplan.estimate("llama3-8b", **place, plan={"recompute": "full"})
     subject = trips.Exported(problem=result.problem, file=result.file)
-    assert trips.trip(subject, "megatron-lm", "").outcome == "same"
+    assert trips.trip(subject, "megatron-lm").outcome == "same"
     reader = trips.reader_of("megatron-lm")
 
     def forgetful(text: str, given_: Any) -> Launch:
@@ -79,7 +80,7 @@ def test_a_dropped_option_is_told(trips: Any, monkeypatch: pytest.MonkeyPatch) -
         return replace(launch, plan=replace(launch.plan, recompute="none"))
 
     monkeypatch.setattr(trips, "reader_of", lambda to: replace(reader, read=forgetful))
-    lost = trips.trip(subject, "megatron-lm", "")
+    lost = trips.trip(subject, "megatron-lm")
     assert (lost.outcome, lost.why) == ("wrong", "other recompute")
 
 
@@ -116,6 +117,7 @@ WAYS: dict[str, dict[str, tuple[Way, ...]]] = {
     },
     "layers_per_chunk": {"even": (STAGES,), "uneven": (STAGES | {"layers_per_chunk": [15, 17]},)},
     "cp_kind": {word: ({"cp": 2, "cp_kind": word},) for word in ContextParallelKind},
+    "fp8_scaling": {word: ({"precision": "fp8", "fp8_scaling": word},) for word in Fp8Scaling},
     "narrow_params": {word: ({"precision": "fp8", "narrow_params": word == "on"},) for word in ("off", "on")},
     "fp8_attention": {word: ({"precision": "fp8", "fp8_attention": word == "on"},) for word in ("off", "on")},
     "main_weights": {

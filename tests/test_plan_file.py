@@ -104,6 +104,17 @@ def test_dropout_was_a_trait_in_version_6_and_is_a_choice_of_the_plans() -> None
     assert read.framework.choice("dropout") is True
 
 
+def test_scales_of_rows_were_a_trait_in_version_7_and_are_a_choice_of_the_plans() -> None:
+    file = msgspec.json.decode(msgspec.json.encode(table()).replace(b'"precision":"bf16"', b'"precision":"fp8"'))
+    file |= {"schema_version": 7}
+    file["framework"]["kernels"] |= {"narrow_gemm_share": 1.0}
+    assert decode(PlanFile, file, "plan.json").best.plan.fp8_scaling == "tensorwise"
+    file["framework"]["kernels"] |= {"narrow_gemm_share": 0.8}
+    read = decode(PlanFile, file, "plan.json")
+    assert all(priced.plan.fp8_scaling == "rowwise" for priced in (read.best, *read.alternatives))
+    assert (read.framework.choice("fp8_scaling"), read.framework.kernels.rowwise_gemm_share) == ("rowwise", 0.8)
+
+
 @pytest.mark.parametrize(("num_publishers", "spread"), [(0, 0.2), (7, None)])
 def test_a_plan_file_of_version_4_is_read_whose_calibration_counts_publishers(
     num_publishers: int, spread: float | None

@@ -81,6 +81,12 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
             (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
             *CORE_OPTIONS,
             (DENSE, plan_of(dp_shard=8, reduce_dtype="fp32"), 4096, "'fp32' does not exist: use 'usual' or 'half'"),
+            (
+                DENSE,
+                plan_of(dp_shard=8, fp8_scaling="rowwise"),
+                4096,
+                "fp8_scaling rowwise needs precision fp8, it is bf16",
+            ),
             *PIPELINES,
             (MOE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096, "recompute of moe_act"),
             (DENSE, plan_of(recompute="full", recompute_num_layers=2), 4096, "recompute of 2 layers of a chunk"),
@@ -109,6 +115,12 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
             (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
             *CORE_OPTIONS,
             (DENSE, plan_of(dp_shard=8, reduce_dtype="half"), 4096, "'half' does not exist: use 'usual' or 'fp32'"),
+            (
+                DENSE,
+                plan_of(dp_shard=8, fp8_scaling="rowwise"),
+                4096,
+                "fp8_scaling rowwise is known of torchtitan only",
+            ),
             *PIPELINES,
             (MOE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096, "recompute of moe_act"),
             (DENSE, plan_of(dp_shard=8, sharding="zero1"), 4096, "use 'none' or 'zero2' or 'zero3'"),
@@ -129,6 +141,12 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
         (
             *CORE_OPTIONS,
             (DENSE, plan_of(dp_shard=8, reduce_dtype="half"), 4096, "reduce_dtype half is known of torchtitan, Deep"),
+            (
+                DENSE,
+                plan_of(dp_shard=8, fp8_scaling="rowwise"),
+                4096,
+                "fp8_scaling rowwise is known of torchtitan only",
+            ),
             (
                 DENSE,
                 plan_of(dispatcher="hybridep"),
@@ -172,6 +190,12 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
             ),
             (DENSE, plan_of(dp_shard=8, main_weights="fp16"), 4096, "main_weights 'fp16' does not exist"),
             (DENSE, plan_of(dp_shard=8, reduce_dtype="half"), 4096, "reduce_dtype 'half' does not exist"),
+            (
+                DENSE,
+                plan_of(dp_shard=8, fp8_scaling="rowwise"),
+                4096,
+                "fp8_scaling rowwise is known of torchtitan only",
+            ),
             (DENSE, plan_of(dp_shard=8, moment_dtype="fp8"), 4096, "moment_dtype 'fp8' does not exist"),
             (DENSE, plan_of(dp_shard=8, moment_dtype="bf16"), 4096, "main_weights fp32 with moment_dtype bf16"),
             (

@@ -399,9 +399,9 @@ def test_scales_of_rows_are_told_apart_from_scales_of_tensors(tmp_path: Path) ->
         "precision": "fp8",
     }
     rows, tensors = runs_of(tmp_path, row | {"options": "fp8_recipe=rowwise"}, row | {"id": "2"})
-    assert rows.problem is not None
-    assert tensors.problem is not None
-    assert (rows.problem.framework.name, tensors.problem.framework.name) == ("torchtitan", "torchtitan-tensorwise")
+    assert rows.plan is not None
+    assert tensors.plan is not None
+    assert (rows.plan.fp8_scaling, tensors.plan.fp8_scaling) == ("rowwise", "tensorwise")
     assert not any("fp8_recipe" in text for text in rows.filled)
 
 
@@ -656,7 +656,7 @@ def test_kin_is_said_and_keeps_to_rules_that_hold_everywhere(tmp_path: Path) -> 
     }
     (run,) = runs_of(tmp_path, row)
     assert run.plan is not None, run.refusal
-    assert "framework treated as torchtitan-tensorwise" in run.filled
+    assert "framework treated as torchtitan" in run.filled
 
 
 @pytest.mark.parametrize(

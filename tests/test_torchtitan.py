@@ -49,6 +49,7 @@ def bare(model: ModelSpec) -> ModelSpec:
 
 def titan(model: ModelSpec = LLAMA, **plan: Any) -> PlanFile:
     """A plan for Blackwell devices; like those of a search, it spells out its layers where they are not even."""
+    plan = ({"fp8_scaling": "rowwise"} if plan.get("precision") == "fp8" else {}) | plan
     counts = chunk_layers(ParallelPlan(**{"global_batch": 256, **plan}), model.num_layers)
     plan["layers_per_chunk"] = counts if len(set(counts)) > 1 else None
     cluster = cluster_of(-(-ParallelPlan(**{"global_batch": 256, **plan}).num_devices // 8), "blackwell")
@@ -227,6 +228,7 @@ def test_a_toml_of_llama_405b_is_its_plan() -> None:
         sharding="zero3",
         recompute="full",
         precision="fp8",
+        fp8_scaling="rowwise",
         micro_batch=2,
         global_batch=128,
     )
@@ -234,14 +236,15 @@ def test_a_toml_of_llama_405b_is_its_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "framework"),
+    ("recipe", "scaling", "unread"),
     [
-        ("", "torchtitan-tensorwise"),
-        ('recipe_name = "tensorwise"', "torchtitan-tensorwise"),
-        ('recipe_name = "rowwise"', "torchtitan"),
+        ("", "tensorwise", 0),
+        ('recipe_name = "tensorwise"', "tensorwise", 0),
+        ('recipe_name = "rowwise"', "rowwise", 0),
+        ('recipe_name = "rowwise_with_gw_hp"', "rowwise", 1),
     ],
 )
-def test_a_toml_says_what_its_products_have_a_scale_for(recipe: str, framework: str) -> None:
+def test_a_toml_says_what_its_products_have_a_scale_for(recipe: str, scaling: str, unread: int) -> None:
     text = f"""
 [model]
 name = "llama3"
@@ -256,7 +259,8 @@ data_parallel_shard_degree = 8
 {recipe}
 """
     launch = read(text, LaunchContext(num_devices=8))
-    assert (launch.framework, launch.plan.precision) == (framework, "fp8")
+    assert (launch.plan.precision, launch.plan.fp8_scaling) == ("fp8", scaling)
+    assert len([item for item in launch.unread if "recipe_name" in item.option]) == unread
 
 
 def test_a_toml_of_deepseek_is_its_plan() -> None:
@@ -395,6 +399,7 @@ OLD: dict[str, PlanFile] = {
         dp_shard=4,
         layers_per_chunk=(7, *(8,) * 14, 7),
         precision="fp8",
+        fp8_scaling="tensorwise",
     ),
     "experts": titan(QWEN_MOE, ep=8, dp_shard=8, dp_replicate=2, recompute="full", precision="mxfp8"),
     "latent": titan(
@@ -419,6 +424,11 @@ REFUSED: dict[str, tuple[PlanFile, str, str]] = {
     "a pipeline of qwen": (titan(load_model("qwen3-8b"), pp=2), "0.2", "a pipeline of qwen3"),
     "no sequence parallelism": (titan(load_model("llama3.1-8b"), tp=2), "0.2", "tp without sp"),
     "nvfp4 of old": (titan(load_model("llama3.1-8b"), dp_shard=8, precision="nvfp4"), "0.2", "'nvfp4' in version 0.2"),
+    "scales of tensors": (
+        titan(dp_shard=8, precision="fp8", fp8_scaling="tensorwise"),
+        "0.3",
+        "fp8_scaling tensorwise",
+    ),
     "four bits of experts": (titan(QWEN_MOE, dp_shard=8, precision="nvfp4"), "0.3", "'nvfp4' of experts"),
     "biases": (titan(replace(LLAMA, qkv_bias=True), dp_shard=8), "0.3", "no model with the blocks of 'llama3-8b'"),
     "windows": (titan(replace(LLAMA, window=4096), dp_shard=8), "0.3", "no model with the blocks"),

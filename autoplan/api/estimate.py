@@ -116,7 +116,7 @@ def price(problem: Problem, plan: ParallelPlan, *, timings: str = "", with_knobs
 
 
 # Options that mean something with some precisions or models alone.
-_OPTIONS_OF_SOME = ("narrow_params", "fp8_attention", "token_dropping", "router_fusion", "rope_fusion")
+_OPTIONS_OF_SOME = ("fp8_scaling", "narrow_params", "fp8_attention", "token_dropping", "router_fusion", "rope_fusion")
 
 
 def make_plan(problem: Problem, global_batch: int, axes: Mapping[str, Any]) -> ParallelPlan:
@@ -151,7 +151,7 @@ def make_plan(problem: Problem, global_batch: int, axes: Mapping[str, Any]) -> P
         **values,
     )
     # What is asked for is refused where it means nothing, not left out like a framework's usual choice.
-    table |= {name: True for name in _OPTIONS_OF_SOME if axes.get(name)}
+    table |= {name: axes[name] for name in _OPTIONS_OF_SOME if axes.get(name)}
     return decode(ParallelPlan, table, "plan")
 
 

@@ -87,8 +87,8 @@ AllowOption = Annotated[
     typer.Option(
         metavar="CHOICE",
         help="Also look at plans with an option that changes the numerics of training: grad_dtype, reduce_dtype, "
-        "main_weights, moment_dtype, narrow_params, fp8_attention, token_dropping, dropout, or a value such as "
-        "moment_dtype=bf16 (repeatable).",
+        "fp8_scaling, main_weights, moment_dtype, narrow_params, fp8_attention, token_dropping, dropout, or a value "
+        "such as moment_dtype=bf16 (repeatable).",
     ),
 ]
 PreferOption = Annotated[

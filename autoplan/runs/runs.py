@@ -27,12 +27,13 @@ from autoplan.readers.finetuning import METHODS, load_finetuning, optimizer_name
 from autoplan.readers.model import find_preset
 from autoplan.runs.recipes import Recipe, nearest_recipe, recipe_called
 from autoplan.runs.table import BLANKS, read_rows
-from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
+from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES, Value
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import (
     ContextParallelKind,
     CudaGraphs,
     Dispatcher,
+    Fp8Scaling,
     Offload,
     Precision,
     Recompute,
@@ -189,7 +190,7 @@ def _run(cells: dict[str, str]) -> Run:
         row.filled.extend(
             f"{name}={value} left out"
             for name, value in row.options().items()
-            if name not in READ_OPTIONS | ({"fp8_recipe"} if recipe.rowwise else set())
+            if name not in READ_OPTIONS | ({"fp8_recipe"} if recipe.fp8_scaling else set())
         )
         refusal = _refused_by_framework(problem, plan, recipe)
         invalid = bool(refusal)
@@ -213,8 +214,6 @@ def _recipe(row: _Row) -> Recipe:
     recipe = recipe_called(row.text("framework", "?"), year, _sized_gpu(row)) or nearest_recipe(sharding, year)
     if recipe.in_pipelines and row.degree("pp", 1) > 1:
         return replace(recipe, framework=recipe.in_pipelines, is_kin=True)
-    if recipe.rowwise and row.options().get("fp8_recipe") == "rowwise":
-        return replace(recipe, framework=recipe.rowwise)
     is_eager = recipe.uncompiled and row.options().get("cuda_graph") == "none"
     return replace(recipe, framework=recipe.uncompiled) if is_eager else recipe
 
@@ -502,15 +501,18 @@ def _offload(row: _Row, by_sharding: Offload) -> Offload:
     return enum_value("offload", Offload, row.options().get("offload", by_sharding))
 
 
-def _chosen(row: _Row, problem: Problem, recipe: Recipe) -> dict[str, bool]:
+def _chosen(row: _Row, problem: Problem, recipe: Recipe) -> dict[str, Value]:
     """Return the row's choice of the options that the framework's plans have unless they say otherwise."""
     narrows = problem.model.moe is not None and problem.training.precision in recipe.narrows_attention
     keeps_dropout = recipe.keeps_gpt_dropout and problem.model.position_embedding == "learned"
-    chosen = {
+    chosen: dict[str, Value] = {
         "dropout": row.option("dropout", bool(problem.framework.choice("dropout")) or keeps_dropout),
         "narrow_params": row.option("fp8_params", bool(problem.framework.choice("narrow_params"))),
         "fp8_attention": problem.training.attention == "flash" and row.option("fp8_attention", narrows),
     }
+    if recipe.fp8_scaling:
+        named = row.options().get("fp8_recipe", "")
+        chosen["fp8_scaling"] = Fp8Scaling(named) if named in tuple(Fp8Scaling) else recipe.fp8_scaling
     if recipe.routes_unfused_alltoall and _named_dispatcher(row, recipe) == Dispatcher.ALL_TO_ALL:
         chosen |= {"router_fusion": False, "rope_fusion": False}
     return chosen

@@ -134,6 +134,13 @@ class ReduceType(CodedEnum):
     HALF = "half"
 
 
+class Fp8Scaling(CodedEnum):
+    """Numbers that share a scale in 8-bit products: those of a matrix, or of one of its rows."""
+
+    TENSORWISE = "tensorwise"
+    ROWWISE = "rowwise"
+
+
 class MainWeights(CodedEnum):
     """Data type of the weights that the optimizer updates: fp32, what 16-bit weights lack of it, or 16 bits alone."""
 

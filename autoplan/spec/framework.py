@@ -130,7 +130,7 @@ class Kernels:
     widest_blackwell_head: int = 256  # of queries and keys, that it has a kernel for there; wider ones are unfused
     # Queries, keys, values, gate and up are products of their own, whose gradients of the same input are added up.
     separate_inputs: bool = False
-    narrow_gemm_share: float = 1.0  # of the rate that 8-bit products of one scale sustain, what those of its scales do
+    rowwise_gemm_share: float = 1.0  # of the rate that 8-bit products of one scale sustain, what those of rows' do
     # Narrow products scale by the largest value of the tensor that they take, found in a pass of its own.
     scales_by_own_largest: bool = False
     # Keys and values are repeated to the number of heads before attention, also on their way around a context group,
@@ -170,7 +170,7 @@ class Kernels:
         check_count("widest_blackwell_head", self.widest_blackwell_head, at_most=2**16)
         _check(
             self,
-            positive=("ring_attention_factor", "kernel_bytes_factor", "narrow_gemm_share"),
+            positive=("ring_attention_factor", "kernel_bytes_factor", "rowwise_gemm_share"),
             selective_recompute_share=(0, 1),
         )
 
@@ -203,7 +203,8 @@ class Network:
     """Traffic between ranks: what is sent, how often, and what that costs beyond the time on the wire."""
 
     sequence_parallel: bool = True  # whether tp > 1 normally runs with sequence parallelism
-    narrow_tp_gathers: bool = False  # 8-bit plans gather what enters the matrices as quantised, gradients too
+    # 8-bit plans gather what enters the matrices as quantised, gradients too, where a matrix has one scale.
+    narrow_tp_gathers: bool = False
     scatter_gather_p2p: bool = True  # without sequence parallelism, ranks of a tensor group send 1/tp each
     bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire, where no wider accumulator is reduced
     # Of 16-bit gradients, that an unsharded all-reduce takes at a time (DDP); 0: all of them at once.
@@ -389,6 +390,7 @@ _RETIRED = {
     "interleaves_layers",
     "microbatch_per_rank",
     "narrow_attention",
+    "narrow_gemm_share",
     "narrow_weights",
     "overlaps_experts",
     "overlaps_far_experts",
@@ -404,6 +406,7 @@ NOW_USUAL = {
     "fused_router": "router_fusion=on",
     "gpt_dropout": "dropout=on",
     "narrow_attention": "fp8_attention=on",
+    "narrow_gemm_share": "fp8_scaling=rowwise",
     "narrow_weights": "narrow_params=on",
 }
 GROUPS: dict[str, type] = {

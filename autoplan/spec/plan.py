@@ -18,6 +18,7 @@ from autoplan.spec.enums import (
     ContextParallelKind,
     CudaGraphs,
     Dispatcher,
+    Fp8Scaling,
     GradType,
     MainWeights,
     MomentType,
@@ -65,6 +66,7 @@ _OPTION_WORDS: dict[str, dict[str, str]] = {
     },
     "grad_dtype": {GradType.BF16: "bf16 gradients", GradType.BF16_MAIN: "bf16 main gradients"},
     "reduce_dtype": {ReduceType.FP32: "gradients reduced in fp32", ReduceType.HALF: "gradients reduced in 16 bits"},
+    "fp8_scaling": {Fp8Scaling.ROWWISE: "scales of rows"},
     "main_weights": {
         MainWeights.REMAINDERS: "main weights as remainders",
         MainWeights.FP16: "fp16 main weights",
@@ -122,6 +124,7 @@ class ParallelPlan:
     cuda_graphs: CudaGraphs = CudaGraphs.NONE
     grad_dtype: GradType = GradType.FP32
     reduce_dtype: ReduceType = ReduceType.USUAL
+    fp8_scaling: Fp8Scaling = Fp8Scaling.TENSORWISE
     narrow_params: bool = False
     fp8_attention: bool = False
     token_dropping: bool = False
@@ -272,6 +275,8 @@ def derived_values(
     means = {"sp": tp > 1, "narrow_params": is_narrow, "fp8_attention": is_narrow}
     means |= {"token_dropping": has_experts, "router_fusion": has_experts, "rope_fusion": has_latents}
     flags = {name: bool(values.get(name)) and has_meaning for name, has_meaning in means.items()}
+    if values.get("precision") != Precision.FP8:
+        values |= {"fp8_scaling": Fp8Scaling.TENSORWISE}
     return values | flags | {"param_gather_overlap": gathers}
 
 
@@ -333,6 +338,7 @@ class PlanBatch(Rows):
     cuda_graphs: Ints
     grad_dtype: Ints
     reduce_dtype: Ints
+    fp8_scaling: Ints
     narrow_params: Bools
     fp8_attention: Bools
     token_dropping: Bools

@@ -8,7 +8,7 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.spec.axes import AXIS, shown
 from autoplan.spec.calibration import Calibration
-from autoplan.spec.enums import Dispatcher, GradType
+from autoplan.spec.enums import Dispatcher, Fp8Scaling, GradType, Precision
 from autoplan.spec.estimate import StageCost
 from autoplan.spec.explanation import CurrentPlan
 from autoplan.spec.framework import Framework
@@ -72,11 +72,11 @@ def _spelled(text: str) -> str:
     return f"{name}={shown(AXIS[name].parse(value, '--forbid'))}" if sign and name in AXIS else f"{name}{sign}{value}"
 
 
-PLAN_FILE_VERSION = 7
+PLAN_FILE_VERSION = 8
 # In 2 a framework's traits stood in no groups; in 3 the dispatcher was one of them, in 4 the types of gradients and of
 # gathered weights, in 5 attention in 8 bits, the dropping of tokens and kernels of router and rotation, in 6
-# dropout.
-_READABLE_PLAN_FILES = (2, 3, 4, 5, 6, PLAN_FILE_VERSION)
+# dropout, in 7 what the matrices of 8-bit products have a scale for.
+_READABLE_PLAN_FILES = (2, 3, 4, 5, 6, 7, PLAN_FILE_VERSION)
 
 
 # Of Megatron-Bridge, in files of before they were an option of the plan.
@@ -126,6 +126,10 @@ class PlanFile:
         framework = table.get("framework")
         if table.get("schema_version") not in _READABLE_PLAN_FILES[:-1] or not isinstance(framework, dict):
             return table
+        table = _with_scaling_chosen(table)
+        if table["schema_version"] == 7:
+            return table
+        framework = table["framework"]
         table = _with_dropout_chosen(table)
         if table["schema_version"] == 6:
             return table
@@ -166,6 +170,20 @@ def _check_version(table: dict[str, Any], key: str, readable: tuple[int, ...]) -
     if table.get(key, readable[-1]) not in readable:
         command = f": make the file again with {table['command']}" if table.get("command") else ""
         raise InputError(f"{key} is {table[key]}, this autoplan reads {readable[-1]}{command}")
+
+
+def _with_scaling_chosen(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan file in which plans choose the scales of 8-bit products, which the framework's share told."""
+    framework, training = table["framework"], table.get("training")
+    kernels, usual = framework.get("kernels", framework), framework.get("usual", [])
+    share = kernels.get("narrow_gemm_share", 1.0) if isinstance(kernels, dict) else 1.0
+    if not (isinstance(share, float | int) and share < 1 and isinstance(training, dict) and isinstance(usual, list)):
+        return table
+    if training.get("precision") == Precision.FP8:
+        table = _with_choice(table, fp8_scaling=Fp8Scaling.ROWWISE)
+    rowwise = {"rowwise_gemm_share": share}
+    group = {"kernels": kernels | rowwise} if "kernels" in framework else rowwise
+    return table | {"framework": framework | group | {"usual": [*usual, f"fp8_scaling={Fp8Scaling.ROWWISE}"]}}
 
 
 def _with_dropout_chosen(table: dict[str, Any]) -> dict[str, Any]:

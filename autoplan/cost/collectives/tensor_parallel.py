@@ -11,7 +11,7 @@ from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.arithmetic import BlockShape
 from autoplan.cost.kernels.measured_units import measures_end
-from autoplan.cost.kernels.sizes import padded_vocab, rank_tokens
+from autoplan.cost.kernels.sizes import gathers_narrow, padded_vocab, rank_tokens
 from autoplan.cost.kernels.times import KernelTimes
 from autoplan.cost.network.links import Links, contention_share
 from autoplan.cost.network.process_groups import process_groups
@@ -113,9 +113,7 @@ def block_collectives(problem: Problem, batch: PlanBatch) -> TensorParallel:
     pass.  What enters the matrices is gathered as quantised, if the framework does so.
     Source: Megatron-LM core/tensor_parallel/layers.py; Korthikanti et al., arXiv:2205.05198.
     """
-    framework = problem.framework
-    is_narrow = framework.network.narrow_tp_gathers & (batch.precision == Precision.FP8.code)
-    gathered = np.where(is_narrow, 0.5, 1.0) * _hidden_bytes(problem, batch)
+    gathered = np.where(gathers_narrow(problem, batch), 0.5, 1.0) * _hidden_bytes(problem, batch)
     return _collectives(problem, batch, gathered, (1.0, 1.0 + regathers_inputs(problem)), (1.0, 1.0))
 
 

@@ -15,6 +15,7 @@ from autoplan.cost.kernels.launches import BIAS_PER_EXPERT, has_fused_experts
 from autoplan.cost.kernels.measured import Sizes, find_kernels, measured_pass
 from autoplan.cost.kernels.sizes import (
     expert_tokens,
+    gathers_narrow,
     local_sizes,
     matrix_pieces,
     norm_tokens,
@@ -273,7 +274,7 @@ def _cast_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traf
     copies = is_fp8 & (problem.device.generation != "blackwell")
     moved = moved - (is_fp8 & ~copies)
     # What is gathered as quantised was so in slices; its transposed copy is made of the whole.
-    in_slices = is_fp8 & batch.sp & framework.network.narrow_tp_gathers
+    in_slices = batch.sp & gathers_narrow(problem, batch)
     of_slices = np.where(in_slices, (moved - copies) / batch.tp + 2.0 * copies, moved)
     transposed = np.array([TRANSPOSED_BYTES.get(precision, 0.0) for precision in Precision])[batch.precision]
     transposed = np.where(is_fp8 & ~copies, 0.0, transposed)

@@ -12,7 +12,7 @@ from autoplan.base.arrays import Floats
 from autoplan.cost.kernels.arithmetic import Linear
 from autoplan.cost.kernels.measured import find_kernels, passes_s
 from autoplan.cost.kernels.memory_bound import memory_bound_s
-from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, matrix_pieces, norm_tokens, rank_tokens
+from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, matrix_pieces, norm_tokens, rank_tokens, scales_rows
 from autoplan.cost.memory.state_types import grad_bytes
 from autoplan.cost.passes import SplitPass
 from autoplan.spec.enums import Precision
@@ -71,9 +71,9 @@ def gemm_rate(problem: Problem, batch: PlanBatch) -> Floats:
         # Volta has no bf16 and Hopper no fp4: such a plan runs at the nearest precision that the device has.
         rate = peak.get(name, peak.get("fp8", wide) if name == "nvfp4" else wide)
         efficiency = narrow if name in NARROW_PEAK and rate > wide else device.gemm_efficiency
-        efficiency *= problem.framework.kernels.narrow_gemm_share if precision == Precision.FP8 else 1.0
         by_precision.append(rate * efficiency * (FP4_GEMM_SHARE if name == "nvfp4" else 1.0))
-    return np.array(by_precision)[batch.precision] / problem.calibration.gemm
+    share = np.where(scales_rows(batch), problem.framework.kernels.rowwise_gemm_share, 1.0)
+    return share * np.array(by_precision)[batch.precision] / problem.calibration.gemm
 
 
 def gemm_pace(problem: Problem, batch: PlanBatch, rate: Floats) -> Floats:

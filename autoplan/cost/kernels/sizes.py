@@ -9,7 +9,7 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats
 from autoplan.cost.kernels.arithmetic import Linear
 from autoplan.cost.kernels.sequences import tokens_per_sample
-from autoplan.spec.enums import Dispatcher
+from autoplan.spec.enums import Dispatcher, Fp8Scaling, Precision
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -26,12 +26,24 @@ KERNEL_AXES = (
     "dispatcher",
     "precision",
     "grad_dtype",
+    "fp8_scaling",
     "fp8_attention",
     "token_dropping",
     "dropout",
     "ep_overlap",
     "cuda_graphs",
 )
+
+
+def scales_rows(batch: PlanBatch) -> Bools:
+    """Return which plans have 8-bit products with a scale for each row of a matrix."""
+    return np.asarray((batch.precision == Precision.FP8.code) & (batch.fp8_scaling == Fp8Scaling.ROWWISE.code))
+
+
+def gathers_narrow(problem: Problem, batch: PlanBatch) -> Bools:
+    """Return which plans gather what enters the matrices in 8 bits: a rank's part has the scale of the whole."""
+    is_fp8 = batch.precision == Precision.FP8.code
+    return np.asarray(is_fp8 & problem.framework.network.narrow_tp_gathers & ~scales_rows(batch))
 
 
 def rank_tokens(problem: Problem, batch: PlanBatch) -> Floats:

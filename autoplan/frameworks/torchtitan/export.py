@@ -27,11 +27,12 @@ from autoplan.frameworks.torchtitan.options import (
     OLD_CONVERTERS,
     POLICIES,
     REDUCTION,
+    SCALING,
     write_batch,
     write_parallelism,
 )
 from autoplan.frameworks.torchtitan.rules import RULES
-from autoplan.spec.enums import Precision, Sharding
+from autoplan.spec.enums import Fp8Scaling, Precision, Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
@@ -87,7 +88,7 @@ def job(plan_file: PlanFile, version: str) -> Job:
 # -- what it cannot be told -------------------------------------------------------------------------------------------
 
 
-LIMITS = (
+_LIMITS_OF_ALL = (
     stages_last("it numbers stages last, leave it out"),
     Rule(
         source=SOURCE,
@@ -115,8 +116,16 @@ LIMITS = (
         text=lambda s, p: "tp_overlap without compilation: leave fused_norm out",
     ),
 )
+LIMITS = (
+    *_LIMITS_OF_ALL,
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.precision != Precision.FP8.code) | (b.fp8_scaling == Fp8Scaling.ROWWISE.code),
+        text=lambda s, p: f"fp8_scaling {p.fp8_scaling}: 0.3 scales rows alone, plan so or use --to torchtitan@0.2",
+    ),
+)
 _OLD_LIMITS = (
-    *LIMITS,
+    *_LIMITS_OF_ALL,
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.precision != Precision.NVFP4.code,
@@ -332,7 +341,7 @@ def _toml(plan_file: PlanFile) -> str:
     if plan.precision != "bf16":
         kind = OLD_CONVERTERS[plan.precision]
         outside = {"filter_fqns": ["output", "router.gate"]}
-        recipe = {"recipe_name": "rowwise"} if kind == "float8" else {"recipe_name": "mxfp8_cublas"}
+        recipe = written((SCALING,), plan_file) if kind == "float8" else {"recipe_name": "mxfp8_cublas"}
         grouped = [f"quantize.grouped_mm.{kind}"] if model.moe else []
         tables["model"] = {**tables["model"], "converters": [f"quantize.linear.{kind}", *grouped]}
         tables[f"quantize.linear.{kind}"] = recipe | outside

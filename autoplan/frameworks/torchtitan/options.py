@@ -20,7 +20,7 @@ from autoplan.frameworks.common.option_table import (
 )
 from autoplan.frameworks.common.options import Options, show
 from autoplan.frameworks.fsdp2.options import SCHEDULES
-from autoplan.spec.enums import Offload, ReduceType, Sharding
+from autoplan.spec.enums import Fp8Scaling, Offload, ReduceType, Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.plan_file import PlanFile
@@ -96,6 +96,12 @@ REDUCTION = word(
     ReduceType.USUAL,
     {"float32": ReduceType.USUAL, "bfloat16": ReduceType.HALF},
     when=lambda file: file.best.plan.reduce_dtype != ReduceType.USUAL,
+)
+SCALING = word(  # of the linear layers of 0.2; 0.3 has no other than the last
+    "recipe_name",
+    "fp8_scaling",
+    Fp8Scaling.TENSORWISE,
+    {"tensorwise": Fp8Scaling.TENSORWISE, "rowwise": Fp8Scaling.ROWWISE, "rowwise_with_gw_hp": Fp8Scaling.ROWWISE},
 )
 OFFLOAD = switch(
     "enable_cpu_offload",

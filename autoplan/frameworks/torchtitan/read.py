@@ -29,6 +29,7 @@ from autoplan.frameworks.torchtitan.options import (
     OLD_CONVERTERS,
     POLICIES,
     REDUCTION,
+    SCALING,
     read_assumed,
     read_batch,
     read_degrees,
@@ -37,6 +38,7 @@ from autoplan.frameworks.torchtitan.options import (
     read_sharding,
 )
 from autoplan.readers.model import load_model
+from autoplan.spec.enums import Fp8Scaling
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
@@ -53,11 +55,11 @@ class Content:
     options: dict[str, Any]
     model: ModelSpec | None  # None where the file does not say
     precision: str = "bf16"
+    fp8_scaling: Fp8Scaling = Fp8Scaling.ROWWISE
     recompute: str | None = "selective"
     num_devices: int | None = None
     unread: list[Unread] = field(default_factory=list)
     old: bool = False  # of 0.2
-    framework: str = "torchtitan"
 
 
 def recognises(name: str, text: str) -> bool:
@@ -118,8 +120,8 @@ def _of_toml(table: dict[str, Any]) -> Content:
         precision = next((name for name, word in OLD_CONVERTERS.items() if word == kind), None)
         if precision is not None:
             content.precision = precision
-            if kind == "float8" and _scale(table) == "tensorwise":
-                content.framework = "torchtitan-tensorwise"
+            if kind == "float8":
+                _read_scaling(content, table)
         else:
             content.unread.append(Unread(option="model.converters", value=show(converter), why="not known"))
     policy = Options.of_table(table).inside("activation_checkpoint")
@@ -135,10 +137,13 @@ def _of_toml(table: dict[str, Any]) -> Content:
     return content
 
 
-def _scale(table: dict[str, Any]) -> str:
-    """Return what the 8-bit products of linear layers have a scale for."""
-    recipe = Options.of_table(table).inside("quantize").inside("linear").inside("float8").value("recipe_name")
-    return str(recipe or "tensorwise")
+def _read_scaling(content: Content, table: dict[str, Any]) -> None:
+    """Read what the matrices of the 8-bit products of linear layers have a scale for."""
+    options = Options.of_table(table).inside("quantize").inside("linear").inside("float8")
+    content.fp8_scaling = SCALING.of(options)
+    if (recipe := options.value(SCALING.key)) == "rowwise_with_gw_hp":
+        why = "weight gradients are priced in 8 bits, as those of rowwise"
+        content.unread.append(Unread(option=f"quantize.linear.float8.{SCALING.key}", value=recipe, why=why))
 
 
 # -- version 0.3 ------------------------------------------------------------------------------------------------------
@@ -413,6 +418,7 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
         **read_sharding(parallelism, degrees, model),
         "recompute": content.recompute,
         "precision": content.precision,
+        "fp8_scaling": content.fp8_scaling,
         "tp_overlap": compiling.flag("enable_async_tensor_parallel") and degrees["tp"] > 1,
         **read_fields((REDUCTION,), training),
     }
@@ -421,7 +427,7 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
     seq_len = context.seq_len or read_sequence(training)
     return Launch(
         target="torchtitan",
-        framework=content.framework,
+        framework="torchtitan",
         model=model,
         training=TrainingSpec(
             seq_len=seq_len,

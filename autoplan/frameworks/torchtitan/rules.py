@@ -15,7 +15,7 @@ from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.frameworks.common.widths import gemm_widths
 from autoplan.frameworks.fsdp2.rules import PIPELINE_RULES
-from autoplan.spec.enums import ContextParallelKind, Offload, Precision, Sharding
+from autoplan.spec.enums import ContextParallelKind, Fp8Scaling, Offload, Precision, Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.workload import Workload
 
@@ -85,7 +85,7 @@ SUPPORTED = (
     SupportedWords(axis="precision", words=("bf16", "fp8", "mxfp8", "nvfp4"), source="config/configs.py:94"),
 )
 
-EXTRAS = ("reduce_dtype",)
+EXTRAS = ("fp8_scaling", "reduce_dtype")
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
@@ -102,6 +102,11 @@ RULES: tuple[Rule, ...] = (
     ),
     shared.whole_kv_heads(f"{_DECODER}:195"),
     shared.sp_needs_tp("trainer.py:300"),
+    Rule(
+        source=universal.SOURCE,
+        holds=lambda s, b: (b.fp8_scaling == Fp8Scaling.TENSORWISE.code) | (b.precision == Precision.FP8.code),
+        text=lambda s, p: f"fp8_scaling {p.fp8_scaling} needs precision fp8, it is {p.precision}: leave it out",
+    ),
     # Version 0.3 asks it of every sequence, b5bcd76 of the tokens of a micro-batch.
     shared.whole_sequence("trainer.py:302"),
     Rule(
