@@ -14,7 +14,8 @@ from autoplan.api.results import Table
 from autoplan.base.errors import InputError
 from autoplan.base.files import encode
 from autoplan.cost.timeline import timeline
-from autoplan.profiler.imports.kineto import ACTIVITIES, Activity, Piece, RankTrace, draw, read_trace, trace_files
+from autoplan.profiler.imports.kineto import ACTIVITIES, Activity, Piece, RankTrace, draw
+from autoplan.profiler.imports.traces import read_ranks, trace_files
 from autoplan.report.page.run_trace import TracedStep, trace_page
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
@@ -74,7 +75,10 @@ class TraceResult:
         """Return a self-contained HTML page: the predicted step and those of the ranks, on one axis."""
         return trace_page(
             [TracedStep(stage.stage, stage.drawn) for stage in self.predicted],
-            [TracedStep(f"rank {rank.rank or 0}", rank.drawn) for rank in self.ranks],
+            [
+                TracedStep(f"rank {at if rank.rank is None else rank.rank}", rank.drawn)
+                for at, rank in enumerate(self.ranks)
+            ],
             [(term.what, term.predicted_s, term.measured_s) for term in self.terms],
             self.remarks,
         )
@@ -116,13 +120,16 @@ _OF_KERNELS = (
 def read_traces(paths: Sequence[str | Path], *, plan: str | Path | None = None, db: str | None = None) -> TraceResult:
     """Read traces of torch's profiler, one file of each rank, packed or not; or folders of them.
 
+    Exports of Nsight Systems to SQLite are read as well, with all devices that they traced.
+
     `plan` is the plan file that ran: what was predicted of it, with its measured times or those of the database `db`,
     stands beside what the ranks did.
 
     Raises InputError where a file is no trace, or traces are not of one run.
     """
     ranks = sorted(
-        (read_trace(path) for path in trace_files(paths)), key=lambda rank: (rank.rank is None, rank.rank or 0)
+        (rank for path in trace_files(paths) for rank in read_ranks(path)),
+        key=lambda rank: (rank.rank is None, rank.rank or 0),
     )
     for first, second in itertools.pairwise(ranks):
         if first.rank is not None and first.rank == second.rank:

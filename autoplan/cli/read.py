@@ -28,7 +28,7 @@ FilesArgument = Annotated[
     typer.Argument(
         metavar="FILE...",
         help="A script or configuration that starts training today, of any target of export; or traces of torch's "
-        "profiler, one of each rank, or a folder of them.",
+        "profiler, one of each rank, or a folder of them; or exports of Nsight Systems to SQLite.",
     ),
 ]
 PlanOption = Annotated[
@@ -69,7 +69,7 @@ def read(
     Nothing in the file is run.  Traces of torch's profiler (Kineto) tell what each rank did in a step: work by kind,
     communication that it hid or not, and gaps.
     """
-    from autoplan.profiler.imports.kineto import is_trace
+    from autoplan.profiler.imports.traces import is_trace
 
     if files[0].is_dir() or is_trace(files[0]):
         if any(is_typed(context, name) for name in OF_A_LAUNCH_FILE):

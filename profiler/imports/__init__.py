@@ -29,11 +29,17 @@ def read_source(
     from autoplan.profiler.imports.kineto import is_trace
     from autoplan.profiler.imports.kineto_records import read_trace_records
     from autoplan.profiler.imports.nccl_tests import read_log
+    from autoplan.profiler.imports.nsight import is_report
     from autoplan.profiler.store.exchange import is_exchange, read_exchange
 
     path = Path(source)
     if source == AICONFIGURATOR:
         return read_records(devices=[device] if device else None)
+    if is_report(path):
+        raise InputError(
+            f"{path}: an export of Nsight Systems does not tell the shapes of its kernels: import a trace of torch's "
+            "profiler made with record_shapes=True; `autoplan read` shows what ran"
+        )
     if is_folder(path) or is_trace(path):
         if operation:
             raise InputError(f"{path}: traces say their operations: leave --operation out")

@@ -12,7 +12,7 @@ import gzip
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
@@ -95,8 +95,8 @@ class RankTrace:
     """Activity of one rank in a step, in the mean of the steps traced; `seconds` and `idle_s` add up to `step_s`."""
 
     file: str
-    rank: int | None  # where the trace tells it
-    world_size: int | None
+    rank: int | None = None  # where the trace tells it
+    world_size: int | None = None
     num_steps: int
     is_marked: bool  # whether steps are marked; else the whole trace counts as one
     has_devices: bool
@@ -121,7 +121,9 @@ class RankTrace:
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class Span:
+    """Something that ran from one moment to another."""
+
     start_s: float
     end_s: float
     name: str
@@ -175,7 +177,9 @@ def read_trace(path: Path) -> RankTrace:
     spans = [(span, activity) for span, activity in spans if span.end_s > span.start_s]
     if not spans:
         raise InputError(f"{path}: a trace without kernels of a device and without CPU operators: profile a step anew")
-    return _summed(path, trace.distributedInfo, spans, marks, has_devices=bool(on_device))
+    distributed = trace.distributedInfo or _Distributed()
+    summary = summed(str(path), spans, marks, has_devices=bool(on_device))
+    return replace(summary, rank=distributed.rank, world_size=distributed.world_size)
 
 
 @lru_cache(maxsize=2**14)
@@ -205,23 +209,23 @@ def decoded(path: Path, kind: type[DecodedTrace]) -> DecodedTrace:
         raise InputError(f"{path}: no trace of torch's profiler: {cleaned(str(error))}") from None
 
 
-def _span(event: Event) -> _Span:
+def _span(event: Event) -> Span:
     start_s, length_s = float(event.ts) * 1e-6, float(event.dur) * 1e-6
     if not abs(start_s) < MOST_S or not abs(length_s) < MOST_S:  # also where they are no numbers
         raise ValueError
-    return _Span(start_s, start_s + length_s, str(event.name))
+    return Span(start_s, start_s + length_s, str(event.name))
 
 
-def _marks(events: Iterable[Event], *, has_devices: bool) -> Iterator[tuple[_Span, bool]]:
+def _marks(events: Iterable[Event], *, has_devices: bool) -> Iterator[tuple[Span, bool]]:
     """Yield the marks of steps, and whether the device set each: those of the host run ahead of the kernels."""
     for event in events:
         if event.cat in ("user_annotation", "gpu_user_annotation", "cpu_op") and _STEP.match(str(event.name)):
             yield _span(event), has_devices and event.cat == "gpu_user_annotation"
 
 
-def _on_host(events: Sequence[Event]) -> Iterator[tuple[_Span, Activity]]:
+def _on_host(events: Sequence[Event]) -> Iterator[tuple[Span, Activity]]:
     """Yield what ran on the threads of a rank without devices: the innermost operators, and communication."""
-    by_thread: dict[Any, list[_Span]] = {}
+    by_thread: dict[Any, list[Span]] = {}
     for event in events:
         span = _span(event)
         if event.cat == "user_annotation" and span.name.startswith(("gloo:", "nccl:")):
@@ -232,17 +236,17 @@ def _on_host(events: Sequence[Event]) -> Iterator[tuple[_Span, Activity]]:
         yield from _innermost(spans)
 
 
-def _innermost(spans: list[_Span]) -> Iterator[tuple[_Span, Activity]]:
+def _innermost(spans: list[Span]) -> Iterator[tuple[Span, Activity]]:
     """Yield the pieces of nested operators of one thread in which each of them was the innermost."""
-    stack: list[tuple[_Span, bool]] = []  # and whether it is part of an update
+    stack: list[tuple[Span, bool]] = []  # and whether it is part of an update
     at_s = 0.0
 
-    def piece(until_s: float) -> Iterator[tuple[_Span, Activity]]:
+    def piece(until_s: float) -> Iterator[tuple[Span, Activity]]:
         if stack and until_s > at_s:
             span, updates = stack[-1]
             if span.name in _WAITING:
                 return
-            yield _Span(at_s, until_s, span.name), "optimizer" if updates else activity_of(span.name)
+            yield Span(at_s, until_s, span.name), "optimizer" if updates else activity_of(span.name)
 
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
         while stack and stack[-1][0].end_s <= span.start_s:
@@ -256,15 +260,14 @@ def _innermost(spans: list[_Span]) -> Iterator[tuple[_Span, Activity]]:
         at_s = max(at_s, stack.pop()[0].end_s)
 
 
-def _summed(
-    path: Path,
-    distributed: _Distributed | None,
-    spans: Sequence[tuple[_Span, Activity]],
-    marks: Sequence[tuple[_Span, bool]],
+def summed(
+    file: str,
+    spans: Sequence[tuple[Span, Activity]],
+    marks: Sequence[tuple[Span, bool]],
     *,
     has_devices: bool,
 ) -> RankTrace:
-    """Attribute every instant of the steps to what ran in it."""
+    """Attribute every instant of the steps to what ran in it; `marks` say whether the device set each."""
     by_device = [span for span, is_device in marks if is_device]
     by_host = [span for span, is_device in marks if not is_device]
     steps = by_device or by_host
@@ -278,7 +281,7 @@ def _summed(
         if span.end_s > start_s and span.start_s < end_s
     ]
     if not clipped:
-        raise InputError(f"{path}: no kernel or operator runs in the marked steps: profile a step anew")
+        raise InputError(f"{file}: no kernel or operator runs in the marked steps: profile a step anew")
     rows = np.asarray(clipped, dtype=np.float64)
     lengths_s, running = _instants(rows)
     chosen = _chosen(running)
@@ -291,9 +294,7 @@ def _summed(
             totals[span.name] = totals.get(span.name, 0.0) + (span.end_s - span.start_s) / num_steps
     longest = sorted(totals.items(), key=lambda item: -item[1])[:10]
     return RankTrace(
-        file=str(path),
-        rank=distributed.rank if distributed else None,
-        world_size=distributed.world_size if distributed else None,
+        file=file,
         num_steps=num_steps,
         is_marked=bool(steps),
         has_devices=has_devices,

@@ -1,0 +1,140 @@
+"""Exports of Nsight Systems to SQLite: what each device did in a step, as from traces of torch's profiler.
+
+`nsys export --type sqlite report.nsys-rep` writes them.  Tables and columns as NVIDIA's reference of the export has
+them (docs.nvidia.com/nsight-systems, "SQLite Schema Reference"): a table exists only where something of it was traced,
+times are nanoseconds, names are numbers of `StringIds`, and of a serialised id the process is the second 24 bits.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from autoplan.base.errors import InputError
+from autoplan.base.files import is_file
+from autoplan.base.units import cleaned
+from autoplan.profiler.imports.kineto import MOST_OBJECTS, MOST_S, RankTrace, Span, activity_of, summed
+
+MAGIC = b"SQLite format 3\0"
+NAMES, KERNELS, RANGES = "StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "NVTX_EVENTS"
+_COPIES = {"CUPTI_ACTIVITY_KIND_MEMCPY": "Memcpy", "CUPTI_ACTIVITY_KIND_MEMSET": "Memset"}
+_PROCESS_BIT = 2**24
+# Ranges that mark a step: what torch's profiler calls them, and what people do.
+_STEP = re.compile(r"(ProfilerStep|((train|training)[ _])?(step|iter|iteration|batch))\s*[#:_ ]?\s*\d+$", re.IGNORECASE)
+
+
+def is_report(path: Path) -> bool:
+    """Tell whether a file is an export of Nsight Systems to SQLite, or a report of it that is still to be exported."""
+    if not is_file(path):
+        return False
+    if path.suffix == ".nsys-rep":
+        return True
+    try:
+        with path.open("rb") as stream:
+            if stream.read(len(MAGIC)) != MAGIC:
+                return False
+        with closing(_opened(path)) as database:
+            return NAMES in _tables(database)
+    except (OSError, sqlite3.Error):
+        return False
+
+
+def read_report(path: Path) -> list[RankTrace]:
+    """Return what each device did, from an export of Nsight Systems to SQLite.
+
+    Ranges of NVTX mark the steps where they are called so ("step 7", "iteration_7").
+
+    Raises InputError where the file is none, or no kernels of a device were traced.
+    """
+    if path.suffix == ".nsys-rep":
+        raise InputError(f"{path}: export it first: nsys export --type sqlite {path.name}")
+    try:
+        with closing(_opened(path)) as database:
+            tables = _tables(database)
+            spans = _device_spans(database, tables) if KERNELS in tables else {}
+            marks = _marks(database) if RANGES in tables else {}
+    except sqlite3.Error as error:
+        raise InputError(f"{path}: no export of Nsight Systems: {cleaned(str(error))}") from None
+    except (ValueError, TypeError, OverflowError):
+        raise InputError(f"{path}: an event has no time in nanoseconds, or none that can be") from None
+    if sum(map(len, spans.values())) > MOST_OBJECTS:
+        raise InputError(f"{path}: more than {MOST_OBJECTS:,} kernels and copies: trace fewer steps")
+    if not spans:
+        raise InputError(f"{path}: no kernels of a device in it: trace with nsys profile --trace cuda,nvtx")
+    return [
+        summed(
+            str(path) if len(spans) == 1 else f"{path}, device {device} of process {process}",
+            [(span, activity_of(span.name)) for span in of_device],
+            [(mark, False) for mark in marks.get(process, [])],
+            has_devices=True,
+        )
+        for (process, device), of_device in sorted(spans.items())
+    ]
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1", uri=True)
+
+
+def _tables(database: sqlite3.Connection) -> set[str]:
+    return {str(name) for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+
+
+def _columns(database: sqlite3.Connection, table: str) -> set[str]:
+    return {str(row[1]) for row in database.execute(f"PRAGMA table_info({table})")}
+
+
+def _device_spans(database: sqlite3.Connection, tables: set[str]) -> dict[tuple[int, int], list[Span]]:
+    """Return kernels, copies and fills by (process, device)."""
+    spans: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    for table in (KERNELS, *(table for table in _COPIES if table in tables)):
+        columns = _columns(database, table)
+        process = "globalPid" if "globalPid" in columns else "0"
+        name = (
+            f"'{_COPIES[table]}'" if table in _COPIES else "(SELECT value FROM StringIds WHERE id = of.demangledName)"
+        )
+        query = f'SELECT start, "end", {process}, deviceId, {name} FROM {table} AS of LIMIT {MOST_OBJECTS + 1}'
+        for start_ns, end_ns, serialised, device, text in database.execute(query):
+            span = _span(start_ns, end_ns, text)
+            if span.end_s > span.start_s:
+                spans[_process(serialised), int(device)].append(span)
+    return spans
+
+
+def _marks(database: sqlite3.Connection) -> dict[int, list[Span]]:
+    """Return the ranges that mark steps, by process."""
+    columns = _columns(database, RANGES)
+    names = [
+        *(["text"] if "text" in columns else []),
+        *(["(SELECT value FROM StringIds WHERE id = of.textId)"] if "textId" in columns else []),
+    ]
+    marks: dict[int, list[Span]] = defaultdict(list)
+    query = f'SELECT start, "end", globalTid, COALESCE({", ".join([*names, "NULL"])}) FROM {RANGES} AS of'
+    for start_ns, end_ns, serialised, text in _whole(database, query):
+        if isinstance(text, str) and _STEP.match(text.strip()):
+            mark = _span(start_ns, end_ns, text.strip())
+            if mark.end_s > mark.start_s:
+                marks[_process(serialised)].append(mark)
+    return marks
+
+
+def _whole(database: sqlite3.Connection, query: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows of ranges that have an end: marks of a moment have none."""
+    yield from database.execute(f'{query} WHERE "end" IS NOT NULL LIMIT {MOST_OBJECTS}')
+
+
+def _process(serialised: Any) -> int:
+    return 0 if serialised is None else int(serialised) // _PROCESS_BIT % _PROCESS_BIT
+
+
+def _span(start_ns: Any, end_ns: Any, name: Any) -> Span:
+    start_s, end_s = float(start_ns) * 1e-9, float(end_ns) * 1e-9
+    if not abs(start_s) < MOST_S or not abs(end_s) < MOST_S:  # also where they are no numbers
+        raise ValueError
+    return Span(start_s, end_s, name if isinstance(name, str) else "")
