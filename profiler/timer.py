@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -127,58 +127,146 @@ def measure(
     fit into `left_s`, one at least.
     """
     until = time.monotonic() + left_s
-
-    def remaining_s() -> float:
-        return team.decide(until - time.monotonic()) if left_s < math.inf else math.inf
-
-    by_cpu_time = device.type == "cpu" and not is_collective
-    clock = time.process_time if by_cpu_time else time.perf_counter
+    bench = _Bench(
+        run=run, team=team, device=device, sensors=sensors, rules=rules, is_collective=is_collective, until=until
+    )
     if rules.rest_s:
         time.sleep(rules.rest_s)
-    first_s = _elapsed_s(run, 1, device)
+    first_s = bench.elapsed_s(1)
     team.meet()  # a rank that hangs does so in its first calls
     first_s = team.decide(first_s)
-    if first_s < rules.long_s:
-        _repeat(run, rules.warmup_calls - 1, device)
-    elif remaining_s() < first_s:
-        reason = f"the budget left no time for a second call; the first took {first_s:.2g} s"
-        return Outcome(samples_s=(first_s,), status="unstable", reason=reason)
-    num_calls, elapsed = _calls_of_sample(
-        run, rules.least_calls if first_s < rules.long_s else 1, team=team, device=device, rules=rules, clock=clock
-    )
-    for _ in range(math.ceil(rules.soak_s / elapsed) if first_s < rules.long_s else 0):
-        _repeat(run, num_calls, device)
-    hold = 0
-    if device.type != "cpu" and not counts_host:
-        queued_s, sample_s = usual([_queueing(run, num_calls, device) for _ in range(HOST_LOOKS)])
-        num_calls, hold_s = hold_for(num_calls, team.decide(queued_s), team.decide(sample_s))
-        hold = round(hold_s * _spin_hz(device)) if hold_s else 0
+    if first_s >= rules.long_s:
+        if bench.remaining_s() < first_s:
+            reason = f"the budget left no time for a second call; the first took {first_s:.2g} s"
+            return Outcome(samples_s=(first_s,), status="unstable", reason=reason)
+        return bench.outcome(*bench.calls_of_sample(1), counts_host=counts_host)
+    bench.repeat(rules.warmup_calls - 1)
+    num_calls, elapsed_s = bench.calls_of_sample(rules.least_calls)
+    for _ in range(math.ceil(rules.soak_s / elapsed_s)):
+        bench.repeat(num_calls)
+    return bench.outcome(num_calls, elapsed_s, counts_host=counts_host)
 
-    began, rounds = time.perf_counter(), list[_Round]()
-    num_fitting = int(min(max(remaining_s() / elapsed, 1.0), 1e9))
-    num_samples = min(rules.samples_in_round(elapsed), num_fitting)
-    clean_s: list[float] = []
-    while True:
-        report = _round(run, num_calls, num_samples, device=device, sensors=sensors, clock=clock, hold=hold)
-        reports = team.gather(report)
-        if fault := _fault(reports, num_samples):
-            return Outcome(status="failed", reason=fault)
-        rounds.append(_judged(reports, rules, is_collective=is_collective, on_cpu=device.type == "cpu"))
-        if rounds[-1].foreign <= rules.most_foreign and not rounds[-1].slowdown:
-            clean_s += rounds[-1].samples_s
-        gives_up = rounds[-1].is_slow and not clean_s  # slow phases of a core last for minutes
-        is_over = remaining_s() < num_samples * elapsed
-        spent_s = time.perf_counter() - began
-        if _is_settled(clean_s, rules) or gives_up or is_over or team.decide(spent_s) > rules.allowance_s:
-            break
 
-    best = min(rounds, key=lambda round_: round_.disturbance)
-    conditions = _conditions(
-        best.working, num_calls, best.foreign, is_collective=is_collective, by_cpu_time=by_cpu_time
-    )
-    if hold:
-        conditions["launches"] = "ahead"
-    return _outcome(best, clean_s, conditions, rules, num_samples)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bench:
+    """Operation on one rank, which stands by where `run` is None, and what it is timed with."""
+
+    run: Run | StagedRun | None
+    team: Team
+    device: torch.device
+    sensors: Sensors
+    rules: Rules
+    is_collective: bool
+    until: float  # end of the budget on the monotonic clock
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def by_cpu_time(self) -> bool:
+        return self.on_cpu and not self.is_collective
+
+    def remaining_s(self) -> float:
+        """Return the seconds that the budget leaves, as one rank decides."""
+        return self.team.decide(self.until - time.monotonic()) if self.until < math.inf else math.inf
+
+    def outcome(self, num_calls: int, elapsed_s: float, *, counts_host: bool) -> Outcome:
+        """Take rounds of samples until one is undisturbed and its median has settled, or there is no more time."""
+        hold = 0
+        if not self.on_cpu and not counts_host:
+            queued_s, sample_s = usual([self._queueing(num_calls) for _ in range(HOST_LOOKS)])
+            num_calls, hold_s = hold_for(num_calls, self.team.decide(queued_s), self.team.decide(sample_s))
+            hold = round(hold_s * _spin_hz(self.device)) if hold_s else 0
+        began, rounds, rules = time.perf_counter(), list[_Round](), self.rules
+        num_fitting = int(min(max(self.remaining_s() / elapsed_s, 1.0), 1e9))
+        num_samples = min(rules.samples_in_round(elapsed_s), num_fitting)
+        clean_s: list[float] = []
+        while True:
+            reports = self.team.gather(self._report(num_calls, num_samples, hold))
+            if fault := _fault(reports, num_samples):
+                return Outcome(status="failed", reason=fault)
+            rounds.append(_judged(reports, rules, is_collective=self.is_collective, on_cpu=self.on_cpu))
+            if rounds[-1].foreign <= rules.most_foreign and not rounds[-1].slowdown:
+                clean_s += rounds[-1].samples_s
+            gives_up = rounds[-1].is_slow and not clean_s  # slow phases of a core last for minutes
+            is_over = self.remaining_s() < num_samples * elapsed_s
+            spent_s = time.perf_counter() - began
+            if _is_settled(clean_s, rules) or gives_up or is_over or self.team.decide(spent_s) > rules.allowance_s:
+                break
+        best = min(rounds, key=lambda round_: round_.disturbance)
+        conditions = _conditions(best, num_calls, is_collective=self.is_collective, by_cpu_time=self.by_cpu_time)
+        if hold:
+            conditions["launches"] = "ahead"
+        return _outcome(best, clean_s, conditions, rules, num_samples)
+
+    def calls_of_sample(self, num_calls: int) -> tuple[int, float]:
+        """Return how many calls, `num_calls` at least, make a sample long enough to be timed, and its seconds."""
+        while True:
+            rank_s = self._host_sample_s(num_calls) if self.on_cpu else self.elapsed_s(num_calls)
+            elapsed_s = max(self.team.decide(rank_s), 1e-7)  # one decides: collectives need the same calls everywhere
+            if elapsed_s >= self.rules.sample_s or num_calls >= MOST_CALLS:
+                return num_calls, elapsed_s
+            num_longer = math.ceil(1.1 * num_calls * self.rules.sample_s / elapsed_s)
+            num_calls = min(max(2 * num_calls, num_longer), MOST_CALLS)
+
+    def repeat(self, num_calls: int) -> None:
+        """Call the operation so often, and wait for the device."""
+        run = self.run
+        if run is not None:
+            for _ in range(num_calls):
+                run()
+            synchronise(self.device)
+
+    def elapsed_s(self, num_calls: int) -> float:
+        """Time calls, all that comes before them included."""
+        began = time.perf_counter()
+        self.repeat(num_calls)
+        return time.perf_counter() - began
+
+    def _host_sample_s(self, num_calls: int) -> float:
+        """Time calls on the host, without what is prepared before each."""
+        run, clock = self.run, time.process_time if self.by_cpu_time else time.perf_counter
+        if isinstance(run, StagedRun):
+            total_s = 0.0
+            for _ in range(num_calls):
+                inputs = run.prepare()
+                began = clock()
+                run.run(inputs)
+                total_s += clock() - began
+                del inputs
+            return total_s
+        began = clock()
+        if run is not None:
+            for _ in range(num_calls):
+                run()
+        return clock() - began
+
+    def _report(self, num_calls: int, num_samples: int, hold: int) -> _Report:
+        """Take this rank's samples, each the mean of calls back to back; `hold` as in `_device_samples_s`."""
+        run = self.run
+        self.sensors.start()
+        if run is None:
+            return _Report(samples_s=(), wall_over_cpu=1.0, window=self.sensors.stop())
+        wall, cpu = time.perf_counter(), time.process_time()
+        if self.on_cpu:
+            lengths = np.array([self._host_sample_s(num_calls) for _ in range(num_samples)])
+        else:
+            lengths = _device_samples_s(run, num_calls, num_samples, self.sensors, hold)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        calls = num_calls * (run.num_links if isinstance(run, ChainedRun) else 1)
+        samples_s = tuple((lengths / calls).tolist())
+        return _Report(samples_s=samples_s, wall_over_cpu=wall / max(cpu, 1e-9), window=self.sensors.stop())
+
+    def _queueing(self, num_calls: int) -> tuple[float, float]:
+        """Return the seconds that the host takes to queue calls, and those until they are through."""
+        run, began = self.run, time.perf_counter()
+        if run is not None:
+            for _ in range(num_calls):
+                run()
+        queued_s = time.perf_counter() - began
+        synchronise(self.device)
+        return queued_s, time.perf_counter() - began
 
 
 def _judged(reports: list[_Report], rules: Rules, *, is_collective: bool, on_cpu: bool) -> _Round:
@@ -230,82 +318,6 @@ def _outcome(
     )
 
 
-def _calls_of_sample(
-    run: Run | StagedRun | None,
-    num_calls: int,
-    *,
-    team: Team,
-    device: torch.device,
-    rules: Rules,
-    clock: Callable[[], float],
-) -> tuple[int, float]:
-    """Return how many calls, `num_calls` at least, make a sample long enough to be timed, and the seconds it takes."""
-    while True:
-        rank_s = _sample_s(run, num_calls, clock) if device.type == "cpu" else _elapsed_s(run, num_calls, device)
-        elapsed = max(team.decide(rank_s), 1e-7)  # one decides: collectives need the same calls everywhere
-        if elapsed >= rules.sample_s or num_calls >= MOST_CALLS:
-            return num_calls, elapsed
-        num_calls = min(max(2 * num_calls, math.ceil(1.1 * num_calls * rules.sample_s / elapsed)), MOST_CALLS)
-
-
-def _repeat(run: Run | StagedRun | None, num_calls: int, device: torch.device) -> None:
-    if run is not None:
-        for _ in range(num_calls):
-            run()
-        synchronise(device)
-
-
-def _elapsed_s(run: Run | StagedRun | None, num_calls: int, device: torch.device) -> float:
-    """Time `num_calls` calls, all that comes before them included."""
-    began = time.perf_counter()
-    _repeat(run, num_calls, device)
-    return time.perf_counter() - began
-
-
-def _sample_s(run: Run | StagedRun | None, num_calls: int, clock: Callable[[], float]) -> float:
-    """Time `num_calls` calls on the host, without what is prepared before each."""
-    if isinstance(run, StagedRun):
-        total = 0.0
-        for _ in range(num_calls):
-            inputs = run.prepare()
-            began = clock()
-            run.run(inputs)
-            total += clock() - began
-            del inputs
-        return total
-    began = clock()
-    if run is not None:
-        for _ in range(num_calls):
-            run()
-    return clock() - began
-
-
-def _round(
-    run: Run | StagedRun | None,
-    num_calls: int,
-    num_samples: int,
-    *,
-    device: torch.device,
-    sensors: Sensors,
-    clock: Callable[[], float],
-    hold: int,
-) -> _Report:
-    """Take this rank's samples, each the mean of `num_calls` calls back to back; `hold` as in `_device_samples_s`."""
-    sensors.start()
-    if run is None:
-        return _Report(samples_s=(), wall_over_cpu=1.0, window=sensors.stop())
-    wall, cpu = time.perf_counter(), time.process_time()
-    if device.type == "cpu":
-        lengths = np.array([_sample_s(run, num_calls, clock) for _ in range(num_samples)])
-    else:
-        lengths = _device_samples_s(run, num_calls, num_samples, sensors, hold)
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    calls = num_calls * (run.num_links if isinstance(run, ChainedRun) else 1)
-    return _Report(
-        samples_s=tuple((lengths / calls).tolist()), wall_over_cpu=wall / max(cpu, 1e-9), window=sensors.stop()
-    )
-
-
 def hold_for(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, float]:
     """Return (calls in a sample, seconds to hold the device until all are queued; 0: the host is ahead).
 
@@ -315,17 +327,6 @@ def hold_for(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, flo
         return num_calls, 0.0
     calls = max(int(num_calls * min(MOST_QUEUED_S / queued_s, 1.0)), 1)
     return calls, HOLD_MARGIN * queued_s * calls / num_calls
-
-
-def _queueing(run: Run | StagedRun | None, num_calls: int, device: torch.device) -> tuple[float, float]:
-    """Seconds that the host takes to queue `num_calls` calls, and until they are through."""
-    began = time.perf_counter()
-    for _ in range(num_calls if run else 0):
-        assert run is not None
-        run()
-    queued_s = time.perf_counter() - began
-    synchronise(device)
-    return queued_s, time.perf_counter() - began
 
 
 def usual(looks: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -401,10 +402,9 @@ def _fault(reports: Sequence[object], num_samples: int) -> str:
     return ""
 
 
-def _conditions(
-    working: Sequence[_Report], num_calls: int, foreign: float, *, is_collective: bool, by_cpu_time: bool
-) -> dict[str, str]:
-    conditions = {"calls": str(num_calls), "other_load": f"{100 * foreign:.1f} %"}
+def _conditions(best: _Round, num_calls: int, *, is_collective: bool, by_cpu_time: bool) -> dict[str, str]:
+    working = best.working
+    conditions = {"calls": str(num_calls), "other_load": f"{100 * best.foreign:.1f} %"}
     if by_cpu_time:
         conditions["clock"] = "cpu time"
         conditions["pace"] = f"{max(report.window.pace for report in working):.2f}"

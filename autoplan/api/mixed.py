@@ -12,9 +12,10 @@ from autoplan.api.plan_files import load_mixed_plan, make_mixed_file
 from autoplan.api.problem import (
     ProblemOptions,
     check_names,
-    limit_texts,
     load_any_cluster,
     make_mixed_problem,
+    priced_target,
+    space_flags,
     space_of,
 )
 from autoplan.api.results import MixedPlanResult
@@ -23,7 +24,7 @@ from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.values import parse_batches
 from autoplan.cost.mixed.estimate import estimate_mixed as price_mixed
 from autoplan.frameworks.common.job import Target
-from autoplan.frameworks.registry import facts_of, find_target, target_called
+from autoplan.frameworks.registry import find_target
 from autoplan.launch.targets import refused_training
 from autoplan.search import mixed_search
 from autoplan.search.advice import needed_text
@@ -31,7 +32,6 @@ from autoplan.spec.estimate import probability_above
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
 from autoplan.spec.mixed_result import MixedResult
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan_file import SpaceFlags
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import MixedCluster
 
@@ -62,9 +62,7 @@ def search_mixed(
     parts = load_any_cluster(cluster)
     if isinstance(parts, ClusterSpec):
         raise InputError(f"{cluster} has equal nodes: use autoplan.search")
-    to = to or target_called(options.get("framework"))
-    if to is not None:
-        options.setdefault("framework", facts_of(find_target(to).name))
+    to = priced_target(to, options)
     problem = make_mixed_problem(model, cluster=parts, seq_len=seq_len, **options)
     accepts, target = None, find_target(to, problem.framework) if to is not None else None
     if target is not None:
@@ -77,14 +75,7 @@ def search_mixed(
     low, high = parse_batches(str(global_batch))
     if low != high:
         raise InputError(f"--global-batch {global_batch}: a mixed cluster takes one number, not a range")
-    flags = SpaceFlags(
-        global_batch=str(low),
-        fix=limit_texts(fix),
-        at_most=limit_texts(at_most),
-        forbid=tuple(forbid),
-        allowed=tuple(allow),
-        to=to or "",
-    )
+    flags = space_flags(low, fix=fix, at_most=at_most, forbid=forbid, allow=allow, to=to)
     result = mixed_search.search_mixed(problem, low, partial(space_of, flags=flags), accepts)
     _check(problem, result, target)
     command = "autoplan.search_mixed() of Python"

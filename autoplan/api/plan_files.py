@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -16,7 +15,7 @@ from autoplan.api.results import MixedPlanResult, PricedPlans
 from autoplan.api.timings import pinned_problem, with_timings
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import decode, is_file, read_table
-from autoplan.base.urls import redact_arguments
+from autoplan.base.urls import command_line
 from autoplan.base.version import __version__
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.provenance import shares
@@ -150,7 +149,7 @@ def make_plan_file(
     return PlanFile(
         schema_version=PLAN_FILE_VERSION,
         versions=_versions(searched=certificate is not None),
-        command=_command() if command is None else command,
+        command=command_line() if command is None else command,
         model=problem.model,
         training=problem.training,
         cluster=problem.cluster,
@@ -191,7 +190,7 @@ def make_mixed_file(
     return MixedPlanFile(
         mixed_schema_version=MIXED_FILE_VERSION,
         versions=_versions(searched=certificate is not None),
-        command=_command() if command is None else command,
+        command=command_line() if command is None else command,
         model=problem.model,
         training=problem.training,
         cluster=problem.cluster,
@@ -204,14 +203,8 @@ def make_mixed_file(
     )
 
 
-def _command() -> str:
-    """Return the command line as it was typed, without passwords."""
-    return shlex.join(["autoplan", *redact_arguments(sys.argv[1:])[0]])
-
-
 def _versions(*, searched: bool) -> dict[str, str]:
     """Return the versions of what the numbers of a file rest on."""
-
     libraries = ("msgspec", "numpy", *(("optuna",) if searched else ()))
     library_versions = {name: version(name) for name in libraries}
     return {"autoplan": __version__, "python": platform.python_version(), **library_versions}

@@ -83,13 +83,13 @@ def run(
     """
     limit_s = parse_duration(limit)
     follow = _Follow(log=log, force=force, progress=progress or (lambda done, total: None), say=say)
-    task: Task | Command
+    task_options: dict[str, Any] = {"steps": steps, "warmup": warmup, "limit_s": limit_s, "data": data, "check": check}
     if is_mixed_file(Path(plan)):
         if program or db is not None:
             raise InputError(f"{plan} is for a mixed cluster: the built-in trainer runs it, without --command and --db")
-        task_options = {"steps": steps, "warmup": warmup, "limit_s": limit_s, "data": data, "check": check}
-        task, predicted = _mixed_run(load_mixed_file(Path(plan)), **task_options)
-        return _handed_over(task, predicted, _train(_traced(task, traces), place_from(os.environ), follow), hand_over)
+        mixed_task, predicted = _mixed_run(load_mixed_file(Path(plan)), **task_options)
+        report = _train(_traced(mixed_task, traces), place_from(os.environ), follow)
+        return _handed_over(mixed_task, predicted, report, hand_over)
     file, problem = plan_to_run(Path(plan), db)
     file_plan = file.best.plan
     place = None if program else place_from(os.environ)
@@ -100,15 +100,14 @@ def run(
         if leads:
             warn_of_emulation(problem)
     predicted = predicted_run(problem, file_plan)
-    report: TrainingReport | None
+    task: Task | Command
     with keeper.followed(problem, file_plan, predicted, is_own=not program) if keeper else nullcontext():
         if program:
             task, report = _run_command(
                 problem, file_plan, program, follow, steps=steps, warmup=warmup, limit_s=limit_s
             )
         else:
-            task = _task(problem, file_plan, steps=steps, warmup=warmup, limit_s=limit_s, data=data, check=check)
-            task = _traced(task, traces)
+            task = _traced(_task(problem, file_plan, **task_options), traces)
             report = _train(task, place, follow)
 
     def keep(measured: RunFile) -> None:

@@ -16,7 +16,7 @@ from autoplan.base.values import parse_batches, parse_size
 from autoplan.base.version import __version__
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.frameworks import presets
-from autoplan.frameworks.registry import book_of, rules_for
+from autoplan.frameworks.registry import book_of, facts_of, find_target, rules_for, target_called
 from autoplan.readers.calibration import built_in_calibration, load_calibration
 from autoplan.readers.finetuning import combined, optimizer_named, optimizer_of, preference_of
 from autoplan.readers.lengths import load_lengths
@@ -347,6 +347,34 @@ def make_space(
 def limit_texts(limits: Iterable[str] | Mapping[str, Any]) -> tuple[str, ...]:
     """Return limits as texts, AXIS=VALUE."""
     return tuple(f"{axis}={value}" for axis, value in limits.items()) if isinstance(limits, Mapping) else tuple(limits)
+
+
+def space_flags(
+    global_batch: int | str,
+    *,
+    fix: Iterable[str] | Mapping[str, Any],
+    at_most: Iterable[str] | Mapping[str, Any],
+    forbid: Iterable[str],
+    allow: Iterable[str] = (),
+    to: str | None = None,
+) -> SpaceFlags:
+    """Return the flags of a space as a plan file keeps them."""
+    return SpaceFlags(
+        global_batch=str(global_batch),
+        fix=limit_texts(fix),
+        at_most=limit_texts(at_most),
+        forbid=tuple(forbid),
+        allowed=tuple(allow),
+        to=to or "",
+    )
+
+
+def priced_target(to: str | None, options: ProblemOptions) -> str | None:
+    """Return the target of export that a search is for; `options` that name no framework get that of the target."""
+    to = to or target_called(options.get("framework"))
+    if to is not None:
+        options.setdefault("framework", facts_of(find_target(to).name))
+    return to
 
 
 def space_of(problem: Problem, flags: SpaceFlags) -> Space:

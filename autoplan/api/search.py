@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from autoplan.api.plan_files import make_plan_file
 from autoplan.api.plan_result import PlanResult
-from autoplan.api.problem import ProblemOptions, check_names, limit_texts, load_cluster, make_problem, space_of
+from autoplan.api.problem import (
+    ProblemOptions,
+    check_names,
+    load_cluster,
+    make_problem,
+    priced_target,
+    space_flags,
+    space_of,
+)
 from autoplan.api.training_run import RunOptions, search_run
 from autoplan.base.errors import InputError
 from autoplan.base.units import format_bytes
 from autoplan.cost.estimate import NORMAL_90
-from autoplan.frameworks.registry import facts_of, find_target, target_called
 from autoplan.launch.targets import job_of
 from autoplan.search.advice import check_result
 from autoplan.search.allowances import allowances
@@ -107,34 +114,21 @@ def search(
     problem_options, run = _divided(options)
     cluster_spec, started = load_cluster(cluster), None
     if launch_file is not None:
-        from autoplan.api.launch_files import start_from  # brings the readers of all frameworks
-
         if run or quantile is not None:
             raise InputError("--from is about the fastest step of equal nodes: leave objectives, runs and --robust out")
-        typed: dict[str, Any] = {"model": model, "seq_len": seq_len, "global_batch": global_batch}
-        started = start_from(launch_file, cluster_spec, problem_options, variables=variables, target=target, **typed)
-        problem = started.problem()
-        # What a launch file says of the numerics of training stays.
-        problem = replace(problem, framework=problem.framework.choosing(started.plan))
+        stated: dict[str, Any] = {"model": model, "seq_len": seq_len, "global_batch": global_batch}
+        started, problem = _started(launch_file, cluster_spec, problem_options, variables, target, stated)
     elif variables or target:
         raise InputError("--set and --as are about a launch file: give --from FILE")
     elif model is None or global_batch is None or seq_len is None:
         raise InputError("give model, global_batch and seq_len, or a launch_file that has them")
     else:
-        to = to or target_called(problem_options.get("framework"))
-        if to is not None:
-            problem_options.setdefault("framework", facts_of(find_target(to).name))
+        to = priced_target(to, problem_options)
         problem = make_problem(model, cluster=cluster_spec, seq_len=seq_len, **problem_options)
+    batch = started.global_batch if started else str(global_batch)
     question = _Question(
         problem=problem,
-        space=SpaceFlags(
-            global_batch=started.global_batch if started else str(global_batch),
-            fix=limit_texts(fix),
-            at_most=limit_texts(at_most),
-            forbid=tuple(forbid),
-            allowed=tuple(allow),
-            to=to or "",
-        ),
+        space=space_flags(batch, fix=fix, at_most=at_most, forbid=forbid, allow=allow, to=to),
         timings=problem_options.get("timings") or "",
         quantile=quantile,
         is_simple=prefer == "simple",
@@ -144,6 +138,22 @@ def search(
         started=started,
     )
     return _best_run(question, run) if run else _best_step(question)
+
+
+def _started(
+    path: str | Path,
+    cluster: ClusterSpec,
+    options: ProblemOptions,
+    variables: Iterable[str] | Mapping[str, str],
+    target: str | None,
+    stated: Mapping[str, Any],
+) -> tuple[LaunchStart, Problem]:
+    """Return the start from a launch file, and its problem; what the file says of the numerics of training stays."""
+    from autoplan.api.launch_files import start_from  # brings the readers of all frameworks
+
+    started = start_from(path, cluster, options, variables=variables, target=target, **stated)
+    problem = started.problem()
+    return started, replace(problem, framework=problem.framework.choosing(started.plan))
 
 
 def _quantile(prefer: str, robust: float | None) -> float | None:

@@ -11,7 +11,7 @@ from typing import Unpack, cast
 
 from autoplan.api.plan_files import is_plan_file, load_plan_file, make_plan_file, problem_of
 from autoplan.api.plan_run import FRAMEWORK, RunKeeper, warn_of_emulation
-from autoplan.api.problem import ProblemOptions, check_names, make_problem, space_of
+from autoplan.api.problem import ProblemOptions, check_names, make_problem, space_flags, space_of
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.files import encode, refused_writes
 from autoplan.base.values import parse_duration, parse_positive
@@ -107,21 +107,10 @@ def prepare(
 ) -> PreparedTuning:
     """Return what `tune` will run, with a warning where the built-in trainer emulates the plans' precision here."""
     check_names(options, TuneOptions, "tune")
-    db, budget, gpu_hours = options.get("db"), options.get("budget"), options.get("gpu_hours")
+    budget, gpu_hours = options.get("budget"), options.get("gpu_hours")
     if isinstance(gpu_hours, str):
         gpu_hours = parse_positive(gpu_hours, "--gpu-hours")
-    trial_options = TrialOptions(
-        program=tuple(options.get("program") or ()),
-        template=options.get("template"),
-        to=options.get("to", "autoplan"),
-        image=options.get("image"),
-        trials=options.get("trials", 10),
-        steps=options.get("steps", 10),
-        warmup=options.get("warmup", 2),
-        parallel=options.get("parallel", 1),
-        limit_s=parse_duration(options.get("limit", "15m")),
-        db=db,
-    )
+    trial_options = _trial_options(options)
     limits = Budget(
         trials=trial_options.trials,
         seconds=parse_duration(budget) if budget else math.inf,
@@ -129,20 +118,15 @@ def prepare(
     )
     if is_plan_file(Path(model)):
         file = load_plan_file(Path(model))
-        candidates = Candidates(
-            problem=problem_of(file, db), plans=(file.best, *file.alternatives), timings=file.timings
-        )
+        plans = (file.best, *file.alternatives)
+        candidates = Candidates(problem=problem_of(file, options.get("db")), plans=plans, timings=file.timings)
     elif cluster is None or global_batch is None or seq_len is None:
         raise InputError("give model with cluster, global_batch and seq_len, or a plan file")
     else:
         given_options = {name: value for name, value in options.items() if name in ProblemOptions.__annotations__}
         problem_options = cast("ProblemOptions", {"framework": FRAMEWORK, **given_options})
-        flags = SpaceFlags(
-            global_batch=str(global_batch),
-            fix=tuple(options.get("fix") or ()),
-            at_most=tuple(options.get("at_most") or ()),
-            forbid=tuple(options.get("forbid") or ()),
-        )
+        fix, at_most, forbid = options.get("fix"), options.get("at_most"), options.get("forbid")
+        flags = space_flags(global_batch, fix=fix or (), at_most=at_most or (), forbid=forbid or ())
         candidates = _searched(str(model), cluster, seq_len, problem_options, flags, progress)
     runner = _runner_of(trial_options, candidates)
     if not (trial_options.program or trial_options.template):
@@ -154,6 +138,22 @@ def prepare(
         folder=Path(options.get("work", "tune")),
         storage=options.get("storage"),
         study=options.get("study"),
+    )
+
+
+def _trial_options(options: TuneOptions) -> TrialOptions:
+    """Return the options of a trial, with their defaults."""
+    return TrialOptions(
+        program=tuple(options.get("program") or ()),
+        template=options.get("template"),
+        to=options.get("to", "autoplan"),
+        image=options.get("image"),
+        trials=options.get("trials", 10),
+        steps=options.get("steps", 10),
+        warmup=options.get("warmup", 2),
+        parallel=options.get("parallel", 1),
+        limit_s=parse_duration(options.get("limit", "15m")),
+        db=options.get("db"),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from collections.abc import Sequence
 
 from autoplan.base.errors import InputError
@@ -51,3 +53,8 @@ def redact_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, str
             raise InputError(f"{value} is given with two passwords or options: give one of them as AUTOPLAN_DB")
         shown.append(f"{match['flag'] or ''}{value}")
     return shown, urls
+
+
+def command_line() -> str:
+    """Return what was typed, without passwords."""
+    return shlex.join(["autoplan", *redact_arguments(sys.argv[1:])[0]])

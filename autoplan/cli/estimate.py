@@ -12,10 +12,11 @@ import typer
 import autoplan
 from autoplan import api, report
 from autoplan.base.errors import InputError
+from autoplan.base.urls import command_line
 from autoplan.cli.complete import presets
 from autoplan.cli.files import write_trace
 from autoplan.cli.flags import PROBLEM, plan_flags, shared_flags
-from autoplan.cli.inputs import check_outputs, check_untyped, command_line, is_typed, problem_options, typed_options
+from autoplan.cli.inputs import check_outputs, check_untyped, is_typed, problem_options, typed_options
 from autoplan.cli.options import (
     AsOption,
     ForceOption,

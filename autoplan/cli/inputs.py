@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
@@ -13,7 +11,6 @@ import typer
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import check_target, refused_writes
-from autoplan.base.urls import redact_arguments
 
 if TYPE_CHECKING:
     from autoplan.api.problem import ProblemOptions
@@ -63,11 +60,6 @@ def run_options(context: typer.Context) -> RunOptions:
             raise InputError("--nodes and --max-nodes say the same: leave one of them out")
         typed["nodes"] = f"1:{context.params['max_nodes']}"
     return cast("RunOptions", typed)
-
-
-def command_line() -> str:
-    """Return what was typed, without passwords."""
-    return shlex.join(["autoplan", *redact_arguments(sys.argv[1:])[0]])
 
 
 def check_untyped(

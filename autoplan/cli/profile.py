@@ -152,18 +152,13 @@ def profile(
     from autoplan.api.profiling import ProfileOptions, planned_profile, started_profile
     from autoplan.cli.process import leave_on_sigterm
 
-    if plan_file is not None:
-        check_untyped(context, STATED_BY_PLAN, "--for takes from the plan file what to measure")
-    elif model is None:
-        context.fail("give MODEL, or the plan file of a search: --for PLAN")
-    given = {option.name: context.params[option.name] for option in fields(ProfileOptions) if option.name != "db"}
-    options = ProfileOptions(db=whole_url(context, url), **given)
     is_elsewhere = dry_run and (plan_file is not None or cluster is not None)
     _check_together(context, is_elsewhere=is_elsewhere)
+    given = {option.name: context.params[option.name] for option in fields(ProfileOptions) if option.name != "db"}
+    options = ProfileOptions(db=whole_url(context, url), **given)
     if is_elsewhere:
-        _print_planned(
-            planned_profile(model, plan_file=plan_file, options=options, num_nodes=nodes), json=json, quiet=quiet
-        )
+        planned = planned_profile(model, plan_file=plan_file, options=options, num_nodes=nodes)
+        _print_planned(planned, json=json, quiet=quiet)
         return
     leave_on_sigterm()
     if template is not None and plan_file is not None:
@@ -177,6 +172,10 @@ def profile(
 def _check_together(context: typer.Context, *, is_elsewhere: bool) -> None:
     """Refuse flags that mean nothing without others, or beside them."""
     typed = context.params
+    if typed["plan_file"] is not None:
+        check_untyped(context, STATED_BY_PLAN, "--for takes from the plan file what to measure")
+    elif typed["model"] is None:
+        context.fail("give MODEL, or the plan file of a search: --for PLAN")
     is_job, prints_json = typed["template"] is not None, typed["json"] and not typed["dry_run"]
     reason = refused(
         (

@@ -10,9 +10,10 @@ import typer
 
 import autoplan
 from autoplan import api, report
+from autoplan.base.urls import command_line
 from autoplan.base.values import parse_positive
 from autoplan.cli.flags import shared_flags
-from autoplan.cli.inputs import check_outputs, command_line, run_options, whole_url
+from autoplan.cli.inputs import check_outputs, run_options, whole_url
 from autoplan.cli.options import DbOption, ForceOption, QuietOption, whole_number
 from autoplan.cli.progress import progress_bar
 from autoplan.cli.remarks import print_warnings, print_written

@@ -89,12 +89,7 @@ def run(
     from autoplan.cli.progress import progress_bar
 
     _check_words(program, data, command=command, uses_trainer=check or traces is not None)
-    if traces is not None and traces.exists() and not force:
-        raise InputError(f"{traces} exists: name another folder, or say --force")
-    if out is not None:
-        check_output(out, force=force)
-    if log_to is not None:
-        api.tracking.check_tracker(log_to)
+    _check_outputs(traces, out, log_to, force=force)
     leave_on_sigterm()
     with ExitStack() as bar:
         unit = "timed steps" if program else "steps"
@@ -132,6 +127,16 @@ def _check_words(program: list[str] | None, data: str | None, *, command: bool, 
         raise InputError("--check, --data and --traces are of the built-in trainer: leave them out with --command")
     if data not in (None, "text", "synthetic"):
         raise InputError(f"no data {data!r}: text or synthetic")
+
+
+def _check_outputs(traces: Path | None, out: Path | None, log_to: str | None, *, force: bool) -> None:
+    """Refuse what cannot be written."""
+    if traces is not None and traces.exists() and not force:
+        raise InputError(f"{traces} exists: name another folder, or say --force")
+    if out is not None:
+        check_output(out, force=force)
+    if log_to is not None:
+        api.tracking.check_tracker(log_to)
 
 
 def _hand_over(measured: RunFile, out: Path | None, *, force: bool, as_json: bool) -> None:

@@ -12,12 +12,12 @@ import typer
 import autoplan
 from autoplan import api, report
 from autoplan.base.errors import InputError, refused
+from autoplan.base.urls import command_line
 from autoplan.cli.complete import presets, targets, words
 from autoplan.cli.files import write_page
 from autoplan.cli.flags import PROBLEM, RUN, shared_flags
 from autoplan.cli.inputs import (
     check_outputs,
-    command_line,
     is_typed,
     problem_options,
     run_options,

@@ -11,6 +11,7 @@ import typer
 
 from autoplan import api
 from autoplan.base.errors import InputError, NoPlanError
+from autoplan.base.urls import redact_arguments
 from autoplan.cli.complete import presets, targets
 from autoplan.cli.flags import PROBLEM, shared_flags
 from autoplan.cli.inputs import check_output, check_untyped, problem_options, typed_options, whole_url
@@ -152,22 +153,11 @@ def tune(
     likely to be faster than the best, or the budget is spent.  A run that fails, for want of memory or otherwise,
     is told with its reason.  Interrupted, or killed, the same call goes on where it was.
     """
-    from autoplan.api.plan_files import is_plan_file
     from autoplan.api.tuning import prepare
     from autoplan.cli.process import leave_on_sigterm
     from autoplan.cli.progress import live_line, progress_bar, say_how_to_watch
 
-    if bool(program) != command:
-        raise InputError("--command and PROGRAM go together: autoplan tune MODEL ... --command -- PROGRAM ARG...")
-    is_plan = is_plan_file(Path(model))
-    out = out or Path("tuned.json" if is_plan else "plan.json")
-    check_output(out, force=force)
-    if log_to is not None:
-        api.tracking.check_tracker(log_to)
-    if is_plan:
-        check_untyped(context, STATED_BY_PLAN, f"{model} says what is trained where, and by which plans")
-    elif cluster is None or global_batch is None or seq_len is None:
-        context.fail("give MODEL with --cluster, --global-batch and --seq-len, or a plan.json")
+    out = _checked_output(context)
     with progress_bar(quiet=quiet) as advance:
         url, given_options = whole_url(context, storage), typed_options(context, TUNE_FLAGS)
         prepared = prepare(progress=advance, storage=url, **given_options, **problem_options(context))
@@ -182,6 +172,25 @@ def tune(
     finally:
         if log_to is not None:
             api.tracking.track_tuning(tuned.report, tuned.file.model.name if tuned.file else model, log_to)
+
+
+def _checked_output(context: typer.Context) -> Path:
+    """Return where the best plan is written; refuse what cannot be written, and flags that do not go together."""
+    from autoplan.api.plan_files import is_plan_file
+
+    typed = context.params
+    if bool(typed["program"]) != typed["command"]:
+        raise InputError("--command and PROGRAM go together: autoplan tune MODEL ... --command -- PROGRAM ARG...")
+    is_plan = is_plan_file(Path(typed["model"]))
+    out: Path = typed["out"] or Path("tuned.json" if is_plan else "plan.json")
+    check_output(out, force=typed["force"])
+    if typed["log_to"] is not None:
+        api.tracking.check_tracker(typed["log_to"])
+    if is_plan:
+        check_untyped(context, STATED_BY_PLAN, f"{typed['model']} says what is trained where, and by which plans")
+    elif None in (typed["cluster"], typed["global_batch"], typed["seq_len"]):
+        context.fail("give MODEL with --cluster, --global-batch and --seq-len, or a plan.json")
+    return out
 
 
 def _hand_over(tuned: TuneResult, out: Path, *, force: bool, json: bool, quiet: bool) -> None:
@@ -205,8 +214,6 @@ def _hand_over(tuned: TuneResult, out: Path, *, force: bool, json: bool, quiet: 
 
 def _again() -> str:
     """Return the same call, which may write over what this one has written."""
-    from autoplan.base.urls import redact_arguments
-
     command, *arguments = redact_arguments(sys.argv[1:])[0]
     force = [] if "--force" in arguments else ["--force"]
     return shlex.join(["autoplan", command, *force, *arguments])
