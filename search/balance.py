@@ -108,10 +108,7 @@ def _multiples(sums: int, size: int, max_times: int) -> int:
 
 
 def even_shares(bounds: Sequence[float], counts: Sequence[int]) -> tuple[float, ...] | None:
-    """Return the share of a replica of every kind, as even as `bounds` allow; None if they leave some over.
-
-    All that are not at their bound have the same.
-    """
+    """Return shares of a replica of every kind, equal within `bounds`; None where bounds leave some over."""
     if min(bounds) < 0 or sum(count * bound for count, bound in zip(counts, bounds, strict=True)) < 1:
         return None
     unshared, replicas = 1.0, sum(counts)

@@ -25,10 +25,7 @@ def _narrowed(limits: Limits, **degrees: int) -> Limits:
 
 
 def families(problem: Problem, limits: Limits) -> Iterator[tuple[str, Limits]]:
-    """Yield names and limits of what is tried first in practice.
-
-    The user's own limits hold, but for the sharding of FSDP.
-    """
+    """Yield names and limits of what is tried first in practice, within the user's own, but for FSDP's sharding."""
     cluster, has_experts = problem.cluster, problem.model.moe is not None
     domain = min(cluster.levels[-1].num_devices, cluster.num_devices)
     node = min(cluster.devices_per_node, domain)

@@ -432,10 +432,7 @@ def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats)
 def _reductions_s(
     problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats, first: tuple[Ints, Ints]
 ) -> Floats:
-    """Least exposed time of reducing gradients and gathering parameters on the first rank (`end_of_step`).
-
-    `dense` and `expert` are the parameters of its leanest layer.
-    """
+    """Least exposed reductions and gathers of the first rank (`end_of_step`), of its leanest layer's parameters."""
     fewest_layers, most_layers = first
     model = problem.model
     table = model.vocab_size * model.hidden_size / batch.tp

@@ -81,10 +81,7 @@ class NearBest:
 
 
 class Front:
-    """Incumbents in several measures: plans that no other one beats; of plans with equal measures the plainest.
-
-    Measures are compared by the logarithm, in steps of `TIE`.
-    """
+    """Plans that no other beats in several measures, the plainest of equals; logarithms compare, in steps of `TIE`."""
 
     def __init__(self, num_measures: int) -> None:
         self.batch: PlanBatch | None = None
@@ -164,10 +161,7 @@ class Findings:
         return base64.b85encode(zlib.compress(msgspec.json.encode(table))).decode()
 
     def add_packed(self, text: str, placement: tuple[str, ...] | None) -> None:
-        """Take in what `packed` made; the plans get the placement that all plans of a space have.
-
-        Raises InputError where the text was damaged since.
-        """
+        """Take in what `packed` made, with the placement of the space; InputError where the text was damaged since."""
         with refusing_damage():
             table = msgspec.json.decode(zlib.decompressobj().decompress(base64.b85decode(text), MOST_BYTES))
             self.counts.update(table["counts"])

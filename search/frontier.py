@@ -36,7 +36,7 @@ def best_first(bounds: Floats) -> Ints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
-    """All groups of a space and measures that their plans cannot beat.
+    """Groups of a space and measures that their plans cannot beat.
 
     In the time alone the bounds are plain ones at first, quick to compute, which look at no memory; they become sharp
     for groups that plain ones do not rule out.

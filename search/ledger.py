@@ -41,7 +41,7 @@ class _BlockTrial:
 
 
 class Ledger:
-    """One worker's access to a study of `cells`; `made_here`: no other worker has queued anything yet."""
+    """Access of a worker to a study of `cells`; `made_here`: no other worker has queued anything yet."""
 
     def __init__(
         self,
@@ -60,10 +60,7 @@ class Ledger:
         self._first_seen_s: dict[Hashable, float] = {}
 
     def run(self, next_round: NextRound, price: PriceBlock) -> None:
-        """Price blocks beside the other workers until the next round is empty.
-
-        `next_round` must not depend on the order of what it is given.
-        """
+        """Price blocks beside other workers until `next_round`, whatever the order of its input, is empty."""
         while True:
             trials = self._study.get_trials(deepcopy=False)
             with refusing_damage():

@@ -134,7 +134,7 @@ def _in_short(recomputes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
-    """All that the framework offers and that does not change the numerics of training.
+    """Choices that the framework offers and that does not change the numerics of training.
 
     tp stays inside the fastest domain that joins devices: its collectives are exposed in every layer.  Choices that
     the cost model never prefers are left out: recomputing attention under a flash kernel, which keeps nothing

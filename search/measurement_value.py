@@ -65,10 +65,7 @@ _STANDARD = NormalDist()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationGroup:
-    """Operations of one family that are measured together, and what that takes.
-
-    `times_s` are rough: only what they are to each other counts.
-    """
+    """Operations of a family, measured together; `times_s` are rough, only their ratios count."""
 
     family: Family
     setting: str  # whose sizes these are, in words
@@ -141,10 +138,7 @@ def advise_measurements(
     groups: Sequence[OperationGroup],
     timed: Callable[[Sequence[Measurement]], Problem],
 ) -> MeasurementAdvice:
-    """Say what measuring `groups` would tell of `plans`, best first, of which one a kind is looked at.
-
-    `timed` gives the problem with more measured times in its table.
-    """
+    """Say what measuring `groups` tells of `plans`, one a kind; `timed` makes a problem with more measured times."""
     best, *slower_plans = first_of_kinds(plans)
     if not slower_plans:
         return MeasurementAdvice(best=best, rival=None, probability=1.0, groups=())

@@ -75,7 +75,7 @@ def _changes(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[s
 
 
 def _recompute(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[str, object]]]:
-    """Each part of a layer, half of the layers, all of them: what gives back more than the plan does."""
+    """Plans that recompute parts of a layer, half of the layers or all: what gives back more than the plan does."""
     if plan.recompute == "full" and plan.recompute_num_layers is None:
         return
     none: dict[str, object] = {"recompute": "none", "recompute_num_layers": None}
@@ -95,7 +95,7 @@ def _selective_names(problem: Problem) -> tuple[str, ...]:
 
 
 def _degrees(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[str, object]]]:
-    """Every degree doubled; ranks come from those that shard, then from the copies."""
+    """Plans with a degree doubled; ranks come from those that shard, then from the copies."""
     for axis in DEGREES:
         doubled = 2 * getattr(plan, axis)
         changes: dict[str, object] = {axis: doubled}
@@ -117,7 +117,7 @@ def _degrees(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[s
 
 
 def _moved_layer(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[str, object]]]:
-    """One layer from the stage that needs most memory to the one that needs least."""
+    """Move a layer from the stage that needs most memory to the one that needs least."""
     layers = list(chunk_layers(plan, problem.model.num_layers))
     memory = [stage.memory_bytes for stage in stage_costs(problem, plan)]
     full, empty = memory.index(max(memory)), memory.index(min(memory))

@@ -87,7 +87,7 @@ class MixedSpace:
         return replace(first.where(**words), recomputes=recomputes or first.recomputes[:1])
 
     def ways(self, parts: Sequence[int]) -> Ways | None:
-        """All ways of a group of parts to form equal pipelines, with the axes of each; None where there are none."""
+        """Ways of a group of parts to form equal pipelines, with the axes of each; None where there are none."""
         problem, limits, first = self.problem, self.limits_of(parts), self.spaces[parts[0]]
         degrees = {
             part: [
@@ -331,7 +331,7 @@ class _Pipeline(Rows):
 
 
 def _with_chunks(kinds: PlanBatch, vp: int) -> PlanBatch:
-    """Some kinds with so many chunks a stage."""
+    """Kinds with so many chunks a stage."""
     schedule = Schedule.INTERLEAVED if vp > 1 else Schedule.ONE_F_ONE_B
     return replace(kinds, vp=np.full_like(kinds.vp, vp), schedule=np.full_like(kinds.schedule, schedule.code))
 

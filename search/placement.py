@@ -100,10 +100,7 @@ def best_placement(problem: Problem, plan: ParallelPlan) -> ParallelPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OrderSearch:
-    """Search for the order of one plan on one allocation.
-
-    An order holds the class of every node; nodes of a class share all switches.
-    """
+    """Search for an order of one plan's nodes, by their classes: nodes of a class share all switches."""
 
     problem: Problem
     batch: PlanBatch

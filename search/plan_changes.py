@@ -77,7 +77,7 @@ def prices(problem: Problem, plans: Sequence[ParallelPlan]) -> list[RankedPlan]:
 
 
 def changes(way: Way) -> tuple[AxisChange, ...]:
-    """Every axis in which the plans differ, and the first plan with that change alone."""
+    """Axes in which the plans differ, and the first plan with that change alone."""
     model = way.problem.model
     before, after = axes_of(model, way.before), axes_of(model, way.after)
     result = []

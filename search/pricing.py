@@ -50,10 +50,7 @@ def price_candidates(frontier: Frontier, verdict: int, findings: Findings) -> No
 
 
 def _promising(frontier: Frontier, groups: Ints, room_bytes: float) -> PlanBatch:
-    """Return, of the fastest kind of every cell, the fastest plan by its bounds that leaves room and is legal.
-
-    The least bound comes first.
-    """
+    """Return of every cell's fastest kind the plan with the least bound that leaves room and is legal, least first."""
     problem, space = frontier.problem, frontier.space
     kinds, of_group = frontier.kinds_of(groups)
     costs = kind_costs(problem, kinds)

@@ -27,10 +27,7 @@ MOST_RIVALS = 4  # the best plans of other degrees that are simplified beside th
 
 
 def simplest_first(problem: Problem, space: Space, result: SearchResult) -> SearchResult:
-    """Return `result` with a plan in front that has the fewest options of those about as fast as the fastest.
-
-    It is as safe as the fastest, and slower by `MOST_SLOWER` at most.
-    """
+    """Return `result` led by the plan with the fewest options that is as safe, and at most `MOST_SLOWER` slower."""
     fastest, *slower_plans = result.rivals
     slowest = pace(fastest) * (1 + MOST_SLOWER)
     near = [
@@ -49,10 +46,7 @@ def simplest_first(problem: Problem, space: Space, result: SearchResult) -> Sear
 
 
 def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float) -> tuple[int, RankedPlan]:
-    """Return (options left, plan): `start` with options at their plain values, the one that costs least first.
-
-    `slowest` is the most time per sequence that it may take.
-    """
+    """Return (options left, plan): plain values, the cheapest first, up to `slowest` seconds a sequence."""
     even = [candidate for candidate in _evened(problem, space, start) if pace(candidate) <= slowest]
     simplest = min(even, key=pace, default=start)
     for keeps_cp in (False, True):

@@ -184,10 +184,7 @@ def _is_no_worse(costs: Costs, reference: Costs) -> bool:
 
 
 def _front(plans: Iterable[RunPlan], objectives: Sequence[Objective]) -> list[RunPlan]:
-    """Return the plans that no other beats, best in the first objective first; only those that fit, where any does.
-
-    Of equal ones it is the one on the fewest nodes.
-    """
+    """Return plans no other beats, best in the first objective first, that fit if any does, on the fewest nodes."""
     front: list[tuple[Costs, RunPlan]] = []
     plans = list(plans)
     safe = [plan for plan in plans if plan.plan.verdict == "fits"] or plans

@@ -133,7 +133,7 @@ class Space:
         return tuple(parts)
 
     def cells(self) -> tuple[Cell, ...]:
-        """Every way to factor the devices into degrees, ordered by stages so that neighbours are priced together."""
+        """Ways to factor the devices into degrees, ordered by stages so that neighbours are priced together."""
         return tuple(sorted(self._cells()))
 
     def size(self, cells: Iterable[Cell]) -> int:
@@ -386,7 +386,7 @@ class Space:
         return _group_rows(self.limits, cell.dp, tuple(choices))
 
     def _states(self, cell: Cell) -> Ints:
-        """Every choice of sharding and offload: shape (choices, 2)."""
+        """Choices of sharding and offload: shape (choices, 2)."""
         limits = self.limits
         copies = AXIS["sharding"].needs.are_met(cell, **parts_of(self.workload.model))
         replicates = cell.dp_replicate > 1 and not limits.fixes("dp_replicate", "dp_shard")
@@ -402,7 +402,7 @@ class Space:
         return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
     def _repeats(self, pp: int) -> Ints:
-        """Every choice of recomputation but for the number of layers: shape (choices, 3).
+        """Choices of recomputation but for the number of layers: shape (choices, 3).
 
         Those of a number of layers stand with the least.
         """

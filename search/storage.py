@@ -43,10 +43,7 @@ _GRPC = re.compile(r"grpc://(?P<host>[\w.-]+):(?P<port>[0-9]{1,5})")
 
 @contextmanager
 def opened(url: str | None) -> Iterator[BaseStorage]:
-    """Open memory (None), the path of a journal file, `grpc://host:port` of a proxy, or the URL of a database.
-
-    Its errors take one line, without the password.
-    """
+    """Open memory (None), a journal file, a proxy's grpc://host:port or a database; errors tell no password."""
     with _one_line_errors(url):
         storage = _open(url)
         try:

@@ -82,7 +82,7 @@ def pipelines(
 
 
 def groupings(parts: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Every way to put some of the parts into groups: those of one group form pipelines, others are idle."""
+    """Ways to put some of the parts into groups: those of one group form pipelines, others are idle."""
     if not parts:
         yield ()
         return

@@ -104,7 +104,7 @@ def _joined(frontier: Frontier, shared: Shared | None, **about: object) -> Itera
 
 
 class _Search:
-    """One worker's search of a space."""
+    """Search of a space by a worker."""
 
     def __init__(self, frontier: Frontier, margin: float, progress: Progress | None) -> None:
         self._frontier, self._margin = frontier, margin

@@ -240,10 +240,7 @@ def tuning_state(plans: Sequence[RankedPlan], trials: Sequence[TunedTrial]) -> T
 
 
 def _too_close(surrogate: Surrogate, measured: Sequence[MeasuredPlan], best: MeasuredPlan) -> list[int]:
-    """Return the best plan and those that may be faster, all measured: runs of one plan differ by as much.
-
-    Empty where the best is told from all others.
-    """
+    """Return the best plan and measured ones that may be faster, as runs of one plan differ; empty where it is told."""
     lead = surrogate.mean - surrogate.mean[best.at] - math.log1p(-TOLERANCE)
     spread = np.hypot(surrogate.spread, surrogate.spread[best.at])
     rivals = [

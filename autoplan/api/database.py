@@ -47,10 +47,7 @@ def list_records(
     beside: Beside | None = None,
     limit: int,
 ) -> list[Listed]:
-    """Return the first `limit` records, in the order in which they came in; hidden ones with `hidden` alone.
-
-    `trust` names those whose measurements count.
-    """
+    """Return the first `limit` records by age, hidden ones with `hidden`; `trust` names those who count."""
     operations = _operations(operation)
     with _reading(db) as store:
         records = store.records(
@@ -124,10 +121,7 @@ def export_file(
     anonymous: bool = False,
     force: bool = False,
 ) -> Written:
-    """Write the records and runs that are not hidden to a file, and what was hidden or taken back into use.
-
-    `anonymous` leaves hosts and users out.
-    """
+    """Write visible records and runs, and what was hidden or shown again; `anonymous` leaves hosts and users out."""
     check_target(path, force=force)
     with _reading(db) as store:
         records = store.records(device=device, trust=trust or None)

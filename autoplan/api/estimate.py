@@ -120,10 +120,7 @@ _OPTIONS_OF_SOME = ("fp8_scaling", "narrow_params", "fp8_attention", "token_drop
 
 
 def make_plan(problem: Problem, global_batch: int, axes: Mapping[str, Any]) -> ParallelPlan:
-    """Return the plan with these axes, and the usual ones, on the whole cluster.
-
-    Data parallelism takes what the other degrees leave of it.
-    """
+    """Return the plan with these axes, else the usual ones; data parallelism takes what they leave of the cluster."""
     flagged = {axis.name: axis for axis in AXES if axis.spelled}
     if unknown := next((name for name in axes if name not in flagged), None):
         raise InputError(f"plan has no axis {unknown!r}: known are {', '.join(flagged)}")

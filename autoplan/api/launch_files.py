@@ -170,10 +170,7 @@ def start_from(
     variables: Iterable[str] | Mapping[str, str] = (),
     target: str | None = None,
 ) -> LaunchStart:
-    """Read the launch file on `cluster`; what is given beside it wins over what the file says.
-
-    A range of batches leaves the file's plan at its own, one number changes it.
-    """
+    """Read the launch file on `cluster`; what is given wins, but a range of batches leaves the file's plan its own."""
     context = make_context(model, seq_len=seq_len, variables=variables)
     context = replace(context, has_lengths=options.get("lengths") is not None)
     try:

@@ -18,20 +18,14 @@ from autoplan.readers.model import load_model, preset_models
 
 
 def known(kind: str) -> Table:
-    """Return the names of a kind, "models", "clusters", "devices", "frameworks" or "targets", and what they stand for.
-
-    Raises InputError where there is no such kind.
-    """
+    """Return names and words of "models", "clusters", "devices", "frameworks" or "targets"; InputError for others."""
     if kind not in KINDS:
         raise InputError(f"nothing is listed by the name of {kind!r}: known are {', '.join(KINDS)}")
     return Table.of(KINDS[kind]())
 
 
 def template(kind: str) -> str:
-    """Return the text of a commented file of a "cluster", a "device" or a "model", which loads as it is.
-
-    Raises InputError where there is no such kind.
-    """
+    """Return a commented file of a "cluster", a "device" or a "model" that loads as it is; InputError for others."""
     templates = shipped("templates")
     if kind not in templates:
         raise InputError(f"there is no file of a {kind!r} to begin with: known are {', '.join(templates)}")

@@ -199,10 +199,7 @@ def _mixed_run(file: MixedPlanFile, **task_options: Any) -> tuple[Task, Predicte
 
 
 def plan_to_run(path: Path, url: str | None) -> tuple[PlanFile, Problem]:
-    """Return a plan file and its problem, with times of the database at `url`.
-
-    Where that is for the run alone, they are those of the user's own.
-    """
+    """Return a plan file and its problem, with times of the database at `url`, else of the user's own."""
     file = load_plan_file(path)
     try:
         return file, problem_of(file, url)

@@ -221,10 +221,7 @@ def _purpose(model: str | Path | ModelSpec | None, plan_file: str | Path | None,
 def started_profile(
     model: str | Path | ModelSpec | None, *, plan_file: str | Path | None, options: ProfileOptions
 ) -> Iterator[Profile | None]:
-    """Start ranks, and yield what is to be measured on them; None on another rank than the first, when it is through.
-
-    The ranks are ended however the block is left.
-    """
+    """Start ranks, yield what they will measure, None on others than the first, and end them whatever happens."""
     check_torch()
     place = place_from(os.environ)
     check_count("--ranks", options.ranks, at_least=0)

@@ -47,12 +47,12 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def hosts(self) -> tuple[str, str]:
-        """What a browser of this machine may call it."""
+        """Names that a browser of this machine may call it."""
         return f"{LOOPBACK}:{self.server_port}", f"localhost:{self.server_port}"
 
     @property
     def address(self) -> str:
-        """Where the page is."""
+        """Address of the page."""
         return f"http://{self.hosts[0]}/{self.word}/"
 
 

@@ -34,10 +34,7 @@ def is_expressible(problem: MixedProblem, plan: MixedPlan, target: Target) -> bo
 
 
 def node_ranges(problem: MixedProblem, file: MixedPlanFile, to: str) -> tuple[NodeRange, ...]:
-    """Return the nodes of every part in use, in the order of the ranks, with what starts the plan on all of them.
-
-    Raises InputError where the framework of the target `to` does not start the plan.
-    """
+    """Return the nodes of parts in use by rank, and their start; InputError where `to` does not start the plan."""
     cost, target = file.best, find_target(to)
     try:
         started = started_plan(problem, cost.plan, unequal_batches=target.unequal_batches)

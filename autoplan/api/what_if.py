@@ -114,10 +114,7 @@ def _text(axis: Axis, plan: ParallelPlan) -> str:
 
 
 def changed(start: PlanResult, values: Mapping[str, str]) -> PlanResult:
-    """Return the price of the plan with these values, or `start` itself where they make its plan.
-
-    Raises InputError where a value cannot be used, and NoPlanError where the framework does not admit the plan.
-    """
+    """Return the price of a plan with these values, `start` where they make its own; raises as `estimate` does."""
     if unknown := values.keys() - {control.name for control in controls_of(start)}:
         raise InputError(f"{min(unknown)} cannot be changed here: leave it out")
     problem, nodes = start.problem, _count(values, "nodes")

@@ -277,7 +277,7 @@ def _unscaled(value: Any, factor: float) -> Any:
 
 
 def _offer_human_keys(definition: dict[str, Any]) -> None:
-    """Every key in its human units and in SI; of a required quantity, one of them."""
+    """Offer keys in human units and in SI; of a required quantity one is needed."""
     properties: dict[str, Any] = {}
     required, alternatives = [], []
     for field, described in definition["properties"].items():

@@ -78,10 +78,7 @@ class Scattered:
         return seconds
 
     def shares(self, sizes: Floats) -> dict[int, float]:
-        """Return the points that an estimate at one shape (sizes,) rests on, with the share of each.
-
-        What the fitted sum misses there is these shares of what it misses at each; none where `at` refuses.
-        """
+        """Return the points, with shares, whose misses of the fitted sum an estimate at a shape (sizes,) mixes."""
         if np.isnan(self.at(sizes[None])[0]):
             return {}
         coordinates = _coordinates(np.minimum(sizes, np.append(self.high[0], sizes[1:]))[None])

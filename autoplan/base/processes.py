@@ -268,10 +268,7 @@ class Children:
                 raise CrewError(f"no answer within {limit_s:.0f} s")
 
     def _lost(self, first: Fault | None = None) -> CrewError:
-        """Say why ranks are gone: one out of memory explains it, else one that was killed what the others then missed.
-
-        NCCL aborts the ranks that miss another one.
-        """
+        """Say why ranks are gone: memory, else a killed one that others missed (NCCL aborts those)."""
         words = {} if first is None else {0: first}
         killed: dict[int, str] = {}
         # Others may know better than the first that speaks.

@@ -107,7 +107,7 @@ class BlockCost(Rows):
         return add_up(self.repeat_s.values())
 
     def term_s(self, name: str, count: Floats, repeated: Floats) -> Floats:
-        """One term of both passes of `count` such blocks, of which `repeated` are recomputed as a whole."""
+        """A term of both passes of `count` such blocks, of which `repeated` are recomputed as a whole."""
         return count * (self.forward_s[name] + self.backward_s[name]) + repeated * self.repeat_s[name]
 
 

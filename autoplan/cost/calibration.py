@@ -64,7 +64,7 @@ _SCATTERS = tuple(range(-3, 22, 3))  # over which to average, in their spread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """One run that finished: what was asked, what was run, and the time of a step."""
+    """Run that finished: what was asked, what was run, and the time of a step."""
 
     problem: Problem
     plan: ParallelPlan
@@ -330,10 +330,7 @@ def _likeness(runs: Sequence[MeasuredRun], base: Calibration) -> dict[str, Any]:
 
 
 def likeness(problems: Sequence[Problem], costs: Sequence[CostEstimate], quantile: float = 1.0) -> dict[str, Any]:
-    """Fields of a calibration that say what runs are like, from their problems and the estimates of one plan each.
-
-    The exposed share is the `quantile` of theirs.
-    """
+    """Fields of a calibration that say what runs are like; the exposed share is the `quantile` of theirs."""
     exposed = [float(exposed_shares(cost.terms_s, cost.step_s)[0]) for cost in costs]
     return {
         "blocks": tuple(sorted({"dense"}.union(*map(special_parts, problems)))),

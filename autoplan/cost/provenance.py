@@ -23,10 +23,7 @@ _GROWTH = 1e-6  # small enough that hardly any maximum changes sides, large enou
 
 
 def shares(problem: Problem, batch: PlanBatch) -> dict[Provenance, Floats]:
-    """Share of every plan's step that rests on each provenance.
-
-    `reference` is what remains, the launches and overheads of frameworks in it, which were fitted to published runs.
-    """
+    """Share of every plan's step by provenance; `reference` is the rest, with launches fitted to published runs."""
     grown = {name: None if cost is None else cost.step_s for name, cost in _grown(problem, batch).items()}
     return _shares(estimate(problem, batch).step_s, grown)
 

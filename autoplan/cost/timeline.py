@@ -64,7 +64,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimeline:
-    """One pipeline rank in one step."""
+    """Pipeline rank in a step."""
 
     place: StagePlace
     ranks: tuple[int, ...]  # global ranks that do the same
@@ -75,7 +75,7 @@ class RankTimeline:
     memory_bytes: Floats  # so much
 
     def events(self) -> Iterator[Event]:
-        """All events with the passes divided over the streams, pass after pass and then the others."""
+        """Events with the passes divided over the streams, pass after pass and then the others."""
         for event in self.passes:
             start = event.start_s
             terms = self.pass_terms_s[event.kind, event.chunk or 0]
@@ -103,7 +103,7 @@ class RankTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One step of one plan: its ranks by stage, of plans of a mixed cluster kind after kind of replica."""
+    """Step of a plan: its ranks by stage, of plans of a mixed cluster kind after kind of replica."""
 
     step_s: float
     pipeline_s: float  # of it, until the last backward pass is over
@@ -135,10 +135,7 @@ class Pipeline:
 
 
 def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
-    """Timeline of the step that `estimate` prices, event by event: the last event ends at its `step_s`.
-
-    Raises InputError for a step of more passes than a recurrence runs (`spec.plan.MAX_OPERATIONS`).
-    """
+    """Timeline that ends at the `step_s` of `estimate`; InputError beyond `spec.plan.MAX_OPERATIONS` passes."""
     problem = problem.placed(plan.placement)
     check_length(PipelineShape(plan.schedule, plan.pp, plan.vp, plan.num_microbatches))
     batch = PlanBatch.of([plan], problem.model.num_layers)
@@ -199,10 +196,7 @@ def check_length(shape: PipelineShape) -> None:
 
 
 def step_timeline(pipelines: Sequence[Pipeline], terms: Mapping[str, float]) -> Timeline:
-    """The step of replicas that are alike in each of the `pipelines`; its end is told by the `terms` of the estimate.
-
-    All wait for the slowest pipeline before the step ends.
-    """
+    """The step of replicas alike in each of the `pipelines`, all waiting for the slowest; the `terms` tell its end."""
     last_s = max(event.pipeline_s for event in pipelines)
     drawn = [_draw(event, terms, last_s) for event in pipelines]
     return Timeline(
@@ -249,10 +243,7 @@ def _draw(pipeline: Pipeline, terms: Mapping[str, float], last_s: float) -> tupl
 
 
 def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int], dict[str, float]]:
-    """Seconds of one micro-batch through every chunk by (pass, chunk) and term, without the terms that are zero.
-
-    Of the plan `at` a place in the batch that is laid out.
-    """
+    """Seconds of a micro-batch through every chunk by (pass, chunk) and term, none zero, of plan `at` of a layout."""
     batch, overall = laid.batch, problem.calibration.overall
     layout = np.array([batch.layouts[batch.layout[at]]])
     chunks = layout.shape[1]
@@ -355,10 +346,7 @@ def _messages(pipeline: Pipeline, order: Sequence[Operation], passes: Sequence[E
 
 
 def _waits(passes: Sequence[Event], pipeline: Pipeline) -> Iterator[Event]:
-    """The gaps between the passes, each for the order's sake and for messages in the shares of their sums.
-
-    Messages add as much to the step of every rank; the rest of what a rank waits is its bubble.
-    """
+    """Gaps between passes for order and for messages, by their sums: all ranks have equal message time."""
     pipeline_s = pipeline.pipeline_s
     idle = pipeline_s - sum(event.duration_s for event in passes)
     share = min(pipeline.send_s / idle, 1.0) if idle > LEAST_S * pipeline_s else 0.0

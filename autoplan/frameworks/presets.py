@@ -69,10 +69,7 @@ def preset_frameworks() -> tuple[str, ...]:
 
 
 def load_framework(text: str) -> Framework:
-    """Return the framework that `text` names: NAME, NAME@VERSION, or the path of a TOML file.
-
-    A name is the id of shipped facts, or a target that is planned with them.
-    """
+    """Return the framework of a NAME (of facts or a target), NAME@VERSION, or a TOML file."""
     path = Path(text)
     if path.suffix == ".toml":
         return _decoded(_checked(read_table(path), str(path)), str(path))

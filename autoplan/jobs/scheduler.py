@@ -106,10 +106,7 @@ class SchedulerJobs:
         self._silent_since_s: float | None = None
 
     def start(self, folder: Path) -> str:
-        """Submit the trial that was prepared in `folder`, whose path is the name of its job.
-
-        A scheduler that is too busy now gets the job later, by `poll`.  An `InputError` says why it refuses.
-        """
+        """Submit the trial in `folder`, also the job's name; where busy, `poll` does.  InputError says why not."""
         folder = folder.resolve()
         name = str(folder)
         if is_file(folder / JOB):  # of a study that was given up

@@ -70,10 +70,7 @@ def assignments(variables: list[LaunchVariable]) -> list[str]:
 
 
 def _variables(start: Start, numbering: Numbering) -> list[str]:
-    """Return the variables that a person may set; what the launcher knows is taken from it alone.
-
-    The environment does not replace it, whatever it still holds.
-    """
+    """Return variables a person may set; those that the launcher knows are taken from it, not the environment."""
     alone = start.num_nodes == 1
     is_listed = bool(start.hosts) and numbering.looks_up_hosts
     rank_range = f"of this node, 0 to {start.num_nodes - 1}"

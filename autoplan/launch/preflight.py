@@ -136,10 +136,7 @@ def _network(start: Start) -> list[str]:
 
 
 def _versions(start: Start) -> list[str]:
-    """Return the check of the library versions, which rank 0 alone runs, as importing torch takes seconds.
-
-    The cluster says what its timings were measured with.
-    """
+    """Return the check of library versions against the timings', on rank 0 alone, as torch takes seconds to import."""
     machine = start.plan_file.cluster.machine
     if not start.plan_file.timings or machine is None or machine.runtime == "cpu":
         return []

@@ -58,10 +58,7 @@ class Start:
         name: str | None = None,
         unlike_nodes: tuple[NodeRange, ...] = (),
     ) -> Start:
-        """Return the start of a plan, named after its model by default, on equal nodes where no unlike ones are given.
-
-        Raises InputError where there are no such nodes.
-        """
+        """Return the start of a plan on equal nodes unless unlike ones are given; InputError where there are none."""
         num_nodes, num_devices = node_shape(plan_file.cluster, plan_file.best.plan.num_devices)
         hosts = host_order(plan_file.cluster, plan_file.best.plan)[:num_nodes]
         if image is not None and launcher not in IN_CONTAINERS:

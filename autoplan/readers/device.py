@@ -48,10 +48,7 @@ def load_device(name: str) -> DeviceSpec | None:
 
 
 def device_table(device: str | dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the whole table of the shipped device of that id, or of a table that leaves figures out.
-
-    Raises InputError where no such device is shipped, or the table lacks a figure that no other device can give.
-    """
+    """Return the whole table of a shipped device, or of one that leaves figures out; InputError where none has them."""
     if isinstance(device, dict):
         return completed(device, where)
     path = shipped("devices").get(device)

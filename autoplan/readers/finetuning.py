@@ -87,10 +87,7 @@ def optimizer_named(word: str) -> str:
 
 
 def optimizer_of(finetune: str | Path | FineTuning | None) -> OptimizerName | None:
-    """Return the optimizer that the YAML of a fine-tuning names; None where there is no such file, or it names none.
-
-    Raises InputError where it names one that is not priced.
-    """
+    """Return the optimizer of a fine-tuning's YAML, None for none; InputError where it is not priced."""
     path = Path(finetune) if isinstance(finetune, str | Path) else None
     if path is None or path.suffix not in (".yaml", ".yml") or not is_file(path):
         return None
@@ -109,10 +106,7 @@ def optimizer_of(finetune: str | Path | FineTuning | None) -> OptimizerName | No
 def preference_of(
     finetune: str | Path | FineTuning | None, loss: str | None = None, reference: str | None = None
 ) -> Preference | None:
-    """Return the loss over preferences that the options of a problem name, or the YAML of a fine-tuning; else None.
-
-    Raises InputError where one is named that is not priced.
-    """
+    """Return the loss over preferences of options or a YAML, else None; InputError where it is not priced."""
     path = Path(finetune) if isinstance(finetune, str | Path) else None
     preference = None
     if path is not None and path.suffix in (".yaml", ".yml") and is_file(path):

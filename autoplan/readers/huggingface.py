@@ -36,7 +36,7 @@ def _data() -> dict[str, Any]:
 
 
 def model_types() -> tuple[str, ...]:
-    """Every model_type that can be read."""
+    """The model_types that can be read."""
     data = _data()
     return tuple(sorted({*data["types"], *data["same_keys"]}))
 

@@ -13,10 +13,7 @@ from autoplan.topology.mixed_cluster import BetweenSpec, MixedCluster, joined
 
 
 def load_parts(text: str) -> ClusterSpec | MixedCluster:
-    """The cluster that `text` names: as `load_cluster` reads it, several of them joined by +, or a TOML file of parts.
-
-    Parts that are alike and on one network become one, so that a cluster written in pieces is the whole again.
-    """
+    """The cluster of names joined by +, or of a TOML file of parts; equal parts on one network become one."""
     path = Path(text)
     if path.suffix == ".toml" or is_file(path):
         table = read_table(path)

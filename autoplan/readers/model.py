@@ -37,11 +37,7 @@ def load_model(text: str) -> ModelSpec:
 
 
 def find_preset(*names: str) -> ModelSpec | None:
-    """Return the preset that the first known of these names means, however it is spelled.
-
-    Separators, the publisher and remarks in brackets count for nothing.  A name that ends like that of a tuned version,
-    such as "-Instruct", means the model that it was made from.
-    """
+    """Return the preset of the first known name, without separators, publisher, brackets or endings (-Instruct)."""
     for name in names:
         for spelling in _spellings(name):
             if preset := _presets_by_spelling().get(spelling):

@@ -17,7 +17,7 @@ QWEN_IMAGE_TOKENS = 1280
 
 
 class Around(NamedTuple):
-    """What an encoder has beside its layers: the fields of `Encoder`, and the numbers of a patch.
+    """Parts of an encoder beside its layers: the fields of `Encoder`, and the numbers of a patch.
 
     Where some layers look at blocks of patches alone, `window` is the patches of one, and one layer in
     `full_attention_interval` looks at all.

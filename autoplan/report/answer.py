@@ -276,10 +276,7 @@ def _beside(plan: ParallelPlan, best: ParallelPlan) -> str:
 
 
 def closeness(width: float, *, is_close: bool) -> str:
-    """Say whether the model can tell two plans apart.
-
-    `width` is the factor to either end of the 90 % interval of the ratio of their times.
-    """
+    """Say whether the model can tell plans apart; the 90 % interval of their ratio reaches `width` times from it."""
     share = format_percent(width - 1.0)
     return f"too close to call (under {share})" if is_close else f"a clear gap (over {share})"
 

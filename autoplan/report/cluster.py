@@ -212,7 +212,7 @@ def topology_json(cluster: ClusterSpec, cluster_graph: ClusterGraph) -> dict[str
 
 
 def print_mixed_topology(console: Console, cluster: MixedCluster) -> None:
-    """Every part as a tree, then what joins them."""
+    """Print parts as trees, then what joins them."""
     for part in cluster.parts:
         print_topology(console, part, quotient(part))
         console.print()

@@ -36,7 +36,7 @@ Names = Mapping[str, str]
 
 
 def print_explanation(console: Console, file: PlanFile, explanation: Explanation, names: Names, path: str) -> None:
-    """All of it; `names` are those of axes that are not called on screen as they are inside."""
+    """Print an explanation; `names` are those of axes that are not called on screen as they are inside."""
     print_answer(console, file)
     console.print()
     stages = placed(explanation.stages, explanation.plan.plan.num_microbatches, explanation.capacity_bytes)

@@ -154,7 +154,7 @@ def compares_rates(today: CurrentPlan) -> bool:
 
 
 def change_rows(today: CurrentPlan, names: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Every change in the order of the walk: what it brings alone, and where it stands after those before it."""
+    """Changes in the order of the walk: what it brings alone, and where it stands after those before it."""
     changes, is_rate = {change.axis: change for change in today.changes}, compares_rates(today)
     if not today.walk:
         return [(*_alone(change, names, is_rate), "", "") for change in today.changes]

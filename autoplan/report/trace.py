@@ -34,7 +34,7 @@ def trace_json(line: Timeline, plan: str) -> str:
 
 
 def _process(at: int, rank: RankTimeline) -> Iterator[dict[str, Any]]:
-    """All that is told of a stage: names first, then slices by thread, then the counter."""
+    """Events of a stage: names first, then slices by thread, then the counter."""
     pid = at + 1  # 0 stands for the idle process of a machine
     ranks = f"rank{'s' * (len(rank.ranks) > 1)} {number_ranges(rank.ranks)}"
     yield _metadata_event(pid, 0, "process_name", f"{rank.place.words}: {ranks}")

@@ -72,7 +72,7 @@ class _SortedFiles:
 
 
 def past_runs(folder: Path, read: Callable[[Path], Launch]) -> Iterator[PastRun | PassedOver]:
-    """Every run whose log lies in `folder` or below, and every log that gives none; `read` reads a launch file.
+    """Runs whose log lies in `folder` or below, and every log that gives none; `read` reads a launch file.
 
     What cannot be read is passed over and never stops the rest.  Links are followed to files, not to folders.
     """

@@ -366,10 +366,7 @@ def _always_on(preset_moe: Experts | None, width: int) -> int:
 
 @lru_cache(maxsize=1)
 def _clusters_of_device() -> dict[str, list[str]]:
-    """The shipped clusters of every device: the one of the same name first, then those of slower networks.
-
-    Tables that do not tell the network of a machine are mostly of rented ones.
-    """
+    """Shipped clusters of every device, slow networks next to its namesake: untold ones are mostly rented."""
     clusters: dict[str, list[ClusterSpec]] = {}
     for cluster in map(load_cluster, preset_clusters()):
         clusters.setdefault(cluster.device.name, []).append(cluster)
@@ -603,10 +600,7 @@ def _recompute(row: _Row, problem: Problem) -> tuple[str, int | None]:
 
 
 def _recompute_modules(row: _Row, problem: Problem, recipe: Recipe) -> tuple[RecomputeModule, ...]:
-    """Parts that selective recomputation repeats.
-
-    Where they are not named, the core of the attention, or of a latent one what recipes name, if it is fused.
-    """
+    """Parts that selective recomputation repeats, by default the core of attention, or what recipes name of MLA."""
     modules = row.options().get("recompute_modules")
     if modules is not None:
         names = [name for name in modules.split("+") if name != "none"]

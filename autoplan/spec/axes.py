@@ -121,7 +121,7 @@ class Needs(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One row of the table.  The name is that of the field of a plan, of the column of a batch and of a plan file."""
+    """Row of the table.  The name is that of the field of a plan, of the column of a batch and of a plan file."""
 
     name: str
     kind: Kind

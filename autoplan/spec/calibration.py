@@ -88,10 +88,7 @@ class Calibration:
                 check_positive(name, getattr(self, name), at_most=5.0)
 
     def check_goes_with(self, timings: str, autoplan: str, device: str | None = None) -> None:
-        """Refuse measured times of another digest than its factors were fitted with: an error would count twice.
-
-        `autoplan` is this version, `device` the one that is planned for where there is one.
-        """
+        """Refuse other times than factors were fitted with, by digest: errors would count twice."""
         fitted = self.fitted_with
         if fitted is None:
             # Before conditions were kept all fits were without measured times; what was not fitted says what is wanted.

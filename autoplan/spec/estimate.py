@@ -62,7 +62,7 @@ class CostEstimate(Rows):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """One pipeline rank: its layers, its time per micro-batch and its memory, by term."""
+    """Pipeline rank: its layers, its time per micro-batch and its memory, by term."""
 
     stage: int
     layers: int

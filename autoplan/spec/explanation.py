@@ -21,7 +21,7 @@ class OptionChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisChange:
-    """One axis in which the best plan differs from the one of a launch file, and what it brings without the others."""
+    """Axis in which the best plan differs from the one of a launch file, and what it brings without the others."""
 
     axis: str
     before: str
@@ -63,10 +63,7 @@ class CurrentPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """A plan that differs in few axes from another one: what it would take, and what it lacks.
-
-    Where it does not divide the global batch it is priced with the next one that it divides.
-    """
+    """A plan a few axes away: its cost, with the next global batch that divides, and what it lacks."""
 
     changes: tuple[tuple[str, str, str], ...]  # axis, value there, value here
     plan: RankedPlan

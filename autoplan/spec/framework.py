@@ -26,10 +26,7 @@ def _check(traits: object, *, positive: tuple[str, ...] = (), **ranges: tuple[fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Memory: the bytes that a rank keeps, those that its allocator adds, and which peak the log shows.
-
-    Bytes are per element unless a name says otherwise.
-    """
+    """Bytes per element that a rank keeps and its allocator adds, unless named otherwise; the peak that logs show."""
 
     bytes_per_weight: float = 2.0  # the copy of the weights that the matrix products read
     bytes_per_grad: float = 4.0  # persistent gradient buffer

@@ -36,7 +36,7 @@ class Lengths:
 
     @property
     def num_samples(self) -> int:
-        """All samples."""
+        """Number of samples."""
         return sum(samples for _, samples in self.histogram)
 
     @property

@@ -26,7 +26,7 @@ SHARE_SUM = 1e-9  # how far the shares of all replicas may be from 1
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class MixedStage:
-    """One pipeline stage: the part of the cluster on which it sits, its tensor-parallel degree and its layers."""
+    """Pipeline stage: the part of the cluster on which it sits, its tensor-parallel degree and its layers."""
 
     part: int  # index into the cluster's parts
     tp: int = 1
@@ -47,10 +47,7 @@ class MixedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaKind:
-    """`count` replicas that are alike: stages, micro-batches of a step in each, and the share of all sharded states.
-
-    `state_share` is that of one replica; None where all replicas of the plan have the same.
-    """
+    """`count` equal replicas: stages, micro-batches a step, and each one's share of states (None: equal in all)."""
 
     count: int = 1
     micro_batch: int = 1
@@ -99,7 +96,7 @@ _OF_KINDS |= {"layers_per_chunk": None, "placement": None, "schedule": Schedule.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPlan:
-    """One configuration of a mixed cluster.  Kinds that are equal become one, and all stand in one order.
+    """Configuration of a mixed cluster.  Kinds that are equal become one, and all stand in one order.
 
     `common` are the axes that all replicas share, in which `sp` stands for wherever tp divides the tokens and `etp` for
     as much of it as tp has; those that the kinds have themselves are 1 in it.
@@ -219,10 +216,7 @@ class MixedProblem:
             self.as_if(part, frozenset((part,)))
 
     def as_if(self, part: int, used: frozenset[int]) -> Problem:
-        """The problem in which all parts in use had the devices of `part`, joined as the parts are.
-
-        What a stage costs on its part is what it costs there, so that one model of costs prices both.
-        """
+        """The problem as if all parts in use had the devices of `part`: a stage there costs the same."""
         key = (part, used)
         if key not in self._as_if:
             self._as_if[key] = Problem(
@@ -311,10 +305,7 @@ def as_parallel(problem: MixedProblem, plan: MixedPlan, kind: ReplicaKind, tp: i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedPlan:
-    """A plan of a mixed cluster as frameworks start it: degrees that hold for all replicas, and the part of every node.
-
-    `num_microbatches` are those of every replica where they differ, else there are none.
-    """
+    """Plan of a mixed cluster as started: common degrees, parts of nodes, micro-batches where replicas differ."""
 
     plan: ParallelPlan
     node_parts: tuple[int, ...]  # in the order of the ranks

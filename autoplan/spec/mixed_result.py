@@ -10,7 +10,7 @@ from autoplan.spec.mixed_problem import MixedPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedStageCost:
-    """One stage of one kind of replica: times of a micro-batch, memory of a device of its part."""
+    """Stage of a kind of replica: times of a micro-batch, memory of a device of its part."""
 
     part: int
     tp: int
@@ -27,7 +27,7 @@ class MixedStageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedKindCost:
-    """All replicas of one kind: their stages, and when their last backward pass is over."""
+    """Replicas of one kind: their stages, and when their last backward pass is over."""
 
     stages: tuple[MixedStageCost, ...]
     pipeline_s: float

@@ -136,10 +136,7 @@ class LinearAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """Layers over the patches of an image, in front of a text model that reads what they make of it.
-
-    `layers` is a model of these alone, whose "vocabulary" is the numbers of a patch: one matrix embeds both.
-    """
+    """Layers over an image's patches before a text model; `layers` embeds a patch's numbers as a vocabulary."""
 
     layers: ModelSpec
     patches: int  # of one image, over all of which its attention looks
@@ -164,10 +161,7 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The architecture of a language model, a decoder or an encoder.
-
-    Sizes count elements; `ffn_size` is the width of one matrix.
-    """
+    """Architecture of a language model, decoder or encoder; sizes count elements, `ffn_size` is one matrix's width."""
 
     name: str
     num_layers: int

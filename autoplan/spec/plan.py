@@ -87,7 +87,7 @@ _PHRASES = tuple((axis.name, axis.phrase) for axis in AXES if axis.phrase)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:
-    """One configuration.  Degrees are counts of ranks; `micro_batch` and `global_batch` are counts of sequences.
+    """Configuration of a job.  Degrees are counts of ranks; `micro_batch` and `global_batch` are counts of sequences.
 
     The ranks are tp x cp x pp x dp_replicate x dp_shard; expert parallelism re-uses those of one pipeline stage.
     States are sharded over `dp_shard` (times cp) according to `sharding`.  `layers_per_chunk` gives the layers of
@@ -417,7 +417,7 @@ class PlanBatch(Rows):
 
     @staticmethod
     def concatenate(batches: Iterable[PlanBatch]) -> PlanBatch:
-        """One batch of all the plans, in order."""
+        """Join batches into one, in order."""
         parts = list(batches)
         layouts: dict[tuple[int, ...], int] = {}
         moved = []

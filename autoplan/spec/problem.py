@@ -93,20 +93,13 @@ class Problem:
 
     @property
     def machine_spread(self) -> float:
-        """Standard deviation of the logarithm of any step for what is not known of the machine.
-
-        Timings of unlike machines scatter, and that the device stands for unlike ones counts until one of them was
-        measured: its kernels, or whole runs.
-        """
+        """Standard deviation of log steps for unknown machines, until kernels or runs of this one were measured."""
         is_measured = bool(self.calibration.sources) or self.timings.has_kernels
         return math.hypot(self.timings.spread, 0.0 if is_measured else self.cluster.device.rate_spread)
 
     @property
     def link_spread(self) -> float:
-        """Standard deviation of the logarithm of the rates of links, where those of such machines differ.
-
-        It counts until collectives or whole runs of this one were measured, which alone have a `time_spread`.
-        """
+        """Standard deviation of log link rates, until collectives or runs (`time_spread`) were measured here."""
         is_measured = self.calibration.time_spread is not None or self.timings.has_collectives
         return 0.0 if is_measured else max(level.rate_spread for level in self.cluster.levels)
 

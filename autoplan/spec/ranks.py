@@ -14,7 +14,7 @@ from autoplan.topology.placement import node_names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRanks:
-    """One node of a placed plan: rank `first_rank` + i runs on its device i."""
+    """Node of a placed plan: rank `first_rank` + i runs on its device i."""
 
     node: str
     switches: tuple[str, ...]  # one of each tier, innermost first

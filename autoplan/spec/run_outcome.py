@@ -11,7 +11,7 @@ Status = Literal["ok", "oom", "failed", "invalid", "?"]  # how a measured run en
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One line of a prediction table; no figures where the run could not be priced."""
+    """Line of a prediction table; no figures where the run could not be priced."""
 
     id: str
     verdict: RunVerdict

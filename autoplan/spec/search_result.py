@@ -12,10 +12,7 @@ from autoplan.spec.plan import ParallelPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """Proof that no plan of the space is better: what was neither priced nor too large has a bound that is no better.
-
-    A bound is a time that a plan cannot beat (`search.bounds`).
-    """
+    """Proof that no plan is better: what was neither priced nor too large has a bound (`search.bounds`) no better."""
 
     cells: int
     expanded: int  # cells of which plans were bounded one by one
@@ -83,7 +80,7 @@ class RankedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryKnob:
-    """One change of a plan that frees device memory on the rank that needs most."""
+    """Change of a plan that frees device memory on the rank that needs most."""
 
     change: str  # in words
     freed_bytes: float

@@ -21,7 +21,7 @@ STREAMS = (
 
 
 class Term(NamedTuple):
-    """One term of a step."""
+    """Term of a step."""
 
     name: str
     title: str  # for people

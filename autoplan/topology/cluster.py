@@ -356,5 +356,5 @@ class ClusterSpec:
 
     @property
     def num_devices(self) -> int:
-        """All devices of the cluster."""
+        """Number of devices of the cluster."""
         return self.num_nodes * self.devices_per_node

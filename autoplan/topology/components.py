@@ -72,7 +72,7 @@ def connect(graph: Graph, a: Hashable, b: Hashable, link: Link) -> None:
 
 
 def node_graph(cluster: ClusterSpec, faults: Faults = ()) -> Graph:
-    """Every part of one node a vertex, (kind, index); NICs are its way out."""
+    """Graph of one node, each part a vertex, (kind, index); NICs are its way out."""
     graph = nx.Graph()
     shares = {(part, at): share for part, at, share in faults}
     for at in range(cluster.devices_per_node):
@@ -148,10 +148,7 @@ def fabric_link(level: LinkLevel, *, peers: int = 0, share: float = 1.0) -> Link
 
 
 def _host_link(cluster: ClusterSpec, kind: str, below: int, most_bytes_per_s: float = math.inf) -> Link:
-    """A link of the host that `below` devices share.
-
-    A level over PCIe is these very links, so that it says what they sustain; without one that is their own rate.
-    """
+    """Link of the host that `below` devices share, at the rate of a level over PCIe where the cluster has one."""
     levels = [
         level for level in cluster.levels if level.kind == "pcie" and level.num_devices <= cluster.devices_per_node
     ]

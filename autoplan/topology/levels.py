@@ -27,7 +27,7 @@ class Gaps(NamedTuple):
     step: Ints
 
     def repeat(self, times: int) -> Gaps:
-        """Each of them so often."""
+        """Repeat each of them so often."""
         return Gaps(np.repeat(self.run, times), np.repeat(self.step, times))
 
 

@@ -60,7 +60,7 @@ class MixedCluster:
 
     @property
     def num_devices(self) -> int:
-        """All devices of all parts."""
+        """Number of devices of all parts."""
         return sum(part.num_devices for part in self.parts)
 
     @property

@@ -98,10 +98,7 @@ def leaving_share(seats: Seats, switch: Ints, group: RankGroup) -> Floats:
 
 
 def _ranks(group: RankGroup, num_nodes: int, devices_per_node: int) -> tuple[Ints, int]:
-    """(ranks of every sibling of a group: shape (siblings, size), how many make a node).
-
-    Neighbouring ranks whose siblings sit on the same nodes are counted once.
-    """
+    """(ranks of siblings (siblings, size), how many make a node); neighbours on the same nodes count once."""
     _, stride, size, run, step = group
     same = math.gcd(stride, devices_per_node, step if size > run else 0)
     stride, step, unit = stride // same, step // same, devices_per_node // same

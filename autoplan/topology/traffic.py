@@ -21,10 +21,7 @@ from autoplan.topology.levels import Level, Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """Members of groups by level: shape (levels, groups).
-
-    A fabric is a level inside the node or rack, or the network with all its tiers.
-    """
+    """Members of groups by level: shape (levels, groups); a fabric is a level, or the network with all its tiers."""
 
     inner: Floats  # members in a domain out of which the links of the level lead
     outer: Floats  # members in a domain of the level
@@ -81,9 +78,7 @@ def ring_bytes(topology: Topology, spans: Spans, buffer_bytes: Floats, volume: f
 
 
 def in_network_bytes(topology: Topology, spans: Spans, buffer_bytes: Floats) -> Floats:
-    """Bytes of an all-reduce whose sums the switches of the network form: what every node, and then every switch, has
-    goes up once, and the sum comes down once.
-    """
+    """Bytes of an all-reduce whose sums switches form: every node and switch sends its own up, and the sum returns."""
     moved = hierarchical_bytes(spans, buffer_bytes, 2.0)
     for at in topology.network:
         moved[at] = np.where(spans.is_crossed[at], buffer_bytes / spans.inner[at], 0.0)

@@ -14,10 +14,7 @@ _FULL = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED", "Faile
 
 
 def take_device(place: RankPlace) -> torch.device:
-    """The device of a rank, from here on the current one; the host where there is none.
-
-    A launcher may show each rank all devices of the node, or its own alone.
-    """
+    """Make a rank's device the current one, of all of the node or its own; the host where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -69,10 +69,7 @@ ALONE = Grid(world=None, tp=None, dp=None, pp=None, dp_rank=0, pp_rank=0)
 
 
 def make_grid(plan: ParallelPlan, device: torch.device, *, num_beside: int = 1) -> Grid:
-    """Every rank's place: tp innermost, pipelines outermost or, with `tp-cp-ep-pp-dp`, inside data parallelism.
-
-    `num_beside` such grids lie beside each other and have nothing to do with one another.
-    """
+    """Place every rank: tp innermost, pipelines outermost or, with `tp-cp-ep-pp-dp`, inside data parallelism."""
     replicas = {"replicate": plan.dp_replicate, "shard": plan.dp_shard}
     sizes = {"pp": plan.pp, **replicas} if plan.rank_order == "tp-cp-ep-dp-pp" else {**replicas, "pp": plan.pp}
     sizes["tp"] = plan.tp

@@ -43,10 +43,7 @@ def whole_number(word: str, where: str, *, at_most: int) -> int:
 
 
 def pci_address(text: str) -> str:
-    """A bus address as Linux writes it, "0000:1b:00.0"; blank when `text` is none.
-
-    NVML writes domains with eight digits, and some tools leave domain 0 out.
-    """
+    """A bus address as Linux writes it, "0000:1b:00.0", from that of NVML or one without domain; blank for none."""
     match = _PCI.fullmatch(text.strip())
     if not match:
         return ""

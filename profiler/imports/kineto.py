@@ -310,10 +310,7 @@ def summed(
 
 
 def draw(spans: np.ndarray[Any, np.dtype[np.float64]], start_s: float, end_s: float) -> tuple[Piece, ...]:
-    """Return what mostly ran in each of `NUM_MOMENTS` between two moments, alike neighbours as one piece.
-
-    `spans` are rows of (start, end, number of the activity).
-    """
+    """Return what ran most in each of `NUM_MOMENTS`, runs joined; `spans` are rows of (start, end, activity)."""
     lengths_s, running = _instants(spans)
     chosen = _chosen(running)
     borders_s, edges_s = np.unique(spans[:, :2]), np.linspace(start_s, end_s, NUM_MOMENTS + 1)
@@ -343,10 +340,7 @@ def _chosen(running: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _instants(spans: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return the lengths of the pieces between all borders of spans, and by piece and activity whether it runs.
-
-    `spans` are rows of (start, end, number of the activity).
-    """
+    """Return lengths between all borders of `spans` (start, end, activity), and whether each activity runs there."""
     borders = np.unique(spans[:, :2])
     changes = np.zeros((len(borders), len(ACTIVITIES)), dtype=np.int64)
     activities = spans[:, 2].astype(np.int64)

@@ -74,7 +74,7 @@ _COLLECTIVES: tuple[tuple[re.Pattern[str], Operation, bool], ...] = (
 
 
 class _Arguments(msgspec.Struct):
-    """What Kineto writes beside an event; blank where it does not."""
+    """Arguments that Kineto writes beside an event; blank where it does not."""
 
     operator: Any = msgspec.field(name="External id", default=None)
     correlation: Any = None

@@ -114,10 +114,7 @@ class InputFactory:
 
 
 def num_sets(touched_bytes: int, device: torch.device, cache_bytes: int | None = None) -> int:
-    """Number of sets of what one call touches that exceed twice the last cache: each has left it by its next turn.
-
-    `MOST_SETS` at most.
-    """
+    """Number of input sets that exceed twice the last cache: each has left it by its turn; at most `MOST_SETS`."""
     if cache_bytes is None:
         cache_bytes = CPU_CACHE_BYTES
         if device.type != "cpu":

@@ -93,10 +93,7 @@ def _first_working(
 def build(
     operation: Operation, shape: tuple[int, ...], factory: InputFactory, *, cache_bytes: int | None = None
 ) -> Run:
-    """A call that runs `operation` of `shape` once, on the next set of inputs; memory is taken here.
-
-    `cache_bytes` is as `num_sets` takes it.
-    """
+    """Take memory for `operation` of `shape`, and return a call on the next set of inputs; `num_sets` has the cache."""
     touched = _input_bytes(operation, shape, factory)
     count = num_sets(touched, factory.device, cache_bytes) if touched else 1
     return in_turns([_BUILDERS[operation](factory, *shape) for _ in range(count)])

@@ -85,7 +85,7 @@ def is_hidden(kind: Marked = OPERATIONS) -> ColumnElement[bool]:
 
 
 def marks_of(connection: Connection, kind: Marked, row_id: int, key: str) -> list[Mark]:
-    """All marks of a row, the newest first."""
+    """Marks of a row, the newest first."""
     table = kind.marks
     query = select(table).where(table.c.record_id == row_id).order_by(_mark_time(kind).desc(), table.c.hides.desc())
     return [

@@ -1,4 +1,4 @@
-"""One collective of a step: what is sent among which ranks, and how often.
+"""Collective of a step: what is sent among which ranks, and how often.
 
 The modules of this folder describe the collectives of a parallelism once, and what of their time shows beside
 computation.  Prices, traffic, lower bounds and mixed clusters read these descriptions.

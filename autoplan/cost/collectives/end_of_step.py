@@ -224,10 +224,7 @@ def _chunks(batch: PlanBatch) -> Ints:
 
 
 def _between_chunks_s(batch: PlanBatch, pass_s: Floats) -> Floats:
-    """Time from the end of the first chunk to pass a group of micro-batches to that of the last one, on every stage.
-
-    `pass_s` is the time of one micro-batch through all chunks of a stage: shape (plans, stages).
-    """
+    """Time from the end of a group's first chunk to that of its last; `pass_s` of all chunks: (plans, stages)."""
     chunks, group = _chunks(batch), np.minimum(batch.pp, batch.num_microbatches)
     return ((chunks - 1) / chunks * group)[:, None] * pass_s
 

@@ -62,10 +62,7 @@ def message_s(problem: Problem, batch: PlanBatch, across: LinkTimes | None = Non
 
 
 def tied_table(problem: Problem, batch: PlanBatch, stages: int) -> Collective:
-    """Describe the reduction of the table that first and last stage share, of plans with as many `stages`.
-
-    The rank that begins and ends a V has one table.
-    """
+    """Describe the reduction of the table that both ends of `stages` share; a V has both ends on one rank."""
     finetuning = problem.training.finetuning
     is_trained = finetuning is None or finetuning.trains(EMBEDDING)
     has_copies = problem.model.tied_embeddings and stages > 1 and is_trained

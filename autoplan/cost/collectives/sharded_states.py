@@ -154,10 +154,7 @@ def _host_copies_s(
 
 
 def copied_states_s(problem: Problem, batch: PlanBatch, parameters: UnitParameters) -> Pass:
-    """Time to copy gathered weights into tensors and gradients into the buffer that is reduced; the passes wait for it.
-
-    Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
-    """
+    """Time to copy gathered weights and gradients, for which passes wait (fully_shard, _fsdp_collectives.py)."""
     framework, when = problem.framework, _when(problem, batch)
     copied, reduced = (
         np.where(when.once, elements / batch.num_microbatches, elements)

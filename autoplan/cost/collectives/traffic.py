@@ -76,7 +76,7 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficRow:
-    """One kind of operation of a communicator, in a step of a rank of the busiest stage."""
+    """Kind of operation of a communicator, in a step of a rank of the busiest stage."""
 
     communicator: str
     operation: Operation
@@ -97,7 +97,7 @@ class StepTraffic:
 
     @property
     def level_bytes(self) -> tuple[float, ...]:
-        """All that a step moves over the links of every level, per device and direction."""
+        """Bytes that a step moves over the links of every level, per device and direction."""
         return tuple(sum(row.level_bytes[at] for row in self.rows) for at in range(len(self.levels)))
 
     def share(self, row: TrafficRow) -> float:

@@ -27,7 +27,7 @@ Split = Literal["column", "row", "replicated", "expert_column", "expert_row"]
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One weight matrix of `in_size` x `out_size`, and how tensor parallelism cuts it.
+    """Weight matrix of `in_size` x `out_size`, and how tensor parallelism cuts it.
 
     A `column` matrix is cut along its outputs, a `row` matrix along its inputs, a `replicated` one not at all; an
     `expert` matrix exists once per expert and is cut by expert parallelism.  `grouped_out_size` of the outputs are
@@ -77,7 +77,7 @@ class BlockShape:
 
     @property
     def num_parameters(self) -> int:
-        """All elements of the block."""
+        """Number of elements of the block."""
         return (
             sum(linear.num_parameters for linear in self.linears)
             + self.num_norm_parameters

@@ -200,10 +200,7 @@ def _measured_s(problem: Problem, batch: PlanBatch, block: Block, share: Floats,
 
 
 def scan_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
-    """Time of the products of a chunked scan.
-
-    It alternates short products, never quantised, with memory-bound steps: a quarter of a GEMM's rate [judged].
-    """
+    """Time of a chunked scan: short products beside memory-bound steps, at a quarter of a GEMM's rate [judged]."""
     if block is Block.MAMBA:
         per_token = mamba_scan_flops_per_token(problem.model)
     else:

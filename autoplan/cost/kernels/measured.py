@@ -41,11 +41,7 @@ def find(timings: TimingTable, operation: Operation, dtypes: Iterable[str], shap
 
 
 def find_kernels(problem: Problem, batch: PlanBatch, operation: Operation, *sizes: Sizes) -> Lookup:
-    """Times of kernels in the precision of each plan.
-
-    `sizes` are the numbers that `SHAPES` names, each with an element for every plan along its last axis or one
-    for all.
-    """
+    """Times of kernels in each plan's precision; `sizes` as `SHAPES` has them, an element a plan or one for all."""
     columns = np.stack(np.broadcast_arrays(np.zeros(len(batch)), *sizes)[1:], axis=-1)
     lookup = Lookup.refused(columns.shape[:-1])
     for at in np.unique(batch.precision):

@@ -120,10 +120,7 @@ def _looped_kernels(problem: Problem, batch: PlanBatch, block: Block) -> Traffic
 
 
 def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Traffic]:
-    """Traffic of the memory-bound operations of a block on one rank, by operation (`modelling` C5).
-
-    Counted in 16 bits, and twice as many in fp32.
-    """
+    """Bytes of a block's memory-bound operations on a rank (`modelling` C5), twice those of 16 bits in fp32."""
     model, framework = problem.model, problem.framework
     hidden, tokens, sliced = model.hidden_size, rank_tokens(problem, batch), norm_tokens(problem, batch)
     norm = sliced * hidden * model.norms_per_block * _norm_traffic(problem)

@@ -70,10 +70,7 @@ def expert_imbalance(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def sends_tokens_once(problem: Problem, batch: PlanBatch) -> Bools:
-    """Return which plans send a token to another rank or node once, however many experts it visits there.
-
-    One kernel then brings it into the order of its experts, or back.
-    """
+    """Return plans that send a token once to a rank or node, where a kernel puts it in its experts' order."""
     return (batch.ep > 1) & (batch.dispatcher != Dispatcher.ALL_TO_ALL.code)
 
 

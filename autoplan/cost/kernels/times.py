@@ -38,7 +38,7 @@ class KernelTimes(Rows):
 
     @property
     def passes(self) -> Pass:
-        """All kernels."""
+        """Kernels of both passes."""
         return self.gemm.plus(self.attention).plus(self.memory)
 
     def times(self, forward: Floats, backward: Floats) -> KernelTimes:
@@ -82,10 +82,7 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
 def _measured_experts(
     problem: Problem, batch: PlanBatch, shape: BlockShape, matrices: dict[str, SplitPass], activation: Pass
 ) -> tuple[Floats, Floats]:
-    """Times of the routed experts where they were measured over their references: (forward, backward).
-
-    Two matrices and the activation between them were measured as one.
-    """
+    """Measured over reference times of routed experts, (forward, backward): both matrices and activation as one."""
     model, moe = problem.model, problem.model.moe
     assert moe is not None
     own = [matrices[linear.name] for linear in shape.linears if linear.is_expert]
@@ -109,10 +106,7 @@ class HeadTimes(Rows):
 
 
 def head_s(problem: Problem, batch: PlanBatch) -> HeadTimes:
-    """Time of final norm, logits and cross entropy, on the last stage.
-
-    For one micro-batch; of a plan, `KERNEL_AXES` decide alone.
-    """
+    """Time of final norm, logits and cross entropy of a micro-batch; of a plan, `KERNEL_AXES` decide alone."""
     model, framework = problem.model, problem.framework
     wide = batch.unquantised()  # frameworks do not quantise the head
     rate, tokens, depths = gemm_rate(problem, wide), rank_tokens(problem, batch), model.num_mtp_layers

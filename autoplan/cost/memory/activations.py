@@ -114,7 +114,7 @@ def _chunk_bytes(
 
 
 def layer_parts(problem: Problem, batch: PlanBatch) -> dict[Block, Parts]:
-    """What every kind of block of the layers keeps, by part."""
+    """Bytes that every kind of block of the layers keeps, by part."""
     shapes = layer_shapes(problem.model, problem.training.finetuning)
     return {block: activation_parts(problem, batch, block, shape) for block, shape in shapes.items()}
 

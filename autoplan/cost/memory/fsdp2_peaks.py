@@ -100,10 +100,7 @@ def pass_terms(sizes: PassSizes) -> Snapshots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSizes:
-    """Sizes that make up the moments of a pipeline.
-
-    `passes.live` includes what head and loss keep of the last chunk's micro-batches in flight.
-    """
+    """Sizes at the moments of a pipeline; `passes.live` has what head and loss keep of micro-batches in flight."""
 
     passes: PassSizes
     buffers: Floats  # that hidden states and their gradients are received into, from the first step to the last

@@ -185,10 +185,7 @@ def _frozen_encoder(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> 
 
 
 def _tables(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> dict[str, Floats]:
-    """Elements of embedding, head and the ends of an encoder on every stage.
-
-    A head that is tied to the embedding beside it is none.
-    """
+    """Elements of embedding, untied head and the ends of an encoder on every stage."""
     model = problem.model
     table = padded_vocab(problem, batch) * model.hidden_size / batch.tp
     embedding = blocks.zeros()

@@ -66,10 +66,7 @@ def input_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Parts:
-    """Bytes that a block keeps of one micro-batch, nothing recomputed, by the part of a layer that holds them.
-
-    None stands for what no part gives back.
-    """
+    """Bytes that a block keeps of one micro-batch by the part of a layer that gives them back; None: no part."""
     model, framework, element = problem.model, problem.framework, problem.training.element_bytes
     sliced = norm_tokens(problem, batch) * model.hidden_size
     normed = model.norms_per_block * (2 * element + eager_norm_bytes(problem, is_frozen=shape.is_frozen))

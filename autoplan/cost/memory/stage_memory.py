@@ -165,7 +165,7 @@ def _gathered_beside_frozen(
 
 
 def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
-    """One persistent bf16 buffer per distinct weight shape (Transformer Engine; `modelling` B6): (plans, stages).
+    """A persistent bf16 buffer per distinct weight shape (Transformer Engine; `modelling` B6): (plans, stages).
 
     The head's is on the last stage (Megatron-LM core/tensor_parallel/layers.py get_dummy_wgrad).
     """

@@ -32,7 +32,7 @@ def _places(problem: MixedProblem, plan: MixedPlan, kind_at: int) -> tuple[Stage
 
 
 def mixed_stages(problem: MixedProblem, plan: MixedPlan) -> tuple[PlacedStage, ...]:
-    """Every stage of every kind of replica, in the order of the plan."""
+    """Stages of every kind of replica, in the order of the plan."""
     placed = []
     for kind_at, kind in enumerate(plan.kinds):
         costs = {}

@@ -79,10 +79,7 @@ class ProcessGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """One way to run an operation: what it puts on the links of every level, and how long that takes.
-
-    Bytes and spans have the shape (levels, groups).
-    """
+    """Algorithm of an operation: bytes on the links of every level, and their time; shape (levels, groups)."""
 
     moved_bytes: Callable[
         [Topology, Spans, Floats, Ints | int], Floats

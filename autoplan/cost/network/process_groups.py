@@ -36,12 +36,12 @@ class ProcessGroups:
 
     @property
     def dense_copies(self) -> ProcessGroup:
-        """All ranks with the same dense parameters."""
+        """Ranks with the same dense parameters."""
         return self.shard._replace(size=self.shard.size * self.replicate.size)
 
     @property
     def expert_copies(self) -> ProcessGroup:
-        """All ranks with the same expert parameters."""
+        """Ranks with the same expert parameters."""
         return self.expert_shard._replace(size=self.expert_shard.size * self.replicate.size)
 
 

@@ -128,8 +128,5 @@ def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks
 
 
 def repeats_beside(batch: PlanBatch) -> Bools:
-    """Return which plans recompute layers of predictions and encoders: where all are, not a number of them.
-
-    Megatron-LM core/transformer/multi_token_prediction.py skips them under the method block.
-    """
+    """Return which plans recompute predictions and encoders: not under method block (multi_token_prediction.py)."""
     return batch.recompute_num_layers == ALL_LAYERS

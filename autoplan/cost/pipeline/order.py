@@ -24,7 +24,7 @@ V_SHAPED = ("zb-v", "dualpipe-v")
 
 
 class Operation(NamedTuple):
-    """One pass of one micro-batch through one chunk, chunks in model order.
+    """Pass of a micro-batch through one chunk, chunks in model order.
 
     `joined`: it runs as one with the operation after it (DualPipe's overlapped forward and backward): both begin when
     the inputs of both are there, and what they send leaves when both are over.
@@ -107,7 +107,7 @@ _F1, _B1, _I1, _W1 = (_Pass(kind, 1) for kind in ("F", "B", "I", "W"))
 
 
 def _gpipe(num_microbatches: int) -> list[_Pass]:
-    """All forwards before all backwards (arXiv:1811.06965)."""
+    """Order of GPipe (arXiv:1811.06965)."""
     return [_F0] * num_microbatches + [_B0] * num_microbatches
 
 
@@ -277,10 +277,7 @@ def _alive(operations: Sequence[Operation], chunks: Ints) -> tuple[Ints, Ints]:
 
 
 def _alive_in_turns(turns: Ints, chunks: int, warmup: int) -> Ints:
-    """Micro-batches alive in each of a rank's chunks under 1F1B, counted without its operations.
-
-    Before backward k there were `warmup` + k + 1 forwards.
-    """
+    """Count micro-batches alive in a rank's chunks under 1F1B: `warmup` + k + 1 forwards precede backward k."""
     forwards = np.zeros((len(turns) + 1, chunks), dtype=np.int64)
     forwards[1:] = np.cumsum(turns[:, None] == np.arange(chunks), axis=0)
     backwards = forwards[:, ::-1]

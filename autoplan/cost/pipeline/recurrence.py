@@ -246,7 +246,7 @@ class RankSteps(NamedTuple):
 def rank_steps(
     shape: PipelineShape, passes: SplitPass, hop_s: Floats, *, blocking: bool = False
 ) -> tuple[RankSteps, ...]:
-    """Every step of every rank of one plan, whose last end is the makespan of `pipeline_times`.
+    """Steps of every rank of a plan, whose last end is the makespan of `pipeline_times`.
 
     Arguments as there, times of shape (stages x chunks).  `hop_s` is one message over each hop between chunks, shape
     (stages x chunks - 1); only the blocking calls of plain 1F1B may take unlike times.

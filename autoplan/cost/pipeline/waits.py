@@ -71,7 +71,7 @@ def _row(operation: Operation, num_chunks: int) -> int:
 
 
 def _overlapped(messages: _Messages, operations: Sequence[Operation], num_chunks: int) -> list[Step]:
-    """Every operation sends when it is over and its rank goes on; the one that needs the message waits for it."""
+    """Operations send when it is over and its rank goes on; the one that needs the message waits for it."""
     steps = []
     run = iter(operations)
     for operation in run:

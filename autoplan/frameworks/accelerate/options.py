@@ -1,7 +1,4 @@
-"""Option table of `accelerate launch` 1.15.0: the sections of its config file, as they are written and read.
-
-Options of the command line are called like the keys.
-"""
+"""Option table of `accelerate launch` 1.15.0, whose options are called like the keys of its config file."""
 
 from __future__ import annotations
 

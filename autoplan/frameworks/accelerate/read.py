@@ -132,10 +132,7 @@ def _precision(options: Options, program: dict[str, str]) -> Precision:
 
 
 def _with_deepspeed(options: Options, program: dict[str, str], precision: Precision, context: LaunchContext) -> Launch:
-    """Return the launch with DeepSpeed, read as the configuration that Accelerate makes of its section.
-
-    Source: accelerate/utils/dataclasses.py, DeepSpeedPlugin.
-    """
+    """Return the launch of Accelerate's DeepSpeed section (accelerate/utils/dataclasses.py, DeepSpeedPlugin)."""
     section = options.inside("deepspeed_config")
     if section.has("deepspeed_config_file"):
         file = show(section.value("deepspeed_config_file"))
@@ -201,7 +198,7 @@ def _config_beside(file: str, folder: Path | None) -> dict[str, Any]:
 
 
 def _options(words: tuple[str, ...]) -> dict[str, str]:
-    """Every option with its value, those of the program among them; a switch has an empty one."""
+    """Options with their values, those of the program among them; a switch has an empty one."""
     options, at = {}, 0
     while at < len(words):
         name, sign, value = words[at].partition("=")

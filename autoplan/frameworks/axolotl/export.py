@@ -1,7 +1,4 @@
-"""Export of a plan to the YAML of axolotl (067b021), and the command that trains with it.
-
-Places are below src/axolotl/.
-"""
+"""Export of a plan to the YAML of axolotl (067b021); places are below src/axolotl/."""
 
 from __future__ import annotations
 

@@ -13,10 +13,7 @@ MOST_BYTES = 2**20
 
 
 def read_beside(file: str, folder: Path | None) -> tuple[str, str] | None:
-    """Return (text, where it is) of the file that a launch file in `folder` names; None where it is not at hand.
-
-    Raises InputError where the file cannot be read.
-    """
+    """Return (text, path) of the file that a launch file in `folder` names; None where it is not at hand."""
     path = Path(file)
     if folder is None or is_open(file) or path.is_absolute() or ".." in path.parts:
         return None

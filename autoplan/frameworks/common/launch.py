@@ -54,10 +54,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Recogniser and reader of the files of one target.
-
-    `recognises` looks at a file's name and text; `read` raises an `InputError` that names what is missing or wrong.
-    """
+    """Reader of a target's files, which it recognises by name and text; InputError names what is wrong."""
 
     target: str
     recognises: Callable[[str, str], bool]

@@ -14,7 +14,7 @@ from autoplan.spec.workload import Workload
 
 
 def whole_kv_heads(source: str) -> Rule:
-    """Every rank has whole heads of keys and values, none of them copied."""
+    """Ranks have whole heads of keys and values, none of them copied."""
     return Rule(
         source=source,
         holds=lambda s, b: kv_groups(s.model) % b.tp == 0,

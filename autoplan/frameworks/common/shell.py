@@ -87,10 +87,7 @@ class Script:
 
 
 def read_script(text: str, fixed: Sequence[tuple[str, str]] = ()) -> Script:
-    """The commands of a bash script; the script assigns none of the `fixed` variables.
-
-    Variables that Slurm sets from the directives of the script are known too.
-    """
+    """Commands of a bash script with Slurm's directives; the script assigns none of the `fixed` variables."""
     state = _State(dict(fixed))
     state.variables = slurm_variables(text) | state.variables
     state.run(text, 0)

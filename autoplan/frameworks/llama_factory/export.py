@@ -1,7 +1,4 @@
-"""Export of a plan to the YAML of LLaMA-Factory (ff6d4d1), and the command that trains with it.
-
-Places are below src/llamafactory/.
-"""
+"""Export of a plan to the YAML of LLaMA-Factory (ff6d4d1); places are below src/llamafactory/."""
 
 from __future__ import annotations
 

@@ -130,10 +130,7 @@ def _check_training(plan_file: PlanFile, name: str) -> None:
 
 
 def environment(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
-    """Return the variable of the device's queues: one orders collectives before Blackwell, FSDP needs several.
-
-    Both are asserted: training/arguments.py:1166 and :1477.
-    """
+    """Return the variable of the device's queues, as training/arguments.py:1166 and :1477 assert."""
     plan, device = plan_file.best.plan, plan_file.cluster.device
     queues = "CUDA_DEVICE_MAX_CONNECTIONS"
     if options.uses_megatron_fsdp(plan):

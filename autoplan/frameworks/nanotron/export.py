@@ -87,10 +87,7 @@ def nanotron_config(plan_file: PlanFile) -> dict[str, Any]:
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
-    """Return the job that starts the plan in a checkout of nanotron.
-
-    One queue to the device is asserted in parallel/tensor_parallel/nn.py:82.
-    """
+    """Return the job in a checkout of nanotron; parallel/tensor_parallel/nn.py:82 asserts one queue to the device."""
     config = yaml.safe_dump(nanotron_config(plan_file), sort_keys=False, allow_unicode=True, width=10**6)
     return Job(
         framework="nanotron",

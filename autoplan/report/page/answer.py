@@ -65,7 +65,7 @@ def sure(file: PlanFile) -> str:
 
 
 def _axes(file: PlanFile) -> Iterator[Markup]:
-    """Every part of a plan's description; degrees stand out."""
+    """Parts of a plan's description; degrees stand out."""
     degrees, *options = file.best.plan.describe().split(", ")
     words = degrees.split()
     for axis, degree in zip(words[::2], words[1::2], strict=True):

@@ -80,10 +80,7 @@ def folded(summary: str, *children: Child) -> Markup:
 def bar(
     segments: Iterable[Segment], *, mark: float | None = None, start: float = 0.0, spoken: str | None = None
 ) -> Markup:
-    """Segments side by side, from `start` on; `mark` is where a line crosses, such as a limit.  All are shares.
-
-    `spoken` is for those who cannot see it, in place of all segments.
-    """
+    """Segments from `start`, and a line at `mark`, all shares; `spoken` is for those who cannot see it."""
     segments = [segment for segment in segments if segment.share > 0]
     if spoken is None:
         spoken = ", ".join(f"{segment.name} {segment.text}" for segment in segments)

@@ -48,7 +48,7 @@ def answer(content: MixedContent) -> Markup:
 
 
 def _words(file: MixedPlanFile) -> Iterator[Markup]:
-    """Every kind of replica, with its letter, and what all have in common."""
+    """Kinds of replicas with their letters, and what they have in common."""
     plan, names = file.best.plan, file.cluster.part_names
     for letter, kind in zip(plan.letters, plan.kinds, strict=True):
         head = tag("strong", f"{letter} ") if letter else None

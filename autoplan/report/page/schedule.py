@@ -60,7 +60,7 @@ def _summary(timeline: Timeline) -> str:
 
 
 def _micro_batches(timeline: Timeline) -> str:
-    """Whose passes come before the end of the step."""
+    """Micro-batches whose passes come before the end of the step."""
     last = {rank.place.kind: rank.place for rank in timeline.ranks}
     if len(last) == 1:
         return f"Its {timeline.ranks[0].place.num_microbatches:,} micro-batches take the {len(timeline.ranks)} stages"

@@ -69,7 +69,7 @@ def _summary(terms_s: Mapping[str, float], step_s: float) -> str:
 
 
 def _waterfall(terms_s: Mapping[str, float]) -> Iterator[tuple[str, Markup, str, str]]:
-    """Each term begins where the one before it ends; last all of them."""
+    """Terms, each beginning where the one before it ends; last their sum."""
     total_s, before = sum(terms_s.values()), 0.0
     for name, seconds in terms_s.items():
         if seconds >= LEAST_SHOWN_S:

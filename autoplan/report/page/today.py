@@ -21,7 +21,7 @@ from autoplan.spec.explanation import CurrentPlan
 
 
 def today(content: PlanContent) -> Markup | None:
-    """Every change with what it brings, the options of the file that differ, and what was not read of it."""
+    """Changes with what they bring, the options of the file that differ, and what was not read of it."""
     current = content.file.today
     if current is None:
         return None
