@@ -96,10 +96,6 @@ class Objective:
     needs: str = ""  # what that is
 
 
-def _inverse(value: float | None) -> float | None:
-    return None if value is None else 1.0 / value
-
-
 OBJECTIVES = {
     objective.name: objective
     for objective in (
@@ -127,7 +123,7 @@ OBJECTIVES = {
         Objective(
             name="tokens",
             measure="time",
-            cost=lambda run: _inverse(run.tokens_in_budget),
+            cost=lambda run: None if run.tokens_in_budget is None else 1.0 / run.tokens_in_budget,
             needs="the device hours that there are: give --gpu-hours",
         ),
         Objective(name="memory-headroom", measure="memory", cost=lambda run: run.memory_bytes),

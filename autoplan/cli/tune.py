@@ -182,7 +182,7 @@ def _checked_output(context: typer.Context) -> Path:
     if bool(typed["program"]) != typed["command"]:
         raise InputError("--command and PROGRAM go together: autoplan tune MODEL ... --command -- PROGRAM ARG...")
     is_plan = is_plan_file(Path(typed["model"]))
-    out: Path = typed["out"] or Path("tuned.json" if is_plan else "plan.json")
+    out = Path(typed["out"] or ("tuned.json" if is_plan else "plan.json"))
     check_output(out, force=typed["force"])
     if typed["log_to"] is not None:
         api.tracking.check_tracker(typed["log_to"])

@@ -283,7 +283,7 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
     Where runs of a kind are few, the interval that the kind starts with counts too; it stays where there are none.
     """
     base = runs[0].problem.calibration
-    before = _log_errors(runs, base)
+    before = np.log(Pricer(runs).calibrated_s(base) / [run.step_s for run in runs])
     fitted_to_all, spreads, kinds = fit_cluster(runs, prior), _spreads(runs), _kinds(runs)
     model = Linearised(runs, FACTORS, fitted_to_all)
     training_sets = [[at for at in range(len(runs)) if at != out] for out in range(len(runs))]
@@ -356,8 +356,3 @@ def _spreads(runs: Sequence[MeasuredRun]) -> Floats:
     """The spread that every run is predicted with, the mean of both sides."""
     costs = [_cost(run) for run in runs]
     return np.array([float(np.log(cost.high_s / cost.low_s)[0]) / (2 * NORMAL_90) for cost in costs])
-
-
-def _log_errors(runs: Sequence[MeasuredRun], calibration: Calibration) -> Floats:
-    """log(predicted / measured) of every run."""
-    return np.log(Pricer(runs).calibrated_s(calibration) / [run.step_s for run in runs])

@@ -156,7 +156,7 @@ def read_trace_records(path: Path, *, device: str | None = None) -> list[Record]
     if not (
         name := device or (device_named(cleaned(first.deviceProperties[0].name)) if first.deviceProperties else "")
     ):
-        name = "" if _has_kernels(first) else "cpu"
+        name = "" if any(event.cat in DEVICE_CATEGORIES for event in first.traceEvents) else "cpu"
     if not name:
         raise InputError(f"{path}: does not name its devices: name their kind with --device h100-sxm")
     try:
@@ -450,10 +450,6 @@ def _are_alone(spans: Sequence[_Span]) -> list[bool]:
         alone.append(until_s <= start_s and end_s <= following)
         until_s = max(until_s, end_s)
     return alone
-
-
-def _has_kernels(trace: _Trace) -> bool:
-    return any(event.cat in DEVICE_CATEGORIES for event in trace.traceEvents)
 
 
 def _runtime(code: int) -> str:

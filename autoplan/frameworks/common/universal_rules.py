@@ -26,11 +26,6 @@ from autoplan.spec.workload import Workload
 SOURCE = "any framework"
 
 
-def _global_batch(workload: Workload, batch: PlanBatch) -> Bools:
-    """Require a whole number of micro-batches a replica, at least one."""
-    return (batch.num_microbatches >= 1) & (batch.global_batch % (batch.micro_batch * batch.dp) == 0)
-
-
 def _encoder(workload: Workload, batch: PlanBatch) -> Bools:
     """Images are not cut into pieces of a context, and every rank has whole heads of their encoder."""
     encoder = workload.model.encoder
@@ -54,11 +49,6 @@ def _chunk_count(workload: Workload, batch: PlanBatch) -> Bools:
     """Embedding and head may have a chunk of their own, but every rank has a layer."""
     num_layers = workload.model.num_layers
     return (batch.pp <= num_layers) & (batch.pp * batch.vp <= num_layers + 2)
-
-
-def _dualpipe_filled(workload: Workload, batch: PlanBatch) -> Bools:
-    """Single plans of fewer micro-batches cannot be made at all."""
-    return (batch.schedule != Schedule.DUALPIPE_V.code) | (batch.num_microbatches >= 2 * batch.pp)
 
 
 def _followed(workload: Workload, batch: PlanBatch) -> Bools:
@@ -127,7 +117,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=SOURCE,
-        holds=_global_batch,
+        # Require a whole number of micro-batches a replica, at least one.
+        holds=lambda s, b: (b.num_microbatches >= 1) & (b.global_batch % (b.micro_batch * b.dp) == 0),
         text=lambda s, p: (
             f"global_batch {p.global_batch} must be divisible by micro_batch {p.micro_batch} x dp {p.dp}: "
             "change one of them"
@@ -183,7 +174,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=SOURCE,
-        holds=_dualpipe_filled,
+        # Single plans of fewer micro-batches cannot be made at all.
+        holds=lambda s, b: (b.schedule != Schedule.DUALPIPE_V.code) | (b.num_microbatches >= 2 * b.pp),
         text=lambda s, p: f"dualpipe-v needs 2 pp micro-batches, there are {p.num_microbatches}: use zb-v or lower pp",
     ),
     Rule(

@@ -45,7 +45,7 @@ def deepspeed_config(plan_file: PlanFile, version: str) -> dict[str, Any]:
     check_limits(TARGET.at(version).limits, model, plan_file.training, plan, "DeepSpeed's configuration cannot express")
     config: dict[str, Any] = {
         **written((TOTAL, MICRO_BATCH, ACCUMULATION), plan_file),
-        plan.precision: {"enabled": True} | _written_states(plan_file),
+        plan.precision: {"enabled": True} | {key: value for key, value in written(STATES, plan_file).items() if value},
         "gradient_clipping": 1.0,
         **written((REDUCTION,), plan_file),
         "zero_optimization": written(ZERO, plan_file),
@@ -55,11 +55,6 @@ def deepspeed_config(plan_file: PlanFile, version: str) -> dict[str, Any]:
         "activation_checkpointing": {"number_checkpoints": model.num_layers} if plan.recompute == "full" else None,
     }
     return {key: value for key, value in config.items() if value is not None}
-
-
-def _written_states(plan_file: PlanFile) -> dict[str, Any]:
-    """Return the data types of weights and moments that are not the usual ones."""
-    return {key: value for key, value in written(STATES, plan_file).items() if value}
 
 
 def job(plan_file: PlanFile, version: str) -> Job:

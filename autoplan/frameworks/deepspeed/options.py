@@ -12,24 +12,12 @@ BUCKET_ELEMENTS = 500_000_000  # as bucket_gib of the presets says; also what De
 PREFETCH_ELEMENTS = 50_000_000  # of its own; with none a layer waits for its weights
 
 
-def _has_copies(file: PlanFile) -> bool:
-    return file.best.plan.sharding == Sharding.ZERO3 and file.best.plan.dp_replicate > 1
-
-
 def _prefetch(file: PlanFile) -> int | None:
     waits = file.best.plan.sharding == Sharding.ZERO3 and not file.best.plan.param_gather_overlap
     return 0 if waits else None
 
 
 _ON_HOST = {"device": "cpu", "pin_memory": True}
-
-
-def _optimizer_device(file: PlanFile) -> dict[str, Any] | None:
-    return None if file.best.plan.offload == Offload.NONE else dict(_ON_HOST)
-
-
-def _weights_device(file: PlanFile) -> dict[str, Any] | None:
-    return dict(_ON_HOST) if file.best.plan.offload == Offload.PARAMETERS else None
 
 
 def _priced(key: str, value: float, **extra: Any) -> Assumed:
@@ -74,10 +62,14 @@ ZERO: tuple[Option, ...] = (
     _priced("contiguous_gradients", True, write=True),
     _priced("reduce_bucket_size", BUCKET_ELEMENTS, write=BUCKET_ELEMENTS),
     _priced("allgather_bucket_size", BUCKET_ELEMENTS, write=BUCKET_ELEMENTS),
-    Constant("offload_optimizer", _optimizer_device),
-    Constant("offload_param", _weights_device),
+    Constant("offload_optimizer", lambda file: None if file.best.plan.offload == Offload.NONE else dict(_ON_HOST)),
+    Constant("offload_param", lambda file: dict(_ON_HOST) if file.best.plan.offload == Offload.PARAMETERS else None),
     Assumed("stage3_prefetch_bucket_size", (0, PREFETCH_ELEMENTS), f"{PREFETCH_ELEMENTS:g} is priced", _prefetch),
-    count("mics_shard_size", "dp_shard", when=_has_copies),
+    count(
+        "mics_shard_size",
+        "dp_shard",
+        when=lambda file: file.best.plan.sharding == Sharding.ZERO3 and file.best.plan.dp_replicate > 1,
+    ),
     _priced("allgather_partitions", True),
     _priced("mics_hierarchical_params_gather", False),
     _priced("reduce_scatter", True),

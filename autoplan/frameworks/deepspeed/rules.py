@@ -26,11 +26,6 @@ NONE, ZERO2, ZERO3 = (Sharding(word).code for word in ("none", "zero2", "zero3")
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def _no_context(workload: Workload, batch: PlanBatch) -> Bools:
-    """The grid of a pipeline has the axes pipe, data and model."""
-    return (batch.pp == 1) | (batch.cp == 1)
-
-
 # -- context parallelism ----------------------------------------------------------------------------------------------
 
 
@@ -39,11 +34,6 @@ def _cp_heads(workload: Workload, batch: PlanBatch) -> Bools:
     groups = kv_groups(workload.model)
     keys = (groups % batch.cp == 0) | (batch.cp % groups == 0)
     return (workload.model.num_heads % batch.cp == 0) & keys
-
-
-def _cp_alone(workload: Workload, batch: PlanBatch) -> Bools:
-    """Ulysses divides the world into sequence and data groups, and leaves no ranks to tp."""
-    return (batch.cp == 1) | (batch.tp == 1)
 
 
 # -- experts ----------------------------------------------------------------------------------------------------------
@@ -59,17 +49,7 @@ def _sharded_experts(workload: Workload, batch: PlanBatch) -> Bools:
 # -- sharding ---------------------------------------------------------------------------------------------------------
 
 
-def _shard_group(workload: Workload, batch: PlanBatch) -> Bools:
-    """mics_shard_size is a choice of stage 3, up to 0.19.6: 0.19.7 removed it (export asks for the version)."""
-    return (batch.dp_replicate == 1) | (batch.sharding == NONE) | (batch.sharding == ZERO3)
-
-
 # -- data types of the states -----------------------------------------------------------------------------------------
-
-
-def _states_go_together(workload: Workload, batch: PlanBatch) -> Bools:
-    """Moments of fp32 beside weights of bf16 are an optimizer's on the host, which is not priced."""
-    return (batch.main_weights == MainWeights.BF16.code) == (batch.moment_dtype == MomentType.BF16.code)
 
 
 def _narrow_states(workload: Workload, batch: PlanBatch) -> Bools:
@@ -105,7 +85,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_PIPE}/topology.py:244",
-        holds=_no_context,
+        # The grid of a pipeline has the axes pipe, data and model.
+        holds=lambda s, b: (b.pp == 1) | (b.cp == 1),
         text=lambda s, p: f"cp {p.cp} needs pp 1, pp is {p.pp}: lower one of them",
     ),
     Rule(
@@ -123,7 +104,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source="runtime/sequence_parallel/parallel_state_sp.py:33",
-        holds=_cp_alone,
+        # Ulysses divides the world into sequence and data groups, and leaves no ranks to tp.
+        holds=lambda s, b: (b.cp == 1) | (b.tp == 1),
         text=lambda s, p: f"cp {p.cp} with tp {p.tp}: Ulysses knows no tensor parallelism, set one to 1",
     ),
     shared.sp_needs_tp("module_inject/auto_tp.py"),
@@ -146,7 +128,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_ENGINE}:2468",
-        holds=_shard_group,
+        # mics_shard_size is a choice of stage 3, up to 0.19.6: 0.19.7 removed it (export asks for the version).
+        holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding == NONE) | (b.sharding == ZERO3),
         text=lambda s, p: f"{p.sharding} shards over all replicas, dp_replicate is {p.dp_replicate}: set it to 1",
     ),
     Rule(
@@ -156,7 +139,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source="runtime/config.py _do_error_check",
-        holds=_states_go_together,
+        # Moments of fp32 beside weights of bf16 are an optimizer's on the host, which is not priced.
+        holds=lambda s, b: (b.main_weights == MainWeights.BF16.code) == (b.moment_dtype == MomentType.BF16.code),
         text=lambda s, p: (
             f"main_weights {p.main_weights} with moment_dtype {p.moment_dtype}: use bf16 of both, or fp32"
         ),

@@ -32,11 +32,6 @@ def _chunks(workload: Workload, batch: PlanBatch) -> Bools:
     return several == (batch.vp > 1)
 
 
-def _interleaved_rounds(workload: Workload, batch: PlanBatch) -> Bools:
-    """Rounds of more than pp micro-batches, which it has where pp does not divide them, are not priced."""
-    return (batch.schedule != Schedule.INTERLEAVED.code) | (batch.num_microbatches % batch.pp == 0)
-
-
 def _zero_bubble_rounds(workload: Workload, batch: PlanBatch) -> Bools:
     count = batch.num_microbatches
     return (batch.schedule != Schedule.ZB_H1.code) | (count % np.maximum(count // batch.pp, 1) == 0)
@@ -66,7 +61,8 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_SCHEDULES}:2937",
-        holds=_interleaved_rounds,
+        # Rounds of more than pp micro-batches, which it has where pp does not divide them, are not priced.
+        holds=lambda s, b: (b.schedule != Schedule.INTERLEAVED.code) | (b.num_microbatches % b.pp == 0),
         text=lambda s, p: (
             f"interleaving needs micro-batches in multiples of pp {p.pp}, there are {p.num_microbatches}: "
             "change global_batch, micro_batch or vp"

@@ -134,24 +134,9 @@ def _interleaved_microbatches(workload: Workload, batch: PlanBatch) -> Bools:
 # -- sharding and overlap ---------------------------------------------------------------------------------------------
 
 
-def _fsdp_needs_one_stage(workload: Workload, batch: PlanBatch) -> Bools:
-    """The device mesh of Megatron-FSDP is made of all ranks as dp-cp x ep x tp, with no place for pp."""
-    return (batch.sharding < ZERO2) | (batch.pp == 1)
-
-
-def _fsdp_experts(workload: Workload, batch: PlanBatch) -> Bools:
-    """Replicated shard groups of experts are marked as never tested."""
-    return (batch.sharding < ZERO2) | (batch.dp_replicate == 1) if workload.model.moe else all_true(batch)
-
-
 def _fsdp_overlap(workload: Workload, batch: PlanBatch) -> Bools:
     gathers = (batch.sharding != ZERO3) | batch.param_gather_overlap
     return ((batch.sharding < ZERO2) | batch.grad_reduce_overlap) & gathers
-
-
-def _gather_overlap(workload: Workload, batch: PlanBatch) -> Bools:
-    """Plain data parallelism gathers no parameters: there the switch means nothing and is let pass."""
-    return ~batch.param_gather_overlap | batch.grad_reduce_overlap | (batch.sharding < ZERO1)
 
 
 # -- recomputation ----------------------------------------------------------------------------------------------------
@@ -202,10 +187,6 @@ def is_precision_aware(batch: PlanBatch) -> Bools:
     """Return which plans need the precision-aware optimizer for the types of their states."""
     is_main = batch.grad_dtype == GradType.BF16_MAIN.code
     return is_main | (batch.main_weights != MainWeights.FP32.code) | (batch.moment_dtype != MomentType.FP32.code)
-
-
-def _narrow_states(workload: Workload, batch: PlanBatch) -> Bools:
-    return ~is_precision_aware(batch) | ((batch.sharding == ZERO1) & (batch.offload == Offload.NONE.code))
 
 
 def _remainders(workload: Workload, batch: PlanBatch) -> Bools:
@@ -349,12 +330,14 @@ COMMON: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_FSDP}:826",
-        holds=_fsdp_needs_one_stage,
+        # The device mesh of Megatron-FSDP is made of all ranks as dp-cp x ep x tp, with no place for pp.
+        holds=lambda s, b: (b.sharding < ZERO2) | (b.pp == 1),
         text=lambda s, p: f"{p.sharding} (Megatron-FSDP) needs pp 1, pp is {p.pp}: use zero1",
     ),
     Rule(
         source=f"{_FSDP}:380",
-        holds=_fsdp_experts,
+        # Replicated shard groups of experts are marked as never tested.
+        holds=lambda s, b: (b.sharding < ZERO2) | (b.dp_replicate == 1) if s.model.moe else all_true(b),
         text=lambda s, p: (
             f"{p.sharding} (Megatron-FSDP) with experts needs dp_replicate 1, it is {p.dp_replicate}: shard over all"
         ),
@@ -366,7 +349,8 @@ COMMON: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_ARGUMENTS}:1028",
-        holds=_gather_overlap,
+        # Plain data parallelism gathers no parameters: there the switch means nothing and is let pass.
+        holds=lambda s, b: ~b.param_gather_overlap | b.grad_reduce_overlap | (b.sharding < ZERO1),
         text=lambda s, p: "param_gather_overlap needs grad_reduce_overlap: turn both on or both off",
     ),
     Rule(
@@ -438,7 +422,7 @@ COMMON: tuple[Rule, ...] = (
     ),
     Rule(
         source="core/optimizer/__init__.py:1057",
-        holds=_narrow_states,
+        holds=lambda s, b: ~is_precision_aware(b) | ((b.sharding == ZERO1) & (b.offload == Offload.NONE.code)),
         text=lambda s, p: (
             f"main_weights {p.main_weights}, moment_dtype {p.moment_dtype} and grad_dtype {p.grad_dtype} need the "
             f"precision-aware optimizer, which takes sharding zero1 and stays on the device, not {p.sharding} and "

@@ -41,22 +41,12 @@ def _chunks(workload: Workload, batch: PlanBatch) -> Bools:
     return np.where(batch.schedule == INTERLEAVED, batch.vp > 1, needed)
 
 
-def _filled(workload: Workload, batch: PlanBatch) -> Bools:
-    """The table of ZB-V always has passes for 2 pp - 1 micro-batches, those that do not exist among them."""
-    return (batch.schedule != ZB_V) | (batch.num_microbatches >= 2 * batch.pp - 1)
-
-
 def _split_overlap(workload: Workload, batch: PlanBatch) -> Bools:
     """Gradients are synchronised behind the last pass only, by when Megatron-LM takes overlapped buckets for reduced.
 
     It asserts so in core/distributed/param_and_grad_buffer.py:824.
     """
     return ~is_split(batch) | ~(batch.grad_reduce_overlap | batch.param_gather_overlap)
-
-
-def _split_recompute(workload: Workload, batch: PlanBatch) -> Bools:
-    """Gradients of the weights that are put off keep the inputs that recomputation would free."""
-    return ~is_split(batch) | (batch.recompute == Recompute.NONE.code)
 
 
 SUPPORTED = (
@@ -86,7 +76,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source="core/pipeline_parallel/scheduler/algorithms/zbv_formatted.py:27",
-        holds=_filled,
+        # The table of ZB-V always has passes for 2 pp - 1 micro-batches, those that do not exist among them.
+        holds=lambda s, b: (b.schedule != ZB_V) | (b.num_microbatches >= 2 * b.pp - 1),
         text=lambda s, p: (
             f"zb-v needs 2 pp - 1 = {2 * p.pp - 1} micro-batches, there are {p.num_microbatches}: "
             "use zb-h1, lower pp or micro_batch"
@@ -101,7 +92,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source="core/projection/config_validation.py:99",
-        holds=_split_recompute,
+        # Gradients of the weights that are put off keep the inputs that recomputation would free.
+        holds=lambda s, b: ~is_split(b) | (b.recompute == Recompute.NONE.code),
         text=lambda s, p: f"schedule {p.schedule!r} with recompute {p.recompute!r} frees no memory: use none",
     ),
 )

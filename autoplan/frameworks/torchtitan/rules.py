@@ -29,30 +29,10 @@ NONE, ZERO2 = Sharding.NONE.code, Sharding.ZERO2.code
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def _resharding(workload: Workload, batch: PlanBatch) -> Bools:
-    """The weights of a stage stay gathered through a step by default, which is what zero3 means in its pipelines."""
-    return (batch.pp == 1) | (batch.sharding != ZERO2)
-
-
 # -- tensor and context parallelism -----------------------------------------------------------------------------------
 
 
-def _shards_over_several(workload: Workload, batch: PlanBatch) -> Bools:
-    """Require several ranks, dp_shard x cp, for sharded states: over one rank it takes them for unsharded."""
-    return (batch.sharding == NONE) | (batch.dp_shard * batch.cp > 1)
-
-
-def _cp_is_sharded(workload: Workload, batch: PlanBatch) -> Bools:
-    """The ranks of a context group are among those that FSDP shards over."""
-    return (batch.cp == 1) | (batch.sharding != NONE)
-
-
 # -- multi-token prediction, four bits --------------------------------------------------------------------------------
-
-
-def _mtp(workload: Workload, batch: PlanBatch) -> Bools:
-    """Prediction layers read what only the last stage and the whole sequence have."""
-    return (batch.pp == 1) & (batch.cp == 1) if workload.model.num_mtp_layers else all_true(batch)
 
 
 def _nvfp4_widths(workload: Workload, batch: PlanBatch) -> Bools:
@@ -68,11 +48,6 @@ def _experts_take_ranks(workload: Workload, batch: PlanBatch) -> Bools:
     copies = np.where(batch.sharding == NONE, batch.dp, batch.dp_replicate)
     ranks = batch.tp * batch.cp * batch.dp // copies
     return ranks % batch.ep == 0 if workload.model.moe else all_true(batch)
-
-
-def _expert_tensors(workload: Workload, batch: PlanBatch) -> Bools:
-    """Spread experts are whole; without expert parallelism they follow tp like every other matrix."""
-    return batch.etp == np.where(batch.ep > 1, 1, batch.tp) if workload.model.moe else all_true(batch)
 
 
 SUPPORTED = (
@@ -97,7 +72,8 @@ RULES: tuple[Rule, ...] = (
     shared.tied_needs_one_stage(f"{_DECODER}:168"),
     Rule(
         source=f"{_FSDP}:129",
-        holds=_resharding,
+        # The weights of a stage stay gathered through a step by default, which is what zero3 means in its pipelines.
+        holds=lambda s, b: (b.pp == 1) | (b.sharding != ZERO2),
         text=lambda s, p: f"zero2 with pp {p.pp} is what zero3 is in a pipeline: use zero3",
     ),
     shared.whole_kv_heads(f"{_DECODER}:195"),
@@ -111,12 +87,14 @@ RULES: tuple[Rule, ...] = (
     shared.whole_sequence("trainer.py:302"),
     Rule(
         source=f"{_DIMS} fsdp_enabled",
-        holds=_shards_over_several,
+        # Require several ranks, dp_shard x cp, for sharded states: over one rank it takes them for unsharded.
+        holds=lambda s, b: (b.sharding == NONE) | (b.dp_shard * b.cp > 1),
         text=lambda s, p: f"{p.sharding} over one rank shares nothing: use none, or a larger dp_shard",
     ),
     Rule(
         source=f"{_FSDP}:54",
-        holds=_cp_is_sharded,
+        # The ranks of a context group are among those that FSDP shards over.
+        holds=lambda s, b: (b.cp == 1) | (b.sharding != NONE),
         text=lambda s, p: f"cp {p.cp} needs sharded states, sharding is {p.sharding}: use zero3 or cp 1",
     ),
     Rule(
@@ -128,7 +106,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source="models/common/MOE_SHARDING.md:23",
-        holds=_expert_tensors,
+        # Spread experts are whole; without expert parallelism they follow tp like every other matrix.
+        holds=lambda s, b: b.etp == np.where(b.ep > 1, 1, b.tp) if s.model.moe else all_true(b),
         text=lambda s, p: f"etp {p.etp} with ep {p.ep} and tp {p.tp}: set etp to {1 if p.ep > 1 else p.tp}",
     ),
     *shared.aligned("components/quantization/utils.py:22"),
@@ -141,7 +120,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source="models/deepseek_v3/mtp.py:203",
-        holds=_mtp,
+        # Prediction layers read what only the last stage and the whole sequence have.
+        holds=lambda s, b: (b.pp == 1) & (b.cp == 1) if s.model.num_mtp_layers else all_true(b),
         text=lambda s, p: (
             f"multi-token prediction with pp {p.pp} and cp {p.cp}: set num_mtp_layers of the model to 0, or both to 1"
         ),
