@@ -14,10 +14,7 @@ Pair = tuple[int, int]  # of ranks
 
 
 def matchings(count: int) -> Iterator[list[int]]:
-    """Yield rounds until each of `count` has met all others: the partner of each, itself where it has none.
-
-    The circle method of tournaments: one stays, the others move on by a place.
-    """
+    """Yield rounds of partners (oneself: none) until all of `count` met, by the tournaments' circle method."""
     seats = count + count % 2
     for turn in range(seats - 1 if count > 1 else 0):
         order = [seats - 1, *((turn + at) % (seats - 1) for at in range(seats - 1))]

@@ -319,10 +319,7 @@ def _outcome(
 
 
 def hold_for(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, float]:
-    """Return (calls in a sample, seconds to hold the device until all are queued; 0: the host is ahead).
-
-    `queued_s` is what queueing `num_calls` takes, `sample_s` what they take until they are through.
-    """
+    """(calls in a sample, seconds to hold the device): queueing `num_calls` takes `queued_s`, running `sample_s`."""
     if queued_s <= HOST_BOUND * sample_s:
         return num_calls, 0.0
     calls = max(int(num_calls * min(MOST_QUEUED_S / queued_s, 1.0)), 1)

@@ -77,10 +77,7 @@ class Ranks:
         return box[0]
 
     def meet(self) -> None:
-        """Wait for all ranks, for as long as the present task has; an error on rank 0 names those that do not come.
-
-        Its end comes before that of the watchdogs, which cannot tell who is missing.
-        """
+        """Wait for all ranks until before the watchdogs act, so that rank 0 can name those that do not come."""
         left_s = min(max(self.until - time.monotonic(), 1.0), IDLE_S)
         dist.monitored_barrier(self.control, datetime.timedelta(seconds=left_s), wait_all_ranks=True)
 

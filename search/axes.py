@@ -128,10 +128,7 @@ def _layout(problem: Problem, layouts: tuple[tuple[int, ...], ...], chunks: int)
 
 
 def differing(before: Axes, after: Axes) -> tuple[str, ...]:
-    """Return the axes in which two plans differ, in the order in which the first tells them.
-
-    Layers of other numbers of chunks do not differ by themselves: they follow those numbers.
-    """
+    """Return axes in which two plans differ, by the first's order; layers that follow from chunks do not count."""
     axes = []
     for axis, value in before.items():
         if axis not in after or after[axis] == value:

@@ -243,10 +243,7 @@ class KindCosts(Rows):
         return before + np.where(covering < warmup, np.maximum(filling, draining), filling + draining)
 
     def memory_bytes(self, spread: Spread) -> Floats:
-        """Memory that no plan does without of each kind with each of the spreads: shape (kinds, spreads).
-
-        That of the first or the second rank; it falls with what is recomputed.
-        """
+        """Least memory of each kind on its first or second rank, for each of the spreads: (kinds, spreads)."""
         m, pp = _column(self.batch.num_microbatches), _column(self.batch.pp)
         stored = np.minimum(_column(self.stored_bytes), self.kept_bytes)
 

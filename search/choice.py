@@ -42,10 +42,7 @@ def apart(parts: Floats, other_parts: Floats) -> Floats:
 
 
 def ratio_spreads(differing: Floats, variances: Floats, own: float = OWN_SPREAD) -> Floats:
-    """Standard deviation of log(measured / predicted) of ratios of plans that are `apart` so far.
-
-    `variances` are the sums of those of both plans' own log(measured / predicted).
-    """
+    """Spread of log ratios of plans so far `apart`; `variances` are sums of both plans' own."""
     return np.asarray(np.sqrt(own**2 + differing * variances))
 
 
@@ -89,10 +86,7 @@ def first_of_kinds(plans: Iterable[RankedPlan]) -> tuple[RankedPlan, ...]:
 
 
 def choice_of(result: SearchResult) -> Confidence:
-    """The plans that the model cannot tell from the best, of those that the search has kept.
-
-    A contender is in the 90 % interval of its ratio to the best: measured, it may be the faster one.
-    """
+    """Plans that the model cannot tell from the best: those in the 90 % interval of its ratio to them."""
     best, *slower_plans = distinct(result)
     if not slower_plans:
         return Confidence(runner_up=None, ratio=None, width=None, num_contenders=0, contenders=())

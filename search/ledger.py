@@ -84,10 +84,7 @@ class Ledger:
         return _results([block_trial for block_trial in block_trials if block_trial.trial.state.is_finished()])
 
     def sample(self, sampling: Sampling, first: Sequence[int], price: Callable[[int], BlockOutcome]) -> dict[int, str]:
-        """Price `first` and then the cells that a sampler proposes, to so many trials in all.
-
-        Return the packed findings of each cell.  A cell that was proposed before is not priced again.
-        """
+        """Price `first`, then new cells that a sampler proposes, up to its trials; return findings by cell."""
         axes = Axes(self._cells)
         # Workers with one seed would propose the same cells.
         self._study.sampler = make_sampler(sampling.name, sampling.seed if self._made_here else None)
@@ -205,10 +202,7 @@ class Ledger:
         self._finished_here.add(block_trial.trial.number)
 
     def _record(self, block_trial: _BlockTrial, outcome: BlockOutcome, already: Collection[tuple[int, int]]) -> None:
-        """Record the trials of all cells; with the state of the first cell's, which comes last, the block is done.
-
-        First come the attributes of that one, which it takes only as long as this worker holds it.
-        """
+        """Record trials of all cells: attributes of the first, which needs the claim, the others, its state last."""
         verdict, first_cell = block_trial.block.verdict, block_trial.first_cell
         outcome_of_first = outcome.cells.get(first_cell, NO_OUTCOME)
         self._describe(block_trial.trial._trial_id, outcome_of_first, findings=outcome.findings)

@@ -398,10 +398,7 @@ def with_flags(
     allow: Iterable[str] = (),
     offered: Callable[[Axis, Value], bool] = lambda axis, value: True,
 ) -> Limits:
-    """`limits` with the user's flags: AXIS=VALUE that is fixed or a bound, choices that are left out or allowed.
-
-    `offered` says whether the framework has a value of an axis.
-    """
+    """`limits` with the user's flags; `offered` says whether the framework has a value of an axis."""
     allowed = tuple(allow)
     for text in allowed:
         limits = _allowing(limits, text, offered)

@@ -19,10 +19,7 @@ DEGREES = ("tp", "cp", "pp", "ep")
 
 
 def memory_knobs(problem: Problem, plan: ParallelPlan, rules: tuple[Rule, ...]) -> tuple[MemoryKnob, ...]:
-    """Legal plans that differ from `plan` in one choice and need less memory on the rank that needs most.
-
-    Most freed first.  A larger degree takes its ranks from data parallelism.
-    """
+    """Legal plans one choice from `plan` that need less memory, most freed first; degrees take ranks from dp."""
     changes = [
         (says, changed_plan)
         for says, changed_plan in _neighbours(problem, plan)

@@ -42,10 +42,7 @@ def nearest(
     *,
     most_changes: int = 2,
 ) -> Near | None:
-    """The plan with the fewest changed axes that `accepts` takes, of these the fastest; None where none was found.
-
-    Looked at are the legal plans that fit and differ in up to `most_changes` axes, and `extra_plans`.
-    """
+    """The fastest legal plan, or of `extra_plans`, that `accepts` takes with fewest axes changed; None: none found."""
     axes = axes_of(problem.model, plan)
     num_changes = {
         candidate: len(differing(axes, axes_of(problem.model, candidate)))

@@ -31,10 +31,7 @@ ROOM = 0.9  # of the memory, by its bound, for a plan that is priced to have som
 
 
 def price_candidates(frontier: Frontier, verdict: int, findings: Findings) -> None:
-    """Price one plan of some cells, the one that its bounds like best, so that there is something to beat.
-
-    The groups with the least bounds are looked at, and more of them until something is as safe as `verdict`.
-    """
+    """Price likely plans of the groups with least bounds, until one is as safe as `verdict`: something to beat."""
     done, size = 0, CANDIDATE_GROUPS
     while len(groups := frontier.first(verdict, done + size)[done:]) and not len(findings.winners):
         plans = _promising(frontier, groups, ROOM * limit_bytes(frontier.problem, verdict))

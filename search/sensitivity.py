@@ -160,10 +160,7 @@ class _Contenders:
 
 
 def sensitivity(problem: Problem, space: Space, result: SearchResult, margin: float) -> Sensitivity:
-    """Elasticities of the best plan's step, and the numbers that would let a plan of another kind win, nearest first.
-
-    The winners looked at are the plans of `result`; `margin` is what the search left none out of.
-    """
+    """Elasticities of the best step, and numbers that let another plan of `result`, within `margin`, win."""
     contenders = _Contenders.of(problem, result, margin)
     now = contenders.times(problem)
     slopes, flips = {}, [*_less_memory(problem, contenders), *_more_memory(problem, space, result)]

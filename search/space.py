@@ -154,10 +154,7 @@ class Space:
         return groups.take(lawful), owner[lawful]
 
     def kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
-        """(the kinds of `groups` that may be legal, for each the index of its group).
-
-        Those that repeat some layers stand with the least number of them.
-        """
+        """(the kinds of `groups` that may be legal, for each the index of its group): least layers repeated."""
         kinds, of_group = self._kinds(cells, groups, owner)
         lawful = legal_so_far(self.rules, self.workload, kinds, _KNOWN_OF_KIND)
         return kinds.take(lawful), of_group[lawful]
@@ -278,10 +275,7 @@ class Space:
         return _with_columns(kinds, {name: values[kind_of] for name, values in chosen.items()})
 
     def extremes(self, groups: PlanBatch) -> tuple[PlanBatch, PlanBatch, Ints]:
-        """(the plainest kinds, those of the leanest states, for each the index of its group).
-
-        Of every group one of both for every choice of recomputation.
-        """
+        """(plainest kind and leanest states of every group and choice of recomputation, the index of its group)."""
         stages, at = np.unique(groups.pp, return_inverse=True)
         group, values = _expanded(at, [self._repeats(int(pp)) for pp in stages], len(_REPEATS))
         plain = replace(groups.take(group), **dict(zip(_REPEATS, values.T, strict=True)))

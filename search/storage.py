@@ -77,10 +77,7 @@ def _open(url: str | None) -> BaseStorage:
 
 
 def _journal(path: str) -> JournalStorage:
-    """Open a journal, without a last line that was not written to its end, for want of disk or power.
-
-    Else the next line would be joined to it, and the journal could be read no more.
-    """
+    """Open a journal, cutting a last line that a full disk or lost power left open: it would spoil the next."""
     lock = JournalFileSymlinkLock(path)
     backend = JournalFileBackend(path, lock_obj=lock)
     lock.acquire()  # nobody writes

@@ -56,10 +56,7 @@ def orders(problem: MixedProblem, parts: Sequence[int]) -> Iterator[tuple[int, .
 def pipelines(
     problem: MixedProblem, parts: Sequence[int], most_replicas: int, degrees: Mapping[int, Sequence[int]], cp: int = 1
 ) -> tuple[Pipelines, ...]:
-    """Ways to form equal pipelines from all the devices of `parts`, or nearly all.
-
-    `degrees` are the tensor-parallel degrees of every part, `cp` is the context-parallel degree of all stages.
-    """
+    """Ways to form equal pipelines from nearly all devices of `parts`, by their tp `degrees` and one `cp`."""
     size = {part: problem.cluster.parts[part].num_devices for part in parts}
     deepest = min(problem.model.num_layers, MAX_STAGES)
     kinds = []

@@ -119,10 +119,7 @@ class Tuning:
         name: str | None,
         about: Mapping[str, str],
     ) -> Tuning:
-        """Join the study of that name in a storage, made if it is not there; refused if it is about something else.
-
-        `about` says how plans are run; without a name the study is called after all that it is about.
-        """
+        """Join or make the study of a name, else of all that it is `about`; refuse one about something else."""
         same = {
             "version": __version__,
             "model": problem.model.name,

@@ -263,10 +263,7 @@ def warn_of_emulation(problem: Problem) -> None:
 
 
 def of_trainer(problem: Problem, timings: str, url: str | None) -> Problem:
-    """Return the problem as the built-in trainer runs it, whatever framework it was made for.
-
-    Of the database whose times are in it, the trainer's own units count then too.
-    """
+    """Return the problem as the built-in trainer runs it, with its own units from the database of its times."""
     check_training(problem.training)
     if problem.framework.name == FRAMEWORK:
         return problem
@@ -403,10 +400,7 @@ class RunKeeper:
     def followed(
         self, problem: Problem, plan: ParallelPlan, predicted: PredictedRun, *, is_own: bool
     ) -> Iterator[None]:
-        """Look at the devices of this host while a run goes on, and add it if it fails.
-
-        `is_own` says whether it is of the built-in trainer or of a user's program.
-        """
+        """Look at the devices of this host during a run, the trainer's (`is_own`) or not, and add one that fails."""
         from autoplan.profiler.machine.watch import Watch
 
         try:

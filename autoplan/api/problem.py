@@ -95,10 +95,7 @@ def load_model(model: str | Path | ModelSpec) -> ModelSpec:
 
 
 def load_framework(framework: str | Path | Framework) -> Framework:
-    """Return the framework that a name or the path of a TOML file stands for; a loaded one is returned as it is.
-
-    Raises InputError where there is none of that name, or the file does not describe one.
-    """
+    """Return the framework of a name, TOML file or object; InputError where there is none or it is not one."""
     return framework if isinstance(framework, Framework) else presets.load_framework(str(framework))
 
 
@@ -118,10 +115,7 @@ def load_any_cluster(cluster: str | Path | ClusterSpec | MixedCluster) -> Cluste
 
 
 def load_cluster(cluster: str | Path | ClusterSpec | MixedCluster) -> ClusterSpec:
-    """Return the cluster of equal nodes that a text stands for; a loaded one is returned as it is.
-
-    `cluster` is as for `load_any_cluster`.  Raises InputError where its parts are unlike, or there is none.
-    """
+    """Return the cluster of equal nodes, as for `load_any_cluster`; InputError for unlike parts, or none."""
     spec = load_any_cluster(cluster)
     if isinstance(spec, MixedCluster):
         raise InputError(f"{cluster} has unlike parts, for which there is autoplan search only")

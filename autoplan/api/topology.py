@@ -36,10 +36,7 @@ class Topology:
 
 
 def topology(cluster: str | Path | ClusterSpec, plan: str | Path | None = None) -> Topology:
-    """Return the topology of a cluster, with what a step of the plan file `plan` moves over its links.
-
-    The plan need not have been made for this cluster, but for one of its size: InputError where it was not.
-    """
+    """Return a cluster's topology, with a step's traffic of a plan of its size; InputError for another size."""
     spec = load_cluster(cluster)
     return Topology(cluster=spec, graph=quotient(spec), traffic=_traffic(Path(plan), spec) if plan else None)
 

@@ -358,10 +358,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _server(preload: list[str]) -> ForkServerContext:
-    """Start what ranks are forked from: a process that has loaded torch once for all, and has touched no device.
-
-    A child of this program itself could not use CUDA if the program had.
-    """
+    """Start what ranks fork from: torch loaded once, no device touched, or CUDA would not work in them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload)
     before = {name: os.environ.get(name) for name in (*_VARIABLES, *_USUAL)}

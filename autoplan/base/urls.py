@@ -25,10 +25,7 @@ def is_url(text: str) -> bool:
 
 
 def redact_url(text: str) -> str:
-    """`text` without password and options: scheme, user, host, port and database; of an unreadable URL nothing.
-
-    What cannot hold a password, such as a path, stays as it is.
-    """
+    """Return a URL's scheme, user, host, port and database, of an unreadable one nothing; a path stays as it is."""
     if not _SECRET.search(text):
         return text
     match = _URL.fullmatch(text)
@@ -39,10 +36,7 @@ def redact_url(text: str) -> str:
 
 
 def redact_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """(`arguments` with every URL redacted, what each redacted one stood for).
-
-    So nothing behind the parsing of a command line, its own errors included, ever sees a password.
-    """
+    """(`arguments` with URLs redacted before anything parses them, what each redacted one stood for)."""
     shown: list[str] = []
     urls: dict[str, str] = {}
     for argument in arguments:

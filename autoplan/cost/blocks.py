@@ -174,10 +174,7 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
 
 
 def _encoder_costs(problem: Problem, batch: PlanBatch, links: Links) -> dict[Block, BlockCost]:
-    """The blocks of an encoder: recomputed where all layers are, without a backward pass where nothing is trained.
-
-    Its embedding and projector are not priced: they are less than a hundredth of a step.
-    """
+    """Blocks of an encoder (embedding and projector are < 1 % of a step): recomputed with all, frozen: no backward."""
     encoding, finetuning = problem.of_encoder, problem.training.finetuning
     if encoding is None:
         return {}

@@ -106,10 +106,7 @@ def factors_for(num_runs: int) -> tuple[str, ...]:
 
 
 class Linearised:
-    """The model around one calibration, where log steps are close to linear in the logarithms of the factors.
-
-    Priced once for every factor; then it is fitted to any of the runs without pricing them again.
-    """
+    """Model linear in the factors' logarithms around a calibration: priced once a factor, fitted to any runs."""
 
     def __init__(self, runs: Sequence[MeasuredRun], names: Sequence[str], at: Calibration) -> None:
         self.names: tuple[str, ...] = tuple(names)

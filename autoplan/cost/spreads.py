@@ -200,10 +200,7 @@ class Familiarity(Rows):
             np.minimum.at(getattr(self, name), rows, getattr(parts, name))
 
     def own_parts(self, terms_s: Mapping[str, Floats], step_s: Floats) -> tuple[Floats, Floats]:
-        """(weight of the plans' own spread, general parts of the variance beside it): shapes (plans), (plans, parts).
-
-        The parts are to be multiplied by `GeneralSpreads.squares`.
-        """
+        """(weight of the plans' own spread, general parts of the variance, for `squares`): (plans), (plans, parts)."""
         weight = np.where(exposed_shares(terms_s, step_s) <= self.exposed_share, self.weight, 0.0)
         shares = component_shares(terms_s)[:, [list(COMPONENTS).index(name) for name in HARD]]
         short = np.sqrt(np.maximum(np.log2(SHORT_S / step_s), 0.0))

@@ -59,10 +59,7 @@ def run_program(arguments: Sequence[str], hear: Callable[[bytes, float], bool], 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A program in a process group of its own, with all that it started, which bears its mark.
-
-    `process` is there for the one who started it; pid and mark are enough to find it again after that one is gone.
-    """
+    """A marked process group of a program; `process` is its starter's, pid and mark find it again later."""
 
     pid: int
     mark: str

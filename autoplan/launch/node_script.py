@@ -40,10 +40,7 @@ NUMBERING: dict[Launcher, Numbering] = {
 
 
 def node_files(start: Start, how: str) -> tuple[File, ...]:
-    """The script that starts the job's processes on one node, and the files of the job, which lie beside it.
-
-    Words given to the script end up on the command line; `how` says who starts it.
-    """
+    """Return the script of one node and the job's files; `how` says who starts it, and its words go to the program."""
     job, numbering = start.job, NUMBERING[start.launcher]
     lines = ["#!/bin/bash", *header(start, how), "set -euo pipefail", ""]
     if job.files:

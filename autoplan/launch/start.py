@@ -19,10 +19,7 @@ IN_CONTAINERS: tuple[Launcher, ...] = ("trainjob", "jobset", "pytorchjob", "skyp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRange:
-    """Nodes of one part of the cluster: `num_nodes` from the rank `first`, and the memory that a device there needs.
-
-    `plan_file` holds the plan as if all nodes were of that part.
-    """
+    """Nodes of one part from rank `first`, a device's memory need, and the plan as if all nodes were of that part."""
 
     part: str
     first: int
@@ -33,10 +30,7 @@ class NodeRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A job on `num_nodes` nodes of `num_devices` devices each; `hosts` in the order of the ranks, where listed.
-
-    `node_ranges` are the parts of its cluster, a single one where all nodes are alike.
-    """
+    """A job on `num_nodes` nodes, `hosts` by rank where listed; `node_ranges` are the parts of its cluster."""
 
     name: str  # by which the scheduler knows it
     plan_file: PlanFile

@@ -79,10 +79,7 @@ def model_line(model: ModelSpec) -> str:
 
 
 def print_today(console: Console, today: CurrentPlan, names: Mapping[str, str]) -> None:
-    """Print how good the plan of a launch file is, the gain of each change, and the options that change.
-
-    `names` are those of axes that are not called on screen as they are inside.
-    """
+    """Print a launch file's rank, gains and changed options; `names` are axes as they are called on screen."""
     console.print()
     grid = labelled()
     grid.add_row("today", escape(f"{today.plan.describe()} ({today.path})"))

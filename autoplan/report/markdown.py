@@ -11,10 +11,7 @@ from autoplan.spec.plan_file import PlanFile
 
 
 def markdown(file: PlanFile, steps: Iterable[str] = ()) -> str:
-    """The plan, its figures, where its time goes, the command that it is the answer of, and those that go on from it.
-
-    Tables and folded parts are those of GitHub and GitLab.
-    """
+    """Return plan, figures, times and commands as Markdown, with tables and folded parts of GitHub and GitLab."""
     best = file.best
     terms = [
         (term_name(name), format_seconds(value), format_percent(value / best.step_s))

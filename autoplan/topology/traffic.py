@@ -47,10 +47,7 @@ class Spans:
 
     @property
     def hops(self) -> Floats:
-        """Hops of a ring of the domains of a fabric over each of its levels, the last one to close it aside.
-
-        NCCL's rings know no tiers of switches, nodes follow one another as their ranks do.
-        """
+        """Hops of a ring over each level of a fabric but the closing one; NCCL's rings follow ranks, not switches."""
         return self.reach / self.inner - self.reach / self.outer
 
 

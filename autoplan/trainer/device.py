@@ -39,10 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line; running out of memory is called that on every device.
-
-    NCCL begins with places in its source and says in the end what is wrong.
-    """
+    """Put an error, of NCCL its last words, into one line; out of memory is called that on every device."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = lines[-1 if "Last error:" in lines[:-1] else 0][:300]
     if is_out_of_memory(error):

@@ -115,10 +115,7 @@ def build(
 
 
 def spread(part: Transformer, plan: ParallelPlan, grid: Grid, *, dtype: str, device: torch.device, seed: int) -> None:
-    """Give a chunk without data this rank's share of its weights, in place.
-
-    One layer after the other: all of it at once would need as much memory as plans that shard it are made to save.
-    """
+    """Give a chunk without data its rank's weights layer by layer, as all at once would need too much memory."""
     if grid.tp is not None:
         _cut(part, grid.tp, sp=plan.sp)
     _recompute(part, plan)

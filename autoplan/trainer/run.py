@@ -37,10 +37,7 @@ def check_task(task: Task) -> None:
 def run_task(
     task: Task, place: RankPlace | None = None, *, advance: Callable[[Advance], None] = lambda advance: None
 ) -> TrainingReport | None:
-    """Train by a plan: what rank 0 reports; None where this program has started another rank.
-
-    Without a `place` all ranks are started here.  A `CrewError` says which rank was lost and how.
-    """
+    """Train by a plan at a `place`, or on ranks started here; return rank 0's report, None of others."""
     check_task(task)
     if place and place.num_ranks != task.plan.num_devices:
         raise InputError(

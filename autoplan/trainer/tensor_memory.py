@@ -17,10 +17,7 @@ from torch.utils._pytree import tree_iter
 
 
 class StorageTracker(TorchDispatchMode):
-    """Counts the storages that operations make while it is the context.
-
-    FSDP frees and takes memory by resizing storages, which no operation shows: that is watched as well.
-    """
+    """Context that counts storages that operations make, and those that FSDP frees and takes by resizing."""
 
     live_bytes: int
     peak_bytes: int

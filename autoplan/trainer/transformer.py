@@ -20,10 +20,7 @@ from autoplan.spec.model import Block, Experts, ModelSpec
 
 
 def _local(weight: Tensor, *, sums: bool) -> Tensor:
-    """A weight that every rank of a tensor-parallel group holds whole.
-
-    With `sums` each rank sees tokens or heads of its own, so that the gradient is the sum over them.
-    """
+    """A weight held whole by a tensor-parallel group; with `sums` its gradient is the sum of the ranks'."""
     if not isinstance(weight, DTensor):
         return weight
     return weight.to_local(grad_placements=[Partial()] if sums else None)
@@ -258,10 +255,7 @@ class Transformer(nn.Module):
 
 
 def initialise(module: nn.Module, device: torch.device, seed: int, prefix: str = "") -> None:
-    """Draw every weight without data from a stream of its own, named after it: the same in every chunk and layout.
-
-    Of a weight that is cut every rank draws the whole, and keeps its part.
-    """
+    """Draw weights from streams of their names: alike in any layout, whole on every rank, which keeps its part."""
     for path, owner in module.named_modules(prefix=prefix):
         for key, weight in list(owner.named_parameters(recurse=False)):
             if not weight.is_meta:

@@ -36,10 +36,7 @@ def switches_above(variables: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def gather(place: RankPlace, own_report: Report | None) -> list[Report] | None:
-    """The reports of all nodes on rank 0, None on another one; a rank that is not the first on its node has none.
-
-    They go through the store by which the ranks of a job meet, as text: no device is touched.
-    """
+    """Return node reports on rank 0, as text through the job's store: no device is touched; None elsewhere."""
     from torch.distributed.rendezvous import rendezvous
 
     limit = datetime.timedelta(seconds=START_S)

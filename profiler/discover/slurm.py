@@ -52,10 +52,7 @@ class SwitchTree:
 
 
 def parse(text: str) -> SwitchTree:
-    """Return the tree of a topology.conf, a topology.yaml, or of what `scontrol show topology` prints.
-
-    Of several topologies in a topology.yaml it is the default of the cluster.
-    """
+    """Return the tree of a topology.conf, a topology.yaml (the cluster's default) or `scontrol show topology`."""
     lines = [_as_in_file(line.partition("#")[0].strip()) for line in plain(text).split("\n")]
     return _from_conf(lines) if any(_PAIR.match(line) for line in lines) else _from_yaml(text)
 

@@ -114,10 +114,7 @@ class Sensors:
         )
 
     def _checked_s(self) -> float:
-        """CPU time of some products and calls: a core tells in no other way that it has become slower.
-
-        A virtual one does so for minutes on end where its host is busy.  Devices tell by themselves.
-        """
+        """CPU time of products and calls: cores, unlike devices, say in no other way that their host slows them."""
         if self._device.type != "cpu":
             return 1.0
         began = time.process_time()

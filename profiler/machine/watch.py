@@ -75,10 +75,7 @@ class Watch:
 
 
 def conditions(looks: Sequence[Look], load: float | None) -> tuple[dict[str, str], str]:
-    """Return what is kept of a watch beside a run, and what disturbed the run: blank if nothing did.
-
-    `load` is the share of the cores that other programs used, where cores are the devices; None takes it from `looks`.
-    """
+    """Return what is kept of a watch, and what disturbed the run; `load` is others' use of cores, else by `looks`."""
     values: dict[str, str] = {}
     disturbances: list[str] = []
     if looks and load is None:

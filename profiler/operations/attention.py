@@ -44,10 +44,7 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def backend_of(run: Callable[[], object]) -> str:
-    """Name what torch's entry chose for a call: flash, cudnn, efficient, ...; math where it put it together itself.
-
-    Flash stands with its implementation on CUDA, where torch has several of them.
-    """
+    """Name torch's choice for a call: flash (on CUDA with its implementation), cudnn, efficient; math for parts."""
     with _Dispatched() as dispatched:
         run()
     backend = dispatched.backends[0] if dispatched.backends else "math"

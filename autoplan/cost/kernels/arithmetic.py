@@ -232,10 +232,7 @@ _SHAPES = {
 
 @lru_cache(maxsize=256)
 def block_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> Mapping[Block, BlockShape]:
-    """The shape of every kind of block that the model has, with its adapters where `finetuning` has some.
-
-    Raises InputError where a target of the adapters is no matrix of the model.
-    """
+    """Shapes of the model's blocks, with adapters of `finetuning`; InputError where a target is no matrix."""
     return layer_shapes(model, finetuning) | _encoder_shapes(model, finetuning)
 
 

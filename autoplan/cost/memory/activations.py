@@ -34,10 +34,7 @@ class ChunkEnds:
     spent: Floats
 
     def waiting_bytes(self, counts: dict[Block, tuple[Floats, Floats]], rows: Ints) -> Floats:
-        """Bytes that whole chunks with so many blocks add between their two gradients: shape (rows, chunks).
-
-        The first chunk has one backward pass and adds none.
-        """
+        """Bytes that chunks but the first, whose backward is one, add between two gradients: (rows, chunks)."""
         size = add_up(count * self.waiting[block][rows, None] for block, (count, _) in counts.items())
         size[:, -1] -= self.spent[rows]
         size[:, 0] = 0.0

@@ -38,10 +38,7 @@ from autoplan.spec.problem import Problem
 
 
 def dealt_experts(groups: ProcessGroups, num_experts: int) -> ProcessGroups:
-    """Shard experts as FSDP2 does: over the ranks of the dense states, to the first of which it deals whole ones.
-
-    Where they do not come out even that is what fewer ranks would have, rounded down.
-    """
+    """Shard experts as FSDP2: whole ones to the first ranks of the dense states, else as fewer ranks would."""
     stride, size, _ = groups.shard
     return replace(groups, expert_shard=ProcessGroup(stride, num_experts // -(-num_experts // size)))
 

@@ -167,10 +167,7 @@ def casts_norms(problem: Problem) -> bool:
 
 
 def _has_norm_module(problem: Problem, block: Block) -> bool:
-    """Return whether the norm before a block is a module of its own, not fused into the block's first matrix.
-
-    Megatron-LM core/models/gpt/gpt_layer_specs.py: before latent attention and before experts.
-    """
+    """Return whether the norm before a block is a module of its own (Megatron-LM gpt_layer_specs.py): MLA, experts."""
     return block is Block.MOE or (block in ATTENTION_BLOCKS and problem.model.mla is not None)
 
 

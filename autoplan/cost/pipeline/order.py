@@ -259,10 +259,7 @@ def _undominated(vectors: Ints) -> Ints:
 
 
 def _alive(operations: Sequence[Operation], chunks: Ints) -> tuple[Ints, Ints]:
-    """Micro-batches alive in each of the rank's chunks whenever the next one is released: shape (times, chunks).
-
-    And of them those that wait for the gradient of the weights.
-    """
+    """Count micro-batches alive in a rank's chunks at each release, and those waiting for weight gradients."""
     change, waiting = (np.zeros((len(operations), len(chunks)), dtype=np.int64) for _ in range(2))
     places = {chunk: place for place, chunk in enumerate(chunks.tolist())}
     for at, operation in enumerate(operations):

@@ -109,10 +109,7 @@ class Argument:
 
 
 class Options:
-    """The options of a file, or of one table in it, by name.  `defaults` hold where the file is silent.
-
-    They remember what was asked for; `remarks`, shared with the tables inside, lists what a plan does not hold fully.
-    """
+    """Options of a file or table, and what was asked of them; `defaults` where it is silent, shared `remarks`."""
 
     def __init__(
         self,

@@ -54,10 +54,7 @@ class SupportedWords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rulebook:
-    """Rules of one framework, and where a search under them begins.
-
-    `rules` are all of them, those of `supported` among them; an axis that it does not name takes every word.
-    """
+    """Rules of a framework, and where searches begin; axes that `supported`, part of `rules`, lacks take any word."""
 
     rules: tuple[Rule, ...]
     supported: tuple[SupportedWords, ...] = ()
@@ -95,10 +92,7 @@ def legal(rules: tuple[Rule, ...], workload: Workload, batch: PlanBatch) -> Bool
 
 
 def legal_so_far(rules: tuple[Rule, ...], workload: Workload, batch: PlanBatch, columns: frozenset[str]) -> Bools:
-    """Return the plans that obey every rule that looks at no other than these columns; other rules are not asked.
-
-    What a rule looks at is watched while it answers, so that no rule has to say it.
-    """
+    """Return plans that obey the rules that look at these columns alone, which is watched; others are not asked."""
     result = all_true(batch)
     for rule in rules:
         watched = _Watched(batch)

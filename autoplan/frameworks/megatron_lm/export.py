@@ -64,10 +64,7 @@ def checked_parts(
     rules: tuple[Rule, ...] = RULES,
     limits: tuple[Rule, ...] = LIMITS,
 ) -> tuple[Part, ...]:
-    """Return the options of model and plan for a framework of this name that runs Megatron-Core.
-
-    What it cannot express is refused, its `limits` among that, and a plan that breaks its `rules`.
-    """
+    """Return options of model and plan for a `name` of Megatron-Core; refuse what `rules` or `limits` forbid."""
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     _check_model(model, name)
     _check_training(plan_file, name)

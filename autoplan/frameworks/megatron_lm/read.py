@@ -123,10 +123,7 @@ def _other_program(before: Sequence[str]) -> str | None:
 def started(
     script: Script, entry: Entry, context: LaunchContext, depth: int = 0
 ) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """The words up to the program and behind it, of the last command that starts it; None: there is none.
-
-    Where the program stands inside a word or a here-document, that is a script of its own.
-    """
+    """Words up to and behind the last start of the program, None: none; scripts inside words are read apart."""
     start: tuple[tuple[str, ...], tuple[str, ...] | None] = ((), None)
     for command in script.commands:
         if (at := entry.position(command.words)) is not None:

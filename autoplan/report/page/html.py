@@ -27,11 +27,7 @@ def joined(children: Iterable[Child]) -> Markup:
 
 
 def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
-    """An element.
-
-    `class_` is written class and `aria_label` aria-label; an attribute that is None or False is left out, of one that
-    is True the name alone is written.
-    """
+    """An element: class_ and aria_label lose underscores, None and False are left out, True is a bare name."""
     shown = "".join(_attribute(key, value) for key, value in attributes.items() if value not in (None, False))
     if name in VOID:
         return Markup(f"<{name}{shown}>")

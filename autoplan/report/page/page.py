@@ -96,10 +96,7 @@ def page_text(
     start: str = "the plan",
     is_live: bool = False,
 ) -> str:
-    """A page of that name as the text of a file: its head, then sections by what leads to them, from `start` on.
-
-    A live one may ask the server that it is from.
-    """
+    """Return a page of that name: its head, then sections from `start`; a live one may ask its server."""
     style, script = (_text(names) for names in (STYLES, (*SCRIPTS, LIVE_SCRIPT) if is_live else SCRIPTS))
     # What is not this script does not run, and nothing is loaded, even if a name got past the escaping.
     digest = b64encode(sha256(script.encode()).digest()).decode()
