@@ -326,8 +326,8 @@ def launched(task: Task) -> tuple[TrainingReport, float]:
 
 def train_one(place: RankPlace, line: Connection, *, task: Task) -> None:
     """Be a rank of a plan: rank 0 sends what a check took, and what `autoplan run` gets."""
-    from autoplan.trainer.device import meet
-    from autoplan.trainer.rank import error_cause, join, train
+    from autoplan.trainer.device import join, meet
+    from autoplan.trainer.rank import error_cause, train
 
     try:
         device = join(place, LIMIT_S)
@@ -350,7 +350,7 @@ def checked_s(device: torch.device) -> float:
     """Seconds that the hosts of all ranks take at once for calls, products and copies, about as much of each; mean."""
     import torch.distributed as dist
 
-    from autoplan.trainer.device import meet
+    from autoplan.trainer.device import join, meet
 
     number, factor = torch.ones(()), torch.ones(256, 256)
     source, target = torch.ones(COPIED), torch.zeros(COPIED)

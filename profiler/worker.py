@@ -35,7 +35,8 @@ from autoplan.profiler.protocol import BESIDE, PRODUCTS_S, Hello, Job, Outcome, 
 from autoplan.profiler.record import SETTINGS, Fingerprint, settings_differ
 from autoplan.profiler.timer import measure, synchronise
 from autoplan.spec.operations import COLLECTIVES, Operation
-from autoplan.trainer.device import describe, take_device
+from autoplan.trainer.device import describe
+from autoplan.trainer.device import join as join_ranks
 
 CHECK_SIZE = {"cpu": 512, "cuda": 8192}  # of the product by which devices are compared
 CHECK_BYTES = {"cpu": 2**22, "cuda": 2**28}  # of the message by which links are compared
@@ -84,16 +85,8 @@ class Ranks:
 
 def join(place: RankPlace, job: Job) -> Ranks:
     """Become a rank: take a device and meet the others."""
-    torch.set_num_threads(1)  # ranks that share cores through thread pools take 3 to 6 times as long
-    device = take_device(place)
+    device = join_ranks(place, job.limit_s)
     torch.manual_seed(place.rank)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=place.meeting_point,
-        rank=place.rank,
-        world_size=place.num_ranks,
-        timeout=datetime.timedelta(seconds=job.limit_s),
-    )
     control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=IDLE_S))
     assert control is not None
     host = cleaned(socket.gethostname())

@@ -85,11 +85,6 @@ class Memory:
     logs_memory: Literal["allocated", "reserved", "device"] = "allocated"
     logs_first_rank: bool = False  # of rank 0 alone, not of the worst rank
 
-    @staticmethod
-    def upgraded(table: dict[str, Any]) -> dict[str, Any]:
-        """Return the table of a file; older ones hold what plans say today."""
-        return {key: value for key, value in table.items() if key not in _RETIRED}
-
     def __post_init__(self) -> None:
         check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, at_most=1000)
         check_count("whole_gather_copies", self.whole_gather_copies, at_least=0, at_most=10)
@@ -158,11 +153,6 @@ class Kernels:
     bytes_copied_per_gathered: float = 0.0
     bytes_copied_per_reduced: float = 0.0
 
-    @staticmethod
-    def upgraded(table: dict[str, Any]) -> dict[str, Any]:
-        """Return the table of a file; older ones hold what plans say today."""
-        return {key: value for key, value in table.items() if key not in _RETIRED}
-
     def __post_init__(self) -> None:
         check_count("widest_blackwell_head", self.widest_blackwell_head, at_most=2**16)
         _check(
@@ -185,11 +175,6 @@ class Experts:
     s_per_local_expert: float = 0.0
     # Precisions in which plans with ep_overlap have static shapes, one graph and one kernel.
     static_overlap: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
-
-    @staticmethod
-    def upgraded(table: dict[str, Any]) -> dict[str, Any]:
-        """Return the table of a file; older ones hold what plans say today."""
-        return {key: value for key, value in table.items() if key not in _RETIRED}
 
     def __post_init__(self) -> None:
         _check(self)
@@ -275,11 +260,6 @@ class Host:
     retries_above_share: float = 1.0
     step_overhead_s: float = 0.01  # data, logging, the norm's barrier
 
-    @staticmethod
-    def upgraded(table: dict[str, Any]) -> dict[str, Any]:
-        """Return the table of a file; older ones hold what plans say today."""
-        return {key: value for key, value in table.items() if key not in _RETIRED}
-
     def __post_init__(self) -> None:
         _check(self, retries_above_share=(0, 1))
 
@@ -360,7 +340,8 @@ class Framework:
     @staticmethod
     def upgraded(table: dict[str, Any]) -> dict[str, Any]:
         """Return the table of a file with every trait in its group; in older files they stand beside the name."""
-        grouped = {key: value for key, value in table.items() if key not in _RETIRED}
+        grouped = _without_retired(table)
+        grouped |= {name: _without_retired(grouped[name]) for name in _OLD_GROUPS & grouped.keys()}
         for key in _FLAT_KEYS.keys() & table.keys():
             group = _FLAT_KEYS[key]
             own = grouped.get(group, {})
@@ -370,6 +351,11 @@ class Framework:
         return grouped
 
 
+def _without_retired(traits: Any) -> Any:
+    return {key: value for key, value in traits.items() if key not in _RETIRED} if isinstance(traits, dict) else traits
+
+
+_OLD_GROUPS = {"memory", "kernels", "experts", "host"}  # with keys that are retired
 # Keys of files of before 2026-12: no price depends on them, or they are options of the plan today.  A plan file's
 # become those of its plans (`plan_file`), a framework's own file has to say them in `usual`.
 _RETIRED = {

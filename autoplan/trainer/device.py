@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import torch
 import torch.distributed as dist
 
@@ -25,6 +27,20 @@ def take_device(place: RankPlace) -> torch.device:
         )
     device = torch.device("cuda", place.local_rank % count)
     torch.cuda.set_device(device)
+    return device
+
+
+def join(place: RankPlace, limit_s: float) -> torch.device:
+    """Take a device and meet the other ranks."""
+    torch.set_num_threads(1)  # ranks that share cores through thread pools take 3 to 6 times as long
+    device = take_device(place)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=place.meeting_point,
+        rank=place.rank,
+        world_size=place.num_ranks,
+        timeout=datetime.timedelta(seconds=limit_s),
+    )
     return device
 
 

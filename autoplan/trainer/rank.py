@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import faulthandler
 import gc
 import logging
@@ -26,7 +25,7 @@ from autoplan.base.errors import AutoplanError
 from autoplan.base.processes import GRACE_S, START_S, Fault, RankPlace
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import ParallelPlan
-from autoplan.trainer.device import describe, is_out_of_memory, meet, take_device
+from autoplan.trainer.device import describe, is_out_of_memory, join, meet
 from autoplan.trainer.step import Times, Training
 from autoplan.trainer.task import Advance, Deviation, Task, TrainingReport
 from autoplan.trainer.tensor_memory import StorageTracker
@@ -60,20 +59,6 @@ def serve(place: RankPlace, line: Connection, *, task: Task) -> None:
             line.send(error_cause(error))
         os._exit(2)  # the ordinary way out waits for groups that no longer answer
     os._exit(0)
-
-
-def join(place: RankPlace, limit_s: float) -> torch.device:
-    """Take a device and meet the others."""
-    torch.set_num_threads(1)  # ranks that share cores through thread pools take 3 to 6 times as long
-    device = take_device(place)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=place.meeting_point,
-        rank=place.rank,
-        world_size=place.num_ranks,
-        timeout=datetime.timedelta(seconds=limit_s),
-    )
-    return device
 
 
 def error_cause(error: BaseException) -> Fault:

@@ -76,7 +76,7 @@ def peaks_of_building(task: Task) -> int:
 def _build(place: RankPlace, line: Connection, *, task: Task) -> None:
     import torch.distributed as dist
 
-    from autoplan.trainer.rank import join
+    from autoplan.trainer.device import join
     from autoplan.trainer.step import Training
     from autoplan.trainer.tensor_memory import StorageTracker
 
@@ -94,7 +94,8 @@ def _compare(place: RankPlace, line: Connection, *, tasks: tuple[Task, ...]) -> 
     from torch.distributed import barrier
 
     from autoplan.trainer import rank
-    from autoplan.trainer.rank import collected, differences, error_cause, join, task_on_one_rank, trained_state
+    from autoplan.trainer.device import join
+    from autoplan.trainer.rank import collected, differences, error_cause, task_on_one_rank, trained_state
 
     rank.CHECKED_STEPS = 2  # the second begins with what the first has left; a third would not tell more
     by_one = functools.cache(trained_state)  # the same for many plans

@@ -13,8 +13,7 @@ from autoplan.frameworks.axolotl.options import (
     NAMES,
     OPTIMIZER_WORDS,
 )
-from autoplan.frameworks.common.header import comment, header
-from autoplan.frameworks.common.job import File, Job, Target
+from autoplan.frameworks.common.job import Job, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
@@ -23,8 +22,8 @@ from autoplan.frameworks.hf_trainer.write import (
     IN_16_BITS,
     adapters_of,
     check_expressible,
-    start_variables,
     written_fsdp,
+    yaml_job,
 )
 from autoplan.readers.model import hub_name
 from autoplan.spec.enums import Sharding
@@ -48,18 +47,10 @@ _DATASETS = {
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
     """Return the job that `axolotl train --launcher torchrun` starts on a node (cli/utils/train.py:207)."""
-    import yaml
-
     _check(plan_file)
-    notes = [*header(plan_file, "axolotl"), *map(comment, _remarks(plan_file.training))]
-    text = yaml.safe_dump(_table(plan_file), sort_keys=False, width=10**6)
-    return Job(
-        framework="axolotl",
-        variables=start_variables(plan_file),
-        program="-m axolotl.cli.train",
-        trailing=(f'"$HERE/{YAML}" --base_model "$BASE_MODEL" --max_steps "$STEPS"',),
-        files=(File(name=YAML, text="\n".join(notes) + "\n" + text),),
-    )
+    words = f'"$HERE/{YAML}" --base_model "$BASE_MODEL" --max_steps "$STEPS"'
+    remarks = _remarks(plan_file.training)
+    return yaml_job("axolotl", "-m axolotl.cli.train", words, YAML, plan_file, _table(plan_file), remarks)
 
 
 def _remarks(training: TrainingSpec) -> list[str]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from autoplan.frameworks.common.option_table import Assumed, Option, count, switch
 from autoplan.frameworks.common.options import Options
@@ -70,6 +71,12 @@ def read_optimizer(options: Options, key: str = "optim") -> OptimizerName:
         options.remark(key, "priced as Adam")
         return "adam"
     return optimizer
+
+
+def plain_values(options: Options) -> dict[str, Any]:
+    """Return the arguments as tables have them: words for true and false are these."""
+    values = {key: argument.value for key, argument in options.arguments.items()}
+    return {key: {"true": True, "false": False}.get(str(value).casefold(), value) for key, value in values.items()}
 
 
 def is_on(options: Options, key: str) -> bool:

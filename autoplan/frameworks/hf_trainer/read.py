@@ -9,7 +9,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
-from autoplan.frameworks.hf_trainer.options import is_on
+from autoplan.frameworks.hf_trainer.options import is_on, plain_values
 from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
 from autoplan.readers.finetuning import OF_TRL, of_trl
 from autoplan.readers.preference import OF_PREFERENCES, of_trl_program
@@ -87,9 +87,7 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
     """
     if is_trl:
         options.defaults.setdefault("gradient_checkpointing", True)
-    raw = {key: argument.value for key, argument in options.arguments.items()}
-    for key, value in raw.items():
-        raw[key] = {"true": True, "false": False}.get(str(value).casefold(), value)
+    raw = plain_values(options)
     finetuning = of_trl(raw, "the arguments")
     options.understood.update(key for key in OF_TRL if key in options.arguments)
     # Of programs without TRL's `use_peft` nobody knows which modules have adapters.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.accelerate import options as accelerate
 from autoplan.frameworks.accelerate.rules import RULES
-from autoplan.frameworks.common.job import LaunchVariable
+from autoplan.frameworks.common.header import comment, header
+from autoplan.frameworks.common.job import File, Job, LaunchVariable
 from autoplan.frameworks.common.option_table import Value, written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.universal_rules import SOURCE
@@ -33,6 +35,29 @@ def start_variables(plan_file: PlanFile) -> tuple[LaunchVariable, ...]:
     return (
         LaunchVariable(name="BASE_MODEL", default=hub_name(plan_file.model), note=note),
         LaunchVariable(name="STEPS", default="100", note="steps", counts_steps=True),
+    )
+
+
+def yaml_job(
+    title: str,
+    program: str,
+    words: str,
+    file_name: str,
+    plan_file: PlanFile,
+    table: Mapping[str, Any],
+    remarks: Iterable[str],
+) -> Job:
+    """Return the job of a program that reads a YAML file, with remarks at its top, and `words` behind it."""
+    import yaml
+
+    notes = [*header(plan_file, title), *map(comment, remarks)]
+    text = yaml.safe_dump(table, sort_keys=False, width=10**6)
+    return Job(
+        framework=title,
+        variables=start_variables(plan_file),
+        program=program,
+        trailing=(words,),
+        files=(File(name=file_name, text="\n".join(notes) + "\n" + text),),
     )
 
 

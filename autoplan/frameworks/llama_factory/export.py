@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.frameworks.accelerate.export import is_quantized, is_sharded
-from autoplan.frameworks.common.header import comment, header
-from autoplan.frameworks.common.job import File, Job, Target
+from autoplan.frameworks.common.job import Job, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
@@ -16,8 +15,8 @@ from autoplan.frameworks.hf_trainer.write import (
     IN_16_BITS,
     adapters_of,
     check_expressible,
-    start_variables,
     written_fsdp,
+    yaml_job,
 )
 from autoplan.frameworks.llama_factory.options import BATCHINGS, LENGTH, NO_RECOMPUTE, OPTIMIZER_SETTINGS
 from autoplan.readers.model import hub_name
@@ -34,23 +33,10 @@ _STAGES = {None: ("sft", "alpaca_en_demo"), "dpo": ("dpo", "dpo_en_demo"), "rewa
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
     """Return the job that `llamafactory-cli train` starts on a node (launcher.py:85)."""
-    import yaml
-
     _check(plan_file)
-    notes = [
-        *header(plan_file, "LLaMA-Factory"),
-        comment(
-            "Yours to set: data, template, learning_rate and whatever else costs neither time nor memory of a step."
-        ),
-    ]
-    text = yaml.safe_dump(_table(plan_file), sort_keys=False, width=10**6)
-    return Job(
-        framework="LLaMA-Factory",
-        variables=start_variables(plan_file),
-        program="-m llamafactory.launcher",
-        trailing=(f'"$HERE/{YAML}" model_name_or_path="$BASE_MODEL" max_steps="$STEPS"',),
-        files=(File(name=YAML, text="\n".join(notes) + "\n" + text),),
-    )
+    words = f'"$HERE/{YAML}" model_name_or_path="$BASE_MODEL" max_steps="$STEPS"'
+    remark = "Yours to set: data, template, learning_rate and whatever else costs neither time nor memory of a step."
+    return yaml_job("LLaMA-Factory", "-m llamafactory.launcher", words, YAML, plan_file, _table(plan_file), [remark])
 
 
 def _table(plan_file: PlanFile) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
-from autoplan.frameworks.hf_trainer.options import ALL_IN_16_BITS, is_on
+from autoplan.frameworks.hf_trainer.options import ALL_IN_16_BITS, is_on, plain_values
 from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
 from autoplan.frameworks.llama_factory.options import COSTLESS, LENGTH, NO_RECOMPUTE
 from autoplan.readers.finetuning import OF_LLAMA_FACTORY, of_llama_factory
@@ -57,9 +57,7 @@ def program_of(options: Options) -> Program:
         raise InputError(
             "trains with Megatron-Core (USE_MCA or USE_MEGATRON_BRIDGE), whose arguments are not read from this file"
         )
-    raw = {key: argument.value for key, argument in options.arguments.items()}
-    for key, value in raw.items():
-        raw[key] = {"true": True, "false": False}.get(str(value).casefold(), value)
+    raw = plain_values(options)
     finetuning = of_llama_factory(raw, "the file")
     options.understood.update(key for key in OF_LLAMA_FACTORY if key in options.arguments)
     preference = of_stage(raw, "the file")
