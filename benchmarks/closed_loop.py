@@ -350,7 +350,7 @@ def checked_s(device: torch.device) -> float:
     """Seconds that the hosts of all ranks take at once for calls, products and copies, about as much of each; mean."""
     import torch.distributed as dist
 
-    from autoplan.trainer.device import join, meet
+    from autoplan.trainer.device import meet
 
     number, factor = torch.ones(()), torch.ones(256, 256)
     source, target = torch.ones(COPIED), torch.zeros(COPIED)

@@ -108,7 +108,6 @@ class Ledger:
     def _run_trial(
         self, trial: optuna.Trial, axes: Axes, priced: Mapping[int, FrozenTrial], price: Callable[[int], BlockOutcome]
     ) -> None:
-        """Run one trial of a sampler."""
         cell = axes.cell(trial.params)
         try:
             with self._showing_life(trial._trial_id):

@@ -228,7 +228,6 @@ def _parts(model: ModelSpec) -> tuple[str, ...]:
 
 
 def _numbers(model: ModelSpec) -> tuple[str, ...]:
-    """Numbers of layers of a chunk."""
     return tuple(f"full:{number}" for number in range(1, model.num_layers))
 
 

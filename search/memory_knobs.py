@@ -87,7 +87,6 @@ def _recompute(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict
 
 
 def _selective_names(problem: Problem) -> tuple[str, ...]:
-    """Names that selective recomputation may be asked for: parts of a layer, or the framework's own choice of them."""
     return tuple(RecomputeModule) if book_of(problem.framework).repeats_parts else ("selective",)
 
 

@@ -250,7 +250,6 @@ class Refiner:
 
 
 def _layers_s(layer_s: Floats, layers: Sequence[int]) -> Floats:
-    """Return the time of the layers of every stage."""
     ends = np.cumsum([0, *layers])
     return np.array([layer_s[at, ends[at] : ends[at + 1]].sum() for at in range(len(layers))])
 

@@ -268,7 +268,6 @@ def _ranked(problem: Problem, batch: PlanBatch | None) -> tuple[RankedPlan, ...]
 
 
 def _first_of_cells(batch: PlanBatch | None) -> PlanBatch | None:
-    """Return the first plan of each cell."""
     if batch is None:
         return None
     first, _ = batch.distinct(*CELL_AXES)

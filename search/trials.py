@@ -182,7 +182,6 @@ class Trials:
             time.sleep(POLL_S)
 
     def _read_on(self, watched: _Watched) -> LoggedRun | None:
-        """Return what the log of a trial says by now."""
         with suppress(OSError), (self._folder(watched.number) / LOG).open("rb") as stream:
             stream.seek(watched.read)
             while data := stream.read(_CHUNK):

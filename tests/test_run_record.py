@@ -14,7 +14,7 @@ from sqlalchemy import text
 
 from autoplan.base.errors import InputError, StoreError
 from autoplan.profiler.run_record import RunRecord
-from autoplan.profiler.store import open_store
+from autoplan.profiler.store import Choice, open_store
 from autoplan.profiler.store.exchange import read_exchange, write_exchange
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -61,7 +61,9 @@ def test_runs_are_held_once_and_come_back_whole(folder: Path) -> None:
         assert (added.new, added.present) == (1, 2)
         assert list(store.runs())[:2] == [RUN, FAILED]
         assert store.find(RUN.key[:8]) == (RUN, None)
-        assert len(list(store.runs(trust=["eve"]))) == len(list(store.runs(device="a100-sxm-80gb"))) == 0
+        assert (
+            len(list(store.runs(Choice(trust=["eve"])))) == len(list(store.runs(Choice(device="a100-sxm-80gb")))) == 0
+        )
         assert list(store.check()) == []
         assert len(list(store.records())) == 4
 

@@ -25,7 +25,7 @@ from sqlalchemy import MetaData, inspect, text
 
 from autoplan.base.errors import InputError, StoreError, StoreWarning
 from autoplan.profiler.record import SLOWED, Fingerprint, Mode, Record, Status
-from autoplan.profiler.store import Beside, Store, match, open_store, schema
+from autoplan.profiler.store import Choice, Store, match, open_store, schema
 from autoplan.profiler.store import store as store_module
 from autoplan.profiler.store.database import open_database
 from autoplan.spec.timing import Match
@@ -80,10 +80,10 @@ def test_records_are_chosen_by_device_operation_and_who_measured(store: Store) -
     other = replace(GEMM, fingerprint=replace(LAB, device="h200-sxm"), measured_by="bob")
     unstable = replace(GEMM, operation="wgrad", status="unstable")
     store.add([GEMM, other, unstable])
-    assert list(store.records(device="h200-sxm")) == [other]
-    assert list(store.records(operations=["wgrad"])) == [unstable]
-    assert list(store.records(trust=["bob", "carl"])) == [other]
-    assert list(store.records(device="b200")) == []
+    assert list(store.records(Choice(device="h200-sxm"))) == [other]
+    assert list(store.records(Choice(operation="wgrad"))) == [unstable]
+    assert list(store.records(Choice(trust=["bob", "carl"]))) == [other]
+    assert list(store.records(Choice(device="b200"))) == []
 
 
 def test_a_sweep_knows_what_is_measured_or_failed_on_its_machine(store: Store) -> None:
@@ -138,11 +138,11 @@ def test_a_record_is_proposed_until_a_person_approves_or_hides_it(store: Store) 
     assert set(store.reviews(everything).values()) == {"approved"}
     assert len(list(store.records())) == 3
     assert store.change([other.key], hides=True, by="cid", reason="hot") == 1
-    chosen = [set(store.keys(beside=Beside(review=review))) for review in ("proposed", "approved", "hidden")]
+    chosen = [set(store.keys(choice=Choice(review=review))) for review in ("proposed", "approved", "hidden")]
     assert chosen == [set(), {GEMM.key, impossible.key}, {other.key}]
     assert [(word.by, word.hides) for word in store.words(other.key)] == [("cid", True), ("ada", False)]
     with pytest.raises(InputError, match="review 'good': known are proposed, approved, hidden"):
-        Beside(review="good")
+        Choice(review="good")
 
 
 def test_a_hidden_record_is_taken_back_into_use_and_nothing_is_forgotten(store: Store) -> None:

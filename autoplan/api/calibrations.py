@@ -81,12 +81,13 @@ def _conditions(problem: Problem) -> FitConditions:
 def _measured(
     cluster: ClusterSpec, framework: Framework, url: str | None, timings: TimingTable
 ) -> Iterator[MeasuredRun]:
-    from autoplan.profiler.store.match import match  # brings SQLAlchemy
+    from autoplan.profiler.store import Choice  # brings SQLAlchemy
+    from autoplan.profiler.store.match import match
 
     machine = described_machine(cluster)
     by_match: dict[int, list[RunRecord]] = {}
     with opened_store(url, writable=False) as store:
-        for run in store.runs(device=cluster.device.name):
+        for run in store.runs(Choice(device=cluster.device.name)):
             if run.framework in (framework.name, framework.calibration_name) and run.status == "ok":
                 by_match.setdefault(match(run.fingerprint, machine) or 0, []).append(run)
     chosen: list[RunRecord] = []

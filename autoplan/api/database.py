@@ -17,10 +17,9 @@ from autoplan.base.user import user_name
 from autoplan.profiler.imports import read_source
 from autoplan.profiler.record import Record
 from autoplan.profiler.run_record import RunRecord
-from autoplan.profiler.store import ALL, Added, Beside, Finding, Mark, Store
+from autoplan.profiler.store import ALL, Added, Choice, Finding, Mark, Store
 from autoplan.profiler.store.exchange import write_exchange
 from autoplan.profiler.store.marks import OPERATIONS, RUNS
-from autoplan.spec.operations import SHAPES, Operation
 
 # `db` is the path or URL of a database; None: AUTOPLAN_DB, else a file in the user's data folder.
 OnBatch = Callable[[int], None] | None  # takes how many records have been taken in
@@ -37,22 +36,10 @@ def holdings(db: str | None = None) -> Held:
         return Held(database=store.name, schema=store.schema, holdings=holdings, runs=num_runs)
 
 
-def list_records(
-    db: str | None = None,
-    *,
-    device: str | None = None,
-    operation: str | None = None,
-    trust: Collection[str] | None = None,
-    hidden: bool = False,
-    beside: Beside | None = None,
-    limit: int,
-) -> list[Listed]:
-    """Return the first `limit` records by age, hidden ones with `hidden`; `trust` names those who count."""
-    operations = _operations(operation)
+def list_records(db: str | None = None, choice: Choice = ALL, *, hidden: bool = False, limit: int) -> list[Listed]:
+    """Return the first `limit` records of a choice by age, hidden ones with `hidden`."""
     with _reading(db) as store:
-        records = store.records(
-            device=device, operations=operations, trust=trust or None, include_hidden=hidden, beside=beside or ALL
-        )
+        records = store.records(choice, include_hidden=hidden)
         by_key = {record.key: record for record in islice(records, limit)}
         reviews = store.reviews(by_key)
     return [
@@ -60,30 +47,12 @@ def list_records(
     ]
 
 
-def list_runs(
-    db: str | None = None,
-    *,
-    device: str | None = None,
-    trust: Collection[str] | None = None,
-    hidden: bool = False,
-    beside: Beside | None = None,
-    limit: int,
-) -> list[ListedRun]:
-    """Return the first `limit` training runs, in the order in which they came in; hidden ones with `hidden` alone."""
+def list_runs(db: str | None = None, choice: Choice = ALL, *, hidden: bool = False, limit: int) -> list[ListedRun]:
+    """Return the first `limit` training runs of a choice by age, hidden ones with `hidden`."""
     with _reading(db) as store:
-        runs = store.runs(device=device, trust=trust or None, include_hidden=hidden, beside=beside or ALL)
-        by_key = {run.key: run for run in islice(runs, limit)}
+        by_key = {run.key: run for run in islice(store.runs(choice, include_hidden=hidden), limit)}
         reviews = store.reviews(by_key, RUNS)
     return [ListedRun(key=key, seconds=run.seconds, review=reviews[key], run=run) for key, run in by_key.items()]
-
-
-def _operations(name: str | None) -> list[Operation] | None:
-    """Return the operation of that name, None for all."""
-    if name is None:
-        return None
-    if name not in SHAPES:
-        raise InputError(f"--operation {name!r}: known are {', '.join(SHAPES)}")
-    return [name]
 
 
 def find(key: str, db: str | None = None) -> Shown | ShownRun:
@@ -108,8 +77,8 @@ def copy(
 ) -> Added:
     """Add what one database holds to another, runs too, and hide and approve there what was here."""
     with _reading(source) as store, opened_store(target, writable=True) as target_store:
-        records, runs = store.records(trust=trust or None), store.runs(trust=trust or None)
-        return target_store.add(chain(records, runs, store.marks()), on_batch=on_batch)
+        choice = Choice(trust=trust)
+        return target_store.add(chain(store.records(choice), store.runs(choice), store.marks()), on_batch=on_batch)
 
 
 def export_file(
@@ -124,8 +93,8 @@ def export_file(
     """Write visible records and runs, and what was hidden or shown again; `anonymous` leaves hosts and users out."""
     check_target(path, force=force)
     with _reading(db) as store:
-        records = store.records(device=device, trust=trust or None)
-        runs = tuple(store.runs(device=device, trust=trust or None))
+        choice = Choice(device=device, trust=trust)
+        records, runs = store.records(choice), tuple(store.runs(choice))
         marks = tuple(store.marks())
         num_written = write_exchange(path, records, runs=runs, marks=marks, anonymous=anonymous, force=force)
     return Written(file=str(path), records=num_written - len(runs), runs=len(runs), marks=len(marks))
@@ -151,21 +120,10 @@ def check(db: str | None = None) -> list[Finding]:
         return list(store.check())
 
 
-def change_chosen(
-    reason: str,
-    db: str | None = None,
-    *,
-    hides: bool,
-    runs: bool = False,
-    device: str | None = None,
-    operation: str | None = None,
-    trust: Collection[str] | None = None,
-    beside: Beside | None = None,
-) -> Changed:
+def change_chosen(choice: Choice, reason: str, db: str | None = None, *, hides: bool, runs: bool = False) -> Changed:
     """Hide or approve all records of a choice, or all runs of it with `runs`."""
-    of, operations = RUNS if runs else OPERATIONS, _operations(operation)
     with opened_store(db, writable=True, creates=False) as store:
-        keys = store.keys(of, device=device, operations=operations, trust=trust or None, beside=beside or ALL)
+        keys = store.keys(RUNS if runs else OPERATIONS, choice)
         num_new = store.change(keys, hides=hides, by=user_name(), reason=_reason(reason))
     return Changed(changed=num_new, as_before=len(keys) - num_new)
 

@@ -283,7 +283,6 @@ def import_logs(
 
 
 def _inside(path: Path, folder: Path) -> str:
-    """Return a path inside the folder, as a terminal may show it."""
     return cleaned(str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path))
 
 

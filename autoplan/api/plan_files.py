@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from autoplan.api.calibrations import check_fitted
 from autoplan.api.results import MixedPlanResult, PricedPlans
@@ -104,14 +105,7 @@ def holds_answer(path: Path, result: PricedPlans | MixedPlanResult) -> bool:
 
 def problem_of(file: PlanFile, url: str | None = None) -> Problem:
     """The problem that a plan file answers, with the timings that it names."""
-    problem = Problem(
-        model=file.model,
-        training=file.training,
-        cluster=file.cluster,
-        framework=file.framework,
-        calibration=file.calibration,
-        reserve_bytes=file.reserve_bytes,
-    )
+    problem = Problem(**_stated(file), calibration=file.calibration)
     if not file.timings:
         return problem
     if file.pinned is not None:
@@ -150,12 +144,8 @@ def make_plan_file(
         schema_version=PLAN_FILE_VERSION,
         versions=_versions(searched=certificate is not None),
         command=command_line() if command is None else command,
-        model=problem.model,
-        training=problem.training,
-        cluster=problem.cluster,
-        framework=problem.framework,
+        **_stated(problem),
         calibration=problem.calibration,
-        reserve_bytes=problem.reserve_bytes,
         best=plans[0],
         stages=stage_costs(problem, plans[0].plan),
         alternatives=tuple(plans[1 : 1 + KEPT_ALTERNATIVES]),
@@ -173,14 +163,7 @@ def make_plan_file(
 
 def mixed_problem_of(file: MixedPlanFile) -> MixedProblem:
     """The problem that the plan file of a mixed cluster answers."""
-    return MixedProblem(
-        model=file.model,
-        training=file.training,
-        cluster=file.cluster,
-        framework=file.framework,
-        calibrations=file.calibrations,
-        reserve_bytes=file.reserve_bytes,
-    )
+    return MixedProblem(**_stated(file), calibrations=file.calibrations)
 
 
 def make_mixed_file(
@@ -191,16 +174,18 @@ def make_mixed_file(
         mixed_schema_version=MIXED_FILE_VERSION,
         versions=_versions(searched=certificate is not None),
         command=command_line() if command is None else command,
-        model=problem.model,
-        training=problem.training,
-        cluster=problem.cluster,
-        framework=problem.framework,
+        **_stated(problem),
         calibrations=problem.calibrations,
-        reserve_bytes=problem.reserve_bytes,
         best=plans[0],
         alternatives=tuple(plans[1 : 1 + KEPT_ALTERNATIVES]),
         certificate=certificate,
     )
+
+
+def _stated(source: Problem | MixedProblem | PlanFile | MixedPlanFile) -> dict[str, Any]:
+    """Return what a problem and its plan file have in common."""
+    names = ("model", "training", "cluster", "framework", "reserve_bytes")
+    return {name: getattr(source, name) for name in names}
 
 
 def _versions(*, searched: bool) -> dict[str, str]:

@@ -136,7 +136,6 @@ def _task(
     check: bool,
     num_microbatches: tuple[int, ...] = (),
 ) -> Task:
-    """Return the task of the built-in trainer."""
     return Task(
         model=problem.model,
         plan=plan,

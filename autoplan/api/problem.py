@@ -145,14 +145,8 @@ def make_problem(
     """
     cluster_spec = load_cluster(cluster)
     parts = _parts(model, seq_len, options)
-    problem = Problem(
-        model=parts.model,
-        training=parts.training,
-        cluster=cluster_spec,
-        framework=parts.framework,
-        calibration=_calibration(parts.framework, cluster_spec, options),
-        reserve_bytes=parts.reserve_bytes,
-    )
+    calibration = _calibration(parts.framework, cluster_spec, options)
+    problem = Problem(**parts._asdict(), cluster=cluster_spec, calibration=calibration)
     block_shapes(parts.model, parts.training.finetuning)  # refuses adapters on what the model does not have
     timings = options.get("timings")
     if timings is not None:
@@ -182,14 +176,8 @@ def make_mixed_problem(
         raise InputError("an encoder of images is not priced on mixed clusters yet: take one of their parts")
     if parts.training.preference is not None:
         raise InputError("preferences and rewards are not priced on mixed clusters yet: take one of their parts")
-    return MixedProblem(
-        model=parts.model,
-        training=parts.training,
-        cluster=cluster,
-        framework=parts.framework,
-        calibrations=tuple(_part_calibration(parts.framework, part, options) for part in cluster.parts),
-        reserve_bytes=parts.reserve_bytes,
-    )
+    calibrations = tuple(_part_calibration(parts.framework, part, options) for part in cluster.parts)
+    return MixedProblem(**parts._asdict(), cluster=cluster, calibrations=calibrations)
 
 
 def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemOptions) -> _Parts:
@@ -270,7 +258,6 @@ def _calibration(framework: Framework, cluster: ClusterSpec, options: ProblemOpt
 
 
 def _part_calibration(framework: Framework, part: ClusterSpec, options: ProblemOptions) -> Calibration:
-    """Return the calibration of a part of a mixed cluster."""
     if _is_from_runs(options):
         return calibration_of(part, framework, options.get("db")).calibration
     calibration = _calibration(framework, part, options)

@@ -131,7 +131,6 @@ def replan(
 
 
 def _remaining_nodes(cluster: ClusterSpec, nodes: int | None, without: tuple[str, ...]) -> ClusterSpec:
-    """Return the part of a cluster that is left."""
     if (nodes is None) == (not without):
         way_out = "leave one of them out" if without else "give one of them"
         raise InputError(f"--nodes says how many nodes are left, --without which are gone: {way_out}")

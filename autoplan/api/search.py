@@ -196,7 +196,6 @@ class _Question:
 
 
 def _best_run(question: _Question, run: RunOptions) -> PlanResult:
-    """Return the best plans for a whole run."""
     if question.quantile is not None or question.why:
         raise InputError(
             f"{'--why' if question.why else '--robust'} is about step times: leave objectives and runs out"

@@ -91,7 +91,6 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def _changes(self) -> Changes:
-        """Return the changes that a request asks for."""
         if self.headers.get_content_type() != JSON:
             raise InputError(f"the request is {self.headers.get_content_type()}: send {JSON}")
         length = self.headers.get("Content-Length", "")

@@ -65,6 +65,5 @@ def _measured(report: TuneReport) -> list[float | None]:
 
 
 def _axes(plan: ParallelPlan) -> dict[str, str | int]:
-    """Return the plan as parameters, by its axes."""
     values = {axis.name: getattr(plan, axis.name) for axis in COLUMNS} | {"dp": plan.dp}
     return {name: value if type(value) is int else shown(value) for name, value in values.items()}

@@ -142,7 +142,6 @@ def prepare(
 
 
 def _trial_options(options: TuneOptions) -> TrialOptions:
-    """Return the options of a trial, with their defaults."""
     return TrialOptions(
         program=tuple(options.get("program") or ()),
         template=options.get("template"),

@@ -235,7 +235,6 @@ def to_fields(
 
 
 def _required(kind: type) -> list[str]:
-    """Return the fields of a dataclass that have no default."""
     return [
         field.name
         for field in dataclasses.fields(kind)

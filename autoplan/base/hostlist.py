@@ -58,7 +58,6 @@ def _pieces(part: str, column: int) -> list[tuple[int, str]]:
 
 
 def _axis(piece: str, column: int) -> list[str]:
-    """List the values of a piece."""
     if not piece.startswith("["):
         return [piece]
     values: list[str] = []

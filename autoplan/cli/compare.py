@@ -95,7 +95,6 @@ def compare(
 
 
 def _prices(texts: list[str], clusters: list[str]) -> dict[str, str]:
-    """Price by cluster, '' for all others."""
     prices = {}
     for text in texts:
         name, _, price = text.rpartition("=")

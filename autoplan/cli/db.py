@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from autoplan.spec.team_overview import TeamOverview
 
 Row = TypeVar("Row")
+FILTERS = ("device", "operation", "trust", "host", "status", "since", "until", "review")  # fields of `Choice`
 
 db: typer.Typer = typer.Typer(
     help="The shared timing database: measure once, plan everywhere.", no_args_is_help=True, rich_markup_mode=None
@@ -89,20 +90,18 @@ def list_(
     json: JsonOption = False,
 ) -> None:
     """Records, or training runs, in the order in which they came in."""
-    from autoplan.profiler.store import Beside  # brings SQLAlchemy
+    from autoplan.profiler.store import Choice  # brings SQLAlchemy
 
     database, max_rows = whole_url(context, url), limit + 1  # one more tells whether there are more
-    beside = Beside(host=host, status=status, since=since, until=until, review=review)
+    choice = Choice(**{name: context.params[name] for name in FILTERS})
     hidden = hidden or review == "hidden"
     if not runs:
-        records = api.database.list_records(
-            database, device=device, operation=operation, trust=trust, hidden=hidden, beside=beside, limit=max_rows
-        )
+        records = api.database.list_records(database, choice, hidden=hidden, limit=max_rows)
         _print_listed(RECORD_COLUMNS, records, limit, numbers=("time",), json=json)
         return
     if operation:
         raise InputError("--runs lists training runs, which have no --operation")
-    listed = api.database.list_runs(database, device=device, trust=trust, hidden=hidden, beside=beside, limit=max_rows)
+    listed = api.database.list_runs(database, choice, hidden=hidden, limit=max_rows)
     _print_listed(RUN_COLUMNS, listed, limit, numbers=("step", "predicted", "memory"), json=json)
 
 
@@ -329,12 +328,11 @@ def _mark(
     json: JsonOption = False,
 ) -> None:
     """Hide or approve what was named or chosen on the command line."""
-    from autoplan.profiler.store import Beside  # brings SQLAlchemy
+    from autoplan.profiler.store import Choice  # brings SQLAlchemy
 
     typed, hides = context.params, context.info_name == "hide"
-    chosen = {name: typed[name] for name in ("device", "operation", "trust") if typed[name]}
-    beside = {name: typed[name] for name in ("host", "status", "since", "until", "review") if typed[name]}
-    if bool(typed["keys"]) == bool(chosen or beside or typed["runs"]):
+    chosen = {name: typed[name] for name in FILTERS if typed[name]}
+    if bool(typed["keys"]) == bool(chosen or typed["runs"]):
         raise InputError("name records by their keys, or choose them by --host, --since and the like: one of both")
     if typed["operation"] and typed["runs"]:
         raise InputError("--runs chooses training runs, which have no --operation")
@@ -342,9 +340,8 @@ def _mark(
     if typed["keys"]:
         counts = api.database.change(typed["keys"], typed["reason"], url, hides=hides)
     else:
-        counts = api.database.change_chosen(
-            typed["reason"], url, hides=hides, runs=typed["runs"], beside=Beside(**beside), **chosen
-        )
+        choice = Choice(**chosen)
+        counts = api.database.change_chosen(choice, typed["reason"], url, hides=hides, runs=typed["runs"])
     if typed["json"]:
         _print_json(counts)
     print(f"{counts.changed:,} {'hidden' if hides else 'approved'}, {counts.as_before:,} were already", file=sys.stderr)

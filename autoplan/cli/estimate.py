@@ -128,7 +128,6 @@ def estimate(
 
 
 def _mixed(context: typer.Context, plan_file: str) -> MixedPlanResult:
-    """Price the plan file of a mixed cluster."""
     ignored = context.params.keys() - BESIDE_A_PLAN_FILE | {"timings"}
     check_untyped(context, ignored, "a plan file is priced as it is")
     if context.params["verify_memory"]:

@@ -422,7 +422,6 @@ def _print_json(progress: Progress) -> None:
 
 
 def _print_outcomes(console: Console, progress: Progress) -> None:
-    """Print how many measurements of each operation ended how."""
     from autoplan.report.terminal import print_table
 
     statuses = ("ok", "unstable", "contaminated", "failed")

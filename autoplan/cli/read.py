@@ -108,7 +108,6 @@ def read(
 
 
 def _print_traces(result: TraceResult, *, json: bool) -> None:
-    """Print what traces tell, and what was predicted beside it."""
     if json:
         typer.echo(result.to_json(), nl=False)
         return

@@ -140,7 +140,6 @@ def _check_outputs(traces: Path | None, out: Path | None, log_to: str | None, *,
 
 
 def _hand_over(measured: RunFile, out: Path | None, *, force: bool, as_json: bool) -> None:
-    """Print what was measured, and write it."""
     from autoplan.base.files import encode, write_text
     from autoplan.report.terminal import make_console
 

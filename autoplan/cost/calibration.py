@@ -222,9 +222,14 @@ def fit(runs: Sequence[MeasuredRun], base: Calibration, factors: Sequence[str] |
     steps; by default as many factors as the number of runs allows.
     """
     names = factors_for(len(runs)) if factors is None else tuple(factors)
+    return _solved(base, names, lambda fitted: Linearised(runs, names, fitted).fit(base))
+
+
+def _solved(base: Calibration, names: Sequence[str], improve: Callable[[Calibration], Calibration]) -> Calibration:
+    """Return `base` improved until the factors of these names stay."""
     fitted = base
     for _ in range(MOST_ROUNDS):
-        before, fitted = fitted, Linearised(runs, names, fitted).fit(base)
+        before, fitted = fitted, improve(fitted)
         if max(abs(np.log(getattr(fitted, name) / getattr(before, name))) for name in names) < SOLVED:
             break
     return fitted
@@ -266,12 +271,7 @@ def fit_cluster(runs: Sequence[MeasuredRun], prior: ClusterPrior = PRIOR) -> Cal
     nothing is learnt, of three that agree their level.
     """
     base, spreads = runs[0].problem.calibration, _spreads(runs)
-    fitted = base
-    for _ in range(MOST_ROUNDS):
-        before, fitted = fitted, Linearised(runs, FACTORS, fitted).near(base, spreads, prior)
-        if max(abs(np.log(getattr(fitted, name) / getattr(before, name))) for name in FACTORS) < SOLVED:
-            break
-    return fitted
+    return _solved(base, FACTORS, lambda fitted: Linearised(runs, FACTORS, fitted).near(base, spreads, prior))
 
 
 def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = PRIOR) -> Fitted:

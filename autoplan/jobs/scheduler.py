@@ -173,7 +173,6 @@ class SchedulerJobs:
         return files[0].name
 
     def _exported(self, plan_file: PlanFile, name: str) -> tuple[File, ...]:
-        """Return the launch files of a target of export."""
         return exported(
             plan_file,
             self._to,
@@ -346,7 +345,6 @@ class SchedulerJobs:
         raise InputError(message)
 
     def _values(self, folder: Path, job: JobFile) -> dict[str, str]:
-        """Values of the placeholders."""
         if folder not in self._shapes:
             file = _plan_file(folder)
             self._shapes[folder] = node_shape(file.cluster, file.best.plan.num_devices)

@@ -326,7 +326,6 @@ def _draw_row(
 
 
 def _direct_links(graph: Graph) -> list[Link]:
-    """The kinds of links from device to device."""
     components = graph.nodes(data="component")
     between = (link for a, b, link in graph.edges(data="link") if components[a].kind == components[b].kind == "device")
     return list(dict.fromkeys(between))

@@ -156,7 +156,6 @@ def _grid(x: _Axis, y: _Axis) -> list[str]:
 
 
 def _path(points: Sequence[tuple[float, float]], x: _Axis, y: _Axis, colour: str, style: str) -> str:
-    """The points joined, in one element."""
     parts = [f"M{x(a[0]):.1f} {y(a[1]):.1f}L{x(b[0]):.1f} {y(b[1]):.1f}" for a, b in pairwise(points)]
     return f'<path d="{"".join(parts)}" stroke="{colour}" fill="none" {style}/>'
 

@@ -174,7 +174,6 @@ def _memory(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:
-    """A quantile in percent."""
     return 100.0 * float(np.quantile(values, share)) if values else None
 
 

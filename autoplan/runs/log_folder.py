@@ -181,7 +181,6 @@ def _start_key(launch: Launch) -> tuple[object, ...]:
 
 
 def _read_run(logs: list[Path], launch_file: Path, launch: Launch) -> PastRun:
-    """Read the logs of one run, one after the other."""
     plan = launch.plan
     batch = Batch(num_sequences=plan.global_batch, seq_len=launch.training.seq_len, num_devices=plan.num_devices)
     reader = LogReader(batch)

@@ -132,7 +132,6 @@ def offloads_activations(run: Run) -> bool:
 
 
 def _fits_recomputed(problem: Problem, plan: ParallelPlan) -> bool:
-    """Return whether a plan fits with all layers recomputed."""
     repeated = replace(plan, recompute=Recompute.FULL, recompute_modules=DEFAULT_RECOMPUTE_MODULES)
     batch = PlanBatch.of([repeated], problem.model.num_layers)
     return VERDICTS[int(estimate(problem, batch).verdict[0])] != "oom"

@@ -179,5 +179,4 @@ class FineTuning:
 
 
 def _last_part(name: str) -> str:
-    """The name of a module without the path to it."""
     return name.rpartition(".")[2]

@@ -114,7 +114,6 @@ def quotient(cluster: ClusterSpec, *, split: int = 0) -> ClusterGraph:
 
 
 def _merged(runs: Iterable[tuple[_Node, int]]) -> Runs:
-    """Merge equal neighbours."""
     return tuple((node, sum(count for _, count in same)) for node, same in groupby(runs, key=lambda run: run[0]))
 
 

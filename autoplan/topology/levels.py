@@ -168,7 +168,6 @@ def compile_topology(
 
 
 def _inner_level(cluster: ClusterSpec, link: LinkLevel) -> Level:
-    """The level of links inside nodes or racks."""
     return Level(
         name=link.name,
         num_devices=used_of_domain(link.num_devices, cluster.devices_per_node, cluster.num_devices),

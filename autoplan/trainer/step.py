@@ -125,7 +125,6 @@ class Training:
 
 
 def _named_parameters(part: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters by the names of the whole model."""
     return [(plain_name(name), weight) for name, weight in part.named_parameters()]
 
 

@@ -158,7 +158,6 @@ def _nic(function: _Function, name: str) -> ObservedNic:
 
 
 def _rates(root: Element, gpus: Mapping[int, _Function]) -> Mapping[frozenset[int], float]:
-    """Bytes per second over the fabric, by pair of devices."""
     owner = {
         element.get("gp_index"): index
         for index, function in gpus.items()

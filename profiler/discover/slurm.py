@@ -213,7 +213,6 @@ def _tree(switches: Sequence[_Entry]) -> SwitchTree:
 
 
 def _path(switch: str, parent: Mapping[str, str]) -> tuple[str, ...]:
-    """The switches from a leaf outwards."""
     path = [switch]
     while path[-1] in parent:
         path.append(parent[path[-1]])

@@ -141,7 +141,6 @@ def _gemm(factory: InputFactory, m: int, n: int, k: int) -> Run:
 
 
 def _dgrad(factory: InputFactory, m: int, n: int, k: int) -> Run:
-    """Build dx = dy w."""
     if factory.kernel == "scaled_mm":
         return _narrow_product(m, k, n, factory, is_forward=False)
     dy, weight, out = factory.normal(m, n), factory.normal(n, k), factory.zeros(m, k)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from autoplan.profiler.store.database import default_path, open_database
 from autoplan.profiler.store.marks import Mark
 from autoplan.profiler.store.match import match
-from autoplan.profiler.store.store import ALL, Added, Beside, Finding, Holding, HostsApart, Store
+from autoplan.profiler.store.store import ALL, Added, Choice, Finding, Holding, HostsApart, Store
 
 __all__ = [
     "ALL",
     "Added",
-    "Beside",
+    "Choice",
     "Finding",
     "Holding",
     "HostsApart",

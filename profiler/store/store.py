@@ -45,7 +45,7 @@ from autoplan.profiler.store.overview import cells, compared, compared_share, fo
 from autoplan.profiler.store.plausible import implausible
 from autoplan.profiler.store.schema import DAMAGED, fingerprints, insert_new, records, runs
 from autoplan.profiler.tasks import TaskKey
-from autoplan.spec.operations import COLLECTIVES, Operation, devices_together
+from autoplan.spec.operations import COLLECTIVES, SHAPES, Operation, devices_together
 from autoplan.spec.team_overview import TeamOverview
 from autoplan.spec.timing import Match, Measurement
 
@@ -74,9 +74,12 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """Choice of records or runs by what is told beside them; None: all."""
+class Choice:
+    """Choice of records or runs; None: all."""
 
+    device: str | None = None
+    operation: str | None = None  # of records
+    trust: Collection[str] | None = None  # those whose measurements count
     host: str | None = None
     status: str | None = None
     since: str | None = None  # a day or moment, as ISO 8601 writes it in UTC
@@ -95,13 +98,16 @@ class Beside:
                 raise InputError(
                     f"{name} {moment!r}: write a day or a moment in UTC, as 2026-11-24 or 2026-11-24T16:00Z"
                 )
+        if self.operation is not None and self.operation not in SHAPES:
+            raise InputError(f"--operation {self.operation!r}: known are {', '.join(SHAPES)}")
 
     def conditions(self, kind: Marked) -> list[ColumnElement[bool]]:
         """Return the conditions on rows of a table."""
         columns = kind.rows.c
-        conditions = [
-            columns[name] == getattr(self, name) for name in ("host", "status") if getattr(self, name) is not None
-        ]
+        names = ("operation", "host", "status")
+        conditions = [columns[name] == getattr(self, name) for name in names if getattr(self, name) is not None]
+        if self.trust:
+            conditions.append(columns.measured_by.in_(list(self.trust)))
         if self.since is not None:
             conditions.append(columns.measured_at >= _beginning(self.since))
         if self.until is not None:
@@ -121,7 +127,7 @@ def _beginning(text: str) -> str:
     return datetime.fromisoformat(_whole_moment(text)).replace(tzinfo=None).isoformat().removesuffix(":00")
 
 
-ALL = Beside()
+ALL = Choice()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,67 +257,36 @@ class Store:
                 on_batch(done)
         return total
 
-    def records(
-        self,
-        *,
-        device: str | None = None,
-        operations: Collection[Operation] | None = None,
-        trust: Collection[str] | None = None,
-        include_hidden: bool = False,
-        beside: Beside = ALL,
-    ) -> Iterator[Record]:
-        """Records in the order in which they were added; `trust` names those whose measurements count."""
-        query = self._chosen(OPERATIONS, select(records), device=device, trust=trust, beside=beside)
-        if operations is not None:
-            query = query.where(records.c.operation.in_(list(operations)))
+    def records(self, choice: Choice = ALL, *, include_hidden: bool = False) -> Iterator[Record]:
+        """Records in the order in which they were added."""
+        query = self._chosen(OPERATIONS, select(records), choice)
         if not include_hidden:
             query = query.where(~is_hidden())
         for row, machine in self._rows_with_machines(query, records.c.id):
             if record := self._read(_record, row, machine):
                 yield record
 
-    def runs(
-        self,
-        *,
-        device: str | None = None,
-        trust: Collection[str] | None = None,
-        include_hidden: bool = False,
-        beside: Beside = ALL,
-    ) -> Iterator[RunRecord]:
-        """Training runs in the order in which they were added; `trust` names those whose measurements count."""
-        query = self._chosen(RUNS, select(runs), device=device, trust=trust, beside=beside)
+    def runs(self, choice: Choice = ALL, *, include_hidden: bool = False) -> Iterator[RunRecord]:
+        """Training runs in the order in which they were added."""
+        query = self._chosen(RUNS, select(runs), choice)
         if not include_hidden and RUNS in self._marked:
             query = query.where(~is_hidden(RUNS))
         for row, machine in self._rows_with_machines(query, runs.c.id):
             if run := self._read(_run, row, machine):
                 yield run
 
-    def keys(
-        self,
-        kind: Marked = OPERATIONS,
-        *,
-        device: str | None = None,
-        operations: Collection[Operation] | None = None,
-        trust: Collection[str] | None = None,
-        beside: Beside = ALL,
-    ) -> list[str]:
+    def keys(self, kind: Marked = OPERATIONS, choice: Choice = ALL) -> list[str]:
         """Return keys of records or runs in the order in which they were added, hidden ones too."""
-        query = self._chosen(kind, select(kind.rows.c.id, kind.rows.c.key), device=device, trust=trust, beside=beside)
-        if operations is not None:
-            query = query.where(records.c.operation.in_(list(operations)))
+        query = self._chosen(kind, select(kind.rows.c.id, kind.rows.c.key), choice)
         return [row.key for row in self._rows(query, kind.rows.c.id)]
 
-    def _chosen(
-        self, kind: Marked, query: Select[Any], *, device: str | None, trust: Collection[str] | None, beside: Beside
-    ) -> Select[Any]:
+    def _chosen(self, kind: Marked, query: Select[Any], choice: Choice) -> Select[Any]:
         """Return a query of records or runs narrowed to a choice."""
-        if beside.review is not None:
+        if choice.review is not None:
             self._check_marked(kind)
-        if device is not None:
-            query = query.where(kind.rows.c.fingerprint_id.in_(self._machines(device)))
-        if trust is not None:
-            query = query.where(kind.rows.c.measured_by.in_(list(trust)))
-        return query.where(*beside.conditions(kind))
+        if choice.device is not None:
+            query = query.where(kind.rows.c.fingerprint_id.in_(self._machines(choice.device)))
+        return query.where(*choice.conditions(kind))
 
     def reviews(self, keys: Collection[str], kind: Marked = OPERATIONS) -> dict[str, Review]:
         """Return what is known of these keys: whether a person has approved or hidden what has them."""

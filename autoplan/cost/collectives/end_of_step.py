@@ -49,7 +49,6 @@ def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
 
 
 def _num_tensors(problem: Problem, shape: BlockShape) -> int:
-    """Number of tensors of a block that have gradients."""
     norms = 0 if shape.is_frozen else problem.model.norms_per_block
     return sum(not linear.is_frozen for linear in shape.linears) + norms
 

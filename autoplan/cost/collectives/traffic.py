@@ -185,7 +185,6 @@ def _counted(collectives: Iterable[Collective], passes: Passes, stages: Ints) ->
 
 
 def _of_block(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Iterator[Collective]:
-    """Collectives of one block."""
     if has_tensor_parallel(block, shape):
         yield from block_collectives(problem, batch)
     yield from adapter_collectives(problem, batch, shape)

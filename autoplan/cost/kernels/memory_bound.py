@@ -211,7 +211,6 @@ def _scanned_width(model: ModelSpec, block: Block) -> int:
 
 
 def _roped_heads(problem: Problem, batch: PlanBatch) -> Floats:
-    """Heads of queries and keys on one rank."""
     model = problem.model
     return model.num_heads / batch.tp + model.kv_heads / np.minimum(batch.tp, model.kv_heads)
 

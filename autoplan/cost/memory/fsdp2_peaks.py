@@ -50,7 +50,6 @@ def _snapshot(
     transients: Floats | float = 0.0,
     gathered: Floats | float = 0.0,
 ) -> dict[str, Floats]:
-    """Terms of memory at one moment."""
     terms = {
         "gradients": gradients,
         "activations": activations,

@@ -329,7 +329,6 @@ def _parts_of(problem: Problem, block: Block) -> tuple[RecomputeModule, ...]:
 
 
 def _norm_s(problem: Problem, batch: PlanBatch) -> Floats:
-    """Forward time of one norm over the hidden size."""
     moved = 4.0 * norm_tokens(problem, batch) * problem.model.hidden_size
     return memory_bound_s(problem, problem.framework.kernels.kernel_bytes_factor * moved)
 
@@ -341,7 +340,6 @@ def _module_s(
     kernels: KernelTimes,
     forward_s: Floats,
 ) -> Floats:
-    """Forward time of one part of a layer."""
     if module == "core_attn":
         return kernels.attention.forward_s
     if module in ("mlp", "moe"):

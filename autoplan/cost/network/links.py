@@ -437,5 +437,4 @@ class Links:
 
     @property
     def _domain_size(self) -> int:
-        """Devices of a scale-up domain."""
         return self.topology.levels[self.domain].num_devices

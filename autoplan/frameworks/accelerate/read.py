@@ -220,7 +220,6 @@ def _batch_count(batch: dict[str, str], name: str) -> int:
 
 
 def _devices(options: Options, context: LaunchContext, kind: str) -> int:
-    """Processes of all machines together."""
     count = options.value("num_processes")
     if context.num_devices is not None:
         return context.num_devices

@@ -117,7 +117,6 @@ def recipe(plan_file: PlanFile) -> str:
 
 
 def _is_needed(line: str, plan_file: PlanFile) -> bool:
-    """Return whether the recipe needs an import."""
     plan = plan_file.best.plan
     if line == "import torch":
         is_narrow = plan.grad_dtype == GradType.BF16_MAIN or plan.main_weights == MainWeights.FP16
@@ -224,7 +223,6 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
 
 
 def _activation(model: ModelSpec) -> str:
-    """Return the activation of MLPs as Python."""
     if model.clamped_activation:
         return "quick_gelu"
     return "F.silu" if model.gated_mlp else "squared_relu" if model.squared_relu else "F.gelu"

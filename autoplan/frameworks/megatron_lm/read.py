@@ -199,7 +199,6 @@ def num_devices(before: Sequence[str], script: Script, text: str) -> int | None:
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
-    """Options of a launcher with their values."""
     result = {}
     for at, word in enumerate(words):
         if word.startswith("-"):

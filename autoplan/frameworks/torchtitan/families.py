@@ -159,7 +159,6 @@ def _is_plain(model: ModelSpec) -> bool:
 
 
 def _is_unbiased(model: ModelSpec) -> bool:
-    """Return whether a model has no biases, sinks or windows."""
     biases = (model.mlp_bias, model.qkv_bias, model.attention_output_bias, model.attention_sinks)
     return not any(biases) and model.window is None and not (model.moe and model.moe.router_bias)
 

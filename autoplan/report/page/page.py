@@ -137,6 +137,5 @@ def _theme() -> Markup:
 
 
 def _contents(shown: Mapping[str, tuple[str | None, Markup]]) -> Markup:
-    """Links to the sections that there are."""
     links = (tag("a", text, href=f"#{name}") for name, (text, _) in shown.items() if text)
     return tag("nav", *links, aria_label="Sections")

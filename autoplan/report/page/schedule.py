@@ -69,7 +69,6 @@ def _micro_batches(timeline: Timeline) -> str:
 
 
 def _waits_s(rank: RankTimeline, until_s: float) -> float:
-    """Time that a rank waits before the step ends."""
     return sum(event.duration_s for event in rank.others if event.stream == "wait" and event.start_s < until_s)
 
 
