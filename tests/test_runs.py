@@ -341,7 +341,7 @@ def test_activations_on_the_host_may_make_room(tmp_path: Path) -> None:
 def test_what_a_recipe_chose_goes_before_what_recipes_usually_choose(tmp_path: Path) -> None:
     experts = {"num_experts": "128", "experts_per_token": "8", "expert_ffn_size": "1536", "ep": "8"}
     chosen = "dispatcher=deepep;ep_overlap=1;grad_reduce_overlap=0;recompute_modules=moe_act+layernorm;tp_overlap=0"
-    row = LLAMA | experts | {"recompute": "selective", "options": chosen + ";token_dropping=0;packed=1"}
+    row = LLAMA | experts | {"recompute": "selective", "options": chosen + ";token_dropping=0;expert_balance=forced"}
     (run,) = runs_of(tmp_path, row)
     assert run.problem is not None
     assert run.plan is not None
@@ -349,7 +349,7 @@ def test_what_a_recipe_chose_goes_before_what_recipes_usually_choose(tmp_path: P
     assert (run.plan.grad_reduce_overlap, run.plan.param_gather_overlap) == (False, True)
     assert run.plan.recompute_modules == ("layernorm", "moe_act")
     assert not run.plan.token_dropping
-    assert "packed=1 left out" in run.filled
+    assert "expert_balance=forced left out" in run.filled
     (dropping,) = runs_of(tmp_path, row | {"options": "token_dropping=1;dispatcher=hybridep;recompute_modules=none"})
     assert dropping.problem is not None
     assert dropping.plan is not None

@@ -44,6 +44,7 @@ class Recipe:
     interleaves_layers: bool = False  # dense models interleave chunks of one layer
     trains_mtp: bool = False  # the layers of multi-token prediction that a model has are trained
     latent_recompute: tuple[RecomputeModule, ...] = ()  # parts that layers with latent attention repeat, if any
+    packed_document_len: int | None = None  # mean tokens of what is packed, where a row says that its data are
     microbatch_per_rank: bool = False  # pipelines take as many micro-batches as they have ranks
     counts_ends_as_layers: bool = False  # embedding and head count for a layer each; first stages take what is left
     relieves_last_stage: bool = False  # the last of 4 stages or more has fewer layers, the middle ones one more

@@ -190,7 +190,7 @@ def _run(cells: dict[str, str]) -> Run:
         row.filled.extend(
             f"{name}={value} left out"
             for name, value in row.options().items()
-            if name not in READ_OPTIONS | ({"fp8_recipe"} if recipe.fp8_scaling else set())
+            if name not in READ_OPTIONS | _read_under(recipe)
         )
         refusal = _refused_by_framework(problem, plan, recipe)
         invalid = bool(refusal)
@@ -205,6 +205,12 @@ def _run(cells: dict[str, str]) -> Run:
         filled=tuple(row.filled),
         doubted=doubted,
     )
+
+
+def _read_under(recipe: Recipe) -> set[str]:
+    """Return the options that mean something under this recipe alone."""
+    by_name = {"fp8_recipe": recipe.fp8_scaling, "packed": recipe.packed_document_len}
+    return {name for name, is_read in by_name.items() if is_read}
 
 
 def _recipe(row: _Row) -> Recipe:
@@ -234,6 +240,7 @@ def _problem(row: _Row, recipe: Recipe) -> Problem:
         fused_norm=row.flag("fused_norm", False) if row.has("fused_norm") else None,
         optimizer=_optimizer(row),
         finetuning=_finetuning(row),
+        document_len=_document_len(row, recipe),
     )
     model = _model(row, recipe)
     if model.position_embedding == "learned":  # the table does not say how long the position table was
@@ -255,6 +262,11 @@ def _optimizer(row: _Row) -> OptimizerName:
         if name == known:
             return known
     raise UnpricedError(f"option optimizer {name[:40]!r} is not one of {', '.join(OPTIMIZERS)}")
+
+
+def _document_len(row: _Row, recipe: Recipe) -> int | None:
+    """Return the mean length of the documents that are packed; None where sequences are attended to as a whole."""
+    return recipe.packed_document_len if row.option("packed", default=False) else None
 
 
 def _finetuning(row: _Row) -> FineTuning | None:

@@ -145,6 +145,9 @@ class Kernels:
     # Moved through memory per parameter and micro-batch where adding up gradients is not fused into the products.
     bytes_moved_per_accumulated_grad: float = 0.0
     fuses_accumulation_in_pipelines: bool = False  # of dense layers, whatever is moved without pipelines
+    # What adapters in fp32 beside 16-bit weights take in it: their inputs until torch.autocast narrows them, or all.
+    wide_adapters: Literal["none", "inputs", "all"] = "none"
+    fuses_unpacking: bool = False  # 4-bit integers become weights in one kernel, not in one of torch for each operation
     bytes_moved_per_update: float = 30.0  # read and written per local parameter in a step (`modelling` C7)
     # Read and written in host memory per parameter that an optimizer on the host updates: by torch's AdamW, a loop
     # over a tensor for each of its eight operations.

@@ -5,10 +5,14 @@ Arrays have one element per plan; times are seconds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.cost.kernels.arithmetic import BlockShape, Linear
+from autoplan.cost.kernels.launches import unpacks_eagerly
 from autoplan.cost.kernels.memory_bound import Traffic
 from autoplan.cost.kernels.products import gemm_rate, matrices_s
 from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, norm_tokens, rank_tokens
@@ -20,6 +24,12 @@ from autoplan.spec.problem import Problem
 # 191 ms to both passes of models of 3 to 13 billion weights, read in 4 bits and written in 16 [fitted:
 # Lightning-AI/litgpt 4839345, tutorials/resource-tables.md].
 DEQUANTISE_SHARE = 0.25
+# GPTQ's integers are unpacked by kernels of torch one after the other (AutoGPTQ 0.5.1, nn_modules/qlinear/
+# qlinear_cuda_old.py, forward): half a byte is shifted to 4, these become 1, which is masked, gets its zero point taken
+# off, and is scaled to 2: 16.5 bytes read and written per weight.  The product keeps the weights, so that the backward
+# pass unpacks none.  The shift of a matrix that is spread out reaches but a part of a long stream's rate.
+UNPACKED_BYTES = 16.5
+UNPACK_SHARE = 0.5  # [fitted: Qwen README, int4 of 256 to 1,024 tokens on A100]
 
 
 def tuned_matrices_s(problem: Problem, batch: PlanBatch, shape: BlockShape) -> dict[str, SplitPass]:
@@ -44,8 +54,7 @@ def tuning_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> dic
     if any(linear.adapts for linear in shape.linears):
         moved["adapters"] = _adapter_traffic(problem, batch, shape)
     if any(linear.weight_bytes is not None for linear in shape.linears):
-        once = _dequantised_bytes(problem, batch, shape)
-        moved["dequantise"] = Traffic(once, once)
+        moved["dequantise"] = _dequantising(problem, batch, shape)
     return moved
 
 
@@ -56,27 +65,51 @@ def linear_tokens(problem: Problem, batch: PlanBatch, linear: Linear) -> Floats:
     return norm_tokens(problem, batch) if linear.split == "replicated" else rank_tokens(problem, batch)
 
 
-def _dequantised_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floats:
-    """Bytes that undoing the quantisation of frozen weights takes in every pass, as of a long stream."""
-    element, moved = problem.training.element_bytes, np.zeros(len(batch))
+def _dequantising(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traffic:
+    """Bytes that undoing the quantisation of frozen weights takes in each pass, as of a long stream."""
+    element, weights, packed_bytes = problem.training.element_bytes, np.zeros(len(batch)), 0.0
     for linear in shape.linears:
         if linear.weight_bytes is not None:
             inputs, outputs = local_sizes(linear, batch)
             copies = linear.copies / batch.ep if linear.is_expert else 1.0
-            moved = moved + (linear.weight_bytes + element) * inputs * outputs * copies
-    return moved / DEQUANTISE_SHARE
+            weights, packed_bytes = weights + inputs * outputs * copies, linear.weight_bytes
+    if unpacks_eagerly(problem):
+        return Traffic(weights * UNPACKED_BYTES / UNPACK_SHARE, 0.0 * weights)
+    once = weights * (packed_bytes + element) / DEQUANTISE_SHARE
+    return Traffic(once, once)
+
+
+class _AdapterBytes(NamedTuple):
+    """Bytes that an adapter moves beside its products, per token and element of its inputs or outputs, in each pass."""
+
+    forward_input: float
+    forward_dropout: float  # per element of the inputs, where there is dropout
+    forward_output: float
+    backward_input: float
+    backward_dropout: float
+    backward_output: float
+
+
+# Forward outputs are scaled and added to those of the frozen matrix; backward gradients are scaled, and those of the
+# inputs added up.  Dropout reads the inputs and writes what is left with a mask, and reads and writes gradients.
+# In fp32 (peft 0.13, tuners/lora/layer.py, Linear.forward) inputs are cast first, and torch.autocast casts them back
+# for the products; without it these read and write fp32, and the sum with the frozen outputs is cast to 16 bits.
+ADAPTER_BYTES: Mapping[str, _AdapterBytes] = {
+    "none": _AdapterBytes(0.0, 5.0, 10.0, 6.0, 5.0, 4.0),
+    "inputs": _AdapterBytes(12.0, 9.0, 10.0, 18.0, 9.0, 4.0),
+    "all": _AdapterBytes(8.0, 9.0, 26.0, 16.0, 9.0, 24.0),
+}
 
 
 def _adapter_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traffic:
     """Bytes that adapters move beside their products.
 
-    Forward their outputs are scaled and added to those of the frozen matrix; backward the gradients are scaled, and
-    those of the inputs added up.  Dropout reads the inputs and writes what is left, and reads and writes gradients.
     Every operation of them is counted, so that the factor of a framework's other kernels does not apply.
     Magnitudes scale both outputs, and are found anew in every pass: weights of both are added up and their norms taken.
     """
     finetuning, element = problem.training.finetuning, problem.training.element_bytes
     assert finetuning is not None
+    moved, has_dropout = ADAPTER_BYTES[problem.framework.kernels.wide_adapters], finetuning.dropout > 0
     forward, backward = np.zeros(len(batch)), np.zeros(len(batch))
     for linear in shape.linears:
         if not linear.adapts:
@@ -84,15 +117,14 @@ def _adapter_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> T
         tokens = linear_tokens(problem, batch, linear)
         inputs, outputs = local_sizes(linear, batch)
         if linear.name.endswith("lora_a"):
-            dropped = 2.5 if finetuning.dropout else 0.0
-            forward = forward + dropped * tokens * inputs
-            backward = backward + (3.0 + dropped) * tokens * inputs
+            forward = forward + (moved.forward_input + has_dropout * moved.forward_dropout) * tokens * inputs
+            backward = backward + (moved.backward_input + has_dropout * moved.backward_dropout) * tokens * inputs
             continue
-        forward = forward + 5.0 * tokens * outputs
-        backward = backward + 2.0 * tokens * outputs
+        forward = forward + moved.forward_output * tokens * outputs
+        backward = backward + moved.backward_output * tokens * outputs
         if finetuning.dora:
             base = next(entry for entry in shape.linears if entry.name == linear.adapts)
             weights = local_sizes(base, batch)[0] * outputs * (linear.copies / batch.ep if linear.is_expert else 1.0)
-            forward = forward + 6.0 * weights + 5.0 * tokens * outputs
-            backward = backward + 8.0 * tokens * outputs
-    return Traffic(element * forward, element * backward)
+            forward = forward + element * (6.0 * weights + 5.0 * tokens * outputs)
+            backward = backward + element * 8.0 * tokens * outputs
+    return Traffic(forward, backward)

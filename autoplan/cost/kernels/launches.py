@@ -58,8 +58,11 @@ SHARED_EXPERTS = Launches(6, 12)
 # embeddings of queries and keys are plain products and concatenations.
 LATENT_ATTENTION, LATENT_ROPE = Launches(6, 10), Launches(26, 36)
 # An adapter: two products, a scale and a sum; backward four products, a scale and a sum.  With magnitudes a product of
-# both weights, their sum and its norm, and the scale of both outputs.  Quantised weights: the scales, then the weights.
+# both weights, their sum and its norm, and the scale of both outputs.  Quantised weights: the scales, then the weights;
+# where torch unpacks them, shift, cast, mask, difference and product of the weights, and the first three and a sum of
+# the zero points (`UNPACKED_BYTES`).
 ADAPTER, ADAPTER_DROPOUT, MAGNITUDES, DEQUANTISE = Launches(4, 6), Launches(1, 1), Launches(9, 6), Launches(2, 2)
+UNPACK = Launches(9, 0)
 # A part that is recomputed by name launches what it launched forward, and what its checkpoint costs the host beside:
 # states of random generators kept and set, and a graph of its own (core/tensor_parallel/random.py) [judged].
 CHECKPOINT = 5
@@ -111,8 +114,15 @@ def _adapter_parts(problem: Problem, batch: PlanBatch, block: Block) -> list[tup
         (ADAPTER, adapters),
         (ADAPTER_DROPOUT, adapters * (finetuning.dropout > 0)),
         (MAGNITUDES, adapters * finetuning.dora),
-        (DEQUANTISE, quantised),
+        (UNPACK if unpacks_eagerly(problem) else DEQUANTISE, quantised),
     ]
+
+
+def unpacks_eagerly(problem: Problem) -> bool:
+    """Return whether frozen weights are integers of 4 bits that kernels of torch unpack, for the forward pass alone."""
+    finetuning = problem.training.finetuning
+    is_packed = finetuning is not None and finetuning.quantization == "int4"
+    return is_packed and not problem.framework.kernels.fuses_unpacking
 
 
 def repeated_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Floats:

@@ -1,0 +1,61 @@
+"""Kernels of adapters and of quantised weights, against bytes counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autoplan.cost.kernels.adapters import DEQUANTISE_SHARE, UNPACK_SHARE, tuning_traffic
+from autoplan.cost.kernels.arithmetic import layer_shapes
+from autoplan.cost.kernels.memory_bound import Traffic
+from autoplan.frameworks.presets import load_framework
+from autoplan.readers.cluster import load_cluster
+from autoplan.readers.model import load_model
+from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.model import Block
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.training import TrainingSpec
+
+TOKENS, HIDDEN = 512, 4096
+
+
+def _traffic(finetuning: FineTuning, **traits: object) -> dict[str, Traffic]:
+    model = load_model("llama2-7b")
+    problem = Problem(
+        model=model,
+        training=TrainingSpec(seq_len=TOKENS, finetuning=finetuning),
+        cluster=load_cluster("a100-sxm:1x1"),
+        framework=load_framework("transformers").changed(**traits),
+    )
+    batch = PlanBatch.of([ParallelPlan(global_batch=1)], model.num_layers)
+    return tuning_traffic(problem, batch, layer_shapes(model, finetuning)[Block.ATTENTION])
+
+
+@pytest.mark.parametrize(
+    ("wide", "forward", "backward"),
+    [("none", 0 + 10, 6 + 4), ("inputs", 12 + 10, 18 + 4), ("all", 8 + 26, 16 + 24)],
+)
+def test_an_adapter_moves_more_the_more_of_it_is_fp32(wide: str, forward: int, backward: int) -> None:
+    moved = _traffic(FineTuning(rank=16, targets=("o_proj",)), wide_adapters=wide)["adapters"]
+    np.testing.assert_allclose(moved.forward_bytes, forward * TOKENS * HIDDEN)
+    np.testing.assert_allclose(moved.backward_bytes, backward * TOKENS * HIDDEN)
+
+
+def test_dropout_reads_writes_and_keeps_a_mask() -> None:
+    tuning = FineTuning(rank=16, targets=("o_proj",))
+    plain = _traffic(tuning, wide_adapters="all")["adapters"]
+    dropped = _traffic(replace(tuning, dropout=0.1), wide_adapters="all")["adapters"]
+    np.testing.assert_allclose(dropped.forward_bytes - plain.forward_bytes, (4 + 4 + 1) * TOKENS * HIDDEN)
+
+
+def test_torch_unpacks_integers_of_four_bits_in_the_forward_pass_alone() -> None:
+    tuning = FineTuning(rank=16, targets=("o_proj",), quantization="int4")
+    weights = 4 * HIDDEN**2
+    by_torch, by_triton = _traffic(tuning)["dequantise"], _traffic(tuning, fuses_unpacking=True)["dequantise"]
+    np.testing.assert_allclose(by_torch.forward_bytes, 16.5 / UNPACK_SHARE * weights)
+    np.testing.assert_allclose(by_torch.backward_bytes, 0.0)
+    np.testing.assert_allclose(by_triton.forward_bytes, (0.5 + 2.5 / 128 + 2) / DEQUANTISE_SHARE * weights)
+    np.testing.assert_allclose(by_triton.backward_bytes, by_triton.forward_bytes)
