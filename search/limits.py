@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autoplan.base.errors import InputError
+from autoplan.base.names import close_names, suggestion
 from autoplan.cost.memory.recompute import stores_scores
 from autoplan.frameworks.common.rules import Rulebook
 from autoplan.frameworks.megatron_lm.rules import missing_modules
@@ -55,6 +55,22 @@ ELSEWHERE = {axis.name: axis.elsewhere for axis in AXES if axis.elsewhere} | {
     "attention": "use --attention",
     "framework": "use --framework",
     "seq_len": "use --seq-len",
+    "optimizer": "use --optimizer",
+    "nodes": "use --nodes, or the size of --cluster",
+}
+# What people call an axis by, and what to write.
+CALLED_OTHERWISE = {
+    **dict.fromkeys(("tensor", "tensor_parallel", "tensor_model_parallel_size"), "write tp"),
+    **dict.fromkeys(("pipeline", "pipeline_parallel", "pipeline_model_parallel_size"), "write pp"),
+    **dict.fromkeys(("context_parallel", "context_parallel_size"), "write cp"),
+    **dict.fromkeys(("expert_parallel", "expert_model_parallel_size"), "write ep"),
+    **dict.fromkeys(("vpp", "interleaving", "virtual_pipeline"), "write vp"),
+    **dict.fromkeys(("fsdp", "zero", "zero_stage"), "write sharding=zero3, zero2, zero1 or none"),
+    **dict.fromkeys(("mb", "mbs", "micro_batch_size", "batch_size"), "write micro_batch"),
+    **dict.fromkeys(("gas", "grad_accum", "gradient_accumulation_steps"), "it follows from the batch: fix micro_batch"),
+    **dict.fromkeys(("ac", "activation_checkpointing", "gradient_checkpointing", "checkpointing"), "write recompute"),
+    **dict.fromkeys(("ulysses", "ring"), "write cp with cp_kind=all_to_all or cp_kind=ring"),
+    **dict.fromkeys(("gpus", "devices", "world_size"), "use --cluster"),
 }
 
 
@@ -272,9 +288,9 @@ def _pairs(typed: Iterable[str], option: str) -> tuple[tuple[str, str], ...]:
 def _not_an_axis(name: str, names: tuple[str, ...]) -> str:
     if name in ELSEWHERE:
         return f"not an axis of the search: {ELSEWHERE[name]}"
-    if close := difflib.get_close_matches(name, names):
-        return f"unknown axis: did you mean {' or '.join(close)}?"
-    return f"unknown axis; known: {', '.join(names)}"
+    if name in CALLED_OTHERWISE:
+        return f"unknown axis: {CALLED_OTHERWISE[name]}"
+    return f"unknown axis; {suggestion(name, names)}"
 
 
 def _fixed(limits: Limits, name: str, text: str) -> Limits:
@@ -299,11 +315,12 @@ def _closest(typed: str, choices: Sequence[str]) -> str:
     """Return what may have been meant: a choice that is spelled nearly so, or those of the axis that was named."""
     axis = typed.partition("=")[0].replace("-", "_")
     of_axis = [choice for choice in choices if choice.startswith(f"{axis}=")]
-    if close := difflib.get_close_matches(typed, of_axis or choices, n=1, cutoff=0.9 if of_axis else 0.6):
-        return f"did you mean {close[0]}?"
     if of_axis:
-        return f"of {axis} there are {', '.join(of_axis)}"
-    return f"known: {', '.join(choice for choice in choices if '=' not in choice)}, or a value of one of these"
+        values = [choice.partition("=")[2] for choice in of_axis]
+        close = close_names(typed.partition("=")[2], values, most=1)
+        return f"did you mean {axis}={close[0]}?" if close else f"of {axis} there are {', '.join(of_axis)}"
+    names = ", ".join(choice for choice in choices if "=" not in choice)
+    return suggestion(typed, choices, f"known: {names}, or a value of one of these")
 
 
 def plain_of(axis: Axis, values: tuple[Value, ...]) -> Value:

@@ -6,7 +6,6 @@ sequence, joules per sequence, or memory.  What is proven of a measure is so pro
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,6 +14,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.base.errors import InputError
+from autoplan.base.names import suggestion
 from autoplan.base.units import check_positive
 from autoplan.cost.energy import step_energy_j, waiting_power_w
 from autoplan.cost.goodput import Reliability
@@ -137,9 +137,7 @@ def find_objectives(names: Iterable[str]) -> tuple[Objective, ...]:
     for name in names:
         key = name.strip().lower().replace("_", "-")
         if key not in OBJECTIVES:
-            close = difflib.get_close_matches(key, OBJECTIVES, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(OBJECTIVES)}"
-            raise InputError(f"--objective {name!r} is unknown: {hint}")
+            raise InputError(f"--objective {name!r} is unknown: {suggestion(key, OBJECTIVES)}")
         objectives[key] = OBJECTIVES[key]
     return tuple(objectives.values())
 

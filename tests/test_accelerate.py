@@ -198,7 +198,7 @@ def test_a_command_line_is_read_like_a_config() -> None:
     assert launch.plan == ParallelPlan(
         dp_replicate=2, dp_shard=8, sharding="zero2", recompute="full", micro_batch=2, global_batch=128
     )
-    assert {one.option for one in launch.unread} == {"learning_rate"}
+    assert {one.option for one in launch.unread} == {"--learning_rate"}
 
 
 @pytest.mark.parametrize(
@@ -400,3 +400,59 @@ def test_a_file_that_the_program_reads_is_listed() -> None:
     assert recognises("train.sh", text)
     launch = read(text, given_of(fsdp(dp_shard=2)))
     assert [unread.option for unread in launch.unread if unread.matters] == ["lora.yaml"]
+
+
+SFT = """accelerate launch --config_file fsdp.yaml trl/scripts/sft.py {}\\
+    --model_name_or_path Qwen/Qwen2.5-7B --dataset_name trl-lib/Capybara --per_device_train_batch_size 2 \\
+    --max_length 4096 --packing --optim adamw_8bit --use_peft --lora_r 8
+"""
+FSDP_CONFIG = """distributed_type: FSDP
+fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true}
+mixed_precision: bf16
+num_processes: 8
+"""
+
+
+def test_what_the_program_is_told_is_not_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text(FSDP_CONFIG)
+    launch = read(SFT.format(""), LaunchContext(folder=tmp_path))
+    assert launch.framework == "transformers"
+    assert launch.model.name == "qwen2.5-7b"
+    assert (launch.training.seq_len, launch.training.optimizer, launch.training.batching) == (
+        4096,
+        "adam8bit",
+        "packed",
+    )
+    assert launch.training.finetuning is not None
+    assert launch.training.finetuning.has_adapters
+    # TRL recomputes unless it is told otherwise; accumulation is 1 by default.
+    assert (launch.plan.global_batch, launch.plan.recompute, launch.plan.sharding) == (16, "full", "zero3")
+    longer = read(SFT.format(""), LaunchContext(folder=tmp_path, seq_len=512, model=LLAMA_8B))
+    assert (longer.training.seq_len, longer.model) == (512, LLAMA_8B)
+
+
+def test_arguments_in_a_file_of_the_program_are_read(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text(FSDP_CONFIG)
+    (tmp_path / "sft.yaml").write_text(
+        "model_name_or_path: mistralai/Mistral-7B-v0.1\nmax_length: 2048\nper_device_train_batch_size: 4\n"
+    )
+    command = "accelerate launch --config_file fsdp.yaml run_sft.py sft.yaml --gradient_accumulation_steps 2"
+    launch = read(command, LaunchContext(folder=tmp_path))
+    assert (launch.model.name, launch.training.seq_len) == ("mistral-7b", 2048)
+    assert (launch.plan.micro_batch, launch.plan.global_batch) == (4, 64)
+
+
+def test_a_program_of_ones_own_says_model_and_length_too() -> None:
+    command = (
+        "accelerate launch --multi_gpu --num_processes 8 --mixed_precision bf16 train.py "
+        "--model meta-llama/Meta-Llama-3-8B --seq_len 2048"
+    )
+    batch = (("PER_DEVICE_TRAIN_BATCH_SIZE", "2"), ("GRADIENT_ACCUMULATION_STEPS", "1"))
+    launch = read(command, LaunchContext(variables=batch))
+    assert (launch.model.name, launch.training.seq_len, launch.framework) == ("llama3-8b", 2048, "pytorch-fsdp")
+
+
+def test_a_program_whose_loss_is_not_priced_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text(FSDP_CONFIG)
+    with pytest.raises(InputError, match=r"grpo\.py: only training on the next token"):
+        read(SFT.format("").replace("sft.py", "grpo.py"), LaunchContext(folder=tmp_path))

@@ -195,13 +195,13 @@ def test_a_search_finds_a_plan_of_another_framework(
 
 def test_a_file_is_replaced_with_force_only(searched: Path) -> None:
     before = (searched / "plan.json").read_text()
-    for command in (
-        ("search", "llama.json", *PLACE, "--max-tp", "4"),
-        ("export", "plan.json", "--to", "megatron-lm", "--out", "llama.json"),
-    ):
-        refused = run(searched, *command)
-        assert refused.returncode == 1
-        assert "exists" in refused.stderr
+    for name, changes in (("plan.json", ("--max-tp", "4")), ("llama.json", ("--out", "llama.json"))):
+        kept = run(searched, "search", "llama.json", *PLACE, *changes)
+        assert kept.returncode == 1
+        assert "time " in kept.stdout  # the answer comes first
+        assert f"{name} holds something else and was kept: --force replaces it" in kept.stderr
+        assert "autoplan export" not in kept.stdout
+    assert_refused(searched, "export", "plan.json", "--to", "megatron-lm", "--out", "llama.json", says="exists")
     assert (searched / "plan.json").read_text() == before
     assert json.loads((searched / "llama.json").read_text()) == LLAMA
     assert run(searched, "search", "llama.json", *PLACE, "--force").returncode == 0
@@ -214,11 +214,22 @@ def test_the_same_search_again_leaves_its_plan_file_as_it_is(searched: Path) -> 
     assert "combinations of degrees" in again.stdout
     assert (searched / "plan.json").read_text() == before
     table = json.loads(before)
-    (searched / "plan.json").write_text(json.dumps(table | {"reserve_bytes": 1e9}))
-    assert_refused(searched, "search", "llama.json", *PLACE, says="plan.json exists")
-    (searched / "plan.json").write_text(before[:99])
-    assert_refused(searched, "search", "llama.json", *PLACE, says="plan.json exists")
+    for text in (json.dumps(table | {"reserve_bytes": 1e9}), before[:99]):
+        (searched / "plan.json").write_text(text)
+        kept = run(searched, "search", "llama.json", *PLACE)
+        assert (kept.returncode, "plan.json holds something else" in kept.stderr) == (1, True)
     (searched / "plan.json").write_text(before)
+
+
+def test_other_mistakes_are_told_before_that_a_plan_file_is_there(searched: Path) -> None:
+    assert_refused(searched, "search", "no-such-model", *PLACE, says="unknown model 'no-such-model'")
+    assert_refused(searched, "search", "llama.json", *PLACE, "--fix", "tp=3", says="tp")
+
+
+def test_the_same_files_are_written_again_without_force(searched: Path) -> None:
+    for _ in range(2):
+        assert run(searched, "export", "plan.json", "--to", "megatron-lm", "--out", "same").returncode == 0
+    assert run(searched, "export", "plan.json", "--to", "megatron-bridge", "--out", "same").returncode == 1
 
 
 def test_numbers_are_typed_as_people_write_them(searched: Path) -> None:
@@ -566,7 +577,6 @@ def test_a_file_of_ten_gigabytes_is_not_read(folder: Path) -> None:
         (("llama.json", *PLACE, "--seed", "3"), "--seed: a search looks at all plans"),
         (("llama.json", *PLACE, "--out", "nowhere/plan.json"), "cannot be written"),
         (("llama.json", *PLACE, "--out", "/proc/plan.json"), "cannot be written"),
-        (("llama.json", *PLACE, "--out", "llama.json"), "exists"),
         (("llama.json", *PLACE, "--out", "."), "folder"),
     ],
 )  # fmt: skip

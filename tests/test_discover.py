@@ -273,7 +273,7 @@ def test_a_device_that_is_not_shipped_is_a_table_with_a_stand_in(tmp_path: Path)
         ("", "", "does not say which devices these are: pass --device"),
         ("NVIDIA A100-SXM", "", "may be a100-sxm or a100-sxm-40: pass --device"),
         ("Gaudi3", "", "nothing is known about 'Gaudi3': pass --device"),
-        ("", "h101", "--device 'h101' is not shipped: did you mean h"),
+        ("", "h101", "--device 'h101' is not shipped: known: a10, a100-pcie"),
     ],
 )
 def test_a_device_that_cannot_be_told_is_one_line(name: str, device: str, says: str) -> None:

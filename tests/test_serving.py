@@ -96,6 +96,10 @@ def test_a_framework_is_offered_what_it_has() -> None:
     names = {control.name: control for control in controls_of(priced("fsdp"))}
     assert "cuda_graphs" not in names
     assert "ep" not in names
+    for text in ("fsdp", "pipeline", "experts"):  # what is offered has a price
+        offered = {control.name: control for control in controls_of(priced(text))}
+        assert "offload" in offered
+        assert "activations" not in offered["offload"].choices
     assert "ep" in {control.name for control in controls_of(priced("experts"))}
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +22,7 @@ from autoplan.frameworks.registry import BOOKS, book_of
 from autoplan.frameworks.torchtitan import rules as torchtitan
 from autoplan.readers.cluster import load_cluster
 from autoplan.search.limits import (
+    CALLED_OTHERWISE,
     FORBIDDEN_COUNTS,
     Limits,
     batch_grid,
@@ -410,3 +412,9 @@ def test_both_rank_orders_are_looked_at_where_links_differ(size: str, framework:
     fixed = with_flags(limits, fix=["rank_order=tp-cp-ep-pp-dp"], at_most=[], forbid=[])
     assert fixed.of("rank_order") == tuple(RankOrder)[1:]
     assert all(plan.pp == 1 or plan.ep * plan.etp == plan.tp * plan.cp for plan in enumerated(space_of(MOE, 8, fixed)))
+
+
+def test_what_people_call_an_axis_says_what_to_write() -> None:
+    for words, says in CALLED_OTHERWISE.items():
+        with pytest.raises(InputError, match=re.escape(says)):
+            with_flags(default_limits(problem(), (16,)), fix=[f"{words}=2"], at_most=(), forbid=())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -31,7 +30,6 @@ from autoplan.spec.run_report import RunReport
 from autoplan.spec.search_result import Certificate, Confidence, RankedPlan
 
 KEPT_ALTERNATIVES = 19  # twenty plans with the best
-PRINTING_FLAGS = ("--details", "--json", "--quiet", "-q", "--force")
 
 
 def is_plan_file(path: Path) -> bool:
@@ -77,27 +75,16 @@ def load_any_plan_file(path: Path) -> PlanFile | MixedPlanFile:
     return load_mixed_file(path) if "mixed_schema_version" in read_table(path) else load_plan_file(path)
 
 
-def asks_the_same(path: Path, command: str) -> bool:
-    """Return whether the file at `path` is a plan file of the same command line, but for flags on what is printed."""
+def holds_answer(path: Path, result: PricedPlans | MixedPlanResult) -> bool:
+    """Return whether the plan file at `path` says what `result` does, whatever command wrote it."""
     try:
         if not is_plan_file(path) and not is_mixed_file(path):
             return False
+        before = read_table(path)
     except InputError:  # cannot be read
         return False
-    return _question(str(read_table(path).get("command", ""))) == _question(command)
-
-
-def _question(command: str) -> list[str]:
-    try:
-        return [word for word in shlex.split(command) if word not in PRINTING_FLAGS]
-    except ValueError:  # quotes that do not close
-        return [command]
-
-
-def holds_answer(path: Path, result: PricedPlans | MixedPlanResult) -> bool:
-    """Return whether the plan file at `path` says what `result` does."""
     asking_keys = {"command", "versions"}
-    before, now = read_table(path), json.loads(result.to_json())
+    now = json.loads(result.to_json())
     return {key: before.get(key) for key in before.keys() - asking_keys} == {
         key: now[key] for key in now.keys() - asking_keys
     }

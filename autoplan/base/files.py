@@ -343,12 +343,22 @@ def replacing(path: Path, *, force: bool = False, executable: bool = False) -> I
             temporary.unlink(missing_ok=True)
 
 
+def _holds(path: Path, data: bytes) -> bool:
+    """Return whether there is a file of just these bytes."""
+    try:
+        return path.is_file() and path.stat().st_size == len(data) and path.read_bytes() == data
+    except (OSError, RuntimeError):  # cannot be read, or its links form a loop
+        return False
+
+
 def write_text(path: Path, text: str, *, force: bool = False, executable: bool = False) -> None:
-    """Write a file whole or not at all; an existing one only with `force`, and the one that a link points to."""
+    """Write a file whole or not at all; one with another text only with `force`, and the one that a link points to."""
     try:
         data = text.encode("utf-8")
     except UnicodeEncodeError:
         raise InputError(f"{path}: cannot be written: the text is not Unicode") from None
+    if not force and _holds(path, data):
+        return
     with replacing(path, force=force, executable=executable) as stream:
         stream.write(data)
 
@@ -367,12 +377,15 @@ def write_folder(path: Path, texts: dict[str, tuple[str, bool]], *, force: bool 
     """Write a folder of (text, executable) by name: a new one whole or not at all, with `force` into an existing one.
 
     There each file is replaced whole, once all are written beside them; whatever else is there is not touched: a job
-    may be writing its log, or have left checkpoints.
+    may be writing its log, or have left checkpoints.  A folder that holds these texts is left as it is.
     """
-    check_folder(path, force=force)
     for name in texts:
         if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
             raise InputError(f"{name!r} is no name of a file")
+    if texts and not force and all(_holds(path / name, text.encode()) for name, (text, _) in texts.items()):
+        return
+    check_folder(path, force=force)
+    for name in texts:
         if (path / name).is_dir():
             raise InputError(f"{path / name} is a folder: choose another name for its own")
     with refused_writes(path):

@@ -54,11 +54,9 @@ def export(
     json: JsonOption = False,
 ) -> None:
     """Write the files that start a plan."""
-    from autoplan.base.files import check_folder, encode
+    from autoplan.base.files import encode
 
     find_target(to)
-    if out is not None:
-        check_folder(out, force=force)
     exported = autoplan.export(plan, to=to, launcher=launcher, image=image, nearest=nearest)
     print_warnings(exported.warnings)
     if out is not None:

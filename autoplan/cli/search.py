@@ -180,14 +180,13 @@ def search(
     With an objective, numbers of nodes or a run to plan for, the best in that is taken, over all these numbers.
     With a launch file it is said how good that is, and what each change on the way to the best plan brings.
     """
-    asked_before = not force and api.plan_files.asks_the_same(out, command_line())
-    check_outputs(None if asked_before else out, page, force=force)
+    check_outputs(out, page, force=True)  # whether they hold another answer is looked at when there is one
     if sampler == "bound" and (idle := [f"--{name}" for name in ("trials", "seed") if is_typed(context, name)]):
         raise InputError(f"{' and '.join(idle)}: a search looks at all plans unless a --sampler is given: leave it out")
     if launch_file is None and (model is None or global_batch is None or seq_len is None):
         context.fail("give MODEL, --global-batch and --seq-len, or a launch file that has them: --from FILE")
     result = _searched(context, quiet=quiet).with_command(command_line())
-    _hand_over(result, out, page, asked_before, force=force, details=details, json=json, quiet=quiet)
+    _hand_over(result, out, page, force=force, details=details, json=json, quiet=quiet)
 
 
 def _searched(context: typer.Context, *, quiet: bool) -> PlanResult | MixedPlanResult:
@@ -243,46 +242,54 @@ def _hand_over(
     result: PlanResult | MixedPlanResult,
     out: Path,
     page: Path | None,
-    asked_before: bool,
     *,
     force: bool,
     details: bool,
     json: bool,
     quiet: bool,
 ) -> None:
-    """Write the plan file, unless it holds this answer to the same question, and its page, and print what it says."""
-    is_unchanged = asked_before and api.plan_files.holds_answer(out, result)
-    if not is_unchanged:
+    """Print an answer and write its plan file and page, but over another answer, or another page, with `force` only."""
+    is_unchanged = not force and api.plan_files.holds_answer(out, result)
+    is_kept = not force and not is_unchanged and (out.exists() or out.is_symlink())
+    if not is_unchanged and not is_kept:
         result.save(out, force=force)
     if json:
         typer.echo(result.to_json(), nl=False)
     else:
-        _print(result, out, details=details)
+        _print(result, None if is_kept else out, details=details)
+    print_warnings(result.warnings, quiet=quiet)
+    if is_kept:
+        raise InputError(f"{out} holds something else and was kept: --force replaces it, --out NAME writes beside it")
     if page is not None:
         write_page(result, out, page, force=force, quiet=quiet)
-    print_warnings(result.warnings, quiet=quiet)
     if is_unchanged and not quiet:
         print(f"{out} is unchanged", file=sys.stderr)
     elif not is_unchanged:
         print_written(out, quiet=quiet)
 
 
-def _print(result: PlanResult | MixedPlanResult, path: Path, *, details: bool) -> None:
+def _print(result: PlanResult | MixedPlanResult, path: Path | None, *, details: bool) -> None:
+    """Print an answer, and what can be done next with the plan file at `path` where it was written."""
     from autoplan.spec.axes import LABELS
 
-    terminal, quoted_path = report.terminal, shlex.quote(str(path))
-    console, why = terminal.make_console(), ("why", f"autoplan explain {quoted_path}")
-    more = [] if details else [("more", "--details: the next plans, what was searched, memory by stage")]
+    console, is_close = report.terminal.make_console(), False
     if isinstance(result, api.results.MixedPlanResult):
         report.mixed_search.print_mixed(console, result.file, details=details)
-        terminal.print_next_steps(console, api.export.next_step(result.file, path), why, *more)
-        return
-    file = result.file
-    report.answer.print_search(console, file, details=details)
-    if file.run:
-        report.run_report.print_run(console, file.run)
-    if file.today:
-        report.launch_file.print_today(console, file.today, LABELS)
-    is_close = file.choice is not None and file.choice.is_close
-    measure = [("measure", api.export.measurement(file, path))] if is_close else []
-    terminal.print_next_steps(console, api.export.next_step(file, path), *measure, why, *more)
+    else:
+        file = result.file
+        report.answer.print_search(console, file, details=details)
+        if file.run:
+            report.run_report.print_run(console, file.run)
+        if file.today:
+            report.launch_file.print_today(console, file.today, LABELS)
+        is_close = file.choice is not None and file.choice.is_close
+    steps = []
+    if path is not None:
+        steps.append(api.export.next_step(result.file, path))
+        if is_close:
+            steps.append(("measure", api.export.measurement(file, path)))
+        steps.append(("why", f"autoplan explain {shlex.quote(str(path))}"))
+    if not details:
+        steps.append(("more", "--details: the next plans, what was searched, memory by stage"))
+    if steps:
+        report.terminal.print_next_steps(console, *steps)

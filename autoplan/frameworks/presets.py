@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table, schema
+from autoplan.base.names import suggestion
 from autoplan.frameworks.registry import BOOKS, TARGETS, check_rules, facts_files, names_of, versions_of
 from autoplan.spec.framework import GROUPS, NOW_USUAL, Framework
 
@@ -76,9 +76,8 @@ def load_framework(text: str) -> Framework:
     name, at, version = text.partition("@")
     by_name = {name: facts for facts in facts_files() for name in names_of(facts)}
     if name not in by_name:
-        close = difflib.get_close_matches(name, by_name, n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(by_name)}, or give a TOML file"
-        raise InputError(f"unknown framework {text[:80]!r}: {hint}")
+        listed = "autoplan list frameworks has those there are, or give a TOML file"
+        raise InputError(f"unknown framework {text[:80]!r}: {suggestion(name, by_name, listed)}")
     facts = by_name[name]
     if not at:
         return _preset(facts)

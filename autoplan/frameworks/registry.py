@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from autoplan.base.errors import InputError
+from autoplan.base.names import close_names
 from autoplan.spec.axes import AXES
 
 if TYPE_CHECKING:
@@ -172,7 +173,9 @@ def find_target(to: str, framework: Framework | None = None) -> Target:
     """
     name, at, version = to.partition("@")
     if name not in TARGETS:
-        raise InputError(f"no target {name[:40]!r}: known are {', '.join(TARGETS)}")
+        close = close_names(name, TARGETS)
+        meant = f"did you mean {', '.join(close)}? " * bool(close)
+        raise InputError(f"no target {name[:40]!r}: {meant}known are {', '.join(TARGETS)}")
     target = TARGETS[name].at(version if at else TARGETS[name].versions[0])
     if framework is not None and framework.rules not in target.rules:
         raise InputError(

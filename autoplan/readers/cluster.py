@@ -11,7 +11,8 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, is_file, read_table, schema, shipped
 from autoplan.base.hostlist import expand_hosts
-from autoplan.readers.device import based_on, closest, device_schema, device_table, preset_devices
+from autoplan.base.names import suggestion
+from autoplan.readers.device import based_on, device_schema, device_table, preset_devices
 from autoplan.topology.cluster import MAX_DEVICES, ClusterSpec, DeviceSpec, LinkLevel
 
 _COMPLETED = ("levels", "network")  # keys of a file that a similar cluster stands in for
@@ -73,8 +74,11 @@ def _known_name(text: str) -> str:
         return text
     if name := _spellings().get(_plain(text)):
         return name
+    listed = "autoplan list clusters has the shipped ones;"
     own = "autoplan new cluster writes a file for your own"
-    raise InputError(_recounted(text) or f"unknown cluster {text!r}: {closest(text, preset_clusters())} {own}")
+    raise InputError(
+        _recounted(text) or f"unknown cluster {text!r}: {suggestion(text, preset_clusters(), listed)} {own}"
+    )
 
 
 def _recounted(text: str) -> str:
@@ -173,7 +177,8 @@ def _completed(table: dict[str, Any], device: str | dict[str, Any], where: str) 
     has_links = isinstance(device, str) and device in shipped("clusters")
     name = table.get("based_on", device if has_links else based_on(device, where))
     if name not in preset_clusters():
-        raise InputError(f"{where}: based_on names no shipped cluster: {closest(str(name), preset_clusters())}")
+        meant = suggestion(str(name), preset_clusters(), "autoplan list clusters has those there are")
+        raise InputError(f"{where}: based_on names no shipped cluster: {meant}")
     base, size = _preset(name), table.get("devices_per_node")
     if not isinstance(size, int) or not 1 <= size <= MAX_DEVICES:
         return table  # the decoder says so

@@ -6,7 +6,6 @@ kernels' curves) is taken from the shipped device that the file names in `based_
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import asdict, fields
 from functools import lru_cache
@@ -15,12 +14,14 @@ from typing import Any
 from autoplan.base.curves import AttentionCurve, GemmCurve
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table, schema, shipped, to_fields
+from autoplan.base.names import suggestion
 from autoplan.base.units import file_keys
 from autoplan.topology.cluster import DeviceSpec
 
 # Standard deviation of the logarithm of the step of a device whose rates nobody measured: that of the sustained share
 # of the peak among the shipped accelerators (.46 to .96).
 UNMEASURED_SPREAD = 0.2
+LISTED = "autoplan list devices has those there are"
 DATASHEET = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops_per_s")  # without which no device is
 _KIN = ("vendor", "generation")  # that a file may give, of which the similar device then has to be
 _TAKEN = (
@@ -53,7 +54,7 @@ def device_table(device: str | dict[str, Any], where: str) -> dict[str, Any]:
         return completed(device, where)
     path = shipped("devices").get(device)
     if path is None:
-        raise InputError(f"{where}: unknown device {device!r}: {closest(device, preset_devices())}")
+        raise InputError(f"{where}: unknown device {device!r}: {suggestion(device, preset_devices(), LISTED)}")
     return completed(read_table(path), where)
 
 
@@ -127,7 +128,9 @@ def _base(table: dict[str, Any], where: str) -> str:
     name = table.get("based_on")
     if name is not None:
         if name not in preset_devices():
-            raise InputError(f"{where}: based_on names no shipped device: {closest(str(name), preset_devices())}")
+            raise InputError(
+                f"{where}: based_on names no shipped device: {suggestion(str(name), preset_devices(), LISTED)}"
+            )
         return str(name)
     datasheet = _datasheet_of(table, where)
     peaks, memory_rate = datasheet["peak_flops_per_s"], datasheet["memory_bandwidth_bytes_per_s"]
@@ -172,11 +175,3 @@ def device_schema() -> dict[str, Any]:
         if {key for part in choice["oneOf"] for key in part["required"]} <= datasheet
     ]
     return described
-
-
-def closest(word: str, names: tuple[str, ...]) -> str:
-    """Return a hint at the names that `word` may stand for."""
-    longer = [name for name in names if word and word.lower() in name]
-    family = [name for name in names if name.partition("-")[0] == word.lower().partition("-")[0]]
-    close = longer[:3] or family[:3] or difflib.get_close_matches(word.lower(), names, n=3, cutoff=0.4)
-    return f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(names)}"

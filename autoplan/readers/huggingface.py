@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import types
@@ -13,6 +12,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table, shipped
+from autoplan.base.names import close_names
 from autoplan.readers.vision import AROUND, Sizes
 from autoplan.spec.model import Experts, LatentAttention, LinearAttention, Mamba, ModelSpec
 
@@ -126,7 +126,7 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
     if kind in data["uncovered"]:
         raise InputError(f"model_type {_show(kind)} has {data['uncovered'][kind]}, which is not covered")
     if kind not in data["types"] and kind not in data["same_keys"]:
-        close = difflib.get_close_matches(kind, model_types(), n=3, cutoff=0.5)
+        close = close_names(kind, model_types())
         hint = f"did you mean {', '.join(close)}? " * bool(close)
         hint += f"{len(model_types())} are; autoplan new model begins a file of sizes for another one"
         if "auto_map" in table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import replace
 from functools import cache
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, is_file, is_folder, read_table, shipped
+from autoplan.base.names import close_names
 from autoplan.readers.huggingface import read_huggingface
 from autoplan.spec.model import ModelSpec
 
@@ -29,11 +29,14 @@ def load_model(text: str) -> ModelSpec:
         return _from_path(path)
     if preset := find_preset(text):
         return preset
-    presets, aliases = preset_models(), _aliases()
-    close = difflib.get_close_matches(name, [*presets, *aliases], n=3, cutoff=0.4)
-    names = list(dict.fromkeys(aliases.get(alias, alias) for alias in close)) or sorted(presets)
-    hint = f"did you mean {', '.join(names)}?" if close else f"known: {', '.join(names)}"
-    raise InputError(f"unknown model {text!r}: neither a preset nor a path; {hint}")
+    aliases = _aliases()
+    close = close_names(name, [*preset_models(), *aliases], most=9)
+    names = list(dict.fromkeys(aliases.get(alias, alias) for alias in close))[:3]
+    meant = f"did you mean {', '.join(names)}? " * bool(names)
+    raise InputError(
+        f"unknown model {text!r}: neither a preset nor a path; {meant}autoplan list models has the presets; "
+        "a Hugging Face config.json does as well"
+    )
 
 
 def find_preset(*names: str) -> ModelSpec | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import get_args
 
 from autoplan.base.errors import AutoplanError, UnpricedError
+from autoplan.base.names import suggestion
 from autoplan.base.units import GIB
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken
@@ -22,7 +23,6 @@ from autoplan.frameworks.megatron_lm.notation import GRAPH_SCOPES, graphs_of, la
 from autoplan.frameworks.registry import book_of
 from autoplan.readers.calibration import built_in_calibration
 from autoplan.readers.cluster import load_cluster, preset_clusters
-from autoplan.readers.device import closest
 from autoplan.readers.finetuning import METHODS, load_finetuning, optimizer_named
 from autoplan.readers.model import find_preset
 from autoplan.runs.recipes import Recipe, nearest_recipe, recipe_called
@@ -401,7 +401,7 @@ def _cluster(row: _Row) -> ClusterSpec:
     memory_gib = row.number("gpu_memory_gib") if row.has("gpu_memory_gib") else None
     clusters = _clusters_of_device().get(_sized_gpu(row)) or _clusters_of_device().get(gpu)
     if clusters is None:
-        raise UnpricedError(f"gpu {gpu[:40]!r} is not a known device: {closest(gpu, tuple(_clusters_of_device()))}")
+        raise UnpricedError(f"gpu {gpu[:40]!r} is not a known device: {suggestion(gpu, tuple(_clusters_of_device()))}")
     name = clusters[0]
     preset_gib = load_cluster(name).device.memory_bytes / GIB
     share = 1.0 if memory_gib is None else memory_gib / preset_gib

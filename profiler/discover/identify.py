@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.base.errors import InputError
+from autoplan.base.names import suggestion
 from autoplan.profiler.discover.observed import ObservedDevice, ObservedNode
 from autoplan.profiler.machine.device_names import devices_named
 from autoplan.readers.cluster import load_cluster, preset_clusters
-from autoplan.readers.device import closest, load_device, preset_devices
+from autoplan.readers.device import load_device, preset_devices
 from autoplan.topology.cluster import DeviceSpec
 
 _FIGURES = (
@@ -58,7 +59,7 @@ def identify(node: ObservedNode, device_id: str = "") -> Identified:
     if device_id:
         device = load_device(device_id)
         if device is None:
-            raise InputError(f"--device {device_id!r} is not shipped: {closest(device_id, preset_devices())}")
+            raise InputError(f"--device {device_id!r} is not shipped: {suggestion(device_id, preset_devices())}")
         return Identified(device=device, shipped_id=device_id)
     if not node.devices:
         raise InputError(f"{node.source}: names no device: give a source that does, or pass --device")

@@ -1,7 +1,7 @@
 """Reader of what `accelerate launch` starts, by config file or options.
 
-It trains with FSDP2, DistributedDataParallel or DeepSpeed, which is read as a configuration of DeepSpeed.  Neither form
-holds the model, and a config file no batch: these are given.
+It trains with FSDP2, DistributedDataParallel or DeepSpeed, which is read as a configuration of DeepSpeed.  Model, batch
+and length are arguments of the program that it starts, where they are read, or else given.
 Places are below accelerate/ in 1.15.0.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ from autoplan.frameworks.common.options import Options, parse_yaml, show, typed
 from autoplan.frameworks.common.shell import is_open, read_script
 from autoplan.frameworks.deepspeed import read as deepspeed
 from autoplan.frameworks.fsdp2.options import read_offload
+from autoplan.frameworks.hf_trainer.launch import Program, known_model, training_of
+from autoplan.frameworks.hf_trainer.options import ACCUMULATION, HARMLESS
+from autoplan.frameworks.hf_trainer.read import program_called
+from autoplan.frameworks.hf_trainer.script import program_options
 from autoplan.spec.enums import Precision, Recompute, Sharding
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
@@ -47,7 +51,6 @@ _DEEPSPEED = (  # options of the command that are in the section `deepspeed_conf
     *("gradient_accumulation_steps", "gradient_clipping", "deepspeed_config_file", "deepspeed_hostfile"),
 )
 _AUTO = "auto"
-_TABLES = (".yaml", ".yml", ".json")
 
 
 def recognises(name: str, text: str) -> bool:
@@ -59,19 +62,41 @@ def recognises(name: str, text: str) -> bool:
 
 def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch that the file starts, with the model, the batch and the sequence that are given."""
-    is_table = _LAUNCH.search(text) is None
-    table, program = (parse_yaml(text, "the file"), {}) if is_table else _of_script(text, context)
-    program |= dict(context.variables)
-    options = Options.of_table(table)
+    started = None if _LAUNCH.search(text) is None else _of_script(text, context)
+    options = Options.of_table(parse_yaml(text, "the file") if started is None else started.table)
     options.pass_over(*COSTLESS)
     kind = options.word("distributed_type", {word: word for word in ("FSDP", "MULTI_GPU", "NO", "DEEPSPEED")})
+    program = (started.settings() if started else {}) | dict(context.variables)
+    beside, context = context, started.completed(context) if started else context
     _ask_for_missing(options, program, context, kind)
     assert context.model is not None
     assert context.seq_len is not None
     precision = _precision(options, program)
-    num_devices = _devices(options, context, kind)
-    if kind == "DEEPSPEED":
-        return _with_deepspeed(options, program, precision, replace(context, num_devices=num_devices))
+    training = TrainingSpec(seq_len=context.seq_len, precision=precision)
+    if started is not None and started.is_of_trainer:
+        training = training_of(started.own, started.program, beside, context.seq_len, precision)
+    context = replace(context, num_devices=_devices(options, context, kind))
+    launch = (
+        _with_deepspeed(options, program, training, context)
+        if kind == "DEEPSPEED"
+        else _with_torch(options, program, training, context, kind, is_table=started is None)
+    )
+    return launch if started is None else started.with_own(launch)
+
+
+def _with_torch(
+    options: Options,
+    program: dict[str, str],
+    training: TrainingSpec,
+    context: LaunchContext,
+    kind: str,
+    *,
+    is_table: bool,
+) -> Launch:
+    """Return the launch with FSDP2 or DistributedDataParallel."""
+    assert context.model is not None
+    assert context.num_devices is not None
+    num_devices = context.num_devices
     mesh = _mesh(options.inside("parallelism_config"), num_devices, kind)
     states = _states(options.inside("fsdp_config"), mesh) if kind == "FSDP" else _unsharded(mesh)
     if _CHECKPOINTING in program:
@@ -83,7 +108,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     micro, steps = (_batch_count(program, name) for name in _BATCH)
     plan = ParallelPlan.derived(
         **mesh | states,  # every rank holds whole experts
-        precision=precision,
+        precision=training.precision,
         micro_batch=micro,
         global_batch=micro * steps * mesh["dp_replicate"] * mesh["dp_shard"],
     )
@@ -94,7 +119,7 @@ def read(text: str, context: LaunchContext) -> Launch:
         target="accelerate",
         framework="pytorch-fsdp",
         model=context.model,
-        training=TrainingSpec(seq_len=context.seq_len, precision=precision),
+        training=training,
         plan=plan,
         options=options.options(),
         unread=options.unread(),
@@ -131,7 +156,9 @@ def _precision(options: Options, program: dict[str, str]) -> Precision:
     return PRECISION.of(options)
 
 
-def _with_deepspeed(options: Options, program: dict[str, str], precision: Precision, context: LaunchContext) -> Launch:
+def _with_deepspeed(
+    options: Options, program: dict[str, str], training: TrainingSpec, context: LaunchContext
+) -> Launch:
     """Return the launch of Accelerate's DeepSpeed section (accelerate/utils/dataclasses.py, DeepSpeedPlugin)."""
     section = options.inside("deepspeed_config")
     if section.has("deepspeed_config_file"):
@@ -150,25 +177,70 @@ def _with_deepspeed(options: Options, program: dict[str, str], precision: Precis
         "train_micro_batch_size_per_gpu": _AUTO,
         "gradient_accumulation_steps": steps,
         "zero_optimization": zero,
-        str(precision): {"enabled": True},
+        str(training.precision): {"enabled": True},
     }
     launch = deepspeed.read(json.dumps(config), replace(context, variables=tuple(program.items())))
-    return replace(launch, unread=(*launch.unread, *options.unread()))
+    return replace(launch, training=training, unread=(*launch.unread, *options.unread()))
 
 
-def _of_script(text: str, context: LaunchContext) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return (the table that a config file would hold, what the program is told) of the command."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Started:
+    """Command of accelerate: the table that a config file would hold, and the program with its `own` arguments."""
+
+    table: dict[str, Any]
+    own: Options
+    program: Program
+
+    @property
+    def is_of_trainer(self) -> bool:
+        """Whether the program takes the arguments of the Trainer, so that others mean what they mean there."""
+        return self.own.has(_BATCH[0].lower())
+
+    @property
+    def framework(self) -> str:
+        """Return the framework that a program of transformers is priced as; blank where it may be another's."""
+        if not (self.is_of_trainer and self.own.has(self.program.model_key)):
+            return ""
+        return "deepspeed-hf" if self.table["distributed_type"] == "DEEPSPEED" else "transformers"
+
+    def settings(self) -> dict[str, str]:
+        """Return what the program is told of batch, precision and recomputation, as variables."""
+        section = self.table.get("deepspeed_config")
+        if self.is_of_trainer and not (isinstance(section, dict) and ACCUMULATION.key in section):
+            self.own.defaults.setdefault(ACCUMULATION.key, ACCUMULATION.default)
+        values = {name: self.own.value(name.lower()) for name in _PROGRAM}
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+    def completed(self, context: LaunchContext) -> LaunchContext:
+        """Return `context` with the model and the length that the program is told, where none are given."""
+        length = self.own.optional_count(self.program.length_key, self.program.length, least=1)
+        model = known_model(self.own, self.program.model_key, context)
+        return replace(context, model=model, seq_len=context.seq_len or length)
+
+    def with_own(self, launch: Launch) -> Launch:
+        """Return the launch with what was read, and not read, of the program's arguments."""
+        unread = (*launch.unread, *self.own.unread(HARMLESS))
+        return replace(
+            launch,
+            framework=self.framework or launch.framework,
+            options=(*launch.options, *self.own.options()),
+            unread=tuple(sorted(unread, key=lambda item: not item.matters)),
+        )
+
+
+def _of_script(text: str, context: LaunchContext) -> _Started:
+    """Return what the command of a script starts."""
     commands = read_script(text, context.variables).commands
     words = next((item.words for item in commands if _LAUNCH.search(" ".join(item.words))), None)
     if words is None or "launch" not in words:
         raise InputError("no command is accelerate launch")
     words = words[words.index("launch") + 1 :]
-    options = _options(words)
-    program = {name: options.pop(name.lower()) for name in _PROGRAM if name.lower() in options}
-    kind = next((kind for name, kind in _KINDS.items() if options.pop(name, None) is not None), None)
+    at = next((at for at, word in enumerate(words) if word.endswith(".py") or word == "$TRAIN_SCRIPT"), len(words))
+    own = program_options(words[at + 1 :], context)
+    name = words[at].rpartition("/")[2] if at < len(words) else ""
+    options = _options(words[:at])
     table: dict[str, Any] = {"fsdp_config": {}, "parallelism_config": {}, "deepspeed_config": {}}
-    # Files behind the program, such as src/train.py lora.yaml, are its own: they are listed as not understood.
-    table |= {word: "read by the program" for word in words if word.endswith(_TABLES) and word not in options.values()}
+    kind = next((kind for name, kind in _KINDS.items() if options.pop(name, None) is not None), None)
     if file := options.pop("config_file", None):
         table |= _config_beside(file, context.folder)
     if kind is not None:
@@ -179,15 +251,17 @@ def _of_script(text: str, context: LaunchContext) -> tuple[dict[str, Any], dict[
             "config, ~/.cache/huggingface/accelerate/default_config.yaml: name it with --config_file, or say "
             "--multi_gpu in the command where there is none"
         )
-    for name, value in options.items():
+    for option, value in options.items():
         if is_open(value):
-            raise InputError(f"--{name} {show(value)} is known to a running shell only: give it with --set NAME=VALUE")
-        section = next((item for item in ("fsdp", "parallelism") if name.startswith(f"{item}_")), None)
-        if name in _DEEPSPEED:
+            raise InputError(
+                f"--{option} {show(value)} is known to a running shell only: give it with --set NAME=VALUE"
+            )
+        section = next((item for item in ("fsdp", "parallelism") if option.startswith(f"{item}_")), None)
+        if option in _DEEPSPEED:
             section = "deepspeed"
         place = table.setdefault(f"{section}_config", {}) if section else table
-        place[name] = {"true": True, "false": False}.get(value.lower(), typed(value))
-    return table, program
+        place[option] = {"true": True, "false": False}.get(value.lower(), typed(value))
+    return _Started(table=table, own=own, program=program_called(name or "$PROGRAM", own))
 
 
 def _config_beside(file: str, folder: Path | None) -> dict[str, Any]:

@@ -79,16 +79,20 @@ class Program:
 
 def model_of(options: Options, key: str, context: LaunchContext) -> ModelSpec:
     """Return the model that is given, or the shipped one of the name in a file."""
+    if model := known_model(options, key, context):
+        return model
     name = options.text(key)
-    if context.model is not None:
-        if name is not None:
-            options.remark(key, "--model wins", matters=False)
-        return context.model
     if name is None:
         raise InputError(f"{key} is not in the file: pass --model")
-    if preset := find_preset(name):
-        return preset
     raise InputError(f"{key} {name[:80]!r} is no model that is known here: pass --model")
+
+
+def known_model(options: Options, key: str, context: LaunchContext) -> ModelSpec | None:
+    """Return the model that is given, or the shipped one of the name in a file; None where there is neither."""
+    name = options.text(key)
+    if context.model is not None and name is not None:
+        options.remark(key, "--model wins", matters=False)
+    return context.model or (find_preset(name) if name is not None else None)
 
 
 def length_of(options: Options, program: Program, context: LaunchContext) -> int:
@@ -97,9 +101,25 @@ def length_of(options: Options, program: Program, context: LaunchContext) -> int
     length = context.seq_len or file_length
     if length is None:
         raise InputError(f"{program.length_key} is not in the file: pass --seq-len")
+    return length
+
+
+def training_of(
+    options: Options, program: Program, context: LaunchContext, seq_len: int, precision: Precision
+) -> TrainingSpec:
+    """Return how the program trains on sequences of this length in this precision."""
     if why := priced_as_even(program.batching, context):
         options.remark(program.length_key, why, default=str(program.length), matters=program.batching in UNEVEN)
-    return length
+    remark_assumed(ASSUMED, options)
+    training = TrainingSpec(
+        seq_len=seq_len,
+        batching=program.batching,
+        preference=program.preference,
+        precision=precision,
+        optimizer=program.optimizer or read_optimizer(options),
+        finetuning=program.finetuning,
+    )
+    return replace(training, attention="unfused") if _is_eager(options) else training
 
 
 def precision_of(options: Options, program: Program, context: LaunchContext) -> Precision:
@@ -126,16 +146,7 @@ def launch_of(options: Options, context: LaunchContext, program: Program, num_de
     num_devices = context.num_devices or num_devices
     if num_devices is None:
         raise InputError("the number of devices is not in the file: pass --devices")
-    training = TrainingSpec(
-        seq_len=length,
-        batching=program.batching,
-        preference=program.preference,
-        precision=precision,
-        optimizer=program.optimizer or read_optimizer(options),
-        finetuning=program.finetuning,
-    )
-    training = replace(training, attention="unfused") if _is_eager(options) else training
-    remark_assumed(ASSUMED, options)
+    training = training_of(options, program, context, length, precision)
     context = replace(context, model=model, seq_len=length, num_devices=num_devices)
     if options.value("deepspeed") not in (None, False, ""):
         return _with_deepspeed(options, context, program, training)

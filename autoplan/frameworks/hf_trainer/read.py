@@ -30,7 +30,10 @@ _OTHER_SETTINGS = (
     "reward_model_path",
     "rlhf_type",
 )
-_LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "model_max_length", "block_size", "cutoff_len")
+_LENGTHS = (
+    *("max_length", "max_seq_length", "max_seq_len", "model_max_length", "block_size", "cutoff_len"),
+    *("seq_length", "seq_len", "sequence_length"),  # of programs of one's own
+)
 _PLAIN = ("block_size", "do_train")  # of programs that are not TRL's
 _OTHERS = re.compile(r"^\s*(finetuning_type|cutoff_len|base_model|micro_batch_size)\s*:", re.MULTILINE)
 _OTHER_STARTERS = re.compile(r"\baccelerate\s+launch\b|\b(llamafactory-cli|swift|megatron)\s+\w+|swift/cli")
@@ -55,6 +58,11 @@ def read(text: str, context: LaunchContext) -> Launch:
     else:
         parse = parse_json if text.lstrip().startswith("{") else parse_yaml
         options, name = Options.of_table(parse(text, "the file")), ""
+    return launch_of(options, context, program_called(name, options), devices)
+
+
+def program_called(name: str, options: Options) -> Program:
+    """Return what the arguments of the program of this file name, blank where it is not known, say of it."""
     preference = preference_of(options, name)
     is_plain = any(options.has(key) for key in _PLAIN)
     is_trl = name == "sft.py" or preference is not None or not (name or is_plain)
@@ -62,7 +70,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     if preference is not None:
         batching = program.batching if program.batching in UNEVEN else "padded"
         program = replace(program, preference=preference, batching=batching)
-    return launch_of(options, context, program, devices)
+    return program
 
 
 def preference_of(options: Options, program: str) -> Preference | None:

@@ -46,14 +46,31 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
     before, words = started(script, entry, context)
     if words is None:
         raise InputError(f"no command of the script starts a program with {BATCH}")
-    arguments = given_arguments(words)
-    typed_arguments = [_typed(argument) for argument in arguments if argument.option.startswith("--")]
-    options = Options([*of_files(arguments, context), *typed_arguments])
+    options = program_options(words, context)
     options.remarks += (
         Unread(option=condition, value="", why="only a running shell can decide it", matters=False)
         for condition in script.open
     )
     return options, before[-1].rpartition("/")[2], devices_of(before, script, text)
+
+
+def program_options(words: Sequence[str], context: LaunchContext) -> Options:
+    """Return the arguments that words behind a program give it, and those in the files beside that they name."""
+    arguments = given_arguments(words)
+    typed_arguments = [_typed(argument) for argument in arguments if argument.option.startswith("--")]
+    options = Options([*of_files(arguments, context), *typed_arguments])
+    options.remarks += (
+        Unread(option=name, value="read by the program", why=f"{name} is not beside this file: put it there")
+        for name in map(_file_of, arguments)
+        if name and read_beside(name, context.folder) is None
+    )
+    return options
+
+
+def _file_of(argument: Argument) -> str:
+    """Return the name of the file of arguments that a word is, or that `--config` names; blank where it is neither."""
+    name = argument.option if argument.name != "config" else str(argument.value)
+    return name if name.endswith((".yaml", ".yml", ".json")) else ""
 
 
 def _typed(argument: Argument) -> Argument:
@@ -70,9 +87,8 @@ def _typed(argument: Argument) -> Argument:
 def of_files(arguments: Sequence[Argument], context: LaunchContext) -> list[Argument]:
     """Return the arguments in files that the words name without an option, or with `--config`."""
     result: list[Argument] = []
-    for argument in arguments:
-        name = argument.option if argument.name != "config" else str(argument.value)
-        if name.endswith((".yaml", ".yml", ".json")) and (beside := read_beside(name, context.folder)):
+    for name in map(_file_of, arguments):
+        if name and (beside := read_beside(name, context.folder)):
             parse = parse_json if name.endswith(".json") else parse_yaml
             result += Options.of_table(parse(*beside)).arguments.values()
     return result

@@ -173,9 +173,7 @@ def _experts_per_stage(workload: Workload, plan: ParallelPlan) -> str:
 MAIN_WEIGHTS = SupportedWords(
     axis="main_weights", words=("fp32", "remainders", "fp16"), source=f"{_ARGUMENTS} --main-params-dtype"
 )
-OFFLOADS = SupportedWords(
-    axis="offload", words=("none", "optimizer", "activations"), source=f"{_ARGUMENTS} --optimizer-cpu-offload"
-)
+OFFLOADS = SupportedWords(axis="offload", words=("none", "optimizer"), source=f"{_ARGUMENTS} --optimizer-cpu-offload")
 SUPPORTED = (
     MAIN_WEIGHTS,
     OFFLOADS,
