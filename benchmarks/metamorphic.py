@@ -20,14 +20,16 @@ from reports import make_parser, write_report
 
 from autoplan.base.arrays import Floats, add_up
 from autoplan.base.errors import AutoplanError
-from autoplan.cost.estimate import estimate
-from autoplan.spec.enums import Sharding
-from autoplan.spec.plan import PlanBatch
+from autoplan.cost.estimate import estimate, stage_costs
+from autoplan.spec.enums import Offload, Recompute, Sharding
+from autoplan.spec.estimate import StageCost
+from autoplan.spec.plan import ALL_LAYERS, FULL, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.topology.cluster import ClusterSpec
 
 SEED = 11
 ROUNDING = 1e-9  # relative: sums that are added up in another order
+STATES = ("weights", "gradients", "optimizer")  # terms of memory
 BETTER = 1.5  # how much faster or larger a part of the machine becomes
 
 Change = Callable[[Problem], Problem]
@@ -146,23 +148,54 @@ def _more_micro_batches(problem: Problem, plans: PlanBatch) -> tuple[PlanBatch, 
     return plans, estimate(problem, plans).step_s / estimate(problem, more).step_s - 1
 
 
-def _less_sharded(less: Sharding, more: Sharding) -> Law:
-    """Return the law that sharding `more` makes the states smaller, or the peak.
+def _never_larger(
+    name: str, terms: tuple[str, ...], changed: Callable[[PlanBatch], tuple[PlanBatch, PlanBatch]]
+) -> Law:
+    """Return the law that a change of plans makes what a rank keeps in `terms` smaller, or its peak.
 
-    Buffers of the collectives may make up for the states, and a peak without them may come while others are alive.
+    `changed` returns the plans that the law speaks of, and what becomes of them.  Buffers may make up for what is kept,
+    and a peak without them may come while others are alive.  The fullest rank may become another one, so that where its
+    figures break the law all ranks are compared one by one.
     """
 
     def broken(problem: Problem, plans: PlanBatch) -> tuple[PlanBatch, Floats]:
-        plans = plans.take((plans.sharding == less.code) & (plans.dp * plans.cp > 1))
-        sharded = replace(plans, sharding=np.full(len(plans), more.code))
-        before, after = estimate(problem, plans), estimate(problem, sharded)
-        states = (
-            add_up(costs.memory_terms_bytes[name] for name in ("weights", "gradients", "optimizer"))
-            for costs in (after, before)
-        )
-        return plans, np.minimum(np.divide(*states), after.memory_bytes / before.memory_bytes) - 1
+        plans, less = changed(plans)
+        before, after = estimate(problem, plans), estimate(problem, less)
+        kept = [add_up(costs.memory_terms_bytes[term] for term in terms) for costs in (after, before)]
+        excess = np.minimum(kept[0] / np.maximum(kept[1], 1.0), after.memory_bytes / before.memory_bytes) - 1
+        for at in map(int, np.flatnonzero(excess > ROUNDING)):
+            ranks = zip(stage_costs(problem, plans.plan(at)), stage_costs(problem, less.plan(at)), strict=True)
+            excess[at] = max(_growth(*rank, terms) for rank in ranks)
+        return plans, excess
 
-    return Law(name=f"{less} to {more}: no plan needs more memory", broken=broken)
+    return Law(name=name, broken=broken)
+
+
+def _growth(before: StageCost, after: StageCost, terms: tuple[str, ...]) -> float:
+    """By how much a rank keeps more in `terms` and has a higher peak: the lesser of both shares."""
+    kept = [sum(cost.memory_terms_bytes.get(term, 0.0) for term in terms) for cost in (after, before)]
+    return min(kept[0] / max(kept[1], 1.0), after.memory_bytes / before.memory_bytes) - 1
+
+
+def _less_sharded(less: Sharding, more: Sharding) -> Law:
+    """Return the law that sharding `more` makes the states smaller, or the peak."""
+
+    def changed(plans: PlanBatch) -> tuple[PlanBatch, PlanBatch]:
+        plans = plans.take((plans.sharding == less.code) & (plans.dp * plans.cp > 1))
+        return plans, replace(plans, sharding=np.full(len(plans), more.code))
+
+    return _never_larger(f"{less} to {more}: no plan needs more memory", STATES, changed)
+
+
+def _repeating_all(plans: PlanBatch) -> tuple[PlanBatch, PlanBatch]:
+    plans = plans.take(plans.recompute == Recompute.NONE.code)
+    everywhere, layers = np.full(len(plans), FULL), np.full(len(plans), ALL_LAYERS)
+    return plans, replace(plans, recompute=everywhere, recompute_num_layers=layers)
+
+
+def _with_optimizer_on_host(plans: PlanBatch) -> tuple[PlanBatch, PlanBatch]:
+    plans = plans.take(plans.offload == Offload.NONE.code)
+    return plans, replace(plans, offload=np.full(len(plans), Offload.OPTIMIZER.code))
 
 
 LAWS = (
@@ -176,6 +209,8 @@ LAWS = (
     Law(name="twice the micro-batches: no plan is faster", broken=_more_micro_batches),
     _less_sharded(Sharding.ZERO1, Sharding.ZERO2),
     _less_sharded(Sharding.ZERO2, Sharding.ZERO3),
+    _never_larger("full recomputation: no plan needs more memory", ("activations",), _repeating_all),
+    _never_larger("optimizer on the host: no plan needs more memory", STATES, _with_optimizer_on_host),
 )
 
 

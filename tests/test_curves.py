@@ -37,6 +37,15 @@ def test_a_larger_product_runs_at_no_lower_rate(m: float, n: float, k: float, fa
         assert 1 <= curve.slowdown(*map(array, larger)) <= small
 
 
+@given(st.floats(1, 1e4), st.floats(1, 1e4), st.floats(1, 100), st.floats(0, 100), st.floats(0, 100))
+def test_a_larger_product_takes_no_less_time(m: float, n: float, factor: float, half_m: float, half_n: float) -> None:
+    curve = GemmCurve(half_m=half_m, half_n=half_n)
+    small = m * n * curve.slowdown(array(m), array(n), array(512))
+    for rows, columns in ((m * factor, n), (m, n * factor)):
+        larger = rows * columns * curve.slowdown(array(rows), array(columns), array(512))
+        assert larger >= small * (1 - 1e-9)
+
+
 def test_half_of_the_rate_is_left_at_each_half_size() -> None:
     curve = GemmCurve(half_m=0, half_n=0, half_k=100, half_output=0)
     assert curve.slowdown(array(1e9), array(1e9), array(100)) == pytest.approx(2)

@@ -71,10 +71,16 @@ class GemmCurve(_Sourced):
 
         `pace` is the plateau's rate in the type of the inputs over that in 16 bits, of which the curve is: a tile's
         prologue and epilogue last as long, beside a loop that is as much shorter.  The tiles of products that run
-        `side_by_side` fill the device together.
+        `side_by_side` fill the device together.  A product takes no longer than one of more rows or columns, as which
+        it could be computed: below the size that takes least all take as long.
         """
-        tiles = (1 + self.half_m / m) * (1 + self.half_n / n)
-        return tiles * (1 + self.half_k * pace / k) * (1 + self.half_output / (m * n * side_by_side))
+        output = self.half_output / side_by_side
+        # The number of columns that takes least with the number of rows that does.
+        fewest = np.cbrt(self.half_n**2 * output / self.half_m) if self.half_m else 0.0
+        rows = np.maximum(m, np.sqrt(self.half_m * output / np.maximum(n, fewest)))
+        columns = np.maximum(n, np.sqrt(self.half_n * output / rows))
+        tiles = (rows + self.half_m) / m * (columns + self.half_n) / n
+        return tiles * (1 + self.half_k * pace / k) * (1 + output / (rows * columns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
