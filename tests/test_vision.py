@@ -86,6 +86,8 @@ KINDS = (
     *("llava", "llava_next", "llava_onevision", "gemma3", "paligemma", "internvl", "mistral3"),
     *("idefics3", "smolvlm", "llava_next_video", "lighton_ocr", "cosmos3_omni", "cohere2_vision"),
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("vipllava", "shieldgemma2", "deepseek_vl", "hyperclovax_vision_v2", "exaone4_5", "glm4v", "glm46v", "glmga"),
+    *("glm4v_moe", "llama4", "paddleocr_vl", "cosmos3_edge", "qianfan_ocr"),
 )
 
 

@@ -71,7 +71,7 @@ def _vit(table: dict[str, Any], config: dict[str, Any], sizes: Sizes, *, image: 
         # A learned query, attention, a norm and an MLP.
         beside += hidden + 4 * (hidden + 1) * hidden + 2 * hidden + 2 * hidden * sizes.ffn + sizes.ffn + hidden
     kind, tokens = table["model_type"], patches
-    if kind == "gemma3":
+    if kind in ("gemma3", "shieldgemma2"):
         tokens = _count(table, "mm_tokens_per_image", 256)
         return Around(numbers, positions, tokens, ((hidden, text),), beside + hidden)
     if kind == "paligemma":
@@ -81,7 +81,11 @@ def _vit(table: dict[str, Any], config: dict[str, Any], sizes: Sizes, *, image: 
         projector = ((merged * hidden, wide), (wide // 2, text))
         return Around(numbers, positions, patches // merged, projector, beside + wide + text)
     biases = 2 * text * (table.get("multimodal_projector_bias", True) is True)
-    newline = text * (kind != "llava")
+    if kind == "vipllava":  # features of several layers, with a norm
+        layers = table.get("vision_feature_layer", [-2, -5, -8, -11, 6])
+        wide = hidden * (len(layers) if isinstance(layers, list) else 1)
+        return Around(numbers, positions, tokens, ((wide, text), (text, text)), beside + biases + 2 * wide)
+    newline = text * (kind not in ("llava", "deepseek_vl"))
     return Around(numbers, positions, tokens, ((hidden, text), (text, text)), beside + biases + newline)
 
 
@@ -104,6 +108,8 @@ def _qwen(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around
     out = _count(config, "hidden_size" if is_first else "out_hidden_size", sizes.text)
     hidden, wide = sizes.hidden, merged * sizes.hidden
     projector, biases = ((wide, wide), (wide, out)), wide + out
+    if table["model_type"] == "hyperclovax_vision_v2":  # one matrix more brings it to the text model
+        projector, biases = (*projector, (out, sizes.text)), biases + sizes.text
     if not config["model_type"].startswith("qwen3"):
         norm = hidden * (2 if is_first else 1)
         around = Around(numbers, merged * QWEN_IMAGE_TOKENS, QWEN_IMAGE_TOKENS, projector, norm + biases)
@@ -136,6 +142,55 @@ def _internvl(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Ar
     return Around(numbers, patches + 1, patches // merged, ((wide, text), (text, text)), beside)
 
 
+def _glm(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
+    """Learned positions, a norm behind the embedding; squares of patches are merged, and pass a gated MLP."""
+    side, merged = _count(config, "patch_size", 14), _count(config, "spatial_merge_size", 2) ** 2
+    patches = (_count(config, "image_size", 336) // side) ** 2
+    numbers = _count(config, "in_channels", 3) * _count(config, "temporal_patch_size", 2) * side**2
+    hidden, out, wide = (
+        sizes.hidden,
+        _count(config, "out_hidden_size", 4096),
+        _count(config, "intermediate_size", 13696),
+    )
+    projector = ((merged * hidden, out), (out, out), (out, wide), (out, wide), (wide, out))
+    beside = patches * hidden + hidden + hidden + out + 2 * out  # positions, bias, norm, bias, norm
+    return Around(numbers, patches, max(patches // merged, 1), projector, beside)
+
+
+def _llama4(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
+    """A class token and positions; an adapter over squares of patches, as wide as the MLPs of the layers are."""
+    patches, numbers = _grid(config, 448, 14)
+    ratio = config.get("pixel_shuffle_ratio", 0.5)
+    if not isinstance(ratio, float | int) or not 0 < ratio <= 1:
+        raise InputError(f"vision_config.pixel_shuffle_ratio must lie in (0, 1], got {str(ratio)[:40]!r}")
+    inner, outer = _count(config, "projector_input_dim", 4096), _count(config, "projector_output_dim", 4096)
+    projector = ((sizes.ffn, inner), (outer, outer), (_count(config, "vision_output_dim", 4096), sizes.text))
+    beside = (patches + 2) * sizes.hidden
+    return Around(numbers, patches + 1, max(round(patches * ratio**2), 1), projector, beside)
+
+
+def _paddle(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
+    """SigLIP without its head; a norm, then two matrices over squares of patches."""
+    patches, numbers = _grid(config, 384, 14)
+    return _squares(config, sizes, numbers, patches, wide=0)
+
+
+def _cosmos(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
+    """SigLIP-2 without its head; the projector's inner width is the model's own."""
+    numbers = _count(config, "num_channels", 3) * _count(config, "patch_size", 16) ** 2
+    wide = _count(table, "projector_hidden_size", 11520)
+    return _squares(config, sizes, numbers, _count(config, "num_patches", 256), wide=wide)
+
+
+def _squares(config: dict[str, Any], sizes: Sizes, numbers: int, patches: int, *, wide: int) -> Around:
+    """Positions and a bias, a norm, and two matrices over squares of patches, as wide as these or `wide`."""
+    merged = _count(config, "spatial_merge_size", 2) ** 2
+    square = merged * sizes.hidden
+    inner = wide or square
+    beside = (patches + 1) * sizes.hidden + 2 * sizes.hidden + inner + sizes.text
+    return Around(numbers, patches, max(patches // merged, 1), ((square, inner), (inner, sizes.text)), beside)
+
+
 def _idefics(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
     """SigLIP without its head; one matrix brings squares of patches to the text model."""
     patches, numbers = _grid(config, 224, 32)
@@ -161,7 +216,14 @@ AROUND: dict[str, Callable[[dict[str, Any], dict[str, Any], Sizes], Around]] = {
     "qwen2_vl_vision": _qwen,
     "qwen2_5_vl_vision": _qwen,
     "qwen3_vl_vision": _qwen,
+    "exaone4_5_vision": _qwen,
+    "glm4v_vision": _glm,
+    "glm4v_moe_vision": _glm,
+    "llama4_vision_model": _llama4,
+    "paddleocr_vl_vision": _paddle,
+    "cosmos3_edge_vision": _cosmos,
     "internvl_vision": _internvl,
+    "qianfan_ocr_vision": _internvl,
     "pixtral": _pixtral,
     "idefics3_vision": _idefics,
 }
