@@ -327,6 +327,26 @@ def test_refusals_name_the_part_that_is_not_covered() -> None:
             read_huggingface({"model_type": kind, "is_encoder_decoder": True}, "model")
 
 
+def test_what_a_class_assumes_is_refused_where_a_file_leaves_it_out() -> None:
+    """ESM's class assumes learned positions, and only rotary ones are described."""
+    esm = {
+        **{"model_type": "esm", "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6},
+        **{"intermediate_size": 136, "vocab_size": 33},
+    }
+    assert read_huggingface({**esm, "position_embedding_type": "rotary"}, "esm").bidirectional
+    with pytest.raises(InputError, match="position_embedding_type = 'absolute' is not covered"):
+        read_huggingface(esm, "esm")
+
+
+def test_nomic_files_of_both_spellings_are_read_alike() -> None:
+    new = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 136}
+    old = {"n_embd": 96, "n_layer": 2, "n_head": 6, "n_inner": 136, "qkv_proj_bias": False}
+    new_spec, old_spec = (
+        read_huggingface({"model_type": "nomic_bert", "vocab_size": 1000, **table}, "nomic") for table in (new, old)
+    )
+    assert new_spec == old_spec
+
+
 def test_no_type_is_both_read_and_refused_for_a_part() -> None:
     assert not set(model_types()) & set(read_table(shipped()["huggingface"])["uncovered"])
 

@@ -178,7 +178,7 @@ class _Config:
     def check_only(self) -> None:
         """Refuse what ModelSpec cannot express."""
         for key, allowed in self.rules.get("only", {}).items():
-            value = self.get(key)
+            value = self.assumed(key)
             same_as = self.config.get(allowed) if isinstance(allowed, str) else allowed
             if value is not _ABSENT and value is not None and value not in (allowed, same_as):
                 raise InputError(f"{key} = {_show(value)} is not covered for {self.kind}, only {_show(allowed)}")

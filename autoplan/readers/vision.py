@@ -107,7 +107,8 @@ def _qwen(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around
     is_first = config["model_type"] == "qwen2_vl_vision"
     out = _count(config, "hidden_size" if is_first else "out_hidden_size", sizes.text)
     hidden, wide = sizes.hidden, merged * sizes.hidden
-    projector, biases = ((wide, wide), (wide, out)), wide + out
+    projector: tuple[tuple[int, int], ...] = ((wide, wide), (wide, out))
+    biases = wide + out
     if table["model_type"] == "hyperclovax_vision_v2":  # one matrix more brings it to the text model
         projector, biases = (*projector, (out, sizes.text)), biases + sizes.text
     if not config["model_type"].startswith("qwen3"):
