@@ -103,7 +103,7 @@ class Case:
 
     @property
     def is_kin(self) -> bool:
-        """Whether the run is of a framework that is priced as another one."""
+        """Return whether the run is of a framework that is priced as another one."""
         return "framework" in self.problem.calibration.unseen
 
     @property
@@ -383,7 +383,7 @@ class Part:
 
     @property
     def evidence(self) -> str:
-        """What it rests on."""
+        """Evidence that it rests on."""
         if not self.num_runs:
             return "no run: where the fit starts, times what the cover of all asks for"
         return (

@@ -472,7 +472,7 @@ def _search_cases() -> Iterator[Case]:
 
 
 def make_cases() -> list[Case]:
-    """All cases, the longest first."""
+    """Cases, the longest first."""
     num_estimated = len(ESTIMATED.strip().splitlines())
     return [
         PREDICT,

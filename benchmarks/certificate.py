@@ -242,7 +242,7 @@ class Priced:
 
     @classmethod
     def of(cls, problem: Problem, batch: PlanBatch) -> Priced:
-        """All of them, block by block."""
+        """Join them, block by block."""
         columns: list[tuple[NDArray[Any], ...]] = []
         for at in range(0, len(batch), BLOCK_PLANS):
             costs = estimate(problem, batch.take(np.arange(at, min(at + BLOCK_PLANS, len(batch)))))
@@ -427,7 +427,7 @@ def small(rng: Rng, count: int) -> Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Large:
-    """One large problem."""
+    """A large problem."""
 
     command: str
     wall_s: float

@@ -63,7 +63,7 @@ class Change:
 
 @dataclass(slots=True)
 class Tally:
-    """What was searched, what was named, and what is faster."""
+    """Count of what was searched, what was named, and what is faster."""
 
     problems: int = 0
     unsolved: int = 0  # without a plan that fits

@@ -185,7 +185,7 @@ def family(plan: ParallelPlan) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One run of a plan, or the bytes that its ranks held in one."""
+    """Run of a plan, or the bytes that its ranks held in one."""
 
     model: str
     plan: str
@@ -202,7 +202,7 @@ class Launch:
 
     @property
     def is_clean(self) -> bool:
-        """Whether it ran, and other load left it alone, also that of neighbours who slow a virtual core down."""
+        """Return whether it ran, and other load left it alone, also that of neighbours who slow a virtual core down."""
         return bool(self.step_s) and self.foreign <= MOST_FOREIGN and not self.is_slow
 
     @property

@@ -62,7 +62,7 @@ class Part:
     only: tuple[Operation, ...]
 
     def scopes(self) -> Iterable[MeasurementScope]:
-        """One for each model and length."""
+        """A scope for each model and length."""
         for name in self.models:
             for seq_len in self.seq_lens:
                 yield MeasurementScope(
@@ -151,7 +151,7 @@ def turned(operation: Operation, shapes: Floats) -> Floats:
 
 
 def error_line(name: str, predicted_s: Floats, measured_s: Floats) -> str:
-    """One line of a table: how far off and in which direction."""
+    """Line of a table: how far off and in which direction."""
     errors = predicted_s / measured_s - 1
     return (
         f"{name:24s} {len(errors):4d}  {100 * np.median(np.abs(errors)):5.1f} %  "
@@ -215,7 +215,7 @@ def compared(device: DeviceSpec, records: list[Record]) -> list[str]:
 
 
 def listed(records: list[Record]) -> list[str]:
-    """Every record."""
+    """Records of all measurements."""
     lines = ["operation, mode, type and shape: time, kernel, clock and power"]
     groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in records:

@@ -164,7 +164,7 @@ def main() -> None:
 
 
 def read_clusters(cases: Sequence[Case]) -> list[Cluster]:
-    """Every cluster, with what other sources tell of it."""
+    """Clusters, with what other sources tell of them."""
     groups: dict[tuple[str, tuple[str, str]], list[Case]] = defaultdict(list)
     for case in cases:
         groups[case.source, case.key].append(case)

@@ -167,13 +167,13 @@ def _hidden_rows(points: fit.Points, share: float = HIDDEN_SHARE) -> Bools:
 
 
 def _hidden_matrices(points: fit.Points) -> Bools:
-    """All rows of some (n, k)."""
+    """Rows of some (n, k)."""
     matrices, matrix_of = np.unique(points.shapes[:, 1:], axis=0, return_inverse=True)
     return (np.random.default_rng(SEED).random(len(matrices)) < HIDDEN_SHARE)[matrix_of.ravel()]
 
 
 def _hidden_sizes(points: fit.Points) -> Bools:
-    """Every second buffer, of powers of two."""
+    """Alternate buffers, of powers of two."""
     return np.log2(points.shapes[:, -1]) % 2 == 0
 
 

@@ -168,7 +168,7 @@ def predicted(cases: Sequence[Case], traits: dict[str, float]) -> Predicted:
 
 
 def leave_models_out(cases: Sequence[Case]) -> Predicted:
-    """Every case by traits that were fitted without the runs of its model."""
+    """Cases by traits that were fitted without the runs of their models."""
     logged, z = np.empty(len(cases)), np.empty(len(cases))
     by_key: dict[tuple[str, str], list[int]] = defaultdict(list)
     for at, case in enumerate(cases):

@@ -37,7 +37,7 @@ Change = Callable[[Problem], Problem]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """What must hold between the price of a plan as it is and after a change.
+    """Relation that must hold between the price of a plan as it is and after a change.
 
     `broken` returns the plans that the law speaks of, and by how much each of them breaks it: a share, 0 or less where
     it is kept.
@@ -219,7 +219,7 @@ LAWS = (
 
 @dataclass(slots=True)
 class Tally:
-    """What was priced, and what broke a law."""
+    """Count of what was priced, and what broke a law."""
 
     problems: int = 0
     plans: int = 0

@@ -42,7 +42,7 @@ CLASSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What became of one model type."""
+    """Outcome of one model type."""
 
     kind: str
     refusal: str = ""

@@ -37,7 +37,7 @@ SAME = 0.01  # change of a step that repeats on one machine do not tell from non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One run of a pair: what it chose, and how long its step took and was said to take, in seconds."""
+    """Run of a pair: what it chose, and how long its step took and was said to take, in seconds."""
 
     id: str
     choices: Mapping[str, str]
@@ -89,7 +89,7 @@ def is_right_way(measured: float, predicted: float) -> bool:
 
 
 def choices_of(row: Mapping[str, str]) -> dict[str, str]:
-    """What a row states of its choices.  Modules to recompute say more than the kind of recomputation does."""
+    """Choices that a row states.  Modules to recompute say more than the kind of recomputation does."""
     pairs = (part.partition("=") for part in row.get("options", "").split(";"))
     stated = {name.strip(): value.strip() for name, sign, value in pairs if sign}
     stated |= {name: row[name] for name in CHOICES if row.get(name, "").strip() not in BLANKS}

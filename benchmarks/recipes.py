@@ -129,12 +129,12 @@ class Comparison:
 
     @property
     def is_faster(self) -> bool:
-        """Whether the recipe is faster than what was proven to be the fastest that fits."""
+        """Return whether the recipe is faster than what was proven to be the fastest that fits."""
         return self.ratio < 1.0 - TOLERANCE
 
     @property
     def is_much_slower(self) -> bool:
-        """Whether the best plan has to be believed for a reason."""
+        """Return whether the best plan has to be believed for a reason."""
         return self.ratio > 1.0 + MUCH_FASTER
 
     @property
@@ -146,7 +146,7 @@ class Comparison:
 
     @property
     def is_exception(self) -> bool:
-        """Whether it contradicts the proof, or there is none."""
+        """Return whether it contradicts the proof, or there is none."""
         return bool(self.failure) or (self.is_faster and self.verdict == "fits")
 
 

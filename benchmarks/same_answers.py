@@ -436,7 +436,7 @@ def records_of(folder: Path, groups: Iterable[str]) -> dict[str, Path]:
 
 
 def compared(first: Path, second: Path, groups: Iterable[str], renames: Renames) -> Iterator[tuple[str, list[str]]]:
-    """Every case with its differences."""
+    """Cases with their differences."""
     groups = tuple(groups)
     old, new = records_of(first, groups), records_of(second, groups)
     for name in dict.fromkeys((*old, *new)):

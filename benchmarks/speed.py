@@ -95,7 +95,7 @@ print(json.dumps([count, time.process_time() - start]))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One process that searched."""
+    """Process that searched."""
 
     wall_s: float
     cpu_s: float
@@ -185,7 +185,7 @@ _HEAD = (
 
 
 def whole_processes(num_runs: int) -> list[str]:
-    """Every space of `benchmarks/spaces/`."""
+    """Spaces of `benchmarks/spaces/`."""
     spaces = {path.stem: read_table(path) for path in sorted(SPACES.glob("*.toml"))}
     return [*_HEAD, *(_row(name, [search_once(space) for _ in range(num_runs)]) for name, space in spaces.items())]
 
@@ -198,7 +198,7 @@ def _exponent(what: str, sizes: Sequence[float], runs: Sequence[Run]) -> str:
 
 
 def growth() -> list[str]:
-    """One space with more and more devices, the batch with them; another with more and more choices on every axis."""
+    """Time a space with more and more devices and a batch like them, another with more and more choices on its axes."""
     small, large = read_table(SPACES / "llama3-8b.toml"), read_table(SPACES / "llama3-405b.toml")
     devices = [8 * nodes for nodes in GROWING]
     spaces = [

@@ -56,7 +56,7 @@ def evidences(groups: Sequence[Group]) -> Floats:
 
 
 def tables(groups: Sequence[Group]) -> Iterator[str]:
-    """All lines of the report."""
+    """Lines of the report."""
     found = evidences(groups)
     sources = np.array([group.source for group in groups])
     total = found.sum(axis=-1)

@@ -169,7 +169,7 @@ def finish(run: Path) -> None:
 def table(
     problem: Problem, plans: Sequence[RankedPlan], truth: Sequence[Sequence[float]], tried: Sequence[TunedTrial]
 ) -> Iterator[str]:
-    """Every plan, in the order of its truth, and what tune made of them."""
+    """Plans, in the order of their truth, and what tune made of them."""
     model = problem.model
     middle = np.array([median(runs) if runs else np.inf for runs in truth])
     best = float(middle.min())

@@ -60,7 +60,7 @@ AIM = (3.0, 8.0)  # trials: median, 90th percentile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """One decision: plans with their predictions, and what running each comes to."""
+    """Decision: plans with their predictions, and what running each comes to."""
 
     source: str
     title: str
@@ -71,7 +71,7 @@ class Group:
     best_s: float
 
     def is_found(self, at: int) -> bool:
-        """Whether running this plan ends the search."""
+        """Return whether running this plan ends the search."""
         step_s = self.answers[at].step_s
         return step_s is not None and step_s <= (1 + NEAR) * self.best_s
 
@@ -314,7 +314,7 @@ def stopping_point(groups: Sequence[Group]) -> str:
 
 
 def tables(groups: Sequence[Group], seeds: int) -> Iterator[str]:
-    """All lines of the report."""
+    """Lines of the report."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     for sources, what in ((SOURCES, "the sweeps of the aim"), (ERRATIC, "a sweep with erratic runs, beyond the aim")):
         own_groups = [group for group in groups if group.source in sources]

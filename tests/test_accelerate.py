@@ -342,7 +342,7 @@ def mutated(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def answered() -> dict[str, Any]:
-    """What the installed Accelerate answers, by question."""
+    """Answers of the installed Accelerate, by question."""
     if find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed")
     questions = {f"plan {name}": text_of(plan_file) for name, plan_file in PLANS.items()}

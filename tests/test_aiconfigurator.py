@@ -96,12 +96,17 @@ def test_only_what_was_asked_for_is_read(tmp_path: Path) -> None:
     write(tmp_path, "h100_sxm/gemm/vllm/1/gemm_perf.parquet", GEMM)
     write(tmp_path, "l40s/gemm/sglang/1/gemm_perf.parquet", GEMM)
     write(tmp_path, "l40s/comm/nccl/1/nccl_perf.parquet", NCCL)
-    assert {one.device for one in read_measurements(tmp_path, devices=["l40s"])} == {"l40s"}
-    assert {one.operation for one in read_measurements(tmp_path, operations=["gemm"])} == {"gemm"}
-    assert [one.operation for one in read_measurements(tmp_path, operations=["all_to_all"])] == ["all_to_all"]
-    assert [one.device for one in read_measurements(tmp_path, frameworks=["vllm"])] == ["h100-sxm"]
-    assert [one.operation for one in read_measurements(tmp_path, dtypes=["fp16"])] == ["all_reduce"]
-    assert {one.operation for one in read_measurements(tmp_path, dtypes=["bf16", "int8"])} == {"gemm", "all_to_all"}
+    assert {measurement.device for measurement in read_measurements(tmp_path, devices=["l40s"])} == {"l40s"}
+    assert {measurement.operation for measurement in read_measurements(tmp_path, operations=["gemm"])} == {"gemm"}
+    assert [measurement.operation for measurement in read_measurements(tmp_path, operations=["all_to_all"])] == [
+        "all_to_all"
+    ]
+    assert [measurement.device for measurement in read_measurements(tmp_path, frameworks=["vllm"])] == ["h100-sxm"]
+    assert [measurement.operation for measurement in read_measurements(tmp_path, dtypes=["fp16"])] == ["all_reduce"]
+    assert {measurement.operation for measurement in read_measurements(tmp_path, dtypes=["bf16", "int8"])} == {
+        "gemm",
+        "all_to_all",
+    }
 
 
 def test_unknown_tables_are_passed_over(tmp_path: Path) -> None:
@@ -155,7 +160,7 @@ def test_folders_are_named_as_the_shipped_devices() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("aiconfigurator_core") is None, reason="aiconfigurator-core not installed")
 def test_the_installed_wheel_holds_plausible_h100_timings() -> None:
     gemms = list(islice(read_measurements(devices=["h100-sxm"], operations=["gemm"], frameworks=["vllm"]), 200_000))
-    large = [one for one in gemms if one.dtype == "bf16" and one.shape == (8192, 8192, 8192)]
+    large = [gemm for gemm in gemms if gemm.dtype == "bf16" and gemm.shape == (8192, 8192, 8192)]
     assert large
     for one in large:
         assert 0.5 < 2 * 8192**3 / one.seconds / 989.4e12 < 1

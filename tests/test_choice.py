@@ -75,10 +75,12 @@ def test_contenders_are_the_plans_of_other_kinds_in_the_interval(found: SearchRe
     assert best == found.rivals[0]
     assert choice.runner_up == others[0]
     assert choice.ratio == pytest.approx(pace(others[0]) / pace(best))
-    kinds = [kind_of(best.plan), *(kind_of(one.plan) for one in choice.contenders)]
+    kinds = [kind_of(best.plan), *(kind_of(contender.plan) for contender in choice.contenders)]
     assert len(set(kinds)) == len(kinds)
-    assert all(one.low <= 1 <= one.ratio <= one.high for one in choice.contenders)
-    assert [one.ratio for one in choice.contenders] == sorted(one.ratio for one in choice.contenders)
+    assert all(contender.low <= 1 <= contender.ratio <= contender.high for contender in choice.contenders)
+    assert [contender.ratio for contender in choice.contenders] == sorted(
+        contender.ratio for contender in choice.contenders
+    )
     assert 0 < choice.num_contenders < len(others)
     assert choice.is_close == (choice.width >= choice.ratio)
 
@@ -148,7 +150,7 @@ def test_what_a_full_ranking_may_have_dropped_is_not_proven() -> None:
     problem, space = make(calibration=Calibration(time_spread=0.05, pipeline_time_spread=0.2))
     result = search(problem, space)
     certificate = replace(result.certificate, priced=10**6)
-    near = tuple(one for one in result.rivals if pace(one) < 1.05 * pace(result.rivals[0]))
+    near = tuple(rival for rival in result.rivals if pace(rival) < 1.05 * pace(result.rivals[0]))
     assert not robust_order(problem, replace(result, rivals=near, certificate=certificate), 0.9).certificate.proven
 
 

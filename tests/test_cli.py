@@ -166,7 +166,7 @@ def test_a_search_says_what_would_change_its_answer_and_why_others_lost(folder: 
     cells = [re.findall(r"[\d.]+ m?s", line) for line in shown.splitlines() if re.match(r" ?\d+  \w", line)]
     assert "0.9 quantile" in shown
     assert len(cells) >= 5
-    quantiles = [float(one[1].split()[0]) * (1e-3 if one[1].endswith("ms") else 1) for one in cells]
+    quantiles = [float(cell[1].split()[0]) * (1e-3 if cell[1].endswith("ms") else 1) for cell in cells]
     assert quantiles == sorted(quantiles)
     assert_refused(folder, "search", "llama.json", *PLACE, "--force", "--robust", "1.5", says="--robust 1.5")
 

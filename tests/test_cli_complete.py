@@ -10,7 +10,7 @@ from commands import run
 
 
 def completed(folder: Path, line: str) -> list[str]:
-    """What a shell is offered behind a line."""
+    """Words that a shell is offered behind a line."""
     count = len(line.split()) - (not line.endswith(" "))
     answer = run(folder, _AUTOPLAN_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(count))
     assert answer.returncode == 0

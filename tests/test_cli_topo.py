@@ -75,7 +75,7 @@ def test_every_preset_fits_on_a_screen_and_can_be_drawn(name: str) -> None:
     cluster = replace(load_cluster(name), num_nodes=64)
     assert len(shown(cluster)) <= 45
     svg = draw(cluster, quotient(cluster))
-    assert any("64" in one for one in texts(svg))
+    assert any("64" in text for text in texts(svg))
     for box in ET.fromstring(svg).iter(f"{SVG}rect"):
         if not (box.get("width") or "").endswith("%"):
             assert float(box.get("x", 0)) >= 0
@@ -134,10 +134,10 @@ def test_labels_of_links_keep_apart() -> None:
 def test_the_json_holds_the_graph() -> None:
     cluster = two_sites()
     table = topology_json(cluster, quotient(cluster))
-    kinds = {one["kind"] for one in table["vertices"]}
+    kinds = {vertex["kind"] for vertex in table["vertices"]}
     assert kinds == {"device", "nic", "pcie_switch", "socket", "fabric", "switch", "core", "wan"}
-    assert sum(one["count"] for one in table["vertices"] if one["kind"] == "device") == 320
-    ids = {one["id"] for one in table["vertices"]}
+    assert sum(vertex["count"] for vertex in table["vertices"] if vertex["kind"] == "device") == 320
+    ids = {vertex["id"] for vertex in table["vertices"]}
     assert all(set(edge["between"]) <= ids for edge in table["edges"])
     assert {edge["oversubscription"] for edge in table["edges"]} == {1.0, 4.0}
 

@@ -122,7 +122,7 @@ def test_a_message_and_the_gather_behind_it_take_as_long_as_the_estimate_says() 
 
 
 def flows_of(problem: Problem, plan: ParallelPlan) -> Expanded:
-    """Every message of a step between devices numbered by (stage, replica, context, tensor), put on every link."""
+    """Messages of a step between devices numbered by (stage, replica, context, tensor), put on every link."""
     expanded = Expanded(problem.cluster)
     ranks = np.arange(plan.num_devices).reshape(plan.pp, plan.dp, plan.cp, plan.tp)
     micro, layers = plan.num_microbatches, problem.model.num_layers // plan.pp

@@ -181,7 +181,7 @@ def faulty(faulty_crew: Crew) -> Crew:
 
 
 def assert_lost(crew: Crew, task: Task, says: str) -> None:
-    """All ranks end when one is lost, and `says` is why."""
+    """Check that ranks end when one is lost, and `says` is why."""
     pids = crew.pids
     try:
         with pytest.raises(CrewError, match=says):
@@ -476,4 +476,4 @@ def test_under_a_launcher_a_killed_rank_ends_all_and_is_stored(program: Path, tm
     assert "rank 1 was ended by SIGKILL" in errors[1]
     records = held(store)
     assert records[-1].status == "failed"
-    assert all(one.status != "failed" for one in records[:-1])
+    assert all(record.status != "failed" for record in records[:-1])

@@ -313,7 +313,7 @@ DEFECTS: dict[str, tuple[PlanFile, dict[str, Any]]] = {
 
 
 def refusal(text: str, file: PlanFile) -> str:
-    """What is said of a configuration before anything is exported or priced; empty where nothing is wrong."""
+    """Refusal of a configuration before anything is exported or priced; empty where nothing is wrong."""
     try:
         launch = read(text, given_for(file))
     except InputError as error:

@@ -84,7 +84,7 @@ def written(description: Description, folder: Path) -> None:
 
 
 def described(node: ObservedNode) -> Description:
-    """One node of which nothing else is known."""
+    """A node of which nothing else is known."""
     return describe_all(merge_all([Report(seen=(node,))]))
 
 
@@ -318,7 +318,7 @@ def test_a_node_is_the_same_however_a_second_source_counts_its_devices(order: li
     moved = replace(
         node,
         source="other",
-        devices=tuple(replace(one, index=order[one.index]) for one in node.devices),
+        devices=tuple(replace(device, index=order[device.index]) for device in node.devices),
         links=tuple(replace(link, a=order[link.a], b=None if link.b is None else order[link.b]) for link in node.links),
     )
     merged, says = merge([node, moved])

@@ -19,7 +19,7 @@ from stores import GEMM, some_records
 
 
 def part(name: str, **arguments: object) -> Check:
-    return next(one for one in check_up(**arguments).checks if one.part == name)  # type: ignore[arg-type]
+    return next(check for check in check_up(**arguments).checks if check.part == name)  # type: ignore[arg-type]
 
 
 def told(**answer: object) -> mock._patch[mock.MagicMock]:

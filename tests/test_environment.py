@@ -121,7 +121,7 @@ def ports(sys: Path) -> list[Nic]:
 
 
 def nvlinks(first: int, second: int) -> Links:
-    """Of two GPUs to switches."""
+    """Links of two GPUs to switches."""
     return {(at, at): GpuLink(kind="nvlink", num_links=number) for at, number in enumerate((first, second))}
 
 

@@ -196,8 +196,8 @@ def test_another_plan_is_priced_and_its_changes_alone() -> None:
     found = versus(problem, PLAN, "tp=4,recompute=full", other, problem)
     assert found.plan == price(problem, other)
     assert found.gap.ratio == pytest.approx(found.plan.step_s / price(problem, PLAN).step_s)
-    assert {one.axis for one in found.changes} == {"tp", "recompute"}
-    alone = next(one for one in found.changes if one.axis == "recompute").alone
+    assert {change.axis for change in found.changes} == {"tp", "recompute"}
+    alone = next(change for change in found.changes if change.axis == "recompute").alone
     assert alone is not None
     assert alone.step_s == price(problem, replace(PLAN, recompute="full")).step_s
     with pytest.raises(InputError, match="needs 12 devices, there are 16"):

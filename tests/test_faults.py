@@ -31,7 +31,7 @@ def lab(*faults: Fault, **changes: Any) -> ClusterSpec:
 
 
 def rates(cluster: ClusterSpec) -> list[float]:
-    """Of the links inside nodes, of the NICs, and of what leads out of leaves, over those of sound ones."""
+    """Rates of the links inside nodes, of the NICs, and of what leads out of leaves, over those of sound ones."""
     sound = compile_topology(lab())
     levels = compile_topology(cluster).levels
     return [level.bytes_per_s / other.bytes_per_s for level, other in zip(levels, sound.levels, strict=True)]

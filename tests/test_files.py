@@ -429,7 +429,7 @@ def test_every_required_key_of_a_schema_is_one_of_its_properties() -> None:
 
 
 def faults(value: Any, rule: dict[str, Any], whole: dict[str, Any], place: str = "$") -> list[str]:
-    """What `rule`, a part of the JSON Schema `whole`, finds wrong with `value`."""
+    """Faults that `rule`, a part of the JSON Schema `whole`, finds wrong with `value`."""
     found: list[str] = []
     if "$ref" in rule:
         found += faults(value, whole["$defs"][rule["$ref"].rpartition("/")[2]], whole, place)

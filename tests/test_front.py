@@ -44,12 +44,12 @@ def best_of(values: Floats) -> set[tuple[int, ...]]:
 
 
 def keys_of(problem: Problem, plans: tuple[RankedPlan, ...], columns: list[int]) -> list[tuple[int, ...]]:
-    batch = PlanBatch.of([one.plan for one in plans], problem.model.num_layers)
+    batch = PlanBatch.of([plan.plan for plan in plans], problem.model.num_layers)
     return [tuple(one) for one in keys(measures_of(problem, batch)[0][:, columns]).tolist()]
 
 
 def close(one: set[tuple[int, ...]], others: set[tuple[int, ...]]) -> bool:
-    """Whether the same fronts, but for rounding of batches of other sizes."""
+    """Return whether fronts are the same, but for rounding of batches of other sizes."""
     a, b = np.array(sorted(one)), np.array(sorted(others))
     return a.shape == b.shape and bool((abs(a - b) <= 1).all())
 

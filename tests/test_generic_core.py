@@ -35,7 +35,7 @@ def test_nine_of_ten_runs_on_unmeasured_cores_are_inside_the_interval() -> None:
         problem = replace(problem, training=replace(problem.training, precision=precision))  # type: ignore[arg-type]
         plans = [replace(one, precision=precision) for one in plans_of(model) if label(one) in step_s]  # type: ignore[arg-type]
         cost = estimate(problem, PlanBatch.of(plans, problem.model.num_layers))
-        took_s = np.array([step_s[label(one)] for one in plans])
+        took_s = np.array([step_s[label(plan)] for plan in plans])
         inside += ((cost.low_s < took_s) & (took_s < cost.high_s)).tolist()
     assert len(inside) > 200
     assert 0.85 <= np.mean(inside) <= 0.95

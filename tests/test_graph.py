@@ -356,7 +356,7 @@ def test_the_names_and_the_order_of_nodes_change_nothing(rng: random.Random) -> 
     rng.shuffle(order)
     renamed = {switch: f"s{at}" for at, switch in enumerate(rng.sample("abcdepqr", 8))}
     nodes = tuple(
-        NodeGroup(names=(f"n{at}",), switches=tuple(renamed[one] for one in pairs[old][1]))
+        NodeGroup(names=(f"n{at}",), switches=tuple(renamed[pair] for pair in pairs[old][1]))
         for at, old in enumerate(order)
     )
     shuffled = replace(cluster, nodes=nodes)

@@ -387,7 +387,9 @@ def test_windowed_layers_are_those_of_transformers(transformers: Any, kind: str)
     config = transformers_config(transformers, kind, changes)
     table = as_json(config.to_dict())
     layer_types = table.get("layer_types") or ["sliding_attention"] * 13
-    expected = [Block.ATTENTION if one == "full_attention" else Block.WINDOW_ATTENTION for one in layer_types]
+    expected = [
+        Block.ATTENTION if layer_type == "full_attention" else Block.WINDOW_ATTENTION for layer_type in layer_types
+    ]
     # As transformers writes it, and as older files leave the list out.
     for config_json in (table, {key: value for key, value in table.items() if key != "layer_types"}):
         spec = read_huggingface(config_json, kind)

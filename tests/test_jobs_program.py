@@ -58,7 +58,7 @@ def is_running(pid: int) -> bool:
 def assert_gone(pids: Path) -> None:
     numbers = [int(one) for one in pids.read_text().split()]
     assert len(numbers) == 3
-    assert not [one for one in numbers if is_running(one)]
+    assert not [number for number in numbers if is_running(number)]
 
 
 def test_what_a_program_writes_as_it_ends_is_heard_however_late_one_looks(

@@ -148,7 +148,7 @@ def test_the_controller_is_killed_in_the_middle_and_nothing_runs_twice(
     (Path(names[1]) / "go").touch()
     names.append(late)
     assert until(following, names, are("ended")) == [JobStatus(state="ended", status=0)] * 3
-    assert [num_runs(one) for one in names] == [1, 1, 1]
+    assert [num_runs(name) for name in names] == [1, 1, 1]
 
 
 def test_a_submission_whose_answer_was_lost_is_found_again(
@@ -216,7 +216,7 @@ def forgotten(stand_in: StandIn, template: JobTemplate, tmp_path: Path) -> tuple
 
 
 def polled(jobs: SchedulerJobs, name: str) -> JobStatus:
-    """Where a job stands by the next answer."""
+    """State of a job by the next answer."""
     time.sleep(0.15)
     return jobs.poll([name])[name]
 

@@ -39,7 +39,7 @@ num_processes: 8
 
 
 def said(folder: Path, *arguments: str) -> str:
-    """What a command prints, all of it; it must succeed."""
+    """Output of a command, all of it; it must succeed."""
     done = run(folder, *arguments)
     assert done.returncode == 0, done.stderr
     return str(done.stdout + done.stderr)

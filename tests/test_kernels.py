@@ -102,7 +102,7 @@ def test_attention_and_its_backward_pass_run_flash_kernels() -> None:
     assert out.shape == (batch, heads, seq_len, head_dim)
     assert "Flash" in type(out.grad_fn).__name__
     gradients: Any = build("attention_backward", SHAPE["attention"], factory)()
-    assert [one.shape[1] for one in gradients] == [heads, kv_heads, kv_heads]
+    assert [gradient.shape[1] for gradient in gradients] == [heads, kv_heads, kv_heads]
 
 
 def test_the_optimizer_moves_its_weights() -> None:
@@ -136,7 +136,7 @@ def test_a_query_sees_the_last_tokens_of_its_window(window: int) -> None:
     scores = (q @ k.repeat_interleave(2, 1).transpose(2, 3) / 16**0.5).masked_fill((ages < 0) | (ages >= window), -1e9)
     torch.testing.assert_close(out, scores.softmax(-1) @ v.repeat_interleave(2, 1))
     gradients: Any = build("attention_backward", (1, 64, 4, 2, 16, window), factory, cache_bytes=0)()
-    assert [one.shape[1] for one in gradients] == [4, 2, 2]
+    assert [gradient.shape[1] for gradient in gradients] == [4, 2, 2]
 
 
 def test_latent_attention_has_values_narrower_than_keys() -> None:
@@ -145,7 +145,7 @@ def test_latent_attention_has_values_narrower_than_keys() -> None:
     out: Any = build("latent_attention", SHAPE["latent_attention"], factory)()
     assert out.shape == (batch, heads, seq_len, v_head_dim)
     gradients: Any = build("latent_attention_backward", SHAPE["latent_attention"], factory)()
-    assert [one.shape[-1] for one in gradients] == [qk_head_dim, qk_head_dim, v_head_dim]
+    assert [gradient.shape[-1] for gradient in gradients] == [qk_head_dim, qk_head_dim, v_head_dim]
 
 
 def test_what_no_device_of_this_kind_can_run_has_no_name() -> None:

@@ -221,7 +221,7 @@ def test_the_plan_of_the_file_is_priced_beside_the_best(folder: Path, found: Pla
 
 
 def plan_file_of_search(folder: Path) -> PlanFile:
-    """What a search finds that knows nothing of the launch file."""
+    """Plan file of a search that knows nothing of the launch file."""
     if not (folder / "alone.json").exists():
         assert run(folder, "search", *PROBLEM, "--out", "alone.json", "-q").returncode == 0
     return plan_file(folder / "alone.json")
@@ -231,12 +231,12 @@ def test_the_walk_ends_at_the_best_plan_and_options_are_the_targets_own(folder: 
     today = found.today
     assert today is not None
     assert today.walk[-1].plan == found.best
-    changes = {one.axis: one for one in today.changes}
+    changes = {change.axis: change for change in today.changes}
     assert (changes["recompute"].before, changes["recompute"].after) == ("full", "none")
-    dropped = {one.option: (one.before, one.after) for one in changes["recompute"].options}
+    dropped = {option.option: (option.before, option.after) for option in changes["recompute"].options}
     assert dropped["--recompute-granularity"] == ("full", None)
     assert set(dropped) == {"--recompute-granularity", "--recompute-method", "--recompute-num-layers"}
-    options = {one.option: (one.before, one.after) for one in today.options}
+    options = {option.option: (option.before, option.after) for option in today.options}
     assert options["--tensor-model-parallel-size"] == ("8", str(found.best.plan.tp))
     assert "--weight-decay" not in options
     assert "--num-layers" not in options
@@ -261,8 +261,8 @@ def test_what_the_plan_does_not_change_is_no_change_of_an_option(folder: Path) -
         assert exported_ in script
         script = script.replace(exported_, mine)
     (folder / "own.sh").write_text(script)
-    options = {one["option"] for one in search_from(folder, "own.sh")["today"]["options"]}
-    assert options == {one["option"] for one in search_from(folder, "launch/launch.sh")["today"]["options"]}
+    options = {option["option"] for option in search_from(folder, "own.sh")["today"]["options"]}
+    assert options == {option["option"] for option in search_from(folder, "launch/launch.sh")["today"]["options"]}
     assert "--tensor-model-parallel-size" in options
 
 

@@ -281,7 +281,7 @@ FREE = {8: "80000\n" * 8, 7: "80000\n" * 7, 0: "80000\n" * 7 + "71999\n"}
 def preflight(
     folder: Path, plan_file: PlanFile, stand_ins: dict[str, str], launcher: Launcher = "torchrun", **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """What the script says whose tools are these alone."""
+    """Words of the script whose tools are these alone."""
     tools = {"torchrun": "#!/bin/bash\n", **{name: f"#!/bin/bash\n{text}" for name, text in stand_ins.items()}}
     given = {"MASTER_ADDR": "a", "NODE_RANK": "0", "PREFLIGHT": "1", **variables}
     return run_files(folder, files_of(plan_file, launcher)[-2:], stand_ins=tools, **given)

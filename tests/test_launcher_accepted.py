@@ -154,7 +154,7 @@ MANIFESTS = [name for name, (_, launcher) in CASES.items() if launcher in ("trai
 
 
 def tables(value: Any) -> Iterator[dict[str, Any]]:
-    """Every table inside."""
+    """Yield the tables inside."""
     if isinstance(value, dict):
         yield value
         value = list(value.values())

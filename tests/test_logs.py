@@ -64,7 +64,7 @@ def torchtitan(step: int, seconds: float, version: str = "v0.2.2", at_s: float =
 
 
 def human(value: float) -> str:
-    """What `human_format` of nanotron's logging.py makes of a number above 1."""
+    """Text that `human_format` of nanotron's logging.py makes of a number above 1."""
     value = float(f"{value:.3g}")
     sizes = ["", "K", "M", "B", "T"]
     while abs(value) >= 1000:
@@ -109,7 +109,7 @@ def breakdown(seconds: float) -> list[str]:
 
 
 def bar(step: int, step_s: float | None, total: int = 100) -> str:
-    """What tqdm writes; each one goes back to the start of the line."""
+    """Lines that tqdm writes; each one goes back to the start of the line."""
     rate = None if step_s is None else 1 / step_s
     return "\r" + tqdm.format_meter(step, total, 0.0 if rate is None else 12.0, ncols=80, rate=rate)
 
@@ -369,5 +369,5 @@ def test_whatever_comes_in_whatever_pieces_gives_one_answer_or_an_input_error(
             answers.append(str(error))
     assert answers[0] == answers[1]
     if isinstance(answers[0], LoggedRun):
-        assert all(0 < one <= 1e6 for one in answers[0].step_s)
+        assert all(0 < step_time_s <= 1e6 for step_time_s in answers[0].step_s)
         assert answers[0].interval_s[0] <= answers[0].median_s <= answers[0].interval_s[1]

@@ -57,7 +57,7 @@ def changes(problem: Problem, other: Problem, plan: ParallelPlan) -> dict[str, f
 
 
 def reference_s(problem: Problem, m: int, n: int, k: int, *, accumulates: bool = False) -> float:
-    """Of one product in 16 bits."""
+    """Reference of one product in 16 bits."""
     rate = gemm_rate(problem, batch_of(single()))
     return float(gemm_s(problem, rate, *(np.array([float(size)]) for size in (m, n, k)), accumulates=accumulates)[0])
 

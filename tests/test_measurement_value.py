@@ -104,7 +104,7 @@ def tokens(plan: RankedPlan) -> int:
 def products_of(problem: Problem, plans: Sequence[RankedPlan], spread: float = 0.1) -> list[OperationGroup]:
     """The first product of the MLP of every plan's own shape, each once."""
     width = 2 * problem.model.ffn_size
-    shapes = dict.fromkeys((tokens(one), width // one.plan.tp, problem.model.hidden_size) for one in plans)
+    shapes = dict.fromkeys((tokens(plan), width // plan.plan.tp, problem.model.hidden_size) for plan in plans)
     return [group(shape, spread) for shape in shapes]
 
 
@@ -118,7 +118,7 @@ def test_a_share_is_how_much_longer_a_step_takes_with_the_operation(
     problem, plans = searched
     groups = [*products_of(problem, plans[:3]), STRANGE]
     shares = shares_of(problem, plans[:3], groups, lambda more: timed(problem, more))
-    own = [groups.index(products_of(problem, [one])[0]) for one in plans[:3]]
+    own = [groups.index(products_of(problem, [plan])[0]) for plan in plans[:3]]
     for row, at in zip(shares, own, strict=True):
         assert 0.1 < row[at] < 0.8  # the passes of this product, and of products of nearly its shape
     assert not shares[:, -1].any()  # no plan has such a product

@@ -67,7 +67,7 @@ def needs(kind: str) -> None:
 
 
 def ask_megatron(kind: str, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a framework answers; skipped where it is not here."""
+    """Answers of a framework; skipped where it is not here."""
     needs(kind)
     return ask("megatron_parser.py", asked, kind)
 

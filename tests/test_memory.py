@@ -202,7 +202,7 @@ def test_expert_parallelism_over_tensor_and_data_parallel_ranks_leaves_no_rank_t
 
 
 def step_bytes(stage: StageCost) -> float:
-    """What the optimizer's step needs where that is more than the passes need."""
+    """Bytes that the optimizer's step needs where that is more than the passes need."""
     terms = stage.memory_terms_bytes
     assert terms["update"] > 0
     return terms["update"] + sum(terms[name] for name in PASS_TERMS)
@@ -530,7 +530,7 @@ CACHES = BARE.changed(counts_cached_blocks=True)
 
 
 def cached(problem: Problem, **plan: Any) -> list[float]:
-    """All that is cached, of which a part counts as needed."""
+    """Bytes that are cached, of which a part counts as needed."""
     return [stage.memory_terms_bytes["cached"] / CACHED_SHARE for stage in stages_of(problem, **plan)]
 
 
@@ -577,7 +577,7 @@ def test_no_more_outputs_wait_than_the_passes_in_flight_have() -> None:
 
 
 def at_step_end(problem: Problem, **plan: Any) -> list[float]:
-    """What is cached when weights are gathered, none of which counts as needed."""
+    """Bytes that are cached when weights are gathered, none of which counts as needed."""
     batch = PlanBatch.of([ParallelPlan(**({"global_batch": 64} | plan))], problem.model.num_layers)
     blocks = stage_blocks(problem.model, batch, 1)
     assert cached(problem, **plan) == [0]

@@ -71,7 +71,7 @@ def test_a_mixed_pair_of_nodes_beats_the_symmetric_plan() -> None:
             symmetric.append((replicas(16 // deep, 16 * deep // size, *places, micro_batch=size),))
         if deep <= 8:
             halves = ([(part, tp, held) for held in layers] for part in (0, 1))
-            symmetric.append(tuple(replicas(8 // deep, 16 * deep // size, *one, micro_batch=size) for one in halves))
+            symmetric.append(tuple(replicas(8 // deep, 16 * deep // size, *half, micro_batch=size) for half in halves))
     assert all(
         sum(kind.count * kind.micro_batch * kind.num_microbatches for kind in kinds) == 256 for kinds in symmetric
     )
@@ -170,7 +170,7 @@ def hethub(between: BetweenSpec, seq_len: int, global_batch: int) -> tuple[float
         return [Pipelines(count=groups // pp, places=((part, 8),) * pp) for pp in (2, 4, 8)]
 
     of_x, of_y = alone(0, 16), alone(1, 80)
-    rates = [best([(one,) for one in ways]) for ways in (of_x, of_y)]
+    rates = [best([(way,) for way in ways]) for ways in (of_x, of_y)]
     total = sum(cost.sequences_per_s for cost in rates if cost)
     across = best(
         [

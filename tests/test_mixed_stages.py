@@ -37,7 +37,7 @@ HALF = scaled("h100-sxm:4x8", "half", speed=0.5, memory_gb=40)
 
 
 def check(problem: MixedProblem, plan: MixedPlan) -> None:
-    """What holds of stages and timeline of every plan."""
+    """Check what holds of stages and timeline of every plan."""
     (cost,) = estimate_mixed(problem, [plan])
     placed, line = mixed_stages(problem, plan), mixed_timeline(problem, plan)
     tiny = EXACT * cost.step_s
@@ -126,7 +126,7 @@ def test_shares_of_states_of_their_own_are_in_memory_term_by_term() -> None:
         fast, slow = (replace(cluster, devices_per_node=4) for cluster in (fast, slow))
         problem, plan = problem_of(fast, slow), plan_of(kinds=tuple(kinds), sharding=sharding)  # type: ignore[arg-type]
         check(problem, plan)
-        less, more = (one.cost.memory_terms_bytes["optimizer"] for one in mixed_stages(problem, plan))
+        less, more = (stage.cost.memory_terms_bytes["optimizer"] for stage in mixed_stages(problem, plan))
         assert more == pytest.approx(4 * less)
 
 
@@ -208,7 +208,7 @@ def test_a_message_over_a_slow_hop_takes_long_and_other_messages_do_not() -> Non
     (cost,) = estimate_mixed(problem, [plan])
     near_s, far_s, _ = (stage.send_s for stage in cost.kinds[0].stages)
     line = mixed_timeline(problem, plan)
-    first, _, last = (max(one.duration_s for one in rank.others if one.kind == "message") for rank in line.ranks)
+    first, _, last = (max(other.duration_s for other in rank.others if other.kind == "message") for rank in line.ranks)
     assert far_s > 5 * near_s
     assert last / first > 5
     assert [rank.place.part for rank in line.ranks] == ["h100-sxm", "h100-sxm", "a100-sxm"]
@@ -221,7 +221,7 @@ def test_replicas_that_are_done_early_wait_for_the_others() -> None:
     fast, slow = mixed_timeline(problem, plan).ranks
     assert (fast.place.name, slow.place.name) == ("A0", "B0")
     assert (fast.ranks, slow.ranks) == (tuple(range(32)), tuple(range(32, 64)))
-    wait = next(one for one in fast.others if one.kind == "stragglers")
+    wait = next(other for other in fast.others if other.kind == "stragglers")
     assert wait.start_s == pytest.approx(cost.kinds[0].pipeline_s)
     assert wait.duration_s == pytest.approx(cost.kinds[1].pipeline_s - cost.kinds[0].pipeline_s)
     assert slow.terms_s() == pytest.approx(cost.terms_s)
@@ -231,12 +231,12 @@ def test_a_trace_names_stages_and_parts() -> None:
     problem = problem_of(H4, HALF)
     plan = plan_of(kinds=(replicas(2, 8, (0, 8, 12)), replicas(2, 4, (1, 8, 6), (1, 8, 6))))
     events = json.loads(trace_json(mixed_timeline(problem, plan), "words"))["traceEvents"]
-    assert [one["args"]["name"] for one in events if one["name"] == "process_name"] == [
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == [
         "stage A0 on h100-sxm: ranks 0-15",
         "stage B0 on half: ranks 32-47",
         "stage B1 on half: ranks 48-63",
     ]
-    assert {one["pid"] for one in events} == {1, 2, 3}
+    assert {event["pid"] for event in events} == {1, 2, 3}
 
 
 def test_a_mixed_step_that_is_too_long_is_refused() -> None:

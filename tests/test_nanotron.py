@@ -303,7 +303,7 @@ DEFECTS: dict[str, dict[str, Any]] = {
 
 
 def refusal(text: str) -> str:
-    """What is said of a configuration before anything is exported or priced; empty where nothing is wrong."""
+    """Refusal of a configuration before anything is exported or priced; empty where nothing is wrong."""
     try:
         return "; ".join(faults(read(text, LaunchContext())))
     except InputError as error:

@@ -178,7 +178,9 @@ def test_a_rack_is_one_domain_of_many_hosts(tmp_path: Path) -> None:
 
 def test_several_tests_of_one_log_are_told_apart(tmp_path: Path) -> None:
     records = read(tmp_path, ALL_TO_ALL + RCCL)
-    assert [(one.operation, one.shape[0]) for one in records] == [("all_to_all", 4)] * 2 + [("all_reduce", 8)] * 2
+    assert [(record.operation, record.shape[0]) for record in records] == [("all_to_all", 4)] * 2 + [
+        ("all_reduce", 8)
+    ] * 2
 
 
 @pytest.mark.parametrize("prefix", ["[1,0]<stdout>:", "0: "])

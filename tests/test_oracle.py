@@ -49,7 +49,7 @@ def plan(**values: object) -> ParallelPlan:
 
 
 def predicted(question: Question) -> list[float]:
-    """What the cost model says that the tensors of every stage hold."""
+    """Bytes that the cost model says the tensors of every stage hold."""
     cluster = load_cluster(f"h100-sxm:1x{question.plan.num_devices}")
     training = TrainingSpec(seq_len=question.seq_len, fused_norm=question.fused_norm, precision=question.plan.precision)
     problem = Problem(model=question.model, training=training, cluster=cluster, framework=load_framework("torch"))

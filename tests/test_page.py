@@ -70,7 +70,7 @@ def shown(browser: Browser, path: Path, width: int = 1440, scheme: Any = "light"
 
 
 def checked(page: Page) -> dict[str, Any]:
-    """What axe says of who cannot use the page."""
+    """Words of axe on who cannot use the page."""
     from axe_playwright_python.sync_playwright import Axe
 
     return Axe().run(page, options={"resultTypes": ["violations"]}).response
@@ -80,7 +80,7 @@ def checked(page: Page) -> dict[str, Any]:
 
 
 class Seen(HTMLParser):
-    """What a browser makes of markup: tags with their attributes, and text."""
+    """Markup as a browser sees it: tags with their attributes, and text."""
 
     def __init__(self, markup: str) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_a_page_needs_nothing_else(folder: Path, browser: Browser, name: str) ->
 
 
 def drawn(page: Page, figure: str) -> str:
-    """What a chart looks like."""
+    """Look of a chart."""
     shot: str = page.eval_on_selector(
         f"{figure} .canvas", "frame => frame.querySelector('canvas')?.toDataURL() ?? frame.innerHTML"
     )
@@ -238,7 +238,7 @@ def test_nobody_is_kept_out(folder: Path, browser: Browser, name: str, width: in
     page, _ = shown(browser, folder / f"{name}.html", width, scheme)
     found = checked(page)
     assert len(found["passes"]) > 20
-    assert [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in found["violations"]] == []
+    assert [f"{violation['id']}: {violation['nodes'][0]['html'][:200]}" for violation in found["violations"]] == []
     page.close()
 
 
@@ -285,7 +285,7 @@ def test_unlike_devices_have_a_page_with_stages_on_their_parts(folder: Path, bro
     assert re.search(r"stage A?0 on (h100|a100)-sxm, ranks \d+-\d+", tip), tip
     page.keyboard.press("Escape")
     found = checked(page)
-    assert [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in found["violations"]] == []
+    assert [f"{violation['id']}: {violation['nodes'][0]['html'][:200]}" for violation in found["violations"]] == []
     page.reload()  # without the tip
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 900})
@@ -343,13 +343,13 @@ def test_the_schedule_is_as_long_as_the_step(folder: Path, name: str) -> None:
     assert content["step_s"] == best.step_s
     assert len(content["rows"]) == best.plan.pp
     for row in content["rows"]:
-        codes, seconds = unpacked(row["codes"], "<u2"), np.array([one["seconds"] for one in row["kinds"]])
+        codes, seconds = unpacked(row["codes"], "<u2"), np.array([kind["seconds"] for kind in row["kinds"]])
         assert len(codes) == 2 * best.plan.vp * best.plan.num_microbatches
-        ends = [one for one in row["others"] if not one[4]]
+        ends = [other for other in row["others"] if not other[4]]
         starts = np.concatenate(
-            [unpacked(row["starts"], "<f4"), unpacked(row["waits"]["starts"], "<f4"), [one[2] for one in ends]]
+            [unpacked(row["starts"], "<f4"), unpacked(row["waits"]["starts"], "<f4"), [end[2] for end in ends]]
         )
-        lengths = np.concatenate([seconds[codes], unpacked(row["waits"]["seconds"], "<f4"), [one[3] for one in ends]])
+        lengths = np.concatenate([seconds[codes], unpacked(row["waits"]["seconds"], "<f4"), [end[3] for end in ends]])
         order = np.argsort(starts, kind="stable")
         begins, over = starts[order], (starts + lengths)[order]
         assert begins[0] == 0

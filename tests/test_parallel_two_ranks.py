@@ -28,7 +28,7 @@ def legal(tasks: list[Task]) -> list[Task]:
 
 
 def plans_of_two() -> list[ParallelPlan]:
-    """Every way to use two ranks, with the most micro-batches and with half as many, and with layers recomputed."""
+    """Ways to use two ranks, with the most micro-batches and with half as many, and with layers recomputed."""
     pipelines = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)]
     shared = [{"dp_shard": 2, "sharding": sharding} for sharding in ("none", "zero1", "zero2", "zero3")]
     cut = [{"tp": 2, "sp": sp} for sp in (False, True)]

@@ -153,7 +153,7 @@ def test_changes_that_need_each_other_are_made_together() -> None:
     before = ParallelPlan(global_batch=64, micro_batch=16, tp=8, sp=True, dp_shard=2, recompute="full")
     after = ParallelPlan(global_batch=64, micro_batch=2, tp=2, sp=True, dp_shard=8)
     way = Way(problem=PROBLEM, rules=RULES, before=before, after=after)
-    told = {one.axis: one for one in changes(way)}
+    told = {change.axis: change for change in changes(way)}
     assert {axis: (one.before, one.after) for axis, one in told.items()} == {
         "tp": ("8", "2"),
         "micro_batch": ("16", "2"),

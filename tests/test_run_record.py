@@ -80,7 +80,7 @@ def test_the_key_is_of_the_content_alone() -> None:
         replace(RUN, fingerprint=replace(LAB, driver="580")),
         FAILED,
     ]
-    assert len({RUN.key, *(one.key for one in others)}) == 8
+    assert len({RUN.key, *(other.key for other in others)}) == 8
 
 
 def test_what_is_no_run_is_refused() -> None:

@@ -187,6 +187,6 @@ def test_the_reference_scorer_says_the_same(tmp_path: Path) -> None:
     scorer = reference_scorer()
     with said_table.open(newline="") as stream:
         expected = scorer.score(rows, {row["id"]: row for row in csv.DictReader(stream)})
-    found = score(list(read_outcomes(runs)), {one.id: one for one in read_predictions(said_table)})
+    found = score(list(read_outcomes(runs)), {prediction.id: prediction for prediction in read_predictions(said_table)})
     for name in COLUMNS:
         assert found[name] == (None if expected[name] is None else pytest.approx(expected[name])), name

@@ -22,7 +22,7 @@ from benchmarks.allocations import BIG, fat_tree, packed, problem_on, shuffled, 
 
 
 def orders_of(labels: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Every distinct order of `labels`."""
+    """Distinct orders of `labels`."""
     if not labels:
         yield ()
     for first in sorted(set(labels)):
@@ -33,13 +33,13 @@ def orders_of(labels: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def least_rows(rows: Floats) -> Floats:
-    """Those that no other is below in some share and above in none: traffic that stays is never slower."""
+    """Rows that no other is below in some share and above in none: traffic that stays is never slower."""
     below = (rows[:, None] <= rows).all(axis=2) & (rows[:, None] < rows).any(axis=2)
     return rows[~below.any(axis=0)]
 
 
 def least_step_s(problem: Problem, plan: ParallelPlan, leaves: list[int]) -> float:
-    """Of all orders of the nodes; those with the same members in every group are priced once."""
+    """Least step of all orders of the nodes; those with the same members in every group are priced once."""
     levels = [
         level if level.seats is None else replace(level, seats=replace(level.seats, is_even=False, group_members={}))
         for level in problem.topology.levels
@@ -132,7 +132,7 @@ def test_the_best_plans_of_a_search_are_placed_and_ranked_again() -> None:
     assert placed.rivals[0].step_s <= found.rivals[0].step_s
     assert placed.rivals[0] == placed.ranked[0]
     assert placed.certificate.best_step_s == placed.rivals[0].step_s
-    times = [one.step_s for one in placed.rivals]
+    times = [rival.step_s for rival in placed.rivals]
     assert times == sorted(times)
     for one in placed.rivals[:4]:
         assert step_s(problem, one.plan) == pytest.approx(one.step_s)

@@ -25,7 +25,7 @@ SMALL = ModelSpec(name="small", num_layers=8, hidden_size=2048, vocab_size=32000
 
 
 def crossing(constant: list[float], growing: list[float], end: float) -> tuple[float, int] | None:
-    """Of plans whose times are lines: parts that do not change and parts that grow."""
+    """Crossing of plans whose times are lines: parts that do not change and parts that grow."""
     still, moving = np.array(constant), np.array(growing)
     return first_crossing(lambda growth: still + growth * moving, still + moving, moving, end)
 

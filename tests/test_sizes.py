@@ -103,7 +103,7 @@ def test_several_objectives_over_sizes_give_the_front_of_all_plans_of_all_sizes(
         batch, _ = space.plans(space.cells())
         costs = estimate(problem, batch)
         plans = ranked(problem, costs, np.flatnonzero(costs.verdict == 0))
-        rows += [costs_of(objectives, figures(problem, RUN, one)) for one in plans]
+        rows += [costs_of(objectives, figures(problem, RUN, plan)) for plan in plans]
     table = np.unique(np.round(np.log(rows), 8), axis=0)
     front = [one.tolist() for one in table if not ((table <= one).all(axis=1) & (table < one).any(axis=1)).any()]
     left_out = ("sp", "schedule", "cuda_graphs", "micro_batch", "tp", "cp")  # the table is of the spaces alone
@@ -128,7 +128,7 @@ def test_a_size_that_fails_too_often_is_left_out_and_the_others_are_searched() -
     # By e^(720) fails a restart of 24 devices, which no float holds; that of 16 by e^(480).
     run = Run(reliability=Reliability(device_mtbf_s=2.0, checkpoint_s=0.1, restart_s=60.0))
     report = chosen("step-time", run=run).report
-    left_out = [one for one in report.sizes if one.why == NO_PROGRESS]
+    left_out = [size for size in report.sizes if size.why == NO_PROGRESS]
     assert [one.num_nodes for one in left_out] == [6]
     assert left_out[0].best is left_out[0].least is None
     assert report.best.num_nodes == 4

@@ -65,7 +65,7 @@ def enumerated(space: Space) -> list[ParallelPlan]:
 
 
 def all_shapes(limits: Limits, model: ModelSpec, devices: int) -> Iterator[ParallelPlan]:
-    """Every combination of axis values, with no regard to divisibility, in the canonical form of a plan."""
+    """Combinations of axis values, with no regard to divisibility, in the canonical form of a plan."""
     numbers = range(1, devices + 1)
     experts = list(numbers) if model.moe else [1]
     for tp, cp, pp, replicate, shard in product(numbers, repeat=5):

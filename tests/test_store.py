@@ -215,7 +215,7 @@ def test_what_this_version_does_not_understand_is_passed_over_and_counted(store:
     store.add([GEMM, other])
     with store._database.writing() as connection:
         connection.execute(text(f"UPDATE records SET seconds = -1, {change} WHERE key = '{GEMM.key}'"))
-    assert [one.shape for one in store.timings(LAB)] == [other.shape]
+    assert [timing.shape for timing in store.timings(LAB)] == [other.shape]
     assert store.num_unread == 1
     assert list(store.records()) == [other]
     assert store.num_unread == 1
@@ -263,7 +263,7 @@ def test_machines_of_which_only_the_device_is_known_match_no_further() -> None:
 
 
 def chosen(store: Store, **options: list[str]) -> dict[tuple[int, ...], tuple[float, Match]]:
-    return {one.shape: (one.seconds, one.match) for one in store.timings(LAB, **options)}  # type: ignore[arg-type]
+    return {timing.shape: (timing.seconds, timing.match) for timing in store.timings(LAB, **options)}  # type: ignore[arg-type]
 
 
 def test_the_nearest_machine_wins_and_of_imports_the_newest(store: Store) -> None:
@@ -312,7 +312,7 @@ def test_of_a_machine_that_is_mostly_slow_or_restless_all_measurements_count(sto
     for day, (seconds, how, expected) in enumerate(visits, start=1):
         store.add([replace(GEMM, samples_s=(seconds,), measured_at=f"2026-11-0{day}T00:00:00Z", **how)])
         assert [measured.seconds for measured in store.timings(LAB)] == [expected]
-    assert [one.is_disturbed for one in store.timings(LAB)] == [True]
+    assert [timing.is_disturbed for timing in store.timings(LAB)] == [True]
 
 
 def test_hosts_are_kept_apart_and_a_word_is_said_where_they_differ(store: Store) -> None:
@@ -344,7 +344,7 @@ def test_what_nccl_chose_itself_counts_before_what_it_was_told(store: Store) -> 
 def test_a_slow_measurement_alone_does_not_stand_before_an_imported_one(store: Store) -> None:
     slow = {"status": "contaminated", "reason": f"{SLOWED}: 30 % slower than usual", "conditions": CPU_TIME}
     store.add([replace(GEMM, samples_s=(2.0,), mode="imported"), replace(GEMM, samples_s=(5.0,), **slow)])  # type: ignore[arg-type]
-    assert [(one.seconds, one.is_disturbed) for one in store.timings(LAB)] == [(2.0, False)]
+    assert [(timing.seconds, timing.is_disturbed) for timing in store.timings(LAB)] == [(2.0, False)]
 
 
 def test_of_one_machine_sustained_beats_burst_beats_imported(store: Store) -> None:
@@ -384,7 +384,7 @@ def test_the_latest_machine_is_the_one_measured_last_not_the_one_added_last(stor
 @pytest.mark.parametrize(("mode", "is_burst"), [("sustained", False), ("burst", True), ("imported", True)])
 def test_what_was_not_sustained_is_a_burst(store: Store, mode: Mode, is_burst: bool) -> None:
     store.add([replace(GEMM, mode=mode)])
-    assert [one.is_burst for one in store.timings(LAB)] == [is_burst]
+    assert [timing.is_burst for timing in store.timings(LAB)] == [is_burst]
 
 
 def test_failed_and_overlapped_timings_do_not_count(store: Store) -> None:
@@ -415,7 +415,7 @@ def test_a_disturbed_timing_stands_in_where_its_clock_can_be_trusted(
     store: Store, status: Status, conditions: dict[str, str], serves: bool
 ) -> None:
     store.add([replace(GEMM, status=status, conditions=conditions)])
-    assert [(one.seconds, one.is_disturbed) for one in store.timings(LAB)] == [(GEMM.seconds, True)] * serves
+    assert [(timing.seconds, timing.is_disturbed) for timing in store.timings(LAB)] == [(GEMM.seconds, True)] * serves
 
 
 @pytest.mark.parametrize(("load", "serves"), [("41.0 %", True), ("83.0 %", False)])
@@ -434,19 +434,19 @@ def test_a_clean_timing_of_any_machine_comes_before_the_middle_one_of_disturbed_
     ]
     farther = replace(slow[0], fingerprint=replace(LAB, torch="2.14.0"), samples_s=(1e-4,))
     store.add([*slow, farther])
-    assert [(one.seconds, one.match) for one in store.timings(LAB)] == [(4e-4, Match.EXACT)]
+    assert [(timing.seconds, timing.match) for timing in store.timings(LAB)] == [(4e-4, Match.EXACT)]
     assert store.timings(LAB, operations=["wgrad"]) == []
     clean = replace(GEMM, fingerprint=replace(LAB, torch="2.14.0"))
     store.add([clean])
-    assert [(one.seconds, one.is_disturbed) for one in store.timings(LAB)] == [(clean.seconds, False)]
+    assert [(timing.seconds, timing.is_disturbed) for timing in store.timings(LAB)] == [(clean.seconds, False)]
     store.change([clean.key], hides=True, by="ada", reason="wrong")
-    assert [one.is_disturbed for one in store.timings(LAB)] == [True]
+    assert [timing.is_disturbed for timing in store.timings(LAB)] == [True]
 
 
 def test_a_search_asks_for_operations(store: Store) -> None:
     store.add([GEMM, replace(GEMM, operation="wgrad"), replace(GEMM, dtype="fp8", measured_by="eve")])
     assert len(store.timings(LAB)) == 3
-    assert [one.operation for one in store.timings(LAB, operations=["wgrad"])] == ["wgrad"]
+    assert [timing.operation for timing in store.timings(LAB, operations=["wgrad"])] == ["wgrad"]
 
 
 machines = st.builds(
@@ -637,7 +637,7 @@ def test_what_was_hidden_under_the_first_schema_stays_hidden(url: str) -> None:
                 connection.execute(text(statement))
     with open_store(url) as store:
         assert list(store.records()) == []
-        assert [(one.by, one.reason, one.hides) for one in store.marks()] == [("ada", "hot GPU", True)]
+        assert [(mark.by, mark.reason, mark.hides) for mark in store.marks()] == [("ada", "hot GPU", True)]
 
 
 def test_a_migration_that_fails_leaves_the_database_as_it_was(

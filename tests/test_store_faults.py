@@ -75,7 +75,7 @@ def assert_whole(path: Path) -> int:
     """The number of records of a sound file."""
     with open_store(str(path)) as store:
         assert list(store.check()) == []
-        return sum(one.num_records for one in store.holdings())
+        return sum(holding.num_records for holding in store.holdings())
 
 
 # -- disk
@@ -162,7 +162,7 @@ def test_a_file_that_may_not_be_read_is_named(place: Path) -> None:
 
 
 def grants() -> list[str]:
-    """What the manual tells the owner of a team's database to say, statement by statement."""
+    """Statements that the manual tells the owner of a team's database to say, statement by statement."""
     manual = (ROOT / "docs/how-to/timings.md").read_text()
     (block,) = re.findall(r"```sql\n(.*?)```", manual, re.DOTALL)
     return [statement.strip() for statement in re.sub("--.*", "", block).split(";") if statement.strip()]

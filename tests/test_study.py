@@ -60,7 +60,7 @@ def test_rivals_are_the_best_of_their_cells() -> None:
     assert result.rivals[0] == result.ranked[0]
     cells = [(p.plan.pp, p.plan.tp, p.plan.cp, p.plan.ep, p.plan.etp, p.plan.dp_replicate) for p in result.rivals]
     assert len(set(cells)) == len(cells)
-    rates = [one.step_s / one.plan.global_batch for one in result.rivals]
+    rates = [rival.step_s / rival.plan.global_batch for rival in result.rivals]
     assert rates == sorted(rates)
     assert len(result.rivals) > 5
 

@@ -133,7 +133,7 @@ def test_what_was_spoilt_is_visited_again_after_the_rest(tmp_path: Path) -> None
         run(crew, LAB, store, planned, budget_s=1e9, progress=progress)
         assert crew.asked == [16, 32, 48, 64, 16, 48]
         # Every visit is kept; of a task its settled one counts, else its last.
-        assert [one.status for one in store.records()] == list(statuses)
+        assert [record.status for record in store.records()] == list(statuses)
         assert {task.shape[0]: outcome.status for task, outcome in progress.outcomes.items()} == {
             32: "ok",
             64: "failed",

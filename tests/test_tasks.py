@@ -48,7 +48,7 @@ LAB = Hello(
 
 
 def shapes(scope: MeasurementScope, operation: str, hello: Hello = LAB) -> set[tuple[int, ...]]:
-    return {one.task.shape for one in ranked_tasks(scope, hello, ()) if one.task.operation == operation}
+    return {ranked.task.shape for ranked in ranked_tasks(scope, hello, ()) if ranked.task.operation == operation}
 
 
 def test_products_of_a_model_are_those_that_a_rank_of_each_degree_runs() -> None:
@@ -92,15 +92,17 @@ def test_units_of_the_trainer_are_measured_for_it_alone() -> None:
 def test_weights_that_are_cast_as_they_are_gathered_need_no_copy_by_the_optimizer() -> None:
     hello = replace(LAB, dtypes=("bf16",), kernels={(one, "bf16"): "way" for one, _ in ALL})
     for scope, dtype in ((SCOPE, "bf16"), (TRAINER, "fp32")):
-        assert {one.task.dtype for one in ranked_tasks(scope, hello, ()) if one.task.operation == "optimizer"} == {
-            dtype
-        }
+        assert {
+            ranked.task.dtype for ranked in ranked_tasks(scope, hello, ()) if ranked.task.operation == "optimizer"
+        } == {dtype}
 
 
 def test_windowed_layers_are_measured_with_the_kernel_of_windows() -> None:
     scope = replace(SCOPE, model=replace(SMALL, window=32, full_attention_interval=2), tps=(1,))
     cores = {
-        one.task.shape: one.task.kernel for one in ranked_tasks(scope, LAB, ()) if one.task.operation == "attention"
+        ranked.task.shape: ranked.task.kernel
+        for ranked in ranked_tasks(scope, LAB, ())
+        if ranked.task.operation == "attention"
     }
     assert cores == {(1, 128, 4, 2, 64, 0): "way", (1, 128, 4, 2, 64, 32): "window"}
     assert shapes(replace(scope, seq_len=32), "attention") == {(1, 32, 4, 2, 64, 0)}
@@ -165,21 +167,21 @@ def test_collectives_cover_groups_within_and_across_nodes() -> None:
     groups = {shape[:3] for shape in shapes(SCOPE, "all_gather", hello)}
     assert groups == {(2, 2, 1), (2, 2, 2), (4, 4, 1), (2, 1, 1), (2, 1, 4), (8, 4, 1)}
     assert {shape[:3] for shape in shapes(SCOPE, "send_recv", hello)} == {(2, 2, 1), (2, 2, 2), (2, 1, 1), (2, 1, 4)}
-    beside = {one.task.shape[:3] for one in ranked_tasks(SCOPE, hello, ()) if one.task.kernel.endswith(BESIDE)}
+    beside = {ranked.task.shape[:3] for ranked in ranked_tasks(SCOPE, hello, ()) if ranked.task.kernel.endswith(BESIDE)}
     assert beside == {(2, 2, 2), (4, 4, 1), (2, 1, 4), (8, 4, 1)}
 
 
 def test_what_is_known_or_not_asked_for_or_cannot_run_is_left_out() -> None:
     everything = ranked_tasks(SCOPE, LAB, ())
     known = {one.task.key for one in everything[::2]}
-    assert {one.task for one in ranked_tasks(SCOPE, LAB, known)} == {one.task for one in everything[1::2]}
+    assert {ranked.task for ranked in ranked_tasks(SCOPE, LAB, known)} == {one.task for one in everything[1::2]}
     assert ranked_tasks(SCOPE, LAB, {one.task.key for one in everything}) == []
-    assert {one.task.operation for one in ranked_tasks(replace(SCOPE, only=("norm", "rope")), LAB, ())} == {
+    assert {ranked.task.operation for ranked in ranked_tasks(replace(SCOPE, only=("norm", "rope")), LAB, ())} == {
         "norm",
         "rope",
     }
     without = {which: way for which, way in ALL.items() if which[0] != "gemm"}
-    assert "gemm" not in {one.task.operation for one in ranked_tasks(SCOPE, replace(LAB, kernels=without), ())}
+    assert "gemm" not in {ranked.task.operation for ranked in ranked_tasks(SCOPE, replace(LAB, kernels=without), ())}
     # Another mode or kernel is another measurement.
     assert len(ranked_tasks(replace(SCOPE, modes=("burst",)), LAB, known)) == len(everything)
 
@@ -187,7 +189,7 @@ def test_what_is_known_or_not_asked_for_or_cannot_run_is_left_out() -> None:
 @given(st.integers(0, 60))
 def test_a_first_point_of_every_line_comes_before_a_second_of_any_then_the_larger_share(num_known: int) -> None:
     scope = replace(SCOPE, micro_batches=(1, 2, 4))
-    known = {one.task.key for one in ranked_tasks(scope, LAB, ())[:num_known]}
+    known = {ranked.task.key for ranked in ranked_tasks(scope, LAB, ())[:num_known]}
     begun = {(key[0], key[1][: batch_index(key[0])], key[1][batch_index(key[0]) + 1 :], *key[2:]) for key in known}
     effects: list[list[float]] = [[], []]
     for one in ranked_tasks(scope, LAB, known):
@@ -239,7 +241,7 @@ def test_what_a_gpu_is_asked_for_is_what_its_steps_are_priced_by(tmp_path: Path)
     machine = Fingerprint(device=device.name, memory_bytes=round(device.visible_memory_bytes), runtime="cuda 13.0")
     hello = Hello(fingerprint=machine, device_type="cuda", hosts=("a",) * 8, dtypes=("bf16",), kernels=kernels)
     scope = MeasurementScope(model=model, framework=TORCH, seq_len=4096, tps=(1, 2), micro_batches=(1, 2))
-    tasks = [one.task for one in ranked_tasks(scope, hello, ())]
+    tasks = [ranked.task for ranked in ranked_tasks(scope, hello, ())]
     problem = Problem(
         model=model, training=TrainingSpec(seq_len=4096), cluster=load_cluster("h200-sxm:1x8"), framework=TORCH
     )

@@ -156,7 +156,7 @@ def test_what_cannot_be_read_of_a_damaged_file_is_left_out(tmp_path: Path, damag
 
 
 class Page(HTMLParser):
-    """What a page holds: the sections, its cells, and what it would load."""
+    """Content of a page: the sections, its cells, and what it would load."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ def passes_of(rank: RankTimeline) -> set[tuple[int | None, int | None]]:
 
 def fill_the_step(rank: RankTimeline, step: float) -> None:
     """Events that are not beside others follow one another from the start of the step to its end."""
-    events = sorted((one for one in rank.events() if not one.beside), key=lambda one: one.start_s)
+    events = sorted((event for event in rank.events() if not event.beside), key=lambda one: one.start_s)
     now = 0.0
     for one in events:
         assert one.stream in STREAMS
@@ -116,7 +116,7 @@ def test_the_timeline_is_the_estimate_under_every_schedule(case: tuple[Problem, 
 
 
 def by_pass(line: Timeline) -> dict[tuple[str, int | None, int | None], Event]:
-    """Every pass of the step by (kind, micro-batch, chunk), backward standing for the gradient of the inputs."""
+    """Passes of the step by (kind, micro-batch, chunk), backward standing for the gradient of the inputs."""
     names = {"input_gradient": "backward"}
     return {
         (names.get(one.kind, one.kind), one.microbatch, one.chunk): one for rank in line.ranks for one in rank.passes
@@ -157,7 +157,7 @@ def test_two_stages_alternate_as_drawn_in_every_text() -> None:
     first, last = timeline(problem_of(), ParallelPlan(global_batch=2, pp=2)).ranks
     assert [one.name for one in first.passes] == ["forward 0", "forward 1", "backward 0", "backward 1"]
     assert [one.name for one in last.passes] == ["forward 0", "backward 0", "forward 1", "backward 1"]
-    assert [one.kind for one in last.others if one.kind == "message"] == ["message"] * 3
+    assert [other.kind for other in last.others if other.kind == "message"] == ["message"] * 3
     assert first.ranks == (0,)
     assert first.memory_bytes.max() > first.memory_bytes[0]
 
@@ -168,7 +168,9 @@ def test_memory_rises_with_the_forward_passes_and_is_back_at_the_end(framework: 
     line = timeline(problem, ParallelPlan(global_batch=16, pp=4, dp_shard=2, schedule="gpipe"))
     for rank in line.ranks:
         forwards = [one for one in rank.passes if one.kind == "forward"]
-        during = [rank.memory_bytes[np.searchsorted(rank.memory_time_s, one.start_s, "right") - 1] for one in forwards]
+        during = [
+            rank.memory_bytes[np.searchsorted(rank.memory_time_s, forward.start_s, "right") - 1] for forward in forwards
+        ]
         assert np.diff(during).min() > 0
         assert rank.memory_bytes[-1] < during[0]
 
@@ -185,7 +187,7 @@ def test_a_calibration_stretches_everything_alike() -> None:
 def test_a_reduction_that_hides_is_shown_beside_the_passes() -> None:
     problem = problem_of(framework=load_framework("megatron-core"))
     rank = timeline(problem, ParallelPlan(global_batch=64, dp_shard=8)).ranks[0]
-    beside = [one for one in rank.others if one.beside]
+    beside = [other for other in rank.others if other.beside]
     assert {one.kind for one in beside} == {"data_parallel_reduce", "parameter_gather"}
     end_s = rank.passes[-1].start_s + rank.passes[-1].duration_s
     assert all(one.start_s + one.duration_s <= end_s * (1 + 1e-12) for one in beside)

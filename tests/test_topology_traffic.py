@@ -40,7 +40,7 @@ def cluster_of(
 
 
 def is_regular(domains: list[int], stride: int, size: int) -> bool:
-    """Whether every domain holds equal parts of every group."""
+    """Return whether every domain holds equal parts of every group."""
     return all(
         domain % (stride * size) == 0
         or (domain % stride == 0 and size % (domain // stride) == 0)

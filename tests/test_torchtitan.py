@@ -524,14 +524,14 @@ def mutated(name: str) -> tuple[PlanFile, PlanFile]:
 
 
 def as_written(plan_file: PlanFile) -> dict[str, Any]:
-    """What the parser is asked of a plan that export refuses."""
+    """Questions to the parser on a plan that export refuses."""
     files, words = {"plan_cfg.py": module_text(plan_file, "0.3")}, ["--module", "plan_cfg", "--config", "plan"]
     return {"files": files, "words": words, "world": plan_file.best.plan.num_devices}
 
 
 @pytest.fixture(scope="module")
 def answered() -> dict[str, Any]:
-    """What the installed torchtitan 0.3 answers, by question."""
+    """Answers of the installed torchtitan 0.3, by question."""
     if find_spec("torchtitan") is None:
         pytest.skip("torchtitan is not installed")
     questions: dict[str, Any] = {

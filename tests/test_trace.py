@@ -89,10 +89,10 @@ def check_whole(processor: Processor, line: Timeline, events: int) -> None:
 def test_a_slice_says_which_pass_it_is() -> None:
     line = timeline(problem_of(), ParallelPlan(global_batch=4, pp=2))
     events = json.loads(trace_json(line, "a plan"))["traceEvents"]
-    first = next(one for one in events if one["ph"] == "X")
+    first = next(event for event in events if event["ph"] == "X")
     assert first["name"] == "forward 0"
     assert first["args"] == {"microbatch": 0, "chunk": 0}
-    assert {one["args"]["name"] for one in events if one["name"] == "process_name"} == {
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
         "stage 0: rank 0",
         "stage 1: rank 1",
     }

@@ -85,7 +85,7 @@ def test_replicas_with_unlike_micro_batches_train_what_one_process_does() -> Non
 
 
 def killed_in_the_middle(number: signal.Signals, limit_s: float) -> str:
-    """What a run says whose rank 1 gets a signal after its second step."""
+    """Words of a run whose rank 1 gets a signal after its second step."""
     started: list[int] = []
 
     class Watched(Children):

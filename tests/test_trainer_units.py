@@ -36,7 +36,7 @@ FACTORY = InputFactory(device=CPU, dtype="fp32")
 
 @pytest.fixture(scope="module")
 def grids(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grids]:
-    """Of a job with one rank, this process."""
+    """Grids of a job with one rank, this process."""
     place: Path = tmp_path_factory.mktemp("ranks") / "meeting"
     dist.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
     yield Grids(1, 1, CPU)

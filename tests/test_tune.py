@@ -69,7 +69,7 @@ def trial(number: int, at: int, result: TrialResult | None) -> TunedTrial:
 
 def test_what_was_measured_is_known_and_plans_alike_follow_it(plans: Sequence[RankedPlan]) -> None:
     before = Surrogate.of(plans)
-    assert before.mean == pytest.approx(np.log([one.step_s / 64 for one in plans]))
+    assert before.mean == pytest.approx(np.log([plan.step_s / 64 for plan in plans]))
     after = Surrogate.of(plans, [MeasuredPlan(at=0, step_s=plans[0].step_s * 1.1)])
     assert after.mean[0] == pytest.approx(before.mean[0] + np.log(1.1))
     assert after.spread[0] == pytest.approx(RUN_SPREAD)
@@ -131,7 +131,7 @@ TWO_CORES: tuple[tuple[dict[str, Any], float, float, float], ...] = (
 
 
 def two_cores(plans: Sequence[RankedPlan]) -> tuple[RankedPlan, ...]:
-    """Those plans, which spend all their time on the same things but for the waiting of the pipeline's stages."""
+    """Plans that spend all their time on the same things but for the waiting of the pipeline's stages."""
     nothing = dict.fromkeys(plans[0].terms_s, 0.0)
     made = []
     for axes, predicted_ms, *_ in TWO_CORES:
@@ -201,7 +201,7 @@ def test_expected_improvement_is_what_sampling_says(plans: Sequence[RankedPlan])
 
 
 def test_out_of_memory_rules_out_what_needs_as_much_unless_more_has_fit(plans: Sequence[RankedPlan]) -> None:
-    needed = np.array([one.memory_bytes for one in plans])
+    needed = np.array([plan.memory_bytes for plan in plans])
     order = np.argsort(needed).tolist()
     low, middle, high = order[2], order[len(order) // 2], order[-2]
     chance = fit_chance(plans, [low], [middle])
@@ -215,12 +215,16 @@ def test_out_of_memory_rules_out_what_needs_as_much_unless_more_has_fit(plans: S
 def test_runs_of_one_plan_that_disagree_make_all_less_certain_and_runs_that_agree_make_it_more_so() -> None:
     single = MeasuredPlan(at=1, step_s=2.0)
     assert pool_runs([single]) == [single]
-    alike = {one.at: one for one in pool_runs([MeasuredPlan(at=0, step_s=1.0), MeasuredPlan(at=0, step_s=1.0), single])}
+    alike = {
+        pool_run.at: pool_run
+        for pool_run in pool_runs([MeasuredPlan(at=0, step_s=1.0), MeasuredPlan(at=0, step_s=1.0), single])
+    }
     # The one degree of freedom of the prior and that of the pair: half the variance, over two runs.
     assert alike[0].spread == pytest.approx(RUN_SPREAD / 2)
     assert alike[1].spread == pytest.approx(RUN_SPREAD / np.sqrt(2))
     apart = {
-        one.at: one for one in pool_runs([MeasuredPlan(at=0, step_s=1.0), MeasuredPlan(at=0, step_s=1.21), single])
+        pool_run.at: pool_run
+        for pool_run in pool_runs([MeasuredPlan(at=0, step_s=1.0), MeasuredPlan(at=0, step_s=1.21), single])
     }
     assert apart[0].step_s == pytest.approx(1.1)
     assert apart[1].spread == pytest.approx(np.sqrt((RUN_SPREAD**2 + np.log(1.21) ** 2 / 2) / 2))
@@ -463,8 +467,8 @@ def test_every_way_to_end_is_a_result_with_its_reason_and_the_study_goes_on(
     cluster = Cluster(play)
     ended, trials, lines = trials_of(tmp_path, problem, plans, cluster, Budget(trials=10), limit_s=0.2)
     results = [one.result for one in trials]
-    assert all(one is not None for one in results)
-    assert [one.how for one in results if one] == [
+    assert all(result is not None for result in results)
+    assert [result.how for result in results if result] == [
         "measured", "oom", "failed", "failed", "failed", "failed", "lost", "timeout", "slower", "measured",
     ]  # fmt: skip
     for one, said in zip(

@@ -1,4 +1,4 @@
-"""One search by many processes: the same answer whoever prices what, is killed, stops or comes later."""
+"""Search by many processes: the same answer whoever prices what, is killed, stops or comes later."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def trials_of(url: str, name: str = NAME) -> list[FrozenTrial]:
 
 
 def check_trials(trials: list[FrozenTrial], result: SearchResult) -> None:
-    """Every expanded cell has one trial that did not fail, and none is left waiting or running."""
+    """Check that every expanded cell has one trial that did not fail, and none is left waiting or running."""
     assert all(trial.state.is_finished() for trial in trials)
     cells = Counter(tuple(trial.params.items()) for trial in trials if trial.state != TrialState.FAIL)
     assert len(cells) == result.certificate.expanded

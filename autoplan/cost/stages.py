@@ -131,7 +131,7 @@ def _hidden_launches(batch: PlanBatch, costs: dict[Block, BlockCost], blocks: St
 
 
 def lay_out(problem: Problem, batch: PlanBatch, stages: int, costs: MicroBatchCosts | None = None) -> Stages:
-    """Every pipeline rank of plans that share the number of `stages`; `costs` are theirs, if they are known."""
+    """Pipeline ranks of plans that share the number of `stages`; `costs` are theirs, if they are known."""
     model, costs = problem.model, costs or MicroBatchCosts.of(problem, batch)
     blocks = stage_blocks(model, batch, stages)
     forward, backward = blocks.zeros(), blocks.zeros()

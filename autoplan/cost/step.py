@@ -95,7 +95,7 @@ class Pipelines:
 
     @classmethod
     def plain(cls, problem: Problem, laid: Stages) -> Pipelines:
-        """All stages on a plain cluster."""
+        """Stages on a plain cluster."""
         links, overall, stages = laid.costs.links, problem.calibration.overall, laid.blocks.num_stages
         hop_s = np.broadcast_to(overall * laid.costs.message_s[:, None], laid.forward_s.shape)
         tied_s = overall * tied_table(problem, laid.batch, stages).seconds(links)
@@ -212,7 +212,7 @@ def _end_of_step(pipelines: Pipelines) -> dict[str, Floats]:
 
 
 def _shown(pipelines: Pipelines, layout: PartLayout, reduce_s: Floats, gather_s: Floats) -> dict[str, Floats]:
-    """What shows of a layout's rows, had they their first stage on its part."""
+    """Traffic that shows of a layout's rows, had they their first stage on its part."""
     problem, laid = layout.problem, layout.laid
     first = FirstStage.of(laid.blocks, laid.parameters)
     reduction = shown_reduce_s(
@@ -289,6 +289,6 @@ def step_terms(pipelines: Pipelines) -> dict[str, Floats]:
 
 
 def with_stragglers(terms_s: Mapping[str, Floats], num_devices: Ints) -> dict[str, Floats]:
-    """All terms of steps in which the slowest of so many devices is waited for."""
+    """Terms of steps in which the slowest of so many devices is waited for."""
     terms = {name: terms_s[name] for name in STEP_TERMS if name != "stragglers"}
     return {**terms, "stragglers": straggler_share(num_devices) * add_up(terms.values())}

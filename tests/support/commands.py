@@ -13,7 +13,7 @@ from autoplan.cli import main
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What `autoplan` with these arguments answers in a folder, with 80 columns unless `variables` say otherwise."""
+    """Answer of `autoplan` with these arguments in a folder, with 80 columns unless `variables` say otherwise."""
     out, err = io.StringIO(), io.StringIO()
     status: int | str | None = 0
     with (

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 @st.composite
 def damaged(draw: st.DrawFn, texts: list[str]) -> str:
-    """One of the texts with a piece of it taken out, doubled or replaced."""
+    """A text of several with a piece of it taken out, doubled or replaced."""
     text = draw(st.sampled_from(texts))
     first, length = draw(st.integers(0, len(text))), draw(st.integers(0, 60))
     piece = text[first : first + length]

@@ -40,7 +40,7 @@ class Seen(dict[str, Any]):
 
 
 def made_of(world: int, heads: int, kv_heads: int, text: str) -> dict[str, Any]:
-    """What DeepSpeed makes of a configuration for `world` devices."""
+    """Settings that DeepSpeed makes of a configuration for `world` devices."""
     from deepspeed.module_inject.auto_ep_config import validate_autoep_config
     from deepspeed.runtime import config as parser
     from deepspeed.runtime.sequence_parallel import ulysses_sp

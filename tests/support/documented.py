@@ -110,12 +110,12 @@ def _trimmed(printed: str) -> str:
 
 
 def is_refusal(printed: str) -> bool:
-    """Whether the last line is the one with which a command fails."""
+    """Return whether the last line is the one with which a command fails."""
     return printed.rstrip().rpartition("\n")[2].startswith("autoplan: ")
 
 
 def elided(printed: str, shown: str) -> str:
-    """What was printed, without as many lines as a page leaves out of it."""
+    """Output without as many lines as a page leaves out of it."""
     before, dots, behind = f"\n{shown}".partition("\n...\n")
     if not dots:
         return printed

@@ -24,7 +24,7 @@ Flow = tuple[int, int, float]  # sender, receiver, bytes
 
 
 class Expanded:
-    """Every device and switch of a cluster.  An edge out of a domain has the index of the level that it leads to."""
+    """Devices and switches of a cluster.  An edge out of a domain has the index of the level that it leads to."""
 
     def __init__(self, cluster: ClusterSpec) -> None:
         total, node = cluster.num_devices, cluster.devices_per_node
@@ -104,7 +104,7 @@ def in_network(expanded: Expanded, group: Sequence[int], buffer_bytes: float, vo
 
 
 def all_to_all(expanded: Expanded, group: Sequence[int], buffer_bytes: float, volume: float) -> None:
-    """Every member sends an equal part to every other one."""
+    """Messages of members that send an equal part to every other one."""
     expanded.send((a, b, buffer_bytes / len(group)) for a, b in itertools.permutations(group, 2))
 
 
@@ -122,7 +122,7 @@ ALGORITHMS: dict[Algorithm, Callable[[Expanded, Group, float, float], None]] = {
 
 
 def sibling_groups(total: int, stride: int, size: int, repeat_stride: int = 1, repeats: int = 1) -> list[Group]:
-    """All groups of a kind: every rank is in one."""
+    """Groups of a kind: every rank is in one."""
     left = set(range(total))
     groups = []
     while left:
@@ -149,7 +149,7 @@ class RankGroups:
 
     @classmethod
     def of(cls, stride: int, size: int, repeat_stride: int = 1, repeats: int = 1) -> RankGroups:
-        """One kind of group."""
+        """Traffic of a kind of group."""
         return cls(
             stride=np.array([stride]),
             size=np.array([size]),
@@ -171,7 +171,7 @@ class RankGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What a collective of groups and all their siblings puts on the links: shape (levels, groups)."""
+    """Traffic that a collective of groups and all their siblings puts on the links: shape (levels, groups)."""
 
     device_bytes: Floats  # over the links of one device, or its part of those out of its domain, one direction
     domain_bytes: Floats  # of all siblings out of one domain of the level before, one direction

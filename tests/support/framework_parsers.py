@@ -19,7 +19,7 @@ from typing import Any
 
 
 def ask(script: str, questions: Sequence[Any], *words: str, environment: Mapping[str, str] | None = None) -> list[Any]:
-    """What the script of a framework answers to each question; {"error": ...} is a refusal."""
+    """Answers of the script of a framework to each question; {"error": ...} is a refusal."""
     result = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name(script)), *words],
         input=json.dumps(questions),
@@ -84,7 +84,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._packages = packages
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        is_one = any(name == one or name.startswith(f"{one}.") for one in self._packages)
+        is_one = any(name == package or name.startswith(f"{package}.") for package in self._packages)
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_one else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:

@@ -82,7 +82,7 @@ def applied(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             "mesh": dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)),
             "cp": plan.cp_mesh(settings, "cpu").mesh.tolist() if settings["mesh"]["cp"] > 1 else [case["rank"]],
             "stages": own,
-            "placements": [str(one) for one in up.placements] if up is not None else [],
+            "placements": [str(placement) for placement in up.placements] if up is not None else [],
             "local": list(up.to_local().shape) if up is not None else [],
             "checkpointed": sum("CheckpointWrapper" in type(module).__name__ for module in model.modules()),
             "sharded": len(states),

@@ -16,7 +16,7 @@ def link(path: Path, target: Path) -> None:
 
 
 def gpu_place(sys: Path, bus: str) -> Path:
-    """Where a GPU hangs: root port, upstream and downstream port of a switch."""
+    """Place of a GPU: root port, upstream and downstream port of a switch."""
     return sys / "/".join((f"devices/pci0000:{bus}", *(f"0000:{bus}:{at:02}.0" for at in range(4))))
 
 

@@ -122,7 +122,7 @@ def _stages(config: Any, world: int, **groups: Any) -> list[int]:
 
 
 def _checked(args: Any, world: int) -> dict[str, Any]:
-    """What Megatron-LM makes of parsed arguments, with the layers of every chunk."""
+    """Settings that Megatron-LM makes of parsed arguments, with the layers of every chunk."""
     from megatron.core import num_microbatches_calculator
     from megatron.training import arguments
     from megatron.training.argument_utils import core_transformer_config_from_args

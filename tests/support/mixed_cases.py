@@ -80,7 +80,7 @@ def scaled(
 
 
 def stages(*places: tuple[int, int, int]) -> tuple[MixedStage, ...]:
-    """Of (part, tp, layers)."""
+    """Stages of (part, tp, layers)."""
     return tuple(MixedStage(part=part, tp=tp, layers=layers) for part, tp, layers in places)
 
 

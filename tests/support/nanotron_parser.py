@@ -17,7 +17,7 @@ from framework_parsers import answer, stand_in
 
 
 def made_of(world: int, text: str) -> dict[str, Any]:
-    """What nanotron makes of a configuration for `world` devices."""
+    """Settings that nanotron makes of a configuration for `world` devices."""
     import nanotron.distributed as dist
     import torch
     from nanotron.config import get_config_from_file

@@ -86,7 +86,7 @@ class Processor:
         self._given += self._memory.read(self._store, start, start + size)
 
     def _function(self, name: str) -> Callable[..., Any]:
-        """What the program asks of its machine: time, memory, nothing else."""
+        """Functions that the program asks of its machine: time, memory, nothing else."""
 
         def nothing(*arguments: int) -> int:
             return BAD_FILE if name.startswith("fd_") else NOT_THERE

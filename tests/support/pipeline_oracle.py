@@ -51,7 +51,7 @@ def interleaved(p: int, v: int, m: int, group: int | None = None) -> list[list[A
 
 
 def gpipe(p: int, m: int) -> list[list[Action]]:
-    """All forwards, then all backwards."""
+    """Order of forwards, then backwards."""
     return [alone([(kind, i, rank) for kind in "FB" for i in range(m)]) for rank in range(p)]
 
 
@@ -67,7 +67,7 @@ TORCH: list[tuple[str, Schedule, int]] = [
 
 
 def cases(stages: tuple[int, ...], microbatches: tuple[int, ...]) -> list[tuple[Schedule, int, int, int]]:
-    """Every combination that has an order."""
+    """Combinations that have an order."""
     found: list[tuple[Schedule, int, int, int]] = []
     for p, m in itertools.product(stages, microbatches):
         found += [(schedule, p, 1, m) for schedule in ("gpipe", "1f1b", "zb-h1")]
@@ -216,7 +216,7 @@ def simulate_blocking_ring(p: int, v: int, m: int, times: Times, send_s: float) 
     count = m * v
 
     def to_next(rank: int, k: int) -> list[tuple[int, int, Operation]]:
-        """What leaves the rank after its forward number k."""
+        """Message that leaves the rank after its forward number k."""
         i, chunk = table[k]
         behind = chunk * p + rank + 1
         return [(rank, (rank + 1) % p, ("F", i, behind))] if behind < p * v else []

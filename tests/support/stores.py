@@ -58,7 +58,7 @@ def some_records(seed: int, count: int) -> list[Record]:
 
 
 def held(path: Path) -> list[Record]:
-    """What the SQLite file holds, in order; nothing where another process has yet to make it."""
+    """Content of the SQLite file, in order; nothing where another process has yet to make it."""
     try:
         with open_store(str(path), writable=False) as store:
             return list(store.records())

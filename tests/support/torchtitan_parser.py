@@ -91,7 +91,7 @@ def plain(section: Any) -> dict[str, Any]:
 
 
 def check_trainer(training: Any, parallelism: Any, dims: Any) -> None:
-    """What Trainer.__init__ checks after it has got hold of devices (0.3.0 trainer.py:300 and :418)."""
+    """Check what Trainer.__init__ does after it has got hold of devices (0.3.0 trainer.py:300 and :418)."""
     dp = dims.dp_replicate * dims.dp_shard
     if hasattr(training, "local_batch_size"):
         tokens, batch, least = training.seq_len, training.global_batch_size, training.local_batch_size * dp
@@ -139,7 +139,7 @@ def stages(spec: Any, parallelism: Any, dims: Any) -> Any:
 
 
 def registry() -> dict[str, Any]:
-    """What every function of the config registries gives, by model and function."""
+    """Configurations that every function of the config registries gives, by model and function."""
     import importlib
 
     found: dict[str, Any] = {}
@@ -160,11 +160,11 @@ def registry() -> dict[str, Any]:
 
 
 def parameters(config: Any) -> int:
-    """Of a model, of which one layer of each kind is made."""
+    """Parameters of a model, of which one layer of each kind is made."""
     import torch
 
     def count(part: Any) -> int:
-        return sum({id(one): one.numel() for one in part.build().parameters()}.values())
+        return sum({id(parameter): parameter.numel() for parameter in part.build().parameters()}.values())
 
     layers, config.layers = config.layers, []
     kinds: dict[bool, int] = {}

@@ -31,7 +31,7 @@ _SHARED = {"optimizer": Sharding.ZERO1, "gradients": Sharding.ZERO2, "weights": 
 
 
 class Member(NamedTuple):
-    """One kind of replica of a plan."""
+    """Kind of replica of a plan."""
 
     plan: MixedPlan
     kind: ReplicaKind
@@ -161,7 +161,7 @@ def _crossings(plan: MixedPlan) -> dict[frozenset[int], int]:
 
 
 def _hops_s(problem: MixedProblem, layouts: Mapping[int, PartLayout], members: Sequence[Member]) -> Floats:
-    """One message from every stage to the next, as the slower of both ends sees it: shape (kinds, stages).
+    """Message from every stage to the next, as the slower of both ends sees it: shape (kinds, stages).
 
     The last one sends where stages have several chunks, to the first.
     """
