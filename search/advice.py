@@ -37,10 +37,8 @@ def check_result(problem: Problem, space: Space, result: SearchResult) -> None:
         ways = " or ".join(islice(wider, SHOWN_WAYS))
         raise NoPlanError(why_empty(space) + (f"; there is one {ways}" if ways else ""))
     closest = result.closest
-    needed, capacity, where = closest.memory_bytes, problem.capacity_bytes, ""
-    host = problem.cluster.host.memory_bytes
-    if closest.host_memory_bytes / host > needed / capacity:
-        needed, capacity, where = closest.host_memory_bytes, host, " of a node's host memory"
+    needed, capacity, is_host = closest.scarcest_memory(problem.capacity_bytes, problem.cluster.host.memory_bytes)
+    where = " of a node's host memory" if is_host else ""
     raise NoPlanError(
         f"no plan fits: the closest ({closest.plan.describe()}) needs "
         f"{needed_text(needed, capacity, closest.oom_probability, where)}; {_way_out(problem, space)}"

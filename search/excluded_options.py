@@ -41,9 +41,10 @@ def with_excluded_options(
 ) -> tuple[Space, SearchResult]:
     """Return space and `result`, or those of a search which also looks at an option that makes its best plans better.
 
-    The options are sequence parallelism switched, GPipe, CUDA graphs of more, gradients reduced behind the last
-    backward pass, and twice as large micro-batches and degrees of tp and cp as the space goes.  What is best with one
-    of them may differ in more than that, so that all plans which have it are searched, until none of the options helps.
+    The options are sequence parallelism switched, or on with twice the micro-batch, GPipe, CUDA graphs of more,
+    gradients reduced behind the last backward pass, and twice as large micro-batches and degrees of tp and cp as the
+    space goes.  What is best with one of them may differ in more than that, so that all plans which have it are
+    searched, until none of the options helps.
     `barred` are the axes that the user fixed or bounded, and the values, such as "schedule=gpipe", that the user
     forbade.  In several `measures` all that no plan of the front beats is searched; what a space has everywhere or
     nowhere stays.
@@ -115,15 +116,16 @@ def switched(problem: Problem, space: Space, plan: ParallelPlan, barred: Collect
         changes.append({"grad_reduce_overlap": False})
     if _can_choose_sp(plan, problem.training.seq_len):
         changes.append({"sp": not plan.sp})
+        if not plan.sp:  # what it frees of memory takes a larger micro-batch
+            changes.append({"sp": True, "micro_batch": 2 * plan.micro_batch})
     if plan.schedule == Schedule.ONE_F_ONE_B and plan.pp > 1:
         changes += [{"schedule": (Schedule.GPIPE, 1)}] * ("gpipe" in book_of(problem.framework).words("schedule"))
     if plan.cuda_graphs != CudaGraphs.NONE:
         changes += [{"cuda_graphs": graphs} for graphs in CudaGraphs if graphs.code > plan.cuda_graphs.code]
     axes = axes_of(problem.model, plan)
     for change in changes:
-        ((axis, value),) = change.items()
-        word = value[0] if isinstance(value, tuple) else value
-        if axis in barred or f"{axis}={shown(word)}" in barred:
+        words = {axis: value[0] if isinstance(value, tuple) else value for axis, value in change.items()}
+        if any(axis in barred or f"{axis}={shown(word)}" in barred for axis, word in words.items()):
             continue
         try:
             yield plan_of(problem, axes | change)

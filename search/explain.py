@@ -88,12 +88,16 @@ def _priced(problem: Problem, best: RankedPlan, count: int, rules: tuple[Rule, .
         changes = tuple((axis, words(axis, mine[axis]), words(axis, axes[axis])) for axis in differing(mine, axes))
         is_whole = unrounded.global_batch == near.plan.global_batch
         says = () if admitted[at] and is_whole else broken(rules, workload, near.plan if is_whole else unrounded)
+        needed, capacity, is_host = near.scarcest_memory(problem.capacity_bytes, problem.cluster.host.memory_bytes)
         result.append(
             Neighbour(
                 changes=changes,
                 plan=near,
                 ratio=near.step_s / near.plan.global_batch / pace,
                 stage=int(costs.worst_stage[at]),
+                needed_bytes=needed,
+                capacity_bytes=capacity,
+                is_host=is_host,
                 broken=says,
             )
         )
@@ -117,8 +121,8 @@ def _by_axis(neighbours: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
 
 
 def _excess(near: Neighbour) -> float:
-    """Bytes that a device has too few; 0 where it fits but for its risk."""
-    return max(-near.plan.memory_headroom_bytes, 0.0) if near.plan.verdict != "fits" else 0.0
+    """Bytes that a device, or a host, has too few; 0 where it fits but for its risk."""
+    return max(near.needed_bytes - near.capacity_bytes, 0.0) if near.plan.verdict != "fits" else 0.0
 
 
 def _lacks(near: Neighbour) -> tuple[int, float]:
@@ -148,8 +152,9 @@ def _binding(
     heavy = [near for near in faster if near.plan.verdict != "fits" and not near.broken]
     if heavy:
         lightest = min(heavy, key=_excess)
-        needed, capacity = format_bytes(lightest.plan.memory_bytes), format_bytes(problem.capacity_bytes)
-        says.append(f"memory of stage {lightest.stage}: a faster plan needs {needed} of {capacity} there")
+        needed, capacity = format_bytes(lightest.needed_bytes), format_bytes(lightest.capacity_bytes)
+        where = "the hosts" if lightest.is_host else f"stage {lightest.stage}"
+        says.append(f"memory of {where}: a faster plan needs {needed} of {capacity} there")
     rules = [near.broken[0] for near in faster if near.plan.verdict == "fits" and len(near.broken) == 1]
     says += list(dict.fromkeys(rules))[:MOST_RULES]
     if says:

@@ -215,9 +215,9 @@ def _runs(dispatcher: Value, problem: Problem) -> bool:
     """
     if dispatcher == Dispatcher.ALL_TO_ALL:
         return True
-    domain = problem.cluster.levels[-1].num_devices
-    is_known = problem.device.generation in ("hopper", "blackwell")
-    return is_known and (dispatcher == Dispatcher.HYBRIDEP or domain <= 8)
+    domain = problem.cluster.levels[-1]
+    is_known = problem.device.generation in ("hopper", "blackwell") and domain.kind == "nvlink"
+    return is_known and (dispatcher == Dispatcher.HYBRIDEP or domain.num_devices <= 8)
 
 
 def _has_graphs(graphs: Value, model: ModelSpec) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoplan.api.problem import make_problem
 from autoplan.base.arrays import Bools
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.rules import Rule, Rulebook, legal, legal_so_far
@@ -418,3 +419,18 @@ def test_what_people_call_an_axis_says_what_to_write() -> None:
     for words, says in CALLED_OTHERWISE.items():
         with pytest.raises(InputError, match=re.escape(says)):
             with_flags(default_limits(problem(), (16,)), fix=[f"{words}=2"], at_most=(), forbid=())
+
+
+@pytest.mark.parametrize(
+    ("cluster", "dispatchers"),
+    [
+        ("h100-sxm:1x8", {"alltoall", "deepep", "hybridep"}),
+        ("gb200-nvl72:2x4", {"alltoall", "hybridep"}),
+        ("rtx-pro-6000:1x8", {"alltoall"}),  # Blackwell, and over PCIe
+        ("h100-pcie:1x8", {"alltoall"}),
+        ("a100-sxm:1x8", {"alltoall"}),
+    ],
+)
+def test_dispatchers_over_nvlink_are_searched_where_there_is_nvlink(cluster: str, dispatchers: set[str]) -> None:
+    asked = make_problem("qwen3-30b-a3b", cluster=load_cluster(cluster), seq_len=4096)
+    assert set(map(str, default_limits(asked, (64,)).of("dispatcher"))) == dispatchers

@@ -132,7 +132,7 @@ def _needs(near: Neighbour, explanation: Explanation) -> str:
     """Speed-up of a neighbour, and what it lacks."""
     parts = [f"{format_seconds(near.plan.step_s)}, {_faster(near.ratio)}"]
     if near.plan.verdict != "fits":
-        parts.append(_memory_needed(near, explanation.capacity_bytes))
+        parts.append(_memory_needed(near))
     parts += [f"refused: {rule}" for rule in near.broken[:1]]
     if near.plan.plan.global_batch != explanation.plan.plan.global_batch:
         parts.append(f"a global batch of {near.plan.plan.global_batch:,} would do")
@@ -158,8 +158,9 @@ def _versus_flag(near: Neighbour) -> str:
     return ",".join(f"{axis}={value}" for axis, value in values.items())
 
 
-def _memory_needed(near: Neighbour, capacity_bytes: float) -> str:
-    needed = f"needs {format_bytes(near.plan.memory_bytes)} of {format_bytes(capacity_bytes)} on stage {near.stage}"
+def _memory_needed(near: Neighbour) -> str:
+    where = "of a node's host memory" if near.is_host else f"on stage {near.stage}"
+    needed = f"needs {format_bytes(near.needed_bytes)} of {format_bytes(near.capacity_bytes)} {where}"
     return needed if near.plan.verdict == "oom" else f"{needed}, {format_percent(near.plan.oom_probability)} risk"
 
 
@@ -175,7 +176,7 @@ def _print_changes(console: Console, explanation: Explanation, names: Names) -> 
     for near in _effective_changes(explanation)[:SHOWN_CHANGES]:
         why = reasons(near.plan, explanation.plan) if near.ratio >= 1 + LEVEL else ""
         if near.plan.verdict != "fits":
-            why = f"{_memory_needed(near, explanation.capacity_bytes)}{'; ' * bool(why)}{why}"
+            why = f"{_memory_needed(near)}{'; ' * bool(why)}{why}"
         if near.broken:
             why = f"refused: {near.broken[0]}"
         rows.append(

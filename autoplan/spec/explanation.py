@@ -69,6 +69,9 @@ class Neighbour:
     plan: RankedPlan
     ratio: float  # of the times per sequence, to that of the other
     stage: int  # that needs most memory
+    needed_bytes: float  # of the memory that is used most: of that stage, or of a host
+    capacity_bytes: float
+    is_host: bool
     broken: tuple[str, ...]  # rules of the framework, in words
 
     @property

@@ -72,6 +72,12 @@ class RankedPlan:
         if not 0 <= self.oom_probability <= 1:
             raise InputError(f"oom_probability must lie in [0, 1], got {self.oom_probability:g}")
 
+    def scarcest_memory(self, capacity_bytes: float, host_bytes: float) -> tuple[float, float, bool]:
+        """Return (bytes that are needed, that there are, whether of a host) of the memory that is used most."""
+        if self.host_memory_bytes / host_bytes > self.memory_bytes / capacity_bytes:
+            return self.host_memory_bytes, host_bytes, True
+        return self.memory_bytes, capacity_bytes, False
+
     @property
     def s_per_sequence(self) -> float:
         """Seconds per sequence, by which plans of different batches compare."""
