@@ -6,16 +6,22 @@ What a layer costs and keeps on a part are the prices of `bounds`; a bound choos
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, Rows
 from autoplan.cost.collectives.pipeline_messages import message_s
+from autoplan.cost.memory.stage_memory import transient_bytes
+from autoplan.cost.mixed.collectives import links_between
 from autoplan.cost.passes import Pass
-from autoplan.cost.pipeline.closed_forms import send_exposed_s
+from autoplan.cost.pipeline.closed_forms import hop_sends_exposed_s, send_exposed_s
+from autoplan.cost.pipeline.layout import StageBlocks
+from autoplan.cost.pipeline.order import PipelineShape, live_chunks
 from autoplan.cost.step import straggler_share
 from autoplan.frameworks.common.rules import legal
 from autoplan.search.bounds import KindCosts, kind_costs
@@ -27,10 +33,11 @@ from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, as_parallel
 from autoplan.spec.plan import ALL_LAYERS, PlanBatch, even_chunks
+from autoplan.spec.problem import Problem
 
 FIRST_CHUNKS = 6  # virtual stages of interleaved pipelines at most, at first
 BISECTIONS = 12
-WIDEST = 64.0  # times the work of stages that are all as long, in which any layers are done
+WIDEST = 4.0  # times the work of stages that are all as long: what takes longer is no answer
 ROUNDING = 1e-6  # of a layer
 LEAST_FACTOR = 1e-9
 
@@ -44,8 +51,18 @@ class Ways(Rows):
     form: Ints  # index into `forms`
     kinds: PlanBatch  # as if all stages had the first one's tp, plain or interleaved
     least_s: Floats  # no plan of them alone is faster; infinite where none fits
-    # The same in groups beside others, which share the sharded states: sequences that all replicas do in a second.
+    num_devices: Ints
+    # In groups beside others, which share the sharded states: sequences that all replicas do in a second, at most and
+    # but for what they wait for the slowest device of all.
     most_rate: Floats
+
+
+class Rates(NamedTuple):
+    """Rates of ways beside others, but for what they wait for the slowest device of all."""
+
+    most: Floats  # sequences that all replicas do in a second at most
+    chunks: Ints  # virtual stages with which they do
+    end_s: Floats  # end of a step at least
 
 
 class Candidate(NamedTuple):
@@ -133,9 +150,17 @@ class MixedSpace:
         if not len(rows):
             return None
         form, kinds = form[rows], kinds.take(rows)
-        none = np.zeros(len(form))
-        ways = Ways(parts=tuple(parts), forms=tuple(forms), form=form, kinds=kinds, least_s=none, most_rate=none)
-        return self._bounded(ways, limits)
+        none, stages = np.zeros(len(form)), np.array([sum(tp for _, tp in way.places) * way.count for way in forms])
+        ways = Ways(
+            parts=tuple(parts),
+            forms=tuple(forms),
+            form=form,
+            kinds=kinds,
+            least_s=none,
+            num_devices=stages[form] * kinds.cp,
+            most_rate=none,
+        )
+        return self._bounded(ways)
 
     def _is_whole(self, way: Pipelines) -> bool:
         (part, tp), *deeper = way.places
@@ -149,7 +174,8 @@ class MixedSpace:
     def structure(self, candidate: Candidate) -> Structure:
         """The structure of groups beside each other, all with the same axes."""
         plans = [ways.kinds.plan(at) for ways, at in zip(candidate.groups, candidate.rows, strict=True)]
-        etp = min((plan.etp for plan in plans if plan.etp < plan.tp), default=MAX_DEGREE)
+        whole = MAX_DEGREE if self.problem.model.moe else 1
+        etp = min((plan.etp for plan in plans if plan.etp < plan.tp), default=whole)
         forms, micro_batches = zip(*candidate.form, strict=True)
         common = replace(plans[0], sp=self.spaces[0].limits.sequence_parallel, etp=etp)
         return Structure(kinds=forms, micro_batches=micro_batches, common=common)
@@ -201,38 +227,66 @@ class MixedSpace:
             and (Schedule.INTERLEAVED if vp > 1 else Schedule.ONE_F_ONE_B) in words
         )
 
-    def _bounded(self, ways: Ways, limits: Limits) -> Ways:
-        """The ways with their bounds: alone, and beside other groups, whose replicas share the sharded states."""
-        num_parts, replicas = len(self.spaces), np.full(len(ways.form), self.problem.cluster.num_devices)
-        alone, beside = (self._costs(ways, limits, number) for number in (ways.kinds.dp_shard, replicas))
-        least_s, most_rate = np.full(len(ways.form), np.inf), np.zeros(len(ways.form))
+    def _bounded(self, ways: Ways) -> Ways:
+        """The ways with their bounds: alone, and beside other groups, whose replicas share the sharded states.
+
+        Those that are interleaved have the number of virtual stages with the least bound.
+        """
+        kinds, num_parts = ways.kinds, len(self.spaces)
+        if len(ways.parts) > 1:  # plans of one part alone are those of its own space
+            costs = self._costs(ways, kinds.dp_shard)
+            passes_s, chunks = self._passes_s(
+                ways, -(-self.global_batch // (kinds.dp_shard * kinds.micro_batch)), costs, costs
+            )
+            # Interleaved pipelines work in whole rounds of micro-batches.
+            comes_out = (kinds.vp == 1) | (self.global_batch % (kinds.micro_batch * kinds.pp) == 0)
+            least_s = np.where(
+                comes_out, (1.0 + straggler_share(ways.num_devices)) * (self._rest_s(ways, costs) + passes_s), np.inf
+            )
+            ways = replace(ways, kinds=replace(kinds, vp=chunks), least_s=least_s)
+        if len(ways.parts) < num_parts:
+            rates = self.rates(ways, np.full(len(ways.form), self.problem.cluster.num_devices))
+            chunks = rates.chunks if len(ways.parts) == 1 else ways.kinds.vp
+            ways = replace(ways, kinds=replace(ways.kinds, vp=chunks), most_rate=rates.most)
+        return ways
+
+    def rates(self, ways: Ways, num_replicas: Ints, within_s: float = np.inf) -> Rates:
+        """Rates of every way beside others in a step that takes no longer, if so many replicas share the states evenly.
+
+        They grow with the micro-batches, of which there are no more than `most_rate` has in that time.
+        """
+        costs, states = (self._costs(ways, number) for number in (ways.kinds.dp_shard, num_replicas))
+        size = ways.kinds.dp_shard * ways.kinds.micro_batch
+        m = -(-self.global_batch // size)
+        if within_s < np.inf:
+            m = np.clip((ways.most_rate * within_s / size + ROUNDING).astype(np.int64), 1, m)
+        passes_s, chunks = self._passes_s(ways, m, costs, states)
+        return Rates(most=m * size / passes_s, chunks=chunks, end_s=self._rest_s(ways, states))
+
+    def _rest_s(self, ways: Ways, costs: dict[int, KindCosts]) -> Floats:
+        """Time of the end of a step, on the part where it takes least."""
         overall = min(self.problem.calibrations[part].overall for part in ways.parts)
+        return overall * np.min([cost.rest_s for cost in costs.values()], axis=0)
+
+    def _passes_s(
+        self, ways: Ways, num_microbatches: Ints, costs: dict[int, KindCosts], states: dict[int, KindCosts]
+    ) -> tuple[Floats, Ints]:
+        """(time that all passes of so many micro-batches take at least, the virtual stages with which they do)."""
+        time_s, chunks = np.full(len(ways.form), np.inf), ways.kinds.vp.copy()
         for (at, form), is_plain in itertools.product(enumerate(ways.forms), (True, False)):
             rows = np.flatnonzero((ways.form == at) & ((ways.kinds.vp == 1) == is_plain))
             if not len(rows):
                 continue
-            chunks = 1 if is_plain else max(self.chunks(ways.parts, len(form.places)))
-            size = form.count * ways.kinds.micro_batch[rows]
-            m = -(-self.global_batch // size)
-            num_devices = form.count * int(ways.kinds.cp[rows[0]]) * sum(tp for _, tp in form.places)
-            slower = 1.0 + straggler_share(np.array([num_devices]))
-            costs = {part: cost.take(rows) for part, cost in alone.items()}
-            if len(ways.parts) > 1:  # plans of one part alone are those of its own space
-                rest_s = overall * np.min([cost.rest_s for cost in costs.values()], axis=0)
-                time_s = slower * (rest_s + _Pipeline.of(self.problem, form, costs, costs, chunks).least_s(m))
-                # Interleaved pipelines work in whole rounds of micro-batches.
-                in_rounds = self.global_batch % (ways.kinds.micro_batch[rows] * len(form.places)) == 0
-                least_s[rows] = np.where(is_plain | in_rounds, time_s, np.inf)
-            if len(ways.parts) < num_parts:
-                shared = {part: cost.take(rows) for part, cost in beside.items()}
-                most_rate[rows] = (
-                    m * size / (slower * _Pipeline.of(self.problem, form, costs, shared, chunks).least_s(m))
-                )
-        return replace(ways, least_s=least_s, most_rate=most_rate)
+            counts = [vp for vp in self.chunks(ways.parts, len(form.places)) if (vp == 1) == is_plain]
+            m = num_microbatches[rows]
+            own, held = ({part: cost.take(rows) for part, cost in table.items()} for table in (costs, states))
+            of_counts = np.array([_Pipelines.of(self, form, own, held, vp).least_s(m) for vp in counts])
+            time_s[rows], chunks[rows] = of_counts.min(axis=0), np.array(counts)[of_counts.argmin(axis=0)]
+        return time_s, chunks
 
-    def _costs(self, ways: Ways, limits: Limits, replicas: Ints) -> dict[int, KindCosts]:
+    def _costs(self, ways: Ways, replicas: Ints) -> dict[int, KindCosts]:
         """Return the prices of all ways on every part, if so many replicas share the states."""
-        problem, kinds, costs = self.problem, ways.kinds, {}
+        problem, kinds, costs, limits = self.problem, ways.kinds, {}, self.limits_of(ways.parts)
         for part in ways.parts:
             tp = np.array([dict(form.places)[part] for form in ways.forms])[ways.form]
             divides = (tp > 1) & (problem.training.seq_len // kinds.cp % tp == 0)
@@ -240,94 +294,126 @@ class MixedSpace:
             batch = replace(kinds, tp=tp, sp=divides & limits.sequence_parallel, etp=etp, dp_shard=replicas)
             batch = replace(batch, global_batch=kinds.global_batch // kinds.dp_shard * replicas)
             as_if, overall = problem.as_if(part, frozenset(ways.parts)), problem.calibrations[part].overall
-            # Of a pipeline, neighbours on one part at best.
-            sent_s = overall * message_s(as_if, replace(batch, pp=np.minimum(batch.pp, 2)))
-            costs[part] = replace(kind_costs(as_if, batch), message_s=sent_s)
+            # Between neighbours on one part, of as few replicas as any number of micro-batches may have.
+            near = replace(batch, pp=np.minimum(batch.pp, 2), dp_shard=np.ones_like(batch.pp))
+            sent_s = overall * message_s(as_if, near)
+            own = kind_costs(as_if, batch)
+            fixed_bytes = own.fixed_bytes + _transient_bytes(as_if, batch)
+            costs[part] = replace(own, message_s=sent_s, fixed_bytes=fixed_bytes)
         return costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pipeline(Rows):
-    """Pipelines of one form: times of the layers on every stage, by sort of layer: shape (ways, stages, sorts)."""
+class _Pipelines(Rows):
+    """Pipelines of one number of stages whose layers are not placed yet: arrays of shape (ways, stages)."""
 
-    layer_s: Floats
-    most_layers: Floats  # that a stage holds: shape (ways, stages)
+    leanest_s: Floats  # both passes of the cheapest sort of layer
+    forward_share: Floats  # of the forward pass in a layer, at most
+    most_layers: Floats  # that a stage holds
+    hop_s: Floats  # a message from every stage to the next, at least
     head_s: Floats  # on the last stage
-    message_s: Floats
-    counts: tuple[int, ...]  # layers of each sort
-    chunks: int  # of a stage at most: one, or several
+    pp: Ints
+    chunks: Ints  # of a stage
+    num_layers: int
     overlaps: bool  # messages of interleaved pipelines
 
     @classmethod
     def of(
         cls,
-        problem: MixedProblem,
+        space: MixedSpace,
         form: Pipelines,
         costs: dict[int, KindCosts],
         states: dict[int, KindCosts],
         chunks: int,
-    ) -> _Pipeline:
+    ) -> _Pipelines:
         """Return the pipelines of all ways with one form, with the states of `states`."""
+        problem, places = space.problem, form.places
         overall = [calibration.overall for calibration in problem.calibrations]
-        passes = {
-            part: overall[part]
-            * (cost.layer_s + (cost.batch.recompute_num_layers == ALL_LAYERS)[:, None] * cost.repeat_s)
-            for part, cost in costs.items()
-        }
-        last, model = form.places[-1][0], problem.model
+        passes, shares = {}, {}
+        for part, cost in costs.items():
+            layer_s = cost.layer_s + (cost.batch.recompute_num_layers == ALL_LAYERS)[:, None] * cost.repeat_s
+            passes[part] = overall[part] * layer_s.min(axis=1)
+            shares[part] = (cost.forward_s / layer_s).max(axis=1)
+        ways, last = len(passes[places[0][0]]), places[-1][0]
         return cls(
-            layer_s=np.stack([passes[part] for part, _ in form.places], axis=1),
-            most_layers=_most_layers(problem, form, states),
+            leanest_s=np.stack([passes[part] for part, _ in places], axis=1),
+            forward_share=np.stack([shares[part] for part, _ in places], axis=1),
+            most_layers=_most_layers(problem, form, states, chunks),
+            hop_s=_hops_s(problem, form, costs, is_ring=chunks > 1),
             head_s=overall[last] * costs[last].head_s,
-            message_s=np.min([cost.message_s for cost in costs.values()], axis=0),
-            counts=tuple(model.layers.count(layer) for layer in model.layer_kinds),
-            chunks=chunks,
+            pp=np.full(ways, len(places)),
+            chunks=np.full(ways, chunks),
+            num_layers=problem.model.num_layers,
             overlaps=problem.framework.overlap.p2p_overlap,
         )
 
     def least_s(self, m: Ints) -> Floats:
         """Time that `m` micro-batches take at least, whichever stage has which layers; infinite where none fit."""
-        stages, num_layers = self.layer_s.shape[1], sum(self.counts)
-        columns = np.column_stack([m, self.head_s, self.most_layers, self.layer_s.reshape(len(m), -1)])
+        columns = np.column_stack([m, self.head_s, self.most_layers, self.leanest_s, self.hop_s])
         _, first, alike = np.unique(columns, axis=0, return_index=True, return_inverse=True)
-        distinct = self.take(first)
-        work_s = distinct._work_s(m[first])[alike.reshape(-1)]
-        # Several chunks are two at least.
-        pp, chunks = np.full_like(m, stages), np.full_like(m, min(self.chunks, 2))
-        passes = Pass(self.message_s, self.message_s)
-        sends_s = send_exposed_s(self.message_s, pp, m, chunks, passes, overlaps=self.overlaps)
-        fits = (self.most_layers.sum(axis=1) >= num_layers) & (self.most_layers.min(axis=1) >= 1)
-        return np.where(fits, work_s + sends_s, np.inf)
-
-    def _work_s(self, m: Ints) -> Floats:
-        """Time in which no stage has more whole layers than its path (`one_forward_one_backward_s`) and memory allow.
-
-        The path of a stage is its own work, all before it, and what its warm-up and its cool-down leave of the work
-        behind it: the work of all stages once at least, which is least where those that are fast have what they can.
-        """
-        leanest_s = self.layer_s.min(axis=2)
-        stages, num_layers = leanest_s.shape[1], sum(self.counts)
-        order = np.argsort(leanest_s[0], kind="stable")
-        warmup = np.arange(stages)[::-1]
-        covering = np.minimum(m[:, None] - 1, warmup)
-        # With fewer micro-batches than warm up there is one gap, at least the mean of both.
-        factor = m[:, None] - (1.0 + np.where(covering < warmup, 0.5, 1.0) * covering) / self.chunks
-        head_s = np.where(np.arange(stages) == stages - 1, self.head_s[:, None], 0.0)
-
-        def layers_within(free_s: Floats) -> Floats:
-            return np.minimum(np.floor(np.maximum(free_s - head_s, 0.0) / leanest_s + ROUNDING), self.most_layers)
-
-        low = m * num_layers / (1.0 / leanest_s).sum(axis=1)
-        high = WIDEST * (low + m * self.head_s)
+        ways, m = self.take(first), m[first]
+        low = m * ways.num_layers / (1.0 / ways.leanest_s).sum(axis=1)
+        high = WIDEST * (low + m * ways.head_s) + ways.sends_s(m)
         for _ in range(BISECTIONS):
             middle = np.sqrt(low * high)
-            most_layers = layers_within(middle[:, None] / m[:, None])[:, order]
-            placed = np.diff(np.minimum(np.cumsum(most_layers, axis=1), num_layers), axis=1, prepend=0.0)
-            once_s = ((placed * leanest_s[:, order]).sum(axis=1) + self.head_s) / self.chunks
-            layers = layers_within((middle - once_s)[:, None] / np.maximum(factor, LEAST_FACTOR))
-            enough = (most_layers.sum(axis=1) >= num_layers) & (layers.sum(axis=1) >= num_layers)
+            enough = ways.suffices(middle, m)
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-        return low
+        fits = (ways.most_layers.sum(axis=1) >= ways.num_layers) & (ways.most_layers.min(axis=1) >= 1)
+        return np.where(fits, low, np.inf)[alike.reshape(-1)]
+
+    def sends_s(self, m: Ints) -> Floats:
+        """Time that messages add at least."""
+        slowest_s = self.hop_s.max(axis=1)
+        passes = Pass(slowest_s, slowest_s)
+        several = send_exposed_s(slowest_s, self.pp, m, self.chunks, passes, overlaps=self.overlaps)
+        return np.where(self.chunks > 1, several, hop_sends_exposed_s(self.hop_s[:, :-1], m))
+
+    def suffices(self, time_s: Floats, m: Ints) -> Bools:
+        """Return where stages have all layers if none has more whole ones than its path and memory allow in a time.
+
+        The path of a stage (`one_forward_one_backward_s`) is its own work, all before it, and what its warm-up and its
+        cool-down leave of the work behind it.  Of c covered passes they leave, whatever is behind, no less than that
+        without c times the shorter one of its own two passes.  The work of all stages once is least where those that
+        are fast have what they can.
+        """
+        work_s = time_s - self.sends_s(m)
+        warmup = np.maximum(self.pp[:, None] - 1 - np.arange(self.hop_s.shape[1]), 0)
+        covering = np.minimum(m[:, None] - 1, warmup)
+        factor = m[:, None] - (1.0 + covering * np.minimum(self.forward_share, 0.5)) / self.chunks[:, None]
+        is_last = np.arange(self.hop_s.shape[1]) == self.pp[:, None] - 1
+        head_s = np.where(is_last, self.head_s[:, None], 0.0)
+
+        def layers_within(free_s: Floats) -> Floats:
+            return np.minimum(np.floor(np.maximum(free_s - head_s, 0.0) / self.leanest_s + ROUNDING), self.most_layers)
+
+        order = np.argsort(self.leanest_s, axis=1, kind="stable")
+        most_layers = np.take_along_axis(layers_within((work_s / m)[:, None]), order, axis=1)
+        placed = np.diff(np.minimum(np.cumsum(most_layers, axis=1), self.num_layers), axis=1, prepend=0.0)
+        layers_s = (placed * np.take_along_axis(self.leanest_s, order, axis=1)).sum(axis=1)
+        once_s = (layers_s + self.head_s) / self.chunks
+        layers = layers_within((work_s - once_s)[:, None] / np.maximum(factor, LEAST_FACTOR))
+        return (most_layers.sum(axis=1) >= self.num_layers) & (layers.sum(axis=1) >= self.num_layers)
+
+
+def _hops_s(problem: MixedProblem, form: Pipelines, costs: dict[int, KindCosts], *, is_ring: bool) -> Floats:
+    """A message from every stage to the next at least, of rings from the last one to the first: (ways, stages)."""
+    places, cp = form.places, int(next(iter(costs.values())).batch.cp[0])
+    hops = list(zip(places, (*places[1:], places[0]), strict=True))[: None if is_ring else -1]
+    senders: dict[frozenset[int], int] = defaultdict(int)
+    for (part, tp), (behind, tp_behind) in hops:
+        senders[frozenset((part, behind))] += form.count * cp * max(tp, tp_behind)
+
+    def across_s(part: int, pair: frozenset[int]) -> Floats:
+        links = links_between(problem.between(part, pair, senders[pair]), problem.calibrations[part])
+        as_if = problem.as_if(part, frozenset(costs))
+        return problem.calibrations[part].overall * message_s(as_if, costs[part].batch, links)
+
+    pairs = {pair: np.max([across_s(part, pair) for part in pair], axis=0) for pair in senders if len(pair) > 1}
+    columns = [
+        costs[part].message_s if part == behind else pairs[frozenset((part, behind))] for (part, _), (behind, _) in hops
+    ]
+    none = np.zeros_like(costs[places[0][0]].message_s)
+    return np.stack(columns if is_ring else [*columns, none], axis=1)
 
 
 def _with_chunks(kinds: PlanBatch, vp: int) -> PlanBatch:
@@ -336,16 +422,43 @@ def _with_chunks(kinds: PlanBatch, vp: int) -> PlanBatch:
     return replace(kinds, vp=np.full_like(kinds.vp, vp), schedule=np.full_like(kinds.schedule, schedule.code))
 
 
-def _most_layers(problem: MixedProblem, form: Pipelines, costs: dict[int, KindCosts]) -> Floats:
-    """Layers that every stage holds at most: shape (ways, stages)."""
+def _transient_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Transients of a backward pass that no stage does without, as on the last one, where logits may hide them."""
+    memory, last = problem.framework.memory, np.ones((len(batch), 1), dtype=np.bool_)
+    if memory.fsdp2_states:
+        return np.zeros(len(batch))
+    blocks = StageBlocks(count={}, repeated={}, repeats_chunk=~last, chunks_alike=last[:, 0], is_last=last)
+    return memory.reserved_factor * transient_bytes(problem, batch, blocks, np.zeros(len(batch)))[:, 0]
+
+
+def _most_layers(problem: MixedProblem, form: Pipelines, costs: dict[int, KindCosts], chunks: int) -> Floats:
+    """Layers that every stage holds at most, in so many chunks: shape (ways, stages)."""
+    batch = next(iter(costs.values())).batch
+    alive, num_layers = np.empty((len(batch), len(form.places), problem.model.num_layers + 1)), problem.model.num_layers
+    for m in np.unique(batch.num_microbatches).tolist():
+        alive[batch.num_microbatches == m] = _alive_layers(num_layers, len(form.places), chunks, m)
     columns = []
     for stage, (part, _) in enumerate(form.places):
         cost, spread = costs[part], problem.calibrations[part].memory_spread
         safe = problem.as_if(part, frozenset((part,))).capacity_bytes * np.exp(RISKY_Z * spread)
-        live = np.minimum(cost.batch.num_microbatches, len(form.places) - stage)
         stored = np.minimum(cost.stored_bytes[:, None], cost.kept_bytes)
         activation_bytes = np.where(cost.batch.recompute_num_layers[:, None] > 0, stored, cost.kept_bytes)
-        of_layer = (cost.state_bytes + live[:, None] * activation_bytes).min(axis=1)
+        live = np.minimum(batch.num_microbatches, len(form.places) - stage)
         free = safe - cost.fixed_bytes - live * cost.boundary_bytes - (stage == 0) * cost.embedding_bytes
-        columns.append(np.floor(free / of_layer))
-    return np.clip(np.stack(columns, axis=1), 0, problem.model.num_layers)
+        states = cost.state_bytes[:, None] * np.arange(num_layers + 1)[:, None]
+        needed = (states + alive[:, stage, :, None] * activation_bytes[:, None]).min(axis=2)
+        columns.append(np.maximum((needed <= free[:, None]).sum(axis=1) - 1, 0))
+    return np.stack(columns, axis=1).astype(np.float64)
+
+
+@lru_cache(maxsize=1024)
+def _alive_layers(num_layers: int, pp: int, chunks: int, num_microbatches: int) -> Floats:
+    """Layers, each once for every micro-batch alive in it, of stages that have 0, 1 and so on: shape (stages, numbers).
+
+    Layers are spread evenly over the chunks of a stage (`MixedStage.with_layers`).
+    """
+    if chunks == 1 or num_microbatches % pp:
+        return np.minimum(num_microbatches, np.arange(pp, 0, -1))[:, None] * np.arange(num_layers + 1.0)
+    live = live_chunks(PipelineShape(Schedule.INTERLEAVED, pp, chunks, num_microbatches))
+    sizes = np.array([even_chunks(number, chunks) for number in range(num_layers + 1)], dtype=np.float64)
+    return np.asarray((live @ sizes.T).max(axis=1))

@@ -16,6 +16,7 @@ import numpy as np
 from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.base.errors import InputError
 from autoplan.cost.mixed.estimate import estimate_mixed
+from autoplan.cost.step import straggler_share
 from autoplan.search.mixed_bounds import BISECTIONS, ROUNDING, Candidate, MixedSpace, Ways
 from autoplan.search.mixed_refinement import Accepts, RefinedStructure, Refiner, accept_all, order_of, ordered
 from autoplan.search.space import Space
@@ -27,7 +28,7 @@ from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost, MixedResult
 from autoplan.spec.problem import Problem
 
-FIRST_FORMS = 32  # of every set of parts, refined with the axes that have the least bound
+FIRST_FORMS = 16  # of every set of parts, in one group or beside each other, refined with the axes of least bound
 KEPT_FORMS = 4  # of them, whose other axes are looked at
 MOST_AXES = 16
 ABOUT = 1.05  # times the least time that groups beside each other could take, in which their ways are compared
@@ -94,12 +95,14 @@ def search_mixed(
     for cost in filter(_fits, costs):
         best.setdefault(cost.plan.kinds, cost)
     ranked = tuple(best.values())[:KEPT_PLANS]
-    bounds += [candidate.least_s for of_parts in candidates.values() for candidate in of_parts[:1]]
+    best_s = ranked[0].step_s if ranked else np.inf
+    faster = [candidate for of_parts in candidates.values() for candidate in of_parts if candidate.least_s < best_s]
+    bounds.append(fastest_s(space, faster, best_s))
     certificate = MixedCertificate(
         structures=sum(map(len, candidates.values())),
         plans=refiner.num_priced + sum(result.certificate.priced for result in results_alone if result),
         rates_alone=tuple(rates),
-        gap=max(1 - min(bounds) / ranked[0].step_s, 0.0) if ranked else 1.0,
+        gap=max(1 - min(bounds) / best_s, 0.0) if ranked else 1.0,
         limits=(*LIMITS, *((STARTED,) if accepts else ()), *space.describe()),
     )
     return MixedResult(ranked=ranked, closest=costs[0] if costs and not ranked else None, certificate=certificate)
@@ -117,8 +120,11 @@ def _fits(cost: MixedCost) -> bool:
     return cost.oom_z <= RISKY_Z
 
 
-def candidates_of(space: MixedSpace) -> dict[frozenset[int], list[Candidate]]:
-    """Return the structures of every set of several parts, those with the least bounds first."""
+def candidates_of(space: MixedSpace) -> dict[tuple[frozenset[int], bool], list[Candidate]]:
+    """Return the structures of every set of several parts, in one group or not, those with the least bounds first.
+
+    Bounds of groups beside each other take no time for reductions between them: over slow links they say little.
+    """
     parts = range(len(space.spaces))
     ways = {
         group: of_group
@@ -126,20 +132,19 @@ def candidates_of(space: MixedSpace) -> dict[frozenset[int], list[Candidate]]:
         for group in itertools.combinations(parts, size)
         if (of_group := space.ways(group)) is not None
     }
-    by_parts: dict[frozenset[int], list[Candidate]] = defaultdict(list)
+    by_parts: dict[tuple[frozenset[int], bool], list[Candidate]] = defaultdict(list)
     for group, of_group in ways.items():
         if len(group) > 1:
-            by_parts[frozenset(group)] += [
+            by_parts[frozenset(group), False] += [
                 Candidate(float(of_group.least_s[at]), (of_group,), (at,))
                 for at in np.flatnonzero(np.isfinite(of_group.least_s)).tolist()
             ]
     for grouping in groupings(parts):
         if len(grouping) > 1 and all(group in ways for group in grouping):
-            by_parts[frozenset(itertools.chain(*grouping))] += _joined(space, [ways[group] for group in grouping])
+            used = frozenset(itertools.chain(*grouping))
+            by_parts[used, True] += _joined(space, [ways[group] for group in grouping])
     return {
-        used: sorted(of_parts, key=lambda candidate: candidate.least_s)
-        for used, of_parts in by_parts.items()
-        if of_parts
+        key: sorted(of_parts, key=lambda candidate: candidate.least_s) for key, of_parts in by_parts.items() if of_parts
     }
 
 
@@ -154,7 +159,7 @@ def _joined(space: MixedSpace, groups: Sequence[Ways]) -> Iterator[Candidate]:
         # Experts are whole or split like other matrices, which is one where these are whole.
         split = np.where(kinds.tp == 1, -1, kinds.etp > 1)
         axes = np.stack([*(getattr(kinds, name) for name in _SHARED), split], axis=1)
-        order = np.lexsort([-ways.most_rate, -_done(ways, about_s, slice(None))])
+        order = np.lexsort([-ways.most_rate, -_done(ways, about_s, slice(None), ways.most_rate)])
         for at in order[ways.most_rate[order] > 0].tolist():
             *key, split_at = axes[at].tolist()
             for choice in (0, 1) if split_at < 0 else (split_at,):
@@ -167,33 +172,61 @@ def _joined(space: MixedSpace, groups: Sequence[Ways]) -> Iterator[Candidate]:
     for key in sorted(keys):
         choices = (itertools.islice(table[key].values(), max_choices) for table in tables)
         picks = np.array(list(itertools.product(*choices)))
-        least_s = overhead_s + _shared_s(space.global_batch, groups, picks)
+        rates = [ways.most_rate[rows] for ways, rows in zip(groups, picks.T, strict=True)]
+        least_s = _joint_s(space.global_batch, groups, picks, rates, overhead_s)
         for time_s, rows in zip(least_s.tolist(), picks.tolist(), strict=True):
             yield Candidate(time_s, tuple(groups), tuple(rows))
 
 
-def _shared_s(global_batch: int, groups: Sequence[Ways], picks: Ints) -> Floats:
-    """Time in which groups with these ways do the batch, all replicas of one as many whole micro-batches."""
-    rates = add_up(ways.most_rate[rows] for ways, rows in zip(groups, picks.T, strict=True))
-    low = global_batch / rates
+def _joint_s(
+    global_batch: int, groups: Sequence[Ways], picks: Ints, rates: Sequence[Floats], end_s: Floats | float
+) -> Floats:
+    """Time in which groups with these ways and rates do the batch, all replicas of one as many whole micro-batches."""
+    chosen = list(zip(groups, picks.T, rates, strict=True))
+    low = global_batch / add_up(rates)
     high = 2.0 * low
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        done = add_up(_done(ways, middle, rows) for ways, rows in zip(groups, picks.T, strict=True))
-        low, high = np.where(done >= global_batch, low, middle), np.where(done >= global_batch, middle, high)
-    return low
+        enough = add_up(_done(ways, middle, rows, rate) for ways, rows, rate in chosen) >= global_batch
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    num_devices = np.sum([ways.num_devices[rows] for ways, rows, _ in chosen], axis=0)
+    return np.asarray((1.0 + straggler_share(num_devices)) * (end_s + low))
 
 
-def _done(ways: Ways, time_s: Floats | float, rows: Ints | slice) -> Floats:
-    """Sequences that a group does in a time, all replicas as many whole micro-batches."""
+def fastest_s(space: MixedSpace, candidates: Sequence[Candidate], within_s: float) -> float:
+    """Time that no plan of the candidates beats if it takes less than `within_s`, closer than their bounds.
+
+    Pipelines are filled and emptied for no more micro-batches than there are.  Of the shares of states one is an even
+    one or more: a group at least has replicas that hold as much, and update it.
+    """
+    times_s = [candidate.least_s for candidate in candidates if len(candidate.groups) == 1]
+    joined: dict[tuple[tuple[int, ...], ...], list[Candidate]] = defaultdict(list)
+    for candidate in candidates:
+        if len(candidate.groups) > 1:
+            joined[tuple(ways.parts for ways in candidate.groups)].append(candidate)
+    for alike in joined.values():
+        groups, picks = alike[0].groups, np.array([candidate.rows for candidate in alike])
+        chosen = [ways.take(rows) for ways, rows in zip(groups, picks.T, strict=True)]
+        num_replicas = np.sum([ways.kinds.dp_shard for ways in chosen], axis=0)
+        num_devices = np.full_like(num_replicas, space.problem.cluster.num_devices)
+        rates = [space.rates(ways, num_devices, within_s).most for ways in chosen]
+        for at, ways in enumerate(chosen):
+            own = space.rates(ways, num_replicas, within_s)
+            own_rates = [*rates[:at], own.most, *rates[at + 1 :]]
+            times_s.append(float(_joint_s(space.global_batch, groups, picks, own_rates, own.end_s).min()))
+    return min(times_s, default=np.inf)
+
+
+def _done(ways: Ways, time_s: Floats | float, rows: Ints | slice, rate: Floats) -> Floats:
+    """Sequences that a group does in a time at a rate, all replicas as many whole micro-batches."""
     kinds = ways.kinds
     rounds = np.where(kinds.vp[rows] > 1, kinds.pp[rows], 1)
     size = kinds.dp_shard[rows] * kinds.micro_batch[rows] * rounds
-    return np.asarray(size * np.floor(time_s * ways.most_rate[rows] / size + ROUNDING), dtype=np.float64)
+    return np.asarray(size * np.floor(time_s * rate / size + ROUNDING), dtype=np.float64)
 
 
 def _refined(
-    space: MixedSpace, refiner: Refiner, candidates: dict[frozenset[int], list[Candidate]], best_s: float
+    space: MixedSpace, refiner: Refiner, candidates: dict[tuple[frozenset[int], bool], list[Candidate]], best_s: float
 ) -> list[RefinedStructure]:
     """Refine the forms with the least bounds; of the best, with their other axes and numbers of virtual stages.
 

@@ -19,7 +19,7 @@ from autoplan.frameworks.registry import book_of
 from autoplan.readers.model import load_model
 from autoplan.search.mixed_bounds import MixedSpace
 from autoplan.search.mixed_refinement import Refiner
-from autoplan.search.mixed_search import candidates_of
+from autoplan.search.mixed_search import candidates_of, fastest_s
 from autoplan.search.mixed_search import search_mixed as search_space
 from autoplan.search.structures import Pipelines, Structure, groupings, pipelines
 from autoplan.search.study import search as plain_search
@@ -287,13 +287,37 @@ def test_no_plan_beats_the_bound_of_its_structure(
     spaces = tuple(make_space(own, global_batch) for own in alone)
     space = MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, has_one_tp=False)
     refiner, num_fitting = Refiner(problem, global_batch), 0
-    (candidates,) = candidates_of(space).values()
-    for candidate in random.Random(1).sample(candidates, 30):
-        for found in refiner.refine([space.structure(candidate)]):
-            if found.cost.oom_z <= RISKY_Z:
+    candidates = list(itertools.chain(*candidates_of(space).values()))
+    choices = random.Random(1)
+    for candidate in choices.sample(candidates, 30):
+        structure = space.structure(candidate)
+        found = [refined.cost for refined in refiner.refine([structure])]
+        plans = [plan for _ in range(20) if (plan := random_plan(refiner, structure, choices))]
+        for cost in (*found, *(cost for cost in estimate_mixed(problem, plans) if space.admits([cost.plan])[0])):
+            if cost.oom_z <= RISKY_Z and cost.plan.global_batch == global_batch:
                 num_fitting += 1
-                assert found.cost.step_s >= candidate.least_s * (1 - 1e-9)
-    assert num_fitting >= 5
+                assert cost.step_s >= candidate.least_s * (1 - 1e-9)
+                assert cost.step_s >= fastest_s(space, [candidate], cost.step_s * 1.01) * (1 - 1e-9)
+    assert num_fitting >= 10
+
+
+def random_plan(refiner: Refiner, structure: Structure, choices: random.Random) -> MixedPlan | None:
+    """A plan of the structure with the batch shared out at random, and layers moved from stage to stage."""
+    kinds = [replace(kind, vp=choices.choice([1, 2, 4]) if kind.vp > 1 else 1) for kind in structure.kinds]
+    layers = []
+    for kind in kinds:
+        cut = list(even_chunks(refiner.problem.model.num_layers, len(kind.places)))
+        for _ in range(choices.randint(0, len(cut))):
+            giver, taker = choices.randrange(len(cut)), choices.randrange(len(cut))
+            by = choices.randint(0, max(cut[giver] - kind.vp, 0) // 2)
+            cut[giver], cut[taker] = cut[giver] - by, cut[taker] + by
+        layers.append(tuple(cut))
+    sizes = [kind.round * size for kind, size in zip(kinds, structure.micro_batches, strict=True)]
+    first = choices.randint(1, max(refiner.global_batch // sizes[0], 1)) if len(kinds) > 1 else 0
+    rounds = [*([first] if len(kinds) > 1 else []), (refiner.global_batch - first * sizes[0]) // sizes[-1]]
+    if any(total < kind.count for total, kind in zip(rounds, kinds, strict=True)):
+        return None
+    return refiner._plan(replace(structure, kinds=tuple(kinds)), layers, rounds, None)
 
 
 def test_flags_narrow_the_plans_of_all_parts() -> None:

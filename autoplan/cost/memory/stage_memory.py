@@ -65,7 +65,7 @@ HOST_PROCESS_BYTES = 4.0 * 2**30
 CACHED_SHARE = 0.5
 
 
-def _transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, repeat_bytes: Floats) -> Floats:
+def transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, repeat_bytes: Floats) -> Floats:
     """Transients of the backward pass of one layer: shape (plans, stages) (`modelling` B6).
 
     `repeat_bytes` is what a layer that is recomputed as a whole keeps again, beyond its input.  It counts where a chunk
@@ -338,7 +338,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         repeat = np.maximum(repeat, recomputed_bytes)
 
     logits = blocks.at_last(_head_bytes(problem, batch))
-    transients = _transient_bytes(problem, batch, blocks, repeat)
+    transients = transient_bytes(problem, batch, blocks, repeat)
     # The backward pass of the head is over before that of the last layer begins: the larger of the two counts.
     terms = {
         "weights": weights,
