@@ -8,7 +8,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from autoplan.base.processes import Children, RankPlace
+from autoplan.base.errors import InputError
+from autoplan.base.processes import Children, RankPlace, check_torch, place_from
+from autoplan.base.units import check_count
 from autoplan.profiler.protocol import Hello, Job
 
 PRELOAD = ("autoplan.profiler.worker",)
@@ -19,6 +21,16 @@ def default_num_ranks() -> int:
     import torch
 
     return torch.cuda.device_count() or min(len(os.sched_getaffinity(0)), 2)
+
+
+def place_with(ranks: int) -> tuple[RankPlace | None, int]:
+    """Return the place that a launcher gave this program, and the number of ranks; `ranks` of them start here."""
+    check_torch()
+    place = place_from(os.environ)
+    check_count("--ranks", ranks, at_least=0)
+    if place and ranks:
+        raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
+    return place, (place.num_ranks if place else ranks) or default_num_ranks()
 
 
 class Crew(Children):

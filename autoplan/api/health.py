@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -14,13 +13,11 @@ from autoplan.api.outputs import CheckedHealth, CheckedRate, SlowPart
 from autoplan.api.problem import load_cluster
 from autoplan.base.errors import InputError
 from autoplan.base.files import check_target, write_text
-from autoplan.base.processes import check_torch, place_from
-from autoplan.base.units import check_count
 from autoplan.base.user import user_name
 from autoplan.base.values import parse_duration
 from autoplan.cost.network.links import ProcessGroup, collective_s
 from autoplan.profiler.allocation import Allocation
-from autoplan.profiler.crew import Crew, default_num_ranks
+from autoplan.profiler.crew import Crew, place_with
 from autoplan.profiler.discover.write import cluster_toml
 from autoplan.profiler.health import Health, check, faults, records, unmeasured, usual
 from autoplan.profiler.protocol import Job
@@ -52,11 +49,7 @@ def check_health(
     It runs on one node, or under torchrun, srun or mpirun with one rank for each device.  `advance` is called after
     every round of messages.
     """
-    check_torch()
-    place = place_from(os.environ)
-    check_count("--ranks", options.ranks, at_least=0)
-    if place and options.ranks:
-        raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
+    place, num_ranks = place_with(options.ranks)
     if options.out is not None and options.cluster is None:
         raise InputError("--out writes the cluster with what is slow: say which with --cluster")
     if options.out is not None:
@@ -69,7 +62,7 @@ def check_health(
         compares_devices=False,
         devices_per_domain=cluster.levels[-1].num_devices if cluster else 0,
     )
-    with Crew(job, place, (place.num_ranks if place else options.ranks) or default_num_ranks()) as crew:
+    with Crew(job, place, num_ranks) as crew:
         if not crew.leads:
             crew.start()
             crew.follow()

@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -87,9 +87,7 @@ def run(
     if is_mixed_file(Path(plan)):
         if program or db is not None:
             raise InputError(f"{plan} is for a mixed cluster: the built-in trainer runs it, without --command and --db")
-        mixed_task, predicted = _mixed_run(load_mixed_file(Path(plan)), **task_options)
-        report = _train(_traced(mixed_task, traces), place_from(os.environ), follow)
-        return _handed_over(mixed_task, predicted, report, hand_over)
+        return _run_mixed(load_mixed_file(Path(plan)), task_options, traces, follow, hand_over)
     file, problem = plan_to_run(Path(plan), db)
     file_plan = file.best.plan
     place = None if program else place_from(os.environ)
@@ -101,6 +99,7 @@ def run(
             warn_of_emulation(problem)
     predicted = predicted_run(problem, file_plan)
     task: Task | Command
+    report: TrainingReport | None
     with keeper.followed(problem, file_plan, predicted, is_own=not program) if keeper else nullcontext():
         if program:
             task, report = _run_command(
@@ -195,6 +194,18 @@ def _mixed_run(file: MixedPlanFile, **task_options: Any) -> tuple[Task, Predicte
         peak_bytes=max(float(estimate(part, batch).logged_memory_bytes[0]) for part in alike),
     )
     return _task(problem, started.plan, num_microbatches=started.num_microbatches, **task_options), predicted
+
+
+def _run_mixed(
+    file: MixedPlanFile,
+    task_options: Mapping[str, Any],
+    traces: Path | None,
+    follow: _Follow,
+    hand_over: Callable[[RunFile], None],
+) -> RunFile | None:
+    task, predicted = _mixed_run(file, **task_options)
+    report = _train(_traced(task, traces), place_from(os.environ), follow)
+    return _handed_over(task, predicted, report, hand_over)
 
 
 def plan_to_run(path: Path, url: str | None) -> tuple[PlanFile, Problem]:

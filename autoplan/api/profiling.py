@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -13,11 +12,10 @@ from autoplan.api.plan_run import EMULATION
 from autoplan.api.problem import load_cluster, load_framework, load_model
 from autoplan.api.timings import machine_of, opened_store
 from autoplan.base.errors import InputError, NoStoreError
-from autoplan.base.processes import check_torch, place_from
 from autoplan.base.units import check_count
 from autoplan.base.user import user_name
 from autoplan.base.values import parse_duration, parse_numbers, parse_words
-from autoplan.profiler.crew import Crew, default_num_ranks
+from autoplan.profiler.crew import Crew, place_with
 from autoplan.profiler.expected import expected_hello
 from autoplan.profiler.machine.hardware import emulates_bf16
 from autoplan.profiler.protocol import Hello, Job
@@ -222,11 +220,7 @@ def started_profile(
     model: str | Path | ModelSpec | None, *, plan_file: str | Path | None, options: ProfileOptions
 ) -> Iterator[Profile | None]:
     """Start ranks, yield what they will measure, None on others than the first, and end them whatever happens."""
-    check_torch()
-    place = place_from(os.environ)
-    check_count("--ranks", options.ranks, at_least=0)
-    if place and options.ranks:
-        raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
+    place, num_ranks = place_with(options.ranks)
     purpose = _purpose(model, plan_file, options)
     job = Job(
         dtypes=purpose.dtypes,
@@ -234,7 +228,6 @@ def started_profile(
         limit_s=parse_duration(options.limit),
         devices_per_domain=purpose.cluster.levels[-1].num_devices if purpose.cluster else 0,
     )
-    num_ranks = (place.num_ranks if place else options.ranks) or default_num_ranks()
     with Crew(job, place, num_ranks) as crew:
         if not crew.leads:
             crew.start()
