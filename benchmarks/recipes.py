@@ -50,6 +50,9 @@ _LATER = (
     "its later recipes changed the same; the overlap alone gained 15 to 18 % (bridge_ab-020 to -023), micro-batch 4 "
     "in place of 1 a factor of 2.8 (nvbridge-227, -100)"
 )
+_PROXY = "a proxy with fewer layers, which keeps the degrees that all 126 need: fewer fit without cp or pp"
+_SPLIT_HEAD = "the last of 2 stages has a head of 202,048 words, as long as 3 of its 24 layers"
+_SPLIT_EXPERTS = "not measured: experts whole, where etp 4 gathers their tokens and cuts their products in four"
 REASONS = {
     "mlm2021": "all its runs repeat every layer, one forward pass in four (arXiv:2104.04473, section 3.5)",
     "mlm2024": "a study of scaling at micro-batch 1; without interleaving m micro-batches wait for pp - 1 more",
@@ -57,6 +60,20 @@ REASONS = {
     "nemo2407-009": "the last of 4 stages has a head of 256,000 words, as long as 3 of its 10 layers",
     "dgxc-293": "ep 64 goes through the network, and nothing hides it before Megatron-Core 0.14; ep 8 stays in a node",
     "dgxc-294": "as dgxc-293",
+    "dgxc-024": _PROXY,
+    "dgxc-030": _PROXY,
+    "dgxc-210": _PROXY,
+    "dgxc-216": _PROXY,
+    "dgxc-288": _SPLIT_HEAD,
+    "dgxc-289": _SPLIT_HEAD,
+    "dgxc-290": _SPLIT_HEAD,
+    "dgxc-291": _SPLIT_EXPERTS,
+    "dgxc-292": _SPLIT_EXPERTS,
+    "launcher2208-011": "without interleaving m micro-batches wait for pp - 1 more",
+    "nemotron-h": "virtual stages of hybrids, which Megatron-Core has from 2026 on (pull request 3377), not "
+    "that container",
+    "nvbridge-076": "not believed: dp 64 with micro-batches of 2 took 4.68 s one container before (nvbridge-165), and "
+    "is priced 4.09 s",
     "nvbridge-260": "its recipe repeats 5 of 32 layers, its row all: recompute_num_layers, and 9.07 s measured",
     "nvbridge-290": "its recipe hides expert traffic, which its row does not say (Megatron-Bridge v0.1.0rc4, "
     "scripts/performance/run_script.py: A2A_1F1B on H100)",

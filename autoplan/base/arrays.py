@@ -42,12 +42,14 @@ class Rows:
     def take(self, rows: Ints | Bools | slice) -> Self:
         """The record of the plans at the given indices, or where the mask is true."""
         record: Any = self
+        if isinstance(rows, np.ndarray) and rows.dtype == np.bool_:
+            rows = np.flatnonzero(rows)  # once for all columns
         return replace(record, **{field.name: _rows_of(getattr(record, field.name), rows) for field in fields(record)})
 
 
 def _rows_of(value: Any, rows: Ints | Bools | slice) -> Any:
     if isinstance(value, np.ndarray):
-        return value[rows]
+        return value.take(rows, axis=0) if isinstance(rows, np.ndarray) else value[rows]
     if isinstance(value, dict):
         return {key: _rows_of(part, rows) for key, part in value.items()}
     return value.take(rows) if isinstance(value, Rows) else value
