@@ -173,7 +173,7 @@ def test_others_refuse_it_in_a_line(tmp_path: Path) -> None:
     done = run(tmp_path, "search", "tiny.toml", *WHERE, "--quiet")
     assert done.returncode == 1
     assert done.stderr.strip() == (
-        "autoplan: fp32 is priced for the built-in trainer alone, not for megatron-core: use bf16"
+        "autoplan: fp32 is priced for the built-in trainer alone, not for megatron-core: pass --precision bf16"
     )
 
 

@@ -46,8 +46,16 @@ def test_a_device_runs_the_precisions_that_it_has_units_for(cluster: str) -> Non
         if precision in usable:
             assert problem(cluster, precision).training.precision == precision
         else:
-            with pytest.raises(InputError, match=rf"has no {precision} matrix units: use {' or '.join(usable)}"):
+            with pytest.raises(
+                InputError, match=rf"has no {precision} matrix units: pass --precision {' or '.join(usable)}"
+            ):
                 problem(cluster, precision)
+
+
+def test_a_refused_precision_names_one_that_the_framework_takes_on_that_device() -> None:
+    for precision in ("bf16", "fp32"):
+        with pytest.raises(InputError, match=r"pass --precision fp16$"):
+            problem("v100", precision, "megatron-core")
 
 
 @pytest.mark.parametrize("framework", ["megatron-core", "pytorch-fsdp", "deepspeed-zero", "torchtitan"])

@@ -483,8 +483,16 @@ def test_a_blank_architecture_is_looked_up_by_the_model_name(tmp_path: Path) -> 
         ({"gpu_memory_gib": "x"}, "unpriced", "gpu_memory_gib is not a number: 'x'"),
         ({"gpu_memory_gib": "-80"}, "unpriced", "gpu_memory_gib is not a positive number"),
         ({"recompute": "some"}, "unpriced", "recompute 'some' is not one of none, selective, full"),
-        ({"precision": "nvfp4"}, "unpriced", "h100-sxm has no nvfp4 matrix units: use bf16 or fp16 or fp8"),
-        ({"gpu": "v100", "gpu_memory_gib": "32", "gpus_per_node": "16"}, "unpriced", "v100 has no bf16 .*: use fp16"),
+        (
+            {"precision": "nvfp4"},
+            "unpriced",
+            "h100-sxm has no nvfp4 matrix units: pass --precision bf16 or fp16 or fp8",
+        ),
+        (
+            {"gpu": "v100", "gpu_memory_gib": "32", "gpus_per_node": "16"},
+            "unpriced",
+            "v100 has no bf16 .*: pass --precision fp16",
+        ),
         ({"sharding": "zero9"}, "unpriced", "zero9"),
         ({"global_batch": "3"}, "invalid", "global.batch 3"),
         ({"pp": "128", "vp": "1", "num_gpus": "2048"}, "invalid", "exceed"),

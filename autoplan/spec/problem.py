@@ -63,11 +63,17 @@ class Problem:
             )
         self._check_images()
         device, precision = self.cluster.device, self.training.precision
-        if precision not in (usable := precisions_of(device)):
-            raise InputError(f"device {device.name} has no {precision} matrix units: use {' or '.join(usable)}")
         kernels = self.framework.kernels
-        if precision == "fp32" and not (kernels.eager_layers or kernels.tf32_products):
-            raise InputError(f"fp32 is priced for the built-in trainer alone, not for {self.framework.name}: use bf16")
+        is_fp32_priced = kernels.eager_layers or kernels.tf32_products
+        usable = [each for each in precisions_of(device) if each != Precision.FP32 or is_fp32_priced]
+        if precision == Precision.FP32 and not is_fp32_priced:
+            raise InputError(
+                f"fp32 is priced for the built-in trainer alone, not for {self.framework.name}: "
+                f"pass --precision {' or '.join(usable)}"
+            )
+        if precision not in usable:
+            ways = " or ".join(usable)
+            raise InputError(f"device {device.name} has no {precision} matrix units: pass --precision {ways}")
         if self.training.preference is not None and self.framework.rules not in PREFERENCE_RULES:
             raise InputError(
                 f"preferences and rewards are priced for programs on Accelerate, DeepSpeed and FSDP, not for "
