@@ -35,6 +35,8 @@ CASES = [
     ("llama2-7b", "a100-sxm:2x8", "deepspeed-zero", {}),
     ("llama3-8b", "h100-sxm:1x8", "megatron-core", {"optimizer": "muon"}),
     ("llama3-8b", "a100-sxm:2x8", "transformers", {"lora_rank": 16}),
+    ("llama3-8b", "a100-sxm:2x8", "deepspeed-hf", {"loss": "dpo"}),
+    ("llama2-7b", "h100-sxm:2x8", "megatron-core", {"lengths": "500:3,4000:1", "batching": "padded"}),
 ]
 NUM_PLANS = 60
 

@@ -170,12 +170,8 @@ def make_mixed_problem(
     if options.get("timings") is not None:
         raise InputError("--timings is not priced on mixed clusters yet: leave it out")
     parts = _parts(model, seq_len, options)
-    if parts.training.lengths is not None:
-        raise InputError("lengths that vary are not priced on mixed clusters yet: take one of their parts")
     if parts.model.encoder is not None:
         raise InputError("an encoder of images is not priced on mixed clusters yet: take one of their parts")
-    if parts.training.preference is not None:
-        raise InputError("preferences and rewards are not priced on mixed clusters yet: take one of their parts")
     calibrations = tuple(_part_calibration(parts.framework, part, options) for part in cluster.parts)
     return MixedProblem(**parts._asdict(), cluster=cluster, calibrations=calibrations)
 
