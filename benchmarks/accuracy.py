@@ -44,8 +44,8 @@ import autoplan
 from autoplan.base.arrays import Bools, Floats
 from autoplan.base.files import write_text
 from autoplan.cost.calibration import MeasuredRun, likeness
-from autoplan.cost.estimate import NORMAL_90, estimate
-from autoplan.cost.spreads import GENERAL_PARTS, HARD, Familiarity, Sides, general_spreads
+from autoplan.cost.estimate import estimate
+from autoplan.cost.spreads import GENERAL_PARTS, HARD, NORMAL_90, Familiarity, Sides, general_spreads
 from autoplan.readers.calibration import calibration_among, calibration_text
 from autoplan.runs.predictions import log_doubt, predict, prediction_table
 from autoplan.runs.runs import Run, read_runs
@@ -71,9 +71,10 @@ LATER = (  # sources that came when the presets had been made
 # log(measured / predicted) of runs before anything was changed for them: blind ones at 52dd93eb, others at 0d6b68c5.
 FIRST_ERRORS = Path(__file__).with_name("first_errors.csv")
 BLIND = Path(__file__).with_name("blind_runs.csv")
+FINETUNED = Path(__file__).with_name("finetuning_runs.csv")
 # Blind sources that taught a mechanism: what was wrong then is no part of a step today.  What a trainer does in its own
 # way (flashattn, nemobert) others will do in theirs: first errors of these count.
-TAUGHT = ("llama3", "qwensft", "torchao")
+TAUGHT = ("llama3", "nemolora", "qwenreadme", "torchao")
 COVER = 0.90  # share of the runs of a source left out that shall be inside, in the mean
 SAID_SHARE = 0.25  # of a run's variance, from which a part counts as resting on it
 
@@ -129,12 +130,14 @@ def main() -> None:
     runs = list(read_runs(options.runs))
     blind_runs = list(read_runs(BLIND))
     blind = [replace(case, is_blind=True) for case in read_cases(BLIND, blind_runs)]
+    blind += [replace(case, is_blind=True) for case in read_cases(FINETUNED, list(read_runs(FINETUNED)))]
     cases = read_cases(options.runs, runs) + blind
     if options.ship:
         ship(cases)
         return
     scoring = Scoring(options.runs, options.scorer, runs)
     blind_scoring = Scoring(BLIND, options.scorer, blind_runs)
+    tuned_scoring = Scoring(FINETUNED, options.scorer, list(read_runs(FINETUNED)))
     text = io.StringIO()
     with contextlib.redirect_stdout(_Both(sys.stdout, text)):
         start = time.perf_counter()
@@ -142,7 +145,7 @@ def main() -> None:
         print(f"{len(runs)} runs priced one by one in {time.perf_counter() - start:.1f} s\n")
         if not options.as_shipped:
             show_unseen(cases, scoring)
-            show_blind(cases, blind_scoring)
+            show_blind(cases, blind_scoring, tuned_scoring)
             show_kinds(cases)
             show_general(cases)
         show_ablation(cases)
@@ -278,7 +281,7 @@ class Unseen:
     sources: Strings
     error: Floats  # log(measured / predicted)
     honest_error: Floats  # the same, as first predicted where that says more
-    own: Floats  # variance of devices that stand for unlike ones
+    own: Sides  # variances of devices and links that stand for unlike ones
     parts: Floats  # of the general variance, to be multiplied by `GeneralSpreads.squares`: shape (cases, parts)
 
     @classmethod
@@ -288,7 +291,7 @@ class Unseen:
         for case, calibration in zip(cases, made_by, strict=True):
             known = Familiarity.of(replace(case.problem, calibration=calibration), case.cost.batch)
             _, general = known.own_parts(case.cost.terms_s, case.cost.step_s)
-            own.append(float(known.machine[0]))
+            own.append([float(side[0]) for side in known.equipment(case.cost.terms_s, case.cost.step_s)])
             parts.append(general[0])
             is_first = case.first_error is not None and case.source not in TAUGHT
             honest.append(case.first_error or 0.0 if is_first else case.nearer_error)
@@ -296,21 +299,24 @@ class Unseen:
             sources=np.array([case.source for case in cases]),
             error=np.array([case.nearer_error for case in cases]),
             honest_error=np.array(honest),
-            own=np.array(own),
+            own=Sides(*np.array(own).T),
             parts=np.array(parts),
         )
 
     def take(self, which: Bools) -> Unseen:
         """Return some of the cases."""
-        return Unseen(**{field.name: getattr(self, field.name)[which] for field in fields(self)})
+        own = Sides(*(side[which] for side in self.own))
+        others = {field.name: getattr(self, field.name)[which] for field in fields(self) if field.name != "own"}
+        return Unseen(own=own, **others)
 
     def spread(self, squares: Floats) -> Floats:
-        """Return the spread of every case with these general variances."""
-        return np.sqrt(self.own + self.parts @ squares)
+        """Return the spread of every case that is slower than predicted, with these general variances."""
+        return np.sqrt(self.own.above + self.parts @ squares)
 
     def sides(self, fitted: Fitted) -> Sides:
         """Return the spreads of every case on both sides."""
-        return Sides(self.spread(fitted.below**2 * fitted.squares), self.spread(fitted.squares))
+        below = np.sqrt(self.own.below + fitted.below**2 * (self.parts @ fitted.squares))
+        return Sides(below, self.spread(fitted.squares))
 
     def inside(self, error: Floats, fitted: Fitted) -> Bools:
         """Return which cases would lie in their intervals with these errors."""
@@ -360,7 +366,9 @@ def _factor(unseen: Unseen, squares: Floats, sign: float) -> float:
     weights = np.minimum(counts, 10)[at] / counts[at]
 
     def excess(log_factor: float) -> float:
-        is_beyond = sign * unseen.honest_error > NORMAL_90 * unseen.spread(squares * math.exp(2 * log_factor))
+        own = unseen.own.above if sign > 0 else unseen.own.below
+        spread = np.sqrt(own + unseen.parts @ (squares * math.exp(2 * log_factor)))
+        is_beyond = sign * unseen.honest_error > NORMAL_90 * spread
         return float(weights @ is_beyond / weights.sum()) - (1 - COVER) / 2
 
     low, high = -2.0, 2.0
@@ -565,7 +573,7 @@ def show_unseen(cases: Sequence[Case], scoring: Scoring) -> None:
     print(f"All later sources left out\n\n{later}", flush=True)
 
 
-def show_blind(cases: Sequence[Case], scoring: Scoring) -> None:
+def show_blind(cases: Sequence[Case], scoring: Scoring, tuned: Scoring) -> None:
     """Scores of blind runs, as first predicted and as predicted now; no interval has seen the source of its run."""
     unseen = source_left_out(cases)
     blind = [case for case in cases if case.is_blind and case.first_error is not None]
@@ -574,7 +582,9 @@ def show_blind(cases: Sequence[Case], scoring: Scoring) -> None:
         first_s = case.measured.step_s * math.exp(-(case.first_error or 0.0))
         first[case.run.id] = replace(unseen[case.run.id], step_s=first_s)
     print(f"Blind runs as first predicted\n\n{scoring.with_steps(first)}")
-    print(f"Blind runs as predicted now\n\n{scoring.with_steps(unseen)}", flush=True)
+    print(f"Blind runs as predicted now\n\n{scoring.with_steps(unseen)}")
+    print(f"Fine-tuning as first predicted\n\n{tuned.with_steps(first)}")
+    print(f"Fine-tuning as predicted now\n\n{tuned.with_steps(unseen)}", flush=True)
 
 
 def show_ablation(cases: Sequence[Case]) -> None:

@@ -20,8 +20,8 @@ from measured_runs import RUNS, source_of, with_answers
 from reports import existing, make_parser, write_report
 
 from autoplan.base.arrays import Floats
-from autoplan.cost.estimate import NORMAL_90, estimate
-from autoplan.cost.spreads import component_shares
+from autoplan.cost.estimate import estimate
+from autoplan.cost.spreads import NORMAL_90, component_shares
 from autoplan.runs.runs import read_runs
 from autoplan.search.choice import OWN_SPREAD, apart, ratio_spreads
 from autoplan.spec.plan import ParallelPlan, PlanBatch

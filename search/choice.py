@@ -17,8 +17,7 @@ from statistics import NormalDist
 import numpy as np
 
 from autoplan.base.arrays import Floats
-from autoplan.cost.estimate import NORMAL_90
-from autoplan.cost.spreads import Familiarity, component_shares, spread_range
+from autoplan.cost.spreads import NORMAL_90, Familiarity, component_shares, spread_range
 from autoplan.search.findings import KEPT_WINNERS
 from autoplan.search.ranking import TIE
 from autoplan.spec.axes import SEARCHED, Kind

@@ -23,8 +23,8 @@ from autoplan.cost.calibration import (
     fit,
     fit_cluster,
 )
-from autoplan.cost.estimate import NORMAL_90, estimate
-from autoplan.cost.spreads import spread_range
+from autoplan.cost.estimate import estimate
+from autoplan.cost.spreads import NORMAL_90, spread_range
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.readers.calibration import built_in_calibration, calibration_text, load_calibration
 from autoplan.readers.cluster import load_cluster, preset_clusters

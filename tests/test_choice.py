@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoplan.cost.estimate import NORMAL_90, estimate
-from autoplan.cost.spreads import component_shares
+from autoplan.cost.estimate import estimate
+from autoplan.cost.spreads import NORMAL_90, component_shares
 from autoplan.search.choice import (
     OWN_SPREAD,
     apart,

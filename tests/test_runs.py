@@ -13,8 +13,7 @@ import pytest
 
 from autoplan.base.errors import InputError
 from autoplan.cli.predict import predict as command
-from autoplan.cost.estimate import NORMAL_90
-from autoplan.cost.spreads import general_spreads
+from autoplan.cost.spreads import NORMAL_90, general_spreads
 from autoplan.runs.predictions import COLUMNS, predict, prediction_table
 from autoplan.runs.runs import Run, read_runs
 from autoplan.spec.estimate import VERDICTS

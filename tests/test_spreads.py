@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from autoplan.api.problem import make_problem
-from autoplan.cost.estimate import NORMAL_90, estimate
+from autoplan.cost.estimate import estimate
 from autoplan.cost.spreads import (
     GENERAL_PARTS,
     HARD,
+    NORMAL_90,
     NOVELTIES,
     UNEXPOSED,
     Familiarity,
@@ -94,6 +95,20 @@ def test_steps_below_a_second_are_less_sure_with_every_halving(scale: float, hal
     assert shorter**2 - second**2 == pytest.approx(halvings * general_spreads().short ** 2)
 
 
+def test_a_slow_link_takes_more_of_a_step_than_a_fast_one_spares() -> None:
+    cost = price(problem_of(calibration=Calibration()), SPREAD)
+    known = replace(Familiarity.full(1), links=np.array([0.7**2]))
+    share = 0.4
+    terms = {name: np.zeros(1) for name in cost.terms_s} | {
+        "gemm": np.array([1 - share]),
+        "fsdp_communication": np.array([share]),
+    }
+    below, above = known.equipment(terms, np.ones(1))
+    factor = math.exp(NORMAL_90 * 0.7)  # of the rate of links, to either side
+    assert math.exp(NORMAL_90 * math.sqrt(above[0])) == pytest.approx(1 - share + share * factor)
+    assert math.exp(-NORMAL_90 * math.sqrt(below[0])) == pytest.approx(1 - share + share / factor)
+
+
 def test_what_a_plan_exposes_beyond_the_runs_takes_it_out_of_them() -> None:
     cost = price(problem_of(calibration=OWN), SPREAD)
     share = exposed_shares(cost.terms_s, cost.step_s)[0]
@@ -154,7 +169,8 @@ def test_links_that_differ_widen_a_step_by_the_share_in_which_they_are_waited_fo
     terms = ("tp_communication", "data_parallel_reduce", "parameter_gather")
     share = sum(wide.terms_s[term][0] for term in terms) / wide.step_s[0]
     assert share > 0.3
-    assert spread_of(wide) ** 2 - spread_of(narrow) ** 2 == pytest.approx((0.7 * share) ** 2)
+    slower = math.log1p(share * math.expm1(0.7 * NORMAL_90)) / NORMAL_90
+    assert spread_of(wide) ** 2 - spread_of(narrow) ** 2 == pytest.approx(slower**2)
     assert spread_range(problem)[1] > spread_range(replace(problem, cluster=alike))[1]
 
 

@@ -25,7 +25,7 @@ from autoplan.api.problem import (
 from autoplan.api.training_run import RunOptions, search_run
 from autoplan.base.errors import InputError
 from autoplan.base.units import format_bytes
-from autoplan.cost.estimate import NORMAL_90
+from autoplan.cost.spreads import NORMAL_90
 from autoplan.launch.targets import job_of
 from autoplan.search.advice import check_result
 from autoplan.search.allowances import allowances

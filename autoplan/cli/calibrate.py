@@ -132,7 +132,7 @@ def _print_imported(imported: Imported) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from autoplan.cost.estimate import NORMAL_90
+    from autoplan.cost.spreads import NORMAL_90
     from autoplan.report.terminal import make_console
 
     console = make_console()

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.estimate import NORMAL_90, estimate
+from autoplan.cost.estimate import estimate
 from autoplan.cost.spreads import (
+    NORMAL_90,
     exposed_shares,
     special_parts,
     spread_kinds,

@@ -12,16 +12,13 @@ from autoplan.cost.memory.parameters import stage_parameters
 from autoplan.cost.memory.stage_memory import MEMORY_TERMS, host_bytes, stage_memory
 from autoplan.cost.pipeline.layout import stage_blocks
 from autoplan.cost.pipeline.order import chunks_of_ranks
-from autoplan.cost.spreads import Familiarity
+from autoplan.cost.spreads import NORMAL_90, Familiarity
 from autoplan.cost.stages import MicroBatchCosts, Stages, lay_out, microbatch_terms
 from autoplan.cost.step import Pipelines, step_terms, with_stragglers
 from autoplan.spec.estimate import CostEstimate, StageCost, probability_above
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import STEP_TERMS
-
-NORMAL_90 = 1.6448536269514722  # half width of a two-sided 90 % interval in standard deviations
-
 
 # Plans x stages that are priced at once: their arrays stay in the cache.
 BLOCK_VALUES = 2**16

@@ -33,6 +33,7 @@ UNEXPOSED = (*COMPONENTS["kernels"], "pipeline_bubble", *OTHER_RANKS)
 HARD = tuple(name for name in COMPONENTS if name != "kernels")
 NOVELTIES = ("framework", "generation", "model", "precision", "size")
 GENERAL_PARTS = ("any_step", *HARD, "short", "mixture", *NOVELTIES)
+NORMAL_90 = 1.6448536269514722  # half width of a two-sided 90 % interval in standard deviations
 SHORT_S = 1.0  # below it a step counts as short
 
 
@@ -211,8 +212,15 @@ class Familiarity(Rows):
         """Spreads of every plan, whose times are these."""
         weight, parts = self.own_parts(terms_s, step_s)
         general = add_up(parts[:, at] * square for at, square in enumerate(general_spreads().squares))
-        known = weight * self.own + self.machine + self.links * traffic_shares(terms_s, step_s) ** 2
-        return Sides(np.sqrt(known + general_spreads().below ** 2 * general), np.sqrt(known + general))
+        faster, slower = self.equipment(terms_s, step_s)
+        below = weight * self.own + faster + general_spreads().below ** 2 * general
+        return Sides(np.sqrt(below), np.sqrt(weight * self.own + slower + general))
+
+    def equipment(self, terms_s: Mapping[str, Floats], step_s: Floats) -> Sides:
+        """Variances of devices and links, on both sides: a slow link takes more of a step than a fast one spares."""
+        shares, reach = traffic_shares(terms_s, step_s), NORMAL_90 * np.sqrt(self.links)
+        faster, slower = (np.log1p(shares * np.expm1(sign * reach)) / NORMAL_90 for sign in (-1.0, 1.0))
+        return Sides(self.machine + faster**2, self.machine + slower**2)
 
     @property
     def least(self) -> Floats:

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from autoplan.base.units import GIB, format_bytes, format_flops, format_percent, format_seconds, format_two_figures
-from autoplan.cost.estimate import NORMAL_90
 from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_parameters
 from autoplan.cost.kernels.sequences import tokens_per_sample, useful
+from autoplan.cost.spreads import NORMAL_90
 from autoplan.report.terminal import (
     END_OF_STEP,
     LEAST_GAP,

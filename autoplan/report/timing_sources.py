@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from autoplan.base.units import format_percent, format_seconds
-from autoplan.cost.estimate import NORMAL_90
+from autoplan.cost.spreads import NORMAL_90
 from autoplan.report.answer import print_answer
 from autoplan.report.terminal import LEAST_SHOWN_S, print_next_steps, print_part, print_table, term_name
 from autoplan.spec.needed_times import NeededTime, RecordFacts, StepSources
