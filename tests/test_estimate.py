@@ -244,6 +244,19 @@ def test_gradients_added_up_outside_the_products_move_bytes_in_every_micro_batch
     assert added == pytest.approx(4 * 6.0 * parameters / rate)
 
 
+def test_norms_of_queries_and_keys_read_and_write_every_head_once_forward_and_twice_backward() -> None:
+    plain = problem_of(framework=PLAIN)
+    normed = dataclasses.replace(plain, model=dataclasses.replace(plain.model, qk_norm="head"))
+    device = plain.cluster.device
+    rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+    for tp in (1, 2):
+        plan = single(tp=tp, sp=tp > 1)
+        # 8 layers of 16 + 8 heads of 64, in 16 bits: 4 bytes an element forward, 8 backward.
+        moved = 12.0 * plain.training.seq_len * 8 * (16 + 8) * 64 / tp
+        added = terms_of(normed, plan)["memory_bound"] - terms_of(plain, plan)["memory_bound"]
+        assert added == pytest.approx(moved * plain.framework.kernels.kernel_bytes_factor / rate, rel=1e-3)
+
+
 def test_weight_gradients_of_megatron_lm_add_up_in_their_products_from_2022_on_and_in_hooks_before() -> None:
     # Four micro-batches through layers of q, k, v, output and three matrices of the MLP, and two norms: 10 bytes each.
     moved = 4 * 10.0 * 8 * (1024 * 2048 + 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024)

@@ -60,6 +60,7 @@ NOT_IN_COLUMNS = (
     "full_attention_interval",
     "norm",
     "norm_bias",
+    "qk_norm",
     "qkv_bias",
     "attention_output_bias",
     "mlp_bias",

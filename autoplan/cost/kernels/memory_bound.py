@@ -130,6 +130,9 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
         if model.position_embedding == "rope":
             roped = 4.0 * tokens * _roped_heads(problem, batch) * model.qk_head_dim
             moved["rope"] = Traffic(roped, roped)
+        if model.qk_norm != "none" and model.mla is None:
+            normed = tokens * _roped_heads(problem, batch) * model.qk_head_dim * _norm_traffic(problem)
+            moved["qk_norm"] = Traffic(4.0 * normed, 8.0 * normed)
         if model.attention_output_gate:
             gated = tokens * model.num_heads * model.qk_head_dim / batch.tp
             # Gate and output in, product out; as much and both back.
