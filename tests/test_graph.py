@@ -70,6 +70,8 @@ def link_counts(graph: Any) -> Counter[Any]:
     return counts
 
 
+PCIE_PAIR = replace(load_cluster("l40s").levels[0], name="pair", num_devices=2)
+
 CLUSTERS = {
     "rails": lab(16),
     "one switch": lab(3, rail_optimised=False),
@@ -78,7 +80,7 @@ CLUSTERS = {
     "two tiers without rails": lab(22, tiers=TREE, rail_optimised=False, nics_per_device=0.25),
     "sites": lab(32, tiers=TREE, wan=SITES),
     "more NICs than devices": load_cluster("aws-p5:6x8"),
-    "PCIe pairs": load_cluster("l40s:5x8"),
+    "PCIe pairs": replace(load_cluster("l40s:5x8"), levels=(PCIE_PAIR, load_cluster("rtx-4090").levels[0])),
     "racks": load_cluster("gb200-nvl72:20x4"),
     "mesh": load_cluster("mi300x:4x8"),
     "pairs of dies": load_cluster("frontier:6x8"),

@@ -491,7 +491,5 @@ def test_devices_without_peer_access_share_the_bridge_to_host_memory() -> None:
     )
     cluster = dataclasses.replace(load_cluster("l40s:1x8"), levels=(link,))
     assert seconds("all_reduce", compile_topology(cluster), 1, 8, 2**29) == pytest.approx(0.649, rel=5e-3)
-    measured = compile_topology(load_cluster("l40s:1x8"))
-    assert seconds("all_reduce", measured, 1, 8, 2**29) == pytest.approx(0.649, rel=0.05)
     wide = dataclasses.replace(link, host_bridge_bytes_per_s=1e12)
     assert wide.rate_bytes_per_s == 32e9
