@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats, Ints, Rows
+from autoplan.base.arrays import Bools, Floats, Ints, Rows, distinct_rows
 from autoplan.cost.collectives.pipeline_messages import message_s
 from autoplan.cost.memory.stage_memory import transient_bytes
 from autoplan.cost.mixed.collectives import links_between
@@ -273,14 +273,17 @@ class MixedSpace:
     ) -> tuple[Floats, Ints]:
         """(time that all passes of so many micro-batches take at least, the virtual stages with which they do)."""
         time_s, chunks = np.full(len(ways.form), np.inf), ways.kinds.vp.copy()
-        for (at, form), is_plain in itertools.product(enumerate(ways.forms), (True, False)):
-            rows = np.flatnonzero((ways.form == at) & ((ways.kinds.vp == 1) == is_plain))
+        stages = np.array([len(form.places) for form in ways.forms])[ways.form]
+        for pp, is_plain in itertools.product(np.unique(stages).tolist(), (True, False)):
+            rows = np.flatnonzero((stages == pp) & ((ways.kinds.vp == 1) == is_plain))
             if not len(rows):
                 continue
-            counts = [vp for vp in self.chunks(ways.parts, len(form.places)) if (vp == 1) == is_plain]
-            m = num_microbatches[rows]
+            counts = [vp for vp in self.chunks(ways.parts, pp) if (vp == 1) == is_plain]
             own, held = ({part: cost.take(rows) for part, cost in table.items()} for table in (costs, states))
-            of_counts = np.array([_Pipelines.of(self, form, own, held, vp).least_s(m) for vp in counts])
+            of_counts = _Pipelines.of(self, ways.take(rows), own, held, counts).least_s(
+                np.tile(num_microbatches[rows], len(counts))
+            )
+            of_counts = of_counts.reshape(len(counts), -1)
             time_s[rows], chunks[rows] = of_counts.min(axis=0), np.array(counts)[of_counts.argmin(axis=0)]
         return time_s, chunks
 
@@ -307,12 +310,12 @@ class MixedSpace:
 class _Pipelines(Rows):
     """Pipelines of one number of stages whose layers are not placed yet: arrays of shape (ways, stages)."""
 
+    prices: Ints  # a number for each set of prices
     leanest_s: Floats  # both passes of the cheapest sort of layer
     forward_share: Floats  # of the forward pass in a layer, at most
-    most_layers: Floats  # that a stage holds
+    most_layers: Ints  # that a stage holds
     hop_s: Floats  # a message from every stage to the next, at least
     head_s: Floats  # on the last stage
-    pp: Ints
     chunks: Ints  # of a stage
     num_layers: int
     overlaps: bool  # messages of interleaved pipelines
@@ -321,99 +324,150 @@ class _Pipelines(Rows):
     def of(
         cls,
         space: MixedSpace,
-        form: Pipelines,
+        ways: Ways,
         costs: dict[int, KindCosts],
         states: dict[int, KindCosts],
-        chunks: int,
+        counts: Sequence[int],
     ) -> _Pipelines:
-        """Return the pipelines of all ways with one form, with the states of `states`."""
-        problem, places = space.problem, form.places
-        overall = [calibration.overall for calibration in problem.calibrations]
-        passes, shares = {}, {}
+        """Return ways that have as many stages, with the states of `states`: all with each number of chunks."""
+        problem, places = space.problem, _Places.of(ways)
+        passes, shares, heads = {}, {}, {}
         for part, cost in costs.items():
+            overall = problem.calibrations[part].overall
             layer_s = cost.layer_s + (cost.batch.recompute_num_layers == ALL_LAYERS)[:, None] * cost.repeat_s
-            passes[part] = overall[part] * layer_s.min(axis=1)
+            passes[part] = overall * layer_s.min(axis=1)
             shares[part] = (cost.forward_s / layer_s).max(axis=1)
-        ways, last = len(passes[places[0][0]]), places[-1][0]
-        return cls(
-            leanest_s=np.stack([passes[part] for part, _ in places], axis=1),
-            forward_share=np.stack([shares[part] for part, _ in places], axis=1),
-            most_layers=_most_layers(problem, form, states, chunks),
-            hop_s=_hops_s(problem, form, costs, is_ring=chunks > 1),
-            head_s=overall[last] * costs[last].head_s,
-            pp=np.full(ways, len(places)),
-            chunks=np.full(ways, chunks),
+            heads[part] = overall * cost.head_s
+        head_s = places.spread(heads)[:, -1]
+        across = _across_s(problem, places, costs, is_ring=counts[0] > 1)
+        messages = [cost.message_s for cost in costs.values()]
+        prices = (*passes.values(), *shares.values(), *across.values(), *messages, head_s)
+        _, alike = distinct_rows(ways.form, *(np.unique(price, return_inverse=True)[1] for price in prices))
+        pipelines = cls(
+            prices=alike,
+            leanest_s=places.spread(passes),
+            forward_share=places.spread(shares),
+            most_layers=np.zeros_like(places.parts),
+            hop_s=places.hops(costs, across, is_ring=counts[0] > 1),
+            head_s=head_s,
+            chunks=np.ones_like(alike),
             num_layers=problem.model.num_layers,
             overlaps=problem.framework.overlap.p2p_overlap,
+        )
+        return replace(
+            pipelines.take(np.tile(np.arange(len(alike)), len(counts))),
+            most_layers=_most_layers(problem, places, states, counts),
+            chunks=np.repeat(counts, len(alike)),
         )
 
     def least_s(self, m: Ints) -> Floats:
         """Time that `m` micro-batches take at least, whichever stage has which layers; infinite where none fit."""
-        columns = np.column_stack([m, self.head_s, self.most_layers, self.leanest_s, self.hop_s])
-        _, first, alike = np.unique(columns, axis=0, return_index=True, return_inverse=True)
-        ways, m = self.take(first), m[first]
-        low = m * ways.num_layers / (1.0 / ways.leanest_s).sum(axis=1)
-        high = WIDEST * (low + m * ways.head_s) + ways.sends_s(m)
-        for _ in range(BISECTIONS):
-            middle = np.sqrt(low * high)
-            enough = ways.suffices(middle, m)
-            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-        fits = (ways.most_layers.sum(axis=1) >= ways.num_layers) & (ways.most_layers.min(axis=1) >= 1)
-        return np.where(fits, low, np.inf)[alike.reshape(-1)]
+        fits = (self.most_layers.sum(axis=1) >= self.num_layers) & (self.most_layers.min(axis=1) >= 1)
+        rows, result = np.flatnonzero(fits), np.full(len(m), np.inf)
+        first, alike = distinct_rows(*(column[rows] for column in (self.prices, m, self.chunks, *self.most_layers.T)))
+        result[rows] = self.take(rows[first])._bisected_s(m[rows[first]])[alike]
+        return result
 
-    def sends_s(self, m: Ints) -> Floats:
-        """Time that messages add at least."""
-        slowest_s = self.hop_s.max(axis=1)
-        passes = Pass(slowest_s, slowest_s)
-        several = send_exposed_s(slowest_s, self.pp, m, self.chunks, passes, overlaps=self.overlaps)
-        return np.where(self.chunks > 1, several, hop_sends_exposed_s(self.hop_s[:, :-1], m))
-
-    def suffices(self, time_s: Floats, m: Ints) -> Bools:
-        """Return where stages have all layers if none has more whole ones than its path and memory allow in a time.
+    def _bisected_s(self, m: Ints) -> Floats:
+        """Time in which stages have all layers if none has more whole ones than its path and memory allow.
 
         The path of a stage (`one_forward_one_backward_s`) is its own work, all before it, and what its warm-up and its
         cool-down leave of the work behind it.  Of c covered passes they leave, whatever is behind, no less than that
         without c times the shorter one of its own two passes.  The work of all stages once is least where those that
         are fast have what they can.
         """
-        work_s = time_s - self.sends_s(m)
-        warmup = np.maximum(self.pp[:, None] - 1 - np.arange(self.hop_s.shape[1]), 0)
+        sends_s, pp = self.sends_s(m), self.hop_s.shape[1]
+        warmup = np.arange(pp)[::-1]
         covering = np.minimum(m[:, None] - 1, warmup)
         factor = m[:, None] - (1.0 + covering * np.minimum(self.forward_share, 0.5)) / self.chunks[:, None]
-        is_last = np.arange(self.hop_s.shape[1]) == self.pp[:, None] - 1
-        head_s = np.where(is_last, self.head_s[:, None], 0.0)
+        factor = np.maximum(factor, LEAST_FACTOR)
+        order = np.argsort(self.leanest_s, axis=1, kind="stable")
+        head_s = np.where(warmup == 0, self.head_s[:, None], 0.0)
+        head_s, leanest_s, most_layers, factor = (
+            np.take_along_axis(values, order, axis=1) for values in (head_s, self.leanest_s, self.most_layers, factor)
+        )
 
         def layers_within(free_s: Floats) -> Floats:
-            return np.minimum(np.floor(np.maximum(free_s - head_s, 0.0) / self.leanest_s + ROUNDING), self.most_layers)
+            return np.minimum(np.floor(np.maximum(free_s - head_s, 0.0) / leanest_s + ROUNDING), most_layers)
 
-        order = np.argsort(self.leanest_s, axis=1, kind="stable")
-        most_layers = np.take_along_axis(layers_within((work_s / m)[:, None]), order, axis=1)
-        placed = np.diff(np.minimum(np.cumsum(most_layers, axis=1), self.num_layers), axis=1, prepend=0.0)
-        layers_s = (placed * np.take_along_axis(self.leanest_s, order, axis=1)).sum(axis=1)
-        once_s = (layers_s + self.head_s) / self.chunks
-        layers = layers_within((work_s - once_s)[:, None] / np.maximum(factor, LEAST_FACTOR))
-        return (most_layers.sum(axis=1) >= self.num_layers) & (layers.sum(axis=1) >= self.num_layers)
+        low = m * self.num_layers / (1.0 / self.leanest_s).sum(axis=1)
+        high = WIDEST * (low + m * self.head_s) + sends_s
+        for _ in range(BISECTIONS):
+            middle = np.sqrt(low * high)
+            work_s = middle - sends_s
+            placed = np.cumsum(layers_within((work_s / m)[:, None]), axis=1)
+            fastest = np.diff(np.minimum(placed, self.num_layers), axis=1, prepend=0.0)
+            once_s = ((fastest * leanest_s).sum(axis=1) + self.head_s) / self.chunks
+            layers = layers_within((work_s - once_s)[:, None] / factor)
+            enough = (placed[:, -1] >= self.num_layers) & (layers.sum(axis=1) >= self.num_layers)
+            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+        return low
+
+    def sends_s(self, m: Ints) -> Floats:
+        """Time that messages add at least."""
+        slowest_s = self.hop_s.max(axis=1)
+        passes, pp = Pass(slowest_s, slowest_s), np.full_like(m, self.hop_s.shape[1])
+        several = send_exposed_s(slowest_s, pp, m, self.chunks, passes, overlaps=self.overlaps)
+        return np.where(self.chunks > 1, several, hop_sends_exposed_s(self.hop_s[:, :-1], m))
 
 
-def _hops_s(problem: MixedProblem, form: Pipelines, costs: dict[int, KindCosts], *, is_ring: bool) -> Floats:
-    """A message from every stage to the next at least, of rings from the last one to the first: (ways, stages)."""
-    places, cp = form.places, int(next(iter(costs.values())).batch.cp[0])
-    hops = list(zip(places, (*places[1:], places[0]), strict=True))[: None if is_ring else -1]
-    senders: dict[frozenset[int], int] = defaultdict(int)
-    for (part, tp), (behind, tp_behind) in hops:
-        senders[frozenset((part, behind))] += form.count * cp * max(tp, tp_behind)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Parts and tensor-parallel degrees of the stages of ways that have as many: shape (ways, stages)."""
 
-    def across_s(part: int, pair: frozenset[int]) -> Floats:
-        links = links_between(problem.between(part, pair, senders[pair]), problem.calibrations[part])
-        as_if = problem.as_if(part, frozenset(costs))
-        return problem.calibrations[part].overall * message_s(as_if, costs[part].batch, links)
+    parts: Ints
+    tp: Ints
+    count: Ints  # of equal pipelines: shape (ways)
 
-    pairs = {pair: np.max([across_s(part, pair) for part in pair], axis=0) for pair in senders if len(pair) > 1}
-    columns = [
-        costs[part].message_s if part == behind else pairs[frozenset((part, behind))] for (part, _), (behind, _) in hops
-    ]
-    none = np.zeros_like(costs[places[0][0]].message_s)
-    return np.stack(columns if is_ring else [*columns, none], axis=1)
+    @classmethod
+    def of(cls, ways: Ways) -> _Places:
+        used, form = np.unique(ways.form, return_inverse=True)
+        places = np.array([ways.forms[at].places for at in used])[form]
+        return cls(parts=places[..., 0], tp=places[..., 1], count=np.array([ways.forms[at].count for at in used])[form])
+
+    def spread(self, values: Mapping[int, Floats]) -> Floats:
+        """Give every stage what the values, a number for every way, are on its part."""
+        result = np.zeros(self.parts.shape)
+        for part, value in values.items():
+            result = np.where(self.parts == part, value[:, None], result)
+        return result
+
+    def crossings(self, pair: frozenset[int], *, is_ring: bool) -> Bools:
+        """Return the stages that send from one part of a pair to the other, of rings the last one to the first."""
+        behind = np.roll(self.parts, -1, axis=1)
+        crosses = (self.parts != behind) & np.isin(self.parts, list(pair)) & np.isin(behind, list(pair))
+        crosses[:, -1] &= is_ring
+        return crosses
+
+    def hops(self, costs: dict[int, KindCosts], across: dict[frozenset[int], Floats], *, is_ring: bool) -> Floats:
+        """Return a message from every stage to the next at least, of rings from the last one to the first."""
+        hop_s = self.spread({part: cost.message_s for part, cost in costs.items()})
+        for pair, message in across.items():
+            hop_s = np.where(self.crossings(pair, is_ring=is_ring), message[:, None], hop_s)
+        hop_s[:, -1] *= is_ring
+        return hop_s
+
+
+def _across_s(
+    problem: MixedProblem, places: _Places, costs: dict[int, KindCosts], *, is_ring: bool
+) -> dict[frozenset[int], Floats]:
+    """Return a message between every two parts as the slower of both sees it, 0 where none crosses."""
+    result, degrees = {}, np.maximum(places.tp, np.roll(places.tp, -1, axis=1))
+    for pair in map(frozenset, itertools.combinations(costs, 2)):
+        crossing = (degrees * places.crossings(pair, is_ring=is_ring)).sum(axis=1)
+        seconds = np.zeros(len(crossing))
+        for part in pair:
+            batch, calibration = costs[part].batch, problem.calibrations[part]
+            senders, by_level = places.count * batch.cp * crossing, defaultdict(list)
+            for number in np.unique(senders[senders > 0]).tolist():
+                by_level[problem.between(part, pair, number)].append(number)
+            for level, numbers in by_level.items():
+                rows = np.flatnonzero(np.isin(senders, numbers))
+                as_if = problem.as_if(part, frozenset(costs))
+                message = message_s(as_if, batch.take(rows), links_between(level, calibration))
+                seconds[rows] = np.maximum(seconds[rows], calibration.overall * message)
+        result[pair] = seconds
+    return result
 
 
 def _with_chunks(kinds: PlanBatch, vp: int) -> PlanBatch:
@@ -431,24 +485,39 @@ def _transient_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     return memory.reserved_factor * transient_bytes(problem, batch, blocks, np.zeros(len(batch)))[:, 0]
 
 
-def _most_layers(problem: MixedProblem, form: Pipelines, costs: dict[int, KindCosts], chunks: int) -> Floats:
-    """Layers that every stage holds at most, in so many chunks: shape (ways, stages)."""
-    batch = next(iter(costs.values())).batch
-    alive, num_layers = np.empty((len(batch), len(form.places), problem.model.num_layers + 1)), problem.model.num_layers
-    for m in np.unique(batch.num_microbatches).tolist():
-        alive[batch.num_microbatches == m] = _alive_layers(num_layers, len(form.places), chunks, m)
-    columns = []
-    for stage, (part, _) in enumerate(form.places):
-        cost, spread = costs[part], problem.calibrations[part].memory_spread
-        safe = problem.as_if(part, frozenset((part,))).capacity_bytes * np.exp(RISKY_Z * spread)
+def _most_layers(problem: MixedProblem, places: _Places, costs: dict[int, KindCosts], counts: Sequence[int]) -> Ints:
+    """Layers that every stage holds at most, in each of the counts of chunks: shape (counts x ways, stages)."""
+    num_layers, (ways, pp) = problem.model.num_layers, places.parts.shape
+    microbatches = next(iter(costs.values())).batch.num_microbatches
+    live = np.minimum(microbatches[:, None], np.arange(pp, 0, -1))
+    fixed, states, passes = {}, {}, {}
+    for part, cost in costs.items():
+        safe = problem.as_if(part, frozenset((part,))).capacity_bytes
+        fixed[part] = safe * np.exp(RISKY_Z * problem.calibrations[part].memory_spread) - cost.fixed_bytes
         stored = np.minimum(cost.stored_bytes[:, None], cost.kept_bytes)
-        activation_bytes = np.where(cost.batch.recompute_num_layers[:, None] > 0, stored, cost.kept_bytes)
-        live = np.minimum(batch.num_microbatches, len(form.places) - stage)
-        free = safe - cost.fixed_bytes - live * cost.boundary_bytes - (stage == 0) * cost.embedding_bytes
-        states = cost.state_bytes[:, None] * np.arange(num_layers + 1)[:, None]
-        needed = (states + alive[:, stage, :, None] * activation_bytes[:, None]).min(axis=2)
-        columns.append(np.maximum((needed <= free[:, None]).sum(axis=1) - 1, 0))
-    return np.stack(columns, axis=1).astype(np.float64)
+        passes[part] = np.where(cost.batch.recompute_num_layers[:, None] > 0, stored, cost.kept_bytes)
+        states[part] = cost.state_bytes
+    boundary, embedding = (
+        places.spread({part: getattr(cost, name) for part, cost in costs.items()})
+        for name in ("boundary_bytes", "embedding_bytes")
+    )
+    free = places.spread(fixed) - live * boundary - (np.arange(pp) == 0) * embedding
+    of_sorts = [
+        [places.spread({part: value[:, sort] for part, value in table.items()}) for table in (states, passes)]
+        for sort in range(len(problem.model.layer_kinds))
+    ]
+    numbers, of_number = np.unique(microbatches, return_inverse=True)
+    result = []
+    for chunks in counts:
+        alive = np.stack([_alive_layers(num_layers, pp, chunks, m) for m in numbers.tolist()])
+        low, high = np.zeros((ways, pp), dtype=np.int64), np.full((ways, pp), num_layers)
+        for _ in range(num_layers.bit_length()):  # what is needed grows with the layers
+            middle = (low + high + 1) // 2
+            alive_layers = alive[of_number[:, None], np.arange(pp), middle]
+            needed = np.min([middle * state + alive_layers * kept for state, kept in of_sorts], axis=0)
+            low, high = np.where(needed <= free, middle, low), np.where(needed <= free, high, middle - 1)
+        result.append(low)
+    return np.concatenate(result)
 
 
 @lru_cache(maxsize=1024)
