@@ -75,7 +75,9 @@ def search_mixed(
         started = (accepts or accept_all)(plans)
         return [ok and lawful for ok, lawful in zip(started, space.admits(plans), strict=True)]
 
-    results_alone = [search(own, plans) if plans.cells() else None for own, plans in zip(alone, spaces, strict=True)]
+    results_alone = [
+        search(own, plans, margin=0.0) if plans.cells() else None for own, plans in zip(alone, spaces, strict=True)
+    ]
     costs, rates, bounds = [], [], []
     for part, result in enumerate(results_alone):
         plans = [] if result is None else [*result.ranked[:KEPT_PLANS], *result.rivals]
@@ -230,28 +232,27 @@ def _refined(
 ) -> list[RefinedStructure]:
     """Refine the forms with the least bounds; of the best, with their other axes and numbers of virtual stages.
 
-    Every set of parts has its own, so that one part more takes nothing away.  What cannot beat `best_s` is passed over.
+    Every set of parts has its own, so that one part more takes nothing away; that with the least bound comes first.
+    What cannot beat `best_s`, or what was found since, is passed over.
     """
     refined: list[RefinedStructure] = []
-    for of_parts in candidates.values():
+    for of_parts in sorted(candidates.values(), key=lambda of_parts: of_parts[0].least_s):
         forms: dict[object, list[Candidate]] = defaultdict(list)
         for candidate in of_parts:
             if candidate.least_s < best_s:
                 forms[candidate.form].append(candidate)
-        first = itertools.islice(forms.values(), FIRST_FORMS)
-        structures = [space.structure(candidates[0]) for candidates in first]
-        improved = refiner.refine(structures)
+        structures = [space.structure(candidates[0]) for candidates in itertools.islice(forms.values(), FIRST_FORMS)]
+        improved, tried = refiner.refine(structures), set(structures)
         for better in (_other_micro_batches, _other_axes, _other_chunks, _other_chunks):
-            by_form: dict[object, Structure] = {}
-            for refined_structure in improved:
-                by_form.setdefault(_form(refined_structure.structure), refined_structure.structure)
-            best = list(by_form.values())[:KEPT_FORMS]
-            improved = ordered(
-                (
-                    *improved,
-                    *refiner.refine(neighbour for structure in best for neighbour in better(space, forms, structure)),
-                )
-            )
+            best_s = min([best_s, *(found.cost.step_s for found in improved if _fits(found.cost))])
+            forms = {form: [way for way in alike if way.least_s < best_s] for form, alike in forms.items()}
+            best: dict[object, Structure] = {}
+            for found in improved:
+                best.setdefault(_form(found.structure), found.structure)
+            kept = itertools.islice(best.values(), KEPT_FORMS)
+            neighbours = dict.fromkeys(other for structure in kept for other in better(space, forms, structure))
+            structures = [structure for structure in neighbours if structure not in tried]
+            improved, tried = ordered((*improved, *refiner.refine(structures))), tried.union(structures)
         refined += improved
     return ordered(refined)
 
@@ -264,7 +265,7 @@ def _other_micro_batches(
     space: MixedSpace, forms: dict[object, list[Candidate]], structure: Structure
 ) -> Iterator[Structure]:
     """Yield the structure with other micro-batches, which decide what slow links between parts carry at once."""
-    for candidates in forms.values():
+    for candidates in filter(None, forms.values()):
         kinds, micro_batches = zip(*candidates[0].form, strict=True)
         if kinds == structure.kinds and micro_batches != structure.micro_batches:
             yield space.structure(candidates[0])
@@ -273,7 +274,7 @@ def _other_micro_batches(
 def _other_axes(space: MixedSpace, forms: dict[object, list[Candidate]], structure: Structure) -> Iterator[Structure]:
     """Yield the structure with the other axes that have the least bounds."""
     form = tuple(zip(structure.kinds, structure.micro_batches, strict=True))
-    yield from map(space.structure, forms[form][1 : MOST_AXES + 1])
+    yield from map(space.structure, forms.get(form, [])[1 : MOST_AXES + 1])
 
 
 def _other_chunks(space: MixedSpace, forms: dict[object, list[Candidate]], structure: Structure) -> Iterator[Structure]:

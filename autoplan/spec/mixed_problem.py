@@ -182,18 +182,19 @@ class MixedPlan:
             kind.count * stage.tp for kind in self.kinds for stage in kind.stages if stage.part == part
         )
 
-    def num_inside(self, kind: ReplicaKind, stage: int) -> tuple[int, int]:
-        """(replicas that hold the layers of a stage on the same part as it, parts that hold them).
+    def num_inside(self, kind: ReplicaKind) -> list[tuple[int, int]]:
+        """(replicas that hold the layers of a stage on the same part as it, parts that hold them) of all its stages.
 
         Of a stage whose layers other kinds cut elsewhere the middle one of its first chunk decides.
         """
-        own_part, first = kind.stages[stage].part, kind.layers_per_chunk[: stage + 1]
-        middle = min(sum(first[:-1]) + first[-1] // 2, sum(kind.layers_per_chunk) - 1)
-        layers_elsewhere = [(other.count, other.part_of_layers[middle]) for other in self.kinds]
-        inside = (
-            sum(count for count, part in layers_elsewhere if part == own_part) or kind.count
-        )  # a stage without layers
-        return inside, len({part for _, part in layers_elsewhere} | {own_part})
+        layers_elsewhere = [(other.count, other.part_of_layers) for other in self.kinds]
+        sizes, before, result = kind.layers_per_chunk, 0, []
+        for stage, size in zip(kind.stages, sizes, strict=False):
+            middle, before = min(before + size // 2, sum(sizes) - 1), before + size
+            of_middle = [(count, parts[middle]) for count, parts in layers_elsewhere]
+            inside = sum(count for count, part in of_middle if part == stage.part)
+            result.append((inside or kind.count, len({part for _, part in of_middle} | {stage.part})))  # or no layers
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

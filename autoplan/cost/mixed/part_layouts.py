@@ -83,10 +83,7 @@ def _islands(
     """The replicas that reduce every stage of a layout together: groups of shape (rows, stages)."""
     is_apart, own = problem.is_apart(part, used), problem.as_if(part, used)
     groups = np.array(
-        [
-            [plan.num_inside(kind, stage) if is_apart else (plan.num_replicas, 1) for stage in range(len(kind.stages))]
-            for plan, kind in members
-        ]
+        [plan.num_inside(kind) if is_apart else [(plan.num_replicas, 1)] * len(kind.stages) for plan, kind in members]
     )
     level = problem.between(part, used, problem.cluster.parts[part].num_devices)
     # Ranks of a replica's stage, and those of other stages that stand before those of the next replica.
