@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -73,12 +73,19 @@ class Candidate(NamedTuple):
     rows: tuple[int, ...]
 
     @property
+    def form_rows(self) -> tuple[tuple[tuple[int, ...], int, int, int], ...]:
+        """Numbers that stand for `form`: of every group its parts, its form, virtual stages and micro-batch."""
+        return tuple(
+            (ways.parts, int(ways.form[at]), int(ways.kinds.vp[at]), int(ways.kinds.micro_batch[at]))
+            for ways, at in zip(self.groups, self.rows, strict=True)
+        )
+
+    @property
     def form(self) -> tuple[tuple[Pipelines, int], ...]:
         """The pipelines of every group, and the sequences of their micro-batches."""
-        pairs = zip(self.groups, self.rows, strict=True)
         return tuple(
-            (replace(ways.forms[ways.form[at]], vp=int(ways.kinds.vp[at])), int(ways.kinds.micro_batch[at]))
-            for ways, at in pairs
+            (replace(ways.forms[form], vp=vp), micro_batch)
+            for ways, (_, form, vp, micro_batch) in zip(self.groups, self.form_rows, strict=True)
         )
 
 
@@ -90,9 +97,15 @@ class MixedSpace:
     spaces: tuple[Space, ...]  # of every part by itself
     global_batch: int
     has_one_tp: bool  # the same tensor-parallel degree on all stages
+    _limits: dict[tuple[int, ...], Limits] = field(init=False, default_factory=dict, repr=False)
 
     def limits_of(self, parts: Sequence[int]) -> Limits:
         """Choices that all of the parts have; numbers of recomputed layers are left to plans of one part."""
+        if (key := tuple(parts)) not in self._limits:
+            self._limits[key] = self._common_limits(parts)
+        return self._limits[key]
+
+    def _common_limits(self, parts: Sequence[int]) -> Limits:
         first, *other_limits = (self.spaces[part].limits for part in parts)
         words = {
             axis.name: tuple(
@@ -114,7 +127,7 @@ class MixedSpace:
             ]
             for part in parts
         }
-        by_shape: dict[tuple[int, int], list[tuple[Pipelines, Cell]]] = {}
+        by_shape: dict[tuple[int, int], list[tuple[Pipelines, Cell]]] = defaultdict(list)
         for cp in filter(lambda cp: limits.admits("cp", cp), divisors(problem.training.seq_len)):
             for way in pipelines(problem, parts, self.global_batch, degrees, cp):
                 if not limits.admits("pp", len(way.places)) or (self.has_one_tp and not way.has_one_tp):
@@ -124,15 +137,13 @@ class MixedSpace:
                     if all(way.count * cp * degree % (ep * min(etp, degree)) == 0 for _, degree in way.places):
                         degrees_of = {"pp": len(way.places), "tp": tp, "cp": cp, "ep": ep, "etp": etp}
                         cell = Cell(**degrees_of, dp_replicate=1, dp_shard=way.count)
-                        num_devices = cell.pp * tp * cp * way.count
-                        by_shape.setdefault((way.count, num_devices), []).append((way, cell))
+                        # Replicas share out what does not divide.
+                        share, remainder = divmod(self.global_batch, way.count)
+                        batch = way.count * 2 ** (share.bit_length() - 1) if remainder else self.global_batch
+                        by_shape[batch, cell.pp * tp * cp * way.count].append((way, cell))
         forms: list[Pipelines] = []
         batches, owners = [], []
-        for (count, num_devices), pairs in by_shape.items():
-            # Replicas share out what does not divide.
-            share = self.global_batch // count
-            is_divisible = self.global_batch % count == 0
-            batch = self.global_batch if is_divisible else count * 2 ** (share.bit_length() - 1)
+        for (batch, num_devices), pairs in by_shape.items():
             workload = replace(first.workload, num_devices=num_devices)
             space = replace(first, workload=workload, limits=replace(limits, global_batches=(batch,)))
             cells = [cell for _, cell in pairs]

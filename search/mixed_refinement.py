@@ -131,11 +131,9 @@ class Refiner:
         for at, (kind, cut, total) in enumerate(zip(structure.kinds, layers, rounds, strict=True)):
             if min(cut) < kind.vp:  # every chunk has a layer
                 return None
-            places = zip(kind.places, cut, strict=True)
-            chunks = (0,) * kind.vp if kind.vp > 1 else ()
             stages = tuple(
-                MixedStage(part=part, tp=tp, layers=0, chunks=chunks).with_layers(layers)
-                for (part, tp), layers in places
+                MixedStage(part=part, tp=tp, layers=num, chunks=even_chunks(num, kind.vp) if kind.vp > 1 else ())
+                for (part, tp), num in zip(kind.places, cut, strict=True)
             )
             least, more = divmod(total, kind.count)
             for count, num_rounds in ((kind.count - more, least), (more, least + 1)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -473,6 +473,7 @@ def repeated_layers(plan: ParallelPlan) -> int:
     return ALL_LAYERS if plan.recompute_num_layers is None else plan.recompute_num_layers
 
 
+@lru_cache(maxsize=4096)
 def even_chunks(num_layers: int, num_chunks: int) -> tuple[int, ...]:
     """Layers of each chunk when they are spread as evenly as possible, the remainder on the middle chunks.
 
