@@ -1,12 +1,22 @@
-"""Are scripts of ms-swift read as they start: `megatron sft` on Megatron-Core, `swift sft` on the Trainer?"""
+"""Are scripts of ms-swift read as they start (`megatron sft`, `swift sft`), and a plan read back as written?"""
 
 from __future__ import annotations
 
+import contextlib
+import re
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+import autoplan
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.ms_swift.read import read, recognises
+from autoplan.launch.targets import exported
+from autoplan.spec.plan_file import PlanFile
+from megatron_plans import MATRIX
+from read_back import check_price
 
 MEGATRON = """# 2 * 62GiB
 NPROC_PER_NODE=8 \\
@@ -110,3 +120,178 @@ def test_other_ways_to_quantise_are_listed() -> None:
     plain = read(script.format("--quant_bits 4 --bnb_4bit_use_double_quant false"), LaunchContext()).training.finetuning
     assert plain is not None
     assert plain.quantization == "nf4"
+
+
+def test_predictions_of_further_tokens_are_those_that_the_script_asks_for() -> None:
+    script = MEGATRON.replace("Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3").replace("--tuner_type lora", "")
+    assert read(script.format(""), LaunchContext()).model.num_mtp_layers == 0
+    assert read(script.format("--mtp_num_layers 1"), LaunchContext()).model.num_mtp_layers == 1
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+PLACE = {"cluster": "h100-sxm:2x8", "global_batch": 64, "seq_len": 4096, "framework": "megatron-core"}
+DENSE, EXPERTS, LATENTS = "llama3-8b", "qwen3-30b-a3b", "deepseek-v2-lite"
+# Of a dense model, the words behind the program that a person does not choose.
+EXPECTED = """    --micro_batch_size 1 --global_batch_size 64
+    --tensor_model_parallel_size 2 --sequence_parallel true
+    --context_parallel_size 2 --cp_comm_type p2p
+    --pipeline_model_parallel_size 2
+    --virtual_pipeline_model_parallel_size 2
+    --use_distributed_optimizer true
+    --overlap_grad_reduce true --overlap_param_gather true
+    --recompute_granularity full --recompute_method block --recompute_num_layers 3
+    --bf16 true
+    --cross_entropy_loss_fusion false --apply_rope_fusion true
+"""
+EXPECTED_OF_EXPERTS = """    --micro_batch_size 2 --global_batch_size 64
+    --tensor_model_parallel_size 1
+    --pipeline_model_parallel_size 1
+    --expert_model_parallel_size 8 --expert_tensor_parallel_size 1
+    --moe_token_dispatcher_type flex
+    --overlap_grad_reduce true
+    --bf16 true
+    --moe_grouped_gemm true --moe_permute_fusion true --moe_enable_deepep true
+    --cross_entropy_loss_fusion false --apply_rope_fusion true
+    --recompute_granularity none --use_distributed_optimizer false
+"""
+# Arguments of a plan that it has (swift/megatron/arguments/megatron_args.py, MegatronArguments).
+ARGUMENTS = """
+    micro_batch_size global_batch_size recompute_granularity recompute_method recompute_num_layers recompute_modules
+    apply_rope_fusion gradient_accumulation_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl attention_backend
+    use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype
+    use_distributed_optimizer use_megatron_fsdp data_parallel_sharding_strategy tensor_model_parallel_size
+    pipeline_model_parallel_size sequence_parallel context_parallel_size cp_comm_type tp_comm_overlap
+    overlap_grad_reduce overlap_param_gather virtual_pipeline_model_parallel_size pipeline_model_parallel_layout
+    expert_model_parallel_size expert_tensor_parallel_size fp8_format fp8_recipe fp8_param_gather fp4_format fp4_recipe
+    fp4_param_gather fp16 bf16 accumulate_allreduce_grads_in_fp32 moe_token_dispatcher_type moe_enable_deepep
+    moe_grouped_gemm moe_permute_fusion moe_expert_capacity_factor moe_pad_expert_input_to_capacity mtp_num_layers
+"""
+
+
+def plan_file(model: str, plan: dict[str, Any], **about: Any) -> PlanFile:
+    return autoplan.estimate(model, **PLACE | about, plan={"micro_batch": 1} | plan).file
+
+
+def script_of(file: PlanFile) -> str:
+    return exported(file, "ms-swift", "torchrun")[0].text
+
+
+def array(script: str, name: str) -> str:
+    """The lines of an array of a script."""
+    return script.partition(f"{name}=(\n")[2].partition(")\n")[0]
+
+
+def test_a_plan_is_written_word_by_word() -> None:
+    plan = {"tp": 2, "cp": 2, "pp": 2, "vp": 2, "schedule": "interleaved", "recompute": "full:3"}
+    script = script_of(plan_file(DENSE, plan))
+    assert array(script, "PLAN") == EXPECTED
+    assert array(script, "TUNING") == "    --tuner_type full\n    --max_length 4096 --packing true\n"
+    assert "BASE_MODEL=${BASE_MODEL:-meta-llama/Meta-Llama-3-8B}" in script
+    assert '    -m swift.cli._megatron.sft \\\n    "${PLAN[@]}" "${TUNING[@]}"' in script
+    assert '--model "$BASE_MODEL" --train_iters "$STEPS" "$@"\n' in script
+
+
+def test_what_its_defaults_mean_otherwise_is_written() -> None:
+    plan = {"ep": 8, "dispatcher": "deepep", "sharding": "none", "micro_batch": 2}
+    file = plan_file(EXPERTS, plan, cluster="h100-sxm:1x8")
+    assert array(script_of(file), "PLAN") == EXPECTED_OF_EXPERTS
+
+
+def test_no_argument_is_written_that_it_has_not() -> None:
+    num_written = 0
+    for file in MATRIX.values():
+        with contextlib.suppress(InputError):
+            names = re.findall(r"(?<!\S)--(\w+)", array(script_of(file), "PLAN"))
+            assert set(names) <= set(ARGUMENTS.split())
+            num_written += 1
+    assert num_written > len(MATRIX) // 2
+
+
+def test_adapters_are_written_on_the_products_of_megatron_core() -> None:
+    file = plan_file(DENSE, {"tp": 2}, finetune="lora:r=16,targets=linear_qkv+linear_fc1")
+    assert array(script_of(file), "TUNING") == (
+        "    --tuner_type lora --lora_rank 16 --lora_alpha 32 --lora_dropout 0.0\n"
+        "    --target_modules linear_qkv linear_fc1\n"
+        "    --max_length 4096 --packing true\n"
+    )
+
+
+def test_megatron_fsdp_is_given_several_queues() -> None:
+    script = script_of(plan_file(DENSE, {"sharding": "zero3"}))
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=32 " in script
+    assert "--use_megatron_fsdp true --data_parallel_sharding_strategy optim_grads_params" in script
+    assert "--gradient_accumulation_fusion false" in script
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "about"),
+    [
+        (DENSE, {"tp": 2, "pp": 2}, {}),
+        (DENSE, {"tp": 2, "sp": False, "recompute": "selective"}, {"precision": "fp16"}),
+        (DENSE, {"pp": 2, "layers_per_chunk": [15, 17]}, {}),
+        (DENSE, {"sharding": "zero3", "recompute": "full"}, {}),
+        (DENSE, {"cp": 2, "cp_kind": "all_to_all", "tp": 2}, {}),
+        (DENSE, {"main_weights": "remainders", "moment_dtype": "bf16", "grad_dtype": "bf16_main"}, {}),
+        (DENSE, {"narrow_params": True}, {"precision": "fp8"}),
+        (DENSE, {"tp": 2}, {"finetune": "lora:r=16,targets=linear_qkv+linear_fc1"}),
+        (DENSE, {}, {"precision": "nvfp4", "cluster": "b200:2x8"}),
+        (EXPERTS, {"ep": 8, "tp": 2, "etp": 2, "recompute": "layernorm+moe_act"}, {}),
+        (EXPERTS, {"ep": 8, "token_dropping": True}, {}),
+        (LATENTS, {"ep": 8, "rope_fusion": True}, {}),
+        (LATENTS, {"ep": 8, "pp": 2, "recompute": "mla_up_proj"}, {}),
+        ("gpt-oss-20b", {"ep": 8}, {}),
+        ("deepseek-v3", {"ep": 8, "pp": 2}, {}),
+    ],
+    ids=str,
+)
+def test_a_plan_is_read_back_with_its_price(model: str, plan: dict[str, Any], about: dict[str, Any]) -> None:
+    file = plan_file(model, plan, **about)
+    script = script_of(file)
+    launch = read(script, LaunchContext())
+    assert replace(launch.plan, layers_per_chunk=None) == replace(file.best.plan, layers_per_chunk=None)
+    assert matters(launch) == set()
+    check_price(file, launch, PLACE | about)
+
+
+def test_a_model_of_ones_own_is_named_by_the_environment() -> None:
+    file = plan_file(DENSE, {"tp": 2})
+    file = replace(file, model=replace(file.model, name="mine", num_layers=30))
+    script = script_of(file)
+    assert "BASE_MODEL=${BASE_MODEL:?" in script
+    assert read(script, LaunchContext(model=file.model)).plan == file.best.plan
+
+
+@pytest.mark.parametrize("batching", ["packed", "unpadded", "padded"])
+def test_samples_become_sequences_as_they_were_priced(batching: str) -> None:
+    file = plan_file(DENSE, {"tp": 2}, lengths="512:3,2048:1", batching=batching)
+    assert read(script_of(file), LaunchContext()).training.batching == batching
+
+
+@pytest.mark.parametrize(
+    ("plan", "about", "says"),
+    [
+        ({"cuda_graphs": "layer"}, {}, "has no option for cuda_graphs 'layer': use 'none'"),
+        ({"rank_order": "tp-cp-ep-pp-dp", "pp": 2}, {}, "no option for rank_order"),
+        ({"offload": "optimizer"}, {}, "no option for offload 'optimizer'"),
+        ({"dp_replicate": 2}, {}, "no option for dp_replicate 2 with zero1: shard over all"),
+        ({"grad_dtype": "bf16"}, {}, "no option for grad_dtype 'bf16'"),
+        ({"narrow_params": True}, {"precision": "mxfp8", "cluster": "b200:2x8"}, "no option for narrow_params"),
+        ({}, {"attention": "unfused"}, "attention 'unfused'"),
+        ({}, {"lengths": "512:3,2048:1", "batching": "joined"}, "cannot express batching joined: plan with packed"),
+        ({}, {"finetune": "dora:r=8,targets=linear_qkv"}, "cannot express DoRA"),
+        ({}, {"finetune": "lora:r=8"}, "adapters on q_proj, v_proj .it takes linear_qkv"),
+    ],
+    ids=str,
+)
+def test_what_it_cannot_be_told_is_named(plan: dict[str, Any], about: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        script_of(plan_file(DENSE, plan, **about))
+
+
+def test_models_that_a_checkpoint_does_not_tell_it_are_refused() -> None:
+    with pytest.raises(InputError, match="cannot express position_embedding 'learned' of 'gpt3-175b'"):
+        script_of(plan_file("gpt3-175b", {"tp": 8, "pp": 2}, seq_len=2048))
+    file = plan_file(DENSE, {"tp": 2})
+    with pytest.raises(InputError, match="cannot express the window of model"):
+        script_of(replace(file, model=replace(file.model, name="mine", window=128)))

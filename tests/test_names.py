@@ -22,7 +22,7 @@ FRAMEWORKS = tuple(dict.fromkeys(name for facts in facts_files() for name in nam
         ("kimi", preset_models(), ["kimi-k2"]),
         ("megatron-brigde", FRAMEWORKS, ["megatron-bridge"]),
         ("titan", FRAMEWORKS, ["torchtitan"]),
-        ("swift", (*TARGETS, "ms-swift"), ["ms-swift"]),
+        ("swift", TARGETS, ["ms-swift"]),
     ],
 )
 def test_a_part_of_a_name_or_a_misspelling_is_understood(word: str, names: tuple[str, ...], meant: list[str]) -> None:

@@ -54,12 +54,12 @@ def test_the_answer_for_accelerate_has_no_pipeline_and_is_the_best_of_those() ->
     assert found.export("accelerate").files
 
 
-@pytest.mark.parametrize("framework", ["axolotl", "llama-factory"])
+@pytest.mark.parametrize("framework", ["axolotl", "llama-factory", "ms-swift"])
 def test_a_framework_that_shares_its_facts_is_searched_for_what_it_starts(framework: str) -> None:
     about = {"cluster": "h100-sxm:1x8", "global_batch": 64, "seq_len": 4096}
     found = autoplan.search("llama3-8b", framework=framework, **about)  # type: ignore[arg-type]
     assert found.file.space is not None
-    assert (found.file.space.to, found.file.framework.name) == (framework, "transformers")
+    assert (found.file.space.to, found.file.framework.name) == (framework, facts_of(framework))
     assert found.export(framework).files
 
 

@@ -89,10 +89,12 @@ def model_of(options: Options, key: str, context: LaunchContext) -> ModelSpec:
 
 def known_model(options: Options, key: str, context: LaunchContext) -> ModelSpec | None:
     """Return the model that is given, or the shipped one of the name in a file; None where there is neither."""
+    if context.model is not None:
+        if options.has(key):
+            options.remark(key, "--model wins", matters=False)
+        return context.model
     name = options.text(key)
-    if context.model is not None and name is not None:
-        options.remark(key, "--model wins", matters=False)
-    return context.model or (find_preset(name) if name is not None else None)
+    return find_preset(name) if name is not None else None
 
 
 def length_of(options: Options, program: Program, context: LaunchContext) -> int:

@@ -1,10 +1,14 @@
-"""Arguments of ms-swift (3602360) that are not called, or not set, as those of Megatron-LM or the Trainer."""
+"""Arguments of ms-swift (3602360) that are not called, or not set, as those of Megatron-LM or the Trainer.
+
+The table of options is that of Megatron-LM.
+"""
 
 from __future__ import annotations
 
 import re
 
 from autoplan.frameworks.common.option_table import Value
+from autoplan.spec.lengths import Batching
 
 # Of swift/megatron/arguments/megatron_args.py, where Megatron-LM's defaults differ.
 MEGATRON_DEFAULTS: dict[str, Value] = {
@@ -19,11 +23,23 @@ MEGATRON_DEFAULTS: dict[str, Value] = {
     "moe_grouped_gemm": True,
     "moe_token_dispatcher_type": "alltoall",
     "expert_tensor_parallel_size": 1,
+    "apply_rope_fusion": False,
 }
 # By its name, that of Megatron-LM's argument.
 MEGATRON_NAMES = {
     "max_length": "seq_length",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+}
+# Of arguments whose parsed name is not that of their option.
+WRITTEN_NAMES = {"fp8": "fp8_format", "fp4": "fp4_format"}
+# Arguments of Megatron-LM that it has not: the first two cost nothing, `moe_enable_deepep` and `main_grads_dtype` imply
+# the others (swift/megatron/arguments/megatron_args.py:1115).
+NOT_ITS = ("ckpt_format", "init_model_with_meta_device", "moe_flex_dispatcher_backend", "grad_reduce_in_bf16")
+# The arguments of sequences, by how samples become them (swift/megatron/arguments/megatron_base_args.py).
+BATCHINGS: dict[Batching, dict[str, Value]] = {
+    "packed": {"packing": True},
+    "unpadded": {"packing": False, "padding_free": True},
+    "padded": {"packing": False, "padding_free": False},
 }
 # Of swift/arguments, where the Trainer's defaults differ.
 TRAINER_DEFAULTS: dict[str, Value] = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}

@@ -35,7 +35,8 @@ from autoplan.spec.enums import Precision
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.lengths import UNEVEN, Batching
 
-_COMMAND = re.compile(r"^[^#\n]*\b(megatron|swift)\s+(sft|pt)\b", re.MULTILINE)
+_MODULE = "swift.cli._megatron."  # which `megatron` starts on every device (swift/cli/main.py)
+_COMMAND = re.compile(rf"^[^#\n]*?\b(?:(megatron|swift)\s+|{re.escape(_MODULE)})(?:sft|pt)\b", re.MULTILINE)
 _OTHER_LOSSES = ("rlhf_type", "num_generations", "beta")
 _OTHER_TASKS = ("embedding", "seq_cls", "reranker", "generative_reranker")
 DROPOUT = 0.05
@@ -51,8 +52,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     commands = _COMMAND.findall(text)
     if not commands:
         raise InputError("no command of the script is megatron sft, swift sft, or pt of one of them")
-    kind = commands[-1][0]
-    return _with_megatron(text, context) if kind == "megatron" else _with_trainer(text, context)
+    return _with_trainer(text, context) if commands[-1] == "swift" else _with_megatron(text, context)
 
 
 def _check(options: Options) -> None:
@@ -98,7 +98,8 @@ def _with_megatron(text: str, context: LaunchContext) -> Launch:
     script = read_script(text, context.variables)
 
     def position(words: Sequence[str]) -> int | None:
-        pairs = (("megatron", "sft"), ("megatron", "pt"))
+        pairs = [(first, name) for name in ("sft", "pt") for first in ("megatron", "-m")]
+        pairs = [(first, name if first == "megatron" else f"{_MODULE}{name}") for first, name in pairs]
         return next((at + 1 for at, pair in enumerate(pairwise(words)) if pair in pairs), None)
 
     before, words = started(script, Entry(position, lambda inner: "megatron" in inner), context)
@@ -107,6 +108,9 @@ def _with_megatron(text: str, context: LaunchContext) -> Launch:
     arguments = Options(_renamed(given_arguments(words)), MEGATRON_DEFAULTS, way_out="pass --model")
     _check(arguments)
     model = model_of(arguments, "model", context)
+    if (num_mtp_layers := arguments.optional_count("mtp_num_layers", 0) or 0) != model.num_mtp_layers:
+        model = replace(model, num_mtp_layers=num_mtp_layers)  # of a checkpoint they are not taken
+    arguments.arguments.pop("mtp_num_layers", None)
     finetuning = _finetuning(arguments, "full")
     arguments.pass_over(*COSTLESS)
     for key in [key for key in arguments.arguments if HARMLESS.fullmatch(key)]:
