@@ -77,6 +77,8 @@ class Refiner:
     def __init__(self, problem: MixedProblem, global_batch: int, accepts: Accepts = accept_all) -> None:
         self.problem, self.global_batch, self.accepts = problem, global_batch, accepts
         self.num_priced = 0
+        # By what work the stages have and what fits: structures often differ in their states alone.
+        self._shared_out: dict[object, tuple[list[tuple[int, ...]], tuple[int, ...]] | None] = {}
         kinds = problem.model.layer_kinds
         self._kind_of_layer = np.array([kinds.index(layer) for layer in problem.model.layers])
 
@@ -168,6 +170,21 @@ class Refiner:
         if shares is None and cost.oom_z > RISKY_Z:
             for most_layers, price in zip(draft.most_layers, prices, strict=True):
                 self._tighten(most_layers, price)
+        stages = [stage for price in prices for stage in price.stages]
+        work = tuple((stage.layers, stage.layer_s, stage.forward_s, stage.backward_s, stage.send_s) for stage in stages)
+        structure, most = draft.structure, tuple(most_layers.tobytes() for most_layers in draft.most_layers)
+        key = structure.kinds, structure.micro_batches, structure.common.sharding in _IN_STEP, most, work
+        if key not in self._shared_out:
+            self._shared_out[key] = self._share_out(draft, prices)
+        if (shared_out := self._shared_out[key]) is None:
+            return None
+        layers, split = shared_out
+        return self._plan(structure, layers, split, shares)
+
+    def _share_out(
+        self, draft: _Draft, prices: Sequence[MixedKindCost]
+    ) -> tuple[list[tuple[int, ...]], tuple[int, ...]] | None:
+        """Return the layers of every kind and its micro-batches of all replicas; None where they do not come out."""
         layers, passes = [], []
         for most_layers, price in zip(draft.most_layers, prices, strict=True):
             layer_s = np.array([stage.layer_s for stage in price.stages])[:, self._kind_of_layer]
@@ -179,7 +196,7 @@ class Refiner:
             layers.append(cut)
             passes.append(before * after / before.sum(axis=0))
         split = self._split(draft.structure, passes, prices)
-        return self._plan(draft.structure, layers, split, shares) if split else None
+        return (layers, split) if split else None
 
     def _split(
         self, structure: Structure, passes: Sequence[Floats], prices: Sequence[MixedKindCost]
