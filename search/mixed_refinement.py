@@ -100,11 +100,13 @@ class Refiner:
             priced |= {(at, draft.plan) for at, draft in open_ if draft.plan}
             self.num_priced += len(open_)
             plans = [draft.plan for _, draft in open_ if draft.plan]
-            costs = zip(estimate_mixed(self.problem, plans), self.accepts(plans), strict=True)
-            for (_, draft), (cost, is_answer) in zip(open_, costs, strict=True):
-                if is_answer and cost.plan.global_batch == self.global_batch and _is_better(cost, draft.cost):
-                    draft.cost = cost
+            better = []
+            for (_, draft), cost in zip(open_, estimate_mixed(self.problem, plans), strict=True):
+                if cost.plan.global_batch == self.global_batch and _is_better(cost, draft.cost):
+                    better.append((draft, cost))
                 draft.plan = self._next_plan(draft, cost)
+            for (draft, cost), is_answer in zip(better, self.accepts([cost.plan for _, cost in better]), strict=True):
+                draft.cost = cost if is_answer else draft.cost
         return ordered(RefinedStructure(structure=draft.structure, cost=draft.cost) for draft in drafts if draft.cost)
 
     def _first_plan(self, structure: Structure) -> MixedPlan | None:
