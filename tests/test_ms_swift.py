@@ -55,7 +55,9 @@ def test_a_script_of_megatron_is_read() -> None:
     assert launch.training.seq_len == 8192
     tuning = launch.training.finetuning
     assert tuning is not None
-    assert (tuning.rank, tuning.targets, tuning.dropout) == (8, ("all-linear",), 0.05)
+    # All linear layers of Megatron-Core are four a layer: q, k and v are one product, and so are gate and up.
+    products = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    assert (tuning.rank, tuning.targets, tuning.dropout) == (8, products, 0.05)
     # Dropout is none, as the models of the hub have it, where Megatron-LM has a tenth.
     assert matters(launch) == set()
     assert launch.training.batching == "packed"

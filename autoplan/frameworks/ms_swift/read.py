@@ -19,6 +19,7 @@ from autoplan.frameworks.common.shell import read_script
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of, model_of, stage_table
 from autoplan.frameworks.hf_trainer.options import HARMLESS, is_on
 from autoplan.frameworks.hf_trainer.script import devices_of, has_batch, of_script
+from autoplan.frameworks.megatron_bridge.tuning import FUSED
 from autoplan.frameworks.megatron_lm import launch as megatron
 from autoplan.frameworks.megatron_lm.read import Entry, given_arguments, started
 from autoplan.frameworks.ms_swift.options import (
@@ -34,6 +35,7 @@ from autoplan.readers.finetuning import PEFT_RANK
 from autoplan.spec.enums import Precision
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.lengths import UNEVEN, Batching
+from autoplan.spec.model import ModelSpec
 
 _MODULE = "swift.cli._megatron."  # which `megatron` starts on every device (swift/cli/main.py)
 _COMMAND = re.compile(rf"^[^#\n]*?\b(?:(megatron|swift)\s+|{re.escape(_MODULE)})(?:sft|pt)\b", re.MULTILINE)
@@ -111,7 +113,7 @@ def _with_megatron(text: str, context: LaunchContext) -> Launch:
     if (num_mtp_layers := arguments.optional_count("mtp_num_layers", 0) or 0) != model.num_mtp_layers:
         model = replace(model, num_mtp_layers=num_mtp_layers)  # of a checkpoint they are not taken
     arguments.arguments.pop("mtp_num_layers", None)
-    finetuning = _finetuning(arguments, "full")
+    finetuning = _fused(_finetuning(arguments, "full"), model)
     arguments.pass_over(*COSTLESS)
     for key in [key for key in arguments.arguments if HARMLESS.fullmatch(key)]:
         arguments.pass_over(key)
@@ -129,6 +131,13 @@ def _with_megatron(text: str, context: LaunchContext) -> Launch:
         num_devices=devices_of(before, script, text),
     )
     return replace(launch, training=replace(launch.training, finetuning=finetuning, batching=batching))
+
+
+def _fused(finetuning: FineTuning | None, model: ModelSpec) -> FineTuning | None:
+    """Return adapters on the products of Megatron-Core, in which those of q, k and v are one, as those of an MLP."""
+    if finetuning is None or model.mla is not None or ALL_LINEAR not in finetuning.targets:
+        return finetuning
+    return replace(finetuning, targets=FUSED)
 
 
 def _batching(options: Options) -> Batching:
