@@ -82,8 +82,10 @@ def test_a_result_is_a_table_json_html_and_a_file(found: autoplan.PlanResult, tm
     assert found.plan.describe() in found._repr_html_()
     assert "<td>" in found.table()._repr_html_()
     found.save(tmp_path / "plan.json")
+    found.save(tmp_path / "plan.json")  # the same text
+    (tmp_path / "other.json").write_text("{}")
     with pytest.raises(autoplan.InputError, match="exists"):
-        found.save(tmp_path / "plan.json")
+        found.save(tmp_path / "other.json")
     again = autoplan.load_plan(tmp_path / "plan.json")
     assert again.file == found.file
     assert again.to_json() == found.to_json() == (tmp_path / "plan.json").read_text()

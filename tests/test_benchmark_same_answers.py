@@ -107,4 +107,4 @@ def test_cases_are_the_same_every_time() -> None:
     assert cases == make_cases()
     assert Counter(case.group for case in cases) == {"predict": 1, "exports": 60, "searches": NUM_SEARCHES}
     assert len({(case.group, case.name) for case in cases}) == len(cases)
-    assert all(re.fullmatch(r"[\w.-]+", case.name) for case in cases)
+    assert all(re.fullmatch(r"[\w.@-]+", case.name) for case in cases)

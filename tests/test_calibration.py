@@ -251,7 +251,7 @@ def test_the_api_predicts_scores_and_calibrates_a_table(tmp_path: Path) -> None:
     assert [row["id"] for row in shipped.table()] == [f"h100-sxm-{at}" for at in range(6)]
     shipped.save(tmp_path / "shipped.csv")
     with pytest.raises(autoplan.InputError, match="exists"):
-        shipped.save(tmp_path / "shipped.csv")
+        shipped.save(tmp_path / "mine.csv")
     saved, now = autoplan.score(table, predictions=tmp_path / "shipped.csv"), autoplan.score(table)
     assert saved.by_source["h100-sxm"]["medAPE"] == pytest.approx(now.by_source["h100-sxm"]["medAPE"], rel=1e-3)
     found = autoplan.calibrate(table)
