@@ -237,11 +237,13 @@ def _refined(
     """
     refined: list[RefinedStructure] = []
     for of_parts in sorted(candidates.values(), key=lambda of_parts: of_parts[0].least_s):
-        rows: dict[object, list[Candidate]] = defaultdict(list)
+        forms: dict[object, list[Candidate]] = defaultdict(list)
+        form_of: dict[object, object] = {}
         for candidate in of_parts:
             if candidate.least_s < best_s:
-                rows[candidate.form_rows].append(candidate)
-        forms: dict[object, list[Candidate]] = {alike[0].form: alike for alike in rows.values()}
+                if (rows := candidate.form_rows) not in form_of:
+                    form_of[rows] = candidate.form
+                forms[form_of[rows]].append(candidate)
         structures = [space.structure(candidates[0]) for candidates in itertools.islice(forms.values(), FIRST_FORMS)]
         improved, tried = refiner.refine(structures), set(structures)
         for better in (_other_micro_batches, _other_axes, _other_chunks, _other_chunks):
