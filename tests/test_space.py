@@ -313,11 +313,12 @@ def test_default_limits_follow_the_framework(
 
 
 def test_a_schedule_goes_with_the_chunks_that_it_needs() -> None:
-    limits = with_flags(default_limits(problem(), (16,)), fix=["schedule=zb-v"], at_most=(), forbid=())
+    few = ["micro-batch=1", "recompute=none", "cp=1"]
+    limits = with_flags(default_limits(problem(), (16,)), fix=["schedule=zb-v", *few], at_most=(), forbid=())
     assert {(plan.schedule, plan.vp) for plan in enumerated(replace(space_of(MOE, 8, limits), rules=()))} == {
         ("zb-v", 2)
     }
-    wider = with_flags(default_limits(problem(), (16,)), fix=(), at_most=["pp=2"], forbid=[])
+    wider = with_flags(default_limits(problem(), (16,)), fix=few, at_most=["pp=2"], forbid=[])
     wider = wider.where(schedule=("1f1b", "interleaved", "gpipe"))
     found = {(plan.schedule, plan.pp) for plan in enumerated(replace(space_of(MOE, 8, wider), rules=()))}
     assert found == {("1f1b", 1), ("1f1b", 2), ("gpipe", 2), ("interleaved", 2)}
@@ -408,9 +409,10 @@ def test_both_rank_orders_are_looked_at_where_links_differ(size: str, framework:
     problem = Problem(model=MOE, training=TRAINING, cluster=cluster, framework=load_framework(framework))
     limits = default_limits(problem, (8,))
     assert limits.of("rank_order") == tuple(RankOrder)[:orders]
-    found = {plan.rank_order for plan in enumerated(space_of(MOE, 8, limits))}
+    few = with_flags(limits, fix=["micro-batch=1", "recompute=none"], at_most=[], forbid=[])
+    found = {plan.rank_order for plan in enumerated(space_of(MOE, 8, few))}
     assert found == set(tuple(RankOrder)[:orders])
-    fixed = with_flags(limits, fix=["rank_order=tp-cp-ep-pp-dp"], at_most=[], forbid=[])
+    fixed = with_flags(few, fix=["rank_order=tp-cp-ep-pp-dp"], at_most=[], forbid=[])
     assert fixed.of("rank_order") == tuple(RankOrder)[1:]
     assert all(plan.pp == 1 or plan.ep * plan.etp == plan.tp * plan.cp for plan in enumerated(space_of(MOE, 8, fixed)))
 
