@@ -353,3 +353,14 @@ def test_a_cluster_of_one_part_has_the_plan_of_the_plain_search(model: str, clus
     assert best.step_s == pytest.approx(plain.ranked[0].step_s, rel=1e-9)
     assert best.plan in {MixedPlan.of(plan.plan, 0, problem.model.num_layers) for plan in plain.ranked}
     assert found.certificate.gap == 0
+
+
+def test_no_degree_of_experts_beats_the_search_of_all() -> None:
+    """Structures whose pipelines have the same degrees were kept once, whatever their degree of experts."""
+    parts = load_any_cluster("h100-sxm:1x8+a100-sxm:1x8").parts
+    problem = problem_of(*parts, model=load_model("mixtral-8x7b"), seq_len=4096)
+    best_s = search_mixed(problem, 64).ranked[0].step_s
+    for ep in (2, 8):
+        fixed = search_mixed(problem, 64, fix=[f"ep={ep}"]).ranked
+        assert all(cost.plan.common.ep == ep for cost in fixed)
+        assert best_s <= fixed[0].step_s * (1 + 1e-9)
