@@ -290,8 +290,10 @@ class MixedSpace:
             if not len(rows):
                 continue
             counts = [vp for vp in self.chunks(ways.parts, pp) if (vp == 1) == is_plain]
-            own, held = ({part: cost.take(rows) for part, cost in table.items()} for table in (costs, states))
-            of_counts = _Pipelines.of(self, ways.take(rows), own, held, counts).least_s(
+            prices, state_prices = (
+                {part: cost.take(rows) for part, cost in table.items()} for table in (costs, states)
+            )
+            of_counts = _PipelineBounds.of(self, ways.take(rows), prices, state_prices, counts).least_s(
                 np.tile(num_microbatches[rows], len(counts))
             )
             of_counts = of_counts.reshape(len(counts), -1)
@@ -318,7 +320,7 @@ class MixedSpace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pipelines(Rows):
+class _PipelineBounds(Rows):
     """Pipelines of one number of stages whose layers are not placed yet: arrays of shape (ways, stages)."""
 
     prices: Ints  # a number for each set of prices
@@ -339,7 +341,7 @@ class _Pipelines(Rows):
         costs: dict[int, KindCosts],
         states: dict[int, KindCosts],
         counts: Sequence[int],
-    ) -> _Pipelines:
+    ) -> _PipelineBounds:
         """Return ways that have as many stages, with the states of `states`: all with each number of chunks."""
         problem, places = space.problem, _Places.of(ways)
         passes, shares, heads = {}, {}, {}

@@ -198,7 +198,7 @@ def test_a_command_line_is_read_like_a_config() -> None:
     assert launch.plan == ParallelPlan(
         dp_replicate=2, dp_shard=8, sharding="zero2", recompute="full", micro_batch=2, global_batch=128
     )
-    assert {one.option for one in launch.unread} == {"--learning_rate"}
+    assert {left_out.option for left_out in launch.unread} == {"--learning_rate"}
 
 
 @pytest.mark.parametrize(

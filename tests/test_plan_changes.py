@@ -153,13 +153,13 @@ def test_changes_that_need_each_other_are_made_together() -> None:
     before = ParallelPlan(global_batch=64, micro_batch=16, tp=8, sp=True, dp_shard=2, recompute="full")
     after = ParallelPlan(global_batch=64, micro_batch=2, tp=2, sp=True, dp_shard=8)
     way = Way(problem=PROBLEM, rules=RULES, before=before, after=after)
-    told = {change.axis: change for change in changes(way)}
-    assert {axis: (one.before, one.after) for axis, one in told.items()} == {
+    by_axis = {change.axis: change for change in changes(way)}
+    assert {axis: (change.before, change.after) for axis, change in by_axis.items()} == {
         "tp": ("8", "2"),
         "micro_batch": ("16", "2"),
         "recompute": ("full", "none"),
     }
-    assert "global_batch 64 must be divisible by micro_batch 16 x dp 8" in told["tp"].why_not
+    assert "global_batch 64 must be divisible by micro_batch 16 x dp 8" in by_axis["tp"].why_not
     recompute, both = (step.axes for step in fastest_path(way))
     assert recompute == ("recompute",)
     assert set(both) == {"tp", "micro_batch"}

@@ -87,7 +87,7 @@ def passes_of(rank: RankTimeline) -> set[tuple[int | None, int | None]]:
 
 def fill_the_step(rank: RankTimeline, step: float) -> None:
     """Events that are not beside others follow one another from the start of the step to its end."""
-    events = sorted((event for event in rank.events() if not event.beside), key=lambda one: one.start_s)
+    events = sorted((event for event in rank.events() if not event.beside), key=lambda event: event.start_s)
     now = 0.0
     for one in events:
         assert one.stream in STREAMS

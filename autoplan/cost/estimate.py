@@ -14,7 +14,7 @@ from autoplan.cost.pipeline.layout import stage_blocks
 from autoplan.cost.pipeline.order import chunks_of_ranks
 from autoplan.cost.spreads import NORMAL_90, Familiarity
 from autoplan.cost.stages import MicroBatchCosts, Stages, lay_out, microbatch_terms
-from autoplan.cost.step import Pipelines, step_terms, with_stragglers
+from autoplan.cost.step import LaidOutPipelines, step_terms, with_stragglers
 from autoplan.spec.estimate import CostEstimate, StageCost, probability_above
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
@@ -36,7 +36,7 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
     worst = np.zeros(len(batch), dtype=np.int64)
     logged, host = np.zeros(len(batch)), np.zeros(len(batch))
     for where, laid in _laid_out(problem, batch):
-        for name, value in step_terms(Pipelines.plain(problem, laid)).items():
+        for name, value in step_terms(LaidOutPipelines.plain(problem, laid)).items():
             terms[name][where] = value
         logged[where] = laid.memory.logged_bytes(problem)
         host[where] = host_bytes(problem, laid.batch, laid.parameters)

@@ -72,7 +72,7 @@ class PartLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipelines:
+class LaidOutPipelines:
     """Pipelines of one number of stages, laid out on all parts that any of them has stages on."""
 
     layouts: tuple[PartLayout, ...]
@@ -83,7 +83,7 @@ class Pipelines:
     backward_s: Floats
 
     @classmethod
-    def of(cls, layouts: Sequence[PartLayout], batch: PlanBatch, hop_s: Floats, tied_s: Floats) -> Pipelines:
+    def of(cls, layouts: Sequence[PartLayout], batch: PlanBatch, hop_s: Floats, tied_s: Floats) -> LaidOutPipelines:
         """The pipelines with the times of their stages."""
         forward_s, backward_s = (
             over_stages(layouts, [layout.overall * getattr(layout.laid, name) for layout in layouts], len(batch))
@@ -94,7 +94,7 @@ class Pipelines:
         )
 
     @classmethod
-    def plain(cls, problem: Problem, laid: Stages) -> Pipelines:
+    def plain(cls, problem: Problem, laid: Stages) -> LaidOutPipelines:
         """Stages on a plain cluster."""
         links, overall, stages = laid.costs.links, problem.calibration.overall, laid.blocks.num_stages
         hop_s = np.broadcast_to(overall * laid.costs.message_s[:, None], laid.forward_s.shape)
@@ -139,7 +139,7 @@ def over_stages(layouts: Sequence[PartLayout], values: Sequence[Floats], num_pip
 # -- the passes -------------------------------------------------------------------------------------------------------
 
 
-def _makespan(pipelines: Pipelines) -> Makespan:
+def _makespan(pipelines: LaidOutPipelines) -> Makespan:
     """Makespan of every pipeline by the form of its schedule."""
     batch, m, hop_s = pipelines.batch, pipelines.batch.num_microbatches, pipelines.hop_s
     overlaps = pipelines.layouts[0].problem.framework.overlap.p2p_overlap
@@ -154,7 +154,7 @@ def _makespan(pipelines: Pipelines) -> Makespan:
     return makespan
 
 
-def _run_in_order(pipelines: Pipelines) -> Iterator[tuple[Ints, PipelineTimes]]:
+def _run_in_order(pipelines: LaidOutPipelines) -> Iterator[tuple[Ints, PipelineTimes]]:
     """(pipelines, times) of those that no closed form prices, pass by pass; all messages count as the slowest."""
     batch, stages = pipelines.batch, pipelines.forward_s.shape[1]
     plans = np.flatnonzero(needs_order(batch))
@@ -168,7 +168,7 @@ def _run_in_order(pipelines: Pipelines) -> Iterator[tuple[Ints, PipelineTimes]]:
         yield rows, pipeline_times(shape, passes, pipelines.hop_s[rows].max(axis=1))
 
 
-def _chunk_passes(pipelines: Pipelines, rows: Ints, layers: tuple[int, ...], num_repeated: int) -> SplitPass:
+def _chunk_passes(pipelines: LaidOutPipelines, rows: Ints, layers: tuple[int, ...], num_repeated: int) -> SplitPass:
     """Times of one micro-batch through every chunk of the pipelines at `rows`: shape (pipelines, chunks)."""
     layouts, passes = [], []
     for layout in pipelines.layouts:
@@ -187,7 +187,7 @@ def needs_order(batch: PlanBatch) -> Bools:
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
-def collectives_s(pipelines: Pipelines) -> tuple[Floats, Floats]:
+def collectives_s(pipelines: LaidOutPipelines) -> tuple[Floats, Floats]:
     """Gradient reduction and parameter gather of every stage, shown or hidden."""
     layouts, seconds = pipelines.layouts, []
     for layout in layouts:
@@ -198,7 +198,7 @@ def collectives_s(pipelines: Pipelines) -> tuple[Floats, Floats]:
     return reduce_s, gather_s
 
 
-def _end_of_step(pipelines: Pipelines) -> dict[str, Floats]:
+def _end_of_step(pipelines: LaidOutPipelines) -> dict[str, Floats]:
     """Exposed gradient reduction, optimizer step and parameter gather (`modelling` C7, E5)."""
     reduce_s, gather_s = collectives_s(pipelines)
     first = np.zeros(len(pipelines.batch), dtype=np.int64)
@@ -211,7 +211,7 @@ def _end_of_step(pipelines: Pipelines) -> dict[str, Floats]:
     }
 
 
-def _shown(pipelines: Pipelines, layout: PartLayout, reduce_s: Floats, gather_s: Floats) -> dict[str, Floats]:
+def _shown(pipelines: LaidOutPipelines, layout: PartLayout, reduce_s: Floats, gather_s: Floats) -> dict[str, Floats]:
     """Traffic that shows of a layout's rows, had they their first stage on its part."""
     problem, laid = layout.problem, layout.laid
     first = FirstStage.of(laid.blocks, laid.parameters)
@@ -246,7 +246,7 @@ def straggler_share(num_devices: Ints) -> Floats:
     return STRAGGLER_SPREAD * beyond[at]
 
 
-def _uneven_lengths_s(pipelines: Pipelines) -> Floats:
+def _uneven_lengths_s(pipelines: LaidOutPipelines) -> Floats:
     """Waiting for longer samples, of the mean of all stages."""
     if pipelines.layouts[0].problem.training.lengths is None:
         return np.zeros(len(pipelines.batch))
@@ -267,7 +267,7 @@ def _uneven_lengths_s(pipelines: Pipelines) -> Floats:
 # -- all of it --------------------------------------------------------------------------------------------------------
 
 
-def step_terms(pipelines: Pipelines) -> dict[str, Floats]:
+def step_terms(pipelines: LaidOutPipelines) -> dict[str, Floats]:
     """Seconds of a step by term, but for what ranks wait for the slowest one."""
     work_s, send_s, critical = _makespan(pipelines)
     work = [

@@ -32,7 +32,7 @@ from autoplan.cost.pipeline.order import Operation, PipelineShape, chunks_of_ran
 from autoplan.cost.pipeline.recurrence import RankSteps, is_recurrent, rank_steps
 from autoplan.cost.pipeline.waits import ROWS
 from autoplan.cost.stages import Stages, lay_out
-from autoplan.cost.step import Pipelines, collectives_s, step_terms
+from autoplan.cost.step import LaidOutPipelines, collectives_s, step_terms
 from autoplan.spec.enums import Schedule
 from autoplan.spec.estimate import StagePlace
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -146,12 +146,12 @@ def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
         for stage in range(plan.pp)
     )
     ranks = [tuple(np.flatnonzero(stage_of == stage).tolist()) for stage in range(plan.pp)]
-    laid_out = Pipelines.plain(problem, lay_out(problem, batch, plan.pp))
+    laid_out = LaidOutPipelines.plain(problem, lay_out(problem, batch, plan.pp))
     return step_timeline([pipeline_of(laid_out, places, ranks, plan.num_devices)], terms)
 
 
 def pipeline_of(
-    pipelines: Pipelines, places: tuple[StagePlace, ...], ranks: Sequence[tuple[int, ...]], num_devices: int
+    pipelines: LaidOutPipelines, places: tuple[StagePlace, ...], ranks: Sequence[tuple[int, ...]], num_devices: int
 ) -> Pipeline:
     """Inputs of the timeline of the one pipeline that is laid out, of a step on so many devices."""
     plan, terms = pipelines.batch.plan(0), step_terms(pipelines)

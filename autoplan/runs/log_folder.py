@@ -40,7 +40,10 @@ _WRITTEN_BY = {entry.target: entry.logs for entry in FRAMEWORKS if entry.logs}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastRun:
-    """Run of a log, `logged` None without a timed step; one whose last words are out of memory ran out of it."""
+    """Run of a log: what was started and what the log says; `logged` is None where it timed no step.
+
+    A run whose last words are that memory ran out did so, however many steps it timed before.
+    """
 
     log: Path  # the first of its logs
     launch_file: Path
@@ -69,7 +72,11 @@ class _SortedFiles:
 
 
 def past_runs(folder: Path, read: Callable[[Path], Launch]) -> Iterator[PastRun | PassedOver]:
-    """Yield runs of logs below `folder`, and logs that give none; unreadable files and linked folders are skipped."""
+    """Yield the runs whose logs lie in `folder` or below, and the logs that give none.
+
+    `read` reads a launch file.  What cannot be read is passed over and never stops the rest; links are followed to
+    files, not to folders.
+    """
     files = _find(folder)
     yield from files.passed_over
     readings: dict[Path, Launch | str] = {}

@@ -379,7 +379,10 @@ def _always_on(preset_moe: Experts | None, width: int) -> int:
 
 @lru_cache(maxsize=1)
 def _clusters_of_device() -> dict[str, list[str]]:
-    """Shipped clusters of every device, slow networks next to its namesake: untold ones are mostly rented."""
+    """Return the shipped clusters of every device: the one of the same name first, then those of slower networks.
+
+    Tables that do not tell the network of a machine are mostly of rented ones.
+    """
     clusters: dict[str, list[ClusterSpec]] = {}
     for cluster in map(load_cluster, preset_clusters()):
         clusters.setdefault(cluster.device.name, []).append(cluster)

@@ -172,7 +172,10 @@ def _narrows_attention(problem: Problem, batch: PlanBatch) -> Bools:
 
 
 def _measured_s(problem: Problem, batch: PlanBatch, block: Block, share: Floats, reference: Pass) -> Pass:
-    """Time by the table's kernel, at `share` of its rate; all-to-all divides heads, a ring the queries."""
+    """Time by the table, whose kernel is this one or the device's best, of whose rate it has `share`.
+
+    All-to-all context parallelism divides the heads, a ring the queries of a whole sequence.
+    """
     model, training = problem.model, problem.training
     seq_len = attended_len(training, batch.micro_batch)
     sequences: Floats | Ints = batch.micro_batch

@@ -124,7 +124,10 @@ def shared_states(problem: Problem, batch: PlanBatch) -> SharedStates:
 
 
 def head_factor(problem: Problem, batch: PlanBatch, logits: tuple[Floats, Floats, Floats], kernels_s: Floats) -> Floats:
-    """Measured head over its kernels, both passes; 1 unmeasured.  `logits`: tokens, inputs, columns of the matrix."""
+    """Return the measured time of both passes of a head over that of its kernels, 1 where it was not measured.
+
+    `logits` are the tokens, the inputs and the columns of the whole matrix.
+    """
     if not problem.timings.is_own:
         return np.ones(len(batch))
     fits = _fits(batch) & ((batch.tp == 1) | problem.framework.memory.shards_logits)

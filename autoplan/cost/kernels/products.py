@@ -92,7 +92,10 @@ def gemm_s(
     slower: Floats | float = 1.0,
     accumulates: bool = False,
 ) -> Floats:
-    """Time of an m x n x k GEMM; its kernel is `slower` than that of rows of 16 bytes; `accumulates` into fp32."""
+    """Time of an m x n x k GEMM at `rate` for large shapes; `accumulates` into an fp32 gradient buffer.
+
+    Its kernel is `slower` than that of rows of whole 16 bytes.
+    """
     element = problem.training.element_bytes
     moved = element * (m * k + k * n) + (8.0 if accumulates else element) * m * n
     computing = slower * _computing_s(problem, rate, m, n, k, pace)

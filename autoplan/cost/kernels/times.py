@@ -82,7 +82,10 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
 def _measured_experts(
     problem: Problem, batch: PlanBatch, shape: BlockShape, matrices: dict[str, SplitPass], activation: Pass
 ) -> tuple[Floats, Floats]:
-    """Measured over reference times of routed experts, (forward, backward): both matrices and activation as one."""
+    """Return measured times of the routed experts over their references, (forward, backward).
+
+    Two matrices and the activation between them were measured as one.
+    """
     model, moe = problem.model, problem.model.moe
     assert moe is not None
     own = [matrices[linear.name] for linear in shape.linears if linear.is_expert]

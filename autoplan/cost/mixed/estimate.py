@@ -16,7 +16,7 @@ from autoplan.cost.estimate import interval, oom_z
 from autoplan.cost.memory.stage_memory import host_bytes
 from autoplan.cost.mixed.part_layouts import Member, lay_out_kinds, sharded_bytes
 from autoplan.cost.spreads import Familiarity
-from autoplan.cost.step import PartLayout, Pipelines, over_stages, step_terms, with_stragglers
+from autoplan.cost.step import LaidOutPipelines, PartLayout, over_stages, step_terms, with_stragglers
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, check_mixed
 from autoplan.spec.mixed_result import MixedCost, MixedKindCost, MixedStageCost
 from autoplan.spec.terms import END_TERMS, PIPELINE_TERMS, STEP_TERMS
@@ -97,7 +97,7 @@ def _layer_s(layout: PartLayout) -> Floats:
 
 
 def _stage_costs(
-    problem: MixedProblem, kinds: Sequence[ReplicaKind], pipelines: Pipelines
+    problem: MixedProblem, kinds: Sequence[ReplicaKind], pipelines: LaidOutPipelines
 ) -> list[tuple[MixedStageCost, ...]]:
     """The stages of every kind."""
     layouts, shape = pipelines.layouts, pipelines.forward_s.shape

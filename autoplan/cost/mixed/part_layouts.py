@@ -20,7 +20,7 @@ from autoplan.cost.memory.stage_memory import StageMemory
 from autoplan.cost.mixed.collectives import Islands, links_between
 from autoplan.cost.network.links import Links
 from autoplan.cost.stages import lay_out
-from autoplan.cost.step import PartLayout, Pipelines, over_stages
+from autoplan.cost.step import LaidOutPipelines, PartLayout, over_stages
 from autoplan.spec.enums import Sharding
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as_parallel
 from autoplan.spec.plan import PP_BEFORE_DP, PlanBatch
@@ -37,7 +37,7 @@ class Member(NamedTuple):
     kind: ReplicaKind
 
 
-def lay_out_kinds(problem: MixedProblem, used: frozenset[int], members: Sequence[Member]) -> Pipelines:
+def lay_out_kinds(problem: MixedProblem, used: frozenset[int], members: Sequence[Member]) -> LaidOutPipelines:
     """Lay kinds that have as many stages out on all parts in use."""
     layouts = {}
     for part in sorted(used):
@@ -52,7 +52,7 @@ def lay_out_kinds(problem: MixedProblem, used: frozenset[int], members: Sequence
     batch = PlanBatch.concatenate(layout.laid.batch.take(rows) for layout, rows in firsts)
     batch = batch.take(np.argsort(np.concatenate([layout.pipeline[rows] for layout, rows in firsts])))
     hop_s, tied_s = _hops_s(problem, layouts, members), _tied_s(problem, layouts, members)
-    return Pipelines.of(list(layouts.values()), batch, hop_s, tied_s)
+    return LaidOutPipelines.of(list(layouts.values()), batch, hop_s, tied_s)
 
 
 def _lay_out(
@@ -119,7 +119,7 @@ def _with_more(memory: StageMemory, more: dict[str, Floats], reserved_factor: fl
     return replace(memory, terms=terms, reserved_bytes=add_up(terms.values()), snapshots=snapshots)
 
 
-def sharded_bytes(pipelines: Pipelines) -> Floats:
+def sharded_bytes(pipelines: LaidOutPipelines) -> Floats:
     """Bytes of every stage that other replicas may take, fragmentation included."""
     values = [
         layout.problem.framework.memory.reserved_factor
