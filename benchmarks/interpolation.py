@@ -38,8 +38,9 @@ from autoplan.profiler import fit
 from autoplan.profiler.imports.aiconfigurator import read_measurements
 from autoplan.profiler.selection import COLLECTIVES_KERNEL, EXPERTS_KERNEL, for_training
 from autoplan.readers.cluster import load_cluster
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import Operation
-from autoplan.spec.timing import Measurement, TimingTable
+from autoplan.spec.timing import TimingTable
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel
 from autoplan.topology.levels import Topology, compile_topology
 

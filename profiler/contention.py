@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import Operation
-from autoplan.spec.timing import Measurement
 
 # Products and collective should last about as long as each other: what the shorter one costs shows in nothing else.
 MOST_UNLIKE = 2.0

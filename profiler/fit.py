@@ -17,8 +17,8 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats
 from autoplan.base.curves import CollectiveCurve
 from autoplan.base.errors import InputError
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import Operation
-from autoplan.spec.timing import Measurement
 from autoplan.topology.cluster import LinkLevel
 
 Curve = TypeVar("Curve")

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from autoplan.profiler.protocol import Rules
 from autoplan.profiler.record import Status
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import TRAINER_UNITS, Operation
-from autoplan.spec.timing import Measurement
 from autoplan.topology.cluster import DeviceSpec
 
 # FlashAttention as training runs it, by generation; on Blackwell, where its kernels are cuDNN's and not in the tables,

@@ -25,11 +25,12 @@ from autoplan.cost.estimate import estimate
 from autoplan.search.choice import OWN_SPREAD, first_of_kinds, pace
 from autoplan.search.ranking import seconds_per_sequence
 from autoplan.spec.estimate import probability_above
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import ATTENTIONS, COLLECTIVES, EXPERTS, PRODUCTS, STREAMS, Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
-from autoplan.spec.timing import Measurement, Provenance
+from autoplan.spec.timing import Provenance
 from autoplan.topology.cluster import LinkLevel
 
 Family = Literal["layers", "matrix products", "attention", "memory-bound kernels", "collectives"]

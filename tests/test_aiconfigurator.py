@@ -11,7 +11,7 @@ import pytest
 
 from autoplan.base.errors import InputError
 from autoplan.profiler.imports.aiconfigurator import default_root, device_of, read_measurements
-from autoplan.spec.timing import Measurement
+from autoplan.spec.measurement import Measurement
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

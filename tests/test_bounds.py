@@ -30,13 +30,14 @@ from autoplan.spec.axes import USUAL_SCHEDULES
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import BATCHINGS, Lengths
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.operations import Operation
 from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.preference import Preference
 from autoplan.spec.problem import PREFERENCE_RULES, Problem
-from autoplan.spec.timing import Measurement, TimingTable
+from autoplan.spec.timing import TimingTable
 from autoplan.spec.training import TrainingSpec
 
 DENSE = ModelSpec(

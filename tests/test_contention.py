@@ -16,9 +16,10 @@ from autoplan.profiler.contention import BesideProducts, contention_shares
 from autoplan.profiler.record import Record
 from autoplan.profiler.store import open_store
 from autoplan.spec.enums import Sharding
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.pinned_timings import PinnedTimings
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.timing import Measurement, TimingTable
+from autoplan.spec.timing import TimingTable
 
 SHAPE = (8, 8, 1, 2**28)
 ALONE = Measurement(operation="reduce_scatter", shape=SHAPE, dtype="bf16", device="h100-sxm", seconds=1e-3)

@@ -37,9 +37,9 @@ from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
 from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.readers.device import preset_devices
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import Operation
 from autoplan.spec.plan_file import PlanFile
-from autoplan.spec.timing import Measurement
 from autoplan.topology.cluster import Fault, MachineSpec, NodeGroup
 from autoplan.topology.levels import compile_topology
 from machines import gpu_place, node, write

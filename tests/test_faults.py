@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from autoplan.base.errors import InputError
 from autoplan.cost.network.links import Links, ProcessGroup
 from autoplan.readers.cluster import load_cluster
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.timing import Measurement, TimingTable
+from autoplan.spec.timing import TimingTable
 from autoplan.topology.cluster import ClusterSpec, Fault, NodeGroup, SwitchTier
 from autoplan.topology.levels import compile_topology
 from test_estimate import price, problem_of, terms_of

@@ -12,7 +12,7 @@ from autoplan.base.curves import AttentionCurve, CollectiveCurve, GemmCurve
 from autoplan.base.errors import InputError
 from autoplan.profiler import fit
 from autoplan.readers.cluster import load_cluster
-from autoplan.spec.timing import Measurement
+from autoplan.spec.measurement import Measurement
 
 CLUSTER = load_cluster("h100-sxm:1x8")
 DEVICE, LINK = CLUSTER.device, CLUSTER.levels[0]

@@ -18,10 +18,11 @@ from autoplan.cost.kernels.products import peaks
 from autoplan.frameworks.presets import load_framework
 from autoplan.profiler.machine.hardware import emulates_bf16
 from autoplan.readers.cluster import load_cluster
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Measurement, TimingTable
+from autoplan.spec.timing import TimingTable
 from autoplan.spec.training import TrainingSpec
 from commands import run
 

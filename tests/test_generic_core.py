@@ -12,8 +12,9 @@ import pytest
 
 from autoplan.cost.estimate import estimate
 from autoplan.readers.calibration import load_calibration
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.plan import PlanBatch
-from autoplan.spec.timing import Measurement, TimingTable
+from autoplan.spec.timing import TimingTable
 from benchmarks.closed_loop import label, plans_of, problem_of
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

@@ -15,9 +15,10 @@ from autoplan.profiler.protocol import BESIDE, Hello
 from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.tasks import reference_s
 from autoplan.spec.enums import Sharding
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import COLLECTIVES, SHAPES
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.timing import Measurement, TimingTable
+from autoplan.spec.timing import TimingTable
 
 PROBLEM = make_problem("llama3-70b", cluster="h100-sxm:16x8", seq_len=8192)
 PLANS = [

@@ -22,12 +22,13 @@ from autoplan.cost.provenance import shares, term_shares
 from autoplan.spec.calibration import Calibration, burst_factors
 from autoplan.spec.enums import Sharding
 from autoplan.spec.framework import Framework
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.model import Block
 from autoplan.spec.operations import Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import STEP_TERMS
-from autoplan.spec.timing import PROVENANCES, Measurement, TimingTable
+from autoplan.spec.timing import PROVENANCES, TimingTable
 from autoplan.spec.training import TrainingSpec
 from test_estimate import DENSE, MODELS, PLAIN, cases, plans, price, problem_of, problems, single, terms_of
 

@@ -26,9 +26,10 @@ from autoplan.search.measurement_value import (
     spread_of_price,
 )
 from autoplan.search.study import search
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
-from autoplan.spec.timing import Measurement, TimingTable
+from autoplan.spec.timing import TimingTable
 from commands import run
 from search_cases import make
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from autoplan.profiler.selection import EXPERTS_KERNEL, for_training
 from autoplan.readers.cluster import load_cluster
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import Operation
-from autoplan.spec.timing import Measurement
 
 H100 = load_cluster("h100-sxm:1x8").device
 B200 = load_cluster("b200:1x8").device

@@ -22,10 +22,11 @@ from autoplan.cost.served import measured_shares, needed_times, term_spreads
 from autoplan.profiler.record import Record
 from autoplan.profiler.store import open_store
 from autoplan.report.answer import rests_on
+from autoplan.spec.measurement import Match, Measurement
 from autoplan.spec.needed_times import NeededTime
 from autoplan.spec.operations import COLLECTIVES, Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.timing import Match, Measurement, Provenance, TimingTable
+from autoplan.spec.timing import Provenance, TimingTable
 from commands import run
 from stores import LAB
 

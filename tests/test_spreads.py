@@ -30,9 +30,10 @@ from autoplan.readers.finetuning import load_finetuning
 from autoplan.readers.model import load_model
 from autoplan.spec.calibration import TIME_SPREADS, Calibration
 from autoplan.spec.estimate import CostEstimate
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Measurement, TimingTable
+from autoplan.spec.timing import TimingTable
 from autoplan.spec.training import TrainingSpec
 
 SPREAD = ParallelPlan(global_batch=32, tp=4, pp=2, dp_shard=2)

@@ -25,10 +25,11 @@ from sqlalchemy import MetaData, inspect, text
 
 from autoplan.base.errors import InputError, StoreError, StoreWarning
 from autoplan.profiler.record import SLOWED, Fingerprint, Mode, Record, Status
-from autoplan.profiler.store import Choice, Store, match, open_store, schema
+from autoplan.profiler.store import Choice, HostsApart, Store, kept_timings, match, open_store, schema
 from autoplan.profiler.store import store as store_module
 from autoplan.profiler.store.database import open_database
-from autoplan.spec.timing import Match
+from autoplan.spec.measurement import Match, Measurement
+from autoplan.spec.operations import Operation
 from stores import GEMM, LAB, migrate_later, some_records
 
 
@@ -394,7 +395,7 @@ def test_failed_and_overlapped_timings_do_not_count(store: Store) -> None:
             replace(GEMM, operation="all_reduce", shape=(8, 8, 1, 2**20), kernel="nccl beside gemm"),
         ]
     )
-    assert store.timings(LAB) == []
+    assert not store.timings(LAB)
 
 
 CPU_TIME = {"clock": "cpu time", "other_load": "41.0 %"}
@@ -435,7 +436,7 @@ def test_a_clean_timing_of_any_machine_comes_before_the_middle_one_of_disturbed_
     farther = replace(slow[0], fingerprint=replace(LAB, torch="2.14.0"), samples_s=(1e-4,))
     store.add([*slow, farther])
     assert [(timing.seconds, timing.match) for timing in store.timings(LAB)] == [(4e-4, Match.EXACT)]
-    assert store.timings(LAB, operations=["wgrad"]) == []
+    assert not store.timings(LAB, operations=["wgrad"])
     clean = replace(GEMM, fingerprint=replace(LAB, torch="2.14.0"))
     store.add([clean])
     assert [(timing.seconds, timing.is_disturbed) for timing in store.timings(LAB)] == [(clean.seconds, False)]
@@ -487,6 +488,36 @@ def test_the_choice_is_that_of_sorting_them_all(empty: Path, held: list[Record])
             newest_s = sorted(one.seconds for one in near[:5])
             expected[shape] = (newest_s[(len(newest_s) - 1) // 2], nearest)
         assert chosen(store) == expected
+
+
+def test_many_timings_are_kept_until_a_record_or_a_mark_is_new(
+    store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_timings, "MOST_READ", 2)
+    monkeypatch.setattr(kept_timings, "MOST_FILES", 2)
+    monkeypatch.setattr(kept_timings, "_folder", lambda: tmp_path / "cache")
+    near = replace(GEMM, host="node2", samples_s=(GEMM.seconds * 1.5,))
+    store.add([GEMM, near, *some_records(0, 5)])
+
+    def looked_up(**options: list[Operation]) -> tuple[list[Measurement], list[HostsApart]]:
+        with open_store(url, writable=False) as again:
+            return list(again.timings(LAB, **options)), again.hosts_apart
+
+    first = looked_up()
+    (file,) = (tmp_path / "cache").iterdir()
+    with monkeypatch.context() as patched:
+        patched.delattr(kept_timings, "choose_timings")  # what is kept suffices
+        assert looked_up() == first
+        assert first[1]
+    assert [timing.operation for timing in looked_up(operations=["gemm"])[0]] == ["gemm"] * len(first[0])
+    file.write_bytes(file.read_bytes()[:-100])
+    assert looked_up() == first
+    store.add([replace(GEMM, shape=(64, 64, 64))])
+    assert len(looked_up()[0]) == len(first[0]) + 1
+    store.change([near.key], hides=True, by="ada", reason="a slow node")
+    assert not looked_up()[1]
+    looked_up(operations=["wgrad"])
+    assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 # -- check

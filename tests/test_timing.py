@@ -14,8 +14,9 @@ from autoplan.base.arrays import Floats, Ints
 from autoplan.base.errors import InputError
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.calibration import burst_factors
+from autoplan.spec.measurement import Match, Measurement
 from autoplan.spec.operations import Operation
-from autoplan.spec.timing import DISTURBED_SPREAD, Match, Measurement, SourceFactors, TimingTable
+from autoplan.spec.timing import DISTURBED_SPREAD, SourceFactors, TimingTable
 
 
 def measured(operation: Operation, shape: tuple[int, ...], seconds: float, dtype: str = "bf16") -> Measurement:

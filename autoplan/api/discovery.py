@@ -153,7 +153,7 @@ def _machine() -> MachineSpec | None:
 def with_measured_links(description: Description, url: str | None) -> Description:
     """Return the cluster with the links that were measured on it, or on others with its device."""
     timings = stored_timings(description.cluster, url, (*OPERATIONS, "all_to_all")).measurements
-    cluster, remarks = with_measured(description.cluster, timings)
+    cluster, remarks = with_measured(description.cluster, list(timings))
     notes = description.warnings
     if not remarks:
         notes = (*notes, f"the database has no test of links of {cluster.device.name}: rates are nominal")

@@ -26,12 +26,13 @@ from autoplan.search.measurement_value import (
     spread_of_price,
 )
 from autoplan.search.ranking import ranked
+from autoplan.spec.measurement import Measurement, Measurements
 from autoplan.spec.operations import COLLECTIVES, Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
-from autoplan.spec.timing import PROVENANCES, Measurement
+from autoplan.spec.timing import PROVENANCES
 
 
 class OpenRanking:
@@ -126,7 +127,7 @@ class OpenRanking:
         try:
             return usable_timings(self._problem, self._url)
         except NoStoreError:
-            return FoundTimings(measurements=[])
+            return FoundTimings(measurements=Measurements.of([]))
 
     @cached_property
     def _problem(self) -> Problem:
@@ -135,7 +136,7 @@ class OpenRanking:
     def _timed(self, more: Sequence[Measurement]) -> Problem:
         """Return the problem with the times of the database and `more`."""
         times = [*self._stored.measurements, *more]
-        timings = replace(self._stored, measurements=times)
+        timings = replace(self._stored, measurements=Measurements.of(times))
         return with_measurements(self._problem, timings) if times else self._problem
 
     def reload(self) -> None:

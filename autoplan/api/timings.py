@@ -17,10 +17,11 @@ from autoplan.profiler.selection import for_training
 from autoplan.readers.calibration import built_in_calibration
 from autoplan.spec.calibration import Calibration, burst_factors
 from autoplan.spec.framework import Framework
-from autoplan.spec.operations import SHAPES, Operation
+from autoplan.spec.measurement import Measurements
+from autoplan.spec.operations import COLLECTIVES, SHAPES, Operation
 from autoplan.spec.pinned_timings import PinnedTimings
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import NOWHERE, Measurement, TimingOrigin, TimingTable
+from autoplan.spec.timing import NOWHERE, TimingOrigin, TimingTable
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _FUSED = ("rope", "swiglu", "swiglu_backward", "cross_entropy")
 class FoundTimings:
     """Measurements that serve a problem, and where they were found."""
 
-    measurements: list[Measurement]
+    measurements: Measurements
     contention: Mapping[Operation, float] = field(default_factory=dict)  # share of overlapped time that overlap costs
     origin: TimingOrigin = NOWHERE
 
@@ -138,14 +139,14 @@ def _table(timings: FoundTimings, device: DeviceSpec, calibration: Calibration, 
     )
 
 
-def _published(problem: Problem) -> list[Measurement]:
+def _published(problem: Problem) -> Measurements:
     from autoplan.profiler.imports.aiconfigurator import read_measurements  # brings a reader of Parquet files
 
     device = problem.cluster.device
     operations = [operation for operation in SHAPES if operation != "experts" or problem.model.moe]
     # Its 8-bit products are those of serving: with them steps of 8-bit runs on H100 come out 6 to 15 % longer.
     wide = read_measurements(devices=[device.name], operations=operations, dtypes=["bf16", "fp16"])
-    return for_training(wide, device)
+    return Measurements.of(for_training(wide, device))
 
 
 def usable_operations(framework: Framework) -> list[Operation]:
@@ -164,7 +165,7 @@ def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection
         machine = machine_of(cluster, store) or Fingerprint(device=cluster.device.name)
         origin = TimingOrigin(database=store.name, machine=machine.words)
         measurements = store.timings(machine, operations=operations)
-        contention = contention_shares(store.beside_products(machine), measurements)
+        contention = contention_shares(store.beside_products(machine), measurements.of_operations(COLLECTIVES))
         timings = FoundTimings(measurements=measurements, contention=contention, origin=origin)
         if store.hosts_apart:
             _warn_of_hosts(store.hosts_apart)

@@ -18,11 +18,12 @@ from autoplan.cost.kernels.measured import find
 from autoplan.cost.lookups import lookups
 from autoplan.cost.network.links import Links
 from autoplan.cost.provenance import term_shares
+from autoplan.spec.measurement import Match
 from autoplan.spec.needed_times import NeededTime, Served
 from autoplan.spec.operations import COLLECTIVES, Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import DISTURBED_SPREAD, INTERPOLATED_SPREAD, SCALED_SPREAD, Match, TimeSource
+from autoplan.spec.timing import DISTURBED_SPREAD, INTERPOLATED_SPREAD, SCALED_SPREAD, TimeSource
 
 _GROWTH = 1e-6
 _LEAST_SHARE = 1e-4  # of a term, that is no rounding of the derivative

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from autoplan.base.errors import InputError
+from autoplan.spec.measurement import Match, Measurement
 from autoplan.spec.operations import Operation
-from autoplan.spec.timing import Match, Measurement, TimingOrigin, TimingTable, matched_numbers
+from autoplan.spec.timing import TimingOrigin, TimingTable, matched_numbers
 
 # Times that a plan file holds at most, some 70 bytes each.  Of larger tables travel the lines that were looked up.
 MOST_PINNED = 20_000

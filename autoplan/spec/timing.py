@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
-from typing import Literal, get_args
+from functools import partial
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, Rows
 from autoplan.base.errors import InputError
 from autoplan.base.interpolation import Scattered
-from autoplan.base.units import check_positive
+from autoplan.spec.measurement import Match, MeasuredTimes, Measurement, Measurements
 from autoplan.spec.operations import (
     ATTENTION_SIZES,
     END_SIZES,
@@ -28,27 +28,10 @@ from autoplan.spec.operations import (
     SHAPES,
     SHARED_LAYER_SIZES,
     Operation,
-    check_shape,
 )
 
-
-class Match(IntEnum):
-    """Likeness of the machine of a measurement to the one that is planned for, nearest first."""
-
-    EXACT = 0  # device, torch, library of collectives and links
-    RUNTIME = 1  # device and major version of CUDA or ROCm
-    DEVICE = 2
-    POWER = 3  # device under another power cap or with other clocks
-
-    @property
-    def spread(self) -> float:
-        """Share of the standard deviation of a step's logarithm that it adds, in quadrature."""
-        return _MATCH_SPREADS[self]
-
-
-# The same configuration published again with another release differs by 2 % (dgxc) to 6 % (nvbridge).  Power grows with
-# about the cube of the clock, as the voltage rises with it: half of the power costs a fifth of the clock.
-_MATCH_SPREADS = (0.0, 0.02, 0.06, 0.20)
+K = TypeVar("K")
+V = TypeVar("V")
 
 # Of a step that rests on times which were measured beside other load, by the share of such times in a table.
 DISTURBED_SPREAD = 0.15
@@ -58,26 +41,6 @@ DISTURBED_SPREAD = 0.15
 # that is scaled from another one is off by some 15 % (judged).
 INTERPOLATED_SPREAD = 0.08
 SCALED_SPREAD = 0.15
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """Time of one operation of one shape on one device: the numbers of `shape` are those that `SHAPES` names."""
-
-    operation: Operation
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-    seconds: float
-    kernel: str = ""
-    source: str = ""
-    match: Match = Match.EXACT  # of its machine; the interval is wider where it is not exact
-    is_burst: bool = False  # measured too shortly to reach the clocks of training
-    is_disturbed: bool = False  # measured beside other load, or not settled: it stands in for a clean one
-
-    def __post_init__(self) -> None:
-        check_shape(self.operation, self.shape)
-        check_positive("seconds", self.seconds, at_most=1e6)
 
 
 # Where a time comes from, best first: this very shape, this shape beside other load, between measured shapes, another
@@ -230,6 +193,32 @@ class _Times:
         return seconds, is_disturbed
 
 
+class Lazily(Mapping[K, V]):
+    """Values by key, each made when it is first asked for."""
+
+    def __init__(self, makers: Mapping[K, Callable[[], V]]) -> None:
+        self._makers = makers
+        self._made: dict[K, V] = {}
+
+    def __getitem__(self, key: K) -> V:
+        if key not in self._made:
+            self._made[key] = self._makers[key]()
+        return self._made[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._makers
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def but(self, key: K, value: V) -> Lazily[K, V]:
+        """Return these with another value at a key."""
+        return Lazily({**{old: partial(self.__getitem__, old) for old in self}, key: lambda: value})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingOrigin:
     """Origin of the times of a table."""
@@ -251,7 +240,8 @@ class TimingTable:
     is refused, and the caller takes its reference.
     """
 
-    times: Mapping[tuple[Operation, str], _Times] = field(default_factory=dict)
+    times: Lazily[tuple[Operation, str], _Times] = field(default_factory=lambda: Lazily({}))
+    disturbed_share: float = 0.0  # of its times
     source_factors: SourceFactors = AS_MEASURED
     slower: Mapping[Operation, float] = field(default_factory=dict)  # what times of an operation are multiplied by
     contention: Mapping[Operation, float] = field(default_factory=dict)  # share of overlapped time that overlap costs
@@ -285,9 +275,7 @@ class TimingTable:
     @property
     def spread(self) -> float:
         """Share of the standard deviation of a step's logarithm that its measurements add, in quadrature."""
-        kinds = self.times.values()
-        disturbed = sum(len(kind.disturbed) for kind in kinds) / max(sum(len(kind.exact) for kind in kinds), 1)
-        return math.hypot(self.match.spread, DISTURBED_SPREAD * disturbed)
+        return math.hypot(self.match.spread, DISTURBED_SPREAD * self.disturbed_share)
 
     @property
     def digest(self) -> str:
@@ -331,12 +319,12 @@ class TimingTable:
         )
         measured_s = seconds / self.slower.get(operation, 1.0)
         changed = replace(times, exact={**times.exact, shape: measured_s}, answered={})  # type: ignore[dict-item]
-        return replace(self, times={**self.times, (operation, dtype): changed})
+        return replace(self, times=self.times.but((operation, dtype), changed))
 
     @classmethod
     def of(
         cls,
-        measurements: Iterable[Measurement],
+        measurements: Measurements | Iterable[Measurement],
         *,
         slower: Mapping[Operation | tuple[Operation, str], float] | None = None,
         is_own: bool = False,
@@ -348,23 +336,18 @@ class TimingTable:
         Choose the kernels beforehand: those of one shape are repeats here.  `slower` multiplies the bursts of an
         operation, or of one in a type, so that they reach what training sustains (`burst_factors`).
         """
-        samples: dict[tuple[Operation, str], _Repeats] = defaultdict(lambda: defaultdict(list))
-        devices, match = set(), Match.EXACT
-        disturbed: dict[tuple[Operation, str], set[tuple[int, ...]]] = defaultdict(set)
-        for measurement in measurements:
-            devices.add(measurement.device)
-            match = max(match, measurement.match)
-            factor = 1.0
-            if measurement.is_burst and slower:
-                factor = slower.get((measurement.operation, measurement.dtype), slower.get(measurement.operation, 1.0))
-            repeat = measurement.seconds * factor, measurement.source
-            samples[measurement.operation, measurement.dtype][measurement.shape].append(repeat)
-            if measurement.is_disturbed:
-                disturbed[measurement.operation, measurement.dtype].add(measurement.shape)
-        if len(devices) > 1:
-            raise InputError(f"a table holds the times of one device, got {', '.join(sorted(devices))}: build one each")
-        times = {kind: _times(kind[0], repeats, disturbed[kind]) for kind, repeats in samples.items()}
-        return cls(times=times, contention=contention or {}, match=match, is_own=is_own, origin=origin)
+        measured = measurements if isinstance(measurements, Measurements) else Measurements.of(measurements)
+        times = {kind: _middles(_slowed(kind, times, slower or {})) for kind, times in measured.times.items()}
+        counts = [(np.count_nonzero(own.is_disturbed), len(own.seconds)) for own in times.values()]
+        num_disturbed, num_times = map(sum, zip(*counts, strict=True)) if counts else (0, 1)
+        return cls(
+            times=Lazily({kind: partial(_times, kind[0], own) for kind, own in times.items()}),
+            disturbed_share=num_disturbed / num_times,
+            contention=contention or {},
+            match=Match(max((own.matches.max() for own in times.values()), default=Match.EXACT)),
+            is_own=is_own,
+            origin=origin,
+        )
 
     def lookup(self, operation: Operation, dtype: str, shapes: Floats | Ints) -> Lookup:
         """Times of `shapes`, one row each with the numbers that `SHAPES` names."""
@@ -402,73 +385,56 @@ def _columns(operation: Operation) -> tuple[list[int], list[int]]:
     return between, [at for at in range(len(names)) if at not in between]
 
 
-class _Lazily(Mapping[tuple[int, ...], Scattered]):
-    """Interpolations by the numbers that must match, each made when it is first asked for."""
-
-    def __init__(self, kinds: Iterable[tuple[int, ...]], make: Callable[[tuple[int, ...]], Scattered]) -> None:
-        self._kinds = dict.fromkeys(kinds)
-        self._made: dict[tuple[int, ...], Scattered] = {}
-        self._make = make
-
-    def __getitem__(self, kind: tuple[int, ...]) -> Scattered:
-        if kind not in self._made:
-            if kind not in self._kinds:
-                raise KeyError(kind)
-            self._made[kind] = self._make(kind)
-        return self._made[kind]
-
-    def __contains__(self, kind: object) -> bool:
-        return kind in self._kinds
-
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
-        return iter(self._kinds)
-
-    def __len__(self) -> int:
-        return len(self._kinds)
+def _slowed(
+    kind: tuple[Operation, str], times: MeasuredTimes, slower: Mapping[Operation | tuple[Operation, str], float]
+) -> MeasuredTimes:
+    """Return the times with bursts as long as what training sustains."""
+    factor = slower.get(kind, slower.get(kind[0], 1.0))
+    return replace(times, seconds=np.where(times.is_burst, times.seconds * factor, times.seconds))
 
 
-# Of every shape (seconds, where they are from).
-_Repeats = dict[tuple[int, ...], list[tuple[float, str]]]
+def _middles(times: MeasuredTimes) -> MeasuredTimes:
+    """Return a time of each shape, by shape: the same table in whatever order its measurements come.
+
+    Of repeats it is the median, with the source of the time next to it, disturbed if any of them is.
+    """
+    times = times.take(np.lexsort(times.shapes.T[::-1]))
+    starts = np.flatnonzero(np.append(True, (times.shapes[1:] != times.shapes[:-1]).any(axis=1)))
+    if len(starts) == len(times.seconds):
+        return times
+    seconds, nearest = [], []
+    for start, end in zip(starts, np.append(starts[1:], len(times.seconds)), strict=True):
+        middle_s = np.median(times.seconds[start:end])
+        seconds.append(middle_s)
+        nearest.append(start + np.argmin(np.abs(times.seconds[start:end] - middle_s)))
+    is_disturbed = np.logical_or.reduceat(times.is_disturbed, starts)
+    return replace(times.take(np.array(nearest)), seconds=np.array(seconds), is_disturbed=is_disturbed)
 
 
-def _times(operation: Operation, repeats: _Repeats, disturbed: Iterable[tuple[int, ...]]) -> _Times:
-    # In order of shape: the same table in whatever order its measurements come.
-    middles = {shape: _middle(repeats[shape]) for shape in sorted(repeats)}
-    exact = {shape: seconds for shape, (seconds, _) in middles.items()}
-    sources = {shape: source for shape, (_, source) in middles.items()}
-    shaken = frozenset(disturbed)
+def _times(operation: Operation, times: MeasuredTimes) -> _Times:
+    own = list(map(tuple, times.shapes.tolist()))
     between, matched = _columns(operation)
-    shapes, seconds = np.array(list(exact), dtype=np.float64), np.array(list(exact.values()))
-    longer = seconds * np.where([shape in shaken for shape in exact], 1 + _SHIFT, 1.0) if shaken else seconds
-    kinds, kind_of = np.unique(shapes[:, matched], axis=0, return_inverse=True)
+    shapes, seconds, is_disturbed = times.shapes.astype(np.float64), times.seconds, times.is_disturbed
+    kinds, kind_of = np.unique(times.shapes[:, matched], axis=0, return_inverse=True)
     order = np.argsort(kind_of.ravel(), kind="stable")
     ends = np.cumsum(np.bincount(kind_of.ravel(), minlength=len(kinds)))[:-1]
-    members = dict(zip(map(tuple, kinds.astype(np.int64).tolist()), np.split(order, ends), strict=True))
+    members = dict(zip(map(tuple, kinds.tolist()), np.split(order, ends), strict=True))
     names = SHAPES[operation]
     windows = [at for at, column in enumerate(matched) if names[column] == "window"]
 
-    def interpolation(times_s: Floats) -> Callable[[tuple[int, ...]], Scattered]:
-        def of_kind(kind: tuple[int, ...]) -> Scattered:
-            is_windowed = any(kind[at] for at in windows)
-            powers = [1 + (names[at] in _SQUARED and not is_windowed) for at in between]
-            rows = members[kind]
-            return Scattered.of(shapes[rows][:, between], times_s[rows], powers)
+    def interpolation(times_s: Floats, kind: tuple[int, ...]) -> Scattered:
+        is_windowed = any(kind[at] for at in windows)
+        powers = [1 + (names[at] in _SQUARED and not is_windowed) for at in between]
+        rows = members[kind]
+        return Scattered.of(shapes[rows][:, between], times_s[rows], powers)
 
-        return of_kind
-
-    moved = longer != seconds
+    longer = seconds * np.where(is_disturbed, 1 + _SHIFT, 1.0)
     return _Times(
-        exact=exact,
-        sources=sources,
-        disturbed=shaken,
-        between=_Lazily(members, interpolation(seconds)),
-        shifted=_Lazily([kind for kind, rows in members.items() if moved[rows].any()], interpolation(longer)),
+        exact=dict(zip(own, seconds.tolist(), strict=True)),
+        sources=dict(zip(own, times.sources.tolist(), strict=True)),
+        disturbed=frozenset(own[at] for at in np.flatnonzero(is_disturbed)),
+        between=Lazily({kind: partial(interpolation, seconds, kind) for kind in members}),
+        shifted=Lazily(
+            {kind: partial(interpolation, longer, kind) for kind, rows in members.items() if is_disturbed[rows].any()}
+        ),
     )
-
-
-def _middle(repeats: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """Return the median of the repeats of a shape, and where the one next to it is from."""
-    if len(repeats) == 1:
-        return repeats[0]
-    middle_s = float(np.median([seconds for seconds, _ in repeats]))
-    return middle_s, min(repeats, key=lambda repeat: abs(repeat[0] - middle_s))[1]

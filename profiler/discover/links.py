@@ -10,8 +10,8 @@ import numpy as np
 from autoplan.base.errors import InputError
 from autoplan.base.units import MIB
 from autoplan.profiler.fit import LEAST_POINTS, VOLUMES, collective_points, fit_collectives
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import Operation
-from autoplan.spec.timing import Measurement
 from autoplan.topology.cluster import ClusterSpec, LinkLevel
 
 LEAST_BYTES = 16 * MIB  # of the largest buffer: below, no link is at its plateau

@@ -17,8 +17,8 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.base.units import cleaned
 from autoplan.profiler.record import Fingerprint, Record
+from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import Operation
-from autoplan.spec.timing import Measurement
 
 INSTALL = "pip install 'autoplan[reference]'"
 

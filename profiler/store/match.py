@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoplan.profiler.record import SETTINGS, Fingerprint, settings_differ
-from autoplan.spec.timing import Match
+from autoplan.spec.measurement import Match
 
 
 def match(measured: Fingerprint, target: Fingerprint) -> Match | None:

@@ -5,28 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from itertools import islice
 from types import TracebackType
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
-from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, func, or_, select
 
 from autoplan.base.errors import InputError, StoreError
 from autoplan.profiler.contention import BesideProducts
-from autoplan.profiler.protocol import PRODUCTS_S
-from autoplan.profiler.record import NOT_CONTENT, SLOWED, Fingerprint, Record, Status, is_moment
-from autoplan.profiler.run_record import RunRecord, RunStatus
-from autoplan.profiler.selection import DISTURBED, may_stand_in
+from autoplan.profiler.record import Fingerprint, Record
+from autoplan.profiler.run_record import RunRecord
+from autoplan.profiler.store.choice import ALL, Choice
+from autoplan.profiler.store.chosen_timings import HostsApart, beside_products
 from autoplan.profiler.store.database import Database
+from autoplan.profiler.store.kept_timings import serving_timings
 from autoplan.profiler.store.marks import (
     OPERATIONS,
-    REVIEWS,
     RUNS,
     Mark,
     Marked,
@@ -37,31 +35,25 @@ from autoplan.profiler.store.marks import (
     is_hidden,
     is_reviewed,
     marks_of,
-    now,
     quarantine,
 )
 from autoplan.profiler.store.match import match
 from autoplan.profiler.store.overview import cells, compared, compared_share, found_slow, machine_records
 from autoplan.profiler.store.plausible import implausible
+from autoplan.profiler.store.rows import record_of, record_row, run_of, run_row, shape_of
 from autoplan.profiler.store.schema import DAMAGED, fingerprints, insert_new, records, runs
 from autoplan.profiler.tasks import TaskKey
-from autoplan.spec.operations import COLLECTIVES, SHAPES, Operation, devices_together
+from autoplan.spec.measurement import Match, Measurements
+from autoplan.spec.operations import Operation, devices_together
 from autoplan.spec.team_overview import TeamOverview
-from autoplan.spec.timing import Match, Measurement
 
 T = TypeVar("T")
 
 BATCH = 1_000  # records of one transaction: a killed writer loses at most these, and nobody waits long for another
-BESIDE = " beside "  # in the kernel of what was measured while something else ran on purpose
 LEAST_PREFIX = 6
 MOST_AT_ONCE = 100  # keys that one query looks for
 RUNS_HIDDEN_FROM = 4  # the schema that keeps marks of runs
-_TIMED = ("operation", "shape", "dtype", "seconds", "kernel", "key", "fingerprint_id", "mode", "status")
-_CHOSEN_BY = (*_TIMED, "conditions", "host", "work_hash")
-HOSTS_APART = 1.10  # of two hosts' times of one shape, worth a word: devices of one kind differ by 5 % (`modelling` C1)
-_PREFERRED_MODES = ("sustained", "burst", "imported")  # of one shape on equally near machines
 MOST_FAILURES = 2  # after which an operation is taken not to run on a machine: one may be a passing fault
-MOST_COMPARED = 5  # of the newest measurements of one shape, of which the middle one counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,79 +63,6 @@ class Finding:
     key: str
     what: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """Choice of records or runs; None: all."""
-
-    device: str | None = None
-    operation: str | None = None  # of records
-    trust: Collection[str] | None = None  # those whose measurements count
-    host: str | None = None
-    status: str | None = None
-    since: str | None = None  # a day or moment, as ISO 8601 writes it in UTC
-    until: str | None = None  # the same: what was measured before it
-    review: str | None = None
-
-    def __post_init__(self) -> None:
-        statuses = dict.fromkeys((*get_args(Status), *get_args(RunStatus)))
-        if self.status is not None and self.status not in statuses:
-            raise InputError(f"status {self.status!r}: known are {', '.join(statuses)}")
-        if self.review not in (None, *REVIEWS):
-            raise InputError(f"review {self.review!r}: known are {', '.join(REVIEWS)}")
-        for name in ("since", "until"):
-            moment = getattr(self, name)
-            if moment is not None and not is_moment(_whole_moment(moment)):
-                raise InputError(
-                    f"{name} {moment!r}: write a day or a moment in UTC, as 2026-11-24 or 2026-11-24T16:00Z"
-                )
-        if self.operation is not None and self.operation not in SHAPES:
-            raise InputError(f"--operation {self.operation!r}: known are {', '.join(SHAPES)}")
-
-    def conditions(self, kind: Marked) -> list[ColumnElement[bool]]:
-        """Return the conditions on rows of a table."""
-        columns = kind.rows.c
-        names = ("operation", "host", "status")
-        conditions = [columns[name] == getattr(self, name) for name in names if getattr(self, name) is not None]
-        if self.trust:
-            conditions.append(columns.measured_by.in_(list(self.trust)))
-        if self.since is not None:
-            conditions.append(columns.measured_at >= _beginning(self.since))
-        if self.until is not None:
-            # Nobody wrote when what is blank was measured.
-            conditions += [columns.measured_at < _beginning(self.until), columns.measured_at != ""]
-        if self.review is not None:
-            conditions.append(is_reviewed(cast(Review, self.review), kind))
-        return conditions
-
-
-def _whole_moment(text: str) -> str:
-    return text if "T" in text else f"{text}T00:00Z"
-
-
-def _beginning(text: str) -> str:
-    """Return the text that all times of a minute or second begin with, since texts are compared."""
-    return datetime.fromisoformat(_whole_moment(text)).replace(tzinfo=None).isoformat().removesuffix(":00")
-
-
-ALL = Choice()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostsApart:
-    """Two hosts on which the same shape takes times that differ by more than devices of one kind do."""
-
-    what: str
-    fast: str
-    slow: str
-    ratio: float
-
-    @classmethod
-    def of(cls, fast: Any, slow: Any) -> HostsApart:
-        """Return the hosts of two rows of one shape, and the ratio of their times."""
-        words = f"{slow.operation} {slow.shape} {slow.dtype}"
-        return cls(what=words, fast=fast.host, slow=slow.host, ratio=slow.seconds / fast.seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,9 +156,9 @@ class Store:
             with self._database.writing() as connection:
                 ids = self._ids(connection, {record.fingerprint for record in batch if not isinstance(record, Mark)})
                 # In order of their keys, so that two writers of the same records never wait for each other.
-                rows = [_row(key, by_key[key], ids[by_key[key].fingerprint]) for key in sorted(by_key)]
+                rows = [record_row(key, by_key[key], ids[by_key[key].fingerprint]) for key in sorted(by_key)]
                 num_new = insert_new(connection, records, rows) if rows else 0
-                run_rows = [_run_row(key, run, ids[run.fingerprint]) for key, run in sorted(runs_by_key.items())]
+                run_rows = [run_row(key, run, ids[run.fingerprint]) for key, run in sorted(runs_by_key.items())]
                 num_new += insert_new(connection, runs, run_rows) if run_rows else 0
                 kept_out = quarantine(connection, {finding.key: finding.reason for finding in findings})
                 findings = [finding for finding in findings if finding.key in kept_out]
@@ -263,7 +182,7 @@ class Store:
         if not include_hidden:
             query = query.where(~is_hidden())
         for row, machine in self._rows_with_machines(query, records.c.id):
-            if record := self._read(_record, row, machine):
+            if record := self._read(record_of, row, machine):
                 yield record
 
     def runs(self, choice: Choice = ALL, *, include_hidden: bool = False) -> Iterator[RunRecord]:
@@ -272,7 +191,7 @@ class Store:
         if not include_hidden and RUNS in self._marked:
             query = query.where(~is_hidden(RUNS))
         for row, machine in self._rows_with_machines(query, runs.c.id):
-            if run := self._read(_run, row, machine):
+            if run := self._read(run_of, row, machine):
                 yield run
 
     def keys(self, kind: Marked = OPERATIONS, choice: Choice = ALL) -> list[str]:
@@ -317,7 +236,7 @@ class Store:
             rows: Sequence[Any] = connection.execute(query).all()
         for row in rows:
             with suppress(ValueError, KeyError):  # damaged, or of a later version: it is measured again
-                shape = _shape(row.shape)
+                shape = shape_of(row.shape)
                 if devices_together(row.operation, shape) == 1 or machines[row.fingerprint_id] == fingerprint:
                     counts[row.operation, shape, row.dtype, row.kernel, row.mode][row.status] += row.num
         return {
@@ -349,87 +268,33 @@ class Store:
             number = connection.execute(query).scalar()
         return None if number is None else machines[number]
 
-    def timings(self, target: Fingerprint, *, operations: Collection[Operation] | None = None) -> list[Measurement]:
-        """The measurements that serve a search on `target`: one for each operation, shape and type.
+    def timings(self, target: Fingerprint, *, operations: Collection[Operation] | None = None) -> Measurements:
+        """Return the measurements that serve a search on `target`: one for each operation, shape and type.
 
-        The nearest machine wins (`Match`, told in each measurement), then the steadier way of measuring.  Of the last
-        `MOST_COMPARED` that were made so the middle one counts, as machines have good and bad minutes; of what was
-        imported the newest, then the fastest.  Only settled ones count that nothing ran beside, unless most of the last
-        were slow or restless without other load: then the machine is like that, and all of them count.  Hidden ones do
-        not.  What never settled is served by a disturbed one, if that may stand in (`profiler.selection`).
+        How they are chosen tells `choose_timings`; what was met on the way is counted here.
         """
-        levels = {
-            number: level
-            for number, machine in self._machines(target.device).items()
-            if (level := match(machine, target)) is not None
-        }
-        if not levels:
-            return []
-        rows: list[Any] = []
-        usable = [records.c.is_alone, ~is_hidden()]
-        if operations is not None:
-            usable.append(records.c.operation.in_(list(operations)))
         with self._database.reading() as connection:
-            for level in sorted(set(levels.values())):
-                at_level = [number for number, level_of in levels.items() if level_of == level]
-                nearer = [number for number, level_of in levels.items() if level_of < level]
-                chosen = _choice(at_level, nearer, usable).subquery()
-                query = select(*(records.c[name] for name in _CHOSEN_BY)).join(
-                    chosen,
-                    and_(
-                        records.c.id == chosen.c.id,
-                        or_(chosen.c.place == 1, and_(chosen.c.place <= MOST_COMPARED, records.c.mode != "imported")),
-                    ),
-                )
-                rows += self._middle_ones(connection.execute(query.order_by(chosen.c.place)).all())
-            rows += _stand_ins(connection, levels, usable)
-        measurements = []
-        for operation, shape, dtype, seconds, kernel, key, number, mode, status in rows:
-            try:
-                measurement = Measurement(
-                    operation=cast(Operation, operation),
-                    shape=_shape(shape),
-                    dtype=dtype,
-                    device=target.device,
-                    seconds=seconds,
-                    kernel=kernel,
-                    source=key[:12],
-                    match=levels[number],
-                    is_burst=mode != "sustained",
-                    is_disturbed=status != "ok",
-                )
-            except (ValueError, TypeError):  # damaged: text in place of a number
-                self._unread.add(key)
-            else:
-                measurements.append(measurement)
-        return measurements
+            chosen = serving_timings(connection, target, self._levels(target), operations)
+        self._unread |= chosen.unread
+        self.hosts_apart += chosen.hosts_apart
+        return chosen.measurements
 
     def beside_products(self, target: Fingerprint) -> list[BesideProducts]:
         """Return the collectives that were measured beside products on the nearest machines that have some."""
-        levels: dict[Match, list[int]] = defaultdict(list)
-        for number, machine in self._machines(target.device).items():
-            if (level := match(machine, target)) is not None:
-                levels[level].append(number)
-        for _, numbers in sorted(levels.items()):
-            query = select(*(records.c[name] for name in (*_TIMED, "conditions"))).where(
-                records.c.fingerprint_id.in_(numbers),
-                records.c.operation.in_(sorted(COLLECTIVES)),
-                records.c.status == "ok",
-                ~records.c.is_alone,
-                ~is_hidden(),
-            )
-            with self._database.reading() as connection:
-                rows: Sequence[Any] = connection.execute(query.order_by(records.c.id)).all()
-            if beside := [measured for row in rows if (measured := _beside(row))]:
-                return beside
-        return []
+        with self._database.reading() as connection:
+            return beside_products(connection, self._levels(target))
+
+    def _levels(self, target: Fingerprint) -> dict[int, Match]:
+        """Return how near the machines are that may serve a search on `target`, by their numbers."""
+        levels = {number: match(machine, target) for number, machine in self._machines(target.device).items()}
+        return {number: level for number, level in levels.items() if level is not None}
 
     def find(self, key: str) -> tuple[Record | RunRecord, Mark | None]:
         """The record or run whose key begins with `key`, and the mark that hides it."""
         kind, row = self._row_of_key(key)
         machine = self._machines()[row.fingerprint_id]
         newest = next(iter(self.words(key)), None)
-        return _record(row, machine) if kind is OPERATIONS else _run(
+        return record_of(row, machine) if kind is OPERATIONS else run_of(
             row, machine
         ), newest if newest and newest.hides else None
 
@@ -449,7 +314,7 @@ class Store:
             for batch in _batches(starts, MOST_AT_ONCE):
                 begins = or_(*(records.c.key.between(key, key + "g") for key in batch))
                 for row in connection.execute(select(records).where(begins)):
-                    if record := self._read(_record, row, machines[row.fingerprint_id]):
+                    if record := self._read(record_of, row, machines[row.fingerprint_id]):
                         by_beginning |= {key: record for key in batch if row.key.startswith(key)}
         return by_beginning
 
@@ -552,42 +417,10 @@ class Store:
                     problem = " ".join(str(verdict).split())
                     raise StoreError(f"{self.name} {DAMAGED} ({problem})")
         for row, machine in self._rows_with_machines(select(records).where(~is_hidden()), records.c.id):
-            yield from _findings(row, machine, _record, f"{row.operation} {row.shape}")
+            yield from _findings(row, machine, record_of, f"{row.operation} {row.shape}")
         query = select(runs).where(~is_hidden(RUNS)) if RUNS in self._marked else select(runs)
         for row, machine in self._rows_with_machines(query, runs.c.id):
-            yield from _findings(row, machine, _run, f"run of {row.model}")
-
-    def _middle_ones(self, rows: Iterable[Any]) -> list[Any]:
-        """Choose the median of each shape and type, whose rows come best first, of those measured as the first was.
-
-        Of the settled ones, unless more of them were slow or restless.  Collectives with settings by hand come after
-        those without.  Each host gives its median, and these the middle one, of two the slower, for which a step over
-        both waits.
-        """
-        alike: dict[int, list[Any]] = defaultdict(list)
-        for row in rows:
-            if not isinstance(row.seconds, int | float):  # damaged: text in place of a number
-                self._unread.add(row.key)
-            elif row.status == "ok" or may_stand_in(row.operation, row.status, json.loads(row.conditions)):
-                alike[row.work_hash].append(row)
-        chosen = []
-        for candidates in alike.values():
-            if len(candidates) == 1:
-                chosen.append(tuple(candidates[0])[: len(_TIMED)])
-                continue
-            plain = [row for row in candidates if not _settings(row)] or candidates
-            first = next((row for row in plain if row.status == "ok"), plain[0])
-            how = (first.mode, first.kernel, _settings(first))
-            same = [row for row in plain if (row.mode, row.kernel, _settings(row)) == how]
-            settled = [row for row in same if row.status == "ok"]
-            by_host: dict[str, list[Any]] = defaultdict(list)
-            for row in settled if 2 * len(settled) >= len(same) else same:
-                by_host[row.host].append(row)
-            middles = sorted(map(_middle, by_host.values()), key=lambda row: row.seconds)
-            if middles[-1].seconds > HOSTS_APART * middles[0].seconds:
-                self.hosts_apart.append(HostsApart.of(middles[0], middles[-1]))
-            chosen.append(tuple(middles[len(middles) // 2])[: len(_TIMED)])
-        return chosen
+            yield from _findings(row, machine, run_of, f"run of {row.model}")
 
     def _read(self, read: Callable[[Row[Any], Fingerprint], T], row: Row[Any], machine: Fingerprint) -> T | None:
         """Decode a row; None, and it counts as unread, where this version does not understand it."""
@@ -641,87 +474,6 @@ class Store:
         return ids
 
 
-def _choice(numbers: Collection[int], nearer: Collection[int], usable: Sequence[ColumnElement[bool]]) -> Select[Any]:
-    """Return (id, place) of the records of machines that may serve: place 1 is the first choice of its work.
-
-    `usable` are conditions on records, whatever their status.
-    What a machine of `nearer` measured is left out before anything is sorted: of a million records most lose so.
-    """
-    settled = and_(records.c.status == "ok", *usable)
-    measured = select(records.c.work_hash).where(
-        records.c.fingerprint_id.in_(numbers), records.c.mode != "imported", settled
-    )
-    slowed = and_(records.c.status == "contaminated", records.c.reason.startswith(SLOWED))
-    restless = and_(
-        or_(records.c.status == "unstable", slowed),
-        records.c.mode != "imported",
-        records.c.work_hash.in_(measured),
-        *usable,
-    )
-    order: tuple[ColumnElement[Any], ...] = (
-        case({mode: at for at, mode in enumerate(_PREFERRED_MODES)}, value=records.c.mode),
-        records.c.measured_at.desc(),
-        records.c.seconds,
-        records.c.id,
-    )
-    place = func.row_number().over(partition_by=records.c.work_hash, order_by=order).label("place")
-    query = select(records.c.id, place).where(records.c.fingerprint_id.in_(numbers), or_(settled, restless))
-    if nearer:
-        served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(nearer), settled)
-        query = query.where(records.c.work_hash.not_in(served))
-    return query
-
-
-def _beside(row: Any) -> BesideProducts | None:
-    """Return the overlap that a row measured; None of older ones, which lack the time of the products."""
-    try:
-        return BesideProducts(
-            operation=row.operation,
-            shape=_shape(row.shape),
-            dtype=row.dtype,
-            seconds=float(row.seconds),
-            products_s=float(json.loads(row.conditions)[PRODUCTS_S]),
-        )
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
-def _settings(row: Any) -> tuple[tuple[str, str], ...]:
-    """Return the settings by hand of the library of collectives when a row was measured."""
-    if "NCCL_" not in row.conditions:
-        return ()
-    return tuple(
-        sorted((name, value) for name, value in json.loads(row.conditions).items() if name.startswith("NCCL_"))
-    )
-
-
-def _middle(rows: Iterable[Any]) -> Any:
-    """Return the median row by seconds; of two the faster."""
-    ordered = sorted(rows, key=lambda row: row.seconds)
-    return ordered[(len(ordered) - 1) // 2]
-
-
-def _stand_ins(connection: Connection, levels: Mapping[int, Match], usable: Sequence[ColumnElement[bool]]) -> list[Any]:
-    """Rows of disturbed records that stand in where no machine of `levels` has a clean one."""
-    served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(levels), records.c.status == "ok", *usable)
-    query = select(*(records.c[name] for name in (*_TIMED, "conditions"))).where(
-        records.c.fingerprint_id.in_(levels),
-        records.c.status.in_(DISTURBED),
-        records.c.work_hash.not_in(served),
-        *usable,
-    )
-    stand_ins: dict[tuple[str, ...], list[Any]] = defaultdict(list)
-    for row in connection.execute(query.order_by(records.c.id)):
-        if may_stand_in(row.operation, row.status, json.loads(row.conditions)):
-            stand_ins[row.operation, row.shape, row.dtype].append(row)
-    chosen = []
-    for alike in stand_ins.values():
-        nearest = min(levels[row.fingerprint_id] for row in alike)
-        middle = _middle(row for row in alike if levels[row.fingerprint_id] == nearest)
-        chosen.append(tuple(middle)[: len(_TIMED)])
-    return chosen
-
-
 def _findings(
     row: Row[Any], machine: Fingerprint, read: Callable[[Row[Any], Fingerprint], Record | RunRecord], what: str
 ) -> Iterator[Finding]:
@@ -741,83 +493,6 @@ def _finding(key: str, record: Record) -> Finding | None:
     reason = implausible(record)
     words = f"{record.operation} {'x'.join(map(str, record.shape))} {record.dtype}"
     return Finding(key=key, what=words, reason=reason) if reason else None
-
-
-def _row(key: str, record: Record, fingerprint_id: int) -> dict[str, Any]:
-    same = ("operation", "dtype", "kernel", "mode", "status", "reason", "source", "protocol", "measured_by", "host")
-    shape = "x".join(map(str, record.shape))
-    return {
-        "key": key,
-        "fingerprint_id": fingerprint_id,
-        "shape": shape,
-        "work_hash": _work_hash(f"{record.operation} {shape} {record.dtype}"),
-        "is_alone": BESIDE not in record.kernel,
-        "seconds": record.seconds if record.samples_s else None,
-        "samples": np.asarray(record.samples_s, dtype="<f8").tobytes(),
-        "conditions": json.dumps(dict(record.conditions), sort_keys=True, ensure_ascii=False),
-        "measured_at": record.measured_at,
-        "added_at": now(),
-        **{name: getattr(record, name) for name in same},
-    }
-
-
-def _record(row: Row[Any], fingerprint: Fingerprint) -> Record:
-    try:
-        return Record(
-            fingerprint=fingerprint,
-            operation=row.operation,
-            shape=_shape(row.shape),
-            dtype=row.dtype,
-            samples_s=tuple(np.frombuffer(row.samples, dtype="<f8").tolist()),
-            kernel=row.kernel,
-            mode=row.mode,
-            status=row.status,
-            reason=row.reason,
-            conditions=json.loads(row.conditions),
-            source=row.source,
-            protocol=int(row.protocol),
-            measured_by=row.measured_by,
-            host=row.host,
-            measured_at=row.measured_at,
-        )
-    except (ValueError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"record {row.key[:12]} cannot be read, `autoplan db check` lists such ones: {error}"
-        ) from None
-
-
-def _run_row(key: str, run: RunRecord, fingerprint_id: int) -> dict[str, Any]:
-    content = msgspec.to_builtins(run)
-    apart = {name: content.pop(name) for name in NOT_CONTENT}
-    del content["fingerprint"]
-    return {
-        "key": key,
-        "fingerprint_id": fingerprint_id,
-        "framework": run.framework,
-        "model": run.model.name,
-        "status": run.status,
-        "seconds": run.seconds,
-        "content": json.dumps(content, sort_keys=True, ensure_ascii=False),
-        "added_at": now(),
-        **apart,
-    }
-
-
-def _run(row: Row[Any], fingerprint: Fingerprint) -> RunRecord:
-    try:
-        content = json.loads(row.content) | {name: getattr(row, name) for name in NOT_CONTENT}
-        return msgspec.convert(content | {"fingerprint": msgspec.to_builtins(fingerprint)}, RunRecord)
-    except (ValueError, TypeError) as error:
-        raise InputError(f"run {row.key[:12]} cannot be read: {error}") from None
-
-
-def _work_hash(work: str) -> int:
-    """Hash to 64 bits, signed as the database's integers are; of a million shapes two meet with a chance of 3e-8."""
-    return int.from_bytes(hashlib.sha256(work.encode()).digest()[:8], signed=True)
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split("x")))
 
 
 def _json(fingerprint: Fingerprint) -> str:

@@ -1,0 +1,73 @@
+"""Choice of records or runs by what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime
+from typing import cast, get_args
+
+from sqlalchemy import ColumnElement
+
+from autoplan.base.errors import InputError
+from autoplan.profiler.record import Status, is_moment
+from autoplan.profiler.run_record import RunStatus
+from autoplan.profiler.store.marks import REVIEWS, Marked, Review, is_reviewed
+from autoplan.spec.operations import SHAPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Choice of records or runs; None: all."""
+
+    device: str | None = None
+    operation: str | None = None  # of records
+    trust: Collection[str] | None = None  # those whose measurements count
+    host: str | None = None
+    status: str | None = None
+    since: str | None = None  # a day or moment, as ISO 8601 writes it in UTC
+    until: str | None = None  # the same: what was measured before it
+    review: str | None = None
+
+    def __post_init__(self) -> None:
+        statuses = dict.fromkeys((*get_args(Status), *get_args(RunStatus)))
+        if self.status is not None and self.status not in statuses:
+            raise InputError(f"status {self.status!r}: known are {', '.join(statuses)}")
+        if self.review not in (None, *REVIEWS):
+            raise InputError(f"review {self.review!r}: known are {', '.join(REVIEWS)}")
+        for name in ("since", "until"):
+            moment = getattr(self, name)
+            if moment is not None and not is_moment(_whole_moment(moment)):
+                raise InputError(
+                    f"{name} {moment!r}: write a day or a moment in UTC, as 2026-11-24 or 2026-11-24T16:00Z"
+                )
+        if self.operation is not None and self.operation not in SHAPES:
+            raise InputError(f"--operation {self.operation!r}: known are {', '.join(SHAPES)}")
+
+    def conditions(self, kind: Marked) -> list[ColumnElement[bool]]:
+        """Return the conditions on rows of a table."""
+        columns = kind.rows.c
+        names = ("operation", "host", "status")
+        conditions = [columns[name] == getattr(self, name) for name in names if getattr(self, name) is not None]
+        if self.trust:
+            conditions.append(columns.measured_by.in_(list(self.trust)))
+        if self.since is not None:
+            conditions.append(columns.measured_at >= _beginning(self.since))
+        if self.until is not None:
+            # Nobody wrote when what is blank was measured.
+            conditions += [columns.measured_at < _beginning(self.until), columns.measured_at != ""]
+        if self.review is not None:
+            conditions.append(is_reviewed(cast(Review, self.review), kind))
+        return conditions
+
+
+def _whole_moment(text: str) -> str:
+    return text if "T" in text else f"{text}T00:00Z"
+
+
+def _beginning(text: str) -> str:
+    """Return the text that all times of a minute or second begin with, since texts are compared."""
+    return datetime.fromisoformat(_whole_moment(text)).replace(tzinfo=None).isoformat().removesuffix(":00")
+
+
+ALL = Choice()

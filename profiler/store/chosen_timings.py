@@ -1,0 +1,234 @@
+"""Choice of the timings that serve a search: one of each operation, shape and type, of the nearest machine."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_, select
+
+from autoplan.base.units import check_positive
+from autoplan.profiler.contention import BesideProducts
+from autoplan.profiler.protocol import PRODUCTS_S
+from autoplan.profiler.record import SLOWED
+from autoplan.profiler.selection import DISTURBED, may_stand_in
+from autoplan.profiler.store.marks import is_hidden
+from autoplan.profiler.store.rows import shape_of
+from autoplan.profiler.store.schema import records
+from autoplan.spec.measurement import Match, Measurements, TimeRow
+from autoplan.spec.operations import COLLECTIVES, Operation, check_shape
+
+_TIMED = ("operation", "shape", "dtype", "seconds", "key", "fingerprint_id", "mode", "status")
+_CHOSEN_BY = (*_TIMED, "kernel", "conditions", "host", "work_hash")
+HOSTS_APART = 1.10  # of two hosts' times of one shape, worth a word: devices of one kind differ by 5 % (`modelling` C1)
+_PREFERRED_MODES = ("sustained", "burst", "imported")  # of one shape on equally near machines
+MOST_COMPARED = 5  # of the newest measurements of one shape, of which the middle one counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsApart:
+    """Two hosts on which the same shape takes times that differ by more than devices of one kind do."""
+
+    what: str
+    fast: str
+    slow: str
+    ratio: float
+
+    @classmethod
+    def of(cls, fast: Any, slow: Any) -> HostsApart:
+        """Return the hosts of two rows of one shape, and the ratio of their times."""
+        words = f"{slow.operation} {slow.shape} {slow.dtype}"
+        return cls(what=words, fast=fast.host, slow=slow.host, ratio=slow.seconds / fast.seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenTimings:
+    """Timings that serve a search, and what was met in choosing them."""
+
+    measurements: Measurements
+    hosts_apart: tuple[HostsApart, ...] = ()
+    unread: frozenset[str] = frozenset()  # keys of records that this version does not understand
+
+
+def choose_timings(
+    connection: Connection, device: str, levels: Mapping[int, Match], operations: Collection[Operation] | None
+) -> ChosenTimings:
+    """Choose among the records of machines with a device, whose likeness to the one searched for `levels` tells.
+
+    The nearest machine wins, then the steadier way of measuring.  Of the last `MOST_COMPARED` that were made so the
+    middle one counts, as machines have good and bad minutes; of what was imported the newest, then the fastest.  Only
+    settled ones count that nothing ran beside, unless most of the last were slow or restless without other load: then
+    the machine is like that, and all of them count.  Hidden ones do not.  What never settled is served by a disturbed
+    one, if that may stand in (`profiler.selection`).
+    """
+    rows: list[Any] = []
+    unread: set[str] = set()
+    apart: list[HostsApart] = []
+    usable = [records.c.is_alone, ~is_hidden()]
+    if operations is not None:
+        usable.append(records.c.operation.in_(list(operations)))
+    for level in sorted(set(levels.values())):
+        at_level = [number for number, level_of in levels.items() if level_of == level]
+        nearer = [number for number, level_of in levels.items() if level_of < level]
+        chosen = _choice(at_level, nearer, usable).subquery()
+        columns = [*(records.c[name] for name in _CHOSEN_BY), chosen.c.repeats]
+        query = select(*columns).join(
+            chosen,
+            and_(
+                records.c.id == chosen.c.id,
+                or_(chosen.c.place == 1, and_(chosen.c.place <= MOST_COMPARED, records.c.mode != "imported")),
+            ),
+        )
+        found = connection.execute(query.order_by(chosen.c.place)).all()
+        rows += (row for row in found if row.repeats == 1 and row.status == "ok")
+        rows += _middle_ones((row for row in found if row.repeats > 1 or row.status != "ok"), unread, apart)
+    rows += _stand_ins(connection, levels, usable)
+    measurements = Measurements.of_rows(device, _read(rows, levels, unread))
+    return ChosenTimings(measurements=measurements, hosts_apart=tuple(apart), unread=frozenset(unread))
+
+
+def _read(rows: Iterable[Any], levels: Mapping[int, Match], unread: set[str]) -> Iterator[TimeRow]:
+    """Yield the times of rows; keys of those that this version does not understand become `unread`."""
+    for operation, shape, dtype, seconds, key, number, mode, status, *_ in rows:
+        try:
+            sizes = shape_of(shape)
+            check_shape(operation, sizes)
+            check_positive("seconds", seconds, at_most=1e6)
+        except (ValueError, TypeError):  # damaged: text in place of a number
+            unread.add(key)
+        else:
+            yield operation, dtype, sizes, seconds, key[:12], levels[number], mode != "sustained", status != "ok"
+
+
+def _middle_ones(rows: Iterable[Any], unread: set[str], apart: list[HostsApart]) -> list[Any]:
+    """Choose the median of each shape and type, whose rows come best first, of those measured as the first was.
+
+    Of the settled ones, unless more of them were slow or restless.  Collectives with settings by hand come after
+    those without.  Each host gives its median, and these the middle one, of two the slower, for which a step over
+    both waits.  What is damaged becomes `unread`, hosts that differ are noted in `apart`.
+    """
+    alike: dict[int, list[Any]] = defaultdict(list)
+    for row in rows:
+        if not isinstance(row.seconds, int | float):  # damaged: text in place of a number
+            unread.add(row.key)
+        elif row.status == "ok" or may_stand_in(row.operation, row.status, json.loads(row.conditions)):
+            alike[row.work_hash].append(row)
+    chosen = []
+    for candidates in alike.values():
+        if len(candidates) == 1:
+            chosen.append(candidates[0])
+            continue
+        plain = [row for row in candidates if not _settings(row)] or candidates
+        first = next((row for row in plain if row.status == "ok"), plain[0])
+        how = (first.mode, first.kernel, _settings(first))
+        same = [row for row in plain if (row.mode, row.kernel, _settings(row)) == how]
+        settled = [row for row in same if row.status == "ok"]
+        by_host: dict[str, list[Any]] = defaultdict(list)
+        for row in settled if 2 * len(settled) >= len(same) else same:
+            by_host[row.host].append(row)
+        middles = sorted(map(_middle, by_host.values()), key=lambda row: row.seconds)
+        if middles[-1].seconds > HOSTS_APART * middles[0].seconds:
+            apart.append(HostsApart.of(middles[0], middles[-1]))
+        chosen.append(middles[len(middles) // 2])
+    return chosen
+
+
+def _choice(numbers: Collection[int], nearer: Collection[int], usable: Sequence[ColumnElement[bool]]) -> Select[Any]:
+    """Return (id, place, repeats) of the records of machines that may serve: place 1 is the first choice of its work.
+
+    `usable` are conditions on records, whatever their status.
+    What a machine of `nearer` measured is left out before anything is sorted: of a million records most lose so.
+    """
+    settled = and_(records.c.status == "ok", *usable)
+    measured = select(records.c.work_hash).where(
+        records.c.fingerprint_id.in_(numbers), records.c.mode != "imported", settled
+    )
+    slowed = and_(records.c.status == "contaminated", records.c.reason.startswith(SLOWED))
+    restless = and_(
+        or_(records.c.status == "unstable", slowed),
+        records.c.mode != "imported",
+        records.c.work_hash.in_(measured),
+        *usable,
+    )
+    order: tuple[ColumnElement[Any], ...] = (
+        case({mode: at for at, mode in enumerate(_PREFERRED_MODES)}, value=records.c.mode),
+        records.c.measured_at.desc(),
+        records.c.seconds,
+        records.c.id,
+    )
+    place = func.row_number().over(partition_by=records.c.work_hash, order_by=order).label("place")
+    repeats = func.count().over(partition_by=records.c.work_hash).label("repeats")
+    query = select(records.c.id, place, repeats).where(records.c.fingerprint_id.in_(numbers), or_(settled, restless))
+    if nearer:
+        served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(nearer), settled)
+        query = query.where(records.c.work_hash.not_in(served))
+    return query
+
+
+def beside_products(connection: Connection, levels: Mapping[int, Match]) -> list[BesideProducts]:
+    """Return the collectives that were measured beside products on the nearest machines that have some."""
+    for level in sorted(set(levels.values())):
+        query = select(records).where(
+            records.c.fingerprint_id.in_([number for number, level_of in levels.items() if level_of == level]),
+            records.c.operation.in_(sorted(COLLECTIVES)),
+            records.c.status == "ok",
+            ~records.c.is_alone,
+            ~is_hidden(),
+        )
+        rows = connection.execute(query.order_by(records.c.id))
+        if beside := [measured for row in rows if (measured := _beside(row))]:
+            return beside
+    return []
+
+
+def _beside(row: Any) -> BesideProducts | None:
+    """Return the overlap that a row measured; None of older ones, which lack the time of the products."""
+    try:
+        return BesideProducts(
+            operation=row.operation,
+            shape=shape_of(row.shape),
+            dtype=row.dtype,
+            seconds=float(row.seconds),
+            products_s=float(json.loads(row.conditions)[PRODUCTS_S]),
+        )
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _settings(row: Any) -> tuple[tuple[str, str], ...]:
+    """Return the settings by hand of the library of collectives when a row was measured."""
+    if "NCCL_" not in row.conditions:
+        return ()
+    return tuple(
+        sorted((name, value) for name, value in json.loads(row.conditions).items() if name.startswith("NCCL_"))
+    )
+
+
+def _middle(rows: Iterable[Any]) -> Any:
+    """Return the median row by seconds; of two the faster."""
+    ordered = sorted(rows, key=lambda row: row.seconds)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def _stand_ins(connection: Connection, levels: Mapping[int, Match], usable: Sequence[ColumnElement[bool]]) -> list[Any]:
+    """Rows of disturbed records that stand in where no machine of `levels` has a clean one."""
+    served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(levels), records.c.status == "ok", *usable)
+    query = select(*(records.c[name] for name in (*_TIMED, "conditions"))).where(
+        records.c.fingerprint_id.in_(levels),
+        records.c.status.in_(DISTURBED),
+        records.c.work_hash.not_in(served),
+        *usable,
+    )
+    stand_ins: dict[tuple[str, ...], list[Any]] = defaultdict(list)
+    for row in connection.execute(query.order_by(records.c.id)):
+        if may_stand_in(row.operation, row.status, json.loads(row.conditions)):
+            stand_ins[row.operation, row.shape, row.dtype].append(row)
+    chosen = []
+    for alike in stand_ins.values():
+        nearest = min(levels[row.fingerprint_id] for row in alike)
+        middle = _middle(row for row in alike if levels[row.fingerprint_id] == nearest)
+        chosen.append(middle)
+    return chosen
