@@ -30,7 +30,8 @@ from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.option_table import Fields, read_fields
 from autoplan.frameworks.common.options import Options, parse_yaml, show, typed
-from autoplan.frameworks.common.shell import is_open, read_script
+from autoplan.frameworks.common.shell import read_script
+from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.deepspeed import read as deepspeed
 from autoplan.frameworks.fsdp2.options import read_offload
 from autoplan.frameworks.hf_trainer.launch import Program, known_model, training_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from autoplan.base.files import is_file, read_text
 from autoplan.frameworks.common.options import show
-from autoplan.frameworks.common.shell import is_open
+from autoplan.frameworks.common.shell_words import is_open
 
 MOST_ABOVE = 6  # folders above a script in which the file is looked for that it names
 MOST_BYTES = 2**20

@@ -16,7 +16,8 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.literals import RUNNING, Built, Module
 from autoplan.frameworks.common.options import Argument, Options, Unknown, typed
-from autoplan.frameworks.common.shell import is_open, read_script
+from autoplan.frameworks.common.shell import read_script
+from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.megatron_lm.launch import launch_of
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
 from autoplan.frameworks.megatron_lm.read import named, num_devices, started

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.options import Argument, Options, Unknown, typed
-from autoplan.frameworks.common.shell import Command, Script, is_open, read_script
+from autoplan.frameworks.common.shell import Command, Script, read_script
+from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.megatron_lm import with_slime
 from autoplan.frameworks.megatron_lm.launch import launch_of
 from autoplan.frameworks.megatron_lm.options import SWITCHES

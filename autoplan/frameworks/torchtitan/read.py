@@ -19,7 +19,8 @@ from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unr
 from autoplan.frameworks.common.literals import Built, Module
 from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Options, Unknown, show
-from autoplan.frameworks.common.shell import Command, is_open, read_script
+from autoplan.frameworks.common.shell import Command, read_script
+from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.fsdp2.options import read_offload
 from autoplan.frameworks.torchtitan.families import model_of, size_of
 from autoplan.frameworks.torchtitan.options import (
