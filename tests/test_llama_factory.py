@@ -102,6 +102,8 @@ def test_what_is_not_priced_is_listed_or_refused() -> None:
         ("finetuning_type: lora", "finetuning_type: oft", "finetuning_type 'oft'"),
         ("bf16: true", "tensor_model_parallel_size: 2", "Megatron-Core"),
         ("bf16: true", "seed: 1", "neither bf16 nor fp16"),
+        # More digits than Python prints.
+        ("gradient_accumulation_steps: 8", f"gradient_accumulation_steps: 0x{'f' * 4000}", "must be a whole number"),
         ("Qwen/Qwen3-8B", "my/own", "--model"),
     ):
         with pytest.raises(InputError, match=says):

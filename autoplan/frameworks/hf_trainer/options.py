@@ -76,7 +76,10 @@ def read_optimizer(options: Options, key: str = "optim") -> OptimizerName:
 def plain_values(options: Options) -> dict[str, Any]:
     """Return the arguments as tables have them: words for true and false are these."""
     values = {key: argument.value for key, argument in options.arguments.items()}
-    return {key: {"true": True, "false": False}.get(str(value).casefold(), value) for key, value in values.items()}
+    truth = {"true": True, "false": False}
+    return {
+        key: truth.get(value.casefold(), value) if isinstance(value, str) else value for key, value in values.items()
+    }
 
 
 def is_on(options: Options, key: str) -> bool:
