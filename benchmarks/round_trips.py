@@ -259,6 +259,8 @@ def givens(subject: Exported, folder: Path, text: str) -> Iterator[LaunchContext
     }
     if "--gradient_checkpointing true" in text:
         program["GRADIENT_CHECKPOINTING"] = "true"
+    if "--dtype bfloat16" in text:
+        program["DTYPE"] = "bfloat16"
     yield replace(whole, variables=tuple((name, str(count)) for name, count in program.items()))
 
 
@@ -290,6 +292,7 @@ def said_in_words(training: TrainingSpec, read: TrainingSpec, text: str) -> Iter
         "attention": f"Priced with {training.attention} attention",
         "document_len": f"documents of {training.document_len or 0:,} tokens",
         "fused_norm": f"Priced with {norms}",
+        "finetuning": "puts the adapters of adapter_config.json on it",
         "lengths": "Samples have",
         "batching": "Samples have",
         "optimizer": f"takes {TRAITS[training.optimizer].title}",

@@ -27,7 +27,7 @@ _TIE_ORDER = (
     *("offload", "sharding", "cp_kind", "dispatcher", "tp_overlap", "ep_overlap", "rank_order"),
     *("dropout", "token_dropping", "fp8_attention", "router_fusion", "rope_fusion"),
     *("cuda_graphs", "narrow_params", "main_weights", "moment_dtype", "grad_dtype", "reduce_dtype"),
-    "fp8_scaling",
+    *("fp8_scaling", "wide_adapters"),
     *("micro_batch", "dp_replicate", "dp_shard", "global_batch"),
 )
 

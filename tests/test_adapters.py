@@ -22,7 +22,7 @@ from autoplan.spec.training import TrainingSpec
 TOKENS, HIDDEN = 512, 4096
 
 
-def _traffic(finetuning: FineTuning, **traits: object) -> dict[str, Traffic]:
+def _traffic(finetuning: FineTuning, choices: dict[str, object] | None = None, **traits: object) -> dict[str, Traffic]:
     model = load_model("llama2-7b")
     problem = Problem(
         model=model,
@@ -30,24 +30,25 @@ def _traffic(finetuning: FineTuning, **traits: object) -> dict[str, Traffic]:
         cluster=load_cluster("a100-sxm:1x1"),
         framework=load_framework("transformers").changed(**traits),
     )
-    batch = PlanBatch.of([ParallelPlan(global_batch=1)], model.num_layers)
+    batch = PlanBatch.of([ParallelPlan(global_batch=1, **(choices or {}))], model.num_layers)
     return tuning_traffic(problem, batch, layer_shapes(model, finetuning)[Block.ATTENTION])
 
 
 @pytest.mark.parametrize(
-    ("wide", "forward", "backward"),
-    [("none", 0 + 10, 6 + 4), ("inputs", 12 + 10, 18 + 4), ("all", 8 + 26, 16 + 24)],
+    ("choices", "forward", "backward"),
+    [({"main_weights": "bf16"}, 0 + 10, 6 + 4), ({}, 12 + 10, 18 + 4), ({"wide_adapters": True}, 8 + 26, 16 + 24)],
 )
-def test_an_adapter_moves_more_the_more_of_it_is_fp32(wide: str, forward: int, backward: int) -> None:
-    moved = _traffic(FineTuning(rank=16, targets=("o_proj",)), wide_adapters=wide)["adapters"]
+def test_an_adapter_moves_more_the_more_of_it_is_fp32(choices: dict[str, object], forward: int, backward: int) -> None:
+    moved = _traffic(FineTuning(rank=16, targets=("o_proj",)), choices)["adapters"]
     np.testing.assert_allclose(moved.forward_bytes, forward * TOKENS * HIDDEN)
     np.testing.assert_allclose(moved.backward_bytes, backward * TOKENS * HIDDEN)
 
 
 def test_dropout_reads_writes_and_keeps_a_mask() -> None:
     tuning = FineTuning(rank=16, targets=("o_proj",))
-    plain = _traffic(tuning, wide_adapters="all")["adapters"]
-    dropped = _traffic(replace(tuning, dropout=0.1), wide_adapters="all")["adapters"]
+    wide: dict[str, object] = {"wide_adapters": True}
+    plain = _traffic(tuning, wide)["adapters"]
+    dropped = _traffic(replace(tuning, dropout=0.1), wide)["adapters"]
     np.testing.assert_allclose(dropped.forward_bytes - plain.forward_bytes, (4 + 4 + 1) * TOKENS * HIDDEN)
 
 

@@ -141,7 +141,8 @@ def test_quantised_weights_are_read(quantization: dict[str, Any], kind: str) -> 
 
 def test_types_that_are_not_priced_are_listed() -> None:
     launch = of(model={"torch_dtype": "float32"}, optimizer={"exp_avg_dtype": "torch.bfloat16"})
-    assert matters(launch) == {"model.torch_dtype", "optimizer.exp_avg_dtype"}
+    assert matters(launch) == {"optimizer.exp_avg_dtype"}
+    assert (launch.plan.main_weights, of().plan.main_weights) == ("fp32", "bf16")
 
 
 @pytest.mark.parametrize(("rounding", "chunks"), [("up", 3), ("down", 2)])

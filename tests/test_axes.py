@@ -205,6 +205,7 @@ def test_changes_are_told_by_the_table_where_they_mean_something() -> None:
             "dropout",
             "main_weights",
             "moment_dtype",
+            "wide_adapters",
         ),
     }
     assert {axis.changed_as for axis in TYPED} == set(told) - {"layers", "nodes"}

@@ -48,7 +48,7 @@ def test_a_configuration_is_read() -> None:
     plan = launch.plan
     assert (plan.micro_batch, plan.global_batch, plan.dp_shard, plan.sharding) == (1, 128, 16, "zero3")
     assert (plan.recompute, launch.training.seq_len, launch.training.precision) == ("full", 8192, "bf16")
-    assert matters(launch) == {"bf16"}
+    assert matters(launch) == set()
     assert ("micro_batch_size", "1") in launch.options
 
 
@@ -93,7 +93,7 @@ def test_what_changes_a_step_and_is_not_priced_is_listed() -> None:
         "qat": {"weight_dtype": "int4"},
         "torch_compile": True,
     }
-    assert matters(of(**FSDP2, **settings)) == {"bf16", *settings}
+    assert matters(of(**FSDP2, **settings)) == {*settings}
     assert "sequence_len" in matters(of(**FSDP2, sample_packing=False))
     assert "unfrozen_parameters" in matters(of(adapter="lora", unfrozen_parameters=["^lm_head.*"]))
 
@@ -114,11 +114,20 @@ def test_what_is_not_priced_at_all_is_refused(settings: dict[str, Any], says: st
         of(**settings)
 
 
-def test_weights_that_are_all_held_in_16_bits_are_listed() -> None:
-    """Neither FSDP's first version nor adapters hold them so: accelerate and PEFT make fp32 of what is trained."""
-    assert "bf16" in matters(of(**FSDP2)) & matters(of())
-    assert "fp16" in matters(of(**FSDP2, fp16=True))
-    assert "bf16" not in matters(of(fsdp_config=FSDP2["fsdp_config"])) | matters(of(adapter="lora"))
+@pytest.mark.parametrize(
+    ("settings", "types"),
+    [  # accelerate makes fp32 of what FSDP shards, PEFT of adapters, unless they are told otherwise
+        ({}, ("bf16", False)),
+        (FSDP2, ("fp32", False)),
+        (FSDP2 | {"bf16": "full"}, ("bf16", False)),
+        ({"adapter": "lora"}, ("fp32", False)),
+        ({"adapter": "lora", "bf16": "full"}, ("fp32", True)),
+        ({"adapter": "lora", "peft_autocast_adapter_dtype": False}, ("bf16", False)),
+    ],
+)
+def test_weights_are_held_as_it_is_told(settings: dict[str, Any], types: tuple[str, bool]) -> None:
+    plan = of(**settings).plan
+    assert (plan.main_weights, plan.wide_adapters) == types
 
 
 def test_fsdp_without_a_version_is_the_first() -> None:

@@ -130,6 +130,7 @@ WAYS: dict[str, dict[str, tuple[Way, ...]]] = {
         word: tuple({"moment_dtype": word, "main_weights": main} for main in ("fp32", "remainders", "bf16"))
         for word in MomentType
     },
+    "wide_adapters": {"off": ({},), "on": ({"finetune": "lora", "wide_adapters": True},)},
     "rank_order": {word: (STAGES | {"rank_order": word},) for word in RankOrder},
     "tp_grid": {"none": ({},), "given": ({"tp_grid": (2, 1, 1)},)},
     "placement": {"none": ({},)},
@@ -157,8 +158,9 @@ def models_with(axis: Axis) -> tuple[str, ...]:
 
 
 @cache
-def problem_of(model: str, framework: str, precision: str) -> Problem:
-    return make_problem(model, cluster="b200:2x4", framework=framework, seq_len=4096, precision=precision)
+def problem_of(model: str, framework: str, precision: str, finetune: str) -> Problem:
+    training = {"seq_len": 4096, "precision": precision, "finetune": finetune or None}
+    return make_problem(model, cluster="b200:2x4", framework=framework, **training)  # type: ignore[arg-type]
 
 
 def books_of(to: str) -> tuple[str, ...]:
@@ -181,7 +183,8 @@ def plan_with(problem: Problem, way: Way) -> ParallelPlan:
         plain["sharding"] = "zero3"
     if "cp_kind" not in way:
         plain["cp_kind"] = book.words("cp_kind")[0]
-    flagged = {name: value for name, value in way.items() if name not in ("precision", "tp_grid", *NOT_OVERLAPPED)}
+    apart = ("precision", "finetune", "tp_grid", *NOT_OVERLAPPED)
+    flagged = {name: value for name, value in way.items() if name not in apart}
     plan = make_plan(problem, BATCH, plain | flagged)
     return replace(plan, **{name: way[name] for name in ("tp_grid", *NOT_OVERLAPPED) if name in way})
 
@@ -197,6 +200,7 @@ class Start(NamedTuple):
     model: str
     framework: str
     precision: str
+    finetune: str
     plan: ParallelPlan
 
 
@@ -206,14 +210,14 @@ def legal_plans(axis: str, value: str, rules: str) -> tuple[Start, ...]:
     found: list[Start] = []
     for framework in frameworks_of(rules):
         for way, model in product(ways_to(AXIS[axis])[value], models_with(AXIS[axis])):
-            precision = str(way.get("precision", "bf16"))
+            precision, finetune = str(way.get("precision", "bf16")), str(way.get("finetune", ""))
             try:
-                problem = problem_of(model, framework, precision)
+                problem = problem_of(model, framework, precision, finetune)
                 plan = plan_with(problem, way)
                 if has(plan, AXIS[axis], value) and not broken(
                     book_of(problem.framework).rules, problem.workload, plan
                 ):
-                    found.append(Start(model, framework, precision, plan))
+                    found.append(Start(model, framework, precision, finetune, plan))
             except AutoplanError:
                 continue
         if found:
@@ -227,7 +231,7 @@ def trips_from(trips: Any) -> Callable[[Start, str], tuple[Any, ...]]:
 
     @cache
     def made(start: Start, to: str) -> tuple[Any, ...]:
-        subject = trips.priced(problem_of(*start[:3]), start.plan)
+        subject = trips.priced(problem_of(*start[:4]), start.plan)
         return tuple(trips.trip(subject, version) for version in TARGETS[to].spellings)
 
     return made

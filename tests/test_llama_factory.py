@@ -93,9 +93,23 @@ def test_deepspeed_is_read_from_its_file(tmp_path: Path) -> None:
     assert launch.training.finetuning is not None
 
 
+@pytest.mark.parametrize(
+    ("change", "types"),
+    [
+        (("bf16: true", "pure_bf16: true"), ("fp32", True)),  # PEFT makes fp32 of adapters, and nothing casts them
+        (("bf16: true", "bf16: true\npure_bf16: true"), ("fp32", False)),
+        (("finetuning_type: lora", "finetuning_type: full\npure_bf16: true"), ("bf16", False)),
+        (("finetuning_type: lora", "finetuning_type: full"), ("fp32", False)),
+    ],
+)
+def test_weights_are_held_as_it_is_told(change: tuple[str, str], types: tuple[str, bool]) -> None:
+    plan = of(change).plan
+    assert (plan.main_weights, plan.wide_adapters) == types
+
+
 def test_what_is_not_priced_is_listed_or_refused() -> None:
-    launch = of(more="use_galore: true\ngalore_rank: 128\nenable_liger_kernel: true\npure_bf16: true\n")
-    assert {"use_galore", "galore_rank", "enable_liger_kernel", "pure_bf16"} <= matters(launch)
+    launch = of(more="use_galore: true\ngalore_rank: 128\nenable_liger_kernel: true\n")
+    assert {"use_galore", "galore_rank", "enable_liger_kernel"} <= matters(launch)
     assert "cutoff_len" in matters(of(("packing: true\n", "")))
     for old, new, says in (
         ("stage: sft", "stage: kto", "stage 'kto'"),

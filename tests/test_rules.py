@@ -71,6 +71,7 @@ CORE_OPTIONS: tuple[Case, ...] = tuple(
         ("rope_fusion", True),
     )
 )
+CORE_BUT_MAIN_WEIGHTS = tuple(case for case in CORE_OPTIONS if case[1].main_weights == "fp32")
 
 BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
     "torchtitan": (
@@ -79,7 +80,9 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
             (DENSE, plan_of(dp_replicate=4, sharding="zero3"), 1024, "zero3 over one rank shares nothing"),
             (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
             (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
-            *CORE_OPTIONS,
+            *CORE_BUT_MAIN_WEIGHTS,
+            (DENSE, plan_of(dp_shard=8, main_weights="fp16"), 4096, "main_weights 'fp16' does not exist"),
+            (DENSE, plan_of(dp_shard=8, wide_adapters=True), 4096, "wide_adapters is known of PEFT only"),
             (DENSE, plan_of(dp_shard=8, reduce_dtype="fp32"), 4096, "'fp32' does not exist: use 'usual' or 'half'"),
             (
                 DENSE,
@@ -113,7 +116,10 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
         (
             (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
             (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
-            *CORE_OPTIONS,
+            *CORE_BUT_MAIN_WEIGHTS,
+            (DENSE, plan_of(dp_shard=8, main_weights="fp16"), 4096, "main_weights 'fp16' does not exist"),
+            (DENSE, plan_of(precision="fp16", main_weights="bf16"), 4096, "main_weights bf16 with precision fp16"),
+            (DENSE, plan_of(dp_shard=8, wide_adapters=True), 4096, "wide_adapters is known of PEFT only"),
             (DENSE, plan_of(dp_shard=8, reduce_dtype="half"), 4096, "'half' does not exist: use 'usual' or 'fp32'"),
             (
                 DENSE,
@@ -141,6 +147,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
         (
             *CORE_OPTIONS,
             (DENSE, plan_of(dp_shard=8, reduce_dtype="half"), 4096, "reduce_dtype half is known of torchtitan, Deep"),
+            (DENSE, plan_of(dp_shard=8, wide_adapters=True), 4096, "wide_adapters is known of PEFT only"),
             (
                 DENSE,
                 plan_of(dp_shard=8, fp8_scaling="rowwise"),
@@ -189,6 +196,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
                 if not (case[1].dropout or case[1].main_weights != "fp32" or case[1].moment_dtype != "fp32")
             ),
             (DENSE, plan_of(dp_shard=8, main_weights="fp16"), 4096, "main_weights 'fp16' does not exist"),
+            (DENSE, plan_of(dp_shard=8, wide_adapters=True), 4096, "wide_adapters is known of PEFT only"),
             (DENSE, plan_of(dp_shard=8, reduce_dtype="half"), 4096, "reduce_dtype 'half' does not exist"),
             (
                 DENSE,

@@ -323,3 +323,12 @@ def test_deepspeed_has_16_bit_weights_and_moments_together() -> None:
     with pytest.raises(InputError, match="has no moment_dtype fp8"):
         make_space(problem, 64, fix=["moment_dtype=fp8"])
     assert "moment_dtype" not in book_of(load_framework("deepspeed-2021")).extras
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "pytorch-fsdp", "transformers"])
+def test_weights_without_a_copy_take_half_of_everything_in_bf16(framework: str) -> None:
+    """4 + 4 + 8 bytes of weights, gradients and moments become 2 + 2 + 4."""
+    problem = problem_of(framework)
+    wide, narrow = (cost_of(problem, sharding="zero3", main_weights=word) for word in ("fp32", "bf16"))
+    for term in ("weights", "gradients", "optimizer"):
+        assert narrow[term] == pytest.approx(wide[term] / 2)

@@ -36,7 +36,9 @@ def searched(folder: Path, to: str, cluster: str, *more: str) -> PlanFile:
 
 @pytest.mark.parametrize("to", [*TARGETS])
 def test_what_is_searched_for_a_target_on_a_lone_device_or_in_a_pipeline_is_started(tmp_path: Path, to: str) -> None:
-    file = searched(tmp_path, to, "b300:1x1")
+    # Axolotl holds weights in 16 bits where FSDP makes no fp32 of them.
+    more = ("--fix", "main_weights=bf16") if to == "axolotl" else ()
+    file = searched(tmp_path, to, "b300:1x1", *more)
     assert file.best.plan.sharding == "none"
     assert exported(file, to, "torchrun")
     if to in PIPELINES:

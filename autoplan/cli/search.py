@@ -39,6 +39,7 @@ from autoplan.cli.options import (
 )
 from autoplan.cli.progress import progress_bar, say_how_to_watch
 from autoplan.cli.remarks import print_warnings, print_written
+from autoplan.spec.axes import AXES
 
 if TYPE_CHECKING:
     from autoplan.api.plan_result import PlanResult
@@ -86,9 +87,9 @@ AllowOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="CHOICE",
-        help="Also look at plans with an option that changes the numerics of training: grad_dtype, reduce_dtype, "
-        "fp8_scaling, main_weights, moment_dtype, narrow_params, fp8_attention, token_dropping, dropout, or a value "
-        "such as moment_dtype=bf16 (repeatable).",
+        help="Also look at plans with an option that changes the numerics of training: "
+        f"{', '.join(axis.name for axis in AXES if axis.exact is not None)}, or a value such as moment_dtype=bf16 "
+        "(repeatable).",
     ),
 ]
 PreferOption = Annotated[

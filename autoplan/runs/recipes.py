@@ -34,6 +34,7 @@ class Recipe:
     traits: Mapping[str, bool | int | float | str] = field(
         default_factory=dict
     )  # what their build of it did and no release does
+    usual: tuple[str, ...] = ()  # options (AXIS=VALUE) of their plans, where a row does not say them
     # What another build of it did, from so many nodes on as often as not, and no column tells: an interval holds both.
     doubted: Mapping[str, int | float] = field(default_factory=dict)
     doubted_from_nodes: int = 1
@@ -58,7 +59,8 @@ class Recipe:
 
     def software(self) -> Framework:
         """Return the framework as these runs had it."""
-        return load_framework(self.framework).changed(**self.traits)
+        framework = load_framework(self.framework).changed(**self.traits)
+        return replace(framework, usual=framework.usual + self.usual)
 
     def fit(self, name: str, year: str, device: str) -> int:
         """Return how exactly the recipe names a row: the length of what agrees; 0 where something does not."""

@@ -207,6 +207,7 @@ class Axis:
 
 _MEGATRON = "Megatron-LM and Primus"
 _WITH_DEEPSPEED = "Megatron-LM, Primus and DeepSpeed"
+_WITH_TORCH = "Megatron-LM, Primus, DeepSpeed and frameworks of torch"
 _degree = partial(Axis, kind=Kind.COUNT, default=1, most=MAX_DEGREE, metavar="N")
 _flag = partial(Axis, kind=Kind.FLAG, default=False)
 _word = partial(Axis, kind=Kind.WORD)
@@ -297,11 +298,15 @@ AXES: tuple[Axis, ...] = (
           searched=(False, True), is_monotone=True, flag_default=None),
     _word(name="main_weights",
           help="Weights that the optimizer updates: fp32, remainders (what 16-bit weights lack of fp32), fp16 or bf16.",
-          default=MainWeights.FP32, label="main weights", known_of=_WITH_DEEPSPEED, searched=tuple(MainWeights),
+          default=MainWeights.FP32, label="main weights", known_of=_WITH_TORCH, searched=tuple(MainWeights),
           exact=(MainWeights.FP32, MainWeights.REMAINDERS), is_monotone=True, flag_default=None),
     _word(name="moment_dtype", help="Adam's moments: fp32, bf16 or fp8.", default=MomentType.FP32,
           label="data type of the moments", known_of=_WITH_DEEPSPEED, searched=tuple(MomentType), exact=(),
           is_monotone=True, flag_default=None),
+    _flag(name="wide_adapters",
+          help="Adapters in fp32 multiply so, without torch.autocast; else they are cast for the products.",
+          label="products of adapters in fp32", phrase="adapters multiplied in fp32", known_of="PEFT",
+          searched=(False, True), exact=(), flag_default=None),
     _word(name="rank_order", help="tp-cp-ep-dp-pp or tp-cp-ep-pp-dp, nearest ranks first.",
           default=RankOrder.DP_BEFORE_PP, needs=Needs.STAGES_AND_REPLICAS, label="order of the ranks",
           searched=tuple(RankOrder), metavar="ORDER"),

@@ -85,6 +85,11 @@ class Memory:
     logs_memory: Literal["allocated", "reserved", "device"] = "allocated"
     logs_first_rank: bool = False  # of rank 0 alone, not of the worst rank
 
+    @property
+    def keeps_main_weights(self) -> bool:
+        """Return whether the optimizer updates the weights that are kept, which passes cast; else a copy in fp32."""
+        return self.bytes_per_weight >= 4.0
+
     def __post_init__(self) -> None:
         check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, at_most=1000)
         check_count("whole_gather_copies", self.whole_gather_copies, at_least=0, at_most=10)
@@ -145,8 +150,7 @@ class Kernels:
     # Moved through memory per parameter and micro-batch where adding up gradients is not fused into the products.
     bytes_moved_per_accumulated_grad: float = 0.0
     fuses_accumulation_in_pipelines: bool = False  # of dense layers, whatever is moved without pipelines
-    # What adapters in fp32 beside 16-bit weights take in it: their inputs until torch.autocast narrows them, or all.
-    wide_adapters: Literal["none", "inputs", "all"] = "none"
+    casts_for_adapters: bool = False  # adapters in fp32 meet 16-bit inputs, which are cast; else as they are sharded
     fuses_unpacking: bool = False  # 4-bit integers become weights in one kernel, not in one of torch for each operation
     bytes_moved_per_update: float = 30.0  # read and written per local parameter in a step (`modelling` C7)
     # Read and written in host memory per parameter that an optimizer on the host updates: by torch's AdamW, a loop
@@ -383,6 +387,7 @@ _RETIRED = {
     "repeats_up_projections",
     "syncs_overlapped_experts",
     "trains_mtp",
+    "wide_adapters",
 }
 # Of these, what stands in `usual` today.
 NOW_USUAL = {

@@ -133,6 +133,7 @@ class ParallelPlan:
     rope_fusion: bool = False
     main_weights: MainWeights = MainWeights.FP32
     moment_dtype: MomentType = MomentType.FP32
+    wide_adapters: bool = False
     rank_order: RankOrder = RankOrder.DP_BEFORE_PP
     placement: tuple[str, ...] | None = None  # names of the nodes in the order of the ranks; None: as they come
 
@@ -347,6 +348,7 @@ class PlanBatch(Rows):
     rope_fusion: Bools
     main_weights: Ints
     moment_dtype: Ints
+    wide_adapters: Bools
     rank_order: Ints
     layout: Ints
     layouts: tuple[tuple[int, ...], ...]

@@ -72,11 +72,11 @@ def _spelled(text: str) -> str:
     return f"{name}={shown(AXIS[name].parse(value, '--forbid'))}" if sign and name in AXIS else f"{name}{sign}{value}"
 
 
-PLAN_FILE_VERSION = 8
+PLAN_FILE_VERSION = 9
 # In 2 a framework's traits stood in no groups; in 3 the dispatcher was one of them, in 4 the types of gradients and of
 # gathered weights, in 5 attention in 8 bits, the dropping of tokens and kernels of router and rotation, in 6
-# dropout, in 7 what the matrices of 8-bit products have a scale for.
-_READABLE_PLAN_FILES = (2, 3, 4, 5, 6, 7, PLAN_FILE_VERSION)
+# dropout, in 7 what the matrices of 8-bit products have a scale for, in 8 what adapters in fp32 multiply in.
+_READABLE_PLAN_FILES = (2, 3, 4, 5, 6, 7, 8, PLAN_FILE_VERSION)
 
 
 # Of Megatron-Bridge, in files of before they were an option of the plan.
@@ -126,6 +126,9 @@ class PlanFile:
         framework = table.get("framework")
         if table.get("schema_version") not in _READABLE_PLAN_FILES[:-1] or not isinstance(framework, dict):
             return table
+        table = _with_adapters_chosen(table)
+        if table["schema_version"] == 8:
+            return table
         table = _with_scaling_chosen(table)
         if table["schema_version"] == 7:
             return table
@@ -170,6 +173,19 @@ def _check_version(table: dict[str, Any], key: str, readable: tuple[int, ...]) -
     if table.get(key, readable[-1]) not in readable:
         command = f": make the file again with {table['command']}" if table.get("command") else ""
         raise InputError(f"{key} is {table[key]}, this autoplan reads {readable[-1]}{command}")
+
+
+def _with_adapters_chosen(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan file in which plans choose what adapters in fp32 multiply in, which a trait told."""
+    framework = table["framework"]
+    kernels = framework.get("kernels", framework)
+    kind = kernels.get("wide_adapters", "none") if isinstance(kernels, dict) else "none"
+    if kind not in ("inputs", "all"):
+        return table
+    cast = {"casts_for_adapters": True}
+    group = {"kernels": kernels | cast} if "kernels" in framework else cast
+    table = _with_choice(table, wide_adapters=True) if kind == "all" else table
+    return table | {"framework": framework | group}
 
 
 def _with_scaling_chosen(table: dict[str, Any]) -> dict[str, Any]:

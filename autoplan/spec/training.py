@@ -52,8 +52,7 @@ class TrainingSpec:
         if self.preference is not None:
             if self.document_len is not None:
                 raise InputError("pairs of sequences are not packed: leave document_len out")
-            adapters = self.finetuning is not None and self.finetuning.has_adapters
-            object.__setattr__(self, "preference", self.preference.with_reference(has_adapters=adapters))
+            object.__setattr__(self, "preference", self.preference.with_reference(has_adapters=self.has_adapters))
         if not 1.0 <= self.expert_imbalance <= 1000.0:
             raise InputError(f"expert_imbalance must lie between 1 (balanced) and 1000, got {self.expert_imbalance:g}")
 
@@ -67,6 +66,11 @@ class TrainingSpec:
                 f"packed samples need attention that skips other samples, not {self.attention}: use flash, "
                 "or batching joined or padded"
             )
+
+    @property
+    def has_adapters(self) -> bool:
+        """Return whether adapters are trained, beside frozen weights."""
+        return self.finetuning is not None and self.finetuning.has_adapters
 
     @property
     def sequences_per_sample(self) -> int:

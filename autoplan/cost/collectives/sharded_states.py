@@ -9,7 +9,13 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.memory_bound import KERNEL_START_S, memory_bound_s
-from autoplan.cost.memory.state_types import WIDE_BYTES, grad_bytes, parameters_on_host, reduced_grad_bytes
+from autoplan.cost.memory.state_types import (
+    WIDE_BYTES,
+    grad_bytes,
+    parameters_on_host,
+    reduced_grad_bytes,
+    weight_bytes,
+)
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import Sharding
@@ -143,7 +149,7 @@ def _host_copies_s(
     FSDPParam.all_gather_inputs and foreach_reduce).
     """
     shard, expert_shard = unit.gather.group.size, unit.gather_experts.group.size
-    beyond_cast = problem.framework.memory.bytes_per_weight - problem.training.element_bytes
+    beyond_cast = weight_bytes(problem, batch) - problem.training.element_bytes
     held_bytes = (parameters.dense_bytes + beyond_cast * parameters.trained_dense) / shard
     held_bytes = held_bytes + (parameters.expert_bytes + beyond_cast * parameters.trained_expert) / expert_shard
     own = parameters.trained_dense / shard + parameters.trained_expert / expert_shard

@@ -5,7 +5,6 @@ Arrays have one element per plan; times are seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ from autoplan.cost.kernels.launches import unpacks_eagerly
 from autoplan.cost.kernels.memory_bound import Traffic
 from autoplan.cost.kernels.products import gemm_rate, matrices_s
 from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, norm_tokens, rank_tokens
+from autoplan.cost.memory.state_types import is_16_bit_throughout
 from autoplan.cost.passes import SplitPass
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -82,23 +82,34 @@ def _dequantising(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traf
 class _AdapterBytes(NamedTuple):
     """Bytes that an adapter moves beside its products, per token and element of its inputs or outputs, in each pass."""
 
-    forward_input: float
-    forward_dropout: float  # per element of the inputs, where there is dropout
-    forward_output: float
-    backward_input: float
-    backward_dropout: float
-    backward_output: float
+    forward_input: Floats
+    forward_dropout: Floats  # per element of the inputs, where there is dropout
+    forward_output: Floats
+    backward_input: Floats
+    backward_dropout: Floats
+    backward_output: Floats
 
 
+# Adapters in 16 bits, in fp32 under torch.autocast, and in fp32 without it, in this order.
 # Forward outputs are scaled and added to those of the frozen matrix; backward gradients are scaled, and those of the
 # inputs added up.  Dropout reads the inputs and writes what is left with a mask, and reads and writes gradients.
 # In fp32 (peft 0.13, tuners/lora/layer.py, Linear.forward) inputs are cast first, and torch.autocast casts them back
 # for the products; without it these read and write fp32, and the sum with the frozen outputs is cast to 16 bits.
-ADAPTER_BYTES: Mapping[str, _AdapterBytes] = {
-    "none": _AdapterBytes(0.0, 5.0, 10.0, 6.0, 5.0, 4.0),
-    "inputs": _AdapterBytes(12.0, 9.0, 10.0, 18.0, 9.0, 4.0),
-    "all": _AdapterBytes(8.0, 9.0, 26.0, 16.0, 9.0, 24.0),
-}
+_ADAPTER_BYTES = _AdapterBytes(
+    forward_input=np.array([0.0, 12.0, 8.0]),
+    forward_dropout=np.array([5.0, 9.0, 9.0]),
+    forward_output=np.array([10.0, 10.0, 26.0]),
+    backward_input=np.array([6.0, 18.0, 16.0]),
+    backward_dropout=np.array([5.0, 9.0, 9.0]),
+    backward_output=np.array([4.0, 4.0, 24.0]),
+)
+
+
+def _adapter_bytes(problem: Problem, batch: PlanBatch) -> _AdapterBytes:
+    """What the adapters of every plan move."""
+    is_wide = problem.framework.kernels.casts_for_adapters & ~is_16_bit_throughout(problem, batch)
+    kind = np.where(is_wide, 1 + batch.wide_adapters, 0)
+    return _AdapterBytes(*(moved[kind] for moved in _ADAPTER_BYTES))
 
 
 def _adapter_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traffic:
@@ -109,7 +120,7 @@ def _adapter_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> T
     """
     finetuning, element = problem.training.finetuning, problem.training.element_bytes
     assert finetuning is not None
-    moved, has_dropout = ADAPTER_BYTES[problem.framework.kernels.wide_adapters], finetuning.dropout > 0
+    moved, has_dropout = _adapter_bytes(problem, batch), finetuning.dropout > 0
     forward, backward = np.zeros(len(batch)), np.zeros(len(batch))
     for linear in shape.linears:
         if not linear.adapts:

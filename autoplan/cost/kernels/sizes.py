@@ -28,6 +28,8 @@ KERNEL_AXES = (
     "grad_dtype",
     "fp8_scaling",
     "fp8_attention",
+    "main_weights",
+    "wide_adapters",
     "token_dropping",
     "dropout",
     "ep_overlap",

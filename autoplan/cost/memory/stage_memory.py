@@ -38,6 +38,7 @@ from autoplan.cost.memory.state_types import (
     optimizer_on_host,
     parameters_on_host,
     update_copy_bytes,
+    weight_bytes,
     whole_grad_bytes,
 )
 from autoplan.cost.network.process_groups import ProcessGroups, process_groups
@@ -222,7 +223,7 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
     zero3 = sharding >= Sharding.ZERO3.code
     spread = partial(spread_bytes, parameters.trained, groups)
     fp16 = batch.precision == Precision.FP16.code
-    weights = held_weight_bytes(problem, parameters, groups, zero1 if framework.memory.fsdp2_states else zero3)
+    weights = held_weight_bytes(problem, batch, parameters, groups, zero1 if framework.memory.fsdp2_states else zero3)
     weights = weights + _narrow_weight_bytes(problem, batch, parameters)
     per_grad = grad_bytes(problem, batch)
     gradients = spread(per_grad, zero2)
@@ -252,10 +253,10 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
 
 
 def held_weight_bytes(
-    problem: Problem, parameters: StageParameters, groups: ProcessGroups, is_sharded: Bools
+    problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups, is_sharded: Bools
 ) -> Floats:
     """Bytes of all weights of a rank as they are held, frozen ones and a reference among them: (plans, stages)."""
-    per_weight = problem.framework.memory.bytes_per_weight
+    per_weight = weight_bytes(problem, batch)
     weights = spread_bytes(parameters.trained, groups, per_weight, is_sharded)
     if parameters.frozen_bytes is not None:
         weights = weights + spread_bytes(parameters.frozen_bytes, groups, 1.0, is_sharded)
@@ -277,9 +278,7 @@ def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StagePa
     one_layout = problem.cluster.device.generation == "blackwell"
     copies = {name: size * (1.0 if name == "fp8" and one_layout else 2.0) for name, size in NARROW_BYTES.items()}
     per_weight = np.array([copies.get(precision, 0.0) for precision in Precision])[batch.precision]
-    per_weight = per_weight - np.where(
-        batch.narrow_params & (per_weight > 0.0), problem.framework.memory.bytes_per_weight, 0.0
-    )
+    per_weight = per_weight - np.where(batch.narrow_params & (per_weight > 0.0), weight_bytes(problem, batch), 0.0)
     per_weight = np.where(batch.sharding >= Sharding.ZERO3.code, 0.0, per_weight)
     return (parameters.dense - parameters.ends + parameters.expert) * per_weight[:, None]
 
@@ -436,7 +435,7 @@ def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) 
     groups = process_groups(batch)
     per_state = optimizer_bytes(problem, batch)[:, None] + grad_bytes(problem, batch)[:, None]
     offloaded = own_parameters(batch, parameters) * per_state * optimizer_on_host(batch)[:, None]
-    weights = held_weight_bytes(problem, parameters, groups, batch.sharding == Sharding.ZERO3.code)
+    weights = held_weight_bytes(problem, batch, parameters, groups, batch.sharding == Sharding.ZERO3.code)
     offloaded = offloaded + weights * parameters_on_host(batch)[:, None]
     staged = _saved_bytes(problem, batch, parameters, groups)
     devices = np.minimum(problem.cluster.devices_per_node, batch.num_devices)
@@ -456,4 +455,4 @@ def _saved_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters
     dense_copies, expert_copies = groups.dense_copies.size[:, None], groups.expert_copies.size[:, None]
     trained = parameters.trained
     saved = trained.dense / dense_copies + trained.expert / expert_copies
-    return saved * (problem.framework.memory.bytes_per_weight + optimizer_bytes(problem, batch)[:, None])
+    return saved * (weight_bytes(problem, batch) + optimizer_bytes(problem, batch))[:, None]

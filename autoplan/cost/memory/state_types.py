@@ -4,7 +4,9 @@ What a framework keeps where nothing is chosen are traits of it; what a choice s
 (d98e8a6): core/optimizer/optimizer_config.py, use_precision_aware_optimizer, store_param_remainders and the data types
 beside them, core/distributed/param_and_grad_buffer.py, whose buffer is what is reduced, and
 core/optimizer/distrib_optimizer.py, _copy_model_grads_to_main_grads, which makes an fp32 copy of the own shard.
-DeepSpeed's bf16 states are its runtime/zero/stage_1_and_2.py and stage3.py with bf16_master_weights_and_grads.
+DeepSpeed's bf16 states are its runtime/zero/stage_1_and_2.py and stage3.py with bf16_master_weights_and_grads.  Where
+the weights that are kept are the main ones, as in torch, gradients and moments have their type (torch/optim/adam.py,
+zeros_like), and so have those of models that are held in 16 bits.
 """
 
 from __future__ import annotations
@@ -41,6 +43,17 @@ def parameters_on_host(batch: PlanBatch) -> Bools:
     return batch.offload == Offload.PARAMETERS.code
 
 
+def is_16_bit_throughout(problem: Problem, batch: PlanBatch) -> Bools:
+    """Return which plans keep no more than 16 bits of weights that are the main ones, nor of their gradients."""
+    is_narrow = (batch.main_weights == MainWeights.BF16.code) & problem.framework.memory.keeps_main_weights
+    return np.asarray(is_narrow)
+
+
+def weight_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Return the bytes of a weight that is trained, as it is kept."""
+    return np.where(is_16_bit_throughout(problem, batch), HALF_BYTES, problem.framework.memory.bytes_per_weight)
+
+
 def _of_gradients(batch: PlanBatch, usual: float) -> Floats:
     return np.where(batch.grad_dtype == GradType.FP32.code, usual, min(usual, HALF_BYTES))
 
@@ -53,7 +66,8 @@ def _of_reduction(batch: PlanBatch, usual: float) -> Floats:
 
 def grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Return the bytes of a gradient in the buffer that keeps it."""
-    return _of_gradients(batch, problem.framework.memory.bytes_per_grad)
+    usual = problem.framework.memory.bytes_per_grad
+    return np.where(is_16_bit_throughout(problem, batch), min(usual, HALF_BYTES), _of_gradients(batch, usual))
 
 
 def reduced_grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
@@ -69,21 +83,26 @@ def whole_grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 def update_copy_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Return the bytes that the optimizer's step makes for each parameter that the rank updates."""
     usual = problem.framework.memory.bytes_per_update_copy
-    return usual + np.where(batch.grad_dtype == GradType.BF16.code, WIDE_BYTES, 0.0)
+    made = np.where(is_16_bit_throughout(problem, batch), usual / 2.0, usual)
+    return made + np.where(batch.grad_dtype == GradType.BF16.code, WIDE_BYTES, 0.0)
 
 
 def optimizer_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Return the bytes of main weights and moments of a parameter that the rank updates."""
-    saved = _SAVED_WEIGHTS[batch.main_weights] + _SAVED_MOMENTS[batch.moment_dtype]
-    return problem.framework.memory.bytes_per_optimizer_state - saved - _saved_by_optimizer(problem)
+    usual = problem.framework.memory.bytes_per_optimizer_state
+    saved = (
+        _SAVED_WEIGHTS[batch.main_weights] + _SAVED_MOMENTS[batch.moment_dtype] + _saved_by_optimizer(problem, usual)
+    )
+    narrow = usual / 2.0
+    narrow -= _saved_by_optimizer(problem, narrow)
+    return np.where(is_16_bit_throughout(problem, batch), narrow, usual - saved)
 
 
-def _saved_by_optimizer(problem: Problem) -> float:
-    """Bytes of a parameter of the layers that the optimizer keeps less than Adam does."""
+def _saved_by_optimizer(problem: Problem, state_bytes: float) -> float:
+    """Bytes of a parameter of the layers that the optimizer keeps less than Adam, which keeps so many, does."""
     kind, hidden = TRAITS[problem.training.optimizer], problem.model.hidden_size
-    usual = min(ADAM_MOMENT_BYTES, problem.framework.memory.bytes_per_optimizer_state)
     # Of a matrix as wide as the hidden size on both sides.
-    return max(usual - kind.moment_bytes - 2.0 * kind.factored_bytes / hidden, 0.0)
+    return max(min(ADAM_MOMENT_BYTES, state_bytes) - kind.moment_bytes - 2.0 * kind.factored_bytes / hidden, 0.0)
 
 
 def more_bytes_of_ends(problem: Problem) -> float:
@@ -93,6 +112,12 @@ def more_bytes_of_ends(problem: Problem) -> float:
 
 
 def update_moved_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Return the bytes that the update of a parameter reads and writes."""
+    """Return the bytes that the update of a parameter reads and writes.
+
+    That of 16 bits throughout is priced as the framework's own: torch's runs of such models were as slow (full
+    fine-tuning of fms-acceleration, PEFT and torchtune fits better so than with half of it, .138 to .143).
+    """
+    usual, is_narrow = problem.framework.memory.bytes_per_optimizer_state, is_16_bit_throughout(problem, batch)
     unmoved = _UNMOVED_WEIGHTS[batch.main_weights] + 2.0 * _SAVED_MOMENTS[batch.moment_dtype]
-    return problem.framework.kernels.bytes_moved_per_update - unmoved - 2.0 * _saved_by_optimizer(problem)
+    saved = np.where(is_narrow, _saved_by_optimizer(problem, usual / 2.0), _saved_by_optimizer(problem, usual))
+    return problem.framework.kernels.bytes_moved_per_update - np.where(is_narrow, 0.0, unmoved) - 2.0 * saved

@@ -20,9 +20,9 @@ from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS
 from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_by_peft
 from autoplan.frameworks.common.universal_rules import SOURCE
-from autoplan.frameworks.fsdp2.rules import RULES
+from autoplan.frameworks.fsdp2.rules import rules_offering
 from autoplan.frameworks.hf_trainer.options import WRITTEN_OPTIM
-from autoplan.spec.enums import Offload, Precision, Recompute, ReduceType, Sharding
+from autoplan.spec.enums import MainWeights, Offload, Precision, Recompute, ReduceType, Sharding
 from autoplan.spec.plan import ALL_LAYERS, ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload
@@ -61,6 +61,8 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
                 ["--per_device_train_batch_size", str(plan.micro_batch)],
                 ["--gradient_accumulation_steps", str(plan.num_microbatches)],
                 *([["--gradient_checkpointing", "true"]] if _recomputes_alone(plan) else []),
+                *([["--dtype", "bfloat16"]] if loads_bf16(plan) else []),
+                *([["--bf16", "false"]] if is_unmixed(plan) else []),
                 *([] if optimizer == "adam" else [["--optim", WRITTEN_OPTIM[optimizer]]]),
             ),
         ),
@@ -76,8 +78,11 @@ def _program(plan_file: PlanFile) -> list[str]:
     plan = plan_file.best.plan
     loads = "loads its model with from_pretrained(..., tp_plan='auto', device_mesh=accelerator.torch_device_mesh)"
     splits = "runs every step inside accelerator.maybe_context_parallel(buffers=..., buffer_seq_dims=...)"
+    holds = "loads its model in bf16 (--dtype bfloat16), and is not told --bf16"
+    keeps = "loads its model in bf16 (--dtype bfloat16)"
     recomputes = "recomputes every layer (--gradient_checkpointing true of the Trainer)"
-    duties = ((plan.tp > 1, loads), (plan.cp > 1, splits), (_recomputes_alone(plan), recomputes))
+    held = (loads_bf16(plan), holds if is_unmixed(plan) else keeps)
+    duties = ((plan.tp > 1, loads), (plan.cp > 1, splits), (_recomputes_alone(plan), recomputes), held)
     return [duty for is_needed, duty in duties if is_needed] + peft_duties(plan_file)
 
 
@@ -95,8 +100,22 @@ def is_sharded(plan: ParallelPlan) -> bool:
     return plan.sharding != "none" and plan.dp_shard * plan.cp > 1
 
 
+def loads_bf16(plan: ParallelPlan) -> bool:
+    """Return whether the program has to load its model in bf16, which nothing casts to fp32."""
+    return plan.main_weights == MainWeights.BF16 or plan.wide_adapters
+
+
+def is_unmixed(plan: ParallelPlan) -> bool:
+    """Return whether mixed precision is off: FSDP would make fp32 of what it shards (utils/fsdp_utils.py:805)."""
+    return plan.wide_adapters or (plan.main_weights == MainWeights.BF16 and is_sharded(plan))
+
+
 def _is_sharded(batch: PlanBatch) -> Bools:
     return (batch.sharding != Sharding.NONE.code) & (batch.dp_shard * batch.cp > 1)
+
+
+def _is_unmixed(batch: PlanBatch) -> Bools:
+    return batch.wide_adapters | ((batch.main_weights == MainWeights.BF16.code) & _is_sharded(batch))
 
 
 LIMITS = (
@@ -151,10 +170,31 @@ LIMITS = (
         holds=lambda s, b: (b.tp * b.cp == 1) | (b.dp_replicate == 1) | (b.dp_shard > 1),
         text=lambda s, p: "tp or cp in copies of dp_shard 1: raise dp_shard",
     ),
+    Rule(
+        source="utils/fsdp_utils.py:805",
+        holds=lambda s, b: ~_is_unmixed(b) | (b.precision == Precision.BF16.code),
+        text=lambda s, p: f"weights held in bf16 with precision {p.precision}: use bf16",
+    ),
     Rule(  # bitsandbytes packs a matrix into one column of bytes, which the plans of transformers do not cut
         source="github.com/huggingface/transformers/issues/38122",
         holds=lambda s, b: (b.tp == 1) | (not is_quantized(s)),
         text=lambda s, p: f"tp {p.tp} of quantised weights: set tp 1",
+    ),
+)
+
+
+# Of the files of `accelerate launch` alone; the programs that have their own say more of adapters.
+_LIMITS_OF_FILES = (
+    *LIMITS,
+    Rule(
+        source="peft/tuners/tuners_utils.py autocast_adapter_dtype",
+        holds=lambda s, b: (b.main_weights == MainWeights.FP32.code) | (not s.training.has_adapters),
+        text=lambda s, p: f"main_weights {p.main_weights} of adapters: PEFT makes fp32 of them, leave it out",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: ~b.wide_adapters,
+        text=lambda s, p: "wide_adapters: its files say nothing of them, leave it out or use axolotl or llama-factory",
     ),
 )
 
@@ -167,8 +207,14 @@ def is_quantized(workload: Workload) -> bool:
 
 def _check(plan_file: PlanFile) -> None:
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
-    check_legal(RULES, model, training, plan, "Accelerate does not accept the plan")
-    check_limits(LIMITS, model, training, plan, "Accelerate cannot express")
+    check_legal(
+        rules_offering("main_weights", "reduce_dtype", "wide_adapters"),
+        model,
+        training,
+        plan,
+        "Accelerate does not accept the plan",
+    )
+    check_limits(_LIMITS_OF_FILES, model, training, plan, "Accelerate cannot express")
     if training.fused_norm is True:
         raise InputError("Accelerate cannot express fused_norm = true: the program's model decides, leave it out")
 
@@ -180,7 +226,7 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
     table: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": kind,
-        **written((PRECISION,), plan_file),
+        PRECISION.key: "no" if is_unmixed(plan) else PRECISION.value(plan_file),
         "num_machines": nodes,
         "num_processes": plan.num_devices,
         "machine_rank": 0,
@@ -221,7 +267,7 @@ TARGET = Target(
     title="Hugging Face Accelerate",
     rules=("fsdp2", "accelerate"),
     job=job,
-    limits=LIMITS,
+    limits=_LIMITS_OF_FILES,
     refused_tuning=refused_by_peft,
     optimizers=tuple(WRITTEN_OPTIM),
 )

@@ -34,8 +34,8 @@ from autoplan.frameworks.common.shell import read_script
 from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.deepspeed import read as deepspeed
 from autoplan.frameworks.fsdp2.options import read_offload
-from autoplan.frameworks.hf_trainer.launch import Program, known_model, training_of
-from autoplan.frameworks.hf_trainer.options import ACCUMULATION, HARMLESS
+from autoplan.frameworks.hf_trainer.launch import Program, held_types, known_model, training_of
+from autoplan.frameworks.hf_trainer.options import ACCUMULATION, HARMLESS, HELD_KEYS
 from autoplan.frameworks.hf_trainer.read import program_called
 from autoplan.frameworks.hf_trainer.script import program_options
 from autoplan.spec.enums import Precision, Recompute, Sharding
@@ -46,7 +46,8 @@ _LAUNCH = re.compile(r"^[^#\n]*\baccelerate\s+launch\b", re.MULTILINE)
 _KINDS = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
 _BATCH = ("PER_DEVICE_TRAIN_BATCH_SIZE", "GRADIENT_ACCUMULATION_STEPS")
 _CHECKPOINTING = "GRADIENT_CHECKPOINTING"
-_PROGRAM = (*_BATCH, "BF16", "FP16", _CHECKPOINTING)  # arguments of the Trainer, as variables
+# Arguments of the Trainer, as variables.
+_PROGRAM = (*_BATCH, "BF16", "FP16", _CHECKPOINTING, *(key.upper() for key in HELD_KEYS))
 _DEEPSPEED = (  # options of the command that are in the section `deepspeed_config`
     *("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag", "zero3_save_16bit_model"),
     *("gradient_accumulation_steps", "gradient_clipping", "deepspeed_config_file", "deepspeed_hostfile"),
@@ -108,7 +109,8 @@ def _with_torch(
         options.remarks.append(Unread(option=_CHECKPOINTING.lower(), value="", why=why))
     micro, steps = (_batch_count(program, name) for name in _BATCH)
     plan = ParallelPlan.derived(
-        **mesh | states,  # every rank holds whole experts
+        # Every rank holds whole experts.
+        **mesh | states | _types(options, program, training, states["sharding"]),
         precision=training.precision,
         micro_batch=micro,
         global_batch=micro * steps * mesh["dp_replicate"] * mesh["dp_shard"],
@@ -135,7 +137,7 @@ def _ask_for_missing(options: Options, program: dict[str, str], context: LaunchC
     steps = options.inside("deepspeed_config").value("gradient_accumulation_steps", _AUTO)
     in_file = (_BATCH[1],) if isinstance(steps, int) else ()
     missing += [f"--set {name}=N" for name in _BATCH if name not in program and name not in in_file]
-    if _is_open_precision(options) and not program.keys() & {"BF16", "FP16"}:
+    if _is_open_precision(options) and not (program.keys() & {"BF16", "FP16"} or _holds_bf16(program)):
         missing.append("--set BF16=true (or FP16=true, as the program is told)")
     if missing:
         raise InputError(f"the file does not say all that the program is told: pass {', '.join(missing)}")
@@ -153,8 +155,30 @@ def _precision(options: Options, program: dict[str, str]) -> Precision:
             options.pass_over("mixed_precision")
             return precision
     if _is_open_precision(options):
+        if _holds_bf16(program):
+            return Precision.BF16
         raise InputError("neither file nor program says bf16 or fp16: training in 32 bits is not priced here")
     return PRECISION.of(options)
+
+
+def _holds_bf16(program: dict[str, str]) -> bool:
+    return any(program.get(key.upper()) in ("bfloat16", "torch.bfloat16") for key in HELD_KEYS)
+
+
+def _types(options: Options, program: dict[str, str], training: TrainingSpec, sharding: Sharding) -> Fields:
+    """Return the data type of what is trained, and whether adapters in fp32 are multiplied so."""
+    is_mixed = not _is_open_precision(options) or any(
+        program.get(name, "false").casefold() in ("true", "", "1") for name in ("BF16", "FP16")
+    )
+    held = Program(
+        target="accelerate",
+        model_key="",
+        length_key="",
+        finetuning=training.finetuning if training.has_adapters else None,
+        holds_bf16=_holds_bf16(program),
+        autocasts=is_mixed,
+    )
+    return held_types(held, sharding)
 
 
 def _with_deepspeed(

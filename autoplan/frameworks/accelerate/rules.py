@@ -8,7 +8,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoplan.frameworks.accelerate.export import LIMITS
+from autoplan.frameworks.common.rules import Rule
 from autoplan.frameworks.fsdp2 import rules as fsdp2
+from autoplan.spec.enums import MainWeights
 
-RULES = fsdp2.RULES + LIMITS
-BOOK = replace(fsdp2.BOOK, rules=RULES, extras=())
+EXTRAS = ("main_weights", "wide_adapters")
+
+RULES = (
+    *fsdp2.rules_offering(*EXTRAS, "reduce_dtype"),
+    *LIMITS,
+    Rule(
+        source="peft/tuners/tuners_utils.py autocast_adapter_dtype",
+        holds=lambda s, b: ~b.wide_adapters | (s.training.has_adapters & (b.main_weights == MainWeights.FP32.code)),
+        text=lambda s, p: "wide_adapters needs adapters, and main_weights fp32: leave it out",
+    ),
+)
+BOOK = replace(fsdp2.BOOK, rules=RULES, extras=EXTRAS)

@@ -20,7 +20,7 @@ from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unr
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_yaml, show
 from autoplan.readers.model import find_preset
-from autoplan.spec.enums import Precision, Sharding
+from autoplan.spec.enums import MainWeights, Precision, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.model import ModelSpec
@@ -32,7 +32,10 @@ _ADAM = re.compile(r"(^|\.)(Fused)?AdamW?$")
 _SIZES = re.compile(r"^(num_.*(layers|heads|experts)|hidden_size|\w*intermediate_size|vocab_size|n_routed_experts)$")
 _PRICED = re.compile(r"(Train|Finetune|Pretrain|Benchmarking)\w*NextTokenPrediction$")  # recipes (recipes/llm/)
 _LOSS = ".MaskedCrossEntropy"
-_WIDTHS = ("bf16", "bfloat16", "torch.bfloat16", "auto")
+_WIDTHS = {
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16", "auto"), MainWeights.BF16),
+    **dict.fromkeys(("fp32", "float32", "torch.float32"), MainWeights.FP32),
+}
 _LENGTHS = ("seq_len", "seq_length", "max_length")
 
 
@@ -87,8 +90,6 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
     name = config.text("pretrained_model_name_or_path") or section.text("pretrained_model_name_or_path")
     section.pass_over("_target_", "trust_remote_code", "use_liger_kernel", "is_meta_device", "name_or_path")
     config.pass_over("_target_", "trust_remote_code")
-    if section.is_other("torch_dtype", *_WIDTHS):
-        section.remark("torch_dtype", "priced as bf16")
     for key in config.arguments if context.model is None else ():
         if _SIZES.search(key):
             raise InputError(f"{config.name(key)} makes another model of {show(name)}: pass --model")
@@ -214,6 +215,7 @@ def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Preci
         dp_shard=dp // copies if sharding != Sharding.NONE else dp,
         sharding=sharding,
         precision=precision,
+        main_weights=options.inside("model").word("torch_dtype", _WIDTHS, "auto"),
         global_batch=total,
     )
 

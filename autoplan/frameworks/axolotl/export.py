@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.frameworks.accelerate.export import is_quantized, is_sharded
+from autoplan.base.arrays import Bools
+from autoplan.frameworks.accelerate.export import is_quantized, is_sharded, is_unmixed
 from autoplan.frameworks.axolotl.options import (
     BATCHINGS,
+    KEEPS,
     LENGTH,
     LORA_KERNELS,
     MESH,
@@ -17,19 +19,20 @@ from autoplan.frameworks.common.job import Job, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
-from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, PRECISIONS, RECOMPUTE
+from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, RECOMPUTE
 from autoplan.frameworks.hf_trainer.write import (
     IN_16_BITS,
     adapters_of,
     check_expressible,
     written_fsdp,
+    written_precision,
     yaml_job,
 )
 from autoplan.readers.model import hub_name
-from autoplan.spec.enums import Sharding
+from autoplan.spec.enums import MainWeights, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.lengths import Batching
-from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.preference import Preference
 from autoplan.spec.training import TrainingSpec
@@ -49,19 +52,8 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     """Return the job that `axolotl train --launcher torchrun` starts on a node (cli/utils/train.py:207)."""
     _check(plan_file)
     words = f'"$HERE/{YAML}" --base_model "$BASE_MODEL" --max_steps "$STEPS"'
-    remarks = _remarks(plan_file.training)
-    return yaml_job("axolotl", "-m axolotl.cli.train", words, YAML, plan_file, _table(plan_file), remarks)
-
-
-def _remarks(training: TrainingSpec) -> list[str]:
-    """Return what a person has to know of the file; all weights have the data type of the products (utils/config)."""
-    remarks = ["Yours to set: datasets, learning_rate and whatever else costs neither time nor memory of a step."]
-    if adapters_of(training) is None:
-        remarks.append(
-            f"axolotl holds trained weights and their moments in {training.precision}, priced are those in fp32 of the "
-            "Trainer: it needs less memory"
-        )
-    return remarks
+    remark = "Yours to set: datasets, learning_rate and whatever else costs neither time nor memory of a step."
+    return yaml_job("axolotl", "-m axolotl.cli.train", words, YAML, plan_file, _table(plan_file), [remark])
 
 
 def _table(plan_file: PlanFile) -> dict[str, Any]:
@@ -75,7 +67,9 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
         LENGTH: training.seq_len,
         **BATCHINGS[_batching(training, plan)],
         **{NAMES.get(key, key): value for key, value in arguments.items()},
-        **{name: kind == plan.precision for name, kind in PRECISIONS.items()},
+        **written_precision(plan),
+        **({"bf16": "full"} if is_unmixed(plan) else {}),
+        **({KEEPS: False} if tuning and plan.main_weights == MainWeights.BF16 else {}),
         "attn_implementation": "eager" if training.attention == "unfused" else "flash_attention_2",
         NAMES["optim"]: OPTIMIZER_WORDS[training.optimizer],
         "lr_scheduler": "cosine",
@@ -132,6 +126,11 @@ def _sharding(plan_file: PlanFile) -> dict[str, Any]:
 # -- what it cannot be told -------------------------------------------------------------------------------------------
 
 
+def _makes_fp32(batch: PlanBatch) -> Bools:
+    """FSDP makes fp32 of what it shards (accelerate/utils/fsdp_utils.py:805)."""
+    return (batch.sharding != Sharding.NONE.code) & (batch.dp_shard * batch.cp > 1)
+
+
 def _is_dpo(training: TrainingSpec) -> bool:
     return training.preference is not None and training.preference.loss == "dpo"
 
@@ -145,6 +144,14 @@ def _is_packed(workload: Workload) -> bool:
 
 LIMITS = (
     IN_16_BITS,
+    Rule(
+        source="utils/config/__init__.py:192",
+        holds=lambda s, b: (b.main_weights == MainWeights.BF16.code) | s.training.has_adapters | _makes_fp32(b),
+        text=lambda s, p: (
+            f"main_weights {p.main_weights} with sharding {p.sharding} over dp_shard {p.dp_shard}: it holds in 16 bits "
+            "what FSDP does not shard, plan with main_weights bf16"
+        ),
+    ),
     Rule(
         source=f"{_VALIDATION}:1655",
         holds=lambda s, b: (b.cp == 1) | (s.training.attention != "unfused"),

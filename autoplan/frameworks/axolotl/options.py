@@ -8,6 +8,7 @@ from autoplan.spec.lengths import Batching
 from autoplan.spec.optimizers import OptimizerName
 
 LENGTH = "sequence_len"
+KEEPS = "peft_autocast_adapter_dtype"  # false: adapters are held as the model is (loaders/adapter.py:368)
 # By the names of the Trainer.
 NAMES = {
     "per_device_train_batch_size": "micro_batch_size",

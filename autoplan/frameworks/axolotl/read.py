@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.axolotl.options import COSTLESS, LENGTH, MESH, NAMES
+from autoplan.frameworks.axolotl.options import COSTLESS, KEEPS, LENGTH, MESH, NAMES
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Argument, Options, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Mesh, Program, launch_of
-from autoplan.frameworks.hf_trainer.options import ACCUMULATION, ALL_IN_16_BITS, MICRO_BATCH, is_on
+from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, is_on
 from autoplan.readers.finetuning import OF_AXOLOTL, of_axolotl
 from autoplan.readers.preference import OF_PREFERENCES, of_rl
 from autoplan.spec.enums import Precision
@@ -49,9 +49,6 @@ def read(text: str, context: LaunchContext) -> Launch:
         options.defaults[ACCUMULATION.key] = max(batch // MICRO_BATCH.of(options), 1)
     uses_fsdp1 = _uses_fsdp1(table)
     options.defaults["fsdp_version"] = 1 if uses_fsdp1 else 2
-    # All weights are loaded in it (utils/config/__init__.py:192); FSDP's first version and DeepSpeed make fp32 of them.
-    if not (finetuning.has_adapters or uses_fsdp1 or table.get("deepspeed")):
-        options.remark("fp16" if is_on(options, "fp16") else "bf16", ALL_IN_16_BITS, default="auto")
     mesh = read_fields(MESH, options)
     if options.optional_count("expert_parallel_size", 1, least=1) not in (None, 1):
         raise InputError("expert_parallel_size > 1 of axolotl is not priced: set it to 1")
@@ -82,6 +79,9 @@ def read(text: str, context: LaunchContext) -> Launch:
         finetuning=finetuning if finetuning.has_adapters else None,
         precision=Precision.BF16,  # "auto" (utils/schemas/config.py:559)
         mesh=Mesh(**mesh),
+        holds_bf16=not is_on(options, "fp16"),  # all weights are loaded in it (utils/config/__init__.py:192)
+        keeps_adapters=options.has(KEEPS) and not options.flag(KEEPS),
+        autocasts=options.value("bf16") != "full",  # core/builders/base.py:273
         config_turns_fsdp_on=True,
         takes_last_precision=True,  # "auto" counts as on (utils/config/__init__.py)
     )

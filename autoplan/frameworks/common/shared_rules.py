@@ -8,7 +8,7 @@ from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, all_true
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.common.widths import gemm_widths, kv_groups
-from autoplan.spec.enums import Precision, RankOrder, Sharding
+from autoplan.spec.enums import MainWeights, Precision, RankOrder, Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.workload import Workload
 
@@ -71,6 +71,15 @@ def whole_experts(source: str) -> Rule:
         source=source,
         holds=lambda s, b: b.etp == 1,
         text=lambda s, p: f"etp {p.etp}: experts are whole on every rank, set etp 1",
+    )
+
+
+def bf16_throughout(source: str) -> Rule:
+    """Weights in bf16 that are the main ones have products that are no other 16 bits."""
+    return Rule(
+        source=source,
+        holds=lambda s, b: (b.main_weights == MainWeights.FP32.code) | (b.precision != Precision.FP16.code),
+        text=lambda s, p: f"main_weights {p.main_weights} with precision {p.precision}: use bf16",
     )
 
 

@@ -70,10 +70,14 @@ def _linear_attention(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _adams_types(workload: Workload, batch: PlanBatch) -> Bools:
-    """Types of main weights and moments are those of an Adam that Megatron-Core fuses, and that on the host is one."""
+    """Types of main weights and moments are those of an Adam that Megatron-Core fuses, and that on the host is one.
+
+    Any optimizer updates weights of bf16 where these are all that there is.
+    """
     if workload.training.optimizer == "adam":
         return all_true(batch)
-    are_plain = (batch.moment_dtype == MomentType.FP32.code) & (batch.main_weights == MainWeights.FP32.code)
+    are_plain = batch.moment_dtype == MomentType.FP32.code
+    are_plain &= np.isin(batch.main_weights, (MainWeights.FP32.code, MainWeights.BF16.code))
     return are_plain & (batch.offload == Offload.NONE.code)
 
 

@@ -18,7 +18,7 @@ from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS, stages_last
 from autoplan.frameworks.common.universal_rules import SOURCE
-from autoplan.frameworks.fsdp2.options import BATCH, DTYPE, SCHEDULES, SEQUENCE_PARALLEL
+from autoplan.frameworks.fsdp2.options import BATCH, DTYPE, HELD, SCHEDULES, SEQUENCE_PARALLEL
 from autoplan.frameworks.fsdp2.rules import RULES
 from autoplan.spec.enums import Offload, Precision, Recompute, ReduceType
 from autoplan.spec.plan import ParallelPlan, chunk_layers
@@ -83,6 +83,7 @@ def _settings(plan_file: PlanFile) -> dict[str, Any]:
             "shard_over": ["dp_shard", "cp"] if is_sharded else [],
             "reshard_after_forward": plan.sharding == "zero3",
             "cpu_offload": plan.offload == Offload.PARAMETERS,
+            **written((HELD,), plan_file),
             "param_dtype": dtype,
             "reduce_dtype": "float32" if plan.reduce_dtype == ReduceType.FP32 else dtype,
         },

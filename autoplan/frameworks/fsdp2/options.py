@@ -7,7 +7,7 @@ from typing import Any
 
 from autoplan.frameworks.common.option_table import count, switch, word
 from autoplan.frameworks.common.options import Options
-from autoplan.spec.enums import Offload, Precision, Sharding
+from autoplan.spec.enums import MainWeights, Offload, Precision, Sharding
 
 # Of torch.distributed.pipelining.schedules.get_schedule_class; zero bubbles with one stage a rank.
 SCHEDULES = {
@@ -19,6 +19,7 @@ SCHEDULES = {
     "dualpipe-v": "DualPipeV",
 }
 DTYPE = word("param_dtype", "precision", None, {"bfloat16": Precision.BF16, "float16": Precision.FP16})
+HELD = word("held_dtype", "main_weights", MainWeights.FP32, {"float32": MainWeights.FP32, "bfloat16": MainWeights.BF16})
 SEQUENCE_PARALLEL = switch("sequence_parallel", "sp")
 BATCH = (count("micro_batch", "micro_batch"), count("global_batch", "global_batch"))
 

@@ -8,7 +8,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Options, parse_json, show
-from autoplan.frameworks.fsdp2.options import BATCH, DTYPE, SCHEDULES, SEQUENCE_PARALLEL
+from autoplan.frameworks.fsdp2.options import BATCH, DTYPE, HELD, SCHEDULES, SEQUENCE_PARALLEL
 from autoplan.spec.enums import Offload, ReduceType
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
@@ -49,6 +49,7 @@ def read(text: str, context: LaunchContext) -> Launch:
         **_pipeline(options, degrees["pp"], model.num_layers),
         "precision": precision,
         "reduce_dtype": ReduceType.FP32 if is_wide else ReduceType.USUAL,  # of 16 bits
+        **read_fields((HELD,), sharding),
         **read_fields((SEQUENCE_PARALLEL, *BATCH), options),
     }
     return Launch(

@@ -101,6 +101,7 @@ SUPPORTED = (
         words=("usual", "fp32"),
         source="torch/distributed/fsdp/_fully_shard/_fsdp_api.py MixedPrecisionPolicy",
     ),
+    SupportedWords(axis="main_weights", words=("fp32", "bf16"), source="torch/optim/adam.py zeros_like"),
     SupportedWords(
         axis="precision",
         words=("bf16", "fp16", "fp8", "mxfp8"),
@@ -108,12 +109,11 @@ SUPPORTED = (
     ),
 )
 
-EXTRAS = ("reduce_dtype",)
+EXTRAS = ("main_weights", "reduce_dtype")
 
-RULES: tuple[Rule, ...] = (
+_OWN_RULES: tuple[Rule, ...] = (
     *universal.RULES,
     universal.NO_PARTS,
-    *universal.options_of_others(*EXTRAS),
     *(words.rule() for words in SUPPORTED),
     *PIPELINE_RULES,
     shared.tied_needs_one_stage("torch/distributed/pipelining/stage.py PipelineStage"),
@@ -127,7 +127,15 @@ RULES: tuple[Rule, ...] = (
             f"ep {p.ep} and etp {p.etp}: PyTorch has no style that spreads experts; set both to 1, or use torchtitan"
         ),
     ),
+    shared.bf16_throughout("torch/optim/adam.py"),
     *shared.aligned("torchao float8 and mx, torch._scaled_mm"),
 )
 
+
+def rules_offering(*extras: str) -> tuple[Rule, ...]:
+    """Return the rules of FSDP2 in a program that offers these options of few frameworks."""
+    return (*_OWN_RULES, *universal.options_of_others(*extras))
+
+
+RULES = rules_offering(*EXTRAS)
 BOOK = Rulebook(rules=RULES, supported=SUPPORTED, extras=EXTRAS, repeats_some_layers=True)

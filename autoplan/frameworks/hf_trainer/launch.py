@@ -31,7 +31,7 @@ from autoplan.frameworks.hf_trainer.options import (
     read_optimizer,
 )
 from autoplan.readers.model import find_preset
-from autoplan.spec.enums import Offload, Precision, Recompute, Sharding
+from autoplan.spec.enums import MainWeights, Offload, Precision, Recompute, Sharding
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.model import ModelSpec
@@ -73,6 +73,11 @@ class Program:
     precision: Precision | None = None  # that holds unless the arguments say another
     optimizer: OptimizerName | None = None  # in place of the Trainer's
     mesh: Mesh = Mesh()
+    # How a model is held: in 16 bits, unless something makes fp32 of what is trained; PEFT does of adapters, and FSDP
+    # under torch.autocast of all that it shards (accelerate/utils/fsdp_utils.py:805).
+    holds_bf16: bool = False
+    keeps_adapters: bool = False  # adapters are held as the model is (autocast_adapter_dtype = False)
+    autocasts: bool = True
     config_turns_fsdp_on: bool = False  # `fsdp_config` alone is enough; the Trainer ignores it without `fsdp`
     takes_last_precision: bool = False  # of bf16 and fp16, where both are on; the Trainer refuses that
 
@@ -135,7 +140,7 @@ def precision_of(options: Options, program: Program, context: LaunchContext) -> 
         raise InputError("bf16 and fp16 are both on: leave one of them out")
     if precisions:
         return precisions[-1]
-    if program.precision is not None and "bf16" not in options.arguments:
+    if program.precision is not None and ("bf16" not in options.arguments or not program.autocasts):
         return program.precision
     raise InputError("neither bf16 nor fp16 is on: training in 32 bits is not priced here: pass --set BF16=true")
 
@@ -156,7 +161,7 @@ def launch_of(options: Options, context: LaunchContext, program: Program, num_de
     states = _states(options, mesh, context, turns_on=program.config_turns_fsdp_on)
     micro, steps = MICRO_BATCH.of(options), ACCUMULATION.of(options)
     plan = ParallelPlan.derived(
-        **mesh | states,  # every rank holds whole experts
+        **mesh | states | held_types(program, states["sharding"]),  # every rank holds whole experts
         precision=precision,
         micro_batch=micro,
         global_batch=micro * steps * mesh["dp_replicate"] * mesh["dp_shard"],
@@ -170,6 +175,15 @@ def launch_of(options: Options, context: LaunchContext, program: Program, num_de
         options=options.options(),
         unread=options.unread(HARMLESS),
     )
+
+
+def held_types(program: Program, sharding: Sharding) -> Fields:
+    """Return the data type of what is trained, and whether adapters in fp32 are multiplied so."""
+    if program.finetuning is not None:
+        keeps = program.keeps_adapters and program.holds_bf16
+        return {"main_weights": MainWeights.BF16} if keeps else {"wide_adapters": not program.autocasts}
+    keeps = program.holds_bf16 and (sharding == Sharding.NONE or not program.autocasts)
+    return {"main_weights": MainWeights.BF16 if keeps else MainWeights.FP32}
 
 
 def _is_eager(options: Options) -> bool:

@@ -34,7 +34,8 @@ FSDP_COSTLESS = (
     *("backward_prefetch", "forward_prefetch"),
 )
 OFFLOADS = ("cpu_offload", "offload_params")
-ALL_IN_16_BITS = "weights and their update are priced in 32 bits"
+# Data type in which a program loads its model (transformers/modeling_utils.py, from_pretrained).
+HELD_KEYS = ("dtype", "torch_dtype")
 
 # Arguments of which no plan tells, and how the step is priced.
 ASSUMED: tuple[Option, ...] = (
@@ -71,6 +72,11 @@ def read_optimizer(options: Options, key: str = "optim") -> OptimizerName:
         options.remark(key, "priced as Adam")
         return "adam"
     return optimizer
+
+
+def holds_bf16(options: Options) -> bool:
+    """Return whether a program is told to load its model in bf16."""
+    return any(options.text(key) in ("bfloat16", "torch.bfloat16") for key in HELD_KEYS)
 
 
 def plain_values(options: Options) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
-from autoplan.frameworks.hf_trainer.options import is_on, plain_values
+from autoplan.frameworks.hf_trainer.options import holds_bf16, is_on, plain_values
 from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
 from autoplan.readers.finetuning import OF_TRL, of_trl
 from autoplan.readers.preference import OF_PREFERENCES, of_trl_program
@@ -103,6 +103,8 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
     for key in ("use_lora", "lora_rank", *own):
         if options.has(key):
             options.remark(key, "adapters of a program's own are not read: pass --finetune")
+    is_held, is_mixed = holds_bf16(options), is_trl and "bf16" not in options.arguments
+    is_mixed = is_mixed or is_on(options, "bf16") or is_on(options, "fp16")
     length_key = next((key for key in _LENGTHS if options.has(key)), _LENGTHS[0])
     return Program(
         target="hf-trainer",
@@ -111,7 +113,9 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
         length=1024 if is_trl and length_key == "max_length" else None,
         batching=_batching(options, length_key),
         finetuning=finetuning if finetuning.has_adapters else None,
-        precision=Precision.BF16 if is_trl else None,
+        precision=Precision.BF16 if is_trl or is_held else None,
+        holds_bf16=is_held,
+        autocasts=is_mixed or not is_held,
     )
 
 

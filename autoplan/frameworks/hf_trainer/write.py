@@ -9,16 +9,19 @@ import numpy as np
 
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.accelerate import options as accelerate
+from autoplan.frameworks.accelerate.export import is_unmixed
 from autoplan.frameworks.accelerate.rules import RULES
 from autoplan.frameworks.common.header import comment, header
 from autoplan.frameworks.common.job import File, Job, LaunchVariable
 from autoplan.frameworks.common.option_table import Value, written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.universal_rules import SOURCE
+from autoplan.frameworks.hf_trainer.options import PRECISIONS
 from autoplan.readers.model import hub_name
-from autoplan.spec.enums import Precision
+from autoplan.spec.enums import MainWeights, Precision
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import Batching
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.training import TrainingSpec
 
@@ -27,6 +30,19 @@ IN_16_BITS = Rule(
     holds=lambda s, b: np.isin(b.precision, (Precision.BF16.code, Precision.FP16.code)),
     text=lambda s, p: f"precision {p.precision!r}: its fp8 is not priced, use bf16 or fp16",
 )
+
+
+# Where nothing keeps PEFT from it.
+ADAPTERS_IN_FP32 = Rule(
+    source="peft/tuners/tuners_utils.py autocast_adapter_dtype",
+    holds=lambda s, b: (b.main_weights == MainWeights.FP32.code) | (not s.training.has_adapters),
+    text=lambda s, p: f"main_weights {p.main_weights} of adapters: PEFT makes fp32 of them, leave it out",
+)
+
+
+def written_precision(plan: ParallelPlan) -> dict[str, Value]:
+    """Return the switches of mixed precision, all off where nothing is cast."""
+    return {name: kind == plan.precision and not is_unmixed(plan) for name, kind in PRECISIONS.items()}
 
 
 def start_variables(plan_file: PlanFile) -> tuple[LaunchVariable, ...]:
@@ -63,7 +79,7 @@ def yaml_job(
 
 def adapters_of(training: TrainingSpec) -> FineTuning | None:
     """Return the adapters that are trained, None where all weights are."""
-    return training.finetuning if training.finetuning is not None and training.finetuning.has_adapters else None
+    return training.finetuning if training.has_adapters else None
 
 
 def written_fsdp(plan_file: PlanFile) -> dict[str, Value]:

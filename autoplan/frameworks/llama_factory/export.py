@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.frameworks.accelerate.export import is_quantized, is_sharded
+from autoplan.frameworks.accelerate.export import is_quantized, is_sharded, loads_bf16
 from autoplan.frameworks.common.job import Job, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
 from autoplan.frameworks.common.universal_rules import SOURCE
-from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, PRECISIONS
+from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH
 from autoplan.frameworks.hf_trainer.write import (
+    ADAPTERS_IN_FP32,
     IN_16_BITS,
     adapters_of,
     check_expressible,
     written_fsdp,
+    written_precision,
     yaml_job,
 )
-from autoplan.frameworks.llama_factory.options import BATCHINGS, LENGTH, NO_RECOMPUTE, OPTIMIZER_SETTINGS
+from autoplan.frameworks.llama_factory.options import BATCHINGS, LENGTH, NO_RECOMPUTE, OPTIMIZER_SETTINGS, PURE
 from autoplan.readers.model import hub_name
 from autoplan.spec.enums import Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
@@ -53,7 +55,8 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
         LENGTH: training.seq_len,
         **BATCHINGS[_batching(training)],
         **written((MICRO_BATCH, ACCUMULATION, NO_RECOMPUTE), plan_file),
-        **{name: kind == plan.precision for name, kind in PRECISIONS.items()},
+        **written_precision(plan),
+        **({PURE: True} if loads_bf16(plan) else {}),
         "flash_attn": "disabled" if training.attention == "unfused" else "fa2",
         **OPTIMIZER_SETTINGS[training.optimizer],
         "lr_scheduler_type": "cosine",
@@ -103,6 +106,7 @@ def _sharding(plan_file: PlanFile) -> dict[str, Any]:
 
 LIMITS = (
     IN_16_BITS,
+    ADAPTERS_IN_FP32,
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.tp * b.cp == 1,

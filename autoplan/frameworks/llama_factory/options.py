@@ -9,6 +9,7 @@ from autoplan.spec.lengths import Batching
 from autoplan.spec.optimizers import OptimizerName
 
 LENGTH = "cutoff_len"
+PURE = "pure_bf16"  # weights are held in bf16, adapters in fp32 as PEFT makes them (model/adapter.py:343)
 # It recomputes unless it is told otherwise, whatever the Trainer's argument says (model/model_utils/checkpointing.py).
 NO_RECOMPUTE = switch(
     "disable_gradient_checkpointing", "recompute", Recompute.FULL, on=Recompute.NONE, off=Recompute.FULL

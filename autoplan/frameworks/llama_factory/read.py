@@ -11,9 +11,9 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
-from autoplan.frameworks.hf_trainer.options import ALL_IN_16_BITS, is_on, plain_values
+from autoplan.frameworks.hf_trainer.options import is_on, plain_values
 from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
-from autoplan.frameworks.llama_factory.options import COSTLESS, LENGTH, NO_RECOMPUTE
+from autoplan.frameworks.llama_factory.options import COSTLESS, LENGTH, NO_RECOMPUTE, PURE
 from autoplan.readers.finetuning import OF_LLAMA_FACTORY, of_llama_factory
 from autoplan.readers.preference import OF_PREFERENCES, of_stage
 from autoplan.spec.enums import Precision
@@ -80,9 +80,7 @@ def program_of(options: Options) -> Program:
     ):
         if is_on(options, key):
             options.remark(key, "priced without it")
-    is_pure = is_on(options, "pure_bf16")
-    if is_pure:
-        options.remark("pure_bf16", ALL_IN_16_BITS)
+    is_pure = is_on(options, PURE)
     if is_on(options, "fp8"):
         options.pass_over("fp8_backend", "fp8_enable_fsdp_float8_all_gather")
         options.remark("fp8", "priced as bf16")
@@ -99,6 +97,8 @@ def program_of(options: Options) -> Program:
         preference=preference,
         finetuning=finetuning if finetuning.has_adapters else None,
         precision=Precision.BF16 if is_pure else None,
+        holds_bf16=is_pure,
+        autocasts=not is_pure or is_on(options, "bf16"),
         optimizer="muon" if is_on(options, "use_muon") else None,
     )
 

@@ -28,6 +28,7 @@ from autoplan.frameworks.torchtitan.options import (
     POLICIES,
     REDUCTION,
     SCALING,
+    STATES,
     write_batch,
     write_parallelism,
 )
@@ -236,7 +237,7 @@ def _trainer(plan_file: PlanFile, version: str) -> dict[str, Any]:
         "dataloader": Code(
             f"{family_of(model)}_debugmodel().dataloader" if version == "main" else "HuggingFaceTextDataLoader.Config()"
         ),
-        "training": Code(_call("TrainingConfig", batch | written((REDUCTION, OFFLOAD), plan_file), 8)),
+        "training": Code(_call("TrainingConfig", batch | written((STATES, REDUCTION, OFFLOAD), plan_file), 8)),
         "parallelism": Code(_call("ParallelismConfig", write_parallelism(plan_file, version), 8)),
         "activation_checkpoint": Code(f"{policy}.Config()") if policy else None,
         "compile": Code(_call("CompileConfig", compiling, 8)),
@@ -331,7 +332,7 @@ def _toml(plan_file: PlanFile) -> str:
     tables: dict[str, Mapping[str, Any]] = {
         "model": {"name": family, "flavor": flavor},
         "optimizer": {"name": "AdamW", "lr": 3e-4},
-        "training": write_batch(plan, training.seq_len, "0.2") | written((REDUCTION, OFFLOAD), plan_file),
+        "training": write_batch(plan, training.seq_len, "0.2") | written((STATES, REDUCTION, OFFLOAD), plan_file),
         "parallelism": write_parallelism(plan_file, "0.2"),
         "activation_checkpoint": {"mode": plan.recompute},
         "compile": {"enable": _compiles(training), "components": ["model", "loss"]},

@@ -20,7 +20,7 @@ from autoplan.frameworks.common.option_table import (
 )
 from autoplan.frameworks.common.options import Options, show
 from autoplan.frameworks.fsdp2.options import SCHEDULES
-from autoplan.spec.enums import Fp8Scaling, Offload, ReduceType, Sharding
+from autoplan.spec.enums import Fp8Scaling, MainWeights, Offload, ReduceType, Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.plan_file import PlanFile
@@ -90,6 +90,13 @@ def read_batch(training: Options, parallelism: Options, degrees: dict[str, int])
     return {"micro_batch": micro, "global_batch": batch}
 
 
+STATES = word(  # gradients and moments have the type of the weights
+    "dtype",
+    "main_weights",
+    MainWeights.FP32,
+    {"float32": MainWeights.FP32, "bfloat16": MainWeights.BF16},
+    when=lambda file: file.best.plan.main_weights != MainWeights.FP32,
+)
 REDUCTION = word(
     "mixed_precision_reduce",
     "reduce_dtype",
@@ -113,7 +120,6 @@ OFFLOAD = switch(
 )
 # Options that no plan has.
 _ASSUMED = (
-    Assumed("dtype", ("float32",), "weights and states are priced in 32 bits"),
     Assumed("mixed_precision_param", ("bfloat16",), "products are priced in 16 bits"),
     Assumed("disable_cuda_graphs", (True,), "no prediction knows CUDA graphs"),
 )

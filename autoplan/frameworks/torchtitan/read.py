@@ -31,6 +31,7 @@ from autoplan.frameworks.torchtitan.options import (
     POLICIES,
     REDUCTION,
     SCALING,
+    STATES,
     read_assumed,
     read_batch,
     read_degrees,
@@ -421,7 +422,7 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
         "precision": content.precision,
         "fp8_scaling": content.fp8_scaling,
         "tp_overlap": compiling.flag("enable_async_tensor_parallel") and degrees["tp"] > 1,
-        **read_fields((REDUCTION,), training),
+        **read_fields((STATES, REDUCTION), training),
     }
     axes["offload"] = read_offload(training, (OFFLOAD.key,), axes)
     read_assumed(training)

@@ -57,10 +57,11 @@ SUPPORTED = (
     # enable_cpu_offload takes the parameters along.
     SupportedWords(axis="offload", words=(Offload.NONE, Offload.PARAMETERS), source=f"{_FSDP}:231"),
     SupportedWords(axis="reduce_dtype", words=("usual", "half"), source="config/configs.py mixed_precision_reduce"),
+    SupportedWords(axis="main_weights", words=("fp32", "bf16"), source="config/configs.py:89 dtype"),
     SupportedWords(axis="precision", words=("bf16", "fp8", "mxfp8", "nvfp4"), source="config/configs.py:94"),
 )
 
-EXTRAS = ("fp8_scaling", "reduce_dtype")
+EXTRAS = ("fp8_scaling", "main_weights", "reduce_dtype")
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
