@@ -5,6 +5,7 @@ The lines are made by the frameworks' own format strings, copied field by field 
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tqdm.std import tqdm
 from autoplan.base.errors import InputError
 from autoplan.base.units import GIB, MIB
 from autoplan.frameworks.logs import Batch, LoggedRun, LogReader
+from commands import run
 from logged import read_log
 
 BATCH = Batch(num_sequences=64, seq_len=4096, num_devices=8)
@@ -371,3 +373,57 @@ def test_whatever_comes_in_whatever_pieces_gives_one_answer_or_an_input_error(
     if isinstance(answers[0], LoggedRun):
         assert all(0 < step_time_s <= 1e6 for step_time_s in answers[0].step_s)
         assert answers[0].interval_s[0] <= answers[0].median_s <= answers[0].interval_s[1]
+
+
+def mlperf(key: str, time_ms: int, value: object = None, **metadata: object) -> str:
+    event = {"namespace": "", "time_ms": time_ms, "event_type": "INTERVAL_END", "key": key, "value": value}
+    return f"0: :::MLLOG {json.dumps(event | {'metadata': {'file': 'callbacks.py', 'lineno': 112} | metadata})}"
+
+
+def test_blocks_of_mlperf_are_read_without_the_evaluations_between() -> None:
+    """After the block that warms up 2 steps of 8 sequences in 4 s, then 4 in 8 s, with a loss half-way."""
+    lines = [mlperf("global_batch_size", 1_000, 8), mlperf("block_start", 1_000, samples_count=0)]
+    lines += [mlperf("block_stop", 60_000, samples_count=80), mlperf("eval_start", 60_000, samples_count=80)]
+    lines += [mlperf("block_start", 90_000, samples_count=80), mlperf("tracked_stats", 94_000, {"throughput": 4.0})]
+    lines += [mlperf("block_stop", 94_000, samples_count=96), mlperf("block_start", 150_000, samples_count=96)]
+    lines += [mlperf("train_loss", 154_000, 2.5, samples_count=112), mlperf("block_stop", 158_000, samples_count=128)]
+    run = read([*lines, ":::MLLOG {cut", mlperf("run_stop", 158_000, status="success")], batch=None)
+    assert (run.framework, run.source, run.step_s, run.num_steps) == ("MLPerf", "stated", (2.0, 2.0, 2.0), 6)
+    assert run.losses == (2.5,)
+
+
+def test_samples_of_mlperf_may_be_tokens() -> None:
+    """As in its logs of GPT-3, where a block's length is its `epoch_count`."""
+    lines = [mlperf("global_batch_size", 1, 8), mlperf("max_sequence_length", 1, 2048)]
+    for at, (start_ms, stop_ms) in enumerate([(1_000, 9_000), (20_000, 26_000)]):
+        counts = {"first_epoch_num": at * 3 * 8 * 2048, "epoch_count": 3 * 8 * 2048}
+        lines += [mlperf("block_start", start_ms, **counts), mlperf("block_stop", stop_ms, **counts)]
+    run = read(lines, batch=Batch(num_sequences=8, seq_len=2048, num_devices=8))
+    assert (run.step_s, run.num_steps) == ((2.0,), 3)
+
+
+@pytest.mark.parametrize("form", ["{slowest:.2f}", "({fastest:.2f}, {slowest:.2f})"])
+def test_timers_of_megatron_tell_parts_of_a_step(form: str) -> None:
+    parts = {"forward-backward": 1.5, "all-grads-sync": 0.25, "optimizer": 0.5}
+    lines = [f"    {'model-and-optimizer-setup '.ljust(48, '.')}: (1020.90, 1022.97)"]
+    for at in range(1, 6):
+        lines += [megatron(at, 2.1), "(min, max) time across ranks (ms):"]
+        for name, seconds in parts.items():
+            times = form.format(fastest=900 * seconds, slowest=1000 * seconds + (at == 1) * 700)
+            lines.append(f"    {(name + ' ').ljust(48, '.')}: {times}")
+    run = read(lines)
+    assert run.step_s == (2.1, 2.1, 2.1)
+    assert run.timers_s == pytest.approx(parts)
+
+
+def test_parts_that_timers_tell_stand_beside_the_prediction_and_add_up(tmp_path: Path) -> None:
+    training = ("--global-batch", "64", "--seq-len", "4096", "--tp", "2", "--out", "plan.json")
+    assert run(tmp_path, "estimate", "llama3-8b", "--cluster", "h100-sxm:1x8", *training).returncode == 0
+    parts = {"forward-backward": 1.5, "all-grads-sync": 0.25, "optimizer": 0.5}
+    lines = [f"    {(name + ' ').ljust(48, '.')}: {1000 * seconds:.2f}" for name, seconds in parts.items()]
+    (tmp_path / "run.txt").write_text("\n".join([*(megatron(at, 2.1) for at in range(1, 6)), *lines]))
+    told = run(tmp_path, "read", "run.txt", "--plan", "plan.json", "--json")
+    result = json.loads(told.stdout)
+    assert [term["measured_s"] for term in result["terms"]] == pytest.approx([1.25, 0.25, 0.5, 0.1])
+    assert sum(term["predicted_s"] for term in result["terms"]) == pytest.approx(result["predicted_step_s"])
+    assert "all-grads-sync       250.0 ms   11.9 %" in run(tmp_path, "read", "run.txt").stdout

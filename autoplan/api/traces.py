@@ -1,9 +1,9 @@
-"""Traces of a step that ran: what every rank did, beside what was predicted of the plan that it ran."""
+"""Traces and logs of steps that ran: what every rank did, beside what was predicted of the plan that it ran."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +14,13 @@ from autoplan.api.results import Table
 from autoplan.base.errors import InputError
 from autoplan.base.files import encode
 from autoplan.cost.timeline import timeline
+from autoplan.frameworks.logs import MOST_BYTES, Batch, LoggedRun, LogReader, chunks
 from autoplan.profiler.imports.kineto import ACTIVITIES, Activity, Piece, RankTrace, draw
 from autoplan.profiler.imports.traces import read_ranks, trace_files
 from autoplan.report.page.run_trace import TracedStep, trace_page
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
-from autoplan.spec.terms import TERMS
+from autoplan.spec.terms import END_TERMS, PIPELINE_TERMS, TERMS, UPDATE_TERMS
 
 APART = 0.03  # of the step: beyond it the marks of steps and what ran in them are not of the same steps
 WORTH_A_WORD = 0.05  # of the step
@@ -115,6 +116,67 @@ _ADVICE = {
 _OF_KERNELS = (
     "measure the kernels that ran (`autoplan profile --for PLAN`), or see whether precision and kernels are alike"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogResult:
+    """Run as its log tells it, and beside it what was predicted, where the plan was given."""
+
+    run: LoggedRun
+    predicted_step_s: float | None = None
+    terms: tuple[ComparedTerm, ...] = ()  # none where the log has no timers of them
+
+    def to_json(self) -> str:
+        """Return the run and the comparison as JSON."""
+        return encode(self)
+
+
+# Timers of Megatron: the gradients are reduced within `forward-backward`, parameters gathered within `optimizer`.
+_REDUCE = ("data_parallel_reduce",)
+_UPDATE = tuple(name for name in UPDATE_TERMS if name not in _REDUCE)
+
+
+def read_log(paths: Sequence[str | Path], *, plan: str | Path | None = None, db: str | None = None) -> LogResult:
+    """Read the log of a run, or those of its ranks: its steps, and timers of their parts where it has some.
+
+    `plan` is the plan file that ran, as for `read_traces`; rates of samples or tokens need it.
+
+    Raises InputError where no step time can be told.
+    """
+    file, problem = plan_to_run(Path(plan), db) if plan is not None else (None, None)
+    batch = None
+    if file is not None:
+        best, seq_len = file.best.plan, file.training.seq_len
+        batch = Batch(num_sequences=best.global_batch, seq_len=seq_len, num_devices=best.num_devices)
+    reader = LogReader(batch)
+    for path in paths:
+        for data in chunks(Path(path), MOST_BYTES):
+            reader.feed(data)
+        reader.feed(b"\n")
+    run = reader.finish()
+    if file is None or problem is None:
+        return LogResult(run=run)
+    predicted = predicted_run(problem, file.best.plan)
+    return LogResult(run=run, predicted_step_s=predicted.step_s, terms=tuple(_timed(run, predicted.terms_s)))
+
+
+def _timed(run: LoggedRun, terms_s: Mapping[str, float]) -> Iterator[ComparedTerm]:
+    """Yield the parts of a step that timers tell, which add up to it."""
+    timers_s = run.timers_s
+    if "forward-backward" not in timers_s or "optimizer" not in timers_s:
+        return
+    reduce_s = timers_s.get("all-grads-sync", 0.0)
+    parts = (
+        ("forward and backward, with waits", PIPELINE_TERMS, timers_s["forward-backward"] - reduce_s),
+        ("gradient reduction", _REDUCE, reduce_s),
+        ("optimizer, parameter gather", _UPDATE, timers_s["optimizer"]),
+    )
+    rest_s = run.median_s - sum(measured_s for _, _, measured_s in parts)
+    ends = tuple(name for name in END_TERMS if name not in UPDATE_TERMS)
+    for what, names, measured_s in (*parts, ("rest", ends, rest_s)):
+        predicted_s = sum(terms_s.get(name, 0.0) for name in names)
+        if predicted_s or measured_s:
+            yield ComparedTerm(what=what, predicted_s=predicted_s, measured_s=measured_s)
 
 
 def read_traces(paths: Sequence[str | Path], *, plan: str | Path | None = None, db: str | None = None) -> TraceResult:

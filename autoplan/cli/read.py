@@ -16,9 +16,10 @@ from autoplan.base.units import format_percent, format_seconds
 from autoplan.cli.inputs import check_outputs, is_typed, whole_url
 from autoplan.cli.options import AsOption, DbOption, ForceOption, OptionalSeqLenOption, SetOption, whole_number
 from autoplan.cli.remarks import print_written
+from autoplan.frameworks.logs import is_log
 
 if TYPE_CHECKING:
-    from autoplan.api.traces import TraceResult
+    from autoplan.api.traces import LogResult, TraceResult
 
 OF_A_LAUNCH_FILE = ("model", "devices", "devices_per_node", "seq_len", "variables", "target")
 
@@ -28,12 +29,14 @@ FilesArgument = Annotated[
     typer.Argument(
         metavar="FILE...",
         help="A script or configuration that starts training today, of any target of export; or traces of torch's "
-        "profiler, one of each rank, or a folder of them; or exports of Nsight Systems to SQLite.",
+        "profiler, one of each rank, or a folder of them; or exports of Nsight Systems to SQLite; or logs of a run.",
     ),
 ]
 PlanOption = Annotated[
     Path | None,
-    typer.Option("--plan", metavar="PLAN", help="With traces: the plan file that ran, whose prediction stands beside."),
+    typer.Option(
+        "--plan", metavar="PLAN", help="With traces or logs: the plan file that ran, whose prediction stands beside."
+    ),
 ]
 OutOption = Annotated[
     Path | None,
@@ -64,10 +67,10 @@ def read(
     force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Read a launch file into model, training and plan, and list what was not understood; or what traces tell.
+    """Read a launch file into model, training and plan, and list what was not understood; or what a run left.
 
     Nothing in the file is run.  Traces of torch's profiler (Kineto) tell what each rank did in a step: work by kind,
-    communication that it hid or not, and gaps.
+    communication that it hid or not, and gaps.  Logs tell their steps, and Megatron's timers the parts of one.
     """
     from autoplan.profiler.imports.traces import is_trace
 
@@ -83,9 +86,16 @@ def read(
             print_written(out, quiet=False)
         _print_traces(traces, json=json)
         return
+    if out is None and is_log(files[0]):
+        if any(is_typed(context, name) for name in OF_A_LAUNCH_FILE):
+            raise InputError(
+                f"{files[0]}: logs go with --plan, --db and --json alone: other options are of launch files"
+            )
+        _print_log(api.traces.read_log(files, plan=plan, db=whole_url(context, url)), json=json)
+        return
     if len(files) > 1 or plan is not None or out is not None:
         raise InputError(
-            f"{files[0]}: no trace of torch's profiler: of launch files name one, without --plan and --out"
+            f"{files[0]}: no trace of torch's profiler, and no log: of launch files name one, without --plan and --out"
         )
     result = autoplan.read(
         files[0],
@@ -105,6 +115,22 @@ def read(
     spec = (result.launch.model, result.launch.training, result.launch.plan)
     console = report.terminal.make_console()
     report.launch_file.print_launch(console, result.headline, spec, matters=unread[True], harmless=unread[False])
+
+
+def _print_log(result: LogResult, *, json: bool) -> None:
+    if json:
+        typer.echo(result.to_json(), nl=False)
+        return
+    console, run = report.terminal.make_console(), result.run
+    low_s, high_s = run.interval_s
+    headline = (
+        f"{run.framework}: {format_seconds(run.median_s)} a step, the median of {run.num_steps:,} "
+        f"({format_seconds(low_s)} to {format_seconds(high_s)})"
+    )
+    report.run_trace.print_timers(console, headline, run.timers_s, run.median_s)
+    if result.predicted_step_s is not None:
+        terms = [(term.what, term.predicted_s, term.measured_s) for term in result.terms]
+        report.run_trace.print_compared(console, terms, result.predicted_step_s, run.median_s)
 
 
 def _print_traces(result: TraceResult, *, json: bool) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gzip
 import math
+import re
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import get_args
 
 from autoplan.base.errors import InputError
+from autoplan.base.files import is_file
 from autoplan.base.units import check_count
 from autoplan.frameworks.common.log_lines import (
     MOST_STEP_S,
@@ -26,6 +28,9 @@ from autoplan.frameworks.registry import LOGS
 
 WARMUP = 2  # steps from a start on: kernels are chosen and compiled, memory is taken, connections are made
 
+LOG_NAME = re.compile(r"(.*?)\.(log|out|err|stdout|stderr)(\.gz)?", re.DOTALL)
+HEAD_BYTES = 2**22  # in which a file without the name of a log must tell a step
+MOST_BYTES = 2**32  # of a log, unpacked, in which steps are looked for
 _CHUNK = 2**20
 _GZIP = b"\x1f\x8b"
 _MOST_TIMES = 100_000  # of one source that are kept, the newest; a log may be endless
@@ -66,6 +71,7 @@ class LoggedRun:
     losses: tuple[float, ...] = ()
     allocated_bytes: float | None = None  # highest peak of the ranks that told
     reserved_bytes: float | None = None
+    timers_s: Mapping[str, float] = field(default_factory=dict)  # parts of a step, which may hold others: medians
 
     @property
     def median_s(self) -> float:
@@ -119,6 +125,7 @@ class _Dialect:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
     allocated_bytes: float | None = None
     reserved_bytes: float | None = None
+    timers: dict[str, deque[float]] = field(default_factory=dict)
 
 
 class LogReader:
@@ -178,6 +185,7 @@ class LogReader:
             losses=tuple(dialect.losses),
             allocated_bytes=dialect.allocated_bytes,
             reserved_bytes=dialect.reserved_bytes,
+            timers_s={name: float(median(times)) for name, times in dialect.timers.items()},
         )
 
     def _best(self) -> tuple[_Dialect, Source, list[_Time]] | None:
@@ -233,6 +241,8 @@ class LogReader:
         for name in ("allocated_bytes", "reserved_bytes"):
             if (peak := getattr(content, name)) is not None:
                 setattr(dialect, name, max(peak, getattr(dialect, name) or 0.0))
+        for name, seconds in content.timers:
+            dialect.timers.setdefault(name, deque(maxlen=_MOST_TIMES)).append(seconds)
         if content.pause:
             for item in self._dialects:  # Trainer and DeepSpeed write one log
                 for series in item.series.values():
@@ -302,6 +312,19 @@ class LogReader:
         else:
             step_s = 0.0 if source in ("tokens", "samples") else value
         return step_s if 0 < step_s <= MOST_STEP_S else None
+
+
+def is_log(path: Path) -> bool:
+    """Return whether a file is called as logs are, or tells step times."""
+    has_name = LOG_NAME.fullmatch(path.name) is not None
+    return is_file(path) and (has_name or tells_times(b"".join(chunks(path, HEAD_BYTES))))
+
+
+def tells_times(head: bytes) -> bool:
+    """Return whether the beginning of a file has a line with a step time."""
+    reader = LogReader()
+    reader.feed(head)
+    return reader.has_times
 
 
 def chunks(path: Path, most_bytes: int) -> Iterator[bytes]:

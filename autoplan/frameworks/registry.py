@@ -60,11 +60,11 @@ class Entry:
 # fmt: off
 FRAMEWORKS = (  # in the order in which a log is taken for theirs
     Entry(folder="megatron_lm", rules="megatron-lm", target="megatron-lm", facts="megatron-core",
-          logs=("Megatron-LM",), distributions={"Megatron-Core": "megatron-core"}),
+          logs=("Megatron-LM", "MLPerf"), distributions={"Megatron-Core": "megatron-core"}),
     Entry(folder="megatron_bridge", target="megatron-bridge", facts="nemo",
-          logs=("Megatron-LM",), distributions={"Megatron-Bridge": "megatron-bridge", "NeMo": "nemo-toolkit"}),
+          logs=("Megatron-LM", "MLPerf"), distributions={"Megatron-Bridge": "megatron-bridge", "NeMo": "nemo-toolkit"}),
     Entry(folder="primus", rules="primus", target="primus", facts="primus",
-          logs=("Megatron-LM", "torchtitan"), distributions={"Primus": "primus"}),
+          logs=("Megatron-LM", "torchtitan", "MLPerf"), distributions={"Primus": "primus"}),
     Entry(folder="torchtitan", rules="torchtitan", target="torchtitan", facts="torchtitan",
           logs=("torchtitan",), distributions={"torchtitan": "torchtitan"}),
     Entry(folder="nanotron", rules="nanotron", target="nanotron", facts="nanotron",
@@ -79,6 +79,7 @@ FRAMEWORKS = (  # in the order in which a log is taken for theirs
     Entry(folder="axolotl", target="axolotl", facts="transformers", logs=("HF Trainer", "DeepSpeed")),
     Entry(folder="ms_swift", target="ms-swift", facts="megatron-core"),
     Entry(folder="automodel", target="automodel", facts="nemo-automodel"),
+    Entry(folder="mlperf"),
     Entry(folder="trainer", rules="trainer", target="autoplan", facts="torch"),
     Entry(folder="others", rules="unknown"),
 )

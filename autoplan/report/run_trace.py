@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from rich.console import Console
@@ -42,6 +42,17 @@ def print_ranks(console: Console, headline: str, rows: Sequence[Row], steps_s: S
     ]
     columns = [("what runs", False), *((name, True) for name in ("mean", "share", "least", "most"))]
     print_table(console, columns, cells, keep=3)
+
+
+def print_timers(console: Console, headline: str, timers_s: Mapping[str, float], step_s: float) -> None:
+    """Print the timers of a log, in seconds and as shares of a step; one may be a part of another."""
+    print_part(console, escape(headline))
+    if timers_s:
+        console.print()
+        cells = [
+            (escape(name), format_seconds(time_s), format_percent(time_s / step_s)) for name, time_s in timers_s.items()
+        ]
+        print_table(console, [("timer, slowest rank", False), ("time", True), ("of step", True)], cells, keep=3)
 
 
 def print_compared(

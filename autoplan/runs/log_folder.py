@@ -22,17 +22,14 @@ from autoplan.base.units import cleaned
 from autoplan.frameworks.common.launch import Launch
 from autoplan.frameworks.launch_files import MOST_BYTES as MOST_LAUNCH_BYTES
 from autoplan.frameworks.launch_files import looks_like_launch
-from autoplan.frameworks.logs import Batch, LoggedRun, LogReader, chunks
+from autoplan.frameworks.logs import HEAD_BYTES, LOG_NAME, MOST_BYTES, Batch, LoggedRun, LogReader, chunks, tells_times
 from autoplan.frameworks.registry import FRAMEWORKS
 from autoplan.runs.failure import LogEnd
 from autoplan.spec.plan import chunk_layers
 
 MOST_FILES = 100_000  # of a folder; a run writes few
-MOST_LOG_BYTES = 2**32  # of a log, unpacked, in which steps are looked for
 _PIECE = 2**12  # bytes of a log between two looks at how far it has come
-_HEAD_BYTES = 2**22  # in which a file without the name of a log must tell a step
 
-_LOG_NAME = re.compile(r"(.*?)\.(log|out|err|stdout|stderr)(\.gz)?", re.DOTALL)
 _RANK_STREAMS = ("stdout.log", "stderr.log")  # that torchrun --log-dir writes into a folder of each rank
 
 _WRITTEN_BY = {entry.target: entry.logs for entry in FRAMEWORKS if entry.logs}
@@ -129,14 +126,12 @@ def _sort_in(path: Path, files: _SortedFiles, inodes: set[tuple[int, int]]) -> N
     if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) in inodes:
         return
     inodes.add((status.st_dev, status.st_ino))
-    log_name = _LOG_NAME.fullmatch(path.name)
+    log_name = LOG_NAME.fullmatch(path.name)
     if log_name is None:
-        head = b"".join(chunks(path, _HEAD_BYTES))
+        head = b"".join(chunks(path, HEAD_BYTES))
         if b"\0" in head:
             return
-        reader = LogReader()
-        reader.feed(head)
-        if not reader.has_times:
+        if not tells_times(head):
             text = head.decode("utf-8", errors="replace")
             if status.st_size <= MOST_LAUNCH_BYTES and looks_like_launch(path, text):
                 files.launches[path.parent].append(path)
@@ -194,7 +189,7 @@ def _read_run(logs: list[Path], launch_file: Path, launch: Launch) -> PastRun:
     out_of_memory, errors = "", []
     for log in logs:
         words, num_steps = LogEnd(), 0
-        for data in chunks(log, MOST_LOG_BYTES):
+        for data in chunks(log, MOST_BYTES):
             for start in range(0, len(data), _PIECE):
                 had_memory = not words.out_of_memory
                 for line in reader.feed(data[start : start + _PIECE]):

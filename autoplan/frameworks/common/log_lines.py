@@ -102,6 +102,7 @@ class LineContent:
     allocated_bytes: float | None = None  # at the peak
     reserved_bytes: float | None = None
     pause: Pause | None = None
+    timers: tuple[tuple[str, float], ...] = ()  # parts of the last steps, in seconds of one on its slowest rank
 
 
 # Reads one line of a framework's log, and may remember those before; None where it is not one of the framework.

@@ -6,7 +6,8 @@ write seconds or more blanks (Megatron-DeepSpeed, ModelLink).  The batch is that
 Megatron-DeepSpeed adds the sequence length that its curriculum has reached.  The time is the mean since the last such
 line; its timer, `interval-time` in `train`, stands still while the program evaluates or saves.
 Memory: `report_memory` in megatron/training/utils/common_utils.py, in MiB.  Evaluation:
-`evaluate_and_print_results`; checkpoints: `save_checkpoint` in megatron/training/checkpointing.py.
+`evaluate_and_print_results`; checkpoints: `save_checkpoint` in megatron/training/checkpointing.py.  Timers, means of a
+step since the last line where `--timing-log-option` is max or minmax: `Timers` in megatron/core/timers.py at 00caa53.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ _BATCH = re.compile(r"\bglobal batch size: {1,12}(\d{1,12})\b")
 _LENGTH = re.compile(r"\b(?:curriculum|actual) seqlen: {1,12}(\d{1,12})\b")
 _LOSS = re.compile(r"\blm loss: {1,12}([0-9.eE+-]{1,30})")
 _MEMORY = re.compile(r"memory \(MB\) \|.{0,60}max allocated: ([0-9.]{1,30}) \|.{0,60}max reserved: ([0-9.]{1,30})")
+
+_TIMER = re.compile(r" {1,12}([a-z/-]{1,60}) \.{2,48}: (?:\([0-9.]{1,20}, )?([0-9.]{1,20})\)?")
+_OUTSIDE_A_STEP = ("setup", "checkpoint", "evaluate", "interval", "startup")
 
 
 def read(line: str) -> LineContent | None:
@@ -41,6 +45,9 @@ def read(line: str) -> LineContent | None:
         )
     if "memory (MB)" in line and (memory := _MEMORY.search(line)):
         return LineContent(allocated_bytes=quantity(memory[1], MIB), reserved_bytes=quantity(memory[2], MIB))
+    if " .." in line and (timer := _TIMER.fullmatch(line)) and (timer_s := quantity(timer[2], 1e-3)):
+        is_of_a_step = not any(word in timer[1] for word in _OUTSIDE_A_STEP)
+        return LineContent(timers=((timer[1], timer_s),)) if is_of_a_step else None
     if "validation loss at" in line:
         return LineContent(pause="evaluation")
     if "saving checkpoint at iteration" in line or "successfully saved checkpoint" in line:

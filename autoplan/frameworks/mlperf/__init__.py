@@ -1,0 +1,1 @@
+"""Logs of MLPerf training, whichever framework ran."""

@@ -1,0 +1,86 @@
+"""Reader of the log lines of MLPerf training (`mllog`), which runs of NeMo, Primus and others write.
+
+As in mlcommons/training_results_v4.0 (NVIDIA: GPT-3, Llama-2-70B with LoRA) and in Primus: training goes in blocks
+between evaluations, whose metadata tell how many samples there were.  A sample is a sequence, for GPT-3 a token.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from autoplan.frameworks.common.log_lines import LineContent, LogFormat, ReadLine, quantity
+
+_MARK = ":::MLLOG "
+_SIZES = ("global_batch_size", "max_sequence_length")
+
+
+class _Reader:
+    """Reads the lines of one log."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int] = {}
+        self._since: tuple[float, float] | None = None  # (moment in seconds, samples so far) of a line of this block
+
+    def read(self, line: str) -> LineContent | None:
+        """Return what a line says; None where it is not one of MLPerf."""
+        _, mark, text = line.partition(_MARK)
+        event = _decoded(text) if mark else {}
+        key, value, moment_s = event.get("key"), event.get("value"), quantity(str(event.get("time_ms")), 1e-3)
+        if moment_s is None:
+            return None
+        if key in _SIZES and (size := quantity(str(value))):
+            self._sizes[key] = round(size)
+        loss = quantity(str(value)) if key == "train_loss" else None
+        samples = _samples(event.get("metadata"), ends=key == "block_stop")
+        if samples is None or key not in ("block_start", "train_loss", "block_stop"):
+            return LineContent(loss=loss)
+        before, self._since = self._since, None if key == "block_stop" else (moment_s, samples)
+        if key == "block_start" or before is None:
+            return LineContent(loss=loss)
+        return self._timed(moment_s - before[0], samples, samples - before[1], loss)
+
+    def _timed(self, seconds: float, samples: float, new_samples: float, loss: float | None) -> LineContent:
+        """Return the mean step among the new samples."""
+        batch, length = (self._sizes.get(name) for name in _SIZES)
+        if not batch or new_samples <= 0 or seconds <= 0:
+            return LineContent(loss=loss)
+        # No block has as many steps as a sequence has tokens.
+        of_a_step = batch * length if length and new_samples % (batch * length) == 0 else batch
+        return LineContent(
+            step=round(samples / of_a_step),
+            num_sequences=batch,
+            seq_len=length,
+            times=(("stated", seconds * of_a_step / new_samples),),
+            loss=loss,
+        )
+
+
+def _samples(metadata: object, *, ends: bool) -> float | None:
+    """Return the samples so far of a line: those before a block, or with it where it `ends`."""
+    told = metadata if isinstance(metadata, dict) else {}
+    if "samples_count" in told:
+        count = str(told["samples_count"])
+        return 0.0 if count == "0" else quantity(count)
+    first = told.get("first_epoch_num")
+    counts = (first, told.get("epoch_count") if ends else 0)
+    return float(sum(counts)) if all(isinstance(count, int) for count in counts) else None  # type: ignore[arg-type]
+
+
+def _decoded(text: str) -> dict[str, Any]:
+    try:
+        event = json.loads(text)
+    except ValueError:  # cut, or of something else
+        return {}
+    return event if isinstance(event, dict) else {}
+
+
+def _make_reader() -> ReadLine:
+    return _Reader().read
+
+
+LOG = LogFormat(
+    name="MLPerf",
+    looked_for=':::MLLOG {"key": "block_stop", "metadata": {"samples_count": N}}',
+    make_reader=_make_reader,
+)
