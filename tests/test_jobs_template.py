@@ -132,6 +132,7 @@ def test_one_question_is_for_all_jobs_or_for_each() -> None:
         ({"answer": ""}, None),
         ({"answer": "(?P<job>.*)"}, r"answer must name \(\?P<id>...\)"),
         ({"answer": "("}, "answer is no pattern"),
+        ({"busy": "(?\n"}, r"^[^\n]*busy is no pattern[^\n]*$"),
         ({"rows": "(?P<state>.*)"}, r"rows must name \(\?P<job>...\), \(\?P<id>...\) or both"),
         ({"rows": "(?P<job>.*)"}, r"rows must name \(\?P<state>...\)"),
         ({"states": {"PENDING": "queued"}}, "Invalid enum value 'queued'"),

@@ -192,7 +192,7 @@ def _pattern(key: str, text: str, groups: tuple[str, ...]) -> re.Pattern[str]:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # such as of "[[", which is a "[" today
             pattern = re.compile(text)
     except re.error as error:
-        raise InputError(f"{key} is no pattern: {error}") from None
+        raise InputError(f"{key} is no pattern: {' '.join(str(error).split())}") from None
     for group in groups:
         if group not in pattern.groupindex:
             raise InputError(f"{key} must name (?P<{group}>...)")
