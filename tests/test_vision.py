@@ -175,7 +175,7 @@ def test_the_encoder_stands_on_the_first_stage(qwen: ModelSpec) -> None:
 def test_what_cannot_be_priced_is_refused(qwen: ModelSpec) -> None:
     with pytest.raises(InputError, match="no room for 4 x 1280 = 5120 tokens of images"):
         make_problem(qwen, cluster="h100-sxm:1x8", seq_len=4096, images=4)
-    with pytest.raises(InputError, match="need a model with an encoder"):
+    with pytest.raises(InputError, match="need a model with images"):
         make_problem("llama3-8b", cluster="h100-sxm:1x8", seq_len=4096, images=1)
     with pytest.raises(InputError, match="lengths that vary are not priced with the images"):
         make_problem(qwen, cluster="h100-sxm:1x8", seq_len=4096, lengths="1k:3,2k:1")
@@ -185,6 +185,6 @@ def test_what_cannot_be_priced_is_refused(qwen: ModelSpec) -> None:
 
 def test_images_are_not_cut_by_context_parallelism_nor_their_heads_by_many_ranks(qwen: ModelSpec) -> None:
     training = TrainingSpec(seq_len=4096)
-    refusal = "an encoder of images with cp 2 and tp 1: only cp 1 is priced, and tp must divide its 16 heads"
+    refusal = "an encoder of images with cp 2 and tp 1: only cp 1 is priced, and tp must divide the encoder's 16 heads"
     with pytest.raises(InputError, match=refusal):
         check_legal(RULES, qwen, training, ParallelPlan(global_batch=16, micro_batch=1, cp=2, dp_shard=4), "any")

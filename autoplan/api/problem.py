@@ -70,6 +70,7 @@ class ProblemOptions(TypedDict, total=False):
     optimizer: str  # adam, adam8bit, adam4bit, adafactor, lion, sgd or muon
     images: int | None  # in a sample, of a model with an encoder of images
     image_tokens: int | None  # of the text model, that one image becomes
+    encoder_len: int | None  # tokens of the text, or positions of the sound, that a decoder attends to
     quantize: str | None  # the frozen weights: int8, nf4, nf4-dq or int4
 
 
@@ -171,7 +172,7 @@ def make_mixed_problem(
         raise InputError("--timings is not priced on mixed clusters yet: leave it out")
     parts = _parts(model, seq_len, options)
     if parts.model.encoder is not None:
-        raise InputError("an encoder of images is not priced on mixed clusters yet: take one of their parts")
+        raise InputError("an encoder is not priced on mixed clusters yet: take one of their parts")
     calibrations = tuple(_part_calibration(parts.framework, part, options) for part in cluster.parts)
     return MixedProblem(**parts._asdict(), cluster=cluster, calibrations=calibrations)
 
@@ -212,21 +213,26 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     if loaded.moe is None and options.get("expert_imbalance") is not None:
         raise InputError(f"--expert-imbalance needs a model with experts, {loaded.name} has none: leave it out")
     return _Parts(
-        model=_with_images(loaded, options),
+        model=_with_encoded(loaded, options),
         training=decode(TrainingSpec, table, "training"),
         framework=load_framework(options.get("framework", usual)),
         reserve_bytes=reserve_bytes,
     )
 
 
-def _with_images(model: ModelSpec, options: ProblemOptions) -> ModelSpec:
-    """The model with as many images in a sample, and of as many tokens, as the options say."""
-    encoder = model.encoder
+def _with_encoded(model: ModelSpec, options: ProblemOptions) -> ModelSpec:
+    """The model with as many images in a sample, and an encoder of as many tokens, as the options say."""
+    encoder, encoder_len = model.encoder, options.get("encoder_len")
     images, tokens = options.get("images"), options.get("image_tokens")
+    if encoder_len is not None:
+        if encoder is None or not model.cross_attention:
+            raise InputError(f"--encoder-len needs a model with cross attention, {model.name} has none: leave it out")
+        check_count("--encoder-len", encoder_len, at_most=10**7)
+        model = replace(model, encoder=replace(encoder, patches=encoder_len))
     if images is None and tokens is None:
         return model
-    if encoder is None:
-        raise InputError(f"--images and --image-tokens need a model with an encoder, {model.name} has none: leave out")
+    if encoder is None or model.cross_attention:
+        raise InputError(f"--images and --image-tokens need a model with images, {model.name} has none: leave out")
     if tokens is not None:
         check_count("--image-tokens", tokens, at_most=10**7)
         patches = max(round(encoder.patches * tokens / encoder.image_tokens), 1)

@@ -272,7 +272,12 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
     plan, warnings = file.best.plan, []
     if problem.model.left_out:
         warnings.append(f"{problem.model.name} is planned without {problem.model.left_out} of its config.json")
-    if encoder := problem.model.encoder:
+    if problem.model.cross_attention:
+        warnings.append(
+            f"the encoder of {problem.model.name} reads {problem.encoder_len:,} positions of a sample, its decoder "
+            f"{problem.training.seq_len:,} tokens: --encoder-len and --seq-len say other numbers"
+        )
+    elif encoder := problem.model.encoder:
         count = f"{encoder.images} image{'s' * (encoder.images > 1)} of {encoder.image_tokens:,} tokens"
         warnings.append(f"a sample of {problem.model.name} has {count}: --images and --image-tokens say another number")
     if file.best.verdict != "fits":

@@ -112,6 +112,11 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
         ),
         _number("document_len", "Mean length of packed documents, to which attention keeps.", "TOKENS"),
         _number("images", "Images in a sample, of a model with an encoder of images; 1 unless said."),
+        _number(
+            "encoder_len",
+            "Length of the encoder's sequence before a decoder of --seq-len; as its file says, or as long.",
+            "TOKENS",
+        ),
         _number("image_tokens", "Tokens of one image among those of --seq-len; the model's own unless said.", "TOKENS"),
         _shared(
             "lengths",

@@ -17,6 +17,7 @@ from autoplan.cost.collectives.tensor_parallel import (
     TensorParallelTimes,
     adapters_s,
     block_collectives,
+    encoder_gradient,
     has_tensor_parallel,
     hosts_wait_s,
     regathers_inputs,
@@ -44,14 +45,14 @@ from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.sizes import KERNEL_AXES
 from autoplan.cost.kernels.times import KernelTimes, kernel_times
 from autoplan.cost.memory.parameters import layer_parameters, unit_parameters
-from autoplan.cost.memory.recompute import ATTENTION_BLOCKS, selective_s
+from autoplan.cost.memory.recompute import selective_s
 from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.layout import repeats_beside
 from autoplan.spec.enums import CudaGraphs, RecomputeModule, Sharding
 from autoplan.spec.finetuning import ENCODER
 from autoplan.spec.framework import Framework
-from autoplan.spec.model import ENCODER_BLOCKS, Block, ModelSpec
+from autoplan.spec.model import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block, ModelSpec
 from autoplan.spec.plan import FULL, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS
@@ -239,6 +240,8 @@ def _parts(
         tp_inputs = tp.forward_s * np.divide(inputs, alone, out=zeros.copy(), where=alone > 0)
     if shape.is_frozen:
         tp = tp.plus(adapters_s(problem, batch, shape, links))
+    if block is Block.CROSS_ATTENTION:
+        tp = tp.plus(Pass(zeros, encoder_gradient(problem, batch).seconds(links)))
     if block in ATTENTION_BLOCKS:
         cp = context_parallel_s(problem, batch, links, kernels.attention)
     ep = expert_parallel_s(problem, batch, links) if block is Block.MOE else zeros

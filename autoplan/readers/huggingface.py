@@ -14,7 +14,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table, shipped
 from autoplan.base.names import close_names
 from autoplan.readers.vision import AROUND, Sizes
-from autoplan.spec.model import Experts, LatentAttention, LinearAttention, Mamba, ModelSpec
+from autoplan.spec.model import Encoder, Experts, LatentAttention, LinearAttention, Mamba, ModelSpec
 
 MOST = 10**9  # of any count in a config.json
 _PARTS: dict[str, type] = {
@@ -23,6 +23,7 @@ _PARTS: dict[str, type] = {
     "moe": Experts,
     "mamba": Mamba,
     "linear_attention": LinearAttention,
+    "encoder": Encoder,
 }
 _SYMBOL_OF = {"moe": "E", "mamba": "M", "ffn_size": "-"}  # read only where the layer pattern has the symbol
 _ABSENT: Any = object()
@@ -46,9 +47,9 @@ def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
     try:
         config, kind = _text_model(table)
         fields = _Config(config=config, kind=kind, rules=_rules(kind)).spec_fields()
+        encoder = _source_encoder(table, kind) if fields.get("cross_attention") else _encoder(table, fields)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
-    encoder = _encoder(table, fields)
     read = ["vision_config"] if encoder is not None or _is_text_alone(table) else []
     unread = [key for key in _data()["encoders"] if table.get(key) and key not in read]
     fields["left_out"] = " and ".join(unread + [key for key in _data()["indexers"] if config.get(key)])
@@ -91,13 +92,30 @@ def _encoder(table: dict[str, Any], text: dict[str, Any]) -> dict[str, Any] | No
 
 
 def _rules(kind: str) -> dict[str, Any]:
-    """Meaning of the keys of a model_type; one with the keys of another may assume other values where they lack."""
-    types, same = _data()["types"], _data()["same_keys"].get(kind)
-    if same is None:
-        rules: dict[str, Any] = types[kind]
-        return rules
-    absent = types[same].get("absent", {}) | types.get(kind, {}).get("absent", {})
-    return {**types[same], "absent": absent}
+    """Meaning of the keys of a model_type; one with the keys of another may have some of its own."""
+    types = _data()["types"]
+    own: dict[str, Any] = types.get(kind, {})
+    same = _data()["same_keys"].get(kind)
+    return own if same is None else _with(types[same], own)
+
+
+def _with(rules: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Rules with those that a type or an encoder has of its own."""
+    return {**rules, **{part: {**rules.get(part, {}), **entries} for part, entries in own.items()}}
+
+
+def _source_encoder(table: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The fields of `Encoder` of an encoder-decoder: those of the decoder where it has no others."""
+    rules = _rules(kind)
+    fields = _Config(config=_stack(table, "encoder"), kind=kind, rules=_with(rules, rules["encoder"])).spec_fields()
+    around = {"patches": 0, "image_tokens": 0, "embedding": "shared", **fields.pop("encoder", {})}
+    return {"layers": {**fields, "name": kind, "bidirectional": True, "cross_attention": False}, **around}
+
+
+def _stack(table: dict[str, Any], name: str) -> dict[str, Any]:
+    """The table of an encoder or decoder: the file's own, or one in it."""
+    inner = table.get(name)
+    return {**table, **inner} if isinstance(inner, dict) else table
 
 
 def _show(value: Any) -> str:
@@ -110,7 +128,14 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
     data, kind = _data(), table.get("model_type")
     if not isinstance(kind, str):
         raise InputError("model_type " + ("is missing" if kind is None else f"must be text, got {_show(kind)}"))
-    if table.get("is_encoder_decoder") not in (None, False):
+    is_known = kind in data["types"] or kind in data["same_keys"]
+    is_pair = table.get("is_encoder_decoder") not in (None, False)
+    if is_known and "encoder" in _rules(kind):
+        if not is_pair:
+            raise InputError(f"a decoder of {kind} without its encoder is not covered: say is_encoder_decoder = true")
+        _check_class(table, ("ForConditionalGeneration", "MTModel", "WithLMHeadModel"), "encoder-decoder")
+        return _stack(table, "decoder"), kind
+    if is_pair:
         part = data["uncovered"].get(kind, "cross attention")
         raise InputError(
             f"is_encoder_decoder = {_show(table['is_encoder_decoder'])}: a {kind} has {part}, which is not covered; "
@@ -125,22 +150,29 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
         return _text_model({**text, **shared}, is_inner=True)
     if kind in data["uncovered"]:
         raise InputError(f"model_type {_show(kind)} has {data['uncovered'][kind]}, which is not covered")
-    if kind not in data["types"] and kind not in data["same_keys"]:
+    if not is_known:
         close = close_names(kind, model_types())
         hint = f"did you mean {', '.join(close)}? " * bool(close)
         hint += f"{len(model_types())} are; autoplan new model begins a file of sizes for another one"
         if "auto_map" in table:
             raise InputError(f"model_type {_show(kind)} needs code of its own (auto_map), which is not run; {hint}")
         raise InputError(f"model_type {_show(kind)} is not known; {hint}")
-    names = None if is_inner or any(key in table for key in data["encoders"]) else table.get("architectures")
-    if names is not None and not isinstance(names, list):
-        raise InputError(f"architectures must be a list of names, got {_show(names)}")
+    if is_inner or any(key in table for key in data["encoders"]):
+        return table, kind
     is_masked = any("bidirectional" in _rules(kind).get(part, {}) for part in ("keys", "set"))
     heads = (_TEXT, "LMHeadModel", "GenerationDecoder", *(["ForMaskedLM"] if is_masked else []))
-    if names is not None and not any(str(architecture).endswith(heads) for architecture in names):
-        kinds = "language model with a masked or causal loss" if is_masked else "causal language model"
-        raise InputError(f"architectures = {_show(names)} names no {kinds} (...{heads[-1 if is_masked else 0]})")
+    _check_class(table, heads, "language model with a masked or causal loss" if is_masked else "causal language model")
     return table, kind
+
+
+def _check_class(table: dict[str, Any], heads: tuple[str, ...], kinds: str) -> None:
+    """Refuse a file whose class has another head."""
+    names = table.get("architectures")
+    if names is not None and not isinstance(names, list):
+        raise InputError(f"architectures must be a list of names, got {_show(names)}")
+    if names is not None and not any(str(architecture).endswith(heads) for architecture in names):
+        shown = heads[-1] if "ForMaskedLM" in heads else heads[0]
+        raise InputError(f"architectures = {_show(names)} names no {kinds} (...{shown})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +243,8 @@ class _Config:
         field = next(inner_field for inner_field in fields(_PARTS[part]) if inner_field.name == inner)
         hint = typing.get_type_hints(_PARTS[part])[inner]
         choices = self.rules.get("choices", {}).get(inner)
+        if isinstance(choices, dict):
+            return self.chosen(expression, choices)
         kind = bool if choices else typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
         alternatives = [text.split() for text in expression.split("|")]
         for look_up in (self.get, self.assumed):
@@ -221,6 +255,13 @@ class _Config:
             key = next(term for term in alternatives[0] if not term.isdigit())
             raise InputError(f"{key} is {'null' if self.get(key) is None else 'missing'}: {self.kind} models need it")
         return _ABSENT
+
+    def chosen(self, key: str, choices: dict[str, Any]) -> Any:
+        """What a word under a key stands for."""
+        word = _typed(key, self.assumed(key), str)
+        if word not in choices:
+            raise InputError(f"{key} = {_show(word)} is not covered for {self.kind}, only {', '.join(choices)}")
+        return choices[word]
 
     def pattern(self) -> str:
         """The layer pattern of a hybrid, from its text or from its list of block types."""

@@ -20,14 +20,18 @@ class Block(StrEnum):
     ATTENTION = "attention"
     WINDOW_ATTENTION = "window_attention"
     LINEAR_ATTENTION = "linear_attention"
+    CROSS_ATTENTION = "cross_attention"  # of a decoder to what its encoder makes
     MAMBA = "mamba"
     MLP = "mlp"
     MOE = "moe"
-    # Of an encoder in front of a text model, whose layers have sizes of their own
+    # Of an encoder in front of a text model or a decoder, whose layers have sizes of their own
     ENCODER_ATTENTION = "encoder_attention"
     ENCODER_WINDOW_ATTENTION = "encoder_window_attention"
     ENCODER_MLP = "encoder_mlp"
 
+
+# Blocks with softmax attention.
+ATTENTION_BLOCKS = (Block.ATTENTION, Block.WINDOW_ATTENTION, Block.CROSS_ATTENTION)
 
 # Blocks of an encoder's layers by what they are in a model of these layers alone.
 ENCODER_BLOCKS = {
@@ -136,18 +140,21 @@ class LinearAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """Layers over an image's patches before a text model; `layers` embeds a patch's numbers as a vocabulary."""
+    """Layers over an image's patches before a text model, or over a source text or sound before a decoder."""
 
     layers: ModelSpec
-    patches: int  # of one image, over all of which its attention looks
-    image_tokens: int  # of the text model, that one image becomes
+    # Of one image or source, over all of which its attention looks; 0: as many as the decoder has tokens.
+    patches: int
+    image_tokens: int  # of the text model, that one image becomes; 0 of what a decoder reads by cross attention
+    # `layers` embeds by a matrix as many numbers of a patch, by a table as many tokens, or by the decoder's table.
+    embedding: Literal["matrix", "table", "shared"] = "matrix"
     projector: tuple[tuple[int, int], ...] = ()  # (inputs, outputs) of the matrices between, on every image token
     num_other_parameters: int = 0  # positions, class tokens; norms and biases of projector and embedding
     images: int = 1  # in a sample
 
     def __post_init__(self) -> None:
-        check_count("encoder.patches", self.patches, at_most=MAX_SIZE)
-        check_count("encoder.image_tokens", self.image_tokens, at_most=MAX_SIZE)
+        check_count("encoder.patches", self.patches, at_least=0, at_most=MAX_SIZE)
+        check_count("encoder.image_tokens", self.image_tokens, at_least=0, at_most=MAX_SIZE)
         check_count("encoder.num_other_parameters", self.num_other_parameters, at_least=0)
         check_count("encoder.images", self.images, at_most=10**5)
         for at, sizes in enumerate(self.projector):
@@ -157,6 +164,10 @@ class Encoder:
             raise InputError(f"encoder.layers may be made of attention and mlp, not of {min(strange)}")
         if self.layers.encoder is not None:
             raise InputError("encoder.layers must have no encoder of their own")
+
+    def positions(self, seq_len: float) -> float:
+        """Positions of one image or source beside a decoder's `seq_len` tokens."""
+        return self.patches or seq_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +203,11 @@ class ModelSpec:
     head_transform: bool = False  # a square matrix with a bias, and a norm, in front of the head (BERT)
     head_bias: bool = False
     activation_parameters: int = 0  # trained numbers of each MLP's activation (xIELU)
-    position_embedding: Literal["rope", "learned", "alibi", "none"] = "rope"
+    # relative: a bias of attention by distance, from a table as wide as the heads
+    position_embedding: Literal["rope", "learned", "relative", "alibi", "none"] = "rope"
+    relative_in_layers: bool = False  # every layer has such a table of its own
     rope_base: float = 10000.0
-    max_positions: int = 0  # rows of a learned position table
+    max_positions: int = 0  # rows of a table of learned or relative positions
     tied_embeddings: bool = False
     # Tokens that a windowed layer sees, the last ones, or where it is bidirectional those of a block; None: all.
     window: int | None = None
@@ -208,7 +221,8 @@ class ModelSpec:
     moe: Experts | None = None
     mamba: Mamba | None = None
     linear_attention: LinearAttention | None = None
-    encoder: Encoder | None = None  # of images, in front of the first layer
+    encoder: Encoder | None = None  # of images, or of what a decoder attends to, in front of the first layer
+    cross_attention: bool = False  # every layer attends to what the encoder makes
     left_out: str = ""  # what of its config.json these sizes do not hold, such as vision_config
     aliases: tuple[str, ...] = ()  # other names under which published tables list it
     sources: tuple[str, ...] = ()
@@ -246,12 +260,25 @@ class ModelSpec:
             raise InputError("bidirectional attention goes with neither linear_attention nor layer_pattern")
         if self.linear_attention and (self.window is not None or self.layer_pattern is not None):
             raise InputError("linear_attention goes with neither window nor layer_pattern")
-        if self.position_embedding == "learned" and not self.max_positions:
-            raise InputError("position_embedding = 'learned' needs max_positions")
+        if self.position_embedding in ("learned", "relative") and not self.max_positions:
+            raise InputError(f"position_embedding = {self.position_embedding!r} needs max_positions")
+        self._check_cross_attention()
         self._check_pattern()
         blocks = {block for layer in self.layers for block in layer}
         if Block.MLP in blocks and not self.ffn_size:
             raise InputError("ffn_size must be given: some layers have a dense MLP")
+
+    def _check_cross_attention(self) -> None:
+        encoder = self.encoder
+        if self.cross_attention:
+            if encoder is None or self.layer_pattern is not None or self.mla is not None or self.num_mtp_layers:
+                raise InputError("cross_attention needs an encoder table, and no layer_pattern, mla or num_mtp_layers")
+            if self.qk_norm != "none" or self.attention_output_gate:
+                raise InputError("cross_attention goes with neither qk_norm nor attention_output_gate")
+            if encoder.image_tokens:
+                raise InputError("encoder.image_tokens must be 0 with cross_attention: no token of the decoder is its")
+        elif encoder is not None and not (encoder.patches and encoder.image_tokens):
+            raise InputError("encoder.patches and encoder.image_tokens may be 0 with cross_attention only")
 
     def _check_pattern(self) -> None:
         if self.layer_pattern is None:
@@ -281,6 +308,7 @@ class ModelSpec:
             "shared_norm": self.shared_norm,
             "full_attention_offset": self.full_attention_offset > 0,
             "encoder": self.encoder is not None,
+            "position_embedding = relative": self.position_embedding == "relative",
         }
         return tuple(name for name, is_there in parts.items() if is_there)
 
@@ -332,7 +360,8 @@ class ModelSpec:
 def _layers(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
     if model.layer_pattern is not None:
         return tuple((PATTERN_SYMBOLS[symbol],) for symbol in model.layer_pattern)
-    return tuple((_attention_of(model, at), _ffn_of(model, at)) for at in range(model.num_layers))
+    cross = (Block.CROSS_ATTENTION,) if model.cross_attention else ()
+    return tuple((_attention_of(model, at), *cross, _ffn_of(model, at)) for at in range(model.num_layers))
 
 
 @lru_cache(maxsize=256)

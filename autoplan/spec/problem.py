@@ -61,7 +61,7 @@ class Problem:
             raise InputError(
                 f"seq_len {seq_len} exceeds the {model.max_positions} learned positions of {model.name}: shorten it"
             )
-        self._check_images()
+        self._check_encoder()
         device, precision = self.cluster.device, self.training.precision
         kernels = self.framework.kernels
         is_fp32_priced = kernels.eager_layers or kernels.tf32_products
@@ -85,12 +85,19 @@ class Problem:
                 f"{device.name}, got {format_bytes(self.reserve_bytes)}: reserve less"
             )
 
-    def _check_images(self) -> None:
+    def _check_encoder(self) -> None:
         encoder, training = self.model.encoder, self.training
         if encoder is None:
             return
         if training.lengths is not None:
-            raise InputError(f"lengths that vary are not priced with the images of {self.model.name}: leave them out")
+            part = "encoder" if self.model.cross_attention else "images"
+            raise InputError(f"lengths that vary are not priced with the {part} of {self.model.name}: leave them out")
+        layers, positions = encoder.layers, int(encoder.positions(training.seq_len))
+        if self.model.cross_attention and layers.position_embedding == "learned" and positions > layers.max_positions:
+            raise InputError(
+                f"the encoder of {self.model.name} has {layers.max_positions} learned positions, not {positions}: "
+                "pass a shorter --encoder-len"
+            )
         if (tokens := encoder.images * encoder.image_tokens) > training.seq_len:
             raise InputError(
                 f"seq_len {training.seq_len} has no room for {encoder.images} x {encoder.image_tokens} = {tokens} "
@@ -137,19 +144,26 @@ class Problem:
         encoder, training = self.model.encoder, self.training
         if encoder is None:
             return None
-        images = encoder.images * training.sequences_per_sample
+        alone = encoder.patches or training.document_len
         other = copy.copy(self)
         object.__setattr__(other, "model", encoder.layers)
         own = replace(
             training,
-            seq_len=images * encoder.patches,
-            document_len=encoder.patches if training.attention.startswith("flash") else None,
+            seq_len=self.encoder_len,
+            document_len=alone if training.attention.startswith("flash") else None,
             lengths=None,
             finetuning=None,
             preference=None,
         )
         object.__setattr__(other, "training", own)
         return other
+
+    @property
+    def encoder_len(self) -> int:
+        """Positions that the encoder makes of a sample of the batch."""
+        encoder, training = self.model.encoder, self.training
+        assert encoder is not None
+        return int(encoder.images * training.sequences_per_sample * encoder.positions(training.seq_len))
 
     @property
     def fuses_attention(self) -> bool:

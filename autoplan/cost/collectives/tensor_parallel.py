@@ -11,7 +11,7 @@ from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.arithmetic import BlockShape
 from autoplan.cost.kernels.measured_units import measures_end
-from autoplan.cost.kernels.sizes import gathers_narrow, padded_vocab, rank_tokens
+from autoplan.cost.kernels.sizes import encoder_tokens, gathers_narrow, padded_vocab, rank_tokens
 from autoplan.cost.kernels.times import KernelTimes
 from autoplan.cost.network.links import Links, contention_share
 from autoplan.cost.network.process_groups import process_groups
@@ -115,6 +115,17 @@ def block_collectives(problem: Problem, batch: PlanBatch) -> TensorParallel:
     """
     gathered = np.where(gathers_narrow(problem, batch), 0.5, 1.0) * _hidden_bytes(problem, batch)
     return _collectives(problem, batch, gathered, (1.0, 1.0 + regathers_inputs(problem)), (1.0, 1.0))
+
+
+def encoder_gradient(problem: Problem, batch: PlanBatch) -> Collective:
+    """Describe the sum of the gradients of what an encoder makes, of which every rank's keys and values have a part.
+
+    With sequence parallelism it is scattered, and gathered in front of the next block: as much as an all-reduce.
+    """
+    assert problem.model.encoder is not None
+    width = problem.training.element_bytes * problem.model.encoder.layers.hidden_size
+    buffer = width * encoder_tokens(problem, batch)
+    return Collective("tp", "all_reduce", process_groups(batch).tp, buffer, backward=1.0)
 
 
 def embedding_collectives(problem: Problem, batch: PlanBatch) -> TensorParallel:

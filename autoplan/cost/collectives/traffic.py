@@ -21,17 +21,18 @@ from autoplan.cost.collectives.tensor_parallel import (
     adapter_collectives,
     block_collectives,
     embedding_collectives,
+    encoder_gradient,
     has_tensor_parallel,
     head_collectives,
 )
 from autoplan.cost.kernels.arithmetic import BlockShape, layer_shapes
 from autoplan.cost.memory.parameters import end_parameters, stage_parameters, unit_parameters
-from autoplan.cost.memory.recompute import ATTENTION_BLOCKS, resent_share
+from autoplan.cost.memory.recompute import resent_share
 from autoplan.cost.network.links import Links, link_bytes
 from autoplan.cost.pipeline.layout import StageBlocks, repeats_beside, stage_blocks
 from autoplan.cost.pipeline.order import rank_of_chunks
 from autoplan.spec.finetuning import ENCODER
-from autoplan.spec.model import ENCODER_BLOCKS, Block
+from autoplan.spec.model import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block
 from autoplan.spec.operations import Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
@@ -190,6 +191,8 @@ def _of_block(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShap
     yield from adapter_collectives(problem, batch, shape)
     if block in ATTENTION_BLOCKS:
         yield from context_parallel(problem, batch)
+    if block is Block.CROSS_ATTENTION:
+        yield encoder_gradient(problem, batch)
     if block is Block.MOE:
         yield from expert_parallel(problem, batch)
     yield from sharded_states(problem, batch, unit_parameters(problem, batch, shape))

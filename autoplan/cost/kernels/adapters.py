@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from autoplan.base.arrays import Floats
-from autoplan.cost.kernels.arithmetic import BlockShape, Linear
+from autoplan.cost.kernels.arithmetic import BlockShape
 from autoplan.cost.kernels.launches import unpacks_eagerly
 from autoplan.cost.kernels.memory_bound import Traffic
 from autoplan.cost.kernels.products import gemm_rate, matrices_s
-from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, norm_tokens, rank_tokens
+from autoplan.cost.kernels.sizes import linear_tokens, local_sizes
 from autoplan.cost.memory.state_types import is_16_bit_throughout
 from autoplan.cost.passes import SplitPass
 from autoplan.spec.plan import PlanBatch
@@ -56,13 +56,6 @@ def tuning_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> dic
     if any(linear.weight_bytes is not None for linear in shape.linears):
         moved["dequantise"] = _dequantising(problem, batch, shape)
     return moved
-
-
-def linear_tokens(problem: Problem, batch: PlanBatch, linear: Linear) -> Floats:
-    """Tokens of a micro-batch that a rank's part of a matrix meets, of experts all local copies together."""
-    if linear.is_expert:
-        return expert_tokens(problem, batch) * linear.copies / batch.ep
-    return norm_tokens(problem, batch) if linear.split == "replicated" else rank_tokens(problem, batch)
 
 
 def _dequantising(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traffic:

@@ -16,7 +16,7 @@ import numpy as np
 from autoplan.base.arrays import Floats
 from autoplan.base.errors import InputError
 from autoplan.spec.finetuning import ALL_LINEAR, EMBEDDING, ENCODER, HEAD, MODULES, FineTuning, Target
-from autoplan.spec.model import ENCODER_BLOCKS, Block, LatentAttention, ModelSpec
+from autoplan.spec.model import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block, LatentAttention, ModelSpec
 
 # Tokens of a chunk in which kernels work off a gated delta net: CHUNK_SIZE of flash-linear-attention
 # (fla/ops/gated_delta_rule/chunk.py), and of the torch code in transformers' modeling_qwen3_next.py.
@@ -46,6 +46,7 @@ class Linear:
     is_frozen: bool = False  # it has no gradient
     weight_bytes: float | None = None  # of a frozen weight, where it is quantised
     saves_input: bool = False  # its product keeps its inputs although no gradient needs them
+    reads_encoder: bool = False  # it meets the positions of the encoder, not the tokens of the decoder
     adapts: str = ""  # of a matrix of an adapter, the name of the frozen matrix beside which it runs
 
     @property
@@ -127,8 +128,34 @@ def _attention(model: ModelSpec) -> BlockShape:
             Linear("out", width, hidden, "row", has_bias=model.attention_output_bias),
         ),
         num_norm_parameters=_block_norms(model) + norms,
-        num_other_parameters=heads if model.attention_sinks else 0,
+        num_other_parameters=heads * model.attention_sinks + _relative_table(model) * model.relative_in_layers,
     )
+
+
+def _cross_attention(model: ModelSpec) -> BlockShape:
+    """Queries of the decoder's tokens, keys and values of what the encoder makes, which no norm of the block reads."""
+    hidden, width, kv = model.hidden_size, model.num_heads * model.qk_head_dim, 2 * model.kv_heads * model.qk_head_dim
+    assert model.encoder is not None
+    encoded = model.encoder.layers.hidden_size
+    return BlockShape(
+        linears=(
+            Linear("q", hidden, width, "column", has_bias=model.qkv_bias),
+            Linear(
+                *("kv", encoded, kv, "column"),
+                has_bias=model.qkv_bias,
+                grouped_out_size=kv,
+                num_groups=model.kv_heads,
+                reads_encoder=True,
+            ),
+            Linear("out", width, hidden, "row", has_bias=model.attention_output_bias),
+        ),
+        num_norm_parameters=_block_norms(model),
+    )
+
+
+def _relative_table(model: ModelSpec) -> int:
+    """Elements of one table of relative positions."""
+    return model.max_positions * model.num_heads if model.position_embedding == "relative" else 0
 
 
 def _latent_attention(model: ModelSpec, mla: LatentAttention) -> BlockShape:
@@ -223,6 +250,7 @@ def _linear_attention(model: ModelSpec) -> BlockShape:
 _SHAPES = {
     Block.ATTENTION: _attention,
     Block.WINDOW_ATTENTION: _attention,
+    Block.CROSS_ATTENTION: _cross_attention,
     Block.LINEAR_ATTENTION: _linear_attention,
     Block.MAMBA: _mamba,
     Block.MLP: _mlp,
@@ -243,6 +271,8 @@ def layer_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> dict
     shapes = {kind: _SHAPES[kind](model) for kind in kinds}
     if finetuning is None or not finetuning.has_adapters:
         return shapes
+    if model.cross_attention:
+        raise InputError(f"adapters beside the cross attention of {model.name} are not priced: train all weights")
     adapted = {kind: _adapted(model, shape, finetuning) for kind, shape in shapes.items()}
     adapted_names = {name for _, names in adapted.values() for name in names}
     if missing := [name for name in finetuning.targets if name not in adapted_names]:
@@ -355,7 +385,8 @@ def embedding_parameters(model: ModelSpec) -> int:
     """Elements of the input embedding: token rows, of the vocabulary without padding, and learned positions."""
     positions = model.max_positions if model.position_embedding == "learned" else 0
     rows = model.vocab_size + positions + model.token_types
-    return rows * model.hidden_size + (norm_parameters(model) if model.embedding_norm else 0)
+    relative = 0 if model.relative_in_layers else _relative_table(model)
+    return rows * model.hidden_size + relative + (norm_parameters(model) if model.embedding_norm else 0)
 
 
 def encoder_end_parameters(model: ModelSpec) -> int:
@@ -363,7 +394,9 @@ def encoder_end_parameters(model: ModelSpec) -> int:
     encoder = model.encoder
     if encoder is None:
         return 0
-    ends = embedding_parameters(encoder.layers) + before_head_parameters(encoder.layers)
+    layers = encoder.layers
+    ends = embedding_parameters(layers) + before_head_parameters(layers)
+    ends -= layers.vocab_size * layers.hidden_size * (encoder.embedding == "shared")
     return ends + sum(inputs * outputs for inputs, outputs in encoder.projector) + encoder.num_other_parameters
 
 
@@ -433,6 +466,8 @@ def count_parameters(model: ModelSpec, *, active: bool = False, with_mtp: bool =
 
 def attention_context(model: ModelSpec, block: Block, seq_len: Floats | float) -> Floats | float:
     """Mean number of positions that a query attends to, all or under a causal mask (`modelling` A2)."""
+    if block is Block.CROSS_ATTENTION and model.encoder:
+        return model.encoder.patches or seq_len
     is_windowed = block is Block.WINDOW_ATTENTION and model.window
     if model.bidirectional:
         return np.minimum(model.window, seq_len) if is_windowed and model.window else seq_len
@@ -466,9 +501,11 @@ def model_flops_per_token(
                 share = 1.0
                 if linear.is_expert and model.moe:
                     share = model.moe.experts_per_token / model.moe.num_experts
+                if linear.reads_encoder and model.encoder:
+                    share = model.encoder.positions(seq_len) / seq_len
                 forward += 2 * share * linear.num_weights
                 spared += 2 * share * linear.num_weights * linear.is_frozen
-            if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
+            if block in ATTENTION_BLOCKS:
                 context = float(attention_context(model, block, seq_len))
                 forward += 2 * context * model.num_heads * (model.qk_head_dim + model.v_head_dim)
             if block is Block.MAMBA and model.mamba:
@@ -493,12 +530,13 @@ def encoder_flops_per_token(model: ModelSpec, seq_len: float) -> float:
     if encoder is None:
         return 0.0
     layers, shapes = encoder.layers, layer_shapes(encoder.layers)
-    weights = layers.vocab_size * layers.hidden_size
+    positions = encoder.positions(seq_len)
+    weights = layers.vocab_size * layers.hidden_size * (encoder.embedding == "matrix")
     weights += sum(linear.num_weights for layer in layers.layers for block in layer for linear in shapes[block].linears)
-    context = sum(float(attention_context(layers, layer[0], encoder.patches)) for layer in layers.layers)
+    context = sum(float(attention_context(layers, layer[0], positions)) for layer in layers.layers)
     scores = context * layers.num_heads * (layers.qk_head_dim + layers.v_head_dim)
     projector = sum(inputs * outputs for inputs, outputs in encoder.projector)
-    per_image = 2.0 * (encoder.patches * (weights + scores) + encoder.image_tokens * projector)
+    per_image = 2.0 * (positions * (weights + scores) + encoder.image_tokens * projector)
     return encoder.images * per_image / seq_len
 
 

@@ -79,7 +79,7 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     elsewhere = np.where(batch.cp_kind == ContextParallelKind.RING.code, (batch.cp - 1) / batch.cp, 0.0)
     factor = problem.calibration.attention * (1.0 + (problem.framework.kernels.ring_attention_factor - 1.0) * elsewhere)
     if not problem.fuses_attention:
-        return _unfused_s(problem, batch, factor)
+        return _unfused_s(problem, batch, block, factor)
     model, training, device = problem.model, problem.training, problem.device
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
     factor = factor * np.where(batch.dropout, DROPOUT_ATTENTION_TIME, 1.0)
@@ -100,7 +100,7 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
         """Time of the scores and of what they weigh."""
         context = attention_context(model, attending, seen_len)
         # Positions that the last query of a sequence attends to.
-        row_len: Floats | float = seen_len
+        row_len: Floats | float = context if attending is Block.CROSS_ATTENTION else seen_len
         if attending is Block.WINDOW_ATTENTION and model.window:
             row_len = np.minimum(np.float64(model.window), seen_len)
         slowdown = curve.slowdown(row_len, blocks_per_unit, head_dim)
@@ -112,7 +112,7 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
         visited = np.where(_narrows_attention(problem, batch), square_s(Block.ATTENTION), forward)
     start_s = factor * eight_bits * curve.start_s
     reference = Pass(forward + start_s, visited * 2.5 / backward_share + start_s)
-    if problem.timings.is_empty or model.bidirectional:  # the tables are of causal attention
+    if problem.timings.is_empty or model.bidirectional or block is Block.CROSS_ATTENTION:  # the tables are of causal
         return reference
     return _measured_s(problem, batch, block, efficiency / (curve.efficiency * eight_bits), reference)
 
@@ -143,12 +143,15 @@ def _kernel_widths(model: ModelSpec, kernel: str) -> tuple[int, int]:
     return padded, 2 * padded
 
 
-def _unfused_s(problem: Problem, batch: PlanBatch, factor: Floats) -> Pass:
+def _unfused_s(problem: Problem, batch: PlanBatch, block: Block, factor: Floats) -> Pass:
     """Time of attention that writes its scores, whose products take `factor` times as long as by the reference."""
     model, training, device = problem.model, problem.training, problem.device
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
     # The whole square: an unfused softmax masks, it does not skip.
-    scores = tokens * heads * attended_len(training, batch.micro_batch)
+    seen_len: Floats | float = attended_len(training, batch.micro_batch)
+    if block is Block.CROSS_ATTENTION:
+        seen_len = attention_context(model, block, seen_len)
+    scores = tokens * heads * seen_len
     rate = wide_peak(problem) * device.gemm_efficiency * (UNALIGNED_HEAD_SHARE if model.qk_head_dim % 8 else 1.0)
     # Scores are products over the head dimension, outputs are as wide as it.
     narrow = (1 + device.gemm.half_k / model.qk_head_dim) * (1 + device.gemm.half_n / model.v_head_dim)

@@ -18,12 +18,11 @@ from autoplan.base.arrays import Bools, Floats, add_up
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, RecomputeModule
-from autoplan.spec.model import Block
+from autoplan.spec.model import ATTENTION_BLOCKS, Block
 from autoplan.spec.operations import NARROW_TYPES
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
-ATTENTION_KINDS = (Block.ATTENTION, Block.WINDOW_ATTENTION)
 NARROW = [Precision(name).code for name in NARROW_TYPES]
 
 
@@ -70,6 +69,7 @@ _REPEATED_ATTENTION: dict[RecomputeModule, int | float] = {RecomputeModule.CORE_
 REPEATED: dict[Block, dict[RecomputeModule, int | float]] = {
     Block.ATTENTION: _REPEATED_ATTENTION,
     Block.WINDOW_ATTENTION: _REPEATED_ATTENTION,
+    Block.CROSS_ATTENTION: _REPEATED_ATTENTION,
     Block.MLP: {RecomputeModule.MLP: 4},
     Block.MOE: {
         RecomputeModule.LAYERNORM: 1,
@@ -85,7 +85,7 @@ def extra_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     parts: list[tuple[Launches, Floats]] = []
     if block is Block.MOE:
         parts = _expert_parts(problem, batch)
-    elif block in ATTENTION_KINDS and problem.model.mla:
+    elif block in ATTENTION_BLOCKS and problem.model.mla:
         unfused = np.where(batch.rope_fusion, 0.0, LIGHT)
         parts = [(LATENT_ATTENTION, np.ones(len(batch))), (LATENT_ROPE, unfused)]
     if problem.training.finetuning is not None:
@@ -129,7 +129,7 @@ def repeated_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Flo
     """Time of the host to launch again, in a backward pass, the parts of a block that are recomputed by name."""
     modules: dict[RecomputeModule, float | Floats] = {}
     modules |= REPEATED.get(block, {})
-    if block in ATTENTION_KINDS and problem.model.mla:
+    if block in ATTENTION_BLOCKS and problem.model.mla:
         rope = np.where(batch.rope_fusion, 1.0, LIGHT * LATENT_ROPE.forward)
         modules |= {RecomputeModule.MLA_UP_PROJ: UP_PROJECTIONS + rope, RecomputeModule.LAYERNORM: 1.0}
     if block is Block.MOE:
@@ -176,6 +176,7 @@ def counts_tokens(batch: PlanBatch) -> Bools:
 GRAPHED_IN: dict[Block, CudaGraphs] = {
     Block.ATTENTION: CudaGraphs.ATTENTION,
     Block.WINDOW_ATTENTION: CudaGraphs.ATTENTION,
+    Block.CROSS_ATTENTION: CudaGraphs.LAYER,
     Block.LINEAR_ATTENTION: CudaGraphs.ATTENTION,
     Block.MAMBA: CudaGraphs.LAYER,
     Block.MLP: CudaGraphs.LAYER,

@@ -13,6 +13,7 @@ from autoplan.base.arrays import Floats, add_up
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
 from autoplan.cost.kernels.launches import BIAS_PER_EXPERT, has_fused_experts
 from autoplan.cost.kernels.measured import Sizes, find_kernels, measured_pass
+from autoplan.cost.kernels.sequences import attended_len
 from autoplan.cost.kernels.sizes import (
     expert_tokens,
     gathers_narrow,
@@ -24,7 +25,7 @@ from autoplan.cost.kernels.sizes import (
 )
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import Precision
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import ATTENTION_BLOCKS, Block, ModelSpec
 from autoplan.spec.operations import Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -126,8 +127,12 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
     norm = sliced * hidden * model.norms_per_block * _norm_traffic(problem)
     residual = sliced * hidden * np.where(batch.dropout, 9.0, 6.0)
     moved = {"norm": Traffic(4.0 * norm, 8.0 * norm), "residual": Traffic(residual, residual)}
-    if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
-        if model.position_embedding == "rope":
+    if block in ATTENTION_BLOCKS:
+        if model.position_embedding == "relative" and block is not Block.CROSS_ATTENTION:
+            # Added to every score; backward its gradient is written and summed.
+            scores = tokens * model.num_heads / batch.tp * attended_len(problem.training, batch.micro_batch)
+            moved["bias"] = Traffic(2.0 * scores, 4.0 * scores)
+        if model.position_embedding == "rope" and block is not Block.CROSS_ATTENTION:
             roped = 4.0 * tokens * _roped_heads(problem, batch) * model.qk_head_dim
             moved["rope"] = Traffic(roped, roped)
         if model.qk_norm != "none" and model.mla is None:

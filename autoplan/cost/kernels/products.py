@@ -12,7 +12,7 @@ from autoplan.base.arrays import Floats
 from autoplan.cost.kernels.arithmetic import Linear
 from autoplan.cost.kernels.measured import find_kernels, passes_s
 from autoplan.cost.kernels.memory_bound import memory_bound_s
-from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, matrix_pieces, norm_tokens, rank_tokens, scales_rows
+from autoplan.cost.kernels.sizes import expert_tokens, linear_tokens, local_sizes, matrix_pieces, scales_rows
 from autoplan.cost.memory.state_types import grad_bytes
 from autoplan.cost.passes import SplitPass
 from autoplan.spec.enums import Precision
@@ -150,8 +150,7 @@ def matrices_s(problem: Problem, batch: PlanBatch, linears: tuple[Linear, ...], 
     times: dict[str, SplitPass] = {}
     dense = [piece for linear in linears if not linear.is_expert for piece in matrix_pieces(problem, linear)]
     if dense:
-        sliced_tokens, all_tokens = norm_tokens(problem, batch), rank_tokens(problem, batch)
-        tokens = np.stack([sliced_tokens if linear.split == "replicated" else all_tokens for linear in dense])
+        tokens = np.stack([linear_tokens(problem, batch, linear) for linear in dense])
         inputs, outputs = (
             np.stack(sizes) for sizes in zip(*(local_sizes(linear, batch) for linear in dense), strict=True)
         )

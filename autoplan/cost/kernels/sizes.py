@@ -58,6 +58,20 @@ def norm_tokens(problem: Problem, batch: PlanBatch) -> Floats:
     return rank_tokens(problem, batch) / np.where(batch.sp, batch.tp, 1)
 
 
+def encoder_tokens(problem: Problem, batch: PlanBatch) -> Floats:
+    """Positions of the encoder in one micro-batch, which cross attention reads."""
+    return batch.micro_batch * np.float64(problem.encoder_len)
+
+
+def linear_tokens(problem: Problem, batch: PlanBatch, linear: Linear) -> Floats:
+    """Tokens of a micro-batch that a rank's part of a matrix meets, of experts all local copies together."""
+    if linear.is_expert:
+        return expert_tokens(problem, batch) * linear.copies / batch.ep
+    if linear.reads_encoder:
+        return encoder_tokens(problem, batch)
+    return norm_tokens(problem, batch) if linear.split == "replicated" else rank_tokens(problem, batch)
+
+
 def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
     """Tokens that a local expert of the busiest rank receives from its expert-parallel group."""
     moe = problem.model.moe

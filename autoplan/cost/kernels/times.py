@@ -20,7 +20,7 @@ from autoplan.cost.kernels.products import gemm_rate, products_s
 from autoplan.cost.kernels.sizes import expert_imbalance, head_columns, norm_tokens, rank_tokens
 from autoplan.cost.passes import Pass, SplitPass
 from autoplan.spec.finetuning import HEAD
-from autoplan.spec.model import Block
+from autoplan.spec.model import ATTENTION_BLOCKS, Block
 from autoplan.spec.operations import EXPERTS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -56,7 +56,7 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
     """Time of the kernels of one block for one micro-batch on one rank; of a plan, `KERNEL_AXES` decide alone."""
     matrices = tuned_matrices_s(problem, batch, shape)
     attention = Pass.none(len(batch))
-    if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
+    if block in ATTENTION_BLOCKS:
         attention = attention_s(problem, batch, block)
     if block in RECURRENT_BLOCKS:
         attention = scan_s(problem, batch, block)

@@ -11,14 +11,20 @@ from collections.abc import Mapping
 import numpy as np
 
 from autoplan.base.arrays import Floats, add_up
-from autoplan.cost.kernels.adapters import linear_tokens
 from autoplan.cost.kernels.arithmetic import DELTA_CHUNK_TOKENS, BlockShape
 from autoplan.cost.kernels.memory_bound import memory_bound_s
-from autoplan.cost.kernels.sizes import expert_tokens, local_sizes, norm_tokens, rank_tokens
+from autoplan.cost.kernels.sizes import (
+    encoder_tokens,
+    expert_tokens,
+    linear_tokens,
+    local_sizes,
+    norm_tokens,
+    rank_tokens,
+)
 from autoplan.cost.kernels.times import KernelTimes
 from autoplan.cost.memory.state_types import WIDE_BYTES
 from autoplan.spec.enums import Precision, RecomputeModule
-from autoplan.spec.model import Block
+from autoplan.spec.model import ATTENTION_BLOCKS, Block
 from autoplan.spec.plan import SELECTIVE, PlanBatch
 from autoplan.spec.problem import Problem
 
@@ -27,8 +33,6 @@ SCORE_DROPOUT_BYTES = 3.0
 
 # Bytes of an element as quantised: 8 bits, or with the scales of blocks of 32 (MXFP8) or 16 (NVFP4) elements.
 NARROW_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
-
-ATTENTION_BLOCKS = (Block.ATTENTION, Block.WINDOW_ATTENTION)
 
 # Recomputing the whole MoE layer gives back what its parts would.
 GIVEN_BACK_BY: Mapping[RecomputeModule, tuple[RecomputeModule, ...]] = {
@@ -72,7 +76,7 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     normed = model.norms_per_block * (2 * element + eager_norm_bytes(problem, is_frozen=shape.is_frozen))
     norm = normed + np.where(batch.dropout, 1.0, 0.0)  # a byte of a mask
     if block in ATTENTION_BLOCKS:
-        parts = _attention_parts(problem, batch, shape)
+        parts = _attention_parts(problem, batch, block, shape)
     elif block is Block.MAMBA and model.mamba:
         inner = model.mamba.num_heads * model.mamba.head_dim
         wide = shape.linears[0].out_size + inner + 2 * model.mamba.num_groups * model.mamba.state_size + 2 * inner
@@ -171,7 +175,7 @@ def _has_norm_module(problem: Problem, block: Block) -> bool:
     return block is Block.MOE or (block in ATTENTION_BLOCKS and problem.model.mla is not None)
 
 
-def _attention_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Parts:
+def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Parts:
     model, framework, training, element = (
         problem.model,
         problem.framework,
@@ -179,6 +183,9 @@ def _attention_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> P
         problem.training.element_bytes,
     )
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
+    keys_per_query, seen_len = 1.0 * np.ones(len(batch)), training.seq_len
+    if block is Block.CROSS_ATTENTION:
+        keys_per_query, seen_len = encoder_tokens(problem, batch) / tokens, problem.encoder_len
     parts: Parts = {}
     if mla := model.mla:
         latents = element * (2.0 * (mla.q_lora_rank or 0) + 2.0 * mla.kv_lora_rank + mla.qk_rope_head_dim)
@@ -190,7 +197,7 @@ def _attention_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> P
         always_kept = (
             tokens
             * model.qk_head_dim
-            * (element * (heads + 2.0 * kv_heads) + _output_bytes(problem, batch, shape) * heads)
+            * (element * (heads + 2.0 * keys_per_query * kv_heads) + _output_bytes(problem, batch, shape) * heads)
         )
         if framework.memory.keeps_packed_qkv and model.kv_heads == model.num_heads:
             always_kept = always_kept + tokens * element * model.qk_head_dim * 2 * kv_heads
@@ -207,7 +214,7 @@ def _attention_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> P
         memory = framework.memory
         score = memory.bytes_per_fused_score if is_fused else memory.bytes_kept_per_unfused_score
         dropped = np.where(batch.dropout, SCORE_DROPOUT_BYTES, 0.0)
-        parts[RecomputeModule.CORE_ATTN] = (score + dropped) * tokens * heads * training.seq_len
+        parts[RecomputeModule.CORE_ATTN] = (score + dropped) * tokens * heads * seen_len
     else:
         always_kept = always_kept + 4.0 * tokens * heads  # the logarithms of the softmax sums
     parts[None] = always_kept

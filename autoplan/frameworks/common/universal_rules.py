@@ -27,11 +27,21 @@ SOURCE = "any framework"
 
 
 def _encoder(workload: Workload, batch: PlanBatch) -> Bools:
-    """Images are not cut into pieces of a context, and every rank has whole heads of their encoder."""
+    """What is encoded is not cut into pieces of a context, stages send no more, and ranks have whole heads of it."""
     encoder = workload.model.encoder
     if encoder is None:
         return all_true(batch)
-    return (batch.cp == 1) & (encoder.layers.num_heads % batch.tp == 0)
+    is_whole = (batch.cp == 1) & ((batch.pp == 1) | (not workload.model.cross_attention))
+    return is_whole & (encoder.layers.num_heads % batch.tp == 0)
+
+
+def _encoder_text(workload: Workload, plan: ParallelPlan) -> str:
+    heads = workload.model.encoder.layers.num_heads if workload.model.encoder else 0
+    if workload.model.cross_attention:
+        degrees, priced = f"cross attention with pp {plan.pp}, cp {plan.cp} and tp {plan.tp}", "pp 1 and cp 1 are"
+    else:
+        degrees, priced = f"an encoder of images with cp {plan.cp} and tp {plan.tp}", "cp 1 is"
+    return f"{degrees}: only {priced} priced, and tp must divide the encoder's {heads} heads"
 
 
 def _experts(workload: Workload, batch: PlanBatch) -> Bools:
@@ -136,10 +146,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=SOURCE,
         holds=_encoder,
-        text=lambda s, p: (
-            f"an encoder of images with cp {p.cp} and tp {p.tp}: only cp 1 is priced, and tp must divide its "
-            f"{s.model.encoder.layers.num_heads if s.model.encoder else 0} heads"
-        ),
+        text=_encoder_text,
     ),
     Rule(
         source=SOURCE,

@@ -108,6 +108,7 @@ def check_expressible(
             training.attention not in ("flash", "flash2", "unfused"),
             f"attention {training.attention!r}: plan with flash",
         ),
+        (model.cross_attention, "cross attention: its program trains models of one stack"),
         (model.encoder is not None, "an encoder of images: give its text model alone"),
         (training.fused_norm is True, "fused_norm = true: the norms are those of transformers, leave it out"),
         (

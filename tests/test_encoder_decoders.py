@@ -1,0 +1,248 @@
+"""Are encoder-decoders read, counted and priced as an encoder run before a decoder with one more attention a layer?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import autoplan
+from autoplan.api.problem import make_problem
+from autoplan.base.errors import InputError
+from autoplan.cost.collectives.traffic import transfers
+from autoplan.cost.estimate import estimate
+from autoplan.cost.kernels.arithmetic import block_shapes, count_parameters, layer_shapes, model_flops_per_token
+from autoplan.cost.memory.recompute import activation_parts, whole_bytes
+from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.common.universal_rules import RULES
+from autoplan.readers.huggingface import read_huggingface
+from autoplan.spec.estimate import VERDICTS
+from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.training import TrainingSpec
+
+T5_LARGE: dict[str, Any] = {  # huggingface.co/google/flan-t5-large/blob/main/config.json
+    "architectures": ["T5ForConditionalGeneration"],
+    "model_type": "t5",
+    "is_encoder_decoder": True,
+    "d_model": 1024,
+    "d_kv": 64,
+    "d_ff": 2816,
+    "num_layers": 24,
+    "num_decoder_layers": 24,
+    "num_heads": 16,
+    "feed_forward_proj": "gated-gelu",
+    "relative_attention_num_buckets": 32,
+    "tie_word_embeddings": False,
+    "vocab_size": 32128,
+}
+TRANSFORMER: dict[str, Any] = {  # Vaswani et al., arXiv:1706.03762, table 3: base; 37,000 tokens, one table for all
+    "model_type": "m2m_100",
+    "is_encoder_decoder": True,
+    "vocab_size": 37000,
+    "d_model": 512,
+    **{"encoder_layers": 6, "encoder_attention_heads": 8, "encoder_ffn_dim": 2048},
+    **{"decoder_layers": 6, "decoder_attention_heads": 8, "decoder_ffn_dim": 2048},
+}
+BIG: dict[str, Any] = {
+    **{"d_model": 1024, "encoder_attention_heads": 16, "encoder_ffn_dim": 4096},
+    **{"decoder_attention_heads": 16, "decoder_ffn_dim": 4096},
+}
+SMALL_BART: dict[str, Any] = {
+    **{"d_model": 384, "vocab_size": 512, "dropout": 0.0, "max_position_embeddings": 600},
+    **{"encoder_layers": 3, "encoder_attention_heads": 6, "encoder_ffn_dim": 1600, "encoder_layerdrop": 0.0},
+    **{"decoder_layers": 2, "decoder_attention_heads": 6, "decoder_ffn_dim": 1280, "decoder_layerdrop": 0.0},
+}
+SMALL_T5: dict[str, Any] = {
+    **{"d_model": 64, "d_kv": 24, "d_ff": 160, "num_heads": 4, "vocab_size": 512},
+    **{"num_layers": 3, "num_decoder_layers": 2, "feed_forward_proj": "gated-silu"},
+}
+ZERO3 = ParallelPlan(global_batch=64, micro_batch=8, dp_shard=8, sharding="zero3")
+
+
+@pytest.fixture(scope="module")
+def flan() -> ModelSpec:
+    return read_huggingface(T5_LARGE, "flan-t5-large")
+
+
+def test_a_published_config_has_the_parameters_of_its_checkpoint(flan: ModelSpec) -> None:
+    assert count_parameters(flan) == 783_150_080  # of google/flan-t5-large
+    assert flan.layers[0] == (Block.ATTENTION, Block.CROSS_ATTENTION, Block.MLP)
+
+
+KINDS = (
+    *("bart", "mbart", "plbart", "mvp", "blenderbot", "blenderbot-small", "pegasus", "marian", "m2m_100", "fsmt"),
+    *("t5", "mt5", "umt5", "t5gemma", "whisper"),
+)
+
+
+def _built(kind: str, sizes: dict[str, Any]) -> tuple[Any, ModelSpec]:
+    """A transformers model, and what its config is read as."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(kind, attn_implementation="eager", **sizes)
+    config.decoder_start_token_id = 0
+    auto = transformers.AutoModelForSpeechSeq2Seq if kind == "whisper" else transformers.AutoModelForSeq2SeqLM
+    spec = read_huggingface(json.loads(json.dumps(config.to_dict(), default=str)), kind)
+    return auto.from_config(config), spec
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_those_of_transformers(kind: str) -> None:
+    torch, _ = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model, spec = _built(kind, {})
+    # Whisper's keys have no bias, unlike queries and values.
+    rel = 2e-4 if kind == "whisper" else 0.0
+    assert count_parameters(spec) == pytest.approx(sum(own.numel() for own in model.parameters()), rel=rel)
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("bart", SMALL_BART), ("t5", SMALL_T5)])
+def test_operations_are_those_that_torch_counts(kind: str, sizes: dict[str, Any]) -> None:
+    """160 tokens of a source, 48 of a target."""
+    torch, _ = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, spec = _built(kind, sizes)
+    source, target = torch.randint(3, 99, (1, 160)), torch.randint(3, 99, (1, 48))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=source, labels=target).loss.backward()
+    assert spec.encoder is not None
+    spec = replace(spec, encoder=replace(spec.encoder, patches=160))
+    # Eager attention computes both halves of the decoder's causal square.
+    causal = 3 * 2 * (48 / 2) * 2 * spec.num_heads * spec.qk_head_dim * spec.num_layers
+    assert 48 * (model_flops_per_token(spec, 48) + causal) == pytest.approx(counter.get_total_flops(), rel=1e-3)
+
+
+def test_bytes_kept_by_a_decoder_layer_are_those_of_torch() -> None:
+    """Two pairs of 512 and 256 tokens, all but the scores."""
+    torch, _ = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model, spec = _built("bart", SMALL_BART)
+    layer = model.to(torch.bfloat16).train().model.decoder.layers[0]
+    hidden = torch.randn(2, 256, 384, dtype=torch.bfloat16, requires_grad=True)
+    source = torch.randn(2, 512, 384, dtype=torch.bfloat16, requires_grad=True)
+    sizes: dict[int, int] = {}
+    alive = []
+    skipped = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), source)}
+
+    def pack(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in skipped and tensor.shape[-2:] not in ((256, 256), (256, 512)):
+            alive.append(storage)
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(hidden, encoder_hidden_states=source)
+    problem = make_problem(spec, cluster="h100-sxm:1x1", seq_len=256, encoder_len=512, framework="transformers")
+    batch = PlanBatch.of([ParallelPlan(global_batch=2, micro_batch=2)], spec.num_layers)
+    ours = sum(
+        float(whole_bytes(activation_parts(problem, batch, block, shape))[0])
+        for block, shape in layer_shapes(spec).items()
+    )
+    assert ours == pytest.approx(sum(sizes.values()), rel=0.01)
+
+
+def _step(problem: Problem, plan: ParallelPlan) -> tuple[float, float]:
+    result = estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
+    return float(result.step_s[0]), float(result.memory_bytes[0])
+
+
+def test_a_longer_source_costs_time_and_memory(flan: ModelSpec) -> None:
+    short, alike, long = (
+        _step(make_problem(flan, cluster="h100-sxm:1x8", seq_len=512, encoder_len=length), ZERO3)
+        for length in (128, None, 2048)
+    )
+    assert short[0] < alike[0] < long[0]
+    assert short[1] < alike[1] < long[1]
+    said = _step(make_problem(flan, cluster="h100-sxm:1x8", seq_len=512, encoder_len=512), ZERO3)
+    assert said == alike
+
+
+def test_keys_and_values_of_the_source_are_a_decoders_work(flan: ModelSpec) -> None:
+    """A source of one token leaves little of cross attention but its queries and its output."""
+    shape = block_shapes(flan)[Block.CROSS_ATTENTION]
+    assert {linear.name: linear.num_weights for linear in shape.linears} == {"q": 2**20, "kv": 2**21, "out": 2**20}
+    assert flan.encoder is not None
+    encoder = replace(flan.encoder, patches=512)
+    more = model_flops_per_token(replace(flan, encoder=encoder), 256) - model_flops_per_token(flan, 256)
+    # Twice the tokens of everything that is encoded, and in the encoder each looks at twice as many.
+    layer, scores = 2**20 * 4 + 3 * 1024 * 2816, 2 * 1024
+    encoder_ops = 2 * 24 * (2 * (layer + 512 * scores) - (layer + 256 * scores))
+    cross_ops = 2 * 24 * (2**21 + 256 * scores)
+    assert more == pytest.approx(3 * (encoder_ops + cross_ops))
+
+
+def test_tensor_parallel_ranks_sum_the_gradients_of_what_is_encoded(flan: ModelSpec) -> None:
+    plan = ParallelPlan(global_batch=64, micro_batch=8, tp=2, dp_shard=4)
+    problem = make_problem(flan, cluster="h100-sxm:1x8", seq_len=256, encoder_len=1024)
+    sums = sum(
+        float(np.sum(row.times))
+        for row in transfers(problem, plan)
+        if row.collective.operation == "all_reduce" and np.all(row.collective.buffer_bytes == 2 * 8 * 1024 * 1024)
+    )
+    # Of a decoder's 24 layers backward, of 48 blocks of the encoder in both passes, in each of two micro-batches.
+    assert sums == 2 * (24 + 2 * 48)
+
+
+def test_what_is_not_priced_is_refused(flan: ModelSpec) -> None:
+    with pytest.raises(InputError, match="cross attention with pp 2, cp 1 and tp 1: only pp 1 and cp 1 are priced"):
+        check_legal(
+            RULES,
+            flan,
+            TrainingSpec(seq_len=512),
+            ParallelPlan(global_batch=64, micro_batch=8, pp=2, dp_shard=4),
+            "any",
+        )
+    with pytest.raises(InputError, match="adapters beside the cross attention of flan-t5-large are not priced"):
+        make_problem(flan, cluster="h100-sxm:1x8", seq_len=512, finetune=FineTuning(rank=8))
+    with pytest.raises(InputError, match="--images and --image-tokens need a model with images"):
+        make_problem(flan, cluster="h100-sxm:1x8", seq_len=512, images=1)
+    with pytest.raises(InputError, match="--encoder-len needs a model with cross attention"):
+        make_problem("llama3-8b", cluster="h100-sxm:1x8", seq_len=512, encoder_len=512)
+    with pytest.raises(InputError, match="lengths that vary are not priced with the encoder"):
+        make_problem(flan, cluster="h100-sxm:1x8", seq_len=512, lengths="256:3,512:1")
+    with pytest.raises(InputError, match="a decoder of t5 without its encoder is not covered"):
+        read_huggingface({**T5_LARGE, "is_encoder_decoder": False}, "t5")
+    with pytest.raises(InputError, match="feed_forward_proj = 'swish' is not covered for t5, only relu, gelu"):
+        read_huggingface({**T5_LARGE, "feed_forward_proj": "swish"}, "t5")
+    whisper = read_huggingface({**SMALL_BART, "model_type": "whisper", "is_encoder_decoder": True}, "whisper")
+    with pytest.raises(InputError, match="the encoder of whisper has 1500 learned positions, not 3000"):
+        make_problem(whisper, cluster="h100-sxm:1x8", seq_len=448, encoder_len=3000)
+
+
+@pytest.mark.parametrize(("changes", "published", "rel"), [({}, 65e6, 0.03), (BIG, 213e6, 0.02)])
+def test_attention_is_all_you_need(changes: dict[str, Any], published: float, rel: float) -> None:
+    """S27: both models of the paper, which need no model parallelism on eight devices of 16 GB."""
+    model = read_huggingface({**TRANSFORMER, **changes}, "transformer")
+    assert count_parameters(model) == pytest.approx(published, rel=rel)
+    found = autoplan.search(
+        model, cluster="v100-dgx1:1x8", global_batch=512, seq_len=64, precision="fp16", framework="transformers"
+    )
+    plan = found.file.best.plan
+    assert (plan.dp, plan.tp, plan.pp, plan.cp) == (8, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "per_parameter", "verdict"),
+    [("none", 16.0, "oom"), ("zero1", 4 + 12 / 8, "oom"), ("zero2", 2 + 14 / 8, "oom"), ("zero3", 16 / 8, "risky")],
+)
+def test_stages_of_zero_hold_their_shares_of_mt5(sharding: Any, per_parameter: float, verdict: str) -> None:
+    """S09: 13 billion parameters on devices of 40 GB need sharded weights (arXiv:2310.05350).
+
+    The states of stage 3 are 26 GB; what is gathered of a vocabulary of 250,112 leaves little of the rest.
+    """
+    sizes = {"d_model": 4096, "d_ff": 10240, "num_heads": 64, "vocab_size": 250112}
+    model = read_huggingface({**T5_LARGE, **sizes, "model_type": "mt5"}, "mt5-xxl")
+    assert count_parameters(model) == pytest.approx(12.9e9, rel=0.01)
+    problem = make_problem(model, cluster="a100-sxm-40:1x8", seq_len=512, framework="deepspeed")
+    plan = ParallelPlan(global_batch=8, micro_batch=1, dp_shard=8, sharding=sharding, recompute="full")
+    priced = estimate(problem, PlanBatch.of([plan], model.num_layers))
+    states = sum(float(priced.memory_terms_bytes[name][0]) for name in ("weights", "gradients", "optimizer"))
+    assert states == pytest.approx(per_parameter * count_parameters(model), rel=0.02)
+    assert VERDICTS[int(priced.verdict[0])] == verdict
