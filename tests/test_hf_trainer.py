@@ -1,15 +1,23 @@
-"""Are the arguments of transformers' Trainer read as they mean, and what is not understood listed?"""
+"""Are arguments of transformers' Trainer read as they mean, what is not understood listed, and a plan read back?"""
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import autoplan
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.hf_trainer.read import read, recognises
 from autoplan.frameworks.launch_files import read_launch
+from autoplan.launch.targets import exported
+from autoplan.spec.plan_file import PlanFile
+from framework_parsers import ask
+from read_back import check_price
 
 SCRIPT = """#!/bin/bash
 torchrun --nnodes 2 --nproc_per_node 8 train.py \\
@@ -215,3 +223,167 @@ def test_a_table_of_a_plain_program_recomputes_only_if_it_says_so() -> None:
     "block_size": 2048}"""
     assert read(plain, LaunchContext(num_devices=8)).plan.recompute == "none"
     assert read(plain.replace("block_size", "max_length"), LaunchContext(num_devices=8)).plan.recompute == "full"
+
+
+@pytest.mark.parametrize("command", ["trl sft", "torchrun --nproc_per_node 16 -m trl.scripts.sft"])
+def test_commands_of_trl_are_read_with_its_defaults(command: str) -> None:
+    script = f"{command} --model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1 --packing"
+    launch = read(script, LaunchContext(num_devices=16))
+    assert (launch.training.precision, launch.training.seq_len, launch.plan.recompute) == ("bf16", 1024, "full")
+    with pytest.raises(InputError, match=r"grpo\.py: only training on the next token"):
+        read(script.replace("sft", "grpo"), LaunchContext(num_devices=16))
+
+
+def test_what_trl_holds_otherwise_is_listed() -> None:
+    script = "trl sft --model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1 --packing --fsdp {}"
+
+    def listed(more: str) -> set[str]:
+        return matters(read(script.format(more), LaunchContext(num_devices=8)))
+
+    assert listed("--loss_type chunked_nll --dtype bfloat16") == {"--loss_type"}
+    assert listed("--loss_type nll --dtype float32 --attn_implementation sdpa") == set()
+    assert listed("--use_peft --dtype bfloat16") == set()
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+PLACE = {"cluster": "h100-sxm:1x8", "global_batch": 64, "seq_len": 4096, "framework": "transformers"}
+HF_DEEPSPEED = {"framework": "deepspeed-hf"}
+EXPECTED = """    --per_device_train_batch_size 2 --gradient_accumulation_steps 4
+    --bf16 true --fp16 false
+    --gradient_checkpointing false
+    --fsdp --fsdp_config '{"version": 2, "reshard_after_forward": true, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", \
+"activation_checkpointing": true, "cpu_ram_efficient_loading": false, "state_dict_type": "SHARDED_STATE_DICT", \
+"cpu_offload": true}'
+    --optim adamw_torch
+    --attn_implementation flash_attention_2
+    --loss_type nll
+""".replace("\\\n", "")
+EXPORTED: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({"sharding": "zero3", "recompute": "full", "offload": "parameters", "micro_batch": 2}, {}),
+    ({"sharding": "none", "recompute": "full"}, {}),
+    ({"sharding": "zero2"}, {"finetune": "qlora:r=64,dropout=0.05", "optimizer": "adam8bit"}),
+    ({"sharding": "none"}, {"finetune": "lora:r=8,targets=q_proj+v_proj,quantize=int8,train=lm_head"}),
+    ({"sharding": "zero3", "recompute": "full"}, {"finetune": "dora:r=16", "precision": "fp16"}),
+    ({"sharding": "zero3"}, {"attention": "unfused"}),
+    ({"sharding": "none", "main_weights": "bf16"}, {}),
+    ({"sharding": "zero3", "main_weights": "bf16"}, {}),
+    ({"sharding": "zero2", "wide_adapters": True}, {"finetune": "lora:r=8"}),
+    ({"sharding": "zero1", "recompute": "full"}, {"optimizer": "lion", **HF_DEEPSPEED}),
+    ({"sharding": "zero3", "offload": "parameters"}, HF_DEEPSPEED),
+    ({"sharding": "zero2"}, {"precision": "fp16", "finetune": "lora:r=8", **HF_DEEPSPEED}),
+    ({"sharding": "zero3"}, {"loss": "dpo"}),
+    ({"sharding": "zero3"}, {"loss": "dpo", "reference": "none"}),
+    ({"sharding": "none"}, {"loss": "reward", "finetune": "lora:r=8"}),
+]
+# Names beside those of the Trainer that TRL's programs take (trl/trainer/{model,sft,dpo,reward}_config.py, scripts).
+OF_TRL = """
+    model_name_or_path dataset_name max_length packing packing_strategy padding_free loss_type precompute_ref_log_probs
+    attn_implementation dtype use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save
+    lora_task_type use_dora load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage
+"""
+
+
+def plan_file(plan: dict[str, Any], **about: Any) -> PlanFile:
+    return autoplan.estimate("llama3-8b", **PLACE | about, plan={"micro_batch": 1} | plan).file
+
+
+def write(file: PlanFile, folder: Path) -> Path:
+    for written in exported(file, "hf-trainer", "torchrun"):
+        (folder / written.name).write_text(written.text)
+    return folder / "launch.sh"
+
+
+def arrays(script: str) -> str:
+    """The options of a script, as it has them."""
+    names = ("PLAN", "TUNING", "TRAINING", "DATA")
+    return "".join(script.partition(f"\n{name}=(\n")[2].partition(")\n")[0] for name in names)
+
+
+def test_a_plan_is_written_word_by_word(tmp_path: Path) -> None:
+    script = write(plan_file(EXPORTED[0][0]), tmp_path).read_text()
+    assert arrays(script).startswith(EXPECTED)
+    assert "-m trl.scripts.sft \\\n" in script
+    assert "BASE_MODEL=${BASE_MODEL:-meta-llama/Meta-Llama-3-8B}" in script
+
+
+@pytest.mark.parametrize(("plan", "about"), EXPORTED, ids=str)
+def test_a_plan_is_read_back_with_its_price(tmp_path: Path, plan: dict[str, Any], about: dict[str, str]) -> None:
+    file = plan_file(plan, **about)
+    launch = read_launch(write(file, tmp_path), LaunchContext())
+    assert launch.plan == file.best.plan
+    assert launch.framework == file.framework.name
+    is_padded = "loss" in about or "attention" in about
+    assert matters(launch) - {"fsdp"} == ({"--max_length"} if is_padded else set())
+    if is_padded:
+        assert launch.training == replace(file.training, batching="padded")
+    else:
+        check_price(file, launch, PLACE | about)
+
+
+@pytest.mark.parametrize("batching", ["packed", "joined", "padded", "unpadded"])
+def test_samples_become_sequences_as_they_were_priced(tmp_path: Path, batching: str) -> None:
+    file = plan_file({"sharding": "zero3"}, lengths="512:3,2048:1", batching=batching)
+    assert read_launch(write(file, tmp_path), LaunchContext()).training.batching == batching
+
+
+def test_transformers_takes_the_words_as_they_are_meant(tmp_path: Path) -> None:
+    files, questions = [plan_file(plan, **about) for plan, about in EXPORTED], []
+    for at, file in enumerate(files):
+        (tmp_path / str(at)).mkdir()
+        script = write(file, tmp_path / str(at)).read_text()
+        words = shlex.split(arrays(script), comments=True)
+        if "--deepspeed" in script:
+            words += ["--deepspeed", str(tmp_path / str(at) / "deepspeed.json")]
+        program = script.partition("-m trl.scripts.")[2].split()[0]
+        questions.append({"program": program, "words": words, "ranks": file.best.plan.num_devices})
+    for file, answer in zip(files, ask("trainer_parser.py", questions), strict=True):
+        plan, values = file.best.plan, answer["values"]
+        assert {name.removeprefix("--") for name in answer["others"]} <= set(OF_TRL.split())
+        assert (values["per_device_train_batch_size"], values["gradient_accumulation_steps"]) == (
+            plan.micro_batch,
+            plan.num_microbatches,
+        )
+        # FSDP makes fp32 of what it shards under mixed precision, and adapters multiply in fp32 without it.
+        is_mixed = not plan.wide_adapters and (plan.main_weights != "bf16" or plan.sharding == "none")
+        assert (values["bf16"], values["fp16"]) == (
+            is_mixed and plan.precision == "bf16",
+            is_mixed and plan.precision == "fp16",
+        )
+        recomputes = values["gradient_checkpointing"] or values.get("checkpoints", False)
+        assert recomputes == (plan.recompute == "full")
+        if file.framework.name == "deepspeed-hf":
+            assert values["deepspeed"]["zero_optimization"]["stage"] == int(plan.sharding[-1])
+            assert values["mismatches"] == []
+        elif plan.sharding == "none":
+            assert not values["fsdp"]
+        else:
+            assert (values["reshards"], values["offloads"]) == (
+                plan.sharding == "zero3",
+                plan.offload == "parameters",
+            )
+
+
+@pytest.mark.parametrize(
+    ("plan", "about", "says"),
+    [
+        ({"tp": 2, "sharding": "zero3"}, {}, "cannot express tp 2 and cp 1: no argument sets a mesh"),
+        ({"sharding": "zero3", "dp_replicate": 2}, {}, "cannot express dp_replicate 2: no argument sets a mesh"),
+        ({"sharding": "zero3"}, {"finetune": "lora:r=8,quantize=int8"}, "zero3 of weights in int8: use nf4"),
+        ({}, {"finetune": "lora:r=8,targets=q_proj"}, "adapters on q_proj alone"),
+        ({}, {"finetune": "lora:r=8,targets=q_proj+all-linear"}, "all-linear stands alone"),
+        ({}, {"finetune": "full:freeze=embed_tokens"}, "a frozen embed_tokens"),
+        ({}, {"precision": "fp8"}, "precision 'fp8'"),
+        ({}, {"attention": "flash1"}, "attention 'flash1'"),
+        ({}, {"optimizer": "muon"}, "Muon"),
+        ({"sharding": "zero1"}, HF_DEEPSPEED | {"optimizer": "adam4bit"}, "optimizer 'adam4bit' with DeepSpeed"),
+        ({"sharding": "zero3", "tp": 2}, HF_DEEPSPEED, "tp 2 and cp 1: no argument sets a mesh"),
+        ({}, {"loss": "reward", "lengths": "512:3,2048:1", "batching": "unpadded"}, "batching unpadded of preferences"),
+    ],
+    ids=str,
+)
+def test_what_its_arguments_cannot_express_is_refused(
+    tmp_path: Path, plan: dict[str, Any], about: dict[str, str], says: str
+) -> None:
+    with pytest.raises(InputError, match=says):
+        write(plan_file({"sharding": "none"} | plan, **about), tmp_path)

@@ -20,7 +20,7 @@ from autoplan.frameworks.common.job import File
 from autoplan.frameworks.common.launch import LaunchContext
 from autoplan.frameworks.launch_files import MOST_BYTES, READERS, read_launch
 from autoplan.frameworks.presets import load_framework
-from autoplan.frameworks.registry import TARGETS
+from autoplan.frameworks.registry import TARGETS, facts_of
 from autoplan.launch.targets import exported
 from autoplan.readers.model import load_model
 from autoplan.report.launch_file import gap_line
@@ -70,19 +70,7 @@ def test_a_launch_file_is_known_by_its_content(folder: Path, name: str, target: 
 
 COMPLETE = LaunchContext(model=load_model("llama3-8b"), num_devices=8, devices_per_node=8, seq_len=64)
 # What plans for a target may be priced as, where that is not Megatron-Core.
-PRICED_AS = {
-    "autoplan": "torch",
-    "accelerate": "pytorch-fsdp",
-    "axolotl": "transformers",
-    "deepspeed": "deepspeed-zero",
-    "fsdp2": "pytorch-fsdp",
-    "llama-factory": "transformers",
-    "nanotron": "nanotron",
-    "torchtitan": "torchtitan",
-}
-
-
-FSDP2 = ("accelerate", "axolotl", "fsdp2", "llama-factory", "torchtitan")
+FSDP2 = ("accelerate", "automodel", "axolotl", "fsdp2", "hf-trainer", "llama-factory", "torchtitan")
 
 
 @cache
@@ -91,7 +79,7 @@ def files_of(folder: Path, target: str) -> tuple[File, ...]:
     file = plan_file(folder / "old.json")
     sharding: Sharding = "zero2" if target in FSDP2 else "zero1"
     plan = ParallelPlan(global_batch=16, dp_shard=8, sharding=sharding)
-    framework = load_framework(PRICED_AS.get(target, "megatron-core"))
+    framework = load_framework(facts_of(target))
     file = replace(file, framework=framework, best=replace(file.best, plan=plan))
     return exported(file, target, "torchrun")
 

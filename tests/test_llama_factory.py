@@ -153,6 +153,16 @@ def test_fsdp2_recomputes_without_reentry() -> None:
     assert matters(read_back(file)) == set()
 
 
+def test_parameters_on_the_host_are_a_word_that_all_versions_of_the_trainer_know() -> None:
+    file = autoplan.estimate(
+        "llama3-8b", **EXPORTED, plan={"micro_batch": 1, "sharding": "zero3", "offload": "parameters"}
+    ).file
+    written = next(item.text for item in exported(file, "llama-factory", "torchrun") if item.name.endswith(".yaml"))
+    assert "fsdp: full_shard auto_wrap offload\n" in written
+    assert "offload_params" not in written
+    assert read_back(file).plan.offload == "parameters"
+
+
 def read_back(file: PlanFile) -> Launch:
     files = {written.name: written.text for written in exported(file, "llama-factory", "torchrun")}
     return read(files["llama_factory.yaml"], LaunchContext(num_devices=file.best.plan.num_devices))

@@ -54,7 +54,7 @@ def test_the_answer_for_accelerate_has_no_pipeline_and_is_the_best_of_those() ->
     assert found.export("accelerate").files
 
 
-@pytest.mark.parametrize("framework", ["axolotl", "llama-factory", "ms-swift"])
+@pytest.mark.parametrize("framework", ["axolotl", "hf-trainer", "llama-factory", "ms-swift"])
 def test_a_framework_that_shares_its_facts_is_searched_for_what_it_starts(framework: str) -> None:
     about = {"cluster": "h100-sxm:1x8", "global_batch": 64, "seq_len": 4096}
     found = autoplan.search("llama3-8b", framework=framework, **about)  # type: ignore[arg-type]

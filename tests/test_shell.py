@@ -92,6 +92,12 @@ def test_what_only_a_running_shell_knows_stays_as_it_is_written() -> None:
     assert command.words[1:] == ("$NONE", "${1}", "$(nproc)", "`hostname`", "$((UNKNOWN * 2))", "${A:?must be set}")
 
 
+@pytest.mark.parametrize("place", ["$0", "${BASH_SOURCE[0]}", "$BASH_SOURCE"])
+def test_the_folder_of_a_script_is_where_paths_begin(place: str) -> None:
+    for folder in (f'$(cd "$(dirname "{place}")" && pwd)', f"$(dirname {place})"):
+        assert started(f"HERE={folder}\nstart $HERE/ds.json") == [["./ds.json"]]
+
+
 def test_options_in_a_string_are_parted_whatever_only_a_running_shell_knows_of_them() -> None:
     script = read_script('A="--nnodes 2 --node-rank $(f 1 2) --addr $ADDR:${PORT:?no port} `g h`x"\nstart $A')
     words = ("--nnodes", "2", "--node-rank", "$(f 1 2)", "--addr", "$ADDR:${PORT:?no port}", "`g h`x")

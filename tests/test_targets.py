@@ -21,8 +21,18 @@ from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 from commands import run
 
-PIPELINES = {"fsdp2", "megatron-bridge", "megatron-lm", "ms-swift", "nanotron", "primus", "torchtitan", "autoplan"}
-WITH_FSDP2 = ("accelerate", "axolotl", "fsdp2", "llama-factory", "torchtitan")
+PIPELINES = {
+    "automodel",
+    "fsdp2",
+    "megatron-bridge",
+    "megatron-lm",
+    "ms-swift",
+    "nanotron",
+    "primus",
+    "torchtitan",
+    "autoplan",
+}
+WITH_FSDP2 = ("accelerate", "automodel", "axolotl", "fsdp2", "hf-trainer", "llama-factory", "torchtitan")
 
 
 def searched(folder: Path, to: str, cluster: str, *more: str) -> PlanFile:
@@ -72,7 +82,14 @@ TUNINGS = (
 WRITTEN = (
     *(("accelerate", "bf16", 9), ("deepspeed", "bf16", 8), ("megatron-bridge", "bf16", 8), ("megatron-lm", "bf16", 6)),
     *(("primus", "bf16", 6), ("megatron-bridge", "mxfp8", 12), ("megatron-lm", "mxfp8", 9), ("primus", "mxfp8", 9)),
-    *(("axolotl", "bf16", 8), ("llama-factory", "bf16", 9), ("ms-swift", "bf16", 2), ("ms-swift", "mxfp8", 4)),
+    *(
+        ("axolotl", "bf16", 8),
+        ("llama-factory", "bf16", 9),
+        ("hf-trainer", "bf16", 8),
+        ("ms-swift", "bf16", 2),
+        ("ms-swift", "mxfp8", 4),
+    ),
+    ("automodel", "bf16", 2),
     *((to, "bf16", 0) for to in ("autoplan", "fsdp2", "nanotron", "torchtitan")),
 )
 

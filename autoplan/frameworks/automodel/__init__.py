@@ -1,1 +1,1 @@
-"""NeMo AutoModel: its YAML, read."""
+"""NeMo AutoModel: its YAML, written and read."""

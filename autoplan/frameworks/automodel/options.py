@@ -1,9 +1,9 @@
-"""Option table of NeMo AutoModel's YAML (36044ad): sections `distributed` and `step_scheduler`."""
+"""Option table of NeMo AutoModel's YAML (36044ad), as it is written and read."""
 
 from __future__ import annotations
 
-from autoplan.frameworks.common.option_table import Assumed, Option, Row, count, optional_count, switch
-from autoplan.spec.enums import Dispatcher, Recompute, Schedule
+from autoplan.frameworks.common.option_table import Assumed, Option, Row, count, optional_count, switch, word
+from autoplan.spec.enums import Dispatcher, MainWeights, Recompute, ReduceType, Schedule
 
 # Section `distributed`; dp_size is what the others leave.
 DEGREES: tuple[Row, ...] = (
@@ -14,12 +14,23 @@ DEGREES: tuple[Row, ...] = (
     optional_count("dp_replicate_size", "dp_replicate"),
     switch("sequence_parallel", "sp"),
 )
-RECOMPUTE = switch("activation_checkpointing", "recompute", Recompute.NONE, on=Recompute.FULL, off=Recompute.NONE)
+# What a selective one keeps is torchtitan's choice (components/distributed/activation_checkpointing.py:141).
+RECOMPUTE = word(
+    "activation_checkpointing",
+    "recompute",
+    Recompute.NONE,
+    {False: Recompute.NONE, True: Recompute.FULL, "full": Recompute.FULL, "selective": Recompute.SELECTIVE},
+)
+# Section `mp_policy`; gradients are summed in fp32 where it says nothing.
+REDUCTION = word(
+    "reduce_dtype", "reduce_dtype", ReduceType.USUAL, {"float32": ReduceType.USUAL, "bfloat16": ReduceType.HALF}
+)
+OFFLOAD = "offload_policy"
+ADAPTER_DTYPE = "bfloat16"
 DISTRIBUTED: tuple[Option, ...] = (
     Assumed("enable_async_tensor_parallel", (False, None), "priced without it"),
     Assumed("enable_compile", (False, None), "priced as not compiled"),
     Assumed("use_hf_tp_plan", (False, None), "priced with its own plan"),
-    Assumed("offload_policy", (None,), "parameters and states on the host are not priced"),
 )
 DISTRIBUTED_COSTLESS = (
     *("strategy", "dp_size", "backend", "enable_fsdp2_prefetch", "patch_is_packed_sequence", "defer_fsdp_grad_sync"),
@@ -36,6 +47,18 @@ SCHEDULES = {
     "zbvzerobubble": Schedule.ZB_V,
     "dualpipev": Schedule.DUALPIPE_V,
 }
+SCHEDULE_WORDS = {schedule: word for word, schedule in SCHEDULES.items()}
+# Section `model`.
+HELD = word(
+    "torch_dtype",
+    "main_weights",
+    MainWeights.BF16,
+    {
+        **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16", "auto"), MainWeights.BF16),
+        **dict.fromkeys(("fp32", "float32", "torch.float32"), MainWeights.FP32),
+    },
+)
+STAGES, HEAD = "module_fqns_per_model_part", "lm_head"
 PIPELINE_COSTLESS = (
     *("scale_grads_in_schedule", "patch_inner_model", "patch_causal_lm_model"),
     *("pp_seq_len", "pp_batch_size", "dtype"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from autoplan.base.errors import InputError
@@ -12,19 +13,25 @@ from autoplan.frameworks.automodel.options import (
     DISPATCHERS,
     DISTRIBUTED,
     DISTRIBUTED_COSTLESS,
+    HELD,
+    OFFLOAD,
     PIPELINE_COSTLESS,
     RECOMPUTE,
+    REDUCTION,
     SCHEDULES,
+    STAGES,
 )
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread, priced_as_even
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_yaml, show
+from autoplan.frameworks.fsdp2.options import STAY_GATHERED, is_fetched
+from autoplan.frameworks.torchtitan.options import counted_layers
 from autoplan.readers.model import find_preset
-from autoplan.spec.enums import MainWeights, Precision, Sharding
+from autoplan.spec.enums import Offload, Precision, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.plan import ParallelPlan, even_chunks
 from autoplan.spec.training import TrainingSpec
 
 _ALL = ("*_proj", "*proj", "*.proj", "all-linear")
@@ -32,10 +39,6 @@ _ADAM = re.compile(r"(^|\.)(Fused)?AdamW?$")
 _SIZES = re.compile(r"^(num_.*(layers|heads|experts)|hidden_size|\w*intermediate_size|vocab_size|n_routed_experts)$")
 _PRICED = re.compile(r"(Train|Finetune|Pretrain|Benchmarking)\w*NextTokenPrediction$")  # recipes (recipes/llm/)
 _LOSS = ".MaskedCrossEntropy"
-_WIDTHS = {
-    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16", "auto"), MainWeights.BF16),
-    **dict.fromkeys(("fp32", "float32", "torch.float32"), MainWeights.FP32),
-}
 _LENGTHS = ("seq_len", "seq_length", "max_length")
 
 
@@ -103,11 +106,12 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
     for key, priced in (("attn", "te"), ("linear", "te"), ("rms_norm", "te")):
         if backend.is_other(key, priced):
             backend.remark(key, f"priced as {priced}")
-    if context.model is not None:
-        return context.model
-    if name is not None and (preset := find_preset(name)):
-        return preset
-    raise InputError(f"model {show(name)} is no model that is known here: pass --model")
+    model = context.model or (find_preset(name) if name is not None else None)
+    if model is None:
+        raise InputError(f"model {show(name)} is no model that is known here: pass --model")
+    if model.mla is not None:  # DeepSeek-V3 predicts the next token alone (components/models/deepseek_v3/model.py)
+        return replace(model, num_mtp_layers=0)
+    return model
 
 
 def _length(options: Options, context: LaunchContext) -> tuple[int, Batching]:
@@ -157,7 +161,7 @@ def _finetuning(options: Options) -> FineTuning | None:
     quantized = options.inside("quantization") if options.value("quantization") else Options.of_table({})
     four, eight = quantized.flag("load_in_4bit"), quantized.flag("load_in_8bit")
     quantized.pass_over("_target_", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type")
-    doubled = quantized.flag("bnb_4bit_use_double_quant")
+    doubled = quantized.flag("bnb_4bit_use_double_quant", True)  # components/quantization/qlora.py
     return FineTuning(
         rank=peft.count("dim", 8),
         targets=chosen,
@@ -189,14 +193,9 @@ def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Preci
         raise InputError(f"strategy {show(strategy)} is not one of fsdp2, ddp, megatron_fsdp")
     if strategy == "megatron_fsdp":
         table.remark("strategy", "priced as FSDP2")
-    reshards = table.flag("reshard_after_forward", degrees["pp"] == 1)
-    sharding = Sharding.ZERO3 if reshards else Sharding.ZERO2
+    sharding = _sharding(table, degrees)
     if strategy == "ddp" or dp * degrees["cp"] == 1:
         sharding = Sharding.NONE
-    moe = table.inside("moe")
-    moe.pass_over("ignore_router_for_ac", "mp_policy", "_target_")
-    if moe.has("reshard_after_forward") and moe.flag("reshard_after_forward") != reshards and degrees["ep"] > 1:
-        moe.remark("reshard_after_forward", "experts are priced as sharded like all else")
     micro = steps.count("local_batch_size", 1)
     steps.pass_over(*(key for key in steps.arguments if key not in ("local_batch_size", "global_batch_size")))
     total = steps.count("global_batch_size", micro * dp)
@@ -204,7 +203,10 @@ def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Preci
     pipeline = _pipeline(options, table, model, degrees["pp"], local=micro, rounds=rounds)
     backend = options.inside("model").inside("backend")
     dispatcher = backend.word("dispatcher", DISPATCHERS, "deepep")
-    fields: Fields = {**degrees, **RECOMPUTE.read(table), **pipeline}
+    policy = table.inside("mp_policy")
+    policy.pass_over("_target_", "param_dtype", "output_dtype", "cast_forward_inputs")
+    fields: Fields = {**degrees, **RECOMPUTE.read(table), **REDUCTION.read(policy), **pipeline}
+    fields["offload"] = _offload(table, {"sharding": sharding, "pp": degrees["pp"]})
     fields |= {"dispatcher": dispatcher} if degrees["ep"] > 1 else {}
     fields.setdefault("micro_batch", micro)
     return ParallelPlan.derived(
@@ -215,9 +217,33 @@ def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Preci
         dp_shard=dp // copies if sharding != Sharding.NONE else dp,
         sharding=sharding,
         precision=precision,
-        main_weights=options.inside("model").word("torch_dtype", _WIDTHS, "auto"),
+        **HELD.read(options.inside("model")),
         global_batch=total,
     )
+
+
+def _sharding(table: Options, degrees: Fields) -> Sharding:
+    """Return what FSDP2 shards; in a pipeline ZeRO-3 is what keeps the weights of a stage gathered, as it does."""
+    moe, is_piped = table.inside("moe"), degrees["pp"] > 1
+    moe.pass_over("ignore_router_for_ac", "mp_policy", "_target_", "lm_head_precision", "wrap_outer_model")
+    default = not is_piped
+    if degrees["ep"] > 1:  # _transformers/infrastructure.py:407
+        default = moe.flag("reshard_after_forward")
+    moe.pass_over("reshard_after_forward")
+    reshards = table.flag("reshard_after_forward", default)
+    if is_piped and reshards:
+        section = table if table.has("reshard_after_forward") else moe
+        section.remark("reshard_after_forward", "weights are gathered for every micro-batch; priced as once a step")
+    return Sharding.ZERO3 if is_piped or reshards else Sharding.ZERO2
+
+
+def _offload(table: Options, states: Fields) -> Offload:
+    """Return what CPUOffloadPolicy keeps on the host."""
+    policy = table.value(OFFLOAD)
+    if policy is None or is_fetched(states):
+        return Offload.NONE if policy is None else Offload.PARAMETERS
+    table.remark(OFFLOAD, STAY_GATHERED)
+    return Offload.NONE
 
 
 def _pipeline(
@@ -229,7 +255,7 @@ def _pipeline(
     if pp == 1:
         section.pass_over(*section.arguments)
         return {}
-    word = str(section.value("pp_schedule", "interleaved1f1b")).casefold()
+    word = str(section.value("pp_schedule", "1f1b")).casefold()
     if word not in SCHEDULES:
         raise InputError(f"pp_schedule {show(word)} is not one of {', '.join(SCHEDULES)}")
     is_single = word in ("1f1b", "gpipe")
@@ -247,7 +273,19 @@ def _pipeline(
     micro = section.count("pp_microbatch_size", 1)
     if local % micro:
         raise InputError(f"pp_microbatch_size {micro} does not divide local_batch_size {local}")
-    return {"schedule": SCHEDULES[word], "vp": stages // pp, "micro_batch": micro}
+    base, more = divmod(model.num_layers, stages)  # the first stages have one more (pipelining/functional.py:136)
+    counts = tuple(base + (stage < more) for stage in range(stages))
+    if (parts := section.value(STAGES)) is not None:
+        names = [[str(name).removeprefix("model.") for name in part] for part in parts if isinstance(part, list)]
+        counts = counted_layers(names, model.num_layers)
+        if len(counts) != stages:
+            raise InputError(f"{STAGES} has {len(counts)} stages, layers_per_stage makes {stages}: make them equal")
+    return {
+        "schedule": SCHEDULES[word],
+        "vp": stages // pp,
+        "micro_batch": micro,
+        "layers_per_chunk": counts if counts != even_chunks(model.num_layers, stages) else None,
+    }
 
 
 READER = Reader(target="automodel", recognises=recognises, read=read)

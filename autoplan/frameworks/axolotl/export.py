@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.base.arrays import Bools
+from autoplan.frameworks.accelerate import options as accelerate
 from autoplan.frameworks.accelerate.export import is_quantized, is_sharded, is_unmixed
 from autoplan.frameworks.axolotl.options import (
     BATCHINGS,
@@ -23,6 +24,7 @@ from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, RE
 from autoplan.frameworks.hf_trainer.write import (
     IN_16_BITS,
     adapters_of,
+    batching_of,
     check_expressible,
     written_fsdp,
     written_precision,
@@ -82,12 +84,9 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
 
 def _batching(training: TrainingSpec, plan: ParallelPlan) -> Batching:
     """Return how samples become sequences: as they are priced, or where all sequences have one length, as it can."""
-    if training.document_len is not None:
-        return "packed"
-    if training.lengths is not None or training.preference is not None:
-        return training.batching if training.lengths is not None else "padded"
+    is_free = training.lengths is None and training.document_len is None and training.preference is None
     splits_packs = plan.cp > 1 and plan.micro_batch > 1
-    return "full" if training.attention == "unfused" or splits_packs else "packed"
+    return "full" if is_free and (training.attention == "unfused" or splits_packs) else batching_of(training)
 
 
 def _preference(preference: Preference) -> dict[str, Any]:
@@ -119,7 +118,7 @@ def _adapters(finetuning: FineTuning) -> dict[str, Any]:
 def _sharding(plan_file: PlanFile) -> dict[str, Any]:
     """Return the mesh, and what FSDP2 does with it; what it recomputes, gradient_checkpointing says."""
     degrees = {key: degree for key, degree in written(MESH, plan_file).items() if degree > 1}
-    config = written_fsdp(plan_file)
+    config = written_fsdp(plan_file, accelerate.RECOMPUTE)
     return {**degrees, "fsdp_version": config.pop("version"), "fsdp_config": config}
 
 

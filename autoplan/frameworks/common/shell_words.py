@@ -16,6 +16,9 @@ MOST_CHARACTERS = 2**20  # of a word, and of all commands together
 
 _PLAIN = re.compile(rf"\$({NAME}|[0-9@*#?$!-])", re.ASCII)
 _BRACED = re.compile(rf"(#?)({NAME}|[0-9@*]+)(?:\[([^\]]*)\])?(.*)", re.ASCII | re.DOTALL)
+# The folder of the script itself.
+_DIRNAME = r'\$\(\s*dirname\s+(?:--\s+)?"?\$(?:0|BASH_SOURCE|\{BASH_SOURCE(?:\[0\])?\})"?\s*\)'
+_FOLDER = re.compile(rf'{_DIRNAME}|\$\(\s*cd\s+(?:--\s+)?"?{_DIRNAME}"?\s*&&\s*pwd(?:\s+-P)?\s*\)')
 _UNQUOTED = re.compile(r"[^\\'\"`$]+")
 
 Value = str | list[str]
@@ -121,10 +124,15 @@ class Variables:
         return raw if unset is None else unset
 
     def _expansion(self, piece: str, unset: str | None, depth: int) -> Value:
-        """Return the value of `${...}`, `$((...))` or `$(expr ...)`; the output of a command stays as it is written."""
+        """Return the value of `${...}`, `$((...))`, `$(expr ...)` or of the script's own folder, which is ".".
+
+        The output of another command stays as it is written.
+        """
         if piece.startswith("$((") and piece.endswith("))"):
             number = self._arithmetic(piece[3:-2])
             return piece if number is None else str(number)
+        if _FOLDER.fullmatch(piece):
+            return "."
         if calculation := re.fullmatch(r"\$\(\s*expr\s+([^()]+)\)", piece):
             number = self._arithmetic(calculation[1].replace("\\*", "*"))
             return piece if number is None else str(number)

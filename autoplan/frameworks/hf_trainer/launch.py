@@ -272,7 +272,9 @@ def _states(options: Options, mesh: Fields, context: LaunchContext, *, turns_on:
         offload = Offload.PARAMETERS
     elif "offload" in words:
         options.remark("fsdp", STAY_GATHERED)
-    recompute = RECOMPUTE.of(options) if not section.flag("activation_checkpointing") else Recompute.FULL
+    recompute = RECOMPUTE.of(options)  # or FSDP's own
+    if section.flag("activation_checkpointing"):
+        recompute = Recompute.FULL
     if mesh["dp_shard"] * mesh["cp"] == 1 or sharding == Sharding.NONE:
         return {**_unsharded(mesh), "recompute": recompute}
     return {**states, "offload": offload, "recompute": recompute}

@@ -1,4 +1,4 @@
-"""Option table of the Trainer of transformers 5.24: TrainingArguments, as they are read.
+"""Option table of the Trainer of transformers 5.24: TrainingArguments, as they are written and read.
 
 `fsdp_config` is a table of its own, whose keys may begin with "fsdp_" (transformers/training_args.py).
 """
@@ -8,16 +8,25 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from autoplan.frameworks.common.option_table import Assumed, Option, count, switch
+from autoplan.frameworks.common.option_table import Assumed, Option, Value, count, switch
 from autoplan.frameworks.common.options import Options
 from autoplan.readers.finetuning import OPTIM, OTHER_OPTIM
-from autoplan.spec.enums import Precision, Recompute
+from autoplan.spec.enums import Offload, Precision, Recompute
+from autoplan.spec.lengths import Batching
 from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
 
 MICRO_BATCH = count("per_device_train_batch_size", "micro_batch", 8)
 ACCUMULATION = count("gradient_accumulation_steps", "num_microbatches", 1)
 RECOMPUTE = switch("gradient_checkpointing", "recompute", Recompute.NONE, on=Recompute.FULL, off=Recompute.NONE)
 PRECISIONS = {"bf16": Precision.BF16, "fp16": Precision.FP16}
+CPU_OFFLOAD = switch("cpu_offload", "offload", Offload.NONE, on=Offload.PARAMETERS, off=Offload.NONE)
+# The arguments of sequences in TRL, by how samples become them (trl/trainer/sft_config.py).
+BATCHINGS: dict[Batching, dict[str, Value]] = {
+    "packed": {"packing": True, "packing_strategy": "bfd"},
+    "joined": {"packing": True, "packing_strategy": "wrapped"},
+    "padded": {"packing": False, "padding_free": False},
+    "unpadded": {"padding_free": True},
+}
 
 # The first word of an optimizer is the one that is written.
 WRITTEN_OPTIM = {
@@ -33,7 +42,7 @@ FSDP_COSTLESS = (
     *("xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "limit_all_gathers"),
     *("backward_prefetch", "forward_prefetch"),
 )
-OFFLOADS = ("cpu_offload", "offload_params")
+OFFLOADS = (CPU_OFFLOAD.key, "offload_params")
 # Data type in which a program loads its model (transformers/modeling_utils.py, from_pretrained).
 HELD_KEYS = ("dtype", "torch_dtype")
 

@@ -98,6 +98,8 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
     raw = plain_values(options)
     finetuning = of_trl(raw, "the arguments")
     options.understood.update(key for key in OF_TRL if key in options.arguments)
+    if is_trl:
+        _remark_kernels(options)
     # Of programs without TRL's `use_peft` nobody knows which modules have adapters.
     own = () if is_trl or finetuning.has_adapters else ("lora_r", "load_in_4bit", "load_in_8bit")
     for key in ("use_lora", "lora_rank", *own):
@@ -117,6 +119,15 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
         holds_bf16=is_held,
         autocasts=is_mixed or not is_held,
     )
+
+
+def _remark_kernels(options: Options) -> None:
+    """Remark what TRL's programs hold otherwise than is priced (trl/trainer/model_config.py, sft_config.py)."""
+    options.pass_over("attn_implementation", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype")
+    if options.text("loss_type") == "chunked_nll":
+        options.remark("loss_type", "priced with whole logits")
+    elif options.text("loss_type") == "nll":
+        options.pass_over("loss_type")
 
 
 def _batching(options: Options, length_key: str) -> Batching:

@@ -14,8 +14,9 @@ from autoplan.frameworks.megatron_lm.read import Entry, given_arguments, num_dev
 
 SCRIPTS = (".py", ".json", ".yaml", ".yml", ".toml", ".md", ".ipynb")  # are no scripts of a shell
 BATCH = "--per_device_train_batch_size"
-
-
+# Commands of TRL that train (trl/cli/commands), and the modules that they run.
+_COMMANDS = ("sft", "dpo", "reward", "grpo", "kto", "rloo")
+_MODULE = re.compile(r"trl\.scripts\.(\w+)")
 _BATCH = re.compile(rf"^[^#\n]*(?<![\w-]){BATCH}\b", re.MULTILINE)
 
 
@@ -30,9 +31,17 @@ def program_at(words: Sequence[str], programs: Sequence[str] = ()) -> int | None
         return None
     for at, word in enumerate(words):
         name = word.rpartition("/")[2]
-        if (name in programs) if programs else (word.endswith(".py") or word == "$TRAIN_SCRIPT"):
+        if (name in programs) if programs else _is_program(words, at):
             return at
     return None
+
+
+def _is_program(words: Sequence[str], at: int) -> bool:
+    """Return whether a word is a file of Python, or a module or a command of TRL."""
+    word = words[at]
+    if at and word in _COMMANDS:
+        return words[at - 1].rpartition("/")[2] == "trl"
+    return word.endswith(".py") or word == "$TRAIN_SCRIPT" or _MODULE.fullmatch(word) is not None
 
 
 def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -> tuple[Options, str, int | None]:
@@ -51,7 +60,9 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
         Unread(option=condition, value="", why="only a running shell can decide it", matters=False)
         for condition in script.open
     )
-    return options, before[-1].rpartition("/")[2], devices_of(before, script, text)
+    name = before[-1].rpartition("/")[2]
+    command = module[1] if (module := _MODULE.fullmatch(name)) else name
+    return options, f"{command}.py" if command in _COMMANDS else name, devices_of(before, script, text)
 
 
 def program_options(words: Sequence[str], context: LaunchContext) -> Options:

@@ -13,12 +13,12 @@ from autoplan.frameworks.accelerate.export import is_unmixed
 from autoplan.frameworks.accelerate.rules import RULES
 from autoplan.frameworks.common.header import comment, header
 from autoplan.frameworks.common.job import File, Job, LaunchVariable
-from autoplan.frameworks.common.option_table import Value, written
+from autoplan.frameworks.common.option_table import Option, Value, written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.hf_trainer.options import PRECISIONS
 from autoplan.readers.model import hub_name
-from autoplan.spec.enums import MainWeights, Precision
+from autoplan.spec.enums import MainWeights, Precision, Sharding
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import Batching
 from autoplan.spec.plan import ParallelPlan
@@ -43,6 +43,29 @@ ADAPTERS_IN_FP32 = Rule(
 def written_precision(plan: ParallelPlan) -> dict[str, Value]:
     """Return the switches of mixed precision, all off where nothing is cast."""
     return {name: kind == plan.precision and not is_unmixed(plan) for name, kind in PRECISIONS.items()}
+
+
+NO_MESH = (
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.tp * b.cp == 1,
+        text=lambda s, p: f"tp {p.tp} and cp {p.cp}: no argument sets a mesh, set both to 1 or use axolotl",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding == Sharding.NONE.code),
+        text=lambda s, p: f"dp_replicate {p.dp_replicate}: no argument sets a mesh, shard over all or use axolotl",
+    ),
+)
+INT8_IS_WHOLE = Rule(
+    source="transformers/quantizers/quantizer_bnb_8bit.py; LLaMA-Factory model/model_utils/quantization.py:199",
+    holds=lambda s, b: (b.sharding == Sharding.NONE.code) | (not _is_in_int8(s.training)),
+    text=lambda s, p: f"{p.sharding} of weights in int8: use nf4, or sharding none",
+)
+
+
+def _is_in_int8(training: TrainingSpec) -> bool:
+    return training.finetuning is not None and training.finetuning.quantization == "int8"
 
 
 def start_variables(plan_file: PlanFile) -> tuple[LaunchVariable, ...]:
@@ -82,9 +105,18 @@ def adapters_of(training: TrainingSpec) -> FineTuning | None:
     return training.finetuning if training.has_adapters else None
 
 
-def written_fsdp(plan_file: PlanFile) -> dict[str, Value]:
-    """Return section `fsdp_config` of FSDP2 for a plan; what is recomputed stands outside of it."""
-    sections = written((option for option in accelerate.FSDP if option is not accelerate.RECOMPUTE), plan_file)
+def batching_of(training: TrainingSpec) -> Batching:
+    """Return how samples become sequences: as they are priced, or where all sequences have one length, as it can."""
+    if training.document_len is not None:
+        return "packed"
+    if training.lengths is not None:
+        return training.batching
+    return "packed" if training.preference is None else "padded"
+
+
+def written_fsdp(plan_file: PlanFile, *elsewhere: Option) -> dict[str, Value]:
+    """Return section `fsdp_config` of FSDP2 for a plan, without the options that stand `elsewhere`."""
+    sections = written((option for option in accelerate.FSDP if option not in elsewhere), plan_file)
     return {key.removeprefix("fsdp_"): value for key, value in sections.items()}
 
 
@@ -94,14 +126,16 @@ def check_expressible(
     limits: Iterable[Rule],
     batchings: Iterable[Batching],
     more: Iterable[tuple[bool, str]] = (),
+    *,
+    rules: tuple[Rule, ...] = RULES,
 ) -> None:
     """Refuse a plan or a training that the program called `title` cannot be told, with the first reason.
 
-    `limits` are its rules beside those of Accelerate, `batchings` the ways in which it makes sequences, and `more` the
-    refusals of the program alone, each with whether it holds.
+    `limits` are its rules beside `rules`, by default those of Accelerate, `batchings` the ways in which it makes
+    sequences, and `more` the refusals of the program alone, each with whether it holds.
     """
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
-    check_legal(RULES, model, training, plan, f"{title} does not accept the plan")
+    check_legal(rules, model, training, plan, f"{title} does not accept the plan")
     check_limits(tuple(limits), model, training, plan, f"{title} cannot express")
     refusals = (
         (

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.frameworks.accelerate.export import is_quantized, is_sharded, loads_bf16
+from autoplan.frameworks.accelerate.export import is_sharded, loads_bf16
+from autoplan.frameworks.accelerate.options import OFFLOAD, RECOMPUTE
 from autoplan.frameworks.common.job import Job, Target
 from autoplan.frameworks.common.option_table import written
-from autoplan.frameworks.common.rules import Rule
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
-from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH
 from autoplan.frameworks.hf_trainer.write import (
     ADAPTERS_IN_FP32,
     IN_16_BITS,
+    INT8_IS_WHOLE,
+    NO_MESH,
     adapters_of,
+    batching_of,
     check_expressible,
     written_fsdp,
     written_precision,
@@ -22,11 +24,9 @@ from autoplan.frameworks.hf_trainer.write import (
 )
 from autoplan.frameworks.llama_factory.options import BATCHINGS, LENGTH, NO_RECOMPUTE, OPTIMIZER_SETTINGS, PURE
 from autoplan.readers.model import hub_name
-from autoplan.spec.enums import Sharding
+from autoplan.spec.enums import Offload, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
-from autoplan.spec.lengths import Batching
 from autoplan.spec.plan_file import PlanFile
-from autoplan.spec.training import TrainingSpec
 
 YAML = "llama_factory.yaml"
 # Stage and data of its examples, by what is learnt: the next token, which answer is better, a score.
@@ -53,7 +53,7 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
         "dataset": dataset,
         "dataset_dir": "REMOTE:llamafactory/demo_data",
         LENGTH: training.seq_len,
-        **BATCHINGS[_batching(training)],
+        **BATCHINGS[batching_of(training)],
         **written((MICRO_BATCH, ACCUMULATION, NO_RECOMPUTE), plan_file),
         **written_precision(plan),
         **({PURE: True} if loads_bf16(plan) else {}),
@@ -66,15 +66,6 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
         "report_to": "none",
         "output_dir": "outputs",
     }
-
-
-def _batching(training: TrainingSpec) -> Batching:
-    """Return how samples become sequences: as they are priced, or where all sequences have one length, as it can."""
-    if training.document_len is not None:
-        return "packed"
-    if training.lengths is not None:
-        return training.batching
-    return "packed" if training.preference is None else "padded"
 
 
 def _adapters(finetuning: FineTuning) -> dict[str, Any]:
@@ -97,8 +88,12 @@ def _adapters(finetuning: FineTuning) -> dict[str, Any]:
 
 def _sharding(plan_file: PlanFile) -> dict[str, Any]:
     """Return what FSDP2 does; accelerate launch would tell it so, and of checkpoints (model_utils/checkpointing.py)."""
-    strategy = "full_shard" if plan_file.best.plan.sharding == Sharding.ZERO3 else "shard_grad_op"
-    return {"fsdp": f"{strategy} auto_wrap", "fsdp_config": written_fsdp(plan_file), "use_reentrant_gc": False}
+    plan = plan_file.best.plan
+    strategy = "full_shard" if plan.sharding == Sharding.ZERO3 else "shard_grad_op"
+    words = [strategy, "auto_wrap", *(["offload"] if plan.offload == Offload.PARAMETERS else [])]
+    # The key of what lies on the host is another one before transformers 5, the word is the same.
+    section = written_fsdp(plan_file, RECOMPUTE, OFFLOAD)
+    return {"fsdp": " ".join(words), "fsdp_config": section, "use_reentrant_gc": False}
 
 
 # -- what it cannot be told -------------------------------------------------------------------------------------------
@@ -107,26 +102,9 @@ def _sharding(plan_file: PlanFile) -> dict[str, Any]:
 LIMITS = (
     IN_16_BITS,
     ADAPTERS_IN_FP32,
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: b.tp * b.cp == 1,
-        text=lambda s, p: f"tp {p.tp} and cp {p.cp}: its Trainer has no mesh, set both to 1 or use axolotl",
-    ),
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding == Sharding.NONE.code),
-        text=lambda s, p: f"dp_replicate {p.dp_replicate}: its Trainer has no mesh, shard over all or use axolotl",
-    ),
-    Rule(
-        source="model/model_utils/quantization.py:199",
-        holds=lambda s, b: (b.sharding == Sharding.NONE.code) | (not is_quantized(s)) | _is_in_4bit(s.training),
-        text=lambda s, p: f"{p.sharding} of weights in int8: use nf4, or sharding none",
-    ),
+    *NO_MESH,
+    INT8_IS_WHOLE,
 )
-
-
-def _is_in_4bit(training: TrainingSpec) -> bool:
-    return training.finetuning is not None and training.finetuning.quantization in ("nf4", "nf4-dq")
 
 
 def _check(plan_file: PlanFile) -> None:

@@ -246,7 +246,7 @@ def read_pipeline(parallelism: Options, pp: int, num_layers: int) -> Fields:
     if word not in _SINGLE | _MULTI:
         raise InputError(f"pipeline schedule {show(word)} is not priced: known are {', '.join(_SINGLE | _MULTI)}")
     if parts is not None:
-        counts = _counted(parts, num_layers)
+        counts = counted_layers(parts, num_layers)
     else:
         num_stages = pp * (1 if word in ("1f1b", "gpipe") else 2)
         if stage_layers is not None:
@@ -287,7 +287,7 @@ def spread(num_stages: int, num_layers: int, first: int = 1, last: int = 1) -> t
     return tuple(counts)
 
 
-def _counted(parts: Any, num_layers: int) -> tuple[int, ...]:
+def counted_layers(parts: Any, num_layers: int) -> tuple[int, ...]:
     """Return the layers of every listed stage, which must come in order."""
     if not isinstance(parts, list) or not all(isinstance(part, list) for part in parts) or not parts:
         raise InputError("module_fqns_per_model_part must be a list of lists of names")

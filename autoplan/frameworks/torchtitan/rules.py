@@ -63,10 +63,7 @@ SUPPORTED = (
 
 EXTRAS = ("fp8_scaling", "main_weights", "reduce_dtype")
 
-RULES: tuple[Rule, ...] = (
-    *universal.RULES,
-    universal.NO_PARTS,
-    *universal.options_of_others(*EXTRAS),
+_OWN: tuple[Rule, ...] = (
     universal.ALL_OR_NONE,
     *(words.rule() for words in SUPPORTED),
     *PIPELINE_RULES,
@@ -129,4 +126,11 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
+
+def rules_offering(*extras: str) -> tuple[Rule, ...]:
+    """Return its rules where these options, which few frameworks have, are offered."""
+    return (*universal.RULES, universal.NO_PARTS, *universal.options_of_others(*extras), *_OWN)
+
+
+RULES = rules_offering(*EXTRAS)
 BOOK = Rulebook(rules=RULES, supported=SUPPORTED, extras=EXTRAS)

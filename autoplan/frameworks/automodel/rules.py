@@ -1,0 +1,11 @@
+"""Rules on the plans of NeMo AutoModel: those of torchtitan, whose building blocks it has, and DeepEP for experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoplan.frameworks.torchtitan import rules as torchtitan
+
+EXTRAS = (*torchtitan.EXTRAS, "dispatcher")  # components/models/common/utils.py:301
+RULES = torchtitan.rules_offering(*EXTRAS)
+BOOK = replace(torchtitan.BOOK, rules=RULES, extras=EXTRAS)

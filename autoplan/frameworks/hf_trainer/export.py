@@ -1,0 +1,257 @@
+"""Export of a plan to the arguments of TRL's programs (f2cd577), which are those of the Trainer of transformers 5.24.
+
+States are sharded by FSDP2, whose section stands among the words, or by DeepSpeed, whose file lies beside the script.
+Places are below trl/.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from autoplan.frameworks.accelerate.export import is_sharded, loads_bf16
+from autoplan.frameworks.accelerate.options import OFFLOAD
+from autoplan.frameworks.accelerate.rules import RULES
+from autoplan.frameworks.common.job import File, Job, Line, OptionGroup, Target
+from autoplan.frameworks.common.option_table import Value, written
+from autoplan.frameworks.common.rules import Rule
+from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
+from autoplan.frameworks.common.universal_rules import SOURCE
+from autoplan.frameworks.deepspeed import export as deepspeed
+from autoplan.frameworks.deepspeed.rules import RULES as OF_DEEPSPEED
+from autoplan.frameworks.hf_trainer.options import (
+    ACCUMULATION,
+    BATCHINGS,
+    CPU_OFFLOAD,
+    MICRO_BATCH,
+    PRECISIONS,
+    RECOMPUTE,
+    WRITTEN_OPTIM,
+)
+from autoplan.frameworks.hf_trainer.write import (
+    ADAPTERS_IN_FP32,
+    IN_16_BITS,
+    INT8_IS_WHOLE,
+    NO_MESH,
+    adapters_of,
+    batching_of,
+    check_expressible,
+    start_variables,
+    written_fsdp,
+    written_precision,
+)
+from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
+from autoplan.spec.lengths import Batching
+from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.training import TrainingSpec
+
+JSON = "deepspeed.json"
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+# Program and data of its examples, by what is learnt: the next token, which answer is better, a score.
+_PROGRAMS = {
+    None: ("sft", "trl-lib/Capybara"),
+    "dpo": ("dpo", "trl-lib/ultrafeedback_binarized"),
+    "reward": ("reward", "trl-lib/ultrafeedback_binarized"),
+}
+
+
+def job(plan_file: PlanFile, version: str = "") -> Job:
+    """Return the job that a program of TRL starts on a node (scripts/)."""
+    _check(plan_file)
+    program, dataset = _PROGRAMS[_loss(plan_file.training)]
+    yours: dict[str, Value] = {
+        "learning_rate": "2e-4" if adapters_of(plan_file.training) else "2e-5",
+        "lr_scheduler_type": "cosine",
+        "logging_steps": 1,
+        "report_to": "none",
+        "output_dir": "outputs",
+    }
+    return Job(
+        framework="TRL",
+        variables=start_variables(plan_file),
+        program=f"-m trl.scripts.{program}",
+        groups=(
+            _group("PLAN", "The plan, and what differs otherwise from how it is priced.", _plan(plan_file)),
+            _group("TUNING", "What is trained, and how samples become sequences.", _tuning(plan_file)),
+            _group("TRAINING", "Yours to choose.", [yours]),
+        ),
+        replaceable=OptionGroup(
+            name="DATA",
+            note="DATA_ARGS='--dataset_name ...' in the environment replaces it.",
+            lines=(["--dataset_name", dataset],),
+        ),
+        trailing=(
+            *(('--deepspeed "$HERE/deepspeed.json"',) if _takes_deepspeed(plan_file) else ()),
+            '--model_name_or_path "$BASE_MODEL"',
+            '--max_steps "$STEPS"',
+        ),
+        files=_files(plan_file),
+    )
+
+
+def _takes_deepspeed(plan_file: PlanFile) -> bool:
+    """Return whether the plan was priced for DeepSpeed."""
+    return plan_file.framework.rules == "deepspeed"
+
+
+def _files(plan_file: PlanFile) -> tuple[File, ...]:
+    if not _takes_deepspeed(plan_file):
+        return ()
+    table = deepspeed.deepspeed_config(plan_file, deepspeed.TARGET.versions[0])
+    return (File(name=JSON, text=json.dumps(table, indent=2) + "\n"),)
+
+
+def _loss(training: TrainingSpec) -> str | None:
+    return training.preference.loss if training.preference else None
+
+
+def _group(name: str, note: str, tables: list[dict[str, Value]]) -> OptionGroup:
+    return OptionGroup(name=name, note=note, lines=tuple(map(_words, filter(None, tables))))
+
+
+def _words(table: Mapping[str, Value]) -> Line:
+    """Return arguments as words of a command; a section is JSON, and a switch without a word has an empty text."""
+    words: Line = []
+    for name, value in table.items():
+        values = value if isinstance(value, list) else [value]
+        words += [f"--{name}", *(_word(item) for item in values if item != "")]
+    return words
+
+
+def _word(value: Value) -> str:
+    return json.dumps(value) if isinstance(value, bool | dict) else str(value)
+
+
+def _plan(plan_file: PlanFile) -> list[dict[str, Value]]:
+    plan, training = plan_file.best.plan, plan_file.training
+    recompute = written((RECOMPUTE,), plan_file)
+    offload = written((CPU_OFFLOAD,), plan_file)
+    shards = not _takes_deepspeed(plan_file) and is_sharded(plan)
+    return [
+        written((MICRO_BATCH, ACCUMULATION), plan_file),
+        _precision(plan_file),
+        # FSDP's own does not gather a layer once more for its recomputation (transformers/training_args.py:2796).
+        dict.fromkeys(recompute, False) if shards else recompute,
+        {"fsdp": "", "fsdp_config": written_fsdp(plan_file, OFFLOAD) | offload} if shards else {},
+        {"optim": WRITTEN_OPTIM[training.optimizer]},
+        {"attn_implementation": "eager" if training.attention == "unfused" else "flash_attention_2"},
+        {"loss_type": "nll"} if training.preference is None else {},  # others hold a part of the logits
+    ]
+
+
+def _precision(plan_file: PlanFile) -> dict[str, Value]:
+    """Return the switches of mixed precision, and the type in which the model is held: TRL's is fp32."""
+    plan = plan_file.best.plan
+    if _takes_deepspeed(plan_file):
+        switches: dict[str, Value] = {name: kind == plan.precision for name, kind in PRECISIONS.items()}
+        is_narrow = False
+    else:
+        switches, is_narrow = written_precision(plan), loads_bf16(plan)
+    if adapters_of(plan_file.training) is not None:
+        return switches | {"dtype": DTYPES[plan.precision]}
+    return switches | ({"dtype": DTYPES["bf16"]} if is_narrow else {})
+
+
+def _batching(training: TrainingSpec) -> Batching:
+    """Return how samples become sequences; packed ones need flash attention (trainer/sft_trainer.py:1211)."""
+    batching = batching_of(training)
+    is_free = training.lengths is None and training.document_len is None
+    return "padded" if is_free and training.attention == "unfused" else batching
+
+
+def _tuning(plan_file: PlanFile) -> list[dict[str, Value]]:
+    training = plan_file.training
+    batching = {} if training.preference and _batching(training) == "padded" else BATCHINGS[_batching(training)]
+    sequences: dict[str, Value] = {"max_length": training.seq_len, **batching}
+    if training.preference and training.preference.loss == "dpo" and training.preference.reference == "none":
+        sequences["precompute_ref_log_probs"] = True
+    if (tuning := adapters_of(training)) is None:
+        return [sequences]
+    return [sequences, *_adapters(tuning, training)]
+
+
+def _adapters(tuning: FineTuning, training: TrainingSpec) -> list[dict[str, Value]]:
+    """Return the arguments of adapters (trainer/model_config.py)."""
+    rank = tuning.rank or 0
+    tables: list[dict[str, Value]] = [
+        {"use_peft": True, "lora_r": rank, "lora_alpha": ALPHA_PER_RANK * rank, "lora_dropout": tuning.dropout},
+        {"lora_target_modules": list(tuning.targets)},
+        {"lora_modules_to_save": list(tuning.saved_modules)} if tuning.saved_modules else {},
+        {"use_dora": True} if tuning.dora else {},
+        {"lora_task_type": "SEQ_CLS"} if _loss(training) == "reward" else {},
+    ]
+    if tuning.quantization == "int8":
+        tables.append({"load_in_8bit": True})
+    elif tuning.quantization != "none":
+        doubled = tuning.quantization == "nf4-dq"
+        tables.append({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": doubled})
+        tables.append({"bnb_4bit_quant_storage": DTYPES[training.precision]})
+    return tables
+
+
+# -- what it cannot be told -------------------------------------------------------------------------------------------
+
+
+LIMITS = (
+    IN_16_BITS,
+    ADAPTERS_IN_FP32,
+    *NO_MESH,
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.ep == 1,
+        text=lambda s, p: f"ep {p.ep}: the experts of transformers are whole on every rank, set ep 1",
+    ),
+    INT8_IS_WHOLE,
+    *deepspeed.LIMITS,
+)
+
+
+def _check(plan_file: PlanFile) -> None:
+    training = plan_file.training
+    preference, batching = training.preference, _batching(training)
+    takes_deepspeed = _takes_deepspeed(plan_file)
+    refusals = (
+        (
+            adapters_of(training) is not None and preference is not None and preference.reference == "copy",
+            "a copy as the reference of adapters: plan with reference base",
+        ),
+        (
+            preference is not None and training.lengths is not None and not _pads(preference.loss, batching),
+            f"batching {batching} of preferences: plan with padded",
+        ),
+        (  # trainer/sft_trainer.py:1145
+            batching == "unpadded" and training.attention == "unfused",
+            "unfused attention of samples without padding: plan with flash",
+        ),
+        (
+            takes_deepspeed and training.optimizer not in deepspeed.TARGET.optimizers,
+            f"optimizer {training.optimizer!r} with DeepSpeed: take one of {', '.join(deepspeed.TARGET.optimizers)}",
+        ),
+    )
+    rules = OF_DEEPSPEED if takes_deepspeed else RULES
+    check_expressible(plan_file, "the Trainer", LIMITS, BATCHINGS, refusals, rules=rules)
+
+
+def _pads(loss: str, batching: Batching) -> bool:
+    """Return whether a program makes sequences of pairs so; rewards are padded (trainer/reward_config.py)."""
+    return batching == "padded" or (loss == "dpo" and batching == "unpadded")
+
+
+def _refused_tuning(finetuning: FineTuning) -> str:
+    """Say what of a fine-tuning the arguments cannot express; empty where they express all of it."""
+    if len(finetuning.targets) == 1 and finetuning.targets != (ALL_LINEAR,):
+        return f"adapters on {finetuning.targets[0]} alone (PEFT takes a single name for a pattern: name two or more)"
+    if len(finetuning.targets) > 1 and ALL_LINEAR in finetuning.targets:
+        return f"adapters on {', '.join(finetuning.targets)} ({ALL_LINEAR} stands alone)"
+    return refused_by_peft(finetuning)
+
+
+TARGET = Target(
+    name="hf-trainer",
+    title="the Trainer of transformers",
+    rules=("accelerate", "deepspeed"),
+    job=job,
+    limits=LIMITS,
+    refused_tuning=_refused_tuning,
+    optimizers=tuple(WRITTEN_OPTIM),
+)
