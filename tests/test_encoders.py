@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,13 @@ from autoplan.api.problem import make_problem
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
 from autoplan.cost.kernels.arithmetic import attention_context, count_parameters, model_flops_per_token
+from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.common.universal_rules import RULES
 from autoplan.readers.huggingface import read_huggingface
+from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.training import TrainingSpec
 
 BERT_LARGE: dict[str, Any] = {
     "architectures": ["BertForMaskedLM"],
@@ -68,6 +73,59 @@ def test_bert_needs_no_model_parallelism() -> None:
     )
     plan = found.file.best.plan
     assert (plan.dp, plan.tp, plan.pp, plan.cp) == (8, 1, 1, 1)
+
+
+ALBERT_XXLARGE: dict[str, Any] = {  # huggingface.co/albert/albert-xxlarge-v2/blob/main/config.json
+    **{"architectures": ["AlbertForMaskedLM"], "model_type": "albert", "embedding_size": 128, "vocab_size": 30000},
+    **{"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 64, "num_hidden_layers": 12},
+    **{"num_hidden_groups": 1, "inner_group_num": 1, "max_position_embeddings": 512, "type_vocab_size": 2},
+}
+
+
+def test_layers_that_share_their_weights_work_like_others_and_are_held_once() -> None:
+    albert = read_huggingface(ALBERT_XXLARGE, "albert-xxlarge")
+    # A table of 128, a layer of 12 h^2 and its way in and out; 206 million in the model card's "xxlarge".
+    assert count_parameters(albert) == pytest.approx(206e6, rel=0.01)
+    apart = replace(albert, shared_layers=False)
+    assert model_flops_per_token(albert, 512) == model_flops_per_token(apart, 512)
+    one_layer = count_parameters(apart) - count_parameters(albert)
+    plan = PlanBatch.of([ParallelPlan(global_batch=8, micro_batch=1, dp_shard=8)], 12)
+    shared, own = (
+        estimate(make_problem(model, cluster="h100-sxm:1x8", seq_len=512, framework="transformers"), plan)
+        for model in (albert, apart)
+    )
+    for name in ("weights", "gradients", "optimizer"):
+        per_parameter = float(own.memory_terms_bytes[name][0]) / count_parameters(apart)
+        saved = float(own.memory_terms_bytes[name][0] - shared.memory_terms_bytes[name][0])
+        assert saved == pytest.approx(per_parameter * one_layer, rel=0.01)
+    assert shared.terms_s["gemm"][0] == own.terms_s["gemm"][0]
+
+
+def test_what_layers_that_share_their_weights_are_not_priced_with_is_refused() -> None:
+    albert = read_huggingface(ALBERT_XXLARGE, "albert-xxlarge")
+    with pytest.raises(InputError, match="layers that share their weights with pp 2: only pp 1 is priced"):
+        check_legal(RULES, albert, TrainingSpec(seq_len=512), ParallelPlan(global_batch=8, micro_batch=1, pp=2), "any")
+    with pytest.raises(InputError, match="adapters beside the shared layers of albert-xxlarge are not priced"):
+        make_problem(albert, cluster="h100-sxm:1x8", seq_len=512, finetune=FineTuning(rank=8))
+    with pytest.raises(InputError, match="embedding_size needs head_transform"):
+        replace(albert, tied_embeddings=False)
+
+
+@pytest.mark.parametrize("kind", ["electra", "albert"])
+def test_operations_of_narrow_tables_are_those_that_torch_counts(kind: str) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    sizes = {"hidden_size": 96, "intermediate_size": 300, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model(
+        kind, attn_implementation="eager", embedding_size=40, vocab_size=512, **sizes
+    )
+    model = transformers.AutoModelForMaskedLM.from_config(config).train()
+    tokens = torch.randint(3, 99, (1, 160))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    spec = read_huggingface(json.loads(json.dumps(config.to_dict(), default=str)), kind)
+    assert 160 * model_flops_per_token(spec, 160) == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 
 @pytest.mark.parametrize("part", ["pooler", "ForSequenceClassification", "pattern"])

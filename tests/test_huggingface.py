@@ -242,6 +242,13 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("nomic_bert", "nomic_bert", {"head_dim": 16, "pad_token_id": 0}),
     ("xlm", "xlm", {"emb_dim": 96, "n_heads": 6, "n_layers": 6}),
     ("flaubert", "flaubert", {"emb_dim": 96, "n_heads": 6, "n_layers": 6}),
+    ("electra", "electra", {"embedding_size": 40}),
+    ("electra, as wide", "electra", {"embedding_size": 96}),
+    ("albert", "albert", {"embedding_size": 40}),
+    ("mamba", "mamba", {"state_size": 20, "time_step_rank": 14, "expand": 3, "use_bias": True}),
+    ("falcon_mamba", "falcon_mamba", {"state_size": 20, "time_step_rank": 14}),
+    ("lfm2", "lfm2", {"layer_types": ["conv", "conv", "full_attention"] * 2, "conv_L_cache": 5}),
+    ("lfm2, as wide as said", "lfm2", {"full_attn_idxs": [1, 4], "block_auto_adjust_ff_dim": False}),
 ]
 # Types of which a few parameters are not counted as they are, in sizes at which they do not count.
 ROUNDED: list[tuple[str, dict[str, Any]]] = [
@@ -250,6 +257,8 @@ ROUNDED: list[tuple[str, dict[str, Any]]] = [
     ("gpt_neox_japanese", {}),
     ("roformer", {}),
     ("gte", {}),
+    ("jamba", {}),
+    ("mpnet", {}),
     ("esm", {"vocab_size": 33, "position_embedding_type": "rotary", "pad_token_id": 1, "mask_token_id": 32}),
 ]
 # kimi_k2 has the keys and the classes of deepseek_v3 and no class of its own; text models of vision-language ones have
@@ -321,7 +330,7 @@ def test_every_model_type_is_compared_with_transformers() -> None:
 
 
 def test_refusals_name_the_part_that_is_not_covered() -> None:
-    for kind, part in (("lfm2", "convolution"), ("mpnet", "relative attention bias"), ("mamba", "Mamba-1")):
+    for kind, part in (("lfm3", "convolution"), ("cpmant", "relative attention bias"), ("rwkv", "the state of RWKV")):
         with pytest.raises(InputError, match=f"{kind}.*{part}.*not covered"):
             read_huggingface({"model_type": kind, "hidden_size": 64}, "model")
     for kind, part in (("led", "global tokens"), ("longt5", "relative attention bias"), ("new", "cross attention")):

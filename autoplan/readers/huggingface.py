@@ -205,6 +205,10 @@ class _Config:
             (result.setdefault(part, {}) if part else result)[inner] = value
         if "moe" in result and pattern is None:
             result["moe"] |= self.expert_layers(result["num_layers"])
+        if "narrowed" in self.rules and self.assumed("block_auto_adjust_ff_dim") is True:
+            # Two thirds of what the file says, in whole blocks (modeling_lfm2.py, Lfm2MLP).
+            block = self.count(self.rules["narrowed"]["blocks_of"]) or 1
+            result["ffn_size"] = -(-int(2 * result["ffn_size"] / 3) // block) * block
         return result | self.window(result["num_layers"])
 
     def check_only(self) -> None:
@@ -289,10 +293,18 @@ class _Config:
             numbers = [] if listed is _ABSENT or listed is None else listed
             if not isinstance(numbers, list) or not all(type(item) is int for item in numbers):
                 raise InputError(f"{rule['attention']} must be a list of layer numbers, got {_show(numbers)}")
-            first = ["*" if at in numbers else "M" for at in range(num_layers)]
+            first = ["*" if at in numbers else rule.get("other", "M") for at in range(num_layers)]
+        if "attention_every" in rule:
+            attends, routes = (self.every(rule[key], num_layers) for key in ("attention_every", "experts_every"))
+            return "".join("M*"[attends[at]] + "-E"[routes[at]] for at in range(num_layers))
         has_experts = "experts" in rule and _typed(rule["experts"], self.assumed(rule["experts"]), int)
         second = "E" if has_experts and has_experts is not _ABSENT else rule.get("second", "")
         return "".join(symbol + second for symbol in first)
+
+    def every(self, keys: str, num_layers: int) -> list[bool]:
+        """Which layers have what comes once in a period, at an offset, under two keys."""
+        period, offset = (self.count(key) for key in keys.split())
+        return [bool(period) and at % period == offset for at in range(num_layers)]
 
     def kinds(self, key: str, allowed: tuple[str, ...]) -> list[str]:
         """A list with one word a layer."""

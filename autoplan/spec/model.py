@@ -22,6 +22,7 @@ class Block(StrEnum):
     LINEAR_ATTENTION = "linear_attention"
     CROSS_ATTENTION = "cross_attention"  # of a decoder to what its encoder makes
     MAMBA = "mamba"
+    CONVOLUTION = "convolution"  # over few tokens, between two gates (LFM2)
     MLP = "mlp"
     MOE = "moe"
     # Of an encoder in front of a text model or a decoder, whose layers have sizes of their own
@@ -40,8 +41,14 @@ ENCODER_BLOCKS = {
     Block.MLP: Block.ENCODER_MLP,
 }
 
-# Symbols of `layer_pattern`, those of Megatron-Core's hybrid models.
-PATTERN_SYMBOLS = {"*": Block.ATTENTION, "M": Block.MAMBA, "-": Block.MLP, "E": Block.MOE}
+# Symbols of `layer_pattern`, those of Megatron-Core's hybrid models, and one of a convolution.
+PATTERN_SYMBOLS = {
+    "*": Block.ATTENTION,
+    "M": Block.MAMBA,
+    "C": Block.CONVOLUTION,
+    "-": Block.MLP,
+    "E": Block.MOE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +95,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba:
-    """The Mamba-2 block (arXiv:2405.21060)."""
+    """The Mamba-2 block (arXiv:2405.21060), or Mamba-1 (arXiv:2312.00752), whose heads are one wide."""
 
     num_heads: int
     head_dim: int
@@ -97,10 +104,22 @@ class Mamba:
     conv_kernel: int = 4
     conv_bias: bool = True
     bias: bool = False
+    dt_rank: int = 0  # of Mamba-1, which makes time steps and addresses of what is convolved; 0: Mamba-2
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "state_size", "num_groups", "conv_kernel"):
             check_count(f"mamba.{name}", getattr(self, name), at_most=MAX_SIZE)
+        check_count("mamba.dt_rank", self.dt_rank, at_least=0, at_most=MAX_SIZE)
+
+    @property
+    def inner_size(self) -> int:
+        """Width of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of the convolution: of Mamba-2 with the addresses of the states."""
+        return self.inner_size + (0 if self.dt_rank else 2 * self.num_groups * self.state_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +197,7 @@ class ModelSpec:
     num_layers: int
     hidden_size: int
     vocab_size: int  # as published; frameworks pad it
+    embedding_size: int | None = None  # of the token table, where matrices bring it to the layers' width and back
     num_heads: int
     num_kv_heads: int | None = None  # None: one per head (MHA)
     head_dim: int | None = None  # None: hidden_size / num_heads
@@ -195,6 +215,7 @@ class ModelSpec:
     norm_bias: bool = True  # of a layernorm; an rmsnorm has none
     norm_weights: bool = True  # False: norms scale nothing (OLMo)
     final_norm: bool = True  # behind the last layer
+    shared_layers: bool = False  # one layer's weights are those of all (ALBERT)
     shared_norm: bool = False  # attention and MLP of a layer read what one norm makes, side by side (GPT-J)
     norms_per_block: int = 1  # 2 where the output of each block is normalised too (Gemma)
     embedding_norm: bool = False
@@ -215,6 +236,7 @@ class ModelSpec:
     full_attention_interval: int = 0
     full_attention_offset: int = 0
     layer_pattern: str | None = None  # one symbol of PATTERN_SYMBOLS a layer, for hybrids
+    short_conv_kernel: int = 0  # tokens of a convolution block
     num_mtp_layers: int = 0  # multi-token prediction
     shares_mtp_layer: bool = False  # all predictions run one layer, again and again
     mla: LatentAttention | None = None
@@ -234,6 +256,14 @@ class ModelSpec:
         check_count("vocab_size", self.vocab_size, at_least=2, at_most=10**8)
         check_count("num_heads", self.num_heads, at_most=MAX_SIZE)
         check_count("ffn_size", self.ffn_size, at_least=0, at_most=MAX_SIZE)
+        if self.embedding_size is not None:
+            check_count("embedding_size", self.embedding_size, at_most=MAX_SIZE)
+            if not (self.head_transform and self.tied_embeddings):
+                raise InputError(
+                    "embedding_size needs head_transform, which brings its width back, and tied_embeddings"
+                )
+        if self.shared_layers and (self.moe or len(set(self.layers)) > 1 or self.num_mtp_layers):
+            raise InputError("shared_layers needs layers that are alike, without moe and num_mtp_layers")
         check_count("norms_per_block", self.norms_per_block, at_most=2)
         check_count("max_positions", self.max_positions, at_least=0)
         check_count("full_attention_interval", self.full_attention_interval, at_least=0, at_most=MAX_LAYERS)
@@ -254,6 +284,7 @@ class ModelSpec:
             )
         if self.window is not None:
             check_count("window", self.window)
+        check_count("short_conv_kernel", self.short_conv_kernel, at_least=0, at_most=10**4)
         check_count("token_types", self.token_types, at_least=0, at_most=10**4)
         check_count("activation_parameters", self.activation_parameters, at_least=0, at_most=10**4)
         if self.bidirectional and (self.linear_attention or self.layer_pattern):
@@ -291,6 +322,8 @@ class ModelSpec:
             raise InputError(f"layer_pattern knows only {' '.join(PATTERN_SYMBOLS)}, got {sorted(unknown)}")
         if "M" in self.layer_pattern and self.mamba is None:
             raise InputError("layer_pattern has Mamba layers: give the mamba table")
+        if "C" in self.layer_pattern and not self.short_conv_kernel:
+            raise InputError("layer_pattern has convolutions: give short_conv_kernel")
         if "E" in self.layer_pattern and self.moe is None:
             raise InputError("layer_pattern has MoE layers: give the moe table")
 
@@ -306,11 +339,20 @@ class ModelSpec:
             "norm_weights = false": not self.norm_weights,
             "final_norm = false": not self.final_norm,
             "shared_norm": self.shared_norm,
+            "shared_layers": self.shared_layers,
+            "embedding_size": self.embedding_size is not None,
             "full_attention_offset": self.full_attention_offset > 0,
             "encoder": self.encoder is not None,
+            "short_conv_kernel": self.short_conv_kernel > 0,
+            "mamba.dt_rank": self.mamba is not None and self.mamba.dt_rank > 0,
             "position_embedding = relative": self.position_embedding == "relative",
         }
         return tuple(name for name, is_there in parts.items() if is_there)
+
+    @property
+    def table_width(self) -> int:
+        """Width of the token table."""
+        return self.embedding_size or self.hidden_size
 
     @property
     def kv_heads(self) -> int:

@@ -222,8 +222,19 @@ def _moe(model: ModelSpec) -> BlockShape:
 def _mamba(model: ModelSpec) -> BlockShape:
     mamba, hidden = model.mamba, model.hidden_size
     assert mamba is not None
-    inner = mamba.num_heads * mamba.head_dim
-    conv = inner + 2 * mamba.num_groups * mamba.state_size
+    inner, conv, rank = mamba.inner_size, mamba.conv_width, mamba.dt_rank
+    if rank:
+        return BlockShape(
+            linears=(
+                Linear("in", hidden, 2 * inner, "column", has_bias=mamba.bias),
+                Linear("x", inner, rank + 2 * mamba.state_size, "row"),
+                Linear("dt", rank, inner, "column", has_bias=True),
+                Linear("out", inner, hidden, "row", has_bias=mamba.bias),
+            ),
+            num_norm_parameters=_block_norms(model),
+            # convolution; A of every state, and D
+            num_other_parameters=conv * (mamba.conv_kernel + mamba.conv_bias) + inner * (mamba.state_size + 1),
+        )
     return BlockShape(
         linears=(
             Linear("in", hidden, inner + conv + mamba.num_heads, "column", has_bias=mamba.bias),
@@ -232,6 +243,16 @@ def _mamba(model: ModelSpec) -> BlockShape:
         num_norm_parameters=_block_norms(model),
         # convolution, A, D and the time-step bias per head, and the gated norm over the inner width
         num_other_parameters=conv * (mamba.conv_kernel + mamba.conv_bias) + 3 * mamba.num_heads + inner,
+    )
+
+
+def _convolution(model: ModelSpec) -> BlockShape:
+    """Two gates and what is convolved between them (transformers modeling_lfm2.py, Lfm2ShortConv)."""
+    hidden = model.hidden_size
+    return BlockShape(
+        linears=(Linear("in", hidden, 3 * hidden, "column"), Linear("out", hidden, hidden, "row")),
+        num_norm_parameters=_block_norms(model),
+        num_other_parameters=hidden * model.short_conv_kernel,
     )
 
 
@@ -253,6 +274,7 @@ _SHAPES = {
     Block.CROSS_ATTENTION: _cross_attention,
     Block.LINEAR_ATTENTION: _linear_attention,
     Block.MAMBA: _mamba,
+    Block.CONVOLUTION: _convolution,
     Block.MLP: _mlp,
     Block.MOE: _moe,
 }
@@ -271,8 +293,9 @@ def layer_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> dict
     shapes = {kind: _SHAPES[kind](model) for kind in kinds}
     if finetuning is None or not finetuning.has_adapters:
         return shapes
-    if model.cross_attention:
-        raise InputError(f"adapters beside the cross attention of {model.name} are not priced: train all weights")
+    if model.cross_attention or model.shared_layers:
+        part = "the cross attention" if model.cross_attention else "the shared layers"
+        raise InputError(f"adapters beside {part} of {model.name} are not priced: train all weights")
     adapted = {kind: _adapted(model, shape, finetuning) for kind, shape in shapes.items()}
     adapted_names = {name for _, names in adapted.values() for name in names}
     if missing := [name for name in finetuning.targets if name not in adapted_names]:
@@ -386,7 +409,9 @@ def embedding_parameters(model: ModelSpec) -> int:
     positions = model.max_positions if model.position_embedding == "learned" else 0
     rows = model.vocab_size + positions + model.token_types
     relative = 0 if model.relative_in_layers else _relative_table(model)
-    return rows * model.hidden_size + relative + (norm_parameters(model) if model.embedding_norm else 0)
+    widened = (model.table_width + 1) * model.hidden_size * (model.table_width != model.hidden_size)
+    norm = model.table_width * _norm_vectors(model) * model.embedding_norm
+    return rows * model.table_width + relative + widened + norm
 
 
 def encoder_end_parameters(model: ModelSpec) -> int:
@@ -411,8 +436,8 @@ def encoder_parameters(model: ModelSpec) -> int:
 
 def before_head_parameters(model: ModelSpec) -> int:
     """Elements between the last layer and the head's matrix, and of the head's bias."""
-    norms = norm_parameters(model) * (model.final_norm + model.head_transform)
-    transform = (model.hidden_size + 1) * model.hidden_size * model.head_transform
+    norms = _norm_vectors(model) * (model.hidden_size * model.final_norm + model.table_width * model.head_transform)
+    transform = (model.hidden_size + 1) * model.table_width * model.head_transform
     return norms + transform + model.vocab_size * model.head_bias
 
 
@@ -453,7 +478,7 @@ def count_parameters(model: ModelSpec, *, active: bool = False, with_mtp: bool =
             total -= expert - expert * model.moe.experts_per_token // model.moe.num_experts
         return total
 
-    layers = model.layers
+    layers = model.layers[:1] if model.shared_layers else model.layers
     total = sum(block_parameters(block) for layer in layers for block in layer)
     total += embedding_parameters(model) + before_head_parameters(model) + encoder_parameters(model)
     total += 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
@@ -510,11 +535,14 @@ def model_flops_per_token(
                 forward += 2 * context * model.num_heads * (model.qk_head_dim + model.v_head_dim)
             if block is Block.MAMBA and model.mamba:
                 forward += mamba_scan_flops_per_token(model)
+            if block is Block.CONVOLUTION:
+                forward += 2.0 * model.hidden_size * model.short_conv_kernel
             if block is Block.LINEAR_ATTENTION:
                 forward += linear_attention_flops_per_token(model)
     logits = 0 if has_scores else model.vocab_size
-    forward += 2 * model.hidden_size * logits * (1 + model.num_mtp_layers)
-    forward += 2 * model.hidden_size**2 * (2 * model.num_mtp_layers + model.head_transform)
+    forward += 2 * model.table_width * logits * (1 + model.num_mtp_layers)
+    forward += 2 * model.hidden_size * (2 * model.num_mtp_layers * model.hidden_size)
+    forward += 2 * model.hidden_size * (model.table_width * model.head_transform + (model.embedding_size or 0))
     if finetuning is not None and not finetuning.trains(HEAD):
         spared += 2 * model.hidden_size * logits * (1 + model.num_mtp_layers)
     encoding = encoder_flops_per_token(model, seq_len)
@@ -544,9 +572,7 @@ def mamba_scan_flops_per_token(model: ModelSpec) -> float:
     """Forward operations of the state-space scan per token: Megatron-LM's count, 7 d_inner d_state + convolution."""
     mamba = model.mamba
     assert mamba is not None
-    inner = mamba.num_heads * mamba.head_dim
-    conv = inner + 2 * mamba.num_groups * mamba.state_size
-    return 7.0 * inner * mamba.state_size + 2.0 * conv * mamba.conv_kernel
+    return 7.0 * mamba.inner_size * mamba.state_size + 2.0 * mamba.conv_width * mamba.conv_kernel
 
 
 def linear_attention_flops_per_token(model: ModelSpec, chunk_tokens: int = 0) -> float:

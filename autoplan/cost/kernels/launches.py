@@ -179,6 +179,7 @@ GRAPHED_IN: dict[Block, CudaGraphs] = {
     Block.CROSS_ATTENTION: CudaGraphs.LAYER,
     Block.LINEAR_ATTENTION: CudaGraphs.ATTENTION,
     Block.MAMBA: CudaGraphs.LAYER,
+    Block.CONVOLUTION: CudaGraphs.LAYER,
     Block.MLP: CudaGraphs.LAYER,
 }
 

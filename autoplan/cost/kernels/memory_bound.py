@@ -146,6 +146,10 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
         scan = tokens * _scanned_width(model, block) / batch.tp
         # Convolution, gate, time steps, chunk states and their normalisation, each read and written [fitted: hybrids].
         moved["scan"] = Traffic(36.0 * scan, 88.0 * scan)
+    elif block is Block.CONVOLUTION:
+        # Two products of two tensors and the convolution; backward each with both gradients.
+        width = tokens * hidden / batch.tp
+        moved["convolution"] = Traffic(16.0 * width, 28.0 * width)
     else:
         read, backward_read = _activation_bytes(problem)
         width = tokens * _ffn_size(problem, block) / batch.tp
@@ -213,7 +217,7 @@ def _norm_traffic(problem: Problem) -> float:
 def _scanned_width(model: ModelSpec, block: Block) -> int:
     """Width of what a recurrent block writes and of what addresses its state: inner and state, or values and keys."""
     if block is Block.MAMBA and model.mamba:
-        return model.mamba.num_heads * model.mamba.head_dim + model.mamba.num_groups * model.mamba.state_size
+        return model.mamba.inner_size + model.mamba.num_groups * model.mamba.state_size
     assert model.linear_attention is not None
     return model.linear_attention.value_width + model.linear_attention.key_width
 

@@ -36,5 +36,5 @@ def orthogonalise_s(problem: Problem, batch: PlanBatch, own: Floats) -> Floats:
                 elements = elements + linear.copies * inputs * outputs
     if finetuning is None or not finetuning.has_adapters:
         tables = 1.0 if model.tied_embeddings else 2.0
-        elements = elements + tables * model.vocab_size * model.hidden_size / batch.tp
+        elements = elements + tables * model.vocab_size * model.table_width / batch.tp
     return own * operations / np.maximum(elements, 1.0) / gemm_rate(problem, batch.unquantised())

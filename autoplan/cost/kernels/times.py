@@ -114,9 +114,10 @@ def head_s(problem: Problem, batch: PlanBatch) -> HeadTimes:
     wide = batch.unquantised()  # frameworks do not quantise the head
     rate, tokens, depths = gemm_rate(problem, wide), rank_tokens(problem, batch), model.num_mtp_layers
     hidden, columns = np.full(len(batch), 1.0 * model.hidden_size), head_columns(problem, batch) / batch.tp
-    products = products_s(problem, wide, rate, tokens, columns, hidden)
+    width = np.full(len(batch), 1.0 * model.table_width)
+    products = products_s(problem, wide, rate, tokens, columns, width)
     if model.head_transform:
-        products = products.plus(products_s(problem, wide, rate, tokens, hidden, hidden))
+        products = products.plus(products_s(problem, wide, rate, tokens, width, hidden))
     # A loss that is not vocabulary-parallel works on gathered logits.
     logits = columns if framework.memory.shards_logits else head_columns(problem, batch)
     # Cross entropy reads and writes the logits about as often as their peak copies weigh (`modelling` C5).

@@ -112,7 +112,7 @@ def _large_weights(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> t
     has_table = blocks.is_last[:, 0]
     ends = blocks.at_last(np.where(has_table & model.tied_embeddings, 0.0, 1.0))
     ends[:, 0] += 1
-    table = (padded_vocab(problem, batch) * model.hidden_size / batch.tp)[:, None]
+    table = (padded_vocab(problem, batch) * model.table_width / batch.tp)[:, None]
     fc1 = ((2.0 if model.gated_mlp else 1.0) * model.ffn_size * model.hidden_size / batch.tp)[:, None]
     return ends, table, fc1
 

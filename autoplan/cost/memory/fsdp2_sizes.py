@@ -69,7 +69,7 @@ def pass_sizes(
     if ends is not None:
         per_microbatch = per_microbatch + blocks.at_last(ends.head)
     num_parameters = parameters.dense + parameters.expert
-    table = padded_vocab(problem, batch) * model.hidden_size
+    table = padded_vocab(problem, batch) * model.table_width
     head = head_columns(problem, batch) / batch.tp
     summed = np.zeros_like(num_parameters)
     summed[:, 0] = table * (1.0 - 1.0 / batch.tp) * (finetuning is None or finetuning.trains(EMBEDDING))

@@ -112,10 +112,11 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
     }
     dense, expert, ends = (blocks.zeros() for _ in range(3))
     for block, count in blocks.count.items():
-        dense += count * of_block[block].dense[:, None]
+        held = np.minimum(count, 1.0) if model.shared_layers else count
+        dense += held * of_block[block].dense[:, None]
         expert += count * of_block[block].expert[:, None]
-    table = padded_vocab(problem, batch) * model.hidden_size / batch.tp
-    ends[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.hidden_size
+    table = padded_vocab(problem, batch) * model.table_width / batch.tp
+    ends[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.table_width
     ends[:, 0] += encoder_end_parameters(model)
     # A tied head is a second copy unless the rank that holds it has the embedding as well.
     has_table = blocks.is_last[:, 0]
@@ -187,9 +188,9 @@ def _frozen_encoder(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> 
 def _tables(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> dict[str, Floats]:
     """Elements of embedding, untied head and the ends of an encoder on every stage."""
     model = problem.model
-    table = padded_vocab(problem, batch) * model.hidden_size / batch.tp
+    table = padded_vocab(problem, batch) * model.table_width / batch.tp
     embedding = blocks.zeros()
-    embedding[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.hidden_size
+    embedding[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.table_width
     is_tied = blocks.is_last[:, 0] & model.tied_embeddings
     encoder = blocks.zeros()
     encoder[:, 0] = encoder_end_parameters(model)

@@ -78,7 +78,7 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     if block in ATTENTION_BLOCKS:
         parts = _attention_parts(problem, batch, block, shape)
     elif block is Block.MAMBA and model.mamba:
-        inner = model.mamba.num_heads * model.mamba.head_dim
+        inner = model.mamba.inner_size
         wide = shape.linears[0].out_size + inner + 2 * model.mamba.num_groups * model.mamba.state_size + 2 * inner
         parts = {None: element * rank_tokens(problem, batch) * wide / batch.tp}
     elif block is Block.LINEAR_ATTENTION and model.linear_attention:
@@ -86,6 +86,9 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         net = model.linear_attention
         wide = shape.linears[0].out_size + net.conv_width + DELTA_CHUNK_TOKENS * net.num_value_heads
         parts = {None: element * rank_tokens(problem, batch) * (wide + 2 * net.value_width) / batch.tp}
+    elif block is Block.CONVOLUTION:
+        # The projection, what is convolved before and after, and the product that the last matrix takes.
+        parts = {None: element * rank_tokens(problem, batch) * 6 * model.hidden_size / batch.tp}
     elif block is Block.MOE:
         parts = _moe_parts(problem, batch, shape)
     else:

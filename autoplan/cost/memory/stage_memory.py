@@ -181,7 +181,7 @@ def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
                 counted.add(key)
                 inputs, outputs = local_sizes(linear, batch)
                 total = total + 2.0 * inputs * outputs
-    head = 2.0 * head_columns(problem, batch) * problem.model.hidden_size / batch.tp
+    head = 2.0 * head_columns(problem, batch) * problem.model.table_width / batch.tp
     head = head * (finetuning is None or finetuning.trains(HEAD))
     return total[:, None] + blocks.at_last(head)
 

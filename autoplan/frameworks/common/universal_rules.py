@@ -150,6 +150,21 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=SOURCE,
+        holds=lambda s, b: (b.pp == 1) | (not s.model.shared_layers),
+        text=lambda s, p: f"layers that share their weights with pp {p.pp}: only pp 1 is priced",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.tp == 1) | (s.model.mamba is None or not s.model.mamba.dt_rank),
+        text=lambda s, p: f"scans of Mamba-1 with tp {p.tp}: only tp 1 is priced",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: (b.cp == 1) | (not s.model.short_conv_kernel),
+        text=lambda s, p: f"convolutions with cp {p.cp}: only cp 1 is priced",
+    ),
+    Rule(
+        source=SOURCE,
         holds=_linear_attention,
         text=lambda s, p: (
             f"linear attention with cp {p.cp} and tp {p.tp}: only cp 1 is priced, and tp must divide its "
