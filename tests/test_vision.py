@@ -87,7 +87,7 @@ KINDS = (
     *("idefics3", "smolvlm", "llava_next_video", "lighton_ocr", "cosmos3_omni", "cohere2_vision"),
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("vipllava", "shieldgemma2", "deepseek_vl", "hyperclovax_vision_v2", "exaone4_5", "glm4v", "glm46v", "glmga"),
-    *("glm4v_moe", "llama4", "paddleocr_vl", "cosmos3_edge", "qianfan_ocr"),
+    *("glm4v_moe", "llama4", "paddleocr_vl", "cosmos3_edge", "qianfan_ocr", "glm_ocr", "lfm2_vl", "kimi_k25"),
 )
 
 
@@ -100,6 +100,24 @@ def test_parameters_are_those_of_transformers(kind: str) -> None:
     spec = read_huggingface(json.loads(json.dumps(config.to_dict(), default=str)), kind)
     assert count_parameters(spec) == sum(parameter.numel() for parameter in model.parameters())
     assert spec.left_out == ""
+
+
+HEARING = ("qwen2_audio", "voxtral", "audioflamingo3", "musicflamingo", "glmasr", "moss_transcribe_diarize")
+
+
+@pytest.mark.parametrize("kind", HEARING)
+def test_parameters_of_models_with_sound_are_those_of_transformers(kind: str) -> None:
+    """But for biases of keys, which Whisper's layers have none of."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind)
+    with torch.device("meta"):
+        model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    spec = read_huggingface(json.loads(json.dumps(config.to_dict(), default=str)), kind)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    assert count_parameters(spec) == pytest.approx(expected, rel=5e-5)
+    assert spec.left_out == ""
+    assert spec.encoder is not None
+    assert spec.encoder.patches == 1500  # of 30 s
 
 
 def test_operations_are_those_that_torch_counts() -> None:

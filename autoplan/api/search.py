@@ -278,7 +278,7 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
             f"{problem.training.seq_len:,} tokens: --encoder-len and --seq-len say other numbers"
         )
     elif encoder := problem.model.encoder:
-        count = f"{encoder.images} image{'s' * (encoder.images > 1)} of {encoder.image_tokens:,} tokens"
+        count = f"{encoder.images} x {encoder.image_tokens:,} tokens of images or sound"
         warnings.append(f"a sample of {problem.model.name} has {count}: --images and --image-tokens say another number")
     if file.best.verdict != "fits":
         risk = f"{100 * file.best.oom_probability:.0f} %"

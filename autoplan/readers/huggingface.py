@@ -50,7 +50,7 @@ def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
         encoder = _source_encoder(table, kind) if fields.get("cross_attention") else _encoder(table, fields)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
-    read = ["vision_config"] if encoder is not None or _is_text_alone(table) else []
+    read = ["vision_config", "audio_config"] if encoder is not None or _is_text_alone(table) else []
     unread = [key for key in _data()["encoders"] if table.get(key) and key not in read]
     fields["left_out"] = " and ".join(unread + [key for key in _data()["indexers"] if config.get(key)])
     if encoder is not None:
@@ -66,19 +66,22 @@ def _is_text_alone(table: dict[str, Any]) -> bool:
 
 
 def _encoder(table: dict[str, Any], text: dict[str, Any]) -> dict[str, Any] | None:
-    """The fields of `Encoder` of a model with images, whose text model has the fields `text`; None: it is not read."""
-    config, outer = table.get("vision_config"), table.get("model_type")
-    if not isinstance(config, dict) or _is_text_alone(table):
+    """Return the fields of `Encoder` of images or sound before a text model with the fields `text`; None: not read."""
+    given, outer = [table[key] for key in ("vision_config", "audio_config") if table.get(key)], table.get("model_type")
+    if len(given) != 1 or not isinstance(given[0], dict) or _is_text_alone(table):
         return None
     # Published files may leave out the type, or call it as the model around it.
-    known = {kind: rules for kind, rules in _data()["encoder_types"].items() if outer in rules["in"]}
+    config, types = given[0], _data()["encoder_types"]
+    known = {kind: rules for kind, rules in types.items() if outer in rules["in"]}
     kind = config.get("model_type")
     if len(known) == 1 and kind in (None, outer, f"{outer}_vision"):
         kind = next(iter(known))
     if not isinstance(kind, str) or kind not in known:
         return None
     config = {**config, "model_type": kind}
-    rules = {**known[kind], "keys": {"vocab_size": "", **known[kind].get("keys", {})}}
+    own = {part: entries for part, entries in known[kind].items() if isinstance(entries, dict)}
+    rules = _with(types.get(known[kind].get("like"), {}), own)
+    rules["keys"] = {"vocab_size": "", **rules.get("keys", {})}
     try:
         fields = _Config(config=config, kind=kind, rules=rules).spec_fields()
         sizes = Sizes(fields["num_layers"], fields["hidden_size"], fields["ffn_size"], text["hidden_size"])

@@ -1,4 +1,4 @@
-"""Encoders of images in front of text models, from the vision_config of a Hugging Face config.json.
+"""Encoders of images and sound in front of text models, from vision_config or audio_config of a config.json.
 
 Sizes of their layers are described in presets/huggingface.toml, as those of text models are; here is what stands around
 the layers: the embedding of patches, positions and the projector.  Source: modeling_<type>.py of transformers 5.23.
@@ -6,6 +6,7 @@ the layers: the embedding of patches, positions and the projector.  Source: mode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -60,6 +61,13 @@ def _grid(config: dict[str, Any], image: int, patch: int) -> tuple[int, int]:
     return along**2, _count(config, "num_channels", 3) * side**2
 
 
+def _pooling_head(config: dict[str, Any], sizes: Sizes) -> int:
+    """Elements of SigLIP's head, where there is one: a learned query, attention, a norm and an MLP."""
+    hidden, ffn = sizes.hidden, sizes.ffn
+    head = hidden + 4 * (hidden + 1) * hidden + 2 * hidden + 2 * hidden * ffn + ffn + hidden
+    return head * bool(config.get("vision_use_head", True))
+
+
 def _vit(table: dict[str, Any], config: dict[str, Any], sizes: Sizes, *, image: int, patch: int) -> Around:
     """CLIP has a class token and a norm of its embedding; SigLIP a bias of it, and a pooling head or none."""
     patches, numbers = _grid(config, image, patch)
@@ -67,13 +75,15 @@ def _vit(table: dict[str, Any], config: dict[str, Any], sizes: Sizes, *, image: 
     is_clip = config["model_type"] == "clip_vision_model"
     positions = patches + is_clip
     beside = (positions + 1) * hidden  # a class token, or the bias
-    if not is_clip and config.get("vision_use_head", True):
-        # A learned query, attention, a norm and an MLP.
-        beside += hidden + 4 * (hidden + 1) * hidden + 2 * hidden + 2 * hidden * sizes.ffn + sizes.ffn + hidden
+    if not is_clip:
+        beside += _pooling_head(config, sizes)
     kind, tokens = table["model_type"], patches
     if kind in ("gemma3", "shieldgemma2"):
         tokens = _count(table, "mm_tokens_per_image", 256)
         return Around(numbers, positions, tokens, ((hidden, text),), beside + hidden)
+    if kind == "modernvbert":  # whose projector reads squares of patches
+        merged = _count(table, "pixel_shuffle_factor", 4) ** 2
+        return Around(numbers, positions, max(patches // merged, 1), ((merged * hidden, text),), beside)
     if kind == "paligemma":
         return Around(numbers, positions, tokens, ((hidden, text),), beside + text)
     if kind == "cohere2_vision":  # a gate between the two matrices, over squares of patches
@@ -153,8 +163,10 @@ def _glm(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
         _count(config, "out_hidden_size", 4096),
         _count(config, "intermediate_size", 13696),
     )
-    projector = ((merged * hidden, out), (out, out), (out, wide), (out, wide), (wide, out))
     beside = patches * hidden + hidden + hidden + out + 2 * out  # positions, bias, norm, bias, norm
+    if config["model_type"] == "glm_ocr_vision":  # no positions to learn, nor a norm of them
+        wide, beside = out * _count(config, "in_channels", 3), beside - patches * hidden - hidden
+    projector = ((merged * hidden, out), (out, out), (out, wide), (out, wide), (wide, out))
     return Around(numbers, patches, max(patches // merged, 1), projector, beside)
 
 
@@ -192,6 +204,47 @@ def _squares(config: dict[str, Any], sizes: Sizes, numbers: int, patches: int, *
     return Around(numbers, patches, max(patches // merged, 1), ((square, inner), (inner, sizes.text)), beside)
 
 
+def _lfm2(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
+    """SigLIP-2 with its head; a norm and two matrices over squares of patches."""
+    patches, numbers = (
+        _count(config, "num_patches", 256),
+        _count(config, "num_channels", 3) * _count(config, "patch_size", 16) ** 2,
+    )
+    merged, wide = _count(table, "downsample_factor", 2) ** 2, _count(table, "projector_hidden_size", 2560)
+    square = merged * sizes.hidden
+    beside = (patches + 1) * sizes.hidden + _pooling_head(config, sizes) + 2 * square + wide + sizes.text
+    return Around(numbers, patches, max(patches // merged, 1), ((square, wide), (wide, sizes.text)), beside)
+
+
+def _kimi(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
+    """Positions of a grid, a norm before squares of patches are joined, and two matrices over them."""
+    patches = _count(config, "pos_emb_height", 64) * _count(config, "pos_emb_width", 64)
+    merged = math.prod(config.get("merge_kernel_size") or (2, 2))
+    square = merged * sizes.hidden
+    beside = (patches + 1) * sizes.hidden + 2 * sizes.hidden + square + sizes.text
+    numbers = 3 * _count(config, "patch_size", 14) ** 2
+    return Around(numbers, patches, patches // merged, ((square, square), (square, sizes.text)), beside)
+
+
+def _sound(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
+    """Whisper's two convolutions over three, of which the second halves the frames; several positions are a token."""
+    positions = _count(config, "max_source_positions", config.get("max_position_embeddings", 1500))
+    hidden, text, kind = sizes.hidden, sizes.text, config["model_type"]
+    numbers, beside = 3 * (_count(config, "num_mel_bins", 128) + hidden), 2 * hidden
+    if kind != "glmasr_encoder":  # which rotates
+        beside += positions * hidden
+    merged = {"voxtral_encoder": sizes.ffn // hidden, "glmasr_encoder": sizes.ffn // hidden}.get(kind, 2)
+    if kind == "moss_transcribe_diarize_audio":
+        merged = _count(table, "audio_merge_size", 4)
+    wide = merged * hidden if kind not in ("qwen2_audio_encoder", "audioflamingo3_encoder") else hidden  # or their mean
+    inner = 2 * text if kind == "glmasr_encoder" else text
+    projector = ((wide, text),) if kind == "qwen2_audio_encoder" else ((wide, inner), (inner, text))
+    if kind != "voxtral_encoder":
+        beside += sum(outputs for _, outputs in projector)
+    beside += 2 * text * (kind == "moss_transcribe_diarize_audio")  # a norm
+    return Around(numbers, positions, positions // merged, projector, beside)
+
+
 def _idefics(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
     """SigLIP without its head; one matrix brings squares of patches to the text model."""
     patches, numbers = _grid(config, 224, 32)
@@ -220,6 +273,14 @@ AROUND: dict[str, Callable[[dict[str, Any], dict[str, Any], Sizes], Around]] = {
     "exaone4_5_vision": _qwen,
     "glm4v_vision": _glm,
     "glm4v_moe_vision": _glm,
+    "glm_ocr_vision": _glm,
+    "siglip2_vision_model": _lfm2,
+    "kimi_k25_vision": _kimi,
+    "qwen2_audio_encoder": _sound,
+    "voxtral_encoder": _sound,
+    "audioflamingo3_encoder": _sound,
+    "glmasr_encoder": _sound,
+    "moss_transcribe_diarize_audio": _sound,
     "llama4_vision_model": _llama4,
     "paddleocr_vl_vision": _paddle,
     "cosmos3_edge_vision": _cosmos,
