@@ -24,12 +24,13 @@ def allowances(problem: Problem, space: Space, best: RankedPlan) -> tuple[Allowa
 
     An option that others depend on comes with these.  The best plan with it may be another one, and faster still.
     """
+    lawful = {
+        choice: plan
+        for choice, plans in _excluded_choices(problem, space, best.plan)
+        if (plan := next((plan for plan in plans if not broken(space.rules, problem.workload, plan)), None))
+    }
     rows = []
-    for choice, plans in _excluded_choices(problem, space, best.plan):
-        lawful = [plan for plan in plans if not broken(space.rules, problem.workload, plan)]
-        if not lawful:
-            continue
-        changed = min(prices(problem, lawful[:1]), key=pace)
+    for choice, changed in zip(lawful, prices(problem, tuple(lawful.values())), strict=True):
         ratio, freed = pace(changed) / pace(best), best.memory_bytes - changed.memory_bytes
         if ratio < 1.0 - LEAST_GAIN or (ratio < 1.0 + LEAST_GAIN and freed > LEAST_FREED * problem.capacity_bytes):
             rows.append(Allowance(choice=choice, plan=changed, ratio=ratio, freed_bytes=freed))

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
-from autoplan.search.bounds import first_layers, group_bounds, kind_bounds, kind_costs, plain_bounds
+from autoplan.search.bounds import first_layers, group_bounds, group_bytes, kind_bounds, kind_costs, plain_bounds
 from autoplan.search.findings import FITS, RISKY, Incumbents
 from autoplan.search.objectives import Measure, measure_bounds
 from autoplan.search.space import Cell, Space
@@ -18,8 +18,9 @@ from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
 SAFE_Z = {FITS: RISKY_Z, RISKY: OOM_Z}  # a plan of the verdict is no nearer to the capacity
-# Kinds bounded in one go: enough that numpy's cost per call is small, few enough that the arrays stay in the cache.
-BLOCK_KINDS = 8192
+BLOCK_KINDS = 8192  # priced by one worker
+# Kinds bounded in one go, those that break rules among them: enough that numpy's cost per call is small.
+BOUNDED_KINDS = 32768
 SHARP_GROUPS = 4096  # groups bounded sharply in one go
 
 
@@ -38,8 +39,8 @@ def best_first(bounds: Floats) -> Ints:
 class Frontier:
     """Groups of a space and measures that their plans cannot beat.
 
-    In the time alone the bounds are plain ones at first, quick to compute, which look at no memory; they become sharp
-    for groups that plain ones do not rule out.
+    In the time alone the bounds of many groups are plain ones at first, quick to compute, which look at no memory; they
+    become sharp for groups that plain ones do not rule out.
     """
 
     problem: Problem
@@ -49,7 +50,7 @@ class Frontier:
     groups: PlanBatch
     owner: Ints  # the cell of each group
     bounds: Floats  # shape (groups, measures)
-    least_bytes: Floats  # none where the bounds are plain
+    least_bytes: Floats
     is_sharp: Bools
     kinds_per_group: Ints  # of each cell
 
@@ -66,15 +67,18 @@ class Frontier:
             cells=cells,
             groups=groups,
             owner=owner,
-            bounds=np.empty((count, len(measures))),
-            least_bytes=np.zeros(count),
+            bounds=np.full((count, len(measures)), np.inf),
+            least_bytes=group_bytes(problem, space, groups),
             is_sharp=np.zeros(count, dtype=np.bool_),
             kinds_per_group=np.array([space.kinds_of_group(cell) for cell in cells], dtype=np.int64),
         )
-        if frontier.measures == ("time",):
-            frontier.bounds[:, 0] = plain_bounds(problem, space, groups) / groups.global_batch
+        # Groups that cannot fit need no bound.
+        usable = np.flatnonzero(frontier.least_bytes <= limit_bytes(problem, RISKY))
+        if frontier.measures == ("time",) and len(usable) > SHARP_GROUPS:
+            usable_groups = groups.take(usable)
+            frontier.bounds[usable, 0] = plain_bounds(problem, space, usable_groups) / usable_groups.global_batch
         else:
-            frontier.sharpen(np.arange(count))
+            frontier.sharpen(usable)
         return frontier
 
     def sharpen(self, groups: Ints) -> None:
@@ -85,7 +89,6 @@ class Frontier:
         batch = self.groups.take(groups)
         step_s, least_bytes = group_bounds(self.problem, self.space, batch, limit_bytes(self.problem, RISKY))
         self.bounds[groups] = measure_bounds(self.problem, self.measures, step_s / batch.global_batch, least_bytes)
-        self.least_bytes[groups] = least_bytes
         self.is_sharp[groups] = True
 
     def first(self, verdict: int, count: int) -> Ints:
@@ -121,10 +124,10 @@ class Frontier:
         return self.space.kinds(self.cells, self.groups.take(groups), self.owner[groups])
 
     def blocks(self, groups: Ints) -> Iterator[Ints]:
-        """Yield `groups` in order, about `BLOCK_KINDS` kinds at a time."""
+        """Yield `groups` in order, about `BOUNDED_KINDS` kinds at a time."""
         if not len(groups):
             return
-        total = np.cumsum(self.kinds_per_group[self.owner[groups]]) // BLOCK_KINDS
+        total = np.cumsum(self.kinds_per_group[self.owner[groups]]) // BOUNDED_KINDS
         cuts = [0, *(np.flatnonzero(np.diff(total)) + 1), len(groups)]
         for start, end in pairwise(cuts):
             yield groups[start:end]

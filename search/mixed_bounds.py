@@ -277,7 +277,7 @@ class MixedSpace:
     def _rest_s(self, ways: Ways, costs: dict[int, KindCosts]) -> Floats:
         """Time of the end of a step, on the part where it takes least."""
         overall = min(self.problem.calibrations[part].overall for part in ways.parts)
-        return overall * np.min([cost.rest_s for cost in costs.values()], axis=0)
+        return overall * np.min([cost.times.rest_s for cost in costs.values()], axis=0)
 
     def _passes_s(
         self, ways: Ways, num_microbatches: Ints, costs: dict[int, KindCosts], states: dict[int, KindCosts]
@@ -314,8 +314,12 @@ class MixedSpace:
             near = replace(batch, pp=np.minimum(batch.pp, 2), dp_shard=np.ones_like(batch.pp))
             sent_s = overall * message_s(as_if, near)
             own = kind_costs(as_if, batch)
-            fixed_bytes = own.fixed_bytes + _transient_bytes(as_if, batch)
-            costs[part] = replace(own, message_s=sent_s, fixed_bytes=fixed_bytes)
+            fixed_bytes = own.memory.fixed_bytes + _transient_bytes(as_if, batch)
+            costs[part] = replace(
+                own,
+                times=replace(own.times, message_s=sent_s),
+                memory=replace(own.memory, fixed_bytes=fixed_bytes),
+            )
         return costs
 
 
@@ -347,13 +351,15 @@ class _PipelineBounds(Rows):
         passes, shares, heads = {}, {}, {}
         for part, cost in costs.items():
             overall = problem.calibrations[part].overall
-            layer_s = cost.layer_s + (cost.batch.recompute_num_layers == ALL_LAYERS)[:, None] * cost.repeat_s
+            layer_s = (
+                cost.times.layer_s + (cost.batch.recompute_num_layers == ALL_LAYERS)[:, None] * cost.times.repeat_s
+            )
             passes[part] = overall * layer_s.min(axis=1)
-            shares[part] = (cost.forward_s / layer_s).max(axis=1)
-            heads[part] = overall * cost.head_s
+            shares[part] = (cost.times.forward_s / layer_s).max(axis=1)
+            heads[part] = overall * cost.times.head_s
         head_s = places.spread(heads)[:, -1]
         across = _across_s(problem, places, costs, is_ring=counts[0] > 1)
-        messages = [cost.message_s for cost in costs.values()]
+        messages = [cost.times.message_s for cost in costs.values()]
         prices = (*passes.values(), *shares.values(), *across.values(), *messages, head_s)
         _, alike = distinct_rows(ways.form, *(np.unique(price, return_inverse=True)[1] for price in prices))
         pipelines = cls(
@@ -454,7 +460,7 @@ class _Places:
 
     def hops(self, costs: dict[int, KindCosts], across: dict[frozenset[int], Floats], *, is_ring: bool) -> Floats:
         """Return a message from every stage to the next at least, of rings from the last one to the first."""
-        hop_s = self.spread({part: cost.message_s for part, cost in costs.items()})
+        hop_s = self.spread({part: cost.times.message_s for part, cost in costs.items()})
         for pair, message in across.items():
             hop_s = np.where(self.crossings(pair, is_ring=is_ring), message[:, None], hop_s)
         hop_s[:, -1] *= is_ring
@@ -505,13 +511,13 @@ def _most_layers(problem: MixedProblem, places: _Places, costs: dict[int, KindCo
     live = np.minimum(microbatches[:, None], np.arange(pp, 0, -1))
     fixed, states, passes = {}, {}, {}
     for part, cost in costs.items():
-        safe = problem.as_if(part, frozenset((part,))).capacity_bytes
-        fixed[part] = safe * np.exp(RISKY_Z * problem.calibrations[part].memory_spread) - cost.fixed_bytes
-        stored = np.minimum(cost.stored_bytes[:, None], cost.kept_bytes)
-        passes[part] = np.where(cost.batch.recompute_num_layers[:, None] > 0, stored, cost.kept_bytes)
-        states[part] = cost.state_bytes
+        safe, memory = problem.as_if(part, frozenset((part,))).capacity_bytes, cost.memory
+        fixed[part] = safe * np.exp(RISKY_Z * problem.calibrations[part].memory_spread) - memory.fixed_bytes
+        stored = np.minimum(memory.stored_bytes[:, None], memory.kept_bytes)
+        passes[part] = np.where(cost.batch.recompute_num_layers[:, None] > 0, stored, memory.kept_bytes)
+        states[part] = memory.state_bytes
     boundary, embedding = (
-        places.spread({part: getattr(cost, name) for part, cost in costs.items()})
+        places.spread({part: getattr(cost.memory, name) for part, cost in costs.items()})
         for name in ("boundary_bytes", "embedding_bytes")
     )
     free = places.spread(fixed) - live * boundary - (np.arange(pp) == 0) * embedding

@@ -33,7 +33,7 @@ ROOM = 0.9  # of the memory, by its bound, for a plan that is priced to have som
 def price_candidates(frontier: Frontier, verdict: int, findings: Findings) -> None:
     """Price likely plans of the groups with least bounds, until one is as safe as `verdict`: something to beat."""
     done, size = 0, CANDIDATE_GROUPS
-    while len(groups := frontier.first(verdict, done + size)[done:]) and not len(findings.winners):
+    while not len(findings.winners) and len(groups := frontier.first(verdict, done + size)[done:]):
         plans = _promising(frontier, groups, ROOM * limit_bytes(frontier.problem, verdict))
         for at in range(0, len(plans), FIRST_CANDIDATES):
             costs = estimate(frontier.problem, plans.take(np.arange(at, min(at + FIRST_CANDIDATES, len(plans)))))
@@ -188,7 +188,6 @@ def closest(frontier: Frontier) -> RankedPlan | None:
     """Return the legal plan that needs least memory."""
     problem, space = frontier.problem, frontier.space
     best: RankedPlan | None = None
-    frontier.sharpen(np.arange(len(frontier.groups)))
     for groups in frontier.blocks(np.argsort(frontier.least_bytes, kind="stable")):
         if best and frontier.least_bytes[groups].min() >= best.memory_bytes:
             break

@@ -17,12 +17,14 @@ from autoplan.readers.cluster import load_cluster
 from autoplan.search.bounds import (
     first_layers,
     group_bounds,
+    group_bytes,
     kind_bounds,
     kind_costs,
     plain_bounds,
     plan_bounds,
-    spread_of,
 )
+from autoplan.search.kind_memory import kind_memory
+from autoplan.search.layer_spread import spread_of
 from autoplan.search.limits import default_limits, with_flags
 from autoplan.search.space import Inside, Space
 from autoplan.search.study import search
@@ -200,6 +202,18 @@ def test_no_plan_beats_its_bounds(made: tuple[Problem, Space], seed: int) -> Non
     assert (bound > 0.3 * found.step_s).mean() > 0.3
 
 
+@settings(max_examples=8, deadline=None)
+@given(problems, st.integers(0, 2**16))
+def test_kinds_that_differ_in_times_alone_share_their_memory(made: tuple[Problem, Space], seed: int) -> None:
+    problem, space = made
+    _, kinds, _ = some_kinds(space, 30, seed)
+    together = kind_memory(problem, kinds)
+    for at in range(len(kinds)):
+        alone = kind_memory(problem, kinds.take(np.array([at])))
+        for name in type(alone).__slots__:
+            assert getattr(alone, name)[0] == pytest.approx(getattr(together, name)[at], rel=1e-12), name
+
+
 # A small optimizer, of which no part is worth keeping on the host; a rank with unlike layers that waits for its host.
 SMALL_STATES = (make(DENSE, "h100-sxm:2x8", "nemo-23.06", (48,), 2048, False, TRAINED[-1]), 1.0)
 UNLIKE_LAYERS = (make(MODELS[2], "gb200-nvl72:4x4", "torch", (7, 480), 2048, False, TRAINED[4]), 0.5)
@@ -219,7 +233,8 @@ def test_bounds_of_kinds_and_groups_lie_below_those_of_their_plans(made: tuple[P
     found = list(plan_bounds(problem, space, costs))
     most_bytes = float(np.quantile(np.concatenate([one.memory_bytes.ravel() for one in found]), share))
     kind_s, kind_bytes = kind_bounds(problem, space, costs, most_bytes)
-    group_s, group_bytes = group_bounds(problem, space, groups, most_bytes)
+    group_s, least_bytes = group_bounds(problem, space, groups, most_bytes)
+    assert group_bytes(problem, space, groups) == pytest.approx(least_bytes, rel=1e-12)
     plain_s = plain_bounds(problem, space, groups)
     assert (plain_s <= group_s * (1 + 1e-9)).all()
     for one in found:
@@ -230,7 +245,7 @@ def test_bounds_of_kinds_and_groups_lie_below_those_of_their_plans(made: tuple[P
         assert (kind_s[some] <= first).all()
         assert (group_s[of_group[some]] <= first).all()
         assert (kind_bytes[some] <= least).all()
-        assert (group_bytes[of_group[some]] <= least).all()
+        assert (least_bytes[of_group[some]] <= least).all()
 
 
 def test_a_group_with_fixed_replicas_may_hold_whole_states_with_fewer_communicators() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from autoplan.api.plan_files import load_any_plan_file, mixed_problem_of, problem_of
 from autoplan.api.results import MixedPlanResult, PricedPlans, Result, Table
-from autoplan.api.unlike_nodes import node_ranges
 from autoplan.base.errors import AutoplanError, InputError, NoPlanError
 from autoplan.base.files import encode, write_folder
 from autoplan.base.units import format_bytes, format_percent, format_seconds
@@ -101,6 +100,8 @@ def export(
 
 def _export_unlike(file: MixedPlanFile, where: str, to: str, launcher: str, image: str | None) -> ExportResult:
     """Return the files that start the plan of a mixed cluster on its unlike nodes."""
+    from autoplan.api.unlike_nodes import node_ranges  # brings the prices of mixed clusters
+
     if file.best.verdict == "oom":
         raise NoPlanError(f"{where}the plan would run out of memory: search for one that fits")
     try:
@@ -172,14 +173,16 @@ def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = "torchr
         today, searched = file.today.target if file.today else "", file.space.to if file.space else ""
     searched_name = searched.partition("@")[0]
     first = (today, searched_name, target_of(file.framework.name), file.framework.rules)
-    targets = [target for target in TARGETS.values() if file.framework.rules in target.rules]
-    if not targets:
-        raise NoPlanError(f"no launch files are written for {file.framework.name}")
-    targets.sort(key=lambda target: first.index(target.name) if target.name in first else len(first))
-    refusals = {target.name: refused_training(target, file.training) for target in targets}
-    target = next((name for name, why in refusals.items() if not why), None)
-    if target is None:
-        raise NoPlanError(next(iter(refusals.values())))
+    refusal = ""
+    # The module of a target is loaded when its turn comes: that of the first is the last in nearly all searches.
+    for target in sorted(TARGETS, key=lambda name: first.index(name) if name in first else len(first)):
+        if file.framework.rules in TARGETS[target].rules:
+            why = refused_training(TARGETS[target], file.training)
+            if not why:
+                break
+            refusal = refusal or why
+    else:
+        raise NoPlanError(refusal or f"no launch files are written for {file.framework.name}")
     target = searched if target == searched_name else target  # in the version that was searched for
     command = f"autoplan export {shlex.quote(str(path))} --to {target} --launcher {launcher} --out launch"
     if isinstance(file, MixedPlanFile):

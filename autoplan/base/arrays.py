@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import fields
+from functools import cache
 from typing import Any, Self
 
 import numpy as np
@@ -41,10 +42,15 @@ class Rows:
 
     def take(self, rows: Ints | Bools | slice) -> Self:
         """The record of the plans at the given indices, or where the mask is true."""
-        record: Any = self
         if isinstance(rows, np.ndarray) and rows.dtype == np.bool_:
             rows = np.flatnonzero(rows)  # once for all columns
-        return replace(record, **{field.name: _rows_of(getattr(record, field.name), rows) for field in fields(record)})
+        kind: Any = type(self)
+        return kind(**{name: _rows_of(getattr(self, name), rows) for name in _field_names(kind)})
+
+
+@cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 def _rows_of(value: Any, rows: Ints | Bools | slice) -> Any:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.job import File, Job, Target
 from autoplan.frameworks.registry import TARGETS, find_target
-from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import LAUNCHERS
 from autoplan.launch.start import NodeRange
 from autoplan.spec.optimizers import TRAITS
@@ -60,6 +59,8 @@ def exported(
     The job is named `name`, by default after its model, and takes `num_steps`, where the target can be told.  Where the
     plan is one for `unlike_nodes`, `plan_file` is that of the first of them.
     """
+    from autoplan.launch.launcher import launch_files  # brings all launchers; a search needs none
+
     launcher_name = next((name for name in LAUNCHERS if name == launcher), None)
     if launcher_name is None:
         raise InputError(f"no launcher {launcher!r}: known are {', '.join(LAUNCHERS)}")

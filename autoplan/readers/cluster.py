@@ -70,7 +70,7 @@ def of_size(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
 
 def _known_name(text: str) -> str:
     """Return the id of the shipped cluster that `text` names, in whatever common spelling."""
-    if text in preset_clusters():
+    if text in shipped("clusters") or text in preset_clusters():
         return text
     if name := _spellings().get(_plain(text)):
         return name

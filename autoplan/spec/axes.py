@@ -29,6 +29,7 @@ from autoplan.spec.enums import (
     ReduceType,
     Schedule,
     Sharding,
+    members,
 )
 
 MAX_DEGREE = 10**6
@@ -181,7 +182,7 @@ class Axis:
     def value(self, code: int) -> int | Value:
         """Return the value that a number in a batch stands for."""
         if self.enum:
-            return tuple(self.enum)[code]
+            return members(self.enum)[code]
         return bool(code) if self.kind is Kind.FLAG else int(code)
 
     def word(self, value: Value | str) -> Value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cache
 from typing import TypeVar
 
 from autoplan.base.errors import InputError
@@ -24,6 +25,12 @@ class CodedEnum(StrEnum):
 
     def __repr__(self) -> str:
         return repr(self.value)  # as it stands in messages
+
+
+@cache
+def members(enum: type[Member]) -> tuple[Member, ...]:
+    """Return the members of `enum` in the order of their codes."""
+    return tuple(enum)
 
 
 def enum_value(name: str, enum: type[Member], text: str) -> Member:

@@ -1,0 +1,173 @@
+"""Least memory of the plans of a kind, made of the same terms as the estimate, and never above it.
+
+Layers are told apart by their blocks; arrays of them have a last axis with an element for each sort of layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoplan.base.arrays import Floats, Ints, Rows, add_up, distinct_rows
+from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.memory.activations import block_bytes, boundary_bytes, layer_parts, stored_bytes
+from autoplan.cost.memory.parameters import DenseAndExpert, StageParameters, frozen_bytes, local_parameters
+from autoplan.cost.memory.stage_memory import states, wgrad_buffer_bytes
+from autoplan.cost.network.process_groups import process_groups
+from autoplan.cost.pipeline.layout import StageBlocks
+from autoplan.search.layer_spread import Spread
+from autoplan.spec.finetuning import EMBEDDING
+from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+
+# What decides the memory of a kind, by its bound: kinds that differ in nothing else share it.
+MEMORY_AXES = (
+    *("pp", "tp", "cp", "ep", "etp", "dp_replicate", "dp_shard", "sp", "global_batch", "micro_batch"),
+    *("recompute", "recompute_modules", "recompute_num_layers", "sharding", "offload"),
+    *("precision", "grad_dtype", "reduce_dtype", "main_weights", "moment_dtype", "narrow_params"),
+    *("token_dropping", "dropout"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindMemory(Rows):
+    """Memory that plans of a kind have in common: an element per kind, some with a last axis for sorts of layers."""
+
+    num_live: Ints  # micro-batches alive on the first rank
+    num_live_second: Ints  # on the one behind it
+    state_bytes: Floats  # of a layer: (kinds, sorts)
+    kept_bytes: Floats  # of a layer and micro-batch: (kinds, sorts)
+    stored_bytes: Floats  # of a layer that is recomputed as a whole
+    boundary_bytes: Floats  # of a chunk in flight
+    embedding_bytes: Floats  # its states
+    fixed_bytes: Floats  # whatever the layout
+
+    def least_bytes(self, spread: Spread) -> Floats:
+        """Least memory of each kind on its first or second rank, for each of the spreads: (kinds, spreads)."""
+        stored = np.minimum(self.stored_bytes[:, None], self.kept_bytes)
+
+        def rank_bytes(layers: Floats, not_repeated: Floats, repeated: Floats, live: Ints) -> Floats:
+            passes = self.kept_bytes @ not_repeated.T + stored @ repeated.T + self.boundary_bytes[:, None]
+            return self.state_bytes @ layers.T + np.where(spread.is_folded, 1, live[:, None]) * passes
+
+        first = rank_bytes(spread.first, spread.kept_first, spread.repeated_first, self.num_live)
+        second = rank_bytes(spread.second, spread.kept_second, spread.repeated_second, self.num_live_second)
+        return self.fixed_bytes[:, None] + np.maximum(first + self.embedding_bytes[:, None], second)
+
+
+def kind_memory(problem: Problem, batch: PlanBatch, states_of: PlanBatch | None = None) -> KindMemory:
+    """Return the memory of the kinds of `batch`, with the states as sharded and offloaded in `states_of`."""
+    states_of = batch if states_of is None else states_of
+    columns = (getattr(batch, name) for name in MEMORY_AXES)
+    first, of_memory = distinct_rows(*columns, states_of.sharding, states_of.offload)
+    batch, longest = batch.take(first), problem.at_longest
+    m, pp, reserved = batch.num_microbatches, batch.pp, problem.framework.memory.reserved_factor
+    state_bytes, embedding_bytes = _held_bytes(problem, states_of.take(first))
+    memory = KindMemory(
+        num_live=np.minimum(m, pp),
+        num_live_second=np.minimum(m, np.maximum(pp - 1, 1)),
+        state_bytes=state_bytes,
+        kept_bytes=_kept_bytes(longest, batch),
+        stored_bytes=reserved * stored_bytes(longest, batch) * len(problem.model.layers[0]),
+        boundary_bytes=reserved * boundary_bytes(longest, batch),
+        embedding_bytes=embedding_bytes,
+        fixed_bytes=_fixed_bytes(longest, batch),
+    )
+    return memory.take(of_memory)
+
+
+def layer_parameters(problem: Problem, batch: PlanBatch, *, trained: bool = False) -> DenseAndExpert:
+    """Parameters of a layer that a rank holds, those with gradients alone: shape (kinds, sorts)."""
+    shapes = block_shapes(problem.model, problem.training.finetuning)
+    of_block = {block: local_parameters(batch, shape, trained=trained) for block, shape in shapes.items()}
+    return _layers_of(problem.model, of_block)
+
+
+def per_layer(model: ModelSpec, per_block: dict[Block, Floats]) -> Floats:
+    """Sum over the blocks of every sort of layer: shape (kinds, sorts)."""
+    return np.stack([add_up(per_block[block] for block in layer) for layer in model.layer_kinds], axis=-1)
+
+
+def _held_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
+    """Return (bytes of the states of a layer, of the embedding)."""
+    dense, expert = layer_parameters(problem, batch)
+    if problem.training.finetuning is not None:
+        return _held_beside_frozen(problem, batch, dense, expert)
+    per_dense, per_expert, per_end = (
+        _state_bytes(problem, batch, *numbers) for numbers in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0))
+    )
+    embedding_bytes = per_end * problem.model.vocab_size * problem.model.hidden_size / batch.tp
+    return per_dense[:, None] * dense + per_expert[:, None] * expert, embedding_bytes
+
+
+def _held_beside_frozen(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats) -> tuple[Floats, Floats]:
+    """Return the same where a part of the weights is frozen."""
+    model, finetuning, element = problem.model, problem.training.finetuning, problem.training.element_bytes
+    assert finetuning is not None
+    none = np.zeros_like(dense)
+    trained = layer_parameters(problem, batch, trained=True)
+    frozen = _layers_of(
+        model,
+        {name: frozen_bytes(problem, batch, shape) for name, shape in block_shapes(model, finetuning).items()},
+    )
+    layers = StageParameters(
+        dense=dense,
+        expert=expert,
+        ends=none,
+        only_trained=StageParameters(dense=trained.dense, expert=trained.expert, ends=none),
+        frozen_bytes=StageParameters(dense=frozen.dense, expert=frozen.expert, ends=none),
+    )
+    table = (model.vocab_size * model.hidden_size / batch.tp)[:, None]
+    nothing, learns = np.zeros_like(table), finetuning.trains(EMBEDDING)
+    fixed = element * table * (finetuning.has_adapters or not learns)
+    embedding = StageParameters(
+        dense=table,
+        expert=nothing,
+        ends=table,
+        only_trained=StageParameters(dense=table * learns, expert=nothing, ends=table * learns),
+        frozen_bytes=StageParameters(dense=fixed, expert=nothing, ends=fixed),
+    )
+    return _kept_state_bytes(problem, batch, layers), _kept_state_bytes(problem, batch, embedding)[:, 0]
+
+
+def _layers_of(model: ModelSpec, of_block: dict[Block, DenseAndExpert]) -> DenseAndExpert:
+    """The numbers of every sort of layer: shape (kinds, sorts)."""
+    return DenseAndExpert(
+        dense=per_layer(model, {block: numbers.dense for block, numbers in of_block.items()}),
+        expert=per_layer(model, {block: numbers.expert for block, numbers in of_block.items()}),
+    )
+
+
+def _state_bytes(problem: Problem, batch: PlanBatch, dense: float, expert: float, ends: float) -> Floats:
+    """Bytes of weights, gradients and optimizer on a rank with so many dense and expert parameters of its own.
+
+    No gradients where they live in a part of the step alone: there need not be any when most activations are alive.
+    """
+    column = np.ones((len(batch), 1))
+    parameters = StageParameters(dense=dense * column, expert=expert * column, ends=ends * column)
+    return _kept_state_bytes(problem, batch, parameters)[:, 0]
+
+
+def _kept_state_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
+    """Bytes of weights, gradients and optimizer of parameters in columns: shape (plans, columns)."""
+    weights, gradients, optimizer = states(problem, batch, parameters, process_groups(batch))
+    state_bytes = weights + optimizer + (0.0 if problem.framework.memory.fsdp2_states else gradients)
+    return problem.framework.memory.reserved_factor * state_bytes
+
+
+def _kept_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Bytes that a layer keeps of one micro-batch, under what the plans recompute by name."""
+    per_block = block_bytes(problem, batch, layer_parts(problem, batch))
+    return problem.framework.memory.reserved_factor * per_layer(problem.model, per_block)
+
+
+def _fixed_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Bytes on every rank whatever its layers are: context, buffers of communicators and of weight gradients."""
+    traits, shape = problem.framework.memory, (len(batch), 1)
+    none = np.zeros(shape, dtype=np.int64)
+    blocks = StageBlocks(count={}, repeated={}, repeats_chunk=none > 0, chunks_alike=none[:, 0] == 0, is_last=none > 0)
+    buffers = wgrad_buffer_bytes(problem, batch, blocks)[:, 0]
+    communicators = traits.communicator_bytes * process_groups(batch).num_communicators
+    return traits.fixed_bytes + traits.reserved_factor * buffers + communicators
