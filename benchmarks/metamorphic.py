@@ -1,13 +1,15 @@
 """Laws that prices keep to, whatever the problem: what a better machine, more work or other names may change.
 
-usage: python benchmarks/metamorphic.py [--problems N] [--plans N] [--seed N] [--report FILE]
+usage: python benchmarks/metamorphic.py [--problems N] [--minutes N] [--plans N] [--seed N] [--report FILE]
 
 Problems are drawn as for `certificate.py`, with random legal plans of each.  Every plan is priced on the machine as it
-is and on one that differs in one thing; a price that breaks a law is told, and the exit status is 1.
+is and on one that differs in one thing; a price that breaks a law is told, and the exit status is 1.  Problems with
+zero-bubble pipelines take seconds each: no new one begins after `--minutes`.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import Counter
@@ -260,12 +262,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Draw problems, check the laws, print what breaks them; 1 where anything does."""
     parser = make_parser(__doc__)
     parser.add_argument("--problems", type=int, default=1000)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no problem begins")
     parser.add_argument("--plans", type=int, default=40, help="random plans of each problem")
     parser.add_argument("--seed", type=int, default=SEED)
     options = parser.parse_args(arguments)
-    tally, start = Tally(), time.process_time()
+    tally, start, until_s = Tally(), time.process_time(), time.monotonic() + 60 * options.minutes
     for case, plans in cases(np.random.default_rng(options.seed), options.problems, options.plans):
         check(tally, case, plans)
+        if time.monotonic() >= until_s:
+            break
     lines = [
         f"{tally.problems} problems, {tally.plans:,} plans, seed {options.seed}, "
         f"{time.process_time() - start:.0f} s of CPU time",
