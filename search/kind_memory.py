@@ -19,16 +19,16 @@ from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.search.layer_spread import Spread
 from autoplan.spec.finetuning import EMBEDDING
 from autoplan.spec.model import Block, ModelSpec
-from autoplan.spec.plan import PlanBatch
+from autoplan.spec.plan import PlanBatch, batch_arrays
 from autoplan.spec.problem import Problem
 
-# What decides the memory of a kind, by its bound: kinds that differ in nothing else share it.
-MEMORY_AXES = (
-    *("pp", "tp", "cp", "ep", "etp", "dp_replicate", "dp_shard", "sp", "global_batch", "micro_batch"),
-    *("recompute", "recompute_modules", "recompute_num_layers", "sharding", "offload"),
-    *("precision", "grad_dtype", "reduce_dtype", "main_weights", "moment_dtype", "narrow_params"),
-    *("token_dropping", "dropout"),
+# Kinds that differ in these alone share the memory of their bounds.
+_OF_TIMES_ALONE = (
+    *("vp", "schedule", "layout", "tp_overlap", "ep_overlap", "grad_reduce_overlap", "param_gather_overlap"),
+    *("dispatcher", "cp_kind", "cuda_graphs", "rank_order", "fp8_scaling", "fp8_attention"),
+    *("router_fusion", "rope_fusion"),
 )
+MEMORY_AXES = tuple(name for name in batch_arrays() if name not in _OF_TIMES_ALONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
