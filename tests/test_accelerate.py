@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from autoplan.base.errors import InputError
 from autoplan.frameworks.accelerate.read import read, recognises
 from autoplan.frameworks.common.launch import Launch, LaunchContext
-from autoplan.launch.targets import job_of
+from autoplan.frameworks.launch_files import read_launch
+from autoplan.launch.targets import exported, job_of
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -71,6 +72,18 @@ def assert_read_back(plan_file: PlanFile) -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_a_config_is_read_back_to_its_plan(name: str) -> None:
     assert_read_back(PLANS[name])
+
+
+@pytest.mark.parametrize("changes", [{}, {"recompute": "full", "sharding": "none"}, {"main_weights": "bf16"}])
+def test_an_exported_pair_is_read_together(tmp_path: Path, changes: dict[str, Any]) -> None:
+    plan_file = fsdp(dp_shard=8, micro_batch=2, global_batch=64, **changes)
+    plan_file = replace(plan_file, training=replace(plan_file.training, optimizer="lion"))
+    for written in exported(plan_file, "accelerate", "torchrun"):
+        (tmp_path / written.name).write_text(written.text)
+    given_ = LaunchContext(model=plan_file.model, seq_len=plan_file.training.seq_len)
+    launch = read_launch(tmp_path / "accelerate.yaml", given_)
+    assert (launch.training, launch.plan) == (plan_file.training, plan_file.best.plan)
+    assert [unread.option for unread in launch.unread if unread.matters] == []
 
 
 @settings(max_examples=150, deadline=None)

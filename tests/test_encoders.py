@@ -140,11 +140,11 @@ def test_what_an_encoder_is_not_is_refused(part: str) -> None:
 
 
 UNUSUAL = [
-    ({"head_bias": True}, "head_bias"),
-    ({"norm_weights": False}, "norm_weights = false"),
-    ({"shared_norm": True}, "shared_norm"),
-    ({"final_norm": False}, "final_norm = false"),
-    ({"bidirectional": True}, "bidirectional"),
+    ({"head_bias": True}, "a bias of the head"),
+    ({"norm_weights": False}, "norms without weights"),
+    ({"shared_norm": True}, "side by side behind one norm"),
+    ({"final_norm": False}, "no norm behind the last layer"),
+    ({"bidirectional": True}, "attention to both sides"),
 ]
 
 

@@ -17,6 +17,7 @@ from autoplan.frameworks.megatron_lm.export import checked_parts
 from autoplan.frameworks.megatron_lm.notation import pipeline_layout
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import words
+from autoplan.frameworks.presets import load_framework
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import Launcher
 from autoplan.launch.targets import job_of
@@ -313,6 +314,15 @@ def test_experts_that_drop_tokens_have_a_capacity_and_the_plain_dispatcher() -> 
     assert "--moe-flex-dispatcher-backend" not in written
 
 
+def test_a_loss_that_was_priced_as_fused_is_its_own_fused_one_and_says_so() -> None:
+    priced = plan_file_of(LLAMA_8B, dp_shard=8)
+    option = "--cross-entropy-loss-fusion"
+    for name, is_fused in (("megatron-core", False), ("nemo", True)):
+        script = export_megatron_lm(replace(priced, framework=load_framework(name)), "torchrun")
+        assert (f"{option} --cross-entropy-fusion-impl native\n" in script) is is_fused
+        assert ("Priced with Transformer Engine's fused loss" in script) is is_fused
+
+
 def test_blackwell_needs_no_single_queue() -> None:
     for generation, exported in (("hopper", True), ("blackwell", False)):
         script = export_megatron_lm(plan_file_of(LLAMA_8B, cluster_of(1, generation), tp=8, sp=True), "torchrun")
@@ -322,11 +332,11 @@ def test_blackwell_needs_no_single_queue() -> None:
 REFUSED: dict[str, tuple[PlanFile, str]] = {
     "gpipe": (plan_file_of(LLAMA_8B, pp=8, schedule="gpipe"), "no schedule 'gpipe': plan and export for torchtitan"),
     "a broken rule": (plan_file_of(LLAMA_8B, dp_shard=8, global_batch=63), "must be divisible by micro_batch"),
-    "alibi": (plan_file_of(replace(LLAMA_8B, position_embedding="alibi"), dp_shard=8), "alibi"),
-    "hybrid": (plan_file_of(replace(LLAMA_8B, layer_pattern="*-" * 16), dp_shard=8), "layer_pattern"),
-    "full norms": (plan_file_of(replace(LLAMA_8B, qk_norm="full"), dp_shard=8), "qk_norm"),
-    "two norms": (plan_file_of(replace(LLAMA_8B, norms_per_block=2), dp_shard=8), "norms_per_block"),
-    "one bias": (plan_file_of(replace(LLAMA_8B, mlp_bias=True), dp_shard=8), "mlp_bias"),
+    "alibi": (plan_file_of(replace(LLAMA_8B, position_embedding="alibi"), dp_shard=8), "positions by ALiBi"),
+    "hybrid": (plan_file_of(replace(LLAMA_8B, layer_pattern="*-" * 16), dp_shard=8), "layers of unlike blocks"),
+    "full norms": (plan_file_of(replace(LLAMA_8B, qk_norm="full"), dp_shard=8), "a norm over all queries and keys"),
+    "two norms": (plan_file_of(replace(LLAMA_8B, norms_per_block=2), dp_shard=8), "a second norm, behind every block"),
+    "one bias": (plan_file_of(replace(LLAMA_8B, mlp_bias=True), dp_shard=8), "biases of some matrices"),
     "odd base": (plan_file_of(replace(LLAMA_8B, rope_base=1000.5), dp_shard=8), "rope_base"),
     "old attention": (plan_file_of(LLAMA_8B, attention="megatron-fused", dp_shard=8), "megatron-fused"),
     "old device": (plan_file_of(LLAMA_8B, cluster_of(1, "ampere"), dp_shard=8, precision="fp8"), "precision 'fp8'"),

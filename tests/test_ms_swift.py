@@ -292,7 +292,7 @@ def test_what_it_cannot_be_told_is_named(plan: dict[str, Any], about: dict[str, 
 
 
 def test_models_that_a_checkpoint_does_not_tell_it_are_refused() -> None:
-    with pytest.raises(InputError, match="cannot express position_embedding 'learned' of 'gpt3-175b'"):
+    with pytest.raises(InputError, match="cannot express learned positions of model 'gpt3-175b'"):
         script_of(plan_file("gpt3-175b", {"tp": 8, "pp": 2}, seq_len=2048))
     file = plan_file(DENSE, {"tp": 2})
     with pytest.raises(InputError, match="cannot express the window of model"):

@@ -109,11 +109,11 @@ def test_a_configuration_is_commented_and_holds_what_nanotron_runs() -> None:
 
 REFUSED: dict[str, tuple[PlanFile, str]] = {
     "latent attention": (nanotron(DEEPSEEK), "latent attention"),
-    "learned positions": (nanotron(replace(GPT3, num_layers=4)), "position_embedding 'learned'"),
-    "layer norms": (nanotron(replace(SMALL, norm="layernorm")), "norm 'layernorm'"),
+    "learned positions": (nanotron(replace(GPT3, num_layers=4)), "learned positions"),
+    "layer norms": (nanotron(replace(SMALL, norm="layernorm")), "a norm other than RMSNorm"),
     "no gate": (nanotron(replace(SMALL, gated_mlp=False)), "an MLP without gate"),
-    "biases": (nanotron(replace(SMALL, mlp_bias=True)), "mlp_bias"),
-    "query norms": (nanotron(replace(SMALL, qk_norm="head")), "qk_norm 'head'"),
+    "biases": (nanotron(replace(SMALL, mlp_bias=True)), "biases of the MLP"),
+    "query norms": (nanotron(replace(SMALL, qk_norm="head")), "a norm of queries and keys"),
     "a window": (nanotron(replace(SMALL, window=512)), "a window"),
     "wide heads": (nanotron(replace(SMALL, head_dim=128)), "heads of 2048 in all beside hidden_size 1024"),
     "shared experts without gate": (

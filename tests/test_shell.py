@@ -39,6 +39,7 @@ SAME = {
     "exported": "export A=1 B='2 3'\nstart $A $B",
     "read of a here-document": "T=4\nread -r -d '' A <<END\n --tp $T\n --pp 2\nEND\nread B <<< x\nstart $A",
     "defaults by colon": ': "${A:=4}" ${B:=5}\nstart $A $B',
+    "lists without items": 'A=()\nstart a "$@" "${A[@]}" "x${A[@]}" b',
     "nothing": 'A=\nstart $A "$A" x',
 }
 

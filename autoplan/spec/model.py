@@ -329,25 +329,30 @@ class ModelSpec:
 
     @property
     def unusual_parts(self) -> tuple[str, ...]:
-        """Parts beside those of Llama and GPT, by their fields, that programs for these do not know."""
+        """Parts beside those of Llama and GPT, in words, that programs for these do not know."""
         parts = {
-            "bidirectional": self.bidirectional,
-            "token_types": self.token_types > 0,
-            "head_transform": self.head_transform,
-            "head_bias": self.head_bias,
-            "activation_parameters": self.activation_parameters > 0,
-            "norm_weights = false": not self.norm_weights,
-            "final_norm = false": not self.final_norm,
-            "shared_norm": self.shared_norm,
-            "shared_layers": self.shared_layers,
-            "embedding_size": self.embedding_size is not None,
-            "full_attention_offset": self.full_attention_offset > 0,
-            "encoder": self.encoder is not None,
-            "short_conv_kernel": self.short_conv_kernel > 0,
-            "mamba.dt_rank": self.mamba is not None and self.mamba.dt_rank > 0,
-            "position_embedding = relative": self.position_embedding == "relative",
+            "layers of unlike blocks (layer_pattern)": self.layer_pattern is not None,
+            "linear attention": self.linear_attention is not None,
+            "attention to both sides": self.bidirectional,
+            "relative positions": self.position_embedding == "relative",
+            "a gate on the output of attention": self.attention_output_gate,
+            "an offset of the layers with full attention": self.full_attention_offset > 0,
+            "a second norm, behind every block": self.norms_per_block != 1,
+            "attention and MLP side by side behind one norm": self.shared_norm,
+            "norms without weights": not self.norm_weights,
+            "no norm behind the last layer": not self.final_norm,
+            "a norm of the embedding": self.embedding_norm,
+            "an embedding of token types": self.token_types > 0,
+            "a matrix in front of the head": self.head_transform,
+            "a bias of the head": self.head_bias,
+            "an activation that is trained": self.activation_parameters > 0,
+            "layers that share their weights": self.shared_layers,
+            "an embedding narrower than the layers": self.embedding_size is not None,
+            "short convolutions": self.short_conv_kernel > 0,
+            "time steps of Mamba of low rank": self.mamba is not None and self.mamba.dt_rank > 0,
+            "an encoder": self.encoder is not None,
         }
-        return tuple(name for name, is_there in parts.items() if is_there)
+        return tuple(words for words, is_there in parts.items() if is_there)
 
     @property
     def table_width(self) -> int:

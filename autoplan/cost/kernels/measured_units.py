@@ -196,7 +196,6 @@ def _has_measured_layer(model: ModelSpec) -> bool:
         and model.gated_mlp
         and model.mla is None
         and model.norm == "rmsnorm"
-        and model.norms_per_block == 1
         and model.qk_norm == "none"
         and not model.unusual_parts
         and model.position_embedding == "rope"

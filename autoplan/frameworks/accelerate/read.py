@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.base.errors import InputError
+from autoplan.frameworks.accelerate.export import YAML
 from autoplan.frameworks.accelerate.options import (
     COSTLESS,
     FSDP1,
@@ -35,15 +36,16 @@ from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.deepspeed import read as deepspeed
 from autoplan.frameworks.fsdp2.options import read_offload
 from autoplan.frameworks.hf_trainer.launch import Program, held_types, known_model, training_of
-from autoplan.frameworks.hf_trainer.options import ACCUMULATION, HARMLESS, HELD_KEYS
+from autoplan.frameworks.hf_trainer.options import ACCUMULATION, HARMLESS, HELD_KEYS, read_optimizer
 from autoplan.frameworks.hf_trainer.read import program_called
-from autoplan.frameworks.hf_trainer.script import program_options
+from autoplan.frameworks.hf_trainer.script import has_batch, of_script, program_options
 from autoplan.spec.enums import Precision, Recompute, Sharding
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
 _LAUNCH = re.compile(r"^[^#\n]*\baccelerate\s+launch\b", re.MULTILINE)
 _KINDS = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
+_SCRIPT = "launch.sh"  # beside what is exported
 _BATCH = ("PER_DEVICE_TRAIN_BATCH_SIZE", "GRADIENT_ACCUMULATION_STEPS")
 _CHECKPOINTING = "GRADIENT_CHECKPOINTING"
 # Arguments of the Trainer, as variables.
@@ -68,13 +70,16 @@ def read(text: str, context: LaunchContext) -> Launch:
     options = Options.of_table(parse_yaml(text, "the file") if started is None else started.table)
     options.pass_over(*COSTLESS)
     kind = options.word("distributed_type", {word: word for word in ("FSDP", "MULTI_GPU", "NO", "DEEPSPEED")})
-    program = (started.settings() if started else {}) | dict(context.variables)
+    told = _told_beside(context) if started is None else None
+    program = (started.settings() if started else _settings(told) if told else {}) | dict(context.variables)
     beside, context = context, started.completed(context) if started else context
     _ask_for_missing(options, program, context, kind)
     assert context.model is not None
     assert context.seq_len is not None
     precision = _precision(options, program)
     training = TrainingSpec(seq_len=context.seq_len, precision=precision)
+    if told is not None:
+        training = replace(training, optimizer=read_optimizer(told))
     if started is not None and started.is_of_trainer:
         training = training_of(started.own, started.program, beside, context.seq_len, precision)
     context = replace(context, num_devices=_devices(options, context, kind))
@@ -156,6 +161,7 @@ def _precision(options: Options, program: dict[str, str]) -> Precision:
             return precision
     if _is_open_precision(options):
         if _holds_bf16(program):
+            options.pass_over("mixed_precision")
             return Precision.BF16
         raise InputError("neither file nor program says bf16 or fp16: training in 32 bits is not priced here")
     return PRECISION.of(options)
@@ -233,8 +239,7 @@ class _Started:
         section = self.table.get("deepspeed_config")
         if self.is_of_trainer and not (isinstance(section, dict) and ACCUMULATION.key in section):
             self.own.defaults.setdefault(ACCUMULATION.key, ACCUMULATION.default)
-        values = {name: self.own.value(name.lower()) for name in _PROGRAM}
-        return {name: str(value) for name, value in values.items() if value is not None}
+        return _settings(self.own)
 
     def completed(self, context: LaunchContext) -> LaunchContext:
         """Return `context` with the model and the length that the program is told, where none are given."""
@@ -251,6 +256,21 @@ class _Started:
             options=(*launch.options, *self.own.options()),
             unread=tuple(sorted(unread, key=lambda item: not item.matters)),
         )
+
+
+def _settings(own: Options) -> dict[str, str]:
+    """Return arguments of a program as variables."""
+    values = {name: own.value(name.lower()) for name in _PROGRAM}
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def _told_beside(context: LaunchContext) -> Options | None:
+    """Return the arguments of the program that is started beside an exported file; None where there is none."""
+    script = read_beside(_SCRIPT, context.folder)
+    if script is None or YAML not in script[0] or not has_batch(script[0]):
+        return None
+    program = ("TRAIN_SCRIPT", "train.py")  # which a person sets
+    return of_script(script[0], replace(context, variables=(program, *context.variables)))[0]
 
 
 def _of_script(text: str, context: LaunchContext) -> _Started:

@@ -25,7 +25,7 @@ from autoplan.frameworks.automodel.rules import RULES
 from autoplan.frameworks.common.job import Job, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, all_true, check_legal, check_limits
-from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS
+from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS, usual_rank_order
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK
 from autoplan.frameworks.hf_trainer.write import INT8_IS_WHOLE, adapters_of, yaml_job
 from autoplan.frameworks.torchtitan.options import stages
@@ -190,7 +190,8 @@ def _has_plans(model: ModelSpec) -> bool:
         and model.mla is None
         and not model.attention_sinks
         and model.position_embedding == "rope"
-        and (model.norm, model.norms_per_block, model.gated_mlp) == ("rmsnorm", 1, True)
+        and not model.unusual_parts
+        and (model.norm, model.gated_mlp) == ("rmsnorm", True)
         and {Block.ATTENTION, Block.MLP} >= {block for layer in model.layers for block in layer}
     )
 
@@ -262,10 +263,13 @@ LIMITS = (
         ),
     ),
     *FSDP2_OVERLAPS,
+    usual_rank_order("leave it out"),
     Rule(
         source="components/models/common/utils.py:305",
         holds=lambda s, b: (b.ep == 1) | (b.dispatcher != Dispatcher.ALL_TO_ALL.code),
-        text=lambda s, p: f"dispatcher {p.dispatcher!r}: its own gathers all tokens, use deepep or hybridep",
+        text=lambda s, p: (
+            f"ep {p.ep} with dispatcher {p.dispatcher!r}: its own gathers all tokens, use deepep or hybridep"
+        ),
     ),
     Rule(
         source="components/quantization/fp8.py",

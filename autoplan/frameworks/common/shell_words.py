@@ -79,9 +79,11 @@ class Variables:
             elif character == "'":
                 yield piece[1:].removesuffix("'"), True
             elif character == '"':
-                yield "", True
-                for value, _ in self._inside(piece[1:].removesuffix('"') if len(piece) > 1 else "", unset, depth + 1):
-                    yield value, True
+                inside = piece[1:].removesuffix('"') if len(piece) > 1 else ""
+                values = [value for value, _ in self._inside(inside, unset, depth + 1)]
+                if values != [[]]:  # a list without items is no word, not an empty one
+                    yield "", True
+                    yield from ((value, True) for value in values)
             elif character == "$":
                 if (match := _PLAIN.match(raw, stop - len(piece))) and not piece[1:]:
                     at = match.end()

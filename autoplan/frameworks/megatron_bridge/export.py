@@ -14,7 +14,7 @@ from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.megatron_bridge.tuning import peft_lines, refused
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
-from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
+from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS, FUSED_LOSS_BYTES
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import arguments_of
 from autoplan.spec.enums import CudaGraphs, GradType, MainWeights, MomentType
@@ -167,7 +167,7 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
         table["model.use_te_rng_tracker"] = True
     if plan.cuda_graphs == CudaGraphs.FULL_ITERATION:
         table["rerun_state_machine.check_for_nan_in_loss"] = False
-    fused = framework.memory.bytes_per_logit < 4  # what a loss that works in place keeps
+    fused = framework.memory.bytes_per_logit < FUSED_LOSS_BYTES
     table["model.cross_entropy_loss_fusion"] = fused
     if fused:
         table["model.cross_entropy_fusion_impl"] = "te"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common.job import EnvironmentVariable, Job, LaunchVariable, OptionGroup, Target
+from autoplan.frameworks.common.option_table import Constant
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.megatron_lm import model_options, options
 from autoplan.frameworks.megatron_lm.model_options import has_bias
@@ -22,6 +23,11 @@ _SCHEDULED_BY = {
     "zb-v": "primus or torchtitan",
     "dualpipe-v": "torchtitan",
 }
+LOSS = Part(
+    "LOSS",
+    "Priced with Transformer Engine's fused loss, which training/arguments.py:1697 refuses: its own keeps more.",
+    ((Constant("cross_entropy_loss_fusion", True, is_switch=True), Constant("cross_entropy_fusion_impl", "native")),),
+)
 TRAINING = Part("TRAINING", "Yours to choose; of these only evaluation costs time.", options.TRAINING)
 DATA = Part(
     "DATA",
@@ -38,7 +44,8 @@ _TAKE_ANY_ROPE_BASE = ("Megatron-Bridge",)
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
     """Return what starts the plan in a checkout of Megatron-LM."""
-    parts = (*checked_parts(plan_file), TRAINING)
+    loss = (LOSS,) if plan_file.framework.memory.bytes_per_logit < options.FUSED_LOSS_BYTES else ()
+    parts = (*checked_parts(plan_file), *loss, TRAINING)
     return Job(
         framework="Megatron-LM",
         environment=environment(plan_file),
@@ -90,26 +97,24 @@ def checked_parts(
 def _check_model(model: ModelSpec, name: str) -> None:
     """Refuse an architecture that would silently become another one."""
     refusals = (
-        (model.layer_pattern is not None, "a layer_pattern (hybrid models have their own pretrain_hybrid.py)"),
-        (model.linear_attention is not None, "linear_attention"),
         *((True, part) for part in model.unusual_parts),
-        (model.attention_output_gate, "attention_output_gate"),
-        (model.position_embedding == "alibi", "position_embedding 'alibi'"),
-        (model.num_mtp_layers > 0 and model.position_embedding == "learned", "num_mtp_layers with learned positions"),
-        (model.shares_mtp_layer, "shares_mtp_layer"),
-        (model.norms_per_block != 1, "norms_per_block 2"),
-        (model.embedding_norm, "embedding_norm"),
+        (model.position_embedding == "alibi", "positions by ALiBi"),
+        (
+            model.num_mtp_layers > 0 and model.position_embedding == "learned",
+            "further tokens predicted with learned positions",
+        ),
+        (model.shares_mtp_layer, "one layer for all predictions of further tokens"),
         (model.norm == "layernorm" and not model.norm_bias, "a layernorm without bias"),
-        (model.qk_norm == "full", "qk_norm 'full' (its --qk-layernorm is per head)"),
-        (model.mla is not None and model.qkv_bias, "qkv_bias with latent attention"),
+        (model.qk_norm == "full", "a norm over all queries and keys (its --qk-layernorm is per head)"),
+        (model.mla is not None and model.qkv_bias, "biases of queries, keys and values beside latent attention"),
         (
             name not in _TAKE_ANY_ROPE_BASE and not float(model.rope_base).is_integer(),
             f"rope_base {model.rope_base:.9g} (Bridge takes it)",
         ),
-        (has_bias(model) is None, "this mixture of mlp_bias, qkv_bias and attention_output_bias (all or qkv alone)"),
+        (has_bias(model) is None, "biases of some matrices (it has all, or those of queries, keys and values alone)"),
         (
             model.moe is not None and model.moe.router_bias != bool(has_bias(model)),
-            "a router_bias that differs from the other biases",
+            "a bias of the router unlike those of other matrices",
         ),
     )
     if refusal := refused(refusals):

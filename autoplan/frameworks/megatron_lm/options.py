@@ -632,6 +632,8 @@ DATA: tuple[Line, ...] = (
 )
 # fmt: on
 
+FUSED_LOSS_BYTES = 4.0  # of a logit: a loss that works in place keeps less
+
 # -- options that are not written -------------------------------------------------------------------------------------
 
 # fmt: off

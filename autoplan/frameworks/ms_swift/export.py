@@ -15,6 +15,7 @@ from autoplan.frameworks.common.tuning import ALPHA_PER_RANK
 from autoplan.frameworks.hf_trainer.write import adapters_of, start_variables
 from autoplan.frameworks.megatron_bridge.tuning import FUSED
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
+from autoplan.frameworks.megatron_lm.options import FUSED_LOSS_BYTES
 from autoplan.frameworks.megatron_lm.rules import LIMITS as OF_MEGATRON
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import Part, arguments_of
@@ -92,7 +93,7 @@ def _experts(plan_file: PlanFile) -> dict[str, Value]:
 def _kernels(plan_file: PlanFile) -> dict[str, Value]:
     """Return the kernels of which it takes others by default, and the layers that a checkpoint does not say."""
     model = plan_file.model
-    is_fused = plan_file.framework.memory.bytes_per_logit < 4  # what a loss that works in place keeps
+    is_fused = plan_file.framework.memory.bytes_per_logit < FUSED_LOSS_BYTES
     table: dict[str, Value] = {"cross_entropy_loss_fusion": is_fused}
     if is_fused:
         table["cross_entropy_fusion_impl"] = "te"
@@ -198,8 +199,8 @@ def _refusals_of_model(model: ModelSpec) -> tuple[tuple[bool, str], ...]:
     """Return what mcore-bridge (f020e47) does not take from a checkpoint (src/mcore_bridge/config/parser.py)."""
     is_gpt_oss = model.clamped_activation
     return (
-        (model.position_embedding != "rope", f"position_embedding {model.position_embedding!r} of {model.name!r}"),
-        (model.norm != "rmsnorm", f"norm {model.norm!r} of model {model.name!r}"),
+        (model.position_embedding != "rope", f"{model.position_embedding} positions of model {model.name!r}"),
+        (model.norm != "rmsnorm", f"a norm other than RMSNorm of model {model.name!r}"),
         (not model.gated_mlp, f"an MLP without gate of model {model.name!r}"),
         (model.window is not None and not is_gpt_oss, f"the window of model {model.name!r}"),
     )

@@ -145,13 +145,8 @@ def family_of(model: ModelSpec) -> str:
 def _is_plain(model: ModelSpec) -> bool:
     """Return whether a model has rotary positions, one RMSNorm before every gated block, as all of its models."""
     return (
-        model.layer_pattern is None
-        and model.linear_attention is None
-        and not model.attention_output_gate
-        and not model.unusual_parts
+        not model.unusual_parts
         and model.norm == "rmsnorm"
-        and model.norms_per_block == 1
-        and not model.embedding_norm
         and model.position_embedding == "rope"
         and model.gated_mlp
         and not model.shares_mtp_layer

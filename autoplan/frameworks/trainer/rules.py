@@ -96,17 +96,12 @@ def check_training(training: TrainingSpec) -> None:
 def check_model(model: ModelSpec) -> None:
     """Refuse what the transformer of the trainer is not."""
     refusals = (
-        (model.layer_pattern is not None, "a layer_pattern"),
-        (model.linear_attention is not None, "linear_attention"),
         *((True, part) for part in model.unusual_parts),
-        (model.attention_output_gate, "attention_output_gate"),
         (model.mla is not None, "latent attention"),
-        (model.num_mtp_layers > 0, "multi-token prediction"),
-        (model.position_embedding == "alibi", "position_embedding 'alibi'"),
-        (model.attention_sinks, "attention_sinks"),
-        (model.qk_norm == "full", "qk_norm 'full'"),
-        (model.norms_per_block != 1, "norms_per_block 2"),
-        (model.embedding_norm, "embedding_norm"),
+        (model.num_mtp_layers > 0, "layers that predict further tokens"),
+        (model.position_embedding == "alibi", "positions by ALiBi"),
+        (model.attention_sinks, "attention sinks"),
+        (model.qk_norm == "full", "a norm over all queries and keys"),
         (model.moe is not None and model.moe.latent_size is not None, "experts in a latent space"),
     )
     if refusal := refused(refusals):
