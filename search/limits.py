@@ -193,7 +193,7 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         offered["narrow_params"] = offered["fp8_attention"] = [False]
     elif offered["narrow_params"] == [True]:  # what shards nothing gathers nothing
         offered["narrow_params"] = [False, True]
-    offered["cuda_graphs"] = [word for word in offered["cuda_graphs"] if _has_graphs(word, problem.model)]
+    offered["cuda_graphs"] = [word for word in offered["cuda_graphs"] if _has_graphs(word, problem)]
     offered["dispatcher"] = [word for word in offered["dispatcher"] if _runs(word, problem)]
     # Where all links are equal it does not matter which groups have the nearer ranks.
     return limits.where(**offered | {"rank_order": orders if len(problem.topology.levels) > 1 else orders[:1]})
@@ -220,12 +220,15 @@ def _runs(dispatcher: Value, problem: Problem) -> bool:
     return is_known and (dispatcher == Dispatcher.HYBRIDEP or domain.num_devices <= 8)
 
 
-def _has_graphs(graphs: Value, model: ModelSpec) -> bool:
+def _has_graphs(graphs: Value, problem: Problem) -> bool:
     """Return whether a search looks at these graphs everywhere: with experts, whose waits they shorten, attention's.
 
-    Other ones are tried on the best plan (`excluded_options`).
+    One graph holds experts in mxfp8 alone.  Other ones are tried on the best plan (`excluded_options`).
     """
-    return graphs not in ((CudaGraphs.LAYER, CudaGraphs.FULL_ITERATION) if model.moe else (CudaGraphs.ATTENTION,))
+    if problem.model.moe is None:
+        return graphs != CudaGraphs.ATTENTION
+    is_whole = graphs == CudaGraphs.FULL_ITERATION
+    return problem.training.precision == Precision.MXFP8 if is_whole else graphs != CudaGraphs.LAYER
 
 
 def _recomputes(problem: Problem, book: Rulebook) -> tuple[str, ...]:

@@ -275,3 +275,11 @@ def test_what_few_frameworks_offer_is_legal_in_some_plan_of_theirs(axis: Axis, v
         books = (book_of(load_framework(name)) for name in frameworks_of(rules))
         offers = any(axis.name in book.extras and book.offers(axis, value) for book in books)
         assert legal_plans(axis.name, shown(value), rules) or not offers, rules
+
+
+def test_one_graph_of_experts_comes_back(trips: Any) -> None:
+    way = {"ep": 8, "dispatcher": "hybridep", "cuda_graphs": "full_iteration"}
+    for to, framework in (("megatron-lm", "megatron-core"), ("megatron-bridge", "nemo")):
+        problem = problem_of(EXPERTS, framework, "mxfp8", "")
+        trip = trips.trip(trips.priced(problem, plan_with(problem, way)), to)
+        assert trip.outcome == "same", trip

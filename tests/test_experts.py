@@ -77,10 +77,10 @@ def test_an_all_to_all_counts_its_tokens_in_front_of_every_forward_pass_unless_a
 
 
 def test_a_graph_of_static_shapes_waits_for_nothing() -> None:
-    graphed = replace(PROBLEM, framework=FRAMEWORK.changed(static_overlap=("mxfp8",)))
-    assert _experts_wait_s(graphed, batch_of(ep_overlap=True, precision="mxfp8")).total_s[0] == 0.0
-    for changes in ({"ep_overlap": True}, {"precision": "mxfp8"}):  # in another precision, and without overlap
-        assert _experts_wait_s(graphed, batch_of(**changes)).total_s[0] > 0.0
+    static: dict[str, object] = {"dispatcher": "hybridep", "precision": "mxfp8"}
+    for graphs in ("none", "attn", "layer"):
+        assert _experts_wait_s(PROBLEM, batch_of(cuda_graphs=graphs, **static)).total_s[0] > 0.0
+    assert _experts_wait_s(PROBLEM, batch_of(cuda_graphs="full_iteration", **static)).total_s[0] == 0.0
 
 
 def test_experts_that_drop_tokens_wait_for_no_host_and_get_every_copy_of_a_token() -> None:

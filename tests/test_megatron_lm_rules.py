@@ -101,6 +101,7 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     "parameters on the host": (DENSE, plan_of(dp_shard=8, sharding="zero3", offload="parameters"), 4096),
     "narrow states": (DENSE, plan_of(dp_shard=8, sharding="zero3", main_weights="remainders"), 4096),
     "main weights": (DENSE, plan_of(dp_shard=8, main_weights="bf16"), 4096),
+    "adapters": (DENSE, plan_of(dp_shard=8, wide_adapters=True), 4096),
     "reduction": (DENSE, plan_of(dp_shard=8, reduce_dtype="half"), 4096),
     "remainders": (DENSE, plan_of(dp_shard=8, precision="fp8", main_weights="remainders"), 4096),
     "modules exist": (DENSE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autoplan.base.files import decode, read_table
 from autoplan.frameworks.presets import load_framework
-from autoplan.spec.enums import Dispatcher, Fp8Scaling, Precision, RecomputeModule, Sharding
+from autoplan.spec.enums import CudaGraphs, Dispatcher, Fp8Scaling, Precision, RecomputeModule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.training import Attention
 
@@ -52,6 +52,7 @@ class Recipe:
     keeps_gpt_dropout: bool = False  # models of the shape of GPT are trained with dropout
     narrows_attention: tuple[Precision, ...] = ()  # precisions in which mixtures of experts attend in 8 bits
     overlaps_experts: tuple[Precision, ...] = ()  # precisions in which expert traffic is overlapped where it can be
+    overlap_graphs: CudaGraphs = CudaGraphs.NONE  # what is launched as CUDA graphs where it is, in these precisions
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL  # of tokens that are not dropped
     # Router and rotary embeddings of latent attention run op by op where tokens travel by plain all-to-all.
     routes_unfused_alltoall: bool = False

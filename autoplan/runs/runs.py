@@ -280,8 +280,10 @@ def _finetuning(row: _Row) -> FineTuning | None:
     return load_finetuning(text)
 
 
-def _graphs(row: _Row, model: ModelSpec) -> CudaGraphs:
+def _graphs(row: _Row, model: ModelSpec, usual: CudaGraphs) -> CudaGraphs:
     """Return what is launched as CUDA graphs: scopes by Megatron-Core's names, joined by "+", or none."""
+    if "cuda_graph" not in row.options():
+        return usual
     scopes = {scope for scope in row.options().get("cuda_graph", "none").split("+") if scope != "none"}
     if scopes == {"layer"}:  # all of a layer that has static shapes
         return CudaGraphs.LAYER
@@ -476,6 +478,8 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         recompute = Recompute.NONE
     chunks = vp if pp > 1 else 1
     drops = _drops_tokens(row, problem)
+    overlaps = ep > 1 and row.option("ep_overlap", _overlaps_experts(row, problem, recipe, pp, vp, ep, drops=drops))
+    is_graphed = overlaps and problem.training.precision in recipe.overlaps_experts
     return ParallelPlan.derived(
         has_experts=problem.model.moe is not None,
         has_latents=problem.model.mla is not None,
@@ -500,10 +504,9 @@ def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         offload=_offload(row, Offload.OPTIMIZER if offload else Offload.NONE),
         tp_overlap=row.option("tp_overlap", problem.framework.overlap.tp_overlap_share > 0),
         dispatcher=_dispatcher(row, problem, recipe, ep, drops=drops),
-        ep_overlap=ep > 1
-        and row.option("ep_overlap", _overlaps_experts(row, problem, recipe, pp, vp, ep, drops=drops)),
+        ep_overlap=overlaps,
         **problem.framework.choices | _chosen(row, problem, recipe) | {"token_dropping": drops},
-        cuda_graphs=_graphs(row, problem.model),
+        cuda_graphs=_graphs(row, problem.model, recipe.overlap_graphs if is_graphed else CudaGraphs.NONE),
         grad_reduce_overlap=row.option("grad_reduce_overlap", default=True),
         param_gather_overlap=row.option("param_gather_overlap", default=True),
     )

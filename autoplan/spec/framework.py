@@ -180,8 +180,6 @@ class Experts:
     # More in every such pass of 8 bits or fewer, as casts are kernels of each expert: once, and for each.
     narrow_sync_s: float = 0.0
     s_per_local_expert: float = 0.0
-    # Precisions in which plans with ep_overlap have static shapes, one graph and one kernel.
-    static_overlap: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
 
     def __post_init__(self) -> None:
         _check(self)
@@ -385,6 +383,7 @@ _RETIRED = {
     "overlaps_experts",
     "overlaps_far_experts",
     "repeats_up_projections",
+    "static_overlap",
     "syncs_overlapped_experts",
     "trains_mtp",
     "wide_adapters",

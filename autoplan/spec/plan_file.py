@@ -8,7 +8,7 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.spec.axes import AXIS, shown
 from autoplan.spec.calibration import Calibration
-from autoplan.spec.enums import Dispatcher, Fp8Scaling, GradType, Precision
+from autoplan.spec.enums import CudaGraphs, Dispatcher, Fp8Scaling, GradType, Precision
 from autoplan.spec.estimate import StageCost
 from autoplan.spec.explanation import CurrentPlan
 from autoplan.spec.framework import Framework
@@ -126,7 +126,7 @@ class PlanFile:
         framework = table.get("framework")
         if table.get("schema_version") not in _READABLE_PLAN_FILES[:-1] or not isinstance(framework, dict):
             return table
-        table = _with_adapters_chosen(table)
+        table = _with_adapters_chosen(_with_graphs_chosen(table))
         if table["schema_version"] == 8:
             return table
         table = _with_scaling_chosen(table)
@@ -173,6 +173,15 @@ def _check_version(table: dict[str, Any], key: str, readable: tuple[int, ...]) -
     if table.get(key, readable[-1]) not in readable:
         command = f": make the file again with {table['command']}" if table.get("command") else ""
         raise InputError(f"{key} is {table[key]}, this autoplan reads {readable[-1]}{command}")
+
+
+def _with_graphs_chosen(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan file in which plans choose the one graph that those with overlap of expert traffic had."""
+    framework, training = table["framework"], table.get("training")
+    experts = framework.get("experts", framework)
+    graphed = experts.get("static_overlap", ()) if isinstance(experts, dict) else ()
+    is_graphed = isinstance(training, dict) and isinstance(graphed, list) and training.get("precision") in graphed
+    return _with_choice(table, where="ep_overlap", cuda_graphs=CudaGraphs.FULL_ITERATION) if is_graphed else table
 
 
 def _with_adapters_chosen(table: dict[str, Any]) -> dict[str, Any]:
@@ -253,14 +262,14 @@ def _with_16_bit_gradients(table: dict[str, Any]) -> dict[str, Any]:
     return chosen | {"framework": framework}
 
 
-def _with_choice(value: Any, **choice: str | bool) -> Any:
-    """Return part of a plan file in which every plan has a choice."""
+def _with_choice(value: Any, *, where: str = "", **choice: str | bool) -> Any:
+    """Return part of a plan file in which every plan, or every one with the option `where`, has a choice."""
     if isinstance(value, list):
-        return [_with_choice(part, **choice) for part in value]
+        return [_with_choice(part, where=where, **choice) for part in value]
     if not isinstance(value, dict):
         return value
-    changed = {key: _with_choice(part, **choice) for key, part in value.items()}
-    if isinstance(plan := changed.get("plan"), dict):
+    changed = {key: _with_choice(part, where=where, **choice) for key, part in value.items()}
+    if isinstance(plan := changed.get("plan"), dict) and (not where or plan.get(where)):
         changed["plan"] = plan | choice
     return changed
 

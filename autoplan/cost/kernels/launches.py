@@ -200,7 +200,5 @@ def is_one_graph(problem: Problem, batch: PlanBatch) -> Bools:
 
 
 def has_fused_experts(problem: Problem, batch: PlanBatch) -> Bools:
-    """Return which plans run experts in kernels that know no numbers of tokens on the host: (plans)."""
-    names = problem.framework.experts.static_overlap
-    overlaps = batch.ep_overlap & np.isin(batch.precision, [Precision(name).code for name in names])
-    return np.asarray(holds_graphs(batch, CudaGraphs.FULL_ITERATION) | overlaps)
+    """Return which plans run experts in kernels that know no numbers of tokens on the host, for one graph: (plans)."""
+    return np.asarray(holds_graphs(batch, CudaGraphs.FULL_ITERATION))

@@ -8,6 +8,7 @@ row says otherwise.  What is not one field of a plan or a model is a `Special`, 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from autoplan.base.errors import InputError
@@ -261,12 +262,23 @@ def _write_offload(file: PlanFile) -> dict[str, Value]:
     return dict.fromkeys(keys, True) if file.best.plan.offload == "optimizer" else {}
 
 
+# Buffers of experts are sized before their tokens are known, by the factors of NVIDIA's recipes (Megatron-Bridge
+# 067f987, perf_recipes/deepseek/common.py).
+STATIC_EXPERTS: Mapping[str, Value] = {
+    "use_transformer_engine_op_fuser": True,
+    "moe_expert_rank_capacity_factor": 1.5,
+    "moe_paged_stash": True,
+    "moe_paged_stash_buffer_size_factor_cuda": 1.2,
+}
+
+
 def _write_graphs(file: PlanFile) -> dict[str, Value]:
     graphs = file.best.plan.cuda_graphs
     if graphs == CudaGraphs.NONE:
         return {}
     if graphs == CudaGraphs.FULL_ITERATION:  # what looks for NaN waits for the device
-        return {"cuda_graph_impl": "full_iteration", "no_check_for_nan_in_loss_and_grad": True, "te_rng_tracker": True}
+        whole = {"cuda_graph_impl": "full_iteration", "no_check_for_nan_in_loss_and_grad": True, "te_rng_tracker": True}
+        return whole | (STATIC_EXPERTS if file.model.moe else {})
     scopes = graph_scopes(graphs, file.model)
     return {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": scopes, "te_rng_tracker": True}
 
@@ -283,6 +295,7 @@ def _read_graphs(reading: Reading) -> Fields:
     names = [*arguments.words("cuda_graph_scope"), *arguments.words("cuda_graph_modules")]
     scopes = {name.rpartition(".")[2] for word in names for name in word.split(",")} - {"", "None"}
     if kind == "full_iteration" or (kind != "none" and "full_iteration" in scopes):
+        arguments.pass_over(*STATIC_EXPERTS, "moe_paged_stash_buffer_size_factor_cpu")
         return {"cuda_graphs": CudaGraphs.FULL_ITERATION}
     if kind in ("none", "None"):
         return {}
@@ -523,8 +536,10 @@ PLAN: tuple[Line, ...] = (
     ),
     (
         Special("cuda_graph_impl", _write_graphs, _read_graphs,
-                beside=(*valued("cuda_graph_scope", "cuda_graph_modules"),
-                        *switches("enable_cuda_graph", "external_cuda_graph"),
+                beside=(*valued("cuda_graph_scope", "cuda_graph_modules", "moe_expert_rank_capacity_factor",
+                                "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"),
+                        *switches("enable_cuda_graph", "external_cuda_graph", "use_transformer_engine_op_fuser",
+                                  "moe_paged_stash"),
                         Option("te_rng_tracker", names={BRIDGE: "rng."}, is_switch=True),
                         Option("check_for_nan_in_loss_and_grad", names={BRIDGE: "ddp.check_for_nan_in_grad"},
                                is_switch=True))),

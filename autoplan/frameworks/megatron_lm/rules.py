@@ -198,9 +198,14 @@ def _remainders(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _graphs_exist(workload: Workload, batch: PlanBatch) -> Bools:
-    """Sizes of the experts' inputs are known on the device alone, and a model without experts has no router."""
+    """Sizes of the experts' inputs are known on the device alone, and a model without experts has no router.
+
+    HybridEP and the fused experts of Transformer Engine, which are those of mxfp8, need not know them on the host
+    (docs/user-guide/features/paged_stash.md; Megatron-Bridge 067f987, NVTE_CUTEDSL_FUSED_GROUPED_MLP).
+    """
     if workload.model.moe:
-        return batch.cuda_graphs != CudaGraphs.FULL_ITERATION.code
+        is_static = (batch.dispatcher == Dispatcher.HYBRIDEP.code) & (batch.precision == Precision.MXFP8.code)
+        return (batch.cuda_graphs != CudaGraphs.FULL_ITERATION.code) | (is_static & (batch.ep > 1))
     return batch.cuda_graphs != CudaGraphs.ROUTER.code
 
 
@@ -394,7 +399,7 @@ COMMON: tuple[Rule, ...] = (
         holds=_graphs_exist,
         text=lambda s, p: (
             f"cuda_graphs {p.cuda_graphs} with {'experts' if s.model.moe else 'a model without experts'}: use "
-            f"{'layer' if s.model.moe else 'attn or layer'}"
+            + ("mxfp8 with dispatcher hybridep, or layer" if s.model.moe else "attn or layer")
         ),
     ),
     Rule(

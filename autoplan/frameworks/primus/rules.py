@@ -19,7 +19,7 @@ from autoplan.frameworks.megatron_lm.rules import (
     MAIN_WEIGHTS,
     OFFLOADS,
 )
-from autoplan.spec.enums import Recompute, Schedule
+from autoplan.spec.enums import CudaGraphs, Recompute, Schedule
 from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
 from autoplan.spec.workload import Workload
 
@@ -62,6 +62,11 @@ SUPPORTED = (
 RULES: tuple[Rule, ...] = (
     *COMMON,
     *(words.rule() for words in SUPPORTED),
+    Rule(
+        source="Megatron-LM d3528a2: core/transformer/transformer_config.py, without moe_paged_stash",
+        holds=lambda s, b: (b.cuda_graphs != CudaGraphs.FULL_ITERATION.code) | (s.model.moe is None),
+        text=lambda s, p: f"cuda_graphs {p.cuda_graphs} with experts: use layer",
+    ),
     Rule(
         source=f"{_LAUNCHER}:63",
         holds=_chunks,
