@@ -25,7 +25,7 @@ from autoplan.cost.step import STRAGGLER_SPREAD
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.calibration import Calibration
-from autoplan.spec.enums import ContextParallelKind, Recompute, Sharding
+from autoplan.spec.enums import ContextParallelKind, Fp8Scaling, Recompute, Sharding
 from autoplan.spec.estimate import OOM_ABOVE, RISKY_ABOVE, VERDICTS, CostEstimate
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
@@ -407,9 +407,8 @@ def test_eight_bit_plans_may_gather_their_inputs_as_quantised() -> None:
 
 def test_a_scale_of_the_tensor_itself_takes_another_look_at_it() -> None:
     problem = problem_of()
-    looking = dataclasses.replace(problem, framework=PLAIN.changed(scales_by_own_largest=True))
-    plan = single(precision="fp8")
-    more = terms_of(looking, plan)["memory_bound"] - terms_of(problem, plan)["memory_bound"]
+    looking, plan = (single(precision="fp8", fp8_scaling=scaling) for scaling in ("tensorwise", "delayed"))
+    more = terms_of(problem, looking)["memory_bound"] - terms_of(problem, plan)["memory_bound"]
     inputs, gradients = 3 * 1024 + 4096, 2048 + 1024 + 2 * 4096 + 1024
     assert more == pytest.approx(moved_s(2.0 * 8 * 2048 * (inputs + gradients)))
 
@@ -1149,11 +1148,12 @@ def test_an_interleaved_pipeline_reduces_and_gathers_its_chunks_beside_the_passe
 
 
 def test_scales_of_past_steps_are_agreed_on_at_the_end_of_every_pass_by_all_ranks_of_a_stage() -> None:
-    plan = dataclasses.replace(TWO_NODES, precision="fp8")
-    later, at_once = (priced(plan, scales_by_own_largest=largest)["launch"] for largest in (False, True))
+    later, at_once = (
+        priced(dataclasses.replace(TWO_NODES, precision="fp8", fp8_scaling=scaling))["launch"]
+        for scaling in (Fp8Scaling.DELAYED, Fp8Scaling.TENSORWISE)
+    )
     # 7 links to the last of a node, one step up to the other node, and back; two passes of two micro-batches.
     assert later - at_once == pytest.approx(4 * (6.8e-6 + 2 * (7 * 0.6e-6 + 5e-6)))
-    assert priced(TWO_NODES, scales_by_own_largest=False) == priced(TWO_NODES, scales_by_own_largest=True)
 
 
 def test_half_an_overlap_leaves_half_of_the_backward_pass_uncovered() -> None:

@@ -102,6 +102,8 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     "narrow states": (DENSE, plan_of(dp_shard=8, sharding="zero3", main_weights="remainders"), 4096),
     "main weights": (DENSE, plan_of(dp_shard=8, main_weights="bf16"), 4096),
     "adapters": (DENSE, plan_of(dp_shard=8, wide_adapters=True), 4096),
+    "scales of rows": (DENSE, plan_of(dp_shard=8, precision="fp8", fp8_scaling="rowwise"), 4096),
+    "scales of 16 bits": (DENSE, plan_of(dp_shard=8, fp8_scaling="delayed"), 4096),
     "reduction": (DENSE, plan_of(dp_shard=8, reduce_dtype="half"), 4096),
     "remainders": (DENSE, plan_of(dp_shard=8, precision="fp8", main_weights="remainders"), 4096),
     "modules exist": (DENSE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096),
@@ -117,7 +119,7 @@ def test_every_rule_has_a_plan_that_breaks_it() -> None:
     says = [rule.text(workload_of(DENSE, plan), plan) for rule in never]
     # Those of other optimizers than Adam are broken in `test_optimizers`; the number of devices has a test of its own
     # below, and encoders theirs in `test_vision`; parameters on the host and the last two, about schedules, are turned
-    # down by another rule, and torchtitan's scales are no option here.
+    # down by another rule.
     words = (
         "needs Adam",
         "offload 'parameters' with",
@@ -126,7 +128,6 @@ def test_every_rule_has_a_plan_that_breaks_it() -> None:
         "an encoder",
         "dualpipe-v",
         "passes that",
-        "known of torchtitan only",
     )
     assert len(says) == len(words), says
     for rule, word in zip(says, words, strict=True):

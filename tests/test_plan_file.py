@@ -108,6 +108,8 @@ def test_scales_of_rows_were_a_trait_in_version_7_and_are_a_choice_of_the_plans(
     file = msgspec.json.decode(msgspec.json.encode(table()).replace(b'"precision":"bf16"', b'"precision":"fp8"'))
     file |= {"schema_version": 7}
     file["framework"]["kernels"] |= {"narrow_gemm_share": 1.0}
+    assert decode(PlanFile, file, "plan.json").best.plan.fp8_scaling == "delayed"
+    file["framework"]["kernels"] |= {"scales_by_own_largest": True}
     assert decode(PlanFile, file, "plan.json").best.plan.fp8_scaling == "tensorwise"
     file["framework"]["kernels"] |= {"narrow_gemm_share": 0.8}
     read = decode(PlanFile, file, "plan.json")

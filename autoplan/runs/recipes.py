@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autoplan.base.files import decode, read_table
 from autoplan.frameworks.presets import load_framework
-from autoplan.spec.enums import CudaGraphs, Dispatcher, Fp8Scaling, Precision, RecomputeModule, Sharding
+from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, RecomputeModule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.training import Attention
 
@@ -28,8 +28,6 @@ class Recipe:
     uncompiled: str = (
         ""  # id of those without torch.compile, of which cuda_graph=none tells where nothing else captures
     )
-    # Of 8-bit products where fp8_recipe does not say; None: as the framework's, and no row says.
-    fp8_scaling: Fp8Scaling | None = None
     in_pipelines: str = ""  # id of those in pipelines, where other code runs them
     traits: Mapping[str, bool | int | float | str] = field(
         default_factory=dict

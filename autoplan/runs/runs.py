@@ -191,7 +191,7 @@ def _run(cells: dict[str, str]) -> Run:
         row.filled.extend(
             f"{name}={value} left out"
             for name, value in row.options().items()
-            if name not in READ_OPTIONS | _read_under(recipe)
+            if name not in READ_OPTIONS | _read_under(row, recipe)
         )
         refusal = _refused_by_framework(problem, plan, recipe)
         invalid = bool(refusal)
@@ -208,9 +208,9 @@ def _run(cells: dict[str, str]) -> Run:
     )
 
 
-def _read_under(recipe: Recipe) -> set[str]:
-    """Return the options that mean something under this recipe alone."""
-    by_name = {"fp8_recipe": recipe.fp8_scaling, "packed": recipe.packed_document_len}
+def _read_under(row: _Row, recipe: Recipe) -> set[str]:
+    """Return the options that mean something under this recipe alone, or by what they name."""
+    by_name = {"fp8_recipe": row.options().get("fp8_recipe") in tuple(Fp8Scaling), "packed": recipe.packed_document_len}
     return {name for name, is_read in by_name.items() if is_read}
 
 
@@ -526,9 +526,8 @@ def _chosen(row: _Row, problem: Problem, recipe: Recipe) -> dict[str, Value]:
         "narrow_params": row.option("fp8_params", bool(problem.framework.choice("narrow_params"))),
         "fp8_attention": problem.training.attention == "flash" and row.option("fp8_attention", narrows),
     }
-    if recipe.fp8_scaling:
-        named = row.options().get("fp8_recipe", "")
-        chosen["fp8_scaling"] = Fp8Scaling(named) if named in tuple(Fp8Scaling) else recipe.fp8_scaling
+    if (named := row.options().get("fp8_recipe", "")) in tuple(Fp8Scaling):
+        chosen["fp8_scaling"] = Fp8Scaling(named)
     if recipe.routes_unfused_alltoall and _named_dispatcher(row, recipe) == Dispatcher.ALL_TO_ALL:
         chosen |= {"router_fusion": False, "rope_fusion": False}
     return chosen

@@ -209,6 +209,7 @@ class Axis:
 _MEGATRON = "Megatron-LM and Primus"
 _WITH_DEEPSPEED = "Megatron-LM, Primus and DeepSpeed"
 _WITH_TORCH = "Megatron-LM, Primus, DeepSpeed and frameworks of torch"
+_WITH_TORCH_8_BITS = "torchtitan, PyTorch FSDP, Megatron-LM and Primus"
 _degree = partial(Axis, kind=Kind.COUNT, default=1, most=MAX_DEGREE, metavar="N")
 _flag = partial(Axis, kind=Kind.FLAG, default=False)
 _word = partial(Axis, kind=Kind.WORD)
@@ -275,8 +276,9 @@ AXES: tuple[Axis, ...] = (
           help="Gradients travel in the framework's usual type, in fp32, or in 16 bits (half).",
           default=ReduceType.USUAL, needs=Needs.COPIES, label="data type of the reduction",
           known_of="torchtitan, DeepSpeed and PyTorch FSDP", searched=tuple(ReduceType), exact=(), flag_default=None),
-    _word(name="fp8_scaling", help="Scales of 8-bit products, one for a matrix or each row: tensorwise or rowwise.",
-          default=Fp8Scaling.TENSORWISE, label="scales of 8-bit products", known_of="torchtitan",
+    _word(name="fp8_scaling",
+          help="Scales of 8-bit products: tensorwise, rowwise, or delayed (those of a matrix in past steps).",
+          default=Fp8Scaling.TENSORWISE, label="scales of 8-bit products", known_of=_WITH_TORCH_8_BITS,
           searched=tuple(Fp8Scaling), exact=(), flag_default=None),
     _flag(name="narrow_params",
           help="Keep and gather the weights of narrow products as they are multiplied, in 8 or 4 bits.",

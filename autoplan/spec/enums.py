@@ -142,10 +142,14 @@ class ReduceType(CodedEnum):
 
 
 class Fp8Scaling(CodedEnum):
-    """Numbers that share a scale in 8-bit products: those of a matrix, or of one of its rows."""
+    """Numbers that share a scale in 8-bit products: those of a matrix, or of one of its rows.
+
+    It is found from them as they are; delayed, from those of a matrix in past steps.
+    """
 
     TENSORWISE = "tensorwise"
     ROWWISE = "rowwise"
+    DELAYED = "delayed"
 
 
 class MainWeights(CodedEnum):

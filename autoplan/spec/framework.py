@@ -128,8 +128,6 @@ class Kernels:
     # Queries, keys, values, gate and up are products of their own, whose gradients of the same input are added up.
     separate_inputs: bool = False
     rowwise_gemm_share: float = 1.0  # of the rate that 8-bit products of one scale sustain, what those of rows' do
-    # Narrow products scale by the largest value of the tensor that they take, found in a pass of its own.
-    scales_by_own_largest: bool = False
     # Keys and values are repeated to the number of heads before attention, also on their way around a context group,
     # whose ranks gather all of them at once, beside attention to their own.
     expands_kv: bool = False
@@ -383,6 +381,7 @@ _RETIRED = {
     "overlaps_experts",
     "overlaps_far_experts",
     "repeats_up_projections",
+    "scales_by_own_largest",
     "static_overlap",
     "syncs_overlapped_experts",
     "trains_mtp",

@@ -126,7 +126,7 @@ class PlanFile:
         framework = table.get("framework")
         if table.get("schema_version") not in _READABLE_PLAN_FILES[:-1] or not isinstance(framework, dict):
             return table
-        table = _with_adapters_chosen(_with_graphs_chosen(table))
+        table = _with_past_scales_chosen(_with_adapters_chosen(_with_graphs_chosen(table)))
         if table["schema_version"] == 8:
             return table
         table = _with_scaling_chosen(table)
@@ -175,13 +175,26 @@ def _check_version(table: dict[str, Any], key: str, readable: tuple[int, ...]) -
         raise InputError(f"{key} is {table[key]}, this autoplan reads {readable[-1]}{command}")
 
 
+def _with_past_scales_chosen(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan file in which plans choose scales of past steps, which frameworks had but for a trait."""
+    framework, training = table["framework"], table.get("training")
+    kernels = framework.get("kernels", framework)
+    is_own = isinstance(kernels, dict) and kernels.get("scales_by_own_largest") is True
+    is_fp8 = isinstance(training, dict) and training.get("precision") == Precision.FP8
+    usual = framework.get("usual", [])
+    if is_own or not is_fp8 or not isinstance(usual, list):
+        return table
+    choice = f"fp8_scaling={Fp8Scaling.DELAYED}"
+    return _with_choice(table, fp8_scaling=Fp8Scaling.DELAYED) | {"framework": framework | {"usual": [*usual, choice]}}
+
+
 def _with_graphs_chosen(table: dict[str, Any]) -> dict[str, Any]:
     """Return a plan file in which plans choose the one graph that those with overlap of expert traffic had."""
     framework, training = table["framework"], table.get("training")
     experts = framework.get("experts", framework)
     graphed = experts.get("static_overlap", ()) if isinstance(experts, dict) else ()
     is_graphed = isinstance(training, dict) and isinstance(graphed, list) and training.get("precision") in graphed
-    return _with_choice(table, where="ep_overlap", cuda_graphs=CudaGraphs.FULL_ITERATION) if is_graphed else table
+    return _with_choice(table, "ep_overlap", cuda_graphs=CudaGraphs.FULL_ITERATION) if is_graphed else table
 
 
 def _with_adapters_chosen(table: dict[str, Any]) -> dict[str, Any]:
@@ -262,13 +275,13 @@ def _with_16_bit_gradients(table: dict[str, Any]) -> dict[str, Any]:
     return chosen | {"framework": framework}
 
 
-def _with_choice(value: Any, *, where: str = "", **choice: str | bool) -> Any:
+def _with_choice(value: Any, where: str = "", /, **choice: str | bool) -> Any:
     """Return part of a plan file in which every plan, or every one with the option `where`, has a choice."""
     if isinstance(value, list):
-        return [_with_choice(part, where=where, **choice) for part in value]
+        return [_with_choice(part, where, **choice) for part in value]
     if not isinstance(value, dict):
         return value
-    changed = {key: _with_choice(part, where=where, **choice) for key, part in value.items()}
+    changed = {key: _with_choice(part, where, **choice) for key, part in value.items()}
     if isinstance(plan := changed.get("plan"), dict) and (not where or plan.get(where)):
         changed["plan"] = plan | choice
     return changed

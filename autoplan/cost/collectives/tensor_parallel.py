@@ -11,12 +11,11 @@ from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.arithmetic import BlockShape
 from autoplan.cost.kernels.measured_units import measures_end
-from autoplan.cost.kernels.sizes import encoder_tokens, gathers_narrow, padded_vocab, rank_tokens
+from autoplan.cost.kernels.sizes import encoder_tokens, gathers_narrow, padded_vocab, rank_tokens, scales_by_past
 from autoplan.cost.kernels.times import KernelTimes
 from autoplan.cost.network.links import Links, contention_share
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.passes import Ends, Pass
-from autoplan.spec.enums import Precision
 from autoplan.spec.finetuning import HEAD
 from autoplan.spec.model import Block
 from autoplan.spec.plan import PlanBatch
@@ -322,7 +321,7 @@ def shared_scales_s(problem: Problem, batch: PlanBatch, links: Links) -> Floats:
     Source: Transformer Engine pytorch/quantization.py, reduce_and_update_fp8_tensors; Megatron-LM
     core/parallel_state.py, get_amax_reduction_group.
     """
-    agrees = (batch.precision == Precision.FP8.code) & (not problem.framework.kernels.scales_by_own_largest)
+    agrees = scales_by_past(batch)
     if not agrees.any():
         return np.zeros(len(batch))
     return np.where(agrees, links.short_all_reduce_s(process_groups(batch).stage), 0.0)

@@ -21,6 +21,7 @@ from autoplan.cost.kernels.sizes import (
     matrix_pieces,
     norm_tokens,
     rank_tokens,
+    scales_by_past,
     sends_tokens_once,
 )
 from autoplan.cost.passes import Pass
@@ -275,9 +276,10 @@ def _measured_beyond_s(problem: Problem, batch: PlanBatch, block: Block, traffic
 
 def _cast_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traffic:
     """Traffic of quantising the inputs of narrow GEMMs; zero for 16-bit plans."""
-    framework, is_fp8 = problem.framework, batch.precision == Precision.FP8.code
+    is_fp8 = batch.precision == Precision.FP8.code
     moved = np.array([CAST_BYTES.get(precision, 0.0) for precision in Precision])[batch.precision]
-    moved = moved + LARGEST_BYTES * (is_fp8 & framework.kernels.scales_by_own_largest)
+    # The largest value of the tensor that a product takes is found in a pass of its own.
+    moved = moved + LARGEST_BYTES * (is_fp8 & ~scales_by_past(batch))
     # Blackwell's products take matrices of 8 bits as they lie.
     copies = is_fp8 & (problem.device.generation != "blackwell")
     moved = moved - (is_fp8 & ~copies)

@@ -42,6 +42,11 @@ def scales_rows(batch: PlanBatch) -> Bools:
     return np.asarray((batch.precision == Precision.FP8.code) & (batch.fp8_scaling == Fp8Scaling.ROWWISE.code))
 
 
+def scales_by_past(batch: PlanBatch) -> Bools:
+    """Return which plans have 8-bit products with scales of past steps."""
+    return np.asarray((batch.precision == Precision.FP8.code) & (batch.fp8_scaling == Fp8Scaling.DELAYED.code))
+
+
 def gathers_narrow(problem: Problem, batch: PlanBatch) -> Bools:
     """Return which plans gather what enters the matrices in 8 bits: a rank's part has the scale of the whole."""
     is_fp8 = batch.precision == Precision.FP8.code

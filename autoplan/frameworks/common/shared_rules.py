@@ -8,7 +8,7 @@ from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, all_true
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.common.widths import gemm_widths, kv_groups
-from autoplan.spec.enums import MainWeights, Precision, RankOrder, Sharding
+from autoplan.spec.enums import Fp8Scaling, MainWeights, Precision, RankOrder, Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.workload import Workload
 
@@ -71,6 +71,15 @@ def whole_experts(source: str) -> Rule:
         source=source,
         holds=lambda s, b: b.etp == 1,
         text=lambda s, p: f"etp {p.etp}: experts are whole on every rank, set etp 1",
+    )
+
+
+def scaling_needs_fp8(source: str) -> Rule:
+    """Only products in fp8 choose their scales."""
+    return Rule(
+        source=source,
+        holds=lambda s, b: (b.fp8_scaling == Fp8Scaling.TENSORWISE.code) | (b.precision == Precision.FP8.code),
+        text=lambda s, p: f"fp8_scaling {p.fp8_scaling} needs precision fp8, it is {p.precision}: leave it out",
     )
 
 

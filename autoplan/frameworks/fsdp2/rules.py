@@ -103,13 +103,18 @@ SUPPORTED = (
     ),
     SupportedWords(axis="main_weights", words=("fp32", "bf16"), source="torch/optim/adam.py zeros_like"),
     SupportedWords(
+        axis="fp8_scaling",
+        words=("tensorwise", "delayed"),
+        source="torchao float8, Transformer Engine common/recipe DelayedScaling",
+    ),
+    SupportedWords(
         axis="precision",
         words=("bf16", "fp16", "fp8", "mxfp8"),
         source="torch/distributed/fsdp/_fully_shard/_fsdp_api.py:14",
     ),
 )
 
-EXTRAS = ("main_weights", "reduce_dtype")
+EXTRAS = ("fp8_scaling", "main_weights", "reduce_dtype")
 
 _OWN_RULES: tuple[Rule, ...] = (
     *universal.RULES,
@@ -127,6 +132,7 @@ _OWN_RULES: tuple[Rule, ...] = (
             f"ep {p.ep} and etp {p.etp}: PyTorch has no style that spreads experts; set both to 1, or use torchtitan"
         ),
     ),
+    shared.scaling_needs_fp8(universal.SOURCE),
     shared.bf16_throughout("torch/optim/adam.py"),
     *shared.aligned("torchao float8 and mx, torch._scaled_mm"),
 )

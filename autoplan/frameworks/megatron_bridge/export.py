@@ -20,7 +20,7 @@ from autoplan.frameworks.megatron_lm.table import arguments_of
 from autoplan.spec.enums import CudaGraphs, GradType, MainWeights, MomentType
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import Block, ModelSpec
-from autoplan.spec.plan import NARROW_PRECISIONS
+from autoplan.spec.plan import NARROW_PRECISIONS, ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 
 NAME = "recipe.py"
@@ -28,9 +28,12 @@ NAME = "recipe.py"
 _PRECISIONS = {
     "bf16": "bf16_mixed",
     "fp16": "fp16_mixed",
-    "fp8": "bf16_with_fp8_current_scaling_mixed",
     "mxfp8": "bf16_with_mxfp8_mixed",
     "nvfp4": "bf16_with_nvfp4_mixed",
+}
+_FP8_PRECISIONS = {
+    "tensorwise": "bf16_with_fp8_current_scaling_mixed",
+    "delayed": "bf16_with_fp8_delayed_scaling_mixed",
 }
 # Options that the registered precisions, the tokenizer or the class of the model say, or that are no fields.
 _ELSEWHERE = frozenset(
@@ -175,6 +178,10 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
     return table
 
 
+def _precision(plan: ParallelPlan) -> str:
+    return _FP8_PRECISIONS[plan.fp8_scaling] if plan.precision == "fp8" else _PRECISIONS[plan.precision]
+
+
 def _body(plan_file: PlanFile, provider: str) -> list[str]:
     plan, model, training = plan_file.best.plan, plan_file.model, plan_file.training
     table, tuned = fields(plan_file), _adapters(plan_file)
@@ -196,7 +203,7 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
     return [
         *lines,
         "",
-        f"cfg.mixed_precision = get_mixed_precision_config({_PRECISIONS[plan.precision]!r})",
+        f"cfg.mixed_precision = get_mixed_precision_config({_precision(plan)!r})",
         *(
             [f"cfg.mixed_precision.{'fp4' if plan.precision == 'nvfp4' else 'fp8'}_param_gather = {plan.narrow_params}"]
             if plan.precision in NARROW_PRECISIONS

@@ -109,7 +109,8 @@ def _plan(
     reading: Reading, model: ModelSpec, precision: Precision, num_devices: int | None, schedule: Schedule | None
 ) -> ParallelPlan:
     fields = reading.fields
-    fields |= {"precision": precision, "dp": _replicas(reading.arguments, num_devices)}
+    fields |= {"precision": precision, "fp8_scaling": options.read_scaling(reading.arguments)}
+    fields["dp"] = _replicas(reading.arguments, num_devices)
     read_lines(options.PLAN, reading)
     has_experts, has_latents = model.moe is not None, model.mla is not None
     return ParallelPlan.derived(

@@ -8,7 +8,6 @@ row says otherwise.  What is not one field of a plan or a model is a `Special`, 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from autoplan.base.errors import InputError
@@ -45,6 +44,7 @@ from autoplan.spec.enums import (
     ContextParallelKind,
     CudaGraphs,
     Dispatcher,
+    Fp8Scaling,
     GradType,
     MainWeights,
     MomentType,
@@ -264,7 +264,7 @@ def _write_offload(file: PlanFile) -> dict[str, Value]:
 
 # Buffers of experts are sized before their tokens are known, by the factors of NVIDIA's recipes (Megatron-Bridge
 # 067f987, perf_recipes/deepseek/common.py).
-STATIC_EXPERTS: Mapping[str, Value] = {
+STATIC_EXPERTS: dict[str, Value] = {
     "use_transformer_engine_op_fuser": True,
     "moe_expert_rank_capacity_factor": 1.5,
     "moe_paged_stash": True,
@@ -278,7 +278,7 @@ def _write_graphs(file: PlanFile) -> dict[str, Value]:
         return {}
     if graphs == CudaGraphs.FULL_ITERATION:  # what looks for NaN waits for the device
         whole = {"cuda_graph_impl": "full_iteration", "no_check_for_nan_in_loss_and_grad": True, "te_rng_tracker": True}
-        return whole | (STATIC_EXPERTS if file.model.moe else {})
+        return {**whole, **(STATIC_EXPERTS if file.model.moe else {})}
     scopes = graph_scopes(graphs, file.model)
     return {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": scopes, "te_rng_tracker": True}
 
@@ -582,10 +582,22 @@ PLAN: tuple[Line, ...] = (
 _PRECISIONS: dict[Precision, dict[str, Value]] = {
     Precision.FP16: {"fp16": True},
     Precision.BF16: {"bf16": True},
-    Precision.FP8: {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
+    Precision.FP8: {"bf16": True, "fp8_format": "hybrid"},
     Precision.MXFP8: {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "mxfp8"},
     Precision.NVFP4: {"bf16": True, "fp4_format": "e2m1", "fp4_recipe": "nvfp4"},
 }
+
+
+def _write_precision(file: PlanFile) -> dict[str, Value]:
+    plan = file.best.plan
+    scales = {"fp8_recipe": str(plan.fp8_scaling)} if plan.precision == Precision.FP8 else {}
+    return _PRECISIONS[plan.precision] | scales
+
+
+def read_scaling(arguments: Options) -> Fp8Scaling:
+    """Return what the matrices of 8-bit products have a scale for."""
+    is_delayed = arguments.text("fp8_recipe", "delayed") == "delayed"
+    return Fp8Scaling.DELAYED if is_delayed else Fp8Scaling.TENSORWISE
 
 
 def read_precision(arguments: Options) -> Precision:
@@ -622,7 +634,7 @@ def read_attention(arguments: Options) -> Any:
 
 # fmt: off
 PRECISION: tuple[Line, ...] = (
-    (Special("bf16", lambda file: _PRECISIONS[file.best.plan.precision], is_switch=True,
+    (Special("bf16", _write_precision, is_switch=True,
              beside=(*switches("fp16"), *valued("fp8", "fp8_recipe", "fp4", "fp4_recipe"))),),
     (Special("attention_backend", _write_attention_backend, beside=switches("use_flash_attn")),),
 )

@@ -174,9 +174,11 @@ MAIN_WEIGHTS = SupportedWords(
     axis="main_weights", words=("fp32", "remainders", "fp16"), source=f"{_ARGUMENTS} --main-params-dtype"
 )
 OFFLOADS = SupportedWords(axis="offload", words=("none", "optimizer"), source=f"{_ARGUMENTS} --optimizer-cpu-offload")
+FP8_SCALINGS = SupportedWords(axis="fp8_scaling", words=("tensorwise", "delayed"), source=f"{_ARGUMENTS} --fp8-recipe")
 SUPPORTED = (
     MAIN_WEIGHTS,
     OFFLOADS,
+    FP8_SCALINGS,
     SupportedWords(axis="schedule", words=("1f1b", "interleaved"), source="core/pipeline_parallel/schedules.py:53"),
 )
 
@@ -223,7 +225,7 @@ def _graphs_overlap(workload: Workload, batch: PlanBatch) -> Bools:
 # Options that few other frameworks have.
 EXTRAS = (
     *("ep_overlap", "dispatcher", "cuda_graphs", "grad_dtype", "narrow_params", "main_weights", "moment_dtype"),
-    *("fp8_attention", "token_dropping", "dropout", "router_fusion", "rope_fusion"),
+    *("fp8_scaling", "fp8_attention", "token_dropping", "dropout", "router_fusion", "rope_fusion"),
 )
 
 # Whatever the schedule; other schedules than its own run on its code elsewhere (`primus`).
@@ -440,6 +442,7 @@ COMMON: tuple[Rule, ...] = (
             f"{'remainders or fp16: use remainders' if p.precision == 'bf16' else 'no remainders: use fp32'}"
         ),
     ),
+    shared.scaling_needs_fp8(universal.SOURCE),
     *shared.aligned("core/fp8_utils.py:356"),
 )
 

@@ -14,6 +14,7 @@ from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords
 from autoplan.frameworks.megatron_lm.rules import (
     COMMON,
     EXTRAS,
+    FP8_SCALINGS,
     INTERLEAVED,
     INTERLEAVED_MICROBATCHES,
     MAIN_WEIGHTS,
@@ -51,6 +52,7 @@ def _split_overlap(workload: Workload, batch: PlanBatch) -> Bools:
 
 SUPPORTED = (
     MAIN_WEIGHTS,
+    FP8_SCALINGS,
     OFFLOADS,
     SupportedWords(
         axis="schedule",

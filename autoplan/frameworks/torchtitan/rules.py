@@ -15,7 +15,7 @@ from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.frameworks.common.widths import gemm_widths
 from autoplan.frameworks.fsdp2.rules import PIPELINE_RULES
-from autoplan.spec.enums import ContextParallelKind, Fp8Scaling, Offload, Precision, Sharding
+from autoplan.spec.enums import ContextParallelKind, Offload, Precision, Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.workload import Workload
 
@@ -58,6 +58,7 @@ SUPPORTED = (
     SupportedWords(axis="offload", words=(Offload.NONE, Offload.PARAMETERS), source=f"{_FSDP}:231"),
     SupportedWords(axis="reduce_dtype", words=("usual", "half"), source="config/configs.py mixed_precision_reduce"),
     SupportedWords(axis="main_weights", words=("fp32", "bf16"), source="config/configs.py:89 dtype"),
+    SupportedWords(axis="fp8_scaling", words=("tensorwise", "rowwise"), source="components/quantization/float8.py"),
     SupportedWords(axis="precision", words=("bf16", "fp8", "mxfp8", "nvfp4"), source="config/configs.py:94"),
 )
 
@@ -76,11 +77,7 @@ _OWN: tuple[Rule, ...] = (
     ),
     shared.whole_kv_heads(f"{_DECODER}:195"),
     shared.sp_needs_tp("trainer.py:300"),
-    Rule(
-        source=universal.SOURCE,
-        holds=lambda s, b: (b.fp8_scaling == Fp8Scaling.TENSORWISE.code) | (b.precision == Precision.FP8.code),
-        text=lambda s, p: f"fp8_scaling {p.fp8_scaling} needs precision fp8, it is {p.precision}: leave it out",
-    ),
+    shared.scaling_needs_fp8(universal.SOURCE),
     # Version 0.3 asks it of every sequence, b5bcd76 of the tokens of a micro-batch.
     shared.whole_sequence("trainer.py:302"),
     Rule(
