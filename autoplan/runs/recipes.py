@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from autoplan.base.files import decode, read_table
 from autoplan.frameworks.presets import load_framework
@@ -80,7 +81,19 @@ class _RecipeFile:
 def recipes() -> tuple[Recipe, ...]:
     """Return the shipped recipes."""
     path = Path(__file__).with_suffix(".toml")
-    return decode(_RecipeFile, read_table(path), path.name).recipes
+    table = read_table(path)
+    groups = table.pop("groups")
+    table["recipes"] = [_in_groups(recipe, groups) for recipe in table["recipes"]]
+    return decode(_RecipeFile, table, path.name).recipes
+
+
+def _in_groups(recipe: dict[str, Any], groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return a recipe with what its groups have in common, traits one by one; what it says itself counts."""
+    tables = [*(groups[name] for name in recipe.get("groups", ())), recipe]
+    merged = {key: value for table in tables for key, value in table.items() if key != "groups"}
+    if traits := {name: value for table in tables for name, value in table.get("traits", {}).items()}:
+        merged["traits"] = traits
+    return merged
 
 
 def recipe_called(name: str, year: str, device: str = "") -> Recipe | None:
