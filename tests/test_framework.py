@@ -9,15 +9,19 @@ import pytest
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks import registry
-from autoplan.frameworks.common.rules import Rulebook
+from autoplan.frameworks.common.rules import Rulebook, broken
 from autoplan.frameworks.presets import framework_schema, load_framework
+from autoplan.readers.model import load_model
 from autoplan.spec.framework import GROUP_OF, GROUPS
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.training import TrainingSpec
+from autoplan.spec.workload import Workload
 
 
 def test_a_framework_that_extends_another_differs_in_what_it_says() -> None:
     base, later = load_framework("nemo"), load_framework("nemo-24.07")
     differ = {f.name for f in dataclasses.fields(base) if getattr(base, f.name) != getattr(later, f.name)}
-    assert differ == {"name", "calibrated_as", "sources", "usual", "lacks", "memory", "kernels"}
+    assert differ == {"name", "calibrated_as", "sources", "usual", "lacks", "interleaves_mamba", "memory", "kernels"}
     traits = {trait for trait in GROUP_OF if base.trait(trait) != later.trait(trait)}
     assert traits == {"bytes_per_optimizer_state", "flash_kernel", "fused_squared_relu"}
     assert later.calibration_name == "nemo"
@@ -178,3 +182,13 @@ def test_what_a_file_lacks_are_options_and_their_words(tmp_path: Path, line: str
     path.write_text(f'name = "mine"\nextends = "nemo"\n{line}\n')
     with pytest.raises(InputError, match=message):
         load_framework(str(path))
+
+
+def test_chunks_of_mamba_layers_are_those_of_later_versions() -> None:
+    hybrid = load_model("nemotron-h-56b")
+    plan = ParallelPlan(global_batch=64, tp=8, sp=True, pp=2, vp=2, schedule="interleaved", dp_shard=4)
+    training = TrainingSpec(seq_len=4096, precision="bf16")
+    workload = Workload(model=hybrid, training=training, num_devices=plan.num_devices)
+    for name, is_told in (("nemo-25.09", True), ("nemo", False)):
+        says = broken(registry.book_of(load_framework(name)).rules, workload, plan)
+        assert any("vp 2 of a model with Mamba layers" in text for text in says) == is_told

@@ -120,15 +120,17 @@ LOGS: Modules[LogFormat] = Modules(
 def book_of(framework: Framework) -> Rulebook:
     """Return the rules of `framework`."""
     check_rules(framework)
-    return _without(framework.rules, framework.lacks) if framework.lacks else BOOKS[framework.rules]
+    return _without(framework.rules, framework.lacks, framework.interleaves_mamba)
 
 
 @cache
-def _without(rules: str, lacks: tuple[str, ...]) -> Rulebook:
+def _without(rules: str, lacks: tuple[str, ...], interleaves_mamba: bool) -> Rulebook:
     """Return the rules of a version that lacks some options, or words of them, which others offer."""
-    from autoplan.frameworks.common.universal_rules import options_lacked, words_left
+    from autoplan.frameworks.common.universal_rules import ONE_CHUNK_OF_MAMBA, options_lacked, words_left
 
     book = BOOKS[rules]
+    if not lacks and interleaves_mamba:
+        return book
     axes = {text for text in lacks if "=" not in text} - {
         axis.name for axis in AXES if axis.known_of and axis.name not in book.extras
     }
@@ -136,7 +138,10 @@ def _without(rules: str, lacks: tuple[str, ...]) -> Rulebook:
     narrowed = words_left(book, ((axis, word) for axis, _, word in pairs))
     return replace(
         book,
-        rules=book.rules + options_lacked(axes) + tuple(words.rule() for words in narrowed),
+        rules=book.rules
+        + options_lacked(axes)
+        + tuple(words.rule() for words in narrowed)
+        + (() if interleaves_mamba else (ONE_CHUNK_OF_MAMBA,)),
         supported=(*narrowed, *book.supported),
         extras=tuple(option for option in book.extras if option not in axes),
         shards_over_part=book.shards_over_part and "dp_replicate" not in axes,

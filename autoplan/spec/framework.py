@@ -286,6 +286,7 @@ class Framework:
     usual: tuple[str, ...] = ()
     # Options (AXIS), or words of them (AXIS=WORD), that others under the same rules offer and this version does not.
     lacks: tuple[str, ...] = ()
+    interleaves_mamba: bool = True  # whether a pipeline of a model with Mamba layers may have several chunks a rank
     rules: str = "megatron-lm"  # the folder whose rules decide which plans it admits, by its name in the registry
     rank_orders: tuple[RankOrder, ...] = (RankOrder.DP_BEFORE_PP,)  # that it can number its ranks in, its default first
     calibrated_as: str = ""  # the framework whose calibration holds for it too: another version of the same

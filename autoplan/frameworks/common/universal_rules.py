@@ -262,6 +262,14 @@ RULES_ALONE: tuple[Rule, ...] = (*RULES, FOLDED, NO_FP32)
 BOOK = Rulebook(rules=RULES_ALONE, repeats_some_layers=True)
 
 
+# Of Megatron-Core up to 0.16 (2026-02), which asserts that there are no virtual stages.
+ONE_CHUNK_OF_MAMBA = Rule(
+    source="core/ssm/mamba_block.py:217 of core_v0.14.0, MambaStack",
+    holds=lambda s, b: (b.vp == 1) | (s.model.mamba is None),
+    text=lambda s, p: f"vp {p.vp} of a model with Mamba layers: later versions interleave their chunks, set vp 1",
+)
+
+
 def options_of_others(*offered: str) -> tuple[Rule, ...]:
     """Return rules against options that few frameworks have, for one that has, or itself refuses, those `offered`."""
     return tuple(_option_of_others(axis) for axis in AXES if axis.known_of and axis.name not in offered)
