@@ -90,6 +90,11 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     "graphs and recompute": (DENSE, plan_of(cuda_graphs="layer", recompute="full"), 4096),
     "graphs and ep overlap": (DENSE_FIRST, plan_of(ep=2, dp_shard=2, ep_overlap=True, cuda_graphs="layer"), 4096),
     "narrow params": (DENSE, plan_of(dp_shard=8, narrow_params=True), 4096),
+    "narrow params of FSDP": (
+        DENSE,
+        plan_of(dp_shard=8, sharding="zero2", precision="nvfp4", narrow_params=True),
+        4096,
+    ),
     "8-bit attention": (DENSE, plan_of(fp8_attention=True), 4096),
     "dropped tokens": (DENSE, plan_of(token_dropping=True), 4096),
     "dropped tokens and dispatcher": (
@@ -118,14 +123,17 @@ def test_every_rule_has_a_plan_that_breaks_it() -> None:
     plan = plan_of()
     says = [rule.text(workload_of(DENSE, plan), plan) for rule in never]
     # Those of other optimizers than Adam are broken in `test_optimizers`; the number of devices has a test of its own
-    # below, and encoders theirs in `test_vision`; parameters on the host and the last two, about schedules, are turned
-    # down by another rule.
+    # below, and encoders and layers of other kinds have theirs elsewhere; parameters on the host and the last two, of
+    # schedules, another rule turns down.
     words = (
         "needs Adam",
         "offload 'parameters' with",
         "muon with",
         "devices",
         "an encoder",
+        "layers that share",
+        "scans of Mamba-1",
+        "convolutions",
         "dualpipe-v",
         "passes that",
     )

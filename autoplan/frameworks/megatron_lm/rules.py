@@ -426,6 +426,15 @@ COMMON: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        source="core/distributed/fsdp/src/megatron_fsdp/mixed_precision.py:223",
+        # Its buffers have an element for every weight, packed ones of 4 bits have one for two.
+        holds=lambda s, b: ~b.narrow_params | (b.sharding < ZERO2) | (b.precision != Precision.NVFP4.code),
+        text=lambda s, p: (
+            f"narrow_params of nvfp4 with {p.sharding}: Megatron-FSDP holds no weights in 4 bits, use zero1 or leave "
+            "narrow_params out"
+        ),
+    ),
+    Rule(
         source="core/optimizer/__init__.py:1057",
         holds=lambda s, b: ~is_precision_aware(b) | ((b.sharding == ZERO1) & (b.offload == Offload.NONE.code)),
         text=lambda s, p: (
