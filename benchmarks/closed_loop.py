@@ -6,7 +6,8 @@ Three models on the accelerators of this machine, or small ones on two ranks whe
 space, run by the trainer of `autoplan run` and predicted from a profile of this machine.  `measure` goes around in
 rounds: of each model it visits what `autoplan profile` measures for the framework torch, into a database in FOLDER,
 then launches every plan once, until each has enough launches that no other load disturbed.  A virtual machine is up to
-twice as slow in some minutes as in others, and so both meet the same ones; predictions see the profile alone.  `track`
+twice as slow in some minutes as in others, and so both meet the same ones; predictions see the profile alone, and once
+more with a calibration: that of half of the plans for the others, as runs in the database make one.  `track`
 counts the bytes of each plan where no allocator does, which needs no quiet machine; `report` predicts, compares and
 writes what it found as Markdown.  Each stops within its budget and goes on where it stopped.
 """
@@ -32,6 +33,7 @@ import msgspec
 import numpy as np
 import torch
 
+from autoplan.api.calibrations import LEAST_RUNS, fitted_to
 from autoplan.api.problem import make_space
 from autoplan.api.timings import with_timings
 from autoplan.base.arrays import Floats
@@ -40,6 +42,7 @@ from autoplan.base.files import write_text
 from autoplan.base.processes import Children, CrewError, RankPlace
 from autoplan.base.units import format_volume
 from autoplan.base.values import parse_duration
+from autoplan.cost.calibration import MeasuredRun
 from autoplan.cost.estimate import estimate
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.cost.provenance import shares
@@ -105,7 +108,7 @@ GPU_MODELS = {
 }
 MODELS = GPU_MODELS if HAS_GPUS else HOST_MODELS
 FORBIDDEN = ("uneven_stages", "partial_recompute", "partial_sharding")
-MOST_PLANS = 40  # of a model: spread evenly over those that there are
+MOST_PLANS = 40 if HAS_GPUS else 12  # of a model: spread evenly over those that there are
 # What recomputing takes is measured on accelerators alone, where memory is short.
 FIXED = () if HAS_GPUS else ("recompute=none",)
 # On a device that others leave alone nothing else counts, whatever the cores of its host do.
@@ -405,6 +408,7 @@ class Compared:
     bytes_held: Floats  # counted
     rests: dict[Provenance, Floats]  # share of the predicted step by provenance
     full: list[str]  # plans that ran out of memory, though they were predicted to fit
+    calibrated_s: Floats  # predicted with a calibration of the other half of the plans; NaN where they are too few
 
     @property
     def held(self) -> Floats:
@@ -452,7 +456,23 @@ def compare(folder: Path, name: str) -> Compared:
         bytes_held=np.array([held.get(label(plan), np.nan) for plan in plans]),
         rests=shares(problem, batch),
         full=sorted(full),
+        calibrated_s=calibrated(problem, plans, np.array([np.median(time) for time in times])),
     )
+
+
+def calibrated(problem: Problem, plans: list[ParallelPlan], measured_s: Floats) -> Floats:
+    """Predict every plan with the profile and a calibration of every other plan, as `autoplan calibrate` makes it."""
+    predicted_s = np.full(len(plans), np.nan)
+    for half in (0, 1):
+        runs = [
+            MeasuredRun(problem=problem, plan=plan, step_s=float(step_s))
+            for plan, step_s in zip(plans[1 - half :: 2], measured_s[1 - half :: 2], strict=True)
+        ]
+        if len(runs) >= LEAST_RUNS:
+            own = replace(problem, calibration=fitted_to(runs, name="half of the plans").calibration)
+            batch = PlanBatch.of(plans[half::2], problem.model.num_layers)
+            predicted_s[half::2] = estimate(own, batch).step_s
+    return predicted_s
 
 
 def spearman(measured_s: Floats, predicted_s: Floats, apart: float = 0.0) -> tuple[float, int]:
@@ -527,6 +547,7 @@ def findings(name: str, found: Compared) -> list[str]:
         "",
         f"* error: median {100 * np.median(errors):.1f} %, worst {100 * errors.max():.1f} %, "
         f"bias {100 * np.median(found.errors):+.1f} %",
+        f"* with a calibration of every other plan: {calibration_sentence(found)}",
         f"* noise of a launch: median {percent(noise[0])}, worst {percent(noise[1])}",
         f"* Spearman over the {pairs} pairs more than {100 * FAR_APART:.0f} % apart: {correlation:.3f}; "
         f"over all plans {spearman(found.measured_s, found.predicted_s)[0]:.3f}",
@@ -558,6 +579,17 @@ def findings(name: str, found: Compared) -> list[str]:
             f"| {memory_sentence(found, int(at))} |"
         )
     return [*lines, ""]
+
+
+def calibration_sentence(found: Compared) -> str:
+    """Errors of the predictions with a calibration, as words."""
+    if np.isnan(found.calibrated_s).any():
+        return "too few ran"
+    errors = np.abs(found.calibrated_s / found.measured_s - 1)
+    return (
+        f"error median {100 * np.median(errors):.1f} %, worst {100 * errors.max():.1f} %, "
+        f"Spearman {spearman(found.measured_s, found.calibrated_s, FAR_APART)[0]:.3f}"
+    )
 
 
 def accuracy_sentence(found: Compared) -> str:

@@ -18,7 +18,7 @@ from autoplan.base.units import cleaned
 from autoplan.profiler.record import LONGEST_S, SLOWED, Fingerprint, is_moment
 from autoplan.profiler.store.marks import OPERATIONS, approved_ids, hidden_ids, is_hidden
 from autoplan.profiler.store.schema import records, runs
-from autoplan.spec.team_overview import ComparedTimes, FoundSlow, MachineRecords, OperationRecords
+from autoplan.spec.team_overview import ComparedTimes, FoundSlow, MachineRecords, OperationRecords, TeamOverview
 
 MOST_COMPARED = 10_000  # records whose times are compared, in less than a second
 HASH_LIMIT = 2**63  # hashes of shapes are evenly spread from its negative to it
@@ -78,6 +78,22 @@ def cells(connection: Connection, share: float = 1.0) -> list[Cell]:
         )
         for row in connection.execute(query)
     ]
+
+
+def team_overview(connection: Connection, machines: Mapping[int, Fingerprint], name: str, day: str) -> TeamOverview:
+    """Return what the database of a name holds of which machine, and how hosts and days compare, as of a day."""
+    share = compared_share(connection.execute(select(func.count()).select_from(records)).scalar_one())
+    means = cells(connection, share)
+    machine_rows, slow_rows = machine_records(connection, machines, means), found_slow(connection, machines)
+    return TeamOverview(
+        database=name,
+        day=day,
+        compared_share=share,
+        machines=tuple(machine_rows),
+        hosts=tuple(sorted(compared(means, machines, "host"), key=lambda host: (host.device, -host.ratio))),
+        days=tuple(sorted(compared(means, machines, "day"), key=lambda day: (day.device, day.name), reverse=True)),
+        slow=tuple(slow_rows),
+    )
 
 
 def machine_records(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from types import TracebackType
 from typing import Any, TypeVar
 
-import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, Select, func, or_, select
+from sqlalchemy import ColumnElement, Row, Select, func, or_, select
 
 from autoplan.base.errors import InputError, StoreError
 from autoplan.profiler.contention import BesideProducts
@@ -22,7 +19,9 @@ from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store.choice import ALL, Choice
 from autoplan.profiler.store.chosen_timings import HostsApart, beside_products
 from autoplan.profiler.store.database import Database
+from autoplan.profiler.store.findings import Finding, finding_of, findings_in
 from autoplan.profiler.store.kept_timings import serving_timings
+from autoplan.profiler.store.machines import Machines, numbers_of, read_machines
 from autoplan.profiler.store.marks import (
     OPERATIONS,
     RUNS,
@@ -38,10 +37,9 @@ from autoplan.profiler.store.marks import (
     quarantine,
 )
 from autoplan.profiler.store.match import match
-from autoplan.profiler.store.overview import cells, compared, compared_share, found_slow, machine_records
-from autoplan.profiler.store.plausible import implausible
+from autoplan.profiler.store.overview import team_overview
 from autoplan.profiler.store.rows import record_of, record_row, run_of, run_row, shape_of
-from autoplan.profiler.store.schema import DAMAGED, fingerprints, insert_new, records, runs
+from autoplan.profiler.store.schema import DAMAGED, insert_new, records, runs
 from autoplan.profiler.tasks import TaskKey
 from autoplan.spec.measurement import Match, Measurements
 from autoplan.spec.operations import Operation, devices_together
@@ -54,15 +52,6 @@ LEAST_PREFIX = 6
 MOST_AT_ONCE = 100  # keys that one query looks for
 RUNS_HIDDEN_FROM = 4  # the schema that keeps marks of runs
 MOST_FAILURES = 2  # after which an operation is taken not to run on a machine: one may be a passing fault
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """A record that cannot be right, and why."""
-
-    key: str
-    what: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +73,6 @@ class Holding:
     num_records: int
     num_hidden: int
     newest: str  # moment of its last measurement
-
-
-class _Machines(dict[int, Fingerprint]):
-    """Machines by the number that rows have of them, in the database of a name."""
-
-    def __init__(self, machines: dict[int, Fingerprint], name: str) -> None:
-        super().__init__(machines)
-        self._name = name
-
-    def __missing__(self, number: int) -> Fingerprint:
-        raise StoreError(f"{self._name} {DAMAGED} (it has no machine {number!r})")
 
 
 class Store:
@@ -152,9 +130,10 @@ class Store:
             by_key = {record.key: record for record in batch if isinstance(record, Record)}
             runs_by_key = {record.key: record for record in batch if isinstance(record, RunRecord)}
             new_marks = [record for record in batch if isinstance(record, Mark)]
-            findings = [finding for key in sorted(by_key) if (finding := _finding(key, by_key[key]))]
+            findings = [finding for key in sorted(by_key) if (finding := finding_of(key, by_key[key]))]
             with self._database.writing() as connection:
-                ids = self._ids(connection, {record.fingerprint for record in batch if not isinstance(record, Mark)})
+                machines = {record.fingerprint for record in batch if not isinstance(record, Mark)}
+                ids = numbers_of(connection, machines, self._fingerprint_ids)
                 # In order of their keys, so that two writers of the same records never wait for each other.
                 rows = [record_row(key, by_key[key], ids[by_key[key].fingerprint]) for key in sorted(by_key)]
                 num_new = insert_new(connection, records, rows) if rows else 0
@@ -395,18 +374,7 @@ class Store:
         """Return what is held of which machine, and how hosts and days compare, as of a day."""
         machines = self._machines()
         with self._database.reading() as connection:
-            share = compared_share(connection.execute(select(func.count()).select_from(records)).scalar_one())
-            means = cells(connection, share)
-            machine_rows, slow_rows = machine_records(connection, machines, means), found_slow(connection, machines)
-        return TeamOverview(
-            database=self.name,
-            day=day,
-            compared_share=share,
-            machines=tuple(machine_rows),
-            hosts=tuple(sorted(compared(means, machines, "host"), key=lambda host: (host.device, -host.ratio))),
-            days=tuple(sorted(compared(means, machines, "day"), key=lambda day: (day.device, day.name), reverse=True)),
-            slow=tuple(slow_rows),
-        )
+            return team_overview(connection, machines, self.name, day)
 
     def check(self) -> Iterator[Finding]:
         """Records, of those not hidden, that are implausible, unreadable or not what their key says."""
@@ -417,10 +385,14 @@ class Store:
                     problem = " ".join(str(verdict).split())
                     raise StoreError(f"{self.name} {DAMAGED} ({problem})")
         for row, machine in self._rows_with_machines(select(records).where(~is_hidden()), records.c.id):
-            yield from _findings(row, machine, record_of, f"{row.operation} {row.shape}")
+            yield from findings_in(row, machine, record_of, f"{row.operation} {row.shape}")
         query = select(runs).where(~is_hidden(RUNS)) if RUNS in self._marked else select(runs)
         for row, machine in self._rows_with_machines(query, runs.c.id):
-            yield from _findings(row, machine, run_of, f"run of {row.model}")
+            yield from findings_in(row, machine, run_of, f"run of {row.model}")
+
+    def _machines(self, device: str | None = None) -> Machines:
+        with self._database.reading() as connection:
+            return read_machines(connection, self.name, device)
 
     def _read(self, read: Callable[[Row[Any], Fingerprint], T], row: Row[Any], machine: Fingerprint) -> T | None:
         """Decode a row; None, and it counts as unread, where this version does not understand it."""
@@ -451,56 +423,6 @@ class Store:
             if row.fingerprint_id not in machines:  # another process met a new machine since
                 machines = self._machines()
             yield row, machines[row.fingerprint_id]
-
-    def _machines(self, device: str | None = None) -> _Machines:
-        query = select(fingerprints.c.id, fingerprints.c.content)
-        if device is not None:
-            query = query.where(fingerprints.c.device == device)
-        with self._database.reading() as connection:
-            rows = connection.execute(query).all()
-        try:
-            return _Machines({number: msgspec.json.decode(text, type=Fingerprint) for number, text in rows}, self.name)
-        except (msgspec.MsgspecError, TypeError) as error:  # a damaged file: a blank in place of text
-            raise StoreError(f"{self.name} holds a fingerprint that cannot be read: {error}") from None
-
-    def _ids(self, connection: Connection, machines: Collection[Fingerprint]) -> dict[Fingerprint, int]:
-        new = {_hash(machine): machine for machine in machines if machine not in self._fingerprint_ids}
-        ids = {machine: self._fingerprint_ids[machine] for machine in machines if machine in self._fingerprint_ids}
-        if new:
-            rows = [{"hash": key, "device": new[key].device, "content": _json(new[key])} for key in sorted(new)]
-            insert_new(connection, fingerprints, rows)
-            query = select(fingerprints.c.hash, fingerprints.c.id).where(fingerprints.c.hash.in_(new))
-            ids |= {new[key]: number for key, number in connection.execute(query)}
-        return ids
-
-
-def _findings(
-    row: Row[Any], machine: Fingerprint, read: Callable[[Row[Any], Fingerprint], Record | RunRecord], what: str
-) -> Iterator[Finding]:
-    """Yield what is wrong with a row: it cannot be read, is not what its key says, or is implausible."""
-    try:
-        entry = read(row, machine)
-    except InputError as error:
-        yield Finding(key=row.key, what=what, reason=str(error))
-        return
-    if entry.key != row.key:
-        yield Finding(key=row.key, what=what, reason="was changed in the database: its content has another key")
-    elif isinstance(entry, Record) and (finding := _finding(row.key, entry)):
-        yield finding
-
-
-def _finding(key: str, record: Record) -> Finding | None:
-    reason = implausible(record)
-    words = f"{record.operation} {'x'.join(map(str, record.shape))} {record.dtype}"
-    return Finding(key=key, what=words, reason=reason) if reason else None
-
-
-def _json(fingerprint: Fingerprint) -> str:
-    return json.dumps(asdict(fingerprint), sort_keys=True, ensure_ascii=False)
-
-
-def _hash(fingerprint: Fingerprint) -> str:
-    return hashlib.sha256(_json(fingerprint).encode()).hexdigest()
 
 
 def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:

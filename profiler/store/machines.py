@@ -1,0 +1,60 @@
+"""Machines in the timing database, and the numbers that rows have of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+
+import msgspec
+from sqlalchemy import Connection, select
+
+from autoplan.base.errors import StoreError
+from autoplan.profiler.record import Fingerprint
+from autoplan.profiler.store.schema import DAMAGED, fingerprints, insert_new
+
+
+class Machines(dict[int, Fingerprint]):
+    """Machines by the number that rows have of them, in the database of a name."""
+
+    def __init__(self, machines: dict[int, Fingerprint], name: str) -> None:
+        super().__init__(machines)
+        self._name = name
+
+    def __missing__(self, number: int) -> Fingerprint:
+        raise StoreError(f"{self._name} {DAMAGED} (it has no machine {number!r})")
+
+
+def read_machines(connection: Connection, name: str, device: str | None = None) -> Machines:
+    """Return the machines in the database of a name, or those with a device."""
+    query = select(fingerprints.c.id, fingerprints.c.content)
+    if device is not None:
+        query = query.where(fingerprints.c.device == device)
+    rows = connection.execute(query).all()
+    try:
+        return Machines({number: msgspec.json.decode(text, type=Fingerprint) for number, text in rows}, name)
+    except (msgspec.MsgspecError, TypeError) as error:  # a damaged file: a blank in place of text
+        raise StoreError(f"{name} holds a fingerprint that cannot be read: {error}") from None
+
+
+def numbers_of(
+    connection: Connection, machines: Collection[Fingerprint], known: Mapping[Fingerprint, int]
+) -> dict[Fingerprint, int]:
+    """Return the numbers of machines, some of which are known, and add those that are new."""
+    new = {_hash(machine): machine for machine in machines if machine not in known}
+    numbers = {machine: known[machine] for machine in machines if machine in known}
+    if new:
+        rows = [{"hash": key, "device": new[key].device, "content": _json(new[key])} for key in sorted(new)]
+        insert_new(connection, fingerprints, rows)
+        query = select(fingerprints.c.hash, fingerprints.c.id).where(fingerprints.c.hash.in_(new))
+        numbers |= {new[key]: number for key, number in connection.execute(query)}
+    return numbers
+
+
+def _json(fingerprint: Fingerprint) -> str:
+    return json.dumps(asdict(fingerprint), sort_keys=True, ensure_ascii=False)
+
+
+def _hash(fingerprint: Fingerprint) -> str:
+    return hashlib.sha256(_json(fingerprint).encode()).hexdigest()
