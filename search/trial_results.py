@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median, stdev
 
@@ -38,7 +39,9 @@ def read_result(folder: Path, log: LogReader, status: JobStatus, *, seconds: flo
                 raise InputError(f"{outcome}: holds no step times")
         except InputError as error:
             return make_result("failed", str(error), seconds=seconds)
-        return _timed("measured", report.step_s, peak_bytes=max(report.peak_bytes, default=None), seconds=seconds)
+        peak_bytes = max(report.peak_bytes, default=None)
+        result = _timed("measured", report.step_s, peak_bytes=peak_bytes, seconds=seconds)
+        return replace(result, other_load=report.other_load)
     words, refusal = LogEnd(), ""
     for name in (LOG, MESSAGES):
         for line in _lines(folder / name):

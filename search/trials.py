@@ -12,7 +12,7 @@ from pathlib import Path
 
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import refused_writes
-from autoplan.base.units import format_seconds
+from autoplan.base.units import format_percent, format_seconds
 from autoplan.frameworks.logs import Batch, LoggedRun, LogReader
 from autoplan.jobs.job import LOG, MESSAGES, OUTCOME, PLAN, Jobs, JobStatus, SilentError
 from autoplan.search.trial_results import make_result, read_result
@@ -253,6 +253,8 @@ class Trials:
         if result.step_s is not None:
             predicted = format_seconds(self.tuning.plans[at].step_s)
             parts[0] += f" {format_seconds(result.step_s)} a step, predicted {predicted}"
+            if result.other_load is not None:
+                parts[0] += f", other load {format_percent(result.other_load)}"
         elif result.reason:
             parts[0] += f": {result.reason}"
         view = self.tuning.state()

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 import msgspec
@@ -69,6 +69,7 @@ class TrialResult:
     step_s: float | None = None
     spread: float = RUN_SPREAD
     peak_bytes: float | None = None
+    other_load: float | None = None  # share of the machine that others used, where it was told
     seconds: float = 0.0  # that it held the devices
 
 
@@ -268,12 +269,6 @@ def _tuned(trial: FrozenTrial, at: int) -> TunedTrial:
     attributes = trial.user_attrs
     result = None
     if trial.state.is_finished():
-        result = TrialResult(
-            how=attributes.get("how", "lost"),
-            reason=attributes.get("reason", ""),
-            step_s=attributes.get("step_s"),
-            spread=attributes.get("spread", RUN_SPREAD),
-            peak_bytes=attributes.get("peak_bytes"),
-            seconds=attributes.get("seconds", 0.0),
-        )
+        names = [field.name for field in fields(TrialResult) if field.name in attributes]
+        result = TrialResult(**{"how": "lost"} | {name: attributes[name] for name in names})
     return TunedTrial(number=trial.number, at=at, job=attributes.get("job", ""), result=result)

@@ -395,7 +395,7 @@ RUNNING = JobStatus(state="running")
 
 
 def finish(folder: Path, *step_s: float) -> JobStatus:
-    held = {"measured": {"losses": [], "step_s": step_s, "peak_bytes": [1e9], "device": "h100-sxm"}}
+    held = {"measured": {"losses": [], "step_s": step_s, "peak_bytes": [1e9], "device": "h100-sxm", "other_load": 0.03}}
     (folder / OUTCOME).write_text(json.dumps(held))
     return ENDED
 
@@ -468,6 +468,8 @@ def test_every_way_to_end_is_a_result_with_its_reason_and_the_study_goes_on(
     ended, trials, lines = trials_of(tmp_path, problem, plans, cluster, Budget(trials=10), limit_s=0.2)
     results = [one.result for one in trials]
     assert all(result is not None for result in results)
+    assert [result.other_load for result in results if result] == [0.03] + [None] * 9
+    assert any("trial 0" in line and ", other load 3.0 %" in line for line in lines)
     assert [result.how for result in results if result] == [
         "measured", "oom", "failed", "failed", "failed", "failed", "lost", "timeout", "slower", "measured",
     ]  # fmt: skip

@@ -383,8 +383,10 @@ def _print_listed(
         print(f"autoplan: the first {limit:,} are shown: raise --limit or narrow the choice", file=sys.stderr)
     if json:
         _print_json(rows)
-    else:
+    elif rows:
         _print_rows(columns, rows, numbers=numbers)
+    else:
+        print("autoplan: the database holds none that is like that", file=sys.stderr)
 
 
 def _print_rows(
