@@ -215,7 +215,7 @@ def test_push_quarantines_what_cannot_be(folder: Path, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch, open_store(str(folder / "a.db")) as store:
         # As an older program would add it.
         patch.setattr(
-            "autoplan.profiler.store.findings.implausible", lambda record: ""
+            "autoplan.profiler.store.plausible.implausible", lambda record: ""
         )  # as an older program would add it
         store.add([BAD])
     assert re.match(

@@ -82,7 +82,7 @@ def _measured(
     cluster: ClusterSpec, framework: Framework, url: str | None, timings: TimingTable
 ) -> Iterator[MeasuredRun]:
     from autoplan.profiler.store import Choice  # brings SQLAlchemy
-    from autoplan.profiler.store.match import match
+    from autoplan.profiler.store.machines import match
 
     machine = described_machine(cluster)
     by_match: dict[int, list[RunRecord]] = {}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from autoplan.profiler.store.choice import ALL, Choice
 from autoplan.profiler.store.chosen_timings import HostsApart
 from autoplan.profiler.store.database import default_path, open_database
-from autoplan.profiler.store.findings import Finding
+from autoplan.profiler.store.machines import match
 from autoplan.profiler.store.marks import Mark
-from autoplan.profiler.store.match import match
+from autoplan.profiler.store.plausible import Finding
 from autoplan.profiler.store.store import Added, Holding, Store
 
 __all__ = [

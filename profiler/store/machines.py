@@ -1,4 +1,4 @@
-"""Machines in the timing database, and the numbers that rows have of them."""
+"""Machines in the timing database: the numbers that rows have of them, and how much alike two are."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import msgspec
 from sqlalchemy import Connection, select
 
 from autoplan.base.errors import StoreError
-from autoplan.profiler.record import Fingerprint
+from autoplan.profiler.record import SETTINGS, Fingerprint, settings_differ
 from autoplan.profiler.store.schema import DAMAGED, fingerprints, insert_new
+from autoplan.spec.measurement import Match
 
 
 class Machines(dict[int, Fingerprint]):
@@ -58,3 +59,27 @@ def _json(fingerprint: Fingerprint) -> str:
 
 def _hash(fingerprint: Fingerprint) -> str:
     return hashlib.sha256(_json(fingerprint).encode()).hexdigest()
+
+
+def match(measured: Fingerprint, target: Fingerprint) -> Match | None:
+    """Rate how well measurements of the machine `measured` serve `target`; None where the device differs.
+
+    Blank is unknown, and what is unknown on either side is no match beyond the device.  Drivers and hosts do not count:
+    an update must not orphan what was measured before it.  A power cap or highest clock that differs does, where both
+    are known: it makes another machine of the same device.
+    """
+    if measured.device != target.device:
+        return None
+    if any(settings_differ(getattr(measured, name), getattr(target, name)) for name in SETTINGS):
+        return Match.POWER
+    parts = ("torch", "collectives", "topology")
+    if measured.torch and all(getattr(measured, part) == getattr(target, part) for part in parts):
+        return Match.EXACT
+    if _major(measured.runtime) and _major(measured.runtime) == _major(target.runtime):
+        return Match.RUNTIME
+    return Match.DEVICE
+
+
+def _major(runtime: str) -> str:
+    """Return 'cuda 13' of 'cuda 13.0'."""
+    return runtime.partition(".")[0]

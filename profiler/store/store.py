@@ -19,9 +19,8 @@ from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store.choice import ALL, Choice
 from autoplan.profiler.store.chosen_timings import HostsApart, beside_products
 from autoplan.profiler.store.database import Database
-from autoplan.profiler.store.findings import Finding, finding_of, findings_in
 from autoplan.profiler.store.kept_timings import serving_timings
-from autoplan.profiler.store.machines import Machines, numbers_of, read_machines
+from autoplan.profiler.store.machines import Machines, match, numbers_of, read_machines
 from autoplan.profiler.store.marks import (
     OPERATIONS,
     RUNS,
@@ -36,8 +35,8 @@ from autoplan.profiler.store.marks import (
     marks_of,
     quarantine,
 )
-from autoplan.profiler.store.match import match
 from autoplan.profiler.store.overview import team_overview
+from autoplan.profiler.store.plausible import Finding, finding_of, findings_in
 from autoplan.profiler.store.rows import record_of, record_row, run_of, run_row, shape_of
 from autoplan.profiler.store.schema import DAMAGED, insert_new, records, runs
 from autoplan.profiler.tasks import TaskKey
