@@ -24,7 +24,7 @@ def test_a_name_that_no_recipe_knows_has_none() -> None:
         ("DeepSpeed ZeRO-3 (HF)", "2026", "deepspeed-hf"),
         ("DeepSpeed ZeRO-3", "2023", "deepspeed-hf"),
         ("DeepSpeed ZeRO-3", "2021", "deepspeed-2021"),
-        ("MaxText", "2025", "xla"),
+        ("MaxText", "2025", "maxtext"),
         ("Alpa (JAX/XLA)", "2021", "alpa"),
         ("OneFlow LiBai 0.2.0", "2022", "oneflow"),
     ],
