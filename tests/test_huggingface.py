@@ -242,6 +242,25 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("nomic_bert", "nomic_bert", {"head_dim": 16, "pad_token_id": 0}),
     ("xlm", "xlm", {"emb_dim": 96, "n_heads": 6, "n_layers": 6}),
     ("flaubert", "flaubert", {"emb_dim": 96, "n_heads": 6, "n_layers": 6}),
+    (
+        "kimi_linear, in an irregular order",
+        "kimi_linear",
+        {
+            **{key: DEEPSEEK[key] for key in DEEPSEEK if key not in ("q_lora_rank", "n_group", "topk_group")},
+            **{"num_experts": 8, "num_experts_per_token": 2, "num_shared_experts": 2, "linear_head_dim": 20},
+            **{"linear_num_heads": 3, "linear_conv_kernel_dim": 5},
+            "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 3, "full_attention"],
+            "mlp_layer_types": ["dense", *["sparse"] * 5],
+        },
+    ),
+    (
+        "flint",
+        "flint",
+        {
+            **{"num_experts": 6, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 44, "head_dim": 20},
+            "layer_types": ["full_attention", "full_attention", *["sliding_attention"] * 3, "full_attention"],
+        },
+    ),
     ("electra", "electra", {"embedding_size": 40}),
     ("electra, as wide", "electra", {"embedding_size": 96}),
     ("albert", "albert", {"embedding_size": 40}),
@@ -360,6 +379,28 @@ def test_nomic_files_of_both_spellings_are_read_alike() -> None:
 
 def test_no_type_is_both_read_and_refused_for_a_part() -> None:
     assert not set(model_types()) & set(read_table(shipped()["huggingface"])["uncovered"])
+
+
+def test_layers_in_an_irregular_order_are_a_pattern() -> None:
+    """Kimi Linear's last layer sees all beside every fourth; its file counts layers from one."""
+    config: dict[str, Any] = {  # huggingface.co/moonshotai/Kimi-Linear-48B-A3B-Instruct/blob/main/config.json
+        **{"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "hidden_size": 2304},
+        **{"num_hidden_layers": 27, "num_attention_heads": 32, "intermediate_size": 9216, "vocab_size": 163840},
+        **{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        **{"num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1, "moe_intermediate_size": 1024},
+        **{"first_k_dense_replace": 1, "tie_word_embeddings": False},
+        "linear_attn_config": {
+            **{"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32},
+            "short_conv_kernel_size": 4,
+        },
+    }
+    model = read_huggingface(config, "kimi-linear")
+    assert model.layer_pattern == "L-LELE*E" + "LELELE*E" * 5 + "LELE*E"
+    assert count_parameters(model) == pytest.approx(49.1e9, rel=0.002)
+    assert count_parameters(model, active=True) == pytest.approx(3e9, rel=0.2)
+    wrong = {**config["linear_attn_config"], "full_attn_layers": "all"}
+    with pytest.raises(InputError, match=r"full_attn_layers must be a list of layer numbers, got 'all'"):
+        read_huggingface({**config, "linear_attn_config": wrong}, "kimi-linear")
 
 
 def test_layers_of_a_hybrid_with_a_feed_forward_block_each_are_two() -> None:
@@ -644,7 +685,6 @@ def test_the_two_spellings_of_a_hybrid_are_one_model() -> None:
         (DEEPSEEK_V3, {"attention_bias": True}, ["attention_bias", "True", "deepseek_v3"]),
         (DEEPSEEK_V3, {"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
         (DEEPSEEK_V3, {"num_experts_per_tok": 300}, ["experts_per_token", "300"]),
-        (GPT_OSS_20B, {"layer_types": ["full_attention"] * 20 + ["sliding_attention"] * 4}, ["sliding_window"]),
         (GPT_OSS_20B, {"layer_types": ["full_attention"] * 3}, ["layer_types", "3", "24"]),
         (GPT_OSS_20B, {"layer_types": ["linear_attention"] * 24}, ["layer_types", "'linear_attention'"]),
         (QWEN3_30B_A3B, {"mlp_only_layers": [5]}, ["mlp_only_layers", "[5]"]),

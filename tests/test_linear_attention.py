@@ -104,5 +104,5 @@ def test_tensor_parallelism_divides_key_heads_and_contexts_are_not_split(
 
 
 def test_a_window_beside_it_is_refused() -> None:
-    with pytest.raises(InputError, match="neither window nor layer_pattern"):
+    with pytest.raises(InputError, match="with window in a layer_pattern"):
         replace(SMALL, window=128)

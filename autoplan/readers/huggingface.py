@@ -212,7 +212,7 @@ class _Config:
             # Two thirds of what the file says, in whole blocks (modeling_lfm2.py, Lfm2MLP).
             block = self.count(self.rules["narrowed"]["blocks_of"]) or 1
             result["ffn_size"] = -(-int(2 * result["ffn_size"] / 3) // block) * block
-        return result | self.window(result["num_layers"])
+        return result | self.window(result)
 
     def check_only(self) -> None:
         """Refuse what ModelSpec cannot express."""
@@ -319,8 +319,12 @@ class _Config:
                 raise InputError(f"{key} holds {_show(item)}; known: {', '.join(allowed)}")
         return value
 
-    def window(self, num_layers: int) -> dict[str, Any]:
-        """`full_attention_interval`, and `window`, where some layers attend to a window, or linearly."""
+    def window(self, sizes: dict[str, Any]) -> dict[str, Any]:
+        """Where some layers attend to a window, or linearly: which, and of what size.
+
+        In a regular order, or in a `layer_pattern` of two symbols a layer of `sizes`.
+        """
+        num_layers = sizes["num_layers"]
         rule = self.rules.get("window")
         if not rule or ("switch" in rule and _typed(rule["switch"], self.assumed(rule["switch"]), bool) is not True):
             return {}
@@ -332,6 +336,11 @@ class _Config:
             sees_all = [kind == _FULL for kind in self.kinds("layer_types", (_FULL, *limited_kinds))]
             if len(sees_all) != num_layers:
                 raise InputError(f"layer_types has {len(sees_all)} entries, the model has {num_layers} layers")
+        elif "full_layers" in rule and self.get(rule["full_layers"]) not in (_ABSENT, None):
+            numbers = self.get(rule["full_layers"])  # from one
+            sees_all = [at + 1 in numbers for at in range(num_layers)] if isinstance(numbers, list) else []
+            if not any(sees_all):
+                raise InputError(f"{rule['full_layers']} must be a list of layer numbers, got {_show(numbers)}")
         elif "first" in rule:
             first = self.count(rule["first"])
             sees_all = [at < first for at in range(num_layers)]
@@ -346,8 +355,12 @@ class _Config:
         interval = (full[0] + 1 if len(full) == 1 else full[1] - full[0]) if full else 0
         offset = interval - 1 - full[0] if full else 0
         if full and (offset < 0 or sees_all != [(at + 1 + offset) % interval == 0 for at in range(num_layers)]):
-            limited = f"with a window ({rule['size']})" if size else "with linear attention"
-            raise InputError(f"layers that see all and layers {limited} are not in a regular order")
+            limited, moe = "W" if size else "L", Experts(**sizes["moe"]) if "moe" in sizes else None
+            second = ["E" if moe and moe.has_layer(at) else "-" for at in range(num_layers)]
+            pattern = "".join(
+                ("*" if sees else limited) + behind for sees, behind in zip(sees_all, second, strict=True)
+            )
+            return {"layer_pattern": pattern, "num_layers": 2 * num_layers} | ({"window": size} if size else {})
         fields = {"full_attention_interval": interval, "full_attention_offset": offset}
         return fields | ({"window": size} if size else {})
 

@@ -41,11 +41,13 @@ ENCODER_BLOCKS = {
     Block.MLP: Block.ENCODER_MLP,
 }
 
-# Symbols of `layer_pattern`, those of Megatron-Core's hybrid models, and one of a convolution.
+# Symbols of `layer_pattern`: * M - E are those of Megatron-Core's hybrid models.
 PATTERN_SYMBOLS = {
     "*": Block.ATTENTION,
     "M": Block.MAMBA,
     "C": Block.CONVOLUTION,
+    "W": Block.WINDOW_ATTENTION,
+    "L": Block.LINEAR_ATTENTION,
     "-": Block.MLP,
     "E": Block.MOE,
 }
@@ -92,6 +94,10 @@ class Experts:
         if self.latent_size is not None:
             check_count("moe.latent_size", self.latent_size, at_most=MAX_SIZE)
 
+    def has_layer(self, at: int) -> bool:
+        """Return whether the layer of that number, from 0, has experts."""
+        return at >= self.num_dense_layers and (at + 1) % self.interval == 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba:
@@ -124,15 +130,20 @@ class Mamba:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttention:
-    """A gated delta net (arXiv:2412.06464): heads with a state of key x value width in place of a cache."""
+    """A gated delta net (arXiv:2412.06464): heads with a state of key x value width in place of a cache.
+
+    Of Kimi delta attention (arXiv:2510.26692), whose key channels decay one by one, gates have a `gate_rank`.
+    """
 
     num_key_heads: int
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int
     conv_kernel: int = 4
+    gate_rank: int = 0
 
     def __post_init__(self) -> None:
+        check_count("linear_attention.gate_rank", self.gate_rank, at_least=0, at_most=MAX_SIZE)
         for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel"):
             check_count(f"linear_attention.{name}", getattr(self, name), at_most=MAX_SIZE)
         if self.num_value_heads % self.num_key_heads:
@@ -289,8 +300,8 @@ class ModelSpec:
         check_count("activation_parameters", self.activation_parameters, at_least=0, at_most=10**4)
         if self.bidirectional and (self.linear_attention or self.layer_pattern):
             raise InputError("bidirectional attention goes with neither linear_attention nor layer_pattern")
-        if self.linear_attention and (self.window is not None or self.layer_pattern is not None):
-            raise InputError("linear_attention goes with neither window nor layer_pattern")
+        if self.linear_attention and self.layer_pattern is None and self.window is not None:
+            raise InputError("linear_attention goes with window in a layer_pattern (L and W) only")
         if self.position_embedding in ("learned", "relative") and not self.max_positions:
             raise InputError(f"position_embedding = {self.position_embedding!r} needs max_positions")
         self._check_cross_attention()
@@ -322,8 +333,9 @@ class ModelSpec:
             raise InputError(f"layer_pattern knows only {' '.join(PATTERN_SYMBOLS)}, got {sorted(unknown)}")
         if "M" in self.layer_pattern and self.mamba is None:
             raise InputError("layer_pattern has Mamba layers: give the mamba table")
-        if "C" in self.layer_pattern and not self.short_conv_kernel:
-            raise InputError("layer_pattern has convolutions: give short_conv_kernel")
+        for symbol, field in (("C", "short_conv_kernel"), ("W", "window"), ("L", "linear_attention")):
+            if symbol in self.layer_pattern and not getattr(self, field):
+                raise InputError(f"layer_pattern has the symbol {symbol}: give {field}")
         if "E" in self.layer_pattern and self.moe is None:
             raise InputError("layer_pattern has MoE layers: give the moe table")
 
@@ -426,7 +438,4 @@ def _attention_of(model: ModelSpec, layer: int) -> Block:
 
 
 def _ffn_of(model: ModelSpec, layer: int) -> Block:
-    moe = model.moe
-    if moe is None or layer < moe.num_dense_layers or (layer + 1) % moe.interval:
-        return Block.MLP
-    return Block.MOE
+    return Block.MOE if model.moe is not None and model.moe.has_layer(layer) else Block.MLP

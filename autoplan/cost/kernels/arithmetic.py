@@ -259,6 +259,18 @@ def _convolution(model: ModelSpec) -> BlockShape:
 def _linear_attention(model: ModelSpec) -> BlockShape:
     net, hidden = model.linear_attention, model.hidden_size
     assert net is not None
+    if rank := net.gate_rank:
+        return BlockShape(
+            linears=(
+                Linear("in", hidden, net.conv_width + net.num_value_heads, "column"),  # and the step of every head
+                Linear("gates_down", hidden, 2 * rank, "replicated"),
+                Linear("decay_up", rank, net.key_width, "column"),
+                Linear("gate_up", rank, net.value_width, "column"),
+                Linear("out", net.value_width, hidden, "row"),
+            ),
+            num_norm_parameters=_block_norms(model) + net.value_head_dim,
+            num_other_parameters=net.conv_width * net.conv_kernel + net.key_width + net.num_value_heads,
+        )
     # Queries, keys, values and their gate; decay and step of every head.
     width = net.conv_width + net.value_width + 2 * net.num_value_heads
     return BlockShape(

@@ -84,7 +84,8 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     elif block is Block.LINEAR_ATTENTION and model.linear_attention:
         # Projections, what is convolved, scores of a chunk a head, and values before and after their norm and gate.
         net = model.linear_attention
-        wide = shape.linears[0].out_size + net.conv_width + DELTA_CHUNK_TOKENS * net.num_value_heads
+        projected = sum(linear.out_size for linear in shape.linears[:-1])
+        wide = projected + net.conv_width + DELTA_CHUNK_TOKENS * net.num_value_heads
         parts = {None: element * rank_tokens(problem, batch) * (wide + 2 * net.value_width) / batch.tp}
     elif block is Block.CONVOLUTION:
         # The projection, what is convolved before and after, and the product that the last matrix takes.
