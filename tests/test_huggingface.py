@@ -277,6 +277,7 @@ ROUNDED: list[tuple[str, dict[str, Any]]] = [
     ("roformer", {}),
     ("gte", {}),
     ("jamba", {}),
+    ("xlnet", {}),
     ("mpnet", {}),
     ("esm", {"vocab_size": 33, "position_embedding_type": "rotary", "pad_token_id": 1, "mask_token_id": 32}),
 ]

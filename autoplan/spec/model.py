@@ -220,6 +220,8 @@ class ModelSpec:
     qkv_bias: bool = False
     attention_output_bias: bool = False
     attention_sinks: bool = False
+    # Queries that share keys and values: 2 where a token is also predicted without seeing itself (XLNet), by distance.
+    attention_streams: int = 1
     attention_output_gate: bool = False  # as wide as the queries, on the output of softmax attention
     qk_norm: Literal["none", "head", "full"] = "none"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -296,6 +298,7 @@ class ModelSpec:
         if self.window is not None:
             check_count("window", self.window)
         check_count("short_conv_kernel", self.short_conv_kernel, at_least=0, at_most=10**4)
+        check_count("attention_streams", self.attention_streams, at_most=2)
         check_count("token_types", self.token_types, at_least=0, at_most=10**4)
         check_count("activation_parameters", self.activation_parameters, at_least=0, at_most=10**4)
         if self.bidirectional and (self.linear_attention or self.layer_pattern):
@@ -362,6 +365,7 @@ class ModelSpec:
             "an embedding narrower than the layers": self.embedding_size is not None,
             "short convolutions": self.short_conv_kernel > 0,
             "time steps of Mamba of low rank": self.mamba is not None and self.mamba.dt_rank > 0,
+            "two streams of attention": self.attention_streams > 1,
             "an encoder": self.encoder is not None,
         }
         return tuple(words for words, is_there in parts.items() if is_there)

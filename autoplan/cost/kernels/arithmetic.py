@@ -120,15 +120,20 @@ def _attention(model: ModelSpec) -> BlockShape:
     qkv = width * (2 if model.attention_output_gate else 1) + kv
     norms = {"none": 0, "head": 2 * model.qk_head_dim, "full": width + kv_width}[model.qk_norm]
     norms *= _norm_vectors(model)
+    # Of two streams: keys of distances; biases of contents, distances and segments, and two segments.
+    distances = (Linear("distances", hidden, width, "column"),) if model.attention_streams > 1 else ()
     return BlockShape(
         linears=(
+            *distances,
             Linear(
                 "qkv", hidden, qkv, "column", has_bias=model.qkv_bias, grouped_out_size=kv, num_groups=model.kv_heads
             ),
             Linear("out", width, hidden, "row", has_bias=model.attention_output_bias),
         ),
         num_norm_parameters=_block_norms(model) + norms,
-        num_other_parameters=heads * model.attention_sinks + _relative_table(model) * model.relative_in_layers,
+        num_other_parameters=heads * model.attention_sinks
+        + _relative_table(model) * model.relative_in_layers
+        + 5 * width * len(distances),
     )
 
 
@@ -544,7 +549,8 @@ def model_flops_per_token(
                 spared += 2 * share * linear.num_weights * linear.is_frozen
             if block in ATTENTION_BLOCKS:
                 context = float(attention_context(model, block, seq_len))
-                forward += 2 * context * model.num_heads * (model.qk_head_dim + model.v_head_dim)
+                scores = 2 * context * model.num_heads * (model.qk_head_dim + model.v_head_dim)
+                forward += model.attention_streams * scores
             if block is Block.MAMBA and model.mamba:
                 forward += mamba_scan_flops_per_token(model)
             if block is Block.CONVOLUTION:

@@ -77,7 +77,11 @@ UNALIGNED_HEAD_SHARE = 0.1  # batched GEMMs whose head_dim is no multiple of 8 l
 def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     """Time of the attention core on one rank."""
     elsewhere = np.where(batch.cp_kind == ContextParallelKind.RING.code, (batch.cp - 1) / batch.cp, 0.0)
-    factor = problem.calibration.attention * (1.0 + (problem.framework.kernels.ring_attention_factor - 1.0) * elsewhere)
+    factor = (
+        problem.model.attention_streams
+        * problem.calibration.attention
+        * (1.0 + (problem.framework.kernels.ring_attention_factor - 1.0) * elsewhere)
+    )
     if not problem.fuses_attention:
         return _unfused_s(problem, batch, block, factor)
     model, training, device = problem.model, problem.training, problem.device

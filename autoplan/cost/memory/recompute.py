@@ -222,7 +222,7 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     else:
         always_kept = always_kept + 4.0 * tokens * heads  # the logarithms of the softmax sums
     parts[None] = always_kept
-    return parts
+    return {module: size * model.attention_streams for module, size in parts.items()}
 
 
 def _output_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floats:
