@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -288,6 +289,21 @@ def test_ctrl_c_does_not_reach_what_ranks_are_forked_from(tmp_path: Path) -> Non
         status = Path(f"/proc/{server}/status").read_text()
     blocked, ignored = (int(status.split(f"{name}:")[1].split()[0], 16) for name in ("SigBlk", "SigIgn"))
     assert blocked & ignored & 1 << (signal.SIGINT - 1)
+
+
+def test_a_rank_ends_with_its_program_whatever_it_does(tmp_path: Path) -> None:
+    program = (
+        "import functools; from autoplan.base.processes import Children, RankPlace; from faulty_ranks import end_late\n"
+        f"work = functools.partial(end_late, after_s=600.0, mark={str(tmp_path / 'ended')!r})\n"
+        "ranks = Children(work, None, 1, limit_s=600.0)\nranks.start()\nprint(*ranks.pids, flush=True)\nranks.answer()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE) as started_here:
+        assert started_here.stdout is not None
+        rank = psutil.Process(int(started_here.stdout.readline()))
+        started_here.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        rank.wait(timeout=60)
 
 
 def test_a_leading_rank_may_end_in_its_own_time_unless_something_is_wrong(tmp_path: Path) -> None:

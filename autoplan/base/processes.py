@@ -384,6 +384,7 @@ def _be_rank(place: RankPlace, work: Work, line: Connection) -> None:
     gc.freeze()  # what was loaded before is no garbage: to look for some among torch takes half a second every time
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the program decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_program, daemon=True).start()
     os.dup2(2, 1)  # results go to standard output, and libraries such as NCCL write there too
     if not place.launcher:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
@@ -392,3 +393,11 @@ def _be_rank(place: RankPlace, work: Work, line: Connection) -> None:
     except ImportError as error:
         line.send(Fault(text=f"cannot start: {error}"))
         os._exit(2)
+
+
+def _end_with_program() -> None:
+    """End this rank when the program that started it is gone: it may be waiting for ranks that will never come."""
+    program = multiprocessing.parent_process()
+    assert program is not None
+    program.join()
+    os._exit(2)
