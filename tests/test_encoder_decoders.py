@@ -226,6 +226,7 @@ def test_attention_is_all_you_need(changes: dict[str, Any], published: float, re
     )
     plan = found.file.best.plan
     assert (plan.dp, plan.tp, plan.pp, plan.cp) == (8, 1, 1, 1)
+    assert any("as many tokens of a sample as its decoder, 64: --encoder-len" in text for text in found.warnings)
 
 
 @pytest.mark.parametrize(

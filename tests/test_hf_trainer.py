@@ -50,6 +50,11 @@ def test_a_script_without_fsdp_is_read_as_copies_and_says_so() -> None:
     assert matters(launch) == {"fsdp"}
 
 
+def test_recomputation_goes_by_its_name_of_today_and_by_the_former_one() -> None:
+    new = read(SCRIPT.format("").replace("--gradient_checkpointing", "--activation_checkpointing"), LaunchContext())
+    assert replace(new, options=of().options) == of()
+
+
 @pytest.mark.parametrize(
     ("words", "sharding", "recompute"),
     [

@@ -58,7 +58,7 @@ def test_published_configs_have_the_parameters_of_their_checkpoints() -> None:
 
 
 def test_operations_of_a_convolution_are_those_that_torch_counts() -> None:
-    """Of the forward pass: torch counts the gradient of a convolution of channels as one over all of them."""
+    """The forward pass alone: torch counts the gradient of a convolution of channels as one over all of them."""
     torch = pytest.importorskip("torch")
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -272,12 +272,13 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
     plan, warnings = file.best.plan, []
     if problem.model.left_out:
         warnings.append(f"{problem.model.name} is planned without {problem.model.left_out} of its config.json")
-    if problem.model.cross_attention:
+    encoder = problem.model.encoder
+    if problem.model.cross_attention and encoder and not encoder.patches:
         warnings.append(
-            f"the encoder of {problem.model.name} reads {problem.encoder_len:,} positions of a sample, its decoder "
-            f"{problem.training.seq_len:,} tokens: --encoder-len and --seq-len say other numbers"
+            f"the encoder of {problem.model.name} is taken to read as many tokens of a sample as its decoder, "
+            f"{problem.encoder_len:,}: --encoder-len says another number"
         )
-    elif encoder := problem.model.encoder:
+    elif encoder and not problem.model.cross_attention:
         count = f"{encoder.images} x {encoder.image_tokens:,} tokens of images or sound"
         warnings.append(f"a sample of {problem.model.name} has {count}: --images and --image-tokens say another number")
     if file.best.verdict != "fits":

@@ -19,6 +19,7 @@ from autoplan.cli.remarks import print_written
 from autoplan.frameworks.logs import is_log
 
 if TYPE_CHECKING:
+    from autoplan.api.launch_files import ReadResult
     from autoplan.api.traces import LogResult, TraceResult
 
 OF_A_LAUNCH_FILE = ("model", "devices", "devices_per_node", "seq_len", "variables", "target")
@@ -74,11 +75,11 @@ def read(
     """
     from autoplan.profiler.imports.traces import is_trace
 
-    if files[0].is_dir() or is_trace(files[0]):
-        if any(is_typed(context, name) for name in OF_A_LAUNCH_FILE):
-            raise InputError(
-                f"{files[0]}: traces go with --plan, --db, --out and --json alone: other options are of launch files"
-            )
+    kind = "traces" if files[0].is_dir() or is_trace(files[0]) else "logs" if out is None and is_log(files[0]) else None
+    if kind and any(is_typed(context, name) for name in OF_A_LAUNCH_FILE):
+        beside = "--plan, --db, --out" if kind == "traces" else "--plan, --db"
+        raise InputError(f"{files[0]}: {kind} go with {beside} and --json alone: other options are of launch files")
+    if kind == "traces":
         check_outputs(out, force=force)
         traces = api.traces.read_traces(files, plan=plan, db=whole_url(context, url))
         if out is not None:
@@ -86,11 +87,7 @@ def read(
             print_written(out, quiet=False)
         _print_traces(traces, json=json)
         return
-    if out is None and is_log(files[0]):
-        if any(is_typed(context, name) for name in OF_A_LAUNCH_FILE):
-            raise InputError(
-                f"{files[0]}: logs go with --plan, --db and --json alone: other options are of launch files"
-            )
+    if kind == "logs":
         _print_log(api.traces.read_log(files, plan=plan, db=whole_url(context, url)), json=json)
         return
     if len(files) > 1 or plan is not None or out is not None:
@@ -106,6 +103,10 @@ def read(
         variables=variables or (),
         target=target,
     )
+    _print_launch(result, json=json)
+
+
+def _print_launch(result: ReadResult, *, json: bool) -> None:
     if json:
         typer.echo(result.to_json(), nl=False)
         return

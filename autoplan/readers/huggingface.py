@@ -320,7 +320,7 @@ class _Config:
         return value
 
     def window(self, sizes: dict[str, Any]) -> dict[str, Any]:
-        """Where some layers attend to a window, or linearly: which, and of what size.
+        """Return which layers attend to a window, or linearly, and the size of it.
 
         In a regular order, or in a `layer_pattern` of two symbols a layer of `sizes`.
         """

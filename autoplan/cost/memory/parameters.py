@@ -112,8 +112,8 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
     }
     dense, expert, ends = (blocks.zeros() for _ in range(3))
     for block, count in blocks.count.items():
-        held = np.minimum(count, 1.0) if model.shared_layers else count
-        dense += held * of_block[block].dense[:, None]
+        copies = np.minimum(count, 1.0) if model.shared_layers else count
+        dense += copies * of_block[block].dense[:, None]
         expert += count * of_block[block].expert[:, None]
     table = padded_vocab(problem, batch) * model.table_width / batch.tp
     ends[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.table_width

@@ -81,8 +81,12 @@ def _program(plan_file: PlanFile) -> list[str]:
     holds = "loads its model in bf16 (--dtype bfloat16), and is not told --bf16"
     keeps = "loads its model in bf16 (--dtype bfloat16)"
     recomputes = "recomputes every layer (--gradient_checkpointing true of the Trainer)"
-    held = (loads_bf16(plan), holds if is_unmixed(plan) else keeps)
-    duties = ((plan.tp > 1, loads), (plan.cp > 1, splits), (_recomputes_alone(plan), recomputes), held)
+    duties = (
+        (plan.tp > 1, loads),
+        (plan.cp > 1, splits),
+        (_recomputes_alone(plan), recomputes),
+        (loads_bf16(plan), holds if is_unmixed(plan) else keeps),
+    )
     return [duty for is_needed, duty in duties if is_needed] + peft_duties(plan_file)
 
 

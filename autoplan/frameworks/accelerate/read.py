@@ -70,16 +70,18 @@ def read(text: str, context: LaunchContext) -> Launch:
     options = Options.of_table(parse_yaml(text, "the file") if started is None else started.table)
     options.pass_over(*COSTLESS)
     kind = options.word("distributed_type", {word: word for word in ("FSDP", "MULTI_GPU", "NO", "DEEPSPEED")})
-    told = _told_beside(context) if started is None else None
-    program = (started.settings() if started else _settings(told) if told else {}) | dict(context.variables)
+    beside_file = _options_beside(context) if started is None else None
+    program = (started.settings() if started else _settings(beside_file) if beside_file else {}) | dict(
+        context.variables
+    )
     beside, context = context, started.completed(context) if started else context
     _ask_for_missing(options, program, context, kind)
     assert context.model is not None
     assert context.seq_len is not None
     precision = _precision(options, program)
     training = TrainingSpec(seq_len=context.seq_len, precision=precision)
-    if told is not None:
-        training = replace(training, optimizer=read_optimizer(told))
+    if beside_file is not None:
+        training = replace(training, optimizer=read_optimizer(beside_file))
     if started is not None and started.is_of_trainer:
         training = training_of(started.own, started.program, beside, context.seq_len, precision)
     context = replace(context, num_devices=_devices(options, context, kind))
@@ -176,7 +178,7 @@ def _types(options: Options, program: dict[str, str], training: TrainingSpec, sh
     is_mixed = not _is_open_precision(options) or any(
         program.get(name, "false").casefold() in ("true", "", "1") for name in ("BF16", "FP16")
     )
-    held = Program(
+    described = Program(
         target="accelerate",
         model_key="",
         length_key="",
@@ -184,7 +186,7 @@ def _types(options: Options, program: dict[str, str], training: TrainingSpec, sh
         holds_bf16=_holds_bf16(program),
         autocasts=is_mixed,
     )
-    return held_types(held, sharding)
+    return held_types(described, sharding)
 
 
 def _with_deepspeed(
@@ -264,7 +266,7 @@ def _settings(own: Options) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def _told_beside(context: LaunchContext) -> Options | None:
+def _options_beside(context: LaunchContext) -> Options | None:
     """Return the arguments of the program that is started beside an exported file; None where there is none."""
     script = read_beside(_SCRIPT, context.folder)
     if script is None or YAML not in script[0] or not has_batch(script[0]):

@@ -203,7 +203,7 @@ def _splits(model: ModelSpec) -> bool:
 
 
 def _fits_schedule(workload: Workload, batch: PlanBatch) -> Bools:
-    """Those of several chunks have at least two, and of V-shaped ones it lays out ZBV alone so."""
+    """Return whether its pipelines have the schedule: not ZB-H1, nor DualPipeV."""
     lacks = (batch.schedule == Schedule.ZB_H1.code) | (batch.schedule == Schedule.DUALPIPE_V.code)
     return (batch.pp == 1) | ~lacks
 

@@ -93,6 +93,9 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
 
     TRL trains in bf16, recomputes, and cuts at 1,024 tokens unless it is told otherwise (trl/trainer/sft_config.py).
     """
+    # The name since transformers 5, which knows the former one too (training_args.py).
+    if (switch := options.arguments.pop("activation_checkpointing", None)) is not None:
+        options.arguments.setdefault("gradient_checkpointing", switch)
     if is_trl:
         options.defaults.setdefault("gradient_checkpointing", True)
     raw = plain_values(options)

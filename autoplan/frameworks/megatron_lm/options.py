@@ -277,8 +277,8 @@ def _write_graphs(file: PlanFile) -> dict[str, Value]:
     if graphs == CudaGraphs.NONE:
         return {}
     if graphs == CudaGraphs.FULL_ITERATION:  # what looks for NaN waits for the device
-        whole = {"cuda_graph_impl": "full_iteration", "no_check_for_nan_in_loss_and_grad": True, "te_rng_tracker": True}
-        return {**whole, **(STATIC_EXPERTS if file.model.moe else {})}
+        arguments = {"cuda_graph_impl": "full_iteration", "no_check_for_nan_in_loss_and_grad": True}
+        return {**arguments, "te_rng_tracker": True, **(STATIC_EXPERTS if file.model.moe else {})}
     scopes = graph_scopes(graphs, file.model)
     return {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": scopes, "te_rng_tracker": True}
 

@@ -58,12 +58,12 @@ class _Reader:
 
 def _samples(metadata: object, *, ends: bool) -> float | None:
     """Return the samples so far of a line: those before a block, or with it where it `ends`."""
-    told = metadata if isinstance(metadata, dict) else {}
-    if "samples_count" in told:
-        count = str(told["samples_count"])
+    counted = metadata if isinstance(metadata, dict) else {}
+    if "samples_count" in counted:
+        count = str(counted["samples_count"])
         return 0.0 if count == "0" else quantity(count)
-    first = told.get("first_epoch_num")
-    counts = (first, told.get("epoch_count") if ends else 0)
+    first = counted.get("first_epoch_num")
+    counts = (first, counted.get("epoch_count") if ends else 0)
     return float(sum(counts)) if all(isinstance(count, int) for count in counts) else None  # type: ignore[arg-type]
 
 
