@@ -129,6 +129,8 @@ def test_a_choice_is_hidden_and_approved_at_once(folder: Path) -> None:
     choice = (*on, "--host", "n04", "--since", "2026-11-22", "--until", "2026-11-23", "--operation", "gemm")
     assert len(json.loads(good(folder, "list", *choice, "--json"))) == 3
     assert run(folder, "hide", *choice, "--reason", "fan stood still").stderr == "3 hidden, 0 were already\n"
+    none = run(folder, "hide", *on, "--host", "n40", "--reason", "fan stood still")
+    assert none.stderr == "none is like that: none was hidden; autoplan db list takes the same filters\n"
     assert good(folder, "list", *choice).count("n04") == 0
     listed = json.loads(good(folder, "list", *on, "--review", "hidden", "--json"))
     assert [entry["review"] for entry in listed] == ["hidden"] * 3

@@ -347,7 +347,11 @@ def _mark(
         counts = api.database.change_chosen(choice, typed["reason"], url, hides=hides, runs=typed["runs"])
     if typed["json"]:
         _print_json(counts)
-    print(f"{counts.changed:,} {'hidden' if hides else 'approved'}, {counts.as_before:,} were already", file=sys.stderr)
+    done = "hidden" if hides else "approved"
+    if counts.changed + counts.as_before:
+        print(f"{counts.changed:,} {done}, {counts.as_before:,} were already", file=sys.stderr)
+    else:
+        print(f"none is like that: none was {done}; autoplan db list takes the same filters", file=sys.stderr)
 
 
 db.command(
