@@ -518,6 +518,7 @@ def test_megatron_bridge_has_adapters_of_both_kinds() -> None:
         ("torch", "autoplan", ALL, "the built-in trainer cannot express LoRA"),
         ("megatron-core", "megatron-bridge", replace(ALL, quantization="nf4"), "cannot express frozen weights in nf4"),
         ("transformers", "accelerate", FineTuning(frozen=("embed_tokens",)), "cannot express a frozen embed_tokens"),
+        ("transformers", "accelerate", replace(ALL, targets=("q_proj", "all-linear")), "all-linear stands alone"),
     ],
 )
 def test_what_a_target_would_not_train_so_is_refused(framework: str, target: str, tuned: FineTuning, says: str) -> None:

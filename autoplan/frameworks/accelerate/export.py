@@ -18,7 +18,7 @@ from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, Launc
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS
-from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_by_peft
+from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_by_lora_config
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.fsdp2.rules import rules_offering
 from autoplan.frameworks.hf_trainer.options import WRITTEN_OPTIM
@@ -272,6 +272,6 @@ TARGET = Target(
     rules=("fsdp2", "accelerate"),
     job=job,
     limits=_LIMITS_OF_FILES,
-    refused_tuning=refused_by_peft,
+    refused_tuning=refused_by_lora_config,
     optimizers=tuple(WRITTEN_OPTIM),
 )

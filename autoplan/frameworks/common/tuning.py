@@ -22,6 +22,16 @@ def refused_by_peft(finetuning: FineTuning) -> str:
     return ""
 
 
+def refused_by_lora_config(finetuning: FineTuning) -> str:
+    """Say what of a fine-tuning PEFT's LoraConfig cannot carry, which expands all-linear where it stands alone.
+
+    `_maybe_include_all_linear_layers` of peft/tuners/tuners_utils.py looks for a text that says so, not in lists.
+    """
+    if len(finetuning.targets) > 1 and ALL_LINEAR in finetuning.targets:
+        return f"adapters on {', '.join(finetuning.targets)} ({ALL_LINEAR} stands alone)"
+    return refused_by_peft(finetuning)
+
+
 def peft_files(plan_file: PlanFile) -> tuple[File, ...]:
     """The files of a fine-tuning, none where all weights are trained."""
     finetuning = plan_file.training.finetuning

@@ -15,7 +15,7 @@ from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import usual_rank_order
-from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_by_peft
+from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_by_lora_config
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.deepspeed.options import (
     ACCUMULATION,
@@ -139,6 +139,6 @@ TARGET = Target(
     versions=("0.19.8", _WITH_MICS),
     limits=LIMITS,
     other_limits={_WITH_MICS: _LIMITS_WITH_MICS},
-    refused_tuning=refused_by_peft,
+    refused_tuning=refused_by_lora_config,
     optimizers=("adam", "adam8bit", "adafactor", "lion", "sgd"),
 )

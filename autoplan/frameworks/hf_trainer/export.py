@@ -15,7 +15,7 @@ from autoplan.frameworks.accelerate.rules import RULES
 from autoplan.frameworks.common.job import File, Job, Line, OptionGroup, Target
 from autoplan.frameworks.common.option_table import Value, written
 from autoplan.frameworks.common.rules import Rule
-from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
+from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_lora_config
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.deepspeed import export as deepspeed
 from autoplan.frameworks.deepspeed.rules import RULES as OF_DEEPSPEED
@@ -241,9 +241,7 @@ def _refused_tuning(finetuning: FineTuning) -> str:
     """Say what of a fine-tuning the arguments cannot express; empty where they express all of it."""
     if len(finetuning.targets) == 1 and finetuning.targets != (ALL_LINEAR,):
         return f"adapters on {finetuning.targets[0]} alone (PEFT takes a single name for a pattern: name two or more)"
-    if len(finetuning.targets) > 1 and ALL_LINEAR in finetuning.targets:
-        return f"adapters on {', '.join(finetuning.targets)} ({ALL_LINEAR} stands alone)"
-    return refused_by_peft(finetuning)
+    return refused_by_lora_config(finetuning)
 
 
 TARGET = Target(
