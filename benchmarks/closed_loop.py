@@ -169,8 +169,13 @@ def plans_of(name: str) -> list[ParallelPlan]:
     batch, _ = space.plans(space.cells())
     fits = estimate(problem, batch).memory_bytes <= problem.capacity_bytes
     plans = [batch.plan(int(at)) for at in np.flatnonzero(fits)]
-    even = [plan for plan in plans if plan.layers_per_chunk is None]
-    return even[:: math.ceil(len(even) / MOST_PLANS)]
+    return [plan for plan in plans if plan.layers_per_chunk is None]
+
+
+def compared_plans(name: str) -> list[ParallelPlan]:
+    """Plans that are run, spread evenly over those that there are."""
+    plans = plans_of(name)
+    return plans[:: math.ceil(len(plans) / MOST_PLANS)]
 
 
 def label(plan: ParallelPlan) -> str:
@@ -246,7 +251,7 @@ def measure_all(folder: Path, names: list[str], budget_s: float) -> None:
                 visit(crew, hello, store, name, num_visits=min(at, LAUNCHES), until=until)
                 if wanted := wanting(folder, name, min(at, LAUNCHES)):
                     launch(folder, name, wanted, until)
-                print(f"round {at}, {name}: {len(wanted)} of {len(plans_of(name))} plans launched", flush=True)
+                print(f"round {at}, {name}: {len(wanted)} of {len(compared_plans(name))} plans launched", flush=True)
             if at >= LAUNCHES and not any(wanting(folder, name, LAUNCHES) for name in names):
                 break
 
@@ -255,7 +260,7 @@ def wanting(folder: Path, name: str, num_launches: int) -> list[ParallelPlan]:
     """The plans of a model that have not been launched so often without other load, and did not run out of memory."""
     done = Counter(launch.plan for launch in kept(folder) if launch.model == name and launch.is_clean)
     full = {launch.plan for launch in kept(folder) if launch.model == name and launch.is_full}
-    return [plan for plan in plans_of(name) if done[label(plan)] < num_launches and label(plan) not in full]
+    return [plan for plan in compared_plans(name) if done[label(plan)] < num_launches and label(plan) not in full]
 
 
 def visit(crew: Crew, hello: Hello, store: Store, name: str, *, num_visits: int, until: float) -> None:
@@ -265,7 +270,7 @@ def visit(crew: Crew, hello: Hello, store: Store, name: str, *, num_visits: int,
         model=model,
         framework=load_framework("torch"),
         seq_len=seq_len,
-        tps=tuple(sorted({plan.tp for plan in plans_of(name)})),
+        tps=tuple(sorted({plan.tp for plan in compared_plans(name)})),
         micro_batches=MICRO_BATCHES,
         only=OPERATIONS,
     )
@@ -377,7 +382,7 @@ def track_all(folder: Path, names: list[str], budget_s: float) -> None:
     done = {(launch.model, launch.plan) for launch in kept(folder) if launch.peak_bytes}
     for name in names:
         model, seq_len = MODELS[name]
-        for plan in plans_of(name):
+        for plan in compared_plans(name):
             if (name, label(plan)) in done:
                 continue
             if time.monotonic() - began > budget_s:
@@ -428,7 +433,7 @@ class Compared:
 
 def compare(folder: Path, name: str) -> Compared:
     """Predict the plans of a model that ran clean, from the profile alone."""
-    problem, plans = problem_of(name, folder), plans_of(name)
+    problem, plans = problem_of(name, folder), compared_plans(name)
     launches: dict[str, list[float]] = {label(plan): [] for plan in plans}
     held: dict[str, float] = {}
     full: set[str] = set()
@@ -542,7 +547,7 @@ def findings(name: str, found: Compared) -> list[str]:
         "",
         f"{count_parameters(model) / 1e6:.1f} M parameters: {model.num_layers} layers of {model.hidden_size}, "
         f"vocabulary {model.vocab_size}, {GLOBAL_BATCH} sequences of {seq_len} a step.  {len(found.plans)} of "
-        f"{len(plans_of(name))} plans ran undisturbed, {min(launches)} to {max(launches)} times each "
+        f"{len(compared_plans(name))} plans ran undisturbed, {min(launches)} to {max(launches)} times each "
         f"({LAUNCHES} are wanted); the step rests on {rests}.",
         "",
         f"* error: median {100 * np.median(errors):.1f} %, worst {100 * errors.max():.1f} %, "

@@ -72,8 +72,6 @@ REASONS = {
     "launcher2208-011": "without interleaving m micro-batches wait for pp - 1 more",
     "nemotron-h": "virtual stages of hybrids, which Megatron-Core has from 2026 on (pull request 3377), not "
     "that container",
-    "nvbridge-076": "not believed: dp 64 with micro-batches of 2 took 4.68 s one container before (nvbridge-165), and "
-    "is priced 4.09 s",
     "nvbridge-260": "its recipe repeats 5 of 32 layers, its row all: recompute_num_layers, and 9.07 s measured",
     "nvbridge-290": "its recipe hides expert traffic, which its row does not say (Megatron-Bridge v0.1.0rc4, "
     "scripts/performance/run_script.py: A2A_1F1B on H100)",

@@ -445,12 +445,15 @@ def with_flags(
     return limits
 
 
-def check_words(name: str, book: Rulebook, limits: Limits) -> None:
-    """Refuse limits that ask the framework `name` for a choice that it does not have."""
+def check_words(name: str, book: Rulebook, limits: Limits, unasked: Limits) -> None:
+    """Refuse limits that ask the framework `name` for a choice that it does not have, beyond those `unasked`.
+
+    Where an option means nothing, as scales of fp8 in bf16, the value that stands for that is not the framework's.
+    """
     for axis, values in limits.values:
         row = AXIS[axis]
         words = [word for word in book.words(axis) if row.exact is None or book.offers(row, row.word(word))]
         accepted = words if row.kind is Kind.WORD else values
         for value in values:
-            if value not in accepted:
+            if value not in accepted and value not in unasked.of(axis):
                 raise InputError(f"{name} has no {axis} {value}: known are {', '.join(map(shown, accepted))}")

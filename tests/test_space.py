@@ -19,7 +19,7 @@ from autoplan.frameworks.megatron_lm import rules as megatron_lm
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.nanotron import rules as nanotron
 from autoplan.frameworks.presets import load_framework
-from autoplan.frameworks.registry import BOOKS, book_of
+from autoplan.frameworks.registry import BOOKS
 from autoplan.frameworks.torchtitan import rules as torchtitan
 from autoplan.readers.cluster import load_cluster
 from autoplan.search.limits import (
@@ -27,7 +27,6 @@ from autoplan.search.limits import (
     FORBIDDEN_COUNTS,
     Limits,
     batch_grid,
-    check_words,
     default_limits,
     divisors,
     with_flags,
@@ -309,7 +308,6 @@ def test_default_limits_follow_the_framework(
 ) -> None:
     limits = default_limits(replace(problem(), framework=load_framework(framework)), (16,))
     assert (limits.of("sharding"), limits.of("schedule"), limits.recomputes) == (shardings, schedules, recomputes)
-    check_words(framework, book_of(load_framework(framework)), limits)
 
 
 def test_a_schedule_goes_with_the_chunks_that_it_needs() -> None:

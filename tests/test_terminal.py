@@ -16,7 +16,7 @@ from rich.console import Console
 from autoplan.base.files import decode
 from autoplan.base.units import format_seconds
 from autoplan.readers.cluster import load_cluster
-from autoplan.report.answer import mfu_convention, print_search
+from autoplan.report.answer import mfu_convention, next_best_line, print_search
 from autoplan.report.estimate import print_estimate, print_memory
 from autoplan.report.terminal import make_console, print_next_steps
 from autoplan.spec.plan_file import PlanFile
@@ -66,6 +66,14 @@ def test_the_peak_of_a_core_is_told_as_it_is(file: PlanFile) -> None:
         assert says in mfu_convention(one)
 
 
+def test_the_next_best_is_told_by_what_differs(file: PlanFile) -> None:
+    plan = replace(file.best.plan, pp=4, dp_shard=16, layers_per_chunk=None)
+    assert file.choice is not None
+    close = replace(file.choice, runner_up=replace(file.best, plan=plan), ratio=1.03)
+    line = next_best_line(close, file.certificate, replace(file.best.plan, layers_per_chunk=None))
+    assert re.fullmatch(r"tp 4 pp 4 .*, micro-batch 1, else as the best: 3.0 % slower, too close to call .*", line)
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_numbers_of_the_ranking_are_never_folded(file: PlanFile, width: int) -> None:
     text = plain(shown(partial(print_search, details=True), file, width, force_terminal=True))
@@ -79,13 +87,14 @@ def test_an_answer_is_short_and_its_details_are_there(file: PlanFile) -> None:
     assert lines[2].startswith("plan ")
     assert any(line.startswith("time ") for line in lines[3:7])
     assert len(lines) <= 16
-    assert "else as the best: " in " ".join(lines)  # whose eight options are not told twice
+    # Plans between the margin of 5 % and the next one that was priced are known by their bounds alone.
+    assert "next best at least 5.0 % slower: it may be too close to call" in " ".join(" ".join(lines).split())
     text = " ".join(shown(partial(print_search, details=True), file, 80).split())
     for says in (
         "Megatron model FLOPs",
         "GiB on the stages",
         "combinations of degrees",
-        "why the next best is",
+        "why the next best that was priced is",
         "space",
     ):
         assert says in text

@@ -314,10 +314,9 @@ def make_space(
     low, high = parse_batches(str(global_batch))
     batches = (low,) if low == high else batch_grid(low, high, problem.cluster.num_devices)
     book = book_of(problem.framework)
-    limits = with_flags(
-        default_limits(problem, batches), fix=fix, at_most=at_most, forbid=forbid, allow=allow, offered=book.offers
-    )
-    check_words(problem.framework.name, book, limits)
+    unasked = default_limits(problem, batches)
+    limits = with_flags(unasked, fix=fix, at_most=at_most, forbid=forbid, allow=allow, offered=book.offers)
+    check_words(problem.framework.name, book, limits, unasked)
     if any(limits.of("tp_overlap")):
         check_tp_overlap(problem.framework)
     for rank_order in limits.of("rank_order"):

@@ -250,15 +250,19 @@ def slower(behind: float) -> str:
 def next_best_line(choice: Confidence, certificate: Certificate, best: ParallelPlan) -> str:
     """Sentence on the plan next to `best` that differs in more than details, and whether the model can tell them apart.
 
-    Plans as slow as `least_left` need not have been priced, so that more of them may be in a wider interval.
+    Plans as slow as `least_left` need not have been priced, so that more of them may be in a wider interval; the next
+    best may be among them.
     """
     assert choice.runner_up is not None
     ratio, width = choice.ratio or 1.0, choice.width or 1.0
+    least_left = certificate.least_left
+    if not choice.is_close and least_left is not None and 1.0 < least_left < min(ratio, width):
+        return f"at least {slower(least_left - 1.0)}: it may be too close to call; --details shows what was priced"
     plan = _beside(choice.runner_up.plan, best)
     text = f"{plan}: {slower(ratio - 1.0)}, {closeness(width, is_close=choice.is_close)}"
     if not choice.is_close:
         return text
-    more, least_left = choice.num_contenders - 1, certificate.least_left
+    more = choice.num_contenders - 1
     if not more:
         return f"{text}: measure both"
     least = "at least " if least_left is not None and width > least_left else ""
@@ -357,7 +361,7 @@ def why_first(best: RankedPlan, second: RankedPlan, *, keeps_today: bool = False
         reason = "the one that changes least of today's" if keeps_today else "the plainer plan"
         return f"the next best is as fast; {reason} goes first"
     simpler = ", but less simple" if behind < 0 else ""
-    return f"the next best is {slower(behind)}{simpler}: {reasons(second, best)}"
+    return f"the next best that was priced is {slower(behind)}{simpler}: {reasons(second, best)}"
 
 
 def reasons(plan: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> str:

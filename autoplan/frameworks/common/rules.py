@@ -11,6 +11,7 @@ import numpy as np
 from autoplan.base.arrays import Bools
 from autoplan.base.errors import InputError
 from autoplan.spec.axes import Axis, Kind, Value, words_of
+from autoplan.spec.enums import Precision
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
@@ -39,9 +40,9 @@ class SupportedWords:
         is_supported = np.array([word in self.words for word in words_of(self.axis)])
 
         def is_one_of(workload: Workload, batch: PlanBatch) -> Bools:
-            # Without context parallelism its kind means nothing.
-            is_idle = (batch.cp == 1) & (self.axis == "cp_kind")
-            return is_supported[getattr(batch, self.axis)] | is_idle
+            # Without context parallelism its kind means nothing, nor do scales in other precisions than fp8.
+            idle = {"cp_kind": batch.cp == 1, "fp8_scaling": batch.precision != Precision.FP8.code}
+            return is_supported[getattr(batch, self.axis)] | idle.get(self.axis, False)
 
         return Rule(
             source=self.source,
