@@ -25,6 +25,7 @@ from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
+from saved_bytes import saved_sizes
 
 T5_LARGE: dict[str, Any] = {  # huggingface.co/google/flan-t5-large/blob/main/config.json
     "architectures": ["T5ForConditionalGeneration"],
@@ -126,18 +127,9 @@ def test_bytes_kept_by_a_decoder_layer_are_those_of_torch() -> None:
     layer = model.to(torch.bfloat16).train().model.decoder.layers[0]
     hidden = torch.randn(2, 256, 384, dtype=torch.bfloat16, requires_grad=True)
     source = torch.randn(2, 512, 384, dtype=torch.bfloat16, requires_grad=True)
-    sizes: dict[int, int] = {}
-    alive = []
-    skipped = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), source)}
-
-    def pack(tensor: Any) -> Any:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in skipped and tensor.shape[-2:] not in ((256, 256), (256, 512)):
-            alive.append(storage)
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), source)}
+    scores = ((256, 256), (256, 512))
+    with saved_sizes(known, counts=lambda tensor: tensor.shape[-2:] not in scores) as sizes:
         layer(hidden, encoder_hidden_states=source)
     problem = make_problem(spec, cluster="h100-sxm:1x1", seq_len=256, encoder_len=512, framework="transformers")
     batch = PlanBatch.of([ParallelPlan(global_batch=2, micro_batch=2)], spec.num_layers)

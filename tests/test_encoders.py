@@ -130,14 +130,14 @@ def test_operations_of_narrow_tables_are_those_that_torch_counts(kind: str) -> N
 
 def test_two_streams_of_attention_double_what_attention_works_and_keeps() -> None:
     """S30: of the blocks of attention alone, beside one matrix for the keys of distances."""
-    one, two = (replace(ENCODER, attention_streams=streams) for streams in (1, 2))
+    usual, doubled = (replace(ENCODER, attention_streams=streams) for streams in (1, 2))
     scores = 24 * 3 * 2 * 512 * 2 * 1024
-    more = model_flops_per_token(two, 512) - model_flops_per_token(one, 512)
+    more = model_flops_per_token(doubled, 512) - model_flops_per_token(usual, 512)
     assert more == pytest.approx(scores + 24 * 3 * 2 * 1024**2)
     plan = PlanBatch.of([ParallelPlan(global_batch=8, micro_batch=1, dp_shard=8)], 24)
     priced = [
         estimate(make_problem(model, cluster="h100-sxm:1x8", seq_len=512, framework="transformers"), plan)
-        for model in (one, two)
+        for model in (usual, doubled)
     ]
     assert priced[1].terms_s["attention"][0] == pytest.approx(2 * priced[0].terms_s["attention"][0])
     kept = [float(each.memory_terms_bytes["activations"][0]) for each in priced]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +41,7 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch  # noqa: E402
 from autoplan.spec.problem import Problem  # noqa: E402
 from autoplan.spec.training import TrainingSpec  # noqa: E402
 from autoplan.trainer.transformer import Layer  # noqa: E402
+from saved_bytes import saved_sizes  # noqa: E402
 
 SMALL = ModelSpec(name="small", num_layers=4, hidden_size=256, vocab_size=2048, num_heads=8, ffn_size=704)
 ALL = FineTuning(rank=16, targets=("all-linear",))
@@ -156,23 +155,6 @@ MODULES = {
 }
 
 
-@contextmanager
-def _saved_sizes(skipped: set[int]) -> Iterator[dict[int, int]]:
-    """Bytes of the storages that autograd saves, by address, without those of `skipped` addresses."""
-    sizes: dict[int, int] = {}
-    alive = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in skipped:
-            alive.append(storage)
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield sizes
-
-
 def _torch_bytes(model: ModelSpec, finetuning: FineTuning, dtype: torch.dtype, seq_len: int) -> int:
     """Bytes that a layer of plain torch keeps for its backward pass, of two sequences."""
     layer = Layer(model, model.layers[0]).to(dtype)
@@ -185,9 +167,7 @@ def _torch_bytes(model: ModelSpec, finetuning: FineTuning, dtype: torch.dtype, s
     x = torch.randn(2, seq_len, model.hidden_size, dtype=dtype, requires_grad=True)
     angles = torch.randn(seq_len, model.qk_head_dim), torch.randn(seq_len, model.qk_head_dim)
     known = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *angles)}
-    if dtype != torch.float32:  # casts of the angles, which every layer of a model shares
-        known |= set()
-    with _saved_sizes(known) as sizes:
+    with saved_sizes(known) as sizes:
         layer(x, angles).float().sum()
     casts = 2 * seq_len * model.qk_head_dim * dtype.itemsize if dtype != torch.float32 else 0
     return sum(sizes.values()) - 2 * casts

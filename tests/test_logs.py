@@ -422,8 +422,8 @@ def test_parts_that_timers_tell_stand_beside_the_prediction_and_add_up(tmp_path:
     parts = {"forward-backward": 1.5, "all-grads-sync": 0.25, "optimizer": 0.5}
     lines = [f"    {(name + ' ').ljust(48, '.')}: {1000 * seconds:.2f}" for name, seconds in parts.items()]
     (tmp_path / "run.txt").write_text("\n".join([*(megatron(at, 2.1) for at in range(1, 6)), *lines]))
-    told = run(tmp_path, "read", "run.txt", "--plan", "plan.json", "--json")
-    result = json.loads(told.stdout)
+    shown = run(tmp_path, "read", "run.txt", "--plan", "plan.json", "--json")
+    result = json.loads(shown.stdout)
     assert [term["measured_s"] for term in result["terms"]] == pytest.approx([1.25, 0.25, 0.5, 0.1])
     assert sum(term["predicted_s"] for term in result["terms"]) == pytest.approx(result["predicted_step_s"])
     assert "all-grads-sync       250.0 ms   11.9 %" in run(tmp_path, "read", "run.txt").stdout

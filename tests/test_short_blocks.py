@@ -18,6 +18,7 @@ from autoplan.readers.huggingface import read_huggingface
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
+from saved_bytes import saved_sizes
 
 LFM2_1_2B: dict[str, Any] = {  # huggingface.co/LiquidAI/LFM2-1.2B/blob/main/config.json
     **{"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 16},
@@ -75,18 +76,8 @@ def test_bytes_kept_by_a_layer_with_a_convolution_are_those_of_torch() -> None:
     model, spec = _lfm2()
     layer = model.to(torch.bfloat16).train().model.layers[0]
     hidden = torch.randn(2, 160, 96, dtype=torch.bfloat16, requires_grad=True)
-    skipped = {tensor.untyped_storage().data_ptr() for tensor in layer.parameters()}
-    sizes: dict[int, int] = {}
-    alive = []
-
-    def pack(tensor: Any) -> Any:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in skipped:
-            alive.append(storage)
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    known = {tensor.untyped_storage().data_ptr() for tensor in layer.parameters()}
+    with saved_sizes(known) as sizes:
         layer(hidden, position_embeddings=None)
     problem = make_problem(spec, cluster="h100-sxm:1x1", seq_len=160, framework="transformers")
     batch = PlanBatch.of([ParallelPlan(global_batch=2, micro_batch=2)], spec.num_layers)

@@ -200,5 +200,5 @@ def is_one_graph(problem: Problem, batch: PlanBatch) -> Bools:
 
 
 def has_fused_experts(problem: Problem, batch: PlanBatch) -> Bools:
-    """Return which plans run experts in kernels that know no numbers of tokens on the host, for one graph: (plans)."""
+    """Return which plans run experts in kernels whose numbers of tokens the host does not know: shape (plans)."""
     return np.asarray(holds_graphs(batch, CudaGraphs.FULL_ITERATION))

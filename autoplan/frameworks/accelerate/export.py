@@ -18,7 +18,7 @@ from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, Launc
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS
-from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_by_lora_config
+from autoplan.frameworks.common.tuning import ADAPTERS_IN_FP32, peft_duties, peft_files, refused_by_lora_config
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.fsdp2.rules import rules_offering
 from autoplan.frameworks.hf_trainer.options import WRITTEN_OPTIM
@@ -190,11 +190,7 @@ LIMITS = (
 # Of the files of `accelerate launch` alone; the programs that have their own say more of adapters.
 _LIMITS_OF_FILES = (
     *LIMITS,
-    Rule(
-        source="peft/tuners/tuners_utils.py autocast_adapter_dtype",
-        holds=lambda s, b: (b.main_weights == MainWeights.FP32.code) | (not s.training.has_adapters),
-        text=lambda s, p: f"main_weights {p.main_weights} of adapters: PEFT makes fp32 of them, leave it out",
-    ),
+    ADAPTERS_IN_FP32,
     Rule(
         source=SOURCE,
         holds=lambda s, b: ~b.wide_adapters,

@@ -26,7 +26,7 @@ from autoplan.frameworks.common.job import Job, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, all_true, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS, usual_rank_order
-from autoplan.frameworks.common.tuning import ALPHA_PER_RANK
+from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_targets
 from autoplan.frameworks.hf_trainer.write import INT8_IS_WHOLE, adapters_of, yaml_job
 from autoplan.frameworks.torchtitan.options import stages
 from autoplan.readers.model import hub_name
@@ -214,7 +214,7 @@ def _is_unsharded_alone(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _makes_stages(workload: Workload, batch: PlanBatch) -> Bools:
-    """It counts stages by their layers, also where their modules are listed."""
+    """Return whether layers_per_stage makes as many stages, by which they are counted where modules are listed too."""
     num_layers, num_stages = workload.model.num_layers, batch.pp * batch.vp
     return (batch.pp == 1) | (-(-num_layers // -(-num_layers // num_stages)) == num_stages)
 
@@ -327,9 +327,7 @@ def _refused_tuning(finetuning: FineTuning) -> str:
         return f"{' and '.join(ends)} apart from other weights"
     if finetuning.quantization == "int4":
         return "weights in int4 (it quantises with bitsandbytes)"
-    if len(finetuning.targets) > 1 and ALL_LINEAR in finetuning.targets:
-        return f"adapters on {', '.join(finetuning.targets)} ({ALL_LINEAR} stands alone)"
-    return ""
+    return refused_targets(finetuning)
 
 
 TARGET = Target(

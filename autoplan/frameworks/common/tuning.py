@@ -6,11 +6,19 @@ import json
 from typing import Any
 
 from autoplan.frameworks.common.job import File
+from autoplan.frameworks.common.rules import Rule
+from autoplan.spec.enums import MainWeights
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.plan_file import PlanFile
 
 ADAPTERS, QUANTIZED = "adapter_config.json", "quantization_config.json"
 ALPHA_PER_RANK = 2  # a usual choice, which changes no cost
+# Where nothing keeps PEFT from it.
+ADAPTERS_IN_FP32 = Rule(
+    source="peft/tuners/tuners_utils.py autocast_adapter_dtype",
+    holds=lambda s, b: (b.main_weights == MainWeights.FP32.code) | (not s.training.has_adapters),
+    text=lambda s, p: f"main_weights {p.main_weights} of adapters: PEFT makes fp32 of them, leave it out",
+)
 
 
 def refused_by_peft(finetuning: FineTuning) -> str:
@@ -22,14 +30,19 @@ def refused_by_peft(finetuning: FineTuning) -> str:
     return ""
 
 
+def refused_targets(finetuning: FineTuning) -> str:
+    """Say which modules with adapters are named beside all-linear; empty where none is."""
+    if len(finetuning.targets) > 1 and ALL_LINEAR in finetuning.targets:
+        return f"adapters on {', '.join(finetuning.targets)} ({ALL_LINEAR} stands alone)"
+    return ""
+
+
 def refused_by_lora_config(finetuning: FineTuning) -> str:
     """Say what of a fine-tuning PEFT's LoraConfig cannot carry, which expands all-linear where it stands alone.
 
     `_maybe_include_all_linear_layers` of peft/tuners/tuners_utils.py looks for a text that says so, not in lists.
     """
-    if len(finetuning.targets) > 1 and ALL_LINEAR in finetuning.targets:
-        return f"adapters on {', '.join(finetuning.targets)} ({ALL_LINEAR} stands alone)"
-    return refused_by_peft(finetuning)
+    return refused_targets(finetuning) or refused_by_peft(finetuning)
 
 
 def peft_files(plan_file: PlanFile) -> tuple[File, ...]:

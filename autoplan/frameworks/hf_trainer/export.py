@@ -15,7 +15,7 @@ from autoplan.frameworks.accelerate.rules import RULES
 from autoplan.frameworks.common.job import File, Job, Line, OptionGroup, Target
 from autoplan.frameworks.common.option_table import Value, written
 from autoplan.frameworks.common.rules import Rule
-from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_lora_config
+from autoplan.frameworks.common.tuning import ADAPTERS_IN_FP32, ALPHA_PER_RANK, refused_by_lora_config
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.deepspeed import export as deepspeed
 from autoplan.frameworks.deepspeed.rules import RULES as OF_DEEPSPEED
@@ -29,7 +29,6 @@ from autoplan.frameworks.hf_trainer.options import (
     WRITTEN_OPTIM,
 )
 from autoplan.frameworks.hf_trainer.write import (
-    ADAPTERS_IN_FP32,
     IN_16_BITS,
     INT8_IS_WHOLE,
     NO_MESH,

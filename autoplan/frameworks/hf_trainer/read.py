@@ -108,7 +108,7 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
     for key in ("use_lora", "lora_rank", *own):
         if options.has(key):
             options.remark(key, "adapters of a program's own are not read: pass --finetune")
-    is_held, is_mixed = holds_bf16(options), is_trl and "bf16" not in options.arguments
+    in_bf16, is_mixed = holds_bf16(options), is_trl and "bf16" not in options.arguments
     is_mixed = is_mixed or is_on(options, "bf16") or is_on(options, "fp16")
     length_key = next((key for key in _LENGTHS if options.has(key)), _LENGTHS[0])
     return Program(
@@ -118,9 +118,9 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
         length=1024 if is_trl and length_key == "max_length" else None,
         batching=_batching(options, length_key),
         finetuning=finetuning if finetuning.has_adapters else None,
-        precision=Precision.BF16 if is_trl or is_held else None,
-        holds_bf16=is_held,
-        autocasts=is_mixed or not is_held,
+        precision=Precision.BF16 if is_trl or in_bf16 else None,
+        holds_bf16=in_bf16,
+        autocasts=is_mixed or not in_bf16,
     )
 
 

@@ -18,7 +18,7 @@ from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.hf_trainer.options import PRECISIONS
 from autoplan.readers.model import hub_name
-from autoplan.spec.enums import MainWeights, Precision, Sharding
+from autoplan.spec.enums import Precision, Sharding
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import Batching
 from autoplan.spec.plan import ParallelPlan
@@ -29,14 +29,6 @@ IN_16_BITS = Rule(
     source=SOURCE,
     holds=lambda s, b: np.isin(b.precision, (Precision.BF16.code, Precision.FP16.code)),
     text=lambda s, p: f"precision {p.precision!r}: its fp8 is not priced, use bf16 or fp16",
-)
-
-
-# Where nothing keeps PEFT from it.
-ADAPTERS_IN_FP32 = Rule(
-    source="peft/tuners/tuners_utils.py autocast_adapter_dtype",
-    holds=lambda s, b: (b.main_weights == MainWeights.FP32.code) | (not s.training.has_adapters),
-    text=lambda s, p: f"main_weights {p.main_weights} of adapters: PEFT makes fp32 of them, leave it out",
 )
 
 

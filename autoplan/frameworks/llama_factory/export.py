@@ -8,10 +8,9 @@ from autoplan.frameworks.accelerate.export import is_sharded, loads_bf16
 from autoplan.frameworks.accelerate.options import OFFLOAD, RECOMPUTE
 from autoplan.frameworks.common.job import Job, Target
 from autoplan.frameworks.common.option_table import written
-from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
+from autoplan.frameworks.common.tuning import ADAPTERS_IN_FP32, ALPHA_PER_RANK, refused_by_peft
 from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH
 from autoplan.frameworks.hf_trainer.write import (
-    ADAPTERS_IN_FP32,
     IN_16_BITS,
     INT8_IS_WHOLE,
     NO_MESH,
