@@ -477,6 +477,18 @@ def test_zero3_gathers_embedding_and_head_and_layers_one_after_another() -> None
     assert zero3["gathered"] - zero2["gathered"] == pytest.approx((2 * 2 + 4) * LAYER + (2 + 4) * (2 * TABLE + 64))
 
 
+@pytest.mark.parametrize("seq_len", [TOKENS, 64 * TOKENS])
+def test_ends_that_are_gathered_in_turn_stand_beside_logits_or_the_layers_beside_what_they_need(seq_len: int) -> None:
+    framework = BARE.changed(fsdp_prefetch_units=2, bytes_per_reduced_grad=4.0, gathers_ends_in_turn=True)
+    zero3 = {"dp_shard": 4, "sharding": "zero3"}
+    terms = stages_of(problem_of(framework=framework, seq_len=seq_len), **zero3)[0].memory_terms_bytes
+    head, layer = (2 + 4) * TABLE, (2 * 2 + 4) * LAYER
+    needed = terms["logits"] + terms["transients"]
+    assert terms["logits"] > 0 == terms["transients"]
+    backward = seq_len * 2 * (2 * 128 + 4 * 64)  # gradients of the MLP's widths and four of the hidden size
+    assert needed + terms["gathered"] == pytest.approx(max(terms["logits"] + head, backward + layer))
+
+
 @pytest.mark.parametrize(
     ("vp", "chunks"),
     [

@@ -87,6 +87,32 @@ def test_a_part_of_a_layer_gives_back_what_it_holds(module: str, per_token: int)
     assert whole - kept == pytest.approx(TOKENS * per_token)
 
 
+@pytest.mark.parametrize(
+    ("recompute", "per_token"),
+    [
+        # Input, q, k, v, attention's output with four logarithms, sum of residuals, gate and up.
+        ("none", 2 * (1 + 3 + 1 + 1) * 64 + 4 * 4 + 2 * 2 * 128),
+        ("core_attn+mlp", 2 * (1 + 3 + 1) * 64),
+        ("core_attn+layernorm+mlp", 2 * (1 + 3) * 64),
+        ("full", 2 * 64),
+    ],
+)
+def test_programs_of_jax_keep_inputs_of_layers_and_outputs_of_products(recompute: str, per_token: int) -> None:
+    problem = dataclasses.replace(problem_of(DENSE), framework=BARE.changed(keeps_products_alone=True))
+    assert activations(problem, recompute) == [pytest.approx(8 * TOKENS * per_token)]
+
+
+def test_a_sum_that_is_repeated_takes_the_product_before_it_and_an_mlp_may_leave_out_its_last() -> None:
+    def again_s(recompute: str, **traits: bool) -> float:
+        framework = BARE.changed(keeps_products_alone=True, **traits)
+        problem = dataclasses.replace(problem_of(DENSE), framework=framework)
+        return float(estimate(problem, PlanBatch.of([plan_of(recompute)], 8)).terms_s["recompute"][0])
+
+    late, early = again_s("mlp"), again_s("mlp", recompute_stops_early=True)
+    assert 0 < early < late
+    assert again_s("mlp+layernorm") > late
+
+
 def test_parts_add_up_and_the_whole_moe_layer_holds_its_parts_once() -> None:
     problem = problem_of(LATENT)
     (whole,) = activations(problem, "none")

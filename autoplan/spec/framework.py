@@ -44,6 +44,10 @@ class Memory:
     # copies, and gradients that live from their backward pass to the optimizer's step: a step has several peaks.
     fsdp2_states: bool = False
     fsdp_prefetch_units: int = 2  # gathered units alive at once under zero3
+    # Embedding and head are gathered where they are used, not for the whole of both passes.
+    gathers_ends_in_turn: bool = False
+    # Dense layers keep their inputs and the outputs of products, and repeat all between them (jax.checkpoint by name).
+    keeps_products_alone: bool = False
     keeps_narrow_copies: bool = True  # 8- and 4-bit GEMMs keep their quantised inputs, and of the weights such copies
     dummy_wgrad_buffers: bool = False  # one persistent bf16 buffer per distinct weight shape (Transformer Engine)
     # The optimizer's step, when no activations live:

@@ -72,6 +72,8 @@ def input_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Parts:
     """Bytes that a block keeps of one micro-batch by the part of a layer that gives them back; None: no part."""
     model, framework, element = problem.model, problem.framework, problem.training.element_bytes
+    if framework.memory.keeps_products_alone and (block is Block.MLP or (block in ATTENTION_BLOCKS and not model.mla)):
+        return _product_parts(problem, batch, block, shape)
     sliced = norm_tokens(problem, batch) * model.hidden_size
     normed = model.norms_per_block * (2 * element + eager_norm_bytes(problem, is_frozen=shape.is_frozen))
     norm = normed + np.where(batch.dropout, 1.0, 0.0)  # a byte of a mask
@@ -119,6 +121,29 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
             always_kept = always_kept + gathered
     parts[None] = parts.get(None, 0.0) + always_kept
     return parts
+
+
+def _product_parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Parts:
+    """Bytes that a block of a program of JAX keeps by part: its input and the 16-bit outputs of its matrix products.
+
+    What policies name is kept as far as gradients need it, which leaves out the last product; norms and activations
+    are repeated always, the output of attention with the core, and with `layernorm` the sum of residuals that the
+    second norm reads, and so the projection before it (save_qkv_proj).
+    Source: jax.checkpoint_policies.save_only_these_names, print_saved_residuals of a layer under the policies of
+    AI-Hypercomputer/maxtext layers/decoders.py; jax/_src/ad_checkpoint.py remat_partial_eval drops what is not needed.
+    """
+    model, element = problem.model, problem.training.element_bytes
+    residual = element * norm_tokens(problem, batch) * model.hidden_size
+    if block is Block.MLP:
+        gated = 2 if model.gated_mlp else 1
+        width = element * gated * rank_tokens(problem, batch) * model.ffn_size / batch.tp
+        return {RecomputeModule.LAYERNORM: residual, RecomputeModule.MLP: width, None: 0.0 * residual}
+    parts = _attention_parts(problem, batch, block, shape)
+    heads = rank_tokens(problem, batch) * model.num_heads / batch.tp * model.attention_streams
+    output = _output_bytes(problem, batch, shape) * model.qk_head_dim * heads
+    sums = 0.0 if stores_scores(problem) else 4.0 * heads  # logarithms of the softmax sums
+    core = parts.get(RecomputeModule.CORE_ATTN, 0.0) + element * model.qk_head_dim * heads + sums
+    return {RecomputeModule.CORE_ATTN: core, None: parts[None] - output - sums + residual}
 
 
 # The matrices that the norm in front of a block feeds, in any block.
@@ -297,8 +322,8 @@ def selective_s(
 
     A framework that repeats a share of all layers pays that share of what repeating a layer takes.  By name: the
     attention core, though a flash kernel gives nothing back (megatron/core/transformer/attention.py:1555; 3.9 % of a
-    step of Moonlight, row bridge_ab-002), the whole MLP or MoE with its communication, the others by their matrices or
-    the bytes that they move.
+    step of Moonlight, row bridge_ab-002), the MLP or MoE with its communication, but for what `never_repeated_s`
+    takes, the others by their matrices or the bytes that they move.
     """
     zeros = np.zeros(len(batch))
     selective = batch.recompute == SELECTIVE
@@ -310,13 +335,15 @@ def selective_s(
     if not batch.recompute_modules.any():
         return zeros
     times = {
-        module: np.where(repeats, _module_s(problem, batch, module, kernels, forward_s), 0.0)
+        module: np.where(repeats, _module_s(problem, batch, module, kernels, forward_s - never_repeated_s), 0.0)
         for module in _parts_of(problem, block)
         if (repeats := batch.repeats(module)).any()
     }
     # A norm of its own stands before what else is named (core/transformer/transformer_layer.py, _forward_mlp); the MoE
     # layer and parts of it may both be named.
     norm = times.pop(RecomputeModule.LAYERNORM, zeros)
+    if problem.framework.memory.keeps_products_alone and block in ATTENTION_BLOCKS and not problem.model.mla:
+        norm = np.where(batch.repeats(RecomputeModule.LAYERNORM), kernels.matrix_forward_s["out"], 0.0)
     own = _norm_s(problem, batch) if _has_norm_module(problem, block) else zeros
     return norm + np.minimum(add_up(times.values()) + zeros, forward_s - own)
 

@@ -97,13 +97,20 @@ def _head_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def _gathered_bytes(
-    problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups, freed_bytes: Floats
+    problem: Problem,
+    batch: PlanBatch,
+    parameters: StageParameters,
+    groups: ProcessGroups,
+    needed_bytes: Floats,
+    logits: Floats,
+    transients: Floats,
 ) -> Floats:
     """Gathered weights and whole gradients that zero3 holds at its peak, or zero1 when a step ends: (plans, stages).
 
     Embedding and head for the whole of both passes and some layers at a time, or in a pipeline, where the framework
     does not gather again for every micro-batch, the whole stage.  What is sharded over one rank needs no copy.
-    Copies that zero1 gathers into count as far as they exceed `freed_bytes`, which are free again by then.
+    Copies that zero1 gathers into count as far as they exceed `needed_bytes` of the passes, which are free again by
+    then, of which `logits` belong to the head and `transients` to a layer.
     """
     framework, layers = problem.framework, problem.model.layers
     fetched = parameters_on_host(batch)
@@ -121,12 +128,17 @@ def _gathered_bytes(
     element, reduced = problem.training.element_bytes, whole_grad_bytes(problem, batch)
     in_turn = unit * (framework.memory.fsdp_prefetch_units * element + reduced)
     root = (parameters.ends.T * dense_spread * (element + reduced)).T
+    if framework.memory.gathers_ends_in_turn:  # beside the logits, or the layers beside what their backward takes
+        head = head_columns(problem, batch) * problem.model.table_width / batch.tp
+        ends = np.minimum(parameters.ends, head[:, None]) * dense_spread[:, None] * (element + reduced)[:, None]
+        in_turns = np.maximum(logits + ends, transients + in_turn[:, None])
+        root = in_turns - np.maximum(logits, transients) - in_turn[:, None]
     stage = (spread(parameters.dense.T, parameters.expert.T) * (element + reduced)).T
     stays_gathered = (batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline)
     zero3 = batch.sharding == Sharding.ZERO3.code
     whole_copies = framework.memory.whole_gather_copies
     copies = whole_copies + whole_copies / np.maximum(groups.shard.size, 1) / 2
-    at_end = element * spread(parameters.dense.T * copies, parameters.expert.T * copies).T - freed_bytes
+    at_end = element * spread(parameters.dense.T * copies, parameters.expert.T * copies).T - needed_bytes
     zero1 = (batch.sharding == Sharding.ZERO1.code) & (framework.memory.whole_gather_copies > 0)
     gathered = np.where(zero1[:, None], np.maximum(at_end, 0.0), 0.0)
     return np.where(zero3[:, None], np.where(stays_gathered[:, None], stage, in_turn[:, None] + root), gathered)
@@ -349,8 +361,8 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         "wgrad_buffers": wgrad_buffer_bytes(problem, batch, blocks),
         "graphs": graph_buffer_bytes(problem, batch, blocks),
     }
-    freed = terms["activations"] + logits + terms["transients"]
-    terms["gathered"] = _gathered_bytes(problem, batch, parameters, groups, freed)
+    needed = terms["activations"] + logits + terms["transients"]
+    terms["gathered"] = _gathered_bytes(problem, batch, parameters, groups, needed, logits, transients)
     # Gradients that are reduced during backward passes have their bucket beside the activations.
     terms["gathered"] += (framework.memory.bucket_bytes * (batch.sharding >= Sharding.ZERO2.code))[:, None]
     snapshots: Snapshots = {}
