@@ -15,10 +15,10 @@ from autoplan.frameworks.megatron_lm.rules import missing_modules
 from autoplan.frameworks.registry import book_of
 from autoplan.search.axes import parts_of
 from autoplan.spec.axes import AXES, AXIS, SEARCHED, Axis, Kind, Value, shown
-from autoplan.spec.enums import CudaGraphs, Dispatcher, Fp8Scaling, Precision, Recompute, RecomputeModule, Schedule
+from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, Recompute, RecomputeModule, Schedule
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import NARROW_PRECISIONS, parse_recompute
+from autoplan.spec.plan import parse_recompute
 from autoplan.spec.problem import Problem
 
 # Context parallelism splits a sequence; below this many tokens a rank its GEMMs shrink and the ring no longer hides
@@ -185,13 +185,9 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         offered["schedule"] = [name for name in offered["schedule"] if name != Schedule.GPIPE]
     if problem.framework.overlap.tp_overlap_share == 0:
         offered["tp_overlap"] = [False]
-    means_nothing = (axis for axis in SEARCHED if not axis.needs.can_be_met(**parts_of(problem.model)))
+    means_nothing = (axis for axis in SEARCHED if not axis.can_matter(training.precision, **parts_of(problem.model)))
     offered |= {axis.name: [axis.searched[0]] for axis in means_nothing}
-    if training.precision != Precision.FP8:
-        offered["fp8_scaling"] = [Fp8Scaling.TENSORWISE]
-    if training.precision not in NARROW_PRECISIONS:
-        offered["narrow_params"] = offered["fp8_attention"] = [False]
-    elif offered["narrow_params"] == [True]:  # what shards nothing gathers nothing
+    if offered["narrow_params"] == [True]:  # what shards nothing gathers nothing
         offered["narrow_params"] = [False, True]
     offered["cuda_graphs"] = [word for word in offered["cuda_graphs"] if _has_graphs(word, problem)]
     offered["dispatcher"] = [word for word in offered["dispatcher"] if _runs(word, problem)]

@@ -45,7 +45,6 @@ class MeasuredPlan:
     at: int
     step_s: float
     spread: float = RUN_SPREAD
-    num_runs: int = 1
 
 
 def pool_runs(runs: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
@@ -64,7 +63,7 @@ def pool_runs(runs: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
         variance = float(np.mean([run.spread**2 for run in own])) - RUN_SPREAD**2
         step_s = float(np.exp(np.mean(np.log([run.step_s for run in own]))))
         spread = math.sqrt((max(variance, 0.0) + apart) / len(own))
-        measured_plans.append(MeasuredPlan(at=at, step_s=step_s, spread=spread, num_runs=len(own)))
+        measured_plans.append(MeasuredPlan(at=at, step_s=step_s, spread=spread))
     return measured_plans
 
 

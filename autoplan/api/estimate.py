@@ -25,7 +25,7 @@ from autoplan.frameworks.registry import book_of
 from autoplan.frameworks.trainer.rules import check_training
 from autoplan.search.memory_knobs import memory_knobs
 from autoplan.search.ranking import ranked
-from autoplan.spec.axes import AXES
+from autoplan.spec.axes import AXES, PARTLY_MEANT
 from autoplan.spec.enums import CodedEnum
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch, chunk_layers, derived_values, parse_recompute
@@ -115,10 +115,6 @@ def price(problem: Problem, plan: ParallelPlan, *, timings: str = "", with_knobs
     return PlanResult(file=file, problem=problem, warnings=(f"the plan {verdict} in device memory",))
 
 
-# Options that mean something with some precisions or models alone.
-_OPTIONS_OF_SOME = ("fp8_scaling", "narrow_params", "fp8_attention", "token_dropping", "router_fusion", "rope_fusion")
-
-
 def make_plan(problem: Problem, global_batch: int, axes: Mapping[str, Any]) -> ParallelPlan:
     """Return the plan with these axes, else the usual ones; data parallelism takes what they leave of the cluster."""
     flagged = {axis.name: axis for axis in AXES if axis.spelled}
@@ -148,7 +144,7 @@ def make_plan(problem: Problem, global_batch: int, axes: Mapping[str, Any]) -> P
         **values,
     )
     # What is asked for is refused where it means nothing, not left out like a framework's usual choice.
-    table |= {name: axes[name] for name in _OPTIONS_OF_SOME if axes.get(name)}
+    table |= {axis.name: axes[axis.name] for axis in PARTLY_MEANT if axes.get(axis.name)}
     return decode(ParallelPlan, table, "plan")
 
 

@@ -53,7 +53,7 @@ def _count(config: dict[str, Any], key: str, default: int | None = None) -> int:
     return value
 
 
-def _grid(config: dict[str, Any], image: int, patch: int) -> tuple[int, int]:
+def _grid(config: dict[str, Any], patch: int, image: int = 224) -> tuple[int, int]:
     """(patches of an image, numbers of one) of an encoder for images of one size."""
     side = _count(config, "patch_size", patch)
     if not (along := _count(config, "image_size", image) // side):
@@ -68,9 +68,9 @@ def _pooling_head(config: dict[str, Any], sizes: Sizes) -> int:
     return head * bool(config.get("vision_use_head", True))
 
 
-def _vit(table: dict[str, Any], config: dict[str, Any], sizes: Sizes, *, image: int, patch: int) -> Around:
+def _vit(table: dict[str, Any], config: dict[str, Any], sizes: Sizes, *, patch: int) -> Around:
     """CLIP has a class token and a norm of its embedding; SigLIP a bias of it, and a pooling head or none."""
-    patches, numbers = _grid(config, image, patch)
+    patches, numbers = _grid(config, patch)
     hidden, text = sizes.hidden, sizes.text
     is_clip = config["model_type"] == "clip_vision_model"
     positions = patches + is_clip
@@ -100,11 +100,11 @@ def _vit(table: dict[str, Any], config: dict[str, Any], sizes: Sizes, *, image: 
 
 
 def _clip(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
-    return _vit(table, config, sizes, image=224, patch=32)
+    return _vit(table, config, sizes, patch=32)
 
 
 def _siglip(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
-    return _vit(table, config, sizes, image=224, patch=16)
+    return _vit(table, config, sizes, patch=16)
 
 
 def _qwen(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from autoplan.base.errors import InputError
 from autoplan.spec.enums import (
+    NARROW_PRECISIONS,
     CodedEnum,
     ContextParallelKind,
     CudaGraphs,
@@ -130,6 +131,7 @@ class Axis:
     default: object = None  # as in `ParallelPlan`
     most: int = 10**9  # of a count, in any plan
     needs: Needs = Needs.NOTHING
+    precisions: tuple[Precision, ...] = tuple(Precision)  # of the products beside which it means something
     label: str = ""  # on screen, where the name does not say it
     phrase: str = ""  # of a flag, in the description of a plan in which it is on
     change: str | None = None  # the change of a plan that holds it, where it is not one by itself; "": none does
@@ -148,6 +150,10 @@ class Axis:
     def enum(self) -> type[CodedEnum] | None:
         """The enumeration of a word."""
         return type(self.default) if isinstance(self.default, CodedEnum) else None
+
+    def can_matter(self, precision: Precision, *, has_experts: bool, has_latents: bool) -> bool:
+        """Return whether it means something with some degrees, in a training of this precision and such a model."""
+        return precision in self.precisions and self.needs.can_be_met(has_experts=has_experts, has_latents=has_latents)
 
     def usual(self, value: Value) -> tuple[Value, ...]:
         """Return the values that a search tries unasked where `value` is the framework's own."""
@@ -278,15 +284,15 @@ AXES: tuple[Axis, ...] = (
           known_of="torchtitan, DeepSpeed and PyTorch FSDP", searched=tuple(ReduceType), exact=(), flag_default=None),
     _word(name="fp8_scaling",
           help="Scales of 8-bit products: tensorwise, rowwise, or delayed (those of a matrix in past steps).",
-          default=Fp8Scaling.TENSORWISE, label="scales of 8-bit products", known_of=_WITH_TORCH_8_BITS,
-          searched=tuple(Fp8Scaling), exact=(), flag_default=None),
+          default=Fp8Scaling.TENSORWISE, precisions=(Precision.FP8,), label="scales of 8-bit products",
+          known_of=_WITH_TORCH_8_BITS, searched=tuple(Fp8Scaling), exact=(), flag_default=None),
     _flag(name="narrow_params",
           help="Keep and gather the weights of narrow products as they are multiplied, in 8 or 4 bits.",
-          label="narrow weights", phrase="narrow weights", known_of=_MEGATRON, searched=(False, True), exact=(),
-          is_monotone=True, flag_default=None),
+          precisions=NARROW_PRECISIONS, label="narrow weights", phrase="narrow weights", known_of=_MEGATRON,
+          searched=(False, True), exact=(), is_monotone=True, flag_default=None),
     _flag(name="fp8_attention", help="Compute the core of attention in 8 bits, beside narrow products.",
-          label="attention in 8 bits", phrase="8-bit attention", known_of="Megatron-Bridge", searched=(False, True),
-          exact=(), flag_default=None),
+          precisions=NARROW_PRECISIONS, label="attention in 8 bits", phrase="8-bit attention",
+          known_of="Megatron-Bridge", searched=(False, True), exact=(), flag_default=None),
     _flag(name="token_dropping",
           help="Give every expert a fixed number of tokens, and drop the others (capacity factor 1).",
           needs=Needs.EXPERTS, label="dropping of tokens", phrase="dropped tokens", known_of=_MEGATRON,
@@ -325,6 +331,13 @@ AXES: tuple[Axis, ...] = (
 AXIS: dict[str, Axis] = {axis.name: axis for axis in AXES}
 COLUMNS: tuple[Axis, ...] = tuple(axis for axis in AXES if axis.is_column)
 SEARCHED: tuple[Axis, ...] = tuple(axis for axis in AXES if axis.searched)
+# Options that mean something with some precisions, or in some models, alone.
+PARTLY_MEANT: tuple[Axis, ...] = tuple(
+    axis
+    for axis in SEARCHED
+    if len(axis.precisions) < len(Precision)
+    or (axis.kind is Kind.FLAG and axis.needs in (Needs.EXPERTS, Needs.LATENTS))
+)
 # By the name of a change of a plan, how it is called on screen.
 LABELS: dict[str, str] = {axis.changed_as: axis.label for axis in AXES if axis.label}
 

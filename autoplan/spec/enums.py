@@ -180,6 +180,9 @@ class Precision(CodedEnum):
     FP32 = "fp32"
 
 
+NARROW_PRECISIONS = (Precision.FP8, Precision.MXFP8, Precision.NVFP4)
+
+
 class RankOrder(CodedEnum):
     """Order of axes over ranks: the axis whose groups are closest comes first."""
 

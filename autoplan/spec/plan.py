@@ -13,7 +13,7 @@ import numpy as np
 from autoplan.base.arrays import Bools, Ints, Rows, distinct_rows
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.units import check_count
-from autoplan.spec.axes import AXES, COLUMNS, DEFAULT_RECOMPUTE_MODULES, Axis, Kind
+from autoplan.spec.axes import AXES, COLUMNS, DEFAULT_RECOMPUTE_MODULES, PARTLY_MEANT, Axis, Kind
 from autoplan.spec.enums import (
     ContextParallelKind,
     CudaGraphs,
@@ -74,7 +74,6 @@ _OPTION_WORDS: dict[str, dict[str, str]] = {
     },
     "moment_dtype": {MomentType.BF16: "bf16 moments", MomentType.FP8: "fp8 moments"},
 }
-NARROW_PRECISIONS = (Precision.FP8, Precision.MXFP8, Precision.NVFP4)
 SELECTIVE, FULL = Recompute.SELECTIVE.code, Recompute.FULL.code
 DEFAULT_MODULE_BITS = 1 << RecomputeModule.CORE_ATTN.code
 ALL_LAYERS = 10**6  # more than any chunk has
@@ -255,8 +254,8 @@ def derived_values(
 
     Data parallelism takes what the other degrees leave of the devices, and all replicas that are no copies share their
     states; chunks of a rank are interleaved; experts are split like other matrices.  Sequence parallelism needs tp > 1,
-    narrow weights and attention narrow products, and where nothing is sharded no parameters are gathered; what only
-    some models have is left out of the plans of others.  `hint` ends the refusal of degrees that do not divide.
+    and where nothing is sharded no parameters are gathered; what means something with other precisions or models alone
+    is left out.  `hint` ends the refusal of degrees that do not divide.
     """
     tp = values.get("tp", 1)
     if num_devices is not None:
@@ -272,13 +271,12 @@ def derived_values(
     if values.get("etp") is None:
         values["etp"] = tp if has_experts else 1
     gathers = values.get("param_gather_overlap", True) and values.get("sharding") != Sharding.NONE
-    is_narrow = values.get("precision") in NARROW_PRECISIONS
-    means = {"sp": tp > 1, "narrow_params": is_narrow, "fp8_attention": is_narrow}
-    means |= {"token_dropping": has_experts, "router_fusion": has_experts, "rope_fusion": has_latents}
-    flags = {name: bool(values.get(name)) and has_meaning for name, has_meaning in means.items()}
-    if values.get("precision") != Precision.FP8:
-        values |= {"fp8_scaling": Fp8Scaling.TENSORWISE}
-    return values | flags | {"param_gather_overlap": gathers}
+    precision = values.get("precision") or Precision.BF16
+    for axis in PARTLY_MEANT:
+        matters = axis.can_matter(precision, has_experts=has_experts, has_latents=has_latents)
+        if values.get(axis.name) is None or not matters:
+            values[axis.name] = axis.default
+    return values | {"sp": bool(values.get("sp")) and tp > 1, "param_gather_overlap": gathers}
 
 
 def _data_parallel(num_devices: int, degrees: Mapping[str, int], hint: str) -> int:

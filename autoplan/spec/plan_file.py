@@ -8,14 +8,13 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.spec.axes import AXIS, shown
 from autoplan.spec.calibration import Calibration
-from autoplan.spec.enums import CudaGraphs, Dispatcher, Fp8Scaling, GradType, Precision
+from autoplan.spec.enums import NARROW_PRECISIONS, CudaGraphs, Dispatcher, Fp8Scaling, GradType, Precision
 from autoplan.spec.estimate import StageCost
 from autoplan.spec.explanation import CurrentPlan
 from autoplan.spec.framework import Framework
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.pinned_timings import PinnedTimings
-from autoplan.spec.plan import NARROW_PRECISIONS
 from autoplan.spec.ranks import HostRanks
 from autoplan.spec.run_report import RunReport
 from autoplan.spec.search_result import Allowance, Certificate, Confidence, MemoryKnob, RankedPlan

@@ -14,6 +14,7 @@ from autoplan.profiler.group_layouts import Layout, groups_of
 from autoplan.profiler.operations.inputs import BesideRun, ChainedRun, InputFactory, Run
 from autoplan.spec.operations import COLLECTIVES, Operation
 
+_REPEATS = 5
 _GEMM_SIZE = {"cpu": 256, "cuda": 4096}  # of a product long enough to launch and short enough to fill gaps
 
 
@@ -110,10 +111,10 @@ def build_beside_gemm(
     return BesideRun(run=run, products_s=products_s)
 
 
-def _once_s(device: torch.device, run: Run | None, *, repeats: int = 5) -> float:
+def _once_s(device: torch.device, run: Run | None) -> float:
     """Roughly how long `run` takes, in seconds: the least of a few; all ranks make the same number of calls."""
     least = math.inf
-    for _ in range(repeats if run else 0):
+    for _ in range(_REPEATS if run else 0):
         assert run is not None
         began = time.perf_counter()
         run()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from autoplan.base.arrays import Bools
 from autoplan.base.errors import InputError
 from autoplan.frameworks.accelerate.options import FSDP, PARALLELISM, PRECISION
@@ -17,7 +15,7 @@ from autoplan.frameworks.common.header import comment, header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, OptionGroup, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
-from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS
+from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS, only
 from autoplan.frameworks.common.tuning import ADAPTERS_IN_FP32, peft_duties, peft_files, refused_by_lora_config
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.fsdp2.rules import rules_offering
@@ -123,16 +121,8 @@ def _is_unmixed(batch: PlanBatch) -> Bools:
 
 
 LIMITS = (
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: b.pp == 1,
-        text=lambda s, p: f"pp {p.pp}: it has no pipelines with FSDP, set pp 1",
-    ),
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: ~b.sp,
-        text=lambda s, p: "sp: the tensor parallelism of transformers has no sequence parallelism, leave sp out",
-    ),
+    only("pp", 1, why="it has no pipelines with FSDP, set pp 1"),
+    only("sp", False, why="the tensor parallelism of transformers has no sequence parallelism, leave sp out"),
     *FSDP2_OVERLAPS,
     Rule(
         source=SOURCE,
@@ -144,21 +134,13 @@ LIMITS = (
         holds=lambda s, b: (b.offload == Offload.NONE.code) | _is_sharded(b),
         text=lambda s, p: f"offload {p.offload!r} without ranks to shard over: it needs FSDP, leave it out",
     ),
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: b.recompute != Recompute.SELECTIVE.code,
-        text=lambda s, p: "recompute 'selective': use full or none",
-    ),
+    only("recompute", Recompute.NONE, Recompute.FULL, why="use full or none"),
     Rule(
         source=SOURCE,
         holds=lambda s, b: (b.recompute_num_layers == 0) | (b.recompute_num_layers == ALL_LAYERS),
         text=lambda s, p: f"recompute of {p.recompute_num_layers} layers: use full or none",
     ),
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: ~np.isin(b.precision, (Precision.MXFP8.code, Precision.NVFP4.code)),
-        text=lambda s, p: f"precision {p.precision!r}: use bf16 or fp8",
-    ),
+    only("precision", Precision.BF16, Precision.FP16, Precision.FP8, Precision.FP32, why="use bf16 or fp8"),
     Rule(
         source=SOURCE,
         holds=lambda s, b: (b.tp * b.cp == 1) | _is_sharded(b),
@@ -191,11 +173,7 @@ LIMITS = (
 _LIMITS_OF_FILES = (
     *LIMITS,
     ADAPTERS_IN_FP32,
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: ~b.wide_adapters,
-        text=lambda s, p: "wide_adapters: its files say nothing of them, leave it out or use axolotl or llama-factory",
-    ),
+    only("wide_adapters", False, why="its files say nothing of them, leave it out or use axolotl or llama-factory"),
 )
 
 

@@ -25,7 +25,7 @@ from autoplan.frameworks.automodel.rules import RULES
 from autoplan.frameworks.common.job import Job, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, all_true, check_legal, check_limits
-from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS, usual_rank_order
+from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS, USUAL_RANK_ORDER
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_targets
 from autoplan.frameworks.hf_trainer.write import INT8_IS_WHOLE, adapters_of, yaml_job
 from autoplan.frameworks.torchtitan.options import stages
@@ -263,7 +263,7 @@ LIMITS = (
         ),
     ),
     *FSDP2_OVERLAPS,
-    usual_rank_order("leave it out"),
+    USUAL_RANK_ORDER,
     Rule(
         source="components/models/common/utils.py:305",
         holds=lambda s, b: (b.ep == 1) | (b.dispatcher != Dispatcher.ALL_TO_ALL.code),

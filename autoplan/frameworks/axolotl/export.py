@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from autoplan.base.arrays import Bools
@@ -16,7 +17,6 @@ from autoplan.frameworks.axolotl.options import (
     NAMES,
     OPTIMIZER_WORDS,
 )
-from autoplan.frameworks.common.job import Job, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
@@ -25,10 +25,9 @@ from autoplan.frameworks.hf_trainer.write import (
     IN_16_BITS,
     adapters_of,
     batching_of,
-    check_expressible,
     written_fsdp,
     written_precision,
-    yaml_job,
+    yaml_target,
 )
 from autoplan.readers.model import hub_name
 from autoplan.spec.enums import MainWeights, Sharding
@@ -40,7 +39,6 @@ from autoplan.spec.preference import Preference
 from autoplan.spec.training import TrainingSpec
 from autoplan.spec.workload import Workload
 
-YAML = "axolotl.yaml"
 _VALIDATION = "utils/schemas/validation.py"
 # Of its examples, by what is learnt: the next token, which answer is better, a score.
 _DATASETS = {
@@ -48,14 +46,6 @@ _DATASETS = {
     "dpo": {"path": "Intel/orca_dpo_pairs", "type": "chatml.intel", "split": "train"},
     "reward": {"path": "argilla/distilabel-intel-orca-dpo-pairs", "type": "bradley_terry.chat_template"},
 }
-
-
-def job(plan_file: PlanFile, version: str = "") -> Job:
-    """Return the job that `axolotl train --launcher torchrun` starts on a node (cli/utils/train.py:207)."""
-    _check(plan_file)
-    words = f'"$HERE/{YAML}" --base_model "$BASE_MODEL" --max_steps "$STEPS"'
-    remark = "Yours to set: datasets, learning_rate and whatever else costs neither time nor memory of a step."
-    return yaml_job("axolotl", "-m axolotl.cli.train", words, YAML, plan_file, _table(plan_file), [remark])
 
 
 def _table(plan_file: PlanFile) -> dict[str, Any]:
@@ -169,20 +159,16 @@ LIMITS = (
 )
 
 
-def _check(plan_file: PlanFile) -> None:
-    training = plan_file.training
+def _refusals(training: TrainingSpec) -> Iterator[tuple[bool, str]]:
     preference = training.preference
-    refusals = (
-        (
-            adapters_of(training) is not None and preference is not None and preference.reference == "copy",
-            "a copy as the reference of adapters: plan with reference base",
-        ),
-        (  # core/builders/rl.py passes no padding on
-            _is_dpo(training) and training.lengths is not None and training.batching != "padded",
-            f"batching {training.batching} of preferences: plan with padded",
-        ),
+    yield (
+        adapters_of(training) is not None and preference is not None and preference.reference == "copy",
+        "a copy as the reference of adapters: plan with reference base",
     )
-    check_expressible(plan_file, "axolotl", LIMITS, BATCHINGS, refusals)
+    yield (  # core/builders/rl.py passes no padding on
+        _is_dpo(training) and training.lengths is not None and training.batching != "padded",
+        f"batching {training.batching} of preferences: plan with padded",
+    )
 
 
 def _refused_tuning(finetuning: FineTuning) -> str:
@@ -192,12 +178,16 @@ def _refused_tuning(finetuning: FineTuning) -> str:
     return refused_by_peft(finetuning)
 
 
-TARGET = Target(
-    name="axolotl",
-    title="axolotl",
-    rules=("accelerate",),
-    job=job,
+TARGET = yaml_target(
+    "axolotl",
+    "axolotl",
+    program="-m axolotl.cli.train",  # as `axolotl train --launcher torchrun` does (cli/utils/train.py:207)
+    words='--base_model "$BASE_MODEL" --max_steps "$STEPS"',
+    yours="datasets, learning_rate and whatever else costs neither time nor memory of a step.",
+    table=_table,
     limits=LIMITS,
+    batchings=BATCHINGS,
+    refusals=_refusals,
     refused_tuning=_refused_tuning,
-    optimizers=tuple(OPTIMIZER_WORDS),
+    optimizers=OPTIMIZER_WORDS,
 )

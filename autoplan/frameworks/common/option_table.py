@@ -55,11 +55,11 @@ class Row(Option):
         """Return the value of the field that a file gives, else the default."""
         return self.decode(source, self.key, self.default)
 
-    def read(self, source: Options, base: object | None = None, notation: str = "") -> Fields:
+    def read(self, source: Options, base: object | None = None) -> Fields:
         """Return the field with the value that a file gives, that of `base` where the file is silent."""
         name = self.field.rpartition(".")[2]
-        is_silent = base is not None and not source.is_null(self.name(notation))
-        return {name: self.decode(source, self.name(notation), getattr(base, name) if is_silent else self.default)}
+        is_silent = base is not None and not source.is_null(self.key)
+        return {name: self.decode(source, self.key, getattr(base, name) if is_silent else self.default)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +129,9 @@ def written(options: Iterable[Option], plan_file: PlanFile) -> dict[str, Value]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def read_fields(rows: Iterable[Row], source: Options, base: object | None = None, notation: str = "") -> Fields:
+def read_fields(rows: Iterable[Row], source: Options, base: object | None = None) -> Fields:
     """Return the fields that some rows mean."""
-    fields: Fields = {}
-    for row in rows:
-        fields |= row.read(source, base, notation)
-    return fields
+    return {name: value for row in rows for name, value in row.read(source, base).items()}
 
 
 def remark_assumed(table: Iterable[Option], options: Options) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools
 from autoplan.base.errors import InputError
-from autoplan.spec.axes import Axis, Kind, Value, words_of
+from autoplan.spec.axes import AXIS, Axis, Kind, Needs, Value, words_of
 from autoplan.spec.enums import Precision
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -37,12 +37,15 @@ class SupportedWords:
 
     def rule(self) -> Rule:
         """Return the rule that a plan takes one of them."""
+        row = AXIS[self.axis]
         is_supported = np.array([word in self.words for word in words_of(self.axis)])
+        is_idle = np.array([precision not in row.precisions for precision in Precision])
 
         def is_one_of(workload: Workload, batch: PlanBatch) -> Bools:
-            # Without context parallelism its kind means nothing, nor do scales in other precisions than fp8.
-            idle = {"cp_kind": batch.cp == 1, "fp8_scaling": batch.precision != Precision.FP8.code}
-            return is_supported[getattr(batch, self.axis)] | idle.get(self.axis, False)
+            result = is_supported[getattr(batch, self.axis)]
+            if is_idle.any():
+                result |= is_idle[batch.precision]
+            return result | (batch.cp == 1) if row.needs is Needs.CONTEXT_RANKS else result
 
         return Rule(
             source=self.source,

@@ -8,9 +8,25 @@ from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, all_true
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.common.widths import gemm_widths, kv_groups
+from autoplan.spec.axes import AXIS, Kind, Value
 from autoplan.spec.enums import Fp8Scaling, MainWeights, Precision, RankOrder, Sharding
-from autoplan.spec.plan import PlanBatch
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.workload import Workload
+
+
+def only(axis: str, *values: Value | int, why: str, source: str = SOURCE) -> Rule:
+    """Return the rule that a plan has one of these values of an axis; `why` ends what is said of others."""
+    row, codes = AXIS[axis], [AXIS[axis].code(value) for value in values]
+
+    def text(workload: Workload, plan: ParallelPlan) -> str:
+        value = getattr(plan, axis)
+        shown = {Kind.FLAG: "" if value else " off", Kind.WORD: f" {value!r}"}.get(row.kind, f" {value}")
+        return f"{axis}{shown}: {why}"
+
+    def holds(workload: Workload, batch: PlanBatch) -> Bools:
+        return np.logical_or.reduce([getattr(batch, axis) == code for code in codes])
+
+    return Rule(source=source, holds=holds, text=text)
 
 
 def whole_kv_heads(source: str) -> Rule:
@@ -60,27 +76,19 @@ def tied_needs_one_stage(source: str) -> Rule:
 
 def no_interleaving(source: str) -> Rule:
     """Allow one chunk a rank."""
-    return Rule(
-        source=source, holds=lambda s, b: b.vp == 1, text=lambda s, p: f"vp {p.vp}: there is no interleaving, set vp 1"
-    )
+    return only("vp", 1, why="there is no interleaving, set vp 1", source=source)
 
 
 def whole_experts(source: str) -> Rule:
     """Tensor parallelism does not split experts."""
-    return Rule(
-        source=source,
-        holds=lambda s, b: b.etp == 1,
-        text=lambda s, p: f"etp {p.etp}: experts are whole on every rank, set etp 1",
-    )
+    return only("etp", 1, why="experts are whole on every rank, set etp 1", source=source)
 
 
-def scaling_needs_fp8(source: str) -> Rule:
-    """Only products in fp8 choose their scales."""
-    return Rule(
-        source=source,
-        holds=lambda s, b: (b.fp8_scaling == Fp8Scaling.TENSORWISE.code) | (b.precision == Precision.FP8.code),
-        text=lambda s, p: f"fp8_scaling {p.fp8_scaling} needs precision fp8, it is {p.precision}: leave it out",
-    )
+SCALING_NEEDS_FP8 = Rule(
+    source=SOURCE,
+    holds=lambda s, b: (b.fp8_scaling == Fp8Scaling.TENSORWISE.code) | (b.precision == Precision.FP8.code),
+    text=lambda s, p: f"fp8_scaling {p.fp8_scaling} needs precision fp8, it is {p.precision}: leave it out",
+)
 
 
 def bf16_throughout(source: str) -> Rule:
@@ -130,13 +138,8 @@ def aligned(source: str) -> tuple[Rule, ...]:
 # -- what few launch files can be told ---------------------------------------------------------------------------------
 
 
-def usual_rank_order(way_out: str) -> Rule:
-    """Return the limit of a target that always numbers its ranks in Megatron's usual order."""
-    return Rule(
-        source=SOURCE,
-        holds=lambda s, b: b.rank_order == RankOrder.DP_BEFORE_PP.code,
-        text=lambda s, p: f"rank_order {p.rank_order!r}: {way_out}",
-    )
+# Of a target that always numbers its ranks in Megatron's usual order.
+USUAL_RANK_ORDER = only("rank_order", RankOrder.DP_BEFORE_PP, why="leave it out")
 
 
 def stages_last(why: str) -> Rule:

@@ -14,7 +14,7 @@ import numpy as np
 from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
-from autoplan.frameworks.common.shared_rules import usual_rank_order
+from autoplan.frameworks.common.shared_rules import USUAL_RANK_ORDER, only
 from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_by_lora_config
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.deepspeed.options import (
@@ -101,15 +101,11 @@ _ZERO3, _GATHERS = Sharding.ZERO3.code, (Sharding.ZERO1.code, Sharding.ZERO2.cod
 
 # What the JSON cannot say.
 _LIMITS_WITH_MICS = (
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: b.pp == 1,
-        text=lambda s, p: f"pp {p.pp}: the script gives the stages to PipelineModule(num_stages), plan with pp 1",
-    ),
-    Rule(source=SOURCE, holds=lambda s, b: ~b.sp, text=lambda s, p: "sp: AutoTP keeps whole sequences, leave it out"),
-    Rule(source=SOURCE, holds=lambda s, b: ~b.ep_overlap, text=lambda s, p: "ep_overlap: leave it out"),
-    Rule(source=SOURCE, holds=lambda s, b: ~b.dropout, text=lambda s, p: "dropout: the model has it, plan without"),
-    usual_rank_order("leave it out"),
+    only("pp", 1, why="the script gives the stages to PipelineModule(num_stages), plan with pp 1"),
+    only("sp", False, why="AutoTP keeps whole sequences, leave it out"),
+    only("ep_overlap", False, why="leave it out"),
+    only("dropout", False, why="the model has it, plan without"),
+    USUAL_RANK_ORDER,
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.param_gather_overlap | ~np.isin(b.sharding, _GATHERS),

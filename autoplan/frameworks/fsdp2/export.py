@@ -10,14 +10,11 @@ import json
 from importlib import resources
 from typing import Any
 
-import numpy as np
-
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.option_table import written
-from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
-from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS, stages_last
-from autoplan.frameworks.common.universal_rules import SOURCE
+from autoplan.frameworks.common.rules import check_legal, check_limits
+from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS, only, stages_last
 from autoplan.frameworks.fsdp2.options import BATCH, DTYPE, HELD, SCHEDULES, SEQUENCE_PARALLEL
 from autoplan.frameworks.fsdp2.rules import RULES
 from autoplan.spec.enums import Offload, Precision, Recompute, ReduceType
@@ -45,16 +42,8 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
 
 
 LIMITS = (
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: np.isin(b.precision, (Precision.BF16.code, Precision.FP16.code)),
-        text=lambda s, p: f"precision {p.precision!r}: what torchao converts is your program's",
-    ),
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: b.recompute != Recompute.SELECTIVE.code,
-        text=lambda s, p: "recompute 'selective': which operations is your program's, use full or none",
-    ),
+    only("precision", Precision.BF16, Precision.FP16, why="what torchao converts is your program's"),
+    only("recompute", Recompute.NONE, Recompute.FULL, why="which operations is your program's, use full or none"),
     stages_last("its mesh numbers stages last, leave it out"),
     *FSDP2_OVERLAPS,
 )

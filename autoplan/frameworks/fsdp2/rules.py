@@ -132,7 +132,7 @@ _OWN_RULES: tuple[Rule, ...] = (
             f"ep {p.ep} and etp {p.etp}: PyTorch has no style that spreads experts; set both to 1, or use torchtitan"
         ),
     ),
-    shared.scaling_needs_fp8(universal.SOURCE),
+    shared.SCALING_NEEDS_FP8,
     shared.bf16_throughout("torch/optim/adam.py"),
     *shared.aligned("torchao float8 and mx, torch._scaled_mm"),
 )

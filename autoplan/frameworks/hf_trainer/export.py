@@ -14,11 +14,10 @@ from autoplan.frameworks.accelerate.options import OFFLOAD
 from autoplan.frameworks.accelerate.rules import RULES
 from autoplan.frameworks.common.job import File, Job, Line, OptionGroup, Target
 from autoplan.frameworks.common.option_table import Value, written
-from autoplan.frameworks.common.rules import Rule
-from autoplan.frameworks.common.tuning import ADAPTERS_IN_FP32, ALPHA_PER_RANK, refused_by_lora_config
-from autoplan.frameworks.common.universal_rules import SOURCE
+from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_lora_config
 from autoplan.frameworks.deepspeed import export as deepspeed
 from autoplan.frameworks.deepspeed.rules import RULES as OF_DEEPSPEED
+from autoplan.frameworks.hf_trainer import write
 from autoplan.frameworks.hf_trainer.options import (
     ACCUMULATION,
     BATCHINGS,
@@ -29,9 +28,6 @@ from autoplan.frameworks.hf_trainer.options import (
     WRITTEN_OPTIM,
 )
 from autoplan.frameworks.hf_trainer.write import (
-    IN_16_BITS,
-    INT8_IS_WHOLE,
-    NO_MESH,
     adapters_of,
     batching_of,
     check_expressible,
@@ -191,18 +187,7 @@ def _adapters(tuning: FineTuning, training: TrainingSpec) -> list[dict[str, Valu
 # -- what it cannot be told -------------------------------------------------------------------------------------------
 
 
-LIMITS = (
-    IN_16_BITS,
-    ADAPTERS_IN_FP32,
-    *NO_MESH,
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: b.ep == 1,
-        text=lambda s, p: f"ep {p.ep}: the experts of transformers are whole on every rank, set ep 1",
-    ),
-    INT8_IS_WHOLE,
-    *deepspeed.LIMITS,
-)
+LIMITS = (*write.LIMITS, *deepspeed.LIMITS)
 
 
 def _check(plan_file: PlanFile) -> None:

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-import numpy as np
 
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.accelerate import options as accelerate
 from autoplan.frameworks.accelerate.export import is_unmixed
 from autoplan.frameworks.accelerate.rules import RULES
 from autoplan.frameworks.common.header import comment, header
-from autoplan.frameworks.common.job import File, Job, LaunchVariable
+from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.option_table import Option, Value, written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
+from autoplan.frameworks.common.shared_rules import only
+from autoplan.frameworks.common.tuning import ADAPTERS_IN_FP32
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.hf_trainer.options import PRECISIONS
 from autoplan.readers.model import hub_name
 from autoplan.spec.enums import Precision, Sharding
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import Batching
+from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.training import TrainingSpec
 
-IN_16_BITS = Rule(
-    source=SOURCE,
-    holds=lambda s, b: np.isin(b.precision, (Precision.BF16.code, Precision.FP16.code)),
-    text=lambda s, p: f"precision {p.precision!r}: its fp8 is not priced, use bf16 or fp16",
-)
+IN_16_BITS = only("precision", Precision.BF16, Precision.FP16, why="its fp8 is not priced, use bf16 or fp16")
 
 
 def written_precision(plan: ParallelPlan) -> dict[str, Value]:
@@ -58,6 +55,16 @@ INT8_IS_WHOLE = Rule(
 
 def _is_in_int8(training: TrainingSpec) -> bool:
     return training.finetuning is not None and training.finetuning.quantization == "int8"
+
+
+# Of programs that know of no mesh, and leave adapters as PEFT makes them.
+LIMITS = (
+    IN_16_BITS,
+    ADAPTERS_IN_FP32,
+    *NO_MESH,
+    only("ep", 1, why="the experts of transformers are whole on every rank, set ep 1"),
+    INT8_IS_WHOLE,
+)
 
 
 def start_variables(plan_file: PlanFile) -> tuple[LaunchVariable, ...]:
@@ -89,6 +96,42 @@ def yaml_job(
         program=program,
         trailing=(words,),
         files=(File(name=file_name, text="\n".join(notes) + "\n" + text),),
+    )
+
+
+def yaml_target(
+    name: str,
+    title: str,
+    *,
+    program: str,
+    words: str,
+    yours: str,
+    table: Callable[[PlanFile], Mapping[str, Any]],
+    limits: tuple[Rule, ...],
+    batchings: Iterable[Batching],
+    refusals: Callable[[TrainingSpec], Iterable[tuple[bool, str]]],
+    refused_tuning: Callable[[FineTuning], str],
+    optimizers: Iterable[OptimizerName],
+) -> Target:
+    """Return the target of a program that reads Trainer arguments, by names of its own, in the YAML called `name`.
+
+    `yours` are the settings in it that cost nothing; `refusals` are beside those of every such program.
+    """
+    file_name, remark = f"{name.replace('-', '_')}.yaml", f"Yours to set: {yours}"
+
+    def job(plan_file: PlanFile, version: str = "") -> Job:
+        check_expressible(plan_file, title, limits, batchings, refusals(plan_file.training))
+        behind = f'"$HERE/{file_name}" {words}'
+        return yaml_job(title, program, behind, file_name, plan_file, table(plan_file), [remark])
+
+    return Target(
+        name=name,
+        title=title,
+        rules=("accelerate",),
+        job=job,
+        limits=limits,
+        refused_tuning=refused_tuning,
+        optimizers=tuple(optimizers),
     )
 
 

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from autoplan.frameworks.accelerate.export import is_sharded, loads_bf16
 from autoplan.frameworks.accelerate.options import OFFLOAD, RECOMPUTE
-from autoplan.frameworks.common.job import Job, Target
 from autoplan.frameworks.common.option_table import written
-from autoplan.frameworks.common.tuning import ADAPTERS_IN_FP32, ALPHA_PER_RANK, refused_by_peft
+from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
 from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH
 from autoplan.frameworks.hf_trainer.write import (
-    IN_16_BITS,
-    INT8_IS_WHOLE,
-    NO_MESH,
+    LIMITS,
     adapters_of,
     batching_of,
-    check_expressible,
     written_fsdp,
     written_precision,
-    yaml_job,
+    yaml_target,
 )
 from autoplan.frameworks.llama_factory.options import BATCHINGS, LENGTH, NO_RECOMPUTE, OPTIMIZER_SETTINGS, PURE
 from autoplan.readers.model import hub_name
 from autoplan.spec.enums import Offload, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.training import TrainingSpec
 
-YAML = "llama_factory.yaml"
 # Stage and data of its examples, by what is learnt: the next token, which answer is better, a score.
 _STAGES = {None: ("sft", "alpaca_en_demo"), "dpo": ("dpo", "dpo_en_demo"), "reward": ("rm", "dpo_en_demo")}
-
-
-def job(plan_file: PlanFile, version: str = "") -> Job:
-    """Return the job that `llamafactory-cli train` starts on a node (launcher.py:85)."""
-    _check(plan_file)
-    words = f'"$HERE/{YAML}" model_name_or_path="$BASE_MODEL" max_steps="$STEPS"'
-    remark = "Yours to set: data, template, learning_rate and whatever else costs neither time nor memory of a step."
-    return yaml_job("LLaMA-Factory", "-m llamafactory.launcher", words, YAML, plan_file, _table(plan_file), [remark])
 
 
 def _table(plan_file: PlanFile) -> dict[str, Any]:
@@ -95,36 +84,24 @@ def _sharding(plan_file: PlanFile) -> dict[str, Any]:
     return {"fsdp": " ".join(words), "fsdp_config": section, "use_reentrant_gc": False}
 
 
-# -- what it cannot be told -------------------------------------------------------------------------------------------
-
-
-LIMITS = (
-    IN_16_BITS,
-    ADAPTERS_IN_FP32,
-    *NO_MESH,
-    INT8_IS_WHOLE,
-)
-
-
-def _check(plan_file: PlanFile) -> None:
-    training = plan_file.training
-    preference = training.preference
-    runs = "copy" if adapters_of(training) is None else "base"
-    refusals = (
-        (  # train/trainer_utils.py:136
-            preference is not None and preference.loss == "dpo" and preference.reference != runs,
-            f"a reference {preference and preference.reference}: plan with reference {runs}",
-        ),
+def _refusals(training: TrainingSpec) -> Iterator[tuple[bool, str]]:
+    preference, runs = training.preference, "copy" if adapters_of(training) is None else "base"
+    yield (  # train/trainer_utils.py:136
+        preference is not None and preference.loss == "dpo" and preference.reference != runs,
+        f"a reference {preference and preference.reference}: plan with reference {runs}",
     )
-    check_expressible(plan_file, "LLaMA-Factory", LIMITS, BATCHINGS, refusals)
 
 
-TARGET = Target(
-    name="llama-factory",
-    title="LLaMA-Factory",
-    rules=("accelerate",),
-    job=job,
+TARGET = yaml_target(
+    "llama-factory",
+    "LLaMA-Factory",
+    program="-m llamafactory.launcher",  # as `llamafactory-cli train` does (launcher.py:85)
+    words='model_name_or_path="$BASE_MODEL" max_steps="$STEPS"',
+    yours="data, template, learning_rate and whatever else costs neither time nor memory of a step.",
+    table=_table,
     limits=LIMITS,
+    batchings=BATCHINGS,
+    refusals=_refusals,
     refused_tuning=refused_by_peft,
-    optimizers=tuple(OPTIMIZER_SETTINGS),
+    optimizers=OPTIMIZER_SETTINGS,
 )

@@ -17,10 +17,10 @@ from autoplan.frameworks.megatron_lm.export import checked_parts, environment
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS, FUSED_LOSS_BYTES
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import arguments_of
-from autoplan.spec.enums import CudaGraphs, GradType, MainWeights, MomentType
+from autoplan.spec.enums import NARROW_PRECISIONS, CudaGraphs, GradType, MainWeights, MomentType
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import Block, ModelSpec
-from autoplan.spec.plan import NARROW_PRECISIONS, ParallelPlan
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 
 NAME = "recipe.py"

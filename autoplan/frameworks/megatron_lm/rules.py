@@ -18,6 +18,7 @@ from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.frameworks.common.widths import has_dense_mlp, kv_groups
 from autoplan.spec.enums import (
+    NARROW_PRECISIONS,
     ContextParallelKind,
     CudaGraphs,
     Dispatcher,
@@ -32,7 +33,7 @@ from autoplan.spec.enums import (
     Sharding,
 )
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import FULL, NARROW_PRECISIONS, PP_BEFORE_DP, ParallelPlan, PlanBatch
+from autoplan.spec.plan import FULL, PP_BEFORE_DP, ParallelPlan, PlanBatch
 from autoplan.spec.workload import Workload
 
 _ARGUMENTS = "training/arguments.py"
@@ -451,7 +452,7 @@ COMMON: tuple[Rule, ...] = (
             f"{'remainders or fp16: use remainders' if p.precision == 'bf16' else 'no remainders: use fp32'}"
         ),
     ),
-    shared.scaling_needs_fp8(universal.SOURCE),
+    shared.SCALING_NEEDS_FP8,
     *shared.aligned("core/fp8_utils.py:356"),
 )
 
@@ -477,10 +478,8 @@ RULES: tuple[Rule, ...] = (
 
 # What its command line has no option for, and a program that makes its own TransformerConfig has.
 LIMITS: tuple[Rule, ...] = (
-    Rule(
-        source=f"{_ARGUMENTS}:2333",
-        holds=lambda s, b: ~b.fp8_attention,
-        text=lambda s, p: "fp8_attention: export for megatron-bridge, or plan without it",
+    shared.only(
+        "fp8_attention", False, why="export for megatron-bridge, or plan without it", source=f"{_ARGUMENTS}:2333"
     ),
 )
 

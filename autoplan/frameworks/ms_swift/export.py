@@ -5,12 +5,11 @@ Arguments are those of Megatron-LM by their names, switches have words.  The mod
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common.job import EnvironmentVariable, Job, Line, OptionGroup, Target
 from autoplan.frameworks.common.option_table import Value
-from autoplan.frameworks.common.rules import Rule, SupportedWords, all_true, check_limits
+from autoplan.frameworks.common.rules import Rule, all_true, check_limits
+from autoplan.frameworks.common.shared_rules import only
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK
 from autoplan.frameworks.hf_trainer.write import adapters_of, start_variables
 from autoplan.frameworks.megatron_bridge.tuning import FUSED
@@ -20,7 +19,7 @@ from autoplan.frameworks.megatron_lm.rules import LIMITS as OF_MEGATRON
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import Part, arguments_of
 from autoplan.frameworks.ms_swift.options import BATCHINGS, MEGATRON_NAMES, NOT_ITS, WRITTEN_NAMES
-from autoplan.spec.enums import CudaGraphs, Dispatcher, GradType, Offload, Precision, RankOrder, Sharding
+from autoplan.spec.enums import CodedEnum, CudaGraphs, Dispatcher, GradType, Offload, Precision, RankOrder, Sharding
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import Batching
 from autoplan.spec.model import ModelSpec
@@ -137,19 +136,9 @@ def _environment(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
 # -- what it cannot be told -------------------------------------------------------------------------------------------
 
 
-def _only(axis: str, *words: str) -> Rule:
+def _only(axis: str, *words: CodedEnum) -> Rule:
     """Return the rule that an option takes one of the words for which there are arguments."""
-    rule = SupportedWords(axis=axis, words=words, source=_ARGUMENTS).rule()
-    return replace(rule, text=lambda s, p: f"{axis} {getattr(p, axis)!r}: use {' or '.join(map(repr, words))}")
-
-
-def _without(axis: str) -> Rule:
-    """Return the rule that a switch is off, for which it has no argument."""
-    return Rule(
-        source=_ARGUMENTS,
-        holds=lambda s, b: ~getattr(b, axis),
-        text=lambda s, p: f"{axis}: export for megatron-lm or megatron-bridge, or plan without it",
-    )
+    return only(axis, *words, why=f"use {' or '.join(map(repr, words))}", source=_ARGUMENTS)
 
 
 LIMITS = (
@@ -157,7 +146,10 @@ LIMITS = (
     _only("dispatcher", Dispatcher.ALL_TO_ALL, Dispatcher.DEEPEP),
     _only("rank_order", RankOrder.DP_BEFORE_PP),
     _only("offload", Offload.NONE),
-    *map(_without, ("router_fusion", "ep_overlap", "fp8_attention", "dropout")),
+    *(
+        only(axis, False, why="export for megatron-lm or megatron-bridge, or plan without it", source=_ARGUMENTS)
+        for axis in ("router_fusion", "ep_overlap", "fp8_attention", "dropout")
+    ),
     Rule(
         source="utils/megatron_lm_utils.py:70",
         holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding == Sharding.NONE.code),

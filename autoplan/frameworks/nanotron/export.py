@@ -14,7 +14,7 @@ from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
-from autoplan.frameworks.common.shared_rules import usual_rank_order
+from autoplan.frameworks.common.shared_rules import USUAL_RANK_ORDER, only
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.nanotron.options import (
     ACCUMULATION,
@@ -106,18 +106,14 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
 
 
 LIMITS = (
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: b.grad_reduce_overlap,
-        text=lambda s, p: "grad_reduce_overlap off: it has no switch for it",
-    ),
+    only("grad_reduce_overlap", True, why="it has no switch for it"),
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.param_gather_overlap | (b.sharding == Sharding.NONE.code),
         text=lambda s, p: "param_gather_overlap off: it has no switch for it",
     ),
-    Rule(source=SOURCE, holds=lambda s, b: ~b.ep_overlap, text=lambda s, p: "ep_overlap: leave it out"),
-    usual_rank_order("leave it out"),
+    only("ep_overlap", False, why="leave it out"),
+    USUAL_RANK_ORDER,
 )
 
 

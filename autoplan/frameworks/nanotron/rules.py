@@ -115,18 +115,10 @@ RULES: tuple[Rule, ...] = (
         holds=lambda s, b: ~b.tp_overlap | b.sp | (b.tp == 1),
         text=lambda s, p: "tp_overlap needs sp: leave it out or take both",
     ),
-    Rule(
-        source="trainer.py:1053",
-        # The attention of one model knows it (models/qwen.py:777), but only runs from a checkpoint start with it.
-        holds=lambda s, b: b.cp == 1,
-        text=lambda s, p: f"cp {p.cp}: a run does not start with context parallelism, set cp 1",
-    ),
-    Rule(
-        source="parallel/context.py:26",
-        # The sizes of the groups multiply to the world without ep, and are laid out with it.
-        holds=lambda s, b: b.ep == 1,
-        text=lambda s, p: f"ep {p.ep}: a run does not start with expert parallelism, set ep 1",
-    ),
+    # The attention of one model knows it (models/qwen.py:777), but only runs from a checkpoint start with it.
+    shared.only("cp", 1, why="a run does not start with context parallelism, set cp 1", source="trainer.py:1053"),
+    # The sizes of the groups multiply to the world without ep, and are laid out with it.
+    shared.only("ep", 1, why="a run does not start with expert parallelism, set ep 1", source="parallel/context.py:26"),
     shared.whole_experts("nn/moe.py:71"),
     Rule(
         source="optim/zero.py:184",

@@ -18,7 +18,7 @@ from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, OptionGroup, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
-from autoplan.frameworks.common.shared_rules import stages_last
+from autoplan.frameworks.common.shared_rules import only, stages_last
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.torchtitan.families import builder_of, family_of, write_sizes
 from autoplan.frameworks.torchtitan.options import (
@@ -91,11 +91,7 @@ def job(plan_file: PlanFile, version: str) -> Job:
 
 _LIMITS_OF_ALL = (
     stages_last("it numbers stages last, leave it out"),
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: ~b.ep_overlap,
-        text=lambda s, p: "ep_overlap: it overlaps expert traffic in no schedule that is priced here",
-    ),
+    only("ep_overlap", False, why="it overlaps expert traffic in no schedule that is priced here"),
     Rule(
         source=SOURCE,
         holds=lambda s, b: b.grad_reduce_overlap,

@@ -82,9 +82,9 @@ def _sizes(*calls: Built) -> Options:
     return Options((Argument(key, str(value), key, value) for key, value in sizes.items()), way_out="pass --model")
 
 
-def size_of(built: Built, key: str, default: int | None = None) -> int:
-    """Return a size that a call was given."""
-    return _sizes(built).count(key, default, least=0)
+def num_mtp_layers_of(built: Built) -> int:
+    """Return the layers of multi-token prediction that a call was given; 0 where it was given none."""
+    return _sizes(built).count("num_mtp_layers", 0, least=0)
 
 
 def model_of(config: Built, name: str) -> ModelSpec:
@@ -117,7 +117,7 @@ def model_of(config: Built, name: str) -> ModelSpec:
         return replace(fixed, **shape, aliases=(), sources=(), moe=Experts(**moe, router_bias=True))
     if builder == "_build_dsv3_layers":
         mtp = config.named.get("mtp_layers")
-        shape["num_mtp_layers"] = size_of(mtp, "num_mtp_layers", 0) if isinstance(mtp, Built) else 0
+        shape["num_mtp_layers"] = num_mtp_layers_of(mtp) if isinstance(mtp, Built) else 0
         moe["shared_expert_ffn_size"] = sizes.count("num_shared_experts", least=0) * moe["expert_ffn_size"]
         shape["ffn_size"] *= moe["num_dense_layers"] > 0
         mla["q_lora_rank"] = mla["q_lora_rank"] or None

@@ -22,7 +22,7 @@ from autoplan.frameworks.common.options import Options, Unknown, show
 from autoplan.frameworks.common.shell import Command, read_script
 from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.fsdp2.options import read_offload
-from autoplan.frameworks.torchtitan.families import model_of, size_of
+from autoplan.frameworks.torchtitan.families import model_of, num_mtp_layers_of
 from autoplan.frameworks.torchtitan.options import (
     ASIDE,
     CONVERTERS,
@@ -229,7 +229,7 @@ def _read_model(content: Content, spec: Any, function: str) -> None:
         family = family or next((item for item in families if item.replace("_", "") in function.replace("_", "")), "")
         content.model = _of_flavor(family, flavor)
         if content.model is not None:
-            content.model = replace(content.model, num_mtp_layers=size_of(spec, "num_mtp_layers", 0))
+            content.model = replace(content.model, num_mtp_layers=num_mtp_layers_of(spec))
     for converter in converters:
         name = converter.name.split(".")[-2] if isinstance(converter, Built) and "." in converter.name else ""
         precision = next((word for word, prefix in CONVERTERS.items() if name.startswith(prefix)), None)

@@ -77,7 +77,7 @@ _OWN: tuple[Rule, ...] = (
     ),
     shared.whole_kv_heads(f"{_DECODER}:195"),
     shared.sp_needs_tp("trainer.py:300"),
-    shared.scaling_needs_fp8(universal.SOURCE),
+    shared.SCALING_NEEDS_FP8,
     # Version 0.3 asks it of every sequence, b5bcd76 of the tokens of a micro-batch.
     shared.whole_sequence("trainer.py:302"),
     Rule(

@@ -45,11 +45,7 @@ RULES: tuple[Rule, ...] = (
         holds=lambda s, b: s.model.ffn_size % b.tp == 0,
         text=lambda s, p: f"ffn_size {s.model.ffn_size} must be divisible by tp {p.tp}: lower tp",
     ),
-    Rule(
-        source=f"{_TRANSFORMER} Attention",
-        holds=lambda s, b: b.cp == 1,
-        text=lambda s, p: f"cp {p.cp}: attention sees whole sequences, set cp 1",
-    ),
+    shared.only("cp", 1, why="attention sees whole sequences, set cp 1", source=f"{_TRANSFORMER} Attention"),
     Rule(
         source=f"{_TRANSFORMER} MoE",
         holds=lambda s, b: (b.ep == 1) & (b.etp == 1),
