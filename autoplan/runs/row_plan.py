@@ -1,0 +1,275 @@
+"""Plan of a row of a table of runs: its degrees, its options, and the usual ones where cells are blank."""
+
+from __future__ import annotations
+
+import math
+
+from autoplan.base.errors import UnpricedError
+from autoplan.frameworks.megatron_lm.notation import GRAPH_SCOPES, graphs_of, layout_counts
+from autoplan.frameworks.registry import book_of
+from autoplan.runs.recipes import Recipe
+from autoplan.runs.row import MOST_DEGREE, Row
+from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES, Value
+from autoplan.spec.enums import (
+    ContextParallelKind,
+    CudaGraphs,
+    Dispatcher,
+    Fp8Scaling,
+    Offload,
+    Recompute,
+    RecomputeModule,
+    Sharding,
+    enum_value,
+)
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan, parse_recompute
+from autoplan.spec.problem import Problem
+
+# What recipes of mixtures of experts choose.  One that a row quotes, and that leaves dispatcher or overlap alone, has
+# plain all-to-all and no overlap (Megatron-Bridge v0.2.0 to v0.5.0, scripts/performance/utils/utils.py,
+# WorkloadBaseConfig); of a row that quotes none, the recipes of its framework tell.
+CHOSEN_FOR_EXPERTS = {"cuda_graph", "dispatcher", "ep_overlap", "recompute_modules"}
+
+
+def _graphs(row: Row, model: ModelSpec, usual: CudaGraphs) -> CudaGraphs:
+    """Return what is launched as CUDA graphs: scopes by Megatron-Core's names, joined by "+", or none."""
+    if "cuda_graph" not in row.options():
+        return usual
+    scopes = {scope for scope in row.options().get("cuda_graph", "none").split("+") if scope != "none"}
+    if scopes == {"layer"}:  # all of a layer that has static shapes
+        return CudaGraphs.LAYER
+    all_scopes = {scope for level in GRAPH_SCOPES.values() for scope in level} | {"full_iteration"}
+    if unknown := scopes - all_scopes:
+        raise UnpricedError(f"option cuda_graph {min(unknown)[:40]!r} is not one of {', '.join(sorted(all_scopes))}")
+    return graphs_of(scopes, model)
+
+
+def _drops_tokens(row: Row, problem: Problem) -> bool:
+    """Return whether experts take a fixed number of tokens, as an option says or words behind the name of a model."""
+    name, is_usual = row.text("model"), bool(problem.framework.choice("token_dropping"))
+    by_name = "(tokendrop)" in name or (is_usual and "(dropless)" not in name)
+    return row.option("token_dropping", by_name) and problem.model.moe is not None
+
+
+def plan_of(row: Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
+    """Return the plan that a row says; UnpricedError where a cell cannot be read or does not go with others."""
+    tp, cp, pp = row.degree("tp", 1), row.degree("cp", 1), row.degree("pp", 1)
+    num_gpus = row.degree("num_gpus")
+    dp = row.degree("dp", max(num_gpus // (tp * cp * pp), 1))
+    if tp * cp * pp * dp != num_gpus:
+        raise UnpricedError(f"tp {tp} x cp {cp} x pp {pp} x dp {dp} is not num_gpus {num_gpus}")
+    ep = row.degree("ep", _usual_ep(problem, num_gpus, pp))
+    etp = row.integer("etp", 1, at_most=MOST_DEGREE) or 1  # 0: not used
+    sp = row.flag("sp", tp > 1 and problem.framework.network.sequence_parallel)
+    sharding = row.text("sharding", recipe.sharding)
+    offload = sharding.endswith("+offload")
+    sharding = sharding.removesuffix("+offload")
+    if sharding not in tuple(Sharding):
+        raise UnpricedError(f"sharding {sharding[:40]!r} is not one of {', '.join(tuple(Sharding))}")
+    shard = 1 if sharding == "none" else row.integer("shard_group", dp, at_most=MOST_DEGREE) or dp
+    if dp % shard:
+        raise UnpricedError(f"shard_group {shard} does not divide dp {dp}")
+    micro_batch = row.integer("micro_batch", _usual_micro_batch(row, recipe, pp, dp))
+    global_batch = row.integer("global_batch", micro_batch * dp)
+    vp = row.integer("vp", _usual_vp(problem, recipe, pp, global_batch // (micro_batch * dp)), at_most=MOST_DEGREE) or 1
+    if vp > 1 and pp == 1:
+        row.filled.append("vp=1 without a pipeline")
+    recompute, num_repeated = _recompute(row, problem)
+    modules = _recompute_modules(row, problem, recipe) if recompute == "selective" else DEFAULT_RECOMPUTE_MODULES
+    if not modules:
+        recompute = Recompute.NONE
+    chunks = vp if pp > 1 else 1
+    drops = _drops_tokens(row, problem)
+    overlaps = ep > 1 and row.option("ep_overlap", _overlaps_experts(row, problem, recipe, pp, vp, ep, drops=drops))
+    is_graphed = overlaps and problem.training.precision in recipe.overlaps_experts
+    return ParallelPlan.derived(
+        has_experts=problem.model.moe is not None,
+        has_latents=problem.model.mla is not None,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        tp=tp,
+        sp=sp,
+        cp=cp,
+        cp_kind=_context_kind(problem.framework),
+        pp=pp,
+        vp=chunks,
+        layers_per_chunk=_layout(row) or _layers_per_chunk(problem, recipe, pp, chunks),
+        ep=ep,
+        etp=etp,
+        dp_replicate=dp // shard,
+        dp_shard=shard,
+        sharding=sharding,
+        recompute=recompute,
+        recompute_num_layers=num_repeated,
+        recompute_modules=modules or DEFAULT_RECOMPUTE_MODULES,
+        precision=problem.training.precision,
+        offload=_offload(row, Offload.OPTIMIZER if offload else Offload.NONE),
+        tp_overlap=row.option("tp_overlap", problem.framework.overlap.tp_overlap_share > 0),
+        dispatcher=_dispatcher(row, problem, recipe, ep, drops=drops),
+        ep_overlap=overlaps,
+        **problem.framework.choices | _chosen(row, problem, recipe) | {"token_dropping": drops},
+        cuda_graphs=_graphs(row, problem.model, recipe.overlap_graphs if is_graphed else CudaGraphs.NONE),
+        grad_reduce_overlap=row.option("grad_reduce_overlap", default=True),
+        param_gather_overlap=row.option("param_gather_overlap", default=True),
+    )
+
+
+def _offload(row: Row, by_sharding: Offload) -> Offload:
+    """Return which states wait in the host's memory: those that an option names, or those of "+offload"."""
+    return enum_value("offload", Offload, row.options().get("offload", by_sharding))
+
+
+def _chosen(row: Row, problem: Problem, recipe: Recipe) -> dict[str, Value]:
+    """Return the row's choice of the options that the framework's plans have unless they say otherwise."""
+    narrows = problem.model.moe is not None and problem.training.precision in recipe.narrows_attention
+    keeps_dropout = recipe.keeps_gpt_dropout and problem.model.position_embedding == "learned"
+    chosen: dict[str, Value] = {
+        "dropout": row.option("dropout", bool(problem.framework.choice("dropout")) or keeps_dropout),
+        "narrow_params": row.option("fp8_params", bool(problem.framework.choice("narrow_params"))),
+        "fp8_attention": problem.training.attention == "flash" and row.option("fp8_attention", narrows),
+    }
+    if (named := row.options().get("fp8_recipe", "")) in tuple(Fp8Scaling):
+        chosen["fp8_scaling"] = Fp8Scaling(named)
+    if recipe.routes_unfused_alltoall and _named_dispatcher(row, recipe) == Dispatcher.ALL_TO_ALL:
+        chosen |= {"router_fusion": False, "rope_fusion": False}
+    return chosen
+
+
+def _context_kind(framework: Framework) -> ContextParallelKind:
+    """Return the way in which the ranks of a sequence attend: no column tells, so the plainest of the framework."""
+    kinds = (words.words for words in book_of(framework).supported if words.axis == "cp_kind")
+    return ContextParallelKind(next(kinds, (ContextParallelKind.RING,))[0])
+
+
+def _layers_per_chunk(problem: Problem, recipe: Recipe, pp: int, vp: int) -> tuple[int, ...] | None:
+    """Layers of every chunk, where they are not as even as they can be.
+
+    Megatron-LM takes layers that do not divide where embedding and loss count as one layer each, which is even, or with
+    a layout; those of NVIDIA's recipes fill every chunk but the last, which has the loss, and where they are too few
+    for that, the loss is alone in it and the first chunk has fewer as well (Megatron-LM
+    core/transformer/transformer_config.py, account_for_loss_in_pipeline_split; Megatron-Bridge 067f987,
+    recipes/deepseek/h100/deepseek_v3.py, perf_recipes/deepseek/h100/deepseek_v3.py and recipes/kimi/h100/kimi_k2.py).
+    """
+    if split := book_of(problem.framework).split:
+        return split(problem.model, pp)
+    if recipe.counts_ends_as_layers and vp == 1:
+        return _with_ends(problem.model.num_layers, pp)
+    if recipe.relieves_last_stage and vp == 1:
+        return _with_light_end(problem.model.num_layers, pp)
+    chunks, num_layers = pp * vp, problem.model.num_layers
+    max_layers = math.ceil(num_layers / chunks)
+    last = num_layers - max_layers * (chunks - 1)
+    is_even = problem.framework.rules != "megatron-lm" or (num_layers + 2) % chunks == 0
+    if is_even or last in (0, max_layers) or last <= -max_layers:
+        return None
+    return (min(max_layers, max_layers + last), *[max_layers] * (chunks - 2), max(last, 0))
+
+
+def _with_ends(num_layers: int, pp: int) -> tuple[int, ...] | None:
+    """Layers of every stage where embedding and head count as one each; the first stages get what does not divide."""
+    base, remainder = divmod(num_layers + 2, pp)
+    if pp == 1 or base < 2:
+        return None
+    first, *middle, last = (base + (stage < remainder) for stage in range(pp))
+    return (first - 1, *middle, last - 1)
+
+
+def _with_light_end(num_layers: int, pp: int) -> tuple[int, ...] | None:
+    """Layers of every stage of LiBai's pipelines, whose last stages are planned for layers that there are not.
+
+    Where layers divide they are laid out as if there were up to pp - 1 more; what is left of an even share goes to the
+    last stages, and stages are filled from the first on.
+    """
+    share, remainder = divmod(num_layers, pp)
+    more = min(pp - 1, share) if pp >= 4 and num_layers >= 8 and not remainder else 0
+    share, longer = divmod(num_layers + more, pp)
+    planned = [share + (stage >= pp - longer) for stage in range(pp)]
+    layers = tuple(max(min(size, num_layers - sum(planned[:stage])), 0) for stage, size in enumerate(planned))
+    return layers if len(set(layers)) > 1 else None
+
+
+def _usual_ep(problem: Problem, num_gpus: int, pp: int) -> int:
+    """Default `ep`: 1, or if the experts of a stage do not fit on a device so, all ranks that may share them."""
+    moe = problem.model.moe
+    if moe is None:
+        return 1
+    state_bytes = problem.framework.memory.bytes_per_weight + problem.framework.memory.bytes_per_grad
+    experts = 3 * problem.model.hidden_size * moe.expert_ffn_size * moe.num_experts * problem.model.num_layers
+    fits = state_bytes * experts / moe.interval / pp < problem.capacity_bytes
+    return 1 if fits else math.gcd(moe.num_experts, num_gpus // pp)
+
+
+def _usual_vp(problem: Problem, recipe: Recipe, pp: int, num_microbatches: int) -> int:
+    """Default `vp`: 1, or as many chunks as a stage has layers."""
+    model = problem.model
+    can = pp > 1 and model.moe is None and model.num_layers % pp == 0 and num_microbatches % pp == 0
+    return model.num_layers // pp if can and recipe.interleaves_layers else 1
+
+
+def _usual_recompute(problem: Problem) -> Recompute:
+    """Default recomputation: nothing, or the core of an attention that would keep its scores."""
+    return Recompute.NONE if problem.training.attention != "flash" or problem.fuses_attention else Recompute.SELECTIVE
+
+
+def _recompute(row: Row, problem: Problem) -> tuple[str, int | None]:
+    """Return the word of the row's recomputation, and the layers of a chunk that it repeats: "full", "full:21"."""
+    text = row.text("recompute") if row.has("recompute") else ""
+    if text.startswith(f"{Recompute.FULL}:"):
+        return Recompute.FULL, int(str(parse_recompute(text)["recompute_num_layers"]))
+    return row.word("recompute", tuple(Recompute), _usual_recompute(problem)), None
+
+
+def _recompute_modules(row: Row, problem: Problem, recipe: Recipe) -> tuple[RecomputeModule, ...]:
+    """Parts that selective recomputation repeats, by default the core of attention, or what recipes name of MLA."""
+    modules = row.options().get("recompute_modules")
+    if modules is not None:
+        names = [name for name in modules.split("+") if name != "none"]
+        return tuple(enum_value("recompute_modules", RecomputeModule, name) for name in names)
+    is_latent = problem.model.mla is not None and problem.fuses_attention
+    return (is_latent and recipe.latent_recompute) or DEFAULT_RECOMPUTE_MODULES
+
+
+def _layout(row: Row) -> tuple[int, ...] | None:
+    """Layers of every chunk, where the row has Megatron's notation of them."""
+    layout = row.options().get("pp_layout")
+    return tuple(layout_counts(layout)) if layout else None
+
+
+def _usual_micro_batch(row: Row, recipe: Recipe, pp: int, dp: int) -> int:
+    """Default micro-batch: a sequence, or what makes as many micro-batches as the pipeline has ranks."""
+    if recipe.microbatch_per_rank and pp > 1 and row.has("global_batch"):
+        return max(row.integer("global_batch") // (dp * pp), 1)
+    return 1
+
+
+def _dispatcher(row: Row, problem: Problem, recipe: Recipe, ep: int, *, drops: bool) -> Dispatcher:
+    """Return the way in which tokens reach their experts: by all-to-all alone where some are dropped."""
+    if problem.model.moe is None or ep == 1 or drops:
+        return Dispatcher.ALL_TO_ALL
+    return _named_dispatcher(row, recipe)
+
+
+def _named_dispatcher(row: Row, recipe: Recipe) -> Dispatcher:
+    usual = Dispatcher.ALL_TO_ALL if _quotes_recipe(row) else recipe.dispatcher
+    return enum_value("dispatcher", Dispatcher, row.options().get("dispatcher", usual))
+
+
+def _quotes_recipe(row: Row) -> bool:
+    """Tell whether the row names its recipe's choices for experts: those that it leaves out were not made."""
+    return not CHOSEN_FOR_EXPERTS.isdisjoint(row.options())
+
+
+def _overlaps_experts(row: Row, problem: Problem, recipe: Recipe, pp: int, vp: int, ep: int, *, drops: bool) -> bool:
+    """Return whether expert traffic runs beside another micro-batch, as the recipes of the framework do where it can.
+
+    Megatron-Core can only for models of attention layers and, in a pipeline, with interleaving
+    (core/transformer/transformer_config.py, overlap_moe_expert_parallel_comm).
+    """
+    if _quotes_recipe(row):
+        return False
+    framework = problem.framework
+    can = framework.rules != "megatron-lm" or (problem.model.mamba is None and (pp == 1 or vp > 1))
+    is_far = ep > problem.cluster.levels[-1].num_devices and pp > 1
+    by_choice = is_far and recipe.overlaps_far_experts and not drops
+    return can and (by_choice or problem.training.precision in recipe.overlaps_experts)
