@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Unpack, cast
 
 from autoplan.api.plan_files import is_plan_file, load_plan_file, make_plan_file, problem_of
-from autoplan.api.plan_run import FRAMEWORK, RunKeeper, warn_of_emulation
+from autoplan.api.plan_run import FRAMEWORK, warn_of_emulation
 from autoplan.api.problem import ProblemOptions, check_names, make_problem, space_flags, space_of
+from autoplan.api.run_keeper import RunKeeper
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.files import encode, refused_writes
 from autoplan.base.values import parse_duration, parse_positive
