@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Literal
@@ -141,10 +141,13 @@ class LinearAttention:
     value_head_dim: int
     conv_kernel: int = 4
     gate_rank: int = 0
+    head_gates: int = 2  # numbers a head that a token makes and the weights hold: decay and step
 
     def __post_init__(self) -> None:
         check_count("linear_attention.gate_rank", self.gate_rank, at_least=0, at_most=MAX_SIZE)
-        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel"):
+        check_count("linear_attention.conv_kernel", self.conv_kernel, at_least=0, at_most=MAX_SIZE)
+        check_count("linear_attention.head_gates", self.head_gates, at_least=0, at_most=2)
+        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"):
             check_count(f"linear_attention.{name}", getattr(self, name), at_most=MAX_SIZE)
         if self.num_value_heads % self.num_key_heads:
             raise InputError(
@@ -166,6 +169,41 @@ class LinearAttention:
     def conv_width(self) -> int:
         """Channels of the convolution over queries, keys and values."""
         return 2 * self.key_width + self.value_width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowAttention:
+    """Sizes of attention in the layers with a window, where they are not those of the layers that see all."""
+
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+    attention_sinks: bool = False
+    mla: LatentAttention | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addition:
+    """What every block of a kind, or the model at its ends, has beside the parts that the kind has."""
+
+    block: str  # a Block, or "ends"
+    matrices: tuple[tuple[int, int], ...] = ()  # (inputs, outputs) of each, which every token meets
+    num_parameters: int = 0  # beside them: biases, norms, tables; below 0 of what the kind has and this model has not
+    score_width: int = 0  # summed widths of what is multiplied for every pair of positions
+
+    def __post_init__(self) -> None:
+        if self.block not in (*Block, "ends"):
+            raise InputError(f"additions.block must be ends or one of {', '.join(Block)}, got {self.block!r}")
+        for sizes in self.matrices:
+            for size in sizes:
+                check_count(f"additions.{self.block}.matrices", size, at_most=MAX_SIZE)
+        check_count("additions.score_width", self.score_width, at_least=0, at_most=MAX_SIZE)
+
+    @property
+    def size(self) -> int:
+        """Elements of all of it."""
+        return sum(inputs * outputs for inputs, outputs in self.matrices) + self.num_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +250,7 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int | None = None  # None: one per head (MHA)
     head_dim: int | None = None  # None: hidden_size / num_heads
+    value_head_dim: int | None = None  # None: as wide as heads of queries and keys
     ffn_size: int = 0  # dense MLP; 0 only where every layer is MoE
     gated_mlp: bool = True
     squared_relu: bool = False  # between two matrices of an MLP without a gate
@@ -245,11 +284,13 @@ class ModelSpec:
     tied_embeddings: bool = False
     # Tokens that a windowed layer sees, the last ones, or where it is bidirectional those of a block; None: all.
     window: int | None = None
+    window_attention: WindowAttention | None = None
     # With a window or linear attention, layer i sees all where (i + 1 + offset) % interval == 0; 0: never.
     full_attention_interval: int = 0
     full_attention_offset: int = 0
     layer_pattern: str | None = None  # one symbol of PATTERN_SYMBOLS a layer, for hybrids
     short_conv_kernel: int = 0  # tokens of a convolution block
+    short_conv_gates: int = 2  # of a convolution block, beside what it convolves
     num_mtp_layers: int = 0  # multi-token prediction
     shares_mtp_layer: bool = False  # all predictions run one layer, again and again
     mla: LatentAttention | None = None
@@ -258,6 +299,7 @@ class ModelSpec:
     linear_attention: LinearAttention | None = None
     encoder: Encoder | None = None  # of images, or of what a decoder attends to, in front of the first layer
     cross_attention: bool = False  # every layer attends to what the encoder makes
+    additions: tuple[Addition, ...] = ()
     left_out: str = ""  # what of its config.json these sizes do not hold, such as vision_config
     aliases: tuple[str, ...] = ()  # other names under which published tables list it
     sources: tuple[str, ...] = ()
@@ -298,6 +340,7 @@ class ModelSpec:
         if self.window is not None:
             check_count("window", self.window)
         check_count("short_conv_kernel", self.short_conv_kernel, at_least=0, at_most=10**4)
+        check_count("short_conv_gates", self.short_conv_gates, at_least=0, at_most=10)
         check_count("attention_streams", self.attention_streams, at_most=2)
         check_count("token_types", self.token_types, at_least=0, at_most=10**4)
         check_count("activation_parameters", self.activation_parameters, at_least=0, at_most=10**4)
@@ -307,6 +350,8 @@ class ModelSpec:
             raise InputError("linear_attention goes with window in a layer_pattern (L and W) only")
         if self.position_embedding in ("learned", "relative") and not self.max_positions:
             raise InputError(f"position_embedding = {self.position_embedding!r} needs max_positions")
+        if self.window_attention is not None:
+            _windowed(self)  # whose sizes are checked as the model's are
         self._check_cross_attention()
         self._check_pattern()
         blocks = {block for layer in self.layers for block in layer}
@@ -367,6 +412,9 @@ class ModelSpec:
             "time steps of Mamba of low rank": self.mamba is not None and self.mamba.dt_rank > 0,
             "two streams of attention": self.attention_streams > 1,
             "an encoder": self.encoder is not None,
+            "heads of another size in layers with a window": self.window_attention is not None,
+            "values narrower than keys": self.value_head_dim is not None,
+            "parts of its own in its blocks (additions)": bool(self.additions),
         }
         return tuple(words for words, is_there in parts.items() if is_there)
 
@@ -390,7 +438,11 @@ class ModelSpec:
     @property
     def v_head_dim(self) -> int:
         """Width of a value head."""
-        return self.mla.v_head_dim if self.mla else self.qk_head_dim
+        return self.mla.v_head_dim if self.mla else self.value_head_dim or self.qk_head_dim
+
+    def attending(self, block: Block) -> ModelSpec:
+        """Return the model with the sizes of attention that it has in a block."""
+        return _windowed(self) if self.window_attention and block is Block.WINDOW_ATTENTION else self
 
     @property
     def layers(self) -> tuple[tuple[Block, ...], ...]:
@@ -417,6 +469,22 @@ class ModelSpec:
         if self.layer_pattern is None:
             return self.layers[-1]
         return (Block.ATTENTION, Block.MOE if "E" in self.layer_pattern else Block.MLP)
+
+
+@lru_cache(maxsize=256)
+def _windowed(model: ModelSpec) -> ModelSpec:
+    own = model.window_attention
+    assert own is not None
+    return replace(
+        model,
+        num_heads=own.num_heads,
+        num_kv_heads=own.num_kv_heads,
+        head_dim=own.head_dim,
+        value_head_dim=own.v_head_dim,
+        attention_sinks=own.attention_sinks,
+        mla=own.mla,
+        window_attention=None,
+    )
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Precision
 from autoplan.spec.framework import Framework
 from autoplan.spec.lengths import UNEVEN
-from autoplan.spec.model import ModelSpec
+from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.timing import NO_TIMINGS, TimingTable
 from autoplan.spec.training import TrainingSpec
 from autoplan.spec.workload import Workload
@@ -156,6 +156,15 @@ class Problem:
             preference=None,
         )
         object.__setattr__(other, "training", own)
+        return other
+
+    def attending(self, block: Block) -> Problem:
+        """The problem with the sizes of attention that the model has in a block."""
+        model = self.model.attending(block)
+        if model is self.model:
+            return self
+        other = copy.copy(self)
+        object.__setattr__(other, "model", model)
         return other
 
     @property

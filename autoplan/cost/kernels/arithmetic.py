@@ -22,6 +22,8 @@ from autoplan.spec.model import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block, LatentA
 # (fla/ops/gated_delta_rule/chunk.py), and of the torch code in transformers' modeling_qwen3_next.py.
 DELTA_CHUNK_TOKENS = 64
 
+ADDED = "added_"  # begins the names of matrices that a block has beside those of its kind
+
 Split = Literal["column", "row", "replicated", "expert_column", "expert_row"]
 
 
@@ -116,7 +118,7 @@ def _attention(model: ModelSpec) -> BlockShape:
         return _latent_attention(model, model.mla)
     hidden, heads = model.hidden_size, model.num_heads
     width, kv_width = heads * model.qk_head_dim, model.kv_heads * model.qk_head_dim
-    kv = 2 * kv_width
+    kv = kv_width + model.kv_heads * model.v_head_dim
     qkv = width * (2 if model.attention_output_gate else 1) + kv
     norms = {"none": 0, "head": 2 * model.qk_head_dim, "full": width + kv_width}[model.qk_norm]
     norms *= _norm_vectors(model)
@@ -128,7 +130,7 @@ def _attention(model: ModelSpec) -> BlockShape:
             Linear(
                 "qkv", hidden, qkv, "column", has_bias=model.qkv_bias, grouped_out_size=kv, num_groups=model.kv_heads
             ),
-            Linear("out", width, hidden, "row", has_bias=model.attention_output_bias),
+            Linear("out", heads * model.v_head_dim, hidden, "row", has_bias=model.attention_output_bias),
         ),
         num_norm_parameters=_block_norms(model) + norms,
         num_other_parameters=heads * model.attention_sinks
@@ -252,10 +254,13 @@ def _mamba(model: ModelSpec) -> BlockShape:
 
 
 def _convolution(model: ModelSpec) -> BlockShape:
-    """Two gates and what is convolved between them (transformers modeling_lfm2.py, Lfm2ShortConv)."""
+    """Gates and what is convolved between them (transformers modeling_lfm2.py, Lfm2ShortConv)."""
     hidden = model.hidden_size
     return BlockShape(
-        linears=(Linear("in", hidden, 3 * hidden, "column"), Linear("out", hidden, hidden, "row")),
+        linears=(
+            Linear("in", hidden, (1 + model.short_conv_gates) * hidden, "column"),
+            Linear("out", hidden, hidden, "row"),
+        ),
         num_norm_parameters=_block_norms(model),
         num_other_parameters=hidden * model.short_conv_kernel,
     )
@@ -277,17 +282,21 @@ def _linear_attention(model: ModelSpec) -> BlockShape:
             num_other_parameters=net.conv_width * net.conv_kernel + net.key_width + net.num_value_heads,
         )
     # Queries, keys, values and their gate; decay and step of every head.
-    width = net.conv_width + net.value_width + 2 * net.num_value_heads
+    width = net.conv_width + net.value_width + net.head_gates * net.num_value_heads
     return BlockShape(
         linears=(Linear("in", hidden, width, "column"), Linear("out", net.value_width, hidden, "row")),
         num_norm_parameters=_block_norms(model) + net.value_head_dim,
-        num_other_parameters=net.conv_width * net.conv_kernel + 2 * net.num_value_heads,
+        num_other_parameters=net.conv_width * net.conv_kernel + net.head_gates * net.num_value_heads,
     )
+
+
+def _window_attention(model: ModelSpec) -> BlockShape:
+    return _attention(model.attending(Block.WINDOW_ATTENTION))
 
 
 _SHAPES = {
     Block.ATTENTION: _attention,
-    Block.WINDOW_ATTENTION: _attention,
+    Block.WINDOW_ATTENTION: _window_attention,
     Block.CROSS_ATTENTION: _cross_attention,
     Block.LINEAR_ATTENTION: _linear_attention,
     Block.MAMBA: _mamba,
@@ -307,7 +316,7 @@ def layer_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> dict
     """The shapes of `block_shapes` without those of an encoder."""
     layers = [*model.layers, *([model.mtp_layer] if model.num_mtp_layers else [])]
     kinds = sorted({block for layer in layers for block in layer})
-    shapes = {kind: _SHAPES[kind](model) for kind in kinds}
+    shapes = {kind: _with_additions(model, kind, _SHAPES[kind](model)) for kind in kinds}
     if finetuning is None or not finetuning.has_adapters:
         return shapes
     if model.cross_attention or model.shared_layers:
@@ -321,6 +330,17 @@ def layer_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> dict
         )
         raise InputError(f"model {model.name} has no module {missing[0]}: its linear layers are {', '.join(modules)}")
     return {kind: shape for kind, (shape, _) in adapted.items()}
+
+
+def _with_additions(model: ModelSpec, block: Block, shape: BlockShape) -> BlockShape:
+    """Return the shape of a kind of block with what this model's have beside it, whole on every rank."""
+    own = [addition for addition in model.additions if addition.block == block]
+    matrices = [sizes for addition in own for sizes in addition.matrices]
+    return replace(
+        shape,
+        linears=(*shape.linears, *(Linear(f"{ADDED}{at}", *sizes, "replicated") for at, sizes in enumerate(matrices))),
+        num_norm_parameters=shape.num_norm_parameters + sum(addition.num_parameters for addition in own),
+    )
 
 
 def _encoder_shapes(model: ModelSpec, finetuning: FineTuning | None) -> dict[Block, BlockShape]:
@@ -428,7 +448,8 @@ def embedding_parameters(model: ModelSpec) -> int:
     relative = 0 if model.relative_in_layers else _relative_table(model)
     widened = (model.table_width + 1) * model.hidden_size * (model.table_width != model.hidden_size)
     norm = model.table_width * _norm_vectors(model) * model.embedding_norm
-    return rows * model.table_width + relative + widened + norm
+    added = sum(addition.size for addition in model.additions if addition.block == "ends")
+    return rows * model.table_width + relative + widened + norm + added
 
 
 def encoder_end_parameters(model: ModelSpec) -> int:
@@ -547,20 +568,13 @@ def model_flops_per_token(
                     share = model.encoder.positions(seq_len) / seq_len
                 forward += 2 * share * linear.num_weights
                 spared += 2 * share * linear.num_weights * linear.is_frozen
-            if block in ATTENTION_BLOCKS:
-                context = float(attention_context(model, block, seq_len))
-                scores = 2 * context * model.num_heads * (model.qk_head_dim + model.v_head_dim)
-                forward += model.attention_streams * scores
-            if block is Block.MAMBA and model.mamba:
-                forward += mamba_scan_flops_per_token(model)
-            if block is Block.CONVOLUTION:
-                forward += 2.0 * model.hidden_size * model.short_conv_kernel
-            if block is Block.LINEAR_ATTENTION:
-                forward += linear_attention_flops_per_token(model)
+            forward += _core_flops_per_token(model, block, seq_len)
     logits = 0 if has_scores else model.vocab_size
     forward += 2 * model.table_width * logits * (1 + model.num_mtp_layers)
     forward += 2 * model.hidden_size * (2 * model.num_mtp_layers * model.hidden_size)
     forward += 2 * model.hidden_size * (model.table_width * model.head_transform + (model.embedding_size or 0))
+    at_ends = [sizes for addition in model.additions if addition.block == "ends" for sizes in addition.matrices]
+    forward += 2 * sum(inputs * outputs for inputs, outputs in at_ends)
     if finetuning is not None and not finetuning.trains(HEAD):
         spared += 2 * model.hidden_size * logits * (1 + model.num_mtp_layers)
     encoding = encoder_flops_per_token(model, seq_len)
@@ -568,6 +582,22 @@ def model_flops_per_token(
     if finetuning is not None and not finetuning.trains(ENCODER):
         spared += 2 * encoding  # nothing before it is trained: it has no backward pass
     return (4 if runs_reference else 3) * forward - spared
+
+
+def _core_flops_per_token(model: ModelSpec, block: Block, seq_len: float) -> float:
+    """Forward operations of a block per token beside its matrices: of scores, a scan or a convolution."""
+    context = float(attention_context(model, block, seq_len))
+    flops = 2.0 * context * sum(addition.score_width for addition in model.additions if addition.block == block)
+    if block in ATTENTION_BLOCKS:
+        model = model.attending(block)
+        flops += 2 * context * model.attention_streams * model.num_heads * (model.qk_head_dim + model.v_head_dim)
+    if block is Block.MAMBA:
+        flops += mamba_scan_flops_per_token(model)
+    if block is Block.CONVOLUTION:
+        flops += 2.0 * model.hidden_size * model.short_conv_kernel
+    if block is Block.LINEAR_ATTENTION:
+        flops += linear_attention_flops_per_token(model)
+    return flops
 
 
 def encoder_flops_per_token(model: ModelSpec, seq_len: float) -> float:
@@ -579,8 +609,7 @@ def encoder_flops_per_token(model: ModelSpec, seq_len: float) -> float:
     positions = encoder.positions(seq_len)
     weights = layers.vocab_size * layers.hidden_size * (encoder.embedding == "matrix")
     weights += sum(linear.num_weights for layer in layers.layers for block in layer for linear in shapes[block].linears)
-    context = sum(float(attention_context(layers, layer[0], positions)) for layer in layers.layers)
-    scores = context * layers.num_heads * (layers.qk_head_dim + layers.v_head_dim)
+    scores = sum(_core_flops_per_token(layers, block, positions) for layer in layers.layers for block in layer) / 2
     projector = sum(inputs * outputs for inputs, outputs in encoder.projector)
     per_image = 2.0 * (positions * (weights + scores) + encoder.image_tokens * projector)
     return encoder.images * per_image / seq_len

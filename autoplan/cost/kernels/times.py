@@ -54,6 +54,7 @@ class KernelTimes(Rows):
 
 def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> KernelTimes:
     """Time of the kernels of one block for one micro-batch on one rank; of a plan, `KERNEL_AXES` decide alone."""
+    problem = problem.attending(block)
     matrices = tuned_matrices_s(problem, batch, shape)
     attention = Pass.none(len(batch))
     if block in ATTENTION_BLOCKS:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from autoplan.base.arrays import Floats, add_up
-from autoplan.cost.kernels.arithmetic import DELTA_CHUNK_TOKENS, BlockShape
+from autoplan.cost.kernels.arithmetic import ADDED, DELTA_CHUNK_TOKENS, BlockShape
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.sizes import (
     encoder_tokens,
@@ -71,6 +71,7 @@ def input_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Parts:
     """Bytes that a block keeps of one micro-batch by the part of a layer that gives them back; None: no part."""
+    problem = problem.attending(block)
     model, framework, element = problem.model, problem.framework, problem.training.element_bytes
     if framework.memory.keeps_products_alone and (block is Block.MLP or (block in ATTENTION_BLOCKS and not model.mla)):
         return _product_parts(problem, batch, block, shape)
@@ -105,6 +106,8 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     output, always_kept = input_bytes(problem, batch) * sliced, (norm - element) * sliced
     if not any(shape.keeps_input(name) for name in NORMED):
         output = 0.0 * output
+    added = sum(linear.out_size for linear in shape.linears if linear.name.startswith(ADDED))
+    always_kept = always_kept + element * added * norm_tokens(problem, batch)
     if shape.is_frozen:
         always_kept = always_kept + _adapter_bytes(problem, batch, shape)
     if _has_norm_module(problem, block):
@@ -224,10 +227,9 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     else:
         kv_heads = model.kv_heads / np.minimum(batch.tp, model.kv_heads)
         always_kept = (
-            tokens
-            * model.qk_head_dim
-            * (element * (heads + 2.0 * keys_per_query * kv_heads) + _output_bytes(problem, batch, shape) * heads)
-        )
+            element * (heads * model.qk_head_dim + keys_per_query * kv_heads * (model.qk_head_dim + model.v_head_dim))
+            + _output_bytes(problem, batch, shape) * heads * model.v_head_dim
+        ) * tokens
         if framework.memory.keeps_packed_qkv and model.kv_heads == model.num_heads:
             always_kept = always_kept + tokens * element * model.qk_head_dim * 2 * kv_heads
         if framework.memory.fsdp2_states and model.qk_norm == "head":

@@ -165,6 +165,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=SOURCE,
+        holds=lambda s, b: ((b.tp == 1) & (b.cp == 1)) | (s.model.window_attention is None),
+        text=lambda s, p: f"heads of two sizes with tp {p.tp} and cp {p.cp}: only tp 1 and cp 1 are priced",
+    ),
+    Rule(
+        source=SOURCE,
         holds=_linear_attention,
         text=lambda s, p: (
             f"linear attention with cp {p.cp} and tp {p.tp}: only cp 1 is priced, and tp must divide its "
