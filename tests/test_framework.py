@@ -53,20 +53,6 @@ def test_what_was_fitted_is_inherited_unless_it_is_stated_anew(tmp_path: Path) -
     )
 
 
-def test_a_file_without_groups_is_read_as_one_with_them(tmp_path: Path) -> None:
-    head = 'name = "mine"\naliases = ["Mine"]\nextends = "deepspeed-zero"\nfitted = ["bucket_bytes"]\n'
-    (tmp_path / "flat.toml").write_text(head + 'bucket_gib = 0.5\nflash_kernel = "cudnn"\n')
-    (tmp_path / "mine.toml").write_text(head + '[memory]\nbucket_gib = 0.5\n[kernels]\nflash_kernel = "cudnn"\n')
-    assert load_framework(str(tmp_path / "flat.toml")) == load_framework(str(tmp_path / "mine.toml"))
-
-
-def test_a_trait_is_given_once(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text('name = "mine"\nbucket_gib = 0.5\n[memory]\nbucket_gib = 0.25\n')
-    with pytest.raises(InputError, match=r"'bucket_gib' is given twice, alone and in \[memory\]"):
-        load_framework(str(path))
-
-
 def test_every_trait_has_a_name_of_its_own() -> None:
     assert len(GROUP_OF) == sum(len(dataclasses.fields(kind)) for kind in GROUPS.values())
 
@@ -157,16 +143,6 @@ def test_names_of_targets_are_known_before_any_module_is_imported() -> None:
     words = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {"megatron-lm", "autoplan"} <= set(words)
     assert not [name for name in words if name.startswith("autoplan.frameworks.") and name.count(".") > 2]
-
-
-@pytest.mark.parametrize("text", ["[experts]\nfused_router = true\n", "drops_tokens = true\n"])
-def test_a_trait_that_plans_choose_today_is_told_where_it_stands(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text(f'name = "mine"\n{text}')
-    with pytest.raises(
-        InputError, match=r"is an option of plans today: write usual = \['(router_fusion|token_dropping)=on'\]"
-    ):
-        load_framework(str(path))
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
 from autoplan.readers.model import load_model
 from autoplan.search.ranking import ranked
-from autoplan.spec.framework import GROUPS
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.plan_file import PLAN_FILE_VERSION, MixedPlanFile, PlanFile, SpaceFlags
+from autoplan.spec.plan_file import PLAN_FILE_VERSION, MixedPlanFile, PlanFile
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
 
@@ -64,71 +63,6 @@ def test_the_version_of_a_file_is_looked_at_before_its_keys() -> None:
         decode(MixedPlanFile, older, "plan.json")
 
 
-def test_a_plan_file_of_version_2_is_read_whose_traits_stand_in_no_groups() -> None:
-    file = msgspec.json.decode(msgspec.json.encode(table()))
-    today = decode(PlanFile, file, "plan.json")
-    traits = [file["framework"].pop(group) for group in GROUPS]
-    file["framework"] |= {name: value for group in traits for name, value in group.items()}
-    older = decode(PlanFile, file | {"schema_version": 2}, "plan.json")
-    assert older.framework == today.framework
-
-
-def test_what_was_a_trait_in_version_5_is_a_choice_of_the_plans() -> None:
-    file = msgspec.json.decode(msgspec.json.encode(table())) | {"schema_version": 5}
-    file["training"] |= {"attention": "flash-fp8"}
-    file["framework"]["experts"] |= {"drops_tokens": True, "fused_router": True, "narrow_attention": []}
-    file["framework"]["kernels"] |= {"fused_latent_rope": True}
-    read = decode(PlanFile, file, "plan.json")
-    assert read.training.attention == "flash"
-    for priced in (read.best, *read.alternatives):
-        assert not priced.plan.fp8_attention  # of products in 16 bits
-        assert not priced.plan.token_dropping  # of a model without experts and latents
-        assert not priced.plan.router_fusion
-        assert not priced.plan.rope_fusion
-    file["model"]["moe"] = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 1024}
-    read = decode(PlanFile, file, "plan.json")
-    assert read.best.plan.token_dropping
-    assert read.best.plan.dispatcher == "alltoall"
-    assert read.best.plan.router_fusion
-    narrow = msgspec.json.decode(msgspec.json.encode(file).replace(b'"precision":"bf16"', b'"precision":"fp8"'))
-    assert decode(PlanFile, narrow, "plan.json").best.plan.fp8_attention
-
-
-def test_dropout_was_a_trait_in_version_6_and_is_a_choice_of_the_plans() -> None:
-    file = msgspec.json.decode(msgspec.json.encode(table())) | {"schema_version": 6}
-    file["framework"]["kernels"] |= {"gpt_dropout": True}
-    assert not decode(PlanFile, file, "plan.json").best.plan.dropout  # of a model that is no GPT
-    file["framework"]["kernels"] |= {"dropout": True}
-    read = decode(PlanFile, file, "plan.json")
-    assert all(priced.plan.dropout for priced in (read.best, *read.alternatives))
-    assert read.framework.choice("dropout") is True
-
-
-def test_scales_of_rows_were_a_trait_in_version_7_and_are_a_choice_of_the_plans() -> None:
-    file = msgspec.json.decode(msgspec.json.encode(table()).replace(b'"precision":"bf16"', b'"precision":"fp8"'))
-    file |= {"schema_version": 7}
-    file["framework"]["kernels"] |= {"narrow_gemm_share": 1.0}
-    assert decode(PlanFile, file, "plan.json").best.plan.fp8_scaling == "delayed"
-    file["framework"]["kernels"] |= {"scales_by_own_largest": True}
-    assert decode(PlanFile, file, "plan.json").best.plan.fp8_scaling == "tensorwise"
-    file["framework"]["kernels"] |= {"narrow_gemm_share": 0.8}
-    read = decode(PlanFile, file, "plan.json")
-    assert all(priced.plan.fp8_scaling == "rowwise" for priced in (read.best, *read.alternatives))
-    assert (read.framework.choice("fp8_scaling"), read.framework.kernels.rowwise_gemm_share) == ("rowwise", 0.8)
-
-
-@pytest.mark.parametrize(("num_publishers", "spread"), [(0, 0.2), (7, None)])
-def test_a_plan_file_of_version_4_is_read_whose_calibration_counts_publishers(
-    num_publishers: int, spread: float | None
-) -> None:
-    file = msgspec.json.decode(msgspec.json.encode(table()))
-    file["calibration"] |= {"num_publishers": num_publishers, "time_spread": 0.2, "exposed_share": 0.4}
-    calibration = decode(PlanFile, file | {"schema_version": 4}, "plan.json").calibration
-    # Runs of the cluster itself keep their spread; published ones have the general spreads today.
-    assert calibration.time_spread == spread
-    assert calibration.exposed_share == (0.4 if spread else 1.0)
-
-
 @pytest.mark.parametrize(
     ("place", "key", "value", "says"),
     [
@@ -166,13 +100,3 @@ def test_a_plan_without_a_micro_batch_is_refused(place: str) -> None:
     (file[place] if place == "best" else file[place][0])["plan"]["global_batch"] = 1
     with pytest.raises(InputError, match="global_batch 1 is less than micro_batch 1 x dp 2"):
         decode(PlanFile, file, "plan.json")
-
-
-def test_flags_of_a_search_of_before_forbid_what_it_left_out() -> None:
-    flags = decode(SpaceFlags, {"global_batch": "64", "fix": ["tp=2"], "allow": ["zero3", "tp-overlap"]}, "plan.json")
-    assert flags.fix == ("tp=2",)
-    assert set(flags.forbid) == {
-        *("sharding=zero2", "ep_overlap", "offload"),
-        *("partial_recompute", "uneven_stages", "partial_sharding"),
-    }
-    assert decode(SpaceFlags, {"global_batch": "64"}, "plan.json").forbid == ()

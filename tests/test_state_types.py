@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from autoplan.search.study import search
 from autoplan.spec.axes import AXIS, SEARCHED
 from autoplan.spec.model import Experts
 from autoplan.spec.plan import ParallelPlan, PlanBatch, column_type
-from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.problem import Problem
 from search_cases import DENSE
 
@@ -288,26 +286,6 @@ def test_the_answer_tells_what_was_left_out() -> None:
         assert getattr(allowance.plan.plan, axis) == value
     everything = make_space(problem, 64, allow=["grad_dtype", "main_weights", "moment_dtype"])
     assert allowances(problem, everything, search(problem, everything).rivals[0]) == ()
-
-
-def test_a_plan_file_of_before_says_its_gradients(tmp_path: Path) -> None:
-    from autoplan.api.plan_result import load_plan
-    from autoplan.api.search import search as search_plan
-
-    found = search_plan(DENSE, cluster="h100-sxm:1x8", global_batch=64, seq_len=4096, framework="nemo")
-    found.save(tmp_path / "new.json")
-    table = json.loads((tmp_path / "new.json").read_text())
-    before = json.loads(json.dumps(table).replace('"grad_dtype": "bf16", ', ""))
-    before["schema_version"] = 4
-    before["framework"].pop("usual")
-    before["framework"]["memory"] |= {"bytes_per_grad": 2.0, "bytes_per_update_copy": 4.0}
-    before["framework"]["network"] |= {"bytes_per_reduced_grad": 2.0}
-    (tmp_path / "old.json").write_text(json.dumps(before))
-    old = load_plan(tmp_path / "old.json")
-    assert isinstance(old.file, PlanFile)
-    assert old.plan.grad_dtype == "bf16"
-    assert old.file.framework.choices == {"grad_dtype": "bf16"}
-    assert old.file.framework.memory.bytes_per_grad == 4.0
 
 
 def test_deepspeed_has_16_bit_weights_and_moments_together() -> None:

@@ -11,7 +11,7 @@ import tempfile
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import cache
@@ -107,7 +107,7 @@ def decode(kind: type[T], table: dict[str, Any], where: str) -> T:
     """`table` as the dataclass `kind`; unknown keys, missing keys and wrong types are refused.
 
     Keys may carry the human units of `units.FILE_UNITS`.  `where` names the file in messages.  A class that has
-    `upgraded` brings tables of older files into the form of today.
+    `check_table` looks at a table before its keys are.
     """
     import msgspec  # here and below: a help page needs none
 
@@ -195,8 +195,10 @@ def to_fields(
     fields: dict[str, Any] = {}
     unknown: list[str] = []
     written = {} if written is None else written
-    upgraded: Callable[[dict[str, Any]], dict[str, Any]] = getattr(kind, "upgraded", dict)
-    for key, value in upgraded(table).items():
+    check_table: Callable[[Mapping[str, Any]], None] | None = getattr(kind, "check_table", None)
+    if check_table is not None:
+        check_table(table)
+    for key, value in table.items():
         name = key
         if name not in hints:
             for field in hints:

@@ -10,7 +10,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table, schema
 from autoplan.base.names import suggestion
 from autoplan.frameworks.registry import BOOKS, TARGETS, check_rules, facts_files, names_of, versions_of
-from autoplan.spec.framework import GROUPS, NOW_USUAL, Framework
+from autoplan.spec.framework import GROUPS, Framework
 
 
 @lru_cache(maxsize=64)
@@ -34,7 +34,7 @@ def _decoded(table: dict[str, Any], where: str) -> Framework:
         name = table.pop("extends")
         if name not in (names := _extendable()):  # it may be anything
             raise InputError(f"{where}: extends {name!r}, which must be one of {', '.join(names)}")
-        table = _extended(_table(name), Framework.upgraded(table))
+        table = _extended(_table(name), table)
         table = {"calibrated_as": name, **table}
     framework = decode(Framework, table, where)
     try:
@@ -55,14 +55,6 @@ def _extended(base: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
     return {**base, **table, **merged, "usual": list(stated.values()), "fitted": fitted}
 
 
-def _checked(table: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the table of a user's file; refused where it has as a trait what plans choose today."""
-    groups = [group for group in table.values() if isinstance(group, dict)]
-    for key in sorted({key for group in (table, *groups) for key in group} & NOW_USUAL.keys()):
-        raise InputError(f"{where}: {key} is an option of plans today: write usual = [{NOW_USUAL[key]!r}] in its place")
-    return table
-
-
 def preset_frameworks() -> tuple[str, ...]:
     """Ids of the shipped frameworks."""
     return tuple(facts_files())
@@ -72,7 +64,7 @@ def load_framework(text: str) -> Framework:
     """Return the framework of a NAME (of facts or a target), NAME@VERSION, or a TOML file."""
     path = Path(text)
     if path.suffix == ".toml":
-        return _decoded(_checked(read_table(path), str(path)), str(path))
+        return _decoded(read_table(path), str(path))
     name, at, version = text.partition("@")
     by_name = {name: facts for facts in facts_files() for name in names_of(facts)}
     if name not in by_name:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -69,13 +68,6 @@ class Calibration:
     memory_spread: float = 0.06
     sources: tuple[str, ...] = ()
     fitted_with: FitConditions | None = None  # None: shipped, written by hand, or fitted before this was kept
-
-    @staticmethod
-    def upgraded(table: dict[str, Any]) -> dict[str, Any]:
-        """Return the table of a file; in older ones the runs of a number of publishers had spreads of their own."""
-        is_published = bool(table.get("num_publishers"))
-        retired = {"num_publishers", *((*TIME_SPREADS, "exposed_share") if is_published else ())}
-        return {key: value for key, value in table.items() if key not in retired}
 
     def __post_init__(self) -> None:
         for name in FACTORS:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from autoplan.base.errors import InputError
-from autoplan.base.units import check_count, check_not_negative, check_positive, file_keys, listed
+from autoplan.base.units import check_count, check_not_negative, check_positive, listed
 from autoplan.spec.axes import AXIS, Value, shown
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.plan import ParallelPlan
@@ -345,64 +345,7 @@ class Framework:
             groups.setdefault(GROUP_OF[name], {})[name] = value
         return replace(self, **{group: replace(getattr(self, group), **own) for group, own in groups.items()})
 
-    @staticmethod
-    def upgraded(table: dict[str, Any]) -> dict[str, Any]:
-        """Return the table of a file with every trait in its group; in older files they stand beside the name."""
-        grouped = _without_retired(table)
-        grouped |= {name: _without_retired(grouped[name]) for name in _OLD_GROUPS & grouped.keys()}
-        for key in _FLAT_KEYS.keys() & table.keys():
-            group = _FLAT_KEYS[key]
-            own = grouped.get(group, {})
-            if not isinstance(own, dict) or key in own:
-                raise InputError(f"{key!r} is given twice, alone and in [{group}]")
-            grouped[group] = {**own, key: grouped.pop(key)}
-        return grouped
 
-
-def _without_retired(traits: Any) -> Any:
-    return {key: value for key, value in traits.items() if key not in _RETIRED} if isinstance(traits, dict) else traits
-
-
-_OLD_GROUPS = {"memory", "kernels", "experts", "host"}  # with keys that are retired
-# Keys of files of before 2026-12: no price depends on them, or they are options of the plan today.  A plan file's
-# become those of its plans (`plan_file`), a framework's own file has to say them in `usual`.
-_RETIRED = {
-    "aliases",
-    "counts_ends_as_layers",
-    "dispatches_once",
-    "dropout",
-    "drops_tokens",
-    "expert_compute_units",
-    "fused_latent_rope",
-    "fused_router",
-    "gpt_dropout",
-    "graphs",
-    "host_factor_moe",
-    "interleaves_layers",
-    "microbatch_per_rank",
-    "narrow_attention",
-    "narrow_gemm_share",
-    "narrow_weights",
-    "overlaps_experts",
-    "overlaps_far_experts",
-    "repeats_up_projections",
-    "scales_by_own_largest",
-    "static_overlap",
-    "syncs_overlapped_experts",
-    "trains_mtp",
-    "wide_adapters",
-}
-# Of these, what stands in `usual` today.
-NOW_USUAL = {
-    "dropout": "dropout=on",
-    "drops_tokens": "token_dropping=on",
-    "fused_latent_rope": "rope_fusion=on",
-    "fused_router": "router_fusion=on",
-    "gpt_dropout": "dropout=on",
-    "narrow_attention": "fp8_attention=on",
-    "narrow_gemm_share": "fp8_scaling=rowwise",
-    "narrow_weights": "narrow_params=on",
-}
 GROUPS: dict[str, type] = {
     "memory": Memory,
     "kernels": Kernels,
@@ -412,4 +355,3 @@ GROUPS: dict[str, type] = {
     "host": Host,
 }
 GROUP_OF = {trait.name: group for group, kind in GROUPS.items() for trait in fields(kind)}
-_FLAT_KEYS = {key: group for trait, group in GROUP_OF.items() for key in file_keys(trait)}
