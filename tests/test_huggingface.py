@@ -76,7 +76,18 @@ DECODER: dict[str, Any] = {
     **{"d_model": 96, "decoder_layers": 5, "decoder_attention_heads": 6, "decoder_ffn_dim": 136},
     **{"decoder_layerdrop": 0.0, "max_position_embeddings": 72, "architectures": True},
 }
-DECODERS = ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart", "trocr")
+DECODERS = (
+    "bart",
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "marian",
+    "mbart",
+    "mvp",
+    "pegasus",
+    "plbart",
+    "trocr",
+)
 WINDOWS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 WINDOWED: dict[str, Any] = {
     **{"sliding_window": 32, "layer_types": WINDOWS, "num_hidden_layers": 5, "head_dim": 20},
@@ -360,6 +371,33 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("rwkv", "rwkv", {"attention_hidden_size": 96}),
     ("xlstm", "xlstm", {"num_heads": 4, "num_blocks": 6, "hidden_size": 128}),
     ("xmod", "xmod", {"languages": ["en_XX", "de_DE", "fr_XX"]}),
+    ("deberta", "deberta", {"max_position_embeddings": 72, "type_vocab_size": 3}),
+    (
+        "deberta, by position",
+        "deberta",
+        {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False},
+    ),
+    ("deberta-v2", "deberta-v2", {"max_position_embeddings": 72}),
+    (
+        "deberta-v2, by position",
+        "deberta-v2",
+        {
+            **{"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False},
+            **{"position_buckets": 20, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
+        },
+    ),
+    ("layoutlm", "layoutlm", {"max_2d_position_embeddings": 88}),
+    ("luke", "luke", {"entity_vocab_size": 70, "entity_emb_size": 40}),
+    ("jina_embeddings_v3", "jina_embeddings_v3", {"num_key_value_heads": 6}),
+    ("tapas", "tapas", {"type_vocab_sizes": [3, 7, 5, 2, 9, 8, 4]}),
+    ("esmc", "esmc", {"num_key_value_heads": 6}),
+    ("ultrabert", "ultrabert", {"prediction_head_size": 40}),
+    ("longformer", "longformer", {"attention_window": 32}),
+    ("convbert", "convbert", {"embedding_size": 96, "conv_kernel_size": 7}),
+    ("fnet", "fnet", {"max_position_embeddings": 72}),
+    ("mra", "mra", {"max_position_embeddings": 72}),
+    ("nystromformer", "nystromformer", {"num_landmarks": 16, "conv_kernel_size": 15}),
+    ("yoso", "yoso", {"max_position_embeddings": 72}),
     (
         "zaya",
         "zaya",
@@ -385,7 +423,8 @@ ROUNDED: list[tuple[str, dict[str, Any]]] = [
 # kimi_k2 has the keys and the classes of deepseek_v3 and no class of its own; text models of vision-language ones have
 # no class that heads them for causal language modelling alone.
 NOT_BUILT = {
-    *("fsmt", "m2m_100", "mt5", "t5", "t5gemma", "umt5", "whisper"),  # which test_encoder_decoders.py compares
+    *("fsmt", "m2m_100", "mt5", "t5", "t5gemma", "umt5", "whisper", "led", "longt5", "pegasus_x"),
+    *("switch_transformers", "nllb-moe", "encoder-decoder"),  # which test_encoder_decoders.py compares
     *("kimi_k2", "emu3_text_model"),
     *("cosmos3_edge_text", "glm_ocr_text", "granite_docling_text", "molmo2_text", "paddleocr_vl_text"),
     *("qwen2_5_omni_text", "qwen3_omni_moe_text"),
@@ -451,10 +490,10 @@ def test_every_model_type_is_compared_with_transformers() -> None:
 
 
 def test_refusals_name_the_part_that_is_not_covered() -> None:
-    for kind, part in (("dory", "scales"), ("tapas", "cells of a table"), ("zamba2", "share their weights")):
+    for kind, part in (("dory", "scales"), ("funnel", "shorten the sequence"), ("zamba2", "share their weights")):
         with pytest.raises(InputError, match=f"{kind}.*{part}.*not covered"):
             read_huggingface({"model_type": kind, "hidden_size": 64}, "model")
-    for kind, part in (("led", "global tokens"), ("longt5", "relative attention bias"), ("new", "cross attention")):
+    for kind, part in (("udop", "relative attention bias"), ("new", "cross attention")):
         with pytest.raises(InputError, match=f"{kind} has .*{part}.*not covered"):
             read_huggingface({"model_type": kind, "is_encoder_decoder": True}, "model")
 

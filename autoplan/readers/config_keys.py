@@ -57,6 +57,9 @@ class Keys:
                 return ABSENT
             if step == "#" and isinstance(value, list):
                 return len(value)
+            if step.isdigit():
+                value = value[int(step)] if isinstance(value, list) and int(step) < len(value) else ABSENT
+                continue
             if not isinstance(value, dict):
                 raise InputError(f"{key.rpartition('.')[0]} must be a table, got {show(value)}")
             value = value.get(step, ABSENT)

@@ -30,7 +30,7 @@ def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
         config, kind = _text_model(table)
         fields = _spec_fields(Keys(config=_by_layers(config), kind=kind, rules=_rules(kind)))
         if fields.get("cross_attention") and _is_decoder_alone(table):
-            fields = _without_encoder(fields)
+            fields = _without_encoder(fields) | _rules(kind).get("alone", {})
         encoder = _source_encoder(table, kind) if fields.get("cross_attention") else _encoder(table, fields)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
@@ -119,7 +119,9 @@ def _rules(kind: str) -> dict[str, Any]:
 
 
 def _with(rules: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Rules with those that a type or an encoder has of its own."""
+    """Rules with those that a type or an encoder has of its own; a key of its own comes before what the others set."""
+    fixed = {field: value for field, value in rules.get("set", {}).items() if not own.get("keys", {}).get(field)}
+    rules = {**rules, "set": fixed}
     return {**rules, **{part: {**rules.get(part, {}), **entries} for part, entries in own.items()}}
 
 
@@ -149,7 +151,9 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
             return _stack(table, "decoder"), kind
         if not is_pair:
             raise InputError(f"a decoder of {kind} without its encoder is not covered: say is_encoder_decoder = true")
-        _check_class(table, ("ForConditionalGeneration", "MTModel", "WithLMHeadModel"), "encoder-decoder")
+        _check_class(
+            table, ("ForConditionalGeneration", "MTModel", "WithLMHeadModel", "EncoderDecoderModel"), "encoder-decoder"
+        )
         return _stack(table, "decoder"), kind
     if is_pair:
         part = data["uncovered"].get(kind, "cross attention")
@@ -228,17 +232,23 @@ def _check_only(keys: Keys) -> None:
     """Refuse what ModelSpec cannot express."""
     for key, allowed in keys.rules.get("only", {}).items():
         value = keys.assumed(key)
-        same_as = keys.config.get(allowed, allowed) if isinstance(allowed, str) else allowed
+        same_as = keys.get(allowed) if isinstance(allowed, str) else allowed
         if isinstance(value, list) and value and all(entry in (allowed, same_as) for entry in value):
             continue  # of every layer
         if value is not ABSENT and value is not None and value not in (allowed, same_as):
             raise InputError(f"{key} = {show(value)} is not covered for {keys.kind}, only {show(allowed)}")
+    for key, parts in keys.rules.get("alike", {}).items():
+        value = keys.assumed(key)
+        if isinstance(value, list) and any(entry != value[0] for entry in value):
+            raise InputError(f"{key} = {show(value)}: only {parts} that are alike are covered for {keys.kind}")
 
 
 def _additions(keys: Keys) -> list[dict[str, Any]]:
     """What blocks have beside the parts of their kind; a matrix with no rows or columns is none."""
     result = []
-    for blocks, parts in keys.rules.get("additions", {}).items():
+    for name, parts in keys.rules.get("additions", {}).items():
+        if "when" in parts and keys.assumed(parts["when"]) is not True:
+            continue
         sizes = [tuple(map(keys.number, text.split(" x "))) for text in parts.get("matrices", ())]
         result += [
             {
@@ -247,7 +257,7 @@ def _additions(keys: Keys) -> list[dict[str, Any]]:
                 "num_parameters": keys.number(parts.get("parameters", "0")),
                 "score_width": keys.number(parts.get("scores", "0")),
             }
-            for block in blocks.split()
+            for block in parts.get("blocks", name).split()
         ]
     return result
 

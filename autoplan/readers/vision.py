@@ -81,8 +81,9 @@ def _vit(table: dict[str, Any], config: dict[str, Any], sizes: Sizes, *, patch: 
     if kind in ("gemma3", "shieldgemma2"):
         tokens = _count(table, "mm_tokens_per_image", 256)
         return Around(numbers, positions, tokens, ((hidden, text),), beside + hidden)
-    if kind == "modernvbert":  # whose projector reads squares of patches
+    if kind in ("modernvbert", "ultravbert"):  # whose projector reads squares of patches
         merged = _count(table, "pixel_shuffle_factor", 4) ** 2
+        beside += text * (kind == "ultravbert")  # a norm
         return Around(numbers, positions, max(patches // merged, 1), ((merged * hidden, text),), beside)
     if kind == "paligemma":
         return Around(numbers, positions, tokens, ((hidden, text),), beside + text)

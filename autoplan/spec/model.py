@@ -29,6 +29,7 @@ class Block(StrEnum):
     ENCODER_ATTENTION = "encoder_attention"
     ENCODER_WINDOW_ATTENTION = "encoder_window_attention"
     ENCODER_MLP = "encoder_mlp"
+    ENCODER_MOE = "encoder_moe"
 
 
 # Blocks with softmax attention.
@@ -39,6 +40,7 @@ ENCODER_BLOCKS = {
     Block.ATTENTION: Block.ENCODER_ATTENTION,
     Block.WINDOW_ATTENTION: Block.ENCODER_WINDOW_ATTENTION,
     Block.MLP: Block.ENCODER_MLP,
+    Block.MOE: Block.ENCODER_MOE,
 }
 
 # Symbols of `layer_pattern`: * M - E are those of Megatron-Core's hybrid models.
@@ -81,7 +83,8 @@ class Experts:
     shared_expert_gate: bool = False
     router_bias: bool = False
     num_dense_layers: int = 0  # the first layers keep a dense MLP
-    interval: int = 1  # layer i is MoE where (i + 1) % interval == 0
+    interval: int = 1  # layer i is MoE where (i + 1 + offset) % interval == 0
+    offset: int = 0
     latent_size: int | None = None  # routed experts work in a narrower latent space
 
     def __post_init__(self) -> None:
@@ -91,12 +94,13 @@ class Experts:
         check_count("moe.shared_expert_ffn_size", self.shared_expert_ffn_size, at_least=0, at_most=MAX_SIZE)
         check_count("moe.num_dense_layers", self.num_dense_layers, at_least=0, at_most=MAX_LAYERS)
         check_count("moe.interval", self.interval, at_most=MAX_LAYERS)
+        check_count("moe.offset", self.offset, at_least=0, at_most=MAX_LAYERS)
         if self.latent_size is not None:
             check_count("moe.latent_size", self.latent_size, at_most=MAX_SIZE)
 
     def has_layer(self, at: int) -> bool:
         """Return whether the layer of that number, from 0, has experts."""
-        return at >= self.num_dense_layers and (at + 1) % self.interval == 0
+        return at >= self.num_dense_layers and (at + 1 + self.offset) % self.interval == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +233,7 @@ class Encoder:
             for size in sizes:
                 check_count(f"encoder.projector[{at}]", size, at_most=MAX_SIZE)
         if strange := {block for layer in self.layers.layers for block in layer} - set(ENCODER_BLOCKS):
-            raise InputError(f"encoder.layers may be made of attention and mlp, not of {min(strange)}")
+            raise InputError(f"encoder.layers may be made of attention, mlp and moe, not of {min(strange)}")
         if self.layers.encoder is not None:
             raise InputError("encoder.layers must have no encoder of their own")
 

@@ -561,9 +561,7 @@ def model_flops_per_token(
     for layer in layers:
         for block in layer:
             for linear in shapes[block].linears:
-                share = 1.0
-                if linear.is_expert and model.moe:
-                    share = model.moe.experts_per_token / model.moe.num_experts
+                share = _visited_share(model, linear)
                 if linear.reads_encoder and model.encoder:
                     share = model.encoder.positions(seq_len) / seq_len
                 forward += 2 * share * linear.num_weights
@@ -582,6 +580,11 @@ def model_flops_per_token(
     if finetuning is not None and not finetuning.trains(ENCODER):
         spared += 2 * encoding  # nothing before it is trained: it has no backward pass
     return (4 if runs_reference else 3) * forward - spared
+
+
+def _visited_share(model: ModelSpec, linear: Linear) -> float:
+    """Share of the copies of a matrix that a token meets."""
+    return model.moe.experts_per_token / model.moe.num_experts if linear.is_expert and model.moe else 1.0
 
 
 def _core_flops_per_token(model: ModelSpec, block: Block, seq_len: float) -> float:
@@ -607,8 +610,13 @@ def encoder_flops_per_token(model: ModelSpec, seq_len: float) -> float:
         return 0.0
     layers, shapes = encoder.layers, layer_shapes(encoder.layers)
     positions = encoder.positions(seq_len)
-    weights = layers.vocab_size * layers.hidden_size * (encoder.embedding == "matrix")
-    weights += sum(linear.num_weights for layer in layers.layers for block in layer for linear in shapes[block].linears)
+    weights = 1.0 * layers.vocab_size * layers.hidden_size * (encoder.embedding == "matrix")
+    weights += sum(
+        _visited_share(layers, linear) * linear.num_weights
+        for layer in layers.layers
+        for block in layer
+        for linear in shapes[block].linears
+    )
     scores = sum(_core_flops_per_token(layers, block, positions) for layer in layers.layers for block in layer) / 2
     projector = sum(inputs * outputs for inputs, outputs in encoder.projector)
     per_image = 2.0 * (positions * (weights + scores) + encoder.image_tokens * projector)
