@@ -11,24 +11,23 @@ from autoplan.cost.kernels.adapters import DEQUANTISE_SHARE, UNPACK_SHARE, tunin
 from autoplan.cost.kernels.arithmetic import layer_shapes
 from autoplan.cost.kernels.memory_bound import Traffic
 from autoplan.frameworks.presets import load_framework
-from autoplan.readers.cluster import load_cluster
 from autoplan.readers.model import load_model
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import Block
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
+from problems import problem_for
 
 TOKENS, HIDDEN = 512, 4096
 
 
 def _traffic(finetuning: FineTuning, choices: dict[str, object] | None = None, **traits: object) -> dict[str, Traffic]:
     model = load_model("llama2-7b")
-    problem = Problem(
-        model=model,
+    problem = problem_for(
+        model,
+        "a100-sxm:1x1",
+        load_framework("transformers").changed(**traits),
         training=TrainingSpec(seq_len=TOKENS, finetuning=finetuning),
-        cluster=load_cluster("a100-sxm:1x1"),
-        framework=load_framework("transformers").changed(**traits),
     )
     batch = PlanBatch.of([ParallelPlan(global_batch=1, **(choices or {}))], model.num_layers)
     return tuning_traffic(problem, batch, layer_shapes(model, finetuning)[Block.ATTENTION])

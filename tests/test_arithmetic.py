@@ -19,13 +19,11 @@ from autoplan.cost.kernels.arithmetic import (
     mamba_scan_flops_per_token,
     model_flops_per_token,
 )
-from autoplan.readers.cluster import load_cluster
 from autoplan.readers.model import load_model
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, Experts, LatentAttention, Mamba, ModelSpec
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.problem import Problem
-from autoplan.spec.training import TrainingSpec
+from problems import problem_for
 
 GPT3 = ModelSpec(
     name="gpt3",
@@ -101,9 +99,7 @@ LLAMA3_8B = llama(32, 4096, 14336, 128256, 32, 8)
 @functools.cache
 def held(model: ModelSpec, **plan: Any) -> tuple[float, ...]:
     """Parameters that one rank of every stage holds under `plan`, nothing sharded over data parallelism."""
-    problem = Problem(
-        model=model, training=TrainingSpec(seq_len=512), cluster=load_cluster("h100-sxm:64x8"), framework=BARE
-    )
+    problem = problem_for(model, "h100-sxm:64x8", BARE, seq_len=512)
     stages = stage_costs(problem, ParallelPlan(global_batch=64, sharding="none", **plan))
     return tuple(stage.memory_terms_bytes["weights"] / BARE.memory.bytes_per_weight for stage in stages)
 

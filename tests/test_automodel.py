@@ -17,7 +17,7 @@ from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.launch.targets import exported
 from autoplan.spec.plan_file import PlanFile
 from framework_parsers import ask
-from read_back import check_price
+from read_back import check_price, matters
 
 RECIPE: dict[str, Any] = {
     "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
@@ -39,10 +39,6 @@ def of(devices: int | None = 16, **sections: dict[str, Any] | str) -> Launch:
     text = yaml.safe_dump(recipe)
     assert recognises("recipe.yaml", text)
     return read(text, LaunchContext(num_devices=devices))
-
-
-def matters(launch: Launch) -> set[str]:
-    return {unread.option for unread in launch.unread if unread.matters}
 
 
 def test_a_recipe_is_read() -> None:

@@ -17,7 +17,7 @@ from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import Batching, Lengths
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.preference import Preference
-from read_back import check_price
+from read_back import check_price, matters
 
 FULL: dict[str, Any] = {
     "base_model": "NousResearch/Meta-Llama-3.1-8B",
@@ -35,10 +35,6 @@ FSDP2 = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True, "offl
 
 def of(devices: int = 16, **settings: Any) -> Launch:
     return read(yaml.safe_dump(FULL | settings), LaunchContext(num_devices=devices))
-
-
-def matters(launch: Launch) -> set[str]:
-    return {unread.option for unread in launch.unread if unread.matters}
 
 
 def test_a_configuration_is_read() -> None:

@@ -41,6 +41,7 @@ from autoplan.spec.preference import Preference
 from autoplan.spec.problem import PREFERENCE_RULES, Problem
 from autoplan.spec.timing import TimingTable
 from autoplan.spec.training import TrainingSpec
+from problems import problem_for
 
 DENSE = ModelSpec(
     name="dense", num_layers=10, hidden_size=2048, vocab_size=32000, num_heads=16, num_kv_heads=8, ffn_size=5504
@@ -110,13 +111,13 @@ def make(
     if samples and "preference" in samples and known.rules not in PREFERENCE_RULES:
         samples = None
     precision = "bf16" if "bf16" in spec.device.peak_flops_per_s else "fp16"
-    problem = Problem(
-        model=model,
+    problem = problem_for(
+        model,
+        spec,
+        known,
         training=TrainingSpec(
             seq_len=seq_len, precision=precision, finetuning=trained[0], optimizer=trained[1], **samples or {}
         ),
-        cluster=spec,
-        framework=known,
     )
     book, limits = book_of(problem.framework), default_limits(problem, batches)
     if not all_schedules:

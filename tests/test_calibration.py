@@ -32,8 +32,8 @@ from autoplan.readers.model import load_model
 from autoplan.spec.calibration import FACTORS, Calibration
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.training import TrainingSpec
 from commands import run
+from problems import problem_for
 
 MODELS = {name: load_model(name) for name in ("llama3-8b", "llama2-13b", "llama3-70b")}
 SIZES = ((1, 2048), (2, 4096), (4, 8192))  # nodes, tokens of a sequence
@@ -42,13 +42,7 @@ PLACES = ((1, 1), (2, 1), (4, 2), (8, 1))  # tp, pp
 
 @cache
 def problem_of(model: str, nodes: int, seq_len: int) -> Problem:
-    return Problem(
-        model=MODELS[model],
-        training=TrainingSpec(seq_len=seq_len),
-        cluster=load_cluster(f"h100-sxm:{nodes}x8"),
-        framework=load_framework("megatron-core"),
-        calibration=Calibration(),
-    )
+    return problem_for(MODELS[model], f"h100-sxm:{nodes}x8", seq_len=seq_len, calibration=Calibration())
 
 
 def measured_under(truth: Calibration, noise: float = 0.0, seed: int = 0) -> list[MeasuredRun]:

@@ -27,15 +27,12 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store import open_store
-from autoplan.readers.cluster import load_cluster
-from autoplan.readers.model import load_model
 from autoplan.spec.operations import Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.problem import Problem
-from autoplan.spec.training import TrainingSpec
 from autoplan.trainer import run as trainer_run
 from autoplan.trainer.task import Advance, TrainingReport
 from commands import run
+from problems import problem_for
 
 MODEL = """
 name = "small"
@@ -76,12 +73,7 @@ def test_a_plan_of_another_framework_is_priced_by_what_was_measured_of_the_train
             )
             for name, shape in measured
         )
-    plain = Problem(
-        model=load_model("llama3-8b"),
-        training=TrainingSpec(seq_len=4096),
-        cluster=load_cluster("h200-sxm:1x1"),
-        framework=load_framework("megatron-core"),
-    )
+    plain = problem_for("llama3-8b", "h200-sxm:1x1")
     wanted = with_timings(replace(plain, framework=load_framework("torch")), "db", path)
     batch = PlanBatch.of([ParallelPlan(global_batch=2, sharding="none")], plain.model.num_layers)
     steps_s = [

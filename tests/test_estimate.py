@@ -34,6 +34,7 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS, STEP_TERMS
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
+from problems import problem_for
 
 DENSE = ModelSpec(
     name="dense", num_layers=8, hidden_size=1024, vocab_size=32000, num_heads=16, num_kv_heads=8, ffn_size=4096
@@ -86,11 +87,11 @@ def problem_of(
     seq_len: int = 2048,
     **changes: Any,
 ) -> Problem:
-    return Problem(
-        model=MODELS[model] if isinstance(model, str) else model,
-        training=TrainingSpec(seq_len=seq_len),
-        cluster=load_cluster(cluster) if isinstance(cluster, str) else cluster,
-        framework=framework,
+    return problem_for(
+        MODELS[model] if isinstance(model, str) else model,
+        load_cluster(cluster) if isinstance(cluster, str) else cluster,
+        framework,
+        seq_len=seq_len,
         **changes,
     )
 

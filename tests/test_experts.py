@@ -33,8 +33,7 @@ from autoplan.readers.cluster import load_cluster
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.model import Block, Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.problem import Problem
-from autoplan.spec.training import TrainingSpec
+from problems import problem_for
 
 MODEL = ModelSpec(
     name="moe",
@@ -47,13 +46,7 @@ MODEL = ModelSpec(
 FRAMEWORK = load_framework("megatron-core").changed(
     moe_sync_s=1e-3, narrow_sync_s=0.5e-3, s_per_local_expert=1e-5, host_s_per_launch=50e-6
 )
-PROBLEM = Problem(
-    model=MODEL,
-    training=TrainingSpec(seq_len=4096),
-    cluster=load_cluster("h100-sxm:1x8"),
-    framework=FRAMEWORK,
-    calibration=Calibration(host=2.0),
-)
+PROBLEM = problem_for(MODEL, "h100-sxm:1x8", FRAMEWORK, calibration=Calibration(host=2.0))
 
 
 def batch_of(**changes: object) -> PlanBatch:

@@ -25,6 +25,7 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.timing import TimingTable
 from autoplan.spec.training import TrainingSpec
 from commands import run
+from problems import problem_for
 
 TOKENS = 128
 # As in test_memory: two layers and two tables of 512 x 64.
@@ -36,11 +37,8 @@ KEPT = 4 * 64 + 16 * (2 * 4 + 2 * 2) + 4 * 128
 
 
 def problem_of(precision: Any = "fp32", seq_len: int = TOKENS) -> Problem:
-    return Problem(
-        model=SMALL,
-        training=TrainingSpec(seq_len=seq_len, precision=precision, fused_norm=True),
-        cluster=load_cluster("cpu:1x2"),
-        framework=load_framework("torch"),
+    return problem_for(
+        SMALL, "cpu:1x2", "torch", training=TrainingSpec(seq_len=seq_len, precision=precision, fused_norm=True)
     )
 
 

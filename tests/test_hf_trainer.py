@@ -17,7 +17,7 @@ from autoplan.frameworks.launch_files import read_launch
 from autoplan.launch.targets import exported
 from autoplan.spec.plan_file import PlanFile
 from framework_parsers import ask
-from read_back import check_price
+from read_back import check_price, matters
 
 SCRIPT = """#!/bin/bash
 torchrun --nnodes 2 --nproc_per_node 8 train.py \\
@@ -34,10 +34,6 @@ ZERO3 = """{"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, "over
 
 def of(more: str = "", **given: object) -> Launch:
     return read(SCRIPT.format(more), LaunchContext(**given))  # type: ignore[arg-type]
-
-
-def matters(launch: Launch) -> set[str]:
-    return {unread.option for unread in launch.unread if unread.matters}
 
 
 def test_a_script_without_fsdp_is_read_as_copies_and_says_so() -> None:

@@ -27,13 +27,12 @@ from autoplan.cost.kernels.launches import (
 )
 from autoplan.cost.kernels.memory_bound import OP_BY_OP_SHARE, traffic_of
 from autoplan.frameworks.presets import load_framework
-from autoplan.readers.cluster import load_cluster
 from autoplan.readers.model import load_model
 from autoplan.spec.enums import Dispatcher
 from autoplan.spec.model import Block
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.training import TrainingSpec
+from problems import problem_for
 
 QWEN = load_model("qwen3-30b-a3b")
 DENSE_ATTENTION = 14 + 28  # `modelling` C6: 25-40 kernels of a dense layer forward, 50-80 backward
@@ -42,9 +41,7 @@ FRAMES = 2 + 3  # norm and residual of the block, counted as a dense block
 
 def problem_of(model: Any = QWEN, **traits: Any) -> Problem:
     framework = load_framework("nemo").changed(host_s_per_launch=1.0, **traits)
-    return Problem(
-        model=model, training=TrainingSpec(seq_len=4096), cluster=load_cluster("h100-sxm:2x8"), framework=framework
-    )
+    return problem_for(model, "h100-sxm:2x8", framework)
 
 
 def batch_of(model: Any = QWEN, **changes: Any) -> PlanBatch:

@@ -18,7 +18,7 @@ from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import Lengths
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.preference import Preference
-from read_back import check_price
+from read_back import check_price, matters
 
 LORA = """### model
 model_name_or_path: Qwen/Qwen3-8B
@@ -44,10 +44,6 @@ def of(*changes: tuple[str, str], more: str = "", devices: int = 8) -> Launch:
         assert old in text
         text = text.replace(old, new)
     return read(text + more, LaunchContext(num_devices=devices))
-
-
-def matters(launch: Launch) -> set[str]:
-    return {unread.option for unread in launch.unread if unread.matters}
 
 
 def test_a_configuration_is_read() -> None:

@@ -17,6 +17,7 @@ from autoplan.frameworks.megatron_lm import read as megatron_lm
 from autoplan.frameworks.megatron_lm.notation import layout_counts, moe_places
 from autoplan.frameworks.primus import read as primus
 from autoplan.readers.model import load_model
+from read_back import matters
 
 OPTIONS = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention"
@@ -30,10 +31,6 @@ SCRIPT = "OPTIONS=({options})\ntorchrun --nproc_per_node=8 --nnodes $NNODES pret
 
 def read(options: str = "", **given: Any) -> Launch:
     return megatron_lm.READER.read(f"{OPTIONS} {options}", LaunchContext(**{"num_devices": 16, **given}))
-
-
-def matters(launch: Launch) -> set[str]:
-    return {one.option for one in launch.unread if one.matters}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from autoplan.cost.pipeline.layout import stage_blocks
 from autoplan.cost.pipeline.order import PipelineShape, rank_orders
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
-from autoplan.readers.model import load_model
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.estimate import VERDICTS, CostEstimate, StageCost
@@ -30,6 +29,7 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
 from pipeline_oracle import interleaved, most_alive
+from problems import problem_for
 
 GIB = 2**30
 TOKENS = 128
@@ -55,12 +55,7 @@ BARE = Framework(name="bare").changed(
 
 
 def problem_of(model: ModelSpec = SMALL, framework: Framework = BARE, seq_len: int = TOKENS) -> Problem:
-    return Problem(
-        model=model,
-        training=TrainingSpec(seq_len=seq_len),
-        cluster=load_cluster("h100-sxm:64x8"),
-        framework=framework,
-    )
+    return problem_for(model, "h100-sxm:64x8", framework, seq_len=seq_len)
 
 
 def stages_of(problem: Problem | None = None, **plan: Any) -> tuple[StageCost, ...]:
@@ -891,9 +886,7 @@ DEEPSEEK_3 = dataclasses.replace(
 def test_allocated_memory_of_megatron_on_b200_is_within_1_5_percent_of_simumax_measurements(
     model: ModelSpec, tp: int, pp: int, ep: int, dp: int, gib: float
 ) -> None:
-    problem = Problem(
-        model=model, training=TrainingSpec(seq_len=4096), cluster=load_cluster("b200:1x8"), framework=SIMUMAX
-    )
+    problem = problem_for(model, "b200:1x8", SIMUMAX)
     plan = ParallelPlan(global_batch=8 * dp, tp=tp, sp=tp > 1, pp=pp, ep=ep, dp_shard=dp, sharding="zero1")
     found = float(price(problem, plan).logged_memory_bytes[0]) / GIB
     print(f"{model.name} tp {tp} pp {pp} ep {ep} dp {dp}: {found:.2f} GiB, measured {gib:.2f} ({found / gib - 1:+.1%})")
@@ -927,12 +920,7 @@ def test_forwards_of_zb_h1_follow_on_gradients_of_weights_beyond_as_many_as_rank
 def test_zb_h1_of_torch_needs_what_was_tracked(micro_batch: int, tracked_mib: float) -> None:
     # The fuller of two gloo ranks in an untimed step of autoplan's own trainer, torch 2.13, 2026-11-22.
     model = ModelSpec(name="medium", num_layers=4, hidden_size=512, vocab_size=8192, num_heads=8, ffn_size=1408)
-    problem = Problem(
-        model=model,
-        training=TrainingSpec(seq_len=128, precision="bf16"),
-        cluster=load_cluster("cpu:1x2"),
-        framework=load_framework("torch"),
-    )
+    problem = problem_for(model, "cpu:1x2", "torch", training=TrainingSpec(seq_len=128, precision="bf16"))
     plan = ParallelPlan(global_batch=8, micro_batch=micro_batch, pp=2, schedule="zb-h1", sharding="none")
     cost = estimate(problem, PlanBatch.of([plan], model.num_layers))
     assert cost.logged_memory_bytes[0] / 2**20 == pytest.approx(tracked_mib, rel=0.09)
@@ -940,13 +928,7 @@ def test_zb_h1_of_torch_needs_what_was_tracked(micro_batch: int, tracked_mib: fl
 
 @pytest.mark.parametrize("framework", ["deepspeed-zero", "pytorch-fsdp"])
 def test_all_states_on_the_host_leave_none_on_the_device_but_what_is_gathered(framework: str) -> None:
-    problem = Problem(
-        model=load_model("llama3-8b"),
-        training=TrainingSpec(seq_len=2048),
-        cluster=load_cluster("rtx-4090:1x8"),
-        framework=load_framework(framework),
-        calibration=Calibration(),
-    )
+    problem = problem_for("llama3-8b", "rtx-4090:1x8", framework, seq_len=2048, calibration=Calibration())
     plans = [
         ParallelPlan(global_batch=8, dp_shard=8, sharding="zero3", recompute="full", offload=offload)
         for offload in ("none", "parameters")

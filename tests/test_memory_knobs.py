@@ -13,24 +13,18 @@ from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.presets import load_framework
-from autoplan.readers.cluster import load_cluster
 from autoplan.readers.model import load_model
 from autoplan.search.memory_knobs import memory_knobs
 from autoplan.spec.enums import RecomputeModule
 from autoplan.spec.plan import DEGREES, ParallelPlan, PlanBatch, parse_recompute
 from autoplan.spec.problem import Problem
-from autoplan.spec.training import TrainingSpec
+from problems import problem_for
 
 MODELS = {name: load_model(name) for name in ("llama3-8b", "deepseek-v2-lite")}
 
 
 def problem_of(model: str) -> Problem:
-    return Problem(
-        model=MODELS[model],
-        training=TrainingSpec(seq_len=4096),
-        cluster=load_cluster("h100-sxm:4x8"),
-        framework=load_framework("megatron-core"),
-    )
+    return problem_for(MODELS[model], "h100-sxm:4x8")
 
 
 @st.composite

@@ -11,12 +11,12 @@ import pytest
 
 import autoplan
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Launch, LaunchContext
+from autoplan.frameworks.common.launch import LaunchContext
 from autoplan.frameworks.ms_swift.read import read, recognises
 from autoplan.launch.targets import exported
 from autoplan.spec.plan_file import PlanFile
 from megatron_plans import MATRIX
-from read_back import check_price
+from read_back import check_price, matters
 
 MEGATRON = """# 2 * 62GiB
 NPROC_PER_NODE=8 \\
@@ -35,10 +35,6 @@ TRAINER = """NPROC_PER_NODE=4 CUDA_VISIBLE_DEVICES=0,1,2,3 \\
 swift sft --model Qwen/Qwen2.5-7B-Instruct --tuner_type full --torch_dtype bfloat16 \\
     --per_device_train_batch_size 2 --max_length 4096 --packing true {}
 """
-
-
-def matters(launch: Launch) -> set[str]:
-    return {unread.option for unread in launch.unread if unread.matters}
 
 
 def test_a_script_of_megatron_is_read() -> None:

@@ -13,7 +13,6 @@ from autoplan.base.files import decode
 from autoplan.cost.energy import device_power_w, step_energy_j, waiting_power_w
 from autoplan.cost.estimate import estimate
 from autoplan.cost.goodput import Reliability
-from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.search.objectives import (
     OBJECTIVES,
@@ -32,8 +31,8 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.run_report import RunFigures
 from autoplan.spec.terms import STEP_TERMS
-from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
+from problems import problem_for
 
 DENSE = ModelSpec(
     name="dense", num_layers=8, hidden_size=2048, vocab_size=32000, num_heads=16, num_kv_heads=8, ffn_size=5504
@@ -44,12 +43,7 @@ RUN = Run(tokens=1e12, device_hours=1e5)
 
 def problem_on(cluster: str | ClusterSpec, price: float | None = 2.0) -> Problem:
     spec = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    return Problem(
-        model=DENSE,
-        training=TrainingSpec(seq_len=4096),
-        cluster=replace(spec, price_per_device_hour=price),
-        framework=load_framework("megatron-core"),
-    )
+    return problem_for(DENSE, replace(spec, price_per_device_hour=price))
 
 
 def of(problem: Problem, run: Run, seconds: float, joules: float | None = 1e5) -> RunFigures:

@@ -10,14 +10,13 @@ import pytest
 
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import stage_costs
-from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
 from autoplan.report.verified import tensor_bytes
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
 from commands import run
+from problems import problem_for
 
 pytest.importorskip("torch")
 
@@ -52,7 +51,7 @@ def predicted(question: Question) -> list[float]:
     """Bytes that the cost model says the tensors of every stage hold."""
     cluster = load_cluster(f"h100-sxm:1x{question.plan.num_devices}")
     training = TrainingSpec(seq_len=question.seq_len, fused_norm=question.fused_norm, precision=question.plan.precision)
-    problem = Problem(model=question.model, training=training, cluster=cluster, framework=load_framework("torch"))
+    problem = problem_for(question.model, cluster, "torch", training=training)
     return [tensor_bytes(stage) for stage in stage_costs(problem, question.plan)]
 
 

@@ -10,24 +10,15 @@ import pytest
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode
 from autoplan.cost.estimate import estimate, stage_costs
-from autoplan.frameworks.presets import load_framework
-from autoplan.readers.cluster import load_cluster
-from autoplan.readers.model import load_model
 from autoplan.search.ranking import ranked
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PLAN_FILE_VERSION, MixedPlanFile, PlanFile
-from autoplan.spec.problem import Problem
-from autoplan.spec.training import TrainingSpec
+from problems import problem_for
 
 
 def table() -> dict[str, Any]:
     """A plan file as it is read: lists and dictionaries."""
-    problem = Problem(
-        model=load_model("llama3-8b"),
-        training=TrainingSpec(seq_len=4096),
-        cluster=load_cluster("h100-sxm:1x8"),
-        framework=load_framework("megatron-core"),
-    )
+    problem = problem_for("llama3-8b", "h100-sxm:1x8")
     plan = ParallelPlan(global_batch=16, micro_batch=1, tp=4, sp=True, dp_shard=2, sharding="zero1")
     best, *_ = ranked(problem, estimate(problem, PlanBatch.of([plan], problem.model.num_layers)), [0])
     file = PlanFile(

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
-from autoplan.readers.model import load_model
 from autoplan.spec.enums import Precision
 from autoplan.spec.problem import Problem, precisions_of
 from autoplan.spec.training import TrainingSpec
+from problems import problem_for
 
 RUNS: dict[str, str] = {
     "v100": "fp16 fp32",
@@ -30,11 +29,8 @@ RUNS: dict[str, str] = {
 
 
 def problem(cluster: str, precision: Any, framework: str = "torch", **training: Any) -> Problem:
-    return Problem(
-        model=load_model("llama3-8b"),
-        training=TrainingSpec(seq_len=4096, precision=precision, **training),
-        cluster=load_cluster(cluster),
-        framework=load_framework(framework),
+    return problem_for(
+        "llama3-8b", cluster, framework, training=TrainingSpec(seq_len=4096, precision=precision, **training)
     )
 
 

@@ -16,8 +16,8 @@ from autoplan.spec.estimate import VERDICTS, CostEstimate
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
+from problems import problem_for
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab_size: int = 51200) -> ModelSpec:
@@ -46,11 +46,11 @@ def priced(
     nodes = max(plans[0].num_devices // 8, 1)
     cluster = load_cluster(f"a100-sxm:{nodes}x{min(8, plans[0].num_devices)}")
     cluster = replace(cluster, network=replace(cluster.network, nic_bytes_per_s=network_gb_per_s * 1e9))
-    problem = Problem(
-        model=model,
+    problem = problem_for(
+        model,
+        cluster,
+        framework or load_framework("megatron-lm-2021"),
         training=TrainingSpec(seq_len=2048, precision="fp16", attention="megatron-fused"),
-        cluster=cluster,
-        framework=framework or load_framework("megatron-lm-2021"),
     )
     return estimate(problem, PlanBatch.of(plans, model.num_layers))
 

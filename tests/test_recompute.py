@@ -25,6 +25,7 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch, parse_recompute
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
 from autoplan.spec.workload import Workload
+from problems import problem_for
 
 TOKENS = 128
 DENSE = ModelSpec(name="dense", num_layers=8, hidden_size=64, vocab_size=512, num_heads=4, ffn_size=128)
@@ -43,12 +44,7 @@ BARE = Framework(name="bare").changed(pads_vocab_to=1, fixed_bytes=0.0, communic
 
 
 def problem_of(model: ModelSpec, **training: Any) -> Problem:
-    return Problem(
-        model=model,
-        training=TrainingSpec(seq_len=TOKENS, **training),
-        cluster=load_cluster("h100-sxm:8x8"),
-        framework=BARE,
-    )
+    return problem_for(model, "h100-sxm:8x8", BARE, training=TrainingSpec(seq_len=TOKENS, **training))
 
 
 def activations(problem: Problem, recompute: str, **plan: Any) -> list[float]:

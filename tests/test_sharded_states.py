@@ -18,15 +18,10 @@ from autoplan.spec.calibration import Calibration
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
+from problems import problem_for
 
 FRAMEWORK = load_framework("deepspeed-zero")
-PROBLEM = Problem(
-    model=load_model("llama3.1-8b"),
-    training=TrainingSpec(seq_len=4096),
-    cluster=load_cluster("a100-sxm:8x8"),
-    framework=FRAMEWORK,
-    calibration=Calibration(),
-)
+PROBLEM = problem_for("llama3.1-8b", "a100-sxm:8x8", FRAMEWORK, calibration=Calibration())
 BATCH = PlanBatch.of([ParallelPlan(global_batch=64, dp_shard=64, sharding="zero3")], PROBLEM.model.num_layers)
 ELEMENTS, NONE = np.array([3e8]), np.array([0.0])
 

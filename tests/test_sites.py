@@ -9,7 +9,6 @@ import pytest
 
 from autoplan.cost.network.links import Links, ProcessGroup
 from autoplan.frameworks.megatron_lm.rules import RULES
-from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
 from autoplan.search.limits import default_limits, with_flags
 from autoplan.search.ranking import RankedPlan
@@ -21,6 +20,7 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, WanSpec
 from flows import RankGroups, traffic
+from problems import problem_for
 
 # GPT-2 L (774M), and a GPT of 7B.
 GPT2_L = ModelSpec(
@@ -49,7 +49,7 @@ def sites(name: str, bytes_per_s: float, latency_s: float, **flows: float) -> Cl
 
 def problem_of(cluster: ClusterSpec, model: ModelSpec) -> Problem:
     training = TrainingSpec(seq_len=model.max_positions)
-    return Problem(model=model, training=training, cluster=cluster, framework=load_framework("megatron-core"))
+    return problem_for(model, cluster, training=training)
 
 
 def ranked(cluster: ClusterSpec, model: ModelSpec, global_batch: int, *fixed: str) -> tuple[RankedPlan, ...]:

@@ -38,6 +38,7 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch, parse_recompute
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
 from autoplan.spec.workload import Workload
+from problems import problem_for
 
 DENSE = ModelSpec(
     name="dense", num_layers=6, hidden_size=768, vocab_size=1000, num_heads=12, num_kv_heads=6, ffn_size=1536
@@ -271,12 +272,7 @@ def test_a_batch_grid_prefers_what_all_degrees_divide() -> None:
 
 
 def problem() -> Problem:
-    return Problem(
-        model=DENSE,
-        training=TrainingSpec(seq_len=8192),
-        cluster=load_cluster("h100-sxm:2x8"),
-        framework=load_framework("megatron-core"),
-    )
+    return problem_for(DENSE, "h100-sxm:2x8", seq_len=8192)
 
 
 SOME_LAYERS = tuple(f"full:{number}" for number in range(1, DENSE.num_layers))
@@ -404,7 +400,7 @@ def test_cells_are_ordered_by_stages() -> None:
 )
 def test_both_rank_orders_are_looked_at_where_links_differ(size: str, framework: str, orders: int) -> None:
     cluster = load_cluster(f"h100-sxm:{size}")
-    problem = Problem(model=MOE, training=TRAINING, cluster=cluster, framework=load_framework(framework))
+    problem = problem_for(MOE, cluster, framework, training=TRAINING)
     limits = default_limits(problem, (8,))
     assert limits.of("rank_order") == tuple(RankOrder)[:orders]
     few = with_flags(limits, fix=["micro-batch=1", "recompute=none"], at_most=[], forbid=[])

@@ -23,31 +23,23 @@ from autoplan.cost.spreads import (
     spread_kinds,
     spread_range,
 )
-from autoplan.frameworks.presets import load_framework
 from autoplan.readers.calibration import calibration_among, shipped_calibrations
 from autoplan.readers.cluster import load_cluster
 from autoplan.readers.finetuning import load_finetuning
-from autoplan.readers.model import load_model
 from autoplan.spec.calibration import TIME_SPREADS, Calibration
 from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.measurement import Measurement
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import TimingTable
-from autoplan.spec.training import TrainingSpec
+from problems import problem_for
 
 SPREAD = ParallelPlan(global_batch=32, tp=4, pp=2, dp_shard=2)
 OWN = Calibration(time_spread=0.06, blocks=("dense",), precisions=("bf16",), most_devices=16, exposed_share=1.0)
 
 
 def problem_of(model: str = "llama3-8b", calibration: Calibration = OWN) -> Problem:
-    return Problem(
-        model=load_model(model),
-        training=TrainingSpec(seq_len=4096),
-        cluster=load_cluster("h100-sxm:2x8"),
-        framework=load_framework("megatron-core"),
-        calibration=calibration,
-    )
+    return problem_for(model, "h100-sxm:2x8", calibration=calibration)
 
 
 def price(problem: Problem, plan: ParallelPlan) -> CostEstimate:

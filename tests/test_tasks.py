@@ -18,16 +18,14 @@ from autoplan.profiler.protocol import BESIDE, Hello, Task
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
 from autoplan.profiler.tasks import MeasurementScope, ranked_tasks, reference_s, unmeasurable_parts
-from autoplan.readers.cluster import load_cluster
 from autoplan.readers.device import load_device
 from autoplan.readers.model import load_model
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.operations import COLLECTIVES, LAYERS, SHAPES
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.problem import Problem
 from autoplan.spec.timing import batch_index
-from autoplan.spec.training import TrainingSpec
+from problems import problem_for
 
 MEGATRON: Framework = load_framework("megatron-core")
 TORCH: Framework = load_framework("torch")
@@ -242,9 +240,7 @@ def test_what_a_gpu_is_asked_for_is_what_its_steps_are_priced_by(tmp_path: Path)
     hello = Hello(fingerprint=machine, device_type="cuda", hosts=("a",) * 8, dtypes=("bf16",), kernels=kernels)
     scope = MeasurementScope(model=model, framework=TORCH, seq_len=4096, tps=(1, 2), micro_batches=(1, 2))
     tasks = [ranked.task for ranked in ranked_tasks(scope, hello, ())]
-    problem = Problem(
-        model=model, training=TrainingSpec(seq_len=4096), cluster=load_cluster("h200-sxm:1x8"), framework=TORCH
-    )
+    problem = problem_for(model, "h200-sxm:1x8", TORCH)
     axes = [
         (1, 1, 8, "zero1", "none"),
         (1, 2, 8, "zero3", "full"),

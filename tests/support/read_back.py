@@ -20,3 +20,8 @@ def check_price(file: PlanFile, launch: Launch, place: dict[str, Any]) -> None:
     again = autoplan.estimate(launch.model, **place, plan=launch.plan, training=launch.training).file
     assert again.best.step_s == pytest.approx(file.best.step_s, rel=1e-9)
     assert again.best.memory_bytes == pytest.approx(file.best.memory_bytes, rel=1e-9)
+
+
+def matters(launch: Launch) -> set[str]:
+    """Return the options that were not read and may cost time or memory."""
+    return {unread.option for unread in launch.unread if unread.matters}

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.frameworks.megatron_lm.rules import RULES
-from autoplan.frameworks.presets import load_framework
-from autoplan.readers.cluster import load_cluster
 from autoplan.search.limits import default_limits, with_flags
 from autoplan.search.space import Space
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.problem import Problem
-from autoplan.spec.training import TrainingSpec
+from problems import problem_for
 
 DENSE = ModelSpec(
     name="dense", num_layers=24, hidden_size=4096, vocab_size=32000, num_heads=32, num_kv_heads=8, ffn_size=11008
@@ -38,13 +36,7 @@ def make(
     **changes: Any,
 ) -> tuple[Problem, Space]:
     """A problem, plain but for `changes`, and the default space for it without what is forbidden."""
-    problem = Problem(
-        model=model,
-        training=TrainingSpec(seq_len=seq_len),
-        cluster=load_cluster(cluster),
-        framework=load_framework("megatron-core"),
-        **changes,
-    )
+    problem = problem_for(model, cluster, seq_len=seq_len, **changes)
     narrow = with_flags(default_limits(problem, batches), fix=(), at_most=(), forbid=forbid)
     limits = with_flags(narrow, fix=fix, at_most=(), forbid=())
     return problem, Space(workload=problem.workload, limits=limits, rules=RULES)
