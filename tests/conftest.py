@@ -7,6 +7,7 @@ which there are as many as a test asks for.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,8 +28,12 @@ SLOW = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let pytest-xdist keep the order, since its own begins with the files of most tests; hide what is not tested."""
+    """Let pytest-xdist keep the order, since its own begins with the files of most tests; hide what is not tested.
+
+    A shell starts background commands with SIGINT ignored, which the programs that tests interrupt would inherit.
+    """
     config.option.loadscopereorder = False
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
