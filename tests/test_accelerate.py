@@ -195,7 +195,7 @@ def test_an_example_of_accelerate_is_its_plan(path: str) -> None:
     plan, unread = EXAMPLES[path]
     launch = example(path)
     assert launch.plan == ParallelPlan(**{"micro_batch": 2, "precision": "bf16", **plan})
-    assert {one.option for one in launch.unread} == unread
+    assert {option.option for option in launch.unread} == unread
 
 
 COMMAND = """accelerate launch --use_fsdp --fsdp_version=2 --num_processes 16 --mixed-precision bf16 \\

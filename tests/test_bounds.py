@@ -232,7 +232,7 @@ def test_bounds_of_kinds_and_groups_lie_below_those_of_their_plans(made: tuple[P
         return
     costs = kind_costs(problem, kinds, first_layers(problem, space, kinds))
     found = list(plan_bounds(problem, space, costs))
-    most_bytes = float(np.quantile(np.concatenate([one.memory_bytes.ravel() for one in found]), share))
+    most_bytes = float(np.quantile(np.concatenate([finding.memory_bytes.ravel() for finding in found]), share))
     kind_s, kind_bytes = kind_bounds(problem, space, costs, most_bytes)
     group_s, least_bytes = group_bounds(problem, space, groups, most_bytes)
     assert group_bytes(problem, space, groups) == pytest.approx(least_bytes, rel=1e-12)

@@ -155,7 +155,7 @@ def test_a_search_says_what_would_change_its_answer_and_why_others_lost(folder: 
     assert file.choice is not None
     assert file.choice.sensitivity is not None
     assert file.choice.sensitivity.elasticities["matrix-product rate"] < 0
-    assert "FSDP alone" in [one.family for one in file.choice.obvious]
+    assert "FSDP alone" in [rival.family for rival in file.choice.obvious]
     text = io.StringIO()
     print_search(make_console(text), file)
     shown = " ".join(text.getvalue().split())

@@ -127,8 +127,8 @@ def test_an_explanation_as_json_holds_stages_with_their_places(searched: Path) -
     file = decode(MixedPlanFile, read_table(searched / "plan.json"), "plan.json")
     assert found.plan == file.best
     priced = [stage for kind in file.best.kinds for stage in kind.stages]
-    assert [one.cost.memory_bytes for one in found.stages] == [stage.memory_bytes for stage in priced]
-    assert [one.place.capacity_bytes for one in found.stages] == [stage.capacity_bytes for stage in priced]
+    assert [stage.cost.memory_bytes for stage in found.stages] == [stage.memory_bytes for stage in priced]
+    assert [stage.place.capacity_bytes for stage in found.stages] == [stage.capacity_bytes for stage in priced]
     assert json.loads((searched / "explained.json").read_text())["otherData"]["step_s"] == pytest.approx(
         file.best.step_s
     )

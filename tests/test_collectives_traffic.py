@@ -87,9 +87,9 @@ def test_the_counted_times_are_those_of_the_estimate(model: str, plan: ParallelP
     problem = problem_of(model, framework=OPEN, cluster=f"h100-sxm:{plan.num_devices // 8}x8")
     terms, links = terms_of(problem, plan), Links.of(problem)
     spent: dict[str, float] = {}
-    for one in transfers(problem, plan):
-        name = one.collective.communicator
-        spent[name] = spent.get(name, 0.0) + float(one.seconds(links)[0])
+    for transfer in transfers(problem, plan):
+        name = transfer.collective.communicator
+        spent[name] = spent.get(name, 0.0) + float(transfer.seconds(links)[0])
     assert spent["tp"] == pytest.approx(terms["tp_communication"])
     assert spent.get("cp", 0) == pytest.approx(terms["cp_communication"])
     assert spent.get("ep", 0) + spent.get("etp", 0) == pytest.approx(terms["ep_communication"])
@@ -115,9 +115,13 @@ def test_a_message_and_the_gather_behind_it_take_as_long_as_the_estimate_says() 
     problem = problem_of("tied", cluster="h100-sxm:8x8", framework=PLAIN.changed(scatter_gather_p2p=True))
     plan = ParallelPlan(global_batch=64, tp=4, pp=4, dp_shard=4, sp=False)
     found, links = list(transfers(problem, plan)), Links.of(problem)
-    sent = sum(float(one.seconds(links)[0] / one.times[0]) for one in found if one.collective.communicator == "pp")
+    sent = sum(
+        float(finding.seconds(links)[0] / finding.times[0])
+        for finding in found
+        if finding.collective.communicator == "pp"
+    )
     assert sent == pytest.approx(float(message_s(problem, PlanBatch.of([plan], 8))[0]))
-    tied = next(one for one in found if one.collective.communicator == "tied embedding")
+    tied = next(finding for finding in found if finding.collective.communicator == "tied embedding")
     assert tied.times.tolist() == [1, 0, 0, 1]
 
 

@@ -175,7 +175,7 @@ def test_what_is_exported_is_read_back(file: PlanFile) -> None:
     assert recognises("deepspeed.json", text)
     launch = read(text, given_for(file))
     assert (launch.plan, launch.model, launch.training) == (file.best.plan, file.model, file.training)
-    assert [one.option for one in launch.unread if one.matters] == (
+    assert [option.option for option in launch.unread if option.matters] == (
         [] if file.best.plan.recompute == "full" else ["activation_checkpointing"]
     )
 
@@ -249,14 +249,16 @@ def test_the_trainer_fills_in_what_is_auto() -> None:
     launch = launch_of(automatic, FP16="True", GRADIENT_CHECKPOINTING="true", **arguments)
     assert (launch.plan.global_batch, launch.plan.micro_batch, launch.plan.precision) == (64, 4, "fp16")
     assert launch.plan.recompute == "full"
-    assert [one.option for one in launch.unread] == ["zero_optimization.reduce_bucket_size"]
+    assert [option.option for option in launch.unread] == ["zero_optimization.reduce_bucket_size"]
 
 
 def test_autotp_counts_its_ranks_as_replicas() -> None:
     changes = {"tensor_parallel": {"autotp_size": 4}}
     launch = launch_of(changes)  # 2 x 16 x 8 = 256 in the file, of which 4 ranks each see the same
     assert (launch.plan.tp, launch.plan.dp, launch.plan.global_batch) == (4, 2, 64)
-    assert "a step has 64 sequences" in next(one.why for one in launch.unread if one.option == "train_batch_size")
+    assert "a step has 64 sequences" in next(
+        option.why for option in launch.unread if option.option == "train_batch_size"
+    )
 
 
 @pytest.mark.parametrize(
@@ -275,7 +277,7 @@ def test_autotp_counts_its_ranks_as_replicas() -> None:
 )
 def test_what_is_not_priced_is_listed(changes: dict[str, Any], option: str) -> None:
     launch = launch_of(changes, GRADIENT_CHECKPOINTING="false")
-    assert [one.option for one in launch.unread if one.matters] == [option]
+    assert [unread.option for unread in launch.unread if unread.matters] == [option]
 
 
 # -- DeepSpeed itself -------------------------------------------------------------------------------------------------
@@ -421,7 +423,7 @@ def test_an_example_is_read_as_a_person_reads_it(name: str) -> None:
     launch = read(text, LaunchContext(model=LLAMA_8B, num_devices=num_devices, seq_len=2048))
     assert {key: getattr(launch.plan, key) for key in plan} == plan
     assert launch.plan.num_devices == num_devices
-    assert told <= {one.option for one in launch.unread}
+    assert told <= {option.option for option in launch.unread}
 
 
 def test_all_that_is_auto_is_asked_for_at_once() -> None:

@@ -251,7 +251,7 @@ def test_a_slow_and_a_dead_nic_are_named(tmp_path: Path) -> None:
 
 def test_a_device_that_is_not_shipped_is_a_table_with_a_stand_in(tmp_path: Path) -> None:
     seen = hgx(name="NVIDIA H100 NVL")
-    devices = tuple(replace(one, memory_bytes=round(95 * GIB), host_bytes_per_s=63e9) for one in seen.devices)
+    devices = tuple(replace(device, memory_bytes=round(95 * GIB), host_bytes_per_s=63e9) for device in seen.devices)
     found = describe(replace(seen, devices=devices))
     device = found.cluster.device
     assert (device.name, device.generation) == ("NVIDIA H100 NVL", "hopper")
@@ -485,7 +485,7 @@ def test_nodes_unlike_the_others_are_named(tmp_path: Path) -> None:
 def test_what_has_no_host_tells_of_every_node() -> None:
     rates = ObservedNode(source="ibstat", nics=(ObservedNic(name="mlx5_9", kind="infiniband", bytes_per_s=50e9),))
     found = merge_all([Report(host=name, seen=(hgx(name),)) for name in "ab"] + [Report(seen=(rates,))])
-    assert [sum(nic.name == "mlx5_9" for nic in one.nics) for one in found.nodes.values()] == [1, 1]
+    assert [sum(nic.name == "mlx5_9" for nic in node.nics) for node in found.nodes.values()] == [1, 1]
 
 
 # Measured links

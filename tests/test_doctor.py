@@ -49,7 +49,7 @@ def test_it_says_what_runs_and_exits_well(tmp_path: Path) -> None:
 def test_every_part_that_is_not_well_has_a_remedy(tmp_path: Path) -> None:
     with told(), mock.patch.object(doctor, "_version", return_value=""):
         found = json.loads(run(tmp_path, "doctor", "--json", "--db", "nothing.db").stdout)["checks"]
-    problems = {one["part"] for one in found if one["state"] == "problem"}
+    problems = {finding["part"] for finding in found if finding["state"] == "problem"}
     assert problems == {"libraries", "database"}
     for one in found:
         assert one["remedy"] or one["state"] == "ok" or one["part"] in ("devices", "network", "slurm", "frameworks")
@@ -115,8 +115,8 @@ def test_files_that_are_not_installed_are_told_and_hide_nothing() -> None:
     missing = importlib.metadata.PackageNotFoundError("autoplan")
     with told(), mock.patch.object(importlib.metadata, "requires", side_effect=missing):
         found = check_up().checks
-    assert next(one for one in found if one.part == "libraries").state == "problem"
-    assert {"python", "devices", "torch", "database"} <= {one.part for one in found}
+    assert next(finding for finding in found if finding.part == "libraries").state == "problem"
+    assert {"python", "devices", "torch", "database"} <= {finding.part for finding in found}
 
 
 def test_a_device_that_fell_off_the_bus_is_a_problem() -> None:

@@ -455,7 +455,9 @@ def faults(value: Any, rule: dict[str, Any], whole: dict[str, Any], place: str =
     if "enum" in rule and value not in rule["enum"]:
         found.append(f"{place}: not in enum")
     if isinstance(value, list) and isinstance(rule.get("items"), dict):
-        found += [one for at, part in enumerate(value) for one in faults(part, rule["items"], whole, f"{place}[{at}]")]
+        found += [
+            fault for at, part in enumerate(value) for fault in faults(part, rule["items"], whole, f"{place}[{at}]")
+        ]
     if isinstance(value, dict):
         found += [f"{place}: lacks {key}" for key in rule.get("required", []) if key not in value]
         properties, others = rule.get("properties", {}), rule.get("additionalProperties", True)

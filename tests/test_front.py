@@ -39,7 +39,7 @@ def keys(values: Floats) -> Ints:
 def best_of(values: Floats) -> set[tuple[int, ...]]:
     """The front by comparing every pair of plans."""
     found = np.unique(keys(values), axis=0)
-    beaten = [bool(((found <= one).all(axis=1) & (found < one).any(axis=1)).any()) for one in found]
+    beaten = [bool(((found <= finding).all(axis=1) & (found < finding).any(axis=1)).any()) for finding in found]
     return {tuple(one) for one, is_beaten in zip(found.tolist(), beaten, strict=True) if not is_beaten}
 
 
@@ -69,7 +69,7 @@ def test_the_front_is_that_of_full_enumeration(model: ModelSpec, measures: tuple
     assert close(set(own), best_of(values[verdict == 0][:, columns]))
     assert len(set(own)) == len(own)
     assert own == sorted(own)
-    assert {one.verdict for one in found.ranked} == {"fits"}
+    assert {ranked_plan.verdict for ranked_plan in found.ranked} == {"fits"}
     certificate = found.certificate
     assert certificate.proven
     assert certificate.best_in == measures

@@ -96,7 +96,7 @@ def until(jobs: SchedulerJobs, names: list[str], holds: Callable[[list[JobStatus
 
 
 def are(state: str) -> Callable[[list[JobStatus]], bool]:
-    return lambda found: all(one.state == state for one in found)
+    return lambda found: all(finding.state == state for finding in found)
 
 
 def num_runs(folder: str) -> int:
@@ -139,7 +139,7 @@ def test_the_controller_is_killed_in_the_middle_and_nothing_runs_twice(
     late = jobs.start(trial(tmp_path, "late", "steps 5"))
     assert "connect failure" in until(jobs, [late], are("waiting"))[0].reason
     found = until(jobs, names, lambda found: "does not answer" in found[0].reason)
-    assert [one.state for one in found] == ["running", "running"]
+    assert [finding.state for finding in found] == ["running", "running"]
     (Path(names[0]) / "go").touch()  # ends while nobody can tell
     following = jobs_of(template)  # and the login node dies too
     slurm.go_on()
@@ -198,7 +198,9 @@ def test_a_job_that_was_forgotten_before_its_start_is_submitted_again_and_one_th
     until(jobs, [waits], are("waiting"))
     stand_in.clear()
     (Path(ran[1]) / "outcome.json").write_text("{}")
-    lost, done, again = until(jobs, [*ran, waits], lambda found: all(one.state in ("ended", "lost") for one in found))
+    lost, done, again = until(
+        jobs, [*ran, waits], lambda found: all(finding.state in ("ended", "lost") for finding in found)
+    )
     assert lost.state == "lost"
     assert "does not know job" in lost.reason
     assert done == again == JobStatus(state="ended", status=0)
@@ -367,15 +369,15 @@ def test_what_is_exported_is_submitted_and_its_log_is_read(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     trials = json.loads(done.stdout)["trials"]
-    assert [(one["end"], one["measured_s"]) for one in trials] == [("measured", 2.0)] * 3
+    assert [(trial["end"], trial["measured_s"]) for trial in trials] == [("measured", 2.0)] * 3
     words = (tmp_path / "tune" / "0000" / "log.txt").read_text().splitlines()[-8].split()
     assert words[-2:] == ["--train-iters", "7"]
     assert "--tensor-model-parallel-size" in words
     assert num_runs(str(tmp_path)) == 3
     # What was learned is there for the next search, from the database and from the folder.
     with open_store(str(tmp_path / "runs.db")) as store:
-        kept = [(one.plan, one.step_s, one.predicted_s) for one in store.runs()]
-    assert kept == [(convert(one["plan"], ParallelPlan), (2.0,), one["predicted_s"]) for one in trials]
+        kept = [(run.plan, run.step_s, run.predicted_s) for run in store.runs()]
+    assert kept == [(convert(trial["plan"], ParallelPlan), (2.0,), trial["predicted_s"]) for trial in trials]
     place = ("--cluster", "h100-sxm:1x8")
     learned = run(tmp_path, "calibrate", "--from-logs", "tune", *place, "--db", "logs.db")
     assert "3 runs: 3 new in the database, 0 already there; 0 files passed over" in learned.stdout, learned.stderr

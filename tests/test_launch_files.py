@@ -87,7 +87,7 @@ def files_of(folder: Path, target: str) -> tuple[File, ...]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_reader_takes_the_files_of_another_target(folder: Path, target: str) -> None:
     files = files_of(folder, target)
-    known = {reader.target for one in files for reader in READERS if reader.recognises(one.name, one.text)}
+    known = {reader.target for file in files for reader in READERS if reader.recognises(file.name, file.text)}
     assert known == {"plan.json" if target == "autoplan" else target}  # the trainer reads the plan itself
 
 

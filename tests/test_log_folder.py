@@ -63,11 +63,11 @@ def look(folder: Path) -> tuple[dict[str, PastRun], dict[str, str]]:
         return read_launch_on_part(path, LaunchContext(), CLUSTER)
 
     runs, reasons = {}, {}
-    for one in past_runs(folder, read):
-        if isinstance(one, PassedOver):
-            reasons[str(one.path.relative_to(folder))] = one.reason
+    for past_run in past_runs(folder, read):
+        if isinstance(past_run, PassedOver):
+            reasons[str(past_run.path.relative_to(folder))] = past_run.reason
         else:
-            runs[str(one.log.relative_to(folder))] = one
+            runs[str(past_run.log.relative_to(folder))] = past_run
     return runs, reasons
 
 
@@ -220,8 +220,8 @@ def test_logs_become_runs_once_and_calibrate_what_is_asked(archive: Path) -> Non
     with open_store(str(folder / "r.db"), writable=False) as store:
         runs = list(store.runs())
         assert list(store.check()) == []
-    assert sorted(one.status for one in runs) == ["ok"] * 5 + ["oom"]
-    assert {one.fingerprint.num_hosts for one in runs} == {1, 2}
+    assert sorted(run.status for run in runs) == ["ok"] * 5 + ["oom"]
+    assert {run.fingerprint.num_hosts for run in runs} == {1, 2}
 
     def step(*more: str) -> dict[str, float]:
         seen = run(

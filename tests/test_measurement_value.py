@@ -133,8 +133,8 @@ def test_only_what_could_swap_plans_is_worth_measuring_and_more_the_less_is_know
     for spread in (0.0, 0.1, 0.3):
         groups = [*products_of(problem, plans[:4], spread), STRANGE]
         found = advise_measurements(problem, plans[:4], groups, lambda more: timed(problem, more))
-        assert all(one.group != STRANGE for one in found.groups)
-        gains.append(sum(one.gain for one in found.groups))
+        assert all(group.group != STRANGE for group in found.groups)
+        gains.append(sum(group.gain for group in found.groups))
         assert found.probability <= found.expected_probability + 1e-6
         assert found.rival is not None
     assert gains[0] == 0.0
@@ -147,7 +147,7 @@ def test_of_equal_gains_the_quicker_measurement_comes_first(searched: tuple[Prob
     problem, plans = searched
     groups = products_of(problem, plans[:4], 0.3)
     first = advise_measurements(problem, plans[:4], groups, lambda more: timed(problem, more)).groups[0].group
-    slow = [replace(one, seconds=1000.0) if one == first else one for one in groups]
+    slow = [replace(group, seconds=1000.0) if group == first else group for group in groups]
     assert (
         advise_measurements(problem, plans[:4], slow, lambda more: timed(problem, more)).groups[0].group.setting
         != first.setting

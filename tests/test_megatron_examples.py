@@ -255,4 +255,4 @@ def test_an_example_is_read_as_a_person_reads_it(name: str) -> None:
     assert launch.model == example.model
     assert launch.plan == example.plan
     assert (launch.training.seq_len, launch.training.precision) == (example.seq_len, example.precision)
-    assert {one.option for one in launch.unread if one.matters} == set(example.unread)
+    assert {option.option for option in launch.unread if option.matters} == set(example.unread)

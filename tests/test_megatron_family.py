@@ -233,7 +233,11 @@ FEW = settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_mu
 def test_what_is_written_for_megatron_lm_is_read_back(file: PlanFile) -> None:
     launchers: tuple[Launcher, ...] = ("torchrun", "slurm")
     for launcher in launchers:
-        text = next(one.text for one in launch_files(file, megatron_lm.job(file), launcher) if one.name == "launch.sh")
+        text = next(
+            launch_file.text
+            for launch_file in launch_files(file, megatron_lm.job(file), launcher)
+            if launch_file.name == "launch.sh"
+        )
         assert_comes_back(lm_in.READER, "launch.sh", text, file)
     words = shlex.join(words_of(file))
     launch = lm_in.READER.read(words, LaunchContext(num_devices=file.best.plan.num_devices))

@@ -112,7 +112,7 @@ def test_dropout_is_that_of_scores_or_hidden_states() -> None:
 def test_what_is_not_in_the_plan_is_listed(options: str, unread: set[str]) -> None:
     launch = read(options)
     assert matters(launch) == unread
-    known = {option for option, _ in launch.options} | {one.option for one in launch.unread}
+    known = {option for option, _ in launch.options} | {option.option for option in launch.unread}
     assert {word for word in options.split() if word.startswith("--")} <= known
 
 

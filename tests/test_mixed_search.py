@@ -70,7 +70,7 @@ def test_a_mixed_pair_of_nodes_beats_the_symmetric_plan() -> None:
             places = [(int(at >= pp // 2), tp, held) for at, held in enumerate(layers)]
             symmetric.append((replicas(16 // deep, 16 * deep // size, *places, micro_batch=size),))
         if deep <= 8:
-            halves = ([(part, tp, held) for held in layers] for part in (0, 1))
+            halves = ([(part, tp, layer) for layer in layers] for part in (0, 1))
             symmetric.append(tuple(replicas(8 // deep, 16 * deep // size, *half, micro_batch=size) for half in halves))
     assert all(
         sum(kind.count * kind.micro_batch * kind.num_microbatches for kind in kinds) == 256 for kinds in symmetric
@@ -240,15 +240,15 @@ def test_parts_in_another_order_have_the_same_best_plan() -> None:
 def test_groupings_are_all_partitions_of_all_subsets() -> None:
     found = list(groupings((0, 1, 2)))
     assert len(found) == len(set(found)) == 15  # Bell(4), the empty one included
-    assert ((0, 2), (1,)) in {tuple(sorted(one)) for one in found}
+    assert ((0, 2), (1,)) in {tuple(sorted(finding)) for finding in found}
 
 
 def test_pipelines_use_nearly_all_devices_and_legal_degrees() -> None:
     problem = problem_of(scaled("a100-sxm:1x8", "one"), scaled("a100-sxm:3x4", "two"))
     found = pipelines(problem, (0, 1), 64, {0: (1, 2, 4, 8), 1: (1, 2, 4)})
-    for one in found:
-        assert one.count * sum(tp for _, tp in one.places) >= 0.9 * 20
-        assert {part for part, _ in one.places} == {0, 1}
+    for finding in found:
+        assert finding.count * sum(tp for _, tp in finding.places) >= 0.9 * 20
+        assert {part for part, _ in finding.places} == {0, 1}
     assert Pipelines(count=4, places=((0, 2), *((1, 1),) * 3)) in found
 
 

@@ -151,7 +151,7 @@ def moments(rank: RankTimeline) -> list[float]:
 
 def held(rank: RankTimeline) -> list[float]:
     """Memory in the middle of every pass."""
-    middles = [one.start_s + one.duration_s / 2 for one in rank.passes]
+    middles = [pass_.start_s + pass_.duration_s / 2 for pass_ in rank.passes]
     return [float(rank.memory_bytes[at - 1]) for at in np.searchsorted(rank.memory_time_s, middles)]
 
 
@@ -195,7 +195,7 @@ def test_unlike_hops_run_as_the_simulation_of_blocking_calls(p: int, m: int, dat
         np.array(hops),
         blocking=True,
     )
-    makespan = max(float(one.end_s[-1]) for one in found)
+    makespan = max(float(finding.end_s[-1]) for finding in found)
     assert makespan == pytest.approx(simulate_blocking(p, m, {"F": forward, "B": backward}, hops))
     for rank, one in enumerate(found):
         over_hops = set((one.rows[one.rows >= len(ROWS) * p] - len(ROWS) * p).tolist())

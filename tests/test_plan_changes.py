@@ -108,12 +108,12 @@ def test_every_step_is_legal_and_as_safe_as_the_last_which_is_the_best(
     for step in steps:
         assert not broken(RULES, problem.workload, step.plan.plan)
         assert VERDICTS.index(step.plan.verdict) <= VERDICTS.index(last.verdict)
-    for one in axis_changes:
-        assert (one.alone is None) == bool(one.why_not)
-        assert one.before != one.after
-        if one.alone:
-            assert not broken(RULES, problem.workload, one.alone.plan)
-            assert prices(problem, [way.mix((one.axis,))]) == [one.alone]
+    for axis_change in axis_changes:
+        assert (axis_change.alone is None) == bool(axis_change.why_not)
+        assert axis_change.before != axis_change.after
+        if axis_change.alone:
+            assert not broken(RULES, problem.workload, axis_change.alone.plan)
+            assert prices(problem, [way.mix((axis_change.axis,))]) == [axis_change.alone]
 
 
 @settings(max_examples=8, deadline=None)

@@ -106,7 +106,7 @@ def test_a_run_changed_by_hand_is_found_or_refused(folder: Path) -> None:
         changed, broken = store.check()
         assert (changed.key, "another key" in changed.reason) == (RUN.key, True)
         assert "cannot be read" in broken.reason
-        assert [one.step_s == RUN.step_s for one in store.runs()] == [False]
+        assert [run.step_s == RUN.step_s for run in store.runs()] == [False]
         assert store.num_unread == 1
 
 

@@ -57,7 +57,7 @@ def test_the_size_is_the_one_that_searching_all_of_them_gives(name: str) -> None
     assert found.problem.cluster.num_nodes == best
     assert costs_of([OBJECTIVES[name]], found.report.best.figures)[0] == pytest.approx(costs[best], rel=1e-12)
     assert found.plans[0] == found.report.best.plan == search(*made(best)).ranked[0]
-    assert [one.num_nodes for one in found.report.sizes] == list(SIZES)
+    assert [size.num_nodes for size in found.report.sizes] == list(SIZES)
     for one in found.report.sizes:
         assert one.least is not None
         assert costs_of([OBJECTIVES[name]], one.least)[0] <= costs[one.num_nodes] * (1 + 1e-9)
@@ -79,7 +79,7 @@ def test_fewest_devices_for_a_deadline() -> None:
         enough = min(one for one in SIZES if times[one] <= run.deadline_s)
         assert chosen("devices", run=run).report.best.num_nodes == enough
     report = chosen("devices", run=replace(RUN, device_hours=None, deadline_s=times[3] * 1.0001)).report
-    assert [one.why for one in report.sizes if one.num_nodes < 3] == [TOO_SLOW] * 2
+    assert [size.why for size in report.sizes if size.num_nodes < 3] == [TOO_SLOW] * 2
 
 
 def test_the_fastest_size_within_a_budget() -> None:

@@ -159,7 +159,7 @@ def test_a_hidden_record_is_taken_back_into_use_and_nothing_is_forgotten(store: 
     mark = store.find(GEMM.key)[1]
     assert mark is not None
     assert (mark.by, mark.reason) == ("cid", "not that fan")
-    assert [(one.by, one.hides) for one in store.marks()] == [("ada", True), ("bob", False), ("cid", True)]
+    assert [(mark.by, mark.hides) for mark in store.marks()] == [("ada", True), ("bob", False), ("cid", True)]
 
 
 def test_what_the_check_hid_a_person_may_use_and_it_comes_in_again_so(store: Store) -> None:

@@ -49,7 +49,7 @@ def test_the_best_plan_is_that_of_a_plain_enumeration(model: ModelSpec, cluster:
     assert certificate.best_step_s == result.ranked[0].step_s
     near = fits[objective <= objective.min() * (1 + MARGIN)]
     expected = [batch.plan(int(at)) for at in near[ordering(seconds_per_sequence(costs)[near], batch.take(near))]]
-    assert [one.plan for one in result.ranked] == expected
+    assert [ranked_plan.plan for ranked_plan in result.ranked] == expected
     assert certificate.least_left is not None
     assert certificate.least_left >= 1 + MARGIN
 
@@ -74,7 +74,9 @@ def test_a_plan_that_may_fit_stands_for_its_cell_before_one_that_does_not(share:
     assert result.rivals[:1] == result.ranked[:1]
     batch, _ = space.plans(space.cells())
     verdicts = estimate(replace(problem, reserve_bytes=problem.capacity_bytes - share * least), batch).verdict
-    assert [one.verdict for one in result.ranked[:1]] == [VERDICTS[v] for v in [verdicts.min()] if v < 2]
+    assert [ranked_plan.verdict for ranked_plan in result.ranked[:1]] == [
+        VERDICTS[v] for v in [verdicts.min()] if v < 2
+    ]
     assert len({one.verdict for one in (*result.ranked, *result.rivals)}) <= 1
 
 

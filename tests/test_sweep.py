@@ -93,13 +93,13 @@ def test_a_sweep_goes_on_after_ranks_are_lost_and_stores_why(tmp_path: Path) -> 
         assert hello is not None
         run(crew, hello, store, planned, budget_s=1e9, progress=progress, measured_by="ada", visits_spoilt=False)
     records = list(store.records())
-    assert [one.shape[0] for one in records] == [16, faulty_ranks.DIES, 32, faulty_ranks.REFUSES, 48]
-    assert [one.status == "failed" for one in records] == [False, True, False, True, False]
-    assert [one.reason for one in records if one.status == "failed"] == [
+    assert [record.shape[0] for record in records] == [16, faulty_ranks.DIES, 32, faulty_ranks.REFUSES, 48]
+    assert [record.status == "failed" for record in records] == [False, True, False, True, False]
+    assert [record.reason for record in records if record.status == "failed"] == [
         "rank 1 was ended by SIGKILL",
         "rank 1: RuntimeError: no kernel image is available",
     ]
-    assert {one.measured_by for one in records} == {"ada"}
+    assert {record.measured_by for record in records} == {"ada"}
     assert progress.num_left == 0
     assert progress.counts()["gemm"]["failed"] == 2
     assert ranked_tasks(replace(SCOPE, only=("gemm",)), hello, store.measured_keys(hello.fingerprint)) != []

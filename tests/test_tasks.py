@@ -152,12 +152,12 @@ def test_what_no_operation_names_is_told() -> None:
 )
 def test_every_model_gets_shapes_that_are_legal(model: str) -> None:
     hello = replace(LAB, hosts=("a",) * 8 + ("b",) * 8)
-    for one in ranked_tasks(
+    for ranked_task in ranked_tasks(
         MeasurementScope(model=load_model(model), framework=MEGATRON, seq_len=4096, tps=(1, 4)), hello, ()
     ):
-        assert len(one.task.shape) == len(SHAPES[one.task.operation])
-        assert min(one.task.shape[:2]) > 0
-        assert one.effect_s > 0 < one.expected_s
+        assert len(ranked_task.task.shape) == len(SHAPES[ranked_task.task.operation])
+        assert min(ranked_task.task.shape[:2]) > 0
+        assert ranked_task.effect_s > 0 < ranked_task.expected_s
 
 
 def test_collectives_cover_groups_within_and_across_nodes() -> None:
@@ -190,13 +190,13 @@ def test_a_first_point_of_every_line_comes_before_a_second_of_any_then_the_large
     known = {ranked.task.key for ranked in ranked_tasks(scope, LAB, ())[:num_known]}
     begun = {(key[0], key[1][: batch_index(key[0])], key[1][batch_index(key[0]) + 1 :], *key[2:]) for key in known}
     effects: list[list[float]] = [[], []]
-    for one in ranked_tasks(scope, LAB, known):
-        task, at = one.task, batch_index(one.task.operation)
+    for ranked_task in ranked_tasks(scope, LAB, known):
+        task, at = ranked_task.task, batch_index(ranked_task.task.operation)
         line = (task.operation, task.shape[:at], task.shape[at + 1 :], *task.key[2:])
         is_second = line in begun
         assert is_second or not effects[1]  # all first points are through before
         begun.add(line)
-        effects[is_second].append(one.effect_s)
+        effects[is_second].append(ranked_task.effect_s)
     for part in effects:
         assert part == sorted(part, reverse=True)
 

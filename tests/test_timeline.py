@@ -78,8 +78,8 @@ def check(problem: Problem, plan: ParallelPlan) -> None:
 def passes_of(rank: RankTimeline) -> set[tuple[int | None, int | None]]:
     """The (micro-batch, chunk) that go forward and backward exactly once each."""
     kinds: dict[tuple[int | None, int | None], list[str]] = defaultdict(list)
-    for one in rank.passes:
-        kinds[one.microbatch, one.chunk].append(one.kind)
+    for pass_ in rank.passes:
+        kinds[pass_.microbatch, pass_.chunk].append(pass_.kind)
     whole, split = ["forward", "backward"], ["forward", "input_gradient", "weight_gradient"]
     assert all(order in (whole, split) for order in kinds.values())
     return set(kinds)
@@ -119,7 +119,9 @@ def by_pass(line: Timeline) -> dict[tuple[str, int | None, int | None], Event]:
     """Passes of the step by (kind, micro-batch, chunk), backward standing for the gradient of the inputs."""
     names = {"input_gradient": "backward"}
     return {
-        (names.get(one.kind, one.kind), one.microbatch, one.chunk): one for rank in line.ranks for one in rank.passes
+        (names.get(pass_.kind, pass_.kind), pass_.microbatch, pass_.chunk): pass_
+        for rank in line.ranks
+        for pass_ in rank.passes
     }
 
 
@@ -155,8 +157,8 @@ def test_what_was_measured_of_a_pipeline_is_in_its_passes(schedule: Schedule) ->
 def test_two_stages_alternate_as_drawn_in_every_text() -> None:
     """1F1B, two stages, two micro-batches: F0 F1 - B0 - B1 on the first, - F0 B0 F1 B1 - on the last, in passes."""
     first, last = timeline(problem_of(), ParallelPlan(global_batch=2, pp=2)).ranks
-    assert [one.name for one in first.passes] == ["forward 0", "forward 1", "backward 0", "backward 1"]
-    assert [one.name for one in last.passes] == ["forward 0", "backward 0", "forward 1", "backward 1"]
+    assert [pass_.name for pass_ in first.passes] == ["forward 0", "forward 1", "backward 0", "backward 1"]
+    assert [pass_.name for pass_ in last.passes] == ["forward 0", "backward 0", "forward 1", "backward 1"]
     assert [other.kind for other in last.others if other.kind == "message"] == ["message"] * 3
     assert first.ranks == (0,)
     assert first.memory_bytes.max() > first.memory_bytes[0]
@@ -167,7 +169,7 @@ def test_memory_rises_with_the_forward_passes_and_is_back_at_the_end(framework: 
     problem = problem_of(framework=load_framework(framework))
     line = timeline(problem, ParallelPlan(global_batch=16, pp=4, dp_shard=2, schedule="gpipe"))
     for rank in line.ranks:
-        forwards = [one for one in rank.passes if one.kind == "forward"]
+        forwards = [pass_ for pass_ in rank.passes if pass_.kind == "forward"]
         during = [
             rank.memory_bytes[np.searchsorted(rank.memory_time_s, forward.start_s, "right") - 1] for forward in forwards
         ]

@@ -209,7 +209,7 @@ def test_a_function_of_a_registry_is_followed_to_the_one_that_it_changes() -> No
     assert launch.model == replace(load_model("deepseek-v3"), num_mtp_layers=0)
     assert (launch.plan.ep, launch.plan.dp_shard, launch.plan.precision) == (2, 256, "fp8")
     assert (launch.plan.micro_batch, launch.training.seq_len, launch.plan.recompute) == (4, 4096, "selective")
-    assert "loss" in {one.option for one in launch.unread}
+    assert "loss" in {option.option for option in launch.unread}
 
 
 def test_several_functions_of_a_registry_ask_for_a_name() -> None:
@@ -268,7 +268,7 @@ def test_a_toml_of_deepseek_is_its_plan() -> None:
     launch = public("TORCHTITAN_02_DIR", path, num_devices=64)
     assert launch.model == replace(load_model("deepseek-v2-lite"), num_mtp_layers=0)
     assert (launch.plan.ep, launch.plan.etp, launch.plan.dp_shard, launch.plan.micro_batch) == (8, 1, 64, 4)
-    assert {one.option for one in launch.unread} == {"compile.enable"}
+    assert {option.option for option in launch.unread} == {"compile.enable"}
 
 
 WRONG: dict[str, tuple[str, str]] = {
@@ -322,7 +322,7 @@ def test_a_command_line_changes_its_config() -> None:
         global_batch=32,
     )
     options = {"loss", "training.local_batch_size", "training.enable_cpu_offload", "parallelism.wonder"}
-    assert {one.option for one in launch.unread} == options
+    assert {option.option for option in launch.unread} == options
 
 
 WHOLE = [

@@ -102,7 +102,7 @@ def test_all_plans_off_alike_changes_no_choice(plans: Sequence[RankedPlan]) -> N
             at = tuning_state(plans, trials).next
             assert at is not None
             trials.append(trial(number, at, measured(plans, at, factor)))
-        orders.append([one.at for one in trials[:2]])
+        orders.append([trial.at for trial in trials[:2]])
     assert orders[0] == orders[1] == orders[2]
 
 
@@ -246,7 +246,7 @@ def test_trials_go_on_until_no_plan_is_likely_to_be_faster(plans: Sequence[Ranke
     sizes = []
     while (view := tuning_state(plans, trials)).stop is None:
         assert view.next is not None
-        assert view.next not in {one.at for one in trials}
+        assert view.next not in {trial.at for trial in trials}
         trials.append(trial(len(trials), view.next, measured(plans, view.next)))
         sizes.append(len(view.worth_trying))
     assert view.stop == "separated"
@@ -255,7 +255,7 @@ def test_trials_go_on_until_no_plan_is_likely_to_be_faster(plans: Sequence[Ranke
     assert len(trials) < len(plans) / 2
     assert sizes[-1] < sizes[0]
     bar = np.log(plans[0].step_s / 64) + np.log1p(-TOLERANCE)
-    rest = [at for at in range(len(plans)) if at not in {one.at for one in trials}]
+    rest = [at for at in range(len(plans)) if at not in {trial.at for trial in trials}]
     assert view.surrogate.chance_below(float(bar))[rest].max() < 0.05
 
 
@@ -268,11 +268,11 @@ def test_plans_that_are_as_far_apart_as_their_own_runs_are_run_again(plans: Sequ
         step_s = plans[0].step_s * truth.get(view.next, 1.6) * float(np.exp(rng.normal(0.0, 0.1)))
         result = TrialResult(how="measured", step_s=step_s, spread=0.1, peak_bytes=1.0)
         trials.append(trial(len(trials), view.next, result))
-    runs = Counter(one.at for one in trials)
+    runs = Counter(trial.at for trial in trials)
     assert view.stop == "alike"
     assert runs[0] == runs[1] == MOST_RUNS
     assert max(count for at, count in runs.items() if at not in truth) == 1
-    own = [one.result.step_s for one in trials if one.at == 0 and one.result and one.result.step_s]
+    own = [trial.result.step_s for trial in trials if trial.at == 0 and trial.result and trial.result.step_s]
     middle = {one.at: one.step_s for one in view.measured}
     assert middle[0] == pytest.approx(np.exp(np.mean(np.log(own))))
     assert view.best_s == min(middle.values())
@@ -284,7 +284,7 @@ def test_a_repeated_run_that_fails_is_not_run_for_ever(plans: Sequence[RankedPla
         assert view.next is not None
         trials.append(trial(len(trials), view.next, TrialResult(how="failed", reason=f"fault {len(trials)}")))
     assert view.stop == "alike"
-    assert max(Counter(one.at for one in trials).values()) == MOST_RUNS
+    assert max(Counter(trial.at for trial in trials).values()) == MOST_RUNS
 
 
 def test_a_plan_out_of_memory_is_no_candidate_again_and_takes_those_above_with_it(plans: Sequence[RankedPlan]) -> None:
@@ -303,7 +303,7 @@ def test_what_fails_teaches_nothing_of_others_and_alike_failures_end_it(plans: S
         assert view.stop is None
         assert view.next is not None
         trials.append(trial(number, view.next, TrialResult(how="failed", reason="no module named megatron")))
-    assert len({one.at for one in trials}) == 3
+    assert len({trial.at for trial in trials}) == 3
     assert tuning_state(plans, trials).stop == "failing"
     trials[1] = trial(1, trials[1].at, TrialResult(how="failed", reason="something else"))
     assert tuning_state(plans, trials).stop is None
@@ -344,9 +344,9 @@ def test_the_study_holds_all_and_another_program_goes_on(
         tuning.tell(2, measured(plans, 0))
         tuning.tell(2, TrialResult(how="failed", reason="a second word"))
         study = tuning._study
-        states = [one.state.name for one in study.get_trials()]
+        states = [trial.state.name for trial in study.get_trials()]
         assert states == ["RUNNING", "PRUNED", "COMPLETE"]
-        assert [one.constraints.get("memory") for one in study.get_trials()[1:]] == [1.0, 0.0]
+        assert [trial.constraints.get("memory") for trial in study.get_trials()[1:]] == [1.0, 0.0]
         assert study.best_value == pytest.approx(plans[0].step_s / 64)
         assert study.get_trials()[1].values is None
         assert study.get_trials()[2].params["micro_batch"] == plans[0].plan.micro_batch
@@ -468,7 +468,7 @@ def test_every_way_to_end_is_a_result_with_its_reason_and_the_study_goes_on(
 
     cluster = Cluster(play)
     ended, trials, lines = trials_of(tmp_path, problem, plans, cluster, Budget(trials=10), limit_s=0.2)
-    results = [one.result for one in trials]
+    results = [trial.result for trial in trials]
     assert all(result is not None for result in results)
     assert [result.other_load for result in results if result] == [0.03] + [None] * 9
     assert any("trial 0" in line and ", other load 3.0 %" in line for line in lines)
@@ -503,7 +503,7 @@ def test_what_cannot_be_started_is_recorded_and_budgets_are_kept(
     ended, trials, _ = trials_of(tmp_path, problem, plans, Full(lambda number, folder: ENDED), Budget(trials=9))
     assert ended.startswith("trials fail alike")
     assert len(trials) == 3
-    assert all(one.result and "No space left on device" in one.result.reason for one in trials)
+    assert all(trial.result and "No space left on device" in trial.result.reason for trial in trials)
 
     (tmp_path / "b").mkdir()
     (tmp_path / "c").mkdir()
@@ -515,7 +515,7 @@ def test_what_cannot_be_started_is_recorded_and_budgets_are_kept(
     hours = Cluster(lambda number, folder: RUNNING)
     ended, trials, _ = trials_of(tmp_path / "c", problem, plans, hours, Budget(trials=9, seconds=0.3))
     assert "--budget" in ended
-    assert [one.result and one.result.how for one in trials] == ["cancelled"]
+    assert [trial.result and trial.result.how for trial in trials] == ["cancelled"]
     assert hours.cancelled == ["0000"]
 
 
@@ -531,7 +531,7 @@ def test_what_is_under_way_is_ended_when_the_program_is_and_tried_again_by_the_n
     assert first.cancelled == ["0000", "0001"]
     again = Cluster(lambda number, folder: finish(folder, plans[0].step_s))
     _, trials, _ = trials_of(tmp_path, problem, plans, again, Budget(trials=2))
-    assert [one.result and one.result.how for one in trials] == ["cancelled", "cancelled", "measured", "measured"]
+    assert [trial.result and trial.result.how for trial in trials] == ["cancelled", "cancelled", "measured", "measured"]
     assert trials[2].at == trials[0].at
 
 
@@ -546,7 +546,7 @@ def test_what_a_scheduler_did_to_a_job_is_told_apart(
         return JobStatus(state="ended", reason=f"{causes[number]} (Slurm)", cause=causes[number])
 
     _, trials, _ = trials_of(tmp_path, problem, plans, Cluster(play), Budget(trials=7))
-    assert [one.result and one.result.how for one in trials] == [
+    assert [trial.result and trial.result.how for trial in trials] == [
         "oom", "timeout", "failed", "lost", "lost", "lost", "measured",
     ]  # fmt: skip
     assert all(
@@ -568,7 +568,7 @@ def test_a_scheduler_that_stays_silent_leaves_its_jobs_to_the_next_program(
     following = Cluster(lambda number, folder: finish(folder, plans[0].step_s))
     following.started = silent.started
     _, trials, _ = trials_of(tmp_path, problem, plans, following, Budget(trials=1))
-    assert [one.result and one.result.how for one in trials] == ["measured"]
+    assert [trial.result and trial.result.how for trial in trials] == ["measured"]
 
 
 def test_trials_run_side_by_side_where_that_is_asked_for(
@@ -589,7 +589,7 @@ def test_trials_run_side_by_side_where_that_is_asked_for(
 
     _, trials, _ = trials_of(tmp_path, problem, plans, Wide(play), Budget(trials=5), parallel=3)
     assert most == 3
-    assert len({one.at for one in trials}) == len(trials)
+    assert len({trial.at for trial in trials}) == len(trials)
 
 
 def test_a_second_program_in_the_same_folder_is_refused(
@@ -636,7 +636,7 @@ def test_plans_are_trained_here_and_the_best_is_written(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "best.json").read_text())["best"]["plan"]["dp_shard"] >= 1
     assert read_log(tmp_path / "tune" / "0000" / LOG, warmup=1).num_steps == 3
     with open_store(str(tmp_path / "runs.db")) as store:
-        assert [one.framework for one in store.runs()] == ["torch"]
+        assert [run.framework for run in store.runs()] == ["torch"]
     # The same again has nothing left to do, and starts nothing.
     again = tuned(tmp_path, "--trials", "1", "--out", "again.json", "--db", "runs.db", "--json")
     assert again.returncode == 0, again.stderr

@@ -52,7 +52,7 @@ def plan_of(**axes: object) -> ParallelPlan:
 
 def assert_alike(tasks: list[Task]) -> None:
     # Where no pipeline shares layers out, two of them tell as much as four.
-    tasks = [one if one.plan.pp > 1 else replace(one, model=replace(one.model, num_layers=2)) for one in tasks]
+    tasks = [task if task.plan.pp > 1 else replace(task, model=replace(task.model, num_layers=2)) for task in tasks]
     for one, check in zip(tasks, checks(tasks), strict=True):
         assert isinstance(check, Deviation)
         assert check.holds, (one.plan.describe(), check)
