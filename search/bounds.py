@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.base.arrays import Floats, Ints, Rows
-from autoplan.cost.blocks import BlockCost, ahead_s, block_costs
+from autoplan.cost.block_cost import BlockCost
+from autoplan.cost.blocks import ahead_s, block_costs
 from autoplan.cost.collectives.end_of_step import end_of_step_s, least_shown_s, optimizer_s
 from autoplan.cost.collectives.pipeline_messages import message_s
 from autoplan.cost.kernels.sizes import KERNEL_AXES

@@ -13,7 +13,8 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.cost.blocks import BlockCost, block_costs
+from autoplan.cost.block_cost import BlockCost
+from autoplan.cost.blocks import block_costs
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.kernels.attention import DROPOUT_ATTENTION_TIME
 from autoplan.cost.kernels.products import gemm_rate, gemm_s

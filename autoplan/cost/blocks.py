@@ -6,10 +6,12 @@ The exposed parts follow `modelling` D5 and E5.  Every array has one element per
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Rows, add_up
+from autoplan.cost.block_cost import BlockCost, Halves, Lags, finish, with_launches
 from autoplan.cost.collectives.context_parallel import context_parallel_s
 from autoplan.cost.collectives.expert_parallel import expert_parallel_s, shown_expert_parallel_s
 from autoplan.cost.collectives.sharded_states import copied_states_s, sharded_states_s
@@ -53,72 +55,13 @@ from autoplan.spec.enums import CudaGraphs, RecomputeModule, Sharding
 from autoplan.spec.finetuning import ENCODER
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block, ModelSpec
-from autoplan.spec.plan import FULL, PlanBatch
+from autoplan.spec.plan import FULL, SPLIT_SCHEDULES, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS
 
 # Of what the device waits for the host in a pass of a block of experts, where attention is launched as a CUDA graph and
 # the host comes to the block early [fitted: 25 runs of nvbridge that say their graphs, 10 of them with attention].
 GRAPHED_ATTENTION_WAIT = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockCost(Rows):
-    """Seconds of one block and micro-batch by term.
-
-    `repeat_s` is what running the whole block forward again adds to the terms of its backward pass; less of its
-    traffic and launches shows then, so that some are negative.
-    """
-
-    forward_s: dict[str, Floats]
-    backward_s: dict[str, Floats]
-    repeat_s: dict[str, Floats]
-    weight_s: Floats  # of the backward pass, what a schedule that splits it may put off: the weight gradients
-    split_s: Floats  # what taking it apart adds
-
-    @property
-    def total_forward_s(self) -> Floats:
-        """Forward pass with exposed communication."""
-        return add_up(self.forward_s.values())
-
-    @property
-    def total_backward_s(self) -> Floats:
-        """Backward pass with exposed communication and what is recomputed by name."""
-        return add_up(self.backward_s.values())
-
-    @property
-    def work_s(self) -> Floats:
-        """Seconds that one micro-batch keeps the device's compute units busy, in both passes."""
-        passes = (self.forward_s, self.backward_s)
-        return add_up(entry[name] for entry in passes for name in ("gemm", "attention", "memory_bound", "recompute"))
-
-    @property
-    def beside_s(self) -> Floats:
-        """Seconds of both passes that experts' traffic of another micro-batch may hide under: work, and other waits.
-
-        What work leaves exposed of other traffic counts, as the work that hides the rest of it cannot hide twice.
-        """
-        passes = (self.forward_s, self.backward_s)
-        waits = (entry[name] for entry in passes for name in ("tp_communication", "cp_communication"))
-        return self.work_s + add_up(waits)
-
-    @property
-    def total_repeat_s(self) -> Floats:
-        """Seconds that recomputing the whole block adds to its backward pass."""
-        return add_up(self.repeat_s.values())
-
-    def term_s(self, name: str, count: Floats, repeated: Floats) -> Floats:
-        """A term of both passes of `count` such blocks, of which `repeated` are recomputed as a whole."""
-        return count * (self.forward_s[name] + self.backward_s[name]) + repeated * self.repeat_s[name]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Lags:
-    """Seconds that the host takes longer to launch one block than the device to run it, below 0 where it is shorter."""
-
-    forward_s: Floats
-    backward_s: Floats
-    repeated_s: Floats  # backward where the whole block is recomputed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,21 +100,25 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
         parts |= _as_measured(problem, distinct, parts)
     shared = shared_states(problem, batch)
     costs: dict[Block, BlockCost] = {}
-    lags: dict[Block, _Lags] = {}
+    lags: dict[Block, Lags] = {}
     # Experts come last: their traffic may hide under the attention of another micro-batch.
     for block, shape in sorted(shapes.items(), key=lambda item: item[0] is Block.MOE):
-        beside_s = next(
-            (cost.beside_s for kind, cost in costs.items() if kind in ATTENTION_BLOCKS), np.zeros(len(batch))
-        )
+        beside_s = _beside_experts_s(problem.model, costs) if block is Block.MOE else np.zeros(len(batch))
         own = parts[block].take(of_kernels)
         costs[block], lags[block] = _block_cost(problem, batch, block, shape, own, links, beside_s, shared)
-    costs = _with_launches(problem.model, batch, costs, lags) | _encoder_costs(problem, batch, links)
+    costs = with_launches(problem.model, batch, costs, lags) | _encoder_costs(problem, batch, links)
     if problem.training.runs_reference:  # forward alone, with all that shows of traffic and launches
         costs = {
             block: replace(cost, forward_s=cost.forward_s | {"reference": cost.total_forward_s})
             for block, cost in costs.items()
         }
     return costs
+
+
+def _beside_experts_s(model: ModelSpec, costs: dict[Block, BlockCost]) -> Floats:
+    """Seconds of the blocks beside the experts of a layer: of the shortest layer, as a stage may have no other."""
+    layers = [layer for layer in (*model.layer_kinds, model.mtp_layer) if Block.MOE in layer]
+    return reduce(np.minimum, (add_up(costs[block].beside_s for block in layer if block in costs) for layer in layers))
 
 
 def _encoder_costs(problem: Problem, batch: PlanBatch, links: Links) -> dict[Block, BlockCost]:
@@ -186,8 +133,9 @@ def _encoder_costs(problem: Problem, batch: PlanBatch, links: Links) -> dict[Blo
             cost,
             backward_s={name: is_trained * own + again * cost.repeat_s[name] for name, own in cost.backward_s.items()},
             repeat_s=dict.fromkeys(cost.repeat_s, none),
-            weight_s=is_trained * cost.weight_s,
-            split_s=is_trained * cost.split_s,
+            weight_s={name: is_trained * own for name, own in cost.weight_s.items()},
+            split_s={name: is_trained * own + again * cost.split_repeat_s[name] for name, own in cost.split_s.items()},
+            split_repeat_s=dict.fromkeys(cost.split_repeat_s, none),
         )
         for block, cost in block_costs(encoding, batch, links).items()
     }
@@ -332,7 +280,7 @@ def _block_cost(
     links: Links,
     beside_s: Floats,
     shared: SharedStates,
-) -> tuple[BlockCost, _Lags]:
+) -> tuple[BlockCost, Lags]:
     framework, zeros = problem.framework, np.zeros(len(batch))
     unit = unit_parameters(problem, batch, shape)
     copies = copied_states_s(problem, batch, unit)
@@ -357,22 +305,38 @@ def _block_cost(
     host = _launch_s(problem, batch, block, parts.is_whole)
     spared = spared + _never_repeated_experts_s(problem, block, parts, ep)
     repeated = backward | {"recompute": forward_s - spared}
-    lag = _finish(framework, forward, states.forward_s, host.forward_s, wait.forward_s)
-    sees_again = wait.forward_s * batch.repeats(RecomputeModule.MOE)
-    late = again_late = _finish(framework, backward, states.backward_s, host.backward_s, wait.backward_s + sees_again)
+
+    def halves(terms: dict[str, Floats], launch_s: Floats, wait_s: Floats) -> Halves | None:
+        if not np.isin(batch.schedule, SPLIT_SCHEDULES).any():
+            return None
+        input_s = add_up(terms.values()) + parts.split_s - parts.weight_s
+        return Halves.of(framework, input_s, parts.weight_s, states, launch_s, wait_s)
+
+    lag = finish(framework, forward, states.forward_s, host.forward_s, wait.forward_s)
+    wait_s = wait.backward_s + wait.forward_s * batch.repeats(RecomputeModule.MOE)
+    apart = apart_again = halves(backward, host.backward_s, wait_s)
+    late = again_late = finish(framework, backward, states.backward_s, host.backward_s, wait_s)
     repeat = dict.fromkeys(BLOCK_TERMS, zeros)
     if (batch.recompute == FULL).any():
-        again = _host_s(problem, batch, block, parts.is_whole).forward_s
-        again_late = _finish(framework, repeated, states.backward_s, host.backward_s + again, wait.total_s)
+        again_s = host.backward_s + _host_s(problem, batch, block, parts.is_whole).forward_s
+        apart_again = halves(repeated, again_s, wait.total_s)
+        again_late = finish(framework, repeated, states.backward_s, again_s, wait.total_s)
         repeat = _repeat_terms(parts, repeated, backward)
+    cost = BlockCost(
+        forward_s=forward,
+        backward_s=backward,
+        repeat_s=repeat,
+        weight_s={"gemm": parts.weight_s},
+        split_s={"gemm": parts.split_s},
+        split_repeat_s={"gemm": zeros},
+    )
+    both = (apart, apart_again) if apart and apart_again else None
+    if both:
+        cost = cost.with_halves(*both, is_measured=~np.isnan(parts.again_s))
     if shared.is_measured.any():
         share = unit.all_elements / layer_parameters(problem, batch)
-        for terms, own in ((forward, zeros), (backward, share * shared.every_s)):
-            terms["fsdp_communication"] = np.where(shared.is_measured, own, terms["fsdp_communication"])
-    cost = BlockCost(
-        forward_s=forward, backward_s=backward, repeat_s=repeat, weight_s=parts.weight_s, split_s=parts.split_s
-    )
-    return cost, _Lags(forward_s=lag, backward_s=late, repeated_s=again_late)
+        cost = cost.with_states(shared.is_measured, share * shared.every_s)
+    return cost, Lags(forward_s=lag, backward_s=late, repeated_s=again_late, halves=both)
 
 
 def _repeat_terms(parts: _Parts, repeated: dict[str, Floats], backward: dict[str, Floats]) -> dict[str, Floats]:
@@ -403,50 +367,3 @@ def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools)
     )
     again = problem.calibration.host * repeated_launches_s(problem, batch, block) * ~is_whole
     return _host_s(problem, batch, block, is_whole).plus(meets).plus(Pass(0.0 * again, again))
-
-
-def _finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, launch: Floats, wait: Floats) -> Floats:
-    """Return how much longer the launches of one pass take than the device; add its exposed parameter traffic.
-
-    The term `launch` of the pass becomes what waits for the host anyway.
-    """
-    busy = add_up(terms.values())
-    # The longer of computing and moving shows, and a part of the shorter one (first unit, contention).
-    terms["fsdp_communication"] = np.maximum(traffic - busy, 0.0) + framework.overlap.fsdp_unhidden_share * np.minimum(
-        traffic, busy
-    )
-    terms["launch"] = wait
-    return launch - wait - busy - terms["fsdp_communication"]
-
-
-def _with_launches(
-    model: ModelSpec, batch: PlanBatch, costs: dict[Block, BlockCost], lags: dict[Block, _Lags]
-) -> dict[Block, BlockCost]:
-    """The costs with what the device waits for launches (`modelling` C6).
-
-    The host runs ahead: a block that takes the device longer makes up for one that is launched late, within a layer or,
-    where layers differ and a rank has all of them, among those of the model.  A host that waits for the device in a
-    block of experts runs ahead from there to the next one.  Stages of unlike layers are simplified: no block makes up
-    for another one.
-    """
-    layers = [*model.layers, *([model.mtp_layer] * model.num_mtp_layers)]
-    count = {block: sum(layer.count(block) for layer in layers) for block in lags}
-    apart = (batch.pp > 1) & (len(set(layers)) > 1)
-
-    def shown(name: str) -> dict[Block, Floats]:
-        late = {block: np.maximum(getattr(lag, name), 0.0) for block, lag in lags.items()}
-        alone = add_up(count[block] * value for block, value in late.items())
-        together = np.maximum(add_up(count[block] * getattr(lag, name) for block, lag in lags.items()), 0.0)
-        share = np.divide(together, alone, out=np.zeros_like(alone), where=alone > 0)
-        return {block: np.where(apart, 1.0, share) * value for block, value in late.items()}
-
-    forward, backward, repeated = (shown(name) for name in ("forward_s", "backward_s", "repeated_s"))
-    return {
-        block: replace(
-            cost,
-            forward_s=cost.forward_s | {"launch": cost.forward_s["launch"] + forward[block]},
-            backward_s=cost.backward_s | {"launch": cost.backward_s["launch"] + backward[block]},
-            repeat_s=cost.repeat_s | {"launch": cost.repeat_s["launch"] + repeated[block] - backward[block]},
-        )
-        for block, cost in costs.items()
-    }

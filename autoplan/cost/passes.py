@@ -67,6 +67,11 @@ class SplitPass(NamedTuple):
         """Both gradients."""
         return self.input_gradient_s + self.weight_gradient_s
 
+    @property
+    def joined(self) -> Pass:
+        """The passes as they are where no schedule takes them apart."""
+        return Pass(self.forward_s, self.backward_s)
+
     def plus(self, added: SplitPass) -> SplitPass:
         """Passes of both."""
         return SplitPass(*map(np.add, self, added))

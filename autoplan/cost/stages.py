@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, Ints, Rows, add_up
-from autoplan.cost.blocks import BlockCost, ahead_s, block_costs
+from autoplan.base.arrays import Bools, Floats, Ints, Rows, add_up
+from autoplan.cost.block_cost import BlockCost
+from autoplan.cost.blocks import ahead_s, block_costs
 from autoplan.cost.collectives.pipeline_messages import message_s
 from autoplan.cost.collectives.sharded_states import copied_states_s, sharded_states_s
 from autoplan.cost.collectives.tensor_parallel import shared_scales_s, tensor_parallel_ends_s
@@ -26,7 +27,7 @@ from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Ends, Pass, SplitPass
 from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, repeats_beside, stage_blocks
 from autoplan.spec.model import Block
-from autoplan.spec.plan import PlanBatch
+from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS
 
@@ -70,6 +71,7 @@ class Stages:
     batch: PlanBatch
     costs: MicroBatchCosts
     blocks: StageBlocks
+    taken_apart: Bools  # whether the rank's backward passes are, those of the first chunk among them
     head: Pass  # heads, losses and prediction layers: shape (plans)
     sharded_ends: Ends  # exposed traffic of sharded embedding and head: shape (plans)
     ends: Ends  # all of what stands before the first layer and behind the last one, less
@@ -80,6 +82,17 @@ class Stages:
     retries_s: Floats  # of the allocator, in both passes of one micro-batch
     memory: StageMemory
 
+    @property
+    def before_head(self) -> Pass:
+        """Passes without the head, whose forward pass comes last, and whose gradients the layers' passes wait for.
+
+        The gather of parameters is over before the one begins, and the reduction of gradients begins after the other.
+        """
+        head = self.ends.head.plus(self.hidden_launches)
+        return Pass(
+            self.forward_s - self.blocks.at_last(head.forward_s), self.backward_s - self.blocks.at_last(head.backward_s)
+        )
+
 
 def _sharded_ends(problem: Problem, batch: PlanBatch, costs: MicroBatchCosts, parameters: EndParameters) -> Ends:
     """Exposed traffic of the shards of embedding and head.
@@ -88,7 +101,7 @@ def _sharded_ends(problem: Problem, batch: PlanBatch, costs: MicroBatchCosts, pa
     layers.
     """
     none, shared, unhidden = np.zeros(len(batch)), costs.shared, problem.framework.overlap.fsdp_unhidden_share
-    embedding, head = (sharded_states_s(problem, batch, costs.links, unit) for unit in parameters)
+    embedding, head = (sharded_states_s(problem, batch, costs.links, unit).joined for unit in parameters)
     copies = [copied_states_s(problem, batch, unit) for unit in parameters]
     ends = Ends(embedding.plus(copies[0]), head.scaled(unhidden).plus(copies[1]))
     if not shared.is_measured.any():
@@ -171,6 +184,7 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, costs: MicroBatchCo
         batch=batch,
         costs=costs,
         blocks=blocks,
+        taken_apart=_taken_apart(problem, batch, blocks),
         parameters=parameters,
         head=head,
         sharded_ends=sharded_ends,
@@ -183,6 +197,12 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, costs: MicroBatchCo
     )
 
 
+def _taken_apart(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Bools:
+    taken_apart = np.isin(batch.schedule, SPLIT_SCHEDULES)[:, None] & np.ones(blocks.num_stages, dtype=np.bool_)
+    taken_apart[:, 0] &= problem.framework.kernels.splits_first_chunk
+    return taken_apart
+
+
 def chunk_times(problem: Problem, laid: Stages, rows: Ints, layout: tuple[int, ...], num_repeated: int) -> SplitPass:
     """Times of one micro-batch through every chunk: shape (plans, chunks)."""
     forward, backward, weight, split = (np.zeros((len(rows), len(layout))) for _ in range(4))
@@ -190,8 +210,9 @@ def chunk_times(problem: Problem, laid: Stages, rows: Ints, layout: tuple[int, .
         cost = laid.costs.blocks[block]
         forward += count * cost.total_forward_s[rows, None]
         backward += count * cost.total_backward_s[rows, None] + again * cost.total_repeat_s[rows, None]
-        weight += count * cost.weight_s[rows, None]
-        split += count * cost.split_s[rows, None]
+        weight += count * add_up(cost.weight_s.values())[rows, None]
+        split += count * add_up(cost.split_s.values())[rows, None]
+        split += again * add_up(cost.split_repeat_s.values())[rows, None]
     for chunk, end in ((0, laid.ends.embedding), (-1, laid.ends.head)):
         forward[:, chunk] += end.forward_s[rows]
         backward[:, chunk] += end.backward_s[rows]
@@ -219,6 +240,10 @@ def microbatch_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
     terms = {
         name: add_up(cost.term_s(name, count, repeated) for cost, count, repeated in blocks) for name in BLOCK_TERMS
     }
+    if (taken_apart := laid.taken_apart[rows, stage]).any():
+        for cost, count, repeated in blocks:
+            for name, split in cost.split_s.items():
+                terms[name] += taken_apart * (count * split + repeated * cost.split_repeat_s[name])
     for name, ends in (("tp_communication", laid.costs.ends_tp), ("fsdp_communication", laid.sharded_ends)):
         terms[name] += np.where(is_first, ends.embedding.total_s, 0.0) + np.where(is_last, ends.head.total_s, 0.0)
     terms["launch"] += 2 * laid.batch.vp * laid.costs.action_s - np.where(is_last, laid.hidden_launches.total_s, 0.0)

@@ -24,7 +24,7 @@ from autoplan.cost.collectives.end_of_step import (
 )
 from autoplan.cost.collectives.pipeline_messages import tied_table
 from autoplan.cost.memory.parameters import layer_parameters, own_parameters
-from autoplan.cost.passes import SplitPass
+from autoplan.cost.passes import Pass, SplitPass
 from autoplan.cost.pipeline.closed_forms import Makespan, gpipe_s, pipeline_s
 from autoplan.cost.pipeline.order import PipelineShape
 from autoplan.cost.pipeline.recurrence import PipelineTimes, pipeline_times
@@ -81,16 +81,31 @@ class LaidOutPipelines:
     tied_s: Floats  # reduction of the table that first and last stage share
     forward_s: Floats
     backward_s: Floats
+    before_head: Pass  # the passes in which states may travel
 
     @classmethod
     def of(cls, layouts: Sequence[PartLayout], batch: PlanBatch, hop_s: Floats, tied_s: Floats) -> LaidOutPipelines:
         """The pipelines with the times of their stages."""
-        forward_s, backward_s = (
-            over_stages(layouts, [layout.overall * getattr(layout.laid, name) for layout in layouts], len(batch))
-            for name in ("forward_s", "backward_s")
+        passes, before_head = (
+            Pass(
+                *(
+                    over_stages(layouts, [layout.overall * getattr(own, name) for layout, own in pairs], len(batch))
+                    for name in ("forward_s", "backward_s")
+                )
+            )
+            for pairs in (
+                [(layout, layout.laid) for layout in layouts],
+                [(layout, layout.laid.before_head) for layout in layouts],
+            )
         )
         return cls(
-            layouts=tuple(layouts), batch=batch, hop_s=hop_s, tied_s=tied_s, forward_s=forward_s, backward_s=backward_s
+            layouts=tuple(layouts),
+            batch=batch,
+            hop_s=hop_s,
+            tied_s=tied_s,
+            forward_s=passes.forward_s,
+            backward_s=passes.backward_s,
+            before_head=before_head,
         )
 
     @classmethod
@@ -213,12 +228,10 @@ def _end_of_step(pipelines: LaidOutPipelines) -> dict[str, Floats]:
 
 def _shown(pipelines: LaidOutPipelines, layout: PartLayout, reduce_s: Floats, gather_s: Floats) -> dict[str, Floats]:
     """Traffic that shows of a layout's rows, had they their first stage on its part."""
-    problem, laid = layout.problem, layout.laid
+    problem, laid, passes = layout.problem, layout.laid, pipelines.before_head
     first = FirstStage.of(laid.blocks, laid.parameters)
-    reduction = shown_reduce_s(
-        problem, laid.batch, layout.of_rows(pipelines.backward_s), first, layout.of_rows(reduce_s)
-    )
-    gather = shown_gather_s(problem, laid.batch, layout.of_rows(pipelines.forward_s), first, layout.of_rows(gather_s))
+    reduction = shown_reduce_s(problem, laid.batch, layout.of_rows(passes.backward_s), first, layout.of_rows(reduce_s))
+    gather = shown_gather_s(problem, laid.batch, layout.of_rows(passes.forward_s), first, layout.of_rows(gather_s))
     if (shared := laid.costs.shared).is_measured.any():
         # Gathers of the first passes and reductions of the last ones, of layers and ends alike.
         layers = laid.parameters.dense.max(axis=1) / layer_parameters(problem, laid.batch)

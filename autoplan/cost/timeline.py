@@ -244,16 +244,21 @@ def _draw(pipeline: Pipeline, terms: Mapping[str, float], last_s: float) -> tupl
 
 def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int], dict[str, float]]:
     """Seconds of a micro-batch through every chunk by (pass, chunk) and term, none zero, of plan `at` of a layout."""
-    batch, overall = laid.batch, problem.calibration.overall
+    batch, plan, overall = laid.batch, laid.batch.plan(at), problem.calibration.overall
     layout = np.array([batch.layouts[batch.layout[at]]])
     chunks = layout.shape[1]
-    forward, backward, weight = ({name: np.zeros(chunks) for name in WORK_TERMS} for _ in range(3))
+    of_ranks = chunks_of_ranks(plan.schedule, plan.pp, plan.vp)
+    splits = np.zeros(chunks)
+    splits[of_ranks[laid.taken_apart[at]].ravel()] = 1.0
+    forward, backward, weight, split = ({name: np.zeros(chunks) for name in WORK_TERMS} for _ in range(4))
     for block, (count, again) in chunk_blocks(problem.model, layout, batch.recompute_num_layers[[at]]).items():
         cost = laid.costs.blocks[block]
         for name in BLOCK_TERMS:
             forward[name] += count[0] * cost.forward_s[name][at]
             backward[name] += count[0] * cost.backward_s[name][at] + again[0] * cost.repeat_s[name][at]
-        weight["gemm"] += count[0] * cost.weight_s[at]
+        for name, value in cost.weight_s.items():
+            weight[name] += count[0] * value[at]
+            split[name] += splits * (count[0] * cost.split_s[name][at] + again[0] * cost.split_repeat_s[name][at])
     # As the stages of the estimate have them: what the ends cost beside their traffic is the head.
     shares = {"forward_s": FORWARD_SHARE, "backward_s": 1 - FORWARD_SHARE}
     for (name, share), terms in zip(shares.items(), (forward, backward), strict=True):
@@ -266,11 +271,11 @@ def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int],
             terms["launch"] *= max(1.0 - float(getattr(laid.hidden_launches, name)[at]) / launches, 0.0)
         terms["launch"] += laid.costs.action_s[at]
     weight["head"][-1] += laid.costs.head.weight_s[at]
-    plan = batch.plan(at)
-    for stage, own in enumerate(chunks_of_ranks(plan.schedule, plan.pp, plan.vp)):
+    for stage, own in enumerate(of_ranks):
         retries = laid.retries_s[at, stage] / plan.vp
         forward["allocator_retries"][own] += retries / 3
         backward["allocator_retries"][own] += retries * 2 / 3
+    backward = {name: backward[name] + split[name] for name in WORK_TERMS}
     inputs = {name: backward[name] - weight[name] for name in WORK_TERMS}
     tables = {"forward": forward, "backward": backward, "input_gradient": inputs, "weight_gradient": weight}
     order = sorted(WORK_TERMS, key=lambda name: STREAMS.index(STREAM_OF[name]))

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, add_up, distinct_rows
-from autoplan.cost.blocks import BlockCost
+from autoplan.cost.block_cost import BlockCost
 from autoplan.cost.kernels.sequences import Kinds, cut_samples, longest_of, packs_of
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.lengths import Batching, Lengths

@@ -17,7 +17,7 @@ from autoplan.cost.memory.state_types import (
     weight_bytes,
 )
 from autoplan.cost.network.process_groups import process_groups
-from autoplan.cost.passes import Pass
+from autoplan.cost.passes import Pass, SplitPass
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -122,21 +122,24 @@ def sharded_states(problem: Problem, batch: PlanBatch, unit: UnitParameters) -> 
     return ShardedStates(gather, gather_experts, reduce, reduce_experts)
 
 
-def sharded_states_s(problem: Problem, batch: PlanBatch, links: LinkTimes, parameters: UnitParameters) -> Pass:
-    """Time of the collectives of a unit's parameters in a micro-batch, shown or hidden."""
+def sharded_states_s(problem: Problem, batch: PlanBatch, links: LinkTimes, parameters: UnitParameters) -> SplitPass:
+    """Time of the collectives of a unit's parameters in a micro-batch, shown or hidden.
+
+    Gradients of inputs need the weights, and what is reduced are the gradients of weights.
+    """
     if not _when(problem, batch).reduces.any():
-        return Pass.none(len(batch))
+        return SplitPass(*np.zeros((3, len(batch))))
     unit = sharded_states(problem, batch, parameters)
     gather = unit.gather.seconds(links) + unit.gather_experts.seconds(links)
     reduce = unit.reduce.seconds(links) + unit.reduce_experts.seconds(links)
     network, pieces = problem.framework.network, np.where(unit.gather.group.size > 1, unit.gather.group.size, 0)
     copies = network.copies_sharded_pieces * KERNEL_START_S * problem.calibration.memory_bound * pieces
     gather, reduce = network.sharded_wire_factor * gather + copies, network.sharded_wire_factor * reduce + copies
-    passes = Pass(gather * unit.gather.forward, gather * unit.gather.backward + reduce * unit.reduce.backward)
+    passes = SplitPass(gather * unit.gather.forward, gather * unit.gather.backward, reduce * unit.reduce.backward)
     if not parameters_on_host(batch).any():
         return passes
     fetch, store = _host_copies_s(problem, batch, parameters, unit)
-    return passes.plus(Pass(fetch, fetch + store))
+    return passes.plus(SplitPass(fetch, fetch, store))
 
 
 def _host_copies_s(
