@@ -14,9 +14,10 @@ from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.megatron_bridge.tuning import peft_lines, refused
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
-from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS, FUSED_LOSS_BYTES
+from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import arguments_of
+from autoplan.frameworks.megatron_lm.training_options import FUSED_LOSS_BYTES
 from autoplan.spec.enums import NARROW_PRECISIONS, CudaGraphs, GradType, MainWeights, MomentType
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import Block, ModelSpec

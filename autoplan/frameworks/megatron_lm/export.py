@@ -9,9 +9,10 @@ from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common.job import EnvironmentVariable, Job, LaunchVariable, OptionGroup, Target
 from autoplan.frameworks.common.option_table import Constant
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
-from autoplan.frameworks.megatron_lm import model_options, options
+from autoplan.frameworks.megatron_lm import model_options, options, training_options
 from autoplan.frameworks.megatron_lm.model_options import has_bias
 from autoplan.frameworks.megatron_lm.rules import LIMITS, RULES
+from autoplan.frameworks.megatron_lm.state_options import uses_megatron_fsdp
 from autoplan.frameworks.megatron_lm.table import Part, words
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile
@@ -28,11 +29,11 @@ LOSS = Part(
     "Priced with Transformer Engine's fused loss, which training/arguments.py:1697 refuses: its own keeps more.",
     ((Constant("cross_entropy_loss_fusion", True, is_switch=True), Constant("cross_entropy_fusion_impl", "native")),),
 )
-TRAINING = Part("TRAINING", "Yours to choose; of these only evaluation costs time.", options.TRAINING)
+TRAINING = Part("TRAINING", "Yours to choose; of these only evaluation costs time.", training_options.TRAINING)
 DATA = Part(
     "DATA",
     "Mock data; DATA_ARGS='--data-path ... --tokenizer-type ...' in the environment replaces it.",
-    options.DATA,
+    training_options.DATA,
 )
 # Generations without block-scaled matrix products.
 _BLOCK_SCALED = ("volta", "turing", "ampere", "ada", "hopper", "cdna2", "cdna3")
@@ -44,7 +45,7 @@ _TAKE_ANY_ROPE_BASE = ("Megatron-Bridge",)
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
     """Return what starts the plan in a checkout of Megatron-LM."""
-    loss = (LOSS,) if plan_file.framework.memory.bytes_per_logit < options.FUSED_LOSS_BYTES else ()
+    loss = (LOSS,) if plan_file.framework.memory.bytes_per_logit < training_options.FUSED_LOSS_BYTES else ()
     parts = (*checked_parts(plan_file), *loss, TRAINING)
     return Job(
         framework="Megatron-LM",
@@ -87,7 +88,7 @@ def checked_parts(
     return (
         Part("MODEL", note, form),
         *experts,
-        Part("PLAN", "The plan.", (*options.PLAN, *options.PRECISION)),
+        Part("PLAN", "The plan.", (*options.PLAN, *training_options.PRECISION)),
     )
 
 
@@ -135,7 +136,7 @@ def environment(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
     """Return the variable of the device's queues, as training/arguments.py:1166 and :1477 assert."""
     plan, device = plan_file.best.plan, plan_file.cluster.device
     queues = "CUDA_DEVICE_MAX_CONNECTIONS"
-    if options.uses_megatron_fsdp(plan):
+    if uses_megatron_fsdp(plan):
         return (EnvironmentVariable(name=queues, value=None, note="Megatron-FSDP refuses 1"),)
     if (plan.tp > 1 or plan.cp > 1) and device.generation != "blackwell":
         return (EnvironmentVariable(name=queues, value="1", note="demanded under tensor or context parallelism"),)

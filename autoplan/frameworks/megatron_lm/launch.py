@@ -11,6 +11,7 @@ from autoplan.frameworks.common.options import Options
 from autoplan.frameworks.megatron_lm import model_options, options
 from autoplan.frameworks.megatron_lm.notation import moe_places
 from autoplan.frameworks.megatron_lm.table import Reading, read_lines, rows
+from autoplan.frameworks.megatron_lm.training_options import read_attention, read_precision, read_scaling
 from autoplan.readers.model import load_model, preset_models
 from autoplan.spec.enums import Precision, RankOrder, Schedule
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
@@ -41,9 +42,9 @@ def launch_of(
         model = _model(Reading(arguments=arguments, model=base, seq_len=seq_len))
     reading = Reading(arguments=arguments, model=model, seq_len=seq_len)
     read_lines((model_options.DROPOUT,), reading)
-    precision = options.read_precision(arguments)
+    precision = read_precision(arguments)
     plan = _plan(reading, model, precision, context.num_devices or num_devices, schedule)
-    training = TrainingSpec(seq_len=seq_len, precision=precision, attention=options.read_attention(arguments))
+    training = TrainingSpec(seq_len=seq_len, precision=precision, attention=read_attention(arguments))
     if (optimizer := arguments.text("optimizer", "adam")) not in ("adam", "adamw"):
         arguments.remark("optimizer", f"priced as Adam, not {str(optimizer)[:30]}")
     remark_assumed(options.OPTIONS, arguments)
@@ -109,7 +110,7 @@ def _plan(
     reading: Reading, model: ModelSpec, precision: Precision, num_devices: int | None, schedule: Schedule | None
 ) -> ParallelPlan:
     fields = reading.fields
-    fields |= {"precision": precision, "fp8_scaling": options.read_scaling(reading.arguments)}
+    fields |= {"precision": precision, "fp8_scaling": read_scaling(reading.arguments)}
     fields["dp"] = _replicas(reading.arguments, num_devices)
     read_lines(options.PLAN, reading)
     has_experts, has_latents = model.moe is not None, model.mla is not None

@@ -12,6 +12,7 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile
 
 BRIDGE = "bridge"  # the notation of Megatron-Bridge (067f987)
+TRAIN, DDP, DIST, OPTIMIZER = ({BRIDGE: section} for section in ("train.", "ddp.", "dist.", "optimizer."))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.options import Argument, Options
-from autoplan.frameworks.megatron_lm.options import STRATEGIES
+from autoplan.frameworks.megatron_lm.state_options import STRATEGIES
 from autoplan.spec.enums import Sharding
 
 FRAMEWORK = "megatron-deepspeed"

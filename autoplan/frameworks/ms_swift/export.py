@@ -14,10 +14,10 @@ from autoplan.frameworks.common.tuning import ALPHA_PER_RANK
 from autoplan.frameworks.hf_trainer.write import adapters_of, start_variables
 from autoplan.frameworks.megatron_bridge.tuning import FUSED
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
-from autoplan.frameworks.megatron_lm.options import FUSED_LOSS_BYTES
 from autoplan.frameworks.megatron_lm.rules import LIMITS as OF_MEGATRON
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import Part, arguments_of
+from autoplan.frameworks.megatron_lm.training_options import FUSED_LOSS_BYTES
 from autoplan.frameworks.ms_swift.options import BATCHINGS, MEGATRON_NAMES, NOT_ITS, WRITTEN_NAMES
 from autoplan.spec.enums import CodedEnum, CudaGraphs, Dispatcher, GradType, Offload, Precision, RankOrder, Sharding
 from autoplan.spec.finetuning import FineTuning
