@@ -62,11 +62,13 @@ class Allocation:
             return
         name = f"cluster {cluster.name!r}"
         if cluster.device.name != hello.fingerprint.device:
-            raise InputError(f"{name} has {cluster.device.name}, this job {hello.fingerprint.device}: name its own one")
+            raise InputError(
+                f"{name} has {cluster.device.name}, this job {hello.fingerprint.device}: name the right cluster"
+            )
         if hello.ranks_per_node != cluster.devices_per_node or hello.num_nodes > cluster.num_nodes:
             raise InputError(
                 f"{name} has {cluster.num_nodes} nodes of {cluster.devices_per_node} devices, this job "
-                f"{hello.num_nodes} of {hello.ranks_per_node}: start a rank for every device of its nodes"
+                f"{hello.num_nodes} of {hello.ranks_per_node}: start one rank for every device"
             )
         if listed := node_names(cluster):
             strange = [host for host in self.hosts if _listed_name(host, listed) is None]

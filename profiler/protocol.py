@@ -101,7 +101,7 @@ class Job:
 
     dtypes: tuple[str, ...] = ()  # blank: bf16 on GPUs, fp32 on CPUs
     allowance_s: float = 3.0
-    limit_s: float = 120.0  # of one measurement, after which a rank is taken to hang
+    limit_s: float = 120.0  # of one measurement, after which a rank counts as hung
     compares_devices: bool = True
     devices_per_domain: int = 0  # of the scale-up domains that the ranks lie in, node after node; 0: nodes are domains
 

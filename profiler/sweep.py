@@ -103,7 +103,7 @@ def extrapolations(hello: Hello, cluster: ClusterSpec) -> list[str]:
         )
     if hello.fingerprint.device != cluster.device.name:
         remarks.append(
-            f"the cluster has {cluster.device.name}, this is {hello.fingerprint.device}: it learns nothing here"
+            f"the cluster has {cluster.device.name}, this is {hello.fingerprint.device}: nothing here applies to it"
         )
     return remarks
 
@@ -184,7 +184,7 @@ def run(
         if lost is not None:
             restarts += 1
             if not crew.can_restart or restarts > MOST_RESTARTS:
-                raise CrewError(f"{ranked.task}: {lost}; stored as failed: run the same command again for the rest")
+                raise CrewError(f"{ranked.task}: {lost}; stored as failed; run the same command again for the rest")
             crew.stop()
             crew.start()
 

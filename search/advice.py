@@ -66,15 +66,14 @@ def why_empty(space: Space) -> str:
     batch = space.candidates(cells[:: -(-len(cells) // CHECKED_CELLS)])
     if not len(batch):
         batches = " or ".join(str(batch) for batch in limits.global_batches[:NEAREST_BATCHES])
-        return (
-            f"no plan with global batch {batches} obeys {'; '.join(limits.describe(workload.model))}: relax one of them"
-        )
+        limited = "; ".join(limits.describe(workload.model))
+        return f"no plan with global batch {batches} obeys {limited}: relax one of them"
     holds = np.array([rule.holds(workload, batch) for rule in space.rules])
     admitted = holds.sum(axis=1)
     nearest = int(holds.sum(axis=0).argmax())  # the plan that breaks the fewest
     faults = sorted(np.flatnonzero(~holds[:, nearest]).tolist(), key=lambda at: int(admitted[at]))
     says = "; ".join(space.rules[at].text(workload, batch.plan(nearest)) for at in faults)
-    return f"no legal plan: {says}" + ("" if admitted[faults[0]] == 0 else " (and others break other rules)")
+    return f"no legal plan: {says}" + ("" if admitted[faults[0]] == 0 else " (other plans break other rules)")
 
 
 def _lawful_degrees(space: Space, cells: Sequence[Cell]) -> set[int]:
@@ -109,7 +108,7 @@ def _why_no_cell(space: Space) -> str:
         shown = " x ".join(f"{axis} {fixed[axis]}" for axis in degrees)
         return f"{shown} must divide the {devices} devices of the cluster: change one degree or the size"
     return (
-        f"no way to spread {model.name} over {devices} devices within the limits "
+        f"no way to distribute {model.name} over {devices} devices within the limits "
         f"({'; '.join(limits.describe(model))}): relax one of them"
     )
 
@@ -123,7 +122,7 @@ def _why_no_batch(limits: Limits, degrees: set[int]) -> str:
     batches_shown = f"{low}" if low == high else f"{low}:{high}"
     return (
         f"global batch {batches_shown} is not divisible by any data-parallel degree that is possible here "
-        f"(the least is {min(degrees)}): the nearest usable are {shown}"
+        f"(the smallest is {min(degrees)}): the nearest usable ones are {shown}"
     )
 
 
@@ -138,15 +137,15 @@ def _way_out(problem: Problem, space: Space) -> str:
         ways.append(f"{within}{_size(problem, least)}")
     helpful = (says for says, wider in _wider(limits, free) if fits_somewhere(problem, wider, space))
     if changes := list(islice(helpful, SHOWN_WAYS)):
-        ways.append(f"on this size it fits {' or '.join(changes)}")
+        ways.append(f"it fits on this size {' or '.join(changes)}")
     elif is_narrowed and fits_somewhere(problem, free, space):
-        ways.append("on this size it fits with fewer --fix, --max and --forbid")
+        ways.append("it fits on this size without some of --fix, --max and --forbid")
     if ways:
         return "; ".join(ways)
     if is_narrowed and (least := smallest_nodes(problem, free, space)) is not None:
         return f"without --fix, --max and --forbid {_size(problem, least)}"
     return (
-        f"no size of {problem.cluster.name} was found where it would: a larger device, a shorter sequence or "
+        f"no size of {problem.cluster.name} was found where it fits: use a larger device, a shorter sequence or "
         "another global batch"
     )
 

@@ -56,7 +56,7 @@ ELSEWHERE = {axis.name: axis.elsewhere for axis in AXES if axis.elsewhere} | {
     "framework": "use --framework",
     "seq_len": "use --seq-len",
     "optimizer": "use --optimizer",
-    "nodes": "use --nodes, or the size of --cluster",
+    "nodes": "use --nodes, or the size in --cluster",
 }
 # What people call an axis by, and what to write.
 CALLED_OTHERWISE = {
@@ -67,7 +67,9 @@ CALLED_OTHERWISE = {
     **dict.fromkeys(("vpp", "interleaving", "virtual_pipeline"), "write vp"),
     **dict.fromkeys(("fsdp", "zero", "zero_stage"), "write sharding=zero3, zero2, zero1 or none"),
     **dict.fromkeys(("mb", "mbs", "micro_batch_size", "batch_size"), "write micro_batch"),
-    **dict.fromkeys(("gas", "grad_accum", "gradient_accumulation_steps"), "it follows from the batch: fix micro_batch"),
+    **dict.fromkeys(
+        ("gas", "grad_accum", "gradient_accumulation_steps"), "it follows from the batch: use --fix micro_batch"
+    ),
     **dict.fromkeys(("ac", "activation_checkpointing", "gradient_checkpointing", "checkpointing"), "write recompute"),
     **dict.fromkeys(("ulysses", "ring"), "write cp with cp_kind=all_to_all or cp_kind=ring"),
     **dict.fromkeys(("gpus", "devices", "world_size"), "use --cluster"),
@@ -357,7 +359,7 @@ def _forbidding(limits: Limits, typed: str) -> Limits:
     plain = AXIS[axis].default if len(values) == 1 else plain_of(AXIS[axis], values)
     allowed = [value for value in values if (shown(value) != word if word else value == plain)]
     if not allowed:
-        raise InputError(f"--forbid {typed}: nothing else is left of {axis}, leave it out")
+        raise InputError(f"--forbid {typed}: no other value of {axis} is left: leave it out")
     return limits.where(**{axis: allowed})
 
 
@@ -368,7 +370,7 @@ def _without_count(limits: Limits, typed: str, axis: str, text: str | None) -> L
     bound = next((bound for name, bound in limits.upper_bounds if name == axis), None)
     is_empty = fixed not in (None, 1) if value is None else value == fixed or value == bound == 1
     if is_empty:
-        raise InputError(f"--forbid {typed}: nothing else is left of {axis}, leave it out")
+        raise InputError(f"--forbid {typed}: no other value of {axis} is left: leave it out")
     if value is not None:
         return replace(limits, forbidden=(*limits.forbidden, (axis, value)))
     return replace(
@@ -379,7 +381,7 @@ def _without_count(limits: Limits, typed: str, axis: str, text: str | None) -> L
 def _recomputing(limits: Limits, typed: str, recomputes: Iterable[str]) -> Limits:
     allowed = tuple(recomputes)
     if not allowed:
-        raise InputError(f"--forbid {typed}: nothing else is left of recompute, leave it out")
+        raise InputError(f"--forbid {typed}: no other value of recompute is left: leave it out")
     return replace(limits, recomputes=allowed)
 
 
@@ -436,7 +438,7 @@ def with_flags(
     for text in forbid:
         before, limits = limits, _forbidding(limits, text)
         if says_sp and limits.sequence_parallel != before.sequence_parallel:
-            raise InputError(f"--forbid {text}: nothing else is left of sp, leave it out")
+            raise InputError(f"--forbid {text}: no other value of sp is left: leave it out")
         says_sp = says_sp or text.strip().lower().partition("=")[0] == "sp"
     return limits
 

@@ -37,14 +37,14 @@ KEPT_PLANS = 20
 
 # What is left out, in words.
 LIMITS = (
-    "every group of parts forms equal pipelines, whose stages on one part have one tp; parts may be idle",
-    f"at least {LEAST_USED:.0%} of the devices of a group of several parts in use, at most {MAX_STAGES} stages",
-    "tp in the scale-up domain; of three parts and more the same on all",
-    "parts in the order of their memory, of two also the reverse",
+    "every group of parts forms equal pipelines, with one tp per part; parts may be idle",
+    f"at least {LEAST_USED:.0%} of the devices of a multi-part group in use, at most {MAX_STAGES} stages",
+    "tp within the scale-up domain; with three or more parts the same on all",
+    "parts in the order of their memory; with two parts also the reverse",
     f"of groups beside each other at least {LEAST_JOINT} ways of each with the same axes, those that do most in the "
     "least time of all, and hold as many micro-batches as they would alone",
 )
-STARTED = "what the framework starts: one tp and one cut of the layers on all parts"
+STARTED = "only what the framework can start: one tp and one layer layout on all parts"
 # Axes of a plan that all replicas share.
 _SHARED = (
     *("recompute_modules", "recompute_num_layers"),

@@ -69,7 +69,7 @@ class Run:
                 f"{self.power_usage_effectiveness:g}"
             )
         if self.deadline_s is not None and self.tokens is None and self.device_hours is None:
-            raise InputError("a deadline needs tokens to train until then, or device hours that last as long")
+            raise InputError("a deadline needs tokens to train, or device hours")
 
     @property
     def is_bounded(self) -> bool:
@@ -105,13 +105,13 @@ OBJECTIVES = {
             name="cost-per-token",
             measure="time",
             cost=lambda run: run.cost_per_token,
-            needs="price_per_device_hour: give --price, or the key in the cluster file",
+            needs="price_per_device_hour: give --price, or set it in the cluster file",
         ),
         Objective(
             name="energy-per-token",
             measure="energy",
             cost=lambda run: run.energy_per_token_j,
-            needs="power_w, the power of a node without its devices: give it in [host] of the cluster file",
+            needs="power_w, the power of a node without its devices: set it under [host] in the cluster file",
         ),
         Objective(
             name="time-to-tokens",
@@ -124,7 +124,7 @@ OBJECTIVES = {
             name="tokens",
             measure="time",
             cost=lambda run: None if run.tokens_in_budget is None else 1.0 / run.tokens_in_budget,
-            needs="the device hours that there are: give --gpu-hours",
+            needs="the budget of device hours: give --gpu-hours",
         ),
         Objective(name="memory-headroom", measure="memory", cost=lambda run: run.memory_bytes),
     )

@@ -64,7 +64,10 @@ def place_best(problem: Problem, result: SearchResult) -> SearchResult:
         return tuple(sorted(better, key=lambda plan: plan.step_s / plan.plan.global_batch))
 
     rivals = replaced(result.rivals)
-    limits = (*result.certificate.limits, f"nodes by switch, for the best {len(placed)} plans in an order of their own")
+    limits = (
+        *result.certificate.limits,
+        f"nodes grouped by switch, and for the best {len(placed)} plans in their own order",
+    )
     certificate = replace(result.certificate, limits=limits, best_step_s=rivals[0].step_s)
     return replace(result, ranked=replaced(result.ranked), rivals=rivals, certificate=certificate)
 

@@ -161,7 +161,7 @@ def _ruled_out(size: _Size, front: Sequence[RunPlan], objectives: Sequence[Objec
         return TOO_SLOW
     costs = [costs_of(objectives, plan.figures) for plan in front if plan.plan.verdict == "fits"]
     if any(_is_no_worse(rival, size.costs) for rival in costs):
-        return "no better than what was found"
+        return "no better than a plan already found"
     return ""
 
 

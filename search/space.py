@@ -124,7 +124,7 @@ class Space:
             parts.append("states sharded over all replicas" + (f" or a link domain of {domains}" if domains else ""))
         parts.append("sp wherever tp divides the tokens" if limits.sequence_parallel else "sp off")
         if limits.split:
-            parts.append("layers as the framework cuts the model")
+            parts.append("layers as the framework splits the model")
         else:
             if not limits.fixes("vp") and limits.fewer_at_ends == 1:
                 parts.append("vp a divisor of the layers of a rank")

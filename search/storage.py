@@ -84,7 +84,7 @@ def _journal(path: str) -> JournalStorage:
     try:
         content = Path(path).read_bytes()
         if content and not content.startswith(_JOURNAL_STARTS):
-            raise InputError(f"--storage {path}: is no journal of a study: give another")
+            raise InputError(f"--storage {path}: is not the journal of a study: give another path")
         if not content.endswith(b"\n"):
             os.truncate(path, content.rfind(b"\n") + 1)
     finally:
@@ -174,7 +174,7 @@ def _check_same(study: optuna.Study, identity: Mapping[str, str]) -> None:
         f"{key} {recorded.get(key)}, here {value}" for key, value in identity.items() if recorded.get(key) != value
     ]
     raise InputError(
-        f"study {study.study_name} is about something else ({'; '.join(differences)}): give another --study"
+        f"study {study.study_name} belongs to another problem ({'; '.join(differences)}): give another --study"
     )
 
 

@@ -90,18 +90,18 @@ class Trials:
         spent = spent_hours(self.problem, view)
         num_trials = sum(trial.result is None or trial.result.how != "cancelled" for trial in view.trials)
         if view.stop == "separated":
-            return "the best plan is separated from the rest"
+            return "the best plan is clearly faster than the rest"
         if view.stop == "alike" and not self._running:
-            return "the fastest plans differ by no more than runs of one plan do"
+            return "the fastest plans differ by no more than repeated runs of one plan"
         if view.stop == "failing":
             last = next(trial.result for trial in reversed(view.trials) if trial.result)
-            return f"trials fail alike, which is not for the plans: {last.reason}"
+            return f"all trials fail in the same way, so the plans are not the cause: {last.reason}"
         if view.stop == "exhausted" and not self._running:
-            return "no plan is left that may finish"
+            return "no plan is left that could finish"
         if time.monotonic() >= until_s:
-            return "the time (--budget) is over"
+            return "the time budget is spent (--budget)"
         if num_trials >= self.budget.trials:
-            return f"as many trials as may be were made (--trials {self.budget.trials})"
+            return f"the maximum number of trials was reached (--trials {self.budget.trials})"
         if spent >= self.budget.gpu_hours:
             return f"{spent:.2g} GPU-hours are spent (--gpu-hours)"
         return None
@@ -142,7 +142,7 @@ class Trials:
                 continue
             job = trial.job or self.jobs.find(self._folder(trial.number))
             if not job:
-                self._tell(trial.number, trial.at, make_result("lost", "the program ended while it was being started"))
+                self._tell(trial.number, trial.at, make_result("lost", "the program ended during its start"))
                 continue
             self._running[trial.number] = watched = self._watched(trial.number, trial.at, job)
             if not trial.job:
@@ -150,7 +150,7 @@ class Trials:
             with suppress(OSError):  # by the clock of the file system
                 age_s = time.time() - (self._folder(trial.number) / PLAN).stat().st_mtime
                 watched.since_s = time.monotonic() - max(age_s, 0.0)
-            self.show(f"trial {trial.number} is followed again: {self._name(trial.at)}")
+            self.show(f"following trial {trial.number} again: {self._name(trial.at)}")
 
     def _watch(self, view: TuningState) -> None:
         """Look after all that runs, once, and wait a moment."""
@@ -252,7 +252,7 @@ class Trials:
         parts = [f"trial {number}: {self._name(at)}: {result.how}"]
         if result.step_s is not None:
             predicted = format_seconds(self.tuning.plans[at].step_s)
-            parts[0] += f" {format_seconds(result.step_s)} a step, predicted {predicted}"
+            parts[0] += f" {format_seconds(result.step_s)} per step, predicted {predicted}"
             if result.other_load is not None:
                 parts[0] += f", other load {format_percent(result.other_load)}"
         elif result.reason:
@@ -261,12 +261,12 @@ class Trials:
         if view.ratio is not None:
             parts.append(described_ratio(view.ratio))
         if view.best is not None:
-            parts.append(f"{len(view.worth_trying)} of {len(self.tuning.plans)} left that may be faster")
+            parts.append(f"{len(view.worth_trying)} of {len(self.tuning.plans)} left that could be faster")
         return "; ".join(parts)
 
     def _doing(self, watched: _Watched, statuses: dict[str, JobStatus]) -> str:
         if statuses[watched.job].state == "waiting":
-            return f"trial {watched.number} waits for its turn: {self._name(watched.at)}"
+            return f"trial {watched.number} is queued: {self._name(watched.at)}"
         logged = watched.reader.so_far()
         steps = f", {logged.num_steps} steps of {format_seconds(logged.median_s)}" if logged else ""
         return f"trial {watched.number}: {self._name(watched.at)}: {_since(watched):.0f} s{steps}"
@@ -297,5 +297,5 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise InputError(f"{folder}: another autoplan tune is at work there") from None
+            raise InputError(f"{folder}: another autoplan tune is using it") from None
         yield

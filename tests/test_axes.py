@@ -114,7 +114,7 @@ def test_what_is_searched_are_values_of_which_any_but_the_last_can_be_forbidden(
         return
     all_but_one = [f"{axis.name}={value}" for value in axis.searched[1:]]
     assert with_flags(limits, fix=[], at_most=[], forbid=all_but_one).of(axis.name) == axis.searched[:1]
-    with pytest.raises(InputError, match=f"nothing else is left of {axis.name}"):
+    with pytest.raises(InputError, match=f"no other value of {axis.name} is left"):
         with_flags(limits, fix=[], at_most=[], forbid=[f"{axis.name}={value}" for value in axis.searched])
 
 
@@ -139,9 +139,9 @@ def test_forbidding_a_count_leaves_1_and_forbidding_a_value_of_it_the_others(axi
     others = with_flags(limits, fix=[], at_most=[], forbid=[f"{axis.name}=8", f"{axis.name}=1"])
     assert [value for value in range(1, 17) if not others.admits(axis.name, value)] == [1, 8]
     assert f"{axis.name} not 8" in others.describe(load_model("llama3-8b"))
-    with pytest.raises(InputError, match=f"nothing else is left of {axis.name}, leave it out"):
+    with pytest.raises(InputError, match=f"no other value of {axis.name} is left: leave it out"):
         with_flags(limits, fix=[f"{axis.name}=8"], at_most=[], forbid=[axis.name])
-    with pytest.raises(InputError, match=f"nothing else is left of {axis.name}, leave it out"):
+    with pytest.raises(InputError, match=f"no other value of {axis.name} is left: leave it out"):
         with_flags(limits, fix=[f"{axis.name}=8"], at_most=[], forbid=[f"{axis.name}=8"])
 
 
@@ -166,7 +166,7 @@ def test_sequence_parallelism_and_recomputation_are_forbidden_alike() -> None:
 )
 def test_what_is_fixed_cannot_be_forbidden(fix: str, forbid: list[str]) -> None:
     axis = forbid[0].partition("=")[0].lower()
-    with pytest.raises(InputError, match=f"nothing else is left of {axis}, leave it out"):
+    with pytest.raises(InputError, match=f"no other value of {axis} is left: leave it out"):
         with_flags(Limits(global_batches=(64,)), fix=[fix], at_most=[], forbid=forbid)
 
 
@@ -246,7 +246,7 @@ def test_what_is_said_is_kept() -> None:
         ({"tp": 2, "pp": 16}, "tp 2 x pp 16 does not divide the 16 devices"),
         ({"cp": 0}, "cp must be at least 1, got 0"),
         ({"dp_replicate": 3}, "dp_replicate 3 does not divide dp 16"),
-        ({"dp_shard": 5}, "dp 16 is no multiple of the 5 ranks"),
+        ({"dp_shard": 5}, "dp 16 is not a multiple of the 5 ranks"),
     ],
 )
 def test_degrees_that_leave_no_whole_number_are_refused(values: dict[str, int], says: str) -> None:

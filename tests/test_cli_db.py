@@ -128,9 +128,9 @@ def test_a_choice_is_hidden_and_approved_at_once(folder: Path) -> None:
     on = ("--db", "a.db")
     choice = (*on, "--host", "n04", "--since", "2026-11-22", "--until", "2026-11-23", "--operation", "gemm")
     assert len(json.loads(good(folder, "list", *choice, "--json"))) == 3
-    assert run(folder, "hide", *choice, "--reason", "fan stood still").stderr == "3 hidden, 0 were already\n"
+    assert run(folder, "hide", *choice, "--reason", "fan stood still").stderr == "3 hidden, 0 already were\n"
     none = run(folder, "hide", *on, "--host", "n40", "--reason", "fan stood still")
-    assert none.stderr == "none is like that: none was hidden; autoplan db list takes the same filters\n"
+    assert none.stderr == "no match: none was hidden; autoplan db list takes the same filters\n"
     assert good(folder, "list", *choice).count("n04") == 0
     listed = json.loads(good(folder, "list", *on, "--review", "hidden", "--json"))
     assert [entry["review"] for entry in listed] == ["hidden"] * 3
@@ -144,9 +144,9 @@ def test_a_choice_is_hidden_and_approved_at_once(folder: Path) -> None:
         (True, "fan stood still"),
     ]
     twice = run(folder, "hide", hot[0].key, hot[0].key[:12].upper(), *on, "--reason", "said twice")
-    assert twice.stderr == "1 hidden, 0 were already\n"
-    assert "the reason is blank" in bad(folder, "hide", hot[1].key, *on, "--reason", " ")
-    refusal = "name records by their keys, or choose them by --host"
+    assert twice.stderr == "1 hidden, 0 already were\n"
+    assert "the reason is empty" in bad(folder, "hide", hot[1].key, *on, "--reason", " ")
+    refusal = "give either keys, or filters such as --host"
     assert refusal in bad(folder, "hide", *on, "--reason", "all of it")
     assert refusal in bad(folder, "hide", GEMM.key, *on, "--host", "n04", "--reason", "both")
     assert "write a day" in bad(folder, "hide", *on, "--until", "soon", "--reason", "x")
@@ -160,7 +160,7 @@ def test_a_list_that_is_cut_says_so(folder: Path) -> None:
     for what in ((), ("--runs",)):
         done = run(folder, "list", "--db", "a.db", "--limit", "1", "--json", *what)
         assert len(json.loads(done.stdout)) == 1
-        assert done.stderr == "autoplan: the first 1 are shown: raise --limit or narrow the choice\n"
+        assert done.stderr == "autoplan: showing the first 1: raise --limit or add filters\n"
     assert run(folder, "list", "--db", "a.db", "--runs").stderr == ""
 
 
@@ -180,13 +180,15 @@ def test_push_pull_and_hide_travel(folder: Path) -> None:
     assert good(folder, "push", "b.db", "--db", "a.db", "--trust", "ada") == "1 new, 0 already there\n"
     assert good(folder, "push", "b.db", "--db", "a.db") == "4 new, 1 already there\n"
     assert json.loads(good(folder, "pull", "b.db", "--db", "c.db", "--json"))["new"] == 5
-    assert "1 hidden, 0 were" in run(folder, "hide", GEMM.key[:8], "--reason", "hot\nGPU", "--db", "b.db").stderr
+    assert (
+        "1 hidden, 0 already were" in run(folder, "hide", GEMM.key[:8], "--reason", "hot\nGPU", "--db", "b.db").stderr
+    )
     good(folder, "pull", "b.db", "--db", "c.db")
     assert json.loads(good(folder, "show", GEMM.key, "--db", "c.db", "--json"))["hidden"]["reason"] == "hotGPU"
     assert GEMM.key[:12] not in good(folder, "list", "--db", "c.db")
     assert GEMM.key[:12] in good(folder, "list", "--db", "c.db", "--hidden")
     back = run(folder, "approve", GEMM.key[:8], "--reason", "was cool", "--db", "b.db").stderr
-    assert back == "1 approved, 0 were already\n"
+    assert back == "1 approved, 0 already were\n"
     good(folder, "pull", "b.db", "--db", "c.db")
     assert GEMM.key[:12] in good(folder, "list", "--db", "c.db")
 
@@ -202,9 +204,7 @@ def test_records_of_another_version_are_passed_over_in_one_line(folder: Path) ->
     old = some_records(0, 3)[0]
     with open_store(str(folder / "a.db")) as store, store._database.writing() as connection:
         connection.execute(text(f"UPDATE records SET operation = 'sort' WHERE key = '{old.key}'"))
-    line = (
-        "autoplan: warning: rows of a.db that this version does not understand, and passes over: 1; `autoplan db check`"
-    )
+    line = "autoplan: warning: rows of a.db that this version does not understand were skipped: 1; `autoplan db check`"
     for arguments in (("list",), ("push", "b.db"), ("export", "t.jsonl.gz"), ("list", "--device", "h100-sxm")):
         done = commands.run(folder, "db", *arguments, "--db", "a.db", **environment(folder))
         assert (done.returncode, done.stderr.count(line)) == (0, 1), done.stderr
@@ -246,7 +246,7 @@ def test_operations_that_are_not_known_are_passed_over_with_a_word(folder: Path)
     (folder / "later.jsonl.gz").write_bytes(gzip.compress(b"".join([header, later, first, *rest])))
     done = commands.run(folder, "db", "import", "later.jsonl.gz", "--db", "d.db", **environment(folder))
     assert (done.returncode, done.stdout) == (0, "4 new, 0 already there\n")
-    assert "does not know, and passes over: 1 of fft\n" in done.stderr
+    assert "does not know: 1 of fft\n" in done.stderr
 
 
 def test_a_log_is_imported(folder: Path) -> None:

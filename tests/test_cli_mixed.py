@@ -45,7 +45,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_mixed_search_shows_stages_on_their_parts_and_how_sure_it_is(searched: Path) -> None:
     shown = (searched / "stdout").read_text()
     assert shown.startswith("llama on 1 x 4 h100-sxm + 1 x 2 a100-sxm, bf16, 4,096 tokens, global batch 16")
-    for word in ("plan ", "time ", "nine of ten", "h100-sxm tp", "a100-sxm", "micro-batch", "parts", "% faster"):
+    for word in ("plan ", "time ", "90 % interval", "h100-sxm tp", "a100-sxm", "micro-batch", "each part", "% faster"):
         assert word in shown
     assert "wrote plan.json" in (searched / "stderr").read_text()
 
@@ -72,11 +72,11 @@ NODES = ("--cluster", "h100-sxm:1x8+a100-sxm:1x8", "--global-batch", "128", "--s
 def test_a_plan_that_no_framework_starts_says_how_to_find_one(searched: Path) -> None:
     done = run(searched, "search", "llama.json", *NODES, "--out", "unlike.json")
     assert done.returncode == 0, done.stderr
-    assert "search with --to megatron-lm for the fastest that it does" in " ".join(done.stdout.split())
+    assert "search with --to megatron-lm for the fastest plan that it can" in " ".join(done.stdout.split())
     done = run(searched, "export", "unlike.json", "--to", "megatron-lm")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    assert re.search("Megatron-LM does not start the plan: its .*; search with --to megatron-lm", done.stderr)
+    assert re.search("Megatron-LM cannot start the plan: its .*; search with --to megatron-lm", done.stderr)
 
 
 def test_a_search_for_a_target_finds_a_plan_that_it_starts(searched: Path) -> None:
@@ -164,8 +164,8 @@ def test_a_mixed_plan_has_a_page(searched: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("explain", "plan.json", "--versus", "tp=2"), "--versus does not take mixed clusters"),
-        (("estimate", "plan.json", "--verify-memory"), "--verify-memory does not take mixed clusters"),
+        (("explain", "plan.json", "--versus", "tp=2"), "--versus does not support mixed clusters"),
+        (("estimate", "plan.json", "--verify-memory"), "--verify-memory does not support mixed clusters"),
         (
             ("search", "llama.json", *MIXED, "--framework", "torchtitan", "--fix", "schedule=zb-h1", "--force"),
             "has the schedules 1f1b and interleaved only",
@@ -173,8 +173,8 @@ def test_a_mixed_plan_has_a_page(searched: Path) -> None:
         (("search", "llama.json", *MIXED, "--forbid", "zero2", "--force"), "unknown; did you mean sharding=zero2"),
         (("search", "llama.json", *MIXED, "--forbid", "a plan", "--force"), "unknown; known: partial_recompute"),
         (("search", "llama.json", *MIXED[:3], "8:16", *MIXED[4:], "--force"), "takes one number, not a range"),
-        (("estimate", "llama.json", *MIXED), "unlike parts, for which there is autoplan search only"),
-        (("estimate", "plan.json", "--tp", "2"), "a plan file is priced as it is, without --tp"),
+        (("estimate", "llama.json", *MIXED), "a mixed cluster, which only autoplan search supports"),
+        (("estimate", "plan.json", "--tp", "2"), "a plan file is priced unchanged, without --tp"),
         (("search", "llama.json", "--cluster", "h100-sxm:1x4+", *MIXED[2:], "--force"), "cluster '' is neither"),
     ],
 )

@@ -53,7 +53,7 @@ def test_the_cheapest_size_for_a_deadline(folder: Path, capsys: pytest.CaptureFi
         "per million tokens",
         "J per token",
         "device hours, failures included",
-        "numbers of nodes",
+        "node counts",
     ):
         assert words in shown
     file = plan_file()
@@ -72,7 +72,7 @@ def test_a_front_is_shown_and_kept(folder: Path, capsys: pytest.CaptureFixture[s
     run("search", *SEARCH, "--objective", "step-time", "--objective", "memory-headroom")
     shown = capsys.readouterr().out
     assert "plans is better in time and memory, under this model" in " ".join(shown.split())
-    assert "no plan is better in all of step-time, memory-headroom" in shown
+    assert "Pareto front of step-time, memory-headroom" in shown
     front = plan_file().run.front  # type: ignore[union-attr]
     assert len(front) > 3
     times, memory = [one.plan.step_s for one in front], [one.plan.memory_bytes for one in front]

@@ -131,5 +131,5 @@ def test_an_interrupt_says_what_is_stored(folder: Path, number: signal.Signals, 
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status
-    assert "stored; the same command measures the rest" in errors
+    assert "stored; run the same command again for the rest" in errors
     assert "Traceback" not in errors

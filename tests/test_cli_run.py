@@ -126,7 +126,7 @@ def test_a_run_is_compared_with_its_prediction_and_kept(folder: Path) -> None:
     flags = ("--steps", "3", "--warmup", "1", "--check", "--db", "ok.db", "--out", "ok.json")
     done = run(folder, "run", "plan.json", *flags, "--quiet")
     assert done.returncode == 0, done.stderr
-    assert "losses, gradients and weights of the first steps are those of one process" in done.stdout
+    assert "losses, gradients and weights of the first steps match those of a single process" in done.stdout
     measured = json.loads((folder / "ok.json").read_text())["measured"]
     (record,) = kept(folder, "ok.db")
     assert list(record.step_s) == measured["step_s"]
@@ -152,7 +152,7 @@ def test_a_run_beside_other_load_is_kept_as_contaminated(folder: Path) -> None:
         pytest.skip(f"other programs may take no more than {100 * load:.0f} % of this machine's cores")
     assert (record.status, len(record.step_s)) == ("contaminated", 100)
     assert float(record.conditions["other_load"].removesuffix(" %")) > 6
-    assert f"{record.reason}: kept as contaminated, no calibration learns from this run" in done.stderr
+    assert f"{record.reason}: stored as contaminated, so that no calibration uses this run" in done.stderr
 
 
 def test_other_load_is_that_of_the_worst_host() -> None:

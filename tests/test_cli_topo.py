@@ -91,8 +91,8 @@ def test_faults_are_told_where_they_are() -> None:
     base = load_cluster("h100-sxm:64x8")
     cluster = replace(base, faults=faults, network=replace(base.network, sharp=True))
     lines = [line.lstrip("│├└─ \xa0") for line in shown(cluster)]
-    assert "1 NIC: InfiniBand 23.5 of 50.0 GB/s, 14.0 us from node to node; 50 % left by a fault" in lines
-    assert "1 h100-sxm; 90 % left by a fault" in lines
+    assert "1 NIC: InfiniBand 23.5 of 50.0 GB/s, 14.0 us from node to node; 50 % because of a fault" in lines
+    assert "1 h100-sxm; 90 % because of a fault" in lines
     assert "8 leaf switches: InfiniBand 1.50 of 1.60 TB/s up, reduces on the way (SHARP)" in lines
     assert any(line.startswith("8 leaf switches: InfiniBand 1.13 of 1.60 TB/s up") for line in lines)
     assert lines.count("31 x node, as above") + lines.count("31 x node") == 2

@@ -32,7 +32,7 @@ def test_workers_and_storages_change_nothing_but_the_time(folder: Path) -> None:
     assert answer(folder, "--storage", "journal", "--study", "mine") == alone
     other = run(folder, *SEARCH[:-1], "2048", "--storage", "journal", "--study", "mine", "--force", "--quiet")
     assert other.returncode == 1
-    assert other.stderr.startswith("autoplan: study mine is about something else (problem ")
+    assert other.stderr.startswith("autoplan: study mine belongs to another problem (problem ")
     assert other.stderr.count("\n") == 1
 
 
@@ -73,7 +73,7 @@ def test_a_sampler_says_what_it_leaves_open(folder: Path) -> None:
         (("--study", "mine"), "--study mine needs --storage"),
         (("--workers", "0"), "--workers must be from 1 to 256, got 0"),
         (("--sampler", "tpe", "--objective", "step-time"), "--sampler tpe is for step times on one cluster"),
-        (("--workers", "2", "--cluster", "h100-sxm:1x8+a100-sxm:1x8"), "mixed clusters are searched by one process"),
+        (("--workers", "2", "--cluster", "h100-sxm:1x8+a100-sxm:1x8"), "a mixed cluster is searched by one process"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(folder: Path, flags: tuple[str, ...], says: str) -> None:

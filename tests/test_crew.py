@@ -488,7 +488,7 @@ def test_under_a_launcher_a_killed_rank_ends_all_and_is_stored(program: Path, tm
     os.kill(rank, signal.SIGKILL)
     errors = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1]
-    assert "stored as failed: run the same command again for the rest" in errors[0]
+    assert "stored as failed; run the same command again for the rest" in errors[0]
     assert "rank 1 was ended by SIGKILL" in errors[1]
     records = held(store)
     assert records[-1].status == "failed"

@@ -36,7 +36,7 @@ def test_a_datasheet_is_enough_and_the_most_similar_device_gives_the_rest() -> N
     assert math.isclose(device.peak_flops_per_s["fp8"], 160e12 * 330.3 / 165.2)
     assert device.peak_flops_per_s["bf16"] == 160e12
     assert device.rate_spread == UNMEASURED_SPREAD
-    assert device.sources[-1].startswith("figures of rtx-4090 stand in for attention, compute_units")
+    assert device.sources[-1].startswith("figures of rtx-4090 are used for attention, compute_units")
 
 
 def test_a_file_may_name_the_device_it_is_based_on_and_keeps_what_it_says() -> None:
@@ -67,7 +67,7 @@ def test_several_peaks_are_all_that_a_device_has() -> None:
         ({"memory_gib": "24"}, "memory_gib must be a number, got '24'"),
         ({"peak_tflops": {}}, "peak_tflops must be a table of numbers such as { bf16 = 312 }"),
         ({"peak_tflops": 160}, "peak_tflops must be a table of numbers"),
-        ({"based_on": "a101"}, "based_on names no shipped device: did you mean a10"),
+        ({"based_on": "a101"}, "based_on names no built-in device: did you mean a10"),
         ({"memory_efficiency": 2}, "memory_efficiency must be above 0 and at most 1"),
         ({"visible_memory_gib": -1}, "visible_memory_gib must be a positive finite number, got -1"),
     ],
@@ -115,7 +115,7 @@ def test_a_cluster_may_name_the_cluster_whose_links_it_has(tmp_path: Path) -> No
     path.write_text('name = "box"\nbased_on = "h100-sxm"\ndevice = "h20"\ndevices_per_node = 8\n')
     assert load_cluster(str(path)).levels == load_cluster("h100-sxm").levels
     path.write_text('name = "box"\nbased_on = "h1000"\ndevice = "h20"\ndevices_per_node = 8\n')
-    with pytest.raises(InputError, match="based_on names no shipped cluster: did you mean h100-"):
+    with pytest.raises(InputError, match="based_on names no built-in cluster: did you mean h100-"):
         load_cluster(str(path))
 
 

@@ -97,7 +97,7 @@ def test_a_node_of_a_shipped_kind_has_its_calibrated_curves(tmp_path: Path) -> N
     assert found.cluster.levels == shipped.levels
     assert found.cluster.network == shipped.network
     assert found.cluster.device == shipped.device
-    assert "as shipped for h100-sxm" in found.cluster.sources[1]
+    assert "built-in value for h100-sxm" in found.cluster.sources[1]
     assert found.remarks["levels[0].bandwidth_bytes_per_s"] == "nominal: 18 links for each device (nvidia-smi topo -m)"
     assert found.warnings == ()
     written(found, tmp_path)
@@ -155,7 +155,7 @@ def test_links_and_their_number_give_the_rate_of_a_device(
 def test_fewer_links_than_shipped_are_said_and_priced(tmp_path: Path) -> None:
     found = describe(hgx(num_links=12))
     assert found.cluster.levels[0].bandwidth_bytes_per_s == 300e9
-    assert "300 GB/s for each device where the shipped h100-sxm has 450 GB/s" in found.warnings[0]
+    assert "300 GB/s for each device where the built-in h100-sxm has 450 GB/s" in found.warnings[0]
     written(found, tmp_path)
 
 
@@ -256,15 +256,15 @@ def test_a_device_that_is_not_shipped_is_a_table_with_a_stand_in(tmp_path: Path)
     device = found.cluster.device
     assert (device.name, device.generation) == ("NVIDIA H100 NVL", "hopper")
     assert (device.visible_memory_bytes, device.host_link_bytes_per_s) == (95 * GIB, 63e9)
-    assert "figures of h100-96g-500w stand in, correct [device]" in found.warnings[0]
+    assert "figures of h100-96g-500w are used, correct [device]" in found.warnings[0]
     text = cluster_toml(found.cluster, found.remarks)
     assert "tdp_w = 500.0  # of h100-96g-500w: correct it" in text
     assert "visible_memory_gib = 95.0\n" in text
     written(found, tmp_path)
-    assert "figures of h100-sxm stand in" in describe(hgx(name="NVIDIA H100 NVL")).warnings[0]
-    assert "figures of h20 stand in" in describe(hgx(name="NVIDIA H20-3e")).warnings[0]
+    assert "figures of h100-sxm are used" in describe(hgx(name="NVIDIA H100 NVL")).warnings[0]
+    assert "figures of h20 are used" in describe(hgx(name="NVIDIA H20-3e")).warnings[0]
     card = describe(hgx(name="NVIDIA H100 NVL", num_links=0))
-    assert "figures of h100-pcie stand in" in card.warnings[0]
+    assert "figures of h100-pcie are used" in card.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_a_device_that_is_not_shipped_is_a_table_with_a_stand_in(tmp_path: Path)
         ("", "", "does not say which devices these are: pass --device"),
         ("NVIDIA A100-SXM", "", "may be a100-sxm or a100-sxm-40: pass --device"),
         ("Gaudi3", "", "nothing is known about 'Gaudi3': pass --device"),
-        ("", "h101", "--device 'h101' is not shipped: known: a10, a100-pcie"),
+        ("", "h101", "--device 'h101' is not built in: known: a10, a100-pcie"),
     ],
 )
 def test_a_device_that_cannot_be_told_is_one_line(name: str, device: str, says: str) -> None:
@@ -296,7 +296,7 @@ def test_the_first_source_is_believed_and_the_next_fill_in() -> None:
         num_sockets=2,
     )
     node, says = merge([first, second])
-    assert says == ["NCCL topology XML says 1 devices, not 8: nvidia-smi topo -m is believed"]
+    assert says == ["NCCL topology XML says 1 devices, not 8: nvidia-smi topo -m is used"]
     assert node.devices[0].architecture == "sm_90"  # by its PCI address, though counted otherwise
     assert (node.devices[0].numa, node.num_sockets, node.nics) == (1, 2, (named,))
     assert len(node.devices) == 8
@@ -308,7 +308,7 @@ def test_contradictions_of_links_and_nics_are_reported() -> None:
     assert node.links == first.links
     assert len(says) == 1
     assert says[0].startswith("nvidia-smi topo -m says ")
-    assert says[0].endswith("more: NVML is believed")
+    assert says[0].endswith("more: NVML is used")
 
 
 @settings(max_examples=25)
@@ -459,7 +459,7 @@ def test_switches_come_from_the_steps_where_nothing_else_tells(tmp_path: Path) -
 def test_a_batch_script_knows_its_nodes_and_sees_one() -> None:
     found = describe_all(merge_all([Report(host="n1", seen=(hgx("n1"),))]), hosts=("n1", "n2", "n3"))
     assert found.cluster.nodes == (NodeGroup(names=("n1", "n2", "n3")),)
-    assert found.warnings == ("1 of 3 nodes were seen: the others are taken to be like them",)
+    assert found.warnings == ("1 of 3 nodes were seen; the others are assumed to be identical",)
     alone = describe_all(merge_all([Report(host="n1", seen=(hgx("n1"),))]), num_nodes=3)
     assert (alone.cluster.num_nodes, alone.cluster.nodes) == (3, ())
 
@@ -615,7 +615,7 @@ def test_nodes_without_a_name_are_all_those_of_the_switches_or_fill_them_in_orde
     some = describe_all(seen, tree=tree, num_nodes=6)
     assert (some.cluster.num_nodes, some.cluster.nodes) == (6, ())
     assert [tier.num_nodes for tier in some.cluster.network.tiers] == [4]
-    assert "which of the 8 nodes of Slurm's topology are meant is not known" in some.warnings[0]
+    assert "it is unknown which of the 8 nodes in Slurm's topology are meant" in some.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -676,7 +676,7 @@ def test_cluster_local_is_what_is_discovered_here(tmp_path: Path, typed: Callabl
     assert status == 0, err
     file = decode(PlanFile, read_table(tmp_path / "plan.json"), "plan.json")
     assert file.cluster == load_cluster("c.toml")
-    assert (file.cluster.device.vendor == "cpu") == ("the devices of cluster local are CPU cores" in err)
+    assert (file.cluster.device.vendor == "cpu") == ("cluster local uses CPU cores as devices" in err)
     local_cluster.cache_clear()
     assert typed(*flags, "--quiet", "--force")[2] == ""
     status, out, _ = typed("topo", "local")

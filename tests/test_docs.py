@@ -39,7 +39,7 @@ def check_answer(block: Commands, folder: Path) -> None:
     status, printed = answer(block, folder)
     assert bool(status) is is_refusal(block.output or ""), printed
     if block.output is not None:
-        assert elided(printed, block.output) == block.output, "`python tests/support/documented.py` writes it anew"
+        assert elided(printed, block.output) == block.output, "run `python tests/support/documented.py`"
 
 
 def test_timings_are_shared_on_a_server_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

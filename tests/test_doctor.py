@@ -73,7 +73,7 @@ def test_a_database_is_told_with_its_devices_and_a_stale_one_with_its_remedy(tmp
     assert "records of h100-sxm: 3, newest 2026-11-21" in one.says
     assert "schema" in one.says
     with told(), mock.patch.object(doctor, "STALE_DAYS", -1):
-        assert "autoplan profile measures anew" in part("database", url=str(path)).remedy
+        assert "measure again with autoplan profile" in part("database", url=str(path)).remedy
 
 
 def test_torch_that_sees_fewer_devices_than_the_driver_is_a_problem() -> None:

@@ -203,7 +203,7 @@ def test_what_is_not_priced_is_refused(flan: ModelSpec) -> None:
         make_problem(flan, cluster="h100-sxm:1x8", seq_len=512, images=1)
     with pytest.raises(InputError, match="--encoder-len needs a model with cross attention"):
         make_problem("llama3-8b", cluster="h100-sxm:1x8", seq_len=512, encoder_len=512)
-    with pytest.raises(InputError, match="lengths that vary are not priced with the encoder"):
+    with pytest.raises(InputError, match="variable lengths are not priced with the encoder"):
         make_problem(flan, cluster="h100-sxm:1x8", seq_len=512, lengths="256:3,512:1")
     with pytest.raises(InputError, match="a decoder of t5 without its encoder is not covered"):
         read_huggingface({**T5_LARGE, "is_encoder_decoder": False}, "t5")
@@ -224,7 +224,7 @@ def test_attention_is_all_you_need(changes: dict[str, Any], published: float, re
     )
     plan = found.file.best.plan
     assert (plan.dp, plan.tp, plan.pp, plan.cp) == (8, 1, 1, 1)
-    assert any("as many tokens of a sample as its decoder, 64: --encoder-len" in text for text in found.warnings)
+    assert any("as many tokens per sample as its decoder, 64: --encoder-len" in text for text in found.warnings)
 
 
 @pytest.mark.parametrize(

@@ -159,9 +159,9 @@ def test_what_an_encoder_is_not_is_refused(part: str) -> None:
 UNUSUAL = [
     ({"head_bias": True}, "a bias of the head"),
     ({"norm_weights": False}, "norms without weights"),
-    ({"shared_norm": True}, "side by side behind one norm"),
-    ({"final_norm": False}, "no norm behind the last layer"),
-    ({"bidirectional": True}, "attention to both sides"),
+    ({"shared_norm": True}, "parallel attention and MLP after one norm"),
+    ({"final_norm": False}, "no norm after the last layer"),
+    ({"bidirectional": True}, "bidirectional attention"),
 ]
 
 

@@ -48,7 +48,7 @@ def test_nothing_is_needed_of_torch_or_a_device(tmp_path: Path, monkeypatch: pyt
     done = run(tmp_path, "profile", "--for", "plan.json", "--dry-run", "--db", "none.db")
     assert done.returncode == 0, done.stderr
     assert "autoplan: h100-sxm: 16 ranks on 2 nodes" in done.stderr
-    assert "sure that A is the faster; expected after" in done.stdout
+    assert "certain that A is faster; expected after" in done.stdout
     assert "measurements in about" in done.stdout
     assert not (tmp_path / "none.db").exists()
 
@@ -88,8 +88,8 @@ def test_every_visit_takes_its_time() -> None:
         (("--allowance", "3", "--dry-run"), "'3'"),
         (("--ranks", "4", "--dry-run"), "leave it out"),
         (("--nodes", "1"), "--nodes goes with --dry-run"),
-        (("--image", "x"), "they go with --template"),
-        (("--work", "x"), "they go with --template"),
+        (("--image", "x"), "go with --template"),
+        (("--work", "x"), "go with --template"),
         (("--template", "slurm"), "give --for PLAN"),
     ],
 )

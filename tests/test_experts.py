@@ -104,7 +104,7 @@ def test_the_imbalance_of_experts_is_said_by_a_flag_that_search_and_estimate_tak
     assert "Priced with 1.3 times the mean" in "\n".join(header(found.file, "Megatron-LM"))
     with pytest.raises(InputError, match="--expert-imbalance needs a model with experts, llama3-8b has none"):
         autoplan.estimate("llama3-8b", expert_imbalance=1.3, **place)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="expert_imbalance must lie between 1"):
+    with pytest.raises(InputError, match="expert_imbalance must be between 1"):
         autoplan.estimate("mixtral-8x7b", expert_imbalance=0.5, **place)  # type: ignore[arg-type]
 
 

@@ -313,7 +313,7 @@ def test_a_key_given_twice_in_json_is_refused_as_in_toml(tmp_path: Path) -> None
 def test_a_json_file_that_holds_no_table_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
-    with pytest.raises(InputError, match="must hold one table"):
+    with pytest.raises(InputError, match="must contain one table"):
         read_table(path)
 
 

@@ -120,7 +120,7 @@ def test_targets_that_a_model_lacks_are_refused() -> None:
 
 
 def test_weights_in_four_bits_need_adapters() -> None:
-    with pytest.raises(InputError, match="cannot be trained: give the rank"):
+    with pytest.raises(InputError, match="cannot be trained: give the LoRA rank"):
         FineTuning(quantization="nf4")
     with pytest.raises(InputError, match="give --lora-rank too"):
         combined(None, quantize="nf4")
@@ -319,7 +319,7 @@ def test_attention_to_packed_documents_takes_as_much_less() -> None:
     assert whole - packed == 3 * 32 * 2 * (8192 - 1024) / 2 * 32 * 2 * 128
     with pytest.raises(InputError, match="document_len must"):
         TrainingSpec(seq_len=512, document_len=1024)
-    with pytest.raises(InputError, match="skips other documents, not unfused"):
+    with pytest.raises(InputError, match="can skip other documents, not unfused"):
         TrainingSpec(seq_len=512, document_len=128, attention="unfused")
 
 
@@ -339,8 +339,8 @@ def test_methods_are_read_with_their_settings() -> None:
         ("lora:alpha=3", "settings are r, targets"),
         ("lora:r=0", "rank"),
         ("lora:r=8,r=16", "--finetune lora:r is given twice"),
-        ("full:r=8", "full:r is about adapters, and full has none"),
-        ("full:freeze=lm_head,quantize=nf4", "full:quantize is about adapters"),
+        ("full:r=8", "full:r needs adapters, and full has none"),
+        ("full:freeze=lm_head,quantize=nf4", "full:quantize needs adapters"),
         ("prefix", "write lora, dora, qlora or full"),
         ("a" * 5000, "write lora, dora, qlora or full"),
     ):
@@ -431,7 +431,7 @@ def test_files_of_trainers_are_read(tmp_path: Path, text: str, expected: FineTun
         ("a: [\n", "not valid YAML"),
         ("stage: ppo\nfinetuning_type: lora\n", "stage 'ppo' is not priced"),
         ("base_model: m\nadapter: relora\n", "adapter 'relora' is not priced"),
-        ("base_model: m\nadapter: qlora\nload_in_8bit: true\n", "load_in_8bit beside weights in 4 bits"),
+        ("base_model: m\nadapter: qlora\nload_in_8bit: true\n", "load_in_8bit together with 4-bit weights"),
     ],
 )
 def test_what_is_not_priced_is_refused(tmp_path: Path, text: str, says: str) -> None:

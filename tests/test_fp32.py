@@ -57,7 +57,7 @@ def test_products_run_on_tf32_units_where_a_framework_lets_them() -> None:
     assert peaks(problem)["fp32"] == problem.device.peak_flops_per_s["tf32"]
     plain = dataclasses.replace(problem, framework=load_framework("torch"))
     assert peaks(plain)["fp32"] == plain.device.peak_flops_per_s["fp32"] < peaks(problem)["fp32"]
-    with pytest.raises(InputError, match="fp32 is priced for the built-in trainer alone, not for megatron-core"):
+    with pytest.raises(InputError, match="fp32 is priced only for the built-in trainer, not for megatron-core"):
         dataclasses.replace(problem, framework=load_framework("megatron-core"))
 
 
@@ -172,7 +172,7 @@ def test_others_refuse_it_in_a_line(tmp_path: Path) -> None:
     done = run(tmp_path, "search", "tiny.toml", *WHERE, "--quiet")
     assert done.returncode == 1
     assert done.stderr.strip() == (
-        "autoplan: fp32 is priced for the built-in trainer alone, not for megatron-core: pass --precision bf16"
+        "autoplan: fp32 is priced only for the built-in trainer, not for megatron-core: pass --precision bf16"
     )
 
 

@@ -179,7 +179,7 @@ def test_what_is_slow_becomes_faults_of_the_cluster_and_searches_price_it(tmp_pa
 def test_an_allocation_that_is_not_of_the_cluster_is_refused() -> None:
     for cluster, says in (
         (load_cluster("a100-sxm:2x8"), "has a100-sxm, this job h100-sxm"),
-        (load_cluster("h100-sxm:2x4"), "has 2 nodes of 4 devices, this job 2 of 8: start a rank for every device"),
+        (load_cluster("h100-sxm:2x4"), "has 2 nodes of 4 devices, this job 2 of 8: start one rank for every device"),
         (load_cluster("h100-sxm:1x8"), "has 1 nodes of 8 devices"),
         (replace(TWO_NODES, nodes=(NodeGroup(names=("a", "b"), switches=("leaf0",)),)), "does not list node 'n00.lab'"),
     ):
@@ -258,17 +258,17 @@ def test_the_command_says_what_it_found_and_writes_the_cluster(tmp_path: Path) -
     done = run(tmp_path, "profile", *arguments, "--db", "timings.db")
     assert done.returncode == 0, done.stderr
     assert "matrix products" in done.stdout
-    assert "links are compared from 4 devices on" in done.stderr
+    assert "links were not compared: this needs 4 devices" in done.stderr
     assert "no link" not in done.stdout  # none was compared
-    assert "\nwrote checked.toml, with what is slow as its faults" in done.stderr
+    assert "\nwrote checked.toml, with slow parts as faults" in done.stderr
     assert replace(load_cluster(str(tmp_path / "checked.toml")), faults=()) == load_cluster(str(tmp_path / "here.toml"))
     for words, says in (
         (
             ("--health", "llama3-8b", "--tp", "2"),
             "--health measures without a model, without MODEL, --tp: leave them out",
         ),
-        (("--health", "--out", "new.toml"), "--out writes the cluster with what is slow: say which with --cluster"),
-        (("--health", "--force"), "--force replaces the cluster file that --out names: name it"),
+        (("--health", "--out", "new.toml"), "--out writes the cluster with its slow parts: give it with --cluster"),
+        (("--health", "--force"), "--force overwrites the file of --out: give --out FILE"),
         (("llama3-8b", "--out", "new.toml"), "--out and --force go with --health"),
         (("--health", "--cluster", "here.toml", "--out", "here.toml"), "here.toml exists"),
     ):

@@ -175,14 +175,14 @@ def test_flags_that_do_not_go_together_are_refused(folder: Path) -> None:
     for arguments, said in (
         (("--command",), "--command and PROGRAM go together"),
         (("--", "true"), "--command and PROGRAM go together"),
-        (("--command", "--check", "--", "true"), "--check, --data and --traces are of the built-in trainer"),
+        (("--command", "--check", "--", "true"), "--check, --data and --traces need the built-in trainer"),
         (("--command", "--", "no-such-program"), "'no-such-program' cannot be started: No such file"),
     ):
         done = run(folder, "run", "plan.json", *arguments)
         assert done.returncode == 1
         assert said in done.stderr
     done = run(folder, "run", "plan.json", "--command", "--", "true", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
-    assert "run it once, not as every rank of torchrun" in done.stderr
+    assert "run it once, not on every rank of torchrun" in done.stderr
 
 
 @contextlib.contextmanager
@@ -221,7 +221,7 @@ def test_a_full_disk_under_the_result_leaves_it_on_the_screen_and_in_the_databas
         done = command(folder, "end", "5", flags=("--steps", "3", "--out", str(out), "--db", database))
     assert done.returncode == 1
     assert done.stderr == f"autoplan: {out}: cannot be written: No space left on device\n"
-    assert "2.04 s a step" in done.stdout
+    assert "2.04 s per step" in done.stdout
     with open_store(database, writable=False) as store:
         assert len(list(store.runs())) == 1
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith("runs.db")]

@@ -273,7 +273,7 @@ def test_what_the_scheduler_refuses_is_told_and_starts_nothing(
         ({"rows": "^(?P<job>a)(?P<state>b)"}, "squeue wrote .* in which rows .* finds nothing"),
         (
             {"states": {"PENDING": "waiting"}},
-            "Slurm says 'RUNNING', which states does not explain; it explains PENDING",
+            "Slurm says 'RUNNING', which is not in states; known are PENDING",
         ),
         ({"poll": ("squeue", "--jobs={jobs}")}, r"squeue failed \(1\): .*option --jobs not recognized"),
         ({"poll": ("/no/such", "{jobs}")}, "'/no/such' is not installed here"),
@@ -301,7 +301,7 @@ def test_a_scheduler_that_stays_silent_ends_the_study_with_a_way_out(
     name = jobs.start(trial(tmp_path, "silent", "sleep 600"))
     until(jobs, [name], are("running"))
     stand_in.stop()
-    with pytest.raises(AutoplanError, match=r"Slurm has not answered for \d+ s .*its jobs are left"):
+    with pytest.raises(AutoplanError, match=r"Slurm has not answered for \d+ s .*its jobs were left"):
         until(jobs, [name], are("ended"))
     with pytest.raises(AutoplanError, match=r"may still run; to end them: scancel --user=.* --name=autoplan-"):
         jobs.cancel([name])
@@ -380,7 +380,7 @@ def test_what_is_exported_is_submitted_and_its_log_is_read(
     assert kept == [(convert(trial["plan"], ParallelPlan), (2.0,), trial["predicted_s"]) for trial in trials]
     place = ("--cluster", "h100-sxm:1x8")
     learned = run(tmp_path, "calibrate", "--from-logs", "tune", *place, "--db", "logs.db")
-    assert "3 runs: 3 new in the database, 0 already there; 0 files passed over" in learned.stdout, learned.stderr
+    assert "3 runs: 3 new in the database, 0 already there; 0 files skipped" in learned.stdout, learned.stderr
     for db in ("runs.db", "logs.db"):
         found = run(
             tmp_path, "search", "llama3-8b", *place, "--global-batch", "16", "--seq-len", "4096", "--force", "--json",
@@ -431,5 +431,5 @@ def test_a_jobset_is_applied_followed_and_removed(tmp_path: Path, monkeypatch: p
 
 
 def test_the_built_in_trainer_needs_somewhere_to_put_its_outcome() -> None:
-    with pytest.raises(InputError, match=r"submit of Kubernetes has no \{options\}, which would tell"):
+    with pytest.raises(InputError, match=r"submit of Kubernetes has no \{options\}, which tell"):
         SchedulerJobs(load_job_template("kubernetes"), time_limit_s=60, num_steps=5)

@@ -257,4 +257,4 @@ def test_a_run_of_the_trainer_is_traced_and_explained_term_by_term(tmp_path: Pat
     repriced = run(tmp_path, "estimate", "plan.json", "--timings", "db", "--db", "traced.db")
     assert "measurements" in repriced.stdout, repriced.stderr
     refused = run(tmp_path, "read", "traces", "--model", "llama3-8b")
-    assert "other options are of launch files" in refused.stderr
+    assert "the other options are for launch files" in refused.stderr

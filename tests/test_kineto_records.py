@@ -102,7 +102,7 @@ def test_waits_that_cannot_be_told_and_kernels_beside_others_are_contaminated(tm
     ]
     records = read_trace_records(written(tmp_path / "trace.json", 0, events))
     assert "not all ranks" in record_of(records, "all_reduce").reason
-    assert record_of(records, "gemm").reason == "other kernels ran beside it"
+    assert record_of(records, "gemm").reason == "other kernels ran concurrently"
     assert {record.status for record in records} == {"contaminated"}
     # A product that ran alone once is a clean one, by that time.
     events += product(2, [64, 128], [128, 256], 3000, 15, **{"Sequence number": 8})

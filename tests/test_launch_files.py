@@ -117,18 +117,22 @@ def test_of_a_script_that_starts_what_another_file_describes_that_file_is_named(
         (tmp_path / one.name).write_text(one.text)
     described, inner, script = (tmp_path / name for name in ("nanotron.yaml", "launch.sh", "launch.sbatch"))
     assert read_launch(described, COMPLETE).plan == plan
-    with pytest.raises(InputError, match=r"launch.sh: says nothing of the plan: read .*nanotron.yaml, which it starts"):
+    with pytest.raises(
+        InputError, match=r"launch.sh: does not contain the plan: read .*nanotron.yaml, which it starts"
+    ):
         read_launch(inner, COMPLETE)
-    with pytest.raises(InputError, match=r"launch.sbatch: says nothing of the plan: read .*nanotron.yaml, which it"):
+    with pytest.raises(InputError, match=r"launch.sbatch: does not contain the plan: read .*nanotron.yaml, which it"):
         read_launch(script, COMPLETE)
     inner.write_text("torchrun pretrain_gpt.py\n")
-    with pytest.raises(InputError, match=r"launch.sbatch: says nothing of the plan: read .*launch.sh, which it starts"):
+    with pytest.raises(
+        InputError, match=r"launch.sbatch: does not contain the plan: read .*launch.sh, which it starts"
+    ):
         read_launch(script, COMPLETE)
 
 
 BAD: dict[str, tuple[bytes, str | None, str]] = {
-    "nothing known": (b"pip install torch\n", None, "looks like no launch file that is known: say with --as"),
-    "nothing": (b"", None, "looks like no launch file"),
+    "nothing known": (b"pip install torch\n", None, "is not a known launch file: name its format with --as"),
+    "nothing": (b"", None, "is not a known launch file"),
     "another target": (b"pip install torch\n", "fortran", "no files of 'fortran' are read: known are "),
     "no text": (b"\xff\xfe\x00", None, "not UTF-8 text"),
     "too large": (b"#" * (MOST_BYTES + 1), None, "too large"),
@@ -280,12 +284,12 @@ def test_the_terminal_says_gap_changes_and_options(folder: Path, found: PlanFile
 
 def test_a_verdict_is_no_firmer_than_what_was_read(found: PlanFile) -> None:
     assert found.today is not None
-    assert "if what was not read" not in gap_line(found.today)
+    assert "if the parts of the file that were not read" not in gap_line(found.today)
     partly = replace(found.today, unread={"--fp8-recipe blockwise": "priced with one scale a tensor"})
-    assert gap_line(partly) == gap_line(found.today) + ", if what was not read of the file changes nothing"
+    assert gap_line(partly) == gap_line(found.today) + ", if the parts of the file that were not read do not matter"
     assert partly.gap is not None
     level = replace(partly, gap=replace(partly.gap, ratio=1.0, low=0.9, high=1.1))
-    assert gap_line(level) == "none: no plan is 0.1 % faster, if what was not read of the file changes nothing"
+    assert gap_line(level) == "none: no plan is 0.1 % faster, if the parts of the file that were not read do not matter"
 
 
 def search_from(folder: Path, name: str, *arguments: str) -> dict[str, Any]:
@@ -334,7 +338,7 @@ def test_of_a_range_of_batches_rates_are_compared(folder: Path) -> None:
     done = run(folder, *arguments)
     assert done.returncode == 0, done.stderr
     assert "global batch 16 -> " in done.stdout
-    assert "(tokens/s of a device)" in done.stdout
+    assert "(tokens/s per device)" in done.stdout
     today = plan_file(folder / "range.json").today
     assert today is not None
     assert today.plan.global_batch == 16
@@ -343,5 +347,5 @@ def test_of_a_range_of_batches_rates_are_compared(folder: Path) -> None:
 def test_a_page_of_text_is_no_launch_file_that_a_script_starts(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("torchrun pretrain_gpt.py --num-layers 8")
     (tmp_path / "conversion.sh").write_text("# see README.md\necho\n")
-    with pytest.raises(InputError, match="looks like no launch file that is known"):
+    with pytest.raises(InputError, match="is not a known launch file"):
         read_launch(tmp_path / "conversion.sh", LaunchContext())

@@ -299,8 +299,8 @@ def smi(text: str, status: int = 0) -> dict[str, str]:
     [
         (smi(FREE[8]), 0, ""),
         (smi("[N/A]\n" * 8), 0, ""),
-        (smi(FREE[7]), 1, "8 devices are needed, nvidia-smi lists 7: PREFLIGHT=0 starts all the same"),
-        (smi(FREE[0]), 1, "device 7 has 71999 MiB free, the plan needs 73012 MiB: PREFLIGHT=0 starts all the same"),
+        (smi(FREE[7]), 1, "8 devices are needed, nvidia-smi lists 7: PREFLIGHT=0 starts anyway"),
+        (smi(FREE[0]), 1, "device 7 has 71999 MiB free, the plan needs 73012 MiB: PREFLIGHT=0 starts anyway"),
         (smi("No devices were found", 6), 1, "nvidia-smi fails: No devices were found"),
         pytest.param(
             {},
@@ -360,9 +360,7 @@ def test_a_program_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
         )
     )
     assert (megatron.returncode, len(megatron.stderr.splitlines())) == (1, 1)
-    assert (
-        "there is no /nowhere/pretrain_gpt.py: set MEGATRON_LM_DIR: PREFLIGHT=0 starts all the same" in megatron.stderr
-    )
+    assert "there is no /nowhere/pretrain_gpt.py: set MEGATRON_LM_DIR: PREFLIGHT=0 starts anyway" in megatron.stderr
     assert "there is no /nowhere/primus/cli/main.py: set PRIMUS_DIR" in own.stderr
 
 
@@ -384,7 +382,7 @@ def test_the_scheduler_must_give_as_many_nodes_as_the_plan_has(tmp_path: Path) -
 def test_a_network_that_is_not_there_is_warned_of(tmp_path: Path) -> None:
     result = preflight(tmp_path, TWO, smi(FREE[8]))
     assert result.returncode == 0
-    missing = "the plan counts on infiniband, but there is no /dev/infiniband"
+    missing = "the plan assumes infiniband, but there is no /dev/infiniband"
     assert (missing in result.stderr) is not Path("/dev/infiniband").exists()
 
 
@@ -405,7 +403,7 @@ def test_other_versions_than_were_measured_are_warned_of_on_rank_0(
     python = {"python3": f"echo '{has}'\n" if has else "exit 1\n"}
     result = preflight(tmp_path, plan_file, {**smi(FREE[8]), **python}, NODE_RANK=rank)
     assert result.returncode == 0
-    expected = f"rests on timings with cuda 13.0, torch 2.13.0, nccl 2.28.3, python3 has {has or 'no such torch'}"
+    expected = f"is based on cuda 13.0, torch 2.13.0, nccl 2.28.3, but python3 has {has or 'no such torch'}"
     assert (expected in result.stderr) is warned
     assert bool(result.stderr) is warned
     assert "import torch" not in files_of(ONE, "torchrun")[0].text  # nothing measured, nothing to compare
@@ -505,10 +503,10 @@ def test_the_name_of_a_job_is_harmless(text: str) -> None:
 def test_what_no_launcher_can_start_is_refused() -> None:
     unnamed = replace(LISTED, nodes=(NodeGroup(names=("a;b", "c", "d", "e"), switches=("a",)),))
     plan = replace(PLACED.best.plan, placement=None)
-    with pytest.raises(InputError, match="'a;b' is no host name"):
+    with pytest.raises(InputError, match="'a;b' is not a host name"):
         files_of(replace(PLACED, cluster=unnamed, best=replace(PLACED.best, plan=plan)), "slurm")
     for image in ("", "a b", "a;b", "$(touch pwned)", "-x"):
-        with pytest.raises(InputError, match="no name of an image"):
+        with pytest.raises(InputError, match="not an image name"):
             launch_files(TWO, JOB, "jobset", image)
     for launcher in ("jobset", "pytorchjob"):
         with pytest.raises(InputError, match="pass --image"):
@@ -530,7 +528,7 @@ def test_a_plan_smaller_than_a_node_uses_part_of_it() -> None:
 def test_a_plan_of_another_framework_is_refused_with_the_search_to_make(target: str) -> None:
     frameworks = (load_framework(name) for name in ("torchtitan", "nanotron"))
     other = next(framework for framework in frameworks if framework.rules not in TARGETS[target].rules)
-    with pytest.raises(InputError, match=f"search with --framework {target} for one that it runs"):
+    with pytest.raises(InputError, match=f"search with --framework {target} for a plan that it can run"):
         job_of(replace(TWO, framework=other), target)
 
 
@@ -538,7 +536,7 @@ def test_a_plan_of_another_framework_is_refused_with_the_search_to_make(target: 
 def test_an_image_is_used_or_refused(launcher: Launcher) -> None:
     if launcher in SHELLS:
         with pytest.raises(
-            InputError, match="leave it out, or take --launcher trainjob, jobset, pytorchjob or skypilot"
+            InputError, match="leave it out, or use --launcher trainjob, jobset, pytorchjob or skypilot"
         ):
             launch_files(TWO, JOB, launcher, IMAGE)
     else:
@@ -556,6 +554,6 @@ def test_the_command_line_writes_what_a_launcher_needs(tmp_path: Path) -> None:
     export = ("export", "plan.json", "--to", "megatron-lm", "--launcher")
     assert run(tmp_path, *export, "slurm", "--out", "launch").returncode == 0
     assert sorted(path.name for path in (tmp_path / "launch").iterdir()) == ["launch.sbatch", "launch.sh"]
-    assert "2 files start this plan: pass --out FOLDER" in run(tmp_path, *export, "slurm").stderr
+    assert "this plan needs 2 launch files: pass --out FOLDER" in run(tmp_path, *export, "slurm").stderr
     shown = run(tmp_path, *export, "jobset", "--image", IMAGE)
     assert [one["kind"] for one in yaml.safe_load_all(shown.stdout)] == ["ConfigMap", "JobSet"]

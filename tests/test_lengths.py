@@ -199,9 +199,9 @@ def test_joined_samples_are_cut_into_sequences_and_lose_nothing() -> None:
         )
         for batching in ("joined", "padded")
     }
-    assert "joined: 0.5 samples a sequence, 0.0 % padding" in lines["joined"]
+    assert "joined: 0.5 samples per sequence, 0.0 % padding" in lines["joined"]
     assert "cut" not in lines["joined"]
-    assert "1 sample, 800 tokens in the mean, 100.0 % of them cut" in lines["padded"]
+    assert "1 sample, 800 tokens on average, 100.0 % of them truncated" in lines["padded"]
 
 
 def test_sequences_that_stay_short_take_their_memory_alone() -> None:
@@ -398,11 +398,11 @@ def test_bounds_stay_below_where_lengths_differ() -> None:
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(InputError, match="document_len is the mean of what lengths say"):
+    with pytest.raises(InputError, match="document_len is the mean of lengths"):
         problem_of(TWO, document_len=100)
-    with pytest.raises(InputError, match="packed samples need attention that skips other samples, not unfused"):
+    with pytest.raises(InputError, match="packed samples need attention that can skip other samples, not unfused"):
         TrainingSpec(seq_len=400, lengths=TWO, attention="unfused")
-    with pytest.raises(InputError, match="--batching 'padded' is about samples of unlike lengths: give --lengths too"):
+    with pytest.raises(InputError, match="--batching 'padded' needs samples of different lengths: give --lengths too"):
         make_problem(MODEL, cluster="h100-sxm:1x8", seq_len=400, batching="padded")
     with pytest.raises(InputError, match="batching must be one of packed, joined"):
         replace(TrainingSpec(seq_len=400), batching="heaped")  # type: ignore[arg-type]

@@ -153,10 +153,10 @@ def test_runs_end_well_out_of_memory_or_with_their_error(tmp_path: Path) -> None
     assert found["crash.log"] == (False, False)
     assert runs["crash.log"].reason == "ValueError: the data ran dry"
     assert reasons["short.log"].startswith("the log of Megatron-LM has no step time after the first 2 steps")
-    assert reasons["empty.log"] == "the log says no step time, and names no error"
+    assert reasons["empty.log"] == "the log contains no step time, and names no error"
     assert "broken.log.gz" in reasons
     assert reasons["growing.log"].endswith(
-        "train 16 sequences of 4,096 tokens, those of the plan 64 sequences of 4,096 tokens"
+        "have 16 sequences of 4,096 tokens, those of the plan 64 sequences of 4,096 tokens"
     )
 
 
@@ -185,7 +185,7 @@ def test_a_part_of_a_cluster_is_whole_nodes_or_part_of_one() -> None:
     assert of_size(CLUSTER, 16) is CLUSTER
     assert (of_size(CLUSTER, 8).num_nodes, of_size(CLUSTER, 64).num_nodes) == (1, 8)
     assert (of_size(CLUSTER, 4).num_nodes, of_size(CLUSTER, 4).devices_per_node) == (1, 4)
-    with pytest.raises(InputError, match="12 devices fill no whole number of nodes"):
+    with pytest.raises(InputError, match="12 devices do not fill whole nodes"):
         of_size(CLUSTER, 12)
 
 
@@ -213,7 +213,7 @@ def test_logs_become_runs_once_and_calibrate_what_is_asked(archive: Path) -> Non
     folder = archive.parent
     first = run(folder, *IMPORT, COLUMNS="160")
     assert first.returncode == 0, first.stderr
-    assert "6 runs: 6 new in the database, 0 already there; 0 files passed over" in first.stdout
+    assert "6 runs: 6 new in the database, 0 already there; 0 files skipped" in first.stdout
     assert "out of memory" in first.stdout
     again = run(folder, *IMPORT, "--out", "mine.toml", "--quiet")
     assert "6 runs: 0 new in the database, 6 already there" in again.stdout
@@ -246,7 +246,7 @@ def test_what_is_asked_wrongly_is_one_line(archive: Path) -> None:
         (("calibrate", "--runs", "x.csv"), "give --out FILE"),
         (("calibrate", "--runs", "x.csv", "--out", "o.toml", "--cluster", "h100-sxm"), "go with --from-logs"),
         (("calibrate", "--from-logs", "nowhere", "--cluster", "h100-sxm:2x8", "--db", "r.db"), "is no folder"),
-        (("calibrate", "--from-logs", "alone", "--cluster", "h100-sxm:2x8", "--db", "r.db"), "no run was taken"),
+        (("calibrate", "--from-logs", "alone", "--cluster", "h100-sxm:2x8", "--db", "r.db"), "no run could be used"),
     ):
         done = run(folder, *arguments)
         assert done.returncode == 1

@@ -269,7 +269,7 @@ def test_without_the_batch_rates_give_way_to_moments_or_are_refused() -> None:
     run = read(lines, batch=None)
     assert run.source == "moments"
     assert run.step_s == KEPT
-    with pytest.raises(InputError, match="DeepSpeed states rates only: the batch of a step is needed"):
+    with pytest.raises(InputError, match="DeepSpeed has only rates: give the global batch"):
         read([throughput(at, 2.0) for at in range(1, 9)], batch=None)
 
 
@@ -342,7 +342,7 @@ def test_hostile_numbers_are_passed_over(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="cannot be read"):
             read_log(path)
     log.write_bytes(b"\x7fELF\x00")
-    with pytest.raises(InputError, match="the log says no step time"):
+    with pytest.raises(InputError, match="the log contains no step time"):
         read_log(log)
 
 

@@ -196,10 +196,10 @@ def test_a_profile_for_a_plan_says_what_it_will_settle_and_what_it_has(folder: P
     flags = ("--for", "plan.json", "--db", "t.db", "--ranks", "2", "--allowance", "0.05s", "--budget", "5s")
     done = run(folder, "profile", *flags, COLUMNS="120")
     assert done.returncode == 0, done.stderr
-    assert "sure that A is the faster; expected after" in done.stdout
+    assert "certain that A is faster; expected after" in done.stdout
     assert "datasheet" in done.stdout
     assert "fastest still" in done.stdout or "fastest now" in done.stdout
-    assert "sure against its nearest rival" in done.stdout
+    assert "certain against its closest rival" in done.stdout
 
 
 def test_flags_that_the_plan_file_says_are_refused(folder: Path) -> None:

@@ -167,7 +167,7 @@ QUESTIONS_WITH_RULES: dict[str, Callable[[PlanFile], Any]] = {
 @pytest.mark.parametrize("kind", QUESTIONS)
 def test_one_defect_is_refused_before_the_framework_refuses_it(kind: str, name: str) -> None:
     file, refuses_early = DEFECTS[name]
-    with pytest.raises(InputError, match="does not accept the plan") as error:
+    with pytest.raises(InputError, match="does not support the plan") as error:
         QUESTIONS_WITH_RULES[kind](file)
     assert "\n" not in str(error.value)
     if kind == "megatron-bridge":

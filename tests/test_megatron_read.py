@@ -272,7 +272,7 @@ def test_an_experiment_takes_its_variables_and_the_defaults_of_its_presets() -> 
     assert (plan.tp, plan.sp, plan.sharding, plan.micro_batch) == (2, True, "zero1", 4)
     with pytest.raises(InputError, match="pass --set LENGTH=VALUE"):
         primus.READER.read(EXPERIMENT, LaunchContext(num_devices=8))
-    with pytest.raises(InputError, match="no model that is known here: pass --model"):
+    with pytest.raises(InputError, match="not a known model: pass --model"):
         primus.READER.read(EXPERIMENT, LaunchContext(num_devices=8, variables=(("LENGTH", "1"), ("MODEL", "mine"))))
 
 

@@ -322,7 +322,7 @@ def test_shares_that_do_not_add_up_and_other_schedules_are_refused() -> None:
         plan_of(kinds=(replace(half, count=2),), sharding="none")
     with pytest.raises(InputError, match="of every kind, or of none"):
         plan_of(kinds=(half, replicas(1, 4, (1, 8, 12))))
-    with pytest.raises(UnpricedError, match="'zb-h1' is not priced where stages differ"):
+    with pytest.raises(UnpricedError, match="'zb-h1' is not priced with different stages"):
         plan_of(kinds=(replicas(1, 4, (0, 8, 12)),), schedule="zb-h1")
 
 

@@ -88,7 +88,7 @@ def test_the_nearest_plan_is_written_and_said(gpipe: Path) -> None:
     assert "# Plan: " in done.stdout
     assert "gpipe" not in done.stdout
     assert "schedule 'gpipe'" in done.stderr
-    assert "the nearest plan that it can start is written: schedule " in done.stderr
+    assert "wrote the nearest plan that it can start: schedule " in done.stderr
 
 
 def test_a_plan_that_can_be_expressed_stays_as_it_is(gpipe: Path) -> None:
@@ -102,4 +102,4 @@ def test_what_no_other_plan_mends_is_refused_as_before(gpipe: Path) -> None:
     (gpipe.parent / "odd.json").write_text(json.dumps(table))
     done = run(gpipe.parent, "export", "odd.json", "--to", "megatron-lm", "--nearest")
     assert done.returncode == 1
-    assert "no legal plan that fits and is near to it was found" in done.stderr
+    assert "no legal plan near it that fits was found" in done.stderr

@@ -396,7 +396,7 @@ def test_a_plan_that_was_only_priced_has_a_page_too(folder: Path, browser: Brows
     assert done.returncode == 0, done.stderr
     page, heard = shown(browser, folder / "priced.html")
     for part in ("front", "scaling", "importance"):
-        assert "Not shown: the plan file holds one plan that was priced" in page.locator(f"#{part}").inner_text()
+        assert "Not shown: the plan file contains one priced plan" in page.locator(f"#{part}").inner_text()
     assert page.locator("#plans").count() == 0
     assert heard == []
     page.close()

@@ -171,7 +171,7 @@ def test_the_rest_of_the_devices_goes_to_data_parallelism() -> None:
     assert plan_of(PROBLEM, axes | {"tp": 2}).dp_shard == 4
     with pytest.raises(InputError, match="tp 3 x pp 2 does not divide the 16 devices"):
         plan_of(PROBLEM, axes | {"tp": 3})
-    with pytest.raises(InputError, match="dp 2 is no multiple of the 4 ranks"):
+    with pytest.raises(InputError, match="dp 2 is not a multiple of the 4 ranks"):
         plan_of(PROBLEM, axes | {"sharding": ("zero1", 4)})
 
 

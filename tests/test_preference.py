@@ -119,9 +119,9 @@ def test_pairs_that_vary_wait_for_the_longest_of_both(tmp_path: Path) -> None:
     ("options", "says"),
     [
         ({"loss": "ppo"}, "--loss: Invalid enum value 'ppo', must be one of dpo, reward"),
-        ({"reference": "copy"}, "--reference 'copy' is about a loss over preferences"),
-        ({"loss": "dpo", "reference": "base"}, "the base is a reference beside adapters"),
-        ({"loss": "reward", "reference": "copy"}, "a reward model is trained without a reference"),
+        ({"reference": "copy"}, "--reference 'copy' needs a preference loss"),
+        ({"loss": "dpo", "reference": "base"}, "reference base needs adapters"),
+        ({"loss": "reward", "reference": "copy"}, "a reward model has no reference"),
         ({"loss": "dpo", "framework": "megatron-core"}, "not for megatron-core: use --framework transformers"),
     ],
 )
@@ -200,8 +200,8 @@ def test_what_was_read_says_the_loss(tmp_path: Path) -> None:
     text = f"base_model: {MODEL}\nmicro_batch_size: 2\nsequence_len: 2048\nrl: dpo\n"
     (tmp_path / "dpo.yaml").write_text(text)
     shown = " ".join(run(tmp_path, "read", "dpo.yaml", "--devices", "8").stdout.split())
-    assert "loss preferences (DPO), two sequences a sample, against a frozen copy of the model" in shown
-    assert "step 16 pairs, 1 micro-batch a replica" in shown
+    assert "loss preferences (DPO), two sequences per sample, against a frozen copy of the model" in shown
+    assert "step 16 pairs, 1 micro-batch per replica" in shown
     (tmp_path / "dpo.yaml").write_text(f"{text}adapter: qlora\nlora_r: 16\noptimizer: adamw_torch_8bit\n")
     shown = " ".join(run(tmp_path, "read", "dpo.yaml", "--devices", "8").stdout.split())
     assert "flash attention, Adam with 8-bit moments trains QLoRA of rank 16 on q_proj+v_proj" in shown

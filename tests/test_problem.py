@@ -56,7 +56,7 @@ def test_a_refused_precision_names_one_that_the_framework_takes_on_that_device()
 
 @pytest.mark.parametrize("framework", ["megatron-core", "pytorch-fsdp", "deepspeed-zero", "torchtitan"])
 def test_fp32_is_of_the_built_in_trainer(framework: str) -> None:
-    with pytest.raises(InputError, match=f"fp32 is priced for the built-in trainer alone, not for {framework}"):
+    with pytest.raises(InputError, match=f"fp32 is priced only for the built-in trainer, not for {framework}"):
         problem("h100-sxm", "fp32", framework)
 
 

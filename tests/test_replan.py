@@ -117,7 +117,7 @@ def test_names_that_are_not_there_are_said(named: PlanResult) -> None:
         autoplan.replan(named, without=["z"])
     with pytest.raises(InputError, match="no node is left"):
         autoplan.replan(named, without=["a", "b", "c", "d"])
-    with pytest.raises(InputError, match="by --without"):
+    with pytest.raises(InputError, match="with --without"):
         autoplan.replan(named, nodes=3)
 
 

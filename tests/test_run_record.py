@@ -144,7 +144,7 @@ def test_a_database_of_before_runs_could_be_hidden_is_read_and_added_to(
         assert store.find(RUN.key) == (RUN, None)
         assert store.change([store.whole_key(GEMM.key)], hides=True, by="ada", reason="hot") == 1
         assert [mark.key for mark in store.marks()] == [GEMM.key]
-        with pytest.raises(StoreError, match="schema 3, which hides no runs: its owner migrates it"):
+        with pytest.raises(StoreError, match="schema 3, which hides no runs: its owner can migrate it"):
             store.whole_key(RUN.key)
 
 
@@ -194,19 +194,19 @@ def test_commands_of_the_database_take_runs_along(folder: Path) -> None:
     assert good(folder, "import", "t.gz", "--db", "c.db") == "6 new, 0 already there\n"
     assert good(folder, "import", "t.gz", "--db", "c.db") == "0 new, 6 already there\n"
     hidden = run(folder, "db", "hide", RUN.key[:9], GEMM.key[:9], "--reason", "a noisy hour", "--db", "a.db")
-    assert hidden.stderr == "2 hidden, 0 were already\n"
+    assert hidden.stderr == "2 hidden, 0 already were\n"
     assert RUN.key[:12] not in good(folder, "list", "--runs", "--db", "a.db")
     assert RUN.key[:12] in good(folder, "list", "--runs", "--hidden", "--db", "a.db")
     assert json.loads(good(folder, "show", RUN.key, "--db", "a.db"))["hidden"]["reason"] == "a noisy hour"
-    assert good(folder, "push", "b.db", "--db", "a.db") == "0 new, 4 already there; 2 new marks that hide or approve\n"
+    assert good(folder, "push", "b.db", "--db", "a.db") == "0 new, 4 already there; 2 new reviews\n"
     good(folder, "export", "marks.gz", "--db", "b.db", "--anonymous")
-    assert "; 2 new marks" in good(folder, "import", "marks.gz", "--db", "c.db")
+    assert "; 2 new reviews" in good(folder, "import", "marks.gz", "--db", "c.db")
     assert RUN.key[:12] not in good(folder, "list", "--runs", "--db", "c.db")
     assert b"noisy" not in gzip.decompress((folder / "marks.gz").read_bytes())
     refused = run(folder, "db", "list", "--runs", "--operation", "gemm", "--db", "a.db")
     assert "--runs lists training runs" in refused.stderr
     cut = run(folder, "db", "list", "--runs", "--hidden", "--limit", "1", "--db", "a.db")
-    assert "the first 1 are shown" in cut.stderr
+    assert "showing the first 1" in cut.stderr
 
 
 def test_a_command_that_ran_is_kept_and_one_that_failed_too(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_what_a_target_cannot_be_told_of_a_model_is_one_line_before_anything_is_
     words = ("--cluster", "h100-sxm:1x8", "--global-batch", "64", "--seq-len", "2048")
     done = run(tmp_path, "search", "gemma2-9b", "--to", "megatron-lm", *words)
     assert done.returncode == 1
-    assert "cannot express a second norm, behind every block" in done.stderr
+    assert "cannot express a second norm, after every block" in done.stderr
     assert not (tmp_path / "plan.json").exists()
 
 

@@ -239,7 +239,7 @@ def test_the_command_tells_who_measured_what_where_and_when(url: str, tmp_path: 
     page = run(tmp_path, "report", "plan.json", "--out", "page.html", "--quiet")
     assert page.returncode == 0, page.stderr
     html = (tmp_path / "page.html").read_text()
-    assert "Records that serve each term of the step" in html
+    assert "Records behind each term of the step" in html
     assert ("node7" in html) is ("://" not in url)  # no server is asked that nobody named
 
 

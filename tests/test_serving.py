@@ -78,7 +78,7 @@ def test_layers_of_another_number_of_chunks_are_spread_anew() -> None:
     [
         ("tp", "3", "tp 3 x pp 4 does not divide the 16 devices"),
         ("tp", "many", "tp=many: must be a whole number"),
-        ("vp", "99", "megatron-core does not admit the plan: pp 4 x vp 99 chunks exceed the 32 layers"),
+        ("vp", "99", "megatron-core does not support the plan: pp 4 x vp 99 chunks exceed the 32 layers"),
         ("sharding", "zero9", "must be one of none, zero1, zero2, zero3"),
         ("nodes", "0", "nodes 0: must be at least 1"),
         ("nodes", "9M", "nodes 9,437,184: must be at most"),
@@ -162,7 +162,7 @@ def test_changes_come_back_as_sections(server: PageServer) -> None:
     }
     for name, part in answer["parts"].items():
         assert f'id="{name}"' in part
-    assert "a step" in answer["status"]
+    assert "per step" in answer["status"]
 
 
 def test_a_saved_page_asks_nobody(server: PageServer) -> None:
@@ -239,7 +239,7 @@ def test_serve_writes_no_file_and_takes_equal_nodes(plan: Path, tmp_path: Path) 
     assert done.returncode == 1
     assert "--out" in done.stderr
     mixed = autoplan.search_mixed("llama3-8b", cluster="h100-sxm:1x8+a100-sxm:1x8", global_batch=64, seq_len=4096)
-    with pytest.raises(AutoplanError, match="plans of equal nodes"):
+    with pytest.raises(AutoplanError, match="a plan of equal nodes"):
         PageServer(mixed)
 
 

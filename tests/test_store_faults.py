@@ -229,7 +229,7 @@ def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
     path.write_text("not a database, but long enough to look like one\n" * 100)
     before = path.read_bytes()
     for writable in (True, False):
-        with pytest.raises(StoreError, match="is no SQLite database, or damaged") as error:
+        with pytest.raises(StoreError, match="is not a SQLite database, or damaged") as error:
             open_store(str(path), writable=writable)
     line(error)
     assert path.read_bytes() == before

@@ -229,7 +229,7 @@ def test_nothing_fits_says_how_much_is_missing_and_where_it_would() -> None:
 
 def test_fixed_values_that_leave_no_room_are_named() -> None:
     problem, space = make(DENSE, fix=("tp=1", "pp=1", "sharding=none"))
-    with pytest.raises(NoPlanError, match=r"on this size it fits without --fix tp=1 or .*without --fix sharding=none"):
+    with pytest.raises(NoPlanError, match=r"it fits on this size without --fix tp=1 or .*without --fix sharding=none"):
         check_result(problem, space, search(problem, space))
 
 
@@ -275,7 +275,7 @@ def test_a_size_where_it_fits_is_found_though_micro_batches_of_1_are_forbidden()
         ("h100-sxm:2x8", (64,), ("sharding=zero3", "pp=2"), "needs pp 1"),
         ("h100-sxm:2x8", (64,), ("micro_batch=5",), "relax"),
         # All that the batch would admit is tp 7, which no head count does: not tp is to be changed, but the batch.
-        ("h100-sxm:13x7", (32,), (), "the nearest usable are 26, 28, 35, 39"),
+        ("h100-sxm:13x7", (32,), (), "the nearest usable ones are 26, 28, 35, 39"),
     ],
 )
 def test_an_empty_space_is_explained(cluster: str, batches: tuple[int, ...], fix: tuple[str, ...], says: str) -> None:
@@ -292,7 +292,7 @@ def test_an_empty_space_is_explained(cluster: str, batches: tuple[int, ...], fix
 @pytest.mark.parametrize(("cluster", "asked"), [("h100-sxm:64x8", 7), ("h100-sxm:13x7", 32)])
 def test_nearest_batches_are_usable(cluster: str, asked: int) -> None:
     _, space = make(DENSE, cluster, batches=(asked,))
-    nearest = [int(word) for word in why_empty(space).split("usable are ")[1].split(", ")]
+    nearest = [int(word) for word in why_empty(space).split("usable ones are ")[1].split(", ")]
     for batch in nearest:
         problem, usable = make(DENSE, cluster, batches=(batch,))
         assert search(problem, usable).ranked

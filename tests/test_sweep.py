@@ -63,7 +63,7 @@ def test_what_a_smaller_allocation_cannot_show_is_told() -> None:
     assert extrapolations(rack, load_cluster("gb200-nvl72:4x72")) == [
         "groups over several nodes are not measured on one: they keep the reference"
     ]
-    assert "it learns nothing here" in extrapolations(hello, load_cluster("b200:2x4"))[0]
+    assert "nothing here applies to it" in extrapolations(hello, load_cluster("b200:2x4"))[0]
 
 
 pytest.importorskip("torch")
@@ -179,7 +179,7 @@ def test_ranks_that_are_lost_again_and_again_end_the_sweep(tmp_path: Path, monke
     with Crew(JOB, None, 2, faulty_ranks.prepare) as crew:
         hello = crew.start()
         assert hello is not None
-        with pytest.raises(CrewError, match="stored as failed: run the same command again for the rest"):
+        with pytest.raises(CrewError, match="stored as failed; run the same command again for the rest"):
             run(crew, hello, store, planned, budget_s=1e9, progress=Progress(total=len(planned)))
     # The first and a restart, both alike but for their moments.
     lost = list(store.records())

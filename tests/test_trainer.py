@@ -41,7 +41,7 @@ def test_what_would_not_run_or_not_be_priced_is_refused(plan: ParallelPlan, says
 
 
 def test_what_the_transformer_is_not_is_refused() -> None:
-    with pytest.raises(InputError, match="does not know layers of unlike blocks"):
+    with pytest.raises(InputError, match="does not support different kinds of layers"):
         check_task(task(plan_of(dp_shard=2), replace(DENSE, layer_pattern="*-*-")))
     with pytest.raises(InputError, match="one token a byte"):
         check_task(task(plan_of(dp_shard=2), replace(DENSE, vocab_size=128)))

@@ -479,7 +479,7 @@ def test_every_way_to_end_is_a_result_with_its_reason_and_the_study_goes_on(
         results,
         [
             "", "CUDA out of memory", "not valid JSON", "No space left on device", "ended by signal 9",
-            "the log says no step time", "no job of that number", "--limit", "its first 4 times", "",
+            "the log contains no step time", "no job of that number", "--limit", "its first 4 times", "",
         ],
         strict=True,
     ):  # fmt: skip
@@ -490,7 +490,7 @@ def test_every_way_to_end_is_a_result_with_its_reason_and_the_study_goes_on(
     assert results[0].step_s == pytest.approx(best_s)
     assert results[0].spread > RUN_SPREAD
     assert "trials" in ended
-    assert sum("left that may be faster" in line for line in lines) == 10
+    assert sum("left that could be faster" in line for line in lines) == 10
 
 
 def test_what_cannot_be_started_is_recorded_and_budgets_are_kept(
@@ -501,7 +501,7 @@ def test_what_cannot_be_started_is_recorded_and_budgets_are_kept(
             raise InputError(f"{folder}: cannot be written: No space left on device")
 
     ended, trials, _ = trials_of(tmp_path, problem, plans, Full(lambda number, folder: ENDED), Budget(trials=9))
-    assert ended.startswith("trials fail alike")
+    assert ended.startswith("all trials fail in the same way")
     assert len(trials) == 3
     assert all(trial.result and "No space left on device" in trial.result.reason for trial in trials)
 
@@ -671,7 +671,7 @@ def test_a_killed_program_leaves_its_trial_running_and_the_next_one_follows_it(t
     first.wait()
     done = run(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
-    assert "trial 0 is followed again" in done.stderr
+    assert "following trial 0 again" in done.stderr
     assert "trial 0: " in done.stdout or "measured" in done.stdout
     assert not (tmp_path / "tune" / "0001").exists()
     assert log.read_bytes().count(b"iteration 1/") == 1
@@ -708,7 +708,7 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         (("--trials", "0"), "--trials 0: must be 1 or more"),
         (("--gpu-hours", "nan"), "--gpu-hours 'nan': write a number above 0"),
         (("--gpu-hours", ""), "--gpu-hours '': write a number above 0"),
-        (("--framework", "megatron-core"), "say what runs them with --command"),
+        (("--framework", "megatron-core"), "name your own program with --command"),
         (("--command",), "--command and PROGRAM go together"),
     ):
         done = tuned(tmp_path, *more)

@@ -66,7 +66,7 @@ def test_ranks_of_unlike_replicas_stand_together(problem: MixedProblem) -> None:
     ("kinds", "says"),
     [
         ((replicas(4, 9, (0, 2, 12)), replicas(8, 4, (1, 2, 12))), "its replicas take 4 and 9 micro-batches"),
-        ((replicas(1, 8, (0, 4, 5), (0, 4, 7)), replicas(2, 8, (1, 4, 6), (1, 4, 6))), "cut the layers differently"),
+        ((replicas(1, 8, (0, 4, 5), (0, 4, 7)), replicas(2, 8, (1, 4, 6), (1, 4, 6))), "split the layers differently"),
         ((replicas(4, 8, (1, 4, 5), (0, 2, 7)),), "tensor-parallel degrees 2 and 4"),
         ((replicas(8, 8, (0, 1, 12)), replicas(16, 8, (1, 1, 12), micro_batch=2)), "hold 1 and 2 sequences"),
         ((replicas(2, 8, (1, 2, 5), (0, 2, 7)),), "do not fill nodes of 8 devices of one part each"),

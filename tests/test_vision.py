@@ -195,9 +195,9 @@ def test_what_cannot_be_priced_is_refused(qwen: ModelSpec) -> None:
         make_problem(qwen, cluster="h100-sxm:1x8", seq_len=4096, images=4)
     with pytest.raises(InputError, match="need a model with images"):
         make_problem("llama3-8b", cluster="h100-sxm:1x8", seq_len=4096, images=1)
-    with pytest.raises(InputError, match="lengths that vary are not priced with the images"):
+    with pytest.raises(InputError, match="variable lengths are not priced with the images"):
         make_problem(qwen, cluster="h100-sxm:1x8", seq_len=4096, lengths="1k:3,2k:1")
-    with pytest.raises(InputError, match=r"finetuning\.saved_modules may hold"):
+    with pytest.raises(InputError, match=r"finetuning\.saved_modules may contain"):
         FineTuning(rank=8, saved_modules=("visual",))
 
 

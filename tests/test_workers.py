@@ -219,7 +219,9 @@ def test_a_study_of_another_problem_is_refused(asked: tuple[Problem, Space], tmp
     problem, space = asked
     shared = Shared(url=str(tmp_path / "journal"), name=NAME)
     search(problem, space, shared=shared)
-    with pytest.raises(InputError, match=r"study together is about something else \(problem .*: give another --study"):
+    with pytest.raises(
+        InputError, match=r"study together belongs to another problem \(problem .*: give another --study"
+    ):
         search(replace(problem, reserve_bytes=1.0), space, shared=shared)
     with pytest.raises(InputError, match=r"margin 0\.05, here 0\.1"):
         search(problem, space, shared=shared, margin=0.1)
@@ -269,8 +271,8 @@ def test_a_journal_that_was_cut_goes_on_and_what_is_none_is_left_alone(
     assert search(problem, space, shared=shared).ranked == answer.ranked
     assert search(problem, space, shared=shared).ranked == answer.ranked  # what was written since can be read
     for text, says in (
-        (b"notes of mine", "is no journal"),
-        (b"notes\nof mine\n", "is no journal"),
+        (b"notes of mine", "is not the journal"),
+        (b"notes\nof mine\n", "is not the journal"),
         (whole[:50] + b"\n" + whole, "is damaged"),
     ):
         path.write_bytes(text)

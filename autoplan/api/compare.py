@@ -38,7 +38,7 @@ class CompareResult(Result):
         planned = [(row.outcome.best, row) for row in self.outcomes if row.outcome.best]
         best, row = max(planned, key=lambda pair: pair[0].figures.tokens_per_s)
         step = format_seconds(best.plan.step_s)
-        return f"{row.cluster}, {best.num_nodes} nodes: {best.plan.plan.describe()}: {step} a step"
+        return f"{row.cluster}, {best.num_nodes} nodes: {best.plan.plan.describe()}: {step} per step"
 
     def table(self) -> Table:
         """Return one row for each cluster and size: times in seconds, energy in joules, None where there is no plan."""

@@ -140,4 +140,4 @@ def _reason(text: str) -> str:
     """Return a reason as it is kept."""
     if reason := cleaned(text).strip():
         return reason
-    raise InputError("the reason is blank: say why, for those who read it later")
+    raise InputError("the reason is empty: give one, for others to read")

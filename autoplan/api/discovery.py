@@ -37,7 +37,7 @@ def local_cluster() -> ClusterSpec:
         description = described(*sighting, is_here=True)
     except InputError as error:
         raise InputError(f"cluster local: {error} to autoplan discover --out FILE, and give that file") from None
-    cores = "no accelerator was found here: the devices of cluster local are CPU cores"
+    cores = "no accelerator was found here: cluster local uses CPU cores as devices"
     remarks = (*((cores,) if description.cluster.device.vendor == "cpu" else ()), *description.warnings)
     for remark in remarks:
         warnings.warn(remark, AutoplanWarning, stacklevel=2)
@@ -87,7 +87,7 @@ def described(
     machine = _machine() if is_here else None
     if machine is None:
         return description
-    remarks = description.remarks | {"machine": "by this the timing database knows such nodes"}
+    remarks = description.remarks | {"machine": "identifies such nodes in the timing database"}
     return replace(description, cluster=replace(description.cluster, machine=machine), remarks=remarks)
 
 

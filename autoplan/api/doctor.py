@@ -163,7 +163,7 @@ def _devices(sys_path: Path) -> Iterator[Check]:
         remedy = "pip install 'autoplan[profile]'" if not _version("nvidia-ml-py") else "see what nvidia-smi says"
         yield Check(part="devices", state="problem", says="a driver of NVIDIA, but no device by NVML", remedy=remedy)
     else:
-        says = "no accelerator on this machine: plans need none, measuring does"
+        says = "no accelerator on this machine: needed to measure, not to plan"
         yield Check(part="devices", state="absent", says=says)
     yield _torch(len(names))
 
@@ -188,7 +188,7 @@ def _torch(num_devices: int) -> Check:
         lines = (getattr(error, "stderr", b"") or b"").decode(errors="replace").strip().splitlines()
         says = f"{_version('torch')}, cannot be imported: {cleaned(lines[-1] if lines else str(error))}"
         return Check(
-            part="torch", state="problem", says=says, remedy="install it anew: pip install --force-reinstall torch"
+            part="torch", state="problem", says=says, remedy="reinstall it: pip install --force-reinstall torch"
         )
     runtime = (
         f"ROCm {answer['hip']}" if answer["hip"] else f"CUDA {answer['cuda']}" if answer["cuda"] else "for CPU alone"
@@ -230,8 +230,8 @@ def _database(url: str | None) -> Check:
         return Check(
             part="database",
             state="absent",
-            says=f"none yet ({default_path()}): steps rest on reference times",
-            remedy="autoplan profile measures into it, autoplan db pull or import fills it",
+            says=f"none yet ({default_path()}): step times are based on reference times",
+            remedy="fill it with autoplan profile, autoplan db pull or autoplan db import",
         )
     try:
         with open_store(url, writable=False) as store:
@@ -250,7 +250,7 @@ def _database(url: str | None) -> Check:
     says = f"{name}, schema {schema}{size}; {summary or 'empty'}"
     stale = [device for device, measured_at in newest.items() if _age_days(measured_at) > STALE_DAYS]
     if stale:
-        remedy = f"{', '.join(stale)}: older than {STALE_DAYS} days, autoplan profile measures anew"
+        remedy = f"{', '.join(stale)}: older than {STALE_DAYS} days: measure again with autoplan profile"
         return Check(part="database", state="ok", says=says, remedy=remedy)
     return Check(part="database", state="ok", says=says)
 
@@ -283,7 +283,9 @@ def _slurm(variables: Mapping[str, str]) -> Check:
 def _frameworks() -> Iterator[Check]:
     versions = {name: version for name, distribution in DISTRIBUTIONS.items() if (version := _version(distribution))}
     says = ", ".join(f"{name} {version}" for name, version in versions.items())
-    yield Check(part="frameworks", state="ok" if versions else "absent", says=says or "none: files for them need none")
+    yield Check(
+        part="frameworks", state="ok" if versions else "absent", says=says or "none: exporting launch files needs none"
+    )
     version = _version("optuna-dashboard")
     yield Check(
         part="live view",

@@ -67,7 +67,7 @@ def estimate(
         if cluster is None:
             raise InputError("estimate --from needs --cluster: name the cluster that the file runs on")
         if isinstance(model, PlanResult):
-            raise InputError("a plan and a launch file are given: leave one of them out")
+            raise InputError("both a plan and a launch file are given: leave one of them out")
         started = start_from(
             launch_file,
             load_cluster(cluster),
@@ -80,7 +80,7 @@ def estimate(
         )
         problem, chosen_plan = started.problem(), started.plan
     elif variables or target:
-        raise InputError("--set and --as are about a launch file: give --from FILE")
+        raise InputError("--set and --as need a launch file: give --from FILE")
     elif saved := _saved(model, None if timings else options.get("db")):
         problem, chosen_plan = saved.problem, saved.plan
         if timings:
@@ -167,7 +167,7 @@ def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
         switches_of_nodes(problem.cluster, plan.placement)  # which refuses other nodes than those of the cluster
     rules = book_of(problem.framework).rules
     if faults := broken(rules, problem.workload, plan):
-        raise NoPlanError(f"{problem.framework.name} does not admit the plan: {faults[0]}")
+        raise NoPlanError(f"{problem.framework.name} does not support the plan: {faults[0]}")
     return rules
 
 

@@ -129,13 +129,12 @@ def _startable(
         except AutoplanError:  # such as timings that cannot be read here
             near = None
         if near is None:
-            tried = "; no legal plan that fits and is near to it was found that it can" if or_nearest else ""
+            tried = "; no legal plan near it that fits was found that it can express" if or_nearest else ""
             raise InputError(f"{error}{tried}") from None
         if not or_nearest:
             raise InputError(f"{error}; or pass --nearest: {_difference(file.best, near)}") from None
         warning = (
-            f"{' '.join(str(error).split())}; the nearest plan that it can start is written: "
-            f"{_difference(file.best, near)}"
+            f"{' '.join(str(error).split())}; wrote the nearest plan that it can start: {_difference(file.best, near)}"
         )
         return replace(file, best=near.plan), (warning,)
     return file, ()
@@ -157,7 +156,7 @@ def _difference(best: RankedPlan, near: Near) -> str:
     """Return what changes, and what that costs."""
     changes = ", ".join(f"{LABELS.get(axis, axis)} {value} instead of {old}" for axis, value, old in near.changes)
     ratio = near.plan.step_s / best.step_s - 1.0
-    step = f"{format_seconds(near.plan.step_s)} a step instead of {format_seconds(best.step_s)}"
+    step = f"{format_seconds(near.plan.step_s)} per step instead of {format_seconds(best.step_s)}"
     return f"{changes}; {step}, {format_percent(abs(ratio))} {'slower' if ratio >= 0 else 'faster'}"
 
 

@@ -36,7 +36,7 @@ class HealthOptions:
     cluster: str | None = None  # whose nodes these are
     ranks: int = 0  # to start here; 0: one for each device
     allowance: str = "3s"  # for one measurement to settle
-    limit: str = "2m"  # after which a rank is taken to hang
+    limit: str = "2m"  # after which a rank counts as hung
     out: Path | None = None  # file to write the cluster to, with what is slow as its faults
     force: bool = False  # replace that file
 
@@ -51,7 +51,7 @@ def check_health(
     """
     place, num_ranks = place_with(options.ranks)
     if options.out is not None and options.cluster is None:
-        raise InputError("--out writes the cluster with what is slow: say which with --cluster")
+        raise InputError("--out writes the cluster with its slow parts: give it with --cluster")
     if options.out is not None:
         check_target(options.out, force=options.force)
     cluster = load_cluster(options.cluster) if options.cluster else None

@@ -20,7 +20,7 @@ from autoplan.readers.model import load_model, preset_models
 def known(kind: str) -> Table:
     """Return names and words of "models", "clusters", "devices", "frameworks" or "targets"; InputError for others."""
     if kind not in KINDS:
-        raise InputError(f"nothing is listed by the name of {kind!r}: known are {', '.join(KINDS)}")
+        raise InputError(f"unknown kind {kind!r}: known are {', '.join(KINDS)}")
     return Table.of(KINDS[kind]())
 
 
@@ -28,7 +28,7 @@ def template(kind: str) -> str:
     """Return a commented file of a "cluster", a "device" or a "model" that loads as it is; InputError for others."""
     templates = shipped("templates")
     if kind not in templates:
-        raise InputError(f"there is no file of a {kind!r} to begin with: known are {', '.join(templates)}")
+        raise InputError(f"no template for {kind!r}: known are {', '.join(templates)}")
     return read_text(templates[kind])
 
 

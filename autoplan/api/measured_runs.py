@@ -189,7 +189,7 @@ def calibrate(runs: str | Path) -> CalibrateResult:
     if len(measured) < LEAST_RUNS:
         raise InputError(f"{path}: {len(measured)} finished runs that can be priced, a calibration needs {LEAST_RUNS}")
     if len(kinds) > 1:
-        raise InputError(f"{path}: runs of {' and of '.join(sorted(kinds))}: give each of them a table of its own")
+        raise InputError(f"{path}: runs of {' and of '.join(sorted(kinds))}: give each its own table")
     fitted = fitted_to(measured, name=f"{path.stem}: {min(kinds)}")
     return CalibrateResult(
         calibration=fitted.calibration,
@@ -292,7 +292,7 @@ def _problem_of(cluster: ClusterSpec, past: PastRun) -> Problem:
     if launch.plan.num_devices > cluster.num_devices:
         raise InputError(
             f"{past.launch_file.name} starts {launch.plan.num_devices} devices, {cluster.name!r} has "
-            f"{cluster.num_devices}: name the cluster on which it ran with its whole size"
+            f"{cluster.num_devices}: give the cluster on which it ran with its full size"
         )
     return Problem(
         model=launch.model,

@@ -41,7 +41,7 @@ class OpenRanking:
     def __init__(self, path: Path, url: str | None, modes: tuple[Mode, ...]) -> None:
         self.file: PlanFile = load_plan_file(path)
         if not self.file.alternatives:
-            raise InputError(f"{path} holds one plan, and nothing that could win instead: give what search wrote")
+            raise InputError(f"{path} contains one plan and no alternatives: pass the output of autoplan search")
         self._url, self._modes = url, modes
 
     @property

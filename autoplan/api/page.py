@@ -82,7 +82,7 @@ def _mixed_content(result: MixedPlanResult, path: Path) -> MixedContent:
     """Return what the page of a plan of a mixed cluster shows."""
     file, problem, missing, start = result.file, result.problem, dict[str, str](), list[Step]()
     try:
-        purpose = "Write the files that start this plan"
+        purpose = "Write the launch files of this plan"
         start.append(Step(purpose=purpose, command=start_of(file, path)))
     except AutoplanError as error:
         missing["start"] = str(error)
@@ -134,7 +134,7 @@ def _content(result: PricedPlans, path: Path, progress: Callable[[int, int | Non
 def _space(file: PlanFile, problem: Problem) -> Space:
     """The space that was searched, or the same on another number of nodes."""
     if file.space is None:
-        raise InputError("the plan file holds one plan that was priced, not the answer of a search")
+        raise InputError("the plan file contains one priced plan, not the result of a search")
     return with_options_of(space_of(problem, file.space), file.best.plan)
 
 
@@ -156,7 +156,7 @@ def _sensitivity(file: PlanFile, problem: Problem) -> Sensitivity:
     if file.choice and file.choice.sensitivity:
         return file.choice.sensitivity
     if file.run:
-        raise InputError("what the answer hangs on is worked out for the fastest step of one cluster")
+        raise InputError("the sensitivity is computed only for the fastest step on one cluster")
     space = _space(file, problem)
     return sensitivity(problem, space, _result(file, problem, space), MARGIN)
 
@@ -177,12 +177,12 @@ def _result(file: PlanFile, problem: Problem, space: Space) -> SearchResult:
 
 def _start(file: PlanFile, path: Path) -> tuple[Step, ...]:
     """Commands that write what starts the plan, and put a run beside the prediction."""
-    write = "Write the files that start this plan"
+    write = "Write the launch files of this plan"
     run = f"autoplan run {shlex.quote(str(path))} --steps 20 --log run.log --command -- bash launch/launch.sh"
     return (
         Step(purpose=f"{write} with torchrun", command=start_of(file, path, "torchrun")),
         Step(purpose=f"{write} on Slurm", command=start_of(file, path, "slurm")),
-        Step(purpose="Start them, and put the step times of the log beside the prediction", command=run),
+        Step(purpose="Start them, and compare the step times in the log with the prediction", command=run),
     )
 
 
@@ -196,16 +196,16 @@ def _refine(file: PlanFile, path: Path) -> Iterator[Step]:
     )
     if file.certificate and not file.timings and file.command.startswith("autoplan search "):
         force = "" if "--force" in file.command else " --force"
-        yield Step(purpose="Search again with what was measured", command=f"{file.command} --timings db{force}")
+        yield Step(purpose="Search again with the measurements", command=f"{file.command} --timings db{force}")
     plan = shlex.quote(str(path))
-    yield Step(purpose="See which changes of the plan would free memory", command=f"autoplan estimate {plan} --memory")
+    yield Step(purpose="See which changes free memory", command=f"autoplan estimate {plan} --memory")
     yield from _look(path)
 
 
 def _look(path: Path) -> Iterator[Step]:
     """Commands that tell more of the plan."""
     plan = shlex.quote(str(path))
-    yield Step(purpose="See what binds, and what faster plans would need", command=f"autoplan explain {plan}")
+    yield Step(purpose="See what limits the plan, and what faster plans would need", command=f"autoplan explain {plan}")
     trace = f"autoplan estimate {plan} --trace trace.json"
     yield Step(purpose="Open the step of every rank in Perfetto (ui.perfetto.dev)", command=trace)
 

@@ -59,7 +59,9 @@ def load_plan_file(path: Path) -> PlanFile:
     table = read_table(path)
     if "schema_version" not in table:
         remedy = (
-            "plans of mixed clusters are not read here" if "mixed_schema_version" in table else "give what search wrote"
+            "plans of mixed clusters are not read here"
+            if "mixed_schema_version" in table
+            else "pass the output of autoplan search"
         )
         raise InputError(f"{path} is no plan file of a cluster of equal nodes: {remedy}")
     return decode(PlanFile, table, str(path))
@@ -102,8 +104,8 @@ def problem_of(file: PlanFile, url: str | None = None) -> Problem:
     except AutoplanError as error:
         if file.timings != "db" or url is not None:
             raise
-        where = "name the database that it was made with, by --db or AUTOPLAN_DB"
-        raise InputError(f"the plan rests on measured times, which are not here: {where} ({error})") from None
+        where = "name the database that it was made with: --db or AUTOPLAN_DB"
+        raise InputError(f"the plan is based on measured times that are not here: {where} ({error})") from None
 
 
 def retimed_problem(file: PlanFile, source: str, url: str | None) -> Problem:

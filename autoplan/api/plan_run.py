@@ -56,7 +56,7 @@ def run(
     The built-in trainer runs it, on this node or, under torchrun, srun or mpirun, with one rank for each device; or
     `program`, a command with its arguments, whose log is read.  `steps` are timed after `warmup` ones; with `check`
     one process trains the same first and is compared.  `limit` is the time of a step, or of the program's silence,
-    after which it is taken to hang; `traces` is a folder for what torch's profiler sees of some more steps, by rank.
+    after which it counts as hung; `traces` is a folder for what torch's profiler sees of some more steps, by rank.
     The run is kept in the timing database `db` if that is given; `hand_over` gets the result before.
 
     Returns None on other ranks than the first.  Raises InputError where the plan cannot be run, CrewError where ranks
@@ -103,7 +103,7 @@ def _run_alike(
 
     def keep(measured: RunFile) -> None:
         if keeper and (disturbance := keeper.keep(problem, measured)):
-            follow.say(f"{disturbance}: kept as contaminated, no calibration learns from this run")
+            follow.say(f"{disturbance}: stored as contaminated, so that no calibration uses this run")
 
     return _handed_over(task, predicted, report, hand_over, keep)
 
@@ -159,7 +159,7 @@ def _handed_over(
             keep(measured)
     if report.check is not None and not report.check.holds:
         raise AutoplanError(
-            f"the plan trains something else than one process does: losses differ by {report.check.loss:.2g}, "
+            f"the plan does not train like a single process: losses differ by {report.check.loss:.2g}, "
             f"gradients by {report.check.gradients:.2g}, weights by {report.check.weights:.2g} of their size"
         )
     return measured

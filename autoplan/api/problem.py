@@ -119,7 +119,7 @@ def load_cluster(cluster: str | Path | ClusterSpec | MixedCluster) -> ClusterSpe
     """Return the cluster of equal nodes, as for `load_any_cluster`; InputError for unlike parts, or none."""
     spec = load_any_cluster(cluster)
     if isinstance(spec, MixedCluster):
-        raise InputError(f"{cluster} has unlike parts, for which there is autoplan search only")
+        raise InputError(f"{cluster} is a mixed cluster, which only autoplan search supports")
     return spec
 
 
@@ -208,7 +208,7 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     reserve = options.get("reserve_memory", 0.0)
     reserve_bytes = parse_size(reserve) if isinstance(reserve, str) else reserve
     if options.get("batching") is not None and not table.get("lengths"):
-        raise InputError(f"--batching {options['batching']!r} is about samples of unlike lengths: give --lengths too")
+        raise InputError(f"--batching {options['batching']!r} needs samples of different lengths: give --lengths too")
     loaded = load_model(model)
     if loaded.moe is None and options.get("expert_imbalance") is not None:
         raise InputError(f"--expert-imbalance needs a model with experts, {loaded.name} has none: leave it out")
@@ -274,8 +274,8 @@ def check_framework(framework: Framework) -> None:
     """Refuse a framework whose rules are not written down yet."""
     if framework.rules == "unknown":
         raise UnpricedError(
-            f"which plans {framework.name} admits is not known yet: "
-            "use megatron-core, nemo, torchtitan, nanotron, deepspeed-zero or pytorch-fsdp, or a TOML file of your own"
+            f"which plans {framework.name} supports is not known yet: "
+            "use megatron-core, nemo, torchtitan, nanotron, deepspeed-zero or pytorch-fsdp, or your own TOML file"
         )
 
 
@@ -284,7 +284,7 @@ def check_tp_overlap(framework: Framework) -> None:
     if framework.overlap.tp_overlap_share == 0:
         raise InputError(
             f"{framework.name} does not overlap tensor-parallel traffic (tp_overlap_share is 0): leave tp_overlap out, "
-            "or use --framework nemo or a framework TOML of your own"
+            "or use --framework nemo or your own framework TOML"
         )
 
 

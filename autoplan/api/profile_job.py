@@ -53,7 +53,7 @@ def run_job(job: ProfileJob, show: Callable[[str], None] = lambda text: None) ->
     if job.db is not None and redact_url(job.db) != job.db:
         raise InputError("--db: launch files would show the password: leave it to PGPASSWORD or ~/.pgpass of the job")
     if template.launcher in IN_CONTAINERS and (job.db is None or "://" not in job.db):
-        raise InputError("--db: pods share no file of yours: give the URL of a server, postgresql://user@host/name")
+        raise InputError("--db: pods cannot reach a local file: give the URL of a server, postgresql://user@host/name")
 
     def files(plan_file: PlanFile, name: str) -> tuple[File, ...]:
         return launch_files(plan_file, job_of(plan_file, job), cast("Launcher", template.launcher), job.image, name)
@@ -66,7 +66,7 @@ def run_job(job: ProfileJob, show: Callable[[str], None] = lambda text: None) ->
     request = encode({"plan": load_plan_file(job.plan_file), "options": job.options, "budget": job.budget})
     name = jobs.find(folder)
     if name and (not (folder / ASKED).is_file() or read_text(folder / ASKED) != request):
-        raise InputError(f"{folder} has a job that was asked something else: end it, or name another folder by --work")
+        raise InputError(f"{folder} has a job with other options: end it, or name another folder with --work")
     if not name:
         (folder / LOG).unlink(missing_ok=True)  # of an earlier job
         write_text(folder / PLAN, encode(load_plan_file(job.plan_file)), force=True)

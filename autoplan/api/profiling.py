@@ -53,7 +53,7 @@ class ProfileOptions:
     ranks: int = 0  # to start here; 0: one for each device
     allowance: str = "3s"  # for one measurement to settle
     visits: int = 1
-    limit: str = "2m"  # after which a rank is taken to hang
+    limit: str = "2m"  # after which a rank counts as hung
 
 
 @dataclass(slots=True, kw_only=True)

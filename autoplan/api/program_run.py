@@ -66,7 +66,7 @@ def run_command(
     """
     place = place_from(os.environ)
     if place and place.num_ranks > 1:
-        raise InputError(f"--command starts the job itself: run it once, not as every rank of {place.launcher}")
+        raise InputError(f"--command starts the job itself: run it once, not on every rank of {place.launcher}")
     batch = Batch(num_sequences=plan.global_batch, seq_len=problem.training.seq_len, num_devices=plan.num_devices)
     reader, words = LogReader(batch, warmup=warmup), LogEnd()
     has_said = False

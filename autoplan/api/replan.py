@@ -46,7 +46,7 @@ class ReplanResult(Result):
         summary = self.summary
         step = format_seconds(summary.after.step_s)
         return (
-            f"{summary.after.plan.describe()}: {step} a step on {summary.nodes_used} of {summary.nodes_left} nodes, "
+            f"{summary.after.plan.describe()}: {step} per step on {summary.nodes_used} of {summary.nodes_left} nodes, "
             f"{100 * summary.kept_share:.1f} % of the tokens a second of {summary.nodes_before}"
         )
 
@@ -133,18 +133,18 @@ def replan(
 def _remaining_nodes(cluster: ClusterSpec, nodes: int | None, without: tuple[str, ...]) -> ClusterSpec:
     if (nodes is None) == (not without):
         way_out = "leave one of them out" if without else "give one of them"
-        raise InputError(f"--nodes says how many nodes are left, --without which are gone: {way_out}")
+        raise InputError(f"--nodes says how many nodes are left, --without which ones are lost: {way_out}")
     if nodes is not None:
         if not 1 <= nodes < cluster.num_nodes:
             raise InputError(
-                f"--nodes {nodes}: the plan runs on {cluster.num_nodes}, of which fewer have to be left, and at least 1"
+                f"--nodes {nodes}: the plan runs on {cluster.num_nodes}: must be from 1 to {cluster.num_nodes - 1}"
             )
         if cluster.nodes:
-            raise InputError(f"{cluster.name} names its nodes: say which are gone, by --without")
+            raise InputError(f"{cluster.name} names its nodes: list the lost ones with --without")
         return replace(cluster, num_nodes=nodes)
     host_names = [name for group in cluster.nodes for name in group.names]
     if not host_names:
-        raise InputError(f"{cluster.name} does not name its nodes: give the number of those that are left, by --nodes")
+        raise InputError(f"{cluster.name} does not name its nodes: give the number of nodes left with --nodes")
     if unknown := [name for name in without if name not in host_names]:
         raise InputError(f"--without {unknown[0]}: {cluster.name} has no such node ({', '.join(host_names[:8])}, ...)")
     if len(set(without)) == len(host_names):

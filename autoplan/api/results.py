@@ -137,7 +137,7 @@ class PricedPlans(FileResult[PlanFile]):
         """The best plan and what it takes, in one line."""
         best = self.best
         return (
-            f"{best.plan.describe()}: {format_seconds(best.step_s)} a step "
+            f"{best.plan.describe()}: {format_seconds(best.step_s)} per step "
             f"({format_seconds(best.low_s)} to {format_seconds(best.high_s)}), {format_percent(best.mfu)} MFU, "
             f"{format_bytes(best.memory_bytes)} of memory, {best.verdict}"
         )
@@ -189,7 +189,7 @@ class MixedPlanResult(FileResult[MixedPlanFile]):
     def headline(self) -> str:
         """The best plan and what it takes, in one line."""
         best = self.best
-        return f"{self._described(best)}: {format_seconds(best.step_s)} a step, {best.verdict}"
+        return f"{self._described(best)}: {format_seconds(best.step_s)} per step, {best.verdict}"
 
     def _described(self, cost: MixedCost) -> str:
         from autoplan.report.mixed_search import describe  # brings rich

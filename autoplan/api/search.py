@@ -115,11 +115,11 @@ def search(
     cluster_spec, started = load_cluster(cluster), None
     if launch_file is not None:
         if run or quantile is not None:
-            raise InputError("--from is about the fastest step of equal nodes: leave objectives, runs and --robust out")
+            raise InputError("--from finds the fastest step on equal nodes: leave objectives, runs and --robust out")
         stated: dict[str, Any] = {"model": model, "seq_len": seq_len, "global_batch": global_batch}
         started, problem = _started(launch_file, cluster_spec, problem_options, variables, target, stated)
     elif variables or target:
-        raise InputError("--set and --as are about a launch file: give --from FILE")
+        raise InputError("--set and --as need a launch file: give --from FILE")
     elif model is None or global_batch is None or seq_len is None:
         raise InputError("give model, global_batch and seq_len, or a launch_file that has them")
     else:
@@ -197,9 +197,7 @@ class _Question:
 
 def _best_run(question: _Question, run: RunOptions) -> PlanResult:
     if question.quantile is not None or question.why:
-        raise InputError(
-            f"{'--why' if question.why else '--robust'} is about step times: leave objectives and runs out"
-        )
+        raise InputError(f"{'--why' if question.why else '--robust'} is for step times: leave objectives and runs out")
     if question.sampling is not None:
         name = question.sampling.name
         raise InputError(f"--sampler {name} is for step times on one cluster: leave objectives and runs out")
@@ -258,7 +256,7 @@ class _Sharing:
         if self.storage:
             yield Shared(url=self.storage, name=self.study)
         elif self.study:
-            raise InputError(f"--study {self.study} needs --storage: say where it is kept")
+            raise InputError(f"--study {self.study} needs --storage: say where it is stored")
         elif self.workers == 1:
             yield None
         else:
@@ -271,23 +269,23 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
         job_of(file, file.space.to)  # which says what it cannot express of the model
     plan, warnings = file.best.plan, []
     if problem.model.left_out:
-        warnings.append(f"{problem.model.name} is planned without {problem.model.left_out} of its config.json")
+        warnings.append(f"{problem.model.name} is planned without the {problem.model.left_out} in its config.json")
     encoder = problem.model.encoder
     if problem.model.cross_attention and encoder and not encoder.patches:
         warnings.append(
-            f"the encoder of {problem.model.name} is taken to read as many tokens of a sample as its decoder, "
+            f"the encoder of {problem.model.name} is assumed to read as many tokens per sample as its decoder, "
             f"{problem.encoder_len:,}: --encoder-len says another number"
         )
     elif encoder and not problem.model.cross_attention:
         count = f"{encoder.images} x {encoder.image_tokens:,} tokens of images or sound"
-        warnings.append(f"a sample of {problem.model.name} has {count}: --images and --image-tokens say another number")
+        warnings.append(f"a sample of {problem.model.name} has {count}: --images and --image-tokens set another number")
     if file.best.verdict != "fits":
         risk = f"{100 * file.best.oom_probability:.0f} %"
-        warnings.append(f"no plan fits safely; this one has a risk of {risk} of running out of memory")
+        warnings.append(f"no plan fits safely: the OOM risk of this one is {risk}")
     device = problem.cluster.device
     if device.rate_spread and device.vendor != "cpu" and not problem.timings.has_kernels:
         warnings.append(
-            f"no training run on {device.name} was measured: the interval allows for {100 * device.rate_spread:.0f} % "
+            f"no run on {device.name} was measured, so the interval allows for {100 * device.rate_spread:.0f} % "
             "in its rates; autoplan profile measures them"
         )
     if problem.link_spread >= UNLIKE_LINKS:
@@ -300,7 +298,7 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
     if plan.offload != "none":
         states = "all states" if plan.offload == "parameters" else f"{plan.offload} states"
         warnings.append(
-            f"{states} on the CPU take {format_bytes(host)} of the memory of every host, which is taken "
+            f"{states} on the CPU take {format_bytes(host)} of the memory of every host, assumed "
             f"to have {format_bytes(total)}: if yours has less, say memory_gib under [host] in a file of your cluster "
             "(autoplan new cluster), or pass --forbid offload"
         )

@@ -40,7 +40,7 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, result: PlanResult | MixedPlanResult) -> None:
         if isinstance(result, MixedPlanResult):
-            raise InputError("--serve takes plans of equal nodes: leave it out, which writes the page as a file")
+            raise InputError("--serve needs a plan of equal nodes: leave it out to write the page as a file")
         self.start, self.word = result, secrets.token_urlsafe(16)
         self.page = live_page(result)
         super().__init__((LOOPBACK, 0), _Handler)

@@ -45,7 +45,7 @@ class FoundTimings:
 def with_timings(problem: Problem, source: str, url: str | None = None) -> Problem:
     """Return the problem with the times that `source` holds of its device: one of `TIMINGS`, "db" at `url`."""
     if source not in TIMINGS:
-        raise InputError(f"no timings are known as {source!r}: use {' or '.join(TIMINGS)}")
+        raise InputError(f"unknown timings {source!r}: use {' or '.join(TIMINGS)}")
     is_stored = source == "db"
     usable = usable_timings(problem, url) if is_stored else FoundTimings(measurements=_published(problem))
     if not usable.measurements:
@@ -85,7 +85,7 @@ def pinned_problem(problem: Problem, source: str, pinned: PinnedTimings, url: st
         return replace(problem, timings=pinned.table(problem.cluster.device.name))
     problem = with_timings(problem, source, url)
     if problem.timings.digest != pinned.digest:
-        text = f"the tables of {source} are not those that the plan was priced with: it is priced with those of today"
+        text = f"the tables of {source} are not those that the plan was priced with: it is priced with the current ones"
         warnings.warn(text, StoreWarning, stacklevel=2)
     return problem
 
@@ -103,8 +103,8 @@ def _moved(problem: Problem, pinned: PinnedTimings, url: str | None) -> str:
     if today.digest == pinned.digest:
         return ""
     return (
-        f"{today.origin.database} holds other times than the plan rests on: {_differences(pinned, today)}; the plan "
-        "keeps its own, `autoplan estimate PLAN --timings db` prices it with those of today"
+        f"{today.origin.database} has other timings than the plan: {_differences(pinned, today)}; the plan keeps its "
+        "own, `autoplan estimate PLAN --timings db` uses the current ones"
     )
 
 
@@ -190,7 +190,7 @@ def _warn_of_hosts(apart: list[HostsApart]) -> None:
     slow, fast = (name or "a host without a name" for name in (worst.slow, worst.fast))
     text = (
         f"hosts differ in {len(apart):,} shapes that were measured: {worst.what} takes {100 * (worst.ratio - 1):.0f} % "
-        f"longer on {slow} than on {fast}; the middle host counts, of two the slower"
+        f"longer on {slow} than on {fast}; the median host counts, of two the slower"
     )
     warnings.warn(text, StoreWarning, stacklevel=4)
 
@@ -204,7 +204,7 @@ def opened_store(url: str | None, *, writable: bool, creates: bool = True) -> It
         yield store
         if store.num_unread:
             text = (
-                f"rows of {store.name} that this version does not understand, and passes over: {store.num_unread:,}; "
+                f"rows of {store.name} that this version does not understand were skipped: {store.num_unread:,}; "
                 "`autoplan db check` lists them"
             )
             warnings.warn(text, StoreWarning, stacklevel=3)

@@ -110,12 +110,10 @@ _ACTIVITY_OF: dict[str, Activity] = {
     **dict.fromkeys(_WAITS, "collectives"),
 }
 _ADVICE = {
-    _WAITS: "see links and overlap as described to the planner, and whether ranks wait for a slow one",
-    _HOST: "see data loading, launches (compiled code, CUDA graphs), and what the profiler itself costs",
+    _WAITS: "check the links and overlap in the cluster and framework files, and whether ranks wait for a slow one",
+    _HOST: "check data loading, launches (compiled code, CUDA graphs) and the overhead of the profiler",
 }
-_OF_KERNELS = (
-    "measure the kernels that ran (`autoplan profile --for PLAN`), or see whether precision and kernels are alike"
-)
+_OF_KERNELS = "measure the kernels that ran (`autoplan profile --for PLAN`), or check that precision and kernels match"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +194,7 @@ def read_traces(paths: Sequence[str | Path], *, plan: str | Path | None = None, 
     for first, second in itertools.pairwise(ranks):
         if first.rank is not None and first.rank == second.rank:
             raise InputError(
-                f"{first.file} and {second.file}: both of the same rank, {first.rank}: name one run's traces"
+                f"{first.file} and {second.file}: both are of the same rank, {first.rank}: name one run's traces"
             )
     remarks = _remarks(ranks)
     worlds = {rank.world_size for rank in ranks if rank.world_size}
@@ -205,7 +203,7 @@ def read_traces(paths: Sequence[str | Path], *, plan: str | Path | None = None, 
             f"traces are of runs with {' and '.join(map(str, sorted(worlds)))} ranks: name those of one run"
         )
     if worlds and (missing := max(worlds) - len(ranks)) > 0:
-        remarks.append(f"{missing} of {max(worlds)} ranks have no trace here: the mean is of the others")
+        remarks.append(f"{missing} of {max(worlds)} ranks have no trace here: the mean is over the others")
     if plan is None:
         return TraceResult(ranks=tuple(ranks), remarks=tuple(remarks))
     file, problem = plan_to_run(Path(plan), db)
@@ -256,7 +254,7 @@ def _remarks(ranks: Sequence[RankTrace]) -> list[str]:
     remarks = []
     if unmarked := [rank.file for rank in ranks if not rank.is_marked]:
         remarks.append(
-            f"{unmarked[0]}{_and_more(unmarked)}: no steps are marked, the whole trace counts as one: "
+            f"{unmarked[0]}{_and_more(unmarked)}: no steps are marked, so the whole trace counts as one: "
             "call step() of the profiler"
         )
     covered = [(rank.step_s / rank.marked_step_s, rank.file) for rank in ranks if rank.is_marked and rank.marked_step_s]

@@ -88,7 +88,7 @@ def resized(problem: Problem, num_nodes: int) -> Problem:
         return problem
     if cluster.nodes or cluster.faults:
         raise InputError(
-            f"{cluster.name} lists its nodes or their faults, so that {num_nodes} nodes of it can be any of them: "
+            f"{cluster.name} lists its nodes or their faults, so which {num_nodes} of them to use is unknown: "
             f"give --nodes {cluster.num_nodes}, or a cluster file for each size"
         )
     return replace(problem, cluster=replace(cluster, num_nodes=num_nodes))

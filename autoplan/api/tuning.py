@@ -52,7 +52,7 @@ class TuneOptions(ProblemOptions, total=False):
     template: str | None  # of a scheduler whose jobs the trials are: slurm, kubernetes, or a TOML file
     to: str  # with a template, what trains, as for `export`: the built-in "autoplan"
     image: str | None  # of the containers, on Kubernetes
-    limit: str  # time of a trial after which it is taken to hang: "15m"
+    limit: str  # time of a trial after which it counts as hung: "15m"
     work: str | Path  # folder of the trials and the study: "tune"
     storage: str | None  # of the study, where it is not in the folder: a path or a URL
     study: str | None  # its name; None: from what is tuned
@@ -70,7 +70,7 @@ class TuneResult:
     def best(self) -> ParallelPlan:
         """Return the fastest plan that ran; NoPlanError where none did."""
         if self.report.best is None:
-            raise NoPlanError(f"no trial has finished: {self.report.ended}")
+            raise NoPlanError(f"no trial finished: {self.report.ended}")
         return self.report.best.plan
 
 
@@ -88,7 +88,7 @@ def tune(
 
     `model` is as for `search`, with `cluster`, `global_batch` and `seq_len`, or a plan file, whose plans are tried.
     Trials run on this machine by the built-in trainer or by `program`, or as the jobs of a scheduler's `template`.
-    They end when no plan is left that may be faster, after so many `trials`, or when the time `budget` or `gpu_hours`
+    They end when no plan is left that could be faster, after so many `trials`, or when the time `budget` or `gpu_hours`
     are spent; the same call goes on in the folder `work`.  `progress` hears of the search, `show` of every trial.
 
     Raises InputError where something that was given cannot be used, and NoPlanError where no plan can be started.
@@ -205,7 +205,7 @@ class PreparedTuning:
             try:
                 ended = trials.run()
             except KeyboardInterrupt:
-                is_interrupted, ended = True, "interrupted; the same call goes on from here"
+                is_interrupted, ended = True, "interrupted; the same command continues from here"
             if self.runner.keeper:
                 self.runner.keeper.keep_trials(candidates.problem, tuning)
             # The study cannot be asked once its storage is closed.
@@ -293,8 +293,8 @@ def _trainable(candidates: Candidates) -> Candidates:
     problem, plans = candidates.problem, candidates.plans
     if problem.framework.name != FRAMEWORK:
         raise InputError(
-            f"the plans are for {problem.framework.name}, trials of the built-in trainer are for {FRAMEWORK}: "
-            "say what runs them with --command -- PROGRAM ARG..."
+            f"the plans are for {problem.framework.name}, the built-in trainer needs {FRAMEWORK}: "
+            "name your own program with --command -- PROGRAM ARG..."
         )
     check_model(problem.model)
     check_training(problem.training)
@@ -344,9 +344,9 @@ class TrialOptions:
             if number < 1:
                 raise InputError(f"{flag} {number}: must be 1 or more")
         if self.template and self.program:
-            raise InputError("--command runs on this machine: what submit of --template starts is written there")
+            raise InputError("--command runs on this machine: with --template, the template says what to start")
         if not self.template and (self.to != "autoplan" or self.image):
-            raise InputError("--to and --image are of the jobs of a --template")
+            raise InputError("--to and --image need a --template")
         if self.parallel > 1 and not self.template:
             raise InputError("--parallel: trials on this machine share its devices and would slow each other down")
 

@@ -40,7 +40,7 @@ def node_ranges(problem: MixedProblem, file: MixedPlanFile, to: str) -> tuple[No
         started = started_plan(problem, cost.plan, unequal_batches=target.unequal_batches)
     except InputError as error:
         raise InputError(
-            f"{target.title} does not start the plan: {error}; search with --to {to} for the fastest that it does"
+            f"{target.title} cannot start the plan: {error}; search with --to {to} for the fastest plan that it can"
         ) from None
     parts = problem.cluster.parts
     used = tuple(dict.fromkeys(started.node_parts))

@@ -24,8 +24,8 @@ from autoplan.spec.problem import Problem
 # Beside the axes of a plan: what it is for.
 SIZES = {
     "nodes": ("nodes", "Nodes of the cluster."),
-    "global_batch": ("global batch", "Sequences in a step."),
-    "seq_len": ("sequence length", "Tokens in a sequence."),
+    "global_batch": ("global batch", "Sequences per step."),
+    "seq_len": ("sequence length", "Tokens per sequence."),
 }
 FIRST_CHOICES = ("sharding", "recompute", "schedule")  # which people change as often as degrees
 MOST_NODES = 100_000
@@ -190,7 +190,7 @@ def _sentence(result: PlanResult, start: PlanResult) -> str:
     memory = f"{format_bytes(best.memory_bytes)} of {format_bytes(result.file.capacity_bytes)}"
     fit = {"fits": "", "risky": ", which may run out", "oom": ", which does not fit"}[best.verdict]
     return (
-        f"{format_seconds(best.step_s)} a step ({format_seconds(best.low_s)} to {format_seconds(best.high_s)}), "
-        f"{best.tokens_per_s_per_device:,.0f} tokens/s per device ({100 * faster:+.1f} % beside the plan file), "
+        f"{format_seconds(best.step_s)} per step ({format_seconds(best.low_s)} to {format_seconds(best.high_s)}), "
+        f"{best.tokens_per_s_per_device:,.0f} tokens/s per device ({100 * faster:+.1f} % compared with the plan file), "
         f"{memory}{fit}"
     )

@@ -86,12 +86,12 @@ def read_table(path: Path) -> dict[str, Any]:
     except ValueError as error:  # an integer too long to convert
         raise InputError(f"{path}: {str(error).splitlines()[0]}") from None
     if not isinstance(table, dict):
-        raise InputError(f"{path}: must hold one table (object), not a {type(table).__name__}")
+        raise InputError(f"{path}: must contain one table (object), not a {type(table).__name__}")
     if _SURROGATE.search(text):  # JSON may name half a character, which nothing can write again
         try:
             json.dumps(table, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise InputError(f"{path}: holds text that is not Unicode") from None
+            raise InputError(f"{path}: contains text that is not Unicode") from None
     return table
 
 
@@ -115,9 +115,9 @@ def decode(kind: type[T], table: dict[str, Any], where: str) -> T:
     try:
         return msgspec.convert(to_fields(kind, table, written=written), kind, strict=True)
     except UnicodeEncodeError:
-        raise InputError(f"{where}: holds text that is not Unicode") from None
+        raise InputError(f"{where}: contains text that is not Unicode") from None
     except OverflowError:
-        raise InputError(f"{where}: holds a number that is too large") from None
+        raise InputError(f"{where}: contains a number that is too large") from None
     except RecursionError:
         raise InputError(f"{where}: nested too deeply") from None
     except msgspec.ValidationError as error:
@@ -211,7 +211,7 @@ def to_fields(
                 unknown.append(key)
                 continue
         if name in fields:
-            raise InputError(f"{key!r} at {path} is given twice, in two units")
+            raise InputError(f"{key!r} at {path} is given twice, in different units")
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"{key} at {path} must be a finite number, got {value}")
         inner, is_sequence = _dataclass_inside(hints[name])

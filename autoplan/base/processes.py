@@ -186,7 +186,7 @@ class Children:
             self._folder = tempfile.mkdtemp(prefix="autoplan-ranks-")
         except OSError as error:
             reason = error.strerror or error
-            raise InputError(f"ranks have no folder to meet in: {reason}; set TMPDIR to one with space") from None
+            raise InputError(f"ranks have no shared temporary folder: {reason}; set TMPDIR to one with space") from None
 
     @property
     def leads(self) -> bool:
@@ -285,7 +285,7 @@ class Children:
                 elif code == _HUNG_STATUS and at not in words:
                     killed[at] = f"did not end within {self._limit_s:.0f} s"
                 elif code is not None and at not in words:
-                    killed[at] = f"exited with status {code} without a word"
+                    killed[at] = f"exited with status {code} without a message"
             if killed:
                 break
             time.sleep(0.05)

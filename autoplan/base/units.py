@@ -53,7 +53,7 @@ def check_positive(name: str, value: float, *, at_most: float = MOST) -> None:
     if not (math.isfinite(value) and value > 0):
         raise OutOfRangeError(name, value, "must be a positive finite number")
     if not 1 / MOST <= value <= at_most:
-        raise OutOfRangeError(name, value, f"must lie in [{1 / MOST:g}, {at_most:g}]")
+        raise OutOfRangeError(name, value, f"must be in [{1 / MOST:g}, {at_most:g}]")
 
 
 def check_fraction(name: str, value: float) -> None:

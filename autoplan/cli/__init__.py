@@ -54,7 +54,7 @@ def _show_version(value: bool) -> None:
 def _options(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     context.with_resource(shown_warnings())
@@ -63,7 +63,7 @@ def _options(
 def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     """The command line with these commands."""
     app = typer.Typer(
-        help="Chooses how to train a large model on a cluster: the fastest parallel configuration that fits.",
+        help="Find the fastest parallel configuration for training a large model on a cluster.",
         epilog="Example: autoplan search llama3-70b --cluster h100-sxm:16x8 --global-batch 512 --seq-len 8192",
         no_args_is_help=True,
         rich_markup_mode=None,

@@ -25,31 +25,33 @@ if TYPE_CHECKING:
 
 RunsOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="CSV table of measured runs in the columns of measured_runs.csv."),
+    typer.Option(metavar="FILE", help="CSV table of measured runs, with the columns of measured_runs.csv."),
 ]
 FromLogsOption = Annotated[
     Path | None,
     typer.Option(
         "--from-logs",
         metavar="DIR",
-        help="Folder of logs of past runs with the launch files that started them: kept in the timing database.",
+        help="Folder with logs of past runs and their launch files; the runs go into the timing database.",
     ),
 ]
 ClusterOption = Annotated[
-    str | None, typer.Option(metavar="CLUSTER", help="Cluster on which the logs were written, with its whole size.")
+    str | None, typer.Option(metavar="CLUSTER", help="Cluster on which the logs were written, with its full size.")
 ]
 ModelOption = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="Model of launch files that name none, as for search.")
+    str | None, typer.Option(metavar="MODEL", help="Model for launch files that name none, as for search.")
 ]
 SeqLenOption = Annotated[
-    int | None, whole_number("--seq-len", "TOKENS", "Sequence length of launch files that name none.")
+    int | None, whole_number("--seq-len", "TOKENS", "Sequence length for launch files that name none.")
 ]
 TimingsOption = Annotated[
     bool,
-    typer.Option("--timings", help="Fit beside the measured times in the database: for a search with --timings db."),
+    typer.Option(
+        "--timings", help="Fit on top of the measured timings in the database, for a search with --timings db."
+    ),
 ]
 OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Calibration (TOML) to write.")]
-AsJsonOption = Annotated[bool, typer.Option("--json", help="Print the errors, or what became of the logs, as JSON.")]
+AsJsonOption = Annotated[bool, typer.Option("--json", help="Print the errors, or the outcome for each log, as JSON.")]
 
 
 def calibrate(
@@ -67,11 +69,11 @@ def calibrate(
     as_json: AsJsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Fit a calibration to finished runs of one framework on one kind of device, from as few as three.
+    """Fit a calibration to finished runs of one framework on one kind of device; three runs are enough.
 
-    It starts from the shipped calibration and moves away from it only as far as the runs demand.  That of a table is
-    written to a file: pass it on with --calibration FILE.  Runs from logs are kept in the timing database: search and
-    estimate use them with --calibration db.  Nothing in a launch file is run.
+    It starts from the shipped calibration and moves away only as far as the runs justify.  From a table, it writes a
+    file for --calibration FILE.  From logs, it stores the runs in the timing database, for --calibration db.  Launch
+    files are never executed.
     """
     if (runs is None) == (from_logs is None):
         raise InputError("give either a table of runs, --runs FILE, or a folder of logs, --from-logs DIR")
@@ -92,7 +94,7 @@ def calibrate(
         return
     assert runs is not None
     if cluster or model or seq_len or variables or url or timings:
-        raise InputError("--cluster, --db and the like go with --from-logs: a table of runs says what they say")
+        raise InputError("--cluster, --db and related options go with --from-logs: a table of runs has these columns")
     if out is None:
         raise InputError("a calibration from a table is written to a file: give --out FILE")
     calibrated = autoplan.calibrate(runs)
@@ -103,7 +105,7 @@ def calibrate(
         errors = calibrated.table()
         typer.echo(encode(api.outputs.Calibrated(out=str(out), **next(iter(errors)))), nl=False)
     if not quiet:
-        use = f"take it with --calibration {shlex.quote(str(out))}"
+        use = f"use it with --calibration {shlex.quote(str(out))}"
         print(f"{calibrated.headline}; wrote {out}: {use}", file=sys.stderr)
 
 
@@ -116,11 +118,13 @@ def _hand_over_imported(
     else:
         _print_imported(imported)
     if not imported.taken:
-        raise InputError(f"{folder}: no run was taken; each log needs its launch file beside it or in a folder above")
+        raise InputError(
+            f"{folder}: no run could be used; each log needs its launch file in the same or a parent folder"
+        )
     if out is not None:
         if len(imported.calibrations) != 1:
             frameworks = " and ".join(imported.calibrations) or "none"
-            raise InputError(f"--out takes the calibration of one framework, there are {frameworks}: leave it out")
+            raise InputError(f"--out writes the calibration of one framework, found {frameworks}: leave it out")
         (fitted,) = imported.calibrations.values()
         from autoplan.readers.calibration import calibration_text
 
@@ -149,24 +153,22 @@ def _print_imported(imported: Imported) -> None:
             table.add_row(*texts, format_seconds(imported_log.predicted_s))
         console.print(table)
     if imported.passed_over:
-        console.print("\npassed over" if imported.taken else "passed over")
+        console.print("\nskipped" if imported.taken else "skipped")
         for path, reason in imported.passed_over.items():
             console.print(Text(f"  {path}: {reason}"), soft_wrap=True)
     num_unread = sum(imported_log.num_unread > 0 for imported_log in imported.taken)
     if num_unread:
-        console.print(
-            f"\n{num_unread} runs were started with options that were not understood: autoplan read lists them"
-        )
+        console.print(f"\n{num_unread} runs used options that were not understood: autoplan read lists them")
     num_present = len(imported.taken) - imported.num_new
     console.print(
         f"\n{len(imported.taken)} runs: {imported.num_new} new in the database, {num_present} already there; "
-        f"{len(imported.passed_over)} files passed over"
+        f"{len(imported.passed_over)} files skipped"
     )
     for name, fitted in imported.calibrations.items():
         spread = float(fitted.calibration.time_spreads[0])
         console.print(
             f"{name}: median error {100 * fitted.median_error_before:.1f} % with the shipped calibration, "
-            f"{100 * fitted.median_error:.1f} % with each run left out of its own; the 90 % interval of a step is then "
+            f"{100 * fitted.median_error:.1f} % with this one (leave-one-out); the 90 % interval of a step is then "
             f"-{-100 * math.expm1(-NORMAL_90 * spread):.0f} to +{100 * math.expm1(NORMAL_90 * spread):.0f} %: "
             "--calibration db",
             soft_wrap=True,

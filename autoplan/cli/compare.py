@@ -29,18 +29,18 @@ ClusterOption = Annotated[
     list[str],
     typer.Option(
         metavar="CLUSTER",
-        help="As for search (repeatable); the size may come from --nodes.",
+        help="As for search (repeatable); --nodes can give the size.",
         autocompletion=clusters,
     ),
 ]
-GlobalBatchOption = Annotated[str, typer.Option(metavar="N|LOW:HIGH", help="Sequences in a step, as for search.")]
+GlobalBatchOption = Annotated[str, typer.Option(metavar="N|LOW:HIGH", help="Sequences per step, as for search.")]
 PriceOption = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="[CLUSTER=]PRICE", help="Price of a device and hour, in all clusters or in one of them (repeatable)."
+        metavar="[CLUSTER=]PRICE", help="Price of a device per hour, for all clusters or one of them (repeatable)."
     ),
 ]
-SvgOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw rates by size into an SVG file.")]
+SvgOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw throughput over size into an SVG file.")]
 
 
 @shared_flags(("device_mtbf", "checkpoint_time", "restart_time", "pue"), after="price")
@@ -62,9 +62,9 @@ def compare(
     quiet: QuietOption = False,
     **_: Any,
 ) -> None:
-    """Put the best plans of clusters and of numbers of their nodes side by side: time, rate, cost, energy, goodput.
+    """Compare the best plans of several clusters and node counts: time, throughput, cost, energy, goodput.
 
-    Every plan is the fastest one of its cluster and size, proven as by search.
+    Every plan is the fastest one of its cluster and size, with the same proof as in search.
     """
     from autoplan.base.files import write_text
 
@@ -91,7 +91,7 @@ def compare(
         report.compare.print_compared(report.terminal.make_console(), compared.outcomes)
     if svg is not None:
         write_text(svg, compared.draw(), force=force)
-        typer.echo(f"drawn into {svg}", err=True)
+        typer.echo(f"wrote {svg}", err=True)
 
 
 def _prices(texts: list[str], clusters: list[str]) -> dict[str, str]:

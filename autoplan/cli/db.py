@@ -32,28 +32,37 @@ OtherArgument = Annotated[str, typer.Argument(metavar="URL", help="The other dat
 KeysArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY...]", help="Keys of records or runs, or how they begin; else all that the options choose."
+        metavar="[KEY...]",
+        help="Keys of records or runs, or prefixes of keys; without keys, all that the options select.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-OperationOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only of this operation: gemm, layer.")]
-HostOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only what this host measured.")]
-StatusOption = Annotated[
-    str | None, typer.Option(metavar="STATUS", help="Only ok, unstable, contaminated, oom or failed ones.")
+OperationOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Only this operation, such as gemm or layer.")
 ]
-SinceOption = Annotated[str | None, typer.Option(metavar="DAY", help="Only what was measured from 2026-11-24 on.")]
-UntilOption = Annotated[str | None, typer.Option(metavar="DAY", help="Only what was measured before 2026-11-24.")]
+HostOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only measurements of this host.")]
+StatusOption = Annotated[
+    str | None, typer.Option(metavar="STATUS", help="Only this status: ok, unstable, contaminated, oom or failed.")
+]
+SinceOption = Annotated[
+    str | None, typer.Option(metavar="DAY", help="Only measurements from this day on, such as 2026-11-24.")
+]
+UntilOption = Annotated[
+    str | None, typer.Option(metavar="DAY", help="Only measurements before this day, such as 2026-11-24.")
+]
 ReviewOption = Annotated[
-    str | None, typer.Option(metavar="STATE", help="Only proposed, approved or hidden ones: what people said of them.")
+    str | None, typer.Option(metavar="STATE", help="Only this review state: proposed, approved or hidden.")
 ]
 RunsOption = Annotated[bool, typer.Option("--runs", help="Training runs instead of operations.")]
-TrustOption = Annotated[list[str] | None, typer.Option(metavar="WHO", help="Only what they measured; may be repeated.")]
-DeviceOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only of this device, such as h100-sxm.")]
+TrustOption = Annotated[
+    list[str] | None, typer.Option(metavar="WHO", help="Only measurements of this person (repeatable).")
+]
+DeviceOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only this device, such as h100-sxm.")]
 
 
 @db.command()
 def info(context: typer.Context, url: DbOption = None, json: JsonOption = False) -> None:
-    """Where the database is, and what it holds of which machine."""
+    """Show where the database is, and how many records it has for each machine."""
     database = api.database.holdings(whole_url(context, url))
     if json:
         _print_json(database)
@@ -84,12 +93,12 @@ def list_(
     since: SinceOption = None,
     until: UntilOption = None,
     review: ReviewOption = None,
-    hidden: Annotated[bool, typer.Option("--hidden", help="Hidden ones as well.")] = False,
+    hidden: Annotated[bool, typer.Option("--hidden", help="Include hidden ones.")] = False,
     runs: RunsOption = False,
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="At most so many.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of rows.")] = 100,
     json: JsonOption = False,
 ) -> None:
-    """Records, or training runs, in the order in which they came in."""
+    """List records or training runs in the order in which they were added."""
     from autoplan.profiler.store import Choice  # brings SQLAlchemy
 
     database, max_rows = whole_url(context, url), limit + 1  # one more tells whether there are more
@@ -143,11 +152,11 @@ RUN_COLUMNS: dict[str, Callable[[Any], object]] = {
 @db.command()
 def show(
     context: typer.Context,
-    key: Annotated[str, typer.Argument(metavar="KEY", help="Key of a record or run, or how it begins.")],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Key of a record or run, or a prefix of it.")],
     url: DbOption = None,
     json: JsonOption = False,
 ) -> None:
-    """One record or training run, with its samples, its machine and whether it is hidden."""
+    """Show one record or training run, with its samples, its machine and its review."""
     shown = api.database.find(key, whole_url(context, url))
     if json:
         _print_json(shown)
@@ -164,7 +173,7 @@ def push(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Add what this database holds to another one, runs and hides too; implausible records are quarantined there."""
+    """Add the records, runs and reviews of this database to another one, which quarantines implausible records."""
     _copy(whole_url(context, url), whole_url(context, to), trust, json=json, quiet=quiet)
 
 
@@ -177,7 +186,7 @@ def pull(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Add what another database holds to this one, and hide and approve here what was there; reading it suffices."""
+    """Add the records, runs and reviews of another database to this one; needs read access only."""
     _copy(whole_url(context, from_), whole_url(context, url), trust, json=json, quiet=quiet)
 
 
@@ -195,17 +204,17 @@ def export(
     url: DbOption = None,
     device: DeviceOption = None,
     trust: TrustOption = None,
-    anonymous: Annotated[bool, typer.Option("--anonymous", help="Leave hosts and users out.")] = False,
+    anonymous: Annotated[bool, typer.Option("--anonymous", help="Remove hosts and users.")] = False,
     force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Write the records and training runs that are not hidden, and what was hidden, to an exchange file."""
+    """Write the visible records and training runs, and the reviews, to an exchange file."""
     written = api.database.export_file(
         file, whole_url(context, url), device=device, trust=trust, anonymous=anonymous, force=force
     )
     if json:
         _print_json(written)
-    marks = f" and {written.marks:,} marks that hide or approve" if written.marks else ""
+    marks = f" and {written.marks:,} reviews" if written.marks else ""
     print(f"{written.records:,} records and {written.runs:,} runs{marks} written to {file}", file=sys.stderr)
 
 
@@ -217,27 +226,27 @@ def import_(
         typer.Argument(
             metavar="FILE",
             help="Exchange file, output of nccl-tests or rccl-tests (text or JSON), trace of torch's profiler or "
-            "folder of those of one run, or `aiconfigurator`.",
+            "folder with the traces of one run, or `aiconfigurator`.",
         ),
     ],
     url: DbOption = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Device that a log or trace is of; of aiconfigurator, the only one to take."),
+        typer.Option(metavar="NAME", help="Device of a log or trace; for aiconfigurator, the only device to import."),
     ] = None,
     operation: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Operation of a log that does not say it: all_reduce, all_gather, ..."),
+        typer.Option(metavar="NAME", help="Operation of a log that does not name it: all_reduce, all_gather, ..."),
     ] = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Add records from a file or from the tables of aiconfigurator; a file is read to its end before any is added."""
+    """Add records from a file or from the tables of aiconfigurator; invalid files add nothing."""
     records, unknown = api.database.read_records(source, device=device, operation=operation)
     if unknown and not quiet:
         counts = ", ".join(f"{count:,} of {name}" for name, count in unknown.items())
         print(
-            f"autoplan: warning: records of kinds that this version does not know, and passes over: {counts}",
+            f"autoplan: warning: skipped records of operations that this version does not know: {counts}",
             file=sys.stderr,
         )
     with progress_bar(quiet=quiet, doing="adding", unit="records") as show:
@@ -248,31 +257,30 @@ def import_(
 
 @db.command()
 def check(context: typer.Context, url: DbOption = None, json: JsonOption = False) -> None:
-    """Find records that cannot be right: faster than the device, unsettled, changed since they were added."""
+    """Find records that cannot be right: faster than the device, unsettled, or changed since they were added."""
     findings = api.database.check(whole_url(context, url))
     if json:
         _print_json(findings)
         return
     for finding in findings:
         typer.echo(f"{finding.key[:12]}  {finding.what}: {finding.reason}")
-    print(f"{len(findings):,} findings; `autoplan db hide KEY --reason WHY` takes one out of use", file=sys.stderr)
+    print(f"{len(findings):,} findings; `autoplan db hide KEY --reason WHY` excludes a record", file=sys.stderr)
 
 
 @db.command()
 def report(
     context: typer.Context,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one HTML page here, which loads nothing.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")] = None,
     plans: Annotated[
-        list[Path] | None, typer.Option("--for", metavar="PLAN", help="Say what this plan.json lacks; may be repeated.")
+        list[Path] | None,
+        typer.Option("--for", metavar="PLAN", help="Report which timings this plan.json lacks (repeatable)."),
     ] = None,
     url: DbOption = None,
     force: ForceOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Compare hosts and days; with --out a page of what is known of which machine, how old and how spread it is."""
+    """Compare hosts and days; with --out write a page on the coverage, age and spread of the measurements."""
     from autoplan.base.files import write_text
     from autoplan.cli.inputs import check_outputs
     from autoplan.cli.remarks import print_written
@@ -316,7 +324,7 @@ def _print_compared(overview: TeamOverview) -> None:
 
 def _mark(
     context: typer.Context,
-    reason: Annotated[str, typer.Option(metavar="WHY", help="Why, for those who look at them later.")],
+    reason: Annotated[str, typer.Option(metavar="WHY", help="Reason, shown to others.")],
     keys: KeysArgument = None,
     url: DbOption = None,
     device: DeviceOption = None,
@@ -336,9 +344,9 @@ def _mark(
     typed, hides = context.params, context.info_name == "hide"
     chosen = {name: typed[name] for name in FILTERS if typed[name]}
     if bool(typed["keys"]) == bool(chosen or typed["runs"]):
-        raise InputError("name records by their keys, or choose them by --host, --since and the like: one of both")
+        raise InputError("give either keys, or filters such as --host and --since")
     if typed["operation"] and typed["runs"]:
-        raise InputError("--runs chooses training runs, which have no --operation")
+        raise InputError("--runs selects training runs, which have no --operation")
     url = whole_url(context, typed["url"])
     if typed["keys"]:
         counts = api.database.change(typed["keys"], typed["reason"], url, hides=hides)
@@ -349,20 +357,20 @@ def _mark(
         _print_json(counts)
     done = "hidden" if hides else "approved"
     if counts.changed + counts.as_before:
-        print(f"{counts.changed:,} {done}, {counts.as_before:,} were already", file=sys.stderr)
+        print(f"{counts.changed:,} {done}, {counts.as_before:,} already were", file=sys.stderr)
     else:
-        print(f"none is like that: none was {done}; autoplan db list takes the same filters", file=sys.stderr)
+        print(f"no match: none was {done}; autoplan db list takes the same filters", file=sys.stderr)
 
 
 db.command(
     "hide",
-    help="Take records or runs out of use; they stay in the database with your name and reason.\n\n"
-    "`autoplan db list` with the same options shows before what they choose.",
+    help="Exclude records or runs from use; they stay in the database with your name and reason.\n\n"
+    "Preview the selection with `autoplan db list` and the same options.",
 )(_mark)
 db.command(
     "approve",
-    help="Say with your name that records or runs are right; hidden and quarantined ones are used again.\n\n"
-    "What was said before, by whom and why, stays there: `autoplan db show KEY`.",
+    help="Confirm records or runs in your name; hidden and quarantined ones are used again.\n\n"
+    "Earlier reviews are kept: `autoplan db show KEY`.",
 )(_mark)
 
 
@@ -372,7 +380,7 @@ def _print_added(added: Added, *, json: bool) -> None:
         return
     text = f"{added.new:,} new, {added.present:,} already there"
     if added.marks:
-        text += f"; {added.marks:,} new marks that hide or approve"
+        text += f"; {added.marks:,} new reviews"
     if added.first:
         text += f"; {added.quarantined:,} quarantined, the first {added.first.key[:12]}: {added.first.reason}"
     typer.echo(text)
@@ -384,13 +392,13 @@ def _print_listed(
     """Print as many rows as shall be shown, with a word where there are more."""
     if len(rows) > limit:
         rows = rows[:limit]
-        print(f"autoplan: the first {limit:,} are shown: raise --limit or narrow the choice", file=sys.stderr)
+        print(f"autoplan: showing the first {limit:,}: raise --limit or add filters", file=sys.stderr)
     if json:
         _print_json(rows)
     elif rows:
         _print_rows(columns, rows, numbers=numbers)
     else:
-        print("autoplan: the database holds none that is like that", file=sys.stderr)
+        print("autoplan: no match in the database", file=sys.stderr)
 
 
 def _print_rows(

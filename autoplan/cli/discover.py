@@ -18,25 +18,23 @@ if TYPE_CHECKING:
 
 SourcesOption = Annotated[
     list[Path] | None,
-    typer.Option("--from", metavar="FILE", help="What a tool printed on another machine; may be repeated."),
+    typer.Option("--from", metavar="FILE", help="Saved output of a tool on another machine (repeatable)."),
 ]
 KindOption = Annotated[
     str,
     typer.Option(
         "--format",
         metavar="NAME",
-        help="Kind of the files: nccl-xml, nvidia-smi, rocm-smi, hwloc, adapters, slurm, autoplan; auto looks inside.",
+        help="Format of the files: nccl-xml, nvidia-smi, rocm-smi, hwloc, adapters, slurm, autoplan; auto detects it.",
     ),
 ]
-OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of to stdout.")]
+OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")]
 NameOption = Annotated[str, typer.Option(metavar="NAME", help="Name of the cluster.")]
-NodesOption = Annotated[
-    int, whole_number("--nodes", "N", "How many such nodes there are.", show_default="those of the job")
-]
+NodesOption = Annotated[int, whole_number("--nodes", "N", "Number of such nodes.", show_default="the nodes of the job")]
 DeviceOption = Annotated[
-    str, typer.Option(metavar="ID", help="The shipped device, where the sources do not say which it is.")
+    str, typer.Option(metavar="ID", help="Built-in device, if the sources do not say which one it is.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print what was seen, as a file for --from.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the observations, as a file for --from.")]
 
 
 def discover(
@@ -52,10 +50,10 @@ def discover(
     json_: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Write a cluster.toml of this machine, of the nodes of a job, or of saved output of tools.
+    """Write a cluster.toml for this machine, for the nodes of a job, or from saved output of tools.
 
-    Run it on one node, or as the program of torchrun --no-python, srun or mpirun: then every node says what it has.
-    With --db the links that the timing database has measured count before those of data sheets.
+    Run it on one node, or as the program of torchrun --no-python, srun or mpirun to describe every node.
+    With --db, measured link rates from the timing database take precedence over datasheets.
     """
     from autoplan.api.discovery import discover as find_cluster
     from autoplan.api.discovery import observe

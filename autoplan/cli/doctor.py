@@ -17,9 +17,9 @@ def doctor(
     url: DbOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a list.")] = False,
 ) -> None:
-    """Say what is installed, visible and reachable: libraries, devices, database, Slurm, frameworks.
+    """Check what is installed, visible and reachable: libraries, devices, database, Slurm, frameworks.
 
-    Nothing is changed, no password is shown, and a problem is no failure: every one comes with its remedy.
+    It changes nothing and shows no passwords.  Every problem comes with its remedy and does not count as a failure.
     """
     checkup = api.doctor.check_up(whole_url(context, url))
     if json:

@@ -48,22 +48,22 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL|PLAN",
-        help="As for search; or a plan.json: by the times it carries or, with --timings db, by those of today.",
+        help="As for search; or a plan.json, priced with its own timings or, with --timings db, current ones.",
         autocompletion=presets("models"),
     ),
 ]
 LaunchFileOption = Annotated[
-    Path | None, typer.Option("--from", metavar="FILE", help="A launch file, whose plan is priced as it is.")
+    Path | None, typer.Option("--from", metavar="FILE", help="A launch file, to price its plan unchanged.")
 ]
 MemoryOption = Annotated[
     bool,
-    typer.Option("--memory", help="Show memory by term and stage, and what would free how much."),
+    typer.Option("--memory", help="Show memory by term and stage, and how much each change would free."),
 ]
 VerifyMemoryOption = Annotated[
     bool,
-    typer.Option("--verify-memory", help="Compare with what torch's tensors would hold; needs torch, no device."),
+    typer.Option("--verify-memory", help="Compare with the size of torch's tensors; needs torch but no device."),
 ]
-OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a plan file here.")]
+OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a plan file.")]
 
 
 @plan_flags(after="seq_len")
@@ -88,7 +88,7 @@ def estimate(
 ) -> None:
     """Price one plan: time and memory by term and by pipeline stage.
 
-    The data-parallel degree is what the other degrees leave of the cluster.
+    Data parallelism uses the devices that the other degrees leave.
     """
     if verify_memory and json:
         raise InputError("--verify-memory prints a table: leave out --json")
@@ -102,12 +102,12 @@ def estimate(
             _print_mixed(mixed, memory=memory)
         return
     if launch_file is not None:
-        why = "the plan of a launch file is priced as it is"
+        why = "the plan of a launch file is priced unchanged"
         check_untyped(context, context.params.keys() - BESIDE_A_LAUNCH_FILE, why)
     elif model is None and not (variables or target):
         context.fail("give MODEL or a plan.json, or a launch file: --from FILE")
     elif model is not None and api.plan_files.is_plan_file(Path(model)):
-        check_untyped(context, context.params.keys() - BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
+        check_untyped(context, context.params.keys() - BESIDE_A_PLAN_FILE, "a plan file is priced unchanged")
     result = autoplan.estimate(
         **typed_options(context, ESTIMATE_FLAGS),
         plan={name: value for name, value in flags.items() if name not in PROBLEM and is_typed(context, name)},
@@ -129,9 +129,9 @@ def estimate(
 
 def _mixed(context: typer.Context, plan_file: str) -> MixedPlanResult:
     ignored = context.params.keys() - BESIDE_A_PLAN_FILE | {"timings"}
-    check_untyped(context, ignored, "a plan file is priced as it is")
+    check_untyped(context, ignored, "a plan file is priced unchanged")
     if context.params["verify_memory"]:
-        raise InputError("--verify-memory does not take mixed clusters: leave it out")
+        raise InputError("--verify-memory does not support mixed clusters: leave it out")
     return api.mixed.estimate_mixed(plan_file).with_command(command_line())
 
 
@@ -150,7 +150,7 @@ def _print(result: PlanResult, *, memory: bool, verify_memory: bool, quiet: bool
     show(terminal.make_console(), result.file)
     if verify_memory:
         if not quiet:
-            print("autoplan: asking the memory oracle, in a minute at most", file=sys.stderr)
+            print("autoplan: counting tensors with torch, which takes up to a minute", file=sys.stderr)
         report.verified.print_verified(terminal.make_console(), result.file, api.estimate.ask_oracle(result))
 
 

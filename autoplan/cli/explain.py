@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from autoplan.api.results import MixedPlanResult
 
 
-PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json, whose best plan is explained.")]
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json; its best plan is explained.")]
 AgainstOption = Annotated[
     str | None,
     typer.Option(
-        "--versus", metavar="PLAN|CHANGES", help="Another plan.json, or changes of this one such as tp=4,pp=8."
+        "--versus", metavar="PLAN|CHANGES", help="Another plan.json, or changes to this one such as tp=4,pp=8."
     ),
 ]
 TimingsOption = Annotated[
     bool,
     typer.Option(
         "--timings",
-        help="Show which records serve each term: host, day, author, load, torch, driver; and what was not measured.",
+        help="Show the records behind each term: host, day, author, load, torch, driver; and what was not measured.",
     ),
 ]
 MarkdownOption = Annotated[
@@ -53,20 +53,22 @@ def explain(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Say where time and memory of a plan go, what binds it, what faster plans would need, and why others lost.
+    """Show where a plan's time and memory go, what limits it, what faster plans would need, and why others lost.
 
-    Looks at all plans that differ in one or two choices, legal or not; where the parts of a cluster are unlike, at
-    plans with one change of sharding, recomputation, micro-batches or layers.
+    Compares with all plans that differ in one or two choices, legal or not; on a mixed cluster, with plans that
+    differ in sharding, recomputation, micro-batches or layers.
     """
     from autoplan.spec.axes import LABELS
 
     check_outputs(trace, force=force)
     if timings and (markdown or against is not None or trace is not None):
-        raise InputError("--timings shows the records behind a plan's time: leave --versus, --markdown and --trace out")
+        raise InputError(
+            "--timings prints the records behind a plan's time: leave --versus, --markdown and --trace out"
+        )
     saved = api.plan_result.load_any_plan(plan, db=whole_url(context, url))
     if markdown:
         if isinstance(saved, api.results.MixedPlanResult) or against is not None or json:
-            raise InputError("--markdown is of one plan of equal nodes: leave --versus and --json out")
+            raise InputError("--markdown prints one plan of equal nodes: leave --versus and --json out")
         label, step = api.export.next_step(saved.file, plan)
         typer.echo(report.markdown.markdown(saved.file, [step] if label == "next" else []), nl=False)
         return
@@ -76,7 +78,7 @@ def explain(
     explained: ExplainResult | MixedExplainResult
     if isinstance(saved, api.results.MixedPlanResult):
         if against is not None:
-            raise InputError("--versus does not take mixed clusters yet: leave it out")
+            raise InputError("--versus does not support mixed clusters yet: leave it out")
         explained = api.explain.explain_mixed(saved)
     else:
         explained = autoplan.explain(saved, versus=against, db=whole_url(context, url))
@@ -93,7 +95,7 @@ def explain(
 
 def _print_timings(saved: PlanResult | MixedPlanResult, path: Path, url: str | None, *, json: bool) -> None:
     if not isinstance(saved, api.plan_result.PlanResult):
-        raise InputError("--timings is of one plan of equal nodes: mixed clusters are priced without measured times")
+        raise InputError("--timings needs a plan of equal nodes: mixed clusters are priced without measured times")
     sources = api.record_facts.step_sources(saved, url)
     if json:
         typer.echo(encode(sources), nl=False)

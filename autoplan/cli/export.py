@@ -26,21 +26,21 @@ ToOption = Annotated[
 ]
 LauncherOption = Annotated[
     str,
-    typer.Option(metavar="LAUNCHER", help=f"What starts it: {', '.join(LAUNCHERS)}.", autocompletion=words(LAUNCHERS)),
+    typer.Option(metavar="LAUNCHER", help=f"Launcher: {', '.join(LAUNCHERS)}.", autocompletion=words(LAUNCHERS)),
 ]
 ImageOption = Annotated[
-    str | None, typer.Option(metavar="IMAGE", help="Image of the containers, on Kubernetes or with skypilot.")
+    str | None, typer.Option(metavar="IMAGE", help="Container image, on Kubernetes or with skypilot.")
 ]
 OutOption = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Write the files into this folder instead of to stdout.")
+    Path | None, typer.Option(metavar="FOLDER", help="Write the files to this folder instead of stdout.")
 ]
 NearestOption = Annotated[
     bool,
     typer.Option(
-        "--nearest", help="Where the target cannot express the plan, write the nearest one that it can; says which."
+        "--nearest", help="If the target cannot express the plan, write the nearest one that it can, and say which."
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON: the files, with their texts without --out.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON: the files, and without --out their texts.")]
 
 
 def export(
@@ -53,7 +53,7 @@ def export(
     force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Write the files that start a plan."""
+    """Write the launch files of a plan."""
     from autoplan.base.files import encode
 
     find_target(to)
@@ -71,4 +71,4 @@ def export(
     elif len(exported.files) == 1:
         typer.echo(exported.files[0].text, nl=False)
     else:
-        raise InputError(f"{len(exported.files)} files start this plan: pass --out FOLDER")
+        raise InputError(f"this plan needs {len(exported.files)} launch files: pass --out FOLDER")

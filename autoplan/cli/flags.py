@@ -48,7 +48,7 @@ _PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32")
 _ATTENTION = ("flash", "flash1", "flash2", "megatron-fused", "unfused")
 _OBJECTIVES = (
     "step-time, tokens-per-device, cost-per-token, energy-per-token, time-to-tokens, devices, tokens or "
-    "memory-headroom; of several (repeatable) all plans that no other beats in every one."
+    "memory-headroom. Repeat it for the Pareto front of several."
 )
 # By the name of its parameter, a flag and its default.  What is typed is read by `inputs`, not by the command.
 SHARED: dict[str, tuple[Any, Any]] = dict(
@@ -56,7 +56,7 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
         _shared(
             "precision",
             None,
-            "Number format of the matrix products: bf16, fp16, fp8, mxfp8, nvfp4 or, with the built-in trainer, fp32.",
+            "Data type of the GEMMs: bf16, fp16, fp8, mxfp8, nvfp4 or, with the built-in trainer, fp32.",
             "bf16",
             choices=_PRECISIONS,
         ),
@@ -72,7 +72,7 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
         _shared(
             "timings",
             "aiconfigurator|db",
-            "Measured times of kernels before fitted curves: of the installed wheel, or of the timing database.",
+            "Use measured kernel times before fitted curves: from the installed wheel or the timing database.",
             choices=("aiconfigurator", "db"),
         ),
         ("url", (options.DbOption, None)),
@@ -87,13 +87,13 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
         _shared(
             "lora_targets",
             "NAME,NAME,...",
-            "Modules with adapters, as PEFT calls them, or all-linear.",
+            "Modules with adapters, by their names in PEFT, or all-linear.",
             unset="q_proj,v_proj",
         ),
         _shared(
             "quantize",
             "FORMAT",
-            "Number format of the frozen weights: int8, nf4, nf4-dq or int4.",
+            "Data type of the frozen weights: int8, nf4, nf4-dq or int4.",
             choices=("int8", "nf4", "nf4-dq", "int4"),
         ),
         _shared(
@@ -106,57 +106,57 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
         _shared(
             "expert_imbalance",
             "RATIO",
-            "Tokens of the busiest rank of experts over their mean: 1.05 to 1.3 where a loss balances the routing.",
+            "Tokens on the busiest expert rank over the mean: 1.05 to 1.3 if a loss balances the routing.",
             kind=float,
             unset="1, balanced",
         ),
-        _number("document_len", "Mean length of packed documents, to which attention keeps.", "TOKENS"),
-        _number("images", "Images in a sample, of a model with an encoder of images; 1 unless said."),
+        _number("document_len", "Mean length of packed documents; attention stays within a document.", "TOKENS"),
+        _number("images", "Images per sample, for a model with an image encoder; default: 1."),
         _number(
             "encoder_len",
-            "Length of the encoder's sequence before a decoder of --seq-len; as its file says, or as long.",
+            "Sequence length of the encoder in an encoder-decoder model; default: from its file, or --seq-len.",
             "TOKENS",
         ),
-        _number("image_tokens", "Tokens of one image among those of --seq-len; the model's own unless said.", "TOKENS"),
+        _number("image_tokens", "Tokens of one image, as part of --seq-len; default: from the model.", "TOKENS"),
         _shared(
             "lengths",
             "FILE|TOKENS:SAMPLES,...",
-            "Lengths of samples that differ: typed, a histogram (tokens,samples) or a JSONL whose samples are counted; "
-            "--seq-len is then the most tokens of a sequence.",
+            "Sample lengths: TOKENS:SAMPLES pairs, a histogram file (tokens,samples) or a JSONL file of samples; "
+            "--seq-len is then the maximum length of a sequence.",
         ),
         _shared(
             "batching",
             "HOW",
-            "How samples become sequences: packed (attention keeps to samples), joined (it does not), padded (to the "
-            "longest of a micro-batch), full (padded to --seq-len) or unpadded.",
+            "How samples become sequences: packed (attention stays within a sample), joined (it does not), padded (to "
+            "the longest of a micro-batch), full (padded to --seq-len) or unpadded.",
             "packed",
             choices=BATCHINGS,
         ),
         _shared(
             "loss",
             "NAME",
-            "Loss over pairs of answers: dpo, or reward for a reward model.",
+            "Loss on pairs of answers: dpo, or reward for a reward model.",
             choices=LOSSES,
-            unset="the next token",
+            unset="next token",
         ),
         _shared(
             "reference",
             "KIND",
-            "Reference of dpo: copy (a frozen one), base (the model without its adapters) or none (worked out before).",
+            "Reference model of dpo: copy (frozen), base (the model without its adapters) or none (precomputed).",
             choices=REFERENCES,
-            unset="base with adapters, else copy",
+            unset="base with adapters, otherwise copy",
         ),
         _shared("objective", "NAME", _OBJECTIVES, kind=list[str]),
-        _shared("nodes", "N,N|LOW:HIGH", "Numbers of nodes to try; of a range those that divide well."),
+        _shared("nodes", "N,N|LOW:HIGH", "Node counts to try; from a range, those that divide well."),
         _number("max_nodes", "Short for --nodes 1:N."),
         _shared("tokens", "N", "Tokens to train, such as 15T."),
-        _shared("deadline", "TIME", "Time in which the tokens are to be trained, such as 30d."),
-        _shared("gpu_hours", "HOURS", "Device hours that may be spent."),
-        _shared("price", "PRICE", "Price of a device for an hour, in place of the cluster's."),
+        _shared("deadline", "TIME", "Time limit for training the tokens, such as 30d."),
+        _shared("gpu_hours", "HOURS", "Budget in device hours."),
+        _shared("price", "PRICE", "Price of a device per hour, instead of the cluster's."),
         _shared("device_mtbf", "TIME", "Mean time between failures of one device.", unset="2112d, as of Llama 3"),
-        _shared("checkpoint_time", "TIME", "Time that a checkpoint stops the run for.", unset="60s"),
+        _shared("checkpoint_time", "TIME", "Time that a checkpoint stops training.", unset="60s"),
         _shared("restart_time", "TIME", "Time from a failure to the next step.", unset="10m"),
-        _shared("pue", "RATIO", "Power of the building over that of its nodes.", unset="1"),
+        _shared("pue", "RATIO", "Power usage effectiveness: facility power over node power.", unset="1"),
     )
 )
 _names = tuple(SHARED)

@@ -30,23 +30,27 @@ def print_health(console: Console, health: CheckedHealth) -> None:
     if not health.slow:
         compared = "device and no link" if health.ranks >= LEAST_EQUALS else "device"
         console.print(
-            f"no {compared} is slower than its equals" if health.ranks > 1 else "one device has no equals here"
+            f"no {compared} is slower than its peers"
+            if health.ranks > 1
+            else "a single device has no peers to compare with"
         )
 
 
 def warnings_of(health: CheckedHealth) -> list[str]:
     """Say what is off as a whole, and what the check could not tell."""
     texts = [
-        f"{rate.what}: {100 * rate.usual / rate.described:.0f} % of the rate by the cluster file, usually"
+        f"{rate.what}: usually {100 * rate.usual / rate.described:.0f} % of the rate in the cluster file"
         for rate in health.rates
         if rate.described and rate.usual * OFF_SHARE < rate.described
     ]
     if health.disturbance:
-        texts.append(f"products were disturbed: {health.disturbance}")
+        texts.append(f"GEMM timings were disturbed: {health.disturbance}")
     if 1 < health.ranks < LEAST_EQUALS:
-        texts.append(f"links are compared from {LEAST_EQUALS} devices on: of {health.ranks} none can be the slow one")
+        texts.append(f"links were not compared: this needs {LEAST_EQUALS} devices, got {health.ranks}")
     if health.rounds_left:
-        texts.append(f"the budget left {health.rounds_left} of {health.rounds} rounds: some pairs were not measured")
+        texts.append(
+            f"the budget ran out {health.rounds_left} of {health.rounds} rounds early: some pairs were not measured"
+        )
     return texts
 
 

@@ -57,13 +57,13 @@ def run_options(context: typer.Context) -> RunOptions:
         typed["objectives"] = context.params["objective"]
     if context.params.get("max_nodes") is not None:
         if "nodes" in typed:
-            raise InputError("--nodes and --max-nodes say the same: leave one of them out")
+            raise InputError("--nodes and --max-nodes set the same limit: leave one of them out")
         typed["nodes"] = f"1:{context.params['max_nodes']}"
     return cast("RunOptions", typed)
 
 
 def check_untyped(
-    context: typer.Context, names: Collection[str], why: str, *, or_else: str = ", or give a model in place of the file"
+    context: typer.Context, names: Collection[str], why: str, *, or_else: str = ", or give a model instead of the file"
 ) -> None:
     """Refuse parameters on the command line that a file beside them says: they would be ignored."""
     parameters = [

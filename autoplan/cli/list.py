@@ -17,7 +17,7 @@ def list(  # named as the command is
     kind: Annotated[str, typer.Argument(metavar="|".join(KINDS), help="What to list.", autocompletion=words(KINDS))],
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the models, clusters, devices, frameworks or targets of export that are known by name."""
+    """List the built-in models, clusters, devices, frameworks or export targets."""
     from rich.markup import escape  # which help does not need
 
     listed = api.listing.known(kind)

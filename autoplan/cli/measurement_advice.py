@@ -17,24 +17,24 @@ from autoplan.spec.search_result import RankedPlan
 def print_advice(console: Console, advice: MeasurementAdvice, planned: Sequence[RankedTask]) -> None:
     """Print what is open, and what each group of measurements is expected to bring."""
     if advice.rival is None:
-        console.print(f"{advice.best.plan.describe()} has no rival of another kind: nothing is to be settled")
+        console.print(f"{advice.best.plan.describe()} has no close rival: there is nothing to settle")
         return
     seconds = sum(task.expected_s for task in planned)
     console.print(f"A  {advice.best.plan.describe()}: {format_seconds(advice.best.step_s)}")
     console.print(f"B  {advice.rival.plan.describe()}: {format_seconds(advice.rival.step_s)}")
     if not advice.groups:
         console.print(
-            f"now {_sure(advice.probability)} sure that A is the faster; no measurement here could swap any two plans"
+            f"now {_sure(advice.probability)} certain that A is faster; no measurement here could swap two plans"
         )
         return
     console.print(
-        f"now {_sure(advice.probability)} sure that A is the faster; expected after {len(planned)} measurements "
-        f"of about {format_seconds(seconds)}: {_sure(advice.expected_probability)} sure of one of them\n"
+        f"now {_sure(advice.probability)} certain that A is faster; expected after {len(planned)} measurements "
+        f"(about {format_seconds(seconds)}): {_sure(advice.expected_probability)} certain of one of them\n"
     )
     table = Table(box=None, pad_edge=False)
-    for name in ("operations", "of", "rests on"):
+    for name in ("operations", "of", "based on"):
         table.add_column(name)
-    for name in ("off by", "share A", "share B", "takes", "then sure"):
+    for name in ("off by", "share A", "share B", "takes", "certainty"):
         table.add_column(name, justify="right", no_wrap=True)
     for value in advice.groups:
         group = value.group
@@ -58,13 +58,13 @@ def print_ranking(
     best = ranking[0]
     is_same = best.plan == before.best.plan
     console.print(
-        f"\nfastest {'still' if is_same else 'now'}, {_sure(after.probability)} sure against its nearest rival: "
-        f"{best.plan.describe()}: {format_seconds(best.step_s)} a step"
+        f"\nfastest {'still' if is_same else 'now'}, {_sure(after.probability)} certain against its closest rival: "
+        f"{best.plan.describe()}: {format_seconds(best.step_s)} per step"
     )
     for ranked in ranking[1:4]:
         console.print(f"  {100 * (pace(ranked) / pace(best) - 1):+.1f} %  {ranked.plan.describe()}")
     if not is_same:
-        console.print("search again with --timings db: it ranks all plans by what was measured")
+        console.print("search again with --timings db to rank all plans by the measurements")
 
 
 def _sure(probability: float) -> str:

@@ -20,15 +20,13 @@ def new(
     kind: Annotated[
         str, typer.Argument(metavar="|".join(KINDS), help="What to describe.", autocompletion=words(KINDS))
     ],
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where it is written.", show_default="KIND.toml")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write.", show_default="KIND.toml")] = None,
     force: ForceOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Write a file with comments that describes a cluster, a device that is not shipped, or a model.
+    """Write a commented template file for a cluster, a device or a model.
 
-    It can be used as it is, and says what to change: `autoplan search MODEL --cluster FILE`.
+    The file works as it is, and its comments say what to change: `autoplan search MODEL --cluster FILE`.
     """
     from autoplan.base.files import write_text
 

@@ -45,7 +45,7 @@ ClusterOption = Annotated[
     str,
     typer.Option(
         metavar="CLUSTER",
-        help="Preset with a size (h100-sxm:16x8 = 16 nodes of 8), a cluster.toml, local (this machine), or unlike ones "
+        help="Preset with a size (h100-sxm:16x8 = 16 nodes of 8), a cluster.toml, local (this machine), or several "
         "joined by +.",
         autocompletion=clusters,
     ),
@@ -53,24 +53,24 @@ ClusterOption = Annotated[
 OtherClusterOption = Annotated[
     str | None, typer.Option("--cluster", metavar="CLUSTER", help="As for search.", autocompletion=clusters)
 ]
-GlobalBatchOption = Annotated[int | None, whole_number("--global-batch", "N", "Sequences in a step.")]
+GlobalBatchOption = Annotated[int | None, whole_number("--global-batch", "N", "Sequences per step.")]
 SEQ_LEN = whole_number("--seq-len", "TOKENS", "Sequence length; 8k is 8,192.")
 SeqLenOption = Annotated[int, SEQ_LEN]
 OptionalSeqLenOption = Annotated[int | None, SEQ_LEN]
 FixOption = Annotated[
     list[str] | None,
-    typer.Option("--fix", metavar="AXIS=VALUE", help="Look only at plans with this value (repeatable)."),
+    typer.Option("--fix", metavar="AXIS=VALUE", help="Consider only plans with this value (repeatable)."),
 ]
 MaxOption = Annotated[
     list[str] | None,
-    typer.Option("--max", metavar="AXIS=VALUE", help="Bound a degree, or raise its default bound (repeatable)."),
+    typer.Option("--max", metavar="AXIS=VALUE", help="Limit an axis, or raise its default limit (repeatable)."),
 ]
 ForbidOption = Annotated[
     list[str] | None,
     typer.Option(
         "--forbid",
         metavar="CHOICE",
-        help="Leave out uneven_stages, partial_recompute, partial_sharding, all values of an axis but the plain one "
+        help="Exclude uneven_stages, partial_recompute, partial_sharding, every value of an axis but its default "
         "(offload, cp), or one value such as schedule=zb-v or tp=8 (repeatable).",
     ),
 ]
@@ -82,33 +82,35 @@ CalibrationOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE|db",
-        help="Calibration of your own in place of the shipped one: a file, or fitted to the runs in the database.",
+        help="Your own calibration instead of the shipped one: a file, or fitted to the runs in the database.",
     ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Variable of the shell for a launch file (repeatable)."),
+    typer.Option("--set", metavar="NAME=VALUE", help="Shell variable for a launch file (repeatable)."),
 ]
 AsOption = Annotated[
     str | None,
     typer.Option(
-        "--as", metavar="TARGET", help="What a launch file is, where that is not clear.", autocompletion=words(TARGETS)
+        "--as", metavar="TARGET", help="Format of a launch file, if it is ambiguous.", autocompletion=words(TARGETS)
     ),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 QuietOption = Annotated[
-    bool, typer.Option("--quiet", "-q", callback=hide_remarks, help="No progress and no remarks on stderr.")
+    bool, typer.Option("--quiet", "-q", callback=hide_remarks, help="No progress bar and no warnings on stderr.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 PlanJsonOption = Annotated[bool, typer.Option("--json", help="Print the plan file instead of tables.")]
 LogToOption = Annotated[
     str | None,
-    typer.Option("--log-to", metavar="TRACKER", help="Also log it to wandb, mlflow or tensorboard (the folder runs)."),
+    typer.Option("--log-to", metavar="TRACKER", help="Also log to wandb, mlflow or tensorboard (in the folder runs)."),
 ]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")]
 TraceOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Also write one step as a Chrome trace, for ui.perfetto.dev: ranks by stage."),
+    typer.Option(
+        metavar="FILE", help="Also write one step as a Chrome trace for ui.perfetto.dev, with the ranks of each stage."
+    ),
 ]
 DbOption = Annotated[
     str | None,
@@ -116,6 +118,6 @@ DbOption = Annotated[
         "--db",
         metavar="URL",
         help="SQLite file, or postgresql://user@host/name (password: PGPASSWORD or ~/.pgpass). Default: AUTOPLAN_DB, "
-        "else a file in the user's data folder.",
+        "or a file in your user data folder.",
     ),
 ]

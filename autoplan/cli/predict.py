@@ -16,13 +16,13 @@ from autoplan.cli.options import CalibrationOption, ForceOption
 
 
 def predict(
-    runs: Annotated[Path, typer.Option(help="CSV table of runs in the columns of measured_runs.csv.")],
+    runs: Annotated[Path, typer.Option(help="CSV table of runs, with the columns of measured_runs.csv.")],
     out: Annotated[Path, typer.Option(help="CSV table of predictions to write.")],
     calibration: CalibrationOption = None,
     force: ForceOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
 ) -> None:
-    """Price every run of a table from its configuration alone, in the columns that a scorer reads."""
+    """Predict every run of a table from its configuration alone, for `autoplan score`."""
     check_output(out, force=force)
     predicted = autoplan.predict(runs, calibration=calibration)
     predicted.save(out, force=force)

@@ -38,73 +38,73 @@ PlanFileOption = Annotated[
     typer.Option(
         "--for",
         metavar="PLAN",
-        help="In place of MODEL, a plan.json of a search: measure only what could make another plan win.",
+        help="Instead of MODEL, the plan.json of a search: measure only what could make another plan win.",
     ),
 ]
 BudgetOption = Annotated[str, typer.Option(metavar="TIME", help="Stop after this long: 90s, 10m, 1h.")]
 TpOption = Annotated[
     str | None,
-    typer.Option(metavar="N,N,...", help="Tensor-parallel degrees.", show_default="powers of two in a node"),
+    typer.Option(metavar="N,N,...", help="Tensor-parallel degrees.", show_default="powers of two within a node"),
 ]
-MicroBatchesOption = Annotated[str, typer.Option(metavar="N,N,...", help="Sequences in a micro-batch.")]
+MicroBatchesOption = Annotated[str, typer.Option(metavar="N,N,...", help="Sequences per micro-batch.")]
 EpOption = Annotated[str, typer.Option(metavar="N,N,...", help="Expert-parallel degrees.")]
 DtypesOption = Annotated[
     str | None,
     typer.Option(
         metavar="TYPE,...",
         help="bf16, fp16, fp32, fp8, mxfp8, nvfp4, fp8_block.",
-        show_default="what the device trains in",
+        show_default="the device's training type",
     ),
 ]
 ModeOption = Annotated[
-    str, typer.Option(metavar="MODE,...", help="sustained, as training runs, or burst, as short benchmarks do.")
+    str, typer.Option(metavar="MODE,...", help="sustained, like training, or burst, like short benchmarks.")
 ]
 OnlyOption = Annotated[
-    str | None, typer.Option(metavar="OPERATION,...", help="Only these, such as gemm,attention,all_reduce.")
+    str | None, typer.Option(metavar="OPERATION,...", help="Only these operations, such as gemm,attention,all_reduce.")
 ]
 ClusterOption = Annotated[
-    str | None, typer.Option(metavar="CLUSTER", help="What the job will run on: says what is extrapolated.")
+    str | None, typer.Option(metavar="CLUSTER", help="Cluster that the job will run on: reports what is extrapolated.")
 ]
 RanksOption = Annotated[
     int,
-    whole_number("--ranks", "N", "Ranks to start here.", show_default="one a device, two on a machine without devices"),
+    whole_number("--ranks", "N", "Ranks to start here.", show_default="one per device, two without devices"),
 ]
-AllowanceOption = Annotated[str, typer.Option(metavar="TIME", help="How long one measurement may take to settle.")]
+AllowanceOption = Annotated[str, typer.Option(metavar="TIME", help="Time limit for one measurement to settle.")]
 VisitsOption = Annotated[
     int,
-    whole_number("--visits", "N", "How often to measure each, in rounds: the middle counts on uneasy machines."),
+    whole_number("--visits", "N", "Repetitions of each measurement, in rounds; the median counts on noisy machines."),
 ]
-LimitOption = Annotated[str, typer.Option(metavar="TIME", help="After how long a rank is taken to hang.")]
+LimitOption = Annotated[str, typer.Option(metavar="TIME", help="Time after which a rank counts as hung.")]
 DryRunOption = Annotated[
     bool,
-    typer.Option("--dry-run", help="Show what would be measured; with --for or --cluster no device is needed for it."),
+    typer.Option("--dry-run", help="Show what would be measured; needs no device with --for or --cluster."),
 ]
 NodesOption = Annotated[
     int,
-    whole_number("--nodes", "N", "With --dry-run: nodes of --for or --cluster to measure on.", show_default="all"),
+    whole_number("--nodes", "N", "With --dry-run: number of nodes to measure on.", show_default="all"),
 ]
 HealthOption = Annotated[
     bool,
     typer.Option(
         "--health",
-        help="In place of MODEL: time every device and all pairs of them, and name what is slower than others.",
+        help="Instead of MODEL: time every device and all pairs of them, and report slow parts.",
     ),
 ]
 OutOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="With --health: write the cluster here, with what is slow as its [[faults]]."),
+    typer.Option(metavar="FILE", help="With --health: write the cluster file with slow parts as [[faults]]."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print what was measured as JSON instead of tables.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the measurements as JSON instead of tables.")]
 TemplateOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME|FILE",
-        help="Submit the profile of --for as a job, and follow it: slurm, kubernetes, or a TOML file of your own.",
+        help="Submit the profile of --for as a job and follow it: slurm, kubernetes, or your own TOML file.",
     ),
 ]
-ImageOption = Annotated[str | None, typer.Option(metavar="IMAGE", help="Image of the containers, on Kubernetes.")]
+ImageOption = Annotated[str | None, typer.Option(metavar="IMAGE", help="Container image, on Kubernetes.")]
 WorkOption = Annotated[
-    Path, typer.Option(metavar="FOLDER", help="With --template: folder of the job, which its nodes see too.")
+    Path, typer.Option(metavar="FOLDER", help="With --template: folder of the job, shared with its nodes.")
 ]
 
 
@@ -138,17 +138,17 @@ def profile(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Measure the kernels and collectives that plans for a model are made of, and store them.
+    """Measure the kernels and collectives that plans for a model consist of, and store them.
 
-    Run it on one node, or as the program of torchrun --no-python, srun or mpirun with one rank for each device.  What
-    the database holds is not measured again: after an interrupt, or when the budget is spent, run it once more.
-    With --for it says first how sure the order of the best plans is and what the measurements are expected to settle.
+    Run it on one node, or as the program of torchrun --no-python, srun or mpirun with one rank per device.  What the
+    database already has is not measured again: after an interrupt or a spent budget, run the same command again.
+    With --for, it first says how certain the order of the best plans is and what the measurements should settle.
     """
     if health:
         _check_health(context, out, force=force)
         return
     if out is not None or force:
-        raise InputError("--out and --force go with --health: they are for the cluster file that it writes")
+        raise InputError("--out and --force go with --health, for the cluster file that it writes")
     from autoplan.api.profiling import ProfileOptions, planned_profile, started_profile
     from autoplan.cli.process import leave_on_sigterm
 
@@ -173,23 +173,23 @@ def _check_together(context: typer.Context, *, is_elsewhere: bool) -> None:
     """Refuse flags that mean nothing without others, or beside them."""
     typed = context.params
     if typed["plan_file"] is not None:
-        check_untyped(context, STATED_BY_PLAN, "--for takes from the plan file what to measure")
+        check_untyped(context, STATED_BY_PLAN, "--for takes the measurements from the plan file")
     elif typed["model"] is None:
         context.fail("give MODEL, or the plan file of a search: --for PLAN")
     is_job, prints_json = typed["template"] is not None, typed["json"] and not typed["dry_run"]
     reason = refused(
         (
             (typed["nodes"] and not is_elsewhere, "--nodes goes with --dry-run, and with --for PLAN or --cluster"),
-            (typed["ranks"] and (is_job or is_elsewhere), "--ranks is of ranks that are started here: leave it out"),
+            (typed["ranks"] and (is_job or is_elsewhere), "--ranks needs ranks that are started here: leave it out"),
             (
                 not is_job and (typed["image"] is not None or is_typed(context, "work")),
-                "--image and --work are of a job: they go with --template",
+                "--image and --work go with --template, which submits a job",
             ),
             (
                 is_job and typed["plan_file"] is None,
                 "--template submits the profile of a plan file: give --for PLAN",
             ),
-            (is_job and prints_json, "--template prints what its job prints: leave --json out"),
+            (is_job and prints_json, "--template prints the output of its job: leave --json out"),
         )
     )
     if reason:
@@ -209,7 +209,7 @@ def _check_health(context: typer.Context, out: Path | None, *, force: bool) -> N
     if out is not None:
         check_output(out, force=force)
     elif force:
-        raise InputError("--force replaces the cluster file that --out names: name it")
+        raise InputError("--force overwrites the file of --out: give --out FILE")
     params = context.params
     given = {name: params[name] for name in ("budget", "cluster", "ranks", "allowance", "limit")}
     options = HealthOptions(db=whole_url(context, params["url"]), out=out, force=force, **given)
@@ -233,7 +233,7 @@ def _check_health(context: typer.Context, out: Path | None, *, force: bool) -> N
         for text in warnings_of(health):
             _say(f"warning: {text}")
     if out is not None:
-        print_written(out, quiet=params["quiet"], ending=", with what is slow as its faults")
+        print_written(out, quiet=params["quiet"], ending=", with slow parts as faults")
 
 
 def _submit(context: typer.Context, plan_file: Path, options: ProfileOptions) -> None:
@@ -264,7 +264,7 @@ def _submit(context: typer.Context, plan_file: Path, options: ProfileOptions) ->
     typer.echo(log, nl=False)
     advice = planned_profile(plan_file=plan_file, options=options).advice
     if advice is not None:
-        _say(f"{100 * advice.probability:.0f} % sure now of {advice.best.plan.describe()}")
+        _say(f"now {100 * advice.probability:.0f} % certain that the fastest is {advice.best.plan.describe()}")
 
 
 def _lead(started: Profile, *, dry_run: bool, json: bool, quiet: bool) -> None:
@@ -293,9 +293,11 @@ def _lead(started: Profile, *, dry_run: bool, json: bool, quiet: bool) -> None:
         if started.advice is not None and (settled := started.settled()):
             print_ranking(console, started.advice, *settled)
     if not quiet and not progress.num_left:
-        _say("next: autoplan search MODEL --timings db ..., which takes these times before its own")
+        _say("next: autoplan search MODEL --timings db ..., which uses these times")
     if progress.num_left:
-        _say(f"the budget is spent: {progress.num_left} of {progress.total} are left for the same command")
+        _say(
+            f"the budget is spent: run the same command again for the remaining {progress.num_left} of {progress.total}"
+        )
 
 
 def _print_planned(planned: PlannedProfile, *, json: bool, quiet: bool) -> None:
@@ -343,7 +345,7 @@ def _measured(started: Profile, *, quiet: bool) -> Progress:
 
             return started.measure(advance)
     except (KeyboardInterrupt, SystemExit) as left:
-        _say(f"interrupted: {_tally(started.progress)} stored; the same command measures the rest")
+        _say(f"interrupted: {_tally(started.progress)} stored; run the same command again for the rest")
         raise typer.Exit(left.code if isinstance(left, SystemExit) else 130) from None  # type: ignore[arg-type]
 
 
@@ -379,7 +381,7 @@ def _print_plan(console: Console, started: PlannedProfile) -> None:
     print_part(
         console,
         f"{len(started.tasks)} measurements in about {format_seconds(started.expected_s)} on a quiet machine; "
-        f"the budget is {format_seconds(started.budget_s)}; {started.num_known} are in the database",
+        f"the budget is {format_seconds(started.budget_s)}; {started.num_known} are already in the database",
     )
 
 

@@ -29,28 +29,24 @@ FilesArgument = Annotated[
     list[Path],
     typer.Argument(
         metavar="FILE...",
-        help="A script or configuration that starts training today, of any target of export; or traces of torch's "
-        "profiler, one of each rank, or a folder of them; or exports of Nsight Systems to SQLite; or logs of a run.",
+        help="A launch script or configuration of any export target; or traces of torch's profiler, one per rank, or a "
+        "folder of them; or SQLite exports of Nsight Systems; or logs of a run.",
     ),
 ]
 PlanOption = Annotated[
     Path | None,
     typer.Option(
-        "--plan", metavar="PLAN", help="With traces or logs: the plan file that ran, whose prediction stands beside."
+        "--plan", metavar="PLAN", help="With traces or logs: the plan file that ran, to compare with its prediction."
     ),
 ]
 OutOption = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE", help="With traces: write one HTML page here, predicted and measured steps on one axis."
-    ),
+    typer.Option(metavar="FILE", help="With traces: write an HTML page with predicted and measured steps on one axis."),
 ]
-ModelOption = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="As for search, in place of what the file says.")
-]
-DevicesOption = Annotated[int | None, whole_number("--devices", "N", "Devices that it runs on, all together.")]
-DevicesPerNodeOption = Annotated[int | None, whole_number("--devices-per-node", "N", "Devices of a node.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print what was read as JSON.")]
+ModelOption = Annotated[str | None, typer.Option(metavar="MODEL", help="As for search, instead of what the file says.")]
+DevicesOption = Annotated[int | None, whole_number("--devices", "N", "Total number of devices.")]
+DevicesPerNodeOption = Annotated[int | None, whole_number("--devices-per-node", "N", "Devices per node.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def read(
@@ -68,17 +64,18 @@ def read(
     force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Read a launch file into model, training and plan, and list what was not understood; or what a run left.
+    """Show the model, training and plan in a launch file, or the steps in traces and logs of a run.
 
-    Nothing in the file is run.  Traces of torch's profiler (Kineto) tell what each rank did in a step: work by kind,
-    communication that it hid or not, and gaps.  Logs tell their steps, and Megatron's timers the parts of one.
+    Launch files are never executed; what was not understood is listed.  Traces of torch's profiler (Kineto) show what
+    each rank did in a step: work by kind, hidden and exposed communication, and gaps.  Logs show step times, and with
+    Megatron's timers the parts of a step.
     """
     from autoplan.profiler.imports.traces import is_trace
 
     kind = "traces" if files[0].is_dir() or is_trace(files[0]) else "logs" if out is None and is_log(files[0]) else None
     if kind and any(is_typed(context, name) for name in OF_A_LAUNCH_FILE):
         beside = "--plan, --db, --out" if kind == "traces" else "--plan, --db"
-        raise InputError(f"{files[0]}: {kind} go with {beside} and --json alone: other options are of launch files")
+        raise InputError(f"{files[0]}: {kind} go with {beside} and --json only: the other options are for launch files")
     if kind == "traces":
         check_outputs(out, force=force)
         traces = api.traces.read_traces(files, plan=plan, db=whole_url(context, url))
@@ -92,7 +89,7 @@ def read(
         return
     if len(files) > 1 or plan is not None or out is not None:
         raise InputError(
-            f"{files[0]}: no trace of torch's profiler, and no log: of launch files name one, without --plan and --out"
+            f"{files[0]}: neither a trace of torch's profiler nor a log: give one launch file, without --plan and --out"
         )
     result = autoplan.read(
         files[0],
@@ -125,7 +122,7 @@ def _print_log(result: LogResult, *, json: bool) -> None:
     console, run = report.terminal.make_console(), result.run
     low_s, high_s = run.interval_s
     headline = (
-        f"{run.framework}: {format_seconds(run.median_s)} a step, the median of {run.num_steps:,} "
+        f"{run.framework}: {format_seconds(run.median_s)} per step, median of {run.num_steps:,} "
         f"({format_seconds(low_s)} to {format_seconds(high_s)})"
     )
     report.run_trace.print_timers(console, headline, run.timers_s, run.median_s)
@@ -142,7 +139,7 @@ def _print_traces(result: TraceResult, *, json: bool) -> None:
     ranks = result.ranks
     headline = (
         f"{len(ranks)} rank{'s' * (len(ranks) > 1)}, {ranks[0].num_steps} step{'s' * (ranks[0].num_steps > 1)} each: "
-        f"{format_seconds(result.step_s)} a step"
+        f"{format_seconds(result.step_s)} per step"
     )
     rows = [(name, [rank.seconds[name] for rank in ranks]) for name in ranks[0].seconds]
     idle = ("idle", [rank.idle_s for rank in ranks])
@@ -150,7 +147,9 @@ def _print_traces(result: TraceResult, *, json: bool) -> None:
     if communication_s := sum(rank.communication_s for rank in ranks):
         hidden = format_percent(sum(rank.hidden_s for rank in ranks) / communication_s)
         mean = format_seconds(communication_s / len(ranks))
-        report.terminal.print_part(console, f"\ncommunication takes {mean} a step, {hidden} of it beside other work")
+        report.terminal.print_part(
+            console, f"\ncommunication takes {mean} per step, {hidden} of it hidden behind other work"
+        )
     if result.predicted_step_s is not None:
         terms = [(term.what, term.predicted_s, term.measured_s) for term in result.terms]
         report.run_trace.print_compared(console, terms, result.predicted_step_s, result.step_s)

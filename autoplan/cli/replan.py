@@ -22,29 +22,29 @@ from autoplan.cli.remarks import print_warnings, print_written
 @shared_flags(("device_mtbf", "checkpoint_time"), after="checkpoint_rate")
 def replan(
     context: typer.Context,
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json of before.")],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan.json from before.")],
     num_nodes: Annotated[
-        int | None, whole_number("--nodes", "N", "Nodes that are left, where the cluster file does not name them.")
+        int | None, whole_number("--nodes", "N", "Number of nodes left, if the cluster file does not name them.")
     ] = None,
     without: Annotated[
-        list[str] | None, typer.Option(metavar="NODE[,...]", help="Nodes that are gone, by name (repeatable).")
+        list[str] | None, typer.Option(metavar="NODE[,...]", help="Names of the lost nodes (repeatable).")
     ] = None,
     checkpoint_rate: Annotated[
         str | None,
         typer.Option(
             "--checkpoint-gbytes-per-s",
             metavar="GB/S",
-            help="Rate at which all ranks together read and write checkpoints; how often to write one follows.",
+            help="Rate at which all ranks together read and write checkpoints; determines the checkpoint interval.",
         ),
     ] = None,
     url: DbOption = None,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The new plan file.")] = Path("replan.json"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="New plan file.")] = Path("replan.json"),
     force: ForceOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     quiet: QuietOption = False,
     **_: Any,
 ) -> None:
-    """Find the best plan on what is left of a cluster, with the same batch, and say what changing to it costs."""
+    """Find the best plan on the rest of a cluster, with the same batch, and the cost of switching to it."""
     check_outputs(out, force=force)
     rate = None if checkpoint_rate is None else 1e9 * parse_positive(checkpoint_rate, "--checkpoint-gbytes-per-s")
     run = run_options(context)

@@ -22,24 +22,26 @@ if TYPE_CHECKING:
 def report(
     context: typer.Context,
     plan: PlanArgument,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the page is written.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="HTML file to write.")] = Path("report.html"),
     serve: Annotated[
         bool,
-        typer.Option("--serve", help="Show the page in a browser of this machine, with values to change; no file."),
+        typer.Option(
+            "--serve", help="Serve an interactive page to a browser on this machine, instead of writing a file."
+        ),
     ] = False,
     url: DbOption = None,
     force: ForceOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Write one self-contained HTML page of a plan file: it loads nothing, and can be mailed or put on a wiki.
+    """Write a self-contained HTML page of a plan file, to mail or to put on a wiki.
 
-    What the file does not hold is searched and priced again: plans that none beats in time and memory, the best plans
-    on fewer and more nodes, and the numbers that the answer hangs on.  With --serve nothing is searched: each change
-    of a value on the page prices one plan.
+    It computes what the file does not contain: the Pareto front of time and memory, the best plans on fewer and more
+    nodes, and the sensitivity of the answer.  With --serve nothing is searched: each change on the page prices one
+    plan.
     """
     if serve:
         check_untyped(
-            context, {"out", "force"}, "--serve shows the page in a browser", or_else=", and save the page there"
+            context, {"out", "force"}, "--serve shows the page in a browser", or_else=", and save the page from there"
         )
         return _serve(api.plan_result.load_any_plan(plan, db=whole_url(context, url)))
     check_outputs(out, force=force)

@@ -22,42 +22,47 @@ if TYPE_CHECKING:
 
 
 ProgramArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="PROGRAM ARG...", help="After --command --: what to run instead.")
+    list[str] | None, typer.Argument(metavar="PROGRAM ARG...", help="After --command --: the program to run instead.")
 ]
-CommandOption = Annotated[bool, typer.Option("--command", help="Run PROGRAM, and read step times from what it writes.")]
-StepsOption = Annotated[int, typer.Option(metavar="N", min=1, help="Steps that are timed.")]
-WarmupOption = Annotated[int, typer.Option(metavar="N", min=0, help="Steps before them.")]
+CommandOption = Annotated[bool, typer.Option("--command", help="Run PROGRAM, and read step times from its output.")]
+StepsOption = Annotated[int, typer.Option(metavar="N", min=1, help="Timed steps.")]
+WarmupOption = Annotated[int, typer.Option(metavar="N", min=0, help="Warm-up steps before them.")]
 DataOption = Annotated[
     str | None,
     typer.Option(
         metavar="KIND",
-        help="text (bytes of a small one, the default where the vocabulary holds them) or synthetic.",
+        help="text (bytes of a small text; default if the vocabulary is large enough) or synthetic.",
         show_default=False,
     ),
 ]
-CheckOption = Annotated[bool, typer.Option("--check", help="First train some steps by one process too, and compare.")]
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="First train some steps in a single process too, and compare.")
+]
 LimitOption = Annotated[
-    str, typer.Option(metavar="TIME", help="Of a step, or of PROGRAM's silence, after which it is taken to hang.")
+    str,
+    typer.Option(
+        metavar="TIME", help="Time limit for a step, or without output of PROGRAM, after which it counts as hung."
+    ),
 ]
 LogOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Keep what PROGRAM writes, or a line a step of the trainer.")
+    Path | None, typer.Option(metavar="FILE", help="Save the output of PROGRAM, or one line per step of the trainer.")
 ]
 TracesOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER",
-        help="Trace some more steps with torch's profiler: a file of each rank, for autoplan read.",
+        help="Trace a few extra steps with torch's profiler, one file per rank, for autoplan read.",
     ),
 ]
-OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write what was measured as JSON.")]
+OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the measurements as JSON.")]
 DbOption = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Keep the run in this timing database, out of memory or not; a plan's times come from it.",
+        help="Timing database that stores the run, even if out of memory; also the source of the plan's timings.",
     ),
 ]
-AsJsonOption = Annotated[bool, typer.Option("--json", help="Print what was measured as JSON instead of tables.")]
+AsJsonOption = Annotated[bool, typer.Option("--json", help="Print the measurements as JSON instead of tables.")]
 
 
 def run(
@@ -79,11 +84,11 @@ def run(
     as_json: AsJsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Train by a plan with torch's own parallelism, or by a program of yours, and compare with the prediction.
+    """Train with a plan, using torch's own parallelism or your own program, and compare with the prediction.
 
-    Run it on one node, or as the program of torchrun --no-python, srun or mpirun with one rank for each device.  With
-    --command -- PROGRAM ARG... it starts that, once; its log may be one of Megatron-LM, torchtitan, nanotron,
-    DeepSpeed or HF Trainer, and it is ended after the steps.
+    Run it on one node, or as the program of torchrun --no-python, srun or mpirun with one rank per device.  With
+    --command -- PROGRAM ARG... it starts PROGRAM once, reads its log (Megatron-LM, torchtitan, nanotron, DeepSpeed or
+    HF Trainer) and ends it after the steps.
     """
     from autoplan.cli.process import leave_on_sigterm
     from autoplan.cli.progress import progress_bar
@@ -124,7 +129,7 @@ def _check_words(program: list[str] | None, data: str | None, *, command: bool, 
     if bool(program) != command:
         raise InputError("--command and PROGRAM go together: autoplan run plan.json --command -- PROGRAM ARG...")
     if command and (uses_trainer or data):
-        raise InputError("--check, --data and --traces are of the built-in trainer: leave them out with --command")
+        raise InputError("--check, --data and --traces need the built-in trainer: leave them out with --command")
     if data not in (None, "text", "synthetic"):
         raise InputError(f"no data {data!r}: text or synthetic")
 
@@ -132,7 +137,7 @@ def _check_words(program: list[str] | None, data: str | None, *, command: bool, 
 def _check_outputs(traces: Path | None, out: Path | None, log_to: str | None, *, force: bool) -> None:
     """Refuse what cannot be written."""
     if traces is not None and traces.exists() and not force:
-        raise InputError(f"{traces} exists: name another folder, or say --force")
+        raise InputError(f"{traces} exists: name another folder, or pass --force")
     if out is not None:
         check_output(out, force=force)
     if log_to is not None:
@@ -164,7 +169,7 @@ def _print_run(console: Console, run: RunFile) -> None:
     step_s = median(measured.step_s)
     tokens = run.task.global_batch * run.task.seq_len
     console.print(
-        f"{run.task.plan.describe()}: {format_seconds(step_s)} a step on {measured.device}, "
+        f"{run.task.plan.describe()}: {format_seconds(step_s)} per step on {measured.device}, "
         f"{tokens / step_s:,.0f} tokens/s" + (f", loss {measured.losses[-1]:.3f}" if measured.losses else ""),
         highlight=False,
     )
@@ -193,7 +198,7 @@ def _print_run(console: Console, run: RunFile) -> None:
         highlight=False,
     )
     if measured.check is not None and measured.check.holds:
-        console.print("losses, gradients and weights of the first steps are those of one process")
+        console.print("losses, gradients and weights of the first steps match those of a single process")
 
 
 def _times(run: RunFile) -> str:

@@ -15,12 +15,12 @@ KINDS = api.schemas.KINDS
 def schema(
     kind: Annotated[
         str,
-        typer.Argument(metavar="KIND", help=f"What is described: {', '.join(KINDS)}.", autocompletion=words(KINDS)),
+        typer.Argument(metavar="KIND", help=f"Kind of file: {', '.join(KINDS)}.", autocompletion=words(KINDS)),
     ],
 ) -> None:
-    """Print the JSON Schema of a file, or of what a command prints with --json.
+    """Print the JSON Schema of a file, or of the --json output of a command.
 
-    search and estimate print a plan (mixed-plan where the parts of a cluster are unlike).
+    search and estimate print a plan (mixed-plan on a mixed cluster).
     """
     import json
 

@@ -12,13 +12,13 @@ from autoplan.cli.options import CalibrationOption, JsonOption
 
 
 def score(
-    runs: Annotated[Path, typer.Option(help="CSV table of measured runs in the columns of measured_runs.csv.")],
+    runs: Annotated[Path, typer.Option(help="CSV table of measured runs, with the columns of measured_runs.csv.")],
     predictions: Annotated[
-        Path | None, typer.Option(help="Table that `autoplan predict` wrote; left out, the runs are priced now.")
+        Path | None, typer.Option(help="Output of `autoplan predict`; without it, the runs are priced now.")
     ] = None,
     calibration: CalibrationOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Compare predictions with what was measured, source by source: errors, intervals, ranks, picks and memory."""
+    """Compare predictions with measurements, source by source: errors, intervals, ranking, choices and memory."""
     scores = autoplan.score(runs, predictions=predictions, calibration=calibration)
     typer.echo(scores.to_json() if json else scores.to_text(), nl=False)

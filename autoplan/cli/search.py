@@ -67,27 +67,27 @@ LaunchFileOption = Annotated[
     typer.Option(
         "--from",
         metavar="FILE",
-        help="A launch file that runs today: says what is not typed, and is compared with the best plan.",
+        help="Your current launch file: supplies missing options, and is compared with the best plan.",
     ),
 ]
 ToOption = Annotated[
     str | None,
     typer.Option(
         metavar="TARGET",
-        help="Look only at plans that can be exported to this target, NAME or NAME@VERSION, priced as its framework.",
+        help="Consider only plans that this target, NAME or NAME@VERSION, can run; priced as its framework.",
         autocompletion=targets,
     ),
 ]
 GlobalBatchOption = Annotated[
     str | None,
-    typer.Option(metavar="N|LOW:HIGH", help="Sequences in a step; of a range, the best for the rate is taken."),
+    typer.Option(metavar="N|LOW:HIGH", help="Sequences per step; from a range, the one with the highest throughput."),
 ]
 MaxTpOption = Annotated[int | None, whole_number("--max-tp", "N", "Short for --max tp=N.")]
 AllowOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="CHOICE",
-        help="Also look at plans with an option that changes the numerics of training: "
+        help="Also consider plans with an option that changes the numerics of training: "
         f"{', '.join(axis.name for axis in AXES if axis.exact is not None)}, or a value such as moment_dtype=bf16 "
         "(repeatable).",
     ),
@@ -96,47 +96,46 @@ PreferOption = Annotated[
     str,
     typer.Option(
         metavar="WHAT",
-        help="Of plans at most 1 % slower than the fastest take the simple one; or the fastest; or robust, "
-        "as --robust 0.9.",
+        help="simple: the simplest plan at most 1 % slower than the fastest; fastest; or robust: same as --robust 0.9.",
         autocompletion=words(("simple", "fastest", "robust")),
     ),
 ]
 RobustOption = Annotated[
     float | None,
-    typer.Option(metavar="Q", help="Take the plan with the least Q-quantile of the step time, such as 0.9."),
+    typer.Option(metavar="Q", help="Choose the plan with the lowest Q-quantile of the step time, such as 0.9."),
 ]
 WhyOption = Annotated[
-    bool, typer.Option("--why", help="Also say what would change the answer, and why obvious plans lost.")
+    bool, typer.Option("--why", help="Also show what would change the answer, and why obvious plans lost.")
 ]
 StorageOption = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Where workers meet and a search resumes: a path, sqlite:///, postgresql:// or grpc://host:port. "
-        "Watch it with optuna-dashboard.",
+        help="Shared storage of the search, to resume or distribute it: a path, sqlite:///, postgresql:// or "
+        "grpc://host:port. Watch it with optuna-dashboard.",
     ),
 ]
 StudyOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Name of the search in the storage.", show_default="made from the problem"),
+    typer.Option(metavar="NAME", help="Name of the search in the storage.", show_default="derived from the problem"),
 ]
 WorkersOption = Annotated[int, whole_number("--workers", "N", "Processes on this machine that share the search.")]
 SamplerOption = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="bound proves; tpe, gp, nsga2, cmaes and random only try --trials combinations of degrees.",
+        help="bound proves the answer; tpe, gp, nsga2, cmaes and random only try --trials combinations.",
         autocompletion=words(("bound", "tpe", "gp", "nsga2", "cmaes", "random")),
     ),
 ]
-TrialsOption = Annotated[int, whole_number("--trials", "N", "Combinations of degrees to try with such a sampler.")]
-SeedOption = Annotated[int, whole_number("--seed", "N", "Seed of such a sampler.")]
-OutOption = Annotated[Path, typer.Option(metavar="FILE", help="Where the plan file is written.")]
+TrialsOption = Annotated[int, whole_number("--trials", "N", "Combinations of degrees that a sampler tries.")]
+SeedOption = Annotated[int, whole_number("--seed", "N", "Seed of the sampler.")]
+OutOption = Annotated[Path, typer.Option(metavar="FILE", help="Plan file to write.")]
 PageOption = Annotated[
     Path | None, typer.Option("--report", metavar="FILE", help="Also write the HTML page of `autoplan report`.")
 ]
 DetailsOption = Annotated[
-    bool, typer.Option("--details", help="Also show the next plans, what was searched, and memory by stage.")
+    bool, typer.Option("--details", help="Also show the next plans, the search space, and memory by stage.")
 ]
 
 
@@ -176,16 +175,18 @@ def search(
 ) -> None:
     """Find the fastest plan that fits and write it to plan.json.
 
-    Looks at every plan that the framework admits on the whole cluster and that does not change the numerics of
-    training: --fix, --max and --forbid narrow this, --allow widens it.
-    With an objective, numbers of nodes or a run to plan for, the best in that is taken, over all these numbers.
-    With a launch file it is said how good that is, and what each change on the way to the best plan brings.
+    The search covers every plan that the framework supports on the whole cluster and that does not change the
+    numerics of training. Narrow it with --fix, --max and --forbid; widen it with --allow.
+    With objectives, node counts or a training run, it finds the best plan for those.
+    With a launch file, it also shows how good that is, and what each change on the way to the best plan gains.
     """
     check_outputs(out, page, force=True)  # whether they hold another answer is looked at when there is one
     if sampler == "bound" and (idle := [f"--{name}" for name in ("trials", "seed") if is_typed(context, name)]):
-        raise InputError(f"{' and '.join(idle)}: a search looks at all plans unless a --sampler is given: leave it out")
+        raise InputError(
+            f"{' and '.join(idle)} needs a --sampler: without one, a search covers all plans: leave it out"
+        )
     if launch_file is None and (model is None or global_batch is None or seq_len is None):
-        context.fail("give MODEL, --global-batch and --seq-len, or a launch file that has them: --from FILE")
+        context.fail("give MODEL, --global-batch and --seq-len, or a launch file that contains them: --from FILE")
     result = _searched(context, quiet=quiet).with_command(command_line())
     _hand_over(result, out, page, force=force, details=details, json=json, quiet=quiet)
 
@@ -227,13 +228,13 @@ def _check_mixed(typed: dict[str, Any], is_for_run: bool) -> None:
     refusals = (
         (
             typed["launch_file"] is not None,
-            "--from is about equal nodes: leave it out, or name a cluster of such nodes",
+            "--from needs a cluster of equal nodes: leave it out, or name such a cluster",
         ),
-        (typed["variables"] or typed["target"], "--set and --as are about a launch file: give --from FILE"),
-        (typed["why"], "--why does not take mixed clusters yet: leave it out"),
-        (typed["robust"] is not None, "--robust does not take mixed clusters yet: leave it out"),
-        (is_shared, "mixed clusters are searched by one process: leave --storage and the like out"),
-        (is_for_run, "objectives and runs are not searched on mixed clusters yet: leave their flags out"),
+        (typed["variables"] or typed["target"], "--set and --as need a launch file: give --from FILE"),
+        (typed["why"], "--why does not support mixed clusters yet: leave it out"),
+        (typed["robust"] is not None, "--robust does not support mixed clusters yet: leave it out"),
+        (is_shared, "a mixed cluster is searched by one process: leave --storage and related options out"),
+        (is_for_run, "mixed clusters do not support objectives and runs yet: leave their options out"),
     )
     if reason := refused(refusals):
         raise InputError(reason)
@@ -260,7 +261,9 @@ def _hand_over(
         _print(result, None if is_kept else out, details=details)
     print_warnings(result.warnings, quiet=quiet)
     if is_kept:
-        raise InputError(f"{out} holds something else and was kept: --force replaces it, --out NAME writes beside it")
+        raise InputError(
+            f"{out} contains something else and was kept: overwrite it with --force, or choose another name with --out"
+        )
     if page is not None:
         write_page(result, out, page, force=force, quiet=quiet)
     if is_unchanged and not quiet:
@@ -291,6 +294,6 @@ def _print(result: PlanResult | MixedPlanResult, path: Path | None, *, details: 
             steps.append(("measure", api.export.measurement(file, path)))
         steps.append(("why", f"autoplan explain {shlex.quote(str(path))}"))
     if not details:
-        steps.append(("more", "--details: the next plans, what was searched, memory by stage"))
+        steps.append(("more", "--details: the next plans, the search space, memory by stage"))
     if steps:
         report.terminal.print_next_steps(console, *steps)

@@ -18,13 +18,13 @@ from autoplan.cli.options import ForceOption
 def topo(
     cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="As for search.", autocompletion=clusters)],
     plan: Annotated[
-        Path | None, typer.Option(metavar="PLAN", help="Show what a step of this plan.json moves over the links.")
+        Path | None, typer.Option(metavar="PLAN", help="Show the traffic of a step of this plan.json over the links.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the cluster into an SVG file.")] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the cluster as an SVG file.")] = None,
     force: ForceOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print the graph as JSON instead of a tree.")] = False,
 ) -> None:
-    """Show a cluster as a tree of switches, nodes and links with their rates, or draw it; or the traffic of a plan."""
+    """Show a cluster as a tree of switches, nodes and links with their rates, and the traffic of a plan on it."""
     from autoplan.report.cluster import mixed_json, print_mixed_topology, print_topology
     from autoplan.report.terminal import make_console
     from autoplan.report.traffic import print_traffic
@@ -34,7 +34,7 @@ def topo(
     spec = api.problem.load_any_cluster(cluster)
     if isinstance(spec, MixedCluster):
         if plan is not None or svg is not None:
-            raise InputError(f"{cluster} has unlike parts: --plan and --svg show a cluster of equal nodes, name a part")
+            raise InputError(f"{cluster} is a mixed cluster: --plan and --svg need equal nodes: name one of its parts")
         if json:
             typer.echo(encode_line(mixed_json(spec)), nl=False)
         else:
@@ -49,4 +49,4 @@ def topo(
             print_traffic(make_console(), shown.traffic)
     if svg is not None:
         write_text(svg, shown.draw(), force=force)
-        typer.echo(f"drawn into {svg}", err=True)
+        typer.echo(f"wrote {svg}", err=True)

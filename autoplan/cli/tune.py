@@ -49,7 +49,7 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL|PLAN",
-        help="As for search, or a plan.json, whose plans are tried.",
+        help="As for search, or a plan.json with the plans to try.",
         autocompletion=presets("models"),
     ),
 ]
@@ -57,28 +57,28 @@ ProgramArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="PROGRAM ARG...",
-        help="After --command --: what trains by a plan; {plan} and {folder} stand for its file and folder.",
+        help="After --command --: your training program; {plan} and {folder} are replaced by its file and folder.",
     ),
 ]
-CommandOption = Annotated[bool, typer.Option("--command", help="Run PROGRAM, and read step times from what it writes.")]
+CommandOption = Annotated[bool, typer.Option("--command", help="Run PROGRAM, and read step times from its output.")]
 FrameworkOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Framework preset or TOML file.", show_default="torch, which is built in"),
+    typer.Option(metavar="NAME", help="Framework preset or TOML file.", show_default="torch, the built-in trainer"),
 ]
-TrialsOption = Annotated[int, whole_number("--trials", "N", "Runs at most, those of earlier calls among them.")]
-BudgetOption = Annotated[str | None, typer.Option(metavar="TIME", help="Time that this call may take, such as 30m.")]
+TrialsOption = Annotated[int, whole_number("--trials", "N", "Maximum number of runs, including earlier calls.")]
+BudgetOption = Annotated[str | None, typer.Option(metavar="TIME", help="Time limit of this call, such as 30m.")]
 GpuHoursOption = Annotated[
     str | None,
-    typer.Option(metavar="HOURS", help="Device hours of all trials at most, those of earlier calls among them."),
+    typer.Option(metavar="HOURS", help="Maximum device hours of all trials, including earlier calls."),
 ]
-ParallelOption = Annotated[int, whole_number("--parallel", "N", "Trials at once, where they do not share devices.")]
-StepsOption = Annotated[int, whole_number("--steps", "N", "Steps of a trial that are timed.")]
-WarmupOption = Annotated[int, whole_number("--warmup", "N", "Steps before them.")]
+ParallelOption = Annotated[int, whole_number("--parallel", "N", "Concurrent trials, if they do not share devices.")]
+StepsOption = Annotated[int, whole_number("--steps", "N", "Timed steps per trial.")]
+WarmupOption = Annotated[int, whole_number("--warmup", "N", "Warm-up steps before them.")]
 TemplateOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME|FILE",
-        help="Submit trials as jobs: slurm, kubernetes, or a TOML file of your own.",
+        help="Submit trials as jobs: slurm, kubernetes, or your own TOML file.",
         autocompletion=presets("jobs"),
     ),
 ]
@@ -86,29 +86,27 @@ ToOption = Annotated[
     str,
     typer.Option(
         metavar="TARGET",
-        help="With --template: what trains, as for export; the built-in trainer is autoplan.",
+        help="With --template: the target that trains, as for export; autoplan is the built-in trainer.",
         autocompletion=targets,
     ),
 ]
-ImageOption = Annotated[str | None, typer.Option(metavar="IMAGE", help="Image of the containers, on Kubernetes.")]
-LimitOption = Annotated[str, typer.Option(metavar="TIME", help="Time after which a trial is taken to hang.")]
+ImageOption = Annotated[str | None, typer.Option(metavar="IMAGE", help="Container image, on Kubernetes.")]
+LimitOption = Annotated[str, typer.Option(metavar="TIME", help="Time after which a trial counts as hung.")]
 WorkOption = Annotated[
     Path,
-    typer.Option(metavar="FOLDER", help="Folder of the trials and the study; the same call again goes on there."),
+    typer.Option(metavar="FOLDER", help="Folder of the trials and the study; the same command continues there."),
 ]
 StorageOption = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Where the study is kept, if not in FOLDER: a path, sqlite:/// or postgresql://."),
+    typer.Option(metavar="URL", help="Storage of the study, if not in FOLDER: a path, sqlite:/// or postgresql://."),
 ]
 StudyOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Name of the study in the storage.", show_default="made from the plans"),
+    typer.Option(metavar="NAME", help="Name of the study in the storage.", show_default="derived from the plans"),
 ]
 OutOption = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE", help="Where the best plan is written: plan.json, or tuned.json if MODEL is a plan.json."
-    ),
+    typer.Option(metavar="FILE", help="File for the best plan: plan.json, or tuned.json if MODEL is a plan.json."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the trials as JSON instead of a table.")]
 
@@ -147,11 +145,11 @@ def tune(
     quiet: QuietOption = False,
     **_: Any,
 ) -> None:
-    """Run the plans that may be the fastest for some steps each, most promising first, and keep the best.
+    """Run the plans that may be fastest for a few steps each, most promising first, and keep the best.
 
-    Every run tells of the others too: the next one is chosen by what is expected to be gained by it, until none is
-    likely to be faster than the best, or the budget is spent.  A run that fails, for want of memory or otherwise,
-    is told with its reason.  Interrupted, or killed, the same call goes on where it was.
+    Every run improves the predictions for the others.  The next plan is the one with the highest expected gain, until
+    none is likely to beat the best or the budget is spent.  Failed runs, including out of memory, are reported with the
+    reason.  After an interruption, the same command continues where it stopped.
     """
     from autoplan.api.tuning import prepare
     from autoplan.cli.process import leave_on_sigterm
@@ -187,7 +185,7 @@ def _checked_output(context: typer.Context) -> Path:
     if typed["log_to"] is not None:
         api.tracking.check_tracker(typed["log_to"])
     if is_plan:
-        check_untyped(context, STATED_BY_PLAN, f"{typed['model']} says what is trained where, and by which plans")
+        check_untyped(context, STATED_BY_PLAN, f"{typed['model']} already defines the problem and the plans")
     elif None in (typed["cluster"], typed["global_batch"], typed["seq_len"]):
         context.fail("give MODEL with --cluster, --global-batch and --seq-len, or a plan.json")
     return out
@@ -200,7 +198,7 @@ def _hand_over(tuned: TuneResult, out: Path, *, force: bool, json: bool, quiet: 
 
     if tuned.file is None:
         _print(tuned.report, json=json)
-        raise NoPlanError(f"no trial has finished: {tuned.report.ended}")
+        raise NoPlanError(f"no trial finished: {tuned.report.ended}")
     write_text(out, encode(tuned.file), force=force)
     _print(tuned.report, json=json)
     if not json:

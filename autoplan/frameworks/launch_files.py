@@ -99,7 +99,7 @@ def _recognised(path: Path, text: str) -> Reader:
     if len(readers) == 1:
         return readers[0]
     if not readers and (beside := _named_in(path, text)):
-        raise InputError(f"{path}: says nothing of the plan: read {beside}, which it starts")
+        raise InputError(f"{path}: does not contain the plan: read {beside}, which it starts")
     targets = [reader.target for reader in readers or READERS]
-    looks = f"looks like a file of {' and '.join(targets)}" if readers else "looks like no launch file that is known"
-    raise InputError(f"{path}: {looks}: say with --as what it is ({', '.join(targets)})")
+    looks = f"looks like a file of {' and '.join(targets)}" if readers else "is not a known launch file"
+    raise InputError(f"{path}: {looks}: name its format with --as ({', '.join(targets)})")

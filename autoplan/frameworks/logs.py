@@ -210,7 +210,7 @@ class LogReader:
             num_sequences=self._other.num_sequences or self._batch.num_sequences,
             seq_len=self._other.seq_len or self._batch.seq_len,
         )
-        return f"steps of the log train {trained}, those of the plan {self._batch}"
+        return f"steps in the log have {trained}, those of the plan {self._batch}"
 
     @property
     def lacks(self) -> str:
@@ -218,7 +218,7 @@ class LogReader:
         series_seen = [(dialect.name, source) for dialect in self._dialects for source in dialect.series]
         rates = [name for name, source in series_seen if source in ("tokens", "samples")]
         if rates and self._batch is None:
-            return f"the log of {rates[0]} states rates only: the batch of a step is needed to read times from it"
+            return f"the log of {rates[0]} has only rates: give the global batch to read times from it"
         if self.other_batch:
             return f"the log has no step time of the plan's batch: {self.other_batch}"
         if series_seen:
@@ -226,7 +226,7 @@ class LogReader:
                 f"the log of {series_seen[0][0]} has no step time after the first {self._warmup} steps, which warm up: "
                 "log more steps, or more often"
             )
-        return "the log says no step time"
+        return "the log contains no step time"
 
     def _read(self, line: str, now_s: float | None) -> None:
         label, text = split_label(line)

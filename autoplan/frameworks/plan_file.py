@@ -27,11 +27,11 @@ def read(text: str, context: LaunchContext) -> Launch:
     except ValueError as error:
         raise InputError(f"not valid JSON: {str(error).splitlines()[0]}") from None
     if not isinstance(table, dict):
-        raise InputError(f"must hold one table (object), not a {type(table).__name__}")
+        raise InputError(f"must contain one table (object), not a {type(table).__name__}")
     file = decode(PlanFile, table, NAME)
     plan, training = file.best.plan, file.training
     if file.framework.name not in preset_frameworks():
-        raise InputError(f"its framework {file.framework.name!r} is no preset: such plan files are not read")
+        raise InputError(f"its framework {file.framework.name!r} is not built in: such plan files are not read")
     if context.num_devices not in (None, plan.num_devices):
         raise InputError(f"its plan is for {plan.num_devices} devices, not for {context.num_devices}")
     return Launch(

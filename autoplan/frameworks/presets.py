@@ -68,7 +68,7 @@ def load_framework(text: str) -> Framework:
     name, at, version = text.partition("@")
     by_name = {name: facts for facts in facts_files() for name in names_of(facts)}
     if name not in by_name:
-        listed = "autoplan list frameworks has those there are, or give a TOML file"
+        listed = "autoplan list frameworks shows all, or give a TOML file"
         raise InputError(f"unknown framework {text[:80]!r}: {suggestion(name, by_name, listed)}")
     facts = by_name[name]
     if not at:

@@ -182,12 +182,12 @@ def find_target(to: str, framework: Framework | None = None) -> Target:
     if name not in TARGETS:
         close = close_names(name, TARGETS)
         meant = f"did you mean {', '.join(close)}? " * bool(close)
-        raise InputError(f"no target {name[:40]!r}: {meant}known are {', '.join(TARGETS)}")
+        raise InputError(f"unknown target {name[:40]!r}: {meant}known are {', '.join(TARGETS)}")
     target = TARGETS[name].at(version if at else TARGETS[name].versions[0])
     if framework is not None and framework.rules not in target.rules:
         raise InputError(
             f"the plan was made for {framework.name}, which {target.title} is not: "
-            f"search with --framework {name} for one that it runs"
+            f"search with --framework {name} for a plan that it can run"
         )
     return target
 

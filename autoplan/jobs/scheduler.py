@@ -86,17 +86,19 @@ class SchedulerJobs:
         self._output = MESSAGES if self.runs_trainer else LOG  # that trainer keeps its log itself
         self._options = tuple(options)
         if files is not None and not template.launcher:
-            raise InputError(f"{template.name} has no launcher, by which ranks would be started: give the template one")
+            raise InputError(f"{template.name} has no launcher, which starts the ranks: add one to the template")
         if template.launcher and to == _TRAINER and not self.runs_trainer and files is None:
             raise InputError(
-                f"submit of {template.name} has no {{options}}, which would tell the built-in trainer where to write "
-                "what it measures: say with --to what trains instead"
+                f"submit of {template.name} has no {{options}}, which tell the built-in trainer where to write its "
+                "measurements: choose another trainer with --to"
             )
         if to != _TRAINER and not template.launcher:
             raise InputError(f"{template.name} has no launcher, which would start what --to {to} writes: leave it out")
         for program in dict.fromkeys((template.submit[0], template.poll[0], template.cancel[0])):
             if not shutil.which(program):
-                raise InputError(f"{template.name}: {program!r} is not installed here: go where jobs are submitted")
+                raise InputError(
+                    f"{template.name}: {program!r} is not installed here: use a machine that can submit jobs"
+                )
         self._status: dict[str, JobStatus] = {}
         self._shapes: dict[Path, tuple[int, int]] = {}  # nodes and devices of each, by folder
         self._answered: set[str] = set()  # programs that have worked
@@ -192,7 +194,9 @@ class SchedulerJobs:
             _keep(folder, replace(job, id=self._template.read_id(answer), stage="submitted"))
         except NoAnswerError as error:
             if error.is_silent and not self._template.finds_by_name:
-                raise InputError(f"{error}, and rows name no (?P<job>...): look whether the job was taken") from None
+                raise InputError(
+                    f"{error}, and rows name no (?P<job>...): check whether the job was accepted"
+                ) from None
             return JobStatus(state="waiting", reason=f"not submitted yet: {error}")
         except BaseException:  # refused; or it was taken and nobody may ever know
             self._sweep(folder, job)
@@ -301,8 +305,8 @@ class SchedulerJobs:
         name = self._template.name
         if silent_s > self._template.patience_s:
             raise SilentError(
-                f"{name} has not answered for {silent_s:.0f} s ({error}): its jobs are left as they are, the same "
-                "command goes on with them"
+                f"{name} has not answered for {silent_s:.0f} s ({error}): its jobs were left running, and the same "
+                "command continues with them"
             ) from None
         for name in names:
             status = self._status.get(name, JobStatus(state="waiting"))

@@ -115,7 +115,9 @@ class JobTemplate:
                 if name not in allowed:
                     raise InputError(f"{command}: no placeholder {{{name}}}; known: {', '.join(sorted(allowed))}")
             if f"{{{_WORDS}}}" in word and word != f"{{{_WORDS}}}":
-                raise InputError(f"{command}: {{{_WORDS}}} stands for several words: it must be a word of its own")
+                raise InputError(
+                    f"{command}: {{{_WORDS}}} stands for several arguments: it must be a separate argument"
+                )
 
     @property
     def takes_options(self) -> bool:
@@ -172,9 +174,7 @@ class JobTemplate:
         for row in rows:
             if row.state not in self.states:
                 explained = ", ".join(self.states)
-                raise InputError(
-                    f"{self.name} says {row.state!r}, which states does not explain; it explains {explained}"
-                )
+                raise InputError(f"{self.name} says {row.state!r}, which is not in states; known are {explained}")
             why = [word for word in row.why.split() if word not in _BLANKS]
             words = [row.state, *(word for part in why for word in part.split(",") if word in self.states)]
             states = dict.fromkeys([*([] if row.state in _BLANKS else [row.state]), *why])
@@ -192,7 +192,7 @@ def _pattern(key: str, text: str, groups: tuple[str, ...]) -> re.Pattern[str]:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # such as of "[[", which is a "[" today
             pattern = re.compile(text)
     except re.error as error:
-        raise InputError(f"{key} is no pattern: {' '.join(str(error).split())}") from None
+        raise InputError(f"{key} is not a valid pattern: {' '.join(str(error).split())}") from None
     for group in groups:
         if group not in pattern.groupindex:
             raise InputError(f"{key} must name (?P<{group}>...)")

@@ -85,8 +85,8 @@ def pytorchjob_files(start: Start) -> tuple[File, ...]:
 def _check_unlisted(start: Start) -> None:
     if start.hosts and start.num_nodes > 1:
         raise InputError(
-            f"the plan lists its nodes in the order of the ranks, and a {start.launcher} cannot say which pod runs "
-            "where: take --launcher jobset, or a cluster without [[nodes]]"
+            f"the plan lists its nodes in the order of the ranks, and a {start.launcher} cannot pin pods "
+            "to nodes: use --launcher jobset, or a cluster without [[nodes]]"
         )
 
 

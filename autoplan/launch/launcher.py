@@ -19,7 +19,7 @@ def torchrun_files(start: Start) -> tuple[File, ...]:
     where = ""
     if start.num_nodes > 1:
         where = " on every node" if start.hosts else " on every node, each with its NODE_RANK"
-    how = f"bash THIS_FILE [OPTION ...]{where}; options given there come last and win over those below"
+    how = f"bash THIS_FILE [OPTION ...]{where}; options given there come last and take precedence"
     return node_files(start, how)
 
 

@@ -87,7 +87,7 @@ def _variables(start: Start, numbering: Numbering) -> list[str]:
         else:
             host_lines.append(f"NODE_RANK={numbering.rank}  # {rank_range}")
     variables.append(LaunchVariable(name="MASTER_PORT", default="29500", note="a free port on the node of rank 0"))
-    return ["# Set in the environment what should differ.", *assignments(variables), *host_lines, ""]
+    return ["# Override these in the environment.", *assignments(variables), *host_lines, ""]
 
 
 def _host_lines(hosts: tuple[str, ...]) -> list[str]:

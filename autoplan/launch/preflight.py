@@ -56,10 +56,10 @@ def preflight(start: Start, given_nodes: str | None) -> list[str]:
     if not checks:
         return []
     return [
-        "# Is this what the plan was made for?  PREFLIGHT=0 does not ask.",
+        "# Check that this machine matches the plan.  PREFLIGHT=0 skips the checks.",
         "if [[ ${PREFLIGHT:-1} != 0 ]]; then",
         '    warn() { printf \'preflight on %s: %s\\n\' "${HOSTNAME:-this node}" "$1" >&2; }',
-        '    stop() { warn "$1: PREFLIGHT=0 starts all the same" && exit 1; }',
+        '    stop() { warn "$1: PREFLIGHT=0 starts anyway" && exit 1; }',
         *checks,
         "fi",
         "",
@@ -130,7 +130,7 @@ def _network(start: Start) -> list[str]:
         return []
     return [
         "    if [[ ! -d /dev/infiniband ]]; then",
-        f'        warn "the plan counts on {kind}, but there is no /dev/infiniband: collectives will be far slower"',
+        f'        warn "the plan assumes {kind}, but there is no /dev/infiniband: collectives will be far slower"',
         "    fi",
     ]
 
@@ -151,7 +151,7 @@ def _versions(start: Start) -> list[str]:
         f"        measured={shlex.quote(', '.join(versions.values()))}",
         f"        here=$(python3 -c 'import torch; print({parts}, sep=\", \")' 2>/dev/null) || here='no such torch'",
         '        if [[ $here != "$measured" ]]; then',
-        '            warn "the prediction rests on timings with $measured, python3 has $here: expect other times"',
+        '            warn "the prediction is based on $measured, but python3 has $here: expect other times"',
         "        fi",
         "    fi",
     ]

@@ -7,7 +7,7 @@ from autoplan.launch.node_script import NODE_SCRIPT, assignments, node_files
 from autoplan.launch.start import Start, header, script
 
 SBATCH_FILE, MPIRUN_FILE = "launch.sbatch", "mpirun.sh"
-_OPTIONS = "[OPTION ...]; options given there come last and win over those of launch.sh"
+_OPTIONS = "[OPTION ...]; options given there come last and take precedence over launch.sh"
 _LOOK_UP = f"unset MASTER_ADDR NODE_RANK  # {NODE_SCRIPT} looks them up in the list of nodes"
 
 

@@ -57,11 +57,11 @@ class Start:
         hosts = host_order(plan_file.cluster, plan_file.best.plan)[:num_nodes]
         if image is not None and launcher not in IN_CONTAINERS:
             raise InputError(
-                f"{launcher} starts no container, so that --image would change nothing: leave it out, or take "
+                f"{launcher} starts no container, so --image has no effect: leave it out, or use "
                 f"--launcher {', '.join(IN_CONTAINERS[:-1])} or {IN_CONTAINERS[-1]}"
             )
         if image is not None and not re.fullmatch(r"[A-Za-z0-9][\w./:@-]*", image, re.ASCII):
-            raise InputError(f"{image!r} is no name of an image: give one such as nvcr.io/nvidia/pytorch:25.06-py3")
+            raise InputError(f"{image!r} is not an image name: give one such as nvcr.io/nvidia/pytorch:25.06-py3")
         return cls(
             name=name or plan_file.model.name,
             plan_file=plan_file,
@@ -136,5 +136,5 @@ def script(name: str, lines: list[str]) -> File:
 def _host(name: str) -> str:
     """The name of a node, refused where a shell or Slurm would read more than a name in it."""
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
-        raise InputError(f"node {name!r} is no host name: correct [[nodes]] of the cluster")
+        raise InputError(f"node {name!r} is not a host name: correct [[nodes]] in the cluster file")
     return name

@@ -28,7 +28,7 @@ def refused_training(target: Target, training: TrainingSpec) -> str:
     if not (refused := _refused(target, training)):
         return ""
     able = [name for name, candidate in TARGETS.items() if not _refused(candidate, training)]
-    way_out = f"use --to {' or '.join(able)}" if able else "no target can, a program of yours has to"
+    way_out = f"use --to {' or '.join(able)}" if able else "no target can; use your own program"
     return f"{target.title} cannot express {refused}: {way_out}"
 
 

@@ -61,8 +61,8 @@ def of_size(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
     nodes, remainder = divmod(num_devices, cluster.devices_per_node)
     if nodes and remainder:
         raise InputError(
-            f"{num_devices} devices fill no whole number of nodes of {cluster.name!r}, which have "
-            f"{cluster.devices_per_node} each: name the cluster that has such nodes"
+            f"{num_devices} devices do not fill whole nodes of {cluster.name!r}, which have "
+            f"{cluster.devices_per_node} each: name a cluster with such nodes"
         )
     resized = replace(cluster, num_nodes=max(nodes, 1), nodes=(), faults=())
     return resized if nodes else replace(resized, devices_per_node=remainder, levels=_resized(cluster, remainder))
@@ -74,8 +74,8 @@ def _known_name(text: str) -> str:
         return text
     if name := _spellings().get(_plain(text)):
         return name
-    listed = "autoplan list clusters has the shipped ones;"
-    own = "autoplan new cluster writes a file for your own"
+    listed = "autoplan list clusters shows the built-in ones;"
+    own = "autoplan new cluster writes a template for your own"
     raise InputError(
         _recounted(text) or f"unknown cluster {text!r}: {suggestion(text, preset_clusters(), listed)} {own}"
     )
@@ -177,8 +177,8 @@ def _completed(table: dict[str, Any], device: str | dict[str, Any], where: str) 
     has_links = isinstance(device, str) and device in shipped("clusters")
     name = table.get("based_on", device if has_links else based_on(device, where))
     if name not in preset_clusters():
-        meant = suggestion(str(name), preset_clusters(), "autoplan list clusters has those there are")
-        raise InputError(f"{where}: based_on names no shipped cluster: {meant}")
+        meant = suggestion(str(name), preset_clusters(), "autoplan list clusters shows all")
+        raise InputError(f"{where}: based_on names no built-in cluster: {meant}")
     base, size = _preset(name), table.get("devices_per_node")
     if not isinstance(size, int) or not 1 <= size <= MAX_DEVICES:
         return table  # the decoder says so

@@ -123,5 +123,5 @@ def expert_layers(keys: Keys, num_layers: int) -> dict[str, int]:
             return {"num_dense_layers": len(listed)}
         if key == "moe_layers" and listed == list(range(listed[0], num_layers, listed[0] + 1)):
             return {"interval": listed[0] + 1}
-        raise InputError(f"{key} = {show(listed)}: only the first layers, or every n-th, can be told apart")
+        raise InputError(f"{key} = {show(listed)}: only the first layers, or every n-th, are supported")
     return {}

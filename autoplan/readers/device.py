@@ -21,7 +21,7 @@ from autoplan.topology.cluster import DeviceSpec
 # Standard deviation of the logarithm of the step of a device whose rates nobody measured: that of the sustained share
 # of the peak among the shipped accelerators (.46 to .96).
 UNMEASURED_SPREAD = 0.2
-LISTED = "autoplan list devices has those there are"
+LISTED = "autoplan list devices shows all"
 DATASHEET = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops_per_s")  # without which no device is
 _KIN = ("vendor", "generation")  # that a file may give, of which the similar device then has to be
 _TAKEN = (
@@ -94,7 +94,7 @@ def completed(table: dict[str, Any], where: str) -> dict[str, Any]:
                 name: rate * peak / shares[precision] for name, peak in shares.items()
             } | peaks
     names = sorted(file_keys(name)[0] for name in inherited.keys() - {"vendor", "generation"})
-    note = f"figures of {base.name} stand in for {', '.join(names)}"
+    note = f"figures of {base.name} are used for {', '.join(names)}"
     return {"rate_spread": UNMEASURED_SPREAD, **stated, **inherited, "sources": [*datasheet.get("sources", ()), note]}
 
 
@@ -129,7 +129,7 @@ def _base(table: dict[str, Any], where: str) -> str:
     if name is not None:
         if name not in preset_devices():
             raise InputError(
-                f"{where}: based_on names no shipped device: {suggestion(str(name), preset_devices(), LISTED)}"
+                f"{where}: based_on names no built-in device: {suggestion(str(name), preset_devices(), LISTED)}"
             )
         return str(name)
     datasheet = _datasheet_of(table, where)

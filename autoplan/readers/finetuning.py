@@ -115,7 +115,7 @@ def preference_of(
     if loss is None and reference is None:
         return preference
     if loss is None and preference is None:
-        raise InputError(f"--reference {str(reference)[:20]!r} is about a loss over preferences: give --loss dpo too")
+        raise InputError(f"--reference {str(reference)[:20]!r} needs a preference loss: give --loss dpo too")
     table = {"loss": loss or (preference.loss if preference else None), "reference": reference}
     return decode(Preference, table, "--loss")
 
@@ -178,7 +178,7 @@ def _from_settings(method: str, settings: str) -> FineTuning:
             raise InputError(f"{where} is given twice: leave one of them out")
         earlier.add(name)
         if method == "full" and name in _OF_ADAPTERS:
-            raise InputError(f"{where} is about adapters, and full has none: leave it out, or write lora")
+            raise InputError(f"{where} needs adapters, and full has none: leave it out, or write lora")
         if name == "r":
             table["rank"] = parse_count(value, where)
         elif name == "targets":
@@ -280,7 +280,7 @@ def _from_yaml(table: dict[str, Any], where: str) -> FineTuning:
 def _loaded_in(table: Mapping[str, Any], four: Quantization | None, where: str) -> Quantization | None:
     """Number format of the weights by load_in_4bit, which `four` is where that is set, and load_in_8bit."""
     if four and table.get("load_in_8bit"):
-        raise InputError(f"{where}: load_in_8bit beside weights in 4 bits: leave one of them out")
+        raise InputError(f"{where}: load_in_8bit together with 4-bit weights: leave one of them out")
     return "int8" if table.get("load_in_8bit") else four
 
 

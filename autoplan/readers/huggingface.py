@@ -67,9 +67,7 @@ def _by_layers(config: dict[str, Any]) -> dict[str, Any]:
         numbers = [at for at, kind in enumerate(kinds) if (kind != "sliding_attention") == is_full]
         entries = [by_number.get(at, {}) for at in numbers] or [{}]
         if any(entry != entries[0] for entry in entries):
-            raise InputError(
-                "per_layer_config: only layers that differ by their entry in layer_types can be told apart"
-            )
+            raise InputError("per_layer_config: only layers that differ by their entry in layer_types are supported")
         split[name] = {**config, **entries[0]}
     return {**config, **split}
 
@@ -173,9 +171,9 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
     if not is_known:
         close = close_names(kind, model_types())
         hint = f"did you mean {', '.join(close)}? " * bool(close)
-        hint += f"{len(model_types())} are; autoplan new model begins a file of sizes for another one"
+        hint += f"{len(model_types())} are; for another one, autoplan new model writes a template"
         if "auto_map" in table:
-            raise InputError(f"model_type {show(kind)} needs code of its own (auto_map), which is not run; {hint}")
+            raise InputError(f"model_type {show(kind)} needs its own code (auto_map), which is not run; {hint}")
         raise InputError(f"model_type {show(kind)} is not known; {hint}")
     if is_inner or any(key in table for key in data["encoders"]):
         return table, kind

@@ -34,8 +34,8 @@ def load_model(text: str) -> ModelSpec:
     names = list(dict.fromkeys(aliases.get(alias, alias) for alias in close))[:3]
     meant = f"did you mean {', '.join(names)}? " * bool(names)
     raise InputError(
-        f"unknown model {text!r}: neither a preset nor a path; {meant}autoplan list models has the presets; "
-        "a Hugging Face config.json does as well"
+        f"unknown model {text!r}: neither a preset nor a path; {meant}autoplan list models shows the presets; "
+        "a Hugging Face config.json works as well"
     )
 
 

@@ -92,7 +92,7 @@ def print_answer(console: Console, file: PlanFile) -> None:
 def headline(file: PlanFile) -> str:
     """The question: the model, the cluster and the training."""
     cluster, training = file.cluster, file.training
-    slow = f" ({len(cluster.faults)} of their parts slow)" if cluster.faults else ""
+    slow = f" ({len(cluster.faults)} slow parts)" if cluster.faults else ""
     devices = f"{cluster.num_nodes} x {cluster.devices_per_node} {cluster.device.name}"
     where = devices if cluster.name == cluster.device.name else f"{cluster.name}: {devices}"
     return (
@@ -124,7 +124,7 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
     yield from training_lines(file.model, file.training)
     yield from lengths_lines(file)
     interval = f"{format_seconds(best.low_s)} to {format_seconds(best.high_s)}"
-    yield "time", f"{format_seconds(best.step_s)} a step; nine of ten runs take {interval}"
+    yield "time", f"{format_seconds(best.step_s)} per step; 90 % interval {interval}"
     name, peak = datasheet_peak(file.cluster.device, file.training.precision)
     yield (
         "",
@@ -153,16 +153,16 @@ def lengths_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
     if (lengths := training.lengths) is None:
         return
     cut = 0.0 if training.batching == "joined" else lengths.share_above(training.seq_len)
-    shortened = f", {risk_text(cut)} of them cut" if cut else ""
+    shortened = f", {risk_text(cut)} of them truncated" if cut else ""
     kind = ("sample" if training.preference is None else "sequence") + "s" * (lengths.num_samples > 1)
-    number = f"{lengths.num_samples:,} {kind}, {lengths.mean:,.0f} tokens in the mean"
+    number = f"{lengths.num_samples:,} {kind}, {lengths.mean:,.0f} tokens on average"
     yield "lengths", f"{lengths.source}: {number}{shortened}"
     learnt = useful(training)
     computed = float(np.max(tokens_per_sample(training, np.array([best.plan.micro_batch]))))
-    words = [f"{learnt.samples:,.1f} samples a sequence"] if learnt.samples != 1 else []
+    words = [f"{learnt.samples:,.1f} samples per sequence"] if learnt.samples != 1 else []
     words.append(f"{format_percent(1.0 - learnt.tokens / computed)} padding")
     idle = best.terms_s.get("uneven_lengths", 0.0) / best.step_s
-    waiting = f"ranks wait {format_percent(idle)} of the step for longer samples"
+    waiting = f"ranks wait for longer samples for {format_percent(idle)} of the step"
     yield "", f"{training.batching}: {', '.join(words)}; {waiting}"
 
 
@@ -203,17 +203,17 @@ def proof_line(certificate: Certificate) -> str:
         assert least is not None, "of what was not looked at"
         if certificate.quantile is not None and least >= 1:
             return (
-                f"not proven: smallest {certificate.quantile:g} quantile of the step among plans at most "
-                f"{format_percent(least - 1)} slower than the fastest; others were not looked at"
+                f"not proven: lowest {certificate.quantile:g} quantile of the step time among plans at most "
+                f"{format_percent(least - 1)} slower than the fastest; others were not considered"
             )
         return (
-            f"not proven: best of {certificate.priced:,} plans that were priced; one of the others may be up to "
+            f"not proven: best of {certificate.priced:,} priced plans; another plan may be up to "
             f"{format_percent(1 / least - 1)} faster"
         )
     if certificate.best_in:
         return f"none of {plans} is better in {' and '.join(certificate.best_in)}, under this model"
     if certificate.quantile is not None:
-        return f"none of {plans} has a smaller {certificate.quantile:g} quantile of the step, under this model"
+        return f"none of {plans} has a lower {certificate.quantile:g} quantile of the step time, under this model"
     if certificate.slower_than_fastest is not None:
         return (
             f"none of {plans} is more than {_at_least_shown(certificate.slower_than_fastest)} faster, under this model"
@@ -235,9 +235,9 @@ def searched_line(certificate: Certificate) -> str:
     if not certificate.proven:
         return f"{text}, of {certificate.expanded:,} combinations"
     if certificate.best_in:
-        return f"{text}, {certificate.bounded:,} lower bounds on time and memory tell that no other is better"
-    text += f"; by {certificate.bounded:,} lower bounds on time and memory all others {others_text}"
-    return f"{text} (up to {format_percent(margin)} slower may have the least quantile)" if margin else text
+        return f"{text}; {certificate.bounded:,} lower bounds on time and memory show that no other is better"
+    text += f"; {certificate.bounded:,} lower bounds on time and memory show that all others {others_text}"
+    return f"{text} (plans up to {format_percent(margin)} slower may have the lowest quantile)" if margin else text
 
 
 def slower(behind: float) -> str:
@@ -266,7 +266,7 @@ def next_best_line(choice: Confidence, certificate: Certificate, best: ParallelP
     if not more:
         return f"{text}: measure both"
     least = "at least " if least_left is not None and width > least_left else ""
-    return f"{text}, as {'is' if more == 1 else 'are'} {least}{more} more: measure them"
+    return f"{text}, like {least}{more} more: measure them"
 
 
 def _beside(plan: ParallelPlan, best: ParallelPlan) -> str:
@@ -276,7 +276,7 @@ def _beside(plan: ParallelPlan, best: ParallelPlan) -> str:
     differing = [option for option in options if option not in words_of_best]
     if len(words) != len(words_of_best) or len(options) - len(differing) < LEAST_SHARED:
         return plan.describe()
-    return ", ".join([*degrees, *differing, "else as the best"])
+    return ", ".join([*degrees, *differing, "otherwise as the best"])
 
 
 def closeness(width: float, *, is_close: bool) -> str:
@@ -291,7 +291,7 @@ def detail_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
         yield "layers", layers
     if len(file.stages) > 1:
         yield "memory", f"{repetitions(f'{stage.memory_bytes / GIB:,.1f}' for stage in file.stages)} GiB on the stages"
-    yield "MFU", f"with {mfu_convention(file)}"
+    yield "MFU", mfu_convention(file)
     if (choice := file.choice) and choice.runner_up:
         yield "why", why_first(file.best, choice.runner_up, keeps_today=file.today is not None)
     if fastest := fastest_of(file):
@@ -328,7 +328,7 @@ def placement_line(hosts: Sequence[HostRanks], listed_step_s: float, step_s: flo
     shown = [f"{switch}: stage {number_ranges(stages)}" for switch, stages in below.items()]
     more = [f"{len(shown) - SHOWN_SWITCHES} more"] if len(shown) > SHOWN_SWITCHES else []
     gain = format_percent(listed_step_s / step_s - 1)
-    return f"{gain} faster than in the order of the cluster's list; {', '.join((*shown[:SHOWN_SWITCHES], *more))}"
+    return f"{gain} faster than in the listed order of the nodes; {', '.join((*shown[:SHOWN_SWITCHES], *more))}"
 
 
 def _print_ranking(console: Console, plans: Sequence[RankedPlan], quantile: float | None) -> None:
@@ -358,10 +358,10 @@ def why_first(best: RankedPlan, second: RankedPlan, *, keeps_today: bool = False
     """Reason why the winner goes before the next best: the terms in which their times per sequence differ most."""
     behind = second.s_per_sequence / best.s_per_sequence - 1.0
     if abs(behind) < LEAST_GAP:
-        reason = "the one that changes least of today's" if keeps_today else "the plainer plan"
-        return f"the next best is as fast; {reason} goes first"
+        reason = "the plan with the fewest changes" if keeps_today else "the simpler plan"
+        return f"the next best is as fast; {reason} wins"
     simpler = ", but less simple" if behind < 0 else ""
-    return f"the next best that was priced is {slower(behind)}{simpler}: {reasons(second, best)}"
+    return f"the next best priced plan is {slower(behind)}{simpler}: {reasons(second, best)}"
 
 
 def reasons(plan: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> str:
@@ -400,11 +400,11 @@ def choice_lines(best: RankedPlan, choice: Confidence) -> Iterator[tuple[str, st
         flips = choice.sensitivity.flips
         for at, flip in enumerate(flips[:SHOWN_FLIPS]):
             change = f"{format_percent(abs(flip.factor - 1.0))} {'higher' if flip.factor > 1 else 'lower'}"
-            late = "" if flip.is_proven else " at the latest"
-            tell = f"; autoplan profile --only {','.join(flip.measure)} tells" if flip.measure else ""
-            yield "" if at else "unless", f"{flip.quantity} {change}{late}: then {flip.plan.describe()}{tell}"
+            at_most = "" if flip.is_proven else "at most "
+            tell = f"; check with autoplan profile --only {','.join(flip.measure)}" if flip.measure else ""
+            yield "" if at else "unless", f"{flip.quantity} {at_most}{change}: then {flip.plan.describe()}{tell}"
         if not flips:
-            yield "unless", "no number of the hardware, halved or doubled alone, makes another plan win"
+            yield "unless", "no single hardware figure, halved or doubled, makes another plan win"
     for at, rival in enumerate(choice.obvious):
         yield "" if at else "not", f"{rival.family}: {_lost(best, rival)}"
 

@@ -57,7 +57,7 @@ def rates_text(link: Link) -> str:
 
 def fault_text(share: float) -> str:
     """Share that a fault leaves, as text; empty where there is no fault."""
-    return "" if share == 1 else f"{100 * share:.3g} % left by a fault"
+    return "" if share == 1 else f"{100 * share:.3g} % because of a fault"
 
 
 def _link_text(link: Link, more: str = "") -> str:
@@ -183,7 +183,7 @@ def print_topology(console: Console, cluster: ClusterSpec, cluster_graph: Cluste
     console.print()
     console.print(_place(cluster_graph, cluster_graph.root, 1))
     console.print()
-    columns = (("of a group of devices", False), ("joins", True), ("a device gets", True), ("latency", True))
+    columns = (("within a group", False), ("devices", True), ("per device", True), ("latency", True))
     rows = [
         (level.name, f"{level.num_devices:,}", format_rate(level.bytes_per_s), format_seconds(level.latency_s))
         for level in compile_topology(cluster).levels

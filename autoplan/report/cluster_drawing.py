@@ -144,8 +144,8 @@ def draw(cluster: ClusterSpec, cluster_graph: ClusterGraph, step: StepTraffic | 
     rate = halves_bytes_per_s(cluster)
     halves = "" if rate is None else f"; {format_rate(rate)} between its halves"
     canvas.text(MARGIN, 34, cluster_line(cluster) + halves, style='font-size="16" font-weight="bold"')
-    note = "Rates are for one direction, sustained of nominal.  What is alike is drawn once."
-    note += "  What a step moves is that of a device, of shared links its part." if step else ""
+    note = "Rates are for one direction, sustained of nominal.  Identical parts are drawn once."
+    note += "  Traffic is per device and step; on shared links, the share of a device." if step else ""
     canvas.text(MARGIN, 54, note, style='font-size="11"')
     places = list(_opened(cluster_graph.root))
     y, total = 80.0, 1
@@ -178,7 +178,7 @@ def _moved(cluster: ClusterSpec, step: StepTraffic) -> dict[str, str]:
     """Bytes of a step, in words, by the name of a fabric or the kind of its direct links, that of the tier whose
     switches the links lead out of, "nic", or "wan".
     """
-    words = [f"{format_volume(moved)} a step" for moved in step.level_bytes]
+    words = [f"{format_volume(moved)} per step" for moved in step.level_bytes]
     words_by_link: dict[str, str] = {}
     for at, level in enumerate(step.levels):
         if not level.is_network:

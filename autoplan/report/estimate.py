@@ -59,7 +59,7 @@ def _print_hosts(console: Console, hosts: tuple[HostRanks, ...]) -> None:
     ]
     print_table(console, columns, rows)
     if len(hosts) > SHOWN_HOSTS:
-        console.print(f"({len(hosts) - SHOWN_HOSTS} more nodes: --json has all)")
+        console.print(f"({len(hosts) - SHOWN_HOSTS} more nodes: see --json)")
 
 
 def _shown(stages: tuple[StageCost, ...]) -> tuple[StageCost | None, ...]:
@@ -153,7 +153,7 @@ def _numbers(stages: list[PlacedStage]) -> str:
 
 def _print_knobs(console: Console, file: PlanFile) -> None:
     if not file.memory_knobs:
-        console.print("no single change of the plan would free memory")
+        console.print("no single change of the plan frees memory")
         return
     rows = []
     for knob in file.memory_knobs:
@@ -161,5 +161,5 @@ def _print_knobs(console: Console, file: PlanFile) -> None:
         step = f"{'+' if slower >= 0 else '-'}{format_percent(abs(slower))}"
         needed = format_bytes(knob.plan.memory_bytes)
         rows.append((escape(knob.change), format_bytes(knob.freed_bytes), needed, step, knob.plan.verdict))
-    columns = [("what would free memory", False), ("frees", True), ("leaves", True), ("step", True), ("then", False)]
+    columns = [("changes that free memory", False), ("frees", True), ("leaves", True), ("step", True), ("then", False)]
     print_table(console, columns, rows, keep=3)

@@ -135,9 +135,9 @@ def _needs(near: Neighbour, explanation: Explanation) -> str:
         parts.append(_memory_needed(near))
     parts += [f"refused: {rule}" for rule in near.broken[:1]]
     if near.plan.plan.global_batch != explanation.plan.plan.global_batch:
-        parts.append(f"a global batch of {near.plan.plan.global_batch:,} would do")
+        parts.append(f"works with a global batch of {near.plan.plan.global_batch:,}")
     if near.is_possible:
-        parts.append("possible: the search leaves it out or --fix does")
+        parts.append("possible, but excluded from the search")
     return "; ".join(parts)
 
 
@@ -234,7 +234,7 @@ def _print_versus(console: Console, best: RankedPlan, versus: Versus, names: Nam
     for fault in versus.broken:
         grid.add_row("refused", escape(fault))
     if scale != 1.0:
-        grid.add_row("", f"times below are for {best.plan.global_batch:,} sequences in both")
+        grid.add_row("", f"times below are for {best.plan.global_batch:,} sequences in both plans")
     print_part(console, grid)
     console.print()
     rows: list[tuple[str, ...]] = []

@@ -18,7 +18,7 @@ from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.training import TrainingSpec
 
 SHOWN_VALUE = 60  # characters of an option's value
-OPTIONS_TITLE = "options, from today's file to the one that is exported for the best plan"
+OPTIONS_TITLE = "options, from today's file to the exported file of the best plan"
 
 
 def print_launch(
@@ -41,7 +41,7 @@ def print_launch(
         grid.add_row(label, escape(text))
     grid.add_row("plan", f"[bold]{escape(plan.describe())}[/]")
     count, samples = plan.num_microbatches, "sequences" if training.preference is None else "pairs"
-    grid.add_row("step", f"{plan.global_batch:,} {samples}, {count:,} micro-batch{'es' * (count > 1)} a replica")
+    grid.add_row("step", f"{plan.global_batch:,} {samples}, {count:,} micro-batch{'es' * (count > 1)} per replica")
     grid.add_row("devices", f"{plan.num_devices:,}")
     print_part(console, grid)
     if matters:
@@ -125,13 +125,13 @@ def gap_line(today: CurrentPlan) -> str:
 
 def _unless(today: CurrentPlan) -> str:
     """Return how far a verdict holds where something of the file was not read."""
-    return ", if what was not read of the file changes nothing" if today.unread else ""
+    return ", if the parts of the file that were not read do not matter" if today.unread else ""
 
 
 def _priced(plan: RankedPlan) -> str:
-    risk = "" if plan.verdict == "fits" else f", {format_percent(plan.oom_probability)} risk of running out of memory"
+    risk = "" if plan.verdict == "fits" else f", {format_percent(plan.oom_probability)} OOM risk"
     return (
-        f"{format_seconds(plan.step_s)} a step ({format_seconds(plan.low_s)} to {format_seconds(plan.high_s)}), "
+        f"{format_seconds(plan.step_s)} per step ({format_seconds(plan.low_s)} to {format_seconds(plan.high_s)}), "
         f"MFU {format_percent(plan.mfu)}, {format_bytes(plan.memory_bytes)}{risk}"
     )
 
@@ -186,7 +186,7 @@ def _print_changes(console: Console, today: CurrentPlan, names: Mapping[str, str
     rows = [tuple(map(escape, row)) for row in change_rows(today, names)]
     print_table(console, CHANGE_COLUMNS, rows, keep=5)
     if compares_rates(today):
-        console.print("(tokens/s of a device)")
+        console.print("(tokens/s per device)")
     for reason in not_alone(today, names):
         print_part(console, escape(reason))
 

@@ -65,8 +65,8 @@ def print_mixed_answer(console: Console, file: MixedPlanFile) -> None:
     grid.add_row("plan", f"[bold green]{escape(describe(best.plan, names))}[/]")
     for label, text in training_lines(file.model, file.training):
         grid.add_row(label, escape(text))
-    interval = f"nine of ten runs take {format_seconds(best.low_s)} to {format_seconds(best.high_s)}"
-    grid.add_row("time", f"[bold]{format_seconds(best.step_s)}[/] a step; {interval}")
+    interval = f"90 % interval {format_seconds(best.low_s)} to {format_seconds(best.high_s)}"
+    grid.add_row("time", f"[bold]{format_seconds(best.step_s)}[/] per step; {interval}")
     tokens_per_s = best.sequences_per_s * file.training.seq_len
     grid.add_row("", f"{tokens_per_s:,.0f} tokens/s, {tokens_per_s / best.plan.num_devices:,.0f} per device in use")
     idle = [name for at, name in enumerate(names) if at not in best.plan.parts]
@@ -101,10 +101,10 @@ def certificate_line(certificate: MixedCertificate, names: Sequence[str]) -> str
     """Sentence on how far the answer is from what the bounds leave open, and what the parts reach alone."""
     rates = ", ".join(f"{name} {rate:.4g}" for name, rate in zip(names, certificate.rates_alone, strict=True))
     gap = certificate.gap
-    proof = f"no plan of the space is more than {format_percent(gap)} faster" if gap else "proven"
+    proof = f"no plan in the search space is more than {format_percent(gap)} faster" if gap else "proven"
     return (
         f"{certificate.plans:,} plans priced, {certificate.structures:,} ways to form pipelines bounded: {proof}; "
-        f"alone the parts reach (sequences/s): {rates}"
+        f"each part alone reaches (sequences/s): {rates}"
     )
 
 
@@ -112,13 +112,13 @@ def waiting(cost: MixedCost, stages: Sequence[PlacedStage]) -> Iterator[tuple[st
     """(label, text) of the stage with most work, of the one nearest to its capacity, and of replicas that wait."""
     slowest, fullest = max(stages, key=lambda stage: stage.busy_s), max(stages, key=lambda stage: stage.fill)
     if len(stages) > 1:
-        yield "slowest", f"{slowest.place.words}: at work {format_percent(slowest.busy_s / cost.step_s)} of the step"
+        yield "slowest", f"{slowest.place.words}: busy for {format_percent(slowest.busy_s / cost.step_s)} of the step"
     usage = f"{format_bytes(fullest.cost.memory_bytes)} of {format_bytes(fullest.place.capacity_bytes)}"
     yield "fullest", f"{fullest.place.words}: {usage}, {format_percent(fullest.cost.oom_probability)} risk"
     last_s, last = max((kind.pipeline_s, letter) for kind, letter in zip(cost.kinds, cost.plan.letters, strict=True))
     early = zip((last_s - kind.pipeline_s for kind in cost.kinds), cost.plan.letters, strict=True)
     if waits := [f"{letter} {format_seconds(wait_s)}" for wait_s, letter in early if wait_s >= LEAST_SHOWN_S]:
-        yield "replicas", f"those of {last} are last; the others wait for them: {', '.join(waits)}"
+        yield "replicas", f"{last} finishes last; the others wait for it: {', '.join(waits)}"
 
 
 def _print_stages(console: Console, cost: MixedCost, names: Sequence[str]) -> None:

@@ -17,22 +17,20 @@ def print_replan(console: Console, summary: ReplanSummary) -> None:
     grid.add_row("before", f"{_described(summary.before)} on {summary.nodes_before} nodes")
     grid.add_row("now", f"{_described(summary.after)} on {summary.nodes_used} of {summary.nodes_left} nodes")
     devices = summary.after.plan.num_devices / summary.before.plan.num_devices
-    grid.add_row(
-        "kept", f"{100 * summary.kept_share:.1f} % of the tokens a second, on {100 * devices:.1f} % of the devices"
-    )
+    grid.add_row("kept", f"{100 * summary.kept_share:.1f} % of the throughput, on {100 * devices:.1f} % of the devices")
     same = summary.same_layout
     if same is None:
-        grid.add_row("same layout", "no number of replicas that is left divides the batch, or the framework refuses it")
+        grid.add_row("same layout", "no remaining number of replicas divides the batch, or the framework rejects it")
     elif same.plan != summary.after.plan:
         share = 100 * (same.step_s / summary.after.step_s - 1)
         grid.add_row("same layout", f"{_described(same)} on {same.plan.num_devices} devices: {share:.1f} % slower")
-    cut = "cut anew for the new degrees" if summary.cuts_anew else "cut as it is"
+    cut = "resharded for the new degrees" if summary.cuts_anew else "used as it is"
     read = "" if summary.load_s is None else f", read in {format_seconds(summary.load_s)}"
     grid.add_row("checkpoint", f"{format_bytes(summary.checkpoint_bytes)}, {cut}{read}")
     if summary.checkpoint_interval_s is not None:
-        grid.add_row("", f"one every {format_days(summary.checkpoint_interval_s)} loses least (Daly)")
+        grid.add_row("", f"optimal interval {format_days(summary.checkpoint_interval_s)} (Daly)")
     console.print(grid)
 
 
 def _described(ranked: RankedPlan) -> str:
-    return escape(f"{ranked.plan.describe()}: {format_seconds(ranked.step_s)} a step")
+    return escape(f"{ranked.plan.describe()}: {format_seconds(ranked.step_s)} per step")

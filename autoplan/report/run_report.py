@@ -56,14 +56,13 @@ def print_run(console: Console, report: RunReport) -> None:
         grid.add_row(label, escape(text))
     print_part(console, grid)
     if len(report.front) > 1:
-        console.print(f"\nno plan is better in all of {', '.join(report.objectives)} than one of these")
+        console.print(f"\nPareto front of {', '.join(report.objectives)}")
         print_runs(console, (), [Row(best=run) for run in report.front[:SHOWN_FRONT]])
         if len(report.front) > SHOWN_FRONT:
-            console.print(f"({len(report.front) - SHOWN_FRONT} more: --json has all)")
+            console.print(f"({len(report.front) - SHOWN_FRONT} more: see --json)")
     if len(report.sizes) > 1:
         console.print(
-            f"\nthe {len(report.sizes)} numbers of nodes that were tried; without a plan the figures are those that no "
-            "plan beats"
+            f"\n{len(report.sizes)} node counts; rows without a plan show bounds that no plan of that size beats"
         )
         print_runs(console, ("nodes",), [_size_row(size) for size in report.sizes])
 
@@ -90,8 +89,8 @@ def run_lines(best: RunPlan) -> Iterable[tuple[str, str]]:
         low, high = (format_days(figures.run_s * bound / plan.step_s) for bound in (plan.low_s, plan.high_s))
         yield (
             "run",
-            f"{format_days(figures.run_s)} (90 %, of the step: {low} to {high}), {figures.device_hours:,.0f} device "
-            "hours, failures included",
+            f"{format_days(figures.run_s)} (90 % interval {low} to {high}), {figures.device_hours:,.0f} device hours, "
+            "failures included",
         )
     if figures.tokens_in_budget is not None and figures.budget_s is not None:
         lasts = format_days(figures.budget_s)

@@ -48,7 +48,7 @@ def print_step_sources(console: Console, file: PlanFile, sources: StepSources, p
 def remarks(sources: StepSources) -> Iterator[str]:
     """Yield where the records are, for which machine they were read, and which of them are not told of."""
     if not sources.timings:
-        yield "nothing was measured: the plan was priced without timings, from published measurements and datasheets"
+        yield "nothing was measured: the plan is priced from published measurements and datasheets"
         return
     of = f" for {sources.machine}" if sources.machine else ""
     yield f"timings: {sources.database or sources.timings}{of}"
@@ -56,8 +56,8 @@ def remarks(sources: StepSources) -> Iterator[str]:
         yield sources.unknown
     if sources.spreads:
         yield (
-            "+-: within what the measured part of a term lies nine times of ten, by the spread of samples and of times "
-            "that are not of this very shape, group or machine"
+            "+-: 90 % interval of the measured part of a term, from the spread of its samples and of times for other "
+            "shapes, groups or machines"
         )
 
 
@@ -76,7 +76,7 @@ def need_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:
             title += f" {_within(sources.spreads[name])}"
         measured = sources.measured_shares.get(name, 0.0)
         if not needs and measured > LEAST_SHARE:
-            yield (title, "", "as the terms above", format_percent(measured))
+            yield (title, "", "same as the terms above", format_percent(measured))
         elif not needs:
             yield (title, "", "not measured", format_percent(1.0))
         for need in sorted(needs, key=lambda need: -(need.terms.get(name) or 0.0)):

@@ -26,7 +26,7 @@ def print_traffic(console: Console, step: StepTraffic) -> None:
     """Print what a device sends in a step over the links of every level, one direction."""
     console.print()
     console.print(
-        f"What a device of stage {step.stage} sends in a step, exposed or not; over links that many share its part",
+        f"Traffic of a device of stage {step.stage} per step, exposed or not; on shared links, its share",
         soft_wrap=True,
     )
     names = [level.name for level in step.levels]

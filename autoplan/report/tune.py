@@ -17,7 +17,7 @@ def print_tuned(console: Console, report: TuneReport) -> None:
         runs = [str(trial.number) for trial in report.trials if trial.plan == plan and trial.measured_s is not None]
         trials = f"trial {runs[0]}" if len(runs) == 1 else f"trials {', '.join(runs)}"
         console.print(
-            f"{escape(plan.describe())}: {format_seconds(report.best_s)} a step, measured in {trials} of "
+            f"{escape(plan.describe())}: {format_seconds(report.best_s)} per step, measured in {trials} of "
             f"{len(report.trials)}\n"
         )
     columns = (("trial", True), ("plan", False), ("predicted", True), ("measured", True), ("off", True), ("end", False))
@@ -30,7 +30,7 @@ def print_tuned(console: Console, report: TuneReport) -> None:
             grid.add_row(f"trial {trial.number}", escape(trial.reason))
     grid.add_row("ended", escape(report.ended))
     if report.best is not None:
-        grid.add_row("model", f"steps take {report.ratio:.2f} times as long as predicted, in the median of the trials")
+        grid.add_row("model", f"steps take {report.ratio:.2f} times as long as predicted (median of the trials)")
         grid.add_row("left", f"{report.left} of {report.candidates} plans may still be faster and were not run")
     count = len(report.trials)
     grid.add_row("spent", f"{count} trial{'s' * (count != 1)}, {format_two_figures(report.gpu_hours)} device-hours")

@@ -28,7 +28,7 @@ def print_verified(console: Console, file: PlanFile, peak_bytes: Mapping[int, fl
     console.print("\nallocated by tensors in GiB, counted on torch without data")
     print_table(console, [("stage", False), ("predicted", True), ("oracle", True), ("error", True)], rows)
     if len(peak_bytes) < len(file.stages):
-        print_part(console, "stages without a figure were left out to answer in time")
+        print_part(console, "stages without a figure were skipped to save time")
 
 
 def tensor_bytes(stage: StageCost) -> float:

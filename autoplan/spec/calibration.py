@@ -73,7 +73,7 @@ class Calibration:
         for name in FACTORS:
             check_positive(name, getattr(self, name), at_most=100.0)
         if not 0 <= self.exposed_share <= 1:
-            raise InputError(f"exposed_share must lie in [0, 1], got {self.exposed_share:g}")
+            raise InputError(f"exposed_share must be in [0, 1], got {self.exposed_share:g}")
         check_count("most_devices", self.most_devices, at_least=0)
         for name in (*TIME_SPREADS, "memory_spread"):
             if getattr(self, name) is not None:
@@ -87,25 +87,25 @@ class Calibration:
             if timings and self.sources and any(getattr(self, name) != 1.0 for name in FACTORS):
                 raise InputError(
                     f"calibration {self.name!r} was fitted without measured times, beside them its factors would count "
-                    "an error twice: take --calibration db, fit it anew, or leave --timings out"
+                    "an error twice: use --calibration db, fit it again, or leave --timings out"
                 )
             return
         if device is not None and fitted.device != device:
             raise InputError(
                 f"calibration {self.name!r} was fitted on {fitted.device}, the cluster has {device}: "
-                "take one of that device, or leave --calibration out"
+                "use one for this device, or leave --calibration out"
             )
         if fitted.autoplan != autoplan:
             raise InputError(
                 f"calibration {self.name!r} was fitted with autoplan {fitted.autoplan}, this is {autoplan}: "
-                "fit it anew, or take --calibration db"
+                "fit it again, or use --calibration db"
             )
         if fitted.timings != timings:
             basis = f"with the measured times {fitted.timings}" if fitted.timings else "without measured times"
             measured = f"those here are {timings}" if timings else "there are none here"
             raise InputError(
-                f"calibration {self.name!r} was fitted {basis}, {measured}: take --calibration db, which is fitted to "
-                "what is given, fit it anew, or give the same --timings"
+                f"calibration {self.name!r} was fitted {basis}, {measured}: use --calibration db, which is fitted to "
+                "the given timings, fit it again, or give the same --timings"
             )
 
     @property

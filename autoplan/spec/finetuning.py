@@ -124,23 +124,23 @@ class FineTuning:
         for name, parts in (("saved_modules", ENDS), ("frozen", (*ENDS, ENCODER))):
             ends = tuple(_ALIASES.get(_last_part(end), _last_part(end)) for end in getattr(self, name))
             if strange := [end for end in ends if end not in parts]:
-                raise InputError(f"finetuning.{name} may hold {' and '.join(parts)}, got {strange[0][:40]!r}")
+                raise InputError(f"finetuning.{name} may contain {' and '.join(parts)}, got {strange[0][:40]!r}")
             object.__setattr__(self, name, tuple(dict.fromkeys(ends)))
         if not 0.0 <= self.dropout < 1.0:
-            raise InputError(f"finetuning.dropout must lie in [0, 1), got {self.dropout:g}")
+            raise InputError(f"finetuning.dropout must be in [0, 1), got {self.dropout:g}")
         self._check_together()
 
     def _check_together(self) -> None:
         if self.rank is not None and self.frozen:
             raise InputError(
-                "finetuning.frozen goes with full fine-tuning: with adapters all else is frozen, leave it out"
+                "finetuning.frozen needs full fine-tuning: with adapters everything else is frozen: leave it out"
             )
         if self.rank is None:
             for name in ("dora", "dropout", "saved_modules"):
                 if getattr(self, name):
-                    raise InputError(f"finetuning.{name} is about adapters: give the rank of LoRA too")
+                    raise InputError(f"finetuning.{name} needs adapters: give the LoRA rank too")
             if self.quantization != "none":
-                raise InputError(f"weights in {self.quantization} cannot be trained: give the rank of LoRA too")
+                raise InputError(f"weights in {self.quantization} cannot be trained: give the LoRA rank too")
 
     @property
     def has_adapters(self) -> bool:

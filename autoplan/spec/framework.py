@@ -19,7 +19,7 @@ def _check(traits: object, *, positive: tuple[str, ...] = (), **ranges: tuple[fl
         if trait.name in ranges:
             at_least, at_most = ranges[trait.name]
             if not at_least <= value <= at_most:
-                raise InputError(f"{trait.name} must lie in [{at_least}, {at_most}], got {value:g}")
+                raise InputError(f"{trait.name} must be in [{at_least}, {at_most}], got {value:g}")
         elif trait.type == "float":
             (check_positive if trait.name in positive else check_not_negative)(trait.name, value)
 

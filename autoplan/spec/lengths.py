@@ -26,7 +26,7 @@ class Lengths:
 
     def __post_init__(self) -> None:
         if not self.histogram:
-            raise InputError("lengths.histogram holds no samples: give the tokens of some")
+            raise InputError("lengths.histogram has no samples: give the tokens of some")
         counts: dict[int, int] = {}
         for tokens, samples in sorted(self.histogram):
             check_count("lengths.histogram: tokens", tokens, at_most=MOST_TOKENS)

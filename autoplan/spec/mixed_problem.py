@@ -61,7 +61,7 @@ class ReplicaKind:
         if len({len(stage.chunks) for stage in self.stages}) != 1:
             raise InputError("stages must name at least one, and all have as many virtual stages")
         if self.state_share is not None and not 0 <= self.state_share <= 1:
-            raise InputError(f"state_share must lie between 0 and 1, got {self.state_share:g}")
+            raise InputError(f"state_share must be between 0 and 1, got {self.state_share:g}")
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ class MixedPlan:
         if not self.kinds:
             raise InputError("kinds must name at least one")
         if self.common.schedule not in USUAL_SCHEDULES:
-            raise UnpricedError(f"schedule {self.common.schedule!r} is not priced where stages differ: use 1f1b")
+            raise UnpricedError(f"schedule {self.common.schedule!r} is not priced with different stages: use 1f1b")
         most_tp = max(stage.tp for kind in self.kinds for stage in kind.stages)
         common = replace(self.common, etp=min(self.common.etp, most_tp), **_OF_KINDS)
         object.__setattr__(self, "common", common)
@@ -163,7 +163,7 @@ class MixedPlan:
 
     @property
     def global_batch(self) -> int:
-        """Sequences in a step."""
+        """Sequences per step."""
         return sum(kind.count * kind.micro_batch * kind.num_microbatches for kind in self.kinds)
 
     @property
@@ -322,15 +322,15 @@ def started_plan(problem: MixedProblem, plan: MixedPlan, *, unequal_batches: boo
     """
     counts = {kind.num_microbatches for kind in plan.kinds}
     if len(counts) > 1 and not unequal_batches:
-        raise InputError(f"its replicas take {_listed(counts)} micro-batches a step")
+        raise InputError(f"its replicas take {_listed(counts)} micro-batches per step")
     if len({kind.layers_per_chunk for kind in plan.kinds}) > 1 or len({kind.vp for kind in plan.kinds}) > 1:
-        raise InputError("its replicas cut the layers differently")
+        raise InputError("its replicas split the layers differently")
     if len(degrees := {stage.tp for kind in plan.kinds for stage in kind.stages}) > 1:
         raise InputError(f"its stages have the tensor-parallel degrees {_listed(degrees)}")
     if len(sizes := {kind.micro_batch for kind in plan.kinds}) > 1:
         raise InputError(f"its micro-batches hold {_listed(sizes)} sequences")
     if len({kind.state_share for kind in plan.kinds}) > 1:
-        raise InputError("its replicas hold unlike shares of the optimizer's states")
+        raise InputError("its replicas hold different shares of the optimizer states")
     tp = degrees.pop()
     parallel = as_parallel(problem, plan, plan.kinds[0], tp)
     if len(plan.kinds) == 1 and parallel.rank_order == RankOrder.DP_BEFORE_PP:
@@ -394,13 +394,13 @@ def mixes_vendors(problem: MixedProblem, plan: MixedPlan) -> str | None:
         if len({vendors[kind.part_of_layers[layer]] for kind in plan.kinds}) > 1:
             return (
                 f"gradients of layer {layer} would be reduced between devices of two vendors, which "
-                "cross_vendor_collectives = false rules out: let pipelines cross instead of replicas"
+                "cross_vendor_collectives = false forbids: let pipelines cross vendors instead of replicas"
             )
     for kind in plan.kinds:
         if problem.model.tied_embeddings and vendors[kind.stages[0].part] != vendors[kind.stages[-1].part]:
             return (
                 "gradients of the tied embedding would be reduced between devices of two vendors, which "
-                "cross_vendor_collectives = false rules out"
+                "cross_vendor_collectives = false forbids"
             )
     return None
 
@@ -414,7 +414,9 @@ def _check_sharding(problem: MixedProblem, plan: MixedPlan) -> None:
     if common.ep > 1 and any(problem.is_apart(part, used) for part in used):
         experts = common.ep * common.etp
         if any(kind.count * common.cp * stage.tp % experts for kind in plan.kinds for stage in kind.stages):
-            raise UnpricedError(f"ep {common.ep} over several parts is not priced: use what divides the ranks of each")
+            raise UnpricedError(
+                f"ep {common.ep} over several parts is not priced: use a degree that divides the ranks of each part"
+            )
     if common.sharding in ("none", "zero1"):
         return
     if len(counts := {kind.num_microbatches for kind in plan.kinds}) > 1:

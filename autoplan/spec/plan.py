@@ -261,7 +261,7 @@ def derived_values(
     if num_devices is not None:
         dp = _data_parallel(num_devices, {axis: values.get(axis, 1) for axis in ("tp", "cp", "pp")}, hint)
         if (group := values.get("dp_shard")) and dp % group:
-            raise InputError(f"dp {dp} is no multiple of the {group} ranks that states are sharded over")
+            raise InputError(f"dp {dp} is not a multiple of the {group} ranks that states are sharded over")
         copies = values.get("dp_replicate", dp // group if group else 1)
         if dp % copies:
             raise InputError(f"dp_replicate {copies} does not divide dp {dp}{hint}")

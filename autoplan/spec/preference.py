@@ -31,12 +31,12 @@ class Preference:
                 f"preference.reference must be one of {', '.join(REFERENCES)}, got {str(self.reference)[:20]!r}"
             )
         if self.loss == "reward" and self.reference not in (None, "none"):
-            raise InputError("a reward model is trained without a reference: leave it out")
+            raise InputError("a reward model has no reference: leave it out")
 
     def with_reference(self, *, has_adapters: bool) -> Preference:
         """Return the preference with the reference that its program takes unless it is told another one."""
         if self.reference == "base" and not has_adapters:
-            raise InputError("the base is a reference beside adapters: give --lora-rank, or the reference copy or none")
+            raise InputError("reference base needs adapters: give --lora-rank, or reference copy or none")
         if self.reference is not None:
             return self
         usual: Reference = "base" if has_adapters else "copy"
@@ -44,7 +44,7 @@ class Preference:
 
     def __str__(self) -> str:
         if self.loss == "reward":
-            return "reward model, two sequences a sample with a score each"
+            return "reward model, two sequences per sample with one score each"
         against = {"copy": "a frozen copy of the model", "base": "the model without its adapters"}
         reference = against.get(self.reference or "", "")
-        return f"preferences (DPO), two sequences a sample{f', against {reference}' if reference else ''}"
+        return f"preferences (DPO), two sequences per sample{f', against {reference}' if reference else ''}"

@@ -68,7 +68,7 @@ class Problem:
         usable = [each for each in precisions_of(device) if each != Precision.FP32 or is_fp32_priced]
         if precision == Precision.FP32 and not is_fp32_priced:
             raise InputError(
-                f"fp32 is priced for the built-in trainer alone, not for {self.framework.name}: "
+                f"fp32 is priced only for the built-in trainer, not for {self.framework.name}: "
                 f"pass --precision {' or '.join(usable)}"
             )
         if precision not in usable:
@@ -76,7 +76,7 @@ class Problem:
             raise InputError(f"device {device.name} has no {precision} matrix units: pass --precision {ways}")
         if self.training.preference is not None and self.framework.rules not in PREFERENCE_RULES:
             raise InputError(
-                f"preferences and rewards are priced for programs on Accelerate, DeepSpeed and FSDP, not for "
+                f"preferences and rewards are priced only for Accelerate, DeepSpeed and FSDP, not for "
                 f"{self.framework.name}: use --framework transformers or deepspeed-hf"
             )
         if not 0 <= self.reserve_bytes < device.visible_memory_bytes:
@@ -91,7 +91,7 @@ class Problem:
             return
         if training.lengths is not None:
             part = "encoder" if self.model.cross_attention else "images"
-            raise InputError(f"lengths that vary are not priced with the {part} of {self.model.name}: leave them out")
+            raise InputError(f"variable lengths are not priced with the {part} of {self.model.name}: leave them out")
         layers, positions = encoder.layers, int(encoder.positions(training.seq_len))
         if self.model.cross_attention and layers.position_embedding == "learned" and positions > layers.max_positions:
             raise InputError(

@@ -63,14 +63,14 @@ class RankedPlan:
         if not self.plan.num_microbatches:
             raise InputError(
                 f"global_batch {self.plan.global_batch} is less than micro_batch {self.plan.micro_batch} x dp "
-                f"{self.plan.dp}, so that no step has a micro-batch: change one of them"
+                f"{self.plan.dp}, so no step has a micro-batch: change one of them"
             )
         if not self.low_s <= self.step_s <= self.high_s:
             raise InputError(
-                f"step_s {self.step_s:g} must lie in its interval from low_s {self.low_s:g} to high_s {self.high_s:g}"
+                f"step_s {self.step_s:g} must be inside its interval, low_s {self.low_s:g} to high_s {self.high_s:g}"
             )
         if not 0 <= self.oom_probability <= 1:
-            raise InputError(f"oom_probability must lie in [0, 1], got {self.oom_probability:g}")
+            raise InputError(f"oom_probability must be in [0, 1], got {self.oom_probability:g}")
 
     def scarcest_memory(self, capacity_bytes: float, host_bytes: float) -> tuple[float, float, bool]:
         """Return (bytes that are needed, that there are, whether of a host) of the memory that is used most."""
@@ -139,7 +139,7 @@ class Contender:
 
     def __post_init__(self) -> None:
         if not 0 < self.low <= self.ratio <= self.high:
-            raise InputError(f"ratio {self.ratio:g} must lie in its interval from {self.low:g} to {self.high:g}")
+            raise InputError(f"ratio {self.ratio:g} must be inside its interval from {self.low:g} to {self.high:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

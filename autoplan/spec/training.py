@@ -43,7 +43,7 @@ class TrainingSpec:
             check_count("document_len", self.document_len, at_most=self.seq_len)
             if not self.attention.startswith("flash"):
                 raise InputError(
-                    f"document_len needs attention that skips other documents, not {self.attention}: use flash"
+                    f"document_len needs attention that can skip other documents, not {self.attention}: use flash"
                 )
         if self.batching not in BATCHINGS:
             raise InputError(f"batching must be one of {', '.join(BATCHINGS)}, got {str(self.batching)[:20]!r}")
@@ -54,16 +54,16 @@ class TrainingSpec:
                 raise InputError("pairs of sequences are not packed: leave document_len out")
             object.__setattr__(self, "preference", self.preference.with_reference(has_adapters=self.has_adapters))
         if not 1.0 <= self.expert_imbalance <= 1000.0:
-            raise InputError(f"expert_imbalance must lie between 1 (balanced) and 1000, got {self.expert_imbalance:g}")
+            raise InputError(f"expert_imbalance must be between 1 (balanced) and 1000, got {self.expert_imbalance:g}")
 
     def _check_lengths(self) -> None:
         if self.document_len is not None:
-            raise InputError("document_len is the mean of what lengths say: leave one of them out")
+            raise InputError("document_len is the mean of lengths: leave one of them out")
         if self.batching in ("packed", "joined") and self.preference is not None:
             raise InputError(f"pairs of sequences are not {self.batching}: use batching padded or unpadded")
         if self.batching == "packed" and not self.attention.startswith("flash"):
             raise InputError(
-                f"packed samples need attention that skips other samples, not {self.attention}: use flash, "
+                f"packed samples need attention that can skip other samples, not {self.attention}: use flash, "
                 "or batching joined or padded"
             )
 

@@ -218,7 +218,7 @@ class NetworkSpec:
         sizes = [tier.num_nodes for tier in self.tiers]
         for inner, outer in pairwise(sizes):
             if outer <= inner or outer % inner:
-                raise InputError(f"each tier must hold several whole ones of the tier before, got num_nodes {sizes}")
+                raise InputError(f"each tier must contain several whole tiers of the one before, got num_nodes {sizes}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +280,7 @@ class ClusterSpec:
             raise InputError("levels must name at least one link between the devices of a node")
         sizes = [level.num_devices for level in self.levels]
         if sizes != sorted(set(sizes)):
-            raise InputError(f"levels must grow from the innermost outwards, got num_devices {sizes}")
+            raise InputError(f"levels must grow from the innermost to the outermost, got num_devices {sizes}")
         if sizes[-1] < self.devices_per_node:
             raise InputError(
                 f"the outermost level joins {sizes[-1]} devices, a node has {self.devices_per_node}: "
@@ -288,7 +288,9 @@ class ClusterSpec:
             )
         for inner, outer in pairwise(sizes):
             if outer % inner:
-                raise InputError(f"a level of {outer} devices cannot hold whole ones of {inner}: make it a multiple")
+                raise InputError(
+                    f"a level of {outer} devices cannot contain whole levels of {inner}: make it a multiple"
+                )
         node = self.devices_per_node
         for level in self.levels:
             size = level.num_devices
@@ -328,10 +330,10 @@ class ClusterSpec:
                 continue
             if fault.node not in (names or range(self.num_nodes)):
                 known_nodes = "one of nodes" if names else f"a number from 0 to {self.num_nodes - 1}"
-                raise InputError(f"a fault is of node {fault.node!r}, which must be {known_nodes}")
+                raise InputError(f"a fault is on node {fault.node!r}, which must be {known_nodes}")
             count = math.ceil(per_node * self.network.nics_per_device) if fault.part == "nic" else per_node
             if not 0 <= fault.index < count:
-                raise InputError(f"a fault is of {fault.part} {fault.index} of node {fault.node!r}, which has {count}")
+                raise InputError(f"a fault is on {fault.part} {fault.index} of node {fault.node!r}, which has {count}")
 
     def tier_of(self, switch: str) -> int:
         """The index of the tier that a switch belongs to, known by its name or as 'leaf 0'."""
@@ -341,7 +343,7 @@ class ClusterSpec:
                 names = {f"{tier.name} {number}" for number in range(-(-self.num_nodes // tier.num_nodes))}
             if switch in names:
                 return at
-        raise InputError(f"a fault is of switch {switch!r}, which no node is below: name one that nodes hang on")
+        raise InputError(f"a fault is on switch {switch!r}, which has no node below it: name a switch with nodes")
 
     def slowest_share(self, part: str, tier: int | None = None) -> float:
         """Share of their rate that the worst fault of such parts, or of a tier's uplinks, leaves; 1 without faults."""

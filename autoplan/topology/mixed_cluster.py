@@ -54,7 +54,7 @@ class MixedCluster:
         check_count("parts", len(self.parts), at_most=MAX_PARTS)
         for part in self.parts:
             if part.wan is not None:
-                raise InputError(f"part {part.name!r} spans sites of its own: make every site a part")
+                raise InputError(f"part {part.name!r} spans several sites: make every site a part")
             if part.nodes:
                 raise InputError(f"part {part.name!r} names its nodes, which is not priced in mixed clusters yet")
 

@@ -23,7 +23,7 @@ def take_device(place: RankPlace) -> torch.device:
     if not place.launcher and place.rank == count:  # the first that has none: the others need not say the same
         raise InputError(
             f"has no device: {place.num_ranks} ranks were asked for, torch sees {count} "
-            f"device{'s' * (count != 1)}: see CUDA_VISIBLE_DEVICES, or take fewer ranks"
+            f"device{'s' * (count != 1)}: check CUDA_VISIBLE_DEVICES, or use fewer ranks"
         )
     device = torch.device("cuda", place.local_rank % count)
     torch.cuda.set_device(device)

@@ -166,7 +166,7 @@ def _cut(part: Transformer, mesh: DeviceMesh, *, sp: bool) -> None:
     for name in styles.keys() - set(cut):
         weight = part.get_parameter(f"{name}.weight")
         if not isinstance(weight, DTensor) or not weight.placements[0].is_shard():
-            raise AutoplanError(f"{name} was not cut over tp {mesh.size()}")
+            raise AutoplanError(f"{name} was not split over tp {mesh.size()}")
 
 
 # -- recomputation ----------------------------------------------------------------------------------------------------

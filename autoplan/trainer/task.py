@@ -28,14 +28,14 @@ class Task:
     data: Data = "text"
     checks: bool = False
     tracks_memory: bool = True
-    limit_s: float = 300.0  # of one step, after which a rank is taken to hang
+    limit_s: float = 300.0  # of one step, after which a rank counts as hung
     seed: int = 0
     trace_folder: str | None = None  # absolute: every rank traces some more steps, and leaves the file there
     num_microbatches: tuple[int, ...] = ()
 
     @property
     def global_batch(self) -> int:
-        """Sequences in a step."""
+        """Sequences per step."""
         return sum(self.num_microbatches) * self.plan.micro_batch or self.plan.global_batch
 
 
@@ -102,7 +102,7 @@ class Command:
 
     @property
     def global_batch(self) -> int:
-        """Sequences in a step."""
+        """Sequences per step."""
         return self.plan.global_batch
 
 

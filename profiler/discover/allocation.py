@@ -110,7 +110,7 @@ def describe_all(
     description = _with_defects(description, reports.nodes, usual)
     warnings = [*reports.warnings, *description.warnings]
     if number > len(reports.nodes):
-        warnings.append(f"{len(reports.nodes)} of {number} nodes were seen: the others are taken to be like them")
+        warnings.append(f"{len(reports.nodes)} of {number} nodes were seen; the others are assumed to be identical")
     return replace(description, warnings=tuple(warnings))
 
 
@@ -162,10 +162,10 @@ def _allocated(
     else:
         groups, tier_nodes, source = (NodeGroup(names=tuple(hosts)),), (), ""
         if any(tier.oversubscription > 1 for tier in cluster.network.tiers):
-            warnings.append("which switches the nodes hang on is not known: they are taken to fill them in order")
+            warnings.append("the switches of the nodes are unknown; nodes are assumed to fill them in order")
             return replace(description, warnings=tuple(warnings))
     remarks = _with_tiers(description.remarks, len(tier_nodes), source)
-    remarks["nodes[0]"] = f"the allocation; switches: {source}" if source else "the allocation; switches are not known"
+    remarks["nodes[0]"] = f"the allocation; switches: {source}" if source else "the allocation; switches unknown"
     network = replace(cluster.network, tiers=_tiers(tier_nodes))
     try:
         cluster = replace(cluster, network=network, nodes=groups)
@@ -180,7 +180,8 @@ def _with_tree_tiers(description: Description, number: int, tree: SwitchTree) ->
     tiers = _tiers(tree.tier_nodes)
     num_listed = sum(len(group.names) for group in tree.groups)
     warning = (
-        f"which of the {num_listed} nodes of Slurm's topology are meant is not known: {number} fill switches in order"
+        f"it is unknown which of the {num_listed} nodes in Slurm's topology are meant; {number} are assumed to fill "
+        "switches in order"
     )
     return Description(
         cluster=replace(description.cluster, network=replace(description.cluster.network, tiers=tiers)),
@@ -193,7 +194,7 @@ def _with_tiers(remarks: Mapping[str, str], num_tiers: int, source: str) -> dict
     """`remarks` with those on tiers replaced."""
     remarks_kept = {place: text for place, text in remarks.items() if not place.startswith("network.tiers")}
     remarks_kept |= {f"network.tiers[{at}].num_nodes": source for at in range(num_tiers)}
-    assumed = "assumed: Slurm does not tell, correct it"
+    assumed = "assumed: Slurm does not say, correct it"
     return remarks_kept | {f"network.tiers[{at}].oversubscription": assumed for at in range(num_tiers)}
 
 

@@ -31,7 +31,7 @@ def defects_of(
         yield Defect(text=f"{len(node.devices)} devices where others have {len(usual.devices)}: leave the node out")
     elif {device.name for device in node.devices} != {device.name for device in usual.devices}:
         names = " and ".join(sorted({device.name for device in node.devices}))
-        yield Defect(text=f"other devices ({names}): describe its like as a cluster of their own")
+        yield Defect(text=f"other devices ({names}): describe such nodes as a separate cluster")
     if fabric is not None:
         yield from _links(fabric)
     rate_of = {nic.name: nic.bytes_per_s for nic in node.nics}

@@ -43,16 +43,16 @@ def describe(node: ObservedNode, *, num_nodes: int = 1, name: str = "", device: 
     cluster = replace(load_cluster(f"{base.name}:{num_nodes}x{size}"), device=spec)
     shipped = _shipped(base)
     remarks = {
-        "device": "as told by --device" if device else node.source,
+        "device": "from --device" if device else node.source,
         "devices_per_node": node.source if node.devices else shipped,
     }
     warnings = []
     if identified.assumed:
         warnings.append(
-            f"{spec.name!r} is not shipped: figures of {identified.shipped_id} stand in, correct [device] in the file"
+            f"{spec.name!r} is not built in: figures of {identified.shipped_id} are used, correct [device] in the file"
         )
         remarks |= {f"device.{name}": f"of {identified.shipped_id}: correct it" for name in identified.assumed}
-        remarks["device"] = "not shipped by autoplan"
+        remarks["device"] = "not built in"
     odd = Counter(device.name for device in node.devices)
     if len(odd) > 1:
         warnings.append(f"devices differ: {', '.join(f'{number} {name!r}' for name, number in odd.items())}")
@@ -109,9 +109,9 @@ def _levels(
         if len(shipped) > 1 or (is_alike and is_mesh == shipped[-1].is_mesh):
             return cluster.levels, _remarks_on(cluster.levels, f"nominal{_links(fabric, node)}"), []
         level = replace(shipped[-1], bandwidth_bytes_per_s=rate or nominal, is_mesh=is_mesh)
-        unlike = f"{_rate(level)} where the shipped {base.name} has {_rate(shipped[-1])}"
+        unlike = f"{_rate(level)} where the built-in {base.name} has {_rate(shipped[-1])}"
         remarks = _remarks_on((level,), f"nominal{_links(fabric, node)}")
-        return (level,), remarks, [f"{unlike}: efficiency and latency are as shipped"]
+        return (level,), remarks, [f"{unlike}: efficiency and latency are the built-in values"]
     if fabric is None and not _shows_fabrics(node):
         assumed = f"assumed, {_shipped(base)}"
         warning = f"{node.source} shows no {shipped[-1].name}: it is {assumed}"
@@ -131,7 +131,7 @@ def _shows_fabrics(node: ObservedNode) -> bool:
 
 
 def _shipped(base: ClusterSpec) -> str:
-    return f"as shipped for {base.name}"
+    return f"built-in value for {base.name}"
 
 
 def _own_levels(
@@ -165,7 +165,7 @@ def _own_levels(
         remarks[f"levels[{len(levels) - 1}].bandwidth_bytes_per_s"] = f"nominal: {of}"
         remarks[f"levels[{len(levels) - 1}].efficiency"] = "assumed"
     warnings = [
-        "devices are joined otherwise than in the shipped "
+        "devices are connected differently from the built-in "
         f"{cluster.name}: efficiency and latency of {' and '.join(level.name for level in levels)} are assumed",
     ]
     return tuple(levels), remarks, warnings
@@ -232,7 +232,7 @@ def _network(
     if kind and kind != network.kind:
         shipped_cluster = load_cluster(_NETWORKS[kind])
         network = replace(shipped_cluster.network, tiers=network.tiers)
-        remarks["network.efficiency"] = f"assumed, as shipped for {shipped_cluster.name}"
+        remarks["network.efficiency"] = f"assumed, built-in value for {shipped_cluster.name}"
     names = compress_hosts(nic.name for nic in nics)
     remarks["network.nics_per_device"] = f"{len(nics)} for {size} devices: {names}"
     rates = [nic.bytes_per_s for nic in nics if nic.bytes_per_s]
@@ -241,6 +241,6 @@ def _network(
         network = replace(network, nic_bytes_per_s=rate)
         remarks["network.nic_bytes_per_s"] = f"nominal: {node.source}"
     else:
-        remarks["network.nic_bytes_per_s"] = f"assumed, {shipped}: the rate was not seen"
-        warnings.append(f"the rate of the adapters was not seen: nic_gb_per_s is assumed, {shipped}")
+        remarks["network.nic_bytes_per_s"] = f"assumed, {shipped}: the rate is unknown"
+        warnings.append(f"the rate of the adapters is unknown; nic_gb_per_s is assumed, {shipped}")
     return replace(network, nics_per_device=len(nics) / size), remarks | tiers, warnings

@@ -104,7 +104,7 @@ def read_elements(text: str, root: str) -> Element:
     try:
         reader.expat.Parse(text.encode("utf-8"), True)
     except UnicodeEncodeError:
-        raise InputError("holds text that is not Unicode") from None
+        raise InputError("contains text that is not Unicode") from None
     except expat.ExpatError as error:
         problem = expat.ErrorString(error.code)
         raise InputError(f"not valid XML: {problem} (line {error.lineno}, column {error.offset + 1})") from None

@@ -59,7 +59,7 @@ def identify(node: ObservedNode, device_id: str = "") -> Identified:
     if device_id:
         device = load_device(device_id)
         if device is None:
-            raise InputError(f"--device {device_id!r} is not shipped: {suggestion(device_id, preset_devices())}")
+            raise InputError(f"--device {device_id!r} is not built in: {suggestion(device_id, preset_devices())}")
         return Identified(device=device, shipped_id=device_id)
     if not node.devices:
         raise InputError(f"{node.source}: names no device: give a source that does, or pass --device")
@@ -77,7 +77,9 @@ def identify(node: ObservedNode, device_id: str = "") -> Identified:
         hint = " or ".join(device.name for device in alike) or "h100-sxm"
         raise InputError(f"{node.source} does not say which devices these are: pass --device, such as {hint}")
     if not alike:
-        raise InputError(f"{node.source}: nothing is known about {observed.name!r}: pass --device with the one like it")
+        raise InputError(
+            f"{node.source}: nothing is known about {observed.name!r}: pass --device with the most similar one"
+        )
     return _stand_in(node, observed, alike)
 
 
@@ -108,7 +110,7 @@ def _stand_in(node: ObservedNode, observed: ObservedDevice, alike: list[DeviceSp
         figures |= {"memory_bytes": memory, "visible_memory_bytes": memory}
     if observed.host_bytes_per_s:
         figures["host_link_bytes_per_s"] = observed.host_bytes_per_s
-    sources = (f"not shipped: figures of {nearest.name} stand in where they were not seen",)
+    sources = (f"not built in: figures of {nearest.name} are used where none were seen",)
     return Identified(
         device=replace(nearest, sources=sources, **figures),
         shipped_id=nearest.name,

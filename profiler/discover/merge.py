@@ -52,7 +52,7 @@ def _merged(node: ObservedNode, later: ObservedNode) -> tuple[ObservedNode, list
     if not contradictions:
         return merged, []
     more = f" and {len(contradictions) - 1} more" if len(contradictions) > 1 else ""
-    return merged, [f"{later.source} says {contradictions[0]}{more}: {believed} is believed"]
+    return merged, [f"{later.source} says {contradictions[0]}{more}: {believed} is used"]
 
 
 def _counted_as(node: ObservedNode, later: ObservedNode) -> ObservedNode:

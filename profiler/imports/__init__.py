@@ -37,17 +37,17 @@ def read_source(
         return read_records(devices=[device] if device else None)
     if is_report(path):
         raise InputError(
-            f"{path}: an export of Nsight Systems does not tell the shapes of its kernels: import a trace of torch's "
+            f"{path}: an export of Nsight Systems has no kernel shapes: import a trace of torch's "
             "profiler made with record_shapes=True; `autoplan read` shows what ran"
         )
     if is_folder(path) or is_trace(path):
         if operation:
-            raise InputError(f"{path}: traces say their operations: leave --operation out")
+            raise InputError(f"{path}: traces contain their operations: leave --operation out")
         return iter(read_trace_records(path, device=device))
     if not is_exchange(path):
         return iter(read_log(path, device=device, operation=operation))
     if device or operation:
-        raise InputError(f"{path}: an export says its devices and operations: leave --device and --operation out")
+        raise InputError(f"{path}: an export contains its devices and operations: leave --device and --operation out")
     unknown = Counter() if unknown is None else unknown
     num_known = sum(1 for _ in read_exchange(path, unknown))
     if unknown and not num_known:

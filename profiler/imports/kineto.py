@@ -176,7 +176,7 @@ def read_trace(path: Path) -> RankTrace:
         raise InputError(f"{path}: an event has no time in microseconds, or none that can be") from None
     spans = [(span, activity) for span, activity in spans if span.end_s > span.start_s]
     if not spans:
-        raise InputError(f"{path}: a trace without kernels of a device and without CPU operators: profile a step anew")
+        raise InputError(f"{path}: a trace without kernels of a device and without CPU operators: profile a step again")
     distributed = trace.distributedInfo or _Distributed()
     summary = summed(str(path), spans, marks, has_devices=bool(on_device))
     return replace(summary, rank=distributed.rank, world_size=distributed.world_size)
@@ -281,7 +281,7 @@ def summed(
         if span.end_s > start_s and span.start_s < end_s
     ]
     if not clipped:
-        raise InputError(f"{file}: no kernel or operator runs in the marked steps: profile a step anew")
+        raise InputError(f"{file}: no kernel or operator runs in the marked steps: profile a step again")
     rows = np.asarray(clipped, dtype=np.float64)
     lengths_s, running = _instants(rows)
     chosen = _chosen(running)

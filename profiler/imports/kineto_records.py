@@ -229,7 +229,9 @@ def _record(
 def _alone(timed: Mapping[int, Sequence[_Timed]]) -> Iterator[tuple[_Timed, str]]:
     """Yield what one rank ran by itself, and why it is no clean time."""
     for items in timed.values():
-        yield from ((item, "" if item.is_alone else "other kernels ran beside it") for item in items if not item.group)
+        yield from (
+            (item, "" if item.is_alone else "other kernels ran concurrently") for item in items if not item.group
+        )
 
 
 def _together(timed: Mapping[int, Sequence[_Timed]]) -> Iterator[tuple[_Timed, str]]:
@@ -243,14 +245,14 @@ def _together(timed: Mapping[int, Sequence[_Timed]]) -> Iterator[tuple[_Timed, s
         counts = {len(by_rank.get(rank, ())) for rank in group}
         if len(counts) > 1:  # also where the trace of a rank is not here
             yield from (
-                (item, "not all ranks of its group have it in a trace: it may have waited for them")
+                (item, "not all ranks of its group have it in a trace: its time may include waiting for them")
                 for items in by_rank.values()
                 for item in items
             )
             continue
         for items in zip(*by_rank.values(), strict=True):
             last = min(items, key=lambda item: item.seconds)
-            yield last, "" if last.is_alone else "other kernels ran beside it"
+            yield last, "" if last.is_alone else "other kernels ran concurrently"
 
 
 def _layout(group: tuple[int, ...], per_node: int | None, device: str) -> tuple[int, ...] | None:

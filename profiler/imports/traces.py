@@ -36,8 +36,8 @@ def read_ranks(path: Path) -> list[RankTrace]:
         return nsight.read_report(path)
     if _is_chakra(path):
         raise InputError(
-            f"{path}: an execution trace of Chakra: it tells what ran and in which order, not how long kernels took: "
-            "name the trace of torch's profiler (Kineto) of the same run"
+            f"{path}: an execution trace of Chakra: it has the order of operations but no durations: "
+            "use the trace of torch's profiler (Kineto) of the same run"
         )
     return [kineto.read_trace(path)]
 

@@ -74,17 +74,17 @@ class Database:
 
 
 # What a driver says, and what it means for the user.  What was committed before is whole in every case.
-_RESUME = "run the command again: what it wrote before is kept, and nothing is doubled"
+_RESUME = "run the command again: earlier writes are kept and nothing is duplicated"
 _ADVICE = (
     ("disk is full", f"the disk is full; free some space and {_RESUME}"),
     ("No space left", f"the disk of the server is full; free some space and {_RESUME}"),
     ("disk I/O error", f"the disk refuses to write; see to its space and limits and {_RESUME}"),
     ("readonly database", "may not be written: ask for write permission, or name another one with --db"),
     ("malformed", DAMAGED),
-    ("not a database", "is no SQLite database, or damaged: put it aside or name another one with --db"),
+    ("not a database", "is not a SQLite database, or damaged: move it away or name another one with --db"),
     ("database is locked", f"other programs kept it busy for {BUSY_TIMEOUT_S:.0f} s; {_RESUME}"),
     ("unable to open", "cannot be opened: see whether the folder exists and may be read and written"),
-    ("permission denied", "this role may not do that: reading suffices to search and to pull, not to push or hide"),
+    ("permission denied", "this role may not do that: read access is enough to search and pull, not to push or hide"),
     ("read-only transaction", "may only be read"),
     ("terminating connection", f"the server ended the connection; {_RESUME}"),
     ("server closed the connection", f"the server went away; {_RESUME}"),

@@ -125,13 +125,13 @@ def read_exchange(path: Path, unknown: Counter[str] | None = None) -> Iterator[R
             else:
                 yield msgspec.json.decode(line, type=Record)
         except RecursionError:
-            raise InputError(f"{path}: line {number}: nested too deeply: nothing of the file was taken") from None
+            raise InputError(f"{path}: line {number}: nested too deeply: nothing was imported") from None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             if name := _unknown_operation(line) or _unknown_kind(line):
                 if unknown is not None:
                     unknown[name] += 1
                 continue
-            raise InputError(f"{path}: line {number}: {cleaned(str(error))}: nothing of the file was taken") from None
+            raise InputError(f"{path}: line {number}: {cleaned(str(error))}: nothing was imported") from None
 
 
 def _unknown_operation(line: bytes) -> str:
@@ -187,11 +187,11 @@ def _lines(path: Path) -> Iterator[bytes]:
                     )
                 yield line
     except EOFError:
-        raise InputError(f"{path}: ends too early, as if not copied whole: nothing of it was taken") from None
+        raise InputError(f"{path}: ends too early, as if not copied whole: nothing was imported") from None
     except gzip.BadGzipFile as error:
-        raise InputError(f"{path}: no exchange file, or damaged ({error}): nothing of it was taken") from None
+        raise InputError(f"{path}: no exchange file, or damaged ({error}): nothing was imported") from None
     except zlib.error as error:
-        raise InputError(f"{path}: damaged ({error}): nothing of it was taken") from None
+        raise InputError(f"{path}: damaged ({error}): nothing was imported") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
 

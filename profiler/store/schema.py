@@ -29,7 +29,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from autoplan.base.errors import NoStoreError, StoreError, StoreWarning
 
-DAMAGED = "is damaged: put it aside, restore a copy, or pull and profile anew"
+DAMAGED = "is damaged: move it away and restore a copy, or pull or profile again"
 SCHEMA = 4  # the newest revision in `migrations/versions`
 # The first whose next one only adds tables, and columns that may be left out: from it on a program works with a
 # database that is one version older or newer.
@@ -131,12 +131,14 @@ def check_schema(schema: int, name: str) -> None:
     if schema > SCHEMA + 1:
         raise StoreError(f"{name} has schema {schema}, this autoplan knows {SCHEMA}: update autoplan")
     if schema > SCHEMA:
-        text = f"{name} has schema {schema}, this autoplan knows {SCHEMA} and passes over what is new: update autoplan"
+        text = f"{name} has schema {schema}, this autoplan knows {SCHEMA} and ignores newer features: update autoplan"
         warnings.warn(text, StoreWarning, stacklevel=4)
     if schema == 0:
         raise NoStoreError(f"{name} holds no timings yet: `autoplan profile` or `autoplan db import` writes some")
     if schema < max(SCHEMA - 1, FIRST_TOLERANT):
-        raise StoreError(f"{name} has schema {schema}, this autoplan {SCHEMA}: its owner migrates it by writing to it")
+        raise StoreError(
+            f"{name} has schema {schema}, this autoplan {SCHEMA}: its owner can migrate it by writing to it"
+        )
 
 
 def may_migrate(connection: Connection) -> bool:

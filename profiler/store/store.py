@@ -306,7 +306,7 @@ class Store:
         """Refuse marks of rows where this database keeps none."""
         if kind not in self._marked:
             raise StoreError(
-                f"{self.name} has schema {self.schema}, which hides no runs: its owner migrates it by writing to it"
+                f"{self.name} has schema {self.schema}, which hides no runs: its owner can migrate it by writing to it"
             )
 
     def _row_of_key(self, key: str) -> tuple[Marked, Row[Any]]:
@@ -318,9 +318,7 @@ class Store:
                 begins = kind.rows.c.key.between(key, key + "g")
                 rows += [(kind, row) for row in connection.execute(select(kind.rows).where(begins).limit(2))]
         if len(rows) != 1:
-            raise InputError(
-                f"key {key}: {'several records begin so' if rows else f'{self.name} holds no such record'}"
-            )
+            raise InputError(f"key {key}: {'several records match' if rows else f'{self.name} holds no such record'}")
         return rows[0]
 
     def change(self, keys: Iterable[str], *, hides: bool, by: str, reason: str) -> int:

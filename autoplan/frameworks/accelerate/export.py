@@ -38,11 +38,8 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     notes = [
         *header(plan_file, "Accelerate"),
         f"# The program's part: sequences of {plan_file.training.seq_len}, {plan.micro_batch} a device at a time,",
-        f"# gradients added up over {plan.num_microbatches} of them before a step.",
-        *(
-            comment(f"It {duty}; without it the plan is another one, and nothing says so.")
-            for duty in _program(plan_file)
-        ),
+        f"# gradients accumulated over {plan.num_microbatches} of them per step.",
+        *(comment(f"It {duty}; without it the plan differs, without any warning.") for duty in _program(plan_file)),
     ]
     return Job(
         framework="Accelerate",
@@ -190,7 +187,7 @@ def _check(plan_file: PlanFile) -> None:
         model,
         training,
         plan,
-        "Accelerate does not accept the plan",
+        "Accelerate does not support the plan",
     )
     check_limits(_LIMITS_OF_FILES, model, training, plan, "Accelerate cannot express")
     if training.fused_norm is True:

@@ -147,7 +147,7 @@ def _ask_for_missing(options: Options, program: dict[str, str], context: LaunchC
     if _is_open_precision(options) and not (program.keys() & {"BF16", "FP16"} or _holds_bf16(program)):
         missing.append("--set BF16=true (or FP16=true, as the program is told)")
     if missing:
-        raise InputError(f"the file does not say all that the program is told: pass {', '.join(missing)}")
+        raise InputError(f"the file lacks arguments of the program: pass {', '.join(missing)}")
 
 
 def _is_open_precision(options: Options) -> bool:
@@ -165,7 +165,7 @@ def _precision(options: Options, program: dict[str, str]) -> Precision:
         if _holds_bf16(program):
             options.pass_over("mixed_precision")
             return Precision.BF16
-        raise InputError("neither file nor program says bf16 or fp16: training in 32 bits is not priced here")
+        raise InputError("neither the file nor the program sets bf16 or fp16: 32-bit training is not priced here")
     return PRECISION.of(options)
 
 
@@ -201,7 +201,7 @@ def _with_deepspeed(
     section.pass_over("deepspeed_hostfile", "deepspeed_moe_layer_cls_names", "deepspeed_inclusion_filter")
     steps = section.value("gradient_accumulation_steps", _AUTO)
     if _BATCH[1] in program and steps not in (_AUTO, _batch_count(program, _BATCH[1])):
-        section.remark("gradient_accumulation_steps", f"the program is told {program[_BATCH[1]]}", matters=False)
+        section.remark("gradient_accumulation_steps", f"the program gets {program[_BATCH[1]]}", matters=False)
         steps = _AUTO
     zero: dict[str, Any] = {"stage": section.value("zero_stage", 2)}
     for name in ("offload_optimizer", "offload_param"):
@@ -301,7 +301,7 @@ def _of_script(text: str, context: LaunchContext) -> _Started:
     for option, value in options.items():
         if is_open(value):
             raise InputError(
-                f"--{option} {show(value)} is known to a running shell only: give it with --set NAME=VALUE"
+                f"--{option} {show(value)} is only known in a running shell: give it with --set NAME=VALUE"
             )
         section = next((item for item in ("fsdp", "parallelism") if option.startswith(f"{item}_")), None)
         if option in _DEEPSPEED:
@@ -334,7 +334,7 @@ def _options(words: tuple[str, ...]) -> dict[str, str]:
 def _batch_count(batch: dict[str, str], name: str) -> int:
     text = batch.get(name)
     if text is None:
-        raise InputError(f"nothing is said of the batch: pass --set {name}=N")
+        raise InputError(f"the batch is missing: pass --set {name}=N")
     if not re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII):
         raise InputError(f"{name} must be a whole number of at least 1, got {show(text)}")
     return int(text)

@@ -52,7 +52,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     """Return the job that `automodel` starts on a node, torchrun outside of it (cli/app.py)."""
     _check(plan_file)
     words = f'"$HERE/{YAML}" --model.pretrained_model_name_or_path "$BASE_MODEL" --step_scheduler.max_steps "$STEPS"'
-    remark = "Yours to set: dataset, optimizer.lr and whatever else costs neither time nor memory of a step."
+    remark = "Yours to set: dataset, optimizer.lr and whatever else does not affect the time or memory of a step."
     title = TARGET.title
     return yaml_job(title, "-m nemo_automodel.cli.app", words, YAML, plan_file, _table(plan_file), [remark])
 
@@ -233,7 +233,7 @@ LIMITS = (
     Rule(
         source=f"{_MESH}:93",
         holds=_is_unsharded_alone,
-        text=lambda s, p: f"states of {p.dp} replicas that are not sharded beside tp, pp or ep: shard them, or set 1",
+        text=lambda s, p: f"unsharded states of {p.dp} replicas with tp, pp or ep: shard them, or set 1",
     ),
     Rule(
         source=f"{_MESH}:285",
@@ -259,7 +259,7 @@ LIMITS = (
         source=f"{_PIPELINING}:210",
         holds=_makes_stages,
         text=lambda s, p: (
-            f"{s.model.num_layers} layers in {p.pp * p.vp} chunks, which no layers_per_stage makes: change pp or vp"
+            f"{s.model.num_layers} layers in {p.pp * p.vp} chunks, which no layers_per_stage produces: change pp or vp"
         ),
     ),
     *FSDP2_OVERLAPS,
@@ -268,7 +268,7 @@ LIMITS = (
         source="components/models/common/utils.py:305",
         holds=lambda s, b: (b.ep == 1) | (b.dispatcher != Dispatcher.ALL_TO_ALL.code),
         text=lambda s, p: (
-            f"ep {p.ep} with dispatcher {p.dispatcher!r}: its own gathers all tokens, use deepep or hybridep"
+            f"ep {p.ep} with dispatcher {p.dispatcher!r}: its own dispatcher gathers all tokens, use deepep or hybridep"
         ),
     ),
     Rule(
@@ -297,15 +297,15 @@ LIMITS = (
 
 def _check(plan_file: PlanFile) -> None:
     model, training = plan_file.model, plan_file.training
-    check_legal(RULES, model, training, plan_file.best.plan, "NeMo AutoModel does not accept the plan")
+    check_legal(RULES, model, training, plan_file.best.plan, "NeMo AutoModel does not support the plan")
     check_limits(LIMITS, model, training, plan_file.best.plan, "NeMo AutoModel cannot express")
     refusals = (
         (training.attention != "flash", f"attention {training.attention!r}: plan with flash"),
-        (model.encoder is not None, "an encoder of images: give its text model alone"),
+        (model.encoder is not None, "an image encoder: give only its text model"),
         (training.fused_norm is False, "fused_norm = false: the norms are Transformer Engine's, leave it out"),
         (
             model.mla is not None and model.num_mtp_layers > 0,
-            f"layers of {model.name} that predict further tokens: set num_mtp_layers of the model to 0",
+            f"layers of {model.name} for multi-token prediction: set num_mtp_layers of the model to 0",
         ),
         (
             adapters_of(training) is not None and model.moe is not None,

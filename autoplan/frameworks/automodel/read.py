@@ -95,7 +95,7 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
     config.pass_over("_target_", "trust_remote_code")
     for key in config.arguments if context.model is None else ():
         if _SIZES.search(key):
-            raise InputError(f"{config.name(key)} makes another model of {show(name)}: pass --model")
+            raise InputError(f"{config.name(key)} changes the model {show(name)}: pass --model")
     if (attention := section.text("attn_implementation")) == "eager":
         section.remark("attn_implementation", "priced as flash attention")
     elif attention:
@@ -108,7 +108,7 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
             backend.remark(key, f"priced as {priced}")
     model = context.model or (find_preset(name) if name is not None else None)
     if model is None:
-        raise InputError(f"model {show(name)} is no model that is known here: pass --model")
+        raise InputError(f"model {show(name)} is not a known model: pass --model")
     if model.mla is not None:  # DeepSeek-V3 predicts the next token alone (components/models/deepseek_v3/model.py)
         return replace(model, num_mtp_layers=0)
     return model
@@ -128,7 +128,7 @@ def _length(options: Options, context: LaunchContext) -> tuple[int, Batching]:
     if key and why and "mock" not in str(dataset.value("_target_")).casefold():
         dataset.remark(key, why, matters=batching in UNEVEN)
     if not length:
-        raise InputError("sequences are as long as the dataset's, which is not in the file: pass --seq-len")
+        raise InputError("the sequence length comes from the dataset, which is not in the file: pass --seq-len")
     return length, batching
 
 
@@ -233,7 +233,9 @@ def _sharding(table: Options, degrees: Fields) -> Sharding:
     reshards = table.flag("reshard_after_forward", default)
     if is_piped and reshards:
         section = table if table.has("reshard_after_forward") else moe
-        section.remark("reshard_after_forward", "weights are gathered for every micro-batch; priced as once a step")
+        section.remark(
+            "reshard_after_forward", "weights are gathered for every micro-batch, but priced as once per step"
+        )
     return Sharding.ZERO3 if is_piped or reshards else Sharding.ZERO2
 
 
@@ -268,7 +270,7 @@ def _pipeline(
         )
     stages = -(-stages // pp) * pp if rounding == "up" else max(stages // pp, 1) * pp
     if rounds > 1:
-        why = f"the pipeline is filled and drained {rounds} times a step, and priced as once"
+        why = f"the pipeline is filled and drained {rounds} times per step, but priced as once"
         options.remarks.append(Unread(option="step_scheduler.global_batch_size", value="", why=why))
     micro = section.count("pp_microbatch_size", 1)
     if local % micro:

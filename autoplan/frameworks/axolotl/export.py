@@ -183,7 +183,7 @@ TARGET = yaml_target(
     "axolotl",
     program="-m axolotl.cli.train",  # as `axolotl train --launcher torchrun` does (cli/utils/train.py:207)
     words='--base_model "$BASE_MODEL" --max_steps "$STEPS"',
-    yours="datasets, learning_rate and whatever else costs neither time nor memory of a step.",
+    yours="datasets, learning_rate and whatever else does not affect the time or memory of a step.",
     table=_table,
     limits=LIMITS,
     batchings=BATCHINGS,

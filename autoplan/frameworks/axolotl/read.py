@@ -66,7 +66,7 @@ def read(text: str, context: LaunchContext) -> Launch:
             options.remark(key, "priced with the kernels of transformers, and whole logits")
     plugins = options.value("plugins") or []
     if not isinstance(plugins, list) or any("liger" not in str(plugin) for plugin in plugins):
-        options.remark("plugins", "what a plugin changes of a step is not priced")
+        options.remark("plugins", "changes by a plugin are not priced")
     if is_on(options, "fp8"):
         options.remark("fp8", "priced as bf16")
     program = Program(

@@ -30,9 +30,9 @@ def header(plan_file: PlanFile, framework: str) -> list[str]:
     made_by = " ".join(f"{name} {version}" for name, version in plan_file.versions.items())
     lines = [
         f"{plan_file.model.name} with {framework} on {best.plan.num_devices} x {cluster.device.name}"
-        f" (cluster {cluster.name}), sequences of {plan_file.training.seq_len} tokens, {best.plan.global_batch} a step",
+        f" (cluster {cluster.name}), {best.plan.global_batch} sequences of {plan_file.training.seq_len} tokens a step",
         f"Plan: {best.plan.describe()}",
-        f"Predicted: {format_seconds(best.step_s)} a step (90 % interval {format_seconds(best.low_s)} to"
+        f"Predicted: {format_seconds(best.step_s)} per step (90 % interval {format_seconds(best.low_s)} to"
         f" {format_seconds(best.high_s)}), {best.tokens_per_s_per_device:,.0f} tokens/s per device,"
         f" MFU {format_percent(best.mfu)}",
         f"Memory: {format_bytes(best.memory_bytes)} on the fullest device, headroom"
@@ -41,19 +41,19 @@ def header(plan_file: PlanFile, framework: str) -> list[str]:
         f"Made from: {plan_file.command}",
     ]
     if (attention := plan_file.training.attention) != USUAL_ATTENTION:
-        lines.append(f"Priced with {attention} attention, which your program has to take where no option below says so")
+        lines.append(f"Priced with {attention} attention, which your program must use unless an option below sets it")
     if (imbalance := plan_file.training.expert_imbalance) > 1.0:
         lines.append(f"Priced with {imbalance:g} times the mean of tokens on the busiest rank of experts")
     if (fused := plan_file.training.fused_norm) is not None:
         norms = "norms in one kernel" if fused else "norms of several kernels"
-        lines.append(f"Priced with {norms}, which your program has to have where no option below says so")
+        lines.append(f"Priced with {norms}, which your program must use unless an option below sets it")
     if documents := plan_file.training.document_len:
         lines.append(
             f"Sequences are priced as packed from documents of {documents:,} tokens, each with attention of its own: "
             "data and attention mask are yours to set so"
         )
     if preference := plan_file.training.preference:
-        lines.append(f"Priced for {preference}, which your program has to train by")
+        lines.append(f"Priced for {preference}, which your program must use")
     if lengths := plan_file.training.lengths:
         lines.append(
             f"Samples have {lengths.mean:,.0f} tokens in the mean ({lengths.source}) and are priced as "

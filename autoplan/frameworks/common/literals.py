@@ -36,7 +36,7 @@ _COMPARES: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.IsNot: operator.is_not,
 }
 _HARMLESS = (*dir(builtins), "logger", "logging", "warnings")  # functions that change nothing that they are given
-RUNNING, _FOREIGN = "only running the file decides it", "a function of another file may change what it is given"
+RUNNING, _FOREIGN = "only known when the file runs", "a function in another file may change its arguments"
 
 
 @dataclass(slots=True, eq=False)

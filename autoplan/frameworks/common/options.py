@@ -22,7 +22,7 @@ Word = TypeVar("Word")
 MOST = 10**12  # of any count in a launch file
 MOST_DIGITS = 40
 
-NOT_KNOWN, COSTS_NOTHING = "not known here", "costs neither time nor memory of a step"
+NOT_KNOWN, COSTS_NOTHING = "not known here", "does not affect the time or memory of a step"
 
 
 def parse_json(text: str, title: str) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class Options:
                 names = re.findall(r"[A-Za-z_]\w*", value.text)
             if "$" in written or "`" in written:
                 way = f"pass --set {names[0]}=VALUE" if names else "write its value"
-                raise InputError(f"{self.name(key)} is {written}, which only a running shell knows: {way}")
+                raise InputError(f"{self.name(key)} is {written}, which is only known in a running shell: {way}")
             raise InputError(f"{self.name(key)} = {written} cannot be read: write its value")
         return value
 

@@ -81,7 +81,7 @@ def no_interleaving(source: str) -> Rule:
 
 def whole_experts(source: str) -> Rule:
     """Tensor parallelism does not split experts."""
-    return only("etp", 1, why="experts are whole on every rank, set etp 1", source=source)
+    return only("etp", 1, why="every rank has all experts, set etp 1", source=source)
 
 
 SCALING_NEEDS_FP8 = Rule(

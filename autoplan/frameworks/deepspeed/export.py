@@ -41,7 +41,7 @@ _WITH_MICS = "0.19.6"  # zero_optimization.mics_shard_size is refused after it (
 def deepspeed_config(plan_file: PlanFile, version: str) -> dict[str, Any]:
     """The configuration; optimizer and learning rate are those of the script."""
     model, plan = plan_file.model, plan_file.best.plan
-    check_legal(RULES, model, plan_file.training, plan, "DeepSpeed does not accept the plan")
+    check_legal(RULES, model, plan_file.training, plan, "DeepSpeed does not support the plan")
     check_limits(TARGET.at(version).limits, model, plan_file.training, plan, "DeepSpeed's configuration cannot express")
     config: dict[str, Any] = {
         **written((TOTAL, MICRO_BATCH, ACCUMULATION), plan_file),

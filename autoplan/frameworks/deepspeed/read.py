@@ -167,7 +167,7 @@ def _precision(options: Options) -> Precision:
         return enabled[0]
     if enabled:
         raise InputError("bf16 and fp16 are both enabled: enable one of them")
-    raise InputError("neither bf16 nor fp16 is enabled: training in 32 bits is not priced")
+    raise InputError("neither bf16 nor fp16 is enabled: 32-bit training is not priced")
 
 
 def _types(options: Options) -> Fields:
@@ -258,7 +258,7 @@ def _offload(zero: Options) -> Offload:
     if device == "nvme":
         section.remark("device", "priced as the memory of the host")
     if section.is_other("ratio", 1):
-        section.remark("ratio", "the whole optimizer is priced on the host")
+        section.remark("ratio", "the whole optimizer is priced as offloaded")
     if not weights.is_other("device", "none"):
         return Offload.OPTIMIZER if zero.flag("cpu_offload") or device else Offload.NONE
     if not device:
@@ -283,7 +283,7 @@ def _recomputes(options: Options, trainer: dict[str, str]) -> bool:
     if argument in trainer:
         return _is_true(argument, trainer[argument])
     if not is_used:
-        why = f"the script says whether activations are recomputed; taken for no: --set {argument}=true"
+        why = f"the script says whether activations are recomputed; assumed off: --set {argument}=true"
         options.remarks.append(Unread(option="activation_checkpointing", value="", why=why))
     return is_used
 

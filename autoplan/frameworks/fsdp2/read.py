@@ -24,7 +24,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     options = Options.of_table(parse_json(text, "the file"))
     model = context.model
     if model is None:
-        raise InputError("settings of FSDP2 say nothing of the model: pass --model")
+        raise InputError("FSDP2 settings do not contain the model: pass --model")
     options.pass_over("about", "gradient_accumulation")
     mesh, sharding = options.inside("mesh"), options.inside("fully_shard")
     degrees = {name: mesh.count(name, 1) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}

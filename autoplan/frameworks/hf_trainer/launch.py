@@ -89,7 +89,7 @@ def model_of(options: Options, key: str, context: LaunchContext) -> ModelSpec:
     name = options.text(key)
     if name is None:
         raise InputError(f"{key} is not in the file: pass --model")
-    raise InputError(f"{key} {name[:80]!r} is no model that is known here: pass --model")
+    raise InputError(f"{key} {name[:80]!r} is not a known model: pass --model")
 
 
 def known_model(options: Options, key: str, context: LaunchContext) -> ModelSpec | None:
@@ -142,7 +142,7 @@ def precision_of(options: Options, program: Program, context: LaunchContext) -> 
         return precisions[-1]
     if program.precision is not None and ("bf16" not in options.arguments or not program.autocasts):
         return program.precision
-    raise InputError("neither bf16 nor fp16 is on: training in 32 bits is not priced here: pass --set BF16=true")
+    raise InputError("neither bf16 nor fp16 is on: 32-bit training is not priced here: pass --set BF16=true")
 
 
 def launch_of(options: Options, context: LaunchContext, program: Program, num_devices: int | None) -> Launch:

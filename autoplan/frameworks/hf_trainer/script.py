@@ -57,7 +57,7 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
         raise InputError(f"no command of the script starts a program with {BATCH}")
     options = program_options(words, context)
     options.remarks += (
-        Unread(option=condition, value="", why="only a running shell can decide it", matters=False)
+        Unread(option=condition, value="", why="only known in a running shell", matters=False)
         for condition in script.open
     )
     name = before[-1].rpartition("/")[2]

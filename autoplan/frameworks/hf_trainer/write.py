@@ -62,7 +62,7 @@ LIMITS = (
     IN_16_BITS,
     ADAPTERS_IN_FP32,
     *NO_MESH,
-    only("ep", 1, why="the experts of transformers are whole on every rank, set ep 1"),
+    only("ep", 1, why="in transformers every rank has all experts, set ep 1"),
     INT8_IS_WHOLE,
 )
 
@@ -170,7 +170,7 @@ def check_expressible(
     sequences, and `more` the refusals of the program alone, each with whether it holds.
     """
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
-    check_legal(rules, model, training, plan, f"{title} does not accept the plan")
+    check_legal(rules, model, training, plan, f"{title} does not support the plan")
     check_limits(tuple(limits), model, training, plan, f"{title} cannot express")
     refusals = (
         (
@@ -178,7 +178,7 @@ def check_expressible(
             f"attention {training.attention!r}: plan with flash",
         ),
         (model.cross_attention, "cross attention: its program trains models of one stack"),
-        (model.encoder is not None, "an encoder of images: give its text model alone"),
+        (model.encoder is not None, "an image encoder: give only its text model"),
         (training.fused_norm is True, "fused_norm = true: the norms are those of transformers, leave it out"),
         (
             training.lengths is not None and training.batching not in batchings,

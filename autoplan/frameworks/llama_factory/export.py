@@ -97,7 +97,7 @@ TARGET = yaml_target(
     "LLaMA-Factory",
     program="-m llamafactory.launcher",  # as `llamafactory-cli train` does (launcher.py:85)
     words='model_name_or_path="$BASE_MODEL" max_steps="$STEPS"',
-    yours="data, template, learning_rate and whatever else costs neither time nor memory of a step.",
+    yours="data, template, learning_rate and whatever else does not affect the time or memory of a step.",
     table=_table,
     limits=LIMITS,
     batchings=BATCHINGS,

@@ -268,7 +268,7 @@ def _add(path: str, value: Any, recipe: _Recipe) -> None:
     elif isinstance(value, Unknown | Built):
         matters = path.partition(".")[0] not in _HARMLESS or path == "dataset.seq_length"
         text = value.text[:60] if isinstance(value, Unknown) else f"{value.name}(...)"
-        recipe.unread.append(Unread(option=path, value=text, why="only running the file would tell", matters=matters))
+        recipe.unread.append(Unread(option=path, value=text, why="only known when the file runs", matters=matters))
     else:
         recipe.values[path] = value
 
@@ -282,7 +282,7 @@ def _launch(recipe: _Recipe, context: LaunchContext, devices: int | None) -> Lau
     base: ModelSpec | None = None if is_custom else find_preset(*reversed(recipe.models))
     if not is_custom and base is None and context.model is None and "model.num_layers" not in recipe.values:
         names = ", ".join(dict.fromkeys(recipe.models))[:80]
-        raise InputError(f"the model of the recipe ({names or 'no name'}) is not known here: pass --model")
+        raise InputError(f"the model of the recipe ({names or 'no name'}) is not known: pass --model")
     written = [argument for path, value in recipe.values.items() for argument in _arguments(path, value)]
     defaults = _COMMON | (_PROVIDERS if is_custom else _RECIPES)
     arguments = Options(written, defaults, way_out="pass --model")
@@ -300,7 +300,7 @@ def _launch(recipe: _Recipe, context: LaunchContext, devices: int | None) -> Lau
     arguments.understood |= {"comm_overlap", "mixed_precision", "pipeline_dtype", "average_in_collective"}
     for name, item in arguments.arguments.items():
         if name not in arguments.understood and item.option.partition(".")[0] in _HARMLESS and name == item.option:
-            arguments.remark(name, "costs neither time nor memory of a step", matters=False)
+            arguments.remark(name, "does not affect the time or memory of a step", matters=False)
     return launch_of(arguments, context, target="megatron-bridge", framework="nemo", num_devices=devices, base=base)
 
 

@@ -78,7 +78,7 @@ def checked_parts(
     _check_training(plan_file, name)
     if rules is RULES and (target := _SCHEDULED_BY.get(plan.schedule)):
         raise InputError(f"{name} has no schedule {plan.schedule!r}: plan and export for {target}, or plan with 1f1b")
-    check_legal(rules, model, training, plan, f"{name} does not accept the plan")
+    check_legal(rules, model, training, plan, f"{name} does not support the plan")
     check_limits(limits, model, training, plan, f"{name} has no option for")
     attention = (*model_options.LATENT, model_options.LATENT_ROPE) if model.mla else model_options.ATTENTION
     form = (*model_options.SIZES, *attention, *model_options.WINDOW, *model_options.FORM, model_options.DROPOUT)
@@ -102,9 +102,9 @@ def _check_model(model: ModelSpec, name: str) -> None:
         (model.position_embedding == "alibi", "positions by ALiBi"),
         (
             model.num_mtp_layers > 0 and model.position_embedding == "learned",
-            "further tokens predicted with learned positions",
+            "multi-token prediction with learned positions",
         ),
-        (model.shares_mtp_layer, "one layer for all predictions of further tokens"),
+        (model.shares_mtp_layer, "one shared layer for multi-token prediction"),
         (model.norm == "layernorm" and not model.norm_bias, "a layernorm without bias"),
         (model.qk_norm == "full", "a norm over all queries and keys (its --qk-layernorm is per head)"),
         (model.mla is not None and model.qkv_bias, "biases of queries, keys and values beside latent attention"),
@@ -129,7 +129,7 @@ def _check_training(plan_file: PlanFile, name: str) -> None:
     if training.fused_norm is False:
         raise InputError(f"{name} always fuses norms (Transformer Engine): leave fused_norm out")
     if device.generation in _TOO_OLD.get(precision, ()):
-        raise InputError(f"precision {precision!r} does not exist on {device.name}: plan with another one")
+        raise InputError(f"precision {precision!r} does not exist on {device.name}: use another one")
 
 
 def environment(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:

@@ -130,7 +130,7 @@ def _replicas(arguments: Options, num_devices: int | None) -> int:
         raise InputError("the number of devices is not in the file: pass --devices")
     for name, degree in (*degrees.items(), ("the number of devices", num_devices)):
         if not 1 <= degree <= 10**6:
-            raise InputError(f"{name} must lie between 1 and 1,000,000, got {degree}")
+            raise InputError(f"{name} must be between 1 and 1,000,000, got {degree}")
     tp, cp, pp = degrees.values()
     dp, remainder = divmod(num_devices, tp * cp * pp)
     if remainder or not dp:

@@ -70,7 +70,7 @@ def _read_vocabulary(reading: Reading) -> Fields:
     model_option = arguments.arguments.get("tokenizer_model")
     tokenizer_model = model_option.value if model_option else arguments.defaults.get("tokenizer_model")
     if preset := find_preset(str(tokenizer_model)):
-        arguments.remark("tokenizer_model", f"its vocabulary is taken as that of {preset.name}", matters=False)
+        arguments.remark("tokenizer_model", f"its vocabulary is assumed to be that of {preset.name}", matters=False)
         return {"vocab_size": preset.vocab_size}
     tokenizer = arguments.text("tokenizer_type")
     if tokenizer is None and "vocab_file" in arguments.arguments and "merge_file" in arguments.arguments:
@@ -231,7 +231,7 @@ def _read_position_kind(reading: Reading) -> Fields:
     kinds = {"rope": "rope", "yarn": "rope", "learned_absolute": "learned", "none": "none"}
     if kind not in kinds:
         option = arguments.name("position_embedding_type")
-        raise InputError(f"{option} {str(kind)[:30]!r} is not known here: pass --model")
+        raise InputError(f"{option} {str(kind)[:30]!r} is not known: pass --model")
     return {"position_embedding": kinds[kind]}
 
 
@@ -288,7 +288,7 @@ def _read_dropout(reading: Reading) -> Fields:
     rates = {key: reading.arguments.number(key, _DROPOUT) for key in _DROPOUTS}
     dropped = [key for key, rate in rates.items() if rate > 0]
     if len(dropped) == 1:
-        reading.arguments.remark(dropped[0], "priced as if scores and hidden states were dropped", matters=False)
+        reading.arguments.remark(dropped[0], "priced with dropout of scores and hidden states", matters=False)
     return {"dropout": bool(dropped)}
 
 

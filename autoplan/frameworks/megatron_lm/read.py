@@ -55,7 +55,7 @@ def read(text: str, context: LaunchContext) -> Launch:
         before, words = (), tuple(word for command in script.commands for word in command.words)
     arguments = Options(given_arguments(words), way_out="pass --model")
     arguments.remarks += (
-        Unread(option=condition, value="", why="only a running shell can decide it", matters=False)
+        Unread(option=condition, value="", why="only known in a running shell", matters=False)
         for condition in script.open
     )
     if program is not None:
@@ -78,7 +78,7 @@ def _left_open(script: Script) -> str:
     """Return what to say of conditions that could not be decided, by the variables that decide them."""
     names = dict.fromkeys(name for condition in script.open for name in re.findall(r"\$\{?(\w+)", condition))
     ways = ", ".join(f"--set {name}=VALUE" for name in list(names)[:MOST_NAMED])
-    return f"; conditions of the script hang on variables that it does not set: pass {ways}" if ways else ""
+    return f"; conditions of the script depend on variables that it does not set: pass {ways}" if ways else ""
 
 
 @dataclass(frozen=True, slots=True)

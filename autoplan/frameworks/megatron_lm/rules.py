@@ -351,7 +351,7 @@ COMMON: tuple[Rule, ...] = (
     Rule(
         source="core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py:334",
         holds=_fsdp_overlap,
-        text=lambda s, p: f"{p.sharding} (Megatron-FSDP) always overlaps its collectives: turn the overlap switches on",
+        text=lambda s, p: f"{p.sharding} (Megatron-FSDP) always overlaps its collectives: turn the overlap options on",
     ),
     Rule(
         source=f"{_ARGUMENTS}:1028",
@@ -363,7 +363,7 @@ COMMON: tuple[Rule, ...] = (
         source="core/fp8_utils.py:779",
         holds=lambda s, b: ~b.fp8_attention | (np.isin(b.precision, _NARROW) & (s.training.attention == "flash")),
         text=lambda s, p: (
-            f"fp8_attention needs narrow products and attention flash, got precision {p.precision} and attention "
+            f"fp8_attention needs low-precision GEMMs and attention flash, got precision {p.precision} and attention "
             f"{s.training.attention}: leave fp8_attention out"
         ),
     ),
@@ -377,7 +377,7 @@ COMMON: tuple[Rule, ...] = (
     Rule(
         source=f"{_CONFIG}:513",
         holds=lambda s, b: ~b.rope_fusion | (s.model.mla is not None),
-        text=lambda s, p: "rope_fusion is an option of latent attention, others always fuse the rotation: leave it out",
+        text=lambda s, p: "rope_fusion is an option of latent attention, other models always fuse RoPE: leave it out",
     ),
     Rule(
         source="core/transformer/moe/token_dispatcher.py:1038",
@@ -409,20 +409,20 @@ COMMON: tuple[Rule, ...] = (
         source=f"{_CONFIG}:2832",
         holds=_graphs_recompute,
         text=lambda s, p: (
-            f"cuda_graphs {p.cuda_graphs} cannot hold layers, or experts, that are recomputed as a whole, recompute is "
+            f"cuda_graphs {p.cuda_graphs} cannot contain fully recomputed layers or experts, recompute is "
             f"{p.recompute!r}: use none"
         ),
     ),
     Rule(
         source=f"{_CONFIG}:3065",
         holds=_graphs_overlap,
-        text=lambda s, p: "cuda_graphs layer holds dense MLPs, which ep_overlap does not go with: use attn",
+        text=lambda s, p: "cuda_graphs layer holds dense MLPs, which ep_overlap does not support: use attn",
     ),
     Rule(
         source=f"{_ARGUMENTS}:1095",
         holds=lambda s, b: ~b.narrow_params | ((b.sharding >= ZERO1) & np.isin(b.precision, _NARROW)),
         text=lambda s, p: (
-            f"narrow_params need narrow products and sharded states, got precision {p.precision} and sharding "
+            f"narrow_params needs low-precision GEMMs and sharded states, got precision {p.precision} and sharding "
             f"{p.sharding}: leave narrow_params out"
         ),
     ),
@@ -440,7 +440,7 @@ COMMON: tuple[Rule, ...] = (
         holds=lambda s, b: ~is_precision_aware(b) | ((b.sharding == ZERO1) & (b.offload == Offload.NONE.code)),
         text=lambda s, p: (
             f"main_weights {p.main_weights}, moment_dtype {p.moment_dtype} and grad_dtype {p.grad_dtype} need the "
-            f"precision-aware optimizer, which takes sharding zero1 and stays on the device, not {p.sharding} and "
+            f"precision-aware optimizer, which needs sharding zero1 and no offload, not {p.sharding} and "
             f"offload {p.offload}: use fp32"
         ),
     ),

@@ -53,7 +53,7 @@ def read_precision(arguments: Options) -> Precision:
             arguments.remark("fp8_recipe", "priced with one scale a tensor")
         return Precision.FP8
     if not bf16 and not fp16:
-        raise InputError("neither bf16 nor fp16 is on: training in 32 bits is not priced")
+        raise InputError("neither bf16 nor fp16 is on: 32-bit training is not priced")
     return Precision.FP16 if fp16 else Precision.BF16
 
 

@@ -43,7 +43,7 @@ def nanotron_config(plan_file: PlanFile) -> dict[str, Any]:
     """The configuration as nanotron's classes have it; data, length and optimisation are yours to change."""
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     _check(plan_file)
-    check_legal(RULES, model, training, plan, "nanotron does not accept the plan")
+    check_legal(RULES, model, training, plan, "nanotron does not support the plan")
     return {
         "general": {"project": "autoplan", "run": model.name, "seed": 42},
         "model": {
@@ -133,7 +133,7 @@ def _check(plan_file: PlanFile) -> None:
         (model.attention_sinks, "attention sinks"),
         (model.qk_norm != "none", "a norm of queries and keys"),
         (model.window is not None, "a window (models/qwen.py:97 asserts that there is none)"),
-        (model.num_mtp_layers > 0, "layers that predict further tokens"),
+        (model.num_mtp_layers > 0, "layers for multi-token prediction"),
         (heads != model.hidden_size, f"heads of {heads} in all beside hidden_size {model.hidden_size}"),
         (moe is not None and moe.router_bias, "a bias of the router"),
         (moe is not None and moe.latent_size is not None, "experts in a latent space"),

@@ -67,7 +67,7 @@ def _own_split(workload: Workload, batch: PlanBatch) -> Bools:
 def _says_split(workload: Workload, plan: ParallelPlan) -> str:
     cut = ",".join(map(str, layers_per_stage(workload.model, plan.pp * plan.vp)))
     layers = ",".join(map(str, chunk_layers(plan, workload.model.num_layers)))
-    return f"stages of {layers} layers: it cuts by cost, into {cut}; say so"
+    return f"stages of {layers} layers: it splits by cost into {cut}: set that"
 
 
 SUPPORTED = (
@@ -113,12 +113,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_LINEAR}:145",
         holds=lambda s, b: ~b.tp_overlap | b.sp | (b.tp == 1),
-        text=lambda s, p: "tp_overlap needs sp: leave it out or take both",
+        text=lambda s, p: "tp_overlap needs sp: leave it out or use both",
     ),
     # The attention of one model knows it (models/qwen.py:777), but only runs from a checkpoint start with it.
-    shared.only("cp", 1, why="a run does not start with context parallelism, set cp 1", source="trainer.py:1053"),
+    shared.only("cp", 1, why="runs with context parallelism do not start, set cp 1", source="trainer.py:1053"),
     # The sizes of the groups multiply to the world without ep, and are laid out with it.
-    shared.only("ep", 1, why="a run does not start with expert parallelism, set ep 1", source="parallel/context.py:26"),
+    shared.only("ep", 1, why="runs with expert parallelism do not start, set ep 1", source="parallel/context.py:26"),
     shared.whole_experts("nn/moe.py:71"),
     Rule(
         source="optim/zero.py:184",

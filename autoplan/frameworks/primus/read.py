@@ -147,7 +147,7 @@ def _model(name: str, context: LaunchContext) -> ModelSpec | None:
         return context.model
     if preset := find_preset(plain):
         return preset
-    raise InputError(f"the preset {name[:60]!r} of Primus is no model that is known here: pass --model")
+    raise InputError(f"the preset {name[:60]!r} of Primus is not a known model: pass --model")
 
 
 def _schedule(arguments: Options) -> Schedule | None:

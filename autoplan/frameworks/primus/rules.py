@@ -94,7 +94,7 @@ RULES: tuple[Rule, ...] = (
         source=f"{_LAUNCHER}:269",
         holds=_split_overlap,
         text=lambda s, p: (
-            f"schedule {p.schedule!r} overlaps neither reductions nor gathers: turn both overlap switches off"
+            f"schedule {p.schedule!r} overlaps neither reductions nor gathers: turn both overlap options off"
         ),
     ),
     Rule(

@@ -143,7 +143,7 @@ _OLD_LIMITS = (
 
 def _check(plan_file: PlanFile, version: str) -> None:
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
-    check_legal(RULES, model, training, plan, "torchtitan does not accept the plan")
+    check_legal(RULES, model, training, plan, "torchtitan does not support the plan")
     check_limits(TARGET.at(version).limits, model, training, plan, "torchtitan cannot express")
     generation = plan_file.cluster.device.generation
     refusals = (

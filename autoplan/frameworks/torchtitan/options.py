@@ -191,7 +191,7 @@ def read_sharding(parallelism: Options, degrees: dict[str, int], model: ModelSpe
     is_sharded = shard * cp > 1
     sharding = "none" if not is_sharded else "zero2" if policy == "never" and degrees["pp"] == 1 else "zero3"
     if policy == "always" and degrees["pp"] > 1 and is_sharded:
-        why = "weights are gathered for every micro-batch; priced as gathered once a step"
+        why = "weights are gathered for every micro-batch, but priced as once per step"
         parallelism.remark(_RESHARD, why)
     sp = parallelism.flag("enable_sequence_parallel", True)
     if not model.moe and ep > 1:

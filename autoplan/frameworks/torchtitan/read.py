@@ -340,7 +340,7 @@ def _parsed(name: str, text: str) -> Any:
     if name == _OLD_FILE:
         return text
     if is_open(text):
-        raise InputError(f"{show(text)} is known to a running shell only: give it with --set NAME=VALUE")
+        raise InputError(f"{show(text)} is only known in a running shell: give it with --set NAME=VALUE")
     if re.fullmatch(r"-?\d{1,18}", text, re.ASCII):
         return int(text)
     return {"True": True, "False": False, "None": None}.get(text, text)

@@ -84,7 +84,7 @@ _OWN: tuple[Rule, ...] = (
         source=f"{_DIMS} fsdp_enabled",
         # Require several ranks, dp_shard x cp, for sharded states: over one rank it takes them for unsharded.
         holds=lambda s, b: (b.sharding == NONE) | (b.dp_shard * b.cp > 1),
-        text=lambda s, p: f"{p.sharding} over one rank shares nothing: use none, or a larger dp_shard",
+        text=lambda s, p: f"{p.sharding} over one rank has nothing to shard: use none, or a larger dp_shard",
     ),
     Rule(
         source=f"{_FSDP}:54",

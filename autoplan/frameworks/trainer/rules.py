@@ -80,13 +80,13 @@ def check_training(training: TrainingSpec) -> None:
     """Refuse what the trainer does not do: it trains all weights with Adam, on sequences of equal lengths."""
     finetuning = training.finetuning
     if finetuning is not None and (finetuning.has_adapters or finetuning.frozen):
-        raise InputError(f"the built-in trainer trains all weights, not {finetuning}: give a program of your own")
+        raise InputError(f"the built-in trainer trains all weights, not {finetuning}: use your own program")
     if training.preference is not None:
-        raise InputError("the built-in trainer learns the next token, no preferences: give a program of your own")
+        raise InputError("the built-in trainer has no preference losses: use your own program")
     if training.lengths is not None:
-        raise InputError("the built-in trainer has sequences of equal lengths: give a program of your own")
+        raise InputError("the built-in trainer needs sequences of equal length: use your own program")
     if training.optimizer != "adam":
-        raise InputError(f"the built-in trainer has Adam, not {training.optimizer}: give a program of your own")
+        raise InputError(f"the built-in trainer has Adam, not {training.optimizer}: use your own program")
 
 
 def check_model(model: ModelSpec) -> None:
@@ -94,11 +94,11 @@ def check_model(model: ModelSpec) -> None:
     refusals = (
         *((True, part) for part in model.unusual_parts),
         (model.mla is not None, "latent attention"),
-        (model.num_mtp_layers > 0, "layers that predict further tokens"),
+        (model.num_mtp_layers > 0, "layers for multi-token prediction"),
         (model.position_embedding == "alibi", "positions by ALiBi"),
         (model.attention_sinks, "attention sinks"),
         (model.qk_norm == "full", "a norm over all queries and keys"),
         (model.moe is not None and model.moe.latent_size is not None, "experts in a latent space"),
     )
     if refusal := refused(refusals):
-        raise InputError(f"the built-in trainer does not know {refusal} of model {model.name!r}: run a --command")
+        raise InputError(f"the built-in trainer does not support {refusal} of model {model.name!r}: run a --command")

@@ -116,8 +116,7 @@ def _figures(file: PlanFile) -> Iterator[Markup]:
         "Memory",
         format_bytes(best.memory_bytes),
         bar([Segment(name="worst stage", colour="memory", share=used, text=format_bytes(best.memory_bytes))]),
-        f"of {format_bytes(file.capacity_bytes)} on the fullest stage; risk of running out "
-        f"{risk_text(best.oom_probability)}",
+        f"of {format_bytes(file.capacity_bytes)} on the fullest stage; OOM risk {risk_text(best.oom_probability)}",
     )
 
 

@@ -12,7 +12,7 @@ from autoplan.report.page.html import Markup, tag
 def commands(content: Content) -> Markup:
     """Commands with their purposes, to copy."""
     refused = content.missing.get("start")
-    sentence = f"No files that start this plan are written: {refused}." if refused else None
+    sentence = f"No launch files for this plan: {refused}." if refused else None
     return section("next", "What to do next", sentence, tag("ol", *_items(content), class_="steps"))
 
 

@@ -24,7 +24,7 @@ def controls(content: PlanContent) -> Markup | None:
     return section(
         "controls",
         "Change it",
-        "Each change is priced at once; data parallelism takes the devices that other degrees leave.",
+        "Every change is priced immediately; data parallelism uses the devices that the other degrees leave.",
         tag("form", _fields(content, options=False), folded("Options", _fields(content, options=True)), id="values"),
         tag("p", id="refused", role="alert", class_="refused"),
         tag("p", id="moved", role="status", class_="moved"),
@@ -65,7 +65,7 @@ def pinned(content: PlanContent) -> Markup | None:
     return section(
         "pinned",
         "Pinned plans",
-        "Side by side with the plan that is shown; what differs from it stands out.",
+        "Compared with the current plan; differences are highlighted.",
         compared((content.file, *content.pinned), names),
         tag("div", *_buttons(content), class_="buttons") if content.controls else None,
     )

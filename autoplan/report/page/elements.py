@@ -134,7 +134,7 @@ def chart(name: str, label: str, colours: Markup, content: Markup) -> Markup:
         tag("button", sign, type="button", data_zoom=action, aria_label=f"{hint_text}: {label}", title=hint_text)
         for sign, action, hint_text in (("+", "in", "Zoom in"), ("−", "out", "Zoom out"), ("↺", "all", "Show all"))
     )
-    hint = "Arrow keys move, plus and minus zoom, 0 shows all; its numbers stand in the table below"
+    hint = "Arrow keys move, plus and minus zoom, 0 shows all; the numbers are in the table below"
     drawn = tag(
         "div", class_="canvas", tabindex="0", role="group", aria_label=f"{label}. {hint}.", aria_roledescription="chart"
     )
@@ -143,7 +143,7 @@ def chart(name: str, label: str, colours: Markup, content: Markup) -> Markup:
         colours,
         tag("div", *buttons, class_="zoom"),
         drawn,
-        tag("noscript", note("Scripts are off, so that this chart is not drawn: its numbers stand in the table.")),
+        tag("noscript", note("This chart needs scripts: its numbers are in the table.")),
         content,
         class_=f"chart {name}",
     )

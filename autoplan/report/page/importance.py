@@ -17,7 +17,7 @@ LEAST_SHOWN = 0.005  # per cent of the step, for one per cent more
 def importance(content: PlanContent) -> Markup:
     """Elasticities of the step, and the nearest numbers at which another plan wins."""
     sensitivity = content.sensitivity
-    title = "What the answer hangs on"
+    title = "What the answer depends on"
     if sensitivity is None:
         return section("importance", title, content.why_not("sensitivity"))
     return section(
@@ -26,8 +26,8 @@ def importance(content: PlanContent) -> Markup:
         _summary(sensitivity),
         key([("faster", "shortens the step"), ("slower", "lengthens it")]),
         bars(
-            "Change of the step time with one per cent more of each number",
-            ("one per cent more", "changes the step", "by"),
+            "Change of the step time when a figure grows by 1 %",
+            ("1 % more", "changes the step", "by"),
             _slopes(sensitivity),
         ),
         tag("h3", "What would make another plan win") if sensitivity.flips else None,
@@ -37,10 +37,10 @@ def importance(content: PlanContent) -> Markup:
 
 def _summary(sensitivity: Sensitivity) -> str:
     if not sensitivity.flips:
-        return "No number of the hardware, halved or doubled alone, makes another plan win."
+        return "No single hardware figure, halved or doubled, makes another plan win."
     flip = sensitivity.flips[0]
     change = f"{format_percent(abs(flip.factor - 1))} {'higher' if flip.factor > 1 else 'lower'}"
-    return f"The nearest thing that would change the answer: {flip.quantity} {change} than assumed."
+    return f"The smallest change that would change the answer: {flip.quantity} {change} than assumed."
 
 
 def _slopes(sensitivity: Sensitivity) -> Iterator[tuple[str, Markup, str]]:
@@ -54,7 +54,7 @@ def _slopes(sensitivity: Sensitivity) -> Iterator[tuple[str, Markup, str]]:
 
 
 def _flips(sensitivity: Sensitivity) -> Markup:
-    columns = [("number", False), ("would have to be", False), ("then wins", False), ("autoplan profile", False)]
+    columns = [("number", False), ("would need to be", False), ("then wins", False), ("autoplan profile", False)]
     rows = (
         (
             flip.quantity,
@@ -65,4 +65,4 @@ def _flips(sensitivity: Sensitivity) -> Markup:
         )
         for flip in sensitivity.flips[:SHOWN_FLIPS]
     )
-    return table("Numbers that would make another plan win", columns, rows)
+    return table("Changes that make another plan win", columns, rows)

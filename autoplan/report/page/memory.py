@@ -42,7 +42,7 @@ def memory(content: Content) -> Markup:
             _waterfall(worst, scale),
             "total",
         ),
-        tag("h3", "Each stage beside the capacity") if len(kinds) > 1 else None,
+        tag("h3", "Each stage against the capacity") if len(kinds) > 1 else None,
         bars(
             "Memory of each stage",
             ("stage", "memory of a device", "GiB", "free"),

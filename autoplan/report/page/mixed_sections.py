@@ -78,7 +78,7 @@ def _figures(content: MixedContent) -> Iterator[Markup]:
         format_percent(fullest.fill),
         bar([Segment(name="fullest stage", colour="memory", share=min(fullest.fill, 1.0), text=memory)]),
         f"{memory} of {format_bytes(fullest.place.capacity_bytes)} on {fullest.place.words}; "
-        f"{format_percent(fullest.cost.oom_probability)} risk of running out",
+        f"{format_percent(fullest.cost.oom_probability)} OOM risk",
     )
 
 
@@ -92,7 +92,7 @@ def plans(content: MixedContent) -> Markup | None:
     return section(
         "plans",
         "The best plans side by side",
-        "The bar is the time of a step on the stage with most work, by kind.",
+        "The bar is the step time on the busiest stage, by kind.",
         kind_key(),
         bars("The best plans", ("plan", "in a step", "step", "sequences/s"), _ranking(file, shown), "worded first"),
         folded(
@@ -136,7 +136,7 @@ def parts(content: MixedContent) -> Markup:
         "The parts of the cluster",
         f"{words[0].upper()}{words[1:]}.",
         table("Devices of each part", columns, rows),
-        tag("h3", "How each of them looks"),
+        tag("h3", "Topology of each part"),
         *drawings,
-        note("What a step moves over which links is not counted where parts are unlike."),
+        note("Link traffic is not available for mixed clusters."),
     )

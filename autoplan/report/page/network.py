@@ -20,14 +20,14 @@ def network(content: PlanContent) -> Markup:
     drawing = Markup(draw(cluster, quotient(cluster), step))
     return section(
         "network",
-        "What goes over which links",
+        "Traffic over the links",
         _summary(step),
         bars(
-            "Traffic of a device over the links of each level",
+            "Traffic of a device over each level of links",
             ("links", f"sent by a device of stage {step.stage} in a step", "volume"),
             _levels(step),
         ),
-        note("One direction, exposed or not; over links that many devices share, a device's part."),
+        note("One direction, exposed or not; on shared links, the share of one device."),
         folded("Every communicator", _communicators(step)),
         tag("h3", "The cluster"),
         scrolling("Drawing of the cluster with the traffic of a step", tag("div", drawing, class_="drawing")),
@@ -37,7 +37,7 @@ def network(content: PlanContent) -> Markup:
 
 def _summary(step: StepTraffic) -> str:
     if not step.rows:
-        return "A step sends nothing: there is one device."
+        return "There is one device, so nothing is sent."
     row = max(step.rows, key=lambda row: row.time_s)
     seconds, share = sum(row.time_s for row in step.rows), format_percent(step.share(row))
     return (
@@ -76,4 +76,4 @@ def _places(content: PlanContent) -> str:
     if file.listed_step_s is None:
         return ""
     gain = format_percent(file.listed_step_s / file.best.step_s - 1)
-    return f"Placing the nodes makes the step {gain} faster than in the order of the cluster's list."
+    return f"Ordering the nodes makes the step {gain} faster than their listed order."

@@ -36,7 +36,7 @@ SECTIONS: dict[str, tuple[str | None, Callable[[PlanContent], Markup | None]]] =
     "plans": ("other plans", plans),
     "front": ("time against memory", front),
     "scaling": ("scaling", scaling),
-    "importance": ("what it hangs on", importance),
+    "importance": ("sensitivity", importance),
     "network": ("links", network),
     "sources": ("sources", sources),
     "next": ("next steps", commands),

@@ -53,7 +53,7 @@ def plans(content: PlanContent) -> Markup | None:
     return section(
         "plans",
         "The best plans side by side",
-        "Each is the best plan of its degrees; the bar is its time of a step, by kind.",
+        "Each is the best plan of its degrees; the bar is its step time, by kind.",
         kind_key(),
         bars("The best plans", ("plan", "in a step", "step", "memory"), _ranking(shown, slowest), "worded first"),
         _note_batches(shown),
@@ -80,7 +80,7 @@ def _ranking(shown: Sequence[RankedPlan], slowest: float) -> Iterator[tuple[Chil
 def _note_batches(shown: Sequence[RankedPlan]) -> Markup | None:
     if len({plan.plan.global_batch for plan in shown}) == 1:
         return None
-    return note("Their batches differ: bars compare the time of a sequence, numbers are those of a step.")
+    return note("Batches differ: bars compare the time per sequence, numbers are per step.")
 
 
 def compared(files: Sequence[PlanFile], names: Sequence[str]) -> Markup:
@@ -116,7 +116,7 @@ def _compared(shown: Sequence[RankedPlan], names: Sequence[str], first: Sequence
         ("tokens/s per device", lambda plan: f"{plan.tokens_per_s_per_device:,.0f}"),
         ("MFU", lambda plan: format_percent(plan.mfu)),
         ("memory", lambda plan: format_bytes(plan.memory_bytes)),
-        ("risk of running out", lambda plan: format_percent(plan.oom_probability)),
+        ("OOM risk", lambda plan: format_percent(plan.oom_probability)),
     )
     rows += [(name, *(value(plan) for plan in shown)) for name, value in figures]
     for term in shown[0].terms_s:
@@ -131,7 +131,7 @@ def _lost(file: PlanFile) -> Markup | None:
         return None
     texts = [text for label, text in choice_lines(file.best, file.choice) if label in ("not", "")]
     items = [tag("li", text) for text in texts[-len(file.choice.obvious) :]]
-    return tag("div", tag("h3", "Why the obvious lost"), tag("ul", *items, class_="reasons"))
+    return tag("div", tag("h3", "Why the obvious plans lost"), tag("ul", *items, class_="reasons"))
 
 
 # -- the front --------------------------------------------------------------------------------------------------------
@@ -147,12 +147,12 @@ def front(content: PlanContent) -> Markup:
         return section("front", title, content.why_not("front"))
     capacity = file.capacity_bytes
     drawn = plot(
-        "Step time against memory of the plans that no other beats in both",
+        "Step time against memory of the Pareto-optimal plans",
         Axis(label="memory of the fullest stage, GiB"),
         Axis(label="step time, s"),
         [
             Series(
-                name="no plan is better in both",
+                name="Pareto front",
                 kind="steps",
                 colour="first",
                 points=[_point(plan) for plan in sorted(content.front, key=lambda plan: plan.memory_bytes)],
@@ -166,7 +166,7 @@ def front(content: PlanContent) -> Markup:
         (plan.plan.describe(), format_seconds(plan.step_s), format_bytes(plan.memory_bytes), format_percent(plan.mfu))
         for plan in content.front
     )
-    listed = table("Plans that no other beats in both step time and memory", columns, rows)
+    listed = table("Plans on the Pareto front of step time and memory", columns, rows)
     return section("front", title, _summary(content.front), drawn, folded(f"The {len(content.front)} plans", listed))
 
 
@@ -178,7 +178,7 @@ def _point(plan: RankedPlan, label: str = "") -> tuple[float, float, str]:
 def _summary(front: Sequence[RankedPlan]) -> str:
     fastest, smallest = front[0], min(front, key=lambda plan: plan.memory_bytes)
     if len(front) == 1:
-        return "The answer is the plan with the least memory as well: no other is better in either."
+        return "The fastest plan also needs the least memory."
     return (
         f"{len(front)} plans are beaten by no other in both. The one with the least memory takes "
         f"{format_bytes(fastest.memory_bytes - smallest.memory_bytes)} less than the fastest and is "
@@ -205,7 +205,7 @@ def _front_of_run(front: Sequence[RunPlan], objectives: Sequence[str]) -> Markup
     )
     return section(
         "front",
-        "Plans that no other beats",
+        "Pareto front",
         f"In {', '.join(objectives)}: {len(front):,} plans, the best in the first one first.",
-        table("Plans that no other beats in the objectives", columns, rows),
+        table("Plans on the Pareto front of the objectives", columns, rows),
     )

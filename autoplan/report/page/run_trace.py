@@ -47,10 +47,10 @@ def trace_page(
             section(
                 "steps",
                 "The step, predicted and measured",
-                "The last step that was traced, under the predicted one, on one axis.",
+                "The last traced step below the predicted one, on the same axis.",
                 key(entries),
                 bars("Steps of the ranks", ("rank", "step", "length"), rows),
-                note("Of every moment is drawn what takes most of it.  Passes are predicted with their terms in turn."),
+                note("Each pixel shows what takes most of its time.  Predicted passes show their terms in sequence."),
                 *map(note, remarks),
             ),
         )
@@ -61,10 +61,10 @@ def trace_page(
             (term, format_seconds(before), format_seconds(after), f"{100 * (after - before) / step_s:+.1f} %")
             for term, before, after in terms
         )
-        summary = "Mean of the ranks, in all steps that were traced."
+        summary = "Mean over ranks and traced steps."
         shown["terms"] = ("terms", section("terms", "Term by term", summary, table("Terms", COLUMNS, cells)))
-    head = tag("div", tag("p", "autoplan traces", class_="brand"), tag("h1", "A step that ran"))
-    return page_text("autoplan: a step that ran", head, dict(shown), start="the steps")
+    head = tag("div", tag("p", "autoplan traces", class_="brand"), tag("h1", "A measured step"))
+    return page_text("autoplan: a measured step", head, dict(shown), start="the steps")
 
 
 def _rows(kind: str, steps: Sequence[TracedStep], longest_s: float) -> Iterator[Sequence[Child]]:

@@ -50,7 +50,7 @@ def _point(run: RunPlan, label: str = "") -> tuple[float, float, str]:
 
 def _summary(first: RunFigures, last: RunFigures) -> str:
     if first.num_devices == last.num_devices:
-        return "Of the sizes that were tried only this one has a plan that fits."
+        return "This is the only size with a plan that fits."
     faster, more = last.tokens_per_s / first.tokens_per_s, last.num_devices / first.num_devices
     return (
         f"With the same global batch, {last.num_devices:,} devices train {faster:.2f} times as fast as "

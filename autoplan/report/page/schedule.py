@@ -50,12 +50,12 @@ def schedule(content: Content) -> Markup:
 
 def _summary(timeline: Timeline) -> str:
     if len(timeline.ranks) == 1:
-        return "There is one stage: every rank does the same, and none waits for another one's passes."
+        return "There is one stage: every rank does the same, and none waits for the passes of another."
     waits = [_waits_s(rank, timeline.pipeline_s) for rank in timeline.ranks]
     idle = sum(waits) / len(waits) / timeline.step_s
     return (
         f"{_micro_batches(timeline)} {format_seconds(timeline.pipeline_s)} of the {format_seconds(timeline.step_s)}; "
-        f"a stage waits for others {format_percent(idle)} of the step, in the mean."
+        f"on average, a stage waits for others for {format_percent(idle)} of the step."
     )
 
 
@@ -76,7 +76,7 @@ def _key(timeline: Timeline) -> Markup:
     is_split = any(kind == "weight_gradient" for kind, _ in _codes(timeline.ranks[0]))
     entries = [("forward", "forward"), ("backward", "gradient of the inputs" if is_split else "backward")]
     entries += [("weight-gradient", "gradient of the weights")] if is_split else []
-    entries += [("traffic", "communication that shows, messages"), ("wait", "bubble")]
+    entries += [("traffic", "exposed communication, messages"), ("wait", "bubble")]
     return key([*entries, ("end", "end of the step"), ("host", "host and slow ranks")])
 
 

@@ -16,12 +16,12 @@ from autoplan.spec.timing import Provenance
 from autoplan.topology.cluster import ClusterSpec
 
 MEANS: dict[Provenance, str] = {
-    "measured": "timed on this machine or one with its fingerprint, at these shapes",
-    "disturbed": "timed there at these shapes, but beside other load or not settled",
-    "interpolated": "between shapes that were timed",
-    "scaled": "of groups of other sizes that were timed, by the reference",
+    "measured": "timed on this machine, or one with the same fingerprint, at exactly these shapes",
+    "disturbed": "timed at these shapes, but under other load or not settled",
+    "interpolated": "interpolated between timed shapes",
+    "scaled": "scaled from timed groups of other sizes",
     "reference": "curves fitted to published measurements of this device and framework",
-    "datasheet": "the maker's figures with an assumed efficiency",
+    "datasheet": "vendor figures with an assumed efficiency",
 }
 TIMED: tuple[Provenance, ...] = ("measured", "disturbed", "interpolated", "scaled")
 
@@ -34,9 +34,9 @@ def sources(content: PlanContent) -> Markup:
         [("", file.cluster, file.calibration)],
         _summary(content),
         pairs((name, means) for name, means in MEANS.items()),
-        tag("h3", "What each part of the step rests on"),
+        tag("h3", "What each part of the step is based on"),
         key((f"s-{name}", name) for name in MEANS),
-        bars("What each term of the step rests on", ("term", "rests on", "time"), _terms(content), "total"),
+        bars("What each term of the step is based on", ("term", "rests on", "time"), _terms(content), "total"),
         *_records(content),
     )
 
@@ -45,7 +45,7 @@ def mixed_sources(content: MixedContent) -> Markup:
     """Sources of each part of a mixed cluster, without shares of the step."""
     file = content.file
     parts = zip(file.cluster.part_names, file.cluster.parts, file.calibrations, strict=True)
-    summary = "Nothing was measured on this cluster: the step time rests on what was published of its parts."
+    summary = "Nothing was measured on this cluster: the step time is based on published measurements of its parts."
     return sources_section(file, [*parts], summary)
 
 
@@ -58,10 +58,10 @@ def sources_section(
         "Where the numbers come from",
         summary,
         *shares,
-        tag("h3", "What they were taken from"),
+        tag("h3", "Sources of the numbers"),
         pairs(_facts(file, parts)),
         folded("Published sources", _cited(parts)),
-        folded("What was searched, and what was not", _limits(file.certificate.limits)) if file.certificate else None,
+        folded("What was searched and what was not", _limits(file.certificate.limits)) if file.certificate else None,
     )
 
 
@@ -79,7 +79,7 @@ def _summary(content: PlanContent) -> str:
 def _records(content: PlanContent) -> Iterator[Markup]:
     """Yield the records behind each term, folded, and what is to be said of them."""
     if content.records is not None:
-        caption = "Records that serve each term of the step"
+        caption = "Records behind each term of the step"
         rows = [(*row, *[""] * (len(NEED_COLUMNS) - len(row))) for row in need_rows(content.records)]
         origins = table("Who measured them, where and when", RECORD_COLUMNS, record_rows(content.records))
         yield folded(caption, table(caption, NEED_COLUMNS, rows), origins, *map(note, remarks(content.records)))
@@ -121,7 +121,7 @@ def _facts(
 
 def _timings(file: PlanFile) -> str:
     if not file.timings:
-        return "none: no measured times were asked for"
+        return "none: --timings was not used"
     if (pinned := file.pinned) is None:
         return file.timings
     of = f" for {pinned.machine}" if pinned.machine else ""

@@ -22,7 +22,7 @@ OPERATION_COLUMNS = (
 )
 COMPARED_COLUMNS = (("device", False), ("shapes", True), ("usually", True), ("at most", True), ("in", False))
 SLOW_COLUMNS = (("host", False), ("device", False), ("index", True), ("what", False), ("day", False))
-SERVED_COLUMNS = (("how it is served", False), ("shapes", True))
+SERVED_COLUMNS = (("source", False), ("shapes", True))
 MISSING_COLUMNS = (("not measured", False), ("shapes", True))
 MOST_HOSTS = 4  # that are named of a machine
 
@@ -40,8 +40,8 @@ def team_page(team: TeamOverview) -> str:
         shown["plans"] = ("what plans lack", _plans(team.plans))
     shown["slow"] = ("slow parts", _slow(team))
     of = compared_words(team)
-    shown["hosts"] = ("hosts", _compared("hosts", "Hosts beside each other", "host", team.hosts, of))
-    shown["days"] = ("days", _compared("days", "Days beside each other", "day", team.days, of))
+    shown["hosts"] = ("hosts", _compared("hosts", "Hosts compared", "host", team.hosts, of))
+    shown["days"] = ("days", _compared("days", "Days compared", "day", team.days, of))
     return page_text(f"{team.database}: autoplan timing database", head, dict(shown), start="the machines")
 
 
@@ -50,7 +50,7 @@ def _machines(team: TeamOverview) -> Markup:
     runs = sum(machine.runs for machine in team.machines)
     return section(
         "machines",
-        "What is known of which machine",
+        "Coverage of each machine",
         f"{records:,} records and {runs:,} training runs of {len(team.machines):,} machines.",
         table(
             "Records of each machine", MACHINE_COLUMNS, (_machine_cells(machine, team.day) for machine in team.machines)
@@ -98,7 +98,7 @@ def _plans(plans: Sequence[PlanNeeds]) -> Markup:
     return section(
         "plans",
         "What plans lack",
-        "Times that the price of each plan looks up, by how this database serves them.",
+        "Timings that each plan needs, by how this database provides them.",
         *(part for needs in plans for part in _plan(needs)),
     )
 
@@ -117,10 +117,10 @@ def _plan(needs: PlanNeeds) -> Iterator[Markup]:
 
 def _slow(team: TeamOverview) -> Markup:
     if not team.slow:
-        return section("slow", "Slow parts", "No check of health found any: autoplan profile --health makes one.")
+        return section("slow", "Slow parts", "None found: autoplan profile --health runs a check.")
     rows = ((part.host, part.device, part.index, part.reason, part.day) for part in team.slow)
-    summary = f"{len(team.slow):,} parts were slower than their equals when they were last checked."
-    return section("slow", "Slow parts", summary, table("Parts that are slow", SLOW_COLUMNS, rows))
+    summary = f"{len(team.slow):,} parts were slower than their peers in the last check."
+    return section("slow", "Slow parts", summary, table("Slow parts", SLOW_COLUMNS, rows))
 
 
 def compared_words(team: TeamOverview) -> str:

@@ -54,7 +54,7 @@ def times(content: Content) -> Markup:
         _summary(file.best.terms_s, file.best.step_s),
         kind_key(),
         bars("Time of a step by term", ("term", "in a step", "time", "share"), _waterfall(file.best.terms_s), "total"),
-        note("Work is that of the busiest stage; what the others have less of, they wait.")
+        note("Work is that of the busiest stage; the others wait for the difference.")
         if len(content.stages) > 1
         else None,
         _stages(content),
@@ -108,7 +108,7 @@ def _stages(content: Content) -> Markup | None:
         "div",
         tag("h3", "Work of each stage"),
         bars("Work of each stage in a step", ("stage", "in a step", "busy", "share"), rows, dense(rows)),
-        note("The whole width is the time of a step: what a bar leaves open, the stage waits."),
+        note("The full width is the step time: the empty part of a bar is waiting."),
         folded(
             "Every stage, for one micro-batch",
             table("Time of one micro-batch by stage", [*columns, *((term_name(name), True) for name in names)], cells),

@@ -37,11 +37,11 @@ def _summary(current: CurrentPlan) -> str | None:
 
 def _parts(current: CurrentPlan) -> Iterator[Child]:
     for fault in current.broken:
-        yield tag("p", f"Refused as it is: {fault}.", class_="warning")
+        yield tag("p", f"Rejected by the framework: {fault}.", class_="warning")
     if current.changes:
         yield table("Changes of the plan", CHANGE_COLUMNS, change_rows(current, LABELS))
-        unit = " Times are tokens/s of a device." if compares_rates(current) else ""
-        yield note(f"Alone: the plan of today with that change.{unit}")
+        unit = " Times are tokens/s per device." if compares_rates(current) else ""
+        yield note(f"Alone: today's plan with only that change.{unit}")
         for reason in not_alone(current, LABELS):
             yield note(reason)
     if current.options:
@@ -50,5 +50,5 @@ def _parts(current: CurrentPlan) -> Iterator[Child]:
     elif current.no_options:
         yield note(f"Options are not compared: {current.no_options}")
     if current.unread:
-        yield tag("h3", "Not read of the file, and may matter")
+        yield tag("h3", "Not read from the file, and may matter")
         yield pairs(current.unread.items())
