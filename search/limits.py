@@ -183,7 +183,7 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         split_schedules_overlap=book.split_schedules_overlap,
     )
     offered = {axis.name: _unasked(axis, problem.framework, book) for axis in SEARCHED}
-    if Schedule.ONE_F_ONE_B in offered["schedule"]:  # as long, and keeps fewer activations
+    if Schedule.ONE_F_ONE_B in offered["schedule"] and not book.runs_gpipe:  # as long, and keeps fewer activations
         offered["schedule"] = [name for name in offered["schedule"] if name != Schedule.GPIPE]
     if problem.framework.overlap.tp_overlap_share == 0:
         offered["tp_overlap"] = [False]

@@ -27,6 +27,7 @@ PIPELINES = {
     "megatron-bridge",
     "megatron-lm",
     "ms-swift",
+    "maxtext",
     "nanotron",
     "primus",
     "torchtitan",
@@ -90,6 +91,7 @@ WRITTEN = (
         ("ms-swift", "mxfp8", 4),
     ),
     ("automodel", "bf16", 2),
+    ("maxtext", "bf16", 0),
     *((to, "bf16", 0) for to in ("autoplan", "fsdp2", "nanotron", "torchtitan")),
 )
 

@@ -80,6 +80,7 @@ FRAMEWORKS = (  # in the order in which a log is taken for theirs
     Entry(folder="ms_swift", target="ms-swift", facts="megatron-core"),
     Entry(folder="automodel", rules="automodel", target="automodel", facts="nemo-automodel",
           distributions={"NeMo AutoModel": "nemo-automodel"}),
+    Entry(folder="maxtext", rules="maxtext", target="maxtext", facts="maxtext", distributions={"MaxText": "maxtext"}),
     Entry(folder="mlperf"),
     Entry(folder="trainer", rules="trainer", target="autoplan", facts="torch"),
     Entry(folder="others", rules="unknown"),

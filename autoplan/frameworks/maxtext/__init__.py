@@ -1,0 +1,1 @@
+"""MaxText: its rules, and its YAML, written and read."""

@@ -1,0 +1,313 @@
+"""Reader of MaxText e591f30 (2026-08): a YAML file, or a script that starts it with words KEY=VALUE.
+
+Defaults are those of configs/base.yml; places are below src/maxtext/.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.beside import read_beside
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, priced_as_even
+from autoplan.frameworks.common.option_table import Fields, read_fields
+from autoplan.frameworks.common.options import Argument, Options, parse_yaml, show
+from autoplan.frameworks.common.shell import read_script
+from autoplan.frameworks.maxtext.options import (
+    ACCUMULATION,
+    ATTENTION,
+    AXES,
+    BLOCKS,
+    COSTLESS,
+    DENSE,
+    EXPERTS,
+    FFN_SIZE,
+    GROUPS,
+    HEAD_DIM,
+    KV_HEADS,
+    LENGTH,
+    MODELS,
+    OF_EXPERTS,
+    OTHER_AXES,
+    OTHER_TENSORS,
+    PER_DEVICE,
+    PIPELINED,
+    POLICIES,
+    QUANTIZATION,
+    SIZES,
+    STATES,
+    repeated,
+)
+from autoplan.readers.model import find_preset
+from autoplan.spec.enums import Precision, Recompute, Schedule, Sharding
+from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.training import TrainingSpec
+
+_KEY = re.compile(
+    r"^(per_device_batch_size|(ici|dcn)_\w+_parallelism|max_target_length|remat_policy)\s*:", re.MULTILINE
+)
+_COMMAND = re.compile(r"\bmaxtext\b.*\btrain\w*|\bMaxText[./]\w*train\w*", re.IGNORECASE)
+_WORD = re.compile(r"([a-z]\w*)=(.*)", re.DOTALL)
+_SCRIPTS = (".sh", ".slurm", ".sbatch")
+
+
+def recognises(name: str, text: str) -> bool:
+    """Return whether a file has keys of MaxText at its top, or is a script that starts it with some of them."""
+    if name.endswith(_SCRIPTS):
+        return (
+            _COMMAND.search(text) is not None
+            and re.search(r"\b(per_device_batch_size|\w+_parallelism)=", text) is not None
+        )
+    return _KEY.search(text) is not None
+
+
+def read(text: str, context: LaunchContext) -> Launch:
+    """Return the launch of a file; words behind the command of a script win over those of the YAML that it names."""
+    options = _options(text, context)
+    options.pass_over(*COSTLESS)
+    model = _model(options, context)
+    quantization = options.text("quantization", "") or ""
+    if quantization and quantization not in QUANTIZATION:
+        raise InputError(f"quantization {show(quantization)} is not priced: only {', '.join(QUANTIZATION)} are")
+    precision, scales = QUANTIZATION.get(quantization, (Precision.BF16, None))
+    degrees, num_devices = _degrees(options, context)
+    plan = _plan(options, model, degrees, num_devices, precision, {"fp8_scaling": scales} if scales else {})
+    _remark(options, context)
+    attention = options.text(ATTENTION.key, "autoselected")
+    is_unfused = attention == "dot_product"
+    return Launch(
+        target="maxtext",
+        framework="maxtext",
+        model=model,
+        training=TrainingSpec(
+            seq_len=context.seq_len or LENGTH.of(options),
+            precision=precision,
+            attention="unfused" if is_unfused else "flash",
+        ),
+        plan=plan,
+        options=options.options(),
+        unread=options.unread(),
+    )
+
+
+def _options(text: str, context: LaunchContext) -> Options:
+    if not _COMMAND.search(text) or _KEY.search(text):
+        return Options.of_table(_with_base(parse_yaml(text, "MaxText configuration"), context))
+    script = read_script(text, context.variables)
+    commands = [command.words for command in script.commands if _COMMAND.search(" ".join(command.words))]
+    if not commands:
+        raise InputError("no command of the script starts a train program of MaxText")
+    arguments: list[Argument] = []
+    for word in commands[-1]:
+        if word.endswith((".yml", ".yaml")):
+            if beside := read_beside(word, context.folder):
+                arguments += Options.of_table(_with_base(parse_yaml(*beside), context)).arguments.values()
+        elif (pair := _WORD.fullmatch(word)) is not None:
+            value = parse_yaml(f"{pair[1]}: {pair[2]}", word)[pair[1]]
+            arguments.append(Argument(pair[1], pair[2], pair[1], value))
+    return Options(arguments)
+
+
+def _with_base(table: Fields, context: LaunchContext) -> Fields:
+    """Return the table over that of its `base_config`, where it lies beside and is not that of all."""
+    base = table.get("base_config")
+    if isinstance(base, str) and not base.endswith("base.yml") and (beside := read_beside(base, context.folder)):
+        return parse_yaml(*beside) | table
+    return table
+
+
+def _model(options: Options, context: LaunchContext) -> ModelSpec:
+    name = options.text("model_name", "default") or "default"
+    further = options.optional_count("mtp_num_layers", 0) or 0
+    if context.model is not None:
+        options.pass_over(*(row.key for row in (*SIZES, *EXPERTS, KV_HEADS, HEAD_DIM, FFN_SIZE)), "decoder_block")
+        return context.model
+    if name != "default":
+        ours = {theirs: own for own, theirs in MODELS.items()}.get(name, name)
+        if (model := find_preset(ours)) is None:
+            raise InputError(f"model_name {show(name)} is no model that is known here: pass --model")
+        return replace(model, num_mtp_layers=further)
+    block = options.text("decoder_block", "llama2")
+    if block not in BLOCKS:
+        raise InputError(f"decoder_block {show(block)} is not read from its sizes: pass --model")
+    bias, norm = BLOCKS[block]
+    heads = KV_HEADS.of(options)
+    num_experts, per_token, expert_size = (row.of(options) for row in EXPERTS)
+    sizes = read_fields(SIZES, options)
+    return ModelSpec(
+        name=options.text("run_name") or "maxtext-model",
+        **sizes,
+        num_kv_heads=None if heads == sizes["num_heads"] else heads,
+        head_dim=_unusual(HEAD_DIM.of(options), sizes),
+        ffn_size=0 if block in OF_EXPERTS else FFN_SIZE.of(options),
+        qkv_bias=options.flag("attention_bias", bias) and bias,
+        qk_norm="head" if options.flag("use_qk_norm", norm == "head") else "none",
+        moe=Experts(num_experts=num_experts, experts_per_token=per_token, expert_ffn_size=expert_size)
+        if block in OF_EXPERTS
+        else None,
+    )
+
+
+def _unusual(head_dim: int, sizes: Fields) -> int | None:
+    return None if head_dim * sizes["num_heads"] == sizes["hidden_size"] else head_dim
+
+
+def _degrees(options: Options, context: LaunchContext) -> tuple[dict[str, int], int]:
+    """Return (degree of every axis over and within slices, devices); one of either may be the rest, -1."""
+    filled: dict[str, dict[str, int]] = {}
+    for part, rest in (("ici", "fsdp"), ("dcn", "data")):
+        keys = {axis: f"{part}_{axis}_parallelism" for axis in (*AXES, *OTHER_AXES)}
+        filled[part] = {axis: _degree(options, key, -1 if axis == rest else 1) for axis, key in keys.items()}
+        for axis in OTHER_AXES:
+            if filled[part][axis] not in (1, -1):
+                raise InputError(f"{keys[axis]} {filled[part][axis]}: this axis is not priced, set it to 1")
+    num_slices = _degree(options, "num_slices", -1)
+    across = math.prod(degree for degree in filled["dcn"].values() if degree != -1)
+    if num_slices == -1:  # of a slice each where nothing says so: a node is one (jax's slice_index)
+        nodes = (context.num_devices or 0) // (context.devices_per_node or context.num_devices or 1)
+        is_open = -1 in filled["dcn"].values()
+        num_slices = max(across, nodes) if is_open and across > 1 else across
+    _fill(filled["dcn"], num_slices, "dcn")
+    within = math.prod(degree for degree in filled["ici"].values() if degree != -1)
+    if -1 in filled["ici"].values():
+        if context.num_devices is None:
+            raise InputError("an axis takes the rest of the devices, whose number is not in the file: pass --devices")
+        within = context.num_devices // num_slices
+    _fill(filled["ici"], within, "ici")
+    num_devices = within * num_slices
+    if context.num_devices not in (None, num_devices):
+        raise InputError(f"its axes are of {num_devices} devices, there are {context.num_devices}: pass --devices")
+    return {axis: filled["ici"][axis] * filled["dcn"][axis] for axis in AXES}, num_devices
+
+
+def _degree(options: Options, key: str, default: int) -> int:
+    value = options.value(key, default)
+    if value == -1:
+        return -1
+    return options.count(key, default) if options.has(key) else default
+
+
+def _fill(degrees: dict[str, int], product: int, part: str) -> None:
+    """Put what is left of `product` in the place of -1 (utils/max_utils.py:461)."""
+    known = math.prod(degree for degree in degrees.values() if degree != -1)
+    left = [axis for axis, degree in degrees.items() if degree == -1]
+    if len(left) > 1 or product % known or (not left and known != product):
+        raise InputError(f"the {part} axes do not multiply to {product}, or several are -1: give them, or --devices")
+    for axis in left:
+        degrees[axis] = product // known
+
+
+def _plan(
+    options: Options, model: ModelSpec, degrees: dict[str, int], num_devices: int, precision: Precision, more: Fields
+) -> ParallelPlan:
+    tensor, sequence, pp, ep = (degrees[axis] for axis in ("tensor", "tensor_sequence", "pipeline", "expert"))
+    if tensor > 1 and sequence > 1:
+        raise InputError("ici_tensor_parallelism and ici_tensor_sequence_parallelism: two kinds are not priced at once")
+    tp, shards = tensor * sequence, degrees["fsdp"] * ep
+    dp = degrees["data"] * shards
+    is_sharded = shards * degrees["context"] > 1
+    sharding = Sharding.ZERO3 if is_sharded else STATES.of(options)
+    per_pass = int(options.number(PER_DEVICE, 12.0) * num_devices)
+    rounds = options.count(ACCUMULATION, 1)
+    micro_batches = 1
+    if pp > 1:
+        stated = _degree(options, PIPELINED, -1)
+        micro_batches = pp if stated == -1 else stated
+        if rounds > 1:
+            options.remark(
+                ACCUMULATION, f"the pipeline is filled and drained {rounds} times a step, and priced as once"
+            )
+        if (options.value("num_pipeline_repeats", -1)) not in (-1, 1) or _layers(
+            options, model
+        ) != model.num_layers // pp:
+            options.remark("num_layers_per_pipeline_stage", "chunks that go round are priced as one a stage")
+    options.pass_over(PIPELINED, "num_pipeline_repeats")
+    if per_pass < dp * micro_batches or per_pass % (dp * micro_batches):
+        raise InputError(
+            f"{PER_DEVICE} makes passes of {per_pass} sequences, which {micro_batches} micro-batches of {dp} replicas "
+            "do not divide: change it"
+        )
+    if (word := options.text("context_parallel_strategy", "all_gather")) != "ring" and degrees["context"] > 1:
+        options.remark("context_parallel_strategy", f"{word} is priced as ring", default="all_gather")
+    return ParallelPlan.derived(
+        has_experts=model.moe is not None,
+        global_batch=per_pass * rounds,
+        micro_batch=per_pass // (dp * micro_batches),
+        tp=tp,
+        sp=sequence > 1,
+        cp=degrees["context"],
+        pp=pp,
+        schedule=Schedule.GPIPE if pp > 1 else Schedule.ONE_F_ONE_B,
+        ep=ep,
+        etp=tp if model.moe else 1,
+        dp_replicate=degrees["data"] if is_sharded else 1,
+        dp_shard=shards if is_sharded else dp,
+        sharding=sharding,
+        precision=precision,
+        **_recompute(options, model),
+        **more,
+    )
+
+
+def _layers(options: Options, model: ModelSpec) -> int:
+    return options.count("num_layers_per_pipeline_stage", 1)
+
+
+def _recompute(options: Options, model: ModelSpec) -> Fields:
+    """Return what a policy repeats: the parts whose tensors it does not keep."""
+    options.pass_over(*OTHER_TENSORS, *(name for names in GROUPS.values() for name in names))
+    groups = (*(group for group in DENSE if model.mla is None), *(("moe",) if model.moe else ()))
+    name = options.text("remat_policy", "full") or "full"
+    if name == "custom":
+        places = {group: {options.text(key, "remat") for key in names} for group, names in GROUPS.items()}
+        if any("offload" in words for words in places.values()):
+            options.remark("remat_policy", "tensors that go to the host are priced as kept on the device")
+        kept = tuple(group for group, words in places.items() if "remat" not in words)
+    elif name in POLICIES:
+        kept = POLICIES[name]
+    else:
+        options.remark("remat_policy", "not priced: priced as full")
+        return {"recompute": Recompute.FULL}
+    modules = repeated(kept, groups)
+    if not modules:
+        return {"recompute": Recompute.NONE}
+    if name != "full" and "qkv" in kept and model.mla is None:
+        return {"recompute": Recompute.SELECTIVE, "recompute_modules": modules}
+    if name not in ("full", "custom") or set(kept) & set(groups):
+        options.remark("remat_policy", "what it keeps is priced as full recomputation")
+    return {"recompute": Recompute.FULL}
+
+
+def _remark(options: Options, context: LaunchContext) -> None:
+    """Remark what changes time or memory by an amount that is not priced."""
+    for key, priced, why in (
+        ("dtype", "bfloat16", "products in bf16 are priced"),
+        ("weight_dtype", "float32", "weights in fp32 are priced"),
+        ("grad_dtype", "float32", "gradients in fp32 are priced"),
+        ("mu_dtype", "float32", "moments in fp32 are priced"),
+        ("opt_type", "adamw", "AdamW is priced"),
+        ("num_vocab_tiling", 1, "the loss is priced in one piece"),
+        ("capacity_factor", -1.0, "no tokens are dropped"),
+        ("optimizer_memory_host_offload", False, "states come to the device for the update; priced as kept there"),
+        ("parameter_memory_host_offload", False, "priced as kept on the device"),
+        ("pipeline_parallel_layers", -1, "all layers are priced in the pipeline"),
+        ("pipeline_delay_activation_forwarding", False, "priced without it"),
+        ("pipeline_fsdp_ag_once", False, "weights are priced as gathered for every micro-batch"),
+        ("te_comm_gemm_overlap", "disabled", "priced without it"),
+        ("sliding_window_size", 0, "attention over whole sequences is priced"),
+        ("fused_qkv", False, "three products are priced"),
+        ("fused_mlp", False, "two products are priced"),
+        ("use_iota_embed", False, "a lookup is priced"),
+        ("use_dpo", False, "training on the next token is priced"),
+    ):
+        if options.is_other(key, priced, ""):
+            options.remark(key, why)
+    is_packed = options.flag("packing", True) and options.text("dataset_type", "tfds") != "synthetic"
+    if is_packed and (why := priced_as_even("packed", context)):
+        options.remark("packing", why, default="true", matters=False)
+
+
+READER = Reader(target="maxtext", recognises=recognises, read=read)
