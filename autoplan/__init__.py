@@ -1,6 +1,6 @@
-"""autoplan chooses how to train a large model on a cluster: the fastest parallel configuration that fits.
+"""autoplan finds the fastest parallel configuration for training a large model on a cluster.
 
-The names below are its public interface; `docs/api.md` shows them at work.  They are loaded when they are first used.
+The names below are the public interface; `docs/api.md` shows how to use them.  They are loaded on first use.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ _HOMES = {name: home for home, names in _PUBLIC.items() for name in names}
 
 
 class _CallablePackage(ModuleType):
-    """The package `autoplan.search`, which is called like the public function of its name."""
+    """The package `autoplan.search`, callable like the public function of the same name."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         from autoplan.api.search import search

@@ -1,4 +1,4 @@
-"""Calibrations from the training runs that the timing database holds."""
+"""Calibrations from the training runs in the timing database."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEAST_RUNS = 3  # for a calibration
 
 
 def described_machine(cluster: ClusterSpec) -> Fingerprint:
-    """Return what a description of a cluster says of its machines."""
+    """Return what a cluster description says about its machines."""
     return Fingerprint(
         device=cluster.device.name,
         memory_bytes=int(cluster.device.memory_bytes),
@@ -40,9 +40,9 @@ def calibration_of(
 ) -> Fitted:
     """Fit a calibration of `framework` on nodes like those of `cluster`, from its finished runs in the database.
 
-    Runs on the nearest machines that have `LEAST_RUNS` of them count (`Match`), else those on any with the device.
-    They are priced with the measured times that the calibration will be used beside, so that it learns what these leave
-    unexplained and nothing twice.
+    Uses the runs on the most similar machines with at least `LEAST_RUNS` of them (`Match`), otherwise those on any
+    machine with the device.  Runs are priced with the measured timings that the calibration will be combined with, so
+    it learns only what these leave unexplained.
     """
     runs = list(_measured(cluster, framework, url, timings))
     if len(runs) < LEAST_RUNS:
@@ -56,13 +56,13 @@ def calibration_of(
 
 
 def fitted_to(runs: Sequence[MeasuredRun], *, name: str) -> Fitted:
-    """Fit a calibration to runs on one device that were priced with the same measured times; it says with which."""
+    """Fit a calibration to runs on one device, and record the measured timings that priced them."""
     fitted, problem = calibrated(runs, name=name), runs[0].problem
     return replace(fitted, calibration=replace(fitted.calibration, fitted_with=_conditions(problem)))
 
 
 def check_fitted(calibration: Calibration, problem: Problem) -> None:
-    """Refuse a calibration that was fitted on another device, by another version or beside other measured times."""
+    """Reject a calibration that was fitted on another device, by another version or with other measured timings."""
     device = problem.cluster.device.name
     calibration.check_goes_with(problem.timings.digest, __version__, device)
 

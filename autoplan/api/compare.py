@@ -1,4 +1,4 @@
-"""Comparisons of clusters and of numbers of their nodes: the fastest plan of each, with rate, cost and energy."""
+"""Comparisons of clusters and node counts: the fastest plan of each, with throughput, cost and energy."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from autoplan.spec.run_report import SizeOutcome
 
 
 class CompareOptions(ProblemOptions, RunOptions, total=False):
-    """Options of a comparison: of the problem, and of a run to plan for; `price` goes into `prices`."""
+    """Options of a comparison: those of the problem and of the planned run; `price` becomes `prices`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareResult(Result):
-    """The fastest plans of clusters and of numbers of their nodes, in the order in which they were named."""
+    """The fastest plans of clusters and node counts, in the given order."""
 
     outcomes: tuple[Compared, ...]
 
@@ -73,11 +73,12 @@ def compare(
     progress: Callable[[int, int | None], None] | None = None,
     **options: Unpack[CompareOptions],
 ) -> CompareResult:
-    """Put the fastest plans of clusters, and of numbers of their `nodes`, side by side, each proven as by `search`.
+    """Compare the fastest plans of several clusters and node counts (`nodes`), each with the proof of `search`.
 
-    `prices` are those of a device and hour by cluster, "" for all others; the other arguments are as for `search`.
+    `prices` maps a cluster to the price of a device per hour, "" being all others; the other arguments are as for
+    `search`.
 
-    Raises InputError where something that was given cannot be used, NoPlanError where no cluster has a plan.
+    Raises InputError for arguments that cannot be used, NoPlanError if no cluster has a plan.
     """
     check_names(options, CompareOptions, "compare")
     given_options = {name: value for name, value in options.items() if name in ProblemOptions.__annotations__}
@@ -116,7 +117,7 @@ def compare(
 
 
 def fastest(problem: Problem, num_nodes: int, space_of: Callable[[Problem], Space], run: Run) -> SizeOutcome:
-    """Return the fastest plan on so many nodes, or why there is none."""
+    """Return the fastest plan on this many nodes, or why there is none."""
     smaller = resized(problem, num_nodes)
     try:
         chosen = search_sizes((num_nodes,), lambda _: (smaller, space_of(smaller)), find_objectives(["step-time"]), run)

@@ -1,4 +1,4 @@
-"""Contents of the timing database: shown, copied, exchanged as files, checked, hidden."""
+"""Access to the timing database: show, copy, exchange, check and hide records."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def _reading(db: str | None) -> AbstractContextManager[Store]:
 
 
 def holdings(db: str | None = None) -> Held:
-    """Return where the database is, and what it holds of which machine."""
+    """Return where the database is, and how many records it has for each machine."""
     with _reading(db) as store:
         holdings, num_runs = store.holdings(), sum(1 for _ in store.runs(include_hidden=True))
         return Held(database=store.name, schema=store.schema, holdings=holdings, runs=num_runs)
 
 
 def list_records(db: str | None = None, choice: Choice = ALL, *, hidden: bool = False, limit: int) -> list[Listed]:
-    """Return the first `limit` records of a choice by age, hidden ones with `hidden`."""
+    """Return the first `limit` records of a choice, oldest first, including hidden ones if `hidden`."""
     with _reading(db) as store:
         records = store.records(choice, include_hidden=hidden)
         by_key = {record.key: record for record in islice(records, limit)}
@@ -48,7 +48,7 @@ def list_records(db: str | None = None, choice: Choice = ALL, *, hidden: bool = 
 
 
 def list_runs(db: str | None = None, choice: Choice = ALL, *, hidden: bool = False, limit: int) -> list[ListedRun]:
-    """Return the first `limit` training runs of a choice by age, hidden ones with `hidden`."""
+    """Return the first `limit` training runs of a choice, oldest first, including hidden ones if `hidden`."""
     with _reading(db) as store:
         by_key = {run.key: run for run in islice(store.runs(choice, include_hidden=hidden), limit)}
         reviews = store.reviews(by_key, RUNS)
@@ -56,7 +56,7 @@ def list_runs(db: str | None = None, choice: Choice = ALL, *, hidden: bool = Fal
 
 
 def find(key: str, db: str | None = None) -> Shown | ShownRun:
-    """Return the record or the training run whose key begins so, with the mark that hides it."""
+    """Return the record or training run whose key has this prefix, with the mark that hides it."""
     with _reading(db) as store:
         (row, mark), words = store.find(key.lower()), store.words(key.lower())
     if isinstance(row, RunRecord):
@@ -75,7 +75,7 @@ def copy(
     trust: Collection[str] | None = None,
     on_batch: OnBatch = None,
 ) -> Added:
-    """Add what one database holds to another, runs too, and hide and approve there what was here."""
+    """Copy records, runs and reviews from one database to another."""
     with _reading(source) as store, opened_store(target, writable=True) as target_store:
         choice = Choice(trust=trust)
         return target_store.add(chain(store.records(choice), store.runs(choice), store.marks()), on_batch=on_batch)
@@ -90,7 +90,7 @@ def export_file(
     anonymous: bool = False,
     force: bool = False,
 ) -> Written:
-    """Write visible records and runs, and what was hidden or shown again; `anonymous` leaves hosts and users out."""
+    """Write visible records and runs, and all reviews, to a file; `anonymous` removes hosts and users."""
     check_target(path, force=force)
     with _reading(db) as store:
         choice = Choice(device=device, trust=trust)
@@ -103,7 +103,7 @@ def export_file(
 def read_records(
     source: str, *, device: str | None = None, operation: str | None = None
 ) -> tuple[Iterator[Record | RunRecord | Mark], Counter[str]]:
-    """Return the records of a file or of aiconfigurator's tables, and how many of unknown operations it has besides."""
+    """Return the records of a file or of aiconfigurator's tables, and the counts of unknown operations."""
     unknown: Counter[str] = Counter()
     return read_source(source, device=device, operation=operation, unknown=unknown), unknown
 
@@ -115,7 +115,7 @@ def add(records: Iterable[Record | RunRecord | Mark], db: str | None = None, *, 
 
 
 def check(db: str | None = None) -> list[Finding]:
-    """Return the records that cannot be right: faster than the device, unsettled, changed since they were added."""
+    """Return the records that cannot be right: faster than the device, unsettled, or changed since they were added."""
     with _reading(db) as store:
         return list(store.check())
 
@@ -129,7 +129,7 @@ def change_chosen(choice: Choice, reason: str, db: str | None = None, *, hides: 
 
 
 def change(keys: Collection[str], reason: str, db: str | None = None, *, hides: bool) -> Changed:
-    """Hide records and runs, or approve them; `keys` may be what their keys begin with."""
+    """Hide or approve records and runs; `keys` can be prefixes."""
     with opened_store(db, writable=True, creates=False) as store:
         full_keys = {store.whole_key(key.lower()) for key in keys}
         num_new = store.change(full_keys, hides=hides, by=user_name(), reason=_reason(reason))

@@ -1,4 +1,4 @@
-"""Clusters that are found: this machine, the nodes of this job, or those of which saved output of tools tells."""
+"""Cluster discovery: this machine, the nodes of this job, or the saved output of tools."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def discover(
 ) -> Description | None:
     """Return the cluster of this machine, of the nodes of this job, or of saved output of tools (`sources`).
 
-    It says where each figure comes from.  `kind` is the format of the files, `nodes` how many such nodes there are,
-    `name` that of the cluster, `device` the shipped device where the sources do not say which it is.  With
-    `measured_links` the links that the timing database `db` has measured count before those of data sheets.
+    The result says where each figure comes from.  `kind` is the format of the files, `nodes` the number of such
+    nodes, `name` the name of the cluster, and `device` the built-in device if the sources do not say which one it is.
+    With `measured_links`, link rates measured in the timing database `db` take precedence over datasheets.
 
-    Returns None on other ranks of a job than the first.  Raises InputError where the sources do not describe a node.
+    Returns None on ranks other than the first.  Raises InputError if the sources do not describe a node.
     """
     observed = observe(sources, kind=kind, nodes=nodes)
     if observed is None:
@@ -72,7 +72,7 @@ def discover(
 def observe(
     sources: Sequence[str | Path] = (), *, kind: str = "auto", nodes: int = 0
 ) -> tuple[list[Report], SwitchTree | None] | None:
-    """Return what saved files say, or this machine or all nodes of the job; None on other ranks than the first."""
+    """Return what saved files, this machine or all nodes of the job report; None on ranks other than the first."""
     if nodes < 0:
         raise InputError(f"--nodes must be at least 1, got {nodes}")
     return read_files([Path(source) for source in sources], kind) if sources else look()

@@ -1,4 +1,4 @@
-"""Check-up of what is installed, visible and reachable; each part by itself, so that none hides another."""
+"""Checks of what is installed, visible and reachable; each part on its own, so that no failure hides another."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ DISTRIBUTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Part that was checked, its state, and what mends it where it is not well."""
+    """Result of one check: the part, its state, and the remedy for a problem."""
 
     part: str
     state: State
@@ -74,12 +74,12 @@ class Checkup:
 
     @property
     def num_problems(self) -> int:
-        """Count the parts that are not well."""
+        """Number of parts with a problem."""
         return sum(check.state == "problem" for check in self.checks)
 
 
 def check_up(url: str | None = None, *, variables: Mapping[str, str] = os.environ, sys_path: Path = SYS) -> Checkup:
-    """Look at everything; `url` names the timing database.  Nothing is written, and no password is told."""
+    """Run all checks; `url` names the timing database.  Nothing is written and no password is shown."""
     return Checkup(
         checks=(
             _python(),
@@ -144,7 +144,7 @@ def _version(distribution: str) -> str:
 
 
 def _devices(sys_path: Path) -> Iterator[Check]:
-    """Check what the driver shows, and what torch makes of it."""
+    """Check which devices the driver and torch see."""
     gpus, _ = nvidia_gpus()
     source = "NVML"
     if not gpus:

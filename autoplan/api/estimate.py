@@ -48,16 +48,15 @@ def estimate(
     memory_knobs: bool = False,
     **options: Unpack[ProblemOptions],
 ) -> PlanResult:
-    """Return what one plan costs: time and memory by term and by pipeline stage.
+    """Price one plan: time and memory by term and by pipeline stage.
 
-    `plan` has the axes that are not as usual, as the flags of the command name them ({"tp": 8, "pp": 4}); data-parallel
-    ranks are what they leave of the cluster.  Or the plan is that of a `launch_file`, or of a result or the path of a
-    plan file in place of `model`, which is priced again as it is, with the times that it carries or, if `timings` are
-    named, with those of today.  `global_batch` is in sequences, `seq_len` in tokens.
-    With `memory_knobs` it is also told which changes of the plan would free memory.
+    `plan` sets the axes that differ from their defaults, by their flag names ({"tp": 8, "pp": 4}); data parallelism
+    uses the remaining devices.  Alternatively, the plan comes from a `launch_file`, or from a result or plan file
+    passed as `model`, which is priced again unchanged: with its own timings or, if `timings` is given, with current
+    ones. `global_batch` is in sequences, `seq_len` in tokens.  `memory_knobs` adds the changes that would free memory.
 
-    Raises InputError where something that was given cannot be used, and NoPlanError where the framework does not admit
-    the plan.  A plan that does not fit is a result: its verdict says so.
+    Raises InputError for arguments that cannot be used, and NoPlanError if the framework does not support the plan.  A
+    plan that does not fit is not an error: the verdict says so.
     """
     check_names(options, ProblemOptions, "estimate")
     timings = options.get("timings") or ""
@@ -95,14 +94,14 @@ def estimate(
 
 
 def _saved(model: str | Path | ModelSpec | PlanResult | None, db: str | None) -> PlanResult | None:
-    """Return the plan in place of a model; None where it is a model."""
+    """Return the plan if one was passed as the model, None for a model."""
     if isinstance(model, str | Path) and is_plan_file(Path(model)):
         return load_plan(model, db=db)
     return model if isinstance(model, PlanResult) else None
 
 
 def price(problem: Problem, plan: ParallelPlan, *, timings: str = "", with_knobs: bool = False) -> PlanResult:
-    """Return the price of a legal plan; `timings` says whose the problem's measured times are."""
+    """Price a legal plan; `timings` names the source of the problem's measured timings."""
     rules = _check_legal(problem, plan)
     costs = cost.estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
     command = "autoplan.estimate() of Python"
@@ -116,7 +115,7 @@ def price(problem: Problem, plan: ParallelPlan, *, timings: str = "", with_knobs
 
 
 def make_plan(problem: Problem, global_batch: int, axes: Mapping[str, Any]) -> ParallelPlan:
-    """Return the plan with these axes, else the usual ones; data parallelism takes what they leave of the cluster."""
+    """Return the plan with these axes and defaults for the rest; data parallelism uses the remaining devices."""
     flagged = {axis.name: axis for axis in AXES if axis.spelled}
     if unknown := next((name for name in axes if name not in flagged), None):
         raise InputError(f"plan has no axis {unknown!r}: known are {', '.join(flagged)}")
@@ -175,7 +174,7 @@ def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
 
 
 def check_oracle(result: PlanResult) -> None:
-    """Refuse a plan of which the memory oracle, torch's tensors without a device, cannot tell."""
+    """Reject a plan that the memory oracle (torch's tensors without a device) cannot build."""
     from autoplan.trainer.verify import check  # of interest here only
 
     problem = result.problem

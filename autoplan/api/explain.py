@@ -1,4 +1,4 @@
-"""Explanations: where the time and memory of a plan go, what binds it, and why others lost."""
+"""Explanations: where a plan's time and memory go, what limits it, and why others lost."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class _Reasons(Result, Generic[Explained]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainResult(_Reasons[Explanation]):
-    """Reasons why a plan takes as long as it does: what binds it, what faster plans need, and why others lost."""
+    """Explanation of a plan's step time: what limits it, what faster plans need, and why others lost."""
 
     explained: PricedPlans
     explanation: Explanation
 
     @property
     def headline(self) -> str:
-        """The plan, what it takes, and what stops faster ones."""
+        """The plan, its step time, and what rules out faster plans."""
         return f"{self.explained.headline}; {'; '.join(self.explanation.binds)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedExplainResult(_Reasons[MixedExplanation]):
-    """Reasons why a plan of a mixed cluster takes as long as it does, and why others lost."""
+    """Explanation of the step time of a plan on a mixed cluster, and why others lost."""
 
     explained: MixedPlanResult
     explanation: MixedExplanation
@@ -62,12 +62,12 @@ class MixedExplainResult(_Reasons[MixedExplanation]):
 def explain(
     plan: PricedPlans | str | Path, *, versus: PricedPlans | str | Path | None = None, db: str | None = None
 ) -> ExplainResult:
-    """Say where time and memory of a plan go, what binds it, what faster plans would need, and why others lost.
+    """Explain where a plan's time and memory go, what limits it, what faster plans would need, and why others lost.
 
-    `plan` is a result or the path of a plan file.  `versus` is another plan, or changes of this one ("tp=4,pp=8"), that
-    it is compared with.  Looks at all plans that differ in one or two choices, legal or not.
+    `plan` is a result or the path of a plan file.  `versus` is another plan to compare with, or changes to this one
+    ("tp=4,pp=8").  The explanation considers all plans that differ in one or two choices, legal or not.
 
-    Raises InputError where a file or a change cannot be used, NoPlanError where the other plan cannot be priced.
+    Raises InputError for a file or change that cannot be used, NoPlanError if the other plan cannot be priced.
     """
     explained = plan if isinstance(plan, PricedPlans) else read_plans(plan, db=db)
     comparison = None if versus is None else _versus(explained, versus, db)
@@ -87,7 +87,7 @@ def _versus(explained: PricedPlans, versus: PricedPlans | str | Path, db: str | 
 
 
 def explain_mixed(plan: MixedPlanResult | str | Path) -> MixedExplainResult:
-    """Say where time and memory of a plan of a mixed cluster go, and why others lost; as `explain`."""
+    """Explain a plan on a mixed cluster, like `explain`."""
     explained = plan if isinstance(plan, MixedPlanResult) else load_mixed_plan(plan)
     explanation = mixed_explanation.explain_mixed(explained.problem, explained.file)
     return MixedExplainResult(explained=explained, explanation=explanation)

@@ -1,4 +1,4 @@
-"""Launch files: what starts a plan."""
+"""Export of launch files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autoplan.spec.search_result import RankedPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """Output of `export`: the files, with their texts where they were not written."""
+    """Output of `export`: the files, with their texts if they were not written."""
 
     plan: str  # in words
     files: dict[str, str | None]
@@ -33,7 +33,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportResult(Result):
-    """The files that start a plan, the launch file first; `plan` is the one that they start, in words."""
+    """The launch files of a plan, the one to start first; `plan` describes the plan."""
 
     plan: str
     files: tuple[File, ...]
@@ -59,7 +59,7 @@ class ExportResult(Result):
         return encode(Exported(plan=self.plan, files=dict(self.texts)))
 
     def save(self, folder: str | Path, *, force: bool = False) -> tuple[Path, ...]:
-        """Write the files into a folder; InputError where one exists and `force` is not set, or cannot be written."""
+        """Write the files to a folder; InputError if one exists without `force`, or cannot be written."""
         write_folder(Path(folder), {file.name: (file.text, file.executable) for file in self.files}, force=force)
         return tuple(Path(folder) / file.name for file in self.files)
 
@@ -72,15 +72,15 @@ def export(
     image: str | None = None,
     nearest: bool = False,
 ) -> ExportResult:
-    """Return the files that start a plan, of a result or of a plan file, in the framework `to`.
+    """Return the launch files of a plan, from a result or a plan file, for the target `to`.
 
-    `to` is a target or TARGET@VERSION, `launcher` what starts it, `image` that of the containers on Kubernetes or with
-    skypilot.  With `nearest` the nearest plan that the framework can express is written where it cannot express this
-    one; `warnings` say which.
+    `to` is a target or TARGET@VERSION, `launcher` the launcher, and `image` the container image on Kubernetes or with
+    skypilot.  If the target cannot express the plan, `nearest` exports the nearest one that it can; `warnings` say
+    which.
 
-    On a cluster with unlike parts a plan is written whose replicas are equal and whose stages have one tensor degree.
+    On a mixed cluster, the plan must have equal replicas with one tensor-parallel degree.
 
-    Raises InputError where the framework cannot express the plan, NoPlanError where the plan does not fit in memory.
+    Raises InputError if the target cannot express the plan, NoPlanError if the plan does not fit in memory.
     """
     find_target(to)
     file = load_any_plan_file(Path(plan)) if isinstance(plan, str | Path) else plan.file
@@ -116,9 +116,9 @@ def _export_unlike(file: MixedPlanFile, where: str, to: str, launcher: str, imag
 def _startable(
     file: PlanFile, to: str, problem: Problem | None, *, or_nearest: bool
 ) -> tuple[PlanFile, tuple[str, ...]]:
-    """Return `file`, or with `or_nearest` the nearest plan that `to` can express in its place, and a warning.
+    """Return `file`, or with `or_nearest` the nearest plan that `to` can express, and a warning.
 
-    Without it the refusal says what single change would do.
+    Without `or_nearest`, the error names the single change that would fix it.
     """
     find_target(to, file.framework)  # where this refuses, no other plan would do
     try:
@@ -164,7 +164,7 @@ def _difference(best: RankedPlan, near: Near) -> str:
 
 
 def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = "torchrun") -> str:
-    """Return the command that writes what starts the plan at `path`; an `AutoplanError` says why there is none."""
+    """Return the command that exports the plan at `path`; an `AutoplanError` says why there is none."""
     # What runs today, what was searched for, what the facts are of and what bears the name of the rules come first.
     if isinstance(file, MixedPlanFile):
         today, searched = "", file.to
@@ -196,7 +196,7 @@ def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = "torchr
 
 
 def measurement(file: PlanFile, path: Path) -> str:
-    """Return the command that runs the plans which are close to that at `path`, by a program where ours runs none."""
+    """Return the command that tunes over the plans close to the one at `path`."""
     command = f"autoplan tune {shlex.quote(str(path))}"
     try:
         check_training(file.training)
@@ -209,7 +209,7 @@ def measurement(file: PlanFile, path: Path) -> str:
 
 
 def next_step(file: PlanFile | MixedPlanFile, path: Path) -> tuple[str, str]:
-    """Return (label, what to type next), or why no file starts the plan at `path`."""
+    """Return (label, next command), or why the plan at `path` has no launch files."""
     try:
         return "next", start_of(file, path)
     except AutoplanError as error:

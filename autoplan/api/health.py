@@ -44,10 +44,10 @@ class HealthOptions:
 def check_health(
     options: HealthOptions, advance: Callable[[Health], None] = lambda health: None
 ) -> CheckedHealth | None:
-    """Measure every device, groups of them and all pairs, store it, and tell what is slow; None on another rank than 0.
+    """Measure every device, groups and all pairs, store the results, and return what is slow (None on ranks but 0).
 
-    It runs on one node, or under torchrun, srun or mpirun with one rank for each device.  `advance` is called after
-    every round of messages.
+    Runs on one node, or under torchrun, srun or mpirun with one rank per device.  `advance` is called after every round
+    of messages.
     """
     place, num_ranks = place_with(options.ranks)
     if options.out is not None and options.cluster is None:

@@ -1,4 +1,4 @@
-"""Launch files that run today: read, and compared with the best plan beside which they are searched."""
+"""Reading of launch files, and comparison of their plan with the best one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from autoplan.topology.cluster import ClusterSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadResult(Result):
-    """A launch file as it was understood: `launch` has its target, framework, model, training, plan and options."""
+    """A launch file as understood; `launch` has its target, framework, model, training, plan and options."""
 
     path: Path
     launch: Launch
@@ -44,7 +44,7 @@ class ReadResult(Result):
         return f"{self.path}: a file of {self.launch.target}, priced as {self.launch.framework}"
 
     def table(self) -> Table:
-        """Return the options that were not understood, and whether they may cost time or memory."""
+        """Return the options that were not understood, and whether they may affect time or memory."""
         columns = ("option", "value", "why", "matters")
         return Table(columns=columns, rows=tuple((u.option, u.value, u.why, u.matters) for u in self.launch.unread))
 
@@ -63,12 +63,12 @@ def read(
     variables: Iterable[str] | Mapping[str, str] = (),
     target: str | None = None,
 ) -> ReadResult:
-    """Read a script or configuration that starts training, of any target of export; nothing in it is run.
+    """Read a launch script or configuration of any export target, without executing it.
 
-    `model`, `devices` (all together), `devices_per_node` and `seq_len` (tokens) win over what the file says;
-    `variables` are those of its shell ({"NAME": "VALUE"}); `target` says what the file is where that is not clear.
+    `model`, `devices` (in total), `devices_per_node` and `seq_len` (in tokens) override the file.  `variables` are its
+    shell variables ({"NAME": "VALUE"}), and `target` names the format of an ambiguous file.
 
-    Raises InputError where the file cannot be read, or does not say enough.
+    Raises InputError if the file cannot be read or does not contain enough.
     """
     context = make_context(
         model, devices=devices, devices_per_node=devices_per_node, seq_len=seq_len, variables=variables
@@ -112,7 +112,7 @@ def make_context(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchStart:
-    """The start of a search from a launch file: the problem that it describes, and the plan to compare with."""
+    """Start of a search from a launch file: its problem, and the plan to compare with."""
 
     path: Path
     context: LaunchContext
@@ -127,12 +127,12 @@ class LaunchStart:
         return make_problem(self.launch.model, cluster=self.cluster, **self.options)
 
     def nearest_result(self, problem: Problem, space: Space, result: SearchResult) -> SearchResult:
-        """Return `result` with a best plan in front that keeps of the file's plan whatever costs nothing."""
+        """Return `result` with a best plan that keeps whatever costs nothing from the file's plan."""
         best = nearest_equal(problem, space.rules, self.plan, result.rivals[0])
         return result if best == result.rivals[0] else result.led_by(best)
 
     def compared(self, problem: Problem, file: PlanFile, result: SearchResult) -> CurrentPlan:
-        """Return how the plan of the launch file compares with the best one, which `file` holds."""
+        """Compare the plan of the launch file with the best one, in `file`."""
         plan, launch = self.plan, self.launch
         priced = None if _broken(problem, plan, universal.RULES) else prices(problem, [plan])[0]
         way = Way(problem=problem, rules=book_of(problem.framework).rules, before=plan, after=file.best.plan)
@@ -170,7 +170,7 @@ def start_from(
     variables: Iterable[str] | Mapping[str, str] = (),
     target: str | None = None,
 ) -> LaunchStart:
-    """Read the launch file on `cluster`; what is given wins, but a range of batches leaves the file's plan its own."""
+    """Read the launch file on `cluster`; arguments override it, except that a range of batches keeps the file's own."""
     context = make_context(model, seq_len=seq_len, variables=variables)
     context = replace(context, has_lengths=options.get("lengths") is not None)
     try:

@@ -1,4 +1,4 @@
-"""Names of what is shipped: models, clusters, devices, frameworks and targets of export."""
+"""Lists of built-in models, clusters, devices, frameworks and export targets."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from autoplan.readers.model import load_model, preset_models
 
 
 def known(kind: str) -> Table:
-    """Return names and words of "models", "clusters", "devices", "frameworks" or "targets"; InputError for others."""
+    """Return the table of "models", "clusters", "devices", "frameworks" or "targets"; InputError for other kinds."""
     if kind not in KINDS:
         raise InputError(f"unknown kind {kind!r}: known are {', '.join(KINDS)}")
     return Table.of(KINDS[kind]())
 
 
 def template(kind: str) -> str:
-    """Return a commented file of a "cluster", a "device" or a "model" that loads as it is; InputError for others."""
+    """Return a commented template for a "cluster", "device" or "model" that loads as it is; InputError for others."""
     templates = shipped("templates")
     if kind not in templates:
         raise InputError(f"no template for {kind!r}: known are {', '.join(templates)}")

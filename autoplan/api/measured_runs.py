@@ -74,8 +74,8 @@ class PredictResult(Result):
 def predict(runs: str | Path, *, calibration: str | Path | None = None) -> PredictResult:
     """Predict every run of a table from its configuration alone.
 
-    `runs` is a CSV table in the columns of measured_runs.csv, `calibration` a TOML file in place of the shipped ones.
-    Raises InputError where one of them cannot be read; a run that cannot be priced is told so by its verdict.
+    `runs` is a CSV table with the columns of measured_runs.csv; `calibration` is a TOML file that replaces the shipped
+    ones.  Raises InputError if one of them cannot be read; the verdict of a run says if it cannot be priced.
     """
     own = plain_calibration(Path(calibration)) if calibration else None
     return PredictResult(predictions=tuple(predict_runs(Path(runs), own)))
@@ -83,7 +83,7 @@ def predict(runs: str | Path, *, calibration: str | Path | None = None) -> Predi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreResult(Result):
-    """Quality of predictions by source of the runs, of all runs, and as the mean of the sources."""
+    """Accuracy of predictions for each source, for all runs, and as the mean over sources."""
 
     by_source: dict[str, dict[str, float | None]]  # the columns of `autoplan.report.score`; shares are in percent
 
@@ -104,19 +104,19 @@ class ScoreResult(Result):
         return encode_line(self.by_source)
 
     def to_text(self) -> str:
-        """Return the rows as a table for people."""
+        """Return the rows as a readable table."""
         return score_table(self.by_source)
 
 
 def score(
     runs: str | Path, *, predictions: str | Path | None = None, calibration: str | Path | None = None
 ) -> ScoreResult:
-    """Compare predictions with what was measured: errors, intervals, ranks, picks and memory.
+    """Compare predictions with measurements: errors, intervals, ranking, choices and memory.
 
-    `runs` is a CSV table in the columns of measured_runs.csv.  `predictions` is the table of these that `predict`
-    saved; without it the runs are priced now, with a `calibration` in place of the shipped ones if it is given.
+    `runs` is a CSV table with the columns of measured_runs.csv.  `predictions` is the table that `predict` saved for
+    it; without it, the runs are priced now, optionally with a `calibration` instead of the shipped ones.
 
-    Raises InputError where a table cannot be read, or the predictions are of other runs.
+    Raises InputError if a table cannot be read, or if the predictions are for other runs.
     """
     if predictions is not None and calibration is not None:
         raise InputError("--predictions were priced already: leave --calibration out")
@@ -168,12 +168,12 @@ class CalibrateResult(Result):
 
 
 def calibrate(runs: str | Path) -> CalibrateResult:
-    """Fit a calibration to the finished runs of a table, of one framework on one kind of device.
+    """Fit a calibration to the finished runs in a table, for one framework on one kind of device.
 
-    `runs` is a CSV table in the columns of measured_runs.csv.  The calibration starts from the shipped one and moves
-    away from it only as far as the runs demand; three of them are enough.
+    `runs` is a CSV table with the columns of measured_runs.csv.  The calibration starts from the shipped one and moves
+    away only as far as the runs justify; three runs are enough.
 
-    Raises InputError where the table cannot be read, or holds too few runs or those of several frameworks or devices.
+    Raises InputError if the table cannot be read, has too few runs, or mixes frameworks or devices.
     """
     path = Path(runs)
     steps = {outcome.id: outcome.step_s for outcome in read_outcomes(path) if outcome.is_finished}
@@ -205,7 +205,7 @@ def calibrate(runs: str | Path) -> CalibrateResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A past run that the database holds now."""
+    """A past run that is now in the database."""
 
     log: str  # inside the folder, like the launch file
     launch_file: str
@@ -233,13 +233,13 @@ def import_logs(
     with_times: bool = False,
     **context: Any,
 ) -> Imported:
-    """Keep past runs in the timing database `db`, and calibrate the frameworks that ran.
+    """Store past runs in the timing database `db`, and calibrate the frameworks that ran.
 
-    `folder` holds their logs with the launch files that started them, `cluster` is the one on which they ran, in its
-    whole size.  `with_times` calibrates beside the measured times of the database, for a search with these.  `context`
-    is what is said beside the launch files, as for `make_context`.  Nothing in them is run.
+    `folder` contains the logs and the launch files that started them; `cluster` is the cluster on which they ran, with
+    its full size.  `with_times` fits the calibrations on top of the measured timings in the database.  `context` adds
+    to the launch files, as for `make_context`.  Launch files are never executed.
 
-    Raises InputError where the folder or the cluster cannot be read, StoreError where the database cannot.
+    Raises InputError if the folder or the cluster cannot be read, StoreError if the database cannot.
     """
     from autoplan.profiler.store import open_store  # brings SQLAlchemy
 

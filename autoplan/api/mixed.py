@@ -1,4 +1,4 @@
-"""Searches and estimates on clusters with unlike parts."""
+"""Searches and estimates on mixed clusters."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def search_mixed(
     allow: Iterable[str] = (),
     **options: Unpack[ProblemOptions],
 ) -> MixedPlanResult:
-    """Return the fastest plans that fit on a cluster with unlike parts, best first.
+    """Return the fastest plans that fit on a mixed cluster, best first.
 
-    `cluster` names clusters joined by + ("h100-sxm:4x8+a100-sxm:4x8"), a file of parts, or is a loaded one;
-    `global_batch` is in sequences, `seq_len` in tokens.  `fix`, `at_most`, `forbid` and `allow` change the plans as
-    those of `search` do.  `to` is the target of export that has to be able to start the plans: equal replicas, whose
-    stages have one tensor-parallel degree; they are priced as those of its framework, unless the options name one.
+    `cluster` is several clusters joined by + ("h100-sxm:4x8+a100-sxm:4x8"), a file of parts, or a loaded object;
+    `global_batch` is in sequences, `seq_len` in tokens.  `fix`, `at_most`, `forbid` and `allow` work as in `search`.
+    `to` restricts the search to plans that an export target can start: equal replicas with one tensor-parallel degree,
+    priced as the framework of the target unless the options name another one.
 
-    Raises InputError where something that was given cannot be used, NoPlanError where no plan is legal or fits.
+    Raises InputError for arguments that cannot be used, NoPlanError if no plan is legal or fits.
     """
     check_names(options, ProblemOptions, "search_mixed")
     parts = load_any_cluster(cluster)
@@ -84,7 +84,7 @@ def search_mixed(
 
 
 def estimate_mixed(plan: MixedPlanResult | str | Path) -> MixedPlanResult:
-    """Price the plan of a result, or of a plan file of a mixed cluster, again as it is."""
+    """Price the plan of a result or plan file of a mixed cluster again, unchanged."""
     saved = plan if isinstance(plan, MixedPlanResult) else load_mixed_plan(plan)
     costs = price_mixed(saved.problem, [saved.best.plan])
     file = make_mixed_file(saved.problem, costs, None, command="autoplan.estimate_mixed() of Python")

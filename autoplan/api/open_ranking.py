@@ -1,4 +1,4 @@
-"""Plans of a search that may be the fastest, and the measurements that could make another one win."""
+"""Candidate plans of a search, and the measurements that could make another one win."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Output of commands with --json that stands in no other file: plain values, of which `schema` makes schemas.
+"""Types of the --json output of commands, from which `schema` derives JSON Schemas.
 
-Only what a command or a schema needs it for imports this: it imports what it describes.
+Import this module only where a command or a schema needs it: it imports everything that it describes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class CheckedRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowPart:
-    """A part that `profile --health` found slower than its equals: of a device, or between two."""
+    """A part that `profile --health` found slower than its peers: of a device, or between two."""
 
     part: str  # device, link, nic or pair
     hosts: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The HTML page of a plan file, with what is searched and priced again for it."""
+"""HTML page of a plan file, with everything that is computed for it."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def page_of(
     path: str | Path = "plan.json",
     progress: Callable[[int, int | None], None] | None = None,
 ) -> str:
-    """Return a self-contained HTML page of a result, whose plan file lies, or will, at `path`: it loads nothing.
+    """Return a self-contained HTML page of a result whose plan file is, or will be, at `path`.
 
-    What the file does not hold is searched and priced again: plans that none beats in time and memory, the best plans
-    on fewer and more nodes, and the numbers that the answer hangs on.
+    Computes what the file does not contain: the Pareto front of time and memory, the best plans on fewer and more
+    nodes, and the sensitivity of the answer.
     """
     if isinstance(result, MixedPlanResult):
         return page(_mixed_content(result, Path(path)))
@@ -100,7 +100,7 @@ def _mixed_content(result: MixedPlanResult, path: Path) -> MixedContent:
 
 
 def _content(result: PricedPlans, path: Path, progress: Callable[[int, int | None], None] | None) -> PlanContent:
-    """Return everything that the page shows; what cannot be had is said instead."""
+    """Return everything that the page shows, or why a part is not available."""
     file, problem, missing, done = result.file, result.problem, dict[str, str](), list[str]()
 
     def tried(name: str, make: Callable[[], T], otherwise: T) -> T:

@@ -1,4 +1,4 @@
-"""Plan files: read, made from plans, and turned into problems again."""
+"""Plan files: reading, writing, and recovery of their problem."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def is_mixed_file(path: Path) -> bool:
 
 
 def read_plans(path: str | Path, *, db: str | None = None) -> PricedPlans:
-    """Return the plans of a plan file, of a cluster of equal nodes; `load_plan` says more."""
+    """Return the plans of a plan file for equal nodes; see `load_plan`."""
     file = load_plan_file(Path(path))
     return PricedPlans(file=file, problem=problem_of(file, db))
 
@@ -78,7 +78,7 @@ def load_any_plan_file(path: Path) -> PlanFile | MixedPlanFile:
 
 
 def holds_answer(path: Path, result: PricedPlans | MixedPlanResult) -> bool:
-    """Return whether the plan file at `path` says what `result` does, whatever command wrote it."""
+    """Return whether the plan file at `path` has the same answer as `result`, whatever command wrote it."""
     try:
         if not is_plan_file(path) and not is_mixed_file(path):
             return False
@@ -93,7 +93,7 @@ def holds_answer(path: Path, result: PricedPlans | MixedPlanResult) -> bool:
 
 
 def problem_of(file: PlanFile, url: str | None = None) -> Problem:
-    """The problem that a plan file answers, with the timings that it names."""
+    """Return the problem of a plan file, with the timings that it names."""
     problem = Problem(**_stated(file), calibration=file.calibration)
     if not file.timings:
         return problem
@@ -109,7 +109,7 @@ def problem_of(file: PlanFile, url: str | None = None) -> Problem:
 
 
 def retimed_problem(file: PlanFile, source: str, url: str | None) -> Problem:
-    """The problem that a plan file answers, with the times of today in place of those that it carries."""
+    """Return the problem of a plan file, with current timings instead of its own."""
     problem = with_timings(problem_of(replace(file, timings="", pinned=None)), source, url)
     check_fitted(problem.calibration, problem)
     return problem
@@ -126,7 +126,7 @@ def make_plan_file(
     space: SpaceFlags | None = None,
     command: str | None = None,
 ) -> PlanFile:
-    """The plan file of `plans`, best first; `timings` says whose the problem's measured times are."""
+    """Return the plan file of `plans`, best first; `timings` names the source of the measured timings."""
     best = PlanBatch.of([plans[0].plan], problem.model.num_layers)
     listed = replace(best, placement=None)
     return PlanFile(
@@ -151,7 +151,7 @@ def make_plan_file(
 
 
 def mixed_problem_of(file: MixedPlanFile) -> MixedProblem:
-    """The problem that the plan file of a mixed cluster answers."""
+    """Return the problem of the plan file of a mixed cluster."""
     return MixedProblem(**_stated(file), calibrations=file.calibrations)
 
 
@@ -178,7 +178,7 @@ def _stated(source: Problem | MixedProblem | PlanFile | MixedPlanFile) -> dict[s
 
 
 def _versions(*, searched: bool) -> dict[str, str]:
-    """Return the versions of what the numbers of a file rest on."""
+    """Return the versions of the software behind the numbers of a file."""
     libraries = ("msgspec", "numpy", *(("optuna",) if searched else ()))
     library_versions = {name: version(name) for name in libraries}
     return {"autoplan": __version__, "python": platform.python_version(), **library_versions}

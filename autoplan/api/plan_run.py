@@ -1,4 +1,4 @@
-"""Run of a plan for real, by the built-in trainer or a program of the user, beside its prediction."""
+"""Real runs of a plan, with the built-in trainer or your own program, compared with the prediction."""
 
 from __future__ import annotations
 
@@ -51,16 +51,17 @@ def run(
     say: Callable[[str], None] = lambda text: None,
     hand_over: Callable[[RunFile], None] = lambda file: None,
 ) -> RunFile | None:
-    """Train by the plan file `plan` for some steps, and return what was measured beside what was predicted.
+    """Train with the plan file `plan` for some steps, and return the measurements with the prediction.
 
-    The built-in trainer runs it, on this node or, under torchrun, srun or mpirun, with one rank for each device; or
-    `program`, a command with its arguments, whose log is read.  `steps` are timed after `warmup` ones; with `check`
-    one process trains the same first and is compared.  `limit` is the time of a step, or of the program's silence,
-    after which it counts as hung; `traces` is a folder for what torch's profiler sees of some more steps, by rank.
-    The run is kept in the timing database `db` if that is given; `hand_over` gets the result before.
+    The built-in trainer runs it on this node or, under torchrun, srun or mpirun, with one rank per device.  With
+    `program`, a command and its arguments, it runs that instead and reads its log.  `steps` are timed after `warmup`
+    ones.  `check` first trains the same in a single process and compares.  `limit` is the time for a step, or without
+    output of the program, after which it counts as hung.  `traces` is a folder for profiler traces of a few extra
+    steps, one per rank.  The run is stored in the timing database `db`, if given; `hand_over` receives the result
+    before that.
 
-    Returns None on other ranks than the first.  Raises InputError where the plan cannot be run, CrewError where ranks
-    are lost, ProgramError where the program fails, and AutoplanError where the plan trains something else.
+    Returns None on ranks other than the first.  Raises InputError if the plan cannot be run, CrewError if ranks are
+    lost, ProgramError if the program fails, and AutoplanError if the plan trains incorrectly.
     """
     follow = Listeners(log=log, force=force, progress=progress or (lambda done, total: None), say=say)
     task_options = {"steps": steps, "warmup": warmup, "limit_s": parse_duration(limit), "data": data, "check": check}

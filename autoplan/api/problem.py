@@ -1,4 +1,4 @@
-"""Problems, and the spaces of their plans, from what a user says of model, cluster, framework and training."""
+"""Problems and search spaces from user input: model, cluster, framework and training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ADAPTER_FRAMEWORK = "transformers"  # with PEFT; Megatron-LM itself trains no ad
 
 
 class ProblemOptions(TypedDict, total=False):
-    """Options of a problem beside model, cluster and sequence length; `make_problem` has the defaults."""
+    """Options of a problem other than model, cluster and sequence length; `make_problem` has the defaults."""
 
     precision: str  # of the matrix products: bf16, fp16, fp8, mxfp8, nvfp4 or, with the built-in trainer, fp32
     attention: str  # kernel: flash, flash1, flash2, megatron-fused or unfused
@@ -87,24 +87,24 @@ class _Parts(NamedTuple):
 
 
 def load_model(model: str | Path | ModelSpec) -> ModelSpec:
-    """Return the model that a name or a path stands for; a loaded one is returned as it is.
+    """Return the model for a name or path; a loaded model is returned unchanged.
 
     `model` is a preset ("llama3-70b") or one of its aliases, a Hugging Face config.json or its folder, or a TOML file.
-    Raises InputError where there is none of that name, or the file does not describe one.
+    Raises InputError if the name is unknown or the file does not describe a model.
     """
     return model if isinstance(model, ModelSpec) else read_model(str(model))
 
 
 def load_framework(framework: str | Path | Framework) -> Framework:
-    """Return the framework of a name, TOML file or object; InputError where there is none or it is not one."""
+    """Return the framework for a name, TOML file or object; InputError if it is unknown or invalid."""
     return framework if isinstance(framework, Framework) else presets.load_framework(str(framework))
 
 
 def load_any_cluster(cluster: str | Path | ClusterSpec | MixedCluster) -> ClusterSpec | MixedCluster:
-    """Return the cluster that a text stands for, which may have unlike parts.
+    """Return the cluster for a text; it may be a mixed cluster.
 
     `cluster` is a preset with its size ("h100-sxm:16x8": 16 nodes of 8), a TOML file, several of these joined by +, or
-    "local": this machine, or the nodes of this job.  Raises InputError where it is none of these.
+    "local": this machine, or the nodes of this job.  Raises InputError for anything else.
     """
     if isinstance(cluster, ClusterSpec | MixedCluster):
         return cluster
@@ -116,7 +116,7 @@ def load_any_cluster(cluster: str | Path | ClusterSpec | MixedCluster) -> Cluste
 
 
 def load_cluster(cluster: str | Path | ClusterSpec | MixedCluster) -> ClusterSpec:
-    """Return the cluster of equal nodes, as for `load_any_cluster`; InputError for unlike parts, or none."""
+    """Return a cluster of equal nodes, as for `load_any_cluster`; InputError for a mixed cluster."""
     spec = load_any_cluster(cluster)
     if isinstance(spec, MixedCluster):
         raise InputError(f"{cluster} is a mixed cluster, which only autoplan search supports")
@@ -141,8 +141,7 @@ def make_problem(
 ) -> Problem:
     """Return the problem of training `model` on `cluster` with sequences of `seq_len` tokens.
 
-    `seq_len` may be left out where `training` among the options has it.  Raises InputError where something of this
-    cannot be used.
+    `seq_len` can be omitted if the option `training` has it.  Raises InputError for arguments that cannot be used.
     """
     cluster_spec = load_cluster(cluster)
     parts = _parts(model, seq_len, options)
@@ -167,7 +166,7 @@ def make_mixed_problem(
     seq_len: int | None = None,
     **options: Unpack[ProblemOptions],
 ) -> MixedProblem:
-    """Return the problem of training `model` on a cluster with unlike parts, as `make_problem` does."""
+    """Return the problem of training `model` on a mixed cluster, like `make_problem`."""
     if options.get("timings") is not None:
         raise InputError("--timings is not priced on mixed clusters yet: leave it out")
     parts = _parts(model, seq_len, options)
@@ -271,7 +270,7 @@ def _part_calibration(framework: Framework, part: ClusterSpec, options: ProblemO
 
 
 def check_framework(framework: Framework) -> None:
-    """Refuse a framework whose rules are not written down yet."""
+    """Reject a framework whose rules are not implemented yet."""
     if framework.rules == "unknown":
         raise UnpricedError(
             f"which plans {framework.name} supports is not known yet: "
@@ -280,7 +279,7 @@ def check_framework(framework: Framework) -> None:
 
 
 def check_tp_overlap(framework: Framework) -> None:
-    """Refuse tp_overlap where the framework hides none of the traffic: it would be accepted and change nothing."""
+    """Reject tp_overlap if the framework hides no communication: it would have no effect."""
     if framework.overlap.tp_overlap_share == 0:
         raise InputError(
             f"{framework.name} does not overlap tensor-parallel traffic (tp_overlap_share is 0): leave tp_overlap out, "
@@ -289,7 +288,7 @@ def check_tp_overlap(framework: Framework) -> None:
 
 
 def check_rank_order(framework: Framework, rank_order: str) -> None:
-    """Refuse an order of the ranks that the framework cannot be told."""
+    """Reject a rank order that the framework does not support."""
     if rank_order not in framework.rank_orders:
         raise InputError(f"{framework.name} has no rank_order {rank_order!r}: use {' or '.join(framework.rank_orders)}")
 
@@ -304,7 +303,7 @@ def make_space(
     allow: Iterable[str] = (),
     to: str = "",
 ) -> Space:
-    """Return the plans that the framework admits for `problem`, within the user's limits.
+    """Return the space of plans that the framework supports for `problem`, within the user's limits.
 
     `global_batch` is a number of sequences, or a range such as "256:512"; plans are those that the target `to` can
     express, where one is given.  Raises InputError where a limit names no

@@ -1,4 +1,4 @@
-"""Profiles: times of the operations of a model on this machine or allocation, kept in the timing database."""
+"""Profiles: timings of a model's operations on this machine or allocation, stored in the timing database."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # Optuna, which a profile of a model does not need
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """Options of a profile, as texts where they are lists: "1,2", or times: "10m"."""
+    """Options of a profile; lists and times are texts: "1,2", "10m"."""
 
     db: str | None = None  # path or URL of the timing database; None: AUTOPLAN_DB, else the user's own
     budget: str = "10m"
@@ -114,13 +114,13 @@ def profile(
     options: ProfileOptions | None = None,
     advance: Callable[[Progress], None] = lambda progress: None,
 ) -> Progress | None:
-    """Measure the kernels and collectives that plans for `model` are made of, and store them.
+    """Measure the kernels and collectives that plans for `model` consist of, and store them.
 
-    With `plan_file`, a plan file of a search, only what could make another plan win is measured.  It runs on one node,
-    or under torchrun, srun or mpirun with one rank for each device; other ranks than the first return None.  What the
-    database holds is not measured again.  `advance` is called after every measurement.
+    With `plan_file`, the plan file of a search, only what could make another plan win is measured.  Runs on one node,
+    or under torchrun, srun or mpirun with one rank per device; ranks other than the first return None.  What the
+    database already has is not measured again.  `advance` is called after every measurement.
 
-    Raises InputError where something that was given cannot be used, and CrewError where ranks are lost.
+    Raises InputError for arguments that cannot be used, and CrewError if ranks are lost.
     """
     with started_profile(model, plan_file=plan_file, options=options or ProfileOptions()) as started:
         return started.measure(advance) if started else None

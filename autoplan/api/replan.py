@@ -1,4 +1,4 @@
-"""Replanning: the best plan on what is left of a cluster, and what changing to it costs."""
+"""Replanning: the best plan on the rest of a cluster, and the cost of switching to it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ CUT_BY = ("tp", "tp_grid", "pp", "vp", "schedule", "layers_per_chunk", "ep", "et
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplanResult(Result):
-    """The best plan on what is left of a cluster, beside the one of before."""
+    """The best plan on the rest of a cluster, compared with the previous one."""
 
     plan: PlanResult
     summary: ReplanSummary
 
     @property
     def headline(self) -> str:
-        """The new plan, and what it keeps of the rate."""
+        """The new plan, and the share of the throughput that it keeps."""
         summary = self.summary
         step = format_seconds(summary.after.step_s)
         return (
@@ -81,14 +81,14 @@ def replan(
     db: str | None = None,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> ReplanResult:
-    """Return the best plan on what is left of the cluster of a plan, with the same batch, and what changing costs.
+    """Return the best plan on the rest of a plan's cluster, with the same batch, and the cost of switching to it.
 
-    `plan` is a result or the path of a plan file.  What is left is so many `nodes`, or the nodes that the cluster file
-    names `without` some of them.  The limits of the plan's own search hold.  A batch divides well among few numbers of
-    nodes, so that of nodes without names some may be left idle.  `storage_bytes_per_s` is the rate at which all ranks
-    together read and write checkpoints; `run` has how often devices fail.
+    `plan` is a result or the path of a plan file.  The rest is a number of `nodes`, or the named nodes of the cluster
+    file `without` some of them.  The limits of the original search still apply.  A batch divides well over few node
+    counts, so unnamed nodes may be left idle.  `storage_bytes_per_s` is the rate at which all ranks together read and
+    write checkpoints; `run` has the failure rate of devices.
 
-    Raises InputError where something that was given cannot be used, NoPlanError where nothing that is left has a plan.
+    Raises InputError for arguments that cannot be used, NoPlanError if the rest has no plan.
     """
     before = plan if isinstance(plan, PlanResult) else load_plan(plan, db=db)
     if storage_bytes_per_s is not None:

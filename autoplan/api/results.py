@@ -1,4 +1,4 @@
-"""Results: plans with their costs, as objects with tables, JSON and a look for notebooks."""
+"""Results: plans with their costs, as objects with tables, JSON and notebook display."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autoplan.spec.search_result import RankedPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of values under named columns; units stand in the names, in SI.  It iterates over its rows as dicts."""
+    """Rows of values with named columns, which include the SI unit.  Iterating yields the rows as dicts."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
@@ -87,7 +87,7 @@ File = TypeVar("File", PlanFile, MixedPlanFile)
 
 
 class FileResult(Result, Generic[File]):
-    """Plans of one problem, best first, as a plan file holds them."""
+    """Plans of one problem, best first, as in a plan file."""
 
     __slots__ = ()
     file: File
@@ -97,20 +97,20 @@ class FileResult(Result, Generic[File]):
         return encode(self.file)
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
-        """Write the plan file; InputError where it exists and `force` is not set, or cannot be written."""
+        """Write the plan file; InputError if it exists without `force`, or cannot be written."""
         write_text(Path(path), self.to_json(), force=force)
 
     def with_command(self, command: str) -> Self:
-        """Return the result with another text for what was asked, which stands in the plan file."""
+        """Return the result with another command line recorded in the plan file."""
         return replace(self, file=replace(self.file, command=command))  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedPlans(FileResult[PlanFile]):
-    """Plans for one problem on a cluster of equal nodes, best first, with what they cost; `PlanResult` can do more.
+    """Plans for one problem on equal nodes, best first, with their costs; `PlanResult` adds methods.
 
-    `file` is the content of plan.json: the plan, what it costs by term and by pipeline stage, why it is the best.
-    `warnings` say what a user should know before running the plan.
+    `file` is the content of plan.json: the plan, its costs by term and by pipeline stage, and why it is the best.
+    `warnings` lists what to know before running the plan.
     """
 
     file: PlanFile
@@ -134,7 +134,7 @@ class PricedPlans(FileResult[PlanFile]):
 
     @property
     def headline(self) -> str:
-        """The best plan and what it takes, in one line."""
+        """The best plan and its costs in one line."""
         best = self.best
         return (
             f"{best.plan.describe()}: {format_seconds(best.step_s)} per step "
@@ -169,7 +169,7 @@ class PricedPlans(FileResult[PlanFile]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPlanResult(FileResult[MixedPlanFile]):
-    """Plans for one problem on a cluster with unlike parts, best first; as `PricedPlans`."""
+    """Plans for one problem on a mixed cluster, best first, like `PricedPlans`."""
 
     file: MixedPlanFile
     problem: MixedProblem = field(repr=False)
@@ -187,7 +187,7 @@ class MixedPlanResult(FileResult[MixedPlanFile]):
 
     @property
     def headline(self) -> str:
-        """The best plan and what it takes, in one line."""
+        """The best plan and its costs in one line."""
         best = self.best
         return f"{self._described(best)}: {format_seconds(best.step_s)} per step, {best.verdict}"
 

@@ -60,7 +60,7 @@ Progress = Callable[[int, int | None], None]  # (cells or sizes done, all of the
 
 
 class SearchOptions(ProblemOptions, RunOptions, total=False):
-    """Options of a search beside its plans: of the problem, and of a run to plan for."""
+    """Options of a search other than those of its space: of the problem and of the planned run."""
 
 
 def search(
@@ -91,24 +91,25 @@ def search(
 ) -> PlanResult:
     """Return the fastest plans that fit, best first, with the proof that none is better.
 
-    `model` and `cluster` are names, paths or loaded objects; `global_batch` is a number of sequences, or a range such
-    as "256:512" of which the best for the rate is taken; `seq_len` is in tokens.  With `launch_file`, which may say
-    all of these, it is also told how good that is; `variables` are those of its shell, `target` is its framework.
+    `model` and `cluster` are names, paths or loaded objects.  `global_batch` is a number of sequences, or a range such
+    as "256:512", from which the batch with the highest throughput is chosen.  `seq_len` is in tokens.  `launch_file`
+    can supply all of these, and is compared with the best plan; `variables` are its shell variables, `target` its
+    format.
 
-    `to` is the target of export that has to be able to express the plans; they are priced as those of its framework,
-    unless the options name one; a framework that is called by a target with no facts of its own means that target too.
-    `fix` and `at_most` narrow the plans ({"tp": 8}), as does `forbid` ("offload",
-    "sharding=zero3"); `allow` adds those with options that change the numerics of training ("moment_dtype=bf16").
-    Of plans that are at most 1 % slower than the fastest `prefer` takes the "simple"st, with the fastest behind it, or
-    the "fastest" itself; "robust" takes that with the least 0.9-quantile of its step, `robust` that of another
-    quantile.  With a launch file the fastest is taken.  `why` adds what would change the answer.
-    With objectives, numbers of nodes or a run among the `options` (see `RunOptions`), the best in that is found.
+    `to` restricts the search to plans that an export target can express; they are priced as its framework, unless the
+    options name one.  A framework named after a target without facts of its own implies that target. `fix` and
+    `at_most` narrow the space ({"tp": 8}), as does `forbid` ("offload", "sharding=zero3"); `allow` adds options that
+    change the numerics of training ("moment_dtype=bf16"). `prefer` is "simple" (the simplest plan that is at most 1 %
+    slower than the fastest), "fastest", or "robust" (the plan with the lowest 0.9-quantile of the step time; `robust`
+    sets another quantile).  With a launch file, the fastest plan is chosen.  `why` adds what would change the answer.
+     With objectives, node counts or a run among the `options` (see `RunOptions`), the search finds the best plan for
+    those.
 
-    `sampler` "bound" proves its answer; tpe, gp, nsga2, cmaes and random try so many `trials` from a `seed`.  `workers`
-    processes share the search, and others that name the same `storage` and `study`.
+    The sampler "bound" proves its answer; tpe, gp, nsga2, cmaes and random try `trials` combinations with a `seed`.
+    `workers` processes share the search, together with others that use the same `storage` and `study`.
 
-    Raises InputError where something that was given cannot be used, NoPlanError where no plan is legal or fits, and
-    UnpricedError where the rules of the framework are not known.
+    Raises InputError for arguments that cannot be used, NoPlanError if no plan is legal or fits, and UnpricedError if
+    the rules of the framework are not known.
     """
     quantile = _quantile(prefer, robust)
     problem_options, run = _divided(options)

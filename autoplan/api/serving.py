@@ -1,7 +1,7 @@
-"""Server of the page with controls: it listens on this machine alone, and answers the page that it gave out alone.
+"""Server of the interactive page: it listens only on this machine and answers only the page that it served.
 
-The address holds a random word, which no page from elsewhere knows, and a request has to name this machine as its host:
-so a page that a browser has from elsewhere can neither read nor drive this one, whatever its own name resolves to.
+The address contains a random word that other pages cannot know, and requests must name this machine as their host.
+So a page from elsewhere can neither read nor control this one, whatever its own name resolves to.
 """
 
 from __future__ import annotations

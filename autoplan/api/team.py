@@ -1,4 +1,4 @@
-"""A team's view of its timing database: what it holds, how hosts and days compare, and what plans lack."""
+"""Overview of a team's timing database: its coverage, comparisons of hosts and days, and what plans lack."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoplan.spec.timing import NO_TIMINGS
 
 
 def overview(db: str | None = None, plans: Sequence[str | Path] = ()) -> TeamOverview:
-    """Return what the database holds of which machine, how hosts and days compare, and what plan files lack."""
+    """Return the coverage of the database per machine, comparisons of hosts and days, and what plan files lack."""
     with opened_store(db, writable=False) as store:
         report = store.overview(f"{datetime.now(UTC):%Y-%m-%d}")
     return replace(report, plans=tuple(_needs(path, db) for path in plans))

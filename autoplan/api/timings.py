@@ -1,4 +1,4 @@
-"""Measured times: which ones a problem may be priced with, and the database that holds them."""
+"""Measured timings: which ones a problem can be priced with, and the database that stores them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def with_measurements(problem: Problem, timings: FoundTimings, *, is_own: bool |
 
 
 def stored_table(cluster: ClusterSpec, framework: Framework, url: str | None) -> TimingTable:
-    """Return the times in the database at `url` that plans of `framework` are priced with."""
+    """Return the timings in the database at `url` that price plans of `framework`."""
     device = cluster.device
     timings = stored_timings(cluster, url, usable_operations(framework))
     if not timings.measurements:
@@ -160,7 +160,7 @@ def usable_timings(problem: Problem, url: str | None) -> FoundTimings:
 
 
 def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection[Operation]) -> FoundTimings:
-    """Return the times of the machine that the cluster file names, else of the one with its device measured last."""
+    """Return the timings of the machine in the cluster file, or of the last measured machine with its device."""
     with opened_store(url, writable=False) as store:
         machine = machine_of(cluster, store) or Fingerprint(device=cluster.device.name)
         origin = TimingOrigin(database=store.name, machine=machine.words)
@@ -173,7 +173,7 @@ def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection
 
 
 def machine_of(cluster: ClusterSpec, store: Store) -> Fingerprint | None:
-    """Return the machine that the cluster file names, else the one with its device measured last; None: none known."""
+    """Return the machine in the cluster file, or the last measured one with its device; None if unknown."""
     device, machine = cluster.device.name, cluster.machine
     if machine is None:
         return store.latest(device)

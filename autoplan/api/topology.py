@@ -1,4 +1,4 @@
-"""Topology of a cluster: how it is connected, how fast, and what a step of a plan moves over its links."""
+"""Topology of a cluster: its links, their rates, and the traffic of a plan on them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Topology:
 
 
 def topology(cluster: str | Path | ClusterSpec, plan: str | Path | None = None) -> Topology:
-    """Return a cluster's topology, with a step's traffic of a plan of its size; InputError for another size."""
+    """Return the topology of a cluster, optionally with the traffic of a plan; InputError if their sizes differ."""
     spec = load_cluster(cluster)
     return Topology(cluster=spec, graph=quotient(spec), traffic=_traffic(Path(plan), spec) if plan else None)
 

@@ -1,4 +1,4 @@
-"""Traces and logs of steps that ran: what every rank did, beside what was predicted of the plan that it ran."""
+"""Traces and logs of real steps, compared with the prediction of their plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HOST = tuple(term.name for term in TERMS if term.stream == "host")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedTerm:
-    """Predicted and measured seconds of a part of a step, in the mean of the ranks."""
+    """Predicted and measured seconds of a part of a step, averaged over ranks."""
 
     what: str
     predicted_s: float
@@ -50,7 +50,7 @@ class DrawnStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceResult:
-    """Traces of some ranks, and beside them what was predicted, where the plan was given."""
+    """Traces of some ranks, with the prediction if the plan was given."""
 
     ranks: tuple[RankTrace, ...]
     predicted_step_s: float | None = None
@@ -118,7 +118,7 @@ _OF_KERNELS = "measure the kernels that ran (`autoplan profile --for PLAN`), or 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogResult:
-    """Run as its log tells it, and beside it what was predicted, where the plan was given."""
+    """Run reconstructed from its log, with the prediction if the plan was given."""
 
     run: LoggedRun
     predicted_step_s: float | None = None
@@ -135,11 +135,11 @@ _UPDATE = tuple(name for name in UPDATE_TERMS if name not in _REDUCE)
 
 
 def read_log(paths: Sequence[str | Path], *, plan: str | Path | None = None, db: str | None = None) -> LogResult:
-    """Read the log of a run, or those of its ranks: its steps, and timers of their parts where it has some.
+    """Read the log of a run, or the logs of its ranks: step times, and timers of parts of a step if present.
 
-    `plan` is the plan file that ran, as for `read_traces`; rates of samples or tokens need it.
+    `plan` is the plan file that ran, as for `read_traces`; logs with rates of samples or tokens need it.
 
-    Raises InputError where no step time can be told.
+    Raises InputError if there is no step time.
     """
     file, problem = plan_to_run(Path(plan), db) if plan is not None else (None, None)
     batch = None
@@ -178,7 +178,7 @@ def _timed(run: LoggedRun, terms_s: Mapping[str, float]) -> Iterator[ComparedTer
 
 
 def read_traces(paths: Sequence[str | Path], *, plan: str | Path | None = None, db: str | None = None) -> TraceResult:
-    """Read traces of torch's profiler, one file of each rank, packed or not; or folders of them.
+    """Read traces of torch's profiler, one file per rank, compressed or not; or folders of them.
 
     Exports of Nsight Systems to SQLite are read as well, with all devices that they traced.
 
@@ -272,7 +272,7 @@ def _and_more(items: Sequence[object]) -> str:
 
 
 def _where(terms: Sequence[ComparedTerm], step_s: float) -> list[str]:
-    """Say where the prediction is wrong the most, and what to look at."""
+    """Name the part with the largest prediction error, and what to check."""
     worst = max(zip(terms, _COMPARED, strict=True), key=lambda pair: abs(pair[0].measured_s - pair[0].predicted_s))
     term, (part, names, _) = worst
     difference_s = term.measured_s - term.predicted_s

@@ -1,4 +1,4 @@
-"""Runs and tunings in the trackers of experiments that people already look at."""
+"""Logging of runs and tunings to experiment trackers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoplan.trainer.task import RunFile
 
 
 def track_run(run: RunFile, tracker: str) -> None:
-    """Log the steps of a run with their losses, beside the predicted time and its interval."""
+    """Log the steps of a run with their losses, the predicted time and its interval."""
     predicted, measured = run.predicted, run.measured
     times, tokens = measured.step_s, run.task.global_batch * run.task.seq_len
     memory = {"peak_bytes": max(measured.peak_bytes)} if measured.peak_bytes else {}
@@ -42,7 +42,7 @@ def track_run(run: RunFile, tracker: str) -> None:
 
 
 def track_tuning(report: TuneReport, model: str, tracker: str) -> None:
-    """Log the trials of a tuning, each as a step with what was predicted and measured of its plan."""
+    """Log the trials of a tuning, each as a step with its predicted and measured time."""
     best = {"best": report.best.plan.describe(), **_axes(report.best.plan)} if report.best else {}
     best_s = [min((s for s in _measured(report)[: at + 1] if s), default=None) for at in range(len(report.trials))]
     track(

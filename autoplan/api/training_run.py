@@ -1,4 +1,4 @@
-"""Searches for a whole run: objectives, tokens, deadlines, budgets, prices and numbers of nodes."""
+"""Searches for a whole run: objectives, tokens, deadlines, budgets, prices and node counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoplan.topology.cluster import MAX_DEVICES
 
 
 class RunOptions(TypedDict, total=False):
-    """Options of the run that is planned for; times are seconds, or texts such as "30d" and "10m"."""
+    """Options of the planned run; times are seconds, or texts such as "30d" and "10m"."""
 
     objectives: Sequence[str]  # step-time, cost-per-token, ...; of several, all plans that no other beats in every one
     nodes: Sequence[int] | str | None  # numbers of nodes to try; of a range, "8:64", those that divide well
@@ -62,7 +62,7 @@ def _number(value: float | str | None, parse: Callable[[str], float]) -> float |
 
 
 def parse_sizes(nodes: Sequence[int] | str) -> tuple[int, ...]:
-    """Return numbers of nodes: those listed, as in '4,8,16', or those of a range such as '8:64' that divide well."""
+    """Return node counts: a list such as '4,8,16', or those in a range such as '8:64' that divide well."""
     if not isinstance(nodes, str):
         return tuple(dict.fromkeys(nodes))
     low, sign, high = nodes.partition(":")
@@ -103,10 +103,10 @@ def search_run(
     barred: Collection[str] = (),
     shared: Shared | None = None,
 ) -> SizeSearchResult:
-    """Return the best plans for a run, of all numbers of nodes that may be used.
+    """Return the best plans for a run over all allowed node counts.
 
-    Where a budget, a deadline or the number of devices is asked for and no numbers are given, all up to the cluster's
-    are tried.  `barred` are the axes and values that the user narrowed.
+    For a budget, a deadline or the number of devices without node counts, all counts up to the size of the cluster are
+    tried.  `barred` are the axes and values that the user excluded.
     """
     run = make_run(options)
     objectives = find_objectives(options.get("objectives") or [default_objective(run)])

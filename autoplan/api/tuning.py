@@ -1,4 +1,4 @@
-"""Tuning: runs of the plans that may be the fastest, most promising first, until the best one is known."""
+"""Tuning: short runs of the plans that may be fastest, most promising first, until the best one is known."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TuneOptions(ProblemOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
-    """Trials of a tuning, and the plan file with the best plan first; None where no trial has finished."""
+    """Trials of a tuning, and the plan file with the best plan first; None if no trial finished."""
 
     report: TuneReport
     file: PlanFile | None
@@ -68,7 +68,7 @@ class TuneResult:
 
     @property
     def best(self) -> ParallelPlan:
-        """Return the fastest plan that ran; NoPlanError where none did."""
+        """Return the fastest plan that ran; NoPlanError if none did."""
         if self.report.best is None:
             raise NoPlanError(f"no trial finished: {self.report.ended}")
         return self.report.best.plan
@@ -84,14 +84,14 @@ def tune(
     show: Callable[[str], None] = lambda text: None,
     **options: Unpack[TuneOptions],
 ) -> TuneResult:
-    """Run the plans that may be the fastest for some steps each, most promising first, and return the best.
+    """Run the plans that may be fastest for a few steps each, most promising first, and return the best.
 
-    `model` is as for `search`, with `cluster`, `global_batch` and `seq_len`, or a plan file, whose plans are tried.
-    Trials run on this machine by the built-in trainer or by `program`, or as the jobs of a scheduler's `template`.
-    They end when no plan is left that could be faster, after so many `trials`, or when the time `budget` or `gpu_hours`
-    are spent; the same call goes on in the folder `work`.  `progress` hears of the search, `show` of every trial.
+    `model` is as for `search`, with `cluster`, `global_batch` and `seq_len`, or a plan file with the plans to try.
+    Trials run on this machine with the built-in trainer or `program`, or as jobs of a scheduler `template`.  The tuning
+    ends when no other plan could be faster, after `trials` trials, or when the time `budget` or `gpu_hours` is spent;
+    the same call continues in the folder `work`.  `progress` reports on the search, `show` on every trial.
 
-    Raises InputError where something that was given cannot be used, and NoPlanError where no plan can be started.
+    Raises InputError for arguments that cannot be used, and NoPlanError if no plan can be started.
     """
     prepared = prepare(model, cluster=cluster, global_batch=global_batch, seq_len=seq_len, progress=progress, **options)
     return prepared.run(show=show)

@@ -1,4 +1,4 @@
-"""Plans of a mixed cluster that frameworks start as they are: equal replicas whose stages sit on unlike nodes."""
+"""Plans on a mixed cluster that frameworks can start: equal replicas with stages on different nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan with changed values: what of it may be changed, its price, and the page that shows it."""
+"""Interactive changes to a plan: the available controls, the new price, and the page that shows it."""
 
 from __future__ import annotations
 
