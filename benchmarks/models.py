@@ -3,22 +3,24 @@
 usage: python benchmarks/models.py [--report FILE]
 
 Every type's class is built with its default configuration on tensors without data, and its parameters are compared with
-those of the model that its config.json is read as.  What is refused is told with the refusal.  Needs torch and
-transformers.
+those of the model that its config.json is read as; so are the operations of a forward pass of text, which torch counts,
+where transformers runs it without data.  What is refused is told with the refusal.  Needs torch and transformers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import transformers
 from reports import make_parser, write_report
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -27,10 +29,20 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from autoplan.base.errors import InputError
-from autoplan.cost.kernels.arithmetic import count_parameters
+from autoplan.cost.kernels.arithmetic import attention_context, count_parameters, model_flops_per_token
 from autoplan.readers.huggingface import read_huggingface
+from autoplan.spec.model import ATTENTION_BLOCKS, Block, ModelSpec
 
 CLOSE = 0.001  # relative: parameters that agree
+CLOSE_OPERATIONS = 0.02
+COUNTED = ("causal", "masked")  # classes whose models read text alone
+SEQ_LEN = 256  # a chunk of the scans of Mamba-2, and no more than any table of learned positions holds
+# Whose forward pass in transformers does other work than training elsewhere, which is what ours counts.
+OTHER_WORK = {
+    "llama4": "all experts for every token",
+    "llama4_text": "all experts for every token",
+    "cpmant": "32 tokens of a prompt beside those of the text",
+}
 
 CLASSES = {
     "causal": (transformers.AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
@@ -49,20 +61,26 @@ class Row:
     left_out: str = ""  # what is not planned for, and so not counted
     parameters: int = 0  # of transformers' model
     excess: float = 0.0  # of ours over them, as a share
+    operations: float | None = None  # excess of ours over those that torch counts; None: not counted
 
     @property
     def differs(self) -> bool:
         """Return whether it was read as a whole, with other parameters."""
         return not self.refusal and not self.left_out and abs(self.excess) > CLOSE
 
+    @property
+    def works_otherwise(self) -> bool:
+        """Return whether its operations differ from those that torch counts."""
+        return self.operations is not None and abs(self.operations) > CLOSE_OPERATIONS
 
-def rows(auto_class: Any, kinds: Iterable[str]) -> Iterator[Row]:
+
+def rows(auto_class: Any, kinds: Iterable[str], *, counts_operations: bool) -> Iterator[Row]:
     """Yield what becomes of every model type whose class has a default configuration."""
     for kind in sorted(kinds):
         try:
             config = transformers.AutoConfig.for_model(kind)
             with torch.device("meta"):
-                model = auto_class.from_config(config)
+                model = _eager(auto_class, config)
         except Exception as error:  # whatever a class raises that has no usable default
             print(f"{kind}: transformers builds none by default ({type(error).__name__})", file=sys.stderr)
             continue
@@ -75,7 +93,50 @@ def rows(auto_class: Any, kinds: Iterable[str]) -> Iterator[Row]:
             yield Row(kind=kind, refusal=str(error).partition("; known")[0], parameters=expected)
         else:
             excess = count_parameters(model_spec) / expected - 1
-            yield Row(kind=kind, left_out=model_spec.left_out, parameters=expected, excess=excess)
+            counted = _counted_operations(model) if counts_operations and not model_spec.cross_attention else None
+            operations = _operations(model_spec) / counted - 1 if counted else None
+            row = Row(kind=kind, left_out=model_spec.left_out, parameters=expected, excess=excess)
+            yield row if model_spec.left_out or kind in OTHER_WORK else replace(row, operations=operations)
+
+
+def _eager(auto_class: Any, config: Any) -> Any:
+    """Return a model that writes out attention and multiplies by the experts of each token, where it has such modes."""
+    try:
+        model = auto_class.from_config(config, attn_implementation="eager")
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("batched_mm")
+    except (TypeError, ValueError):
+        model = auto_class.from_config(config)
+    return model
+
+
+def _counted_operations(model: Any) -> int | None:
+    """Operations that torch counts of a forward pass of one sequence; None where transformers needs data for it."""
+    tokens = torch.zeros((1, SEQ_LEN), dtype=torch.long, device="meta")
+    with contextlib.suppress(Exception):  # of classes that insist on a number
+        model.config.pad_token_id = None  # which would be looked for in the tokens
+    for options in ({}, {"use_cache": False}):
+        try:
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                model(input_ids=tokens, **options)
+        except Exception:  # whatever a class raises on tensors without data
+            continue
+        return int(counter.get_total_flops())
+    return None
+
+
+def _operations(model: ModelSpec) -> float:
+    """Operations of a forward pass of one sequence of text, with both halves of causal squares, as eager attention."""
+    text = replace(model, encoder=None, num_mtp_layers=0)
+    masked = 0.0
+    for layer in text.layers:
+        for block in layer:
+            if block in ATTENTION_BLOCKS:
+                own = text.attending(block)
+                width = own.attention_streams * own.num_heads * (own.qk_head_dim + own.v_head_dim)
+                width += sum(addition.score_width for addition in text.additions if addition.block == block)
+                masked += 2 * width * (SEQ_LEN - float(attention_context(text, Block(block), SEQ_LEN)))
+    return SEQ_LEN * (model_flops_per_token(text, SEQ_LEN) / 3 + masked)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,9 +146,9 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     lines, differs = [], False
     for name, (auto_class, kinds) in CLASSES.items():
-        compared = list(rows(auto_class, kinds))
+        compared = list(rows(auto_class, kinds, counts_operations=name in COUNTED))
         lines += _described(name, compared)
-        differs |= any(row.differs for row in compared)
+        differs |= any(row.differs or row.works_otherwise for row in compared)
     print("\n".join(lines))
     if options.report:
         write_report(options.report, "Model types of transformers", "`python benchmarks/models.py`", "\n".join(lines))
@@ -98,11 +159,16 @@ def _described(name: str, compared: list[Row]) -> list[str]:
     """Lines that say what became of the types with a class called `name`."""
     read = [row for row in compared if not row.refusal]
     in_part, wrong = [row for row in read if row.left_out], [row for row in read if row.differs]
+    counted = [row for row in read if row.operations is not None]
+    otherwise = [row for row in counted if row.works_otherwise]
     return [
         f"transformers {transformers.__version__}: {len(compared)} {name} model types with a default configuration, "
         f"{len(read) - len(in_part)} read as a whole, {len(read) - len(in_part) - len(wrong)} of them with as many "
         f"parameters, {len(in_part)} in part",
+        f"operations of a forward pass counted for {len(counted)}, of {len(counted) - len(otherwise)} within "
+        f"{CLOSE_OPERATIONS:.0%}, {sum(abs(row.operations or 0.0) < 0.0005 for row in counted)} of these within .05 %",
         *(f"differs  {row.kind}: {row.excess:+.2%} of {row.parameters:,}" for row in wrong),
+        *(f"differs  {row.kind}: {row.operations:+.2%} of its operations" for row in otherwise),
         "read     " + " ".join(row.kind for row in read if not row.left_out),
         *(f"in part  {row.kind} without {row.left_out}: {row.excess:+.2%} of {row.parameters:,}" for row in in_part),
         *(f"refused  {row.refusal}" for row in compared if row.refusal),

@@ -424,12 +424,18 @@ ROUNDED: list[tuple[str, dict[str, Any]]] = [
 # no class that heads them for causal language modelling alone.
 NOT_BUILT = {
     *("fsmt", "m2m_100", "mt5", "t5", "t5gemma", "umt5", "whisper", "led", "longt5", "pegasus_x"),
-    *("switch_transformers", "nllb-moe", "encoder-decoder"),  # which test_encoder_decoders.py compares
+    *(
+        "switch_transformers",
+        "nllb-moe",
+        "encoder-decoder",
+        "vision-encoder-decoder",
+    ),  # which test_encoder_decoders.py compares
     *("kimi_k2", "emu3_text_model"),
     *("cosmos3_edge_text", "glm_ocr_text", "granite_docling_text", "molmo2_text", "paddleocr_vl_text"),
     *("qwen2_5_omni_text", "qwen3_omni_moe_text"),
     *("glm4v_text", "glm4v_moe_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"),
-    *("qwen2_5_vl", "qwen2_vl"),
+    *("qwen2_5_vl", "qwen2_vl", "kosmos_2_text_model", "step3p5", "ernie4_5_vl_moe_text", "muse_glimmer_text"),
+    "git",  # which test_vision.py compares
 }
 
 

@@ -70,6 +70,11 @@ class Keys:
         value = self.get(key)
         return self.rules.get("absent", {}).get(key, ABSENT) if value is ABSENT else value
 
+    def sizes(self, text: str) -> tuple[int, int]:
+        """Inputs and outputs of a matrix, from two expressions with an x between."""
+        inputs, outputs = map(self.number, text.split(" x "))
+        return inputs, outputs
+
     def count(self, key: str) -> int:
         """The whole number under a key that the windows need."""
         value = typed(key, self.assumed(key), int)

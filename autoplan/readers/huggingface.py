@@ -9,9 +9,10 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode
 from autoplan.base.names import close_names
+from autoplan.cost.kernels.arithmetic import encoder_parameters
 from autoplan.readers.config_keys import ABSENT, Keys, key_table, show, typed
 from autoplan.readers.config_layers import expert_layers, layer_pattern, windows
-from autoplan.readers.vision import AROUND, Sizes
+from autoplan.readers.vision import AROUND, Sizes, described
 from autoplan.spec.model import ModelSpec
 
 _SYMBOL_OF = {"moe": "E", "mamba": "M", "ffn_size": "-"}  # read only where the layer pattern has the symbol
@@ -34,7 +35,11 @@ def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
         encoder = _source_encoder(table, kind) if fields.get("cross_attention") else _encoder(table, fields)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
-    read = ["vision_config", "audio_config"] if encoder is not None or _is_text_alone(table) else []
+    read = ["vision_config", "audio_config", "patch_size"] if encoder is not None or _is_text_alone(table) else []
+    if around := key_table()["outer"].get(table.get("model_type")):
+        keys = Keys(config={**table, "text_hidden": fields["hidden_size"]}, kind=kind, rules={})
+        ends = {"block": "ends", "num_parameters": keys.number(around["parameters"])}
+        fields["additions"], read = [*fields.get("additions", ()), ends], around["reads"]
     unread = [key for key in key_table()["encoders"] if table.get(key) and key not in read]
     fields["left_out"] = " and ".join(unread)
     if encoder is not None:
@@ -75,37 +80,65 @@ def _by_layers(config: dict[str, Any]) -> dict[str, Any]:
 def _is_text_alone(table: dict[str, Any]) -> bool:
     """Return whether the class that the file names has the text model alone, as Qwen3_5ForCausalLM does."""
     names = table.get("architectures")
-    is_known = any(table.get("model_type") in rules["in"] for rules in key_table()["encoder_types"].values())
+    apart = [rules for rules in key_table()["encoder_types"].values() if not rules.get("within_text")]
+    is_known = any(table.get("model_type") in rules["in"] for rules in apart)
     return is_known and isinstance(names, list) and bool(names) and all(str(name).endswith(_TEXT) for name in names)
 
 
 def _encoder(table: dict[str, Any], text: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the fields of `Encoder` of images or sound before a text model with the fields `text`; None: not read."""
-    given, outer = [table[key] for key in ("vision_config", "audio_config") if table.get(key)], table.get("model_type")
-    if len(given) != 1 or not isinstance(given[0], dict) or _is_text_alone(table):
+    """Return the fields of `Encoder` of images or sound before a text model with the fields `text`; None: not read.
+
+    Where there is one of each, samples are priced with the images' alone, and the other one holds its weights.
+    """
+    given = [table[key] for key in ("vision_config", "audio_config") if table.get(key)]
+    if not given or _is_text_alone(table):
         return None
+    read = [_encoder_of(table, config, text, is_alone=len(given) == 1) for config in given]
+    if any(encoder is None for encoder in read):
+        return None
+    first, *others = [encoder for encoder in read if encoder]
+    for other in others:
+        first["num_other_parameters"] += encoder_parameters(
+            decode(ModelSpec, {"name": "other", **text, "encoder": other}, "other")
+        )
+    return first
+
+
+def _encoder_of(table: dict[str, Any], config: Any, text: dict[str, Any], *, is_alone: bool) -> dict[str, Any] | None:
+    """Return the fields of `Encoder` of one table of the file; None: not read."""
     # Published files may leave out the type, or call it as the model around it.
-    config, types = given[0], key_table()["encoder_types"]
-    known = {kind: rules for kind, rules in types.items() if outer in rules["in"]}
+    outer, types = table.get("model_type"), key_table()["encoder_types"]
+    known = {rules.get("type", kind): kind for kind, rules in types.items() if outer in rules["in"]}
+    if not isinstance(config, dict):
+        return None
     kind = config.get("model_type")
-    if len(known) == 1 and kind in (None, outer, f"{outer}_vision"):
+    if is_alone and len(known) == 1 and kind in (None, outer, f"{outer}_vision"):
         kind = next(iter(known))
     if not isinstance(kind, str) or kind not in known:
         return None
-    config = {**config, "model_type": kind}
-    own = {part: entries for part, entries in known[kind].items() if isinstance(entries, dict)}
-    rules = _with(types.get(known[kind].get("like"), {}), own)
+    kind = known[kind]
+    config = {**config, "model_type": kind, "outer": table, "text_hidden": text["hidden_size"]}
+    rules = _encoder_rules(kind)
     rules["keys"] = {"vocab_size": "", **rules.get("keys", {})}
     try:
-        fields = _spec_fields(Keys(config=config, kind=kind, rules=rules))
+        keys = Keys(config=config, kind=kind, rules=rules)
+        fields = _spec_fields(keys)
         sizes = Sizes(fields["num_layers"], fields["hidden_size"], fields["ffn_size"], text["hidden_size"])
-        around = AROUND[kind](table, config, sizes)
+        around = described(keys) if "around" in rules else AROUND[kind](table, config, sizes)
     except InputError:  # published files leave sizes to the defaults of a class: the encoder is left out then
         return None
     beside = around._asdict()
     more = {"name": kind, "vocab_size": beside.pop("patch_numbers"), "bidirectional": True, "tied_embeddings": True}
-    more |= {field: beside.pop(field) for field in ("window", "full_attention_interval")}
+    more |= {field: value for field in ("window", "full_attention_interval") if (value := beside.pop(field))}
     return {"layers": fields | more, **beside}
+
+
+def _encoder_rules(kind: str | None) -> dict[str, Any]:
+    """Meaning of the keys of a type of encoder, which may be like another one."""
+    rules = key_table()["encoder_types"].get(kind)
+    if rules is None:
+        return {}
+    return _with(_encoder_rules(rules.get("like")), {part: own for part, own in rules.items() if isinstance(own, dict)})
 
 
 def _rules(kind: str) -> dict[str, Any]:
@@ -247,7 +280,7 @@ def _additions(keys: Keys) -> list[dict[str, Any]]:
     for name, parts in keys.rules.get("additions", {}).items():
         if "when" in parts and keys.assumed(parts["when"]) is not True:
             continue
-        sizes = [tuple(map(keys.number, text.split(" x "))) for text in parts.get("matrices", ())]
+        sizes = [keys.sizes(text) for text in parts.get("matrices", ())]
         result += [
             {
                 "block": block,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from autoplan.base.errors import InputError
+from autoplan.readers.config_keys import Keys
 
 # Image tokens of Qwen2-VL and 2.5, whose images have no fixed size: the most that the processor makes of one
 # (image_processing_qwen2_vl.py, max_pixels = 28 x 28 x 1280).
@@ -264,6 +265,18 @@ def _pixtral(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Aro
     return Around(numbers, patches, max(patches // merged, 1), projector, hidden + biases)
 
 
+def described(keys: Keys) -> Around:
+    """What the data says in expressions: `numbers` of a patch, `patches`, `image_tokens`, `projector`, `others`."""
+    rule = keys.rules["around"]
+    return Around(
+        keys.number(rule["numbers"]),
+        keys.number(rule["patches"]),
+        max(keys.number(rule["image_tokens"]), 1),
+        tuple(keys.sizes(text) for text in rule["projector"]),
+        keys.number(rule["others"]),
+    )
+
+
 # By the model_type of the encoder, what stands around it; those of the models that it may stand in are in the data.
 AROUND: dict[str, Callable[[dict[str, Any], dict[str, Any], Sizes], Around]] = {
     "clip_vision_model": _clip,
@@ -272,6 +285,8 @@ AROUND: dict[str, Callable[[dict[str, Any], dict[str, Any], Sizes], Around]] = {
     "qwen2_5_vl_vision": _qwen,
     "qwen3_vl_vision": _qwen,
     "exaone4_5_vision": _qwen,
+    "qwen2_5_omni_vision_encoder": _qwen,
+    "qwen3_omni_moe_vision_encoder": _qwen,
     "glm4v_vision": _glm,
     "glm4v_moe_vision": _glm,
     "glm_ocr_vision": _glm,

@@ -268,6 +268,10 @@ class ModelSpec:
     attention_output_gate: bool = False  # as wide as the queries, on the output of softmax attention
     qk_norm: Literal["none", "head", "full"] = "none"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    # Without a kernel for it an rmsnorm keeps 16 bits more an element: of what it has normalised, in fp32 (Gemma), or
+    # its input beside an fp32 copy (T5).
+    wide_norm: bool = False
+    narrow_softmax: bool = False  # written out, attention has its softmax in 16 bits, not in fp32 (BERT, T5)
     norm_bias: bool = True  # of a layernorm; an rmsnorm has none
     norm_weights: bool = True  # False: norms scale nothing (OLMo)
     final_norm: bool = True  # behind the last layer

@@ -571,8 +571,7 @@ def model_flops_per_token(
     forward += 2 * model.table_width * logits * (1 + model.num_mtp_layers)
     forward += 2 * model.hidden_size * (2 * model.num_mtp_layers * model.hidden_size)
     forward += 2 * model.hidden_size * (model.table_width * model.head_transform + (model.embedding_size or 0))
-    at_ends = [sizes for addition in model.additions if addition.block == "ends" for sizes in addition.matrices]
-    forward += 2 * sum(inputs * outputs for inputs, outputs in at_ends)
+    forward += 2 * _weights_at_ends(model)
     if finetuning is not None and not finetuning.trains(HEAD):
         spared += 2 * model.hidden_size * logits * (1 + model.num_mtp_layers)
     encoding = encoder_flops_per_token(model, seq_len)
@@ -580,6 +579,12 @@ def model_flops_per_token(
     if finetuning is not None and not finetuning.trains(ENCODER):
         spared += 2 * encoding  # nothing before it is trained: it has no backward pass
     return (4 if runs_reference else 3) * forward - spared
+
+
+def _weights_at_ends(model: ModelSpec) -> int:
+    """Elements of the matrices that a model has at its ends beside those of its embedding and its head."""
+    own = [sizes for addition in model.additions if addition.block == "ends" for sizes in addition.matrices]
+    return sum(inputs * outputs for inputs, outputs in own)
 
 
 def _visited_share(model: ModelSpec, linear: Linear) -> float:
@@ -610,7 +615,7 @@ def encoder_flops_per_token(model: ModelSpec, seq_len: float) -> float:
         return 0.0
     layers, shapes = encoder.layers, layer_shapes(encoder.layers)
     positions = encoder.positions(seq_len)
-    weights = 1.0 * layers.vocab_size * layers.hidden_size * (encoder.embedding == "matrix")
+    weights = 1.0 * layers.vocab_size * layers.hidden_size * (encoder.embedding == "matrix") + _weights_at_ends(layers)
     weights += sum(
         _visited_share(layers, linear) * linear.num_weights
         for layer in layers.layers

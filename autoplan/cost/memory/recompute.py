@@ -194,6 +194,8 @@ def eager_norm_bytes(problem: Problem, *, is_frozen: bool = False) -> float:
     norm_bytes = framework.memory.bytes_per_eager_norm if problem.training.element_bytes < WIDE_BYTES else WIDE_BYTES
     if is_frozen:
         norm_bytes = WIDE_BYTES - problem.training.element_bytes
+    elif problem.training.element_bytes < WIDE_BYTES:
+        norm_bytes += 2.0 * problem.model.wide_norm
     return 0.0 if (fused if chosen is None else chosen) else norm_bytes
 
 
@@ -232,7 +234,8 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         ) * tokens
         if framework.memory.keeps_packed_qkv and model.kv_heads == model.num_heads:
             always_kept = always_kept + tokens * element * model.qk_head_dim * 2 * kv_heads
-        if framework.memory.fsdp2_states and model.qk_norm == "head":
+        is_eager = framework.memory.fsdp2_states or eager_norm_bytes(problem) > 0
+        if is_eager and model.qk_norm != "none":
             always_kept = always_kept + (element + eager_norm_bytes(problem)) * tokens * model.qk_head_dim * (
                 heads + kv_heads
             )
@@ -244,6 +247,7 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         is_fused = framework.kernels.fuses_softmax or training.attention == "megatron-fused"
         memory = framework.memory
         score = memory.bytes_per_fused_score if is_fused else memory.bytes_kept_per_unfused_score
+        score = min(score, element) if model.narrow_softmax else score
         dropped = np.where(batch.dropout, SCORE_DROPOUT_BYTES, 0.0)
         parts[RecomputeModule.CORE_ATTN] = (score + dropped) * tokens * heads * seen_len
     else:
