@@ -75,7 +75,7 @@ FINETUNED = Path(__file__).with_name("finetuning_runs.csv")
 # Blind sources that taught a mechanism: what was wrong then is no part of a step today.  What a trainer does in its own
 # way (flashattn, nemobert) others will do in theirs: first errors of these count.
 TAUGHT = ("dgxcmaxtext", "llama3", "nemolora", "qwenreadme", "torchao")
-COVER = 0.90  # share of the runs of a source left out that shall be inside, in the mean
+COVER = 0.90  # share of the runs of a source left out that shall be inside, on average
 SAID_SHARE = 0.25  # of a run's variance, from which a part counts as resting on it
 
 

@@ -66,7 +66,7 @@ LARGE_DEVICES = 16_384
 LEAST_REPRESENTED, MOST_REPRESENTED, MOST_OF_RANGES = 500_000, 30_000_000, 3_000_000
 BLOCK_PLANS = 2048  # priced at once
 DRAWN_CELLS = 512  # at once
-MOST_DRAWS = 20  # of so many cells, until a space is taken to hold too few legal plans
+MOST_DRAWS = 20  # of this many cells, until a space is taken to hold too few legal plans
 SAME = 1e-12  # steps this close are equal: the sums of larger batches may be added up in another order
 TIE = 1e-8  # costs this close are equal: fronts take steps of 1e-9 in their logarithms
 
@@ -84,7 +84,7 @@ class Case:
     space: Space
 
     def on(self, num_nodes: int) -> tuple[Problem, Space]:
-        """Return the problem on so many nodes."""
+        """Return the problem on this many nodes."""
         problem = resized(self.problem, num_nodes)
         return problem, make_space(problem, self.batch, **self.space_flags)
 

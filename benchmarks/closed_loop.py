@@ -115,7 +115,7 @@ FIXED = () if HAS_GPUS else ("recompute=none",)
 MOST_FOREIGN, MOST_SLOWDOWN = (np.inf, np.inf) if HAS_GPUS else (Rules().most_foreign, Rules().most_slowdown)
 LAUNCHES = 1 if HAS_GPUS else 3  # undisturbed ones of each plan, and visits of what is measured for the profile
 MOST_ROUNDS = 9
-WARMUP, STEPS = 2, 6 if HAS_GPUS else 2  # replicas of whole states put their buckets together anew in the second step
+WARMUP, STEPS = 2, 6 if HAS_GPUS else 2  # replicas of whole states put their buckets together again in the second step
 START_S, LAUNCH_S = (30.0, 20.0) if HAS_GPUS else (10.0, 5.0)  # for which there must be time left
 ALLOWANCE_S = 1.0  # for one visit to settle
 LIMIT_S = 120.0  # of a launch without a word
@@ -179,7 +179,7 @@ def compared_plans(name: str) -> list[ParallelPlan]:
 
 
 def label(plan: ParallelPlan) -> str:
-    """A plan in words, with how it is told apart from all others."""
+    """A plan in words, with how it is distinguished from all others."""
     words = plan.describe()
     return words if plan.pp == 1 or plan.vp > 1 or plan.schedule != "1f1b" else f"{words}, 1f1b"
 
@@ -264,7 +264,7 @@ def wanting(folder: Path, name: str, num_launches: int) -> list[ParallelPlan]:
 
 
 def visit(crew: Crew, hello: Hello, store: Store, name: str, *, num_visits: int, until: float) -> None:
-    """Measure what the plans of a model are made of, but for what has settled so often."""
+    """Measure what the plans of a model are made of, except for what has settled so often."""
     model, seq_len = MODELS[name]
     scope = MeasurementScope(
         model=model,
@@ -377,7 +377,7 @@ def checked_s(device: torch.device) -> float:
 
 
 def track_all(folder: Path, names: list[str], budget_s: float) -> None:
-    """Count the bytes of each plan in one untimed step, but for those that were counted."""
+    """Count the bytes of each plan in one untimed step, except for those that were counted."""
     began = time.monotonic()
     done = {(launch.model, launch.plan) for launch in kept(folder) if launch.peak_bytes}
     for name in names:
@@ -556,7 +556,7 @@ def findings(name: str, found: Compared) -> list[str]:
         f"* noise of a launch: median {percent(noise[0])}, worst {percent(noise[1])}",
         f"* Spearman over the {pairs} pairs more than {100 * FAR_APART:.0f} % apart: {correlation:.3f}; "
         f"over all plans {spearman(found.measured_s, found.predicted_s)[0]:.3f}",
-        f"* a launch in place of the prediction of the plan's other ones: error {percent(launch_error)} in the median, "
+        f"* a launch instead of the prediction of the plan's other ones: error {percent(launch_error)} in the median, "
         f"Spearman {launch_rank:.3f}",
         accuracy_sentence(found),
         f"* out of memory, though predicted to fit: {'; '.join(found.full) or 'none'}",

@@ -164,7 +164,7 @@ def table(choices: Sequence[Choice]) -> Iterator[str]:
     low, high = np.quantile(drawn, (0.05, 0.95))
     yield (
         f"\nmedian curse of a source {float(np.median(curses)):+.3f}, "
-        f"with sources drawn anew {low:+.3f} to {high:+.3f} (90 %)"
+        f"with sources drawn again {low:+.3f} to {high:+.3f} (90 %)"
     )
     corrected = {source: correction(sources, without=source) for source in sources}
     before, after = (

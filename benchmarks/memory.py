@@ -149,7 +149,7 @@ class Pricer:
             self.groups.append((np.array(indices), problem, PlanBatch.of(plans, problem.model.num_layers)))
 
     def __call__(self, traits: dict[str, float]) -> Predicted:
-        """Predictions with these traits in place of the framework's own."""
+        """Predictions with these traits instead of the framework's own."""
         logged, z = np.empty(self.size), np.empty(self.size)
         for indices, problem, batch in self.groups:
             framework = problem.framework.changed(**traits)
@@ -329,7 +329,7 @@ def _show_bands(title: str, cases: Sequence[Case], prediction: Predicted, which:
 
 
 def beta_band(happened: int, count: int) -> Floats:
-    """Shares between which that of so many of `count` lies with 95 % (Clopper and Pearson, 1934)."""
+    """Shares between which that of this many of `count` lies with 95 % (Clopper and Pearson, 1934)."""
     low = beta.ppf(0.025, happened, count - happened + 1) if happened else 0.0
     high = beta.ppf(0.975, happened + 1, count - happened) if happened < count else 1.0
     return np.array([low, high], dtype=np.float64)

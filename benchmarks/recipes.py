@@ -48,7 +48,7 @@ MUCH_FASTER = 0.10  # a best plan so far below a tuned recipe has to be believed
 # longest counts.
 _LATER = (
     "its later recipes changed the same; the overlap alone gained 15 to 18 % (bridge_ab-020 to -023), micro-batch 4 "
-    "in place of 1 a factor of 2.8 (nvbridge-227, -100)"
+    "instead of 1 a factor of 2.8 (nvbridge-227, -100)"
 )
 _PROXY = "a proxy with fewer layers, which keeps the degrees that all 126 need: fewer fit without cp or pp"
 _SPLIT_HEAD = "the last of 2 stages has a head of 202,048 words, as long as 3 of its 24 layers"

@@ -303,7 +303,7 @@ def record(arguments: argparse.Namespace) -> int:
 
 
 def run_cases(checkout: Path, cases: list[Case], runs: Path, out: Path, jobs: int) -> dict[str, float]:
-    """Run the cases on so many processes, and write their records; return how long each took."""
+    """Run the cases on this many processes, and write their records; return how long each took."""
     times_s = {}
     local = threading.local()
     servers: list[Server] = []

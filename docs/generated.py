@@ -38,7 +38,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Puts the newest result of a benchmark in place of `<!-- result: NAME, [below ]HOW ITS LINE BEGINS -->`."""
+    """Puts the newest result of a benchmark instead of `<!-- result: NAME, [below ]HOW ITS LINE BEGINS -->`."""
     return _RESULT.sub(lambda match: _result(match[1], match[3], below=match[2] is not None), markdown)
 
 

@@ -113,7 +113,7 @@ class Allocation:
         return kind
 
     def _switches(self) -> list[list[int]]:
-        """Number of the switch that each node hangs on, tier by tier; none where the cluster does not tell."""
+        """Number of the switch above each node, tier by tier; none where the cluster does not tell."""
         if self.cluster is None or not self.nodes:
             return []
         if listed := node_names(self.cluster):

@@ -14,7 +14,7 @@ from autoplan.base.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Groups of `num_devices`, of which `devices_per_node` sit on each node that a group touches."""
+    """Groups of `num_devices`, of which `devices_per_node` are on each node that a group touches."""
 
     num_devices: int
     devices_per_node: int

@@ -148,7 +148,7 @@ def settings_differ(first: int, second: int) -> bool:
 def check_text(where: str, text: str) -> None:
     """Refuse text that is too long, or that a terminal would not show as it is."""
     if not isinstance(text, str):
-        raise InputError(f"{where} holds bytes in place of text")
+        raise InputError(f"{where} holds bytes instead of text")
     if len(text) > MOST_TEXT or any(unicodedata.category(letter)[0] == "C" for letter in text):
         raise InputError(f"{where} holds text that is longer than {MOST_TEXT} characters or has control characters")
 

@@ -290,7 +290,7 @@ def _is_settled(samples_s: Sequence[float], rules: Rules) -> bool:
 def _outcome(
     best: _Round, clean_s: Sequence[float], conditions: dict[str, str], rules: Rules, num_samples: int
 ) -> Outcome:
-    """Return what undisturbed rounds of so many samples tell; where there were none, the `best` of the others."""
+    """Return what undisturbed rounds of this many samples tell; where there were none, the `best` of the others."""
     if not clean_s:
         slowed = f"{SLOWED}: {best.slowdown}" if best.slowdown else ""
         why = slowed or f"other load took {100 * best.foreign:.0f} % of the machine"
@@ -338,7 +338,7 @@ def _spin(num_cycles: int) -> None:
 
 
 def _spin_hz(device: torch.device) -> float:
-    """Cycles a second of the kernel that does nothing for so many: counted, as clocks differ in what they count."""
+    """Cycles a second of the kernel that does nothing for this many: counted, as clocks differ in what they count."""
     _spin(_SPIN_CYCLES)  # wakes the clocks
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     first.record()

@@ -1,4 +1,4 @@
-"""Advice where there is no legal plan or none fits: the reason in one line, and the nearest way out."""
+"""Advice if no plan is legal or none fits: the reason in one line, and the closest way out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHOWN_WAYS = 3
 
 
 def check_result(problem: Problem, space: Space, result: SearchResult) -> None:
-    """Refuse a result without a plan, with the reason and the way out."""
+    """Raise an error with the reason and the way out if a result has no plan."""
     if result.ranked:
         return
     if result.closest is None:
@@ -46,7 +46,7 @@ def check_result(problem: Problem, space: Space, result: SearchResult) -> None:
 
 
 def needed_text(needed_bytes: float, capacity_bytes: float, oom_probability: float, where: str = "") -> str:
-    """Say what a plan that does not fit needs, and its risk where that alone is too high."""
+    """Describe the memory that a plan needs, and its OOM risk if only that is too high."""
     risk = f", with an OOM risk of {format_percent(oom_probability)}" if needed_bytes <= capacity_bytes else ""
     return f"{format_bytes(needed_bytes)} of {format_bytes(capacity_bytes)}{where}{risk}"
 
@@ -151,7 +151,7 @@ def _way_out(problem: Problem, space: Space) -> str:
 
 
 def _free(problem: Problem, limits: Limits) -> Limits:
-    """The usual limits, in which nothing is fixed, bounded or forbidden."""
+    """Return the default limits, with nothing fixed, bounded or forbidden."""
     return default_limits(problem, limits.global_batches)
 
 
@@ -195,7 +195,7 @@ def _wider(limits: Limits, free: Limits) -> Iterator[tuple[str, Limits]]:
 
 
 def _with_others(axis: str, limits: Limits, free: Limits) -> str:
-    """Say that an axis has more values; one that is not what --forbid leaves was fixed."""
+    """Describe how to allow other values of an axis."""
     values = limits.of(axis)
     if len(values) == 1 and values[0] != plain_of(AXIS[axis], free.of(axis)):
         return f"without --fix {axis}={values[0]}"

@@ -1,4 +1,4 @@
-"""Options that change the numerics of training: what each would bring to the best plan, where none was allowed."""
+"""Gains of options that change the numerics of training and were not allowed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST_GAIN, LEAST_FREED = 0.005, 0.01  # of the step, and of the memory of a dev
 
 
 def allowances(problem: Problem, space: Space, best: RankedPlan) -> tuple[Allowance, ...]:
-    """Return what single options that were not allowed would bring to `best`, the fastest of each axis first.
+    """Return the gain of each option that was not allowed for `best`, the fastest value of each axis first.
 
     An option that others depend on comes with these.  The best plan with it may be another one, and faster still.
     """

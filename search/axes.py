@@ -1,8 +1,7 @@
-"""Changes of a plan, one axis at a time.
+"""Changes to a plan, one axis at a time.
 
-The data-parallel degree is what the others leave of the devices.  A plan does not tell an axis that means nothing in
-it, such as how stages are interleaved where there is one: where such an axis comes to mean something it has the value
-of the other plan, or a plain one.
+Data parallelism uses the devices that the other degrees leave.  An axis without effect, such as the interleaving of a
+single stage, has no value; when it gains an effect, it takes the value of the other plan or its default.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _CHANGEABLE = sorted(
 
 
 def axes_of(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
-    """Return what `plan` says of every axis that means something in it.
+    """Return the value of every axis that has an effect in `plan`.
 
     `sharding` is (kind, ranks it goes over; None: all), `schedule` (name, chunks of a rank), `layers` holds the layouts
     that may be meant: the first one with as many chunks as the plan has.
@@ -119,7 +118,7 @@ def _without_idle(problem: Problem, plan: ParallelPlan, axes: Axes) -> ParallelP
 
 
 def _layout(problem: Problem, layouts: tuple[tuple[int, ...], ...], chunks: int) -> tuple[int, ...] | None:
-    """The first layout of so many chunks, else the framework's own; None where layers are spread evenly."""
+    """The first layout of this many chunks, else the framework's own; None where layers are spread evenly."""
     model, split = problem.model, book_of(problem.framework).split
     layers = next((layout for layout in layouts if len(layout) == chunks), None)
     if layers is None and split:

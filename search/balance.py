@@ -1,4 +1,4 @@
-"""Exact sharing out of layers, micro-batches and states over unlike stages and replicas."""
+"""Exact distribution of layers, micro-batches and states over different stages and replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SAME = 1e-12  # share by which times may differ by rounding
 
 
 def min_max_layers(layer_s: Floats, extra_s: Floats, most_layers: Ints) -> tuple[int, ...] | None:
-    """Return layers of every stage such that the slowest stage is as fast as possible; None where none fits.
+    """Return the layers of every stage that make the slowest stage fastest; None if none fits.
 
     `layer_s` is every layer on every stage, shape (stages, layers); `extra_s` what a stage does beside them.  Every
     stage gets at least one layer and at most `most_layers`.  Of the best cuts it is the one with the least sum of

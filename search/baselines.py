@@ -1,4 +1,4 @@
-"""Obvious plans that lost: the best plan of each family that a person would think of first."""
+"""Baselines: the best plan of each family that people usually try first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _narrowed(limits: Limits, **degrees: int) -> Limits:
 
 
 def families(problem: Problem, limits: Limits) -> Iterator[tuple[str, Limits]]:
-    """Yield names and limits of what is tried first in practice, within the user's own, but for FSDP's sharding."""
+    """Yield names and limits of what is tried first in practice, within the user's own, except for FSDP's sharding."""
     cluster, has_experts = problem.cluster, problem.model.moe is not None
     domain = min(cluster.levels[-1].num_devices, cluster.num_devices)
     node = min(cluster.devices_per_node, domain)

@@ -1,6 +1,6 @@
-"""Blocks of cells that are priced together, round by round: what one round found is known to the next.
+"""Blocks of cells that are priced together, in rounds: each round knows the results of the previous one.
 
-What a block comes to depends on the block alone, so that the answer does not depend on who prices it, or when.
+The result of a block depends only on the block, so the answer does not depend on who prices it, or when.
 `search.ledger` shares the blocks of a round among many workers; here one process prices them one after another.
 """
 

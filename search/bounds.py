@@ -1,11 +1,11 @@
-"""Lower bounds on the step time and memory of plans, made of the same prices as the estimate.
+"""Lower bounds on the step time and memory of plans, derived from the same prices as the estimate.
 
-A *kind* is a plan but for its layout and the number of layers that it recomputes: degrees, batch, micro-batch, states,
-recomputation.  What its layers, head and messages cost is priced once; how many layers lie where is counted once for
-all kinds on so many stages; the bounds of all plans of all these kinds are then products of the two.  No bound is ever
-above the estimate.
+A *kind* is a plan except for its layout and the number of layers that it recomputes: degrees, batch, micro-batch,
+states, recomputation.  What its layers, head and messages cost is priced once; how many layers lie where is counted
+once for all kinds on this many stages; the bounds of all plans of all these kinds are then products of the two.  No
+bound is ever above the estimate.
 
-Layers are told apart by their blocks; arrays of them have a last axis with an element for each sort of layer.
+Layers are distinguished by their blocks; arrays of them have a last axis with an element for each sort of layer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class KindTimes(Rows):
     factor: Floats  # stragglers and calibration, on everything
 
     def step_s(self, spread: Spread, *, overlaps: bool) -> Floats:
-        """A time that no plan beats of each kind with each of the spreads: shape (kinds, spreads).
+        """Lower bound on the step time of each kind with each of the spreads: shape (kinds, spreads).
 
         The paths of the last and the heaviest rank through the closed form of 1F1B, and the work of each of them and
         the mean of all ranks, which no schedule beats.  It grows with what is recomputed.
@@ -268,7 +268,7 @@ def kind_bounds(problem: Problem, space: Space, costs: KindCosts, most_bytes: fl
 def plain_bounds(problem: Problem, space: Space, groups: PlanBatch) -> Floats:
     """Return a time that no plan of each group beats, however much memory it needs.
 
-    Nothing that is recomputed makes a step shorter, but for the launches that hide under the head.  Infinite for
+    Nothing that is recomputed makes a step shorter, except for the launches that hide under the head.  Infinite for
     groups without plans.
     """
     time = np.full(len(groups), np.inf)
@@ -317,7 +317,7 @@ def group_bounds(
 
 
 def _blocks(count: int) -> Iterator[Ints]:
-    """Yield the indices of so many groups in order, those together that are bounded in one go."""
+    """Yield the indices of this many groups in order, those together that are bounded in one go."""
     for start in range(0, count, BLOCK_GROUPS):
         yield np.arange(start, min(start + BLOCK_GROUPS, count))
 

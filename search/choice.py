@@ -1,4 +1,4 @@
-"""Confidence in the choice: plans that the model cannot tell from the best, and the choice at a quantile.
+"""Confidence in the choice: plans that the model cannot separate from the best, and the choice at a quantile.
 
 The errors of two plans of one cluster, model and framework are much alike: a wrong rate of the matrix products moves
 all of them.  What decides is the interval of the *ratio* of two plans.  Times of components are off by factors of their
@@ -36,7 +36,7 @@ MOST_CONTENDERS = 20  # of which the answer holds the plans
 
 
 def apart(parts: Floats, other_parts: Floats) -> Floats:
-    """The part of the step that two plans spend on different things, from their `component_shares`: 0 to 1."""
+    """Return the share of the step that two plans spend on different components, 0 to 1, from `component_shares`."""
     return np.asarray(np.abs(parts - other_parts).sum(axis=-1) / 2)
 
 
@@ -56,7 +56,7 @@ def pace(candidate: RankedPlan) -> float:
 
 
 def is_as_safe(candidate: RankedPlan, reference: RankedPlan) -> bool:
-    """Return whether a plan is as sure to fit as another one."""
+    """Return whether a plan is at least as likely to fit as another one."""
     return VERDICTS.index(candidate.verdict) <= VERDICTS.index(reference.verdict)
 
 
@@ -85,7 +85,7 @@ def first_of_kinds(plans: Iterable[RankedPlan]) -> tuple[RankedPlan, ...]:
 
 
 def choice_of(result: SearchResult) -> Confidence:
-    """Plans that the model cannot tell from the best: those in the 90 % interval of its ratio to them."""
+    """Return the plans inside the 90 % interval of their ratio to the best, which the model cannot separate from it."""
     best, *slower_plans = distinct(result)
     if not slower_plans:
         return Confidence(runner_up=None, ratio=None, width=None, num_contenders=0, contenders=())

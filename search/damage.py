@@ -1,4 +1,4 @@
-"""Errors that reading a damaged journal or study ends in, as an error of the user's."""
+"""Conversion of errors from a damaged journal or study into user errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DAMAGE = (ValueError, LookupError, TypeError, AttributeError, AssertionError, Re
 
 @contextmanager
 def refusing_damage() -> Iterator[None]:
-    """Refuse attributes of a study that do not hold what was written there."""
+    """Raise a user error if the attributes of a study are damaged."""
     try:
         yield
     except DAMAGE as error:

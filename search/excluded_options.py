@@ -1,4 +1,4 @@
-"""Options that spaces leave out since they rarely bring anything, tried on the best plans."""
+"""Options that spaces exclude because they rarely help, tried on the best plans."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _is_beaten(
 
 
 def switched(problem: Problem, space: Space, plan: ParallelPlan, barred: Collection[str]) -> Iterator[ParallelPlan]:
-    """Yield `plan` with each of the options that a space leaves out, but for those that are `barred`."""
+    """Yield `plan` with each of the options that a space leaves out, except for those that are `barred`."""
     changes: list[dict[str, Any]] = [
         {axis: 2 * getattr(plan, axis)} for axis, bound in space.limits.upper_bounds if 2 * getattr(plan, axis) > bound
     ]

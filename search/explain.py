@@ -1,4 +1,4 @@
-"""Explanation of a plan: what stops the plans beside it, and what those that are faster would need."""
+"""Explanation of a plan: what rules out its neighbours, and what faster ones would need."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TYPED = tuple(
 
 
 def explain(problem: Problem, file: PlanFile, versus: Versus | None = None) -> Explanation:
-    """Explain what binds the best plan of `file`, what the nearest better ones need, and why the alternatives lost."""
+    """Explain what limits the best plan of `file`, what the nearest better ones need, and why alternatives lost."""
     (best,) = prices(problem, [file.best.plan])
     stages = stage_costs(problem, best.plan)
     rules = rules_for(problem.framework, file.space.to if file.space else "")
@@ -61,7 +61,7 @@ def explain(problem: Problem, file: PlanFile, versus: Versus | None = None) -> E
 
 
 def _priced(problem: Problem, best: RankedPlan, count: int, rules: tuple[Rule, ...]) -> list[Neighbour]:
-    """The plans with so many axes changed that can be priced at all, fastest first; `rules` say which may start."""
+    """The plans with this many axes changed that can be priced at all, fastest first; `rules` say which may start."""
     plan = best.plan
     requested = {
         _startable(replace(candidate, placement=plan.placement)): candidate
@@ -121,7 +121,7 @@ def _by_axis(neighbours: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
 
 
 def _excess(near: Neighbour) -> float:
-    """Bytes that a device, or a host, has too few; 0 where it fits but for its risk."""
+    """Bytes that a device, or a host, has too few; 0 where it fits except for its risk."""
     return max(near.needed_bytes - near.capacity_bytes, 0.0) if near.plan.verdict != "fits" else 0.0
 
 
@@ -143,7 +143,7 @@ def _nearest(faster: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
 def _binding(
     problem: Problem, best: RankedPlan, stages: Sequence[StageCost], faster: Sequence[Neighbour]
 ) -> tuple[str, ...]:
-    """Say what stops the plan, or alone stops faster ones: memory, and rules in the way of plans that fit."""
+    """Name what limits the plan, or what alone rules out faster ones: memory, or rules."""
     says = []
     if best.verdict != "fits":
         worst = max(stages, key=lambda stage: stage.memory_bytes)

@@ -1,7 +1,7 @@
-"""Results of a search so far: counts and best plans, merged from blocks, and written as text into a study.
+"""Results of a search so far: counts and best plans, merged from blocks and stored as text in a study.
 
-Two classes keep plans: `NearBest` all plans within a margin of the fastest, `Front` the plans that no other one beats
-in every measure.  Both say which bounds rule a plan out, so that one engine serves one measure and several.
+Two classes keep plans: `NearBest` all plans within a margin of the fastest, and `Front` the Pareto front.  Both decide
+which bounds rule a plan out, so one engine serves one measure and several.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NearBest:
 
     @property
     def bar(self) -> float:
-        """Value that a bound has to be below to be worth a price."""
+        """Threshold: only plans with a lower bound below it are worth pricing."""
         # A plan whose bound is its price is below it, too.
         return self.best * (1.0 + self.margin) * (1.0 + 2 * TIE)
 

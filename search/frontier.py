@@ -1,4 +1,4 @@
-"""Lower bounds of a space, level by level: of its groups first, then of the kinds in those that are not ruled out."""
+"""Lower bounds of a space in two levels: first its groups, then the kinds in groups that are not ruled out."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Frontier:
     def usable(self, verdict: int, incumbents: Incumbents | None = None) -> Ints:
         """Return the groups of which a plan may be as safe as `verdict`, best first.
 
-        Their bounds are sharp, but for those that `incumbents` rule out.
+        Their bounds are sharp, except for those that `incumbents` rule out.
         """
         groups = self._usable(verdict)
         self.sharpen(np.sort(groups[~incumbents.rules_out(self.bounds[groups])] if incumbents else groups))
@@ -142,7 +142,7 @@ class OpenKinds:
     owner: Ints  # the cell of each kind
     bounds: Floats  # shape (kinds, measures)
     cell_bounds: Floats  # the least of them: shape (cells, measures)
-    least_skipped: float  # least bound, in the first measure, of all other kinds but for those that are too large
+    least_skipped: float  # least bound, in the first measure, of all other kinds except for those that are too large
 
     @classmethod
     def of(cls, frontier: Frontier, verdict: int, groups: Ints, incumbents: Incumbents) -> OpenKinds:

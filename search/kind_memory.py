@@ -1,6 +1,6 @@
-"""Least memory of the plans of a kind, made of the same terms as the estimate, and never above it.
+"""Lower bound on the memory of the plans of a kind, from the same terms as the estimate.
 
-Layers are told apart by their blocks; arrays of them have a last axis with an element for each sort of layer.
+Layers are distinguished by their blocks; arrays of them have a last axis with an element for each sort of layer.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _layers_of(model: ModelSpec, of_block: dict[Block, DenseAndExpert]) -> Dense
 
 
 def _state_bytes(problem: Problem, batch: PlanBatch, dense: float, expert: float, ends: float) -> Floats:
-    """Bytes of weights, gradients and optimizer on a rank with so many dense and expert parameters of its own.
+    """Bytes of weights, gradients and optimizer on a rank with this many dense and expert parameters of its own.
 
     No gradients where they live in a part of the step alone: there need not be any when most activations are alive.
     """

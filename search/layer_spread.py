@@ -1,6 +1,6 @@
 """Spread of the layers over the ranks of a pipeline, of all plans of a kind: what their bounds count layers by.
 
-Layers are told apart by their blocks; arrays of them have a last axis with an element for each sort of layer.
+Layers are distinguished by their blocks; arrays of them have a last axis with an element for each sort of layer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Spread:
     second: Floats  # on the rank behind it, which has no embedding and often more layers
     kept_second: Floats
     last: Floats  # on the rank with the head
-    heaviest: Floats  # on the rank with most layers but for the last one, the later of equal ones
+    heaviest: Floats  # on the rank with most layers except for the last one, the later of equal ones
     before: Floats  # on the ranks before that one
     ahead: Floats  # on the ranks before the one with the head, which has the last of them; none where ranks are folded
     repeated: Floats  # of the whole model

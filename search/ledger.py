@@ -1,8 +1,8 @@
-"""Optuna study of a search that many workers share: blocks of cells are queued, claimed and priced once.
+"""Optuna study of a search shared by many workers: blocks of cells are queued, claimed and priced once.
 
-A block is claimed by the trial of its first cell, which Optuna lets one worker turn from waiting to running; the other
-cells get their trials with the outcome.  Whoever prices a block, when, or how often a worker is lost on the way, the
-answer is the same.
+A worker claims a block by setting the trial of its first cell from waiting to running, which Optuna allows only one
+worker to do; the other cells get their trials with the outcome.  The answer is the same whoever prices a block, when,
+and however often a worker is lost.
 """
 
 from __future__ import annotations

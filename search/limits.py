@@ -1,4 +1,4 @@
-"""Limits of the axes of a plan: defaults from model and cluster, narrowed and widened by the user."""
+"""Limits of the axes of a plan: defaults from model and cluster, changed by the user."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ CALLED_OTHERWISE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Choices that a search may vary.
+    """Choices that a search varies.
 
     `fixed`, `upper_bounds` and `forbidden` are (axis, value) pairs over `COUNTS`.  `values` are pairs of an axis of
     `SEARCHED` and the words or flags that it takes, the plain one first.  `shard_domains` are the sizes
@@ -110,7 +110,7 @@ class Limits:
         return replace(self, values=tuple((name, changed.get(name, old)) for name, old in self.values))
 
     def admits(self, axis: str, value: int) -> bool:
-        """Return whether a count obeys what is fixed, bounded and forbidden."""
+        """Return whether a count is within what is fixed, bounded and forbidden."""
         return (
             (axis, value) not in self.forbidden
             and all(value == fixed for name, fixed in self.fixed if name == axis)
@@ -152,7 +152,7 @@ def _in_short(recomputes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
-    """Choices that the framework offers and that does not change the numerics of training.
+    """Return the choices that the framework offers and that do not change the numerics of training.
 
     tp stays inside the fastest domain that joins devices: its collectives are exposed in every layer.  Choices that
     the cost model never prefers are left out: recomputing attention under a flash kernel, which keeps nothing

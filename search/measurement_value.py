@@ -1,12 +1,12 @@
-"""Value of measurements: which of them could change the best plan, and how sure one would be of it then.
+"""Value of measurements: which ones could change the best plan, and how certain it would be afterwards.
 
-The value of a measurement is what it is expected to save: the share of a step by which the plan that one would choose
-knowing its result beats the plan that one would choose now (Howard, Information Value Theory, IEEE Trans. SSC 2, 1966).
-Plans that spend the same share of their steps on an operation keep their order whatever it takes, and what was measured
-is known: neither is worth anything.
+The value of a measurement is its expected saving: the share of a step by which the plan chosen with its result beats
+the plan chosen now (Howard, Information Value Theory, IEEE Trans. SSC 2, 1966).  Two cases have no value: plans that
+spend the same share of their step on an operation keep their order whatever it takes, and measured operations are
+already known.
 
-What a group of operations takes is found by pricing the plans as if it had been measured, so that only what the price
-would read counts.
+The share of a group of operations is found by pricing the plans as if the group had been measured, so only what the
+price would look up counts.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def explained_variance(unlike: Floats, spread: Floats, measured: Sequence[int]) 
 
 
 def expected_gain(lead: float, variance: float) -> float:
-    """Return the average saving of choosing anew when the best's lead, a logarithm, is known better by `variance`."""
+    """Return the average saving of choosing again when the best's lead, a logarithm, is known better by `variance`."""
     if variance <= 0:
         return 0.0
     scale = float(np.sqrt(variance))

@@ -1,4 +1,4 @@
-"""Single changes of a plan that would free device memory: how much each frees, and what it costs."""
+"""Single changes to a plan that free device memory: how much each frees, and what it costs."""
 
 from __future__ import annotations
 

@@ -53,12 +53,12 @@ class Ways(Rows):
     least_s: Floats  # no plan of them alone is faster; infinite where none fits
     num_devices: Ints
     # In groups beside others, which share the sharded states: sequences that all replicas do in a second, at most and
-    # but for what they wait for the slowest device of all.
+    # except for what they wait for the slowest device of all.
     most_rate: Floats
 
 
 class Rates(NamedTuple):
-    """Rates of ways beside others, but for what they wait for the slowest device of all."""
+    """Rates of ways beside others, except for what they wait for the slowest device of all."""
 
     most: Floats  # sequences that all replicas do in a second at most
     chunks: Ints  # virtual stages with which they do
@@ -282,7 +282,7 @@ class MixedSpace:
     def _passes_s(
         self, ways: Ways, num_microbatches: Ints, costs: dict[int, KindCosts], states: dict[int, KindCosts]
     ) -> tuple[Floats, Ints]:
-        """(time that all passes of so many micro-batches take at least, the virtual stages with which they do)."""
+        """(time that all passes of this many micro-batches take at least, the virtual stages with which they do)."""
         time_s, chunks = np.full(len(ways.form), np.inf), ways.kinds.vp.copy()
         stages = np.array([len(form.places) for form in ways.forms])[ways.form]
         for pp, is_plain in itertools.product(np.unique(stages).tolist(), (True, False)):
@@ -490,7 +490,7 @@ def _across_s(
 
 
 def _with_chunks(kinds: PlanBatch, vp: int) -> PlanBatch:
-    """Kinds with so many chunks a stage."""
+    """Kinds with this many chunks a stage."""
     schedule = Schedule.INTERLEAVED if vp > 1 else Schedule.ONE_F_ONE_B
     return replace(kinds, vp=np.full_like(kinds.vp, vp), schedule=np.full_like(kinds.schedule, schedule.code))
 

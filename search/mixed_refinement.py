@@ -162,7 +162,7 @@ class Refiner:
         return plan
 
     def _next_plan(self, draft: _Draft, cost: MixedCost) -> MixedPlan | None:
-        """Share out anew by what the last plan costs."""
+        """Share out again by what the last plan costs."""
         kinds = list(zip(cost.plan.kinds, cost.kinds, strict=True))
         prices = [
             next(price for kind, price in kinds if _places_of(kind) == pipelines.places)

@@ -1,6 +1,6 @@
 """Placement: the order in which a plan numbers the nodes that a scheduler handed out.
 
-Nodes below the same switches are interchangeable, so that an order is a row of the switches they hang on.  The step is
+Nodes below the same switches are interchangeable, so that an order is a row of the switches above them.  The step is
 linear in the shares of traffic that leave switches as long as the same things hide behind each other: such a line
 scores many orders at once, and only the few best are priced as they are.
 """
@@ -178,7 +178,7 @@ class _OrderSearch:
         return slopes
 
     def score(self, slopes: Slopes, orders: Ints) -> Floats:
-        """Return the times of orders by `slopes`: seconds, but for a constant."""
+        """Return the times of orders by `slopes`: seconds, except for a constant."""
         score = SPREAD_WEIGHT * self.listed_s * self._spread(orders)
         for (level, group), slope in slopes.items():
             if slope:

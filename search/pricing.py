@@ -114,7 +114,7 @@ class _BlockPricer:
         return CellOutcome(value=float(self.value_of[cell]), constraints=constraints, attributes=attributes)
 
     def not_ruled_out(self, bounds: Floats, *, growth: int, max_rows: int) -> Iterator[Ints]:
-        """Yield rows of `bounds` in order, few at first and then more at once, but for those that are ruled out."""
+        """Yield rows of `bounds` in order, few at first and then more at once, except for those that are ruled out."""
         incumbents, done, size = self.findings.incumbents, 0, FIRST_PRICED
         while done < len(bounds):
             part = np.arange(done, min(done + size, len(bounds)))

@@ -75,7 +75,7 @@ def search_sizes(
     """Find the plans of all sizes that are best in the objectives and within the limits of the run.
 
     Of one objective that is one plan, of several the exact front.  NoPlanError where no size has such a plan.  Options
-    that spaces leave out are tried but for those that are `barred` (`with_excluded_options`).  Workers of a `shared`
+    that spaces leave out are tried except for those that are `barred` (`with_excluded_options`).  Workers of a `shared`
     search take the sizes in the same order and share the search of each: a study a size.
     """
     measures = measures_of(objectives, run)
@@ -134,7 +134,7 @@ def _bounded(nodes: int, make: MakeProblem, objectives: Sequence[Objective], run
     least, costs = None, (math.inf,) * len(objectives)
     try:
         run.reliability.goodput(problem.cluster.num_devices)
-    except InputError as error:  # of so many devices: fewer may do
+    except InputError as error:  # of this many devices: fewer may do
         return _Size(num_nodes=nodes, problem=problem, space=space, least=least, costs=costs, refusal=str(error))
     groups, _ = space.groups(space.cells())
     if len(groups):
@@ -179,7 +179,7 @@ def _outcome(size: _Size, front: Sequence[RunPlan], objectives: Sequence[Objecti
 
 
 def _is_no_worse(costs: Costs, reference: Costs) -> bool:
-    """Return whether none of the costs is above its counterpart, but for ties."""
+    """Return whether none of the costs is above its counterpart, except for ties."""
     return all(cost <= reference_cost * (1 + TIE) for cost, reference_cost in zip(costs, reference, strict=True))
 
 

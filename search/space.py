@@ -80,7 +80,7 @@ class Cell:
 class Inside:
     """The plans that a kind holds: every layout of the layers and, in kinds that repeat some of them, how many.
 
-    An element a plan.  All kinds on so many stages that repeat none, some or all layers hold the same.
+    An element a plan.  All kinds on this many stages that repeat none, some or all layers hold the same.
     """
 
     layouts: tuple[tuple[int, ...], ...]
@@ -160,7 +160,7 @@ class Space:
         return kinds.take(lawful), of_group[lawful]
 
     def inside(self, pp: int, number: int) -> Inside:
-        """Return the plans that kinds on so many stages hold whose `recompute_num_layers` is `number`."""
+        """Return the plans that kinds on this many stages hold whose `recompute_num_layers` is `number`."""
         if (pp, number) not in self._insides:
             layouts_here = self.layouts_on(pp)
             layouts = tuple(dict.fromkeys(layers for *_, layers in layouts_here))
@@ -396,7 +396,7 @@ class Space:
         return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
     def _repeats(self, pp: int) -> Ints:
-        """Choices of recomputation but for the number of layers: shape (choices, 3).
+        """Choices of recomputation except for the number of layers: shape (choices, 3).
 
         Those of a number of layers stand with the least.
         """
@@ -416,7 +416,7 @@ class Space:
         return np.column_stack([rows[:, 0], np.tile(repeats, (len(states), 1)), rows[:, 1]])
 
     def layouts_on(self, pp: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-        """(chunks of a rank, schedule, layers of every chunk) of the layouts on so many stages."""
+        """(chunks of a rank, schedule, layers of every chunk) of the layouts on this many stages."""
         return _layouts(self.limits, self.workload.model, pp)
 
     def _size(self, cell: Cell) -> int:
@@ -520,7 +520,7 @@ def _layouts(limits: Limits, model: ModelSpec, pp: int) -> tuple[tuple[int, int,
 
 
 def _schedules(limits: Limits, pp: int, vp: int) -> tuple[str, ...]:
-    """Schedules that exist on so many stages with so many chunks; one stage has no pipeline, which is told as 1F1B."""
+    """Schedules that exist on this many stages with this many chunks; one stage has no pipeline, written as 1F1B."""
     if pp == 1:
         exist: tuple[str, ...] = ("1f1b",)
     elif vp == 1:

@@ -10,7 +10,7 @@ from autoplan.search.limits import divisors
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.plan import ParallelPlan
 
-MAX_STAGES = 32  # deeper pipelines over unlike parts are mostly bubble
+MAX_STAGES = 32  # deeper pipelines over different parts are mostly bubble
 LEAST_USED = 0.9  # share of the devices of its parts that a structure must use
 
 StageKind = tuple[int, int]  # part and tensor-parallel degree of a stage

@@ -72,7 +72,7 @@ class Surrogate:
     """Logarithms of seconds per sequence of every plan: a Gaussian for each scale of what plans are off by themselves.
 
     `means` and `spreads`, standard deviations, have the shape (scales, plans); `weights` are the scales' probabilities.
-    `log_evidence` is the logarithm of how likely what was measured is, but for a constant.
+    `log_evidence` is the logarithm of how likely what was measured is, except for a constant.
     """
 
     means: Floats
@@ -138,7 +138,7 @@ class _Fit:
 
     weights: Floats
     inverse: Floats
-    log_evidence: float  # but for a constant
+    log_evidence: float  # except for a constant
 
 
 def _robust(shared: Floats, off: Floats, variance: Floats) -> _Fit:

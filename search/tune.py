@@ -39,7 +39,7 @@ MOST_ALIKE = 3  # trials that fail for the same reason before any has finished: 
 # chance unless it spends its step on other things altogether.
 MARGIN = 0.3
 MOST_RUNS = 3  # of a plan whose lead over another one is within what runs of one plan differ by
-MOST_PLANS = 500  # of which more would not be told apart by a few trials
+MOST_PLANS = 500  # of which more would not be distinguished by a few trials
 
 STATES: Mapping[TrialEnd, TrialState] = {
     "measured": TrialState.COMPLETE,
@@ -158,7 +158,7 @@ class Tuning:
         with suppress(UpdateFinishedTrialError):
             for name, value in asdict(result).items():
                 self._storage.set_trial_user_attr(trial_id, name, value)
-            # Feasible at 0 or less: what a model of the constraint learns from, in place of a penalty.
+            # Feasible at 0 or less: what a model of the constraint learns from, instead of a penalty.
             if result.how in ("measured", "slower", "oom"):
                 optuna.Trial(self._study, trial_id).set_constraint("memory", float(result.how == "oom"))
             values = None
@@ -254,7 +254,7 @@ def _stop(
 ) -> Stop | None:
     if not is_left:
         return ("alike" if is_close else "separated") if has_best else "exhausted"
-    last = [(result.how, re.sub(r"\d+", "", result.reason)) for _, result in ended[-MOST_ALIKE:]]  # but for numbers
+    last = [(result.how, re.sub(r"\d+", "", result.reason)) for _, result in ended[-MOST_ALIKE:]]  # except for numbers
     if not has_best and len(last) == MOST_ALIKE and len(set(last)) == 1 and last[0][0] != "oom":
         return "failing"
     return None

@@ -1,4 +1,4 @@
-"""What does the command line answer where a cluster has unlike parts?"""
+"""What does the command line answer where a cluster has different parts?"""
 
 from __future__ import annotations
 

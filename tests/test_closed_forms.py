@@ -166,7 +166,7 @@ def test_a_head_on_the_last_chunk_of_an_interleaved_pipeline_is_exact(p: int, v:
 
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 8), (4, 2, 4), (4, 2, 16), (4, 4, 8), (8, 2, 16)])
 def test_unequal_stages_of_interleaved_1f1b_are_within_a_tenth(p: int, v: int, m: int) -> None:
-    """No bound here, an estimate: between -5 and +10 % for stage times within 30 %, +2 % in the mean."""
+    """No bound here, an estimate: between -5 and +10 % for stage times within 30 %, +2 % on average."""
     errors = []
     for seed in range(40):
         forward, backward = unequal(p, seed)
@@ -321,7 +321,7 @@ TIMES = st.floats(0.1, 4.0)
 
 
 def test_passes_that_warm_up_and_cool_down_an_overlapped_interleaved_pipeline_block_on_their_messages() -> None:
-    # Of 4 x 3 chunk passes of each kind the last stage warms up with 8, and 4 overlap but for contention.
+    # Of 4 x 3 chunk passes of each kind the last stage warms up with 8, and 4 overlap except for contention.
     p, m, v, send_s = 4, 4, 3, 0.01
     shown = 2 * send_s * (p - 1) + 2 * send_s * (v - 1) * p + (m * v - (v - 1) * p) * 2 * 0.1 * send_s
     assert sends(p, m, send_s, v=v, overlaps=True) == pytest.approx(shown)

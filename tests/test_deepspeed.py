@@ -370,7 +370,7 @@ def test_deepspeed_accepts_what_is_exported_and_refuses_the_defects() -> None:
     assert "uplicate key" in answers[-1]["error"]
 
 
-# What a person reads in the examples for so many devices: fields of the plan, what is told.
+# What a person reads in the examples for this many devices: fields of the plan, what is told.
 EXAMPLES: dict[str, tuple[int, dict[str, Any], set[str]]] = {
     "DeepSpeedExamples/training/bing_bert/deepspeed_bsz64k_lamb_config_seq128.json": (
         64,

@@ -659,7 +659,7 @@ def test_this_machine_becomes_a_cluster_that_a_search_accepts(
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """This machine is looked at anew."""
+    """This machine is looked at again."""
     local_cluster.cache_clear()
     yield
     local_cluster.cache_clear()

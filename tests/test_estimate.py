@@ -229,7 +229,7 @@ def test_stages_agree_with_the_estimate(case: tuple[Problem, ParallelPlan]) -> N
 
 
 def single(**changes: Any) -> ParallelPlan:
-    """A micro-batch of one sequence on one device, but for the changes."""
+    """A micro-batch of one sequence on one device, except for the changes."""
     return ParallelPlan(**({"global_batch": 1, "micro_batch": 1, "sharding": "none"} | changes))
 
 

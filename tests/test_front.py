@@ -49,7 +49,7 @@ def keys_of(problem: Problem, plans: tuple[RankedPlan, ...], columns: list[int])
 
 
 def close(one: set[tuple[int, ...]], others: set[tuple[int, ...]]) -> bool:
-    """Return whether fronts are the same, but for rounding of batches of other sizes."""
+    """Return whether fronts are the same, except for rounding of batches of other sizes."""
     a, b = np.array(sorted(one)), np.array(sorted(others))
     return a.shape == b.shape and bool((abs(a - b) <= 1).all())
 

@@ -38,7 +38,7 @@ def lab(num_nodes: int, *, devices: int = 8, wan: WanSpec | None = None, **netwo
 
 
 def allocation(*populations: tuple[int, str, str], site: str = "") -> tuple[NodeGroup, ...]:
-    """Groups of so many nodes below a leaf and a pod."""
+    """Groups of this many nodes below a leaf and a pod."""
     return tuple(
         NodeGroup(names=tuple(f"{leaf}{pod}-{at}" for at in range(count)), switches=(leaf, pod), site=site)
         for count, leaf, pod in populations

@@ -227,7 +227,7 @@ def test_the_slow_device_of_four_real_ranks_is_found_and_kept(tmp_path: Path, mo
 
 
 def test_slow_messages_of_a_real_rank_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine pairs of it may be named in place of its link: either way all that is named is of that rank."""
+    """On a busy machine pairs of it may be named instead of its link: either way all that is named is of that rank."""
     checked = checked_ranks(monkeypatch, faulty_ranks.slow_messages, tmp_path / "timings.db")
     assert checked.slow
     assert all(1 in slow.devices and slow.rate_share < 0.5 for slow in checked.slow)

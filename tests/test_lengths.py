@@ -159,7 +159,7 @@ def test_sequences_have_the_tokens_that_their_batching_gives_them() -> None:
 
 
 def test_attention_takes_the_squares_of_packed_samples() -> None:
-    """S38, `modelling` A2: the sum of L_i^2 in place of s^2; all else stays."""
+    """S38, `modelling` A2: the sum of L_i^2 instead of s^2; all else stays."""
     axes = {"micro_batch": 1, "global_batch": 8, "dp_shard": 8, "sharding": "zero3"}
     whole, packed = (
         step(problem_of(lengths, seq_len=4096), **axes) for lengths in (None, Lengths(histogram=((512, 1),)))

@@ -48,7 +48,7 @@ LINEAR = replace(
     DENSE, linear_attention=LinearAttention(num_key_heads=4, num_value_heads=8, key_head_dim=64, value_head_dim=64)
 )
 
-# what a rule is about -> (model, plan, sequence length): legal but for that rule
+# what a rule is about -> (model, plan, sequence length): legal except for that rule
 BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     "no fp32": (DENSE, plan_of(precision="fp32"), 4096),
     "expert grid": (MOE, plan_of(ep=8, dp_shard=4), 4096),

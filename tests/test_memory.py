@@ -41,7 +41,7 @@ TABLE = 512 * 64
 TOTAL = 2 * LAYER + 2 * TABLE + 64
 # What a layer keeps of a token: norms 8 h, q k v o 2 x 16 x (2 x 4 + 2 x 2), log-sum-exp 4 x 4, SwiGLU 6 f.
 KEPT = TOKENS * (8 * 64 + 2 * 16 * 12 + 4 * 4 + 6 * 128)
-# Four experts of width 32 in place of the MLP, no shared ones.
+# Four experts of width 32 instead of the MLP, no shared ones.
 EXPERTS = dataclasses.replace(SMALL, ffn_size=0, moe=Experts(num_experts=4, experts_per_token=2, expert_ffn_size=32))
 EXPERT_WEIGHTS = 4 * 3 * 64 * 32  # of one layer
 BARE = Framework(name="bare").changed(

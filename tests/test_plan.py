@@ -316,7 +316,7 @@ def test_a_chunk_may_be_empty_but_not_negative() -> None:
 
 @given(st.integers(1, 4), st.data())
 def test_rows_are_like_the_distinct_ones_that_stand_for_them(width: int, data: st.DataObject) -> None:
-    # Sizes whose product passes 64 bits, so that codes are numbered anew on the way.
+    # Sizes whose product passes 64 bits, so that codes are numbered again on the way.
     size = st.sampled_from([0, 1, 2, 2**31, 2**40])
     rows = np.array(data.draw(st.lists(st.tuples(*[size] * width), max_size=20)), dtype=np.int64).reshape(-1, width)
     first, like = distinct_rows(*rows.T)

@@ -93,7 +93,7 @@ def test_samples_may_spread_where_the_record_says_so_and_windows_may_be_none() -
     [
         (100e12, "fp8", "b200", False),  # a fallback to other units: the datasheet has 4,500
         (1500e12, "fp8", "b200", True),
-        (250e12, "bf16", "h100-sxm", True),  # 350 W in place of 700
+        (250e12, "bf16", "h100-sxm", True),  # 350 W instead of 700
         (60e12, "bf16", "h100-sxm", False),
         (40e12, "fp32", "h100-sxm", True),  # not as tf32
         (100e12, "int4", "h100-sxm", True),  # no rate of its own

@@ -54,7 +54,7 @@ PIPELINES: tuple[Case, ...] = (
     (DENSE, plan_of(pp=4, schedule="zb-h1", global_batch=9), 4096, "zb-h1 needs 9 micro-batches divisible"),
 )
 
-# (model, plan, sequence length, what is said): legal but for one rule, and one for every rule.
+# (model, plan, sequence length, what is said): legal except for one rule, and one for every rule.
 # What Megatron-Core alone lets its users choose.
 CORE_OPTIONS: tuple[Case, ...] = tuple(
     (DENSE, plan_of(**{axis: value}), 4096, f"{axis if value is True else f'{axis} {value}'} is known of")

@@ -141,7 +141,7 @@ def test_what_changes_the_numerics_is_searched_when_it_is_allowed() -> None:
 
 
 def test_narrow_weights_that_are_asked_for_stay_in_the_plan_for_a_rule_to_refuse() -> None:
-    assert not make_plan(problem_of("nemo"), 64, {}).narrow_params  # its usual choice needs narrow products
+    assert not make_plan(problem_of("nemo"), 64, {}).narrow_params  # its usual choice needs low-precision GEMMs
     assert make_plan(problem_of("nemo"), 64, {"narrow_params": True}).narrow_params
 
 

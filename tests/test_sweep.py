@@ -181,7 +181,7 @@ def test_ranks_that_are_lost_again_and_again_end_the_sweep(tmp_path: Path, monke
         assert hello is not None
         with pytest.raises(CrewError, match="stored as failed; run the same command again for the rest"):
             run(crew, hello, store, planned, budget_s=1e9, progress=Progress(total=len(planned)))
-    # The first and a restart, both alike but for their moments.
+    # The first and a restart, both alike except for their moments.
     lost = list(store.records())
     assert 1 <= len(lost) <= 2
     assert all("rank 1 exited with status 7" in record.reason for record in lost)

@@ -23,7 +23,7 @@ BYTES = 720720.0
 def cluster_of(
     nodes: int, inside: tuple[int, ...], tiers: tuple[int, ...] = (), nodes_per_site: int | None = None
 ) -> ClusterSpec:
-    """Nodes whose links join so many devices, innermost first, and oversubscribed switches of so many nodes."""
+    """Nodes whose links join so many devices, innermost first, and oversubscribed switches of this many nodes."""
     base = load_cluster(f"h100-sxm:{nodes}x{inside[-1]}")
     link = {"kind": "pcie", "bandwidth_bytes_per_s": 1e9, "latency_s": 1e-6}
     wan = WanSpec(nodes_per_site=nodes_per_site, bandwidth_bytes_per_s=1e9, latency_s=1e-2) if nodes_per_site else None

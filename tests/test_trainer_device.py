@@ -1,4 +1,4 @@
-"""Which device does a rank take, and which errors are for want of memory?"""
+"""Which device does a rank take, and which errors are for lack of memory?"""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ TWO_CORES: tuple[tuple[dict[str, Any], float, float, float], ...] = (
 
 
 def two_cores(plans: Sequence[RankedPlan]) -> tuple[RankedPlan, ...]:
-    """Plans that spend all their time on the same things but for the waiting of the pipeline's stages."""
+    """Plans that spend all their time on the same things except for the waiting of the pipeline's stages."""
     nothing = dict.fromkeys(plans[0].terms_s, 0.0)
     made = []
     for axes, predicted_ms, *_ in TWO_CORES:
@@ -264,7 +264,7 @@ def test_plans_that_are_as_far_apart_as_their_own_runs_are_run_again(plans: Sequ
     trials: list[TunedTrial] = []
     while (view := tuning_state(plans, trials)).stop is None:
         assert view.next is not None
-        # Runs of one plan differ by 10 %; but for two all are far slower.
+        # Runs of one plan differ by 10 %; except for two all are far slower.
         step_s = plans[0].step_s * truth.get(view.next, 1.6) * float(np.exp(rng.normal(0.0, 0.1)))
         result = TrialResult(how="measured", step_s=step_s, spread=0.1, peak_bytes=1.0)
         trials.append(trial(len(trials), view.next, result))

@@ -1,4 +1,4 @@
-"""Do frameworks start a plan of unlike nodes as it was priced: ranks, layers, micro-batches and memory?"""
+"""Do frameworks start a plan of different nodes as it was priced: ranks, layers, micro-batches and memory?"""
 
 from __future__ import annotations
 

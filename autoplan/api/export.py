@@ -99,7 +99,7 @@ def export(
 
 
 def _export_unlike(file: MixedPlanFile, where: str, to: str, launcher: str, image: str | None) -> ExportResult:
-    """Return the files that start the plan of a mixed cluster on its unlike nodes."""
+    """Return the files that start the plan of a mixed cluster on its different nodes."""
     from autoplan.api.unlike_nodes import node_ranges  # brings the prices of mixed clusters
 
     if file.best.verdict == "oom":

@@ -166,7 +166,7 @@ def _described_s(
 
 
 def _with_faults(health: Health) -> str:
-    """Return the file of the cluster, with what was found slow in place of earlier faults of the same nodes."""
+    """Return the file of the cluster, with what was found slow instead of earlier faults of the same nodes."""
     cluster, nodes = health.allocation.cluster, health.allocation.nodes
     assert cluster is not None
     other_faults = tuple(fault for fault in cluster.faults if fault.node not in nodes)

@@ -98,7 +98,7 @@ def _check(problem: MixedProblem, result: MixedResult, target: Target | None) ->
     if result.closest is None:
         if target is not None:
             raise NoPlanError(
-                f"no plan that was found is one that {target.title} starts on unlike nodes: leave --to out, or name "
+                f"no plan that was found is one that {target.title} starts on different nodes: leave --to out, or name "
                 "another target"
             )
         raise NoPlanError(

@@ -65,7 +65,7 @@ class ProblemOptions(TypedDict, total=False):
     # Of samples that differ: "1k:56,64k:1" (tokens:samples), a histogram file, or a JSONL whose samples are counted.
     lengths: str | Path | Lengths | None
     batching: str | None  # how samples become sequences: packed, joined, padded, full or unpadded
-    loss: str | None  # over pairs of answers, in place of the next token: dpo or reward
+    loss: str | None  # over pairs of answers, instead of the next token: dpo or reward
     reference: str | None  # of dpo: copy, base (the model without its adapters) or none (worked out before)
     optimizer: str  # adam, adam8bit, adam4bit, adafactor, lion, sgd or muon
     images: int | None  # in a sample, of a model with an encoder of images

@@ -82,7 +82,7 @@ def run_job(job: ProfileJob, show: Callable[[str], None] = lambda text: None) ->
         jobs.cancel([name])
         (folder / JOB).unlink(missing_ok=True)
         raise
-    (folder / JOB).unlink(missing_ok=True)  # the next call submits anew
+    (folder / JOB).unlink(missing_ok=True)  # the next call submits again
     log = read_text(folder / LOG) if (folder / LOG).exists() else ""
     if status.status != 0:
         lines = [line for line in log.splitlines() if line.strip()]

@@ -133,7 +133,7 @@ def planned_profile(
     options: ProfileOptions | None = None,
     num_nodes: int = 0,
 ) -> PlannedProfile:
-    """Return what `profile` would measure on so many nodes of a cluster, 0: on all, without any of its devices.
+    """Return what `profile` would measure on this many nodes of a cluster, 0: on all, without any of its devices.
 
     The cluster is that of the plan file, or of `options`.  With a plan file it tells as well how sure the order of its
     plans is and what the measurements are expected to settle.

@@ -128,7 +128,7 @@ def _differences(pinned: PinnedTimings, today: TimingTable) -> str:
     }
     words = [f"{number:,} {change}" for change, number in parts.items() if number]
     if today.origin.machine != pinned.machine:
-        words.append(f"of {today.origin.machine} in place of {pinned.machine}")
+        words.append(f"of {today.origin.machine} instead of {pinned.machine}")
     return ", ".join(words) or "other shapes"
 
 

@@ -26,7 +26,7 @@ class RunOptions(TypedDict, total=False):
     tokens: float | str | None  # to train, such as "15T"
     deadline: float | str | None  # for these tokens
     gpu_hours: float | str | None  # device hours that may be spent
-    price: float | str | None  # of a device and hour, in place of the cluster's
+    price: float | str | None  # of a device and hour, instead of the cluster's
     device_mtbf: float | str | None  # mean time between failures of one device
     checkpoint_time: float | str | None  # that a checkpoint stops the run for
     restart_time: float | str | None  # from a failure to the first step

@@ -42,7 +42,7 @@ class TuneOptions(ProblemOptions, total=False):
     fix: Iterable[str] | None  # limits of the plans, as for `search`
     at_most: Iterable[str] | None
     forbid: Iterable[str] | None
-    program: Sequence[str] | None  # that trains by a plan, in place of the built-in trainer
+    program: Sequence[str] | None  # that trains by a plan, instead of the built-in trainer
     trials: int  # runs at most, those of earlier calls among them: 10
     budget: str | None  # time of this call, such as "30m"
     gpu_hours: float | str | None  # of all devices, earlier calls among them

@@ -28,7 +28,7 @@ def distinct_rows(*columns: Ints | Bools) -> tuple[Ints, Ints]:
     code, num_codes = columns[0].astype(np.int64), int(columns[0].max(initial=0)) + 1
     for column in columns[1:]:
         span = int(column.max(initial=0)) + 1
-        if num_codes * span >= 2**63:  # number anew what there is
+        if num_codes * span >= 2**63:  # number again what there is
             code, num_codes = np.unique(code, return_inverse=True)[1], len(code)
         code, num_codes = code * span + column, num_codes * span
     _, first, inverse = np.unique(code, return_index=True, return_inverse=True)

@@ -144,5 +144,5 @@ class CollectiveCurve:
         return 1 + self.pair_slowdown / np.maximum(members - 1, 1)
 
     def overhead_s(self, steps: Floats, buffer_bytes: Floats) -> Floats:
-        """Time beyond that of the bytes, for a collective of so many steps over a whole buffer."""
+        """Time beyond that of the bytes, for a collective of this many steps over a whole buffer."""
         return self.start_s + steps * self.step_s + self.fill_s * buffer_bytes / (buffer_bytes + self.half_fill_bytes)

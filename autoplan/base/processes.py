@@ -66,7 +66,7 @@ class RankPlace:
 
 
 class CrewError(AutoplanError):
-    """Ranks are gone: they crashed, hung or could not meet; `is_out_of_memory` says whether for want of memory."""
+    """Ranks are gone: they crashed, hung or could not meet; `is_out_of_memory` says whether for lack of memory."""
 
     def __init__(self, text: str, *, is_out_of_memory: bool = False) -> None:
         super().__init__(text)

@@ -165,7 +165,7 @@ RUN = _names[_names.index("objective") :]
 
 
 def shared_flags(names: Iterable[str], *, after: str) -> Callable[[Command], Command]:
-    """Return what gives a command flags of `SHARED` in place of its keyword arguments, behind the parameter `after`."""
+    """Return what gives a command flags of `SHARED` instead of its keyword arguments, behind the parameter `after`."""
     added = []
     for name in names:
         annotation, default = SHARED[name]

@@ -223,7 +223,7 @@ def _searched(context: typer.Context, *, quiet: bool) -> PlanResult | MixedPlanR
 
 
 def _check_mixed(typed: dict[str, Any], is_for_run: bool) -> None:
-    """Refuse flags that a search of unlike nodes does not take yet."""
+    """Refuse flags that a search of different nodes does not take yet."""
     is_shared = typed["storage"] or typed["study"] or typed["workers"] != 1 or typed["sampler"] != "bound"
     refusals = (
         (

@@ -134,7 +134,7 @@ class Linearised:
         return model
 
     def fit(self, base: Calibration, rows: Sequence[int] | slice = slice(None)) -> Calibration:
-        """`base` with the factors under which the runs at `rows` are likeliest, by least squares weighted anew.
+        """`base` with the factors under which the runs at `rows` are likeliest, by least squares weighted again.
 
         Logarithms of steps are spread by Cauchy's distribution: an erratic run, far off whatever the factors, pulls
         hardly at all.
@@ -188,7 +188,7 @@ def _likelier(errors: Floats, slopes: Floats, spread: Floats, prior: ClusterPrio
 
 
 def _peak(errors: Floats, slopes: Floats, spread: Floats, prior: ClusterPrior, start: Floats) -> tuple[float, Floats]:
-    """The peak of the posterior that is found from `start`, by least squares weighted anew as for any Student's t.
+    """The peak of the posterior that is found from `start`, by least squares weighted again as for any Student's t.
 
     The evidence is that of a Gaussian of the same height and width (Laplace's approximation).
     """
@@ -212,7 +212,7 @@ def _peak(errors: Floats, slopes: Floats, spread: Floats, prior: ClusterPrior, s
 
 
 def _log_student(scaled: Floats | float, freedom: float) -> Floats:
-    """Logarithm of the density of Student's t, but for a constant."""
+    """Logarithm of the density of Student's t, except for a constant."""
     return np.asarray(-(freedom + 1.0) / 2.0 * np.log1p(np.square(scaled) / freedom))
 
 
@@ -261,7 +261,7 @@ class Fitted:
     median_error: float
 
 
-# The spread that a calibration starts with counts as much as that of so many runs.
+# The spread that a calibration starts with counts as much as that of this many runs.
 PRIOR_RUNS = 10
 
 

@@ -63,7 +63,7 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
 
 
 def interval(terms_s: Mapping[str, Floats], step_s: Floats, familiarity: Familiarity) -> tuple[Floats, Floats]:
-    """Bounds between which nine of ten steps are expected."""
+    """Bounds between which 90 % of the steps are expected."""
     spread = familiarity.sides(terms_s, step_s)
     return step_s * np.exp(-NORMAL_90 * spread.below), step_s * np.exp(NORMAL_90 * spread.above)
 

@@ -180,7 +180,7 @@ class Familiarity(Rows):
 
     @classmethod
     def full(cls, size: int) -> Familiarity:
-        """Return that of so many plans of which all is known, for `lessen`."""
+        """Return that of this many plans of which all is known, for `lessen`."""
         none = np.zeros(size)
         news = np.zeros((size, len(NOVELTIES)))
         return cls(

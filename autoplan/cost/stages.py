@@ -114,7 +114,7 @@ def _sharded_ends(problem: Problem, batch: PlanBatch, costs: MicroBatchCosts, pa
 
 
 def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Floats:
-    """Time in which the allocator gives its cache back and asks for blocks anew, in both passes of a micro-batch.
+    """Time in which the allocator gives its cache back and asks for blocks again, in both passes of a micro-batch.
 
     Where tensors and the blocks that passes keep beside them do not fit together, every layer meets the limit again;
     in a pipeline the host waits at every message, and by then the blocks are free.

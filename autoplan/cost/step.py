@@ -54,7 +54,7 @@ class PartLayout:
     laid: Stages
     links: LinkTimes  # what gradients and parameters are sent over when the passes of a step are over
     pipeline: Ints  # of every row
-    on_part: Bools | None = None  # stages that sit on the part and have the row's degree; None: all of them
+    on_part: Bools | None = None  # stages that are on the part and have the row's degree; None: all of them
     share_factor: Floats | float = 1.0  # sharded states of every row, relative to an even share
 
     @property
@@ -249,7 +249,7 @@ def _update_s(layout: PartLayout) -> Floats:
 
 
 def straggler_share(num_devices: Ints) -> Floats:
-    """Excess of the slowest of so many ranks' steps over a rank's mean step, as a share, beyond that on one node."""
+    """Excess of the slowest of this many ranks' steps over a rank's mean step, as a share, beyond that on one node."""
 
     def slowest(ranks: int) -> float:
         return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
@@ -281,7 +281,7 @@ def _uneven_lengths_s(pipelines: LaidOutPipelines) -> Floats:
 
 
 def step_terms(pipelines: LaidOutPipelines) -> dict[str, Floats]:
-    """Seconds of a step by term, but for what ranks wait for the slowest one."""
+    """Seconds of a step by term, except for what ranks wait for the slowest one."""
     work_s, send_s, critical = _makespan(pipelines)
     work = [
         {name: layout.overall * value for name, value in work_terms(layout.laid, layout.of_rows(critical)).items()}
@@ -302,6 +302,6 @@ def step_terms(pipelines: LaidOutPipelines) -> dict[str, Floats]:
 
 
 def with_stragglers(terms_s: Mapping[str, Floats], num_devices: Ints) -> dict[str, Floats]:
-    """Terms of steps in which the slowest of so many devices is waited for."""
+    """Terms of steps in which the slowest of this many devices is waited for."""
     terms = {name: terms_s[name] for name in STEP_TERMS if name != "stragglers"}
     return {**terms, "stragglers": straggler_share(num_devices) * add_up(terms.values())}

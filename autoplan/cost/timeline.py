@@ -153,7 +153,7 @@ def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
 def pipeline_of(
     pipelines: LaidOutPipelines, places: tuple[StagePlace, ...], ranks: Sequence[tuple[int, ...]], num_devices: int
 ) -> Pipeline:
-    """Inputs of the timeline of the one pipeline that is laid out, of a step on so many devices."""
+    """Inputs of the timeline of the one pipeline that is laid out, of a step on this many devices."""
     plan, terms = pipelines.batch.plan(0), step_terms(pipelines)
     overlaps = pipelines.layouts[0].problem.framework.overlap.p2p_overlap
     has_room = plan.vp == 1 or (not overlaps and plan.num_microbatches >= plan.pp)

@@ -3,7 +3,7 @@
 Micro-batches are drawn at random, each rank's of its own.  What one takes is a part that is the same for all, one that
 goes with its tokens, and one that goes with the squares of the lengths over which attention looks.  The distributions
 of tokens and squares are those of the samples on a grid; of what several micro-batches take together by convolution,
-of the largest of several by the power of the cumulated distribution.  Nothing is drawn, so that an answer does not
+of the largest of several by the power of the cumulative distribution.  Nothing is drawn, so that an answer does not
 depend on luck.
 """
 
@@ -66,12 +66,12 @@ class Distribution:
         return float(self.values @ self.mass)
 
     def largest(self, draws: int) -> Distribution:
-        """The largest of so many independent draws."""
+        """The largest of this many independent draws."""
         below = np.minimum(np.cumsum(self.mass), 1.0) ** draws
         return Distribution(self.start, self.step, np.diff(below, prepend=0.0))
 
     def sum(self, draws: int) -> Distribution:
-        """The sum of so many independent draws, by doubling."""
+        """The sum of this many independent draws, by doubling."""
         total, power = None, self
         while True:
             if draws & 1:

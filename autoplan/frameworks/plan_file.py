@@ -21,7 +21,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """The best plan of the file, with the model and the length that are given in place of its own."""
+    """The best plan of the file, with the model and the length that are given instead of its own."""
     try:
         table = json.loads(text)
     except ValueError as error:

@@ -45,7 +45,7 @@ def _decoded(table: dict[str, Any], where: str) -> Framework:
 
 
 def _extended(base: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
-    """`base` with what `table` says instead, group by group; what is stated anew is fitted only if `table` says so."""
+    """`base` with what `table` says instead, group by group; what is stated again is fitted only if `table` says so."""
     groups = {group: traits for group in GROUPS if isinstance(traits := table.get(group), dict)}
     restated = {trait for traits in groups.values() for trait in traits}
     inherited = [trait for trait in base.get("fitted", []) if trait not in restated]

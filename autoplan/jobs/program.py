@@ -24,7 +24,7 @@ _PROC = Path("/proc")
 
 
 class ProgramError(AutoplanError):
-    """The user's program ended otherwise than it should; `is_out_of_memory` says whether for want of memory."""
+    """The user's program ended otherwise than it should; `is_out_of_memory` says whether for lack of memory."""
 
     def __init__(self, text: str, *, is_out_of_memory: bool = False) -> None:
         super().__init__(text)

@@ -1,4 +1,4 @@
-"""Bash script that runs on every node of a job, the same under all launchers but for who numbers the nodes."""
+"""Bash script that runs on every node of a job, the same under all launchers except for who numbers the nodes."""
 
 from __future__ import annotations
 

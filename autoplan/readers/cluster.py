@@ -55,7 +55,7 @@ def load_cluster(text: str) -> ClusterSpec:
 
 
 def of_size(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
-    """Return a cluster of so many devices like this one: whole nodes, or part of one; their names are not known."""
+    """Return a cluster of this many devices like this one: whole nodes, or part of one; their names are not known."""
     if num_devices == cluster.num_devices:
         return cluster
     nodes, remainder = divmod(num_devices, cluster.devices_per_node)

@@ -15,7 +15,7 @@ from autoplan.base.files import is_file, read_text
 from autoplan.base.values import parse_count
 from autoplan.spec.lengths import Lengths
 
-MOST_BINS = 256  # lengths that are told apart; more are put together by their means
+MOST_BINS = 256  # lengths that are distinguished; more are put together by their means
 # Of a sample of text: 4.3 to 4.7 for English with vocabularies of 128 thousand, fewer for code and other languages.
 BYTES_PER_TOKEN = 4
 ROUNDING = 1e-9  # of a bin
@@ -110,7 +110,7 @@ def _is_answer_alone(value: Any) -> bool:
 
 
 def _tokens_of(sample: Any, where: str) -> tuple[int, bool]:
-    """(tokens of a sample, whether its text was measured for want of a count)."""
+    """(tokens of a sample, whether its text was measured for lack of a count)."""
     counted = {key: sample[key] for key in _COUNTS if key in sample} if isinstance(sample, dict) else {"": sample}
     for key, count in counted.items():
         if isinstance(count, int | float) and not isinstance(count, bool):

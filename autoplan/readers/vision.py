@@ -134,7 +134,7 @@ def _qwen(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around
 
 
 def _with_windows(around: Around, config: dict[str, Any], num_layers: int, side: int) -> Around:
-    """Qwen2.5's layers look at squares of patches, but for those that the file lists, in a regular order."""
+    """Qwen2.5's layers look at squares of patches, except for those that the file lists, in a regular order."""
     full = config.get("fullatt_block_indexes", [7, 15, 23, 31])
     interval = full[0] + 1 if isinstance(full, list) and full and type(full[0]) is int else 0
     if interval <= 0 or full != list(range(interval - 1, num_layers, interval)):

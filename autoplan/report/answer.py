@@ -248,7 +248,7 @@ def slower(behind: float) -> str:
 
 
 def next_best_line(choice: Confidence, certificate: Certificate, best: ParallelPlan) -> str:
-    """Sentence on the plan next to `best` that differs in more than details, and whether the model can tell them apart.
+    """Sentence on the next best plan that differs in more than details, and whether the model can separate the two.
 
     Plans as slow as `least_left` need not have been priced, so that more of them may be in a wider interval; the next
     best may be among them.
@@ -280,7 +280,7 @@ def _beside(plan: ParallelPlan, best: ParallelPlan) -> str:
 
 
 def closeness(width: float, *, is_close: bool) -> str:
-    """Say whether the model can tell plans apart; the 90 % interval of their ratio reaches `width` times from it."""
+    """Say whether the model can distinguish plans; the 90 % interval of their ratio reaches `width` times from it."""
     share = format_percent(width - 1.0)
     return f"too close to call (under {share})" if is_close else f"a clear gap (over {share})"
 

@@ -110,7 +110,7 @@ def log_doubt(run: Run, cost: CostEstimate) -> float:
 
 
 def predict_runs(path: Path, calibration: Calibration | None) -> list[Prediction]:
-    """Predict every run of a table, with a calibration in place of the shipped ones if it is given."""
+    """Predict every run of a table, with a calibration instead of the shipped ones if it is given."""
     return predict_all(run.calibrated(calibration) if calibration else run for run in read_runs(path))
 
 

@@ -1,1 +1,1 @@
-"""Describe a problem, a plan and an answer: the model, its training, the framework, the plan, timings and results."""
+"""Data types: model, training, framework, plan, timings and results."""

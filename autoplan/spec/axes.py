@@ -1,7 +1,7 @@
-"""Axes of a plan: the one table of their names, kinds, defaults and words, which plans, searches and flags follow.
+"""Axes of a plan: the single table of their names, kinds, defaults and words, used by plans, searches and flags.
 
-A new axis is a row here and a field of `ParallelPlan` and `PlanBatch`; what it costs stands in `autoplan.cost`, and who
-offers it in the rules and option tables of `autoplan.frameworks`.
+A new axis is a row here and a field of `ParallelPlan` and `PlanBatch`.  Its cost is in `autoplan.cost`, and the
+frameworks that support it are in the rules and option tables of `autoplan.frameworks`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Value = CodedEnum | bool
 
 
 class Kind(Enum):
-    """Values that an axis has."""
+    """Type of the values of an axis."""
 
     COUNT = "a whole number"
     FLAG = "on or off"
@@ -68,7 +68,7 @@ class Degrees(Protocol):
 
 
 class Needs(Enum):
-    """Conditions on the degrees without which an axis means nothing, in the order in which changes are told."""
+    """Conditions on the degrees without which an axis has no effect, in the order in which changes are listed."""
 
     NOTHING = "nothing"
     EXPERTS = "experts"
@@ -87,7 +87,7 @@ class Needs(Enum):
         return list(Needs).index(self)
 
     def can_be_met(self, *, has_experts: bool, has_latents: bool) -> bool:
-        """Return whether the axis means something with some degrees, in a model with such parts or without."""
+        """Return whether the axis has an effect for some degrees, given the parts of the model."""
         match self:
             case Needs.EXPERTS | Needs.SPLIT_EXPERTS | Needs.SPREAD_EXPERTS:
                 return has_experts
@@ -97,7 +97,7 @@ class Needs(Enum):
                 return True
 
     def are_met(self, degrees: Degrees, *, has_experts: bool, has_latents: bool) -> bool:
-        """Return whether the axis means something with these degrees, in a model with such parts or without."""
+        """Return whether the axis has an effect with these degrees, given the parts of the model."""
         match self:
             case Needs.NOTHING:
                 return True
@@ -123,7 +123,7 @@ class Needs(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """Row of the table.  The name is that of the field of a plan, of the column of a batch and of a plan file."""
+    """Row of the table.  `name` is the name of the field in a plan, a batch and a plan file."""
 
     name: str
     kind: Kind
@@ -148,45 +148,45 @@ class Axis:
 
     @property
     def enum(self) -> type[CodedEnum] | None:
-        """The enumeration of a word."""
+        """Enumeration of the values of a word axis."""
         return type(self.default) if isinstance(self.default, CodedEnum) else None
 
     def can_matter(self, precision: Precision, *, has_experts: bool, has_latents: bool) -> bool:
-        """Return whether it means something with some degrees, in a training of this precision and such a model."""
+        """Return whether the axis can have an effect in this precision and with these parts of a model."""
         return precision in self.precisions and self.needs.can_be_met(has_experts=has_experts, has_latents=has_latents)
 
     def usual(self, value: Value) -> tuple[Value, ...]:
-        """Return the values that a search tries unasked where `value` is the framework's own."""
+        """Return the values that a search tries by default if `value` is the framework's default."""
         if self.exact is None:
             return self.searched
         return tuple(word for word in self.searched if word in self.exact) if value in self.exact else (value,)
 
     @property
     def is_column(self) -> bool:
-        """Return whether an array of a batch holds one number of it for every plan."""
+        """Return whether a batch has an array with one number per plan for this axis."""
         return self.kind is not Kind.LIST and self.name != "dp"
 
     @property
     def can_be_bounded(self) -> bool:
-        """Return whether a search may be told the most that it may be."""
+        """Return whether a search can limit the axis with --max."""
         return self.kind is Kind.COUNT and not self.elsewhere
 
     @property
     def changed_as(self) -> str:
-        """The name of the change of a plan that holds it."""
+        """Name of the plan change that includes this axis."""
         return self.name if self.change is None else self.change
 
     @property
     def spelled(self) -> str:
-        """The spelling of its flag in `autoplan estimate`; empty where it has none."""
+        """Flag in `autoplan estimate`; empty if there is none."""
         return f"--{self.name.replace('_', '-')}" if self.flag is None else self.flag
 
     def code(self, value: object) -> int:
-        """Return the number that stands for a value in a batch."""
+        """Return the code of a value in a batch."""
         return value.code if isinstance(value, CodedEnum) else int(value)  # type: ignore[call-overload]
 
     def value(self, code: int) -> int | Value:
-        """Return the value that a number in a batch stands for."""
+        """Return the value of a code in a batch."""
         if self.enum:
             return members(self.enum)[code]
         return bool(code) if self.kind is Kind.FLAG else int(code)
@@ -196,7 +196,7 @@ class Axis:
         return self.enum(str(value)) if self.enum else bool(value)
 
     def parse(self, text: str, option: str) -> int | Value:
-        """Return the value that `text` names; an `InputError` begins with the `option` that it was typed after."""
+        """Parse a value from `text`; an `InputError` begins with the name of the `option`."""
         if self.kind is Kind.COUNT:
             if text.isascii() and text.isdigit() and len(text) <= len(str(MAX_TYPED)) and int(text) >= 1:
                 return int(text)
@@ -343,10 +343,10 @@ LABELS: dict[str, str] = {axis.changed_as: axis.label for axis in AXES if axis.l
 
 
 def shown(value: object) -> str:
-    """Return a word, a number or a flag as a person reads it."""
+    """Return a readable form of a word, a number or a flag."""
     return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
 
 def words_of(axis: str) -> tuple[CodedEnum, ...]:
-    """Return all values of an axis of words."""
+    """Return all values of a word axis."""
     return tuple(AXIS[axis].enum or ())

@@ -1,4 +1,4 @@
-"""Calibrations: factors on the times of components, fitted to whole runs, and the spread that remains."""
+"""Calibrations: factors on component times, fitted to whole runs, and the remaining spread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIME_SPREADS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitConditions:
-    """Conditions under which the runs of a calibration were priced: its factors hold beside nothing else."""
+    """Conditions under which the runs of a calibration were priced; its factors are valid only under the same ones."""
 
     device: str
     autoplan: str  # version, of which the cost model is a part
@@ -39,10 +39,10 @@ class FitConditions:
 class Calibration:
     """Multiplicative factors on the time of each component, and the residual spread that remains.
 
-    A factor of 1 is the reference model.  Spreads are standard deviations of log(measured / predicted): those of the
-    runs that the calibration rests on, by kind of plan, hold for plans like these runs; all others have the general
-    spreads of `cost.spreads`, wider by what is new about them.  The 90 % interval of a step time is exp(+-1.645 spread)
-    around the prediction, and the probability of running out of memory follows from `memory_spread`.
+    A factor of 1 is the reference model.  Spreads are standard deviations of log(measured / predicted).  Plans that
+    resemble the runs of the calibration get the spread of those runs, by kind of plan; all others get the general
+    spreads of `cost.spreads`, widened by what is new about them.  The 90 % interval of a step time is exp(+-1.645
+    spread) around the prediction, and the probability of running out of memory follows from `memory_spread`.
     """
 
     name: str = "reference"
@@ -80,7 +80,7 @@ class Calibration:
                 check_positive(name, getattr(self, name), at_most=5.0)
 
     def check_goes_with(self, timings: str, autoplan: str, device: str | None = None) -> None:
-        """Refuse other times than factors were fitted with, by digest: errors would count twice."""
+        """Reject timings other than those that the factors were fitted with, by digest: errors would count twice."""
         fitted = self.fitted_with
         if fitted is None:
             # Before conditions were kept all fits were without measured times; what was not fitted says what is wanted.
@@ -110,7 +110,7 @@ class Calibration:
 
     @property
     def time_spreads(self) -> Floats:
-        """The spread of every kind in `TIME_SPREADS`; NaN where no run tells it."""
+        """The spread of every kind in `TIME_SPREADS`; NaN where no run determines it."""
         spreads = (getattr(self, name) or self.time_spread for name in TIME_SPREADS)
         return np.array([math.nan if spread is None else spread for spread in spreads])
 

@@ -1,4 +1,4 @@
-"""Options of a plan that are words: a text in files and messages, a code in arrays of plans."""
+"""Enumerated options of a plan: a text in files and messages, a code in arrays of plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Member = TypeVar("Member", bound="CodedEnum")
 
 
 class CodedEnum(StrEnum):
-    """Texts with codes: a member equals its text, and `code` is its place among them, which arrays of plans hold."""
+    """Enumeration of texts with codes: a member equals its text, and `code` is its index, used in arrays of plans."""
 
     code: int
 
@@ -34,7 +34,7 @@ def members(enum: type[Member]) -> tuple[Member, ...]:
 
 
 def enum_value(name: str, enum: type[Member], text: str) -> Member:
-    """Return the member of `enum` that `text` names; an `InputError` lists the members where there is none."""
+    """Return the member of `enum` named `text`; an `InputError` lists the valid members."""
     try:
         return enum(text)
     except ValueError:
@@ -53,7 +53,7 @@ class Schedule(CodedEnum):
 
 
 class Sharding(CodedEnum):
-    """States that data-parallel ranks share: nothing, the optimizer's, gradients too, weights too."""
+    """States sharded over data-parallel ranks: none, optimizer, plus gradients, plus weights."""
 
     NONE = "none"
     ZERO1 = "zero1"
@@ -82,14 +82,14 @@ class RecomputeModule(CodedEnum):
 
 
 class ContextParallelKind(CodedEnum):
-    """Exchange between context-parallel ranks of what attention needs of other parts of the sequence."""
+    """How context-parallel ranks exchange what attention needs from the other parts of a sequence."""
 
     RING = "ring"
     ALL_TO_ALL = "all_to_all"
 
 
 class Dispatcher(CodedEnum):
-    """Software that brings tokens to their experts: a copy for each, or one that sends a token to a rank once.
+    """Token dispatcher: one that sends a copy per expert, or one that sends each token to a rank only once.
 
     By Megatron-Core's names (transformer_config.py, moe_token_dispatcher_type and moe_flex_dispatcher_backend).
     """
@@ -100,7 +100,7 @@ class Dispatcher(CodedEnum):
 
 
 class Offload(CodedEnum):
-    """States kept in the host's memory, where the optimizer then runs; `parameters` with their gradients and it."""
+    """States offloaded to host memory: the optimizer, which then runs there, or also parameters and gradients."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"
@@ -109,7 +109,7 @@ class Offload(CodedEnum):
 
 
 class CudaGraphs(CodedEnum):
-    """Kernels that are launched as CUDA graphs: each holds all of the one before it, and the last one a whole pass.
+    """Scope of CUDA graphs: each includes the previous one, and the last one a whole pass.
 
     router: the router and the counts of tokens that follow it; attn: attention; layer: dense MLP and Mamba layers too.
     """
@@ -122,10 +122,10 @@ class CudaGraphs(CodedEnum):
 
 
 class GradType(CodedEnum):
-    """Data type in which gradients are added up, kept and reduced.
+    """Data type in which gradients are accumulated, stored and reduced.
 
-    fp32 is as the framework has them where nothing else is said.  Of bf16 ones Megatron-Core's optimizer makes an fp32
-    copy of its own shard, unless its main gradients are 16 bits wide too (bf16_main).
+    fp32 stands for the framework's default.  With bf16, Megatron-Core's optimizer makes an fp32 copy of its own shard,
+    unless its main gradients are also 16 bits wide (bf16_main).
     """
 
     FP32 = "fp32"
@@ -134,7 +134,7 @@ class GradType(CodedEnum):
 
 
 class ReduceType(CodedEnum):
-    """Data type in which gradients travel: that of the framework where nothing else is said, fp32, or 16 bits."""
+    """Data type of gradients in communication: the framework's default, fp32, or 16 bits."""
 
     USUAL = "usual"
     FP32 = "fp32"
@@ -142,9 +142,9 @@ class ReduceType(CodedEnum):
 
 
 class Fp8Scaling(CodedEnum):
-    """Numbers that share a scale in 8-bit products: those of a matrix, or of one of its rows.
+    """Granularity of the scales in 8-bit GEMMs: per matrix or per row.
 
-    It is found from them as they are; delayed, from those of a matrix in past steps.
+    Scales come from the current values or, if delayed, from those of past steps.
     """
 
     TENSORWISE = "tensorwise"
@@ -153,7 +153,7 @@ class Fp8Scaling(CodedEnum):
 
 
 class MainWeights(CodedEnum):
-    """Data type of the weights that the optimizer updates: fp32, what 16-bit weights lack of it, or 16 bits alone."""
+    """Data type of the weights that the optimizer updates: fp32, its remainders beyond 16 bits, or 16 bits only."""
 
     FP32 = "fp32"
     REMAINDERS = "remainders"
@@ -170,7 +170,7 @@ class MomentType(CodedEnum):
 
 
 class Precision(CodedEnum):
-    """Number format of the matrix products."""
+    """Data type of the GEMMs."""
 
     BF16 = "bf16"
     FP16 = "fp16"
@@ -184,7 +184,7 @@ NARROW_PRECISIONS = (Precision.FP8, Precision.MXFP8, Precision.NVFP4)
 
 
 class RankOrder(CodedEnum):
-    """Order of axes over ranks: the axis whose groups are closest comes first."""
+    """Order of axes over ranks, innermost first."""
 
     DP_BEFORE_PP = "tp-cp-ep-dp-pp"
     PP_BEFORE_DP = "tp-cp-ep-pp-dp"

@@ -12,7 +12,7 @@ from autoplan.spec.search_result import Certificate, Contender, RankedPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionChange:
-    """An option of a launch file as written there and as the best plan's is written; None: it does not stand there."""
+    """An option in a launch file and in the exported file of the best plan; None if it is absent."""
 
     option: str
     before: str | None
@@ -21,7 +21,7 @@ class OptionChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisChange:
-    """Axis in which the best plan differs from the one of a launch file, and what it brings without the others."""
+    """Axis in which the best plan differs from a launch file, and the gain of changing it alone."""
 
     axis: str
     before: str
@@ -33,7 +33,7 @@ class AxisChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WalkStep:
-    """A plan between that of a launch file and the best one: the file's with the changes up to here."""
+    """Intermediate plan on the path from a launch file to the best plan, with the changes so far."""
 
     axes: tuple[str, ...]  # that change in this step
     plan: RankedPlan
@@ -41,10 +41,10 @@ class WalkStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurrentPlan:
-    """Plan of a launch file beside the best one, and the changes that lead from one to the other.
+    """Plan of a launch file compared with the best one, and the changes that lead from one to the other.
 
-    The first step of the walk changes the file's plan, the last one ends at the best; all of them are legal and as safe
-    as the best.  There is none where the file's plan cannot be priced.
+    The path starts at the file's plan and ends at the best one; all steps are legal and as safe as the best.  It is
+    empty if the file's plan cannot be priced.
     """
 
     path: str
@@ -63,7 +63,7 @@ class CurrentPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """A plan a few axes away: its cost, with the next global batch that divides, and what it lacks."""
+    """A neighbouring plan that differs in a few axes: its cost, the next usable global batch, and what it lacks."""
 
     changes: tuple[tuple[str, str, str], ...]  # axis, value there, value here
     plan: RankedPlan
@@ -82,7 +82,7 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versus:
-    """Another plan beside the one that is explained, and what each change on the way to it brings alone."""
+    """Comparison with another plan, and the gain of each single change on the way to it."""
 
     name: str  # as it was asked for
     plan: RankedPlan
@@ -94,7 +94,7 @@ class Versus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Reasons why a plan takes as long as it does, and why no other one was taken."""
+    """Explanation of a plan's step time, and why no other plan was chosen."""
 
     command: str
     plan: RankedPlan

@@ -1,4 +1,4 @@
-"""Fine-tuning: which weights are trained, through which adapters, and how the frozen ones are held.
+"""Fine-tuning: which weights are trained, with which adapters, and how the frozen ones are stored.
 
 Names of modules are those of PEFT's `target_modules` (Hugging Face models), of Megatron-Bridge's and of torchtune's.
 Parameters, operations, memory and traffic follow from the table of matrices (`cost/kernels/arithmetic.py`), in which a

@@ -1,4 +1,4 @@
-"""Traits of a training framework: what it keeps, computes, sends, overlaps and spends on the host, as data."""
+"""Traits of a training framework as data: what it stores, computes, sends, overlaps and spends on the host."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Memory:
     bytes_per_weight: float = 2.0  # the copy of the weights that the matrix products read
     bytes_per_grad: float = 4.0  # persistent gradient buffer
     bytes_per_bf16_grad_accumulator: float = 0.0  # a second, fp32 buffer that bf16 runs keep beside a 16-bit one
-    frees_accumulated_grads: bool = False  # or in place of it: 16-bit ones are given back as they are added to it
+    frees_accumulated_grads: bool = False  # or instead of it: 16-bit ones are given back as they are added to it
     bytes_per_bucket_grad: float = 0.0  # in buckets beside the gradients, where data-parallel ranks do not shard (DDP)
     bytes_per_fp16_unscaled_grad: float = 0.0  # fp32 copy that fp16 runs make to unscale, sharded with the optimizer
     frees_unscaled_grads: bool = False  # before the next forward pass: they are there during the optimizer's step alone
@@ -83,7 +83,7 @@ class Memory:
     # Of them, outputs of whole width that wait for a collective, per token, hidden element and pass through a layer,
     bytes_per_unreduced_hidden: float = 0.0
     host_lead_layers: float = 0.0  # for as many layers as the host launches ahead of the device at most
-    host_lead_tokens_per_layer: float = 1.0  # of a step; it is ahead by one layer more for so many tokens
+    host_lead_tokens_per_layer: float = 1.0  # of a step; it is ahead by one layer more for this many tokens
     pipeline_lead_tokens_per_layer: float = 1.0  # the same in a pipeline, of tokens divided by tp
     # Which peak its log, or people who use it, report: handed out by the allocator, held by it, or taken on the device.
     logs_memory: Literal["allocated", "reserved", "device"] = "allocated"
@@ -214,8 +214,8 @@ class Network:
     cross_node_pipeline_s_per_tp: float = 0.0
     cross_node_pipeline_s_per_far_tp: float = 0.0
     cross_node_pipeline_s_per_dp: float = 0.0
-    # Added to a message between stages, both of whose ends sleep between looks at whether it came, in jobs of so many
-    # nodes and more, and with tensor groups of so many ranks and more.
+    # Added to a message between stages, both of whose ends sleep between looks at whether it came, in jobs of this many
+    # nodes and more, and with tensor groups of this many ranks and more.
     message_poll_s: float = 0.0
     message_poll_from_nodes: int = 1
     message_poll_from_tp: int = 1

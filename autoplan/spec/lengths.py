@@ -1,4 +1,4 @@
-"""Samples of unlike lengths, and how they become sequences."""
+"""Samples of different lengths, and how they become sequences."""
 
 from __future__ import annotations
 

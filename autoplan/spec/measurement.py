@@ -19,7 +19,7 @@ from autoplan.spec.operations import Operation, check_shape
 
 
 class Match(IntEnum):
-    """Likeness of the machine of a measurement to the one that is planned for, nearest first."""
+    """Similarity between the machine of a measurement and the planned one, most similar first."""
 
     EXACT = 0  # device, torch, library of collectives and links
     RUNTIME = 1  # device and major version of CUDA or ROCm

@@ -1,4 +1,4 @@
-"""Plans of a mixed cluster, whose replicas and stages differ, and their problem."""
+"""Plans for a mixed cluster, with different replicas and stages, and their problem."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MixedStage:
             raise InputError(f"chunks of a stage add up to {sum(self.chunks)}, it has {self.layers} layers")
 
     def with_layers(self, layers: int) -> MixedStage:
-        """The stage with so many layers, spread over its virtual stages."""
+        """The stage with this many layers, spread over its virtual stages."""
         return replace(self, layers=layers, chunks=even_chunks(layers, len(self.chunks)) if self.chunks else ())
 
 
@@ -75,7 +75,7 @@ class ReplicaKind:
 
     @property
     def layers_per_chunk(self) -> tuple[int, ...]:
-        """Layers of every chunk in model order; chunk i sits on stage i mod the number of stages."""
+        """Layers of every chunk in model order; chunk i is on stage i mod the number of stages."""
         chunks = [stage.chunks or (stage.layers,) for stage in self.stages]
         return tuple(chunk for row in zip(*chunks, strict=True) for chunk in row)
 
@@ -133,7 +133,7 @@ class MixedPlan:
 
     @classmethod
     def of(cls, plan: ParallelPlan, part: int, num_layers: int) -> MixedPlan:
-        """The plan of one part, of a model with so many layers, as one of a mixed cluster."""
+        """The plan of one part, of a model with this many layers, as one of a mixed cluster."""
         chunks = chunk_layers(plan, num_layers)
         stages = tuple(
             MixedStage(
@@ -406,7 +406,7 @@ def mixes_vendors(problem: MixedProblem, plan: MixedPlan) -> str | None:
 
 
 def _check_sharding(problem: MixedProblem, plan: MixedPlan) -> None:
-    """Refuse what would travel between parts in every layer, but for whole parts whose weights or gradients do so.
+    """Refuse what would travel between parts in every layer, except for whole parts whose weights or gradients do so.
 
     Ranks that gather weights or reduce gradients in every micro-batch wait for each other until all have as many.
     """

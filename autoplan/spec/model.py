@@ -134,7 +134,7 @@ class Mamba:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttention:
-    """A gated delta net (arXiv:2412.06464): heads with a state of key x value width in place of a cache.
+    """A gated delta net (arXiv:2412.06464): heads with a state of key x value width instead of a cache.
 
     Of Kimi delta attention (arXiv:2510.26692), whose key channels decay one by one, gates have a `gate_rank`.
     """

@@ -32,7 +32,7 @@ TRAITS: Mapping[OptimizerName, Optimizer] = {
     # 0.7 optim/subclass_8bit.py), or of 4 bits with one for every 128 (torchao optim/subclass_4bit.py).
     "adam8bit": Optimizer(title="Adam with 8-bit moments", moment_bytes=2 * (1 + 4 / 256)),
     "adam4bit": Optimizer(title="Adam with 4-bit moments", moment_bytes=2 * (0.5 + 4 / 128)),
-    # Means over rows and over columns in place of second moments, no first ones (arXiv:1804.04235; transformers
+    # Means over rows and over columns instead of second moments, no first ones (arXiv:1804.04235; transformers
     # optimization.py, Adafactor with beta1=None).
     "adafactor": Optimizer(title="Adafactor", moment_bytes=0.0, factored_bytes=4.0),
     "lion": Optimizer(title="Lion", moment_bytes=4.0),  # one momentum (arXiv:2302.06675)

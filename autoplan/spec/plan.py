@@ -1,4 +1,4 @@
-"""Plans, the varying half of an estimate: one parallel configuration, and many of them as a struct of arrays."""
+"""Plans: a single parallel configuration, and many of them as a struct of arrays."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ParallelPlan:
 
     The ranks are tp x cp x pp x dp_replicate x dp_shard; expert parallelism re-uses those of one pipeline stage.
     States are sharded over `dp_shard` (times cp) according to `sharding`.  `layers_per_chunk` gives the layers of
-    each of the pp x vp chunks in model order (chunk i sits on rank i mod pp); None spreads them evenly.
+    each of the pp x vp chunks in model order (chunk i is on rank i mod pp); None spreads them evenly.
     """
 
     global_batch: int
@@ -185,7 +185,7 @@ class ParallelPlan:
 
     @property
     def num_devices(self) -> int:
-        """Ranks that the plan needs."""
+        """Number of ranks that the plan needs."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
@@ -194,12 +194,12 @@ class ParallelPlan:
         return self.global_batch // (self.micro_batch * self.dp)
 
     def describe(self) -> str:
-        """The plan in a few words: 'tp 4 pp 2 vp 5 dp 16, micro-batch 1, ZeRO-1'."""
+        """Short description: 'tp 4 pp 2 vp 5 dp 16, micro-batch 1, ZeRO-1'."""
         schedule = "" if self.schedule in ("1f1b", "interleaved") else _SCHEDULE_WORDS[self.schedule]
         return self._described(schedule, SHARDING_WORDS[self.sharding], has_vp=self.schedule == "interleaved")
 
     def spell_out(self) -> str:
-        """The plan in the words of the field: 'tp 4 pp 2 dp 16, ..., 1F1B interleaved with 5 virtual stages, ...'."""
+        """Full description: 'tp 4 pp 2 dp 16, ..., 1F1B interleaved with 5 virtual stages, ...'."""
         schedule = _SCHEDULE_WORDS[self.schedule].format(vp=self.vp) if self.pp > 1 else ""
         return self._described(schedule, _SHARDING_TERMS[self.sharding], has_vp=False)
 
@@ -292,7 +292,7 @@ def _data_parallel(num_devices: int, degrees: Mapping[str, int], hint: str) -> i
 
 
 def check_priced(plan: ParallelPlan) -> None:
-    """Refuse a value that the cost model does not cover yet; nothing is accepted and ignored."""
+    """Reject a value that the cost model does not cover yet; no value is silently ignored."""
     if plan.schedule == "gpipe" and plan.vp > 1:
         raise UnpricedError("schedule 'gpipe' with vp > 1 is not priced yet: use interleaved")
     if plan.offload == "activations":
@@ -305,7 +305,7 @@ def check_priced(plan: ParallelPlan) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanBatch(Rows):
-    """Many priced plans: one array element a plan.  Words are held by their codes.
+    """Many plans as arrays with one element per plan.  Words are stored as codes.
 
     `layout` indexes `layouts`: the layers of every chunk in model order, always spelled out.  All share a `placement`.
     """
@@ -395,7 +395,7 @@ class PlanBatch(Rows):
         return cls(**arrays, layout=layout, layouts=tuple(layouts), placement=placements.pop())  # type: ignore[arg-type]
 
     def distinct(self, *names: str) -> tuple[Ints, Ints]:
-        """(indices of plans that differ in these axes, for every plan which of them is like it)."""
+        """Return (indices of plans with distinct values of these axes, for every plan the index of its equal)."""
         return distinct_rows(*(getattr(self, name) for name in names))
 
     def plan(self, at: int) -> ParallelPlan:

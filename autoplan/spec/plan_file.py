@@ -1,4 +1,4 @@
-"""Content of `plan.json`, of one kind of device and of a mixed cluster."""
+"""Content of `plan.json`, for equal nodes and for mixed clusters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autoplan.topology.mixed_cluster import MixedCluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpaceFlags:
-    """Flags of the searched space, as typed: with the problem they make the same space again."""
+    """Flags of the search space, as typed; together with the problem they recreate the space."""
 
     global_batch: str
     fix: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ PLAN_FILE_VERSION = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFile:
-    """The content of `plan.json`: what was asked, the plan, what it costs and why, and what else would do."""
+    """Content of `plan.json`: the problem, the plan, its costs and their reasons, and alternatives."""
 
     schema_version: int
     versions: dict[str, str]  # autoplan and the libraries that the numbers rest on

@@ -1,4 +1,4 @@
-"""Training by preferences: losses over two answers to one prompt, the one that was chosen and the one that was not."""
+"""Preference training: losses over two answers to one prompt, a chosen and a rejected one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from autoplan.base.errors import InputError
 
-# dpo: probabilities of both answers, over those of a reference.  reward: a score of each, in place of logits.
+# dpo: probabilities of both answers, over those of a reference.  reward: a score of each, instead of logits.
 Loss = Literal["dpo", "reward"]
 # copy: another model without gradients.  base: the model without its adapters.  none: its probabilities are worked out
 # before, or the loss needs none.

@@ -1,4 +1,4 @@
-"""Constant part of an estimate: model, training, cluster, framework, calibration and timings, checked together."""
+"""The problem: model, training, cluster, framework, calibration and timings, checked together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def precisions_of(device: DeviceSpec) -> tuple[Precision, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """The constant half of an estimate."""
+    """The inputs of an estimate other than the plan."""
 
     model: ModelSpec
     training: TrainingSpec

@@ -1,4 +1,4 @@
-"""Fate of a plan when its cluster loses nodes."""
+"""Summary of a replan after a cluster lost nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autoplan.spec.search_result import RankedPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplanSummary:
-    """Changes with the devices that were lost, and what it costs to change."""
+    """The plan before and after nodes were lost, and the cost of switching."""
 
     nodes_before: int
     nodes_left: int

@@ -1,4 +1,4 @@
-"""Time, money and energy of a whole training run, and the best plans in these objectives."""
+"""Time, cost and energy of a whole training run, and the best plans for these objectives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """A plan on some number of nodes, and what a run with it takes."""
+    """A plan for a node count, and the figures of a run with it."""
 
     num_nodes: int
     plan: RankedPlan
@@ -39,17 +39,17 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeOutcome:
-    """Result for a number of nodes: its best plan, or a bound that shows why none was looked for."""
+    """Result for a node count: its best plan, or the bound that excluded it."""
 
     num_nodes: int
     best: RunPlan | None  # in the first objective
-    least: RunFigures | None  # what no plan on so many nodes beats
+    least: RunFigures | None  # what no plan on this many nodes beats
     why: str = ""  # there is no best plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """The answer to a search for something else than the fastest step of one cluster."""
+    """Result of a search for objectives other than the step time."""
 
     objectives: tuple[str, ...]
     best: RunPlan

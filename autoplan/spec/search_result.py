@@ -1,4 +1,4 @@
-"""Plans that a search found, why none is better, and how sure the choice is."""
+"""Plans found by a search, the proof that none is better, and the confidence in the choice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedPlan:
-    """A plan and the figures by which it is ranked."""
+    """A plan and the figures that rank it."""
 
     plan: ParallelPlan
     step_s: float
@@ -73,7 +73,7 @@ class RankedPlan:
             raise InputError(f"oom_probability must be in [0, 1], got {self.oom_probability:g}")
 
     def scarcest_memory(self, capacity_bytes: float, host_bytes: float) -> tuple[float, float, bool]:
-        """Return (bytes that are needed, that there are, whether of a host) of the memory that is used most."""
+        """Return (bytes needed, bytes available, whether on a host) for the memory with the highest usage."""
         if self.host_memory_bytes / host_bytes > self.memory_bytes / capacity_bytes:
             return self.host_memory_bytes, host_bytes, True
         return self.memory_bytes, capacity_bytes, False
@@ -86,7 +86,7 @@ class RankedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryKnob:
-    """Change of a plan that frees device memory on the rank that needs most."""
+    """Change to a plan that frees memory on the fullest device."""
 
     change: str  # in words
     freed_bytes: float

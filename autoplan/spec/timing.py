@@ -90,7 +90,7 @@ class Lookup(Rows):
 
     @classmethod
     def refused(cls, size: int | tuple[int, ...]) -> Lookup:
-        """Result of a table that holds none of so many shapes."""
+        """Result of a table that holds none of this many shapes."""
         none = np.zeros(size, dtype=np.bool_)
         return cls(seconds=np.full(size, np.nan), is_exact=none, is_disturbed=none.copy())
 

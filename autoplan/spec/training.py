@@ -89,7 +89,7 @@ class TrainingSpec:
 
     @property
     def has_scores(self) -> bool:
-        """Return whether the head gives one score in place of logits."""
+        """Return whether the head gives one score instead of logits."""
         return self.preference is not None and self.preference.loss == "reward"
 
     @property

@@ -156,7 +156,7 @@ class WanSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroup:
-    """Nodes of an allocation that hang on the same switches."""
+    """Nodes of an allocation that share the same switches."""
 
     names: tuple[str, ...]
     switches: tuple[str, ...] = ()  # one of each tier, innermost first
@@ -223,12 +223,12 @@ class NetworkSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
-    """The host of one node, and how devices and NICs hang on it: in order, spread evenly."""
+    """The host of one node, and how devices and NICs connect to it: in order, spread evenly."""
 
     memory_bytes: float = 1024 * 2**30
     power_w: float | None = None  # without the devices
     num_sockets: int = 2
-    num_pcie_switches: int = 0  # none: devices and NICs hang on the sockets
+    num_pcie_switches: int = 0  # none: devices and NICs connect to the sockets
     device_link: Literal["pcie", "nvlink-c2c", "xgmi"] = "pcie"  # of a device to its switch or socket
     nics_on_devices: bool = False  # rather than on the switches or sockets
     socket_bytes_per_s: float = 22e9  # between two sockets, one direction: NCCL's value for Sapphire Rapids (topo.h)

@@ -114,7 +114,7 @@ def _add_fabrics(graph: Graph, cluster: ClusterSpec, shares: list[float]) -> Non
 
 
 def _add_host(graph: Graph, cluster: ClusterSpec) -> list[Hashable]:
-    """Sockets and PCIe switches with the devices on them; what NICs hang on as well."""
+    """Sockets and PCIe switches with the devices on them; also those with NICs."""
     host, size = cluster.host, cluster.devices_per_node
     # A preset cut down to fewer devices than it has sockets or switches keeps those of the devices that are left.
     sockets = [add_component(graph, ("socket", at), SOCKET) for at in range(min(host.num_sockets, size))]

@@ -274,7 +274,7 @@ class _Folded:
         self.graph.add_edge(a, b, link=link, num_links=count)
 
     def _into_racks(self, runs: Runs, level: LinkLevel, num_nodes: int) -> Runs:
-        """The nodes, told apart by the racks that they fill in order; every class of racks becomes a vertex."""
+        """The nodes, distinguished by the racks that they fill in order; every class of racks becomes a vertex."""
         rack_ids: dict[_Switch, int] = {}
         result = []
         for block, count in _blocks(runs, num_nodes):

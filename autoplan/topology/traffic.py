@@ -30,7 +30,7 @@ class Spans:
 
     @classmethod
     def of(cls, topology: Topology, members: Ints | Floats) -> Spans:
-        """Return the spans of groups with so many `members` in one domain of each level."""
+        """Return the spans of groups with this many `members` in one domain of each level."""
         in_domain = members.astype(np.float64)
         inner = np.concatenate([np.ones((1, *in_domain.shape[1:])), in_domain[:-1]])
         base, reach = inner.copy(), in_domain.copy()

@@ -96,7 +96,7 @@ def _stand_in(node: ObservedNode, observed: ObservedDevice, alike: list[DeviceSp
         is_coupled = device.host_link_bytes_per_s > _FASTEST_PCIE  # to a CPU of its own, as in a GH200
         return (
             (device.name in joined) != has_fabric,
-            # Another chip, such as an H20 in place of an H100 with as much memory.
+            # Another chip, such as an H20 instead of an H100 with as much memory.
             device.name.split("-")[0] not in words,
             is_coupled != ((observed.host_bytes_per_s or 0) > _FASTEST_PCIE),
             abs(memory - device.visible_memory_bytes) if memory else 0.0,

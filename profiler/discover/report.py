@@ -22,7 +22,7 @@ class Report:
     """Observations of one node by its sources, in their order of precedence."""
 
     host: str = ""
-    switches: tuple[str, ...] = ()  # that it hangs on, innermost first
+    switches: tuple[str, ...] = ()  # above it, innermost first
     seen: tuple[ObservedNode, ...]
     troubles: tuple[str, ...] = ()  # tools that failed
 

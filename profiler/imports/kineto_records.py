@@ -321,7 +321,7 @@ def _launched(
         if event.args.collective is not None:
             if kind := _of_nccl(trace, event):
                 places.append((kind, [at]))
-        # Older Kineto writes the number of the launch in place of that of the operator.
+        # Older Kineto writes the number of the launch instead of that of the operator.
         elif event.args.operator is not None and event.args.operator != event.args.correlation:
             by_operator[event.args.operator].append(at)
     places += [

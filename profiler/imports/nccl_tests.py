@@ -2,8 +2,8 @@
 
 Read are `all_reduce_perf`, `all_gather_perf`, `reduce_scatter_perf`, `alltoall_perf`, `broadcast_perf` and
 `sendrecv_perf`.  Their size is that of the whole buffer of a rank (doc/PERFORMANCE.md of nccl-tests: of an all-gather
-what a rank ends with, of a reduce-scatter what it begins with), as `SHAPES` has it; their time is the mean of
-the iterations, in microseconds.  The lines of the ranks tell the groups; hosts are taken for scale-up domains, but for
+what a rank ends with, of a reduce-scatter what it begins with), as `SHAPES` has it; their time is the mean of the
+iterations, in microseconds.  The lines of the ranks tell the groups; hosts are taken for scale-up domains, except for
 devices whose shipped clusters join several hosts by their fabric.
 """
 

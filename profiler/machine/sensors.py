@@ -114,7 +114,7 @@ class Sensors:
         )
 
     def _checked_s(self) -> float:
-        """CPU time of products and calls: cores, unlike devices, say in no other way that their host slows them."""
+        """CPU time of products and calls: cores, different devices, say in no other way that their host slows them."""
         if self._device.type != "cpu":
             return 1.0
         began = time.process_time()

@@ -55,7 +55,7 @@ def backend_of(run: Callable[[], object]) -> str:
 
 
 def _heads(factory: InputFactory, batch: int, seq_len: int, *sizes: tuple[int, int]) -> list[Tensor]:
-    """Tensors of so many heads of a width each, as projections leave them: heads behind tokens in memory."""
+    """Tensors of this many heads of a width each, as projections leave them: heads behind tokens in memory."""
     return [factory.normal(batch, seq_len, heads, width).transpose(1, 2).requires_grad_() for heads, width in sizes]
 
 

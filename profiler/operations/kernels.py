@@ -55,7 +55,7 @@ def implementation_windowed(operation: Operation, dtype: str, device: torch.devi
 
 _WIDTHS = {"fp8": 1.0, "mxfp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.5}  # bytes of a number
 
-# The smallest shapes that every way of an operation accepts: narrow products have scales for tiles of 128.
+# The smallest shapes that every way of an operation accepts: low-precision GEMMs have scales for tiles of 128.
 _TINY: dict[Operation, tuple[int, ...]] = {
     **dict.fromkeys(PRODUCTS, (128, 128, 128)),
     **dict.fromkeys(("attention", "attention_backward"), (1, 128, 4, 2, 64, 0)),

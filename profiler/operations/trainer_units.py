@@ -37,7 +37,7 @@ KERNEL = "trainer"
 
 _RECOMPUTED = {"layer_backward_selective": "selective", "layer_backward_full": "full"}
 _TOUCHED_BYTES = 8  # of a weight: its value and its gradient, both in fp32
-_NUM_LINKS = 4  # layers in a chain: of so many all but the last one send their gradients while another computes
+_NUM_LINKS = 4  # layers in a chain: of this many all but the last one send their gradients while another computes
 _SHARDED = {"replicated_layer": "none", "sharded_layer": "zero1", "resharded_layer": "zero3"}
 
 
@@ -71,7 +71,7 @@ def implementation(operation: Operation, dtype: str) -> str:
 
 
 def meets(operation: Operation, shape: tuple[int, ...]) -> bool:
-    """Tell whether its ranks wait for each other, so that wall time counts in place of process time."""
+    """Tell whether its ranks wait for each other, so that wall time counts instead of process time."""
     sizes = dict(zip(SHAPES[operation], shape, strict=True))
     return sizes.get("tp", 1) > 1 or (operation in _SHARDED and sizes["num_devices"] > 1)
 

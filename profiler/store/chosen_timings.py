@@ -97,7 +97,7 @@ def _read(rows: Iterable[Any], levels: Mapping[int, Match], unread: set[str]) ->
             sizes = shape_of(shape)
             check_shape(operation, sizes)
             check_positive("seconds", seconds, at_most=1e6)
-        except (ValueError, TypeError):  # damaged: text in place of a number
+        except (ValueError, TypeError):  # damaged: text instead of a number
             unread.add(key)
         else:
             yield operation, dtype, sizes, seconds, key[:12], levels[number], mode != "sustained", status != "ok"
@@ -112,7 +112,7 @@ def _middle_ones(rows: Iterable[Any], unread: set[str], apart: list[HostsApart])
     """
     alike: dict[int, list[Any]] = defaultdict(list)
     for row in rows:
-        if not isinstance(row.seconds, int | float):  # damaged: text in place of a number
+        if not isinstance(row.seconds, int | float):  # damaged: text instead of a number
             unread.add(row.key)
         elif row.status == "ok" or may_stand_in(row.operation, row.status, json.loads(row.conditions)):
             alike[row.work_hash].append(row)

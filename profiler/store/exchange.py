@@ -84,7 +84,7 @@ def write_exchange(
         "exported_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     num_records = 0
-    # No name and time in the frame: the same records make the same bytes but for the header's moment.
+    # No name and time in the frame: the same records make the same bytes except for the header's moment.
     with replacing(path, force=force) as target, gzip.GzipFile(filename="", mode="wb", fileobj=target, mtime=0) as out:
         out.write(json.dumps(header).encode() + b"\n")
         for record in records:

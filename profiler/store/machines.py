@@ -35,7 +35,7 @@ def read_machines(connection: Connection, name: str, device: str | None = None) 
     rows = connection.execute(query).all()
     try:
         return Machines({number: msgspec.json.decode(text, type=Fingerprint) for number, text in rows}, name)
-    except (msgspec.MsgspecError, TypeError) as error:  # a damaged file: a blank in place of text
+    except (msgspec.MsgspecError, TypeError) as error:  # a damaged file: a blank instead of text
         raise StoreError(f"{name} holds a fingerprint that cannot be read: {error}") from None
 
 

@@ -94,7 +94,7 @@ def marks_of(connection: Connection, kind: Marked, row_id: int, key: str) -> lis
 
 
 def add_marks(connection: Connection, kind: Marked, new: Sequence[Mark]) -> int:
-    """Add the marks that are missing, but for those on unknown rows; return how many were added."""
+    """Add the marks that are missing, except for those on unknown rows; return how many were added."""
     ids: dict[str, int] = {}
     if keys := {mark.key for mark in new}:
         query = select(kind.rows.c.key, kind.rows.c.id).where(kind.rows.c.key.in_(keys))

@@ -77,8 +77,8 @@ records: Table = Table(
     ),
 )
 
-# Training runs that were measured.  `content` is the whole of one as JSON but for what has a column after it, and for
-# its machine; the columns before are what runs are chosen by.
+# Measured training runs.  `content` is the whole run as JSON, except for its machine and the fields with a column of
+# their own after it; the columns before it are those by which runs are selected.
 runs: Table = Table(
     "runs",
     metadata,

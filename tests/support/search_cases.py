@@ -35,7 +35,7 @@ def make(
     forbid: tuple[str, ...] = PLAIN,
     **changes: Any,
 ) -> tuple[Problem, Space]:
-    """A problem, plain but for `changes`, and the default space for it without what is forbidden."""
+    """A problem, plain except for `changes`, and the default space for it without what is forbidden."""
     problem = problem_for(model, cluster, seq_len=seq_len, **changes)
     narrow = with_flags(default_limits(problem, batches), fix=(), at_most=(), forbid=forbid)
     limits = with_flags(narrow, fix=fix, at_most=(), forbid=())

@@ -54,7 +54,7 @@ def _num_tensors(problem: Problem, shape: BlockShape) -> int:
 
 
 def _reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
-    """Number of consecutive all-reduces that carry the gradients of so many unsharded parameters."""
+    """Number of consecutive all-reduces that carry the gradients of this many unsharded parameters."""
     if not framework.network.reduce_bucket_bytes:
         return np.ones_like(parameters)
     return np.maximum(np.ceil(GRAD_BYTES * parameters / framework.network.reduce_bucket_bytes), 1.0)

@@ -54,7 +54,7 @@ def _collectives(
     gathers: tuple[float, float],
     sums: tuple[float, float],
 ) -> TensorParallel:
-    """Collectives with so many gathers and sums in a (forward, backward) pass."""
+    """Collectives with this many gathers and sums in a (forward, backward) pass."""
     group, hidden, sp = process_groups(batch).tp, _hidden_bytes(problem, batch), batch.sp.astype(np.float64)
     return TensorParallel(
         gather=Collective("tp", "all_gather", group, gathered_bytes, forward=gathers[0] * sp, backward=gathers[1] * sp),

@@ -108,8 +108,8 @@ def _adapter_bytes(problem: Problem, batch: PlanBatch) -> _AdapterBytes:
 def _adapter_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traffic:
     """Bytes that adapters move beside their products.
 
-    Every operation of them is counted, so that the factor of a framework's other kernels does not apply.
-    Magnitudes scale both outputs, and are found anew in every pass: weights of both are added up and their norms taken.
+    Every operation of them is counted, so that the factor of a framework's other kernels does not apply. Magnitudes
+    scale both outputs, and are found again in every pass: weights of both are added up and their norms taken.
     """
     finetuning, element = problem.training.finetuning, problem.training.element_bytes
     assert finetuning is not None

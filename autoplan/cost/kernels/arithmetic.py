@@ -74,7 +74,7 @@ class BlockShape:
     linears: tuple[Linear, ...]
     num_norm_parameters: int  # replicated on every tensor-parallel rank
     num_other_parameters: int = 0  # cut by tensor parallelism
-    is_frozen: bool = False  # but for its adapters
+    is_frozen: bool = False  # except for its adapters
     drops_inputs: bool = False  # adapters take what dropout leaves of the inputs
     num_magnitudes: int = 0  # trained beside adapters, cut by tensor parallelism: one for each output (DoRA)
 
@@ -639,7 +639,7 @@ def linear_attention_flops_per_token(model: ModelSpec, chunk_tokens: int = 0) ->
     """Forward operations of a gated delta net's core per token, projections left out.
 
     As a recurrence: what the state holds of the key, its correction and the reading of the query, three products of key
-    and value width a head, and the convolution.  In chunks of so many tokens products within a chunk come on top: of
+    and value width a head, and the convolution.  In chunks of this many tokens products within a chunk come on top: of
     keys with keys and queries, the two that solve for the corrections, and that of scores with values
     (arXiv:2412.06464, section 3.3).
     """

@@ -95,8 +95,8 @@ class SharedStates(Rows):
 def shared_states(problem: Problem, batch: PlanBatch) -> SharedStates:
     """Return the measured times of sharing the states of layers among data-parallel ranks.
 
-    The weights stay for the step, or are gathered anew for each pass; gradients are reduced in its last micro-batch, or
-    in each.  Two gathers differ from one by a gather.
+    The weights stay for the step, or are gathered again for each pass; gradients are reduced in its last micro-batch,
+    or in each.  Two gathers differ from one by a gather.
     """
     times = layer_times(problem, batch)
     if times is None or set(problem.model.layers) != {LAYER}:

@@ -1,7 +1,7 @@
 """Sequences that samples of unlike lengths make: their tokens, those that are padding, and what attention looks at.
 
 Of a micro-batch two numbers decide the time: its tokens, and the sum of the squares of the lengths over which attention
-looks (`modelling` A2: the sum of L_i^2 in place of b s^2).
+looks (`modelling` A2: the sum of L_i^2 instead of b s^2).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def packs_of(lengths: Lengths, seq_len: int) -> Packs:
     packs: dict[tuple[int, int, int], int] = {}  # (tokens, their squares, samples) to the number of such packs
 
     def add(kind: tuple[int, int, int], tokens: int, number: int, count: int) -> None:
-        """`count` packs of a kind, each with `number` more samples of so many tokens."""
+        """`count` packs of a kind, each with `number` more samples of this many tokens."""
         more = (kind[0] + number * tokens, kind[1] + number * tokens**2, kind[2] + number)
         packs[more] = packs.get(more, 0) + count
         if not packs[more]:
@@ -90,7 +90,7 @@ def packs_of(lengths: Lengths, seq_len: int) -> Packs:
 
 @lru_cache(maxsize=1024)
 def longest_of(lengths: Lengths, seq_len: int, samples: int) -> Kinds:
-    """The longest of so many samples: the distribution of one, cumulated, to their power."""
+    """The longest of this many samples: the distribution of one, cumulated, to their power."""
     tokens, shares = cut_samples(lengths, seq_len)
     below = np.minimum(np.cumsum(shares), 1.0) ** samples
     return Kinds(tokens, np.diff(below / below[-1], prepend=0.0))
@@ -98,7 +98,7 @@ def longest_of(lengths: Lengths, seq_len: int, samples: int) -> Kinds:
 
 @lru_cache(maxsize=4096)
 def means_of(lengths: Lengths, batching: Batching, seq_len: int, micro_batch: int) -> tuple[float, float]:
-    """(tokens of a sequence, squares over which attention looks in it), padding included, in the mean."""
+    """(tokens of a sequence, squares over which attention looks in it), padding included, on average."""
     if batching in ("joined", "full"):
         return float(seq_len), float(seq_len) ** 2
     if batching == "packed":
@@ -111,7 +111,7 @@ def means_of(lengths: Lengths, batching: Batching, seq_len: int, micro_batch: in
 
 
 def tokens_per_sample(training: TrainingSpec, micro_batch: Ints) -> Floats | int:
-    """Tokens that are computed of a sample of the batch in the mean, in micro-batches of so many."""
+    """Tokens that are computed of a sample of the batch on average, in micro-batches of this many."""
     tokens = training.seq_len if training.lengths is None else _means(training, micro_batch)[0]
     return training.sequences_per_sample * tokens
 

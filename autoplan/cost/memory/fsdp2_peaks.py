@@ -29,7 +29,7 @@ class PassSizes:
     parameters: Floats
     ends: Floats  # embedding, head and last norm, one unit with the whole
     head: Floats  # of them, the head's matrix
-    summed: Floats  # what tensor-parallel ranks add up: the gradient of the whole embedding but for the own part
+    summed: Floats  # what tensor-parallel ranks add up: the gradient of the whole embedding except for the own part
     unit: Floats  # the largest layer
     own: Floats  # of the parameters, what the rank keeps of them on the device
     own_ends: Floats  # the same of the ends
@@ -144,7 +144,7 @@ def stage_terms(sizes: PipelineSizes) -> Snapshots:
 
 
 def with_gathered(snapshots: Snapshots, gathered: Floats) -> Snapshots:
-    """The moments with so many bytes more of gathered weights while passes run."""
+    """The moments with this many bytes more of gathered weights while passes run."""
     return {
         phase: tuple(
             {

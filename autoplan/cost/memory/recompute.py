@@ -328,7 +328,7 @@ def selective_s(
 
     A framework that repeats a share of all layers pays that share of what repeating a layer takes.  By name: the
     attention core, though a flash kernel gives nothing back (megatron/core/transformer/attention.py:1555; 3.9 % of a
-    step of Moonlight, row bridge_ab-002), the MLP or MoE with its communication, but for what `never_repeated_s`
+    step of Moonlight, row bridge_ab-002), the MLP or MoE with its communication, except for what `never_repeated_s`
     takes, the others by their matrices or the bytes that they move.
     """
     zeros = np.zeros(len(batch))

@@ -1,1 +1,1 @@
-"""Price plans whose replicas and stages sit on unlike devices."""
+"""Price plans whose replicas and stages are on different devices."""

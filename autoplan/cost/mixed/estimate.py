@@ -1,4 +1,4 @@
-"""Price of a step whose replicas and stages sit on unlike devices.
+"""Price of a step whose replicas and stages are on different devices.
 
 Pipelines are put together as those of a plain cluster are (`cost.step`); here the replicas of a step are.  On one part
 the answer is that of `estimate`.

@@ -83,8 +83,8 @@ class Algorithm:
 
     moved_bytes: Callable[
         [Topology, Spans, Floats, Ints | int], Floats
-    ]  # of a buffer with so many copies of each token
-    seconds: Callable[[Topology, Spans, Floats, Floats], Floats]  # of so many bytes moved, of a buffer
+    ]  # of a buffer with this many copies of each token
+    seconds: Callable[[Topology, Spans, Floats, Floats], Floats]  # of this many bytes moved, of a buffer
     serves: Callable[[Topology, Spans], Bools] | None = None  # which groups may use it; None: all
 
 
@@ -268,7 +268,7 @@ _DTYPES = ("bf16", "fp16", "fp32")
 
 
 def _distance(group: tuple[int, ...], members: int, inside: int) -> float:
-    """Return how unlike a measured group of (members, inside a domain, siblings) is to one with so many members."""
+    """Return how unlike a measured group of (members, inside a domain, siblings) is to one with this many members."""
     group_members, beside, siblings = group
     domains = np.log((group_members / beside) / (members / inside))
     return float(2 * abs(np.log(beside / inside)) + abs(domains) - 0.01 * np.log(siblings))

@@ -37,7 +37,7 @@ def one_forward_one_backward_s(
 
     T = max over stages of: the fill before it, its own work, and the part of the work behind it that its warm-up does
     not cover; interleaving divides all but its own work by the chunks.  Exact for equal stages.  For unequal ones plain
-    1F1B gets a lower bound, within 0.1 % in the mean (`modelling` E2), and interleaved 1F1B an estimate, -4 to +9 % of
+    1F1B gets a lower bound, within 0.1 % on average (`modelling` E2), and interleaved 1F1B an estimate, -4 to +9 % of
     simulation for stage times within 30 % of each other; m must be a multiple of the stages there.
     """
     stages = forward_s.shape[1]
@@ -130,7 +130,7 @@ def hop_sends_exposed_s(hop_s: Floats, num_microbatches: Ints) -> Floats:
 
     Every hop takes its own on the way there and back.  Between, a rank exchanges with both neighbours once for every
     micro-batch, and the rank whose hops are slowest holds up all: exact for equal stages with equal hops, where it is
-    `send_exposed_s`; else above the simulation of blocking calls, by 1 to 3 % of the makespan in the mean.
+    `send_exposed_s`; else above the simulation of blocking calls, by 1 to 3 % of the makespan on average.
     """
     none = np.zeros((len(hop_s), 1))
     before, behind = np.hstack([none, hop_s]), np.hstack([hop_s, none])

@@ -37,7 +37,7 @@ class Operation(NamedTuple):
 
 
 class PipelineShape(NamedTuple):
-    """A schedule on so many ranks, the chunks that each of them holds, and the micro-batches of a step."""
+    """A schedule on this many ranks, the chunks that each of them holds, and the micro-batches of a step."""
 
     schedule: Schedule
     stages: int

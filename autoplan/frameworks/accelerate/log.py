@@ -2,7 +2,7 @@
 
 transformers 5.23.0 and 4.x: `ProgressCallback` in trainer_callback.py shows a bar of tqdm on stderr, `training_bar`,
 without a description, and another one while it evaluates; what is logged is a Python dict, whose numbers are strings
-from 5.0 on (`on_log`).  A dict says no time but for the last one (`speed_metrics` in trainer_utils.py:
+from 5.0 on (`on_log`).  A dict says no time except for the last one (`speed_metrics` in trainer_utils.py:
 `train_steps_per_second`, a mean of all steps).  tqdm 4.70.1, std.py `format_meter`: "n/total [elapsed<left, rate]".
 """
 

@@ -9,7 +9,7 @@ PRECISION = word(
     "mixed_precision", "precision", None, {str(kind): kind for kind in map(Precision, ("bf16", "fp16", "fp8"))}
 )
 
-# Section `fsdp_config`.  The first version of FSDP has a strategy, by word or number, in place of the switch.
+# Section `fsdp_config`.  The first version of FSDP has a strategy, by word or number, instead of the switch.
 STRATEGIES = {"FULL_SHARD": Sharding.ZERO3, "SHARD_GRAD_OP": Sharding.ZERO2, "NO_SHARD": Sharding.NONE}
 RESHARD = word(
     "fsdp_reshard_after_forward",

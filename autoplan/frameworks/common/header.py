@@ -56,7 +56,7 @@ def header(plan_file: PlanFile, framework: str) -> list[str]:
         lines.append(f"Priced for {preference}, which your program must use")
     if lengths := plan_file.training.lengths:
         lines.append(
-            f"Samples have {lengths.mean:,.0f} tokens in the mean ({lengths.source}) and are priced as "
+            f"Samples have {lengths.mean:,.0f} tokens on average ({lengths.source}) and are priced as "
             f"{BATCHING_TEXTS[plan_file.training.batching]}: yours to set so"
         )
     return [comment(line) for line in lines]

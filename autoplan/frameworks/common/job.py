@@ -76,7 +76,7 @@ class Target:
     `job` makes the job of a plan file for one of the `versions`, the default first, and refuses what the framework
     cannot express with an `InputError` that gives the reason.  The default version can express every plan that keeps to
     the `limits` beside the rules of its framework, if the model and the training can be expressed at all; another one
-    those that keep to its `other_limits`, where it has any, in place of these.
+    those that keep to its `other_limits`, where it has any, instead of these.
     """
 
     name: str

@@ -71,7 +71,7 @@ class Program:
     finetuning: FineTuning | None = None
     preference: Preference | None = None
     precision: Precision | None = None  # that holds unless the arguments say another
-    optimizer: OptimizerName | None = None  # in place of the Trainer's
+    optimizer: OptimizerName | None = None  # instead of the Trainer's
     mesh: Mesh = Mesh()
     # How a model is held: in 16 bits, unless something makes fp32 of what is trained; PEFT does of adapters, and FSDP
     # under torch.autocast of all that it shards (accelerate/utils/fsdp_utils.py:805).
@@ -191,7 +191,7 @@ def _is_eager(options: Options) -> bool:
 
 
 def _sizes(mesh: Mesh, num_devices: int) -> Fields:
-    """Return the ranks of every axis on so many devices."""
+    """Return the ranks of every axis on this many devices."""
     # axolotl fills in copies where shards are given, and shards where they are not (utils/distributed.py:319).
     replicas = max(num_devices // (mesh.tp * mesh.cp), 1)
     shard = mesh.dp_shard if (mesh.dp_shard or 1) > 1 else None

@@ -167,7 +167,7 @@ def _model(plan_file: PlanFile) -> dict[str, Any]:
         (model.mlp_bias or model.attention_output_bias, "biases of the MLP or behind attention"),
         (model.attention_sinks, "attention sinks"),
         (model.window is not None, "a window"),
-        (model.num_mtp_layers > 0, "layers that predict further tokens"),
+        (model.num_mtp_layers > 0, "layers for multi-token prediction"),
         (
             moe is not None
             and bool(moe.shared_expert_ffn_size or moe.router_bias or moe.latent_size or moe.num_dense_layers),
@@ -196,7 +196,7 @@ def _check(plan_file: PlanFile) -> None:
     """Refuse what would silently become another run."""
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     title = TARGET.title
-    check_legal(RULES, model, training, plan, f"{title} does not accept the plan")
+    check_legal(RULES, model, training, plan, f"{title} does not support the plan")
     check_limits(LIMITS, model, training, plan, f"{title} cannot express")
     refusals = (
         (training.attention not in ("flash", "unfused"), f"attention {training.attention!r}: plan with flash"),

@@ -128,7 +128,7 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
     if name != "default":
         ours = {theirs: own for own, theirs in MODELS.items()}.get(name, name)
         if (model := find_preset(ours)) is None:
-            raise InputError(f"model_name {show(name)} is no model that is known here: pass --model")
+            raise InputError(f"model_name {show(name)} is not a known model: pass --model")
         return replace(model, num_mtp_layers=further)
     block = options.text("decoder_block", "llama2")
     if block not in BLOCKS:
@@ -218,7 +218,7 @@ def _plan(
         micro_batches = pp if stated == -1 else stated
         if rounds > 1:
             options.remark(
-                ACCUMULATION, f"the pipeline is filled and drained {rounds} times a step, and priced as once"
+                ACCUMULATION, f"the pipeline is filled and drained {rounds} times per step, but priced as once"
             )
         if (options.value("num_pipeline_repeats", -1)) not in (-1, 1) or _layers(
             options, model

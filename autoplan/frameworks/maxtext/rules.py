@@ -106,7 +106,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_BASE}:605",
         holds=lambda s, b: (b.sharding != ZERO3) | (b.dp_shard * b.cp > 1),
-        text=lambda s, p: f"{p.sharding} over one rank shares nothing: use none, or a larger dp_shard",
+        text=lambda s, p: f"{p.sharding} over one rank has nothing to shard: use none, or a larger dp_shard",
     ),
     Rule(
         source=f"{_TYPES}:1206",

@@ -92,7 +92,7 @@ _ACTIVATION = "model.activation_func"
 _TRAINS = ("pretrain", "finetune", "distill")  # functions that a configuration is made for
 MOST_DEPTH = 20
 _PYTHON = re.compile(r"^(\s*(import|from)\s+megatron|def \w+\(|from __future__)", re.MULTILINE)
-# Sections whose fields change neither time nor memory, but for those that have a name of their own above.
+# Sections whose fields change neither time nor memory, except for those that have a name of their own above.
 _HARMLESS = ("checkpoint", "logger", "rng", "scheduler", "tokenizer", "validation", "dataset", "profiling", "env_vars")
 
 

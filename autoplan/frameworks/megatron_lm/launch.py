@@ -123,7 +123,7 @@ def _plan(
 
 
 def _replicas(arguments: Options, num_devices: int | None) -> int:
-    """Return the replicas of the model on so many devices."""
+    """Return the replicas of the model on this many devices."""
     rows = {"tensor": options.TP, "context": options.CP, "pipeline": options.PP}
     degrees = {name: row.of(arguments) for name, row in rows.items()}
     if num_devices is None:

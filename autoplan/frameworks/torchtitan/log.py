@@ -1,9 +1,9 @@
 """Reader of the log lines that torchtitan writes.
 
 `MetricsProcessor.log` and `log_validation` in torchtitan/components/metrics.py at b5bcd76 (2026-08), v0.2.2, v0.2.0 and
-v0.1.0; earlier in train.py: `wps` in place of `tps` (e62573d), and at first `iter`, the seconds of a step (6d9e4e6).
+v0.1.0; earlier in train.py: `wps` instead of `tps` (e62573d), and at first `iter`, the seconds of a step (6d9e4e6).
 `tps` are tokens a second of one device over the steps since the last line; a checkpoint in between counts, validation
-starts the clock anew.  Memory is the peak of what the allocator holds since then.  Ranks of the environment variable
+starts the clock again.  Memory is the peak of what the allocator holds since then.  Ranks of the environment variable
 LOG_RANK write side by side; those that see no loss write -1.  The moment is that of `init_logger` in
 torchtitan/tools/logging.py.  Checkpoints: torchtitan/components/checkpoint.py.
 """

@@ -269,7 +269,7 @@ def _of_script(text: str, context: LaunchContext) -> Content:
 
 
 def _changed(table: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The table with the options of a command line, by their dotted names, in place of its own."""
+    """The table with the options of a command line, by their dotted names, instead of its own."""
     for dotted, value in options.items():
         section, _, key = dotted.rpartition(".")
         inside = table.setdefault(section, {}) if section else table

@@ -1,6 +1,6 @@
 """Rules on the plans that the built-in trainer runs.
 
-Those of plain PyTorch, but for what the trainer itself does not do.  ZeRO-1 is `fully_shard` whose gradients are
+The rules of plain PyTorch, except for what the trainer itself does not do.  ZeRO-1 is `fully_shard` whose gradients are
 reduced once a step, so that DistributedDataParallel, wrong under several of these plans, is never used.  Places are
 functions of this project.
 """

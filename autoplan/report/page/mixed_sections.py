@@ -28,7 +28,7 @@ def headline(content: MixedContent) -> Markup:
         f"{sizes(file.cluster)}; {file.training.precision}, {file.training.seq_len:,} tokens a sequence, global batch "
         f"{file.best.plan.global_batch:,}, {file.framework.name}"
     )
-    return masthead(file.model.name, f"{file.cluster.num_devices:,} unlike devices", training_text)
+    return masthead(file.model.name, f"{file.cluster.num_devices:,} different devices", training_text)
 
 
 def answer(content: MixedContent) -> Markup:

@@ -129,7 +129,7 @@ def alike(stages: Iterable[PlacedStage], of: Callable[[StageCost], object]) -> l
 
 
 def dense(rows: Sequence[object]) -> str:
-    """The style of a table of so many rows."""
+    """The style of a table of this many rows."""
     return "dense" if len(rows) > MOST_ROWS else ""
 
 
