@@ -259,7 +259,7 @@ def test_the_api_predicts_scores_and_calibrates_a_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("gpus", "says"),
-    [(("h100-sxm",), "a calibration needs 3"), (("h100-sxm", "a100-sxm"), "a table of its own")],
+    [(("h100-sxm",), "a calibration needs 3"), (("h100-sxm", "a100-sxm"), "its own table")],
 )
 def test_too_few_runs_or_runs_of_two_kinds_are_refused(tmp_path: Path, gpus: tuple[str, ...], says: str) -> None:
     for gpu in gpus:

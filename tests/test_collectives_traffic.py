@@ -184,7 +184,7 @@ def test_every_level_of_links_is_labelled_where_it_is_drawn(name: str, labels: i
     plan = ParallelPlan(global_batch=4096, tp=4, sp=True, dp_shard=cluster.num_devices // 4)
     step = step_traffic(problem_of(cluster=cluster), plan)
     assert len(step.levels) == labels
-    assert draw(cluster, quotient(cluster), step).count(" a step<") == labels
+    assert draw(cluster, quotient(cluster), step).count(" per step<") == labels
 
 
 def test_the_command_shows_the_traffic_of_a_plan_and_draws_it(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_the_command_shows_the_traffic_of_a_plan_and_draws_it(tmp_path: Path) ->
     assert shown.returncode == 0, shown.stderr
     traffic = json.loads(shown.stdout)["traffic"]
     assert [level["name"] for level in traffic["levels"]] == ["nvlink", "infiniband"]
-    assert (tmp_path / "drawn.svg").read_text().count(" a step<") == 2
+    assert (tmp_path / "drawn.svg").read_text().count(" per step<") == 2
     # On the last stage 8 micro-batches of 16 layers with two sums in each pass, and the head's.
     assert f" {8 * (16 * 2 * 2 + 1)} " in run(tmp_path, "topo", "h100-sxm:4x8", "--plan", "plan.json").stdout
     other = run(tmp_path, "topo", "h100-sxm:2x8", "--plan", "plan.json")

@@ -153,7 +153,12 @@ def test_the_built_in_trainer_refuses_another_optimizer_on_unlike_nodes(tmp_path
     ("to", "fix", "optimizer", "says"),
     [
         ("megatron-lm", [], "sgd", "Megatron-LM cannot express SGD with momentum"),
-        ("accelerate", ["pp=2"], "adam", "no plan that was found is one that Hugging Face Accelerate starts on unlike"),
+        (
+            "accelerate",
+            ["pp=2"],
+            "adam",
+            "no plan that was found is one that Hugging Face Accelerate starts on different",
+        ),
     ],
 )
 def test_a_search_for_what_a_target_does_not_start_says_so(to: str, fix: list[str], optimizer: str, says: str) -> None:
