@@ -117,7 +117,10 @@ WAYS: dict[str, dict[str, tuple[Way, ...]]] = {
     },
     "layers_per_chunk": {"even": (STAGES,), "uneven": (STAGES | {"layers_per_chunk": [15, 17]},)},
     "cp_kind": {word: ({"cp": 2, "cp_kind": word},) for word in ContextParallelKind},
-    "fp8_scaling": {word: ({"precision": "fp8", "fp8_scaling": word},) for word in Fp8Scaling},
+    "fp8_scaling": {  # of past steps, MaxText adds up no gradients
+        word: ({"precision": "fp8", "fp8_scaling": word}, {"precision": "fp8", "fp8_scaling": word, "micro_batch": 8})
+        for word in Fp8Scaling
+    },
     "narrow_params": {word: ({"precision": "fp8", "narrow_params": word == "on"},) for word in ("off", "on")},
     "fp8_attention": {word: ({"precision": "fp8", "fp8_attention": word == "on"},) for word in ("off", "on")},
     "main_weights": {

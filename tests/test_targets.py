@@ -31,6 +31,7 @@ PIPELINES = {
     "nanotron",
     "primus",
     "torchtitan",
+    "verl",
     "autoplan",
 }
 WITH_FSDP2 = ("accelerate", "automodel", "axolotl", "fsdp2", "hf-trainer", "llama-factory", "torchtitan")
@@ -92,6 +93,7 @@ WRITTEN = (
     ),
     ("automodel", "bf16", 2),
     ("maxtext", "bf16", 0),
+    ("verl", "bf16", 2),
     *((to, "bf16", 0) for to in ("autoplan", "fsdp2", "nanotron", "torchtitan")),
 )
 

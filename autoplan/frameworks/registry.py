@@ -78,6 +78,7 @@ FRAMEWORKS = (  # in the order in which a log is taken for theirs
     Entry(folder="llama_factory", target="llama-factory", facts="transformers", logs=("HF Trainer", "DeepSpeed")),
     Entry(folder="axolotl", target="axolotl", facts="transformers", logs=("HF Trainer", "DeepSpeed")),
     Entry(folder="ms_swift", target="ms-swift", facts="megatron-core"),
+    Entry(folder="verl", target="verl", facts="megatron-core", distributions={"verl": "verl"}),
     Entry(folder="automodel", rules="automodel", target="automodel", facts="nemo-automodel",
           distributions={"NeMo AutoModel": "nemo-automodel"}),
     Entry(folder="maxtext", rules="maxtext", target="maxtext", facts="maxtext", distributions={"MaxText": "maxtext"}),

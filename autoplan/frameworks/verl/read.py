@@ -1,0 +1,178 @@
+"""Reader of scripts that start verl (1dda039) on Megatron-Core: its SFT trainer, or an actor's update.
+
+Rollout, reference and rewards of reinforcement learning are left alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
+from autoplan.frameworks.common.options import Argument, Options, Unknown, parse_yaml
+from autoplan.frameworks.common.shell import read_script
+from autoplan.frameworks.common.shell_words import is_open
+from autoplan.frameworks.hf_trainer.launch import model_of
+from autoplan.frameworks.hf_trainer.script import devices_of
+from autoplan.frameworks.megatron_bridge.tuning import FUSED
+from autoplan.frameworks.megatron_lm import launch as megatron
+from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
+from autoplan.frameworks.megatron_lm.read import Entry, started
+from autoplan.frameworks.verl.options import (
+    ARGUMENTS,
+    DDP,
+    DEFAULT_LENGTH,
+    DEFAULT_TOKENS,
+    DEFAULTS,
+    DTYPE,
+    DYNAMIC,
+    MOST_TOKENS,
+    OF_ACTOR,
+    OPTIMIZER,
+    TRANSFORMER,
+)
+from autoplan.spec.finetuning import FineTuning
+
+_SFT, _PPO = "verl.trainer.sft_trainer", "verl.trainer.main_ppo"
+_WORD = re.compile(r"(\+{0,2})([\w.@/]+)=(.*)", re.DOTALL)
+_FIELDS = {path.partition(".")[2]: name for name, path in BRIDGE_FIELDS.items() if path.startswith("model.")}
+_HARMLESS = re.compile(
+    r"(trainer|profiler|checkpoint|algorithm|reward\w*|critic|ray_kwargs)\b|data\.(?!train_batch|max_|micro)|engine$|optim$|model$"
+    r"|optim\.(lr|min_lr|weight_decay|betas|clip_grad|lr_\w+)|model\.(path|trust_remote_code|lora\.alpha|use_remove_padding)"
+    r"|engine\.(use_mbridge|vanilla_mbridge|seed|use_dist_checkpointing|dist_checkpointing_\w+)"
+    r"|actor_rollout_ref\.(actor\.(?!megatron|ppo_m)|rollout|ref|hybrid_engine)"
+)
+
+
+def recognises(name: str, text: str) -> bool:
+    """Return whether a file is a script that starts a trainer of verl on Megatron-Core."""
+    if not name.endswith((".sh", ".slurm", ".sbatch", ".txt")) or not (_SFT in text or _PPO in text):
+        return False
+    return (
+        re.search(r"\bengine=[\"']?(megatron|\$)|\.actor\.megatron\.|=megatron\b|engine\.tensor_model", text)
+        is not None
+    )
+
+
+def read(text: str, context: LaunchContext) -> Launch:
+    """Return the launch of the last command of a script that starts a trainer."""
+    script = read_script(text, context.variables)
+    entry = Entry(_position, lambda inner: _SFT in inner or _PPO in inner)
+    before, words = started(script, entry, context)
+    if words is None:
+        raise InputError(f"no command of the script starts {_SFT} or {_PPO}")
+    settings = _settings(words)
+    arguments = Options(_arguments(settings), DEFAULTS, way_out="pass --model")
+    for key in [key for key in arguments.arguments if _HARMLESS.match(key)]:
+        arguments.pass_over(key)
+    if before[-1] == _PPO:
+        why = "the update of the actor alone is priced: rollout, reference and rewards are left alone"
+        arguments.remarks.append(Unread(option=_PPO, value="", why=why, matters=False))
+    model = model_of(arguments, "model.path", context)
+    if not arguments.flag("model.mtp.enable_train"):
+        model = replace(model, num_mtp_layers=0)
+    arguments.pass_over("model.mtp.enable")
+    finetuning = _finetuning(arguments)
+    _batch(arguments, context)
+    _types(arguments)
+    for key in ("param_offload", "optimizer_offload", "grad_offload"):
+        if arguments.flag(f"engine.{key}"):
+            arguments.remark(f"engine.{key}", "states go to the host and back once a step; priced as kept")
+    devices = _devices(settings) or devices_of(before, script, text)
+    launch = megatron.launch_of(
+        arguments,
+        replace(context, model=model),
+        target="verl",
+        framework="megatron-core",
+        num_devices=devices,
+    )
+    return replace(launch, training=replace(launch.training, finetuning=finetuning, batching="unpadded"))
+
+
+def _position(words: Sequence[str]) -> int | None:
+    return next((at for at, word in enumerate(words) if word in (_SFT, _PPO)), None)
+
+
+def _settings(words: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return (word, value) by the names of settings in the SFT trainer."""
+    settings: dict[str, tuple[str, str]] = {}
+    for word in words:
+        if (pair := _WORD.fullmatch(word)) is None:
+            continue
+        name = pair[2]
+        for place, own in OF_ACTOR.items():
+            if name.startswith(place) and (place.endswith(".") or name == place):
+                name = own + name[len(place) :]
+        settings[name] = (pair[2], pair[3])
+    return settings
+
+
+def _arguments(settings: dict[str, tuple[str, str]]) -> Iterator[Argument]:
+    """Yield the settings by the names of Megatron-LM's arguments where they are those."""
+    for name, (option, text) in settings.items():
+        value = Unknown(text) if is_open(text) else parse_yaml(f"value: {text}", option)["value"]
+        if value is None and name.startswith(("engine.virtual", "engine.expert_tensor", TRANSFORMER)):
+            continue
+        section, _, field = name.rpartition(".")
+        if name in ARGUMENTS:
+            yield Argument(option, text, ARGUMENTS[name], value)
+        elif section == TRANSFORMER:
+            yield Argument(option, text, _FIELDS.get(field, field), value)
+        elif section in (DDP, OPTIMIZER):
+            yield Argument(option, text, field, value)
+        else:
+            yield Argument(option, text, name, value)
+
+
+def _devices(settings: dict[str, tuple[str, str]]) -> int | None:
+    """Return the devices that Ray is told of."""
+    counts = [settings.get(f"trainer.{name}", ("", ""))[1] for name in ("nnodes", "n_gpus_per_node")]
+    return int(counts[0]) * int(counts[1]) if all(re.fullmatch(r"[1-9]\d{0,4}", count) for count in counts) else None
+
+
+def _finetuning(arguments: Options) -> FineTuning | None:
+    """Return the adapters of `model.lora` (config/model/hf_model.yaml), None where all weights are trained."""
+    rank = arguments.optional_count("model.lora.rank", 0) or 0
+    if not rank:
+        return None
+    if (kind := arguments.text("model.lora.type", "lora")) not in ("lora", "dora"):
+        raise InputError(f"model.lora.type {str(kind)[:20]!r} is not priced: only lora and dora are")
+    return FineTuning(
+        rank=rank,
+        targets=arguments.words("model.lora.target_modules", FUSED),
+        dropout=arguments.number("model.lora.dropout", 0.0),
+        dora=kind == "dora",
+    )
+
+
+def _batch(arguments: Options, context: LaunchContext) -> None:
+    """Put lengths and batches in where they are said otherwise than Megatron-LM does."""
+    prompt, answer = (arguments.optional_count(f"data.max_{part}_length", 0) or 0 for part in ("prompt", "response"))
+    length = context.seq_len or prompt + answer or arguments.optional_count("seq_length") or DEFAULT_LENGTH
+    if not arguments.has("seq_length"):
+        arguments.defaults["seq_length"] = length
+    if (samples := arguments.optional_count("actor_rollout_ref.rollout.n", 1) or 1) > 1:
+        total = arguments.count("global_batch_size", 256) * samples
+        option = arguments.name("global_batch_size")
+        arguments.arguments["global_batch_size"] = Argument(option, str(total), "global_batch_size", total)
+    if arguments.flag(DYNAMIC, True):
+        tokens = arguments.count(MOST_TOKENS, DEFAULT_TOKENS) * arguments.count("context_parallel_size", 1)
+        size = max(1, tokens // length)
+        arguments.arguments["micro_batch_size"] = Argument(DYNAMIC, "True", "micro_batch_size", size)
+        arguments.remark(DYNAMIC, f"micro-batches are as many tokens; priced as {size} sequences", default="True")
+    arguments.pass_over(MOST_TOKENS)
+    if not context.has_lengths and context.seq_len is None:
+        why = "samples are shorter than that: priced as all of this length; pass --lengths, or --seq-len their mean"
+        arguments.remark("seq_length", why, matters=False, default=str(length))
+
+
+def _types(arguments: Options) -> None:
+    """Put in the precision of the weights, and sequence parallelism where there is tensor parallelism."""
+    is_half = arguments.text(DTYPE, "bfloat16") == "float16"
+    arguments.defaults |= {"bf16": not is_half, "fp16": is_half}
+    arguments.defaults["sequence_parallel"] = arguments.count("tensor_model_parallel_size", 1) > 1
+
+
+READER = Reader(target="verl", recognises=recognises, read=read)
