@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from autoplan.base.errors import InputError
-from autoplan.cost.kernels.arithmetic import block_shapes, count_parameters
+from autoplan.cost.kernels.arithmetic import count_parameters
+from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.sizes import local_sizes
 from autoplan.profiler.group_layouts import layouts
 from autoplan.profiler.protocol import BESIDE, Hello, Task, rules_for

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints, Rows, add_up, distinct_rows
-from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.memory.activations import block_bytes, boundary_bytes, layer_parts, stored_bytes
 from autoplan.cost.memory.parameters import DenseAndExpert, StageParameters, frozen_bytes, local_parameters
 from autoplan.cost.memory.stage_memory import states, wgrad_buffer_bytes

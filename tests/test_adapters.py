@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoplan.cost.kernels.adapters import DEQUANTISE_SHARE, UNPACK_SHARE, tuning_traffic
-from autoplan.cost.kernels.arithmetic import layer_shapes
+from autoplan.cost.kernels.block_shapes import layer_shapes
 from autoplan.cost.kernels.memory_bound import Traffic
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.model import load_model

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from autoplan.cost.estimate import stage_costs
 from autoplan.cost.kernels.arithmetic import (
     attention_context,
-    block_shapes,
     count_parameters,
     embedding_parameters,
     mamba_scan_flops_per_token,
     model_flops_per_token,
 )
+from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.readers.model import load_model
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, Experts, LatentAttention, Mamba, ModelSpec

@@ -14,7 +14,8 @@ from autoplan.api.problem import make_problem
 from autoplan.base.errors import InputError
 from autoplan.cost.collectives.traffic import transfers
 from autoplan.cost.estimate import estimate
-from autoplan.cost.kernels.arithmetic import block_shapes, count_parameters, layer_shapes, model_flops_per_token
+from autoplan.cost.kernels.arithmetic import count_parameters, model_flops_per_token
+from autoplan.cost.kernels.block_shapes import block_shapes, layer_shapes
 from autoplan.cost.memory.recompute import activation_parts, whole_bytes
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.common.universal_rules import RULES

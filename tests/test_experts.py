@@ -18,8 +18,8 @@ from autoplan.cost.collectives.expert_parallel import (
     expert_parallel_s,
     shown_expert_parallel_s,
 )
-from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.attention import NARROW_ATTENTION_TIME
+from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.launches import BIAS_PER_EXPERT
 from autoplan.cost.kernels.memory_bound import KERNEL_START_S, memory_bound_s
 from autoplan.cost.kernels.products import gemm_pace, gemm_rate, matrices_s

@@ -23,11 +23,11 @@ from autoplan.cost.collectives.sharded_states import sharded_states  # noqa: E40
 from autoplan.cost.collectives.tensor_parallel import adapter_collectives, block_collectives  # noqa: E402
 from autoplan.cost.estimate import estimate, stage_costs  # noqa: E402
 from autoplan.cost.kernels.arithmetic import (  # noqa: E402
-    block_shapes,
     count_parameters,
     count_trained_parameters,
     model_flops_per_token,
 )
+from autoplan.cost.kernels.block_shapes import block_shapes  # noqa: E402
 from autoplan.cost.memory.parameters import unit_parameters  # noqa: E402
 from autoplan.cost.memory.recompute import activation_parts, kept_bytes  # noqa: E402
 from autoplan.frameworks.presets import load_framework  # noqa: E402

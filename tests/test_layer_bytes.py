@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autoplan.api.problem import make_problem
-from autoplan.cost.kernels.arithmetic import layer_shapes
+from autoplan.cost.kernels.block_shapes import layer_shapes
 from autoplan.cost.memory.recompute import activation_parts, whole_bytes
 from autoplan.readers.huggingface import read_huggingface
 from autoplan.spec.model import ModelSpec

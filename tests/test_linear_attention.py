@@ -9,12 +9,8 @@ import pytest
 from autoplan.api.problem import make_problem
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
-from autoplan.cost.kernels.arithmetic import (
-    DELTA_CHUNK_TOKENS,
-    block_shapes,
-    linear_attention_flops_per_token,
-    model_flops_per_token,
-)
+from autoplan.cost.kernels.arithmetic import DELTA_CHUNK_TOKENS, linear_attention_flops_per_token, model_flops_per_token
+from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
 from autoplan.readers.model import load_model

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.api.problem import make_problem
-from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.memory_bound import KERNEL_START_S, KERNELS_BACKWARD, KERNELS_FORWARD, memory_bound_s
 from autoplan.cost.kernels.products import gemm_rate, gemm_s
 from autoplan.cost.kernels.sizes import expert_tokens

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from autoplan.base.errors import InputError
-from autoplan.cost.kernels.arithmetic import block_shapes, count_parameters, model_flops_per_token
+from autoplan.cost.kernels.arithmetic import count_parameters, model_flops_per_token
+from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.readers.model import find_preset, load_model, preset_models
 from autoplan.spec.model import Block, Experts, Mamba, ModelSpec
 

@@ -10,7 +10,8 @@ import pytest
 from autoplan.api.problem import make_problem
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
-from autoplan.cost.kernels.arithmetic import block_shapes, count_parameters, model_flops_per_token
+from autoplan.cost.kernels.arithmetic import count_parameters, model_flops_per_token
+from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.memory.recompute import activation_parts, whole_bytes
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.common.universal_rules import RULES

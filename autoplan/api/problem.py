@@ -14,7 +14,7 @@ from autoplan.base.files import decode
 from autoplan.base.units import check_count
 from autoplan.base.values import parse_batches, parse_size
 from autoplan.base.version import __version__
-from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.frameworks import presets
 from autoplan.frameworks.registry import book_of, facts_of, find_target, rules_for, target_called
 from autoplan.readers.calibration import built_in_calibration, load_calibration

@@ -25,7 +25,7 @@ from autoplan.cost.collectives.tensor_parallel import (
     regathers_inputs,
     tensor_parallel_s,
 )
-from autoplan.cost.kernels.arithmetic import BlockShape, layer_shapes
+from autoplan.cost.kernels.block_shapes import layer_shapes
 from autoplan.cost.kernels.launches import (
     COUNT_TOKENS,
     NARROW,
@@ -36,6 +36,7 @@ from autoplan.cost.kernels.launches import (
     is_one_graph,
     repeated_launches_s,
 )
+from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.measured_units import (
     LAYER,
     SharedStates,

@@ -13,7 +13,8 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats, Ints, Rows, add_up
 from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.collectives.sharded_states import HOST_BYTES_PER_S
-from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
+from autoplan.cost.kernels.block_shapes import block_shapes
+from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.measured import find
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.orthogonalise import orthogonalise_s

@@ -9,7 +9,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.cost.collectives.collective import Collective, LinkTimes
-from autoplan.cost.kernels.arithmetic import BlockShape
+from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.measured_units import measures_end
 from autoplan.cost.kernels.sizes import encoder_tokens, gathers_narrow, padded_vocab, rank_tokens, scales_by_past
 from autoplan.cost.kernels.times import KernelTimes

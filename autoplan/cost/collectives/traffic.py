@@ -25,7 +25,8 @@ from autoplan.cost.collectives.tensor_parallel import (
     has_tensor_parallel,
     head_collectives,
 )
-from autoplan.cost.kernels.arithmetic import BlockShape, layer_shapes
+from autoplan.cost.kernels.block_shapes import layer_shapes
+from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.memory.parameters import end_parameters, stage_parameters, unit_parameters
 from autoplan.cost.memory.recompute import resent_share
 from autoplan.cost.network.links import Links, link_bytes

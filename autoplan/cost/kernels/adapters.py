@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from autoplan.base.arrays import Floats
-from autoplan.cost.kernels.arithmetic import BlockShape
 from autoplan.cost.kernels.launches import unpacks_eagerly
+from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.memory_bound import Traffic
 from autoplan.cost.kernels.products import gemm_rate, matrices_s
 from autoplan.cost.kernels.sizes import linear_tokens, local_sizes

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, add_up
-from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, RecomputeModule
 from autoplan.spec.model import ATTENTION_BLOCKS, Block

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from autoplan.base.arrays import Floats, add_up
-from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
+from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.launches import BIAS_PER_EXPERT, has_fused_experts
+from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.measured import Sizes, find_kernels, measured_pass
 from autoplan.cost.kernels.sequences import attended_len
 from autoplan.cost.kernels.sizes import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoplan.base.arrays import Floats
-from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.products import gemm_rate
 from autoplan.cost.kernels.sizes import local_sizes
 from autoplan.spec.optimizers import NEWTON_SCHULZ_STEPS, TRAITS

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoplan.base.arrays import Floats
-from autoplan.cost.kernels.arithmetic import Linear
+from autoplan.cost.kernels.linears import Linear
 from autoplan.cost.kernels.measured import find_kernels, passes_s
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.sizes import expert_tokens, linear_tokens, local_sizes, matrix_pieces, scales_rows

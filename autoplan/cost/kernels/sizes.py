@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats
-from autoplan.cost.kernels.arithmetic import Linear
+from autoplan.cost.kernels.linears import Linear
 from autoplan.cost.kernels.sequences import tokens_per_sample
 from autoplan.spec.enums import Dispatcher, Fp8Scaling, Precision
 from autoplan.spec.model import ModelSpec

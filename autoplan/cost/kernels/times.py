@@ -11,8 +11,8 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Rows, add_up
 from autoplan.cost.kernels.adapters import tuned_matrices_s, tuning_traffic
-from autoplan.cost.kernels.arithmetic import BlockShape
 from autoplan.cost.kernels.attention import attention_s, scan_s
+from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.measured import find_kernels, measured_pass
 from autoplan.cost.kernels.measured_units import head_factor
 from autoplan.cost.kernels.memory_bound import RECURRENT_BLOCKS, memory_bound_s, streams_s, traffic_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints, add_up, distinct_rows
-from autoplan.cost.kernels.arithmetic import layer_shapes
+from autoplan.cost.kernels.block_shapes import layer_shapes
 from autoplan.cost.kernels.sizes import local_logits, norm_tokens
 from autoplan.cost.memory.recompute import Parts, activation_parts, kept_bytes
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks

@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, add_up
-from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
+from autoplan.cost.kernels.block_shapes import block_shapes
+from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.sizes import (
     expert_tokens,
     head_columns,

@@ -10,14 +10,9 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, add_up
 from autoplan.cost.collectives.sharded_states import UnitParameters
-from autoplan.cost.kernels.arithmetic import (
-    BlockShape,
-    before_head_parameters,
-    block_shapes,
-    embedding_parameters,
-    encoder_end_parameters,
-    norm_parameters,
-)
+from autoplan.cost.kernels.arithmetic import before_head_parameters, embedding_parameters, encoder_end_parameters
+from autoplan.cost.kernels.block_shapes import block_shapes, norm_parameters
+from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.measured_units import LAYER
 from autoplan.cost.kernels.sizes import local_sizes, padded_vocab
 from autoplan.cost.network.process_groups import ProcessGroups, process_groups

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from autoplan.base.arrays import Floats, add_up
-from autoplan.cost.kernels.arithmetic import ADDED, DELTA_CHUNK_TOKENS, BlockShape
+from autoplan.cost.kernels.arithmetic import DELTA_CHUNK_TOKENS
+from autoplan.cost.kernels.linears import ADDED, BlockShape
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.sizes import (
     encoder_tokens,

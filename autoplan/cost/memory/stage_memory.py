@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, add_up
-from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.launches import GRAPHED_IN, holds_graphs
 from autoplan.cost.kernels.sizes import head_columns, local_sizes, norm_tokens, rank_tokens, widest_mlp
 from autoplan.cost.memory.activations import activation_bytes, block_bytes, layer_parts, logit_bytes, stored_bytes

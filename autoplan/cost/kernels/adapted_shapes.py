@@ -1,0 +1,91 @@
+"""Matrices of blocks whose weights are frozen and have adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autoplan.cost.kernels.linears import BlockShape, Linear, Split
+from autoplan.spec.finetuning import ALL_LINEAR, MODULES, FineTuning, Target
+from autoplan.spec.model import Block, ModelSpec
+
+
+def is_in(shapes: Mapping[Block, BlockShape], model: ModelSpec, target: Target) -> bool:
+    """Return whether a matrix of the model is the target."""
+    has_part = target.part not in ("gate", "up") or model.gated_mlp
+    return has_part and any(linear.name == target.linear for shape in shapes.values() for linear in shape.linears)
+
+
+def with_adapters(model: ModelSpec, shape: BlockShape, finetuning: FineTuning) -> tuple[BlockShape, set[str]]:
+    """(a block with its weights frozen and two matrices for every target, the targets that it has)."""
+    linears = []
+    for linear in shape.linears:
+        frozen = replace(linear, is_frozen=True)
+        if linear.name not in NEVER_ADAPTED:
+            frozen = replace(frozen, weight_bytes=finetuning.weight_bytes, saves_input=finetuning.saves_inputs)
+        linears.append(frozen)
+    adapters: list[Linear] = []
+    names: set[str] = set()
+    magnitudes = 0
+    for linear in shape.linears:
+        parts = _targeted_parts(model, linear, finetuning.targets)
+        names |= {name for name, _ in parts}
+        for part in dict.fromkeys(part for _, part in parts):
+            pair = _adapter(linear, _part(linear, part), part, finetuning.rank or 0)
+            adapters += pair
+            magnitudes += pair[1].copies * pair[1].out_size if finetuning.dora else 0
+    changed = replace(
+        shape,
+        linears=(*linears, *adapters),
+        is_frozen=True,
+        drops_inputs=finetuning.dropout > 0,
+        num_magnitudes=magnitudes,
+    )
+    return changed, names
+
+
+# PEFT's "all-linear" leaves out the head; routers are parameters of their own in today's transformers.
+NEVER_ADAPTED = ("router", "shared_gate")
+
+
+def _targeted_parts(model: ModelSpec, linear: Linear, targets: tuple[str, ...]) -> list[tuple[str, str]]:
+    """(target, part of the matrix) for all of a block's matrix that gets an adapter."""
+    if linear.name in NEVER_ADAPTED:
+        return []
+    pieces: tuple[str, ...] = {"qkv": ("q", "k", "v")}.get(linear.name, ("",))
+    if linear.name.endswith("fc1") and model.gated_mlp:
+        pieces = ("gate", "up")
+    targeted = []
+    for name in targets:
+        if name == ALL_LINEAR:
+            targeted += [(name, piece) for piece in pieces]
+        for target in MODULES.get(name, ()):
+            if target.linear == linear.name and (not target.part or target.part in pieces):
+                targeted.append((name, target.part))
+    return targeted
+
+
+def _part(linear: Linear, part: str) -> Linear:
+    """The product of a matrix that a part of its outputs is."""
+    shared = linear.grouped_out_size // 2
+    if part == "q":
+        return replace(linear, out_size=linear.out_size - 2 * shared, grouped_out_size=0)
+    if part in ("k", "v"):
+        return replace(linear, out_size=shared, grouped_out_size=shared)
+    return replace(linear, out_size=linear.out_size // 2) if part else linear
+
+
+def _adapter(linear: Linear, part: Linear, name: str, rank: int) -> tuple[Linear, Linear]:
+    """The two matrices of an adapter: into the rank, and out of it (arXiv:2106.09685).
+
+    Beside a matrix that is cut along its outputs the first is whole on every rank and the second is cut as it is;
+    beside one that is cut along its inputs the first is, and the second is whole.
+    """
+    first: Split = "replicated" if linear.split == "column" else linear.split
+    second: Split = "replicated" if linear.split == "row" else linear.split
+    label = ".".join(piece for piece in (linear.name, name) if piece)
+    plain = replace(part, has_bias=False, adapts=linear.name)
+    return (
+        replace(plain, name=f"{label}.lora_a", out_size=rank, split=first, grouped_out_size=0),
+        replace(plain, name=f"{label}.lora_b", in_size=rank, split=second),
+    )

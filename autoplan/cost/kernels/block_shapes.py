@@ -1,0 +1,272 @@
+"""Matrices of every kind of block of a model, with those that a fine-tuning adds or freezes.
+
+One table of them serves parameter counts, FLOPs, GEMM shapes and memory alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+from autoplan.base.errors import InputError
+from autoplan.cost.kernels.adapted_shapes import is_in, with_adapters
+from autoplan.cost.kernels.linears import ADDED, BlockShape, Linear, Split
+from autoplan.spec.finetuning import ENCODER, MODULES, FineTuning
+from autoplan.spec.model import ENCODER_BLOCKS, Block, LatentAttention, ModelSpec
+
+
+def norm_parameters(model: ModelSpec) -> int:
+    """Elements of one norm over the hidden size."""
+    return model.hidden_size * norm_vectors(model)
+
+
+def norm_vectors(model: ModelSpec) -> int:
+    """Vectors of a norm: its weights, and its bias where it has one."""
+    if not model.norm_weights:
+        return 0
+    return 2 if model.norm == "layernorm" and model.norm_bias else 1
+
+
+def _attention(model: ModelSpec) -> BlockShape:
+    if model.mla:
+        return _latent_attention(model, model.mla)
+    hidden, heads = model.hidden_size, model.num_heads
+    width, kv_width = heads * model.qk_head_dim, model.kv_heads * model.qk_head_dim
+    kv = kv_width + model.kv_heads * model.v_head_dim
+    qkv = width * (2 if model.attention_output_gate else 1) + kv
+    norms = {"none": 0, "head": 2 * model.qk_head_dim, "full": width + kv_width}[model.qk_norm]
+    norms *= norm_vectors(model)
+    # Of two streams: keys of distances; biases of contents, distances and segments, and two segments.
+    distances = (Linear("distances", hidden, width, "column"),) if model.attention_streams > 1 else ()
+    return BlockShape(
+        linears=(
+            *distances,
+            Linear(
+                "qkv", hidden, qkv, "column", has_bias=model.qkv_bias, grouped_out_size=kv, num_groups=model.kv_heads
+            ),
+            Linear("out", heads * model.v_head_dim, hidden, "row", has_bias=model.attention_output_bias),
+        ),
+        num_norm_parameters=_block_norms(model) + norms,
+        num_other_parameters=heads * model.attention_sinks
+        + relative_table(model) * model.relative_in_layers
+        + 5 * width * len(distances),
+    )
+
+
+def _cross_attention(model: ModelSpec) -> BlockShape:
+    """Queries of the decoder's tokens, keys and values of what the encoder makes, which no norm of the block reads."""
+    hidden, width, kv = model.hidden_size, model.num_heads * model.qk_head_dim, 2 * model.kv_heads * model.qk_head_dim
+    assert model.encoder is not None
+    encoded = model.encoder.layers.hidden_size
+    return BlockShape(
+        linears=(
+            Linear("q", hidden, width, "column", has_bias=model.qkv_bias),
+            Linear(
+                *("kv", encoded, kv, "column"),
+                has_bias=model.qkv_bias,
+                grouped_out_size=kv,
+                num_groups=model.kv_heads,
+                reads_encoder=True,
+            ),
+            Linear("out", width, hidden, "row", has_bias=model.attention_output_bias),
+        ),
+        num_norm_parameters=_block_norms(model),
+    )
+
+
+def relative_table(model: ModelSpec) -> int:
+    """Elements of one table of relative positions."""
+    return model.max_positions * model.num_heads if model.position_embedding == "relative" else 0
+
+
+def _latent_attention(model: ModelSpec, mla: LatentAttention) -> BlockShape:
+    hidden, heads, latent = model.hidden_size, model.num_heads, mla.kv_lora_rank
+    query, queries_latent = heads * model.qk_head_dim, mla.q_lora_rank
+    queries = [Linear("q", hidden, query, "column")]
+    if queries_latent is not None:
+        queries = [
+            Linear("q_down", hidden, queries_latent, "replicated"),
+            Linear("q_up", queries_latent, query, "column"),
+        ]
+    return BlockShape(
+        linears=(
+            *queries,
+            Linear("kv_down", hidden, latent + mla.qk_rope_head_dim, "replicated"),
+            Linear("kv_up", latent, heads * (mla.qk_nope_head_dim + mla.v_head_dim), "column"),
+            Linear("out", heads * mla.v_head_dim, hidden, "row"),
+        ),
+        num_norm_parameters=_block_norms(model) + norm_vectors(model) * ((queries_latent or 0) + latent),
+    )
+
+
+def _block_norms(model: ModelSpec) -> int:
+    """Elements of the norms over the hidden size that a block has."""
+    return norm_parameters(model) * model.norms_per_block
+
+
+def _ffn_norms(model: ModelSpec) -> int:
+    """Elements of the norms of a feed-forward block, which may read that of the attention beside it."""
+    return 0 if model.shared_norm else _block_norms(model)
+
+
+def _mlp_pair(model: ModelSpec, prefix: str, ffn_size: int, *, in_size: int, experts: int = 0) -> tuple[Linear, Linear]:
+    gate, copies, bias = 2 if model.gated_mlp else 1, experts or 1, model.mlp_bias
+    column: Split = "expert_column" if experts else "column"
+    row: Split = "expert_row" if experts else "row"
+    return (
+        Linear(f"{prefix}fc1", in_size, gate * ffn_size, column, has_bias=bias, copies=copies),
+        Linear(f"{prefix}fc2", ffn_size, in_size, row, has_bias=bias, copies=copies),
+    )
+
+
+def _mlp(model: ModelSpec) -> BlockShape:
+    pair = _mlp_pair(model, "", model.ffn_size, in_size=model.hidden_size)
+    return BlockShape(linears=pair, num_norm_parameters=_ffn_norms(model) + model.activation_parameters)
+
+
+def _moe(model: ModelSpec) -> BlockShape:
+    moe, hidden = model.moe, model.hidden_size
+    assert moe is not None
+    inner = moe.latent_size or hidden
+    linears = [Linear("router", hidden, moe.num_experts, "replicated", has_bias=moe.router_bias)]
+    if moe.latent_size:
+        linears.append(Linear("latent_down", hidden, inner, "replicated"))
+        linears.append(Linear("latent_up", inner, hidden, "replicated"))
+    linears += _mlp_pair(model, "expert_", moe.expert_ffn_size, in_size=inner, experts=moe.num_experts)
+    if moe.shared_expert_ffn_size:
+        linears += _mlp_pair(model, "shared_", moe.shared_expert_ffn_size, in_size=hidden)
+    if moe.shared_expert_gate:
+        linears.append(Linear("shared_gate", hidden, 1, "replicated"))
+    return BlockShape(linears=tuple(linears), num_norm_parameters=_ffn_norms(model))
+
+
+def _mamba(model: ModelSpec) -> BlockShape:
+    mamba, hidden = model.mamba, model.hidden_size
+    assert mamba is not None
+    inner, conv, rank = mamba.inner_size, mamba.conv_width, mamba.dt_rank
+    if rank:
+        return BlockShape(
+            linears=(
+                Linear("in", hidden, 2 * inner, "column", has_bias=mamba.bias),
+                Linear("x", inner, rank + 2 * mamba.state_size, "row"),
+                Linear("dt", rank, inner, "column", has_bias=True),
+                Linear("out", inner, hidden, "row", has_bias=mamba.bias),
+            ),
+            num_norm_parameters=_block_norms(model),
+            # convolution; A of every state, and D
+            num_other_parameters=conv * (mamba.conv_kernel + mamba.conv_bias) + inner * (mamba.state_size + 1),
+        )
+    return BlockShape(
+        linears=(
+            Linear("in", hidden, inner + conv + mamba.num_heads, "column", has_bias=mamba.bias),
+            Linear("out", inner, hidden, "row", has_bias=mamba.bias),
+        ),
+        num_norm_parameters=_block_norms(model),
+        # convolution, A, D and the time-step bias per head, and the gated norm over the inner width
+        num_other_parameters=conv * (mamba.conv_kernel + mamba.conv_bias) + 3 * mamba.num_heads + inner,
+    )
+
+
+def _convolution(model: ModelSpec) -> BlockShape:
+    """Gates and what is convolved between them (transformers modeling_lfm2.py, Lfm2ShortConv)."""
+    hidden = model.hidden_size
+    return BlockShape(
+        linears=(
+            Linear("in", hidden, (1 + model.short_conv_gates) * hidden, "column"),
+            Linear("out", hidden, hidden, "row"),
+        ),
+        num_norm_parameters=_block_norms(model),
+        num_other_parameters=hidden * model.short_conv_kernel,
+    )
+
+
+def _linear_attention(model: ModelSpec) -> BlockShape:
+    net, hidden = model.linear_attention, model.hidden_size
+    assert net is not None
+    if rank := net.gate_rank:
+        return BlockShape(
+            linears=(
+                Linear("in", hidden, net.conv_width + net.num_value_heads, "column"),  # and the step of every head
+                Linear("gates_down", hidden, 2 * rank, "replicated"),
+                Linear("decay_up", rank, net.key_width, "column"),
+                Linear("gate_up", rank, net.value_width, "column"),
+                Linear("out", net.value_width, hidden, "row"),
+            ),
+            num_norm_parameters=_block_norms(model) + net.value_head_dim,
+            num_other_parameters=net.conv_width * net.conv_kernel + net.key_width + net.num_value_heads,
+        )
+    # Queries, keys, values and their gate; decay and step of every head.
+    width = net.conv_width + net.value_width + net.head_gates * net.num_value_heads
+    return BlockShape(
+        linears=(Linear("in", hidden, width, "column"), Linear("out", net.value_width, hidden, "row")),
+        num_norm_parameters=_block_norms(model) + net.value_head_dim,
+        num_other_parameters=net.conv_width * net.conv_kernel + net.head_gates * net.num_value_heads,
+    )
+
+
+def _window_attention(model: ModelSpec) -> BlockShape:
+    return _attention(model.attending(Block.WINDOW_ATTENTION))
+
+
+_SHAPES = {
+    Block.ATTENTION: _attention,
+    Block.WINDOW_ATTENTION: _window_attention,
+    Block.CROSS_ATTENTION: _cross_attention,
+    Block.LINEAR_ATTENTION: _linear_attention,
+    Block.MAMBA: _mamba,
+    Block.CONVOLUTION: _convolution,
+    Block.MLP: _mlp,
+    Block.MOE: _moe,
+}
+
+
+@lru_cache(maxsize=256)
+def block_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> Mapping[Block, BlockShape]:
+    """Shapes of the model's blocks, with adapters of `finetuning`; InputError where a target is no matrix."""
+    return layer_shapes(model, finetuning) | _encoder_shapes(model, finetuning)
+
+
+def layer_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> dict[Block, BlockShape]:
+    """The shapes of `block_shapes` without those of an encoder."""
+    layers = [*model.layers, *([model.mtp_layer] if model.num_mtp_layers else [])]
+    kinds = sorted({block for layer in layers for block in layer})
+    shapes = {kind: _with_additions(model, kind, _SHAPES[kind](model)) for kind in kinds}
+    if finetuning is None or not finetuning.has_adapters:
+        return shapes
+    if model.cross_attention or model.shared_layers:
+        part = "the cross attention" if model.cross_attention else "the shared layers"
+        raise InputError(f"adapters beside {part} of {model.name} are not priced: train all weights")
+    adapted = {kind: with_adapters(model, shape, finetuning) for kind, shape in shapes.items()}
+    adapted_names = {name for _, names in adapted.values() for name in names}
+    if missing := [name for name in finetuning.targets if name not in adapted_names]:
+        modules = sorted(
+            {name for name, targets in MODULES.items() if any(is_in(shapes, model, target) for target in targets)}
+        )
+        raise InputError(f"model {model.name} has no module {missing[0]}: its linear layers are {', '.join(modules)}")
+    return {kind: shape for kind, (shape, _) in adapted.items()}
+
+
+def _with_additions(model: ModelSpec, block: Block, shape: BlockShape) -> BlockShape:
+    """Return the shape of a kind of block with what this model's have beside it, whole on every rank."""
+    own = [addition for addition in model.additions if addition.block == block]
+    matrices = [sizes for addition in own for sizes in addition.matrices]
+    return replace(
+        shape,
+        linears=(*shape.linears, *(Linear(f"{ADDED}{at}", *sizes, "replicated") for at, sizes in enumerate(matrices))),
+        num_norm_parameters=shape.num_norm_parameters + sum(addition.num_parameters for addition in own),
+    )
+
+
+def _encoder_shapes(model: ModelSpec, finetuning: FineTuning | None) -> dict[Block, BlockShape]:
+    if model.encoder is None:
+        return {}
+    shapes = layer_shapes(model.encoder.layers)
+    if finetuning is not None and not finetuning.trains(ENCODER):
+        shapes = {block: _frozen(shape) for block, shape in shapes.items()}
+    return {ENCODER_BLOCKS[block]: shape for block, shape in shapes.items()}
+
+
+def _frozen(shape: BlockShape) -> BlockShape:
+    linears = tuple(replace(linear, is_frozen=True) for linear in shape.linears)
+    return replace(shape, linears=linears, is_frozen=True)

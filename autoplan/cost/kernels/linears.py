@@ -1,0 +1,85 @@
+"""Matrices of the blocks of a model: their sizes, how ranks cut them, and how many parameters they hold."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+ADDED = "added_"  # begins the names of matrices that a block has beside those of its kind
+
+Split = Literal["column", "row", "replicated", "expert_column", "expert_row"]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Weight matrix of `in_size` x `out_size`, and how tensor parallelism cuts it.
+
+    A `column` matrix is cut along its outputs, a `row` matrix along its inputs, a `replicated` one not at all; an
+    `expert` matrix exists once per expert and is cut by expert parallelism.  `grouped_out_size` of the outputs are
+    keys and values, which are cut into `num_groups` pieces at most.
+    """
+
+    name: str
+    in_size: int
+    out_size: int
+    split: Split
+    _: KW_ONLY
+    has_bias: bool = False
+    copies: int = 1
+    grouped_out_size: int = 0
+    num_groups: int = 1
+    is_frozen: bool = False  # it has no gradient
+    weight_bytes: float | None = None  # of a frozen weight, where it is quantised
+    saves_input: bool = False  # its product keeps its inputs although no gradient needs them
+    reads_encoder: bool = False  # it meets the positions of the encoder, not the tokens of the decoder
+    adapts: str = ""  # of a matrix of an adapter, the name of the frozen matrix beside which it runs
+
+    @property
+    def is_expert(self) -> bool:
+        """Return whether the matrix belongs to a routed expert."""
+        return self.split.startswith("expert")
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of all copies, without the bias."""
+        return self.copies * self.in_size * self.out_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all copies, with the bias."""
+        return self.copies * (self.in_size + self.has_bias) * self.out_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockShape:
+    """The matrices of one block, and its parameters that are not matrices (norms, sinks, convolution)."""
+
+    linears: tuple[Linear, ...]
+    num_norm_parameters: int  # replicated on every tensor-parallel rank
+    num_other_parameters: int = 0  # cut by tensor parallelism
+    is_frozen: bool = False  # except for its adapters
+    drops_inputs: bool = False  # adapters take what dropout leaves of the inputs
+    num_magnitudes: int = 0  # trained beside adapters, cut by tensor parallelism: one for each output (DoRA)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of elements of the block."""
+        return (
+            sum(linear.num_parameters for linear in self.linears)
+            + self.num_norm_parameters
+            + self.num_other_parameters
+            + self.num_magnitudes
+        )
+
+    def keeps_input(self, name: str) -> bool:
+        """Return whether the gradient of any weight needs what enters the matrix of that name.
+
+        A frozen matrix needs its weights alone for the gradient of its inputs; an adapter beside it needs the inputs,
+        or what dropout leaves of them.
+        """
+        adapts = "" if self.drops_inputs else name
+        return any(
+            (linear.name == name and (not linear.is_frozen or linear.saves_input))
+            or (linear.adapts and linear.adapts == adapts)
+            for linear in self.linears
+        )
