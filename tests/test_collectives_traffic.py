@@ -59,6 +59,21 @@ def test_volumes_of_a_small_model_are_those_computed_by_hand() -> None:
     assert sum(step.share(row) for row in step.rows) == pytest.approx(1)
 
 
+@pytest.mark.parametrize(("precision", "size"), [("mxfp8", 33 / 32), ("nvfp4", 9 / 16)])
+def test_blocks_of_scales_are_gathered_as_rows_and_those_of_gradients_as_columns_too(
+    precision: str, size: float
+) -> None:
+    """A block gathers its inputs, and the gradients of its outputs for both products that they enter."""
+    problem = problem_of(framework=OPEN.changed(narrow_block_gathers=True), cluster="b200:1x8")
+
+    def gathered_bytes(precision: str) -> float:
+        plan = ParallelPlan(global_batch=32, tp=2, sp=True, dp_shard=4, sharding="zero1", precision=precision)  # type: ignore[arg-type]
+        return rows_of(step_traffic(problem, plan))["tp all_gather"].level_bytes[0]
+
+    hidden, blocks = 2 * 2048 * 1024 / 2, 8 * 8 * 2  # micro-batches, layers and their blocks
+    assert gathered_bytes("bf16") - gathered_bytes(precision) == pytest.approx(blocks * (2 - 3 * size / 2) * hidden)
+
+
 @pytest.mark.parametrize(
     ("schedule", "vp", "sends"),
     [("1f1b", 1, [1, 2, 2, 1]), ("interleaved", 2, [3, 4, 4, 3]), ("zb-v", 2, [2, 4, 4, 2])],

@@ -701,6 +701,14 @@ def test_automodel_keeps_weights_gradients_and_moments_in_16_bits(tmp_path: Path
     assert as_torchtitan.verdict == "oom"
 
 
+def test_a_row_may_say_that_its_weights_have_16_bits_alone(tmp_path: Path) -> None:
+    row = LLAMA | {"framework": "MaxText", "sharding": "zero3"}
+    wide, narrow = (predict(run) for run in runs_of(tmp_path, row, row | {"id": "2", "options": "main_weights=bf16"}))
+    assert wide.peak_memory_gib is not None
+    assert narrow.peak_memory_gib is not None
+    assert narrow.peak_memory_gib < wide.peak_memory_gib
+
+
 def test_dropout_and_weights_in_8_bits_are_as_the_recipe_chose(tmp_path: Path) -> None:
     row = LLAMA | {"framework": "NeMo 23.09", "year": "2023", "gated_mlp": "0", "precision": "fp8"}
     plain, chosen = runs_of(tmp_path, row, row | {"id": "2", "options": "dropout=0;fp8_params=1"})

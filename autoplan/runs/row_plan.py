@@ -15,6 +15,7 @@ from autoplan.spec.enums import (
     CudaGraphs,
     Dispatcher,
     Fp8Scaling,
+    MainWeights,
     Offload,
     Recompute,
     RecomputeModule,
@@ -131,6 +132,8 @@ def _chosen(row: Row, problem: Problem, recipe: Recipe) -> dict[str, Value]:
     }
     if (named := row.options().get("fp8_recipe", "")) in tuple(Fp8Scaling):
         chosen["fp8_scaling"] = Fp8Scaling(named)
+    if named := row.options().get("main_weights", ""):
+        chosen["main_weights"] = enum_value("main_weights", MainWeights, named)
     if recipe.routes_unfused_alltoall and _named_dispatcher(row, recipe) == Dispatcher.ALL_TO_ALL:
         chosen |= {"router_fusion": False, "rope_fusion": False}
     return chosen

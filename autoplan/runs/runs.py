@@ -36,6 +36,7 @@ READ_OPTIONS = {
     "fp8_attention",
     "fp8_params",
     "grad_reduce_overlap",
+    "main_weights",
     "offload",
     "optimizer",
     "param_gather_overlap",

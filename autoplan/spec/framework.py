@@ -194,6 +194,9 @@ class Network:
     sequence_parallel: bool = True  # whether tp > 1 normally runs with sequence parallelism
     # 8-bit plans gather what enters the matrices as quantised, gradients too, where a matrix has one scale.
     narrow_tp_gathers: bool = False
+    # MXFP8 and NVFP4 plans too: blocks of rows for the products that gradients flow through, blocks of columns for the
+    # gradients of weights.
+    narrow_block_gathers: bool = False
     scatter_gather_p2p: bool = True  # without sequence parallelism, ranks of a tensor group send 1/tp each
     bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire, where no wider accumulator is reduced
     # Of 16-bit gradients, that an unsharded all-reduce takes at a time (DDP); 0: all of them at once.

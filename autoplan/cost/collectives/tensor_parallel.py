@@ -11,11 +11,20 @@ from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.measured_units import measures_end
-from autoplan.cost.kernels.sizes import encoder_tokens, gathers_narrow, padded_vocab, rank_tokens, scales_by_past
+from autoplan.cost.kernels.sizes import (
+    NARROW_BYTES,
+    encoder_tokens,
+    gathers_narrow,
+    padded_vocab,
+    rank_tokens,
+    scales_blocks,
+    scales_by_past,
+)
 from autoplan.cost.kernels.times import KernelTimes
 from autoplan.cost.network.links import Links, contention_share
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.passes import Ends, Pass
+from autoplan.spec.enums import Precision
 from autoplan.spec.finetuning import HEAD
 from autoplan.spec.model import Block
 from autoplan.spec.plan import PlanBatch
@@ -51,7 +60,7 @@ def _collectives(
     problem: Problem,
     batch: PlanBatch,
     gathered_bytes: Floats,
-    gathers: tuple[float, float],
+    gathers: tuple[float, float | Floats],
     sums: tuple[float, float],
 ) -> TensorParallel:
     """Collectives with this many gathers and sums in a (forward, backward) pass."""
@@ -109,11 +118,16 @@ def block_collectives(problem: Problem, batch: PlanBatch) -> TensorParallel:
 
     With sequence parallelism an all-gather before and a reduce-scatter after the block's matrices, in both passes, and
     the inputs are gathered once more for the weight gradient, unless they are kept whole.  Without it one all-reduce a
-    pass.  What enters the matrices is gathered as quantised, if the framework does so.
-    Source: Megatron-LM core/tensor_parallel/layers.py; Korthikanti et al., arXiv:2205.05198.
+    pass.  What enters the matrices is gathered as quantised, if the framework does so; gradients with blocks of scales
+    twice, as rows and as columns.
+    Source: Megatron-LM core/tensor_parallel/layers.py; Korthikanti et al., arXiv:2205.05198; Transformer Engine
+    pytorch/distributed.py, _all_gather_fp8, _all_gather_mxfp8 and _all_gather_nvfp4.
     """
-    gathered = np.where(gathers_narrow(problem, batch), 0.5, 1.0) * _hidden_bytes(problem, batch)
-    return _collectives(problem, batch, gathered, (1.0, 1.0 + regathers_inputs(problem)), (1.0, 1.0))
+    is_narrow, element = gathers_narrow(problem, batch), problem.training.element_bytes
+    narrow = np.array([NARROW_BYTES.get(precision, element) for precision in Precision])[batch.precision]
+    gathered = np.where(is_narrow, narrow / element, 1.0) * _hidden_bytes(problem, batch)
+    of_gradients = np.where(is_narrow & scales_blocks(batch), 2.0, 1.0)
+    return _collectives(problem, batch, gathered, (1.0, of_gradients + regathers_inputs(problem)), (1.0, 1.0))
 
 
 def encoder_gradient(problem: Problem, batch: PlanBatch) -> Collective:

@@ -37,6 +37,10 @@ KERNEL_AXES = (
 )
 
 
+# Bytes of an element as quantised: 8 bits, or with the scales of blocks of 32 (MXFP8) or 16 (NVFP4) elements.
+NARROW_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+
+
 def scales_rows(batch: PlanBatch) -> Bools:
     """Return which plans have 8-bit products with a scale for each row of a matrix."""
     return np.asarray((batch.precision == Precision.FP8.code) & (batch.fp8_scaling == Fp8Scaling.ROWWISE.code))
@@ -47,10 +51,16 @@ def scales_by_past(batch: PlanBatch) -> Bools:
     return np.asarray((batch.precision == Precision.FP8.code) & (batch.fp8_scaling == Fp8Scaling.DELAYED.code))
 
 
+def scales_blocks(batch: PlanBatch) -> Bools:
+    """Return which plans have products with a scale for each block of a row or column of a matrix."""
+    return np.asarray((batch.precision == Precision.MXFP8.code) | (batch.precision == Precision.NVFP4.code))
+
+
 def gathers_narrow(problem: Problem, batch: PlanBatch) -> Bools:
-    """Return which plans gather what enters the matrices in 8 bits: a rank's part has the scale of the whole."""
-    is_fp8 = batch.precision == Precision.FP8.code
-    return np.asarray(is_fp8 & problem.framework.network.narrow_tp_gathers & ~scales_rows(batch))
+    """Return which plans gather what enters the matrices as quantised, each rank its part of the tokens."""
+    network, is_fp8 = problem.framework.network, batch.precision == Precision.FP8.code
+    tensors = is_fp8 & network.narrow_tp_gathers & ~scales_rows(batch)
+    return np.asarray(tensors | (scales_blocks(batch) & network.narrow_block_gathers))
 
 
 def rank_tokens(problem: Problem, batch: PlanBatch) -> Floats:

@@ -15,6 +15,7 @@ from autoplan.cost.kernels.arithmetic import DELTA_CHUNK_TOKENS
 from autoplan.cost.kernels.linears import ADDED, BlockShape
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.sizes import (
+    NARROW_BYTES,
     encoder_tokens,
     expert_tokens,
     linear_tokens,
@@ -31,9 +32,6 @@ from autoplan.spec.problem import Problem
 
 # Dropout of attention scores keeps a mask and an output (Korthikanti et al., arXiv:2205.05198, 5 a s).
 SCORE_DROPOUT_BYTES = 3.0
-
-# Bytes of an element as quantised: 8 bits, or with the scales of blocks of 32 (MXFP8) or 16 (NVFP4) elements.
-NARROW_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 
 # Recomputing the whole MoE layer gives back what its parts would.
 GIVEN_BACK_BY: Mapping[RecomputeModule, tuple[RecomputeModule, ...]] = {

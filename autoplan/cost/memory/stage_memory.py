@@ -14,7 +14,7 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats, add_up
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.launches import GRAPHED_IN, holds_graphs
-from autoplan.cost.kernels.sizes import head_columns, local_sizes, norm_tokens, rank_tokens, widest_mlp
+from autoplan.cost.kernels.sizes import NARROW_BYTES, head_columns, local_sizes, norm_tokens, rank_tokens, widest_mlp
 from autoplan.cost.memory.activations import activation_bytes, block_bytes, layer_parts, logit_bytes, stored_bytes
 from autoplan.cost.memory.allocator_cache import cached_bytes
 from autoplan.cost.memory.fsdp2_peaks import Snapshots, at_peak, pass_terms, stage_terms, with_gathered
@@ -27,10 +27,7 @@ from autoplan.cost.memory.parameters import (
     stage_parameters,
     unit_parameters,
 )
-from autoplan.cost.memory.recompute import (
-    NARROW_BYTES,
-    whole_bytes,
-)
+from autoplan.cost.memory.recompute import whole_bytes
 from autoplan.cost.memory.state_types import (
     grad_bytes,
     more_bytes_of_ends,
