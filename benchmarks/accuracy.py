@@ -74,8 +74,19 @@ BLIND = Path(__file__).with_name("blind_runs.csv")
 FINETUNED = Path(__file__).with_name("finetuning_runs.csv")
 # Blind sources that taught a mechanism: what was wrong then is no part of a step today.  What a trainer does in its own
 # way (flashattn, nemobert) others will do in theirs: first errors of these count.
-TAUGHT = ("dgxcmaxtext", "llama3", "nemolora", "qwenreadme", "torchao")
+TAUGHT = [
+    "amdmaxtext",
+    "b200maxtext",
+    "dgxcmaxtext",
+    "dgxcpax",
+    "llama3",
+    "mlperf51",
+    "nemolora",
+    "qwenreadme",
+    "torchao",
+]
 COVER = 0.90  # share of the runs of a source left out that shall be inside, on average
+MANY_RUNS = 10  # of a source: more of them count no more
 SAID_SHARE = 0.25  # of a run's variance, from which a part counts as resting on it
 
 
@@ -325,17 +336,17 @@ class Unseen:
 
     @property
     def weights(self) -> Floats:
-        """Weights of the cases, of which those of a source add up to 1."""
+        """Weights of the cases, of which those of a source add up to 1, or to less where it has few runs."""
         _, at, counts = np.unique(self.sources, return_inverse=True, return_counts=True)
-        return np.asarray(1.0 / counts[at])
+        return np.asarray((np.minimum(counts, MANY_RUNS) / MANY_RUNS / counts)[at])
 
 
 def fitted_spreads(unseen: Unseen) -> Fitted:
     """General spreads under which errors of unseen sources are likeliest, times what their cover needs on each side.
 
     Errors are spread by Laplace's distribution, whose tails are long, and spreads start near `PRIOR_SPREAD` and
-    `HARD_SPREAD`: a part of which no run tells stays there.  Every source counts the same, since its runs share a
-    machine and recipes and err alike; for the cover every source of ten runs.
+    `HARD_SPREAD`: a part of which no run tells stays there.  Every source of ten runs counts the same, since its runs
+    share a machine and recipes and err alike; one of fewer counts less, as a single run may err for reasons of its own.
     """
     weights, error = unseen.weights, np.maximum(np.abs(unseen.honest_error), LEAST_ERROR)
     counts = (1, len(HARD), len(GENERAL_PARTS) - 1 - len(HARD))
@@ -362,8 +373,7 @@ def _factor(unseen: Unseen, squares: Floats, sign: float) -> float:
 
     Beyond the end of the interval where errors have this `sign`.
     """
-    _, at, counts = np.unique(unseen.sources, return_inverse=True, return_counts=True)
-    weights = np.minimum(counts, 10)[at] / counts[at]
+    weights = unseen.weights
 
     def excess(log_factor: float) -> float:
         own = unseen.own.above if sign > 0 else unseen.own.below

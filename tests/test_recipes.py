@@ -40,6 +40,7 @@ def test_what_was_not_measured_is_priced_as_its_kin(called: str, year: str, name
     [
         ("NeMo AutoModel 26.02", "nemo-automodel"),
         ("Pax + Transformer Engine", "xla"),
+        ("MaxText without PGLE", "xla"),
         ("FlagScale 0.8", "megatron-core"),
         ("LitGPT", "pytorch-fsdp"),
         ("Lightning Fabric (LitGPT)", "pytorch-fsdp"),
