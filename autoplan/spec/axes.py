@@ -88,27 +88,19 @@ class Needs(Enum):
 
     def can_be_met(self, *, has_experts: bool, has_latents: bool) -> bool:
         """Return whether the axis has an effect for some degrees, given the parts of the model."""
-        match self:
-            case Needs.EXPERTS | Needs.SPLIT_EXPERTS | Needs.SPREAD_EXPERTS:
-                return has_experts
-            case Needs.LATENTS:
-                return has_latents
-            case _:
-                return True
+        if self in (Needs.EXPERTS, Needs.SPLIT_EXPERTS, Needs.SPREAD_EXPERTS):
+            return has_experts
+        return has_latents or self is not Needs.LATENTS
 
     def are_met(self, degrees: Degrees, *, has_experts: bool, has_latents: bool) -> bool:
         """Return whether the axis has an effect with these degrees, given the parts of the model."""
+        if not self.can_be_met(has_experts=has_experts, has_latents=has_latents):
+            return False
         match self:
-            case Needs.NOTHING:
-                return True
-            case Needs.EXPERTS:
-                return has_experts
             case Needs.SPLIT_EXPERTS:
-                return has_experts and (degrees.tp > 1 or degrees.etp > 1)
+                return degrees.tp > 1 or degrees.etp > 1
             case Needs.SPREAD_EXPERTS:
-                return has_experts and degrees.ep > 1
-            case Needs.LATENTS:
-                return has_latents
+                return degrees.ep > 1
             case Needs.TENSOR_RANKS:
                 return degrees.tp > 1
             case Needs.CONTEXT_RANKS:
@@ -119,6 +111,8 @@ class Needs(Enum):
                 return degrees.pp > 1 and degrees.dp > 1
             case Needs.COPIES:
                 return degrees.dp * degrees.cp > 1 or (has_experts and degrees.tp > degrees.ep * degrees.etp)
+            case _:
+                return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
