@@ -80,6 +80,22 @@ REASONS = {
     "Kimi_K2": _LATER,
     "nemotron3-super": "not measured: waits of micro-batches of 1, casts of 64 experts a rank, as fitted to its runs",
 }
+# What the table leaves out of recipes that ran and by the model do not fit, or are not sure to, by how an id begins.
+_README = "README.md of its commit says tp 2 of the 5B model, with which it needs 43 to 50 GiB; conf/training says 1"
+_OFFLOADS = "offloads activations of 20 (GB300) or 40 (GB200) of 80 layers, which is not priced"
+DOUBTS = {
+    "dgxc-213": "within what is not known of it: 94 % of the memory",
+    "launcher2208-00": _README,
+    "launcher2208-007": "its speed fits full recomputation, not the selective one of its file",
+    "nemo2407-004": "a run in the way of MLPerf: 8-bit parameters (conf/training/gpt3/175b_mlperf.yaml) need 69 GiB",
+    "nemo2407-010": "not explained: nemotron_340b.yaml of the 24.07 container repeats attention alone; with 8-bit "
+    "parameters it needs 77 GiB",
+    "nemo2407-015": "not explained: states of 14 bytes a parameter, which nothing shards, need 65 of 79 GiB",
+    "nvbridge-074": _OFFLOADS,
+    "nvbridge-077": _OFFLOADS,
+    "nvbridge-165": "its precision runs with pp 4 and vp 5 (Megatron-Bridge v0.3.1, llama3_workload_base_configs.py)",
+    "nvbridge-268": "offloads activations of 40 of 80 layers (v0.1.0rc4, llama3_70b_llm_pretrain.yaml: GB200, fp8_cs)",
+}
 RULES = "megatron-lm"  # of frameworks whose rules are not known: these sources run Megatron's code
 
 
@@ -153,11 +169,17 @@ class Comparison:
         return self.ratio > 1.0 + MUCH_FASTER
 
     @property
+    def is_unsure(self) -> bool:
+        """Return whether a recipe that ran is faster than what was proven, and by the model may not fit."""
+        return self.is_faster and not self.is_exception
+
+    @property
     def reason(self) -> str:
-        """Why the best plan is believed to be much faster; blank where nobody looked."""
+        """Why the best plan is believed to be much faster, or its memory is not; blank where nobody looked."""
+        reasons = DOUBTS if self.is_unsure else REASONS
         named = (self.recipe.ids[0], self.recipe.family)
-        beginnings = [start for start in REASONS if any(name.startswith(start) for name in named)]
-        return REASONS[max(beginnings, key=len)] if beginnings else ""
+        beginnings = [start for start in reasons if any(name.startswith(start) for name in named)]
+        return reasons[max(beginnings, key=len)] if beginnings else ""
 
     @property
     def is_exception(self) -> bool:
@@ -281,7 +303,7 @@ def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
         if each.is_much_slower and (later := fastest_like(each.recipe, found)):
             gain = each.recipe.pace_s / later.pace_s
             yield f"{'':43}since:  {later.ids[0]} measured {gain:.3f} times as fast: {later.plan.describe()}"
-        if each.is_much_slower and each.reason:
+        if (each.is_much_slower or each.is_unsure) and each.reason:
             yield f"{'':43}why:    {each.reason}"
         for line in (*each.refusals, *((each.failure,) if each.failure else ())):
             yield f"{'':43}! {line}"
@@ -289,7 +311,7 @@ def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
     exceptions = [each for each in found if each.is_exception]
     much = [each for each in found if each.is_much_slower]
     yield ""
-    unsure = [each for each in found if each.is_faster and not each.is_exception]
+    unsure = [each for each in found if each.is_unsure]
     yield f"{len(found)} configurations: {len(exceptions)} priced below the best plan of a default search"
     yield f"{len(unsure)} more priced below it, whose memory the model does not call a fit"
     if gaps:

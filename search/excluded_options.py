@@ -11,7 +11,6 @@ import numpy as np
 
 from autoplan.base.errors import AutoplanError
 from autoplan.frameworks.common.rules import broken
-from autoplan.frameworks.registry import book_of
 from autoplan.search.axes import axes_of, plan_of
 from autoplan.search.choice import is_as_safe
 from autoplan.search.objectives import Measure, measures_of_plan
@@ -21,12 +20,12 @@ from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
 from autoplan.search.study import MARGIN, search
 from autoplan.spec.axes import shown
-from autoplan.spec.enums import CudaGraphs, Schedule
+from autoplan.spec.enums import CudaGraphs
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan, SearchResult
 
-_WORDS = ("schedule", "cuda_graphs")  # axes of which words are left out
+_WORDS = ("cuda_graphs",)  # axes of which words are left out
 _EVERYWHERE = ("sp", "grad_reduce_overlap")  # switches that all plans of a space have on, or off
 
 
@@ -41,11 +40,11 @@ def with_excluded_options(
 ) -> tuple[Space, SearchResult]:
     """Return space and `result`, or those of a search which also looks at an option that makes its best plans better.
 
-    The options are sequence parallelism switched, or on with twice the micro-batch, GPipe, CUDA graphs of more,
+    The options are sequence parallelism switched, or on with twice the micro-batch, CUDA graphs of more,
     gradients reduced behind the last backward pass, and twice as large micro-batches and degrees of tp and cp as the
     space goes.  What is best with one of them may differ in more than that, so that all plans which have it are
     searched, until none of the options helps.
-    `barred` are the axes that the user fixed or bounded, and the values, such as "schedule=gpipe", that the user
+    `barred` are the axes that the user fixed or bounded, and the values, such as "cuda_graphs=layer", that the user
     forbade.  In several `measures` all that no plan of the front beats is searched; what a space has everywhere or
     nowhere stays.
     """
@@ -118,8 +117,6 @@ def switched(problem: Problem, space: Space, plan: ParallelPlan, barred: Collect
         changes.append({"sp": not plan.sp})
         if not plan.sp:  # what it frees of memory takes a larger micro-batch
             changes.append({"sp": True, "micro_batch": 2 * plan.micro_batch})
-    if plan.schedule == Schedule.ONE_F_ONE_B and plan.pp > 1:
-        changes += [{"schedule": (Schedule.GPIPE, 1)}] * ("gpipe" in book_of(problem.framework).words("schedule"))
     if plan.cuda_graphs != CudaGraphs.NONE:
         changes += [{"cuda_graphs": graphs} for graphs in CudaGraphs if graphs.code > plan.cuda_graphs.code]
     axes = axes_of(problem.model, plan)

@@ -50,10 +50,10 @@ class Spread:
     is_folded: Bools  # whether the first rank has the last chunk too, so that fewer passes than stages may be alive
 
     def parted(self) -> Spread:
-        """Return bounds on all plans of a part: a row for each part, of plans alike in chunks and recomputation."""
+        """Return bounds on all plans of a part, a row for each: of plans alike in chunks, recomputation and form."""
         log_chunks = np.ceil(np.log2(self.vp)).astype(np.int64)
         share = np.ceil(PARTS * self.repeated.sum(axis=1) / np.maximum(self.repeated.sum(axis=1).max(), 1))
-        _, part = distinct_rows(log_chunks, share.astype(np.int64))
+        _, part = distinct_rows(log_chunks, share.astype(np.int64), self.has_path)
         order = np.argsort(part, kind="stable")
         starts = np.flatnonzero(np.diff(part[order], prepend=-1))
 

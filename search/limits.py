@@ -15,7 +15,7 @@ from autoplan.frameworks.megatron_lm.rules import missing_modules
 from autoplan.frameworks.registry import book_of
 from autoplan.search.axes import parts_of
 from autoplan.spec.axes import AXES, AXIS, SEARCHED, Axis, Kind, Value, shown
-from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, Recompute, RecomputeModule, Schedule
+from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, Recompute, RecomputeModule
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import parse_recompute
@@ -156,7 +156,7 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
 
     tp stays inside the fastest domain that joins devices: its collectives are exposed in every layer.  Choices that
     the cost model never prefers are left out: recomputing attention under a flash kernel, which keeps nothing
-    there, GPipe, and switching off an overlap of the gradient reduction or the parameter gather.
+    there, and switching off an overlap of the gradient reduction or the parameter gather.
     """
     cluster, training, book = problem.cluster, problem.training, book_of(problem.framework)
     even = (level for level in problem.topology.levels if level.seats is None or level.seats.is_even)
@@ -183,8 +183,6 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         split_schedules_overlap=book.split_schedules_overlap,
     )
     offered = {axis.name: _unasked(axis, problem.framework, book) for axis in SEARCHED}
-    if Schedule.ONE_F_ONE_B in offered["schedule"] and not book.runs_gpipe:  # as long, and keeps fewer activations
-        offered["schedule"] = [name for name in offered["schedule"] if name != Schedule.GPIPE]
     if problem.framework.overlap.tp_overlap_share == 0:
         offered["tp_overlap"] = [False]
     means_nothing = (axis for axis in SEARCHED if not axis.can_matter(training.precision, **parts_of(problem.model)))

@@ -219,13 +219,20 @@ def test_the_critical_stage_is_the_one_whose_path_is_longest() -> None:
 @given(st.integers(1, 7), st.integers(1, 12), st.integers(0, 1000))
 def test_gpipe_is_exact_for_unequal_stages(p: int, m: int, seed: int) -> None:
     forward, backward = unequal(p, seed)
-    makespan = gpipe_s(np.array([forward]), np.array([backward]), np.array([m]), np.zeros((1, p - 1)))
+    makespan = gpipe_s(np.array([forward]), np.array([backward]), np.array([m]), np.zeros((1, p - 1)), overlaps=True)
     assert float(makespan.work_s[0]) == pytest.approx(simulated(gpipe(p, m), forward, backward))
 
 
 def test_equal_stages_of_gpipe_take_as_long_as_1f1b() -> None:
-    makespan = gpipe_s(np.ones((1, 4)), np.full((1, 4), 2.0), np.array([8]), np.zeros((1, 3)))
+    makespan = gpipe_s(np.ones((1, 4)), np.full((1, 4), 2.0), np.array([8]), np.zeros((1, 3)), overlaps=True)
     assert float(makespan.work_s[0]) == pytest.approx(33.0)
+
+
+def test_messages_of_gpipe_add_up_where_ranks_wait_for_them() -> None:
+    """Three stages: the middle one receives and sends in each pass, of 3 micro-batches behind the first."""
+    stages = (np.ones((1, 3)), np.full((1, 3), 2.0), np.array([4]), np.full((1, 2), 0.5))
+    sends = [float(gpipe_s(*stages, overlaps=overlaps).send_s[0]) for overlaps in (True, False)]
+    assert sends == [2 * 2 * 0.5, 2 * 2 * 0.5 + 2 * 3 * 2 * 0.5]
 
 
 # -- live activations -------------------------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def test_stages_agree_with_the_estimate(case: tuple[Problem, ParallelPlan]) -> N
     forward, backward = (np.array([[getattr(s, name) for s in stages]]) for name in ("forward_s", "backward_s"))
     m = np.array([plan.num_microbatches])
     if plan.schedule == "gpipe":
-        makespan = gpipe_s(forward, backward, m, np.zeros((1, plan.pp - 1)))
+        makespan = gpipe_s(forward, backward, m, np.zeros((1, plan.pp - 1)), overlaps=True)
     else:
         makespan = one_forward_one_backward_s(forward, backward, m, np.array([plan.vp]))
     work = sum(float(cost.terms_s[name][0]) for name in (*BLOCK_TERMS, "head", "allocator_retries", "pipeline_bubble"))

@@ -52,12 +52,10 @@ def test_an_option_that_is_forbidden_is_not_tried() -> None:
     plan = ParallelPlan(global_batch=64, tp=2, sp=True, pp=4, dp_shard=2, cuda_graphs="attn")
     tried = [replace(plan, cp=2, dp_shard=1)]  # beyond the 4,096 tokens of a rank
     exposed = replace(plan, grad_reduce_overlap=False)
-    tried += [exposed, replace(plan, sp=False)]  # Megatron-Core has no GPipe
+    tried += [exposed, replace(plan, sp=False)]
     tried += [replace(plan, cuda_graphs="layer"), replace(plan, cuda_graphs="full_iteration")]
     assert list(switched(problem, space, plan, ())) == tried
-    flags = SpaceFlags(
-        global_batch="64", fix=("SP=on",), at_most=("cp=1",), forbid=("schedule=GPipe", "cuda-graphs=layer", "offload")
-    )
+    flags = SpaceFlags(global_batch="64", fix=("SP=on",), at_most=("cp=1",), forbid=("cuda-graphs=layer", "offload"))
     assert list(switched(problem, space, plan, flags.barred)) == [exposed, tried[-1]]
     flags = replace(flags, forbid=(*flags.forbid, "cuda_graphs=full-iteration"))
     assert list(switched(problem, space, plan, flags.barred)) == [exposed]

@@ -160,7 +160,7 @@ def test_the_closed_form_of_gpipe_is_exact_and_that_of_1f1b_a_close_lower_bound(
     for p, m in ((2, 3), (4, 16), (8, 32)):
         times = np.random.default_rng(p).uniform(0.7, 1.3, (3, 400, p))
         none = np.zeros(400)
-        flow = gpipe_s(times[0], times[1] + times[2], np.full(400, m), np.zeros((400, p - 1))).work_s
+        flow = gpipe_s(times[0], times[1] + times[2], np.full(400, m), np.zeros((400, p - 1)), overlaps=True).work_s
         assert run("gpipe", p, 1, m, times, none).makespan_s == pytest.approx(flow)
         error = closed(p, 1, m, times) / run("1f1b", p, 1, m, times, none).makespan_s - 1
         assert error.max() <= 1e-9

@@ -276,7 +276,7 @@ def problem() -> Problem:
 
 
 SOME_LAYERS = tuple(f"full:{number}" for number in range(1, DENSE.num_layers))
-PIPELINES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+PIPELINES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 
 
 def test_default_limits_follow_the_cluster_and_the_sequence() -> None:
@@ -295,7 +295,7 @@ def test_default_limits_follow_the_cluster_and_the_sequence() -> None:
     [
         ("torchtitan", ("none", "zero2", "zero3"), PIPELINES, ("none", "selective", "full")),
         ("pytorch-fsdp", ("none", "zero2", "zero3"), PIPELINES, ("none", "full", *SOME_LAYERS)),
-        ("nanotron", ("none", "zero1"), ("1f1b",), ("none", "full")),
+        ("nanotron", ("none", "zero1"), ("1f1b", "gpipe"), ("none", "full")),
         ("deepspeed-zero", ("none", "zero1", "zero2", "zero3"), ("1f1b",), ("none", "full")),
     ],
 )

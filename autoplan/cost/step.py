@@ -161,7 +161,7 @@ def _makespan(pipelines: LaidOutPipelines) -> Makespan:
     makespan = pipeline_s(pipelines.forward_s, pipelines.backward_s, hop_s, m, batch.vp, overlaps=overlaps)
     is_gpipe = batch.schedule == Schedule.GPIPE.code
     if is_gpipe.any():
-        flow = gpipe_s(pipelines.forward_s, pipelines.backward_s, m, hop_s[:, :-1])
+        flow = gpipe_s(pipelines.forward_s, pipelines.backward_s, m, hop_s[:, :-1], overlaps=overlaps)
         makespan = Makespan(*(np.where(is_gpipe, *pair) for pair in zip(flow, makespan, strict=True)))
     for rows, times in _run_in_order(pipelines):
         for values, own in zip(makespan, (times.send_free_s, times.exposed_send_s, times.critical), strict=True):

@@ -243,7 +243,7 @@ class Overlap:
     sharded_reduce_overlap: bool = True  # the reduce-scatter of sharded gradients, likewise
     param_gather_overlap: bool = True  # under the next step's first forward pass
     fsdp_unhidden_share: float = 0.15  # of the shorter of computing and gathering that does not hide behind the longer
-    p2p_overlap: bool = True  # interleaved schedules send while they compute
+    p2p_overlap: bool = True  # interleaved schedules and GPipe send while they compute
 
     def __post_init__(self) -> None:
         check_count("tp_overlap_pieces", self.tp_overlap_pieces, at_least=0, at_most=1000)

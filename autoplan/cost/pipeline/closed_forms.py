@@ -85,15 +85,22 @@ def pipeline_s(
     return one_forward_one_backward_s(forward_s, backward_s, num_microbatches, chunks, sends_s)
 
 
-def gpipe_s(forward_s: Floats, backward_s: Floats, num_microbatches: Ints, hop_s: Floats) -> Makespan:
+def gpipe_s(
+    forward_s: Floats, backward_s: Floats, num_microbatches: Ints, hop_s: Floats, *, overlaps: bool
+) -> Makespan:
     """Makespan of all forwards before all backwards: two flow shops with equal jobs, exact.
 
-    Messages, of `hop_s` over each hop, pipeline behind one another, so that only the fill shows.
+    Messages, of `hop_s` over each hop, pipeline behind one another, so that only the fill shows.  Without overlap a
+    rank waits for each that it receives or sends: exact for equal stages, else no less than that.
     """
     later_microbatches = num_microbatches - 1
     makespan = _sum_over_stages(forward_s) + later_microbatches * forward_s.max(axis=1)
     makespan = makespan + _sum_over_stages(backward_s) + later_microbatches * backward_s.max(axis=1)
-    return Makespan(makespan, 2.0 * _sum_over_stages(hop_s), np.argmax(forward_s + backward_s, axis=1))
+    send_s = 2.0 * _sum_over_stages(hop_s)
+    if not overlaps:
+        none = np.zeros((len(hop_s), 1))
+        send_s = send_s + 2.0 * later_microbatches * (np.hstack([none, hop_s]) + np.hstack([hop_s, none])).max(axis=1)
+    return Makespan(makespan, send_s, np.argmax(forward_s + backward_s, axis=1))
 
 
 def send_exposed_s(

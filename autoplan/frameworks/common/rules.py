@@ -65,7 +65,6 @@ class Rulebook:
     shards_over_part: bool = True  # whether states may be sharded over a part of the replicas
     repeats_parts: bool = False  # whether recomputation may name parts of a layer
     repeats_some_layers: bool = False  # whether it may take some layers of a chunk
-    runs_gpipe: bool = False  # whether its pipelines run GPipe, though other schedules may be the better ones
     split_schedules_overlap: bool = True  # whether states are reduced beside a backward pass in two parts
     # The one way in which it cuts a model into so many stages; None: as the plan says.
     split: Callable[[ModelSpec, int], tuple[int, ...]] | None = None

@@ -134,4 +134,4 @@ RULES: tuple[Rule, ...] = (
         text=lambda s, p: "fp8 with delayed scales does not add up gradients: use fp8_scaling tensorwise",
     ),
 )
-BOOK = Rulebook(rules=RULES, supported=SUPPORTED, extras=EXTRAS, repeats_parts=True, runs_gpipe=True)
+BOOK = Rulebook(rules=RULES, supported=SUPPORTED, extras=EXTRAS, repeats_parts=True)
