@@ -96,6 +96,7 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     shared.whole_kv_heads(f"{_BASE}:564"),
+    shared.SCALING_NEEDS_FP8,
     shared.sp_needs_tp(f"{_BASE}:597"),
     shared.whole_sequence(f"{_BASE}:597"),
     Rule(
