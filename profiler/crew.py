@@ -1,4 +1,4 @@
-"""Ranks that measure, started by this program, each of them a `worker`."""
+"""Measuring ranks started by this program, each of them a `worker`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def place_with(ranks: int) -> tuple[RankPlace | None, int]:
 
 
 class Crew(Children):
-    """The ranks that measure: asked for a `Task`, they answer with an `Outcome`."""
+    """The measuring ranks: given a `Task`, they return an `Outcome`."""
 
     def __init__(
         self, job: Job, place: RankPlace | None, num_ranks: int, prepare: Callable[..., Any] | None = None

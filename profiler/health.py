@@ -1,7 +1,7 @@
-"""Health of an allocation: which devices and links are slower than their equals, by one product and all pairs.
+"""Health of an allocation: devices and links that are slower than their peers, from a GEMM and all pairs.
 
-Every device runs the same product at once; in rounds every device exchanges a message with every other.  Other load
-only adds to a time: of several visits the least counts, and what seems slow is visited again before it is said to be.
+Every device runs the same GEMM at once; in rounds, every device exchanges a message with every other one.  Background
+load only adds to a time, so the minimum of several visits counts, and apparent slow parts are measured again first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Part = Literal["device", "link", "nic", "pair"]  # a link is a device's way to t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowPart:
-    """A part that is slower than its equals: of the device of one rank, or what lies between two ranks."""
+    """A part that is slower than its peers: of one rank's device, or between two ranks."""
 
     part: Part
     ranks: tuple[int, ...]
@@ -60,7 +60,7 @@ class Health:
     elapsed_s: float = 0.0
 
     def slow_parts(self) -> list[SlowPart]:
-        """Return what is slower than its equals: devices, their links, their NICs, then single pairs."""
+        """Return the parts that are slower than their peers: devices, their links, their NICs, then single pairs."""
         return [*self._slow_devices(), *self._slow_links(is_inside=True), *self._slow_links(is_inside=False)]
 
     def link_shares(self) -> dict[Pair, float]:
@@ -153,7 +153,7 @@ def _scatter(over: Collection[float]) -> float:
 
 
 def unmeasured(allocation: Allocation) -> Health:
-    """Return what is measured of an allocation, without a time yet."""
+    """Return the measurements of an allocation, still without times."""
     hello = allocation.hello
     dtype, size = hello.dtypes[0], PRODUCT_SIZE[hello.device_type]
     layout = Layout(num_devices=2, devices_per_node=2, num_groups=1)

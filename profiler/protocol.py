@@ -1,4 +1,4 @@
-"""Messages between the program and the ranks that measure: tasks, rules and outcomes.
+"""Messages between the program and the measuring ranks: tasks, rules and outcomes.
 
 These go between the program that was started and the ranks; torch is not needed to read them.
 """

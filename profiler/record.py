@@ -1,8 +1,8 @@
-"""Record of a measurement: what was run where, every sample of it, and how sure the result is.
+"""Record of a measurement: what ran where, all samples, and how certain the result is.
 
-A record is known by its content: two stores that hold the same measurement agree on its `key`, so that pushing,
-pulling and importing again neither lose nor double anything.  Who measured it, on which host and when, is told beside
-the content and is no part of the key: it can be left out without making another measurement.
+A record is identified by its content: two stores with the same measurement agree on its `key`, so pushing, pulling and
+importing again neither lose nor duplicate anything.  Author, host and time are stored next to the content and are not
+part of the key, so they can be removed without creating another measurement.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NOT_CONTENT = ("measured_by", "host", "measured_at")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """The machine of a measurement, as far as it decides times; the same after a reboot.  Blank is unknown."""
+    """The properties of a machine that determine timings; stable across reboots.  Blank means unknown."""
 
     device: str  # autoplan's id of the device where it ships one, else the name that the driver reports
     memory_bytes: int = 0  # visible
@@ -136,7 +136,7 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """The time that counts: the median of the samples; NaN for a failed one."""
+        """Median of the samples; NaN if the measurement failed."""
         return float(statistics.median(self.samples_s)) if self.samples_s else math.nan
 
 
@@ -146,7 +146,7 @@ def settings_differ(first: int, second: int) -> bool:
 
 
 def check_text(where: str, text: str) -> None:
-    """Refuse text that is too long, or that a terminal would not show as it is."""
+    """Raise an error for text that is too long or contains control characters."""
     if not isinstance(text, str):
         raise InputError(f"{where} holds bytes instead of text")
     if len(text) > MOST_TEXT or any(unicodedata.category(letter)[0] == "C" for letter in text):
@@ -154,7 +154,7 @@ def check_text(where: str, text: str) -> None:
 
 
 def is_moment(text: str) -> bool:
-    """Tell whether `text` is a moment in UTC, as ISO 8601 writes it."""
+    """Return whether `text` is a time in UTC in ISO 8601 format."""
     try:
         return len(text) <= 40 and datetime.fromisoformat(text).utcoffset() == timedelta()
     except ValueError:

@@ -1,6 +1,6 @@
-"""Record of a measured training run: what ran where by which plan, and its step times.
+"""Record of a measured training run: its plan, its machine and its step times.
 
-A run is known by its content, as a measurement is (`profiler.record`).
+A run is identified by its content, like a measurement (`profiler.record`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RunRecord:
 
     @property
     def seconds(self) -> float | None:
-        """The step time that counts: the median; None of a run that ran out of memory or failed."""
+        """Median step time; None if the run went out of memory or failed."""
         return float(statistics.median(self.step_s)) if self.step_s else None
 
 

@@ -1,4 +1,4 @@
-"""Sweep: measures ranked tasks within a budget, and says what of a cluster these ranks cannot show."""
+"""Sweep: measures ranked tasks within a budget, and reports what these ranks cannot show of a cluster."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Store(Protocol):
     """Interface that a sweep needs of a timing database."""
 
     def measured_keys(self, fingerprint: Fingerprint, num_visits: int = 1) -> Collection[TaskKey]:
-        """Return the keys of tasks that settled so often on this machine."""
+        """Return the keys of tasks that settled this often on this machine."""
 
     def add(self, records: Iterable[Record]) -> object:
-        """Keep records: all of them, or none and an error."""
+        """Store all records, or none and raise an error."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Progress:
 
     @property
     def num_left(self) -> int:
-        """Tasks that were not tried."""
+        """Number of tasks that were not tried."""
         return self.total - len(self.outcomes)
 
     def counts(self) -> dict[Operation, Counter[str]]:
@@ -61,7 +61,7 @@ class Progress:
 
 
 def outliers(hello: Hello) -> list[str]:
-    """Devices and links slower than their equals, in words; of two the faster one is the measure."""
+    """Describe devices and links that are slower than their peers; with two, the faster one is the reference."""
 
     def usual(values: Sequence[float]) -> float:
         return float(np.median(values)) if len(values) > 2 else min(values)
@@ -83,7 +83,7 @@ def outliers(hello: Hello) -> list[str]:
 
 
 def extrapolations(hello: Hello, cluster: ClusterSpec) -> list[str]:
-    """Say what of the cluster these ranks cannot show, and where its price comes from instead."""
+    """Describe what these ranks cannot show of the cluster, and how that is priced instead."""
     remarks = []
     in_domain = cluster.levels[-1].num_devices
     num_domains = cluster.num_devices // in_domain
@@ -110,7 +110,7 @@ def extrapolations(hello: Hello, cluster: ClusterSpec) -> list[str]:
 
 @dataclass(slots=True)
 class _Pace:
-    """Time that measurements take over what was expected, by operation: a slow link shows in its collectives alone."""
+    """Ratio of actual to expected measurement time, by operation: a slow link shows only in its collectives."""
 
     expected_so_far_s: float = 0.0
     by_operation: dict[Operation, float] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class _Pace:
         return ranked.expected_s * self.by_operation.get(ranked.task.operation, min(overall, 1.0))
 
     def learn(self, ranked: RankedTask, seconds: float | None) -> None:
-        """Take note of how long a task took; None: it was lost."""
+        """Record how long a task took; None if it was lost."""
         self.expected_so_far_s += ranked.expected_s
         if seconds is not None:
             operation, pace = ranked.task.operation, seconds / ranked.expected_s
@@ -141,14 +141,14 @@ def run(
     num_visits: int = 1,
     visits_spoilt: bool = True,
 ) -> None:
-    """Measure what is planned and fits into `budget_s`, and store each measurement as soon as it is there.
+    """Measure the planned tasks that fit into `budget_s`, and store each measurement immediately.
 
-    No more than the first call of an operation, which tells how long one is here, may outlast the budget.
+    Only the first call of an operation, which shows how long it takes here, may exceed the budget.
 
-    All of it is measured `num_visits` times, once in each round, so that minutes lie between two visits.  What other
-    load or a slow machine spoilt in the last round, or what did not settle, is visited once more after all the rest if
-    `visits_spoilt`, within `MOST_AGAIN` of the time so far, as some machines are never quiet.  Ranks that are lost are
-    stored as what the task failed of, and started again where that is possible.
+    Everything is measured `num_visits` times, once per round, so that minutes pass between two visits.  With
+    `visits_spoilt`, measurements that were disturbed in the last round or did not settle are repeated at the end, for
+    at most `MOST_AGAIN` of the time so far, because some machines are never quiet.  If ranks are lost, the task is
+    stored as failed and the ranks are started again if possible.
     """
     began = time.monotonic()
     pace, restarts, has_seen_all = _Pace(), 0, False
@@ -190,7 +190,7 @@ def run(
 
 
 def record_of(task: Task, outcome: Outcome, hello: Hello, measured_by: str) -> Record:
-    """Return the record of what was measured just now."""
+    """Return the record of a new measurement."""
     measured_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     # A second failure is another one, though nothing was measured that tells it from the first.
     failed = {"failed_at": measured_at} if outcome.status == "failed" else {}
@@ -213,7 +213,7 @@ def record_of(task: Task, outcome: Outcome, hello: Hello, measured_by: str) -> R
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Signals that end the program wait until the block is through."""
+    """Delay terminating signals until the end of the block."""
     signals = {signal.SIGINT, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:

@@ -41,7 +41,7 @@ TaskKey = tuple[str, tuple[int, ...], str, str, str]  # operation, shape, dtype,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementScope:
-    """Model, sizes and degrees that measurements are wanted for."""
+    """Model, sizes and degrees to measure for."""
 
     model: ModelSpec
     framework: Framework
@@ -79,7 +79,7 @@ class MeasurementScope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedTask:
-    """A task, its share of a step in seconds, and what measuring it should take."""
+    """A task, its share of a step in seconds, and the expected time to measure it."""
 
     task: Task
     effect_s: float
@@ -87,7 +87,7 @@ class RankedTask:
 
 
 def unmeasurable_parts(scope: MeasurementScope) -> list[str]:
-    """Say what the model has and no operation of `operations.SHAPES` measures."""
+    """Describe the parts of the model that no operation in `operations.SHAPES` measures."""
     blocks = {block for layer in scope.model.layers for block in layer}
     parts = []
     if scope.is_latent and scope.window_of(Block.WINDOW_ATTENTION) and Block.WINDOW_ATTENTION in blocks:
@@ -98,7 +98,7 @@ def unmeasurable_parts(scope: MeasurementScope) -> list[str]:
 
 
 def ranked_tasks(scope: MeasurementScope, hello: Hello, measured: Collection[TaskKey]) -> list[RankedTask]:
-    """Rank the tasks for the ranks of `hello` that are not known yet, best first."""
+    """Return the tasks that are not measured yet for the ranks of `hello`, most valuable first."""
     device = load_device(hello.fingerprint.device) or load_device(_ANY_DEVICE)
     assert device is not None
     calls: Counter[Task] = Counter()
@@ -264,7 +264,7 @@ def _collectives(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
 
 
 def reference_s(task: Task, device: DeviceSpec) -> float:
-    """Seconds of a call at the rates of the device's datasheet: good for order and budget, no more."""
+    """Return the seconds of a call at datasheet rates: good enough only for order and budget."""
     flops, numbers = _work(task.operation, task.shape)
     rates = device.peak_flops_per_s
     dtype = RATE_TYPES.get(task.dtype, task.dtype)

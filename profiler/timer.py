@@ -1,4 +1,4 @@
-"""Timer of operations, whose answer can be trusted and says how sure it is.
+"""Timer of operations, with a statement of how certain its result is.
 
 The protocol of `modelling` C8 and `closed-loop` 2 and 8: all ranks run the operation together; warm-up, an inner loop
 long enough for the clock, a soak that brings the device to the clocks of training, then rounds of samples until one is
@@ -6,8 +6,8 @@ free of other load and of slow phases, and its median has settled.  On GPUs even
 kernels are timed by the process's own CPU time, which others cannot lengthen by taking turns, and collectives by the
 wall clock.
 
-A GPU that is through with a kernel before its host has launched the next one would tell the host's time, which training
-hides behind longer kernels: it is held until a sample is queued.
+If a GPU finished a kernel before the host launched the next one, the result would be the host's time, which training
+hides behind longer kernels.  So the device is held back until a whole sample is queued.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SPIN_CYCLES = 10_000_000
 
 
 class Team(Protocol):
-    """The ranks that measure together, as far as the timer needs them."""
+    """Interface to the ranks that measure together, as needed by the timer."""
 
     def meet(self) -> None:
         """Wait for all ranks."""
@@ -49,12 +49,12 @@ class Team(Protocol):
         """Return the values of all ranks, by rank, on every rank."""
 
     def decide(self, value: float) -> float:
-        """Return one rank's value on every rank: of one that works."""
+        """Return the value of a working rank on every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    """Samples of one rank in a round; `samples_s` is empty for a rank that only stood by."""
+    """Samples of one rank in a round; `samples_s` is empty for an idle rank."""
 
     samples_s: tuple[float, ...]
     wall_over_cpu: float
@@ -85,7 +85,7 @@ class _Round:
 
 
 def median_interval(samples_s: Sequence[float], *, level: float = 0.9, draws: int = 500) -> tuple[float, float]:
-    """The bootstrap interval of the median that holds it with probability `level`."""
+    """Return the bootstrap interval that contains the median with probability `level`."""
     drawn = np.random.default_rng(0).choice(np.asarray(samples_s), size=(draws, len(samples_s)))
     low, high = np.quantile(np.median(drawn, axis=1), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
@@ -104,7 +104,7 @@ def scatter(samples_s: Sequence[float]) -> float:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type != "cpu":
         torch.cuda.synchronize(device)
 
@@ -120,11 +120,11 @@ def measure(
     counts_host: bool = True,
     left_s: float = math.inf,
 ) -> Outcome:
-    """Time `run` on all ranks at once; None stands by.  Every rank returns the same outcome.
+    """Time `run` on all ranks at once; None means idle.  Every rank returns the same outcome.
 
-    Of a collective the slowest rank of each sample counts, of a kernel the median rank.  Where `counts_host` is false,
-    a device does not wait for what its host does between launches.  Where calls are long, there are as many of them as
-    fit into `left_s`, one at least.
+    For a collective, the slowest rank of each sample counts; for a kernel, the median rank.  If `counts_host` is false,
+    the device does not wait for the host between launches.  Long calls are repeated as often as `left_s` allows, but at
+    least once.
     """
     until = time.monotonic() + left_s
     bench = _Bench(
@@ -149,7 +149,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bench:
-    """Operation on one rank, which stands by where `run` is None, and what it is timed with."""
+    """Operation on one rank (idle if `run` is None), and the means to time it."""
 
     run: Run | StagedRun | None
     team: Team
@@ -168,11 +168,11 @@ class _Bench:
         return self.on_cpu and not self.is_collective
 
     def remaining_s(self) -> float:
-        """Return the seconds that the budget leaves, as one rank decides."""
+        """Return the seconds left in the budget, as decided by one rank."""
         return self.team.decide(self.until - time.monotonic()) if self.until < math.inf else math.inf
 
     def outcome(self, num_calls: int, elapsed_s: float, *, counts_host: bool) -> Outcome:
-        """Take rounds of samples until one is undisturbed and its median has settled, or there is no more time."""
+        """Take rounds of samples until one is undisturbed with a settled median, or time runs out."""
         hold = 0
         if not self.on_cpu and not counts_host:
             queued_s, sample_s = usual([self._queueing(num_calls) for _ in range(HOST_LOOKS)])
@@ -211,7 +211,7 @@ class _Bench:
             num_calls = min(max(2 * num_calls, num_longer), MOST_CALLS)
 
     def repeat(self, num_calls: int) -> None:
-        """Call the operation so often, and wait for the device."""
+        """Call the operation this many times, and wait for the device."""
         run = self.run
         if run is not None:
             for _ in range(num_calls):
@@ -333,7 +333,7 @@ def usual(looks: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _spin(num_cycles: int) -> None:
-    """Queue a kernel that does nothing for so long."""
+    """Queue a kernel that only waits for this long."""
     torch.cuda._sleep(num_cycles)  # type: ignore[no-untyped-call]
 
 
@@ -380,14 +380,14 @@ def _device_samples_s(run: Run | StagedRun, num_calls: int, num_samples: int, se
 
 
 def _slowdown(reports: Sequence[_Report], *, is_slow: bool) -> str:
-    """Say what made a device slower than usual; empty if nothing did."""
+    """Describe what made a device slower than usual; empty if nothing did."""
     throttling = max(report.window.slowdown for report in reports)
     pace = max(report.window.pace for report in reports)
     return throttling or (f"{100 * (pace - 1):.0f} % slower than usual" if is_slow else "")
 
 
 def _fault(reports: Sequence[object], num_samples: int) -> str:
-    """Say what is wrong with what the ranks returned; empty if nothing is."""
+    """Describe what is wrong with the results of the ranks; empty if nothing is."""
     for rank, report in enumerate(reports):
         if not isinstance(report, _Report) or not isinstance(report.samples_s, tuple):
             return cleaned(f"rank {rank} returned no times but {str(report)[:60]!r}")

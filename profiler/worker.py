@@ -1,4 +1,4 @@
-"""Rank that measures: joins the others, then measures whatever rank 0 is asked to, until there is no more.
+"""Measuring rank: joins the others, then runs the tasks of rank 0 until there are no more.
 
 A rank is a child of the program that was started (`launch`).  Messages between ranks go over gloo on the host, also
 where devices talk NCCL.
@@ -144,7 +144,7 @@ def greet(ranks: Ranks, job: Job) -> Hello:
 
 
 def _check_alike(first: Fingerprint, second: Fingerprint, where_first: str, where_second: str) -> None:
-    """Refuse ranks that differ in what one fingerprint describes."""
+    """Raise an error if ranks differ in what a fingerprint describes."""
     for name in ("device", "driver", "runtime", "torch", "collectives", "nics", *SETTINGS):
         first_value, second_value = getattr(first, name), getattr(second, name)
         if settings_differ(first_value, second_value) if name in SETTINGS else first_value != second_value:
@@ -267,7 +267,7 @@ def _settings() -> list[str]:
 
 
 def _free(device: torch.device) -> None:
-    """Give memory back, and find out whether the device still works: an error if not."""
+    """Free memory, and raise an error if the device no longer works."""
     gc.collect()
     if device.type != "cpu":
         torch.cuda.empty_cache()
@@ -275,7 +275,7 @@ def _free(device: torch.device) -> None:
 
 
 def serve(place: RankPlace, job: Job, line: Connection, prepare_task: Prepare | None) -> None:
-    """Serve as a rank until rank 0's program has no more tasks, or something is wrong with the ranks together."""
+    """Serve as a rank until there are no more tasks, or the ranks fail as a group."""
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - open as long as the process lives
     try:
         # A watchdog in a thread of its own ends this process even where a driver never comes back.

@@ -97,7 +97,7 @@ def test_a_programs_steps_are_compared_with_the_plan_and_it_is_ended(folder: Pat
     flags = ("--steps", "3", "--log", str(log), "--out", str(out))
     done = command(folder, "endless", "5", str(pids), flags=flags)
     assert done.returncode == 0, done.stderr
-    assert "2.04 s a step on h100-sxm" in done.stdout
+    assert "2.04 s per step on h100-sxm" in done.stdout
     assert "memory, fullest rank" in done.stdout
     assert "2.15 GB" in done.stdout
     assert "in the log of Megatron-LM" in " ".join(done.stdout.split())
@@ -140,7 +140,7 @@ def test_what_goes_wrong_is_one_line_with_the_programs_last_words(
 def test_a_program_that_trains_another_batch_is_told_so(folder: Path) -> None:
     done = run(folder, "run", "plan.json", "--command", "--", sys.executable, PROGRAM, "other-batch", "9")
     assert done.returncode == 1
-    assert "steps of the log train 3 sequences of " in done.stderr
+    assert "steps in the log have 3 sequences of " in done.stderr
     assert "such steps do not count" in done.stderr
     assert "no step time of the plan's batch" in done.stderr.splitlines()[-1]
 

@@ -1,4 +1,4 @@
-"""Timing database: a SQLite file of the user or a PostgreSQL database of the team, alike."""
+"""Timing database: a SQLite file of the user or a PostgreSQL database of the team."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 def open_store(url: str | None = None, *, writable: bool = True, creates: bool = True) -> Store:
     """The timing database at `url`: the path of a SQLite file, sqlite:///..., or postgresql://user@host/name.
 
-    None takes the environment variable AUTOPLAN_DB, else a file in the user's data folder.  A writable database is
+    None means the environment variable AUTOPLAN_DB, or a file in the user's data folder.  A writable database is
     migrated where needed and, if `creates`, made where there is none; one that is not writable is never changed, so
     that a role that may only read suffices.
     What cannot be reached, read or understood is refused by one line that never shows a password.

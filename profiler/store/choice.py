@@ -1,4 +1,4 @@
-"""Choice of records or runs by what is known of them."""
+"""Filters for records and runs."""
 
 from __future__ import annotations
 

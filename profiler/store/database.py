@@ -1,4 +1,4 @@
-"""Access to a timing database, a SQLite file or a PostgreSQL server, and the errors where it cannot be reached."""
+"""Access to a timing database (SQLite file or PostgreSQL server), with one-line errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORK_MEMORY = "64MB"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Database:
-    """An open database; `name` may be shown."""
+    """An open database; `name` is safe to show."""
 
     name: str
     engine: Engine = field(repr=False)
@@ -45,7 +45,7 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """A transaction that is kept whole when the block ends, or not at all."""
+        """A transaction that is committed at the end of the block, or not at all."""
         with self.telling(), self.engine.connect() as connection:
             # SQLite: a transaction that reads first could not wait for its turn to write.
             connection.execution_options(**{ON_BEGIN: "BEGIN IMMEDIATE"})

@@ -1,4 +1,4 @@
-"""Timings of searches in the user's cache, so that a large database is read once for what it holds."""
+"""Cache of the timings selected by searches, so that a large database is read only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines in the timing database: the numbers that rows have of them, and how much alike two are."""
+"""Machines in the timing database: their row numbers, and the similarity of two machines."""
 
 from __future__ import annotations
 

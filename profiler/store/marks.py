@@ -1,4 +1,4 @@
-"""Marks that hide or approve records: appended, never taken away.  What no person has spoken of is proposed."""
+"""Reviews that hide or approve records: append-only.  Records without a review by a person are proposed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _marked_ids(kind: Marked) -> Select[Any]:
 
 
 def is_reviewed(review: Review, kind: Marked = OPERATIONS) -> ColumnElement[bool]:
-    """Tell whether a row is proposed, approved or hidden."""
+    """Return whether a row is proposed, approved or hidden."""
     of_id = kind.rows.c.id
     if review == "proposed":
         return and_(of_id.not_in(hidden_ids(kind)), of_id.not_in(approved_ids(kind)))
@@ -80,7 +80,7 @@ def is_reviewed(review: Review, kind: Marked = OPERATIONS) -> ColumnElement[bool
 
 
 def is_hidden(kind: Marked = OPERATIONS) -> ColumnElement[bool]:
-    """Tell whether a row is out of use."""
+    """Return whether a row is hidden."""
     return kind.rows.c.id.in_(hidden_ids(kind))
 
 

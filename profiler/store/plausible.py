@@ -1,4 +1,4 @@
-"""Records that cannot be right: beyond what a device or link can do, never settled, or changed by hand."""
+"""Implausible records: beyond what a device or link can do, never settled, or modified."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SEND_ALL = ("all_reduce", "broadcast", "send_recv")
 
 
 def implausible(record: Record) -> str:
-    """Say why `record` cannot be right; empty where nothing speaks against it, as for unknown devices."""
+    """Describe why `record` is implausible; empty if nothing is wrong, or the device is unknown."""
     if record.measured_at and datetime.fromisoformat(record.measured_at) > datetime.now(UTC) + timedelta(days=1):
         return f"measured at {record.measured_at}, in the future"
     if record.operation in COLLECTIVES and record.shape[1] > record.shape[0]:

@@ -1,1 +1,1 @@
-"""Tools shared by the folders of frameworks: rules, launch files in and out, logs."""
+"""Code shared by the framework folders: rules, reading and writing of launch files, logs."""

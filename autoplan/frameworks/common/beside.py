@@ -1,4 +1,4 @@
-"""Files that a launch file names, found in its folder or in one above it."""
+"""Files referenced by a launch file, found in its folder or a parent folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_BYTES = 2**20
 
 
 def read_beside(file: str, folder: Path | None) -> tuple[str, str] | None:
-    """Return (text, path) of the file that a launch file in `folder` names; None where it is not at hand."""
+    """Return (text, path) of the file referenced by a launch file in `folder`; None if it cannot be found."""
     path = Path(file)
     if folder is None or is_open(file) or path.is_absolute() or ".." in path.parts:
         return None

@@ -1,4 +1,4 @@
-"""Header of exported files: the prediction of the plan that they start, its interval and its origin."""
+"""Header of exported files: the prediction of the plan, its interval and its origin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that targets hand to launchers: the command of every device, its environment and the files that it reads."""
+"""Jobs that targets pass to launchers: the command per device, its environment and its files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Line = list[str]  # words that stand on one line of a script
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchVariable:
-    """Variable that a person may set in the environment; without a `default` it must be set."""
+    """Environment variable that the user may set; without a `default` it is required."""
 
     name: str
     default: str | None
@@ -27,7 +27,7 @@ class LaunchVariable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentVariable:
-    """A variable of the environment that the job relies on; a `value` of None takes it out."""
+    """An environment variable that the job relies on; a `value` of None unsets it."""
 
     name: str
     value: str | None
@@ -45,7 +45,7 @@ class OptionGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """File of a set: a plain name, no path, and its text."""
+    """File of a job: a plain name without a path, and its text."""
 
     name: str
     text: str
@@ -71,7 +71,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A framework that plans are written for.
+    """Export target: a framework that launch files are written for.
 
     `job` makes the job of a plan file for one of the `versions`, the default first, and refuses what the framework
     cannot express with an `InputError` that gives the reason.  The default version can express every plan that keeps to
@@ -97,7 +97,7 @@ class Target:
         return tuple(f"{self.name}@{version}" if version else self.name for version in self.versions)
 
     def at(self, version: str) -> Target:
-        """Return the target in one of its versions alone."""
+        """Return the target restricted to one of its versions."""
         if version not in self.versions:
             remedy = f"known are {', '.join(self.spellings)}" if any(self.versions) else "leave the version out"
             raise InputError(f"no version {version[:40]!r} of {self.title}: {remedy}")

@@ -1,4 +1,4 @@
-"""Launch files of frameworks, as they are read into model, training and plan."""
+"""Launch files of frameworks, parsed into model, training and plan."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autoplan.spec.training import TrainingSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchContext:
-    """Context of a launch file: values that the person gives beside it, which win over what it says.
+    """Context of a launch file: values from the user, which override the file.
 
-    Several formats hold no model or no number of devices; `variables` are those of the shell, by name; in `folder` lies
-    what a script has beside it.
+    Some formats contain no model or no number of devices.  `variables` are shell variables by name; `folder` contains
+    the files next to the script.
     """
 
     model: ModelSpec | None = None
@@ -31,7 +31,7 @@ class LaunchContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread:
-    """An option that was not understood, with its value and the reason; `matters` where it may cost time or memory."""
+    """An option that was not understood, with its value and the reason; `matters` if it may affect time or memory."""
 
     option: str
     value: str
@@ -41,7 +41,7 @@ class Unread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Run that a launch file starts.  `options` are those that plan, model and training were read from, as written."""
+    """The run in a launch file.  `options` are the options that plan, model and training were read from, as written."""
 
     target: str  # by its name among the targets of export
     framework: str  # by the name of its preset
@@ -54,7 +54,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Reader of a target's files, which it recognises by name and text; InputError names what is wrong."""
+    """Reader of a target's files, recognised by name and text; InputError says what is wrong."""
 
     target: str
     recognises: Callable[[str, str], bool]
@@ -62,7 +62,7 @@ class Reader:
 
 
 def priced_as_even(batching: Batching, context: LaunchContext) -> str:
-    """Say how samples of a file are priced whose lengths are not known; empty where they are, or make no difference."""
+    """Describe how samples of unknown length are priced; empty if the lengths are known or do not matter."""
     if context.has_lengths:
         return ""
     if batching == "packed":

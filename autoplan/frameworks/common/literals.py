@@ -1,4 +1,4 @@
-"""Values in a configuration written in Python: its statements are followed, nothing is imported or run.
+"""Values in a Python configuration, found by following its statements; nothing is imported or executed.
 
 A value is a literal, a list of values, a `Built` (an object that a call makes), or `Unknown`.
 """
@@ -59,14 +59,14 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Unfollowed:
-    """A statement that may change an object and that was not followed."""
+    """A statement that was not followed and may change an object."""
 
     text: str
     why: str
 
 
 def dotted(node: ast.expr) -> str:
-    """Return the dotted name that an expression is, without calls in between."""
+    """Return the dotted name of an expression without calls."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}".lstrip(".")
     return node.id if isinstance(node, ast.Name) else ""
@@ -97,7 +97,7 @@ class Module:
         self._run(tree.body, self.names)
 
     def call(self, name: str, words: Sequence[Any] = (), named: Mapping[str, Any] | None = None) -> Any:
-        """Return what a function returns: its last assignments count, of conditions the branch that holds."""
+        """Return the result of a function, following its last assignments and the branches that hold."""
         if self.depth >= MOST_DEPTH:
             raise InputError(f"functions call one another more than {MOST_DEPTH} deep")
         self.depth += 1
@@ -118,7 +118,7 @@ class Module:
     # -- statements ---------------------------------------------------------------------------------------------------
 
     def _run(self, body: Iterable[ast.stmt], names: dict[str, Any]) -> tuple[Any] | None:
-        """Follow statements up to one that returns; return its value."""
+        """Follow statements up to a return statement, and return its value."""
         for node in body:
             returned = None
             match node:
@@ -155,7 +155,7 @@ class Module:
         return None
 
     def _pass_over(self, node: ast.stmt, names: dict[str, Any]) -> None:
-        """Note a statement that is not followed, where it may change an object; what it makes is not known."""
+        """Record a statement that is not followed and may change an object; its result is unknown."""
         text = _source(node).splitlines()[0][:60]
         if self._changes(node, names):
             self.unfollowed.append(Unfollowed(text, RUNNING))
@@ -167,7 +167,7 @@ class Module:
                     names[item.id] = Unknown(item.id)
 
     def _helped(self, node: ast.expr, names: Mapping[str, Any]) -> Built | None:
-        """Return the object that a call of a function of another file may change."""
+        """Return the object that a call to a function in another file may change."""
         if not isinstance(node, ast.Call):
             return None
         first, _, attributes = (dotted(node.func) or "?").partition(".")

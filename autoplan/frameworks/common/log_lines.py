@@ -1,4 +1,4 @@
-"""Lines of training logs: made of bytes that come in pieces, without colours and labels; and what one line says."""
+"""Lines of training logs: split from chunks of bytes, stripped of colours and labels, and parsed."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _MOMENT = re.compile(
 
 
 class LineSplitter:
-    """Hands out lines as they are complete."""
+    """Splits chunks of bytes into complete lines."""
 
     def __init__(self) -> None:
         self._unfinished = b""
         self._is_cut = False  # the rest of this line is passed over
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that `data` completes, cleaned, none of them empty."""
+        """Return the lines completed by `data`, cleaned and without empty ones."""
         pieces = _ENDS.split(data)
         lines = []
         for piece in pieces[:-1]:
@@ -47,7 +47,7 @@ class LineSplitter:
         return [text for line in lines if (text := cleaned_line(line))]
 
     def finish(self) -> list[str]:
-        """The last line, where no end of it came."""
+        """Return the last line if it has no line end."""
         unfinished, self._unfinished = self._unfinished, b""
         return [text] if (text := cleaned_line(unfinished)) else []
 
@@ -87,7 +87,7 @@ MOST_STEP_S = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineContent:
-    """Content of a line, as far as it was understood.
+    """Content of a line as far as it was understood.
 
     `times` holds, by source, seconds of a step, or what `Source` names: a rate a second or a moment in seconds.
     `pause` says that what the line ends or begins may take part in the next step's time.  `num_sequences` and `seq_len`
@@ -111,7 +111,7 @@ ReadLine = Callable[[str], LineContent | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFormat:
-    """Lines that a framework writes: its usual name, what a line with a time looks like, and who reads them."""
+    """Log format of a framework: its name, an example of a line with a step time, and its parser."""
 
     name: str
     looked_for: str

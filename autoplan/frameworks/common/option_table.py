@@ -1,7 +1,7 @@
-"""Rows of an option table: what an option of a launch file is called, and how its value is written and read.
+"""Rows of an option table: the name of an option in a launch file, and how its value is written and read.
 
-A row names the field that the option means.  "tp" is a field of the plan, "model.num_layers" one of the model; exporter
-and reader of a framework both go through its rows.
+A row names the field that the option sets: "tp" is a field of the plan, "model.num_layers" one of the model.  Exporter
+and reader of a framework share the same rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Fields = dict[str, Any]  # of a plan or a model, by their names
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option by its `key`; `names` has what it is called in other versions or notations."""
+    """An option by its `key`; `names` has its names in other versions or notations."""
 
     key: str
     _: KW_ONLY
@@ -64,7 +64,7 @@ class Row(Option):
 
 @dataclass(frozen=True, slots=True)
 class Constant(Option):
-    """An option that is written and, when read, costs neither time nor memory."""
+    """An option that is written but affects neither time nor memory when read."""
 
     write: Value | Callable[[PlanFile], Value] = None
 
@@ -79,13 +79,13 @@ class Assumed(Option):
 
 
 def count(key: str, field: str, default: int | None = None, **extra: Any) -> Row:
-    """Return a row of a whole number; without a default it must be given."""
+    """Return a row for a whole number, required unless it has a default."""
     least = 0 if default == 0 else 1
     return Row(key, field, default, decode=lambda source, name, base: source.count(name, base, least=least), **extra)
 
 
 def optional_count(key: str, field: str, **extra: Any) -> Row:
-    """Return a row of a whole number that need not be given."""
+    """Return a row for an optional whole number."""
     return Row(key, field, decode=lambda source, name, base: source.optional_count(name, base), **extra)
 
 
@@ -119,7 +119,7 @@ def word(key: str, field: str, default: Any, meanings: Mapping[Any, Any], **extr
 
 
 def written(options: Iterable[Option], plan_file: PlanFile) -> dict[str, Value]:
-    """Return the table that options write; those without a value are left out."""
+    """Return the table written by options, without those that have no value."""
     values: dict[str, Value] = {}
     for option in options:
         if isinstance(option, Row):
@@ -130,7 +130,7 @@ def written(options: Iterable[Option], plan_file: PlanFile) -> dict[str, Value]:
 
 
 def read_fields(rows: Iterable[Row], source: Options, base: object | None = None) -> Fields:
-    """Return the fields that some rows mean."""
+    """Return the fields set by some rows."""
     return {name: value for row in rows for name, value in row.read(source, base).items()}
 
 

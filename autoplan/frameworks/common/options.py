@@ -1,6 +1,6 @@
-"""Options that a launch file gives, with a record of those that were understood and those that were not.
+"""Options of a launch file, with a record of which ones were understood.
 
-They are a nested table (JSON, YAML, TOML, Python), or words of a command line by the names of their arguments.
+They are a nested table (JSON, YAML, TOML, Python), or command-line words by argument name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOT_KNOWN, COSTS_NOTHING = "not known here", "does not affect the time or memory
 
 
 def parse_json(text: str, title: str) -> dict[str, Any]:
-    """The table in `text`; a key that is given twice is refused, as DeepSpeed does."""
+    """Parse the table in `text`; a duplicate key is an error, as in DeepSpeed."""
     try:
         table = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
@@ -39,7 +39,7 @@ def parse_json(text: str, title: str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, title: str) -> dict[str, Any]:
-    """The table in `text`, of plain values alone: a tag that would make another object is refused."""
+    """Parse the table in `text`, which may contain only plain values: tags for other objects are an error."""
     import yaml
 
     try:
@@ -71,7 +71,7 @@ def _one_line(error: Exception) -> str:
 
 
 def show(value: Any) -> str:
-    """A value of a file in a message: one short line of printable text."""
+    """Return a value of a file for a message: one short line of printable text."""
     try:
         text = reprlib.repr(value)  # bounds what anchors of YAML can blow up
     except ValueError:  # an integer too long to print
@@ -92,7 +92,7 @@ def typed(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Text, as written, of what only running the file would evaluate: an expression, or a variable of a shell."""
+    """Unevaluated text that only running the file would evaluate: an expression or a shell variable."""
 
     text: str
     is_name: bool = False  # a dotted name that the file imports, such as a member of an enumeration
@@ -140,7 +140,7 @@ class Options:
         return cls(arguments, place=place, remarks=remarks)
 
     def name(self, key: str) -> str:
-        """Return the name that the file has for an option."""
+        """Return the name of an option in the file."""
         return self.arguments[key].option if key in self.arguments else f"{self._place}{key}"
 
     def has(self, key: str) -> bool:
@@ -152,7 +152,7 @@ class Options:
         return key in self.arguments and self.arguments[key].value is None
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Return the value of an option, or what holds where the file is silent."""
+        """Return the value of an option, or its default."""
         self.understood.add(key)
         if not self.has(key):
             return default if self.is_null(key) else self.defaults.get(key, default)
@@ -235,15 +235,15 @@ class Options:
         return tuple(map(str, value)) if isinstance(value, list | tuple) else tuple(str(value).split())
 
     def is_other(self, key: str, *priced: Any) -> bool:
-        """Return whether the file gives an option a value that is none of those that are priced."""
+        """Return whether the file sets an option to a value that is not priced."""
         return self.value(key) not in (None, *priced)
 
     def pass_over(self, *keys: str) -> None:
-        """Mark options as understood that change neither time nor memory."""
+        """Mark options that affect neither time nor memory as understood."""
         self._costless.update(keys)
 
     def remark(self, key: str, why: str, *, matters: bool = True, default: str = "") -> None:
-        """List an option that the plan does not hold in full; `default` says what it is where the file is silent."""
+        """List an option that the plan does not fully represent; `default` is its value if the file does not set it."""
         self.understood.add(key)
         text = self.arguments[key].text if self.has(key) else f"{self.defaults.get(key, default)} (its default)"
         self.remarks.append(Unread(option=self.name(key), value=text, why=why, matters=matters))
@@ -259,7 +259,7 @@ class Options:
         return tuple(read)
 
     def unread(self, harmless: re.Pattern[str] | None = None) -> tuple[Unread, ...]:
-        """Return the remarks and the options that nobody asked for, those that may cost something first."""
+        """Return the remarks and the unused options, those that may matter first."""
         options = [*self.remarks, *self._unread(harmless)]
         return tuple(sorted(options, key=lambda unread: not unread.matters))
 

@@ -1,4 +1,4 @@
-"""Rules on the plans that a framework admits: vectorised predicates, each with its place in the framework's source."""
+"""Rules on the plans that a framework supports: vectorised predicates, each with its place in the source."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupportedWords:
-    """Words of one axis that a framework knows, the plain one first."""
+    """Values of an axis that a framework supports, the default first."""
 
     axis: str
     words: tuple[str, ...]
     source: str
 
     def rule(self) -> Rule:
-        """Return the rule that a plan takes one of them."""
+        """Return the rule that a plan uses one of them."""
         row = AXIS[self.axis]
         is_supported = np.array([word in self.words for word in words_of(self.axis)])
         is_idle = np.array([precision not in row.precisions for precision in Precision])
@@ -76,14 +76,14 @@ class Rulebook:
         return next((supported.words for supported in self.supported if supported.axis == axis), words_of(axis))
 
     def offers(self, axis: Axis, value: Value) -> bool:
-        """Return whether it has the option, and knows the word."""
+        """Return whether the framework has the option with this value."""
         if axis.known_of and value != axis.default and axis.name not in self.extras:
             return False
         return axis.kind is Kind.FLAG or value in self.words(axis.name)
 
 
 def all_true(batch: PlanBatch) -> Bools:
-    """The answer of a rule that does not apply to a model: every plan obeys it."""
+    """Result of a rule that does not apply to a model: true for every plan."""
     return np.ones(len(batch), dtype=np.bool_)
 
 
@@ -137,7 +137,7 @@ def broken(rules: tuple[Rule, ...], workload: Workload, plan: ParallelPlan) -> t
 def check_limits(
     limits: tuple[Rule, ...], model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, beginning: str
 ) -> None:
-    """Refuse the first thing that a target cannot express of a plan; `beginning` is what the message begins with."""
+    """Raise an error for the first part of a plan that a target cannot express; the message starts with `beginning`."""
     workload = Workload(model=model, training=training, num_devices=plan.num_devices)
     batch = PlanBatch.of([plan], model.num_layers)
     for limit in limits:
@@ -148,7 +148,7 @@ def check_limits(
 def check_legal(
     rules: tuple[Rule, ...], model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, beginning: str
 ) -> None:
-    """Refuse a plan that breaks a rule on as many devices as it needs; `beginning` is what the message begins with."""
+    """Raise an error if a plan breaks a rule on the devices that it needs; the message starts with `beginning`."""
     workload = Workload(model=model, training=training, num_devices=plan.num_devices)
     if problems := broken(rules, workload, plan):
         raise InputError(f"{beginning}: {'; '.join(problems)}")

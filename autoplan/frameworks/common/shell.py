@@ -1,7 +1,7 @@
-"""Commands that a bash script starts: variables, arrays, conditions, here-documents are followed, never run.
+"""Commands of a bash script, found by following variables, arrays, conditions and here-documents without running it.
 
-This is not a shell: nothing is executed and no file is opened.  What only a running shell knows (a variable of the
-environment, the output of a command) stays in the words as it is written, so that a reader can name it.
+This is not a shell: nothing is executed and no file is opened.  What only a running shell knows (an environment
+variable, the output of a command) stays in the words as written, so that a reader can name it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Expansion of shell words: variables, arrays, defaults and sums become text; nothing is run.
+"""Expansion of shell words: variables, arrays, defaults and arithmetic become text; nothing is executed.
 
-What only a running shell knows (a variable of the environment, the output of a command) stays as it is written.
+What only a running shell knows (an environment variable, the output of a command) stays as written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Words(list[str]):
 
 
 def is_open(text: str) -> bool:
-    """Return whether a word still holds what only a running shell knows."""
+    """Return whether a word still contains something that only a running shell knows."""
     return "$" in text or "`" in text
 
 
@@ -39,7 +39,7 @@ def is_number(text: str) -> bool:
 
 
 class Variables:
-    """Values of a script's variables, and the text that words become with them."""
+    """Variables of a script, and the expansion of words with them."""
 
     def __init__(self, known: Mapping[str, Value], fixed: Mapping[str, str]) -> None:
         """Begin with the variables that are known; those that are fixed are never assigned."""

@@ -1,4 +1,4 @@
-"""Rules that hold for every framework, by arithmetic alone: on ranks, sequences, heads, experts and layers."""
+"""Rules that hold for every framework by arithmetic: on ranks, sequences, heads, experts and layers."""
 
 from __future__ import annotations
 
