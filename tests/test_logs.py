@@ -241,7 +241,7 @@ def test_steps_with_another_batch_than_the_plans_do_not_count() -> None:
     longer += [f"{megatron(at, 2.0)} curriculum seqlen:  4096 |" for at in range(9, 14)]
     assert read(longer).step_s == (2.0,) * 4
     with pytest.raises(
-        InputError, match=r"no step time of the plan's batch: steps of the log train 16 seq.* of 4,096 t"
+        InputError, match=r"no step time of the plan's batch: steps in the log have 16 seq.* of 4,096 t"
     ):
         read(grows[:8])
     beside = [line for at, one in enumerate(grows[:8], 1) for line in (throughput(at, 0.5), one)]

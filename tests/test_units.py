@@ -80,7 +80,7 @@ def test_a_quantity_that_is_not_positive_and_finite_is_refused(value: float) -> 
 @pytest.mark.parametrize("check", [check_positive, check_fraction, check_not_negative])
 def test_a_quantity_whose_products_would_overflow_is_refused(check: Callable[[str, float], None]) -> None:
     value = 1.1e30 if check is check_not_negative else 0.9e-30
-    with pytest.raises(InputError, match=r"latency must (lie in \[1e-30, 1e\+30\]|be at most 1e\+30), got"):
+    with pytest.raises(InputError, match=r"latency must (be in \[1e-30, 1e\+30\]|be at most 1e\+30), got"):
         check("latency", value)
 
 

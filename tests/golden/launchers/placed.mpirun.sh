@@ -1,11 +1,11 @@
 #!/bin/bash
-# llama3-8b with A trainer on 32 x hopper-80g (cluster lab), sequences of 4096 tokens, 256 a step
+# llama3-8b with A trainer on 32 x hopper-80g (cluster lab), 256 sequences of 4096 tokens a step
 # Plan: tp 8 pp 2 dp 2, micro-batch 1, ranks tp-cp-ep-pp-dp, ZeRO-1
-# Predicted: 7.31 s a step (90 % interval 6.60 s to 8.10 s), 1,120 tokens/s per device, MFU 43.1 %
+# Predicted: 7.31 s per step (90 % interval 6.60 s to 8.10 s), 1,120 tokens/s per device, MFU 43.1 %
 # Memory: 71.3 GiB on the fullest device, headroom 7.7 GiB, risk of running out 1.2 %
 # Priced as megatron-core, calibration reference, by autoplan 0.1.0 numpy 2.0
 # Made from: autoplan search llama3-8b --cluster lab --global-batch 256
-# Start: bash mpirun.sh [OPTION ...]; options given there come last and win over those of launch.sh
+# Start: bash mpirun.sh [OPTION ...]; options given there come last and take precedence over launch.sh
 # launch.sh lists what the environment may set.
 set -euo pipefail
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

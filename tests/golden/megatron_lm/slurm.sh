@@ -1,14 +1,14 @@
 #!/bin/bash
-# llama3-70b with Megatron-LM on 256 x hopper-80g (cluster lab), sequences of 8192 tokens, 512 a step
+# llama3-70b with Megatron-LM on 256 x hopper-80g (cluster lab), 512 sequences of 8192 tokens a step
 # Plan: tp 4 pp 4 dp 16, micro-batch 1, ZeRO-1 over 8
-# Predicted: 7.31 s a step (90 % interval 6.60 s to 8.10 s), 1,120 tokens/s per device, MFU 43.1 %
+# Predicted: 7.31 s per step (90 % interval 6.60 s to 8.10 s), 1,120 tokens/s per device, MFU 43.1 %
 # Memory: 71.3 GiB on the fullest device, headroom 7.7 GiB, risk of running out 1.2 %
 # Priced as megatron-core, calibration reference, by autoplan 0.1.0 numpy 2.0
 # Made from: autoplan search llama3-70b --cluster lab --global-batch 512
 # Start: by launch.sbatch
 set -euo pipefail
 
-# Set in the environment what should differ.
+# Override these in the environment.
 MEGATRON_LM_DIR=${MEGATRON_LM_DIR:-.}    # checkout of github.com/NVIDIA/Megatron-LM
 TRAIN_ITERS=${TRAIN_ITERS:-100}          # steps
 MASTER_ADDR=${MASTER_ADDR:?must be set}  # the node of rank 0
@@ -58,10 +58,10 @@ DATA=(
 )
 if [[ -n ${DATA_ARGS:-} ]]; then read -ra DATA <<<"$DATA_ARGS"; fi
 
-# Is this what the plan was made for?  PREFLIGHT=0 does not ask.
+# Check that this machine matches the plan.  PREFLIGHT=0 skips the checks.
 if [[ ${PREFLIGHT:-1} != 0 ]]; then
     warn() { printf 'preflight on %s: %s\n' "${HOSTNAME:-this node}" "$1" >&2; }
-    stop() { warn "$1: PREFLIGHT=0 starts all the same" && exit 1; }
+    stop() { warn "$1: PREFLIGHT=0 starts anyway" && exit 1; }
     [[ -f "$MEGATRON_LM_DIR/pretrain_gpt.py" ]] || stop "there is no $MEGATRON_LM_DIR/pretrain_gpt.py: set MEGATRON_LM_DIR"
     if [[ ${SLURM_NNODES:-32} != 32 ]]; then
         stop "the plan is for 32 nodes of 8 devices, $SLURM_NNODES nodes were given"
@@ -84,7 +84,7 @@ if [[ ${PREFLIGHT:-1} != 0 ]]; then
         warn "there is no nvidia-smi: devices and their free memory are not checked"
     fi
     if [[ ! -d /dev/infiniband ]]; then
-        warn "the plan counts on infiniband, but there is no /dev/infiniband: collectives will be far slower"
+        warn "the plan assumes infiniband, but there is no /dev/infiniband: collectives will be far slower"
     fi
 fi
 
