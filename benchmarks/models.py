@@ -42,6 +42,8 @@ OTHER_WORK = {
     "llama4": "all experts for every token",
     "llama4_text": "all experts for every token",
     "cpmant": "32 tokens of a prompt beside those of the text",
+    "falcon_h1": "products within chunks of 256 tokens of Mamba-2",
+    "mamba2": "products within chunks of 256 tokens of Mamba-2",
 }
 
 CLASSES = {
@@ -149,6 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
         compared = list(rows(auto_class, kinds, counts_operations=name in COUNTED))
         lines += _described(name, compared)
         differs |= any(row.differs or row.works_otherwise for row in compared)
+    lines += ["operations not compared", *(f"other work  {kind}: {work}" for kind, work in OTHER_WORK.items())]
     print("\n".join(lines))
     if options.report:
         write_report(options.report, "Model types of transformers", "`python benchmarks/models.py`", "\n".join(lines))
@@ -165,8 +168,14 @@ def _described(name: str, compared: list[Row]) -> list[str]:
         f"transformers {transformers.__version__}: {len(compared)} {name} model types with a default configuration, "
         f"{len(read) - len(in_part)} read as a whole, {len(read) - len(in_part) - len(wrong)} of them with as many "
         f"parameters, {len(in_part)} in part",
-        f"operations of a forward pass counted for {len(counted)}, of {len(counted) - len(otherwise)} within "
-        f"{CLOSE_OPERATIONS:.0%}, {sum(abs(row.operations or 0.0) < 0.0005 for row in counted)} of these within .05 %",
+        *(
+            [
+                f"operations of a forward pass counted for {len(counted)}, of {len(counted) - len(otherwise)} within "
+                f"{CLOSE_OPERATIONS:.0%}, of {sum(abs(row.operations or 0.0) < 0.0005 for row in counted)} within .05 %"
+            ]
+            if counted
+            else []
+        ),
         *(f"differs  {row.kind}: {row.excess:+.2%} of {row.parameters:,}" for row in wrong),
         *(f"differs  {row.kind}: {row.operations:+.2%} of its operations" for row in otherwise),
         "read     " + " ".join(row.kind for row in read if not row.left_out),

@@ -395,6 +395,12 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("longformer", "longformer", {"attention_window": 32}),
     ("convbert", "convbert", {"embedding_size": 96, "conv_kernel_size": 7}),
     ("fnet", "fnet", {"max_position_embeddings": 72}),
+    (
+        "squeezebert",
+        "squeezebert",
+        {"embedding_size": 96, **dict.fromkeys(("q_groups", "k_groups", "v_groups"), 2)}
+        | dict.fromkeys(("intermediate_groups", "output_groups"), 2),
+    ),
     ("mra", "mra", {"max_position_embeddings": 72}),
     ("nystromformer", "nystromformer", {"num_landmarks": 16, "conv_kernel_size": 15}),
     ("yoso", "yoso", {"max_position_embeddings": 72}),
@@ -435,6 +441,8 @@ NOT_BUILT = {
     *("qwen2_5_omni_text", "qwen3_omni_moe_text"),
     *("glm4v_text", "glm4v_moe_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"),
     *("qwen2_5_vl", "qwen2_vl", "kosmos_2_text_model", "step3p5", "ernie4_5_vl_moe_text", "muse_glimmer_text"),
+    *("mllama_text_model", "kosmos_2_5_text_model", "blip_text_model", "idefics", "voxtral_realtime_text"),
+    "pix2struct",  # which test_encoder_decoders.py compares
     "git",  # which test_vision.py compares
 }
 

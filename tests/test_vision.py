@@ -91,15 +91,18 @@ KINDS = (
     *("aria", "blip-2", "ernie4_5_vl_moe", "fuyu", "git", "got_ocr2", "granite_docling", "idefics2", "instructblip"),
     *("instructblipvideo", "kosmos-2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer"),
     *("nemotron_h_omni", "ovis2", "pp_chart2table", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "step3p7"),
-    *("video_llama_3", "video_llava"),
+    *("video_llama_3", "video_llava", "mllama", "kosmos-2.5", "blip", "idefics"),
 )
+
+
+_LISTS = ("layer_types", "layers_block_type", "cross_attention_layers")  # of layers by number
 
 
 def _short(transformers: Any, kind: str) -> Any:
     """Return the default configuration of a type, with two layers of text where these are alike."""
     config = transformers.AutoConfig.for_model(kind)
     text = config.get_text_config()
-    if not any(isinstance(getattr(text, name, None), list) for name in ("layer_types", "layers_block_type")):
+    if not any(isinstance(getattr(text, name, None), list) for name in _LISTS):
         text.num_hidden_layers = 2
     return config
 

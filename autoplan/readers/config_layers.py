@@ -41,7 +41,9 @@ def _paired_pattern(keys: Keys, rule: dict[str, str]) -> str:
         numbers = [] if listed is ABSENT or listed is None else listed
         if not isinstance(numbers, list) or not all(type(item) is int for item in numbers):
             raise InputError(f"{rule['attention']} must be a list of layer numbers, got {show(numbers)}")
-        first = ["*" if at in numbers else rule.get("other", "M") for at in range(num_layers)]
+        first = [
+            rule.get("attention_symbol", "*") if at in numbers else rule.get("other", "M") for at in range(num_layers)
+        ]
     if "attention_every" in rule:
         attends, routes = (_every(keys, rule[key], num_layers) for key in ("attention_every", "experts_every"))
         return "".join("M*"[attends[at]] + "-E"[routes[at]] for at in range(num_layers))

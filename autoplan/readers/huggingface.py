@@ -16,6 +16,7 @@ from autoplan.readers.vision import AROUND, Sizes, described
 from autoplan.spec.model import ModelSpec
 
 _SYMBOL_OF = {"moe": "E", "mamba": "M", "ffn_size": "-"}  # read only where the layer pattern has the symbol
+_ENCODERS = ("vision_config", "audio_config", "encoder_config")
 _TEXT = "ForCausalLM"  # ends the names of classes that have no encoder
 
 
@@ -32,10 +33,11 @@ def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
         fields = _spec_fields(Keys(config=_by_layers(config), kind=kind, rules=_rules(kind)))
         if fields.get("cross_attention") and _is_decoder_alone(table):
             fields = _without_encoder(fields) | _rules(kind).get("alone", {})
-        encoder = _source_encoder(table, kind) if fields.get("cross_attention") else _encoder(table, fields)
+        is_pair = fields.get("cross_attention") and "encoder" in _rules(kind)
+        encoder = _source_encoder(table, kind) if is_pair else _encoder(table, fields)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
-    read = ["vision_config", "audio_config", "patch_size"] if encoder is not None or _is_text_alone(table) else []
+    read = [*_ENCODERS, "patch_size"] if encoder is not None or _is_text_alone(table) else []
     if around := key_table()["outer"].get(table.get("model_type")):
         keys = Keys(config={**table, "text_hidden": fields["hidden_size"]}, kind=kind, rules={})
         ends = {"block": "ends", "num_parameters": keys.number(around["parameters"])}
@@ -55,6 +57,8 @@ def _is_decoder_alone(table: dict[str, Any]) -> bool:
 
 def _without_encoder(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a decoder alone, whose layers keep the weights of their cross attention, unused."""
+    if "layer_pattern" in fields:
+        raise InputError("a decoder without the encoder that some of its layers attend to is not covered")
     hidden, biases = fields["hidden_size"], fields.get("qkv_bias", False)
     idle = 4 * (hidden + biases) * hidden + hidden * (2 if fields.get("norm") == "layernorm" else 1)
     additions = [*fields.get("additions", ()), {"block": "attention", "num_parameters": idle}]
@@ -90,7 +94,7 @@ def _encoder(table: dict[str, Any], text: dict[str, Any]) -> dict[str, Any] | No
 
     Where there is one of each, samples are priced with the images' alone, and the other one holds its weights.
     """
-    given = [table[key] for key in ("vision_config", "audio_config") if table.get(key)]
+    given = [table[key] for key in _ENCODERS if table.get(key)]
     if not given or _is_text_alone(table):
         return None
     read = [_encoder_of(table, config, text, is_alone=len(given) == 1) for config in given]
@@ -166,7 +170,7 @@ def _source_encoder(table: dict[str, Any], kind: str) -> dict[str, Any]:
 
 def _stack(table: dict[str, Any], name: str) -> dict[str, Any]:
     """The table of an encoder or decoder: the file's own, or one in it."""
-    inner = table.get(name)
+    inner = table.get(_rules(str(table.get("model_type"))).get("tables", {}).get(name, name))
     return {**table, **inner} if isinstance(inner, dict) else table
 
 

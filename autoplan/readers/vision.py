@@ -271,7 +271,7 @@ def described(keys: Keys) -> Around:
     return Around(
         keys.number(rule["numbers"]),
         keys.number(rule["patches"]),
-        max(keys.number(rule["image_tokens"]), 1),
+        keys.number(rule["image_tokens"]),
         tuple(keys.sizes(text) for text in rule["projector"]),
         keys.number(rule["others"]),
     )

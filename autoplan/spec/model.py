@@ -50,6 +50,7 @@ PATTERN_SYMBOLS = {
     "C": Block.CONVOLUTION,
     "W": Block.WINDOW_ATTENTION,
     "L": Block.LINEAR_ATTENTION,
+    "X": Block.CROSS_ATTENTION,
     "-": Block.MLP,
     "E": Block.MOE,
 }
@@ -237,6 +238,11 @@ class Encoder:
         if self.layers.encoder is not None:
             raise InputError("encoder.layers must have no encoder of their own")
 
+    @property
+    def output_size(self) -> int:
+        """Width of what leaves it."""
+        return self.projector[-1][1] if self.projector else self.layers.hidden_size
+
     def positions(self, seq_len: float) -> float:
         """Positions of one image or source beside a decoder's `seq_len` tokens."""
         return self.patches or seq_len
@@ -256,6 +262,7 @@ class ModelSpec:
     head_dim: int | None = None  # None: hidden_size / num_heads
     value_head_dim: int | None = None  # None: as wide as heads of queries and keys
     ffn_size: int = 0  # dense MLP; 0 only where every layer is MoE
+    matrix_groups: int = 1  # blocks of which all matrices but that behind attention are made (SqueezeBERT)
     gated_mlp: bool = True
     squared_relu: bool = False  # between two matrices of an MLP without a gate
     clamped_activation: bool = False  # both halves of a gated MLP's first matrix are limited before their product
@@ -306,7 +313,7 @@ class ModelSpec:
     mamba: Mamba | None = None
     linear_attention: LinearAttention | None = None
     encoder: Encoder | None = None  # of images, or of what a decoder attends to, in front of the first layer
-    cross_attention: bool = False  # every layer attends to what the encoder makes
+    cross_attention: bool = False  # every layer attends to what the encoder makes, or those that a pattern says
     additions: tuple[Addition, ...] = ()
     left_out: str = ""  # what of its config.json these sizes do not hold, such as vision_config
     aliases: tuple[str, ...] = ()  # other names under which published tables list it
@@ -327,6 +334,7 @@ class ModelSpec:
                 )
         if self.shared_layers and (self.moe or len(set(self.layers)) > 1 or self.num_mtp_layers):
             raise InputError("shared_layers needs layers that are alike, without moe and num_mtp_layers")
+        check_count("matrix_groups", self.matrix_groups, at_most=self.hidden_size)
         check_count("norms_per_block", self.norms_per_block, at_most=2)
         check_count("max_positions", self.max_positions, at_least=0)
         check_count("full_attention_interval", self.full_attention_interval, at_least=0, at_most=MAX_LAYERS)
@@ -369,8 +377,11 @@ class ModelSpec:
     def _check_cross_attention(self) -> None:
         encoder = self.encoder
         if self.cross_attention:
-            if encoder is None or self.layer_pattern is not None or self.mla is not None or self.num_mtp_layers:
-                raise InputError("cross_attention needs an encoder table, and no layer_pattern, mla or num_mtp_layers")
+            has_pattern = self.layer_pattern is not None and "X" not in self.layer_pattern
+            if encoder is None or has_pattern or self.mla is not None or self.num_mtp_layers:
+                raise InputError(
+                    "cross_attention needs an encoder table, no mla or num_mtp_layers, and X in a layer_pattern"
+                )
             if self.qk_norm != "none" or self.attention_output_gate:
                 raise InputError("cross_attention goes with neither qk_norm nor attention_output_gate")
             if encoder.image_tokens:
@@ -389,7 +400,8 @@ class ModelSpec:
             raise InputError(f"layer_pattern knows only {' '.join(PATTERN_SYMBOLS)}, got {sorted(unknown)}")
         if "M" in self.layer_pattern and self.mamba is None:
             raise InputError("layer_pattern has Mamba layers: give the mamba table")
-        for symbol, field in (("C", "short_conv_kernel"), ("W", "window"), ("L", "linear_attention")):
+        needs = {"C": "short_conv_kernel", "W": "window", "L": "linear_attention", "X": "cross_attention"}
+        for symbol, field in needs.items():
             if symbol in self.layer_pattern and not getattr(self, field):
                 raise InputError(f"layer_pattern has the symbol {symbol}: give {field}")
         if "E" in self.layer_pattern and self.moe is None:
@@ -420,6 +432,7 @@ class ModelSpec:
             "low-rank time steps of Mamba": self.mamba is not None and self.mamba.dt_rank > 0,
             "two attention streams": self.attention_streams > 1,
             "an encoder": self.encoder is not None,
+            "matrices of blocks": self.matrix_groups > 1,
             "heads of another size in layers with a window": self.window_attention is not None,
             "values narrower than keys": self.value_head_dim is not None,
             "parts of its own in its blocks (additions)": bool(self.additions),

@@ -207,7 +207,7 @@ def encoder_flops_per_token(model: ModelSpec, seq_len: float) -> float:
     )
     scores = sum(_core_flops_per_token(layers, block, positions) for layer in layers.layers for block in layer) / 2
     projector = sum(inputs * outputs for inputs, outputs in encoder.projector)
-    per_image = 2.0 * (positions * (weights + scores) + encoder.image_tokens * projector)
+    per_image = 2.0 * (positions * (weights + scores) + (encoder.image_tokens or positions) * projector)
     return encoder.images * per_image / seq_len
 
 

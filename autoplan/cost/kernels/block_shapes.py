@@ -43,7 +43,10 @@ def _attention(model: ModelSpec) -> BlockShape:
         linears=(
             *distances,
             Linear(
-                "qkv", hidden, qkv, "column", has_bias=model.qkv_bias, grouped_out_size=kv, num_groups=model.kv_heads
+                *("qkv", hidden // model.matrix_groups, qkv, "column"),
+                has_bias=model.qkv_bias,
+                grouped_out_size=kv,
+                num_groups=model.kv_heads,
             ),
             Linear("out", heads * model.v_head_dim, hidden, "row", has_bias=model.attention_output_bias),
         ),
@@ -58,7 +61,7 @@ def _cross_attention(model: ModelSpec) -> BlockShape:
     """Queries of the decoder's tokens, keys and values of what the encoder makes, which no norm of the block reads."""
     hidden, width, kv = model.hidden_size, model.num_heads * model.qk_head_dim, 2 * model.kv_heads * model.qk_head_dim
     assert model.encoder is not None
-    encoded = model.encoder.layers.hidden_size
+    encoded = model.encoder.output_size
     return BlockShape(
         linears=(
             Linear("q", hidden, width, "column", has_bias=model.qkv_bias),
@@ -114,9 +117,10 @@ def _mlp_pair(model: ModelSpec, prefix: str, ffn_size: int, *, in_size: int, exp
     gate, copies, bias = 2 if model.gated_mlp else 1, experts or 1, model.mlp_bias
     column: Split = "expert_column" if experts else "column"
     row: Split = "expert_row" if experts else "row"
+    inner, outer = in_size // model.matrix_groups, ffn_size // model.matrix_groups
     return (
-        Linear(f"{prefix}fc1", in_size, gate * ffn_size, column, has_bias=bias, copies=copies),
-        Linear(f"{prefix}fc2", ffn_size, in_size, row, has_bias=bias, copies=copies),
+        Linear(f"{prefix}fc1", inner, gate * ffn_size, column, has_bias=bias, copies=copies),
+        Linear(f"{prefix}fc2", outer, in_size, row, has_bias=bias, copies=copies),
     )
 
 
