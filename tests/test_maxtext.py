@@ -189,11 +189,19 @@ def test_words_of_a_command_win_over_the_file_beside_it(tmp_path: Path) -> None:
     assert (launch.plan.dp_replicate, launch.plan.dp_shard, launch.plan.micro_batch) == (16, 8, 2)
 
 
+def test_a_file_that_is_not_at_hand_is_listed_and_no_model_is_guessed() -> None:
+    script = "python3 -m maxtext.trainers.pre_train.train $CONFIGS/gpu/llama2_7b.yml ici_fsdp_parallelism=8 {}"
+    with pytest.raises(InputError, match="neither model_name nor sizes of a model"):
+        read(script.format(""), LaunchContext())
+    launch = read(script.format("model_name=llama2-7b per_device_batch_size=1"), LaunchContext())
+    assert matters(launch) == {"$CONFIGS/gpu/llama2_7b.yml"}
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"model_name": "gemma9-1t"}, "pass --model"),
-        ({"model_name": "default", "decoder_block": "gemma2"}, "decoder_block 'gemma2'"),
+        ({"model_name": "default", "decoder_block": "gemma2", "base_emb_dim": 2304}, "decoder_block 'gemma2'"),
         ({"quantization": "int8"}, "quantization 'int8' is not priced"),
         ({"ici_fsdp_parallelism": 3}, "axes are of 3 devices, there are 16"),
         ({"ici_fsdp_transpose_parallelism": 2}, "this axis is not priced"),

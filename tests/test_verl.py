@@ -154,6 +154,12 @@ def test_the_update_of_an_actor_is_read_and_the_rest_left_alone() -> None:
     assert any("left alone" in unread.why for unread in launch.unread)
 
 
+def test_another_engine_is_refused() -> None:
+    script = SFT.replace("$NODES", "1").replace("engine=megatron", "engine=fsdp").format("")
+    with pytest.raises(InputError, match="engine 'fsdp' is not read"):
+        read(script, LaunchContext())
+
+
 def test_adapters_of_another_kind_are_refused() -> None:
     script = SFT.replace("$NODES", "1").format("model.lora.rank=8 model.lora.type=canonical_lora")
     with pytest.raises(InputError, match="'canonical_lora' is not priced"):

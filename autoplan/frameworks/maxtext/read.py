@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.beside import read_beside
-from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, priced_as_even
+from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread, priced_as_even
 from autoplan.frameworks.common.option_table import Fields, read_fields
 from autoplan.frameworks.common.options import Argument, Options, parse_yaml, show
 from autoplan.frameworks.common.shell import read_script
@@ -101,14 +101,18 @@ def _options(text: str, context: LaunchContext) -> Options:
     if not commands:
         raise InputError("no command of the script starts a train program of MaxText")
     arguments: list[Argument] = []
+    missing: list[Unread] = []
     for word in commands[-1]:
         if word.endswith((".yml", ".yaml")):
             if beside := read_beside(word, context.folder):
                 arguments += Options.of_table(_with_base(parse_yaml(*beside), context)).arguments.values()
+            elif not word.endswith("base.yml"):  # that of all, with the defaults
+                why = f"{word.rpartition('/')[2]} is not beside this file: put it there"
+                missing.append(Unread(option=word, value="read by MaxText", why=why))
         elif (pair := _WORD.fullmatch(word)) is not None:
             value = parse_yaml(f"{pair[1]}: {pair[2]}", word)[pair[1]]
             arguments.append(Argument(pair[1], pair[2], pair[1], value))
-    return Options(arguments)
+    return Options(arguments, remarks=missing)
 
 
 def _with_base(table: Fields, context: LaunchContext) -> Fields:
@@ -130,12 +134,13 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
         if (model := find_preset(ours)) is None:
             raise InputError(f"model_name {show(name)} is not a known model: pass --model")
         return replace(model, num_mtp_layers=further)
+    if not any(options.has(row.key) for row in SIZES[:3]):
+        raise InputError("neither model_name nor sizes of a model are in the file: pass --model")
     block = options.text("decoder_block", "llama2")
     if block not in BLOCKS:
         raise InputError(f"decoder_block {show(block)} is not read from its sizes: pass --model")
     bias, norm = BLOCKS[block]
     heads = KV_HEADS.of(options)
-    num_experts, per_token, expert_size = (row.of(options) for row in EXPERTS)
     sizes = read_fields(SIZES, options)
     return ModelSpec(
         name=options.text("run_name") or "maxtext-model",
@@ -145,9 +150,7 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
         ffn_size=0 if block in OF_EXPERTS else FFN_SIZE.of(options),
         qkv_bias=options.flag("attention_bias", bias) and bias,
         qk_norm="head" if options.flag("use_qk_norm", norm == "head") else "none",
-        moe=Experts(num_experts=num_experts, experts_per_token=per_token, expert_ffn_size=expert_size)
-        if block in OF_EXPERTS
-        else None,
+        moe=Experts(**read_fields(EXPERTS, options)) if block in OF_EXPERTS else None,
     )
 
 

@@ -39,10 +39,10 @@ _SFT, _PPO = "verl.trainer.sft_trainer", "verl.trainer.main_ppo"
 _WORD = re.compile(r"(\+{0,2})([\w.@/]+)=(.*)", re.DOTALL)
 _FIELDS = {path.partition(".")[2]: name for name, path in BRIDGE_FIELDS.items() if path.startswith("model.")}
 _HARMLESS = re.compile(
-    r"(trainer|profiler|checkpoint|algorithm|reward\w*|critic|ray_kwargs)\b|data\.(?!train_batch|max_|micro)|engine$|optim$|model$"
+    r"(trainer|profiler|global_profiler|model_engine|checkpoint|algorithm|reward\w*|critic|ray_kwargs)\b|data\.(?!train_batch|max_|micro)|engine$|optim$|model$"
     r"|optim\.(lr|min_lr|weight_decay|betas|clip_grad|lr_\w+)|model\.(path|trust_remote_code|lora\.alpha|use_remove_padding)"
     r"|engine\.(use_mbridge|vanilla_mbridge|seed|use_dist_checkpointing|dist_checkpointing_\w+)"
-    r"|actor_rollout_ref\.(actor\.(?!megatron|ppo_m)|rollout|ref|hybrid_engine)"
+    r"|actor_rollout_ref\.(actor\.(?!megatron|ppo_m)|rollout|ref|hybrid_engine|nccl_timeout)"
 )
 
 
@@ -64,6 +64,8 @@ def read(text: str, context: LaunchContext) -> Launch:
     if words is None:
         raise InputError(f"no command of the script starts {_SFT} or {_PPO}")
     settings = _settings(words)
+    if (engine := settings.get("engine", ("", "megatron"))[1]) != "megatron":
+        raise InputError(f"engine {engine[:20]!r} is not read: only megatron is")
     arguments = Options(_arguments(settings), DEFAULTS, way_out="pass --model")
     for key in [key for key in arguments.arguments if _HARMLESS.match(key)]:
         arguments.pass_over(key)
