@@ -53,6 +53,26 @@ def test_expert_traffic_hides_under_no_more_than_every_layer_has(pp: int) -> Non
     )
 
 
+def test_expert_traffic_hides_while_attention_waits_for_its_weights() -> None:
+    parts = {"model": "dbrx", "cluster": "mi355x:32x8", "framework": "megatron-core-te", "precision": "bf16"}
+    never_slower(
+        with_faster_kernels,
+        {**parts, "seq_len": 4096},
+        global_batch=768,
+        micro_batch=2,
+        tp=4,
+        sp=True,
+        ep=8,
+        etp=4,
+        dp_shard=64,
+        ep_overlap=True,
+        router_fusion=True,
+        sharding="zero3",
+        recompute="selective",
+        recompute_modules=("moe_act",),
+    )
+
+
 @pytest.mark.parametrize("sharding", ["zero1", "zero3"])
 def test_each_half_of_a_backward_pass_hides_its_own_traffic_and_launches(sharding: str) -> None:
     parts = {"model": "qwen3-next-80b-a3b", "cluster": "rtx-pro-6000:6x4", "framework": "llm-foundry"}

@@ -68,6 +68,11 @@ class BlockCost(Rows):
         return self.work_s + add_up(waits)
 
     @property
+    def states_s(self) -> Floats:
+        """Seconds that both passes wait for the traffic of sharded states."""
+        return self.forward_s["fsdp_communication"] + self.backward_s["fsdp_communication"]
+
+    @property
     def total_repeat_s(self) -> Floats:
         """Seconds that recomputing the whole block adds to its backward pass."""
         return add_up(self.repeat_s.values())

@@ -117,9 +117,14 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
 
 
 def _beside_experts_s(model: ModelSpec, costs: dict[Block, BlockCost]) -> Floats:
-    """Seconds of the blocks beside the experts of a layer: of the shortest layer, as a stage may have no other."""
+    """Seconds of the blocks beside the experts of a layer: of the shortest layer, as a stage may have no other.
+
+    What they wait for the traffic of sharded states counts as well, the least of all layers.
+    """
     layers = [layer for layer in (*model.layer_kinds, model.mtp_layer) if Block.MOE in layer]
-    return reduce(np.minimum, (add_up(costs[block].beside_s for block in layer if block in costs) for layer in layers))
+    beside = [[costs[block] for block in layer if block in costs] for layer in layers]
+    work = reduce(np.minimum, (add_up(cost.beside_s for cost in others) for others in beside))
+    return work + reduce(np.minimum, (add_up(cost.states_s for cost in others) for others in beside))
 
 
 def _encoder_costs(problem: Problem, batch: PlanBatch, links: Links) -> dict[Block, BlockCost]:
