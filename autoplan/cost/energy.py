@@ -1,4 +1,4 @@
-"""Power that training draws: devices by what they do, and their hosts (`modelling` F)."""
+"""Power of training: devices by activity, and their hosts (`modelling` F)."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ BLOCK_VALUES = 2**16
 
 
 def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
-    """Step time and memory of every plan of `batch`.
+    """Return the step time and memory of every plan of `batch`.
 
-    The plans must obey the rules of their framework; here only arithmetic happens, and a plan that does not fit is a
-    result like any other.
+    The plans must obey the rules of their framework, which are not checked here; a plan that does not fit is a result
+    like any other.
     """
     problem = problem.placed(batch.placement)
     terms = {name: np.zeros(len(batch)) for name in STEP_TERMS}
@@ -63,7 +63,7 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
 
 
 def interval(terms_s: Mapping[str, Floats], step_s: Floats, familiarity: Familiarity) -> tuple[Floats, Floats]:
-    """Bounds between which 90 % of the steps are expected."""
+    """Return the bounds of the 90 % interval of the step time."""
     spread = familiarity.sides(terms_s, step_s)
     return step_s * np.exp(-NORMAL_90 * spread.below), step_s * np.exp(NORMAL_90 * spread.above)
 

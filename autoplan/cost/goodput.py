@@ -1,4 +1,4 @@
-"""Goodput: the part of a long run that is progress, with failures, checkpoints and restarts (`modelling` F)."""
+"""Goodput: the share of a long run that makes progress, with failures, checkpoints and restarts (`modelling` F)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records behind a price: which measured times the terms of a plan's step rest on, and what was not measured.
+"""Records behind a price: the measured timings behind each term of a step, and what was not measured.
 
 A price is asked which shapes it looks up; each of them in turn is made a little longer, and the terms that grow with it
 are those that rest on it.  What hides behind other work has no share, as nothing depends on it (`cost.provenance`).

@@ -1,4 +1,4 @@
-"""Spread of a step around its prediction: how far off are runs like a plan, and what is new about it.
+"""Spread of the step time around its prediction, from runs like a plan and from what is new about it.
 
 The logarithm of measured over predicted step has a variance of a few stated parts (`presets/spreads.toml`, fitted by
 `benchmarks/accuracy.py --ship` to runs whose whole source is left out): one of any step, one for each component that

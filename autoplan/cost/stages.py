@@ -1,4 +1,4 @@
-"""Costs of pipeline stages: what a micro-batch takes on each, and what each holds."""
+"""Costs of pipeline stages: time per micro-batch and memory of each."""
 
 from __future__ import annotations
 

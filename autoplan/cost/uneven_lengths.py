@@ -1,4 +1,4 @@
-"""Time that ranks wait for others whose samples are longer: the expected maximum over ranks, less the mean.
+"""Time that ranks wait for longer samples on other ranks: the expected maximum over ranks minus the mean.
 
 Micro-batches are drawn at random, each rank's of its own.  What one takes is a part that is the same for all, one that
 goes with its tokens, and one that goes with the squares of the lengths over which attention looks.  The distributions

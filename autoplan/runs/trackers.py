@@ -1,4 +1,4 @@
-"""Trackers of experiments that people already look at: a run or a tuning as a run of W&B, MLflow or TensorBoard.
+"""Experiment trackers: logs a run or a tuning as a run of W&B, MLflow or TensorBoard.
 
 Where it goes is said as these say it: `WANDB_PROJECT` and `WANDB_MODE`, `MLFLOW_TRACKING_URI` and
 `MLFLOW_EXPERIMENT_NAME`; files of TensorBoard go into the folder runs.

@@ -1,1 +1,1 @@
-"""Collectives of a step: what is sent, how often, and what of it shows."""
+"""Collectives of a step: what is sent, how often, and the exposed part."""

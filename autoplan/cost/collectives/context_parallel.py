@@ -1,4 +1,4 @@
-"""Context parallelism: the collectives of attention over a sequence that is split, and what of them shows."""
+"""Context parallelism: the collectives of attention over a split sequence, and their exposed parts."""
 
 from __future__ import annotations
 

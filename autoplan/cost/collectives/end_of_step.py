@@ -1,4 +1,4 @@
-"""End of a step: gradient reduction, the optimizer's step, the gather of parameters, and what of them shows.
+"""End of a step: gradient reduction, optimizer step and parameter gather, and their exposed parts.
 
 Formulas: `modelling` C7, E5.  Arrays of stages have the shape (plans, stages).
 """

@@ -1,4 +1,4 @@
-"""Expert parallelism: the collectives of a block of experts, and what of them shows."""
+"""Expert parallelism: the collectives of an MoE block, and their exposed parts."""
 
 from __future__ import annotations
 

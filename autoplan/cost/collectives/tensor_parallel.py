@@ -1,4 +1,4 @@
-"""Tensor parallelism: the collectives of a block, of embedding, head and loss, and what of them shows."""
+"""Tensor parallelism: the collectives of a block, of embedding, head and loss, and their exposed parts."""
 
 from __future__ import annotations
 

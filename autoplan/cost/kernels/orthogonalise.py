@@ -1,4 +1,4 @@
-"""Time of the products that Muon makes momenta orthogonal with (arXiv:2502.16982, section 2)."""
+"""Time of the GEMMs with which Muon orthogonalises momenta (arXiv:2502.16982, section 2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time of a pipeline whose chunks have any times: its order, run operation by operation for many plans.
+"""Time of a pipeline with arbitrary chunk times: its order simulated operation by operation for many plans.
 
 An order of `pipeline.order` is compiled once: its operations are sorted into levels, each of which needs only the
 levels before it, so that numpy runs a level of all plans at a time (`modelling` E4).
