@@ -5,6 +5,9 @@ ratio, against what part of their steps the two plans spend on different things.
 `search.choice` by the 90 % quantile, every source with the same weight, and says which part of the pairs of each source
 the interval holds when that source is left out of the fit, and with the figure as shipped.
 
+Then come twins, plans that differ in how states are sharded alone, as a measure of noise: how far apart their measured
+steps are, and what is lost by picking the plan whose twin was measured to be fastest, beside picking by the prediction.
+
 usage: python benchmarks/choice.py [--runs RUNS.csv] [--report REPORT.md]
 """
 
@@ -30,6 +33,10 @@ from autoplan.spec.problem import Problem
 OWN_SPREADS = np.arange(0.01, 0.151, 0.005)
 QUANTILE = 0.9
 NEAR = 0.1  # ratios so near to 1 are those that a choice hangs on
+LEAST_TWINS = 4  # pairs of a group, for a pick
+
+TimedRun = tuple[Problem, ParallelPlan, float]
+Groups = dict[str, dict[object, list[TimedRun]]]  # by source, and by what runs have in common
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,25 +72,31 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--runs", type=existing, default=str(RUNS))
     options = parser.parse_args()
-    text = "\n".join(table(read_pairs(options.runs)))
+    groups = read_groups(options.runs)
+    text = "\n".join([*table(read_pairs(groups)), "", *twin_table(groups)])
     print(text)
     if options.report:
         write_report(options.report, "Ratios of plans on measured runs", "`python benchmarks/choice.py`", text)
 
 
-def read_pairs(path: Path) -> list[Pairs]:
-    """The pairs of every source with runs of different plans that share all else."""
-    groups: dict[str, dict[object, list[tuple[Problem, ParallelPlan, float]]]] = defaultdict(lambda: defaultdict(list))
+def read_groups(path: Path) -> Groups:
+    """The finished runs of every source, those together that may differ in their plans alone."""
+    groups: Groups = defaultdict(lambda: defaultdict(list))
     for run, row in with_answers(path, read_runs(path)):
         if run.problem and run.plan and row["status"] == "ok" and row["step_time_s"]:
             alike = (run.problem.model, run.problem.training, run.problem.framework, repr(run.problem.cluster))
             timed_run = (run.problem, run.plan, float(row["step_time_s"]))
             groups[source_of(run)][*alike, run.plan.global_batch].append(timed_run)
+    return groups
+
+
+def read_pairs(groups: Groups) -> list[Pairs]:
+    """The pairs of every source with runs of different plans that share all else."""
     found = (_pairs(source, runs.values()) for source, runs in groups.items())
     return [pairs for pairs in found if len(pairs.error)]
 
 
-def _pairs(source: str, groups: Iterable[list[tuple[Problem, ParallelPlan, float]]]) -> Pairs:
+def _pairs(source: str, groups: Iterable[list[TimedRun]]) -> Pairs:
     columns: list[list[Floats]] = [[np.empty(0)] for _ in range(5)]
     for runs in groups:
         problem, plans = runs[0][0], [plan for _, plan, _ in runs]
@@ -132,6 +145,40 @@ def table(sources: list[Pairs]) -> Iterator[str]:
         )
     left_out, as_shipped = np.mean(inside, axis=0)
     yield f"{'mean':12} {left_out:47.2f} {as_shipped:22.2f}"
+
+
+def twin_table(groups: Groups) -> Iterator[str]:
+    """Lines: how unlike the steps of twins are, and what picks by twin and by prediction lose."""
+    yield "twins: plans that differ in the sharding of states alone"
+    yield "source        twins  ratio of steps  groups  lost by picking the fastest twin's twin  by the prediction"
+    for source, runs in groups.items():
+        ratios: list[float] = []
+        lost: list[tuple[float, float]] = []
+        for group in runs.values():
+            twins = list(_twins(group))
+            ratios += [max(one[1] / other[1], other[1] / one[1]) for one, other in twins]
+            if len(twins) >= LEAST_TWINS:
+                # What is said of a plan by its twin and by the prediction, and its step.
+                said = [(twin[1], *own) for pair in twins for own, twin in (pair, pair[::-1])]
+                best_s = min(step_s for *_, step_s in said)
+                lost.append((1 - best_s / min(said)[2], 1 - best_s / min(said, key=lambda plan: plan[1])[2]))
+        if lost:
+            by_twin, by_prediction = 100 * np.mean(lost, axis=0)
+            yield (
+                f"{source:12} {len(ratios):6} {np.median(ratios):15.2f} {len(lost):7} {by_twin:39.1f}% "
+                f"{by_prediction:17.1f}%"
+            )
+
+
+def _twins(group: list[TimedRun]) -> Iterator[list[tuple[float, float]]]:
+    """Pairs of (predicted, measured) steps of plans that differ in the sharding of states alone."""
+    problem, plans = group[0][0], [plan for _, plan, _ in group]
+    predicted = estimate(problem, PlanBatch.of(plans, problem.model.num_layers)).step_s
+    alike: dict[object, dict[str, tuple[float, float]]] = defaultdict(dict)
+    for (_, plan, step_s), predicted_s in zip(group, predicted, strict=True):
+        key = (plan.tp, plan.cp, plan.pp, plan.vp, plan.ep, plan.dp, plan.micro_batch, plan.recompute)
+        alike[key][plan.sharding] = (float(predicted_s), step_s)
+    return (list(steps.values()) for steps in alike.values() if len(steps) == 2)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ MEMORY_TRAITS = (
     "fixed_bytes",
     "communicator_bytes",
     "reserved_factor",
+    "broken_pass_share",
     "selective_recompute_share",
 )
 LEAST_OOM = 10  # runs, for a spread of verdicts

@@ -13,7 +13,7 @@ from autoplan.base.arrays import Floats, Ints, Rows, add_up, distinct_rows
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.memory.activations import block_bytes, boundary_bytes, layer_parts, stored_bytes
 from autoplan.cost.memory.parameters import DenseAndExpert, StageParameters, frozen_bytes, local_parameters
-from autoplan.cost.memory.stage_memory import states, wgrad_buffer_bytes
+from autoplan.cost.memory.stage_memory import context_bytes, states, wgrad_buffer_bytes
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.search.layer_spread import Spread
@@ -153,8 +153,9 @@ def _state_bytes(problem: Problem, batch: PlanBatch, dense: float, expert: float
 def _kept_state_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
     """Bytes of weights, gradients and optimizer of parameters in columns: shape (plans, columns)."""
     weights, gradients, optimizer = states(problem, batch, parameters, process_groups(batch))
-    state_bytes = weights + optimizer + (0.0 if problem.framework.memory.fsdp2_states else gradients)
-    return problem.framework.memory.reserved_factor * state_bytes
+    memory = problem.framework.memory
+    state_bytes = weights + optimizer + (0.0 if memory.fsdp2_states or memory.is_planned_ahead else gradients)
+    return memory.reserved_factor * state_bytes
 
 
 def _kept_bytes(problem: Problem, batch: PlanBatch) -> Floats:
@@ -170,4 +171,4 @@ def _fixed_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     blocks = StageBlocks(count={}, repeated={}, repeats_chunk=none > 0, chunks_alike=none[:, 0] == 0, is_last=none > 0)
     buffers = wgrad_buffer_bytes(problem, batch, blocks)[:, 0]
     communicators = traits.communicator_bytes * process_groups(batch).num_communicators
-    return traits.fixed_bytes + traits.reserved_factor * buffers + communicators
+    return context_bytes(problem) + traits.reserved_factor * buffers + communicators

@@ -640,6 +640,67 @@ def test_fragmentation_grows_all_but_the_fixed_part() -> None:
     assert loose.memory_bytes[0] == pytest.approx(1.25 * tight.memory_bytes[0] + 1000)
 
 
+def test_gaps_in_blocks_of_the_passes_grow_with_the_passes_alone() -> None:
+    whole, broken = (stages_of(problem_of(framework=BARE.changed(broken_pass_share=share)))[0] for share in (0.0, 0.2))
+    passes = sum(whole.memory_terms_bytes[name] for name in PASS_TERMS)
+    assert broken.memory_bytes - whole.memory_bytes == pytest.approx(0.2 * passes)
+
+
+@pytest.mark.parametrize(("micro_batch", "shares"), [(64, True), (32, False)])
+def test_gradients_of_a_planned_program_take_what_its_only_micro_batch_gives_back(
+    micro_batch: int, shares: bool
+) -> None:
+    problems = (problem_of(framework=BARE.changed(is_planned_ahead=planned)) for planned in (False, True))
+    usual, planned = (stages_of(problem, micro_batch=micro_batch)[0] for problem in problems)
+    passes = sum(usual.memory_terms_bytes[name] for name in PASS_TERMS)
+    assert passes > usual.memory_terms_bytes["gradients"] > 0
+    saved = usual.memory_terms_bytes["gradients"] if shares else 0.0
+    assert usual.memory_bytes - planned.memory_bytes == pytest.approx(saved)
+
+
+def test_a_context_is_smaller_on_volta_than_on_ampere() -> None:
+    framework, sizes = load_framework("megatron-lm-2021"), []
+    for name in ("v100:1x1", "a100-sxm:1x1"):
+        problem = Problem(
+            model=SMALL,
+            training=TrainingSpec(seq_len=TOKENS, precision="fp16"),
+            cluster=load_cluster(name),
+            framework=framework,
+        )
+        sizes.append(stages_of(problem, precision="fp16")[0].memory_terms_bytes["context"] / GIB)
+    assert sizes == pytest.approx([1.54 - 565 / 1024, 1.54])
+
+
+def test_megatron_lm_of_2021_needs_what_nvidia_smi_showed_on_v100() -> None:
+    """Compare with DLPerf's GPT of 16 layers of 1536 on eight V100, all layers repeated: 14,938 MiB."""
+    model = ModelSpec(
+        name="dlperf",
+        num_layers=16,
+        hidden_size=1536,
+        vocab_size=50304,
+        num_heads=16,
+        num_kv_heads=16,
+        ffn_size=6144,
+        gated_mlp=False,
+        norm="layernorm",
+        qkv_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        position_embedding="learned",
+        max_positions=2048,
+        tied_embeddings=True,
+    )
+    problem = Problem(
+        model=model,
+        training=TrainingSpec(seq_len=2048, precision="fp16", attention="megatron-fused"),
+        cluster=load_cluster("v100:1x8"),
+        framework=load_framework("megatron-lm-2021"),
+    )
+    plan: dict[str, Any] = {"dp_replicate": 8, "micro_batch": 2, "sharding": "none", "recompute": "full"}
+    (stage,) = stages_of(problem, global_batch=16, precision="fp16", dropout=True, **plan)
+    assert stage.memory_bytes / 2**20 == pytest.approx(14938, rel=0.05)
+
+
 def test_a_batch_reports_the_stage_that_needs_most() -> None:
     problem = problem_of(dataclasses.replace(SMALL, num_layers=8))
     plan = ParallelPlan(global_batch=8, pp=4)

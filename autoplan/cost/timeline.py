@@ -418,8 +418,9 @@ def memory_levels(problem: Problem, memory: StageMemory, at: int) -> dict[str, F
         update = states - terms["wgrad_buffers"] + memory.update_bytes[at]  # those are of the passes
     allocated = add_up(terms[name] for name in ALLOCATED_TERMS)
     update = np.where(terms["update"] > 0, allocated, update)
-    outside = add_up(terms[name] for name in ("cached", "communicators", "context"))
     factor = problem.framework.memory.reserved_factor
+    gaps = terms["fragmentation"] - (factor - 1.0) * allocated  # in blocks of the passes, whatever they hold
+    outside = gaps + add_up(terms[name] for name in ("cached", "communicators", "context"))
     levels = {"forward": forward, "backward": backward, "update": update}
     return {name: factor * level + outside for name, level in levels.items()} | {"activations": factor * activations}
 

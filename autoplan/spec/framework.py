@@ -78,6 +78,10 @@ class Memory:
     fixed_bytes: float = 2.0 * 2**30  # CUDA context, kernels, cuBLAS workspaces
     communicator_bytes: float = 0.3 * 2**30  # NCCL buffers of one active group
     reserved_factor: float = 1.05  # what the allocator reserves over what it hands out
+    broken_pass_share: float = 0.0  # more of what the passes take: blocks with gaps that their tensors do not fit into
+    # Every tensor has its place when the program is compiled: the gradients of a step's only micro-batch take what the
+    # passes have given back.
+    is_planned_ahead: bool = False
     # Whether the peak counts blocks that the allocator keeps beyond its tensors and gives back when memory runs short.
     counts_cached_blocks: bool = False
     # Of them, outputs of whole width that wait for a collective, per token, hidden element and pass through a layer,

@@ -58,6 +58,10 @@ MEMORY_TERMS = (*ALLOCATED_TERMS, "fragmentation", "cached", "communicators", "c
 # What a process of a rank takes of host memory: Python, torch, pinned buffers of the libraries, data loader [judged].
 HOST_PROCESS_BYTES = 4.0 * 2**30
 
+# What a CUDA context with the kernels of torch takes less than on an A100 or later: 1008 MiB on a Titan V
+# (pytorch/pytorch#28394) and some 1000 on an RTX 2080 Ti (#49877), 1573 on an A100 (chronicles-prequel of BLOOM).
+SMALLER_CONTEXT_BYTES = {"volta": 565 * 2.0**20, "turing": 565 * 2.0**20}
+
 # Of what the allocator caches and could give back: runs that need all of it back fail about as often as they finish
 # (nanotron on H100, 292 finished and 271 failed runs), for other libraries cannot ask for it.
 CACHED_SHARE = 0.5
@@ -292,6 +296,12 @@ def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StagePa
     return (parameters.dense - parameters.ends + parameters.expert) * per_weight[:, None]
 
 
+def context_bytes(problem: Problem) -> float:
+    """Bytes of a process outside of the allocator: context, kernels and workspaces of libraries."""
+    smaller = SMALLER_CONTEXT_BYTES.get(problem.cluster.device.generation, 0.0)
+    return max(problem.framework.memory.fixed_bytes - smaller, 0.0)
+
+
 def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups) -> Floats:
     """Bytes that live only from the last backward pass to the end of the optimizer's step: shape (plans, stages)."""
     framework, parameters = problem.framework, parameters.trained
@@ -371,13 +381,18 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     # What one graph of the passes holds is not given back to the optimizer's step.
     is_pinned = holds_graphs(batch, CudaGraphs.FULL_ITERATION)[:, None]
     terms["update"] = np.where(is_pinned, update, np.maximum(update - passes, 0.0))
+    if framework.memory.is_planned_ahead:
+        # The fewer activations are alive, the more gradients are: most is needed where either is whole.
+        alone = np.maximum(gradients - passes, 0.0)
+        terms["gradients"] = np.where((batch.num_microbatches == 1)[:, None], alone, gradients)
     terms["fragmentation"] = (framework.memory.reserved_factor - 1.0) * add_up(terms.values())
+    terms["fragmentation"] += framework.memory.broken_pass_share * passes
     cached, at_end = cached_bytes(
         problem, batch, blocks, parameters.trained.dense + parameters.trained.expert, groups.shard.size
     )
     terms["cached"] = CACHED_SHARE * cached
     terms["communicators"] = blocks.at_all(framework.memory.communicator_bytes * groups.num_communicators)
-    terms["context"] = np.full_like(cached, framework.memory.fixed_bytes)
+    terms["context"] = np.full_like(cached, context_bytes(problem))
     spare = at_end + framework.memory.reserved_factor * np.minimum(update, passes)
     return StageMemory(
         terms=terms,
