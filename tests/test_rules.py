@@ -366,7 +366,7 @@ def test_a_search_leaves_out_schedules_of_too_many_passes() -> None:
 def test_the_rules_name_their_places() -> None:
     for book in BOOKS.values():
         for rule in own_rules(book):
-            is_place = re.search(r"\.(py|md|yaml)\b|torchao|github\.com", rule.source)
+            is_place = re.search(r"\.(py|md|ya?ml)\b|torchao|github\.com", rule.source)
             assert is_place or rule.source == universal.SOURCE, rule.source
 
 
