@@ -134,6 +134,7 @@ def test_every_rule_has_a_plan_that_breaks_it() -> None:
         "layers that share",
         "scans of Mamba-1",
         "convolutions",
+        "heads of two sizes",
         "dualpipe-v",
         "passes that",
     )
