@@ -1,7 +1,7 @@
-"""Seconds of one block and micro-batch by term, and what its passes wait for: traffic of sharded states and the host.
+"""Time of one block and micro-batch by term, including waits for sharded-state traffic and for the host.
 
-A wait is the excess of what is waited for over the work that hides it, so that no pass is longer for faster kernels,
-links or hosts.  Arrays have one element per plan.
+A wait is the time by which the awaited operation outlasts the work that hides it, so faster kernels, links or hosts
+never lengthen a pass.  Arrays have one element per plan.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import ALL_LAYERS, PlanBatch
 
-# Of the kernels of a backward pass, those that a schedule may put off: the products of a block's two matrices that make
-# the gradients of weights, of as many that make those of inputs, and all others.
+# Share of the launches of a backward pass that a schedule may defer: two weight-gradient products of a block's
+# matrices, out of these, two input-gradient products and all other kernels.
 WEIGHT_LAUNCHES = 2 / (KERNELS_BACKWARD + 4)
 _WAITS = ("fsdp_communication", "launch")
 
@@ -28,15 +28,15 @@ _WAITS = ("fsdp_communication", "launch")
 class BlockCost(Rows):
     """Seconds of one block and micro-batch by term.
 
-    `repeat_s` is what running the whole block forward again adds to the terms of its backward pass; less of its
-    traffic and launches shows then, so that some are negative.
+    `repeat_s` is what recomputing the whole block adds to the terms of its backward pass.  Some terms are negative, as
+    recomputation leaves less traffic and fewer launches exposed.
     """
 
     forward_s: dict[str, Floats]
     backward_s: dict[str, Floats]
     repeat_s: dict[str, Floats]
-    # Where a schedule takes the backward pass apart: the half that it may put off, which makes the gradients of
-    # weights, what both halves add to the pass as a whole, and what they add to `repeat_s`.
+    # Where a schedule splits the backward pass: the half that it may defer, which computes the weight gradients; what
+    # splitting adds to the whole pass; and what splitting adds to `repeat_s`.
     weight_s: dict[str, Floats]
     split_s: dict[str, Floats]
     split_repeat_s: dict[str, Floats]
@@ -48,20 +48,21 @@ class BlockCost(Rows):
 
     @property
     def total_backward_s(self) -> Floats:
-        """Backward pass with exposed communication and what is recomputed by name."""
+        """Backward pass with exposed communication and selective recomputation."""
         return add_up(self.backward_s.values())
 
     @property
     def work_s(self) -> Floats:
-        """Seconds that one micro-batch keeps the device's compute units busy, in both passes."""
+        """Seconds of both passes during which one micro-batch keeps the compute units of the device busy."""
         passes = (self.forward_s, self.backward_s)
         return add_up(entry[name] for entry in passes for name in ("gemm", "attention", "memory_bound", "recompute"))
 
     @property
     def beside_s(self) -> Floats:
-        """Seconds of both passes that experts' traffic of another micro-batch may hide under: work, and other waits.
+        """Seconds of both passes under which expert traffic of another micro-batch may hide: work, and other waits.
 
-        What work leaves exposed of other traffic counts, as the work that hides the rest of it cannot hide twice.
+        Other exposed traffic counts, too, because the work that hides the rest of that traffic cannot hide anything
+        else.
         """
         passes = (self.forward_s, self.backward_s)
         waits = (entry[name] for entry in passes for name in ("tp_communication", "cp_communication"))
@@ -78,11 +79,11 @@ class BlockCost(Rows):
         return add_up(self.repeat_s.values())
 
     def term_s(self, name: str, count: Floats, repeated: Floats) -> Floats:
-        """A term of both passes of `count` such blocks, of which `repeated` are recomputed as a whole."""
+        """Return a term of both passes of `count` such blocks, of which `repeated` are fully recomputed."""
         return count * (self.forward_s[name] + self.backward_s[name]) + repeated * self.repeat_s[name]
 
     def with_halves(self, own: Halves, again: Halves, *, is_measured: Bools) -> BlockCost:
-        """Return the cost with the waits of the halves, `again` where the block is recomputed: none if measured so."""
+        """Return the cost with the waits of a split backward pass, `again` with recomputation; 0 if measured."""
         weight, split, split_repeat = self.weight_s.copy(), self.split_s.copy(), self.split_repeat_s.copy()
         for name in _WAITS:
             weight[name] = own.weights_s[name]
@@ -92,7 +93,7 @@ class BlockCost(Rows):
         return replace(self, weight_s=weight, split_s=split, split_repeat_s=split_repeat)
 
     def with_states(self, is_measured: Bools, every_s: Floats) -> BlockCost:
-        """Return the cost with the traffic of sharded states that was measured beside a trainer's own layers."""
+        """Return the cost with the sharded-state traffic that was measured together with the trainer's own layers."""
 
         def measured(terms: dict[str, Floats], seconds: Floats | float) -> dict[str, Floats]:
             return {
@@ -112,9 +113,9 @@ class BlockCost(Rows):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halves:
-    """Work and waits, by term, of the halves of a backward pass: gradients of inputs, and of weights.
+    """Work and waits, by term, of the two halves of a backward pass: input gradients and weight gradients.
 
-    How late the host is with each, as of `Lags`.
+    The delay of the host in each half is defined as in `Lags`.
     """
 
     inputs_s: dict[str, Floats]
@@ -132,7 +133,7 @@ class Halves:
         launch_s: Floats,
         wait_s: Floats,
     ) -> Halves:
-        """The waits of halves whose work takes so long, of a pass whose launches do: each hides its own traffic."""
+        """Return the waits of two halves from their work and the launches of the pass; each hides its own traffic."""
         inputs, weights = {"gemm": input_s}, {"gemm": weight_s}
         put_off_s = WEIGHT_LAUNCHES * (launch_s - wait_s)
         return cls(
@@ -145,21 +146,21 @@ class Halves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lags:
-    """Seconds that the host takes longer to launch one block than the device to run it, below 0 where it is shorter."""
+    """Launch time of one block on the host minus its run time on the device, in seconds; may be negative."""
 
     forward_s: Floats
     backward_s: Floats
-    repeated_s: Floats  # backward where the whole block is recomputed
-    halves: tuple[Halves, Halves] | None  # where a schedule takes the backward pass apart, then recomputed
+    repeated_s: Floats  # backward pass with full recomputation of the block
+    halves: tuple[Halves, Halves] | None  # split backward pass, without and with recomputation
 
 
 def finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, launch: Floats, wait: Floats) -> Floats:
-    """Return how much longer the launches of one pass take than the device; add its exposed parameter traffic.
+    """Return by how much a pass's launches outlast its run time on the device; add its exposed parameter traffic.
 
-    The term `launch` of the pass becomes what waits for the host anyway.
+    The term `launch` of the pass is set to the unavoidable wait for the host.
     """
     busy = add_up(terms.values())
-    # The longer of computing and moving shows, and a part of the shorter one (first unit, contention).
+    # The longer of computation and communication is exposed, and part of the shorter one (first unit, contention).
     terms["fsdp_communication"] = np.maximum(traffic - busy, 0.0) + framework.overlap.fsdp_unhidden_share * np.minimum(
         traffic, busy
     )
@@ -170,13 +171,13 @@ def finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, laun
 def with_launches(
     model: ModelSpec, batch: PlanBatch, costs: dict[Block, BlockCost], lags: dict[Block, Lags]
 ) -> dict[Block, BlockCost]:
-    """The costs with what the device waits for launches (`modelling` C6).
+    """Add the time that the device waits for kernel launches to the costs (`modelling` C6).
 
-    The host runs ahead: a block that takes the device longer makes up for one that is launched late, within a layer or,
-    where layers differ and a rank has all of them, among those of the model.  A host that waits for the device in a
-    block of experts runs ahead from there to the next one.  Stages of unlike layers are simplified: no block makes up
-    for another one.  Nor does it in the backward passes of a rank that recomputes a part of its layers, of which some
-    would make up for more than there are.
+    The host runs ahead: a block that takes longer on the device compensates for one that is launched late, within a
+    layer or, where layers differ and one rank has all of them, within the model. A host that waits for the device in a
+    block of experts runs ahead from there until the next such block. Stages with different layers are simplified: no
+    block compensates for another. The same holds for backward passes of a rank that recomputes only part of its layers,
+    where the recomputed ones would compensate for more blocks than there are.
     """
     layers = [*model.layers, *([model.mtp_layer] * model.num_mtp_layers)]
     count = {block: sum(layer.count(block) for layer in layers) for block in lags}
@@ -222,7 +223,7 @@ def with_launches(
 
 
 def _waiting(terms: dict[str, Floats], longer_s: Floats) -> dict[str, Floats]:
-    """Return terms of a pass that waits so much longer for its launches."""
+    """Return the terms of a pass with its wait for launches increased by `longer_s`."""
     return terms | {"launch": terms["launch"] + longer_s}
 
 

@@ -1,6 +1,6 @@
 """Cost of one block of each kind per micro-batch: kernels, recomputation, exposed communication, launches.
 
-The exposed parts follow `modelling` D5 and E5.  Every array has one element per plan; times are seconds.
+Exposed parts follow `modelling` D5 and E5.  Every array has one element per plan; times are in seconds.
 """
 
 from __future__ import annotations
@@ -60,29 +60,30 @@ from autoplan.spec.plan import FULL, SPLIT_SCHEDULES, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS
 
-# Of what the device waits for the host in a pass of a block of experts, where attention is launched as a CUDA graph and
-# the host comes to the block early [fitted: 25 runs of nvbridge that say their graphs, 10 of them with attention].
+# Share of the device's wait for the host in a pass of a block of experts that remains where attention is launched as a
+# CUDA graph, so that the host reaches the block early [fitted: 25 runs of nvbridge that state their graphs, 10 of them
+# with attention].
 GRAPHED_ATTENTION_WAIT = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts(Rows):
-    """Kernels of one block and micro-batch, and exposed traffic in front of what other micro-batches hide.
+    """Kernels and exposed traffic of one block and micro-batch, before other micro-batches hide some of the traffic.
 
-    All of it depends on `KERNEL_AXES` and tp_overlap alone, so that it is worked out once for many plans.
+    All of this depends only on `KERNEL_AXES` and tp_overlap, so it is computed once for many plans.
     """
 
     kernels: KernelTimes
     tp: Pass
-    tp_inputs: Floats  # of the forward pass, what brings the inputs
+    tp_inputs: Floats  # in the forward pass, the collectives that gather the inputs
     cp: Pass
-    ep: Floats  # of each pass, where no other micro-batch runs beside
-    # Of a block of a layer that was measured as a whole, with launches and hooks; NaN where it was not.
+    ep: Floats  # in each pass, when no other micro-batch runs concurrently
+    # For a block of a layer that was measured as a whole, including launches and hooks; NaN if it was not measured.
     is_whole: Bools
-    again_s: Floats  # recomputing it
+    again_s: Floats  # full recomputation
     core_again_s: Floats
-    weight_s: Floats  # gradients of its weights, where a schedule takes them apart
-    split_s: Floats  # what that adds
+    weight_s: Floats  # weight gradients, where a schedule splits the backward pass
+    split_s: Floats  # extra time of splitting it
 
     @property
     def passes(self) -> Pass:
@@ -91,7 +92,7 @@ class _Parts(Rows):
 
 
 def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) -> dict[Block, BlockCost]:
-    """The cost of every kind of block that the model has; `links` are the problem's, if they are known."""
+    """Return the cost of every kind of block in the model; `links` are the problem's links, if already compiled."""
     links, shapes = links or Links.of(problem), layer_shapes(problem.model, problem.training.finetuning)
     first, of_kernels = batch.distinct(*KERNEL_AXES, "tp_overlap")
     distinct = batch.take(first)
@@ -102,13 +103,13 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
     shared = shared_states(problem, batch)
     costs: dict[Block, BlockCost] = {}
     lags: dict[Block, Lags] = {}
-    # Experts come last: their traffic may hide under the attention of another micro-batch.
+    # Experts are priced last: their traffic may hide under the attention of another micro-batch.
     for block, shape in sorted(shapes.items(), key=lambda item: item[0] is Block.MOE):
         beside_s = _beside_experts_s(problem.model, costs) if block is Block.MOE else np.zeros(len(batch))
         own = parts[block].take(of_kernels)
         costs[block], lags[block] = _block_cost(problem, batch, block, shape, own, links, beside_s, shared)
     costs = with_launches(problem.model, batch, costs, lags) | _encoder_costs(problem, batch, links)
-    if problem.training.runs_reference:  # forward alone, with all that shows of traffic and launches
+    if problem.training.runs_reference:  # forward only, with exposed traffic and launches
         costs = {
             block: replace(cost, forward_s=cost.forward_s | {"reference": cost.total_forward_s})
             for block, cost in costs.items()
@@ -117,9 +118,9 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
 
 
 def _beside_experts_s(model: ModelSpec, costs: dict[Block, BlockCost]) -> Floats:
-    """Seconds of the blocks beside the experts of a layer: of the shortest layer, as a stage may have no other.
+    """Time of the other blocks in a layer with experts, taken from the shortest layer, as a stage may have no other.
 
-    What they wait for the traffic of sharded states counts as well, the least of all layers.
+    Includes their wait for sharded-state traffic, the smallest of all layers.
     """
     layers = [layer for layer in (*model.layer_kinds, model.mtp_layer) if Block.MOE in layer]
     beside = [[costs[block] for block in layer if block in costs] for layer in layers]
@@ -128,7 +129,7 @@ def _beside_experts_s(model: ModelSpec, costs: dict[Block, BlockCost]) -> Floats
 
 
 def _encoder_costs(problem: Problem, batch: PlanBatch, links: Links) -> dict[Block, BlockCost]:
-    """Blocks of an encoder (embedding and projector are < 1 % of a step): recomputed with all, frozen: no backward."""
+    """Cost of an encoder's blocks, without backward pass if frozen; embedding and projector are < 1 % of a step."""
     encoding, finetuning = problem.of_encoder, problem.training.finetuning
     if encoding is None:
         return {}
@@ -148,7 +149,7 @@ def _encoder_costs(problem: Problem, batch: PlanBatch, links: Links) -> dict[Blo
 
 
 def _as_measured(problem: Problem, batch: PlanBatch, parts: dict[Block, _Parts]) -> dict[Block, _Parts]:
-    """The blocks of a layer that was measured as a whole: all their passes take as much longer as it does."""
+    """Scale the blocks of a layer that was measured as a whole: all their passes by the same factor as the layer."""
     times = layer_times(problem, batch)
     if times is None:
         return {}
@@ -214,10 +215,10 @@ def _parts(
 
 
 def ahead_s(problem: Problem, batch: PlanBatch, head_s: Floats) -> Floats:
-    """Seconds that the host is ahead of the device after head and loss, whose passes and collectives take `head_s`.
+    """Lead of the host over the device after head and loss, in seconds; `head_s`: their passes and collectives.
 
-    They are few long kernels, of which the host launches as many as of a block.  In a pipeline it waits for messages,
-    and with experts for the device in every layer, so that what it is ahead counts as nothing.
+    Head and loss are a few long kernels, with about as many launches as one block. The lead is zero in a pipeline,
+    where the host waits for messages, and with experts, where it waits for the device in every layer.
     """
     framework = problem.framework
     launched = framework.host.host_s_per_block_forward + framework.host.host_s_per_block_backward
@@ -226,9 +227,9 @@ def ahead_s(problem: Problem, batch: PlanBatch, head_s: Floats) -> Floats:
 
 
 def _experts_wait_s(problem: Problem, batch: PlanBatch) -> Pass:
-    """Time that the device waits for the host to see the routing and launch the experts, in both passes of a block.
+    """Time that the device waits for the host to read the routing and launch the experts, in both passes.
 
-    Forward the host first launches the kernels that count the tokens of each expert.
+    In the forward pass the host first launches the kernels that count the tokens of each expert.
     """
     framework, moe = problem.framework, problem.model.moe
     assert moe is not None
@@ -243,16 +244,17 @@ def _experts_wait_s(problem: Problem, batch: PlanBatch) -> Pass:
 
 
 def _never_repeated_s(framework: Framework, block: Block, parts: _Parts) -> Floats:
-    """Seconds of one block that recomputing a whole layer leaves out: the last matrix and what travels behind it."""
+    """Seconds of one block that full recomputation of a layer omits: the last matrix and the communication after it."""
     if not (framework.kernels.recompute_stops_early and block is Block.MLP):
         return np.zeros_like(parts.tp_inputs)
     return parts.kernels.matrix_forward_s["fc2"] + parts.tp.forward_s - parts.tp_inputs
 
 
 def _never_repeated_experts_s(problem: Problem, block: Block, parts: _Parts, ep: Floats) -> Floats:
-    """Seconds of a block of experts likewise: their last product, and the way back of the tokens.
+    """Seconds of a block of experts that full recomputation omits: the last product and the combine of the tokens.
 
-    `ep` is what shows of their way there and back.  A matrix behind the way back (latent experts) needs both again.
+    `ep` is the exposed time of dispatch and combine.  A matrix after the combine (latent experts) makes both necessary
+    again.
     """
     moe = problem.model.moe if block is Block.MOE else None
     if moe is None or moe.latent_size or not problem.framework.kernels.recompute_stops_early:
@@ -261,7 +263,7 @@ def _never_repeated_experts_s(problem: Problem, block: Block, parts: _Parts, ep:
 
 
 def _pass_terms(parts: _Parts, ep: Floats) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """Terms of the (forward, backward) pass: kernels and exposed traffic between them, nothing recomputed."""
+    """Terms of the (forward, backward) pass: kernels and exposed traffic between them, without recomputation."""
     kernels = parts.kernels
     passes = {
         "gemm": kernels.gemm,
@@ -296,12 +298,12 @@ def _block_cost(
         ep = shown_expert_parallel_s(problem, batch, parts.ep, work_s)
         wait = _experts_wait_s(problem, batch)
     forward, backward = _pass_terms(parts, ep)
-    # A layer that was measured as a whole adds up its gradients.
+    # The time of a layer that was measured as a whole includes gradient accumulation.
     adds_apart = ~parts.is_whole & ~(framework.kernels.fuses_accumulation_in_pipelines & (batch.pp > 1))
     accumulated = problem.bytes_moved_per_accumulated_grad * unit.trained_elements * adds_apart
     backward["memory_bound"] = backward["memory_bound"] + memory_bound_s(problem, accumulated) + copies.backward_s
     forward_s = add_up(forward.values())
-    forward["memory_bound"] = forward["memory_bound"] + copies.forward_s  # which recomputation does not repeat
+    forward["memory_bound"] = forward["memory_bound"] + copies.forward_s  # not repeated by recomputation
     spared = _never_repeated_s(framework, block, parts)
     backward["recompute"] = selective_s(problem, batch, block, parts.kernels, forward_s, parts.tp_inputs, spared)
     if parts.is_whole.any():
@@ -346,7 +348,7 @@ def _block_cost(
 
 
 def _repeat_terms(parts: _Parts, repeated: dict[str, Floats], backward: dict[str, Floats]) -> dict[str, Floats]:
-    """Additions of recomputing the whole block to the terms of its backward pass: as measured, where it was."""
+    """Return what full recomputation of the block adds to the terms of its backward pass, measured where available."""
     repeat = {name: repeated[name] - backward[name] for name in BLOCK_TERMS}
     if parts.is_whole.any():
         is_known = ~np.isnan(parts.again_s)
@@ -356,7 +358,7 @@ def _repeat_terms(parts: _Parts, repeated: dict[str, Floats], backward: dict[str
 
 
 def _host_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -> Pass:
-    """Time of the host to launch the kernels of one block, where it was not measured with its layer."""
+    """Host time to launch the kernels of one block; 0 if the block was measured with its layer."""
     host = problem.framework.host
     hooks = host.host_s_per_hooked_block * (batch.sharding == Sharding.ZERO3.code)
     dense = Pass(host.host_s_per_block_forward + hooks, host.host_s_per_block_backward + hooks)
@@ -365,7 +367,7 @@ def _host_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -
 
 
 def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -> Pass:
-    """Time of the host to launch one block, and to bring its ranks together."""
+    """Host time to launch one block and to synchronise its ranks."""
     wait = hosts_wait_s(problem, batch) * ~is_whole
     meets = Pass(
         np.where(batch.sp, 2, 1) * wait,

@@ -1,7 +1,7 @@
 """Fit of the calibration's factors to measured steps, and the errors that remain.
 
-A calibration has few factors with a physical meaning each (`modelling` G3); a fit holds them near those it starts from
-unless the runs say otherwise, and never has more of them than the runs can tell apart.
+A calibration has a few factors, each with a physical meaning (`modelling` G3).  A fit keeps them near their initial
+values unless the runs say otherwise, and never uses more factors than the runs can distinguish.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 
 RUNS_PER_FACTOR = 15
-# Standard deviations of logarithms: of a measured step around the model with the right factors, beyond which a run
-# counts as an outlier; and of a factor around the one that the fit starts from.
+# Standard deviations of logarithms: of a measured step around the model with the right factors, beyond which a run is
+# an outlier; and of a factor around its initial value.
 RESIDUAL_SPREAD = 0.10
 FACTOR_SPREAD = 0.20
-MOST_FACTOR = 3.3  # e^1.2: beyond it a factor stands for something else than its name (findings, 1)
+MOST_FACTOR = 3.3  # e^1.2: a larger factor means something other than its name (findings, 1)
 SOLVED = 0.01  # change of a factor's logarithm below which a fit is done
 MOST_ROUNDS = 5
-_NUDGE = 0.02  # of a factor's logarithm, for its slope
+_NUDGE = 0.02  # step of a factor's logarithm to compute a slope
 
 _MOST_STEPS = 60
 _SETTLED = 1e-5
@@ -48,24 +48,24 @@ _SETTLED = 1e-5
 class ClusterPrior:
     """Prior knowledge of one cluster before it is measured, as standard deviations of logarithms."""
 
-    factor_spread: float  # of its factors around the shipped ones
-    run_spread: float  # of its runs around the model with its own factors, in a cluster like most
-    scatter_spread: float  # of that spread between clusters
+    factor_spread: float  # of the cluster's factors around the shipped ones
+    run_spread: float  # of the runs around the model with the cluster's own factors, in a typical cluster
+    scatter_spread: float  # of `run_spread` between clusters
 
 
-# Between the clusters of published runs (`benchmarks/few_runs.py`, which takes it without the source that it judges).
+# Fitted between the clusters of published runs (`benchmarks/few_runs.py`, which leaves out the source under test).
 PRIOR = ClusterPrior(factor_spread=0.008, run_spread=0.035, scatter_spread=0.43)
-# Tails are long, as degrees of freedom of Student's t.  The model was made with these clusters in view: they tell
-# little of how far others lie.  With 4, three runs that agree on 20 % are taken for scatter, with 2 they are believed.
+# Degrees of freedom of Student's t, few for long tails: the model was developed on these clusters, so they say little
+# about how far off others are. With 4, three runs that agree on 20 % count as scatter; with 2 they are believed.
 CLUSTER_FREEDOM = 2.0
 RUN_FREEDOM = 2.0
-RUN_SHARE = 0.1  # of the spread of their kind, by which runs scatter more
-_SCATTERS = tuple(range(-3, 22, 3))  # over which to average, in their spread
+RUN_SHARE = 0.1  # extra scatter of runs, as a share of the spread of their kind
+_SCATTERS = tuple(range(-3, 22, 3))  # scatters to average over, in units of their spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """Run that finished: what was asked, what was run, and the time of a step."""
+    """A finished run: its problem, its plan and the measured step time."""
 
     problem: Problem
     plan: ParallelPlan
@@ -73,7 +73,7 @@ class MeasuredRun:
 
 
 class Pricer:
-    """Prices the same runs again and again under other calibrations: those of one problem together."""
+    """Prices the same runs repeatedly under different calibrations; runs of one problem are priced together."""
 
     def __init__(self, runs: Sequence[MeasuredRun]) -> None:
         groups: dict[Hashable, list[int]] = defaultdict(list)
@@ -90,24 +90,24 @@ class Pricer:
             self._groups.append((np.array(indices), problem, batch))
 
     def steps_s(self, change: Callable[[Problem], Problem]) -> Floats:
-        """Step times of the runs, each in its problem as changed."""
+        """Return the step times of the runs, with `change` applied to each problem."""
         result = np.empty(self._size)
         for indices, problem, batch in self._groups:
             result[indices] = estimate(change(problem), batch).step_s
         return result
 
     def calibrated_s(self, calibration: Calibration) -> Floats:
-        """Step times of the runs under one calibration."""
+        """Return the step times of the runs under one calibration."""
         return self.steps_s(lambda problem: replace(problem, calibration=calibration))
 
 
 def factors_for(num_runs: int) -> tuple[str, ...]:
-    """The factors that so many runs may fit: one, and another one for every `RUNS_PER_FACTOR`."""
+    """Return the factors that this number of runs may fit: one, plus one for every `RUNS_PER_FACTOR`."""
     return FACTORS[: max(1, min(num_runs // RUNS_PER_FACTOR, len(FACTORS)))]
 
 
 class Linearised:
-    """Model linear in the factors' logarithms around a calibration: priced once a factor, fitted to any runs."""
+    """Model linearised in the log factors around a calibration: priced once per factor, then fitted to any runs."""
 
     def __init__(self, runs: Sequence[MeasuredRun], names: Sequence[str], at: Calibration) -> None:
         self.names: tuple[str, ...] = tuple(names)
@@ -122,22 +122,22 @@ class Linearised:
         self._slopes = np.stack(slopes, axis=1)
 
     def log_errors(self, calibration: Calibration, rows: Sequence[int] | slice = slice(None)) -> Floats:
-        """log(predicted / measured) of the runs at `rows` under a calibration with other values of the factors."""
+        """Return log(predicted / measured) of the runs at `rows` with the factors of another calibration."""
         logs = np.log([getattr(calibration, name) for name in self.names])
         return self._errors[rows] + self._slopes[rows] @ (logs - self._at)
 
     def only(self, names: Sequence[str]) -> Linearised:
-        """Return the model in fewer factors; the others stay where they are."""
+        """Return the model restricted to these factors; the others stay fixed."""
         model = copy(self)
         columns = [self.names.index(name) for name in names]
         model.names, model._at, model._slopes = tuple(names), self._at[columns], self._slopes[:, columns]
         return model
 
     def fit(self, base: Calibration, rows: Sequence[int] | slice = slice(None)) -> Calibration:
-        """`base` with the factors under which the runs at `rows` are likeliest, by least squares weighted again.
+        """Return `base` with the likeliest factors for the runs at `rows`, by iteratively reweighted least squares.
 
-        Logarithms of steps are spread by Cauchy's distribution: an erratic run, far off whatever the factors, pulls
-        hardly at all.
+        Errors of log step times follow a Cauchy distribution, so an erratic run that no factors explain has hardly any
+        influence.
         """
         prior = np.log([getattr(base, name) for name in self.names])
         slopes = self._slopes[rows]
@@ -158,10 +158,10 @@ class Linearised:
         prior: ClusterPrior = PRIOR,
         rows: Sequence[int] | slice = slice(None),
     ) -> Calibration:
-        """`base` with the factors to expect of one cluster after the runs at `rows`, predicted with these spreads.
+        """Return `base` with one cluster's expected factors given the runs at `rows`, predicted with `spreads`.
 
-        The first factor must be `overall`.  How much runs scatter there is not known: the factors are averaged over it,
-        so that runs that agree move the level and runs that contradict each other do not.
+        The first factor must be `overall`.  The scatter of runs on the cluster is unknown, so the factors are averaged
+        over it: runs that agree move the level, runs that contradict each other do not.
         """
         logs = np.log([getattr(base, name) for name in self.names])
         slopes = self._slopes[rows]
@@ -178,7 +178,7 @@ class Linearised:
 
 
 def _likelier(errors: Floats, slopes: Floats, spread: Floats, prior: ClusterPrior) -> tuple[float, Floats]:
-    """(logarithm of the evidence, changes of the factors' logarithms) where runs scatter by `spread`.
+    """Return (log evidence, changes of the factors' logarithms) if runs scatter by `spread`.
 
     The posterior may have two peaks, near no change and at the level of the runs: the one with more evidence counts.
     """
@@ -188,9 +188,9 @@ def _likelier(errors: Floats, slopes: Floats, spread: Floats, prior: ClusterPrio
 
 
 def _peak(errors: Floats, slopes: Floats, spread: Floats, prior: ClusterPrior, start: Floats) -> tuple[float, Floats]:
-    """The peak of the posterior that is found from `start`, by least squares weighted again as for any Student's t.
+    """Return the peak of the posterior found from `start`, by iteratively reweighted least squares for Student's t.
 
-    The evidence is that of a Gaussian of the same height and width (Laplace's approximation).
+    The evidence is that of a Gaussian with the same height and width (Laplace's approximation).
     """
     position: Floats = start
     ridge = np.full(len(position), prior.factor_spread**-2.0)
@@ -212,22 +212,22 @@ def _peak(errors: Floats, slopes: Floats, spread: Floats, prior: ClusterPrior, s
 
 
 def _log_student(scaled: Floats | float, freedom: float) -> Floats:
-    """Logarithm of the density of Student's t, except for a constant."""
+    """Log density of Student's t, up to a constant."""
     return np.asarray(-(freedom + 1.0) / 2.0 * np.log1p(np.square(scaled) / freedom))
 
 
 def fit(runs: Sequence[MeasuredRun], base: Calibration, factors: Sequence[str] | None = None) -> Calibration:
-    """`base` with the factors under which `runs` are likeliest; its spreads are left as they are.
+    """Return `base` with the maximum-likelihood factors for `runs`; its spreads are unchanged.
 
-    Robust least squares on the logarithms of the steps, with a ridge towards the factors of `base`, by Gauss-Newton
-    steps; by default as many factors as the number of runs allows.
+    Robust least squares on log step times with a ridge towards the factors of `base`, solved by Gauss-Newton steps; by
+    default with as many factors as the number of runs allows.
     """
     names = factors_for(len(runs)) if factors is None else tuple(factors)
     return _solved(base, names, lambda fitted: Linearised(runs, names, fitted).fit(base))
 
 
 def _solved(base: Calibration, names: Sequence[str], improve: Callable[[Calibration], Calibration]) -> Calibration:
-    """Return `base` improved until the factors of these names stay."""
+    """Return `base` after applying `improve` until the named factors converge."""
     fitted = base
     for _ in range(MOST_ROUNDS):
         before, fitted = fitted, improve(fitted)
@@ -237,16 +237,16 @@ def _solved(base: Calibration, names: Sequence[str], improve: Callable[[Calibrat
 
 
 def with_factors(base: Calibration, names: Sequence[str], logs: Floats) -> Calibration:
-    """`base` with the factors of these names, given by their logarithms."""
+    """Return `base` with the named factors set from their logarithms."""
     factors = {name: float(np.exp(value)) for name, value in zip(names, logs, strict=True)}
     return replace(base, **factors)  # type: ignore[arg-type]
 
 
 def conformal_spread(errors: Floats) -> float:
-    """Standard deviation that makes the 90 % interval hold nine tenths of runs like these: split-conformal.
+    """Standard deviation with which the 90 % interval contains nine tenths of such runs (split-conformal).
 
-    `errors` are log(measured / predicted) of runs that the fit has not seen; the quantile is that of one run more
-    (Vovk et al., Algorithmic Learning in a Random World).
+    `errors` are log(measured / predicted) of runs not used by the fit; the quantile is taken for one run more (Vovk et
+    al., Algorithmic Learning in a Random World).
     """
     rank = min(math.ceil(0.9 * (len(errors) + 1)), len(errors))
     return float(np.sort(np.abs(errors))[rank - 1]) / NORMAL_90
@@ -254,31 +254,31 @@ def conformal_spread(errors: Floats) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """A calibration and the median errors of its runs: before, and after with each run left out."""
+    """A calibration and the median errors of its runs: before the fit, and after it with each run left out."""
 
     calibration: Calibration
     median_error_before: float
     median_error: float
 
 
-# The spread that a calibration starts with counts as much as that of this many runs.
+# Weight of a calibration's initial spread, as a number of runs.
 PRIOR_RUNS = 10
 
 
 def fit_cluster(runs: Sequence[MeasuredRun], prior: ClusterPrior = PRIOR) -> Calibration:
-    """The calibration of the cluster that `runs` of one framework ran on, from the one that their problems have.
+    """Fit the calibration of one cluster to `runs` of one framework, starting from the calibration of their problems.
 
-    Every factor moves, but away from the shipped ones no further than the runs make likely: of three that scatter
-    nothing is learnt, of three that agree their level.
+    Every factor may move, but no further from its shipped value than the runs support: three runs that scatter change
+    nothing, three that agree change the level.
     """
     base, spreads = runs[0].problem.calibration, _spreads(runs)
     return _solved(base, FACTORS, lambda fitted: Linearised(runs, FACTORS, fitted).near(base, spreads, prior))
 
 
 def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = PRIOR) -> Fitted:
-    """`fit_cluster`, with intervals from the errors of each run under a fit without it.
+    """Fit as `fit_cluster`, with intervals from the leave-one-out errors of the runs.
 
-    Where runs of a kind are few, the interval that the kind starts with counts too; it stays where there are none.
+    For kinds with few runs the initial interval of the kind counts as well; without runs it is kept.
     """
     base = runs[0].problem.calibration
     before = np.log(Pricer(runs).calibrated_s(base) / [run.step_s for run in runs])
@@ -306,14 +306,14 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
 
 
 def _started_spreads(problem: Problem) -> list[float]:
-    """Spread of every kind of plan before any run: that of the calibration, or what a plan may have without."""
+    """Spread of every kind of plan before any run: that of the calibration, or else the general spread."""
     base = problem.calibration
     own = base.time_spreads
     return [float(spread) for spread in np.where(np.isnan(own), spread_range(problem)[1], own)]
 
 
 def _likeness(runs: Sequence[MeasuredRun], base: Calibration) -> dict[str, Any]:
-    """Fields of a calibration that say what its runs were like, those of `base` among them."""
+    """Fields of a calibration that describe its runs, including those of `base`."""
     own = likeness([run.problem for run in runs], [_cost(run) for run in runs])
     if base.time_spread is not None:
         own["exposed_share"] = max(base.exposed_share, own["exposed_share"])
@@ -328,7 +328,7 @@ def _likeness(runs: Sequence[MeasuredRun], base: Calibration) -> dict[str, Any]:
 
 
 def likeness(problems: Sequence[Problem], costs: Sequence[CostEstimate], quantile: float = 1.0) -> dict[str, Any]:
-    """Fields of a calibration that say what runs are like; the exposed share is the `quantile` of theirs."""
+    """Fields of a calibration that describe runs; the exposed share is the given `quantile` over the runs."""
     exposed = [float(exposed_shares(cost.terms_s, cost.step_s)[0]) for cost in costs]
     return {
         "blocks": tuple(sorted({"dense"}.union(*map(special_parts, problems)))),
@@ -343,7 +343,7 @@ def _cost(run: MeasuredRun) -> CostEstimate:
 
 
 def _kinds(runs: Sequence[MeasuredRun]) -> Ints:
-    """Return the index into `TIME_SPREADS` of the spread that holds for every run."""
+    """Return the index into `TIME_SPREADS` of every run's spread."""
     batches = [PlanBatch.of([run.plan], run.problem.model.num_layers) for run in runs]
     apart = runs[0].problem.calibration.experts_time_spread is not None
     kinds = [spread_kinds(run.problem, batch, experts_apart=apart)[0] for run, batch in zip(runs, batches, strict=True)]
@@ -351,6 +351,6 @@ def _kinds(runs: Sequence[MeasuredRun]) -> Ints:
 
 
 def _spreads(runs: Sequence[MeasuredRun]) -> Floats:
-    """The spread that every run is predicted with, the mean of both sides."""
+    """Return the spread with which every run is predicted, the mean of both sides."""
     costs = [_cost(run) for run in runs]
     return np.array([float(np.log(cost.high_s / cost.low_s)[0]) / (2 * NORMAL_90) for cost in costs])

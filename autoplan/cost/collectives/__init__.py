@@ -1,1 +1,1 @@
-"""Collectives of a step: what is sent, how often, and the exposed part."""
+"""Collectives of a step: what is sent, how often, and what part is exposed."""

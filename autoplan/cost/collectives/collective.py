@@ -1,7 +1,7 @@
-"""Collective of a step: what is sent among which ranks, and how often.
+"""A collective of a step: what is sent between which ranks, and how often.
 
-The modules of this folder describe the collectives of a parallelism once, and what of their time shows beside
-computation.  Prices, traffic, lower bounds and mixed clusters read these descriptions.
+The modules of this folder describe the collectives of each parallelism once, with the part of their time that
+computation does not hide. Prices, traffic reports, lower bounds and mixed clusters all use these descriptions.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from autoplan.spec.operations import Operation
 
 
 class LinkTimes(Protocol):
-    """Links that tell how long a collective takes."""
+    """Links that price collectives."""
 
     def seconds(
         self, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: Ints | int = 1, /
     ) -> Floats:
-        """Time of one collective of every plan."""
+        """Return the time of one collective of every plan."""
         ...
 
     def take(self, rows: Ints) -> Self:
-        """The links of the plans at the given indices."""
+        """Return the links of the plans at the given indices."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective or message of every plan, and how often it runs.
+    """A collective or point-to-point message of every plan, and how often it runs.
 
-    Arrays have one element per plan; at the end of a step buffers and counts have the shape (plans, stages), and groups
-    (plans, 1).
+    Arrays have one element per plan; for collectives at the end of a step buffers and counts have the shape (plans,
+    stages), and groups (plans, 1).
     """
 
     communicator: str
@@ -43,11 +43,11 @@ class Collective:
     group: ProcessGroup
     buffer_bytes: Floats
     _: KW_ONLY
-    # How often in a pass of the block, the end or the hop that it belongs to, or once all passes of a step are over.
+    # Number of runs per pass of its block, end or hop, or after all passes of a step.
     forward: Floats | float = 0.0
     backward: Floats | float = 0.0
     at_end: Floats | float = 0.0
-    is_repeated: bool = True  # by a forward pass that is recomputed
+    is_repeated: bool = True  # whether a recomputed forward pass runs it again
     copies: Ints | int = 1  # of each token in the buffer
 
     @property
@@ -57,8 +57,8 @@ class Collective:
         return np.asarray(runs if runs.ndim == 1 else runs.any(axis=1))
 
     def seconds(self, links: LinkTimes) -> Floats:
-        """Time of one of them, 0 for plans without it."""
-        if not self.buffer_bytes.any():  # as of the experts of a dense model
+        """Return the time of one run, 0 for plans without the collective."""
+        if not self.buffer_bytes.any():  # e.g. experts of a dense model
             return np.zeros_like(self.buffer_bytes)
         runs = self._runs
         if runs.all():

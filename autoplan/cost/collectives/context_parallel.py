@@ -19,7 +19,7 @@ from autoplan.spec.problem import Problem
 class ContextParallel(NamedTuple):
     """Collectives of one block of attention."""
 
-    ring: Collective  # keys and values go around, in the backward pass their gradients too
+    ring: Collective  # passes keys and values around, and their gradients in the backward pass
     exchange_heads: Collective  # queries and outputs, Ulysses
     exchange_kv: Collective
 
@@ -27,9 +27,9 @@ class ContextParallel(NamedTuple):
 def context_parallel(problem: Problem, batch: PlanBatch) -> ContextParallel:
     """Describe the collectives of one block of attention.
 
-    Ring: keys and values travel around, and their gradients beside them in the backward pass.  All-to-all (Ulysses,
-    arXiv:2309.14509): q, k, v and the output.  A framework that expands keys and values to all heads gathers these, and
-    its gradients are in fp32.
+    Ring: keys and values travel around the ring, in the backward pass together with their gradients.  All-to-all
+    (Ulysses, arXiv:2309.14509): q, k, v and the output.  A framework that expands keys and values to all heads gathers
+    the expanded ones, with gradients in fp32.
     """
     group, (kv, heads) = process_groups(batch).cp, _buffer_bytes(problem, batch)
     expands = problem.framework.kernels.expands_kv
@@ -50,9 +50,9 @@ def context_parallel(problem: Problem, batch: PlanBatch) -> ContextParallel:
 
 
 def _buffer_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
-    """(keys and values, queries and outputs) of one attention block that a context-parallel rank holds."""
+    """Bytes of (keys and values, queries and outputs) of one attention block on a context-parallel rank."""
     model, tokens = problem.model, rank_tokens(problem, batch)
-    # Beyond its key/value heads tensor parallelism copies them.
+    # Tensor parallelism beyond the number of key/value heads copies the heads.
     kv = 2.0 * tokens * model.kv_heads * (model.qk_head_dim + model.v_head_dim) / np.minimum(batch.tp, model.kv_heads)
     return kv, 2.0 * tokens * model.num_heads * (model.qk_head_dim + model.v_head_dim) / batch.tp
 
@@ -60,8 +60,8 @@ def _buffer_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
 def context_parallel_s(problem: Problem, batch: PlanBatch, links: LinkTimes, attention: Pass) -> Pass:
     """Exposed context-parallel traffic of one attention block.
 
-    Of a ring only what is longer than the blocks of attention that are computed meanwhile shows, and the first block's
-    transfer.  An exchange is all exposed.
+    A ring exposes its first transfer, and the time by which the others outlast the attention blocks computed meanwhile.
+    An all-to-all is fully exposed.
     """
     if (batch.cp == 1).all():
         return Pass.none(len(batch))
@@ -82,9 +82,10 @@ def context_parallel_s(problem: Problem, batch: PlanBatch, links: LinkTimes, att
 
 
 def _gathered_s(batch: PlanBatch, gather: Floats, attention: Pass) -> Pass:
-    """Exposed traffic where ranks gather all keys and values while they attend to their own.
+    """Exposed traffic if ranks gather all keys and values while they compute attention over their own.
 
-    Their fp32 gradients go around the ring beside the next block of attention, those of the last one alone.
+    The fp32 gradients travel around the ring while the next block of attention is computed; those of the last block are
+    exposed.
     Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py.
     """
     hop = 2.0 * gather / np.maximum(batch.cp - 1, 1)

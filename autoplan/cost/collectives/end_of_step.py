@@ -55,14 +55,14 @@ def _num_tensors(problem: Problem, shape: BlockShape) -> int:
 
 
 def _reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
-    """Number of consecutive all-reduces that carry the gradients of this many unsharded parameters."""
+    """Number of consecutive all-reduces for the gradients of this many unsharded parameters."""
     if not framework.network.reduce_bucket_bytes:
         return np.ones_like(parameters)
     return np.maximum(np.ceil(GRAD_BYTES * parameters / framework.network.reduce_bucket_bytes), 1.0)
 
 
 def _hosts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
-    """Time of the hosts in front of a data-parallel collective in pipelines that cross nodes: shape (plans, 1)."""
+    """Host synchronisation time before a data-parallel collective in pipelines across nodes: shape (plans, 1)."""
     crosses = (batch.pp > 1) & (batch.num_devices > problem.cluster.levels[-1].num_devices)
     members = np.where(batch.cp * batch.dp > 1, batch.cp * batch.dp, 0)
     waits = problem.calibration.host * problem.framework.network.cross_node_pipeline_s_per_dp * members * crosses
@@ -70,13 +70,13 @@ def _hosts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 class EndOfStep(NamedTuple):
-    """Collectives of gradients and parameters when the passes of a step are over.  Arrays: (plans, stages)."""
+    """Collectives of gradients and parameters after the passes of a step.  Arrays: (plans, stages)."""
 
-    reduce_copies: Collective  # among all copies of the parameters, where nothing is sharded
+    reduce_copies: Collective  # over all replicas of the parameters, if nothing is sharded
     reduce_expert_copies: Collective
-    reduce: Collective  # among the ranks that share a copy
+    reduce: Collective  # over the ranks that share one sharded copy
     reduce_experts: Collective
-    reduce_across: Collective  # among the ranks that hold the same shard
+    reduce_across: Collective  # over the ranks with the same shard
     gather: Collective
     gather_experts: Collective
 
@@ -109,7 +109,7 @@ def end_of_step(problem: Problem, batch: PlanBatch, parameters: StageParameters)
         reduce_expert_copies=at_end("expert replicate", "all_reduce", groups.expert_copies, wire * expert, is_plain),
         reduce=at_end("shard", reduction, groups.shard, wire * dense, reduces_once),
         reduce_experts=at_end("expert shard", reduction, groups.expert_shard, wire * expert, reduces_once),
-        # Copies of a shard group reduce the shard that each holds.
+        # Replicas of a shard group reduce the shards that they have in common.
         reduce_across=at_end("replicate", "all_reduce", groups.replicate, wire * shard, ~is_plain),
         gather=at_end("shard", "all_gather", groups.shard, gathered, gathers),
         gather_experts=at_end("expert shard", "all_gather", groups.expert_shard, (narrow + momenta) * expert, gathers),
@@ -118,7 +118,7 @@ def end_of_step(problem: Problem, batch: PlanBatch, parameters: StageParameters)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndOfStepTimes:
-    """Seconds of every stage at the end of a step, shown or hidden: shape (plans, stages)."""
+    """Seconds of every stage at the end of a step, exposed or hidden: shape (plans, stages)."""
 
     reduce_s: Floats  # of gradients
     gather_s: Floats  # of parameters
@@ -127,7 +127,7 @@ class EndOfStepTimes:
 def end_of_step_s(
     problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters, links: LinkTimes
 ) -> EndOfStepTimes:
-    """Time of gradient reduction and parameter gather, all of it."""
+    """Total time of gradient reduction and parameter gather, exposed or hidden."""
     framework, described = problem.framework, end_of_step(problem, batch, parameters)
     wait, dearer, kind = _hosts_wait_s(problem, batch), framework.network.sharded_wire_factor, batch.sharding[:, None]
     copies, expert_copies, first, first_experts, across, gathered, gathered_experts = (
@@ -149,9 +149,10 @@ def end_of_step_s(
 
 
 def _gathered_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Bytes of a weight of the layers on its way from the optimizer's shard, shape (plans): one scale's stay narrow.
+    """Bytes of a layer weight gathered from the optimizer's shard: shape (plans).
 
-    Those with scales of blocks are gathered in 16 bits and quantised then: either copy is needed.
+    Weights with one scale per tensor are sent quantised; those with block scales are gathered in 16 bits and then
+    quantised, as both layouts are needed.
     Source: Megatron-LM core/distributed/param_and_grad_buffer.py, and reuse_grad_buf_for_mxfp8_param_ag.
     """
     is_narrow = (batch.precision == Precision.FP8.code) & batch.narrow_params
@@ -163,20 +164,20 @@ def shown_reduce_s(
 ) -> Floats:
     """Exposed time of the gradient reduction (`modelling` E5).
 
-    An interleaved pipeline reduces a chunk once its last micro-batch is through, beside the passes of the chunks that
-    follow: of a stage its first chunk shows, and what is longer than those passes.  Else the first stage reduces beside
-    its own last backward pass.
+    An interleaved pipeline reduces a chunk after its last micro-batch, overlapped with the passes of the following
+    chunks: the first chunk of a stage is exposed, and the time by which the others outlast those passes.  Otherwise the
+    first stage overlaps its reduction with its own last backward pass.
     Source: Megatron-LM core/pipeline_parallel/schedules.py, grad_sync_func.
     """
     framework = problem.framework
-    # Where tensor parallelism leaves the scale-up domain its collectives need the network all through a pass.
+    # If tensor parallelism leaves the scale-up domain, its collectives use the network throughout a pass.
     is_free = batch.tp <= problem.cluster.levels[-1].num_devices
     overlapped = (batch.grad_reduce_overlap & _can_hide_reduction(problem, batch) & is_free)[:, None]
     hidden_s = np.where(overlapped, _between_chunks_s(batch, backward_s), 0.0)
     last = np.broadcast_to(1.0 / _chunks(batch)[:, None], reduce_s.shape).copy()
     last[:, 0] = first.chunk_share(batch)
     late_s = np.maximum(reduce_s - hidden_s, np.where(overlapped, last, 1.0) * reduce_s)
-    # Later stages end their backward passes earlier, by what the stages before them still have to do.
+    # Later stages finish their backward passes earlier, by the remaining work of the stages before them.
     backward = backward_s / batch.vp[:, None]
     slack = np.cumsum(backward, axis=1) - backward
     in_one = overlapped[:, 0] & (_chunks(batch) == 1)
@@ -190,7 +191,7 @@ def shown_reduce_s(
 def shown_gather_s(
     problem: Problem, batch: PlanBatch, forward_s: Floats, first: FirstStage, gather_s: Floats
 ) -> Floats:
-    """Exposed time of the gather of parameters, which may hide under the next forward passes, chunk by chunk."""
+    """Exposed time of the parameter gather, which may overlap with the next forward passes, chunk by chunk."""
     hidden = batch.param_gather_overlap & problem.framework.overlap.param_gather_overlap
     own, chunk_s = gather_s[:, 0], forward_s[:, 0] / _chunks(batch)
     between = _between_chunks_s(batch, forward_s)[:, 0]
@@ -199,10 +200,10 @@ def shown_gather_s(
 
 
 def least_shown_s(problem: Problem, batch: PlanBatch, reduce_s: Floats, gather_s: Floats, most_blocks: Ints) -> Floats:
-    """Time that shows at least of collectives that take so long on a first stage of at most so many blocks: (plans).
+    """Lower bound on the exposed time of these collectives, on a first stage of at most `most_blocks`: (plans).
 
-    However much of the reduction the last backward pass hides, its last bucket shows, and the contention with what it
-    hides under.
+    Even if the last backward pass hides the reduction, its last bucket and the contention with the overlapped work are
+    exposed.
     """
     last_bucket = 1.0 / np.maximum(most_blocks, 1)
     contention = contention_share(problem.timings, *_REDUCTIONS)
@@ -213,18 +214,18 @@ def least_shown_s(problem: Problem, batch: PlanBatch, reduce_s: Floats, gather_s
 
 
 def _can_hide_reduction(problem: Problem, batch: PlanBatch) -> Bools:
-    """Return whether the framework reduces gradients beside the backward pass."""
+    """Return whether the framework overlaps gradient reduction with the backward pass."""
     overlap = problem.framework.overlap
     return np.where(batch.sharding == Sharding.NONE.code, overlap.grad_reduce_overlap, overlap.sharded_reduce_overlap)
 
 
 def _chunks(batch: PlanBatch) -> Ints:
-    """Chunks of every rank that follow one another in groups of passes."""
+    """Chunks of every rank that a group of micro-batches passes through in turn."""
     return np.where(batch.schedule == Schedule.INTERLEAVED.code, batch.vp, 1)
 
 
 def _between_chunks_s(batch: PlanBatch, pass_s: Floats) -> Floats:
-    """Time from the end of a group's first chunk to that of its last; `pass_s` of all chunks: (plans, stages)."""
+    """Time from the end of a group's first chunk to that of its last; `pass_s`: all chunks, (plans, stages)."""
     chunks, group = _chunks(batch), np.minimum(batch.pp, batch.num_microbatches)
     return ((chunks - 1) / chunks * group)[:, None] * pass_s
 
@@ -234,11 +235,11 @@ class FirstStage(Rows):
     """Blocks of the first stage of every plan, and the share of embedding and head in its parameters."""
 
     num_blocks: Floats
-    ends_share: Floats  # of its parameters, embedding and head
+    ends_share: Floats  # share of embedding and head in its parameters
 
     @classmethod
     def of(cls, blocks: StageBlocks, parameters: StageParameters) -> FirstStage:
-        """The first of laid out stages."""
+        """Return the first of laid-out stages."""
         parameters = parameters.trained
         num_parameters = np.maximum(
             parameters.dense[:, 0] + parameters.expert[:, 0], 1.0
@@ -249,28 +250,29 @@ class FirstStage(Rows):
         )
 
     def chunk_share(self, batch: PlanBatch) -> Floats:
-        """Share of its parameters that its first chunk has."""
+        """Share of the stage's parameters in its first chunk."""
         return self.ends_share + (1.0 - self.ends_share) / _chunks(batch)
 
 
 def update_s(problem: Problem, batch: PlanBatch, updated: Floats, trained: Floats) -> Floats:
-    """Time of the optimizer on a device: `updated` parameters are its to update, of `trained` ones it has gradients."""
+    """Optimizer time on a device that updates `updated` parameters and has gradients of `trained` ones."""
     moved = update_moved_bytes(problem, batch)
     update = memory_bound_s(problem, moved * updated)
     measured = find(problem.timings, "optimizer", ("bf16", "fp16", "fp32"), updated[:, None])
-    # Measured updates are of fp32 states.
+    # Measured updates use fp32 states.
     measured_share = moved / problem.framework.kernels.bytes_moved_per_update
     update = measured.scaled(measured_share / problem.device_share).otherwise(update)
-    # Gradients that live from step to step are set to zero.
+    # Gradient buffers that persist between steps are zeroed.
     zeroed_bytes = 0.0 if problem.framework.memory.drops_grads else grad_bytes(problem, batch)
     return update + memory_bound_s(problem, zeroed_bytes * trained)
 
 
 def optimizer_s(problem: Problem, batch: PlanBatch, updated: Floats, trained: Floats) -> Floats:
-    """Time of the optimizer where each plan has it, on the device or on the host: shape (plans)."""
-    # On the host: gradients down, the update, weights up.
+    """Optimizer time of each plan, on the device or on the host: shape (plans)."""
+    # On the host: copy gradients down, update, copy weights up.
     framework, link = problem.framework, problem.cluster.device.host_link_bytes_per_s
-    # Where weights are there too gradients have come with every micro-batch, and the next pass fetches the weights.
+    # If weights are offloaded, too, gradients were copied with every micro-batch, and the next pass fetches the
+    # weights.
     sent = np.where(parameters_on_host(batch), 0.0, grad_bytes(problem, batch) + problem.training.element_bytes)
     on_host = updated * (sent / link + framework.kernels.bytes_moved_per_host_update / HOST_BYTES_PER_S)
     on_device = update_s(problem, batch, updated, trained) + orthogonalise_s(problem, batch, updated)

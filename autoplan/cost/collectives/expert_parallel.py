@@ -14,13 +14,14 @@ from autoplan.spec.enums import Dispatcher
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
-# Of a device, that the kernels of a dispatcher occupy: 20 of DeepEP (arXiv:2412.19437, section 3.2.2), 32 of HybridEP
+# Compute units occupied by the kernels of a dispatcher: 20 by DeepEP (arXiv:2412.19437, section 3.2.2), 32 by HybridEP
 # (Megatron-Core moe_hybridep_num_sms).
 COMPUTE_UNITS = np.array([{Dispatcher.DEEPEP: 20.0, Dispatcher.HYBRIDEP: 32.0}.get(word, 0.0) for word in Dispatcher])
 
-# Of these units, each moves so many bytes a second to other ranks: those of DeepEP, combining 16-bit tokens of width
-# 7,168, make 275 to 303 GB/s of 20 units on H100 and H200, 306 to 358 on B200 and B300, and 133 to 158 of 8, whatever
-# the links (aiconfigurator-core 0.12.0, wideep_deepep_normal_perf of sglang 0.5.12).  HybridEP's are not known.
+# Bytes per second that each of these units sends to other ranks.  DeepEP, combining 16-bit tokens of width 7,168,
+# reaches 275 to 303 GB/s with 20 units on H100 and H200, 306 to 358 on B200 and B300, and 133 to 158 with 8 units,
+# whatever the links (aiconfigurator-core 0.12.0, wideep_deepep_normal_perf of sglang 0.5.12).  HybridEP's rate is not
+# known.
 MOVED_PER_UNIT_BYTES_PER_S = 15e9
 
 
@@ -29,15 +30,15 @@ class ExpertParallel(NamedTuple):
 
     dispatch: Collective
     combine: Collective
-    gather: Collective  # tokens of an expert-tensor-parallel group, before the experts
-    reduce: Collective  # and behind them
+    gather: Collective  # of tokens within an expert-tensor-parallel group, before the experts
+    reduce: Collective  # after the experts
 
 
 def expert_parallel(problem: Problem, batch: PlanBatch) -> ExpertParallel:
     """Describe the collectives of one block of experts: two all-to-all of the routed tokens in each pass.
 
-    The buffers hold every token once for each of its experts, as a dispatcher may know.  Expert tensor parallelism
-    gathers the tokens of its group before the experts and reduces after them.
+    The buffers contain every token once per expert that it visits; `copies` lets a dispatcher send it less often.
+    Expert tensor parallelism gathers the tokens of its group before the experts and reduces after them.
     """
     framework, moe, groups = problem.framework, problem.model.moe, process_groups(batch)
     assert moe is not None
@@ -62,7 +63,7 @@ def expert_parallel(problem: Problem, batch: PlanBatch) -> ExpertParallel:
 
 
 def expert_parallel_s(problem: Problem, batch: PlanBatch, links: LinkTimes) -> Floats:
-    """Time of the collectives of one block of experts in one pass, where no other micro-batch runs beside."""
+    """Time of the collectives of one block of experts in one pass, without overlap with another micro-batch."""
     described = expert_parallel(problem, batch)
     dispatch, combine, gather, reduce = (sent.seconds(links) for sent in described)
     dispatch = np.maximum(dispatch, _units_s(batch, described.dispatch))
@@ -72,7 +73,7 @@ def expert_parallel_s(problem: Problem, batch: PlanBatch, links: LinkTimes) -> F
 
 
 def _units_s(batch: PlanBatch, exchange: Collective) -> Floats:
-    """Time that the compute units of DeepEP take to move what goes to other ranks, each token once to a rank."""
+    """Time that the compute units of DeepEP take to send tokens to other ranks, each token once per rank."""
     size = exchange.group.size
     sent_once = size * (1 - (1 - 1 / size) ** exchange.copies) / exchange.copies
     moved = exchange.buffer_bytes * sent_once * (size - 1) / size
@@ -82,20 +83,20 @@ def _units_s(batch: PlanBatch, exchange: Collective) -> Floats:
 
 
 def _unpaired_share(batch: PlanBatch) -> Floats:
-    """Share of a step's passes that no pass of another micro-batch runs beside, on the first stage.
+    """Share of the first stage's passes in a step that do not overlap with a pass of another micro-batch.
 
-    Those of the warm-up, and one more: the first forward and the last backward are alone without a pipeline too
-    (`modelling` B4, E5; Megatron-LM core/pipeline_parallel/combined_1f1b.py).
+    These are the warm-up passes and one more: without a pipeline, too, the first forward and the last backward pass run
+    alone (`modelling` B4, E5; Megatron-LM core/pipeline_parallel/combined_1f1b.py).
     """
     warmup = 2 * (batch.pp - 1) + (batch.vp - 1) * batch.pp
     return np.minimum((warmup + 1) / (batch.vp * batch.num_microbatches), 1.0)
 
 
 def shown_expert_parallel_s(problem: Problem, batch: PlanBatch, traffic_s: Floats, work_s: Floats) -> Floats:
-    """Exposed time of one pass of expert traffic that may run beside another micro-batch's layer.
+    """Exposed time of one pass of expert traffic that may overlap with a layer of another micro-batch.
 
-    Both passes of a layer have `work_s` to hide 2 `traffic_s` under.  What hides costs the compute units that its
-    kernels occupy.
+    Both passes of a layer offer `work_s` to hide 2 `traffic_s`.  Hidden traffic slows the work by the compute units
+    that its kernels occupy.
     """
     occupied = COMPUTE_UNITS[batch.dispatcher] / problem.cluster.device.compute_units
     hidden = np.minimum(traffic_s, work_s / 2)

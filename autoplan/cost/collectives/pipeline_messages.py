@@ -1,4 +1,4 @@
-"""Messages between the stages of a pipeline, and the table that its ends share."""
+"""Messages between pipeline stages, and the reduction of tied embeddings."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from autoplan.spec.problem import Problem
 
 
 class Message(NamedTuple):
-    """Message over a hop between chunks: activations forward, their gradients backward."""
+    """Message between neighbouring chunks: activations forward, their gradients backward."""
 
     send: Collective
-    gather: Collective  # of slices, by the ranks that receive them
+    gather: Collective  # of slices, on the receiving ranks
 
 
 def message(problem: Problem, batch: PlanBatch) -> Message:
-    """Describe the message over one hop.
+    """Describe the message between two neighbouring chunks.
 
     Without sequence parallelism every tensor-parallel rank has the whole hidden state: it sends all of it, or 1 / tp,
     and the receivers gather the slices (arXiv:2104.04473, 4.1; DeepSpeed runtime/pipe/engine.py, PartitionedTensor).
@@ -52,7 +52,7 @@ def message(problem: Problem, batch: PlanBatch) -> Message:
 
 
 def message_s(problem: Problem, batch: PlanBatch, across: LinkTimes | None = None) -> Floats:
-    """Time of one message between neighbouring stages; `across` is what it crosses, if not the problem's own links."""
+    """Time of one message between neighbouring stages; `across` replaces the problem's own links."""
     links, described, framework = Links.of(problem), message(problem, batch), problem.framework
     sent = described.send.seconds(across or links)
     is_polled = batch.num_devices >= framework.network.message_poll_from_nodes * problem.cluster.devices_per_node
@@ -62,7 +62,7 @@ def message_s(problem: Problem, batch: PlanBatch, across: LinkTimes | None = Non
 
 
 def tied_table(problem: Problem, batch: PlanBatch, stages: int) -> Collective:
-    """Describe the reduction of the table that both ends of `stages` share; a V has both ends on one rank."""
+    """Describe the gradient reduction of an embedding tied across `stages`; a V schedule has both ends on one rank."""
     finetuning = problem.training.finetuning
     is_trained = finetuning is None or finetuning.trains(EMBEDDING)
     has_copies = problem.model.tied_embeddings and stages > 1 and is_trained

@@ -22,15 +22,15 @@ from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
-# Of host memory, that the processes of one device read and write in an optimizer's update: 0.93 s more a step for the
-# 0.6 billion parameters of Qwen3-0.6B on one H100 (NVIDIA-NeMo/RL pull request 3628, Megatron-Core, all on the host),
-# where torch moves 80 bytes a parameter.  At this pace one loop of 30 bytes takes 0.56 ns a parameter, where 0.58 were
+# Host memory bandwidth of one device's processes during an optimizer update: 0.93 s more per step for the 0.6 billion
+# parameters of Qwen3-0.6B on one H100 (NVIDIA-NeMo/RL pull request 3628, Megatron-Core, all on the host), where torch
+# moves 80 bytes per parameter.  At this rate a single loop of 30 bytes takes 0.56 ns per parameter; 0.58 ns were
 # measured with Qwen3-30B on 8 H200 (PrimeIntellect-ai/prime-rl pull request 3234).
 HOST_BYTES_PER_S = 54e9
 
 
 class ShardedStates(NamedTuple):
-    """Collectives of the parameters of one unit, a block or an end, in a micro-batch."""
+    """Collectives of the parameters of one unit (a block, the embedding or the head) in a micro-batch."""
 
     gather: Collective
     gather_experts: Collective
@@ -39,9 +39,9 @@ class ShardedStates(NamedTuple):
 
 
 class UnitParameters(NamedTuple):
-    """Parameters of a block or an end on one rank, in elements, and bytes of a gather of their weights: shape (plans).
+    """Parameters of one unit on one rank, in elements, and bytes of the gather of its weights: shape (plans).
 
-    Frozen weights are gathered as they are held, and have no gradients.
+    Frozen weights are gathered in their storage type and have no gradients.
     """
 
     dense: Floats
@@ -53,7 +53,7 @@ class UnitParameters(NamedTuple):
 
     @classmethod
     def all_trained(cls, problem: Problem, dense: Floats, expert: Floats) -> UnitParameters:
-        """A unit without frozen parameters."""
+        """Return a unit without frozen parameters."""
         element = problem.training.element_bytes
         return cls(dense, expert, dense, expert, element * dense, element * expert)
 
@@ -69,11 +69,11 @@ class UnitParameters(NamedTuple):
 
 
 class _When(NamedTuple):
-    """Masks of the plans that gather and that reduce in their passes."""
+    """Masks of the plans that gather and that reduce during their passes."""
 
     gathers: Bools  # zero3
     reduces: Bools
-    once: Bools  # a step, of the plans that gather
+    once: Bools  # plans that gather once per step
 
 
 def _when(problem: Problem, batch: PlanBatch) -> _When:
@@ -87,9 +87,9 @@ def _when(problem: Problem, batch: PlanBatch) -> _When:
 def sharded_states(problem: Problem, batch: PlanBatch, unit: UnitParameters) -> ShardedStates:
     """Describe the collectives of a unit.
 
-    zero3 gathers the weights in both passes and reduces the gradients in every micro-batch, except in a pipeline whose
-    framework keeps the weights between micro-batches: there once a step.  zero2 only reduces, if the framework does so
-    in every micro-batch.  Recomputation finds the weights gathered.
+    zero3 gathers the weights in both passes and reduces the gradients in every micro-batch, or once per step in a
+    pipeline whose framework keeps the weights between micro-batches.  zero2 only reduces, if the framework does so in
+    every micro-batch.  Recomputation needs no further gather.
     """
     groups, when = process_groups(batch), _when(problem, batch)
     wire = reduced_grad_bytes(problem, batch)
@@ -123,9 +123,9 @@ def sharded_states(problem: Problem, batch: PlanBatch, unit: UnitParameters) -> 
 
 
 def sharded_states_s(problem: Problem, batch: PlanBatch, links: LinkTimes, parameters: UnitParameters) -> SplitPass:
-    """Time of the collectives of a unit's parameters in a micro-batch, shown or hidden.
+    """Time of the collectives of a unit's parameters in a micro-batch, exposed or hidden.
 
-    Gradients of inputs need the weights, and what is reduced are the gradients of weights.
+    Input gradients wait for the gathered weights; the reduction follows the weight gradients.
     """
     if not _when(problem, batch).reduces.any():
         return SplitPass(*np.zeros((3, len(batch))))
@@ -145,10 +145,10 @@ def sharded_states_s(problem: Problem, batch: PlanBatch, links: LinkTimes, param
 def _host_copies_s(
     problem: Problem, batch: PlanBatch, parameters: UnitParameters, unit: ShardedStates
 ) -> tuple[Floats, Floats]:
-    """(time to fetch a unit's weights from the host, time to bring its gradients there), of the rank's own share.
+    """Return (time to fetch a unit's weights from the host, time to copy its gradients to it) for the rank's own shard.
 
-    Weights come as they are held, before they are cast and gathered, in both passes; gradients go after each
-    micro-batch, and the host adds those of a later one to what is there (torch/distributed/fsdp/_fully_shard,
+    Weights are fetched in both passes in their storage type, before they are cast and gathered; gradients are copied
+    after each micro-batch, and the host accumulates them (torch/distributed/fsdp/_fully_shard,
     FSDPParam.all_gather_inputs and foreach_reduce).
     """
     shard, expert_shard = unit.gather.group.size, unit.gather_experts.group.size
@@ -163,7 +163,7 @@ def _host_copies_s(
 
 
 def copied_states_s(problem: Problem, batch: PlanBatch, parameters: UnitParameters) -> Pass:
-    """Time to copy gathered weights and gradients, for which passes wait (fully_shard, _fsdp_collectives.py)."""
+    """Time of passes to copy gathered weights and gradients on the device (fully_shard, _fsdp_collectives.py)."""
     framework, when = problem.framework, _when(problem, batch)
     copied, reduced = (
         np.where(when.once, elements / batch.num_microbatches, elements)

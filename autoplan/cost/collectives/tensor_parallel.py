@@ -30,7 +30,7 @@ from autoplan.spec.model import Block
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
-# Of the vocabulary-parallel loss, each of an fp32 number per token.
+# All-reduces of the vocabulary-parallel loss, each with one fp32 number per token.
 LOSS_REDUCTIONS = 3
 BYTES_PER_REDUCED_TOKEN = 4.0
 # Compute units that reduce the pieces of an overlapped product: 8 to 24 in NVIDIA's recipes (num_sm of proj_fprop and
@@ -39,20 +39,20 @@ REDUCING_UNITS = 20
 
 
 class TensorParallel(NamedTuple):
-    """Collectives of one block, or of an end, between its matrices and the hidden state."""
+    """Collectives of one block, embedding or head, between its matrices and the hidden state."""
 
-    gather: Collective  # of hidden states or their gradients, under sequence parallelism
-    scatter: Collective  # sums of them, under sequence parallelism
-    reduce: Collective  # and without it
+    gather: Collective  # all-gather of hidden states or their gradients, with sequence parallelism
+    scatter: Collective  # reduce-scatter of them, with sequence parallelism
+    reduce: Collective  # all-reduce, without sequence parallelism
 
 
 def has_tensor_parallel(block: Block, shape: BlockShape) -> bool:
-    """Return whether a block has tensor-parallel collectives: routed experts take tokens from their holders."""
+    """Return whether a block has tensor-parallel collectives; routed experts get their tokens by dispatch instead."""
     return block is not Block.MOE or any(linear.split == "column" for linear in shape.linears)
 
 
 def _hidden_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """The hidden state of a micro-batch that tensor-parallel ranks gather, or add up."""
+    """Bytes of a micro-batch's hidden state that tensor-parallel ranks gather or reduce."""
     return problem.training.element_bytes * rank_tokens(problem, batch) * problem.model.hidden_size
 
 
@@ -63,7 +63,7 @@ def _collectives(
     gathers: tuple[float, float | Floats],
     sums: tuple[float, float],
 ) -> TensorParallel:
-    """Collectives with this many gathers and sums in a (forward, backward) pass."""
+    """Return collectives with this many gathers and reductions per (forward, backward) pass."""
     group, hidden, sp = process_groups(batch).tp, _hidden_bytes(problem, batch), batch.sp.astype(np.float64)
     return TensorParallel(
         gather=Collective("tp", "all_gather", group, gathered_bytes, forward=gathers[0] * sp, backward=gathers[1] * sp),
@@ -75,9 +75,9 @@ def _collectives(
 
 
 def regathers_inputs(problem: Problem) -> bool:
-    """Return whether the inputs of a block's matrices are gathered once more, for the gradients of their weights.
+    """Return whether the inputs of a block's matrices are gathered once more for the weight gradients.
 
-    Frozen matrices have none, and adapters take the slice of the inputs that a rank has.
+    Frozen matrices have no weight gradients, and adapters use the local slice of the inputs.
     """
     finetuning = problem.training.finetuning
     has_gradients = finetuning is None or not finetuning.has_adapters
@@ -85,10 +85,10 @@ def regathers_inputs(problem: Problem) -> bool:
 
 
 def adapter_collectives(problem: Problem, batch: PlanBatch, shape: BlockShape) -> tuple[Collective, ...]:
-    """Describe the collectives of a block's adapters: each sends a micro-batch as wide as its rank.
+    """Describe the collectives of a block's adapters: each sends a micro-batch with the width of the adapter's rank.
 
-    Beside a matrix that is cut along its outputs, what its first matrix makes of a slice of the tokens is gathered, and
-    its gradients are summed; beside one that is cut along its inputs the sums come first.
+    For a column-parallel matrix the output of the adapter's first matrix for a slice of the tokens is gathered, and its
+    gradients are reduced; for a row-parallel matrix it is the other way round.
     """
     split = {linear.name: linear.split for linear in shape.linears}
     adapters = [linear for linear in shape.linears if linear.name.endswith("lora_a")]
@@ -105,7 +105,7 @@ def adapter_collectives(problem: Problem, batch: PlanBatch, shape: BlockShape) -
 
 
 def adapters_s(problem: Problem, batch: PlanBatch, shape: BlockShape, links: LinkTimes) -> Pass:
-    """Time of the collectives of a block's adapters, beside which nothing runs."""
+    """Time of the collectives of a block's adapters, which nothing hides."""
     passes, meeting = Pass.none(len(batch)), add_up(_meeting_s(problem, batch))
     for collective in adapter_collectives(problem, batch, shape):
         seconds = collective.seconds(links) + meeting
@@ -116,10 +116,10 @@ def adapters_s(problem: Problem, batch: PlanBatch, shape: BlockShape, links: Lin
 def block_collectives(problem: Problem, batch: PlanBatch) -> TensorParallel:
     """Describe the collectives of a block with matrices that tensor parallelism splits (`modelling` D5).
 
-    With sequence parallelism an all-gather before and a reduce-scatter after the block's matrices, in both passes, and
-    the inputs are gathered once more for the weight gradient, unless they are kept whole.  Without it one all-reduce a
-    pass.  What enters the matrices is gathered as quantised, if the framework does so; gradients with blocks of scales
-    twice, as rows and as columns.
+    With sequence parallelism both passes have an all-gather before and a reduce-scatter after the block's matrices, and
+    the inputs are gathered once more for the weight gradient unless they are kept whole.  Without it each pass has one
+    all-reduce.  Inputs of the matrices are gathered quantised, if the framework does so; gradients with block scales
+    are gathered twice, row-wise and column-wise.
     Source: Megatron-LM core/tensor_parallel/layers.py; Korthikanti et al., arXiv:2205.05198; Transformer Engine
     pytorch/distributed.py, _all_gather_fp8, _all_gather_mxfp8 and _all_gather_nvfp4.
     """
@@ -131,9 +131,10 @@ def block_collectives(problem: Problem, batch: PlanBatch) -> TensorParallel:
 
 
 def encoder_gradient(problem: Problem, batch: PlanBatch) -> Collective:
-    """Describe the sum of the gradients of what an encoder makes, of which every rank's keys and values have a part.
+    """Describe the reduction of the gradient of an encoder's output, to which every rank's keys and values contribute.
 
-    With sequence parallelism it is scattered, and gathered in front of the next block: as much as an all-reduce.
+    With sequence parallelism it is a reduce-scatter and a gather before the next block, which cost as much as an
+    all-reduce.
     """
     assert problem.model.encoder is not None
     width = problem.training.element_bytes * problem.model.encoder.layers.hidden_size
@@ -144,8 +145,8 @@ def encoder_gradient(problem: Problem, batch: PlanBatch) -> Collective:
 def embedding_collectives(problem: Problem, batch: PlanBatch) -> TensorParallel:
     """Describe the collectives of the embedding.
 
-    Every rank looks up its rows of the table, whose sum is scattered under sequence parallelism; its gradient is
-    gathered.  Without sequence parallelism the sum is an all-reduce, and nothing is gathered.
+    Every rank looks up its own rows of the table.  With sequence parallelism the sum is a reduce-scatter, and its
+    gradient is gathered; without it the sum is an all-reduce, and nothing is gathered.
     """
     return _collectives(problem, batch, _hidden_bytes(problem, batch), (0.0, 1.0), (1.0, 0.0))
 
@@ -153,9 +154,9 @@ def embedding_collectives(problem: Problem, batch: PlanBatch) -> TensorParallel:
 def head_collectives(problem: Problem, batch: PlanBatch) -> tuple[TensorParallel, Collective]:
     """Describe the collectives of one head, and of its loss.
 
-    The head gathers its inputs, and again for its weight gradient, as blocks do; their gradient is scattered.  The
-    vocabulary-parallel loss reduces three fp32 numbers a token: the largest logit, that of the label, and the sum of
-    the exponentials; another gathers the logits.
+    As in blocks, the head gathers its inputs, and again for its weight gradient; the gradient of the inputs is
+    reduce-scattered.  A vocabulary-parallel loss reduces three fp32 numbers per token: the largest logit, the label's
+    logit, and the sum of the exponentials; any other loss gathers the logits.
     Source: Megatron-LM core/tensor_parallel/layers.py and cross_entropy.py; nanotron
     parallel/tensor_parallel/functional.py.
     """
@@ -184,14 +185,14 @@ def head_collectives(problem: Problem, batch: PlanBatch) -> tuple[TensorParallel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallelTimes:
-    """Seconds of the collectives of one block alone."""
+    """Seconds of the collectives of one block without overlap."""
 
-    gather_s: Floats  # of the inputs of the forward pass, and of the gradients of its outputs
-    sum_s: Floats  # of its outputs, and of the gradients of the inputs
+    gather_s: Floats  # all-gather of the inputs, and of the gradients of the outputs
+    sum_s: Floats  # reduction of the outputs, and of the gradients of the inputs
 
     @classmethod
     def of(cls, collectives: TensorParallel, links: LinkTimes) -> TensorParallelTimes:
-        """The times of described collectives."""
+        """Return the times of described collectives."""
         return cls(
             gather_s=collectives.gather.seconds(links),
             sum_s=collectives.scatter.seconds(links) + collectives.reduce.seconds(links),
@@ -204,7 +205,7 @@ class TensorParallelTimes:
 
 
 def _meeting_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
-    """Seconds that a tensor-parallel collective waits for (every rank's host to launch it, members on other nodes)."""
+    """Wait of a tensor-parallel collective (for every rank's host to launch it, for members on other nodes)."""
     framework, host = problem.framework, problem.calibration.host
     leaves = batch.tp > problem.cluster.levels[-1].num_devices
     far = np.where(leaves, host * framework.network.cross_node_s_per_member * (batch.tp - 1), 0.0)
@@ -212,7 +213,7 @@ def _meeting_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
 
 
 def hosts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
-    """Time of the hosts in front of a tensor-parallel collective in pipelines that cross nodes."""
+    """Host synchronisation time before a tensor-parallel collective in pipelines across nodes."""
     framework, domain = problem.framework, problem.cluster.levels[-1].num_devices
     waits = framework.network.cross_node_pipeline_s_per_tp * batch.tp
     waits = waits + framework.network.cross_node_pipeline_s_per_far_tp * np.maximum(batch.tp - domain, 0)
@@ -221,7 +222,7 @@ def hosts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def _column_weights_s(shape: BlockShape, kernels: KernelTimes) -> Floats:
-    """Time of the weight gradients of the matrices that are cut along their outputs; as of the forward products."""
+    """Time of the weight gradients of the column-parallel matrices, by their share of the forward products."""
     columns = {linear.name for linear in shape.linears if linear.split == "column"}
     forward = add_up(time for name, time in kernels.matrix_forward_s.items() if name in columns)
     return kernels.gemm_weight_s * forward / kernels.gemm.forward_s
@@ -230,12 +231,11 @@ def _column_weights_s(shape: BlockShape, kernels: KernelTimes) -> Floats:
 def tensor_parallel_s(
     problem: Problem, batch: PlanBatch, shape: BlockShape, alone: TensorParallelTimes, kernels: KernelTimes
 ) -> Pass:
-    """Exposed tensor-parallel collectives of one block, which take `alone` where nothing hides them.
+    """Exposed time of one block's tensor-parallel collectives, which take `alone` without overlap.
 
-    The reduction of the inputs' gradient runs beside the weight gradients of the matrices that are cut along their
-    outputs, and the further gather of the inputs under the data gradient.  Source: Megatron-LM
-    core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication; Transformer Engine
-    pytorch/module/layernorm_linear.py.
+    The reduction of the input gradient overlaps with the weight gradients of the column-parallel matrices, and the
+    additional gather of the inputs with the data gradient. Source: Megatron-LM core/tensor_parallel/layers.py,
+    LinearWithGradAccumulationAndAsyncCommunication; Transformer Engine pytorch/module/layernorm_linear.py.
     """
     framework, columns_s = problem.framework, _column_weights_s(shape, kernels)
     forward, gather, reduce = alone.forward_s, alone.gather_s, alone.sum_s
@@ -251,7 +251,7 @@ def tensor_parallel_s(
             pieces.backward_s + reduce - (1.0 - contention) * np.minimum(beside, reduce),
         )
     else:
-        # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
+        # A share of the collectives overlaps with the same share of the products, and at most their time is hidden.
         backward_s = gather + np.maximum(reduce - beside, 0.0)
         overlapped = (
             plain[0] - framework.overlap.tp_overlap_share * np.minimum(forward, kernels.gemm.forward_s),
@@ -265,10 +265,11 @@ def tensor_parallel_s(
 def _in_pieces_s(
     problem: Problem, batch: PlanBatch, shape: BlockShape, alone: TensorParallelTimes, kernels: KernelTimes
 ) -> Pass:
-    """Collectives whose products run in pieces, but the reduction of the backward pass, and what the products lose.
+    """Exposed collectives of products in pieces, without the backward reduction, and the slowdown of the products.
 
-    Gathers go around a ring beside the products of what has come, on copy engines.  Reductions take compute units from
-    the product of the next piece.  Few rows are slower; the tails of pieces overlap, as they run in several streams.
+    Gathers go around a ring on copy engines while the pieces that have arrived are multiplied.  Reductions take compute
+    units from the product of the next piece.  Products with few rows are slower; the tails of pieces overlap, as they
+    run in several streams.
     Source: Transformer Engine common/comm_gemm_overlap; "ring_exchange" and "pipeline" of NeMo-Framework-Launcher
     26e42fa, launcher_scripts/conf/training/tp_overlap, where rings of 8 take two pieces at a time ("aggregate").
     """
@@ -278,7 +279,7 @@ def _in_pieces_s(
     rows = rank_tokens(problem, batch) + curve.half_m
 
     def times_s(split: str, pieces: Ints) -> tuple[Floats, Floats]:
-        """Forward products of the matrices that are cut so, and what they lose in so many pieces."""
+        """Return the time of matrices with this split, forward, and their slowdown in this many pieces."""
         names = [linear.name for linear in shape.linears if linear.split == split]
         products = add_up(kernels.matrix_forward_s[name] for name in names)
         return products, (pieces - 1) * (products * curve.half_m / rows + len(names) * curve.start_s)
@@ -298,10 +299,10 @@ def _in_pieces_s(
 
 
 def tensor_parallel_ends_s(problem: Problem, batch: PlanBatch, links: LinkTimes, head_weight_s: Floats) -> Ends:
-    """Exposed tensor-parallel collectives of embedding, heads and losses.
+    """Exposed time of the tensor-parallel collectives of embedding, heads and losses.
 
-    The reduction of the gradient of a head's inputs runs beside its weight gradient, of all heads `head_weight_s`.  An
-    end that was measured has all of it in its time.
+    The reduction of a head's input gradient overlaps with its weight gradient; `head_weight_s` is the weight gradients
+    of all heads.  The time of a measured embedding or head already includes its collectives.
     """
     none = np.zeros(len(batch))
     has_table, has_head = (not measures_end(problem, end) for end in ("embedding", "head"))
@@ -311,11 +312,11 @@ def tensor_parallel_ends_s(problem: Problem, batch: PlanBatch, links: LinkTimes,
     wait = hosts_wait_s(problem, batch)
     meeting = host + far + wait
     hidden, logits = head_collectives(problem, batch)
-    alone = TensorParallelTimes.of(hidden, links)  # the embedding sends as large buffers
+    alone = TensorParallelTimes.of(hidden, links)  # the buffers of the embedding are as large
     gather = np.where(batch.sp, alone.gather_s + meeting, 0.0)
     reduce = alone.sum_s + meeting
     if problem.framework.memory.shards_logits:
-        # They follow one another, and the hosts have met.
+        # They follow one another, so the hosts are already synchronised.
         loss = LOSS_REDUCTIONS * (logits.seconds(links) + far + wait) + host
     else:
         loss = logits.seconds(links) + meeting
@@ -329,9 +330,9 @@ def tensor_parallel_ends_s(problem: Problem, batch: PlanBatch, links: LinkTimes,
 
 
 def shared_scales_s(problem: Problem, batch: PlanBatch, links: Links) -> Floats:
-    """Time at the end of every pass through a chunk in which ranks agree on the scales of their 8-bit tensors.
+    """Time to synchronise the scales of 8-bit tensors between ranks at the end of every pass through a chunk.
 
-    With scales of past steps all ranks of a stage reduce the largest values that they have seen.
+    With delayed scaling all ranks of a stage reduce the largest absolute values that they have seen.
     Source: Transformer Engine pytorch/quantization.py, reduce_and_update_fp8_tensors; Megatron-LM
     core/parallel_state.py, get_amax_reduction_group.
     """

@@ -1,6 +1,6 @@
-"""Bytes that a step of one plan moves over the links of every level, communicator by communicator.
+"""Bytes per step of one plan over the links of every level, by communicator.
 
-Every collective of a step is counted as its parallelism describes it, whether it shows or hides behind computation.
+Every collective of a step is counted as described by its parallelism, whether it is exposed or hidden.
 """
 
 from __future__ import annotations
@@ -42,48 +42,48 @@ from autoplan.topology.levels import Level, compile_topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """Number of passes of each sort that every stage runs in a step."""
+    """Number of passes of each kind that every stage runs per step."""
 
     forward: Floats | float
     backward: Floats | float
-    repeated: Floats | float = 0.0  # forward passes that are recomputed
+    repeated: Floats | float = 0.0  # recomputed forward passes
 
     def count(self, collective: Collective) -> Floats:
-        """Count the runs of the collective in these passes."""
+        """Return the number of runs of the collective in these passes."""
         forward = self.forward + self.repeated if collective.is_repeated else self.forward
         return np.asarray(forward * collective.forward + self.backward * collective.backward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """A collective or message of one plan that the ranks of every stage run `times` a step."""
+    """A collective or message of one plan that the ranks of every stage run `times` per step."""
 
     collective: Collective
     times: Floats
 
     @property
     def members(self) -> int:
-        """Ranks that take part."""
+        """Number of participating ranks."""
         return int(self.collective.group.size.flat[0])
 
     @property
     def buffer_bytes(self) -> Floats:
-        """Bytes of one of them on every stage."""
+        """Buffer size of one run on every stage, in bytes."""
         return np.broadcast_to(self.collective.buffer_bytes.ravel(), self.times.shape)
 
     def seconds(self, links: Links) -> Floats:
-        """Time of all of them, one after another."""
+        """Return the time of all runs, one after another."""
         return self.times * self.collective.seconds(links).ravel()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficRow:
-    """Kind of operation of a communicator, in a step of a rank of the busiest stage."""
+    """One kind of operation of a communicator, per step, for a rank of the busiest stage."""
 
     communicator: str
     operation: Operation
     num_ranks: int
-    buffer_bytes: float  # of the largest one
+    buffer_bytes: float  # of the largest run
     times: float
     level_bytes: tuple[float, ...]  # over the links of every level, per device and direction
     time_s: float  # exposed or not
@@ -91,7 +91,7 @@ class TrafficRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTraffic:
-    """The traffic of a step on the stage whose links are busy longest."""
+    """Traffic of a step on the stage whose links are busy longest."""
 
     stage: int
     levels: tuple[Level, ...]
@@ -99,17 +99,17 @@ class StepTraffic:
 
     @property
     def level_bytes(self) -> tuple[float, ...]:
-        """Bytes that a step moves over the links of every level, per device and direction."""
+        """Bytes per step over the links of every level, per device and direction."""
         return tuple(sum(row.level_bytes[at] for row in self.rows) for at in range(len(self.levels)))
 
     def share(self, row: TrafficRow) -> float:
-        """The part of a row in the time of all."""
+        """Return the share of a row in the time of all rows."""
         total = sum(any_row.time_s for any_row in self.rows)
         return row.time_s / total if total else 0.0
 
 
 def step_traffic(problem: Problem, plan: ParallelPlan) -> StepTraffic:
-    """Traffic of one step of `plan`; every tier of switches is a level, also those that hold nothing back."""
+    """Traffic of one step of `plan`; every switch tier is a level, including those without oversubscription."""
     problem = problem.placed(plan.placement)
     topology = compile_topology(problem.cluster, plan.placement, every_tier=True)
     links, moves = Links.of(problem), list(transfers(problem, plan))
@@ -147,7 +147,7 @@ def _joined(row: TrafficRow, added: TrafficRow) -> TrafficRow:
 
 
 def transfers(problem: Problem, plan: ParallelPlan) -> Iterator[Transfers]:
-    """Everything that the ranks of every stage send in a step."""
+    """List all collectives and messages of every stage in a step."""
     batch = PlanBatch.of([plan], problem.model.num_layers)
     stages, microbatches = np.arange(plan.pp), float(plan.num_microbatches)
     blocks = stage_blocks(problem.model, batch, plan.pp)
@@ -170,7 +170,7 @@ def transfers(problem: Problem, plan: ParallelPlan) -> Iterator[Transfers]:
     hidden, loss = head_collectives(problem, batch)
     yield from _counted(embedding_collectives(problem, batch), tables, stages)
     yield from _counted((*hidden, loss), Passes(forward=heads, backward=heads), stages)
-    # Embedding and head are units of their own, also on one stage.
+    # Embedding and head are separate units, even on one stage.
     for end, where in zip(end_parameters(problem, blocks, parameters), (is_first, is_last), strict=True):
         unit = sharded_states(problem, batch, end)
         yield from _counted(unit, Passes(forward=microbatches * where, backward=microbatches * where), stages)
@@ -200,7 +200,7 @@ def _of_block(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShap
 
 
 def _block_passes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, block: Block) -> Passes:
-    """Passes through blocks of a kind in a step, those of recomputation that send among these."""
+    """Return the passes through blocks of one kind in a step, including recomputed passes that communicate."""
     count, repeated = blocks.count[block][0], blocks.repeated[block][0]
     if problem.model.num_mtp_layers:
         predicting = problem.model.num_mtp_layers * problem.model.mtp_layer.count(block) * blocks.is_last[0]
@@ -211,7 +211,7 @@ def _block_passes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, block
 
 
 def _hops(plan: ParallelPlan) -> Passes:
-    """Messages of every stage to that of the next chunk, and gradients to that of the one before."""
+    """Messages from every stage to that of the next chunk, and gradients to that of the previous chunk."""
     owner = rank_of_chunks(plan.schedule, plan.pp, plan.vp)
     crosses = owner[1:] != owner[:-1]
     forward, backward = (
