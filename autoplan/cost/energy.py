@@ -9,20 +9,20 @@ from autoplan.base.errors import InputError
 from autoplan.spec.terms import COMPONENTS
 from autoplan.topology.cluster import ClusterSpec
 
-# Shares of what lies between idle and the TDP, the middle of the ranges in `modelling` F: .75-.95 while a device
-# computes, .5-.65 while it communicates or polls for what comes.  Judged; a node of 8 H100 then draws 7.3 kW while it
-# computes, where 7.8 kW (arXiv:2506.14551) and at most 8.4 kW (arXiv:2412.08602) were measured.
+# Shares of the range between idle power and the TDP, in the middle of the ranges in `modelling` F: .75-.95 while a
+# device computes, .5-.65 while it communicates or polls for messages.  Judged; a node of 8 H100 then draws 7.3 kW while
+# it computes, where 7.8 kW (arXiv:2506.14551) and at most 8.4 kW (arXiv:2412.08602) were measured.
 COMPUTING_SHARE, WAITING_SHARE = 0.85, 0.575
 IDLE_SHARE = 0.1  # of the TDP; judged
 
 
 def device_power_w(tdp_w: float, share: float) -> float:
-    """Power that a device draws at `share` of the range from idle to its TDP."""
+    """Power of a device at `share` of the range from idle to its TDP."""
     return tdp_w * (IDLE_SHARE + share * (1.0 - IDLE_SHARE))
 
 
 def waiting_power_w(cluster: ClusterSpec) -> float:
-    """Power that all nodes draw while no device computes: no step of a job draws less."""
+    """Power of all nodes while no device computes: the lower bound for any step of a job."""
     if cluster.host.power_w is None:
         raise InputError(
             f"the energy of {cluster.name} needs power_w, the power of a node without its devices: give it in [host] "
@@ -34,7 +34,7 @@ def waiting_power_w(cluster: ClusterSpec) -> float:
 
 
 def step_energy_j(cluster: ClusterSpec, terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
-    """Energy of a step of every plan in all nodes; all devices are taken to compute as long as the busiest stage."""
+    """Energy of every plan's step over all nodes, assuming that all devices compute as long as the busiest stage."""
     tdp_w = cluster.device.tdp_w
     extra_w = device_power_w(tdp_w, COMPUTING_SHARE) - device_power_w(tdp_w, WAITING_SHARE)
     computing_s = add_up(terms_s[name] for name in COMPONENTS["kernels"])

@@ -1,4 +1,4 @@
-"""Price of a step: one pure function from a problem and a batch of plans to an estimate."""
+"""Estimate of a step: a pure function of a problem and a batch of plans."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import STEP_TERMS
 
-# Plans x stages that are priced at once: their arrays stay in the cache.
+# Number of plans x stages priced at once, so that their arrays stay in the cache.
 BLOCK_VALUES = 2**16
 
 
 def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
     """Return the step time and memory of every plan of `batch`.
 
-    The plans must obey the rules of their framework, which are not checked here; a plan that does not fit is a result
-    like any other.
+    Plans must obey the rules of their framework, which are not checked here.  A plan that does not fit into memory is
+    priced like any other.
     """
     problem = problem.placed(batch.placement)
     terms = {name: np.zeros(len(batch)) for name in STEP_TERMS}
@@ -69,13 +69,13 @@ def interval(terms_s: Mapping[str, Floats], step_s: Floats, familiarity: Familia
 
 
 def oom_z(problem: Problem, reserved_bytes: Floats, host_bytes: Floats) -> Floats:
-    """Standard deviations of log memory to the capacity of the device or the host, whichever runs out first."""
+    """Margin to the capacity of device or host, whichever is smaller, in standard deviations of log memory."""
     fill = np.maximum(reserved_bytes / problem.capacity_bytes, host_bytes / problem.cluster.host.memory_bytes)
     return np.log(fill) / problem.calibration.memory_spread
 
 
 def memory_oom_z(problem: Problem, batch: PlanBatch) -> Floats:
-    """Return `oom_z` of an estimate of `batch` without the times of its pipelines."""
+    """Return `oom_z` of `batch` without pricing its pipelines."""
     problem = problem.placed(batch.placement)
     of_plans = np.zeros(len(batch))
     for stages in np.unique(batch.pp).tolist():
@@ -89,7 +89,7 @@ def memory_oom_z(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def _laid_out(problem: Problem, batch: PlanBatch) -> Iterator[tuple[Ints, Stages]]:
-    """(plans, their stages) by the number of stages, in blocks of about `BLOCK_VALUES`."""
+    """Yield (plans, their stages) by number of stages, in blocks of about `BLOCK_VALUES`."""
     order = np.argsort(batch.pp, kind="stable")
     upto = np.cumsum(batch.pp[order]) // BLOCK_VALUES
     for block in np.split(order, np.flatnonzero(np.diff(upto)) + 1) if len(batch) else ():
@@ -109,7 +109,7 @@ def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
 
 
 def stage_cost(problem: Problem, laid: Stages, at: int, stage: int) -> StageCost:
-    """Cost of one pipeline rank of the plan `at` a place in the batch."""
+    """Cost of one pipeline rank of the plan at position `at` of the batch."""
     plan, reserved = laid.batch.plan(at), laid.memory.reserved_bytes[at, stage]
     layers = np.array(laid.batch.layouts[laid.batch.layout[at]])[chunks_of_ranks(plan.schedule, plan.pp, plan.vp)]
     overall = problem.calibration.overall

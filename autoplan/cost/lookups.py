@@ -1,4 +1,4 @@
-"""Shapes that the price of plans looks up in a table of measured times."""
+"""Shapes that pricing looks up in the table of measured times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoplan.spec.timing import TimingTable
 
 
 def looked_up_shapes(problem: Problem, batch: PlanBatch) -> Mapping[tuple[Operation, str], set[tuple[int, ...]]]:
-    """Return by operation and type the shapes whose measured times a price of these plans would take."""
+    """Return, by operation and type, the shapes whose measured times pricing of these plans would use."""
     return {
         kind: {tuple(round(size) for size in shape) for shape in shapes}
         for kind, shapes in lookups(problem, batch).items()
@@ -21,7 +21,7 @@ def looked_up_shapes(problem: Problem, batch: PlanBatch) -> Mapping[tuple[Operat
 
 
 def lookups(problem: Problem, batch: PlanBatch) -> Mapping[tuple[Operation, str], set[tuple[float, ...]]]:
-    """Return the shapes as they are looked up: of one operation the type first that counts first."""
+    """Return the looked-up shapes; for each operation the preferred type comes first."""
     table = TimingTable.noting(is_own=problem.framework.kernels.eager_layers)
     estimate(replace(problem, timings=table), batch)
     assert table.lookups is not None

@@ -1,1 +1,1 @@
-"""Time of the kernels of a device: shapes of the products, fitted curves, measured times."""
+"""Kernel times on a device: shapes of matrix products, fitted curves, measured times."""

@@ -1,4 +1,4 @@
-"""Matrices of blocks whose weights are frozen and have adapters."""
+"""Matrices of blocks with frozen weights and adapters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_in(shapes: Mapping[Block, BlockShape], model: ModelSpec, target: Target) 
 
 
 def with_adapters(model: ModelSpec, shape: BlockShape, finetuning: FineTuning) -> tuple[BlockShape, set[str]]:
-    """(a block with its weights frozen and two matrices for every target, the targets that it has)."""
+    """Return (the block with frozen weights and two matrices per target, the targets that it contains)."""
     linears = []
     for linear in shape.linears:
         frozen = replace(linear, is_frozen=True)
@@ -44,12 +44,12 @@ def with_adapters(model: ModelSpec, shape: BlockShape, finetuning: FineTuning) -
     return changed, names
 
 
-# PEFT's "all-linear" leaves out the head; routers are parameters of their own in today's transformers.
+# PEFT's "all-linear" omits the head; routers are plain parameters, not linear modules, in current transformers.
 NEVER_ADAPTED = ("router", "shared_gate")
 
 
 def _targeted_parts(model: ModelSpec, linear: Linear, targets: tuple[str, ...]) -> list[tuple[str, str]]:
-    """(target, part of the matrix) for all of a block's matrix that gets an adapter."""
+    """Return (target, part of the matrix) for every part of a block's matrix that gets an adapter."""
     if linear.name in NEVER_ADAPTED:
         return []
     pieces: tuple[str, ...] = {"qkv": ("q", "k", "v")}.get(linear.name, ("",))
@@ -66,7 +66,7 @@ def _targeted_parts(model: ModelSpec, linear: Linear, targets: tuple[str, ...]) 
 
 
 def _part(linear: Linear, part: str) -> Linear:
-    """The product of a matrix that a part of its outputs is."""
+    """Return the matrix made of a part of another one's outputs."""
     shared = linear.grouped_out_size // 2
     if part == "q":
         return replace(linear, out_size=linear.out_size - 2 * shared, grouped_out_size=0)
@@ -76,10 +76,10 @@ def _part(linear: Linear, part: str) -> Linear:
 
 
 def _adapter(linear: Linear, part: Linear, name: str, rank: int) -> tuple[Linear, Linear]:
-    """The two matrices of an adapter: into the rank, and out of it (arXiv:2106.09685).
+    """Return the two matrices of an adapter: down to the rank, and up from it (arXiv:2106.09685).
 
-    Beside a matrix that is cut along its outputs the first is whole on every rank and the second is cut as it is;
-    beside one that is cut along its inputs the first is, and the second is whole.
+    For a column-parallel matrix the first is replicated and the second is column-parallel; for a row-parallel one the
+    first is row-parallel and the second replicated.
     """
     first: Split = "replicated" if linear.split == "column" else linear.split
     second: Split = "replicated" if linear.split == "row" else linear.split

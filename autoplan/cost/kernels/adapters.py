@@ -1,4 +1,4 @@
-"""Kernels of fine-tuning: products beside frozen matrices, what adapters move, and undoing the quantisation of weights.
+"""Kernels of fine-tuning: products of adapters, their memory traffic, and dequantisation of frozen weights.
 
 Arrays have one element per plan; times are seconds.
 """
@@ -20,7 +20,7 @@ from autoplan.cost.passes import SplitPass
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
-# Rate of the kernels that undo a quantisation over that of a long stream: NF4 of bitsandbytes 0.41 on A100 adds 35 to
+# Rate of dequantisation kernels relative to a long stream: NF4 of bitsandbytes 0.41 on A100 adds 35 to
 # 191 ms to both passes of models of 3 to 13 billion weights, read in 4 bits and written in 16 [fitted:
 # Lightning-AI/litgpt 4839345, tutorials/resource-tables.md].
 DEQUANTISE_SHARE = 0.25

@@ -19,13 +19,13 @@ from autoplan.cost.kernels.linears import Linear
 from autoplan.spec.finetuning import EMBEDDING, ENCODER, HEAD, FineTuning
 from autoplan.spec.model import ATTENTION_BLOCKS, Block, ModelSpec
 
-# Tokens of a chunk in which kernels work off a gated delta net: CHUNK_SIZE of flash-linear-attention
+# Tokens per chunk in the kernels of a gated delta net: CHUNK_SIZE of flash-linear-attention
 # (fla/ops/gated_delta_rule/chunk.py), and of the torch code in transformers' modeling_qwen3_next.py.
 DELTA_CHUNK_TOKENS = 64
 
 
 def embedding_parameters(model: ModelSpec) -> int:
-    """Elements of the input embedding: token rows, of the vocabulary without padding, and learned positions."""
+    """Elements of the input embedding: one row per token of the unpadded vocabulary, and learned positions."""
     positions = model.max_positions if model.position_embedding == "learned" else 0
     rows = model.vocab_size + positions + model.token_types
     relative = 0 if model.relative_in_layers else relative_table(model)
@@ -36,7 +36,7 @@ def embedding_parameters(model: ModelSpec) -> int:
 
 
 def encoder_end_parameters(model: ModelSpec) -> int:
-    """Elements of an encoder that are in none of its layers: its embedding, its last norm and the projector."""
+    """Elements of an encoder outside of its layers: embedding, last norm and projector."""
     encoder = model.encoder
     if encoder is None:
         return 0
@@ -47,7 +47,7 @@ def encoder_end_parameters(model: ModelSpec) -> int:
 
 
 def encoder_parameters(model: ModelSpec) -> int:
-    """Elements of the encoder of a model, with its projector."""
+    """Elements of a model's encoder, including its projector."""
     if model.encoder is None:
         return 0
     shapes = layer_shapes(model.encoder.layers)
@@ -56,14 +56,14 @@ def encoder_parameters(model: ModelSpec) -> int:
 
 
 def before_head_parameters(model: ModelSpec) -> int:
-    """Elements between the last layer and the head's matrix, and of the head's bias."""
+    """Elements between the last layer and the head's matrix, plus the head's bias."""
     norms = norm_vectors(model) * (model.hidden_size * model.final_norm + model.table_width * model.head_transform)
     transform = (model.hidden_size + 1) * model.table_width * model.head_transform
     return norms + transform + model.vocab_size * model.head_bias
 
 
 def count_trained_parameters(model: ModelSpec, finetuning: FineTuning) -> int:
-    """Parameters that fine-tuning trains, in elements."""
+    """Number of parameters that fine-tuning trains."""
     shapes = block_shapes(model, finetuning)
     ends = {
         EMBEDDING: embedding_parameters(model),
@@ -85,10 +85,10 @@ def count_trained_parameters(model: ModelSpec, finetuning: FineTuning) -> int:
 
 
 def count_parameters(model: ModelSpec, *, active: bool = False, with_mtp: bool = False) -> int:
-    """Parameters of the model as published (vocabulary not padded), in elements.
+    """Number of parameters of the model as published (vocabulary not padded).
 
-    `active` counts the experts that one token visits; both embeddings are counted.  `with_mtp` adds the multi-token
-    prediction layers: one layer like the last, a projection of 2h x h and three norms each.
+    `active` counts only the experts that one token visits; both embeddings are counted.  `with_mtp` adds the
+    multi-token prediction layers: one layer like the last, a projection of 2h x h and three norms each.
     """
     shapes = block_shapes(model)
 
@@ -111,7 +111,7 @@ def count_parameters(model: ModelSpec, *, active: bool = False, with_mtp: bool =
 
 
 def attention_context(model: ModelSpec, block: Block, seq_len: Floats | float) -> Floats | float:
-    """Mean number of positions that a query attends to, all or under a causal mask (`modelling` A2)."""
+    """Mean number of positions that a query attends to, with or without a causal mask (`modelling` A2)."""
     if block is Block.CROSS_ATTENTION and model.encoder:
         return model.encoder.patches or seq_len
     is_windowed = block is Block.WINDOW_ATTENTION and model.window
@@ -131,12 +131,12 @@ def model_flops_per_token(
     has_scores: bool = False,
     runs_reference: bool = False,
 ) -> float:
-    """Floating-point operations of one token's forward and backward pass, Megatron-LM's present convention.
+    """Floating-point operations per token of a forward and backward pass, in Megatron-LM's current convention.
 
-    3 x 2 x active weights, the attention core, at half of the square where it is causal, one logit GEMM and one more
-    per MTP layer; recomputation is not counted.  Source: Megatron-LM training.py, `num_floating_point_operations`.
-    Frozen weights have no gradient: 2 x 2 of them.  A head that `has_scores` has no logits; a reference goes forward
-    once more.
+    3 x 2 x active weights, the attention core (half of the square if causal), one logit GEMM plus one per MTP layer;
+    recomputation is not counted.  Source: Megatron-LM training.py, `num_floating_point_operations`.  Frozen weights
+    have no gradient and count 2 x 2.  With `has_scores` the head computes a score instead of logits; `runs_reference`
+    adds a forward pass of the reference model.
     """
     shapes, spared = block_shapes(model, finetuning), 0.0
     layers = [*model.layers, *([model.mtp_layer] * model.num_mtp_layers)]
@@ -160,23 +160,23 @@ def model_flops_per_token(
     encoding = encoder_flops_per_token(model, seq_len)
     forward += encoding
     if finetuning is not None and not finetuning.trains(ENCODER):
-        spared += 2 * encoding  # nothing before it is trained: it has no backward pass
+        spared += 2 * encoding  # nothing before it is trained, so it has no backward pass
     return (4 if runs_reference else 3) * forward - spared
 
 
 def _weights_at_ends(model: ModelSpec) -> int:
-    """Elements of the matrices that a model has at its ends beside those of its embedding and its head."""
+    """Elements of further matrices before and after the layers, besides embedding and head."""
     own = [sizes for addition in model.additions if addition.block == "ends" for sizes in addition.matrices]
     return sum(inputs * outputs for inputs, outputs in own)
 
 
 def _visited_share(model: ModelSpec, linear: Linear) -> float:
-    """Share of the copies of a matrix that a token meets."""
+    """Share of the copies of a matrix that multiply one token."""
     return model.moe.experts_per_token / model.moe.num_experts if linear.is_expert and model.moe else 1.0
 
 
 def _core_flops_per_token(model: ModelSpec, block: Block, seq_len: float) -> float:
-    """Forward operations of a block per token beside its matrices: of scores, a scan or a convolution."""
+    """Forward operations of a block per token outside its matrices: attention scores, a scan or a convolution."""
     context = float(attention_context(model, block, seq_len))
     flops = 2.0 * context * sum(addition.score_width for addition in model.additions if addition.block == block)
     if block in ATTENTION_BLOCKS:
@@ -192,7 +192,7 @@ def _core_flops_per_token(model: ModelSpec, block: Block, seq_len: float) -> flo
 
 
 def encoder_flops_per_token(model: ModelSpec, seq_len: float) -> float:
-    """Forward operations of the images of a sample, over its tokens of text and images together."""
+    """Forward operations for the images of a sample, per token of text and images together."""
     encoder = model.encoder
     if encoder is None:
         return 0.0
@@ -212,19 +212,19 @@ def encoder_flops_per_token(model: ModelSpec, seq_len: float) -> float:
 
 
 def mamba_scan_flops_per_token(model: ModelSpec) -> float:
-    """Forward operations of the state-space scan per token: Megatron-LM's count, 7 d_inner d_state + convolution."""
+    """Forward operations of a state-space scan per token, as in Megatron-LM: 7 d_inner d_state + convolution."""
     mamba = model.mamba
     assert mamba is not None
     return 7.0 * mamba.inner_size * mamba.state_size + 2.0 * mamba.conv_width * mamba.conv_kernel
 
 
 def linear_attention_flops_per_token(model: ModelSpec, chunk_tokens: int = 0) -> float:
-    """Forward operations of a gated delta net's core per token, projections left out.
+    """Forward operations of a gated delta net's core per token, without projections.
 
-    As a recurrence: what the state holds of the key, its correction and the reading of the query, three products of key
-    and value width a head, and the convolution.  In chunks of this many tokens products within a chunk come on top: of
-    keys with keys and queries, the two that solve for the corrections, and that of scores with values
-    (arXiv:2412.06464, section 3.3).
+    As a recurrence: three products of key and value width per head (reading the state by the key, correcting it, and
+    reading it by the query), and the convolution.  Processing chunks of this many tokens adds products within a chunk:
+    keys with keys and with queries, two that solve for the corrections, and scores with values (arXiv:2412.06464,
+    section 3.3).
     """
     net = model.linear_attention
     assert net is not None

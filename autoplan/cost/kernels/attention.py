@@ -1,4 +1,4 @@
-"""Times of what mixes the tokens of a sequence: the core of attention (`modelling` C3), and scans of recurrent blocks.
+"""Times of operations that mix the tokens of a sequence: the attention core (`modelling` C3) and recurrent scans.
 
 Arrays have one element per plan; times are seconds.
 """
@@ -26,20 +26,20 @@ from autoplan.spec.operations import Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
-# Rates on Hopper over FlashAttention 3 there, which the device's curve describes.  FlashAttention 2 and its kin, of
-# instructions that Ampere has too: 1 / 2 to 1 / 1.5 in short benchmarks (arXiv:2407.08608), of which the curve's level
-# is .83 as its kernel is throttled, theirs less [within .60 to .80 fitted: MPT and torchtitan runs].  cuDNN from 9.4 on
-# is 1.7 times or more as fast as FlashAttention 2 in shapes of training (huggingface/transformers pull request 48163);
-# it was 5-30 % slower before (release notes of cuDNN 9.4).
+# Rates on Hopper relative to FlashAttention 3, which the device's curve describes.  FlashAttention 2 and other kernels
+# limited to Ampere's instructions reach 1 / 2 to 1 / 1.5 of it in short benchmarks (arXiv:2407.08608); the curve's
+# level is .83 of the benchmarks', as its kernel is throttled, and theirs are throttled less [within .60 to .80 fitted:
+# MPT and torchtitan runs]. cuDNN from 9.4 on is at least 1.7 times as fast as FlashAttention 2 for training shapes
+# (huggingface/transformers pull request 48163); it was 5-30 % slower before (release notes of cuDNN 9.4).
 FLASH2_ON_HOPPER = 0.70
 CUDNN_ON_HOPPER = 1.3
 TRITON_ON_HOPPER = 0.66  # Triton before MLIR [fitted: MPT runs on H100], times its share below
-# Shares of flash2: findings 3, and MPT runs of 2023 with Triton's kernel.  AOTriton's, of AITER's kernels, which the
-# curves of AMD describe: .38 to .63 on MI355X, causal with grouped heads of 128 and 2,048 to 16,384 tokens
-# (HazyResearch/HipKittens f09e968, analysis/attn/fwd), .62 to .85 on MI300X
+# Rates relative to flash2: findings 3, and MPT runs of 2023 with Triton's kernel.  AOTriton's is relative to AITER's
+# kernels, which AMD's curves describe: .38 to .63 on MI355X, causal with grouped heads of 128 and 2,048 to 16,384
+# tokens (HazyResearch/HipKittens f09e968, analysis/attn/fwd), .62 to .85 on MI300X
 # (midiareshadi.github.io/blog/attn-dsl-bench) [judged between].
 FLASH_SHARE = {"flash1": 0.46, "triton": 0.58, "aotriton": 0.65}
-# Rate of the backward kernel over that of the forward kernel.  cuDNN 9.19 and 9.22 on H200, GB200 and GB300: .73-.86
+# Rate of the backward kernel relative to the forward kernel.  cuDNN 9.19 and 9.22 on H200, GB200 and GB300: .73-.86
 # with heads of 128 from 4,096 tokens on, .67-.79 with latent ones of 4,096 and 8,192 (NVIDIA/cudnn-frontend 3929da2,
 # benchmark/sdpa_benchmark_training/results).
 FLASH_BACKWARD_SHARE = 0.80
@@ -47,7 +47,7 @@ FLASH_BACKWARD_SHARE = 0.80
 # 541 (HipKittens, analysis/attn/bkwd/plot.py).
 AOTRITON_BACKWARD_SHARE = 0.33
 FLASH_TILE = 128  # queries per thread block
-# Widths of heads that FlashAttention has kernels for; narrower heads run in the next one, padded with zeros
+# Head widths with FlashAttention kernels; other heads use the next wider kernel, padded with zeros
 # (Dao-AILab/flash-attention v1.0.9, csrc/flash_attn/fmha_api.cpp; v2.8.3, csrc/flash_attn/src/static_switch.h).
 FLASH_HEAD_DIMS = {
     "flash1": (32, 64, 128),
@@ -55,21 +55,21 @@ FLASH_HEAD_DIMS = {
     "flash": (32, 64, 96, 128, 192, 256),
     "aotriton": (16, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256),  # pytorch/pytorch pull request 148433
 }
-# Time of attention that draws random numbers for dropout, over that without: 1.2 to 1.4 (FlashAttention 4 and cuDNN on
-# GB200, Dao-AILab/flash-attention pull request 2597; arXiv:2410.07531 on GH100).
+# Time of attention with dropout, which draws random numbers, relative to attention without: 1.2 to 1.4 (FlashAttention
+# 4 and cuDNN on GB200, Dao-AILab/flash-attention pull request 2597; arXiv:2410.07531 on GH100).
 DROPOUT_ATTENTION_TIME = 1.3
-# Time of attention in 8 bits, with the casts around it, over that in 16 bits [fitted: mixtures of experts in MXFP8 on
+# Time of attention in 8 bits, including its casts, relative to 16 bits [fitted: mixtures of experts in MXFP8 on
 # B300, GB200 and GB300].  cuDNN's fp8 kernels alone, as above: .57-.63 with latent heads, .76-.92 with heads of 128.
 NARROW_ATTENTION_TIME = 0.65
-# Kernels in 8 bits skip what lies outside of a window in their forward pass alone: with a window of 128 and heads of
+# 8-bit kernels skip positions outside of a window only in the forward pass: with a window of 128 and heads of
 # 64, backward 1.7, 6.2, 23 and 90 ms for 4,096 to 32,768 positions on GB200, .47 to 3.7 ms in 16 bits (as above,
-# results/gpt_oss).  In a window a query has as few blocks of keys as in a short sequence: 161 and 182 TFLOP/s forward
+# results/gpt_oss).  Within a window a query has as few key blocks as in a short sequence: 161 and 182 TFLOP/s forward
 # and backward there, 570 and 620 with a window of 1,024.
 # Bytes moved per score element forward and backward together (findings 3): a fused softmax reads and writes 2 + 2
-# forward and 2 + 2 + 2 backward.  What it keeps beyond 2 bytes (an fp32 output) is written, cast, and read once more.
+# forward and 2 + 2 + 2 backward.  Anything kept beyond 2 bytes (an fp32 output) is written, cast, and read once more.
 FUSED_SOFTMAX_BYTES = 11.0
 FUSED_SOFTMAX_PASSES = 3.0
-# Dropout behind it is a kernel of its own: 2 read, 2 and a mask of 1 written; backward 2 and the mask read, 2 written.
+# Dropout after it is a separate kernel: 2 read, 2 and a 1-byte mask written; backward 2 and the mask read, 2 written.
 SCORE_DROPOUT_BYTES = 10.0
 UNALIGNED_HEAD_SHARE = 0.1  # batched GEMMs whose head_dim is no multiple of 8 leave the tensor cores (findings 6)
 
@@ -94,16 +94,16 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     efficiency = curve.efficiency * FLASH_SHARE.get(kernel, 1.0)
     if kernel != "flash" and device.generation == "hopper":
         efficiency *= {"cudnn": CUDNN_ON_HOPPER, "triton": TRITON_ON_HOPPER}.get(kernel, FLASH2_ON_HOPPER)
-    # One thread block per head and FLASH_TILE queries: too few of them leave compute units idle.
+    # One thread block per head and FLASH_TILE queries; too few thread blocks leave compute units idle.
     blocks_per_unit = heads * tokens / FLASH_TILE / device.compute_units
     head_dim, widths = _kernel_widths(model, kernel)
     seen_len = attended_len(training, batch.micro_batch)
     per_context_s = factor * eight_bits * 2.0 * tokens * heads * widths / (wide_peak(problem) * efficiency)
 
     def square_s(attending: Block) -> Floats:
-        """Time of the scores and of what they weigh."""
+        """Time of the products for scores and outputs."""
         context = attention_context(model, attending, seen_len)
-        # Positions that the last query of a sequence attends to.
+        # Number of positions that the last query of a sequence attends to.
         row_len: Floats | float = context if attending is Block.CROSS_ATTENTION else seen_len
         if attending is Block.WINDOW_ATTENTION and model.window:
             row_len = np.minimum(np.float64(model.window), seen_len)
@@ -116,16 +116,16 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
         visited = np.where(_narrows_attention(problem, batch), square_s(Block.ATTENTION), forward)
     start_s = factor * eight_bits * curve.start_s
     reference = Pass(forward + start_s, visited * 2.5 / backward_share + start_s)
-    if problem.timings.is_empty or model.bidirectional or block is Block.CROSS_ATTENTION:  # the tables are of causal
+    if problem.timings.is_empty or model.bidirectional or block is Block.CROSS_ATTENTION:  # tables are of causal ones
         return reference
     return _measured_s(problem, batch, block, efficiency / (curve.efficiency * eight_bits), reference)
 
 
 def _flash_kernel(problem: Problem) -> str:
-    """Return the kernel that fused attention runs.
+    """Return the kernel used for fused attention.
 
-    torch's own is FlashAttention 2.  On AMD its AOTriton hands on to AITER's, the best there, where queries have as
-    many heads as keys (torch from 2.9 on), and has Triton's for grouped ones (ROCm/aotriton 30ae967,
+    torch's own kernel is FlashAttention 2.  On AMD its AOTriton dispatches to AITER's kernels, the best there, if
+    queries have as many heads as keys (torch from 2.9 on), and to Triton's for grouped heads (ROCm/aotriton 30ae967,
     modules/flash/csrc/aiter_bwd.cc and aiter_fwd.cc).
     """
     kernel = problem.framework.kernels.flash_kernel
@@ -139,25 +139,25 @@ def _flash_kernel(problem: Problem) -> str:
 
 
 def _kernel_widths(model: ModelSpec, kernel: str) -> tuple[int, int]:
-    """Return the width of a head as its kernel has it, and that of queries and values together, in elements."""
+    """Return the head width of the kernel, and the model's width of query and value together, in elements."""
     width = model.qk_head_dim
-    if width != model.v_head_dim:  # latent attention has kernels of its own widths
+    if width != model.v_head_dim:  # latent attention has kernels with its exact widths
         return width, width + model.v_head_dim
     padded = next((supported for supported in FLASH_HEAD_DIMS.get(kernel, ()) if supported >= width), width)
     return padded, 2 * padded
 
 
 def _unfused_s(problem: Problem, batch: PlanBatch, block: Block, factor: Floats) -> Pass:
-    """Time of attention that writes its scores, whose products take `factor` times as long as by the reference."""
+    """Time of attention that stores its scores; its products take `factor` times their reference times."""
     model, training, device = problem.model, problem.training, problem.device
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
-    # The whole square: an unfused softmax masks, it does not skip.
+    # The whole square, as an unfused softmax masks positions instead of skipping them.
     seen_len: Floats | float = attended_len(training, batch.micro_batch)
     if block is Block.CROSS_ATTENTION:
         seen_len = attention_context(model, block, seen_len)
     scores = tokens * heads * seen_len
     rate = wide_peak(problem) * device.gemm_efficiency * (UNALIGNED_HEAD_SHARE if model.qk_head_dim % 8 else 1.0)
-    # Scores are products over the head dimension, outputs are as wide as it.
+    # The head dimension is summed over for the scores, and is the width of the outputs.
     narrow = (1 + device.gemm.half_k / model.qk_head_dim) * (1 + device.gemm.half_n / model.v_head_dim)
     products = 2.0 * scores * (model.qk_head_dim + model.v_head_dim) * narrow
     moved: Floats | float = problem.framework.kernels.bytes_per_unfused_score
@@ -170,18 +170,18 @@ def _unfused_s(problem: Problem, batch: PlanBatch, block: Block, factor: Floats)
 
 
 def _narrows_attention(problem: Problem, batch: PlanBatch) -> Bools:
-    """Return which plans run the core of the attention in 8 bits and are the faster for it: those on Blackwell.
+    """Return which plans run the attention core in 8 bits and become faster: those on Blackwell.
 
     On Hopper MLPerf's Llama-2-70B LoRA with fp8_dot_product_attention (training_results_v4.0) takes as long as in 16
-    bits; of others no run tells.
+    bits; no run shows it for other devices.
     """
     return batch.fp8_attention & (problem.device.generation == "blackwell")
 
 
 def _measured_s(problem: Problem, batch: PlanBatch, block: Block, share: Floats, reference: Pass) -> Pass:
-    """Time by the table, whose kernel is this one or the device's best, of whose rate it has `share`.
+    """Time from the measured table; `share` is the rate of the plan's kernel relative to the device's best one.
 
-    All-to-all context parallelism divides the heads, a ring the queries of a whole sequence.
+    All-to-all context parallelism splits the heads, a ring splits the queries of a whole sequence.
     """
     model, training = problem.model, problem.training
     seq_len = attended_len(training, batch.micro_batch)
@@ -201,7 +201,7 @@ def _measured_s(problem: Problem, batch: PlanBatch, block: Block, share: Floats,
             return reference
         passes, shape = ("latent_attention", "latent_attention_backward"), (heads, width, float(model.v_head_dim))
     part = 1.0 / np.where(is_ring, batch.cp, 1) / (1.0 if problem.timings.is_own else share)
-    wide = batch.unquantised()  # whatever the precision of the matrices: the tables know no narrower one
+    wide = batch.unquantised()  # the tables contain no narrower types, whatever the precision of the matrices
     sizes = (sequences, np.float64(seq_len), *shape)
     return measured_pass([find_kernels(problem, wide, entry, *sizes).scaled(part) for entry in passes], reference)
 

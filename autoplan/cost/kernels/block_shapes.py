@@ -1,6 +1,6 @@
-"""Matrices of every kind of block of a model, with those that a fine-tuning adds or freezes.
+"""Matrices of every kind of block in a model, including those that fine-tuning adds or freezes.
 
-One table of them serves parameter counts, FLOPs, GEMM shapes and memory alike.
+Parameter counts, FLOPs, GEMM shapes and memory all use this one table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def norm_parameters(model: ModelSpec) -> int:
 
 
 def norm_vectors(model: ModelSpec) -> int:
-    """Vectors of a norm: its weights, and its bias where it has one."""
+    """Number of vectors of a norm: its weights, and its bias if it has one."""
     if not model.norm_weights:
         return 0
     return 2 if model.norm == "layernorm" and model.norm_bias else 1
@@ -37,7 +37,7 @@ def _attention(model: ModelSpec) -> BlockShape:
     qkv = width * (2 if model.attention_output_gate else 1) + kv
     norms = {"none": 0, "head": 2 * model.qk_head_dim, "full": width + kv_width}[model.qk_norm]
     norms *= norm_vectors(model)
-    # Of two streams: keys of distances; biases of contents, distances and segments, and two segments.
+    # Two-stream attention adds keys of distances; biases of contents, distances and segments; and two segments.
     distances = (Linear("distances", hidden, width, "column"),) if model.attention_streams > 1 else ()
     return BlockShape(
         linears=(
@@ -58,7 +58,7 @@ def _attention(model: ModelSpec) -> BlockShape:
 
 
 def _cross_attention(model: ModelSpec) -> BlockShape:
-    """Queries of the decoder's tokens, keys and values of what the encoder makes, which no norm of the block reads."""
+    """Queries from the decoder's tokens, keys and values from the encoder's output, which the block does not norm."""
     hidden, width, kv = model.hidden_size, model.num_heads * model.qk_head_dim, 2 * model.kv_heads * model.qk_head_dim
     assert model.encoder is not None
     encoded = model.encoder.output_size
@@ -104,12 +104,12 @@ def _latent_attention(model: ModelSpec, mla: LatentAttention) -> BlockShape:
 
 
 def _block_norms(model: ModelSpec) -> int:
-    """Elements of the norms over the hidden size that a block has."""
+    """Elements of a block's norms over the hidden size."""
     return norm_parameters(model) * model.norms_per_block
 
 
 def _ffn_norms(model: ModelSpec) -> int:
-    """Elements of the norms of a feed-forward block, which may read that of the attention beside it."""
+    """Elements of the norms of a feed-forward block, which may share the norm of a parallel attention block."""
     return 0 if model.shared_norm else _block_norms(model)
 
 
@@ -173,7 +173,7 @@ def _mamba(model: ModelSpec) -> BlockShape:
 
 
 def _convolution(model: ModelSpec) -> BlockShape:
-    """Gates and what is convolved between them (transformers modeling_lfm2.py, Lfm2ShortConv)."""
+    """Gated convolution (transformers modeling_lfm2.py, Lfm2ShortConv)."""
     hidden = model.hidden_size
     return BlockShape(
         linears=(
@@ -191,7 +191,7 @@ def _linear_attention(model: ModelSpec) -> BlockShape:
     if rank := net.gate_rank:
         return BlockShape(
             linears=(
-                Linear("in", hidden, net.conv_width + net.num_value_heads, "column"),  # and the step of every head
+                Linear("in", hidden, net.conv_width + net.num_value_heads, "column"),  # and the step size of every head
                 Linear("gates_down", hidden, 2 * rank, "replicated"),
                 Linear("decay_up", rank, net.key_width, "column"),
                 Linear("gate_up", rank, net.value_width, "column"),
@@ -200,7 +200,7 @@ def _linear_attention(model: ModelSpec) -> BlockShape:
             num_norm_parameters=_block_norms(model) + net.value_head_dim,
             num_other_parameters=net.conv_width * net.conv_kernel + net.key_width + net.num_value_heads,
         )
-    # Queries, keys, values and their gate; decay and step of every head.
+    # Queries, keys, values and their gate; decay and step size of every head.
     width = net.conv_width + net.value_width + net.head_gates * net.num_value_heads
     return BlockShape(
         linears=(Linear("in", hidden, width, "column"), Linear("out", net.value_width, hidden, "row")),
@@ -227,12 +227,12 @@ _SHAPES = {
 
 @lru_cache(maxsize=256)
 def block_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> Mapping[Block, BlockShape]:
-    """Shapes of the model's blocks, with adapters of `finetuning`; InputError where a target is no matrix."""
+    """Shapes of the model's blocks with the adapters of `finetuning`; InputError if a target is not a matrix."""
     return layer_shapes(model, finetuning) | _encoder_shapes(model, finetuning)
 
 
 def layer_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> dict[Block, BlockShape]:
-    """The shapes of `block_shapes` without those of an encoder."""
+    """Shapes from `block_shapes` without those of an encoder."""
     layers = [*model.layers, *([model.mtp_layer] if model.num_mtp_layers else [])]
     kinds = sorted({block for layer in layers for block in layer})
     shapes = {kind: _with_additions(model, kind, _SHAPES[kind](model)) for kind in kinds}
@@ -252,7 +252,7 @@ def layer_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> dict
 
 
 def _with_additions(model: ModelSpec, block: Block, shape: BlockShape) -> BlockShape:
-    """Return the shape of a kind of block with what this model's have beside it, whole on every rank."""
+    """Return the shape of a block with the model's additional matrices, which are replicated on every rank."""
     own = [addition for addition in model.additions if addition.block == block]
     matrices = [sizes for addition in own for sizes in addition.matrices]
     return replace(

@@ -1,11 +1,10 @@
-"""Kernels that the host launches for a block beyond those of a dense one, and the time that takes it.
+"""Kernel launches of a block beyond those of a dense block, and their host time.
 
-The counts are of Megatron-LM d98e8a6 with the layers of Transformer Engine, a fused permutation and a product for each
-local expert: core/transformer/moe/router.py, moe_utils.py, token_dispatcher.py, fused_a2a.py, experts.py and
-shared_experts.py, core/transformer/multi_latent_attention.py; autograd's are as many as it has nodes with a kernel.
-They make 132 kernels of a layer of Qwen3-30B with 8 local experts, a fused router and HybridEP; Nsight Systems counted
-463,348 for 3,072 of them, 151 each, with those of head and optimizer (Megatron-Bridge 067f987,
-skills/nemo-mbridge-perf-expert-parallel-overlap).
+Counted in Megatron-LM d98e8a6 with Transformer Engine layers, a fused permutation and one product per local expert:
+core/transformer/moe/router.py, moe_utils.py, token_dispatcher.py, fused_a2a.py, experts.py and shared_experts.py,
+core/transformer/multi_latent_attention.py; for autograd one per node with a kernel.  This gives 132 kernels for a layer
+of Qwen3-30B with 8 local experts, a fused router and HybridEP; Nsight Systems counted 463,348 for 3,072 layers, 151
+each, including head and optimizer (Megatron-Bridge 067f987, skills/nemo-mbridge-perf-expert-parallel-overlap).
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ NARROW = [Precision(name).code for name in NARROW_TYPES]
 
 
 class Launches(NamedTuple):
-    """Kernels that one part of a block launches in each of its passes."""
+    """Number of kernels that one part of a block launches in each pass."""
 
     forward: float
     backward: float
 
 
-# Time of the host for a launch in a loop over experts, or for a plain operation on tensors, over that for others,
-# around which stand modules and functions of autograd [fitted, with `host_s_per_launch`, to 33 runs: Qwen3-30B with one
-# sequence on B200, Nemotron 3 Super with 64 experts on a device (nvbridge), Qwen3-235B (xtuner_moe), Moonlight
-# (bridge_ab).  The fit is the same with any of the three sources left out].
+# Host time of a launch in a loop over experts, or of a plain tensor operation, relative to other launches, which are
+# surrounded by modules and autograd functions [fitted, with `host_s_per_launch`, to 33 runs: Qwen3-30B with one
+# sequence on B200, Nemotron 3 Super with 64 experts per device (nvbridge), Qwen3-235B (xtuner_moe), Moonlight
+# (bridge_ab).  The fit is the same without any one of the three sources].
 LIGHT = 0.3
-# Scores, top-k, maps and balancing loss, op by op, or in four kernels beside the router's products.
+# Scores, top-k, maps and balancing loss, unfused, or in four kernels besides the router's products.
 ROUTER, FUSED_ROUTER = Launches(36, 24), Launches(8, 6)
-# The counts of tokens that an all-to-all's splits are made of, up to their copies to the host.
+# Token counts for the splits of an all-to-all, up to their copies to the host.
 COUNT_TOKENS = Launches(14, 0)
-# Permutation, exchange and sorting by expert, there and back.
+# Permutation, exchange and sorting by expert, for dispatch and combine.
 DISPATCH = {
     Dispatcher.ALL_TO_ALL: Launches(11, 9),
     Dispatcher.DEEPEP: Launches(10, 6),
@@ -51,19 +50,19 @@ DISPATCH = {
 AROUND_EXPERTS = Launches(4, 6)
 PER_EXPERT = Launches(2, 4)  # in loops over the local experts
 BIAS_PER_EXPERT = Launches(2, 7)  # a product and a sum; backward a cast, two products, and sums of both and of scores
-CASTS_PER_EXPERT = Launches(2, 3)  # in 8 bits and fewer: an input of each product, and gradients of outputs
+CASTS_PER_EXPERT = Launches(2, 3)  # in 8 bits or fewer: the input of each product, and output gradients
 SHARED_EXPERTS = Launches(6, 12)
-# Latent attention has more products and norms, and copies that its kernels need; without a kernel for them, the rotary
-# embeddings of queries and keys are plain products and concatenations.
+# Latent attention has more products and norms, and copies for its kernels; unless fused, the rotary embeddings of
+# queries and keys are plain products and concatenations.
 LATENT_ATTENTION, LATENT_ROPE = Launches(6, 10), Launches(26, 36)
-# An adapter: two products, a scale and a sum; backward four products, a scale and a sum.  With magnitudes a product of
-# both weights, their sum and its norm, and the scale of both outputs.  Quantised weights: the scales, then the weights;
-# where torch unpacks them, shift, cast, mask, difference and product of the weights, and the first three and a sum of
-# the zero points (`UNPACKED_BYTES`).
+# An adapter: two products, a scale and a sum; backward four products, a scale and a sum.  With magnitudes also a
+# product of both weights, their sum and its norm, and the scale of both outputs.  Quantised weights: the scales, then
+# the weights; if torch unpacks them: shift, cast, mask, difference and product of the weights, and shift, cast, mask
+# and sum of the zero points (`UNPACKED_BYTES`).
 ADAPTER, ADAPTER_DROPOUT, MAGNITUDES, DEQUANTISE = Launches(4, 6), Launches(1, 1), Launches(9, 6), Launches(2, 2)
 UNPACK = Launches(9, 0)
-# A part that is recomputed by name launches what it launched forward, and what its checkpoint costs the host beside:
-# states of random generators kept and set, and a graph of its own (core/tensor_parallel/random.py) [judged].
+# A selectively recomputed part repeats its forward launches, and its checkpoint costs further host time: saving and
+# restoring random generator states, and a separate autograd graph (core/tensor_parallel/random.py) [judged].
 CHECKPOINT = 5
 _REPEATED_ATTENTION: dict[RecomputeModule, int | float] = {RecomputeModule.CORE_ATTN: 4}
 REPEATED: dict[Block, dict[RecomputeModule, int | float]] = {
@@ -81,7 +80,7 @@ UP_PROJECTIONS = 3
 
 
 def extra_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
-    """Time of the host to launch what a block has beyond a dense one, as far as no CUDA graph holds it."""
+    """Host time for a block's launches beyond those of a dense one, outside of CUDA graphs."""
     parts: list[tuple[Launches, Floats]] = []
     if block is Block.MOE:
         parts = _expert_parts(problem, batch)
@@ -98,7 +97,7 @@ def extra_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
 
 
 def _adapter_parts(problem: Problem, batch: PlanBatch, block: Block) -> list[tuple[Launches, Floats]]:
-    """(kernels, how often each plan launches them) of the adapters and the quantised matrices of a block."""
+    """Return (kernels, how often each plan launches them) for the adapters and quantised matrices of a block."""
     finetuning = problem.training.finetuning
     assert finetuning is not None
     linears = block_shapes(problem.model, finetuning)[block].linears
@@ -119,14 +118,14 @@ def _adapter_parts(problem: Problem, batch: PlanBatch, block: Block) -> list[tup
 
 
 def unpacks_eagerly(problem: Problem) -> bool:
-    """Return whether frozen weights are integers of 4 bits that kernels of torch unpack, for the forward pass alone."""
+    """Return whether torch kernels unpack frozen 4-bit integer weights, which happens in the forward pass only."""
     finetuning = problem.training.finetuning
     is_packed = finetuning is not None and finetuning.quantization == "int4"
     return is_packed and not problem.framework.kernels.fuses_unpacking
 
 
 def repeated_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Floats:
-    """Time of the host to launch again, in a backward pass, the parts of a block that are recomputed by name."""
+    """Host time for the repeated launches of selectively recomputed parts of a block in a backward pass."""
     modules: dict[RecomputeModule, float | Floats] = {}
     modules |= REPEATED.get(block, {})
     if block in ATTENTION_BLOCKS and problem.model.mla:
@@ -141,13 +140,13 @@ def repeated_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Flo
 
 
 def _each_s(problem: Problem, batch: PlanBatch, block: Block) -> Floats:
-    """Time of the host for each launch of a block; none where a CUDA graph holds them."""
+    """Host time per launch of a block; 0 if a CUDA graph contains them."""
     graphed = is_one_graph(problem, batch) | is_graphed(batch, block)
     return np.where(graphed, 0.0, problem.framework.host.host_s_per_launch)
 
 
 def _expert_parts(problem: Problem, batch: PlanBatch) -> list[tuple[Launches, Floats]]:
-    """(part of a block of experts, how often each plan launches it)."""
+    """Return (part of a block of experts, how often each plan launches it)."""
     moe = problem.model.moe
     assert moe is not None
     once = np.ones(len(batch))
@@ -167,12 +166,12 @@ def _expert_parts(problem: Problem, batch: PlanBatch) -> list[tuple[Launches, Fl
 
 
 def counts_tokens(batch: PlanBatch) -> Bools:
-    """Return which plans make the splits of an all-to-all with kernels of their own, outside of a CUDA graph."""
+    """Return which plans compute the splits of an all-to-all with separate kernels, outside of a CUDA graph."""
     is_free = ~holds_graphs(batch, CudaGraphs.ROUTER)
     return np.asarray((batch.ep > 1) & (batch.dispatcher == Dispatcher.ALL_TO_ALL.code) & is_free)
 
 
-# The least graphs that hold all launches of a kind of block.
+# The smallest set of graphs that contains all launches of each kind of block.
 GRAPHED_IN: dict[Block, CudaGraphs] = {
     Block.ATTENTION: CudaGraphs.ATTENTION,
     Block.WINDOW_ATTENTION: CudaGraphs.ATTENTION,
@@ -185,20 +184,20 @@ GRAPHED_IN: dict[Block, CudaGraphs] = {
 
 
 def holds_graphs(batch: PlanBatch, graphs: CudaGraphs) -> Bools:
-    """Return which plans launch at least these as CUDA graphs."""
+    """Return which plans launch at least these graphs as CUDA graphs."""
     return batch.cuda_graphs >= graphs.code
 
 
 def is_graphed(batch: PlanBatch, block: Block) -> Bools:
-    """Return which plans have a CUDA graph that holds all launches of a kind of block."""
+    """Return which plans have CUDA graphs with all launches of a kind of block."""
     return holds_graphs(batch, GRAPHED_IN.get(block, CudaGraphs.FULL_ITERATION))
 
 
 def is_one_graph(problem: Problem, batch: PlanBatch) -> Bools:
-    """Return which plans of mixtures of experts have static shapes, and launch a pass as one CUDA graph: (plans)."""
+    """Return which plans of MoE models have static shapes and launch a whole pass as one CUDA graph: (plans)."""
     return np.asarray(batch.token_dropping | has_fused_experts(problem, batch))
 
 
 def has_fused_experts(problem: Problem, batch: PlanBatch) -> Bools:
-    """Return which plans run experts in kernels whose numbers of tokens the host does not know: shape (plans)."""
+    """Return which plans run experts in kernels that need no token counts on the host: shape (plans)."""
     return np.asarray(holds_graphs(batch, CudaGraphs.FULL_ITERATION))

@@ -1,22 +1,22 @@
-"""Matrices of the blocks of a model: their sizes, how ranks cut them, and how many parameters they hold."""
+"""Matrices of a model's blocks: their sizes, how ranks split them, and their parameter counts."""
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-ADDED = "added_"  # begins the names of matrices that a block has beside those of its kind
+ADDED = "added_"  # name prefix of matrices beyond those usual for a kind of block
 
 Split = Literal["column", "row", "replicated", "expert_column", "expert_row"]
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Weight matrix of `in_size` x `out_size`, and how tensor parallelism cuts it.
+    """Weight matrix of `in_size` x `out_size`, and how tensor parallelism splits it.
 
-    A `column` matrix is cut along its outputs, a `row` matrix along its inputs, a `replicated` one not at all; an
-    `expert` matrix exists once per expert and is cut by expert parallelism.  `grouped_out_size` of the outputs are
-    keys and values, which are cut into `num_groups` pieces at most.
+    A `column` matrix is split along its outputs, a `row` matrix along its inputs, a `replicated` one not at all; an
+    `expert` matrix exists once per expert and is distributed by expert parallelism.  `grouped_out_size` of the outputs
+    are keys and values, which are split into at most `num_groups` pieces.
     """
 
     name: str
@@ -28,11 +28,11 @@ class Linear:
     copies: int = 1
     grouped_out_size: int = 0
     num_groups: int = 1
-    is_frozen: bool = False  # it has no gradient
-    weight_bytes: float | None = None  # of a frozen weight, where it is quantised
-    saves_input: bool = False  # its product keeps its inputs although no gradient needs them
-    reads_encoder: bool = False  # it meets the positions of the encoder, not the tokens of the decoder
-    adapts: str = ""  # of a matrix of an adapter, the name of the frozen matrix beside which it runs
+    is_frozen: bool = False  # no weight gradient
+    weight_bytes: float | None = None  # of a quantised frozen weight
+    saves_input: bool = False  # the inputs are kept although no gradient needs them
+    reads_encoder: bool = False  # multiplies encoder positions instead of decoder tokens
+    adapts: str = ""  # for an adapter, the name of the frozen matrix that it adapts
 
     @property
     def is_expert(self) -> bool:
@@ -41,18 +41,18 @@ class Linear:
 
     @property
     def num_weights(self) -> int:
-        """Elements of all copies, without the bias."""
+        """Number of weights in all copies, without biases."""
         return self.copies * self.in_size * self.out_size
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all copies, with the bias."""
+        """Number of parameters in all copies, with biases."""
         return self.copies * (self.in_size + self.has_bias) * self.out_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockShape:
-    """The matrices of one block, and its parameters that are not matrices (norms, sinks, convolution)."""
+    """Matrices of one block, and its other parameters (norms, sinks, convolution)."""
 
     linears: tuple[Linear, ...]
     num_norm_parameters: int  # replicated on every tensor-parallel rank

@@ -1,13 +1,13 @@
-"""Lookup of measured kernel times, and substitutes for kernels that were not measured.
+"""Lookup of measured kernel times, and estimates for kernels that were not measured.
 
-First comes the time of this very shape, then one between measured shapes, then for a backward pass the reference times
-what its forward pass takes over its own reference, then the reference: the device's fitted curve or, where there is
-none, its datasheet.
+In order of preference: the measured time of the shape; interpolation between measured shapes; for a backward pass its
+reference, scaled by the measured forward pass relative to the forward reference; the reference, which is the device's
+fitted curve or else its datasheet.
 
-The factors of a calibration on single components were fitted to what the reference rates leave unexplained, so they
-multiply references alone: a time that was measured as training runs has that in it already.  `overall` and `host`
-stand for what no timing of a kernel shows, and hold for all.  Bursts are brought to the level of the references before
-they become a table (`autoplan.spec.calibration.burst_factors`).
+A calibration's factors on single components were fitted to what the reference rates leave unexplained, so they multiply
+only references: a time measured under training conditions already contains these effects.  `overall` and `host` stand
+for effects that no kernel timing shows, and apply to all times.  Burst timings are scaled to the level of the
+references before they become a table (`autoplan.spec.calibration.burst_factors`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from autoplan.spec.timing import Lookup, TimingTable
 
 Sizes = Floats | Ints | float
 
-# The types in which a kernel may have been measured, by the precision of a plan: 16-bit kernels run alike in both.
+# Data types in which a kernel may have been measured, by precision of the plan; both 16-bit types are equally fast.
 _MEASURED_IN = {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16")}
 
 
 def find(timings: TimingTable, operation: Operation, dtypes: Iterable[str], shapes: Floats) -> Lookup:
-    """Times of `shapes` in the first of some types in which they were measured."""
+    """Return times of `shapes` in the first of `dtypes` in which each was measured."""
     lookup = Lookup.refused(len(shapes))
     for dtype in dtypes:
         if timings.holds(operation, dtype):
@@ -41,7 +41,7 @@ def find(timings: TimingTable, operation: Operation, dtypes: Iterable[str], shap
 
 
 def find_kernels(problem: Problem, batch: PlanBatch, operation: Operation, *sizes: Sizes) -> Lookup:
-    """Times of kernels in each plan's precision; `sizes` as `SHAPES` has them, an element a plan or one for all."""
+    """Return kernel times in each plan's precision; `sizes` as in `SHAPES`, one element per plan or one for all."""
     columns = np.stack(np.broadcast_arrays(np.zeros(len(batch)), *sizes)[1:], axis=-1)
     lookup = Lookup.refused(columns.shape[:-1])
     for at in np.unique(batch.precision):
@@ -56,16 +56,16 @@ def find_kernels(problem: Problem, batch: PlanBatch, operation: Operation, *size
 
 
 def passes_s(lookups: Sequence[Lookup], references: Sequence[Floats]) -> tuple[Floats, ...]:
-    """Seconds of a forward pass and the passes that go with it, from what was found of each and their references."""
+    """Seconds of a forward pass and its backward passes, from their lookups and references."""
     forward = lookups[0]
     times, unmeasured = [forward.otherwise(references[0])], np.zeros_like(forward.is_exact)
     for own, reference in zip(lookups[1:], references[1:], strict=True):
-        # A backward pass was not measured itself, even where it takes as long as the forward one.
+        # Backward passes that were not measured are scaled by the forward pass.
         kin = replace(forward, seconds=forward.seconds * reference / references[0], is_exact=unmeasured)
         times.append(own.before(kin).otherwise(reference))
     return tuple(times)
 
 
 def measured_pass(lookups: Sequence[Lookup], reference: Pass) -> Pass:
-    """Both passes, from what was found of each and their reference."""
+    """Return both passes from their lookups and their reference."""
     return Pass(*passes_s(lookups, (reference.forward_s, reference.backward_s)))

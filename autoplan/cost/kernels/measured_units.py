@@ -1,9 +1,9 @@
-"""Times of whole layers, ends and passes in a framework that was measured as such.
+"""Times of whole layers, embedding, head and passes, measured in the framework itself.
 
-Sums of kernels miss what lies between them: launches, allocations, caches that are still warm (`modelling` C8, C9),
-dispatch, hooks and waits on the host (`closed-loop` 3).  A measured layer is priced through its blocks, whose kernels
-and collectives take as much longer or shorter together as it says; so the order of its passes is priced as for any
-other.  Only a framework that runs the very units of `operations.SHAPES` has such measurements (`TimingTable.is_own`).
+Sums of kernel times miss what happens between kernels: launches, allocations, warm caches (`modelling` C8, C9),
+dispatch, hooks and host waits (`closed-loop` 3).  A measured layer rescales the kernels and collectives of its blocks
+by a common factor, so that the order of passes is priced as for any other layer.  Only a framework that runs exactly
+the units of `operations.SHAPES` has such measurements (`TimingTable.is_own`).
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Lookup
 
 LAYER = (Block.ATTENTION, Block.MLP)
-FORWARD_SHARE = 1 / 3  # of both passes of an end; a pipeline hardly notices how much of them comes first
+FORWARD_SHARE = 1 / 3  # of both passes of embedding or head; a pipeline is insensitive to the split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Measured seconds of a layer and micro-batch, by plan: meaningless without `is_measured`, NaN what was not."""
+    """Measured seconds of a layer and micro-batch, by plan; valid where `is_measured`, NaN for unmeasured parts."""
 
     is_measured: Bools
     forward_s: Floats
     backward_s: Floats
-    again_s: Floats  # what recomputing the whole layer adds
-    core_again_s: Floats  # what recomputing the core of the attention adds
-    halves_s: tuple[Floats, Floats]  # gradients of the input, then of the weights, where a schedule takes them apart
+    again_s: Floats  # added by full recomputation of the layer
+    core_again_s: Floats  # added by recomputing the attention core
+    halves_s: tuple[Floats, Floats]  # input gradients and weight gradients, if a schedule splits them
 
     @property
     def split_s(self) -> Floats:
-        """Seconds that taking the halves apart adds to the backward pass."""
+        """Seconds that splitting adds to the backward pass."""
         return np.maximum(np.nan_to_num(self.halves_s[0] + self.halves_s[1] - self.backward_s), 0.0)
 
 
 def layer_times(problem: Problem, batch: PlanBatch) -> LayerTimes | None:
-    """Return the measured times of the layers of a model; a layer counts only with both its passes."""
+    """Return the measured times of a model's layers; a layer is used only if both passes were measured."""
     if not _is_whole(problem):
         return None
     shape = _layer_shape(problem, batch)
@@ -70,15 +70,15 @@ def layer_times(problem: Problem, batch: PlanBatch) -> LayerTimes | None:
 
 
 def repeats_core_only(batch: PlanBatch) -> Bools:
-    """Return which plans recompute the core of the attention and nothing else."""
+    """Return which plans recompute only the attention core."""
     return (batch.recompute == SELECTIVE) & (batch.recompute_modules == DEFAULT_MODULE_BITS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStates(Rows):
-    """Seconds that gathering weights, or casting them, and reducing gradients add to the passes of a layer.
+    """Seconds that gathering or casting weights and reducing gradients add to the passes of a layer.
 
-    Where `is_measured` is false they were not measured.  What is not in a layer takes as long by parameters.
+    Valid only where `is_measured`.  Parameters outside of layers take the same time per parameter.
     """
 
     is_measured: Bools
@@ -87,16 +87,16 @@ class SharedStates(Rows):
 
     @classmethod
     def unknown(cls, size: int) -> SharedStates:
-        """Return the times of plans of which nothing was measured: zeros that are not `is_measured`."""
+        """Return the times of plans without measurements: zeros with `is_measured` false."""
         zeros = np.zeros(size)
         return cls(is_measured=np.zeros(size, dtype=np.bool_), every_s=zeros, once_s=zeros)
 
 
 def shared_states(problem: Problem, batch: PlanBatch) -> SharedStates:
-    """Return the measured times of sharing the states of layers among data-parallel ranks.
+    """Return the measured times of sharding layer states over data-parallel ranks.
 
-    The weights stay for the step, or are gathered again for each pass; gradients are reduced in its last micro-batch,
-    or in each.  Two gathers differ from one by a gather.
+    The weights are kept for the step or gathered for each pass; gradients are reduced in the last micro-batch or in
+    each.  The time of one gather is the difference between two gathers and one.
     """
     times = layer_times(problem, batch)
     if times is None or set(problem.model.layers) != {LAYER}:
@@ -111,7 +111,7 @@ def shared_states(problem: Problem, batch: PlanBatch) -> SharedStates:
     gather = np.maximum(weights_regathered - weights_kept, 0.0)
     is_one = batch.dp == 1
     kind = np.where(is_one, 0, batch.sharding)
-    # A pipeline keeps its weights for the step and reduces once.
+    # A pipeline keeps its weights for the step and reduces gradients once.
     kind = np.where((batch.pp > 1) & (kind > 0), Sharding.ZERO1.code, kind)
     zeros = np.zeros(len(batch))
     each_s = np.choose(kind, [zeros, zeros, np.maximum(weights_kept - gather, 0.0), weights_regathered])
@@ -124,9 +124,9 @@ def shared_states(problem: Problem, batch: PlanBatch) -> SharedStates:
 
 
 def head_factor(problem: Problem, batch: PlanBatch, logits: tuple[Floats, Floats, Floats], kernels_s: Floats) -> Floats:
-    """Return the measured time of both passes of a head over that of its kernels, 1 where it was not measured.
+    """Return the measured time of both passes of a head relative to its kernels, 1 if it was not measured.
 
-    `logits` are the tokens, the inputs and the columns of the whole matrix.
+    `logits` are (tokens, inputs, columns) of the whole matrix.
     """
     if not problem.timings.is_own:
         return np.ones(len(batch))
@@ -135,7 +135,7 @@ def head_factor(problem: Problem, batch: PlanBatch, logits: tuple[Floats, Floats
 
 
 def embedding_s(problem: Problem, batch: PlanBatch) -> Floats:
-    """Both passes of the embedding where it was measured; 0 elsewhere, as it is little where kernels are fused."""
+    """Both passes of the embedding if measured; else 0, as they are short with fused kernels."""
     if not problem.timings.is_own:
         return np.zeros(len(batch))
     tokens = np.float64(batch.micro_batch * tokens_per_sample(problem.training, batch.micro_batch))
@@ -145,15 +145,15 @@ def embedding_s(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def measures_end(problem: Problem, end: Literal["embedding", "head"]) -> bool:
-    """Return whether that unit of the trainer was measured, in any size."""
+    """Return whether that unit of the trainer was measured, at any size."""
     return problem.timings.is_own and problem.timings.holds(end, "bf16", "fp16", "fp32")
 
 
 def action_s(problem: Problem, batch: PlanBatch) -> Floats:
-    """Seconds of the host for one pass of a pipeline beyond computation and messages, where they were measured."""
+    """Host seconds per pipeline pass beyond computation and messages, 0 if not measured."""
     if not problem.timings.is_own or (batch.pp == 1).all():
         return np.zeros(len(batch))
-    passes = np.maximum(batch.num_microbatches * batch.vp, batch.pp)  # 1F1B, which is measured, runs no fewer
+    passes = np.maximum(batch.num_microbatches * batch.vp, batch.pp)  # the measured schedule, 1F1B, runs no fewer
     in_domain = np.minimum(np.maximum(problem.cluster.levels[-1].num_devices // (batch.tp * batch.dp), 1), batch.pp)
     lookup = _only(find_kernels(problem, batch, "pipeline_actions", passes, batch.pp, in_domain), batch.pp > 1)
     return lookup.otherwise(np.zeros(len(batch))) / (2 * passes)
@@ -172,7 +172,7 @@ def _layer_shape(problem: Problem, batch: PlanBatch) -> Sequence[Sizes]:
 
 
 def _fits(batch: PlanBatch) -> Bools:
-    """Return which plans run the units as measured: sequence-parallel between cut matrices, over whole sequences."""
+    """Return which plans run the units as measured: sequence-parallel between split matrices, on whole sequences."""
     return ((batch.tp == 1) | batch.sp) & (batch.cp == 1) & ~batch.fp8_attention
 
 
@@ -189,7 +189,7 @@ def _is_whole(problem: Problem) -> bool:
 
 
 def _has_measured_layer(model: ModelSpec) -> bool:
-    """Return whether layers of attention and MLP are those of `operations.SHAPES`: gated, normed by RMS, with rope."""
+    """Return whether layers of attention and MLP match `operations.SHAPES`: gated MLP, RMSNorm, rope."""
     has_extras = model.mlp_bias or model.qkv_bias or model.attention_output_bias or model.attention_sinks
     return (
         LAYER in model.layers

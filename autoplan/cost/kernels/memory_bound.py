@@ -1,4 +1,4 @@
-"""Times of the operations of a block that stream through device memory (`modelling` C5).
+"""Times of a block's memory-bound operations (`modelling` C5).
 
 Arrays have one element per plan; times are seconds.
 """
@@ -32,64 +32,64 @@ from autoplan.spec.operations import Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
-# Every kernel costs a start of its own on the device (3 us, aiconfigurator's figure in `modelling` C5); a dense block
-# is about this many of them (C6: 25-40 a layer forward, 50-80 backward, of which the GEMMs are counted apart).
+# Every kernel has a start-up time on the device (3 us, aiconfigurator's figure in `modelling` C5); a dense block has
+# about this many kernels (C6: 25-40 per layer forward, 50-80 backward, of which the GEMMs are counted separately).
 KERNEL_START_S = 3e-6
 KERNELS_FORWARD, KERNELS_BACKWARD = 12, 24
 
-# Router, top-k, auxiliary loss and token permutation are dozens of small kernels whatever the size: 50-150 us a pass
+# Router, top-k, auxiliary loss and token permutation are dozens of small kernels of any size: 50-150 us per pass
 # (`modelling` C4).
 ROUTING_S = 100e-6
 
-# Blocks that hand a state from chunk to chunk.  Gated delta nets were not measured: theirs are the figures of Mamba-2
+# Blocks that pass a state from chunk to chunk.  Gated delta nets were not measured and use the figures of Mamba-2
 # [judged].
 RECURRENT_BLOCKS = (Block.LINEAR_ATTENTION, Block.MAMBA)
 
 # A chunked scan is a dozen dependent kernels, one of which passes states from chunk to chunk: on one H100 the forward
-# scan alone takes .3 ms for 1,024 tokens and for 4,096 (vllm pull request 27299).  Convolution, gate and norm with it,
-# a pass; beside the traffic [fitted: hybrids on H100 and B200-class devices].
+# scan alone takes .3 ms for 1,024 tokens as for 4,096 (vllm pull request 27299).  Time per pass including convolution,
+# gate and norm, in addition to the traffic [fitted: hybrids on H100 and B200-class devices].
 SCAN_S = 700e-6
 
-# Per element that enters a GEMM, an input or an output's gradient: read in bf16, written in 8 bits, and the transposed
-# copy, which those of one scale do without on Blackwell (Transformer Engine, nvte_is_non_tn_fp8_gemm_supported).  In 4
-# bits a pass for the tensor's largest value comes before, and the transposed copy is rotated (Hadamard) and read on its
-# own (Transformer Engine, NVFP4BlockScaling).
+# Bytes per element of a GEMM operand (input or output gradient): read in bf16, written in 8 bits, and the transposed
+# copy, which tensors with one scale do not need on Blackwell (Transformer Engine, nvte_is_non_tn_fp8_gemm_supported).
+# In 4 bits a pass for the tensor's largest value comes first, and the transposed copy is rotated (Hadamard) and read
+# separately (Transformer Engine, NVFP4BlockScaling).
 CAST_BYTES = {"fp8": 4.0, "mxfp8": 4.0, "nvfp4": 7.0}
-# Of these the transposed copy, which the weight gradient alone reads.
+# The transposed copy's part of these bytes; only the weight gradient reads it.
 TRANSPOSED_BYTES = {"fp8": 1.0, "mxfp8": 1.0, "nvfp4": 2.5}
-LARGEST_BYTES = 2.0  # read once more where the scale of 8 bits is that of the tensor itself (torchao, dynamic scaling)
+LARGEST_BYTES = 2.0  # one more read if the 8-bit scale comes from the tensor itself (torchao, dynamic scaling)
 
-# Experts with biases and limits do more than others, op by op; bytes of both passes per routed token and element: both
-# halves of the first matrix's outputs are limited one by one and joined again; the bias of the second matrix is weighed
-# with the token's score in fp32 and added expert by expert.  Counted from Megatron-LM d98e8a6:
+# Unfused operations of experts with biases and activation limits, as bytes of both passes per routed token and element:
+# both halves of the first matrix's outputs are clamped separately and concatenated; the bias of the second matrix is
+# weighted with the token's score in fp32 and added expert by expert.  Counted from Megatron-LM d98e8a6:
 # core/fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl, and core/transformer/moe/experts.py,
-# TEGroupedMLP._apply_bias, which one graph of all launches cannot hold.
+# TEGroupedMLP._apply_bias, which a single graph of all launches cannot contain.
 EXPERT_LIMIT_BYTES = (16.0, 20.0)
 EXPERT_BIAS_BYTES = (28.0, 40.0)
-# Of the bandwidth of memory that kernels of torch reach, op by op or compiled: forward RMSNorms of 64 to 268 MB .65-.87
+# Share of the memory bandwidth that torch kernels reach, eager or compiled: forward RMSNorms of 64 to 268 MB .65-.87
 # on H200, .47-.76 on GB200 and GB300, where cuDNN's reach .69-.80 and .73-.81 (NVIDIA/cudnn-frontend 3929da2,
 # benchmark/norms/results).
 OP_BY_OP_SHARE = {"hopper": 0.75, "blackwell": 0.60}
 
-# Traffic of permuting tokens by capacity, with sorts, selections by index and scaled scatters, over that without drops
-# [fitted: 7 runs of Megatron-Bridge 25.09 on B200, GB200 and H100].
+# Traffic of permuting tokens with capacity limits (sorts, index selections and scaled scatters) relative to permuting
+# without drops [fitted: 7 runs of Megatron-Bridge 25.09 on B200, GB200 and H100].
 DROPPING_PERMUTE = 3.0
-EAGER_NORM_FACTOR = 5.7  # traffic of an eager fp32 RMSNorm over a fused one (findings 3)
+EAGER_NORM_FACTOR = 5.7  # traffic of an eager fp32 RMSNorm relative to a fused one (findings 3)
 
 
 class Traffic(NamedTuple):
-    """Bytes that something moves through device memory in each pass."""
+    """Bytes moved through device memory in each pass."""
 
     forward_bytes: Floats
     backward_bytes: Floats
 
     def seconds(self, problem: Problem) -> Pass:
-        """Time of the passes with a long stream."""
+        """Time of the passes at the rate of a long stream."""
         return Pass(memory_bound_s(problem, self.forward_bytes), memory_bound_s(problem, self.backward_bytes))
 
 
 def memory_bound_s(problem: Problem, num_bytes: Floats) -> Floats:
-    """Time to move `num_bytes` through device memory with a long stream."""
+    """Time to move `num_bytes` through device memory at the rate of a long stream."""
     device = problem.device
     return (
         num_bytes * problem.calibration.memory_bound / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
@@ -97,7 +97,7 @@ def memory_bound_s(problem: Problem, num_bytes: Floats) -> Floats:
 
 
 def streams_s(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape, traffic: dict[str, Traffic]) -> Pass:
-    """Time of the memory-bound kernels of a block, with the starts of all its kernels."""
+    """Time of a block's memory-bound kernels, including the start-up times of all its kernels."""
     cast = _cast_traffic(problem, batch, shape)
     total = Traffic(
         add_up(moved.forward_bytes for moved in traffic.values()) + cast.forward_bytes,
@@ -114,7 +114,7 @@ def streams_s(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShap
 
 
 def _looped_kernels(problem: Problem, batch: PlanBatch, block: Block) -> Traffic:
-    """Kernels of each pass that run expert by expert beside their products: those of biases."""
+    """Number of kernels per pass that run for each expert besides its products: those for biases."""
     moe = problem.model.moe
     if block is not Block.MOE or moe is None or not problem.model.mlp_bias:
         return Traffic(np.zeros(len(batch)), np.zeros(len(batch)))
@@ -123,7 +123,7 @@ def _looped_kernels(problem: Problem, batch: PlanBatch, block: Block) -> Traffic
 
 
 def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Traffic]:
-    """Bytes of a block's memory-bound operations on a rank (`modelling` C5), twice those of 16 bits in fp32."""
+    """Bytes of a block's memory-bound operations on a rank (`modelling` C5); fp32 moves twice those of 16 bits."""
     model, framework = problem.model, problem.framework
     hidden, tokens, sliced = model.hidden_size, rank_tokens(problem, batch), norm_tokens(problem, batch)
     norm = sliced * hidden * model.norms_per_block * _norm_traffic(problem)
@@ -131,7 +131,7 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
     moved = {"norm": Traffic(4.0 * norm, 8.0 * norm), "residual": Traffic(residual, residual)}
     if block in ATTENTION_BLOCKS:
         if model.position_embedding == "relative" and block is not Block.CROSS_ATTENTION:
-            # Added to every score; backward its gradient is written and summed.
+            # The bias is added to every score; its gradient is written and summed.
             scores = tokens * model.num_heads / batch.tp * attended_len(problem.training, batch.micro_batch)
             moved["bias"] = Traffic(2.0 * scores, 4.0 * scores)
         if model.position_embedding == "rope" and block is not Block.CROSS_ATTENTION:
@@ -142,14 +142,15 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
             moved["qk_norm"] = Traffic(4.0 * normed, 8.0 * normed)
         if model.attention_output_gate:
             gated = tokens * model.num_heads * model.qk_head_dim / batch.tp
-            # Gate and output in, product out; as much and both back.
+            # Forward reads gate and output and writes the product; backward reads these again and writes both
+            # gradients.
             moved["output_gate"] = Traffic(6.0 * gated, 10.0 * gated)
     elif block in RECURRENT_BLOCKS:
         scan = tokens * _scanned_width(model, block) / batch.tp
         # Convolution, gate, time steps, chunk states and their normalisation, each read and written [fitted: hybrids].
         moved["scan"] = Traffic(36.0 * scan, 88.0 * scan)
     elif block is Block.CONVOLUTION:
-        # Two products of two tensors and the convolution; backward each with both gradients.
+        # Two elementwise products and the convolution; backward both gradients of each.
         width = tokens * hidden / batch.tp
         moved["convolution"] = Traffic(16.0 * width, 28.0 * width)
     else:
@@ -160,11 +161,11 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
             moe = model.moe
             width = sliced * moe.experts_per_token * moe.expert_ffn_size
             moved["expert_activation"] = Traffic(read * width, backward_read * width)
-            permute = 4.0 * sliced * moe.experts_per_token * (moe.latent_size or hidden)  # in and out, both ways
+            permute = 4.0 * sliced * moe.experts_per_token * (moe.latent_size or hidden)  # both ways
             moved["permute"] = Traffic(2 * permute, 2 * permute)
             moved |= _op_by_op_traffic(problem, batch, sliced * moe.experts_per_token)
     pieces = max((len(matrix_pieces(problem, linear)) for linear in block_shapes(model)[block].linears), default=1)
-    if pieces > 1:  # each has a gradient of the block's whole input, and they are added up
+    if pieces > 1:  # each produces a gradient of the block's whole input, which are summed
         moved["input_gradients"] = Traffic(0.0 * tokens, 2.0 * (pieces + 1) * tokens * hidden)
     factors: dict[str, Floats | float] = dict.fromkeys(moved, framework.kernels.kernel_bytes_factor)
     # Counted kernel by kernel.
@@ -173,7 +174,7 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
     )
     factors |= dict.fromkeys(factors.keys() & {"expert_limits", "expert_biases"}, slower)
     if "permute" in factors:
-        # In a kernel of the dispatcher, or in several.
+        # In one kernel of the dispatcher, or in several.
         factors["permute"] = np.where(sends_tokens_once(problem, batch), 1.0, framework.kernels.kernel_bytes_factor)
         factors["permute"] = factors["permute"] * np.where(batch.token_dropping, DROPPING_PERMUTE, 1.0)
     wider = problem.training.element_bytes / 2.0
@@ -184,7 +185,7 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
 
 
 def _op_by_op_traffic(problem: Problem, batch: PlanBatch, routed: Floats) -> dict[str, Traffic]:
-    """Traffic of the limits and biases of experts that `routed` tokens of a rank visit, where no kernel fuses them."""
+    """Traffic of unfused limits and biases of experts that `routed` tokens of a rank visit."""
     model, moe = problem.model, problem.model.moe
     assert moe is not None
     rows = np.where(has_fused_experts(problem, batch), 0.0, routed)
@@ -193,23 +194,23 @@ def _op_by_op_traffic(problem: Problem, batch: PlanBatch, routed: Floats) -> dic
         width = rows * moe.expert_ffn_size
         moved["expert_limits"] = Traffic(*(pass_bytes * width for pass_bytes in EXPERT_LIMIT_BYTES))
     if model.mlp_bias:
-        # Each of the ranks that cut an expert has a part of the sum for all of its tokens.
+        # Each rank of an expert-tensor-parallel group has a partial sum for all tokens of the expert.
         width = np.asarray(rows * batch.etp * (moe.latent_size or model.hidden_size), dtype=np.float64)
         moved["expert_biases"] = Traffic(*(pass_bytes * width for pass_bytes in EXPERT_BIAS_BYTES))
     return moved
 
 
 def _activation_bytes(problem: Problem) -> tuple[float, float]:
-    """(forward, backward) bytes that an MLP's activation moves per token and element of its width."""
+    """Return (forward, backward) bytes of an MLP's activation per token and element of its width."""
     if problem.model.gated_mlp:
         return 6.0, 10.0
     if problem.model.squared_relu and not problem.framework.kernels.fused_squared_relu:
-        return 8.0, 20.0  # backward a copy, its double, that times the gradient, and the threshold
+        return 8.0, 20.0  # backward: a copy, doubling, multiplication by the gradient, and the threshold
     return 4.0, 6.0
 
 
 def _norm_traffic(problem: Problem) -> float:
-    """Memory traffic of a norm over that of a fused one; a layer norm is one kernel everywhere, an RMSNorm of parts."""
+    """Memory traffic of a norm relative to a fused one; a layer norm is always fused, an RMSNorm may not be."""
     if problem.model.norm == "layernorm":
         return 1.0
     fused = problem.framework.kernels.fused_norm if problem.training.fused_norm is None else problem.training.fused_norm
@@ -217,7 +218,7 @@ def _norm_traffic(problem: Problem) -> float:
 
 
 def _scanned_width(model: ModelSpec, block: Block) -> int:
-    """Width of what a recurrent block writes and of what addresses its state: inner and state, or values and keys."""
+    """Width of a recurrent block's output plus its state's address: inner and state size, or values and keys."""
     if block is Block.MAMBA and model.mamba:
         return model.mamba.inner_size + model.mamba.num_groups * model.mamba.state_size
     assert model.linear_attention is not None
@@ -230,16 +231,17 @@ def _roped_heads(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def _ffn_size(problem: Problem, block: Block) -> int:
-    """Width of a block's MLP, of experts the shared one's."""
+    """Width of a block's MLP; in a block of experts, of the shared expert."""
     model = problem.model
     return model.moe.shared_expert_ffn_size if block is Block.MOE and model.moe else model.ffn_size
 
 
 def _measured_beyond_s(problem: Problem, batch: PlanBatch, block: Block, traffic: dict[str, Traffic]) -> Pass:
-    """Time of the memory-bound kernels that were measured beyond that of their references.
+    """Time of measured memory-bound kernels minus that of their references.
 
-    The table's kernels are the framework's own, or fused ones, than which its own take longer as they move more.  With
-    its traffic a measured kernel brings its own start, of which there are twice as many backward.
+    The table has the framework's own kernels, or fused ones, relative to which the framework's take longer by their
+    additional traffic.  A measured time includes the kernel's start-up time, of which the backward pass has twice as
+    many.
     """
     model, is_own = problem.model, problem.timings.is_own
     factor = 1.0 if is_own else problem.framework.kernels.kernel_bytes_factor
@@ -279,12 +281,12 @@ def _cast_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traf
     """Traffic of quantising the inputs of narrow GEMMs; zero for 16-bit plans."""
     is_fp8 = batch.precision == Precision.FP8.code
     moved = np.array([CAST_BYTES.get(precision, 0.0) for precision in Precision])[batch.precision]
-    # The largest value of the tensor that a product takes is found in a pass of its own.
+    # Finding the largest value of an operand takes a separate pass.
     moved = moved + LARGEST_BYTES * (is_fp8 & ~scales_by_past(batch))
-    # Blackwell's products take matrices of 8 bits as they lie.
+    # Blackwell's 8-bit products need no transposed copy.
     copies = is_fp8 & (problem.device.generation != "blackwell")
     moved = moved - (is_fp8 & ~copies)
-    # What is gathered as quantised was so in slices; its transposed copy is made of the whole.
+    # Tensors that are gathered quantised were quantised in slices; the transposed copy is made from the whole.
     in_slices = batch.sp & gathers_narrow(problem, batch)
     of_slices = np.where(in_slices, (moved - copies) / batch.tp + 2.0 * copies, moved)
     transposed = np.array([TRANSPOSED_BYTES.get(precision, 0.0) for precision in Precision])[batch.precision]
@@ -297,7 +299,7 @@ def _cast_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traf
         tokens = rank_tokens(problem, batch)
         if linear.is_expert:
             tokens = expert_tokens(problem, batch) * linear.copies / batch.ep
-        # Without a weight gradient nothing reads a transposed copy.
+        # Without a weight gradient there is no transposed copy.
         spared = transposed if linear.is_frozen else 0.0
         forward = forward + inputs * tokens * ((of_slices if linear.split == "column" else moved) - spared)
         backward = backward + outputs * tokens * ((of_slices if linear.split == "row" else moved) - spared)

@@ -14,10 +14,10 @@ from autoplan.spec.problem import Problem
 
 
 def orthogonalise_s(problem: Problem, batch: PlanBatch, own: Floats) -> Floats:
-    """Time of a rank that updates `own` parameters, of which the layers' matrices are as many as in the whole model.
+    """Time of a rank to orthogonalise its `own` parameters, assuming the model's average share of matrices among them.
 
-    Tensor-parallel ranks take their own parts of a matrix (Megatron-Core's `blockwise`), data-parallel ones that share
-    states the matrices that they hold.
+    Tensor-parallel ranks process their parts of a matrix (Megatron-Core's `blockwise`); data-parallel ranks with
+    sharded states process the matrices in their shard.
     """
     if not TRAITS[problem.training.optimizer].orthogonalises:
         return np.zeros_like(own)

@@ -1,7 +1,8 @@
-"""Times of matrix products: those of dense blocks (`modelling` C2) and of experts (C4), in the precision of a plan.
+"""Times of matrix products in dense blocks (`modelling` C2) and experts (C4), in the precision of a plan.
 
-Arrays have one element per plan, or the shape (matrices, plans); times are seconds, sizes elements.  The constants are
-reference values for the shape of the curves; the level comes from the device (`gemm_efficiency`) and the calibration.
+Arrays have one element per plan, or the shape (matrices, plans); times are in seconds, sizes in elements.  The
+constants are reference values for the shape of the curves; the level comes from the device (`gemm_efficiency`) and the
+calibration.
 """
 
 from __future__ import annotations
@@ -20,44 +21,44 @@ from autoplan.spec.operations import PRODUCTS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
-# How many times as long 16-bit GEMMs of large shapes take where the rows of a matrix are no multiple of 16 bytes, so
-# that it is loaded in narrower pieces, and where rows have an odd number of elements, which no asynchronous copy takes
-# (4 bytes at least).  Odd: between the three times of heads of some vocabularies (Netflix, "Scaling LLM Post-Training",
-# 2026-02-13) and the two that make a step of nanoGPT, .27 of it in the head, 25 % slower with 50,257 columns than with
-# 50,304 (x.com/karpathy/status/1621578354024677377).  Narrow: judged, half-way to it.
+# Slowdown of large 16-bit GEMMs if the rows of a matrix are not a multiple of 16 bytes, so that it is loaded in
+# narrower pieces, and if rows have an odd number of elements, which asynchronous copies (at least 4 bytes) do not
+# support.  Odd: between the factor of three for heads of some vocabularies (Netflix, "Scaling LLM Post-Training",
+# 2026-02-13) and the factor of two with which a step of nanoGPT, .27 of it in the head, is 25 % slower with 50,257
+# columns than with 50,304 (x.com/karpathy/status/1621578354024677377).  Narrow: judged, half-way to it.
 ROW_BYTES = 16.0
 NARROW_ROWS_TIME, ODD_ROWS_TIME = 1.6, 2.5
 
-# Products of experts are dense ones of the tokens of each, so many at a time (streams of Transformer Engine,
-# pytorch/cpp_extensions/gemm.py, general_grouped_gemm).  One for gradients of weights also reads and writes the buffer
-# that keeps them, which computing does not hide.  On B200, where large products of the same runs reach
-# .50 of the peak, this makes .23, .32, .39 and .43 of it with 128, 256, 512 and 1,024 tokens for each expert, for fp32
-# gradients of weights .07, .12, .19 and .28; measured were .18-.21, .27-.30, .37-.43 and .38-.46; .08, .14, .22 and
-# .28 (`modelling` C4).
+# Products of experts are dense products, one per expert, with this many running concurrently (streams of Transformer
+# Engine, pytorch/cpp_extensions/gemm.py, general_grouped_gemm).  Weight-gradient products also read and write the
+# gradient buffer, which computation does not hide.  On B200, where large products of the same runs reach .50 of the
+# peak, this predicts .23, .32, .39 and .43 of the peak with 128, 256, 512 and 1,024 tokens per expert, and for fp32
+# weight gradients .07, .12, .19 and .28; measured were .18-.21, .27-.30, .37-.43 and .38-.46; .08, .14, .22 and .28
+# (`modelling` C4).
 GROUPED_STREAMS = 4
-# Share of the time of that traffic that adds, 1 as on B200 unless measured: on Hopper products that add to fp32 take
-# longer than those of their shape that do not by .42 of it on H100 and .59 on H200, .53 in the median of 24 shapes
-# (dgrad and wgrad of benchmarks/results/2026-11-23_device_set_h100.md and 2026-11-23_device_set_h200.md).
+# Exposed share of that traffic's time, 1 as on B200 unless measured: on Hopper products that accumulate into fp32 take
+# longer than those of the same shape that do not, by .42 of that time on H100 and .59 on H200, .53 in the median of 24
+# shapes (dgrad and wgrad of benchmarks/results/2026-11-23_device_set_h100.md and 2026-11-23_device_set_h200.md).
 SHOWN_GRAD_TRAFFIC = {"hopper": 0.53}
 
-# 8-bit GEMMs reach this share of their peak over that which bf16 ones reach of theirs, where a device has no figure of
-# its own.  Sustained: ND H100 v5 .65-.70 of the fp8 peak for 8,192 cubed, 6 % below the plateau, against .70 in bf16
-# (devices/h100-sxm.toml); bursts say .88 there and .98 on B200 (MAMF, `modelling` C1).  4-bit ones, over 8-bit ones,
-# have no such measurement [fitted: 8 dense B200-class runs].
+# Share of their peak that 8-bit GEMMs reach, relative to the share that bf16 GEMMs reach, for devices without their own
+# figure.  Sustained: ND H100 v5 .65-.70 of the fp8 peak for 8,192 cubed, 6 % below the plateau, against .70 in bf16
+# (devices/h100-sxm.toml); bursts say .88 there and .98 on B200 (MAMF, `modelling` C1).  For 4-bit GEMMs relative to
+# 8-bit ones there is no such measurement [fitted: 8 dense B200-class runs].
 NARROW_GEMM_SHARE = {"hopper": 0.96, "blackwell": 0.98}
 FP4_GEMM_SHARE = 0.80
 NARROW_PEAK = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "nvfp4"}
 
 
 def wide_peak(problem: Problem) -> float:
-    """Peak rate of products that nothing quantises, operations per second."""
+    """Peak rate of unquantised products, in operations per second."""
     peak = peaks(problem)
     wide = peak.get("bf16", peak.get("fp16", 0.0))
     return peak.get("fp32", wide) if problem.training.precision == "fp32" else wide
 
 
 def peaks(problem: Problem) -> dict[str, float]:
-    """Peak rates of products by their type, operations per second: those of fp32 on TF32 units where they run there."""
+    """Peak rates of products by type, in operations per second; fp32 at the TF32 rate if it runs on TF32 units."""
     peak = {str(name): rate for name, rate in problem.device.peak_flops_per_s.items()}
     if problem.framework.kernels.tf32_products and "tf32" in peak:
         peak["fp32"] = peak["tf32"]
@@ -65,14 +66,14 @@ def peaks(problem: Problem) -> dict[str, float]:
 
 
 def gemm_rate(problem: Problem, batch: PlanBatch) -> Floats:
-    """Sustained rate of a large GEMM in the plan's precision, operations per second."""
+    """Sustained rate of a large GEMM in the plan's precision, in operations per second."""
     device, peak = problem.device, peaks(problem)
     wide = peak.get("bf16", peak.get("fp16", 0.0))
     narrow = device.narrow_gemm_efficiency or device.gemm_efficiency * NARROW_GEMM_SHARE.get(device.generation, 0.88)
     by_precision = []
     for precision in Precision:
         name = NARROW_PEAK.get(precision, precision)
-        # Volta has no bf16 and Hopper no fp4: such a plan runs at the nearest precision that the device has.
+        # Volta has no bf16 and Hopper no fp4: such a plan runs in the nearest precision of the device.
         rate = peak.get(name, peak.get("fp8", wide) if name == "nvfp4" else wide)
         efficiency = narrow if name in NARROW_PEAK and rate > wide else device.gemm_efficiency
         by_precision.append(rate * efficiency * (FP4_GEMM_SHARE if name == "nvfp4" else 1.0))
@@ -81,7 +82,7 @@ def gemm_rate(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def gemm_pace(problem: Problem, batch: PlanBatch, rate: Floats) -> Floats:
-    """Speedup of large GEMMs at `rate` over those where nothing is quantised, at least 1."""
+    """Speedup of large GEMMs at `rate` over unquantised ones, at least 1."""
     return np.maximum(rate / gemm_rate(problem, batch.unquantised()), 1.0)
 
 
@@ -96,9 +97,9 @@ def gemm_s(
     slower: Floats | float = 1.0,
     accumulates: bool = False,
 ) -> Floats:
-    """Time of an m x n x k GEMM at `rate` for large shapes; `accumulates` into an fp32 gradient buffer.
+    """Time of an m x n x k GEMM with the large-shape `rate`; `accumulates`: into an fp32 gradient buffer.
 
-    Its kernel is `slower` than that of rows of whole 16 bytes.
+    `slower` is its slowdown relative to rows of a multiple of 16 bytes.
     """
     element = problem.training.element_bytes
     moved = element * (m * k + k * n) + (8.0 if accumulates else element) * m * n
@@ -116,14 +117,14 @@ def _computing_s(
     pace: Floats | float = 1.0,
     side_by_side: Floats | float = 1.0,
 ) -> Floats:
-    """Time that one m x n x k GEMM computes at `rate` for large shapes, of those that run side by side its part."""
+    """Compute time of one m x n x k GEMM with the large-shape `rate`; for concurrent GEMMs, its share of their time."""
     return 2.0 * m * n * k * problem.device.gemm.slowdown(m, n, k, pace, side_by_side) / rate
 
 
 def products_s(
     problem: Problem, batch: PlanBatch, rate: Floats, m: Floats, n: Floats, k: Floats, pace: Floats | float = 1.0
 ) -> SplitPass:
-    """Times of the three products of a matrix of k inputs and n outputs that m tokens meet."""
+    """Times of the three products of m tokens with a matrix of k inputs and n outputs."""
     slower = _narrow_rows_time(problem, n, k)
     references = SplitPass(
         gemm_s(problem, rate, m, n, k, pace=pace, slower=slower),
@@ -136,7 +137,7 @@ def products_s(
 
 
 def _narrow_rows_time(problem: Problem, n: Floats, k: Floats) -> Floats | float:
-    """Time of a product of a matrix of k inputs and n outputs over an aligned one's: all three have such rows."""
+    """Slowdown of products with a k x n matrix relative to an aligned one; it applies to all three products."""
     element = problem.training.element_bytes
     if problem.device.vendor != "nvidia" or element != 2.0:
         return 1.0
@@ -149,7 +150,7 @@ def _narrow_rows_time(problem: Problem, n: Floats, k: Floats) -> Floats | float:
 
 
 def matrices_s(problem: Problem, batch: PlanBatch, linears: tuple[Linear, ...], rate: Floats) -> dict[str, SplitPass]:
-    """Times of the products of a block's matrices, by their names; those of experts by the reference."""
+    """Times of the products of a block's matrices by name; reference times for experts."""
     pace = gemm_pace(problem, batch, rate)
     times: dict[str, SplitPass] = {}
     dense = [piece for linear in linears if not linear.is_expert for piece in matrix_pieces(problem, linear)]
@@ -167,7 +168,7 @@ def matrices_s(problem: Problem, batch: PlanBatch, linears: tuple[Linear, ...], 
 
 
 def _experts_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats, pace: Floats) -> SplitPass:
-    """Times of the products of one matrix of all local experts, by the reference."""
+    """Reference times of the products of one matrix of all local experts."""
     inputs, outputs = local_sizes(linear, batch)
     tokens, num_local = expert_tokens(problem, batch), linear.copies / batch.ep
     side_by_side = np.clip(num_local, 1.0, GROUPED_STREAMS)
@@ -186,7 +187,7 @@ def _experts_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats,
 
 
 def _moved_per_grad(problem: Problem, batch: PlanBatch) -> Floats:
-    """Bytes that a product for a gradient of a weight moves of it: it adds to a buffer, or writes what others add."""
+    """Gradient bytes per weight moved by a weight-gradient product: it accumulates, or writes for a later sum."""
     if problem.framework.kernels.bytes_moved_per_accumulated_grad:
         return np.full(len(batch), problem.training.element_bytes)
     return 2.0 * grad_bytes(problem, batch)

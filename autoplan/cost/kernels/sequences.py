@@ -1,7 +1,7 @@
-"""Sequences that samples of unlike lengths make: their tokens, those that are padding, and what attention looks at.
+"""Sequences made of samples of different lengths: their tokens, their padding, and their work for attention.
 
-Of a micro-batch two numbers decide the time: its tokens, and the sum of the squares of the lengths over which attention
-looks (`modelling` A2: the sum of L_i^2 instead of b s^2).
+Two numbers determine the time of a micro-batch: its tokens, and the sum of the squared lengths over which attention
+works (`modelling` A2: the sum of L_i^2 instead of b s^2).
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from autoplan.base.arrays import Floats, Ints
 from autoplan.spec.lengths import Batching, Lengths
 from autoplan.spec.training import TrainingSpec
 
-# Packs that are made: of a smaller data set as many times over, so that they are those of a long run.
+# Number of packs to build; a smaller data set is repeated to represent a long run.
 LEAST_PACKS = 10**6
 
 
 class Packs(NamedTuple):
-    """Sequences of whole samples that are alike: arrays with an element for each kind of pack."""
+    """Packed sequences by kind: arrays with one element per kind of pack."""
 
-    share: Floats  # of all packs
-    tokens: Floats  # of their samples; the rest is padding
-    squares: Floats  # of the lengths of the samples, summed
+    share: Floats  # among all packs
+    tokens: Floats  # of the samples; the rest is padding
+    squares: Floats  # sum of the samples' squared lengths
     samples: Floats
 
 
 class Kinds(NamedTuple):
-    """Values that something takes, and how often."""
+    """Distinct values and their weights."""
 
     values: Floats
     weights: Floats
@@ -41,33 +41,33 @@ class Kinds(NamedTuple):
 
 
 class Useful(NamedTuple):
-    """Tokens learnt from in a sample of the batch, which may be a pack of several: means."""
+    """Useful tokens per sample of the batch, which may be a pack of several: means."""
 
-    tokens: float  # of samples, padding aside
-    attended_len: float  # tokens of the sample that a token is in, as attention sees it
+    tokens: float  # without padding
+    attended_len: float  # length of the sample that a token belongs to, as attention sees it
     samples: float
 
 
 @lru_cache(maxsize=64)
 def cut_samples(lengths: Lengths, seq_len: int) -> Kinds:
-    """The tokens of a sample, cut where it is longer than a sequence."""
+    """Return the tokens of samples, truncated to the sequence length."""
     tokens, samples = np.array(lengths.histogram, dtype=np.float64).T
     return Kinds(np.minimum(tokens, seq_len), samples / samples.sum())
 
 
 @lru_cache(maxsize=64)
 def packs_of(lengths: Lengths, seq_len: int) -> Packs:
-    """Packs of samples, each placed, longest first, into the fullest sequence that has room for it.
+    """Pack samples, longest first, each into the fullest sequence with room for it.
 
-    Best fit decreasing, as TRL packs (trl/data_utils.py, pack_dataset "bfd"); axolotl's and Megatron-Bridge's first fit
+    Best fit decreasing, as in TRL (trl/data_utils.py, pack_dataset "bfd"); axolotl's and Megatron-Bridge's first fit
     decreasing (axolotl/utils/samplers/multipack.py, megatron/bridge/data/datasets/packing_utils.py) and
     LLaMA-Factory's knapsack fill sequences about as well.
     """
     repeat = -(-LEAST_PACKS * seq_len // sum(min(length, seq_len) * samples for length, samples in lengths.histogram))
-    packs: dict[tuple[int, int, int], int] = {}  # (tokens, their squares, samples) to the number of such packs
+    packs: dict[tuple[int, int, int], int] = {}  # (tokens, squares, samples) to the number of such packs
 
     def add(kind: tuple[int, int, int], tokens: int, number: int, count: int) -> None:
-        """`count` packs of a kind, each with `number` more samples of this many tokens."""
+        """Add `count` packs of a kind, each extended by `number` samples of this many tokens."""
         more = (kind[0] + number * tokens, kind[1] + number * tokens**2, kind[2] + number)
         packs[more] = packs.get(more, 0) + count
         if not packs[more]:
@@ -90,7 +90,7 @@ def packs_of(lengths: Lengths, seq_len: int) -> Packs:
 
 @lru_cache(maxsize=1024)
 def longest_of(lengths: Lengths, seq_len: int, samples: int) -> Kinds:
-    """The longest of this many samples: the distribution of one, cumulated, to their power."""
+    """Distribution of the longest of this many samples: the cumulative distribution of one to that power."""
     tokens, shares = cut_samples(lengths, seq_len)
     below = np.minimum(np.cumsum(shares), 1.0) ** samples
     return Kinds(tokens, np.diff(below / below[-1], prepend=0.0))
@@ -98,7 +98,7 @@ def longest_of(lengths: Lengths, seq_len: int, samples: int) -> Kinds:
 
 @lru_cache(maxsize=4096)
 def means_of(lengths: Lengths, batching: Batching, seq_len: int, micro_batch: int) -> tuple[float, float]:
-    """(tokens of a sequence, squares over which attention looks in it), padding included, on average."""
+    """Return the mean (tokens, squares of attended lengths) of a sequence, including padding."""
     if batching in ("joined", "full"):
         return float(seq_len), float(seq_len) ** 2
     if batching == "packed":
@@ -111,13 +111,13 @@ def means_of(lengths: Lengths, batching: Batching, seq_len: int, micro_batch: in
 
 
 def tokens_per_sample(training: TrainingSpec, micro_batch: Ints) -> Floats | int:
-    """Tokens that are computed of a sample of the batch on average, in micro-batches of this many."""
+    """Mean tokens computed per sample of the batch, in micro-batches of this many samples."""
     tokens = training.seq_len if training.lengths is None else _means(training, micro_batch)[0]
     return training.sequences_per_sample * tokens
 
 
 def attended_len(training: TrainingSpec, micro_batch: Ints) -> Floats | int:
-    """Tokens that attention sees as one sequence, in the mean over tokens."""
+    """Mean length, over tokens, that attention sees as one sequence."""
     if training.lengths is None:
         return training.document_len or training.seq_len
     tokens, squares = _means(training, micro_batch)
@@ -125,7 +125,7 @@ def attended_len(training: TrainingSpec, micro_batch: Ints) -> Floats | int:
 
 
 def _means(training: TrainingSpec, micro_batch: Ints) -> Floats:
-    """`means_of` the sequences of each micro-batch: shape (2, plans)."""
+    """Return `means_of` the sequences of each micro-batch: shape (2, plans)."""
     assert training.lengths is not None
     sizes, row_of = np.unique(training.sequences_per_sample * micro_batch, return_inverse=True)
     table = [means_of(training.lengths, training.batching, training.seq_len, size) for size in sizes.tolist()]
@@ -133,7 +133,7 @@ def _means(training: TrainingSpec, micro_batch: Ints) -> Floats:
 
 
 def useful(training: TrainingSpec) -> Useful:
-    """Tokens of a sample of the batch without its padding; all of them where lengths are equal."""
+    """Tokens of a sample of the batch without padding; all of them if lengths are equal."""
     pairs = training.sequences_per_sample
     if training.lengths is None:
         return Useful(pairs * training.seq_len, training.document_len or training.seq_len, 1.0)

@@ -1,4 +1,4 @@
-"""Sizes of the work of one rank in one micro-batch: its tokens, its part of a matrix, its rows of the vocabulary."""
+"""Work of one rank in one micro-batch: its tokens, its part of a matrix, its rows of the vocabulary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
-# What decides the shapes of a plan's kernels: many plans share all of them.
+# Axes that determine the shapes of a plan's kernels; many plans agree in all of them.
 KERNEL_AXES = (
     "micro_batch",
     "tp",
@@ -37,49 +37,49 @@ KERNEL_AXES = (
 )
 
 
-# Bytes of an element as quantised: 8 bits, or with the scales of blocks of 32 (MXFP8) or 16 (NVFP4) elements.
+# Bytes per quantised element: 8 bits, plus scales per block of 32 (MXFP8) or 16 (NVFP4) elements.
 NARROW_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 
 
 def scales_rows(batch: PlanBatch) -> Bools:
-    """Return which plans have 8-bit products with a scale for each row of a matrix."""
+    """Return which plans have 8-bit products with one scale per matrix row."""
     return np.asarray((batch.precision == Precision.FP8.code) & (batch.fp8_scaling == Fp8Scaling.ROWWISE.code))
 
 
 def scales_by_past(batch: PlanBatch) -> Bools:
-    """Return which plans have 8-bit products with scales of past steps."""
+    """Return which plans have 8-bit products with delayed scaling."""
     return np.asarray((batch.precision == Precision.FP8.code) & (batch.fp8_scaling == Fp8Scaling.DELAYED.code))
 
 
 def scales_blocks(batch: PlanBatch) -> Bools:
-    """Return which plans have products with a scale for each block of a row or column of a matrix."""
+    """Return which plans have products with one scale per block of a matrix row or column."""
     return np.asarray((batch.precision == Precision.MXFP8.code) | (batch.precision == Precision.NVFP4.code))
 
 
 def gathers_narrow(problem: Problem, batch: PlanBatch) -> Bools:
-    """Return which plans gather what enters the matrices as quantised, each rank its part of the tokens."""
+    """Return which plans gather the inputs of matrices quantised, each rank its part of the tokens."""
     network, is_fp8 = problem.framework.network, batch.precision == Precision.FP8.code
     tensors = is_fp8 & network.narrow_tp_gathers & ~scales_rows(batch)
     return np.asarray(tensors | (scales_blocks(batch) & network.narrow_block_gathers))
 
 
 def rank_tokens(problem: Problem, batch: PlanBatch) -> Floats:
-    """Tokens of one micro-batch, of a mean one, that a tensor-parallel group works on after context parallelism."""
+    """Tokens of a mean micro-batch per tensor-parallel group, after context parallelism."""
     return batch.micro_batch * tokens_per_sample(problem.training, batch.micro_batch) / batch.cp
 
 
 def norm_tokens(problem: Problem, batch: PlanBatch) -> Floats:
-    """Tokens that one rank normalises and routes: sequence parallelism divides them by tp."""
+    """Tokens that one rank normalises and routes; sequence parallelism divides them by tp."""
     return rank_tokens(problem, batch) / np.where(batch.sp, batch.tp, 1)
 
 
 def encoder_tokens(problem: Problem, batch: PlanBatch) -> Floats:
-    """Positions of the encoder in one micro-batch, which cross attention reads."""
+    """Encoder positions in one micro-batch, which cross attention reads."""
     return batch.micro_batch * np.float64(problem.encoder_len)
 
 
 def linear_tokens(problem: Problem, batch: PlanBatch, linear: Linear) -> Floats:
-    """Tokens of a micro-batch that a rank's part of a matrix meets, of experts all local copies together."""
+    """Tokens of a micro-batch multiplied by a rank's part of a matrix; for experts, by all local copies together."""
     if linear.is_expert:
         return expert_tokens(problem, batch) * linear.copies / batch.ep
     if linear.reads_encoder:
@@ -88,7 +88,7 @@ def linear_tokens(problem: Problem, batch: PlanBatch, linear: Linear) -> Floats:
 
 
 def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
-    """Tokens that a local expert of the busiest rank receives from its expert-parallel group."""
+    """Tokens that a local expert on the busiest rank receives from its expert-parallel group."""
     moe = problem.model.moe
     assert moe is not None
     routed = norm_tokens(problem, batch) * moe.experts_per_token * expert_imbalance(problem, batch)
@@ -96,17 +96,17 @@ def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def expert_imbalance(problem: Problem, batch: PlanBatch) -> Floats:
-    """Tokens of the busiest rank of experts over their mean: all have as many where those beyond that are dropped."""
+    """Tokens of the busiest expert rank relative to the mean; 1 if tokens beyond the capacity are dropped."""
     return np.where(batch.token_dropping, 1.0, problem.training.expert_imbalance)
 
 
 def sends_tokens_once(problem: Problem, batch: PlanBatch) -> Bools:
-    """Return plans that send a token once to a rank or node, where a kernel puts it in its experts' order."""
+    """Return which plans send a token only once to a rank or node, where a kernel sorts it by expert."""
     return (batch.ep > 1) & (batch.dispatcher != Dispatcher.ALL_TO_ALL.code)
 
 
 def local_sizes(linear: Linear, batch: PlanBatch) -> tuple[Floats, Floats]:
-    """(inputs, outputs) of the part of a matrix that one rank holds."""
+    """Return (inputs, outputs) of one rank's part of a matrix."""
     ones = np.ones(len(batch))
     if linear.split == "column":
         groups = np.minimum(batch.tp, linear.num_groups)
@@ -122,7 +122,7 @@ def local_sizes(linear: Linear, batch: PlanBatch) -> tuple[Floats, Floats]:
 
 
 def matrix_pieces(problem: Problem, linear: Linear) -> tuple[Linear, ...]:
-    """The products that a framework makes of a matrix: one, or one for q, k, v, gate and up each."""
+    """Number of products that a framework uses for a matrix: one, or one each for q, k, v, gate and up."""
     if not problem.framework.kernels.separate_inputs:
         return (linear,)
     if linear.name == "qkv":
@@ -137,19 +137,19 @@ def matrix_pieces(problem: Problem, linear: Linear) -> tuple[Linear, ...]:
 
 
 def widest_mlp(model: ModelSpec) -> int:
-    """The widest that a token becomes in an MLP or in all its experts."""
+    """Largest width of a token inside an MLP, or in all its experts together."""
     moe = model.moe
     return max(model.ffn_size, moe.shared_expert_ffn_size + moe.experts_per_token * moe.expert_ffn_size if moe else 0)
 
 
 def local_logits(problem: Problem, batch: PlanBatch) -> Floats:
-    """Logits of a micro-batch that a rank with the head holds."""
+    """Logits of a micro-batch on a rank with the head."""
     split = np.where(problem.framework.memory.shards_logits, batch.tp, 1)
     return rank_tokens(problem, batch) * head_columns(problem, batch) / split
 
 
 def head_columns(problem: Problem, batch: PlanBatch) -> Floats:
-    """Outputs of the head on all its ranks together: logits, or a score, which each of them works out."""
+    """Outputs of the head over all its ranks: logits, or a score that every rank computes."""
     return batch.tp * np.ones(len(batch)) if problem.training.has_scores else padded_vocab(problem, batch)
 
 

@@ -1,4 +1,4 @@
-"""Times of the kernels of each block on one device, forward and backward, for one micro-batch, and of the head.
+"""Kernel times of each block, and of the head, on one device for one micro-batch, forward and backward.
 
 Arrays have one element per plan; times are seconds, sizes elements.
 """
@@ -28,13 +28,13 @@ from autoplan.spec.problem import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTimes(Rows):
-    """Passes of one block and micro-batch, by kind of kernel; backward without recomputation."""
+    """Passes of one block and micro-batch by kind of kernel; backward without recomputation."""
 
     gemm: Pass
-    gemm_weight_s: Floats  # what the weight gradients take of the backward pass
+    gemm_weight_s: Floats  # the weight gradients' part of the backward pass
     attention: Pass
     memory: Pass
-    matrix_forward_s: dict[str, Floats]  # of the forward products, by the names of `arithmetic`
+    matrix_forward_s: dict[str, Floats]  # forward products by matrix name
 
     @property
     def passes(self) -> Pass:
@@ -42,7 +42,7 @@ class KernelTimes(Rows):
         return self.gemm.plus(self.attention).plus(self.memory)
 
     def times(self, forward: Floats, backward: Floats) -> KernelTimes:
-        """The kernels of passes that take so many times as long."""
+        """Return the kernels with both passes scaled."""
         return KernelTimes(
             gemm=self.gemm.times(forward, backward),
             gemm_weight_s=backward * self.gemm_weight_s,
@@ -53,7 +53,7 @@ class KernelTimes(Rows):
 
 
 def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> KernelTimes:
-    """Time of the kernels of one block for one micro-batch on one rank; of a plan, `KERNEL_AXES` decide alone."""
+    """Kernel time of one block for one micro-batch on one rank; depends only on the `KERNEL_AXES` of a plan."""
     problem = problem.attending(block)
     matrices = tuned_matrices_s(problem, batch, shape)
     attention = Pass.none(len(batch))
@@ -83,16 +83,16 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
 def _measured_experts(
     problem: Problem, batch: PlanBatch, shape: BlockShape, matrices: dict[str, SplitPass], activation: Pass
 ) -> tuple[Floats, Floats]:
-    """Return measured times of the routed experts over their references, (forward, backward).
+    """Return measured (forward, backward) times of routed experts relative to their references.
 
-    Two matrices and the activation between them were measured as one.
+    Both matrices and the activation between them were measured together.
     """
     model, moe = problem.model, problem.model.moe
     assert moe is not None
     own = [matrices[linear.name] for linear in shape.linears if linear.is_expert]
     products = SplitPass(*(add_up(seconds) for seconds in zip(*own, strict=True)))
     reference = Pass(products.forward_s, products.backward_s).plus(activation)
-    # All ranks of an expert group bring their tokens; the busiest of them decides.
+    # All ranks of an expert group contribute tokens; the busiest rank determines the time.
     tokens = norm_tokens(problem, batch) * batch.ep * batch.etp * expert_imbalance(problem, batch)
     width = (float(moe.latent_size or model.hidden_size), float(moe.expert_ffn_size))
     sizes = (tokens, *width, float(moe.experts_per_token), float(moe.num_experts), batch.etp, batch.ep)
@@ -103,14 +103,14 @@ def _measured_experts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadTimes(Rows):
-    """Passes of the end of a model in one micro-batch."""
+    """Passes of final norm, head and loss in one micro-batch."""
 
     passes: Pass
-    weight_s: Floats  # weight gradients in them
+    weight_s: Floats  # the weight gradients' part
 
 
 def head_s(problem: Problem, batch: PlanBatch) -> HeadTimes:
-    """Time of final norm, logits and cross entropy of a micro-batch; of a plan, `KERNEL_AXES` decide alone."""
+    """Time of final norm, logits and cross entropy of a micro-batch; depends only on the `KERNEL_AXES` of a plan."""
     model, framework = problem.model, problem.framework
     wide = batch.unquantised()  # frameworks do not quantise the head
     rate, tokens, depths = gemm_rate(problem, wide), rank_tokens(problem, batch), model.num_mtp_layers
@@ -119,9 +119,9 @@ def head_s(problem: Problem, batch: PlanBatch) -> HeadTimes:
     products = products_s(problem, wide, rate, tokens, columns, width)
     if model.head_transform:
         products = products.plus(products_s(problem, wide, rate, tokens, width, hidden))
-    # A loss that is not vocabulary-parallel works on gathered logits.
+    # A loss that is not vocabulary-parallel uses gathered logits.
     logits = columns if framework.memory.shards_logits else head_columns(problem, batch)
-    # Cross entropy reads and writes the logits about as often as their peak copies weigh (`modelling` C5).
+    # Cross entropy reads and writes about as many bytes as the peak copies of the logits (`modelling` C5).
     moved = (framework.kernels.bytes_moved_per_logit or 1.25 * framework.memory.bytes_per_logit) * (tokens * logits)
     loss = memory_bound_s(problem, moved)
     if not problem.timings.is_empty:
@@ -134,7 +134,8 @@ def head_s(problem: Problem, batch: PlanBatch) -> HeadTimes:
         products = products._replace(weight_gradient_s=0.0 * products.weight_gradient_s)
     if problem.training.runs_reference:
         products = products._replace(forward_s=2.0 * products.forward_s + loss)
-    # Every prediction depth runs the head once more, after a projection of the hidden state beside the next embedding.
+    # Every prediction depth runs the head once more, after a projection of the hidden state joined with the next
+    # embedding.
     passes = Pass(products.forward_s + loss, products.backward_s + loss).scaled(1 + depths)
     if depths:
         joined = products_s(problem, wide, rate, tokens, hidden / batch.tp, 2.0 * hidden)
