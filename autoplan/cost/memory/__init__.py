@@ -1,1 +1,1 @@
-"""Memory of every pipeline rank, and what recomputation saves of it."""
+"""Memory of every pipeline rank, and the memory saved by recomputation."""

@@ -1,4 +1,4 @@
-"""Activations that every pipeline rank keeps for its backward passes: shape (plans, stages), in bytes."""
+"""Activations stored by every pipeline rank for its backward passes: shape (plans, stages), in bytes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _FILLED = 3  # `order.live_chunks` saturates after so many groups of micro-batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkEnds:
-    """Bytes that a chunk in flight keeps of one micro-batch beside its layers: shape (plans)."""
+    """Bytes that a chunk in flight stores per micro-batch outside of its layers: shape (plans)."""
 
     received: Floats  # every chunk but the first
     sent: Floats  # every chunk but the last
     head: Floats  # the last chunk
-    # Between the two gradients of a split backward pass, more of each block, and less of the last chunk.
+    # Between the two gradients of a split backward pass: additional bytes per block, and bytes freed on the last chunk.
     waiting: dict[Block, Floats]
     spent: Floats
 
     def waiting_bytes(self, counts: dict[Block, tuple[Floats, Floats]], rows: Ints) -> Floats:
-        """Bytes that chunks but the first, whose backward is one, add between two gradients: (rows, chunks)."""
+        """Bytes that chunks add between the two gradients, except the first, which does not split: (rows, chunks)."""
         size = add_up(count * self.waiting[block][rows, None] for block, (count, _) in counts.items())
         size[:, -1] -= self.spent[rows]
         size[:, 0] = 0.0
@@ -48,17 +48,17 @@ def activation_bytes(
     per_block: dict[Block, Floats],
     ends: ChunkEnds | None = None,
 ) -> Floats:
-    """Bytes kept for the backward passes of all micro-batches in flight: shape (plans, stages)."""
+    """Bytes stored for the backward passes of all micro-batches in flight: shape (plans, stages)."""
     stored, boundary = stored_bytes(problem, batch), boundary_bytes(problem, batch)
     depths = _prediction_bytes(problem, batch, per_block)
     per_microbatch = layer_bytes(blocks, per_block, stored) + blocks.at_last(depths)
     microbatches, is_gpipe = batch.num_microbatches, batch.schedule == Schedule.GPIPE.code
     live = in_flight_chunks(blocks.num_stages, batch.vp, microbatches, gpipe=is_gpipe)
     result = (per_microbatch / batch.vp[:, None] + boundary[:, None]) * live
-    # More micro-batches than fill the pipeline three times keep no more alive, but where all of them are.
+    # Micro-batches beyond three times the pipeline's depth are not alive at the same time, except where all are.
     fills = (microbatches % blocks.num_stages == 0) & ~is_gpipe
     microbatches = np.where(fills, np.minimum(microbatches, _FILLED * blocks.num_stages), microbatches)
-    # Where the chunks of a rank differ it matters which of them are alive together.
+    # If the chunks of a rank differ, it matters which of them are alive together.
     split = np.isin(batch.schedule, SPLIT_SCHEDULES)
     unlike = np.flatnonzero(split | ((batch.vp > 1) & (~blocks.chunks_alike | (depths > 0))) | (ends is not None))
     for _, rows in by_chunks(batch, unlike):
@@ -75,7 +75,7 @@ def activation_bytes(
 
 
 def layer_bytes(blocks: StageBlocks, per_block: dict[Block, Floats], stored: Floats) -> Floats:
-    """Bytes that the layers of all chunks of a rank keep of one micro-batch: shape (plans, stages)."""
+    """Bytes that the layers of all chunks of a rank store per micro-batch: shape (plans, stages)."""
     return add_up(
         (count - blocks.repeated[block]) * per_block[block][:, None] + blocks.repeated[block] * stored[:, None]
         for block, count in blocks.count.items()
@@ -83,7 +83,7 @@ def layer_bytes(blocks: StageBlocks, per_block: dict[Block, Floats], stored: Flo
 
 
 def _prediction_bytes(problem: Problem, batch: PlanBatch, per_block: dict[Block, Floats]) -> Floats:
-    """Kept by the depths of multi-token prediction, behind the last chunk: shape (plans)."""
+    """Bytes stored by the multi-token prediction layers after the last chunk: shape (plans)."""
     model, stored = problem.model, stored_bytes(problem, batch)
     depths = np.zeros(len(batch))
     for block in model.mtp_layer if model.num_mtp_layers else ():
@@ -99,9 +99,9 @@ def _chunk_bytes(
     boundary: Floats,
     depths: Floats,
 ) -> Floats:
-    """Bytes that one micro-batch keeps in every chunk, of some plans with as many chunks: shape (rows, chunks).
+    """Bytes stored per micro-batch in every chunk, for plans with the same number of chunks: shape (rows, chunks).
 
-    `counts` are the blocks of their chunks, as `chunk_blocks` has them; the other arrays are those of all plans.
+    `counts` are the blocks of their chunks, as from `chunk_blocks`; the other arrays are for all plans.
     """
     size = np.zeros_like(next(count for count, _ in counts.values())) + boundary[rows, None]
     for block, (count, again) in counts.items():
@@ -111,15 +111,15 @@ def _chunk_bytes(
 
 
 def layer_parts(problem: Problem, batch: PlanBatch) -> dict[Block, Parts]:
-    """Bytes that every kind of block of the layers keeps, by part."""
+    """Bytes that every kind of block in the layers stores, by part."""
     shapes = layer_shapes(problem.model, problem.training.finetuning)
     return {block: activation_parts(problem, batch, block, shape) for block, shape in shapes.items()}
 
 
 def block_bytes(problem: Problem, batch: PlanBatch, parts: dict[Block, Parts]) -> dict[Block, Floats]:
-    """Bytes that every kind of block keeps of one micro-batch, under what each plan recomputes by name.
+    """Bytes that every kind of block stores per micro-batch under each plan's selective recomputation.
 
-    `parts` are those of the layers.  An encoder keeps nothing that is not trained, and less where it is recomputed.
+    `parts` covers the layers.  A frozen encoder stores nothing, a recomputed one stores less.
     """
     kept = {block: kept_bytes(problem, batch, own) for block, own in parts.items()}
     encoding, finetuning = problem.of_encoder, problem.training.finetuning
@@ -133,7 +133,7 @@ def block_bytes(problem: Problem, batch: PlanBatch, parts: dict[Block, Parts]) -
 
 
 def chunk_activation_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Activations that one micro-batch keeps in every chunk, of plans with as many chunks: shape (plans, chunks)."""
+    """Activations stored per micro-batch in every chunk, for plans with the same number of chunks: (plans, chunks)."""
     problem = problem.at_longest
     per_block = block_bytes(problem, batch, layer_parts(problem, batch))
     rows = np.arange(len(batch))
@@ -145,10 +145,10 @@ def chunk_activation_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 def _most_alive(
     schedules: Ints, microbatches: Ints, stages: int, chunk_bytes: Floats, waiting_bytes: Floats | None = None
 ) -> Floats:
-    """The largest sum of `chunk_bytes` that is alive at once on every rank: shape (plans, stages).
+    """Largest sum of `chunk_bytes` alive at once on every rank: shape (plans, stages).
 
-    The plans have as many chunks; `chunk_bytes` is what each of them keeps, shape (plans, chunks), and `waiting_bytes`
-    what it keeps beside that between the two gradients of a split backward pass.
+    All plans have the same number of chunks.  `chunk_bytes` is stored by each chunk, shape (plans, chunks);
+    `waiting_bytes` is stored in addition between the two gradients of a split backward pass.
     """
     result = np.empty((len(schedules), stages), order="F")
     vp = chunk_bytes.shape[1] // stages
@@ -156,7 +156,7 @@ def _most_alive(
     for at, plan in enumerate(first):
         rows, schedule = np.flatnonzero(inverse == at), tuple(Schedule)[schedules[plan]]
         waits = waiting_bytes is not None and schedules[plan] in SPLIT_SCHEDULES
-        # Whole numbers as floats, as those they are multiplied with are.
+        # Whole numbers stored as floats, as they are multiplied with floats.
         shape = PipelineShape(schedule, stages, vp, int(microbatches[plan]))
         alive = live_chunks(shape, waiting=waits).astype(np.float64)
         chunks = chunks_of_ranks(schedule, stages, vp)
@@ -168,19 +168,19 @@ def _most_alive(
 
 
 def logit_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Bytes of a micro-batch's logits at the peak of head and loss, on a rank with the head (`modelling` B3)."""
+    """Bytes of a micro-batch's logits at the peak of head and loss on a rank with the head (`modelling` B3)."""
     memory = problem.framework.memory
     gathered = np.where(batch.tp > 1, memory.bytes_per_gathered_logit, 0.0)
     return (memory.bytes_per_logit + gathered) * local_logits(problem, batch)
 
 
 def boundary_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """The tensors at its ends that every chunk in flight keeps."""
+    """Tensors at the ends of every chunk in flight."""
     per_hidden = problem.framework.memory.bytes_per_boundary_hidden
     return per_hidden * norm_tokens(problem, batch) * problem.model.hidden_size * (batch.pp > 1)
 
 
 def stored_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """A block's share of the input of its layer, all that is kept of a layer that is recomputed as a whole."""
+    """A block's share of its layer's input, which is all that a fully recomputed layer stores."""
     element = problem.training.element_bytes
     return element * norm_tokens(problem, batch) * problem.model.hidden_size / len(problem.model.layers[0])

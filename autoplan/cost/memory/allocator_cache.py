@@ -1,9 +1,9 @@
-"""Memory that PyTorch's caching allocator holds beyond what the framework's tensors take at their peak.
+"""Memory that PyTorch's caching allocator reserves beyond the peak of the framework's tensors.
 
-It keeps every block that was freed and gives a block only to tensors that fit into it, so that tensors which are never
-alive together still add up where the later ones are larger; and a block that a collective still reads waits for the
-communication stream.  All of this goes back when memory runs short (c10/cuda/CUDACachingAllocator.cpp `malloc`): it
-shows in the peak that is reserved, but a run can do without it.
+It keeps every freed block and reuses a block only for tensors that fit into it, so tensors that are never alive
+together still add up if later ones are larger; and a block that a collective still reads is reusable only after the
+communication stream.  When memory runs short all cached blocks are returned (c10/cuda/CUDACachingAllocator.cpp
+`malloc`): they count in the reserved peak, but a run can do without them.
 
 Arrays of stages have the shape (plans, stages); sizes are bytes.
 """
@@ -23,20 +23,20 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
-Kept = list[tuple[Floats, Floats]]  # size of a kept tensor, and how many of them are alive: (plans, stages) both
+Kept = list[tuple[Floats, Floats]]  # (size of a stored tensor, how many are alive), both of shape (plans, stages)
 
-GRAD_BYTES = 2.0  # of a gradient as the backward pass produces it
-MOMENT_BYTES = 8.0  # of Adam's moments, allocated at the end of the first step
+GRAD_BYTES = 2.0  # per gradient element as produced by the backward pass
+MOMENT_BYTES = 8.0  # of Adam's moments per parameter, allocated at the end of the first step
 FP32_LOGIT_BYTES = 4.0
 
 
 def cached_bytes(
     problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: Floats, group: Ints
 ) -> tuple[Floats, Floats]:
-    """Blocks in the allocator's cache when it reserves most: (those of the passes, those of the end of a step).
+    """Bytes in the allocator's cache at the reserved peak: (from the passes, from the end of a step).
 
-    The latter go back without harm: nothing lives then that another library or a pass would miss.  `group` is how many
-    ranks share a copy of the states.
+    The latter can be returned without harm, as neither a pass nor another library needs memory at that time.  `group`
+    is the number of ranks that share one copy of the states.
     """
     if not problem.framework.memory.counts_cached_blocks:
         return blocks.zeros(), blocks.zeros()
@@ -57,11 +57,11 @@ def _in_flight(batch: PlanBatch, stages: int) -> Floats:
 
 
 def unreduced_bytes(problem: Problem, batch: PlanBatch, passes: Floats) -> Floats:
-    """Outputs of whole width that tensor-parallel ranks have freed, but whose reduce-scatter the device has not done.
+    """Full-width outputs that tensor-parallel ranks have freed before the device has run their reduce-scatter.
 
-    The host launches ahead of the device by some layers: of the forward passes in flight (`passes`) and, once
-    micro-batches go backward in turn, of the backward pass before them.  In a pipeline it waits at every message, and
-    its lead only grows with the tokens that the device has to work through.
+    The host launches some layers ahead of the device: in the forward passes in flight (`passes`) and, with several
+    micro-batches, in the preceding backward pass.  In a pipeline the host waits at every message, and its lead grows
+    only with the tokens that the device has to process.
     """
     framework = problem.framework
     tokens = batch.num_microbatches * rank_tokens(problem, batch)
@@ -75,7 +75,7 @@ def unreduced_bytes(problem: Problem, batch: PlanBatch, passes: Floats) -> Float
 
 
 def _kept_tensors(problem: Problem, batch: PlanBatch, blocks: StageBlocks, passes: Floats) -> Kept:
-    """The larger tensors that dense layers and the loss keep for their backward pass, and how many there are."""
+    """Larger tensors that dense layers and the loss store for the backward pass, with their counts."""
     model = problem.model
     tokens = rank_tokens(problem, batch) / batch.tp
     activation = 2.0 * tokens * model.ffn_size
@@ -96,7 +96,7 @@ def _largest(tensors: Kept) -> Floats:
 def _unfit_gradients(
     problem: Problem, batch: PlanBatch, blocks: StageBlocks, tensors: Kept
 ) -> tuple[Floats, tuple[Floats, Floats]]:
-    """Gradients of weights that fit into no block of a freed activation, and the block that this adds for a table."""
+    """Bytes of weight gradients that fit into no freed activation's block, and of the block added for a table."""
     ends, table, fc1 = _large_weights(problem, batch, blocks)
     is_large = GRAD_BYTES * table > _largest(tensors)
     tables = np.where(is_large, GRAD_BYTES * ends * table, 0.0)
@@ -107,7 +107,7 @@ def _unfit_gradients(
 
 
 def _large_weights(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> tuple[Floats, Floats, Floats]:
-    """(tables of embedding and head on each stage, elements of a table, elements of a layer's first MLP matrix)."""
+    """Return (number of embedding and head tables per stage, elements of a table, elements of the first MLP matrix)."""
     model = problem.model
     has_table = blocks.is_last[:, 0]
     ends = blocks.at_last(np.where(has_table & model.tied_embeddings, 0.0, 1.0))
@@ -125,10 +125,10 @@ def _unfit_gather(
     group: Ints,
     tensors: Kept,
 ) -> Floats:
-    """Bytes that gathering the weights at the end of a step takes beyond the blocks that the activations left.
+    """Bytes for gathering weights at the end of a step, beyond the blocks that activations have freed.
 
-    The pieces of all ranks are flattened, and flattened again into one tensor of all of them.  Adam's moments, which
-    are allocated before the first gather, take such blocks as well, and forward passes then use those of the gather.
+    The pieces of all ranks are flattened, and then flattened again into one tensor.  Adam's moments, allocated before
+    the first gather, also occupy such blocks, and later forward passes reuse those of the gather.
     """
     ranks = group[:, None].astype(np.float64)
     gathered_bytes = problem.training.element_bytes * parameters

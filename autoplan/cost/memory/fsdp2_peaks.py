@@ -1,9 +1,8 @@
-"""Memory of a rank of FSDP2 at the moments of its step that may be its peak.
+"""Memory of an FSDP2 rank at the moments of a step that may be its peak.
 
-Gradients live from their backward pass to the optimizer's step, and copies of the weights only while passes run, so
-that a step has several moments that may be its peak (torch/distributed/fsdp/_fully_shard).  A pipeline has others: it
-reduces gradients when all passes are over (torch/distributed/pipelining).  Arrays have the shape (plans, stages);
-sizes are bytes.
+Gradients live from their backward pass to the optimizer step, copies of the weights only during passes, so several
+moments of a step may be its peak (torch/distributed/fsdp/_fully_shard).  A pipeline has different ones, as it reduces
+gradients after all passes (torch/distributed/pipelining).  Arrays have the shape (plans, stages); sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -16,30 +15,30 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats
 from autoplan.cost.memory.state_types import WIDE_BYTES
 
-# Terms of memory at the moments of each phase of a step that may be its peak.
+# Memory terms at the candidate peaks of each phase of a step.
 Snapshots = dict[Literal["forward", "backward", "update"], tuple[dict[str, Floats], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSizes:
-    """Sizes that make up the moments; parameters are elements of the rank before data-parallel sharding."""
+    """Inputs of the candidate peaks; parameters in elements per rank before data-parallel sharding."""
 
-    element_bytes: float  # of a weight's gradient as the backward pass makes it
-    copy_bytes: Floats  # of a weight as passes read it; 0 where they read the fp32 weights themselves
+    element_bytes: float  # per gradient element as produced by the backward pass
+    copy_bytes: Floats  # per weight as read by passes; 0 if they read the fp32 weights directly
     parameters: Floats
-    ends: Floats  # embedding, head and last norm, one unit with the whole
-    head: Floats  # of them, the head's matrix
-    summed: Floats  # what tensor-parallel ranks add up: the gradient of the whole embedding except for the own part
+    ends: Floats  # embedding, head and last norm, which belong to the root unit
+    head: Floats  # the head's matrix among them
+    summed: Floats  # gradient of the whole embedding except the rank's own part, which tensor-parallel ranks reduce
     unit: Floats  # the largest layer
-    own: Floats  # of the parameters, what the rank keeps of them on the device
-    own_ends: Floats  # the same of the ends
-    accumulated: Floats  # bytes of gradients that earlier micro-batches left; 0 where there are none
-    reduces_every: Bools  # micro-batch's gradients, and has done so before
-    frees_weights: Bools  # zero3 without a pipeline: a layer's copies go after each of its passes
+    own: Floats  # parameters that the rank keeps on the device after sharding
+    own_ends: Floats  # of `ends`, those that the rank keeps
+    accumulated: Floats  # bytes of gradients accumulated by earlier micro-batches, if any
+    reduces_every: Bools  # micro-batch's gradients, with an earlier micro-batch in the step
+    frees_weights: Bools  # zero3 without a pipeline: a layer's copies are freed after each of its passes
     live: Floats  # activations of all micro-batches in flight
-    later_live: Floats  # of them, those of other micro-batches when the backward pass of one comes to its end
+    later_live: Floats  # those of other micro-batches when the backward pass of one ends
     logits: Floats  # at the peak of head and loss
-    transients: Floats  # of one layer's backward pass, with what it computes again
+    transients: Floats  # of one layer's backward pass, including recomputed activations
 
 
 def _snapshot(
@@ -61,20 +60,20 @@ def _snapshot(
 
 
 def pass_terms(sizes: PassSizes) -> Snapshots:
-    """Forward through the last layer, and the loss; backward through that layer, the first, the ends; update."""
+    """Moments without a pipeline: forward through the last layer; loss; backward of last layer, first, ends; update."""
     element, copy, accumulated = sizes.element_bytes, sizes.copy_bytes, sizes.accumulated
     copies = copy * np.where(sizes.frees_weights, sizes.ends, sizes.parameters)
     in_turn = copy * np.where(sizes.frees_weights, 2 * sizes.unit, 0.0)
-    # Gradients of weights without copies come to be where they stay, or are added there one matrix after the other.
+    # Without weight copies gradients are written in place, or accumulated there matrix by matrix.
     in_place, adds = copy == 0, accumulated > 0
-    # A layer's gradients, put together in fp32 to be reduced.
+    # A layer's gradients, concatenated in fp32 for the reduction.
     reduced = np.where(in_place, 0.0, (element + WIDE_BYTES) * sizes.unit)
     head_gradient = element * sizes.head
     layers = WIDE_BYTES * (sizes.own - sizes.own_ends)
     earlier = np.maximum(accumulated, layers)
-    # What the last reduction read stays until the next one (FSDPParamGroup.post_backward).
+    # The input of the last reduction stays alive until the next one (FSDPParamGroup.post_backward).
     read = WIDE_BYTES * sizes.ends * sizes.reduces_every
-    # What was gathered for the last layer is copied into its weights.
+    # The last layer's gathered buffer is copied into its weights.
     forward = _snapshot(accumulated, sizes.live, gathered=copies + in_turn + read)
     loss = _snapshot(accumulated, sizes.live, logits=sizes.logits, gathered=copies + read)
     last = _snapshot(
@@ -99,23 +98,23 @@ def pass_terms(sizes: PassSizes) -> Snapshots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSizes:
-    """Sizes at the moments of a pipeline; `passes.live` has what head and loss keep of micro-batches in flight."""
+    """Inputs of a pipeline's candidate peaks; `passes.live` includes what head and loss store in flight."""
 
     passes: PassSizes
-    buffers: Floats  # that hidden states and their gradients are received into, from the first step to the last
-    logits: Floats  # beyond those alive, at the peak of head and loss
-    behind: Floats  # of those alive, what is gone when the backward pass of the layers begins
-    transients: Floats  # of one layer's backward pass, when the gradient of its last matrix is there
+    buffers: Floats  # receive buffers of hidden states and their gradients, allocated for the whole run
+    logits: Floats  # beyond live ones, at the peak of head and loss
+    behind: Floats  # of the live ones, those freed before the backward pass of the layers
+    transients: Floats  # of one layer's backward pass, once the gradient of its last matrix exists
     matrix: Floats  # that matrix, in elements
-    layer: Floats  # of what is alive, one layer of one micro-batch
-    refills: Bools  # forward passes follow on the first backward pass: as much is alive when there are gradients
+    layer: Floats  # one layer of one micro-batch among the live activations
+    refills: Bools  # forward passes follow the first backward pass, so as much is alive when gradients exist
 
 
 def stage_terms(sizes: PipelineSizes) -> Snapshots:
-    """Moments of a pipeline: the loss; backward through a layer, its end, the reduction of gradients; update.
+    """Moments with a pipeline: loss; backward through a layer, end of backward, gradient reduction; update.
 
-    The first three come with the first backward pass, and with later ones, when there are gradients.  Nothing is
-    reduced before all passes are over (stage.py perform_reduce_grad).
+    The first three occur in the first backward pass and in later ones, when gradients exist.  Nothing is reduced before
+    all passes are complete (stage.py perform_reduce_grad).
     """
     passes = sizes.passes
     summed = WIDE_BYTES * (passes.parameters + passes.summed)
@@ -131,7 +130,7 @@ def stage_terms(sizes: PipelineSizes) -> Snapshots:
             _snapshot(with_head + element * sizes.matrix, behind, transients=sizes.transients, gathered=copies),
             _snapshot(with_head + element * passes.unit, behind - sizes.layer, gathered=copies),
         ]
-    # Unit by unit, gradients are put together in fp32 where the copies of the weights were.
+    # Unit by unit, gradients are concatenated in fp32 in the memory of the weight copies.
     largest = np.maximum(passes.unit, passes.ends)
     reduced = np.where(passes.copy_bytes > 0, WIDE_BYTES - passes.copy_bytes, 0.0) * largest
     backward.append(_snapshot(summed, gathered=copies + reduced))
@@ -144,7 +143,7 @@ def stage_terms(sizes: PipelineSizes) -> Snapshots:
 
 
 def with_gathered(snapshots: Snapshots, gathered: Floats) -> Snapshots:
-    """The moments with this many bytes more of gathered weights while passes run."""
+    """Return the moments with this many additional bytes of gathered weights during passes."""
     return {
         phase: tuple(
             {
@@ -158,7 +157,7 @@ def with_gathered(snapshots: Snapshots, gathered: Floats) -> Snapshots:
 
 
 def at_peak(snapshots: Snapshots) -> dict[str, Floats]:
-    """The terms of the moment that needs most."""
+    """Return the terms of the moment with the largest total."""
     all_snapshots = [terms for phase in snapshots.values() for terms in phase]
     totals = np.stack([sum(terms.values(), start=np.float64(0.0)).T for terms in all_snapshots])
     peak = totals.argmax(axis=0)[None]

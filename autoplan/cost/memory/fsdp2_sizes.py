@@ -1,6 +1,6 @@
-"""Sizes of what a rank of FSDP2 holds in a step: weights and their copies, gradients, activations of its passes.
+"""Sizes on an FSDP2 rank during a step: weights and their copies, gradients, activations.
 
-Arrays have the shape (plans) or (plans, stages); sizes are bytes.  `fsdp2_peaks` puts them together, moment by moment.
+Arrays have the shape (plans) or (plans, stages); sizes are bytes.  `fsdp2_peaks` combines them, moment by moment.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from autoplan.spec.problem import Problem
 
 
 def dealt_experts(groups: ProcessGroups, num_experts: int) -> ProcessGroups:
-    """Shard experts as FSDP2: whole ones to the first ranks of the dense states, else as fewer ranks would."""
+    """Shard experts as FSDP2 does: whole experts on the first ranks, priced as an even share over fewer ranks."""
     stride, size, _ = groups.shard
     return replace(groups, expert_shard=ProcessGroup(stride, num_experts // -(-num_experts // size)))
 
@@ -53,7 +53,7 @@ def pass_sizes(
     per_block: dict[Block, Floats],
     repeat: Floats,
 ) -> PassSizes:
-    """Sizes that make up the moments of an FSDP2 step; `repeat` is what a layer recomputed as a whole keeps again."""
+    """Sizes for an FSDP2 step; `repeat` are the bytes that a fully recomputed layer stores again."""
     model, finetuning = problem.model, problem.training.finetuning
     shapes, parameters = block_shapes(model, finetuning), parameters.trained
     in_each = (batch.sharding >= Sharding.ZERO2.code) & (batch.pp == 1)
@@ -77,7 +77,7 @@ def pass_sizes(
     gate = 2 if model.gated_mlp else 1
     element = problem.training.element_bytes
     transients = element * tokens * ((gate + 1) * widest_mlp(model) / batch.tp + model.hidden_size)
-    # Where weights are neither cast nor gathered the passes read them where they are.
+    # Weights that are neither cast nor gathered are read in place.
     has_copies = (batch.dp > 1) | (problem.training.precision != "fp32")
     return PassSizes(
         element_bytes=element,
@@ -103,7 +103,7 @@ def pass_sizes(
 def frozen_copies(
     problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters, groups: ProcessGroups
 ) -> Floats:
-    """Bytes of gathered frozen weights while the passes of FSDP2 run; those that are not sharded are read in place."""
+    """Bytes of gathered frozen weights during the passes of FSDP2; unsharded ones are read in place."""
     shapes, frozen = block_shapes(problem.model, problem.training.finetuning), parameters.frozen_bytes
     assert frozen is not None
     unit = np.zeros(len(batch))
@@ -118,7 +118,7 @@ def frozen_copies(
 def pipeline_sizes(
     problem: Problem, batch: PlanBatch, blocks: StageBlocks, passes: PassSizes, per_block: dict[Block, Floats]
 ) -> PipelineSizes:
-    """Sizes that make up the moments of a pipeline (torch/distributed/pipelining/stage.py)."""
+    """Sizes for a pipeline's step (torch/distributed/pipelining/stage.py)."""
     model = problem.model
     element = problem.training.element_bytes
     sliced = element * norm_tokens(problem, batch) * model.hidden_size
@@ -131,14 +131,14 @@ def pipeline_sizes(
     )
     least = np.min([add_up(per_block[block] for block in layer) for layer in set(model.layers)], axis=0)
     stored = stored_bytes(problem, batch) * len(model.layers[0])
-    # In the backward pass of an MLP its last input is gone, and the gradient of its output is that of the layer's.
+    # In the backward pass of an MLP its last input is freed, and the gradient of its output is the layer's.
     gone = element * rank_tokens(problem, batch) * (widest_mlp(model) / batch.tp + model.hidden_size)
     return PipelineSizes(
         passes=passes,
-        # One for every micro-batch, alive or not, and the gradient that is being sent.
+        # One for every micro-batch, alive or not, plus the gradient being sent.
         buffers=sliced[:, None] * (batch.num_microbatches[:, None] * (inputs + outputs) + (inputs > 0)),
         logits=passes.logits - blocks.at_last(WIDE_BYTES * logits + norm),
-        # The output stays; the gradient of what the last layer made is a tensor of its own.
+        # The output stays alive; the gradient of the last layer's output is a separate tensor.
         behind=blocks.at_last((WIDE_BYTES * logits + norm - sliced) * (batch.vp == 1)),
         transients=passes.transients - gone[:, None],
         matrix=blocks.at_all(_last_matrix(problem, batch)),
@@ -148,9 +148,10 @@ def pipeline_sizes(
 
 
 def _refills(batch: PlanBatch, in_flight: Ints) -> Bools:
-    """Return whether forward passes follow on the first gradients of weights: shape (plans, stages).
+    """Return whether forward passes follow the first weight gradients: shape (plans, stages).
 
-    Rank r of ZB-H1 keeps r of these back: all ranks begin with as many forward passes as there are ranks, a chunk.
+    Rank r of ZB-H1 defers r weight gradients: all ranks begin with as many forward passes as there are ranks, per
+    chunk.
     """
     waits = batch.schedule == Schedule.ZB_H1.code
     begins: Floats = np.where(waits, batch.pp, in_flight.T / batch.vp)
@@ -158,9 +159,9 @@ def _refills(batch: PlanBatch, in_flight: Ints) -> Bools:
 
 
 def _chunk_ends(problem: Problem, batch: PlanBatch) -> ChunkEnds:
-    """Bytes that torch's PipelineStage keeps per micro-batch in flight: what it sent, on the last what a loss needs.
+    """Bytes that torch's PipelineStage stores per micro-batch in flight: sent tensors, on the last the loss's inputs.
 
-    What a chunk receives lies in a buffer, which is the input that its first norm keeps, unless as an fp32 copy.
+    A chunk's receive buffer is also the input stored by its first norm, unless that stores an fp32 copy.
     """
     element = problem.training.element_bytes
     sliced = element * norm_tokens(problem, batch) * problem.model.hidden_size
@@ -171,12 +172,12 @@ def _chunk_ends(problem: Problem, batch: PlanBatch) -> ChunkEnds:
         sent=sliced,
         head=(element + WIDE_BYTES) * logits + _last_norm_bytes(problem, batch),
         waiting={block: _output_gradient_bytes(problem, batch, shape) for block, shape in shapes.items()},
-        spent=WIDE_BYTES * logits,  # logits and logarithms went, the gradient of the former came
+        spent=WIDE_BYTES * logits,  # logits and log probabilities are freed, the gradient of the logits is allocated
     )
 
 
 def _output_gradient_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floats:
-    """Gradients of what every weight of a block makes, that of its norm in fp32 where it computes so."""
+    """Bytes of the output gradients of a block's weights; that of its norm in fp32 if it computes in fp32."""
     model = problem.model
     wide = add_up(local_sizes(linear, batch)[1] for linear in shape.linears if not linear.split.startswith("expert"))
     element = problem.training.element_bytes
@@ -190,13 +191,13 @@ def _output_gradient_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape
 
 
 def _last_norm_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Bytes that the norm before the head keeps of a micro-batch."""
+    """Bytes that the norm before the head stores per micro-batch."""
     sliced, tokens, element = norm_tokens(problem, batch), rank_tokens(problem, batch), problem.training.element_bytes
     return ((element + eager_norm_bytes(problem)) * sliced + element * tokens) * problem.model.hidden_size
 
 
 def _last_matrix(problem: Problem, batch: PlanBatch) -> Floats:
-    """Elements of the matrix that an MLP, or all experts together, end with."""
+    """Elements of the last matrix of an MLP, or of all experts together."""
     model, moe = problem.model, problem.model.moe
     wide = moe.num_experts * moe.expert_ffn_size / (batch.ep * batch.etp) if moe else model.ffn_size / batch.tp
     return np.asarray(wide * model.hidden_size, dtype=np.float64)

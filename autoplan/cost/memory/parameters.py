@@ -1,4 +1,4 @@
-"""Parameters that a rank holds, of a block and of a pipeline stage: all, those with gradients, bytes of the others."""
+"""Parameters of a block and of a pipeline stage on one rank: all, trained ones, and bytes of frozen ones."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from autoplan.spec.problem import Problem
 
 
 class DenseAndExpert(NamedTuple):
-    """Numbers of the experts, and of all that is no expert: elements or bytes."""
+    """Values for dense and for expert parameters: elements or bytes."""
 
     dense: Floats
     expert: Floats
 
 
 def local_parameters(batch: PlanBatch, shape: BlockShape, *, trained: bool = False) -> DenseAndExpert:
-    """Parameters of a block that one rank holds, in elements; those with gradients where `trained`."""
+    """Parameters of a block on one rank, in elements; with `trained`, only those with gradients."""
     dense = shape.num_norm_parameters + shape.num_other_parameters / batch.tp
     if shape.is_frozen:
         dense = shape.num_magnitudes / batch.tp + (0.0 if trained else dense)
@@ -50,7 +50,7 @@ def local_parameters(batch: PlanBatch, shape: BlockShape, *, trained: bool = Fal
 
 
 def frozen_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> DenseAndExpert:
-    """Bytes of the weights of a block that one rank holds without gradients."""
+    """Bytes of a block's frozen weights on one rank."""
     element = problem.training.element_bytes
     all_parameters, trained = local_parameters(batch, shape), local_parameters(batch, shape, trained=True)
     dense, expert = element * (all_parameters.dense - trained.dense), element * (all_parameters.expert - trained.expert)
@@ -66,29 +66,29 @@ def frozen_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Dense
 
 
 def layer_parameters(problem: Problem, batch: PlanBatch) -> Floats:
-    """Parameters of a layer of attention and MLP that one rank holds."""
+    """Parameters of a layer of attention and MLP on one rank."""
     shapes = block_shapes(problem.model, problem.training.finetuning)
     return add_up(add_up(local_parameters(batch, shapes[block])) for block in LAYER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageParameters:
-    """Parameters that a rank of every stage holds, in elements: shape (plans, stages)."""
+    """Parameters on a rank of every stage, in elements: shape (plans, stages)."""
 
     dense: Floats
     expert: Floats
-    ends: Floats  # of the dense ones: embedding and head, which belong to no block
-    # Where some have no gradients: those that have, and the bytes of the others, `dense` and `expert` ones.
+    ends: Floats  # embedding and head, which belong to no block; included in `dense`
+    # With frozen parameters: the trained ones, and the bytes of the frozen ones by `dense` and `expert`.
     only_trained: StageParameters | None = None
     frozen_bytes: StageParameters | None = None
 
     @property
     def trained(self) -> StageParameters:
-        """The parameters that have gradients."""
+        """Parameters with gradients."""
         return self.only_trained or self
 
     def of(self, stages: Bools) -> StageParameters:
-        """Return those of some `stages`, zeros elsewhere: a mask of shape (plans, stages)."""
+        """Return the parameters of the masked `stages`, shape (plans, stages), and zeros elsewhere."""
         return StageParameters(
             dense=np.where(stages, self.dense, 0.0),
             expert=np.where(stages, self.expert, 0.0),
@@ -99,7 +99,7 @@ class StageParameters:
 
 
 def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> StageParameters:
-    """Blocks, embedding (first stage), head and final norm (last stage) of one rank."""
+    """Parameters of one rank: blocks, embedding (first stage), head and final norm (last stage)."""
     model = problem.model
     of_block = {
         block: local_parameters(batch, shape)
@@ -113,13 +113,13 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
     table = padded_vocab(problem, batch) * model.table_width / batch.tp
     ends[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.table_width
     ends[:, 0] += encoder_end_parameters(model)
-    # A tied head is a second copy unless the rank that holds it has the embedding as well.
+    # A tied head is a second copy unless its rank also has the embedding.
     has_table = blocks.is_last[:, 0]
     head = np.where(has_table & model.tied_embeddings, 0.0, table) + before_head_parameters(model)
     if problem.training.has_scores:
         head = np.full(len(batch), 1.0 * model.hidden_size + norm_parameters(model))
     if model.num_mtp_layers:
-        # Predictions embed their tokens again, beside the head (Megatron-LM gpt_model.py).
+        # Multi-token prediction has a copy of the embedding on the stage of the head (Megatron-LM gpt_model.py).
         layers = model.num_held_mtp_layers
         head = head + np.where(has_table, 0.0, table) + layers * 3 * norm_parameters(model)
         dense += blocks.at_last(layers * 2 * model.hidden_size**2 / batch.tp)
@@ -134,7 +134,7 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
 def _with_frozen(
     problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters
 ) -> StageParameters:
-    """The parameters with those that fine-tuning trains, and the bytes of the frozen ones."""
+    """Add the parameters that fine-tuning trains and the bytes of the frozen ones."""
     model, finetuning = problem.model, problem.training.finetuning
     assert finetuning is not None
     tables = _tables(problem, batch, blocks)
@@ -171,7 +171,7 @@ def _with_frozen(
 
 
 def _frozen_encoder(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
-    """Elements of the layers of a frozen encoder on every stage."""
+    """Elements of a frozen encoder's layers on every stage."""
     shapes = block_shapes(problem.model, problem.training.finetuning)
     frozen = (block for block in ENCODER_BLOCKS.values() if block in shapes and shapes[block].is_frozen)
     return sum(
@@ -181,7 +181,7 @@ def _frozen_encoder(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> 
 
 
 def _tables(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> dict[str, Floats]:
-    """Elements of embedding, untied head and the ends of an encoder on every stage."""
+    """Elements of embedding, untied head and an encoder's ends on every stage."""
     model = problem.model
     table = padded_vocab(problem, batch) * model.table_width / batch.tp
     embedding = blocks.zeros()
@@ -193,7 +193,7 @@ def _tables(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> dict[str
 
 
 def _of_blocks(model: ModelSpec, blocks: StageBlocks, per_block: dict[Block, DenseAndExpert]) -> DenseAndExpert:
-    """Sums of the numbers of all blocks of every stage: shape (plans, stages)."""
+    """Sums of `per_block` over all blocks of every stage: shape (plans, stages)."""
     sums = DenseAndExpert(blocks.zeros(), blocks.zeros())
     for block, count in blocks.count.items():
         for total, value in zip(sums, per_block[block], strict=True):
@@ -213,7 +213,7 @@ def own_parameters(batch: PlanBatch, parameters: StageParameters) -> Floats:
 
 
 def unit_parameters(problem: Problem, batch: PlanBatch, shape: BlockShape) -> UnitParameters:
-    """A block as a unit whose states are sharded."""
+    """Return a block as a sharded unit."""
     dense, expert = local_parameters(batch, shape)
     if not shape.is_frozen:
         return UnitParameters.all_trained(problem, dense, expert)
@@ -224,14 +224,14 @@ def unit_parameters(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Un
 
 
 class EndParameters(NamedTuple):
-    """The units in front of the layers and behind them."""
+    """Sharded units before and after the layers."""
 
     embedding: UnitParameters
     head: UnitParameters
 
 
 def end_parameters(problem: Problem, blocks: StageBlocks, parameters: StageParameters) -> EndParameters:
-    """Embedding and head as units that are sharded; a stage that holds both has halves of what it holds."""
+    """Return embedding and head as sharded units; a stage with both counts half of their parameters for each."""
     share = np.where(blocks.is_last[:, 0], 0.5, 1.0)
     ends = []
     for elements, trained in (
@@ -250,7 +250,7 @@ def end_parameters(problem: Problem, blocks: StageBlocks, parameters: StageParam
 def spread_bytes(
     parameters: StageParameters, groups: ProcessGroups, per_parameter: float | Floats, sharded: Bools
 ) -> Floats:
-    """Bytes of a rank at `per_parameter` each, divided over its shard group where `sharded`: shape (plans, stages)."""
+    """Bytes on a rank at `per_parameter` each, divided over its shard group if `sharded`: shape (plans, stages)."""
     dense = per_parameter / np.where(sharded, groups.shard.size.astype(np.float64), 1.0)
     expert = per_parameter / np.where(sharded, groups.expert_shard.size.astype(np.float64), 1.0)
     return parameters.dense * dense[:, None] + parameters.expert * expert[:, None]

@@ -1,6 +1,6 @@
-"""Bytes that a block keeps for its backward pass, those that recomputation gives back, and what recomputation costs.
+"""Bytes that a block stores for its backward pass, bytes saved by recomputation, and the time of recomputation.
 
-Bytes follow `modelling` B2.  Parts of a layer have the names of Megatron-Core's --recompute-modules; arrays have one
+Bytes follow `modelling` B2.  Parts of a layer are named as in Megatron-Core's --recompute-modules; arrays have one
 element per plan.
 """
 
@@ -30,10 +30,10 @@ from autoplan.spec.model import ATTENTION_BLOCKS, Block
 from autoplan.spec.plan import SELECTIVE, PlanBatch
 from autoplan.spec.problem import Problem
 
-# Dropout of attention scores keeps a mask and an output (Korthikanti et al., arXiv:2205.05198, 5 a s).
+# Dropout of attention scores stores a mask and an output (Korthikanti et al., arXiv:2205.05198, 5 a s).
 SCORE_DROPOUT_BYTES = 3.0
 
-# Recomputing the whole MoE layer gives back what its parts would.
+# Recomputing the whole MoE layer saves what recomputing its parts would save.
 GIVEN_BACK_BY: Mapping[RecomputeModule, tuple[RecomputeModule, ...]] = {
     RecomputeModule.CORE_ATTN: (RecomputeModule.CORE_ATTN,),
     RecomputeModule.LAYERNORM: (RecomputeModule.LAYERNORM,),
@@ -43,7 +43,7 @@ GIVEN_BACK_BY: Mapping[RecomputeModule, tuple[RecomputeModule, ...]] = {
     RecomputeModule.MOE_ACT: (RecomputeModule.MOE_ACT, RecomputeModule.MOE),
     RecomputeModule.SHARED_EXPERTS: (RecomputeModule.SHARED_EXPERTS, RecomputeModule.MOE),
 }
-# The matrices of each part, by the names of `arithmetic`.
+# Matrix names of each part.
 LINEARS_OF: Mapping[RecomputeModule, tuple[str, ...]] = {
     RecomputeModule.MLA_UP_PROJ: ("q_up", "kv_up"),
     RecomputeModule.SHARED_EXPERTS: ("shared_fc1", "shared_fc2"),
@@ -53,12 +53,12 @@ Parts = dict[RecomputeModule | None, Floats]
 
 
 def stores_scores(problem: Problem) -> bool:
-    """Return whether the attention core keeps its scores, so that repeating it gives memory back."""
+    """Return whether the attention core stores its scores, so that recomputing it saves memory."""
     return not problem.fuses_attention
 
 
 def input_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Bytes of an element of a GEMM's input that is kept for the weight gradient: as quantised where GEMMs are narrow.
+    """Bytes per element of a GEMM input stored for the weight gradient, quantised if GEMMs are.
 
     Queries, keys, values and residuals stay in 16 bits (Transformer Engine; `modelling` B2).
     """
@@ -69,14 +69,14 @@ def input_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Parts:
-    """Bytes that a block keeps of one micro-batch by the part of a layer that gives them back; None: no part."""
+    """Bytes that a block stores per micro-batch, by the part whose recomputation frees them; None: no part."""
     problem = problem.attending(block)
     model, framework, element = problem.model, problem.framework, problem.training.element_bytes
     if framework.memory.keeps_products_alone and (block is Block.MLP or (block in ATTENTION_BLOCKS and not model.mla)):
         return _product_parts(problem, batch, block, shape)
     sliced = norm_tokens(problem, batch) * model.hidden_size
     normed = model.norms_per_block * (2 * element + eager_norm_bytes(problem, is_frozen=shape.is_frozen))
-    norm = normed + np.where(batch.dropout, 1.0, 0.0)  # a byte of a mask
+    norm = normed + np.where(batch.dropout, 1.0, 0.0)  # one byte for a mask
     if block in ATTENTION_BLOCKS:
         parts = _attention_parts(problem, batch, block, shape)
     elif block is Block.MAMBA and model.mamba:
@@ -84,13 +84,14 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         wide = shape.linears[0].out_size + inner + 2 * model.mamba.num_groups * model.mamba.state_size + 2 * inner
         parts = {None: element * rank_tokens(problem, batch) * wide / batch.tp}
     elif block is Block.LINEAR_ATTENTION and model.linear_attention:
-        # Projections, what is convolved, scores of a chunk a head, and values before and after their norm and gate.
+        # Projections, convolution inputs, scores of one chunk per head, and values before and after their norm and
+        # gate.
         net = model.linear_attention
         projected = sum(linear.out_size for linear in shape.linears[:-1])
         wide = projected + net.conv_width + DELTA_CHUNK_TOKENS * net.num_value_heads
         parts = {None: element * rank_tokens(problem, batch) * (wide + 2 * net.value_width) / batch.tp}
     elif block is Block.CONVOLUTION:
-        # The projection, what is convolved before and after, and the product that the last matrix takes.
+        # The projection, input and output of the convolution, and the input of the last matrix.
         parts = {None: element * rank_tokens(problem, batch) * 6 * model.hidden_size / batch.tp}
     elif block is Block.MOE:
         parts = _moe_parts(problem, batch, shape)
@@ -117,20 +118,20 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         gathered = element * model.norms_per_block * (rank_tokens(problem, batch) * model.hidden_size - sliced)
         if not framework.memory.fsdp2_states:
             always_kept = always_kept + gathered
-        elif block is Block.MLP:  # gathered inside of what is repeated, which begins with the norm's output
+        elif block is Block.MLP:  # gathered inside the recomputed part, which begins with the norm's output
             parts[RecomputeModule.MLP] = parts[RecomputeModule.MLP] + gathered
-        elif block is not Block.MOE:  # whose ranks take their own tokens
+        elif block is not Block.MOE:  # MoE ranks use their own tokens
             always_kept = always_kept + gathered
     parts[None] = parts.get(None, 0.0) + always_kept
     return parts
 
 
 def _product_parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Parts:
-    """Bytes that a block of a program of JAX keeps by part: its input and the 16-bit outputs of its matrix products.
+    """Bytes that a JAX block stores, by part: its input and the 16-bit outputs of its matrix products.
 
-    What policies name is kept as far as gradients need it, which leaves out the last product; norms and activations
-    are repeated always, the output of attention with the core, and with `layernorm` the sum of residuals that the
-    second norm reads, and so the projection before it (save_qkv_proj).
+    Tensors named by a policy are stored if a gradient needs them, which excludes the last product.  Norms and
+    activations are always recomputed, the attention output with the core, and with `layernorm` the residual sum read by
+    the second norm and therefore the projection before it (save_qkv_proj).
     Source: jax.checkpoint_policies.save_only_these_names, print_saved_residuals of a layer under the policies of
     AI-Hypercomputer/maxtext layers/decoders.py; jax/_src/ad_checkpoint.py remat_partial_eval drops what is not needed.
     """
@@ -148,15 +149,15 @@ def _product_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bloc
     return {RecomputeModule.CORE_ATTN: core, None: parts[None] - output - sums + residual}
 
 
-# The matrices that the norm in front of a block feeds, in any block.
+# Matrices that read the norm before a block, in any block.
 NORMED = ("qkv", "q", "q_down", "kv_down", "in", "fc1", "router", "expert_fc1", "shared_fc1", "latent_down")
 
 
 def _adapter_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floats:
-    """Bytes that the adapters of a block keep of one micro-batch.
+    """Bytes that the adapters of a block store per micro-batch.
 
-    The narrow output of the first matrix, for the gradient of the second; with dropout what is left of the inputs, a
-    mask, for each adapter; and with trained magnitudes the outputs of matrix and adapter, which they scale.
+    The narrow output of the first matrix, for the gradient of the second; with dropout the remaining inputs and a mask
+    per adapter; and with trained magnitudes the outputs of matrix and adapter, which the magnitudes scale.
     Source: PEFT tuners/lora/layer.py and dora.py.
     """
     finetuning, element = problem.training.finetuning, problem.training.element_bytes
@@ -170,18 +171,19 @@ def _adapter_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Flo
         if linear.name.endswith("lora_b"):
             adapter_bytes = adapter_bytes + tokens * (element * inputs + 2.0 * element * outputs * finetuning.dora)
         elif finetuning.dropout:
-            # On the host the mask is a tensor of factors (ATen/native/Dropout.cpp), on a GPU one of truths.
+            # On the host the mask is a tensor of factors (ATen/native/Dropout.cpp), on a GPU one of booleans.
             mask = element if problem.cluster.device.vendor == "cpu" else 1.0
             adapter_bytes = adapter_bytes + tokens * inputs * (element + mask)
     return adapter_bytes
 
 
 def eager_norm_bytes(problem: Problem, *, is_frozen: bool = False) -> float:
-    """Bytes that a norm keeps per token and hidden element beyond its input and output, where no kernel fuses it.
+    """Bytes that an unfused norm stores per token and hidden element beyond its input and output.
 
-    What is normalised is kept for the gradient of the norm's weight alone: where that is frozen, its fp32 input is all.
-    In fp32 that is what it has normalised: the copy of its input is the input itself.  Torch's layer norm is one
-    kernel, which keeps two numbers per token; only an RMSNorm is made of parts.
+    The normalised values are stored only for the gradient of the norm's weight; if that is frozen, only the fp32 copy
+    of the input is stored.  When training in fp32 only the normalised values are stored, as the input is no copy.
+    Torch's layer norm is one kernel, which stores two numbers per token; only an RMSNorm consists of several
+    operations.
     """
     if problem.model.norm == "layernorm":
         return 0.0
@@ -199,12 +201,12 @@ def eager_norm_bytes(problem: Problem, *, is_frozen: bool = False) -> float:
 
 
 def casts_norms(problem: Problem) -> bool:
-    """Return whether norms compute in fp32 copies of what they are given."""
+    """Return whether norms compute on fp32 copies of their inputs."""
     return eager_norm_bytes(problem) > 0 and problem.training.element_bytes < WIDE_BYTES
 
 
 def _has_norm_module(problem: Problem, block: Block) -> bool:
-    """Return whether the norm before a block is a module of its own (Megatron-LM gpt_layer_specs.py): MLA, experts."""
+    """Return whether the norm before a block is a separate module (Megatron-LM gpt_layer_specs.py): MLA, experts."""
     return block is Block.MOE or (block in ATTENTION_BLOCKS and problem.model.mla is not None)
 
 
@@ -239,9 +241,7 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
                 heads + kv_heads
             )
     if model.attention_output_gate:
-        always_kept = (
-            always_kept + 2.0 * element * tokens * model.qk_head_dim * heads
-        )  # the gate, and what it leaves of the output
+        always_kept = always_kept + 2.0 * element * tokens * model.qk_head_dim * heads  # the gate and the gated output
     if stores_scores(problem):
         is_fused = framework.kernels.fuses_softmax or training.attention == "megatron-fused"
         memory = framework.memory
@@ -256,7 +256,7 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
 
 
 def _output_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floats:
-    """Bytes per element of the attention's output: the kernel keeps it, and a narrow GEMM behind it keeps a copy."""
+    """Bytes per element of the attention output: the kernel stores it, and a quantised GEMM after it stores a copy."""
     copy, element = input_bytes(problem, batch), problem.training.element_bytes
     if not shape.keeps_input("out"):
         return np.full(len(batch), element)
@@ -264,9 +264,9 @@ def _output_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floa
 
 
 def _bytes_per_width(problem: Problem, batch: PlanBatch, *, keeps_input: bool = True) -> Floats:
-    """fc1's output (gate and up) and the activation that feeds fc2; an eager SwiGLU keeps the gated half as well.
+    """Bytes of fc1's output (gate and up) and of fc2's input; an eager SwiGLU also stores the gated half.
 
-    The activation is kept for the gradient of fc2's weights or of its adapter, `keeps_input`.
+    fc2's input is stored for the gradient of its weights or adapter, `keeps_input`.
     """
     gated = 2 if problem.framework.kernels.fused_activation else 3
     return (gated if problem.model.gated_mlp else 1) * problem.training.element_bytes + keeps_input * input_bytes(
@@ -275,14 +275,14 @@ def _bytes_per_width(problem: Problem, batch: PlanBatch, *, keeps_input: bool = 
 
 
 def _moe_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Parts:
-    """Router, permuted inputs, the experts' widths and the shared expert."""
+    """Bytes by part of router, permuted inputs, experts and shared expert."""
     model, moe = problem.model, problem.model.moe
     assert moe is not None
     width, narrow = _bytes_per_width(problem, batch), input_bytes(problem, batch)
     routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
     per_width = routed * moe.expert_ffn_size / batch.etp
     inputs = narrow * routed * (moe.latent_size or model.hidden_size)
-    # Outputs for the gradients of the scores, and once more weighted by them.
+    # Outputs for the gradients of the scores, and again weighted by the scores.
     copies = 2.0 if problem.framework.memory.fsdp2_states else 0.0
     inputs = (copies + shape.keeps_input("expert_fc1")) * inputs
     shared_width = _bytes_per_width(problem, batch, keeps_input=shape.keeps_input("shared_fc2"))
@@ -299,12 +299,12 @@ def _moe_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Parts:
 
 
 def whole_bytes(parts: Parts) -> Floats:
-    """Bytes that a block keeps of one micro-batch where nothing is recomputed."""
+    """Bytes that a block stores per micro-batch without recomputation."""
     return add_up(parts.values())
 
 
 def kept_bytes(problem: Problem, batch: PlanBatch, parts: Parts) -> Floats:
-    """Bytes that a block keeps of one micro-batch under the parts that each plan recomputes by name."""
+    """Bytes that a block stores per micro-batch under each plan's selective recomputation."""
     total = parts[None]
     for module, size in parts.items():
         if module is not None:
@@ -323,12 +323,12 @@ def selective_s(
     inputs_s: Floats,
     never_repeated_s: Floats,
 ) -> Floats:
-    """Time that selective recomputation adds to the backward pass of a block, whose forward pass takes `forward_s`.
+    """Time that selective recomputation adds to a block's backward pass; its forward pass takes `forward_s`.
 
-    A framework that repeats a share of all layers pays that share of what repeating a layer takes.  By name: the
-    attention core, though a flash kernel gives nothing back (megatron/core/transformer/attention.py:1555; 3.9 % of a
-    step of Moonlight, row bridge_ab-002), the MLP or MoE with its communication, except for what `never_repeated_s`
-    takes, the others by their matrices or the bytes that they move.
+    A framework that recomputes a share of all layers pays that share of a layer's recomputation.  By named part: the
+    attention core, although a flash kernel saves no memory (megatron/core/transformer/attention.py:1555; 3.9 % of a
+    step of Moonlight, row bridge_ab-002); the MLP or MoE with its communication, except `never_repeated_s`; other parts
+    by their matrices or the bytes that they move.
     """
     zeros = np.zeros(len(batch))
     selective = batch.recompute == SELECTIVE
@@ -344,7 +344,7 @@ def selective_s(
         for module in _parts_of(problem, block)
         if (repeats := batch.repeats(module)).any()
     }
-    # A norm of its own stands before what else is named (core/transformer/transformer_layer.py, _forward_mlp); the MoE
+    # A separate norm precedes the other named parts (core/transformer/transformer_layer.py, _forward_mlp); the MoE
     # layer and parts of it may both be named.
     norm = times.pop(RecomputeModule.LAYERNORM, zeros)
     if problem.framework.memory.keeps_products_alone and block in ATTENTION_BLOCKS and not problem.model.mla:
@@ -354,7 +354,7 @@ def selective_s(
 
 
 def resent_share(problem: Problem, batch: PlanBatch, block: Block) -> Floats:
-    """Share of the blocks of a kind that selective recomputation runs again with their collectives."""
+    """Share of the blocks of a kind that selective recomputation repeats including their collectives."""
     share = problem.framework.kernels.selective_recompute_share
     modules = {Block.MLP: RecomputeModule.MLP, Block.MOE: RecomputeModule.MOE}
     by_name = 1.0 * batch.repeats(modules[block]) if block in modules else np.zeros(len(batch))

@@ -1,4 +1,4 @@
-"""Device memory that every pipeline rank needs, term by term.
+"""Device memory of every pipeline rank, term by term.
 
 Formulas: `modelling` B1-B6.  Arrays of stages have the shape (plans, stages); sizes are bytes.
 """
@@ -49,33 +49,33 @@ from autoplan.spec.model import ENCODER_BLOCKS, Block
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 
-# The terms of a stage in the order in which they are shown.  What the framework's tensors take comes first; then what
-# the allocator holds beyond it, and what lies outside of the allocator.
+# Memory terms of a stage in display order: first the framework's tensors, then what the allocator reserves beyond them,
+# then memory outside of the allocator.
 PASS_TERMS = ("activations", "logits", "transients", "wgrad_buffers", "graphs", "gathered")
 ALLOCATED_TERMS = ("weights", "gradients", "optimizer", *PASS_TERMS, "update")
 MEMORY_TERMS = (*ALLOCATED_TERMS, "fragmentation", "cached", "communicators", "context")
 
-# What a process of a rank takes of host memory: Python, torch, pinned buffers of the libraries, data loader [judged].
+# Host memory of a rank's process: Python, torch, pinned buffers of libraries, data loader [judged].
 HOST_PROCESS_BYTES = 4.0 * 2**30
 
 # What a CUDA context with the kernels of torch takes less than on an A100 or later: 1008 MiB on a Titan V
 # (pytorch/pytorch#28394) and some 1000 on an RTX 2080 Ti (#49877), 1573 on an A100 (chronicles-prequel of BLOOM).
 SMALLER_CONTEXT_BYTES = {"volta": 565 * 2.0**20, "turing": 565 * 2.0**20}
 
-# Of what the allocator caches and could give back: runs that need all of it back fail about as often as they finish
-# (nanotron on H100, 292 finished and 271 failed runs), for other libraries cannot ask for it.
+# Share of the allocator's returnable cache that counts as needed: runs that need all of it returned fail about as often
+# as they finish (nanotron on H100, 292 finished and 271 failed runs), as other libraries cannot request it.
 CACHED_SHARE = 0.5
 
 
 def transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, repeat_bytes: Floats) -> Floats:
     """Transients of the backward pass of one layer: shape (plans, stages) (`modelling` B6).
 
-    `repeat_bytes` is what a layer that is recomputed as a whole keeps again, beyond its input.  It counts where a chunk
-    is recomputed down to its last layer: elsewhere the layers behind have given back as much by then.
+    `repeat_bytes` is what a fully recomputed layer stores again, beyond its input.  It counts if a chunk is recomputed
+    down to its last layer; otherwise the layers after it have freed as much by then.
     """
     model = problem.model
     tokens, sliced = rank_tokens(problem, batch), norm_tokens(problem, batch)
-    # The gradient of fc1's output, or where that needs no memory of its own, of fc2's input.
+    # The gradient of fc1's output, or of fc2's input if the former is computed in place.
     gate = 2 if model.gated_mlp and not problem.framework.memory.in_place_activation else 1
     element = problem.training.element_bytes
     transient = element * tokens * gate * widest_mlp(model) / batch.tp + element * tokens * model.hidden_size
@@ -92,7 +92,7 @@ def transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, rep
 def _head_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Logits and hidden states at the peak of head and loss on the last stage (`modelling` B3, B7)."""
     tokens, hidden = rank_tokens(problem, batch), problem.model.hidden_size
-    # The gathered hidden states and their gradient, and both again as every rank holds them between blocks.
+    # The gathered hidden states and their gradient, and both again as sharded between blocks.
     states = 2 * problem.training.element_bytes * (tokens + norm_tokens(problem, batch)) * hidden
     return (1 + problem.model.num_mtp_layers) * (logit_bytes(problem, batch) + states)
 
@@ -106,12 +106,12 @@ def _gathered_bytes(
     logits: Floats,
     transients: Floats,
 ) -> Floats:
-    """Gathered weights and whole gradients that zero3 holds at its peak, or zero1 when a step ends: (plans, stages).
+    """Gathered weights and unsharded gradients at zero3's peak, or at the end of a zero1 step: (plans, stages).
 
-    Embedding and head for the whole of both passes and some layers at a time, or in a pipeline, where the framework
-    does not gather again for every micro-batch, the whole stage.  What is sharded over one rank needs no copy.
-    Copies that zero1 gathers into count as far as they exceed `needed_bytes` of the passes, which are free again by
-    then, of which `logits` belong to the head and `transients` to a layer.
+    zero3 holds embedding and head throughout both passes and some layers at a time, or the whole stage in a pipeline
+    whose framework does not gather again for every micro-batch.  A shard group of one rank needs no copy.  Copies for
+    zero1's gather count as far as they exceed `needed_bytes` of the passes, which are free by then; of these `logits`
+    belong to the head and `transients` to a layer.
     """
     framework, layers = problem.framework, problem.model.layers
     fetched = parameters_on_host(batch)
@@ -129,7 +129,7 @@ def _gathered_bytes(
     element, reduced = problem.training.element_bytes, whole_grad_bytes(problem, batch)
     in_turn = unit * (framework.memory.fsdp_prefetch_units * element + reduced)
     root = (parameters.ends.T * dense_spread * (element + reduced)).T
-    if framework.memory.gathers_ends_in_turn:  # beside the logits, or the layers beside what their backward takes
+    if framework.memory.gathers_ends_in_turn:  # ends with the logits, or layers with their transients
         head = head_columns(problem, batch) * problem.model.table_width / batch.tp
         ends = np.minimum(parameters.ends, head[:, None]) * dense_spread[:, None] * (element + reduced)[:, None]
         in_turns = np.maximum(logits + ends, transients + in_turn[:, None])
@@ -148,11 +148,11 @@ def _gathered_bytes(
 def _gathered_beside_frozen(
     problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups
 ) -> Floats:
-    """Bytes of weights and gradients gathered at once where weights are frozen: shape (plans, stages).
+    """Bytes of weights and gradients gathered at once with frozen weights: shape (plans, stages).
 
-    Frozen weights are gathered as they are held, and gradients are those of the others.
+    Frozen weights are gathered in their storage type and have no gradients.
 
-    What zero1 gathers at the end of a step is no more than the adapters, and fits into what activations leave.
+    zero1 gathers only the adapters at the end of a step, which fit into the memory of freed activations.
     """
     framework, zero3 = problem.framework, batch.sharding == Sharding.ZERO3.code
     element, wire = problem.training.element_bytes, whole_grad_bytes(problem, batch)
@@ -200,15 +200,15 @@ def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
 
 
 def graph_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
-    """Bytes of the inputs and of the gradients of outputs that graphs of blocks are replayed on: (plans, stages).
+    """Bytes of the static input and output-gradient buffers of block-level CUDA graphs: (plans, stages).
 
-    The two of every block, which the graphs hold for good.  They are 4.3 GiB for the 52 blocks of Nemotron 3 Nano at
-    8,192 tokens, whose runs with graphs take 4.0 GiB more than is counted without (Megatron-Bridge 067f987,
+    The graphs keep both buffers of every block permanently: 4.3 GiB for the 52 blocks of Nemotron 3 Nano at 8,192
+    tokens, whose runs with graphs take 4.0 GiB more than is counted without them (Megatron-Bridge 067f987,
     skills/nemo-mbridge-perf-activation-recompute, two runs).  A graph of a whole pass has none.
     """
     num_graphed = blocks.zeros()
     for block, count in blocks.count.items():
-        if block in ENCODER_BLOCKS.values():  # whose layers are not graphed
+        if block in ENCODER_BLOCKS.values():  # encoder layers are not graphed
             continue
         least = CudaGraphs.ROUTER if block is Block.MOE else GRAPHED_IN[block]
         num_graphed += count * holds_graphs(batch, least)[:, None]
@@ -218,7 +218,7 @@ def graph_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
 
 
 class StateBytes(NamedTuple):
-    """Bytes of the states of training on a rank of every stage: shape (plans, stages)."""
+    """Bytes of the training states on a rank of every stage: shape (plans, stages)."""
 
     weights: Floats
     gradients: Floats
@@ -226,11 +226,11 @@ class StateBytes(NamedTuple):
 
 
 def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups) -> StateBytes:
-    """States under every sharding, experts over their own group (`modelling` B1)."""
+    """Training states under each plan's sharding; experts are sharded over their own group (`modelling` B1)."""
     framework = problem.framework
     sharding = batch.sharding
     zero1 = sharding >= Sharding.ZERO1.code
-    # A buffer that gathers the gradients of several micro-batches before they are reduced holds all of them.
+    # A buffer that accumulates gradients of several micro-batches before their reduction is unsharded.
     reduces = framework.network.zero2_reduces_every_microbatch | (batch.num_microbatches == 1)
     zero2 = (sharding > Sharding.ZERO2.code) | ((sharding == Sharding.ZERO2.code) & reduces)
     zero3 = sharding >= Sharding.ZERO3.code
@@ -251,7 +251,7 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
     stays = ~parameters_on_host(batch)[:, None]
     weights, gradients = weights * stays, gradients * stays
     state_bytes = optimizer_bytes(problem, batch)
-    # What stays of offloaded states is a part of them: a small optimizer has no more on the device than without.
+    # Offloaded states leave at most their own size on the device, which matters for small optimizers.
     device_bytes = np.where(
         on_device, state_bytes, np.minimum(framework.memory.bytes_per_state_kept_on_device, state_bytes)
     )
@@ -268,23 +268,23 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
 def held_weight_bytes(
     problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups, is_sharded: Bools
 ) -> Floats:
-    """Bytes of all weights of a rank as they are held, frozen ones and a reference among them: (plans, stages)."""
+    """Bytes of all weights of a rank as stored, including frozen ones and a reference model: (plans, stages)."""
     per_weight = weight_bytes(problem, batch)
     weights = spread_bytes(parameters.trained, groups, per_weight, is_sharded)
     if parameters.frozen_bytes is not None:
         weights = weights + spread_bytes(parameters.frozen_bytes, groups, 1.0, is_sharded)
-    if problem.training.holds_reference:  # made as the model is, and sharded with it (trl, create_reference_model)
+    if problem.training.holds_reference:  # created and sharded like the model (trl, create_reference_model)
         weights = weights + spread_bytes(parameters, groups, per_weight, is_sharded)
     return weights
 
 
 def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
-    """Quantised copies of the weights of narrow GEMMs, kept from the first micro-batch to the last: (plans, stages).
+    """Bytes of quantised weight copies, kept from the first micro-batch to the last: (plans, stages).
 
-    Hopper multiplies 8-bit matrices in one layout only, and blocks of scales run along one side, so that the data
-    gradient has a copy of its own; Blackwell's 8-bit copies with one scale serve both (Transformer Engine
-    module/base.py get_weight_workspace).  Weights that are gathered for every pass are not kept.  Where there
-    are no weights of these products beside the copies, less those in 16 bits.
+    Hopper multiplies 8-bit matrices in one layout only, and block scales run along one dimension, so the data gradient
+    needs its own copy; on Blackwell one 8-bit copy with one scale serves both (Transformer Engine module/base.py
+    get_weight_workspace).  Copies of weights that are gathered for every pass are not kept.  If the quantised copies
+    are the only weights, the bytes of 16-bit weights are subtracted.
     """
     if not problem.framework.memory.keeps_narrow_copies:
         return np.zeros_like(parameters.dense)
@@ -303,7 +303,7 @@ def context_bytes(problem: Problem) -> float:
 
 
 def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups) -> Floats:
-    """Bytes that live only from the last backward pass to the end of the optimizer's step: shape (plans, stages)."""
+    """Bytes that are alive only from the last backward pass to the end of the optimizer step: shape (plans, stages)."""
     framework, parameters = problem.framework, parameters.trained
     zero1 = batch.sharding >= Sharding.ZERO1.code
     on_device = ~optimizer_on_host(batch)
@@ -311,8 +311,8 @@ def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameter
     if framework.memory.frees_unscaled_grads:
         unscaled = spread_bytes(parameters, groups, framework.memory.bytes_per_fp16_unscaled_grad, zero1)
         copies += unscaled * (on_device & (batch.precision == Precision.FP16.code))[:, None]
-    # Under zero1, where gradients are not reduced before the step, and weights gathered in it; some bf16 optimizers
-    # do without buckets, all at once.
+    # Buckets of zero1, which reduces gradients and gathers weights in the step; some bf16 optimizers gather all weights
+    # at once instead of in buckets.
     gathers_all = (batch.precision != Precision.FP16.code) & (framework.memory.bytes_per_bf16_gathered_weight > 0)
     gathered = framework.memory.bytes_per_bf16_gathered_weight * (parameters.dense + parameters.expert)
     buckets = np.where(gathers_all[:, None], gathered, framework.memory.bucket_bytes)
@@ -328,7 +328,7 @@ def _snapshots(
     per_block: dict[Block, Floats],
     repeat: Floats,
 ) -> Snapshots:
-    """Snapshots of a step of FSDP2 that may be its peak."""
+    """Candidate peaks of an FSDP2 step."""
     sizes = pass_sizes(problem, batch, blocks, parameters, groups, per_block, repeat)
     if blocks.num_stages > 1:
         snapshots = stage_terms(pipeline_sizes(problem, batch, blocks, sizes, per_block))
@@ -340,7 +340,7 @@ def _snapshots(
 
 
 def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters) -> StageMemory:
-    """Peak memory of every pipeline rank: states, and what the passes or the optimizer's step need beside."""
+    """Peak memory of every pipeline rank: states plus the needs of the passes or of the optimizer step."""
     problem = problem.at_longest
     model, framework = problem.model, problem.framework
     groups = process_groups(batch)
@@ -357,7 +357,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
 
     logits = blocks.at_last(_head_bytes(problem, batch))
     transients = transient_bytes(problem, batch, blocks, repeat)
-    # The backward pass of the head is over before that of the last layer begins: the larger of the two counts.
+    # The backward pass of the head ends before that of the last layer begins, so the larger of the two counts.
     terms = {
         "weights": weights,
         "gradients": gradients,
@@ -370,7 +370,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     }
     needed = terms["activations"] + logits + terms["transients"]
     terms["gathered"] = _gathered_bytes(problem, batch, parameters, groups, needed, logits, transients)
-    # Gradients that are reduced during backward passes have their bucket beside the activations.
+    # Gradients that are reduced during backward passes need their bucket in addition to the activations.
     terms["gathered"] += (framework.memory.bucket_bytes * (batch.sharding >= Sharding.ZERO2.code))[:, None]
     snapshots: Snapshots = {}
     if framework.memory.fsdp2_states:
@@ -378,7 +378,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         terms |= at_peak(snapshots)
     passes = add_up(terms[name] for name in PASS_TERMS)
     update = _update_bytes(problem, batch, parameters, groups)
-    # What one graph of the passes holds is not given back to the optimizer's step.
+    # Memory of a single graph of the passes is not available to the optimizer step.
     is_pinned = holds_graphs(batch, CudaGraphs.FULL_ITERATION)[:, None]
     terms["update"] = np.where(is_pinned, update, np.maximum(update - passes, 0.0))
     if framework.memory.is_planned_ahead:
@@ -408,26 +408,26 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
 class StageMemory:
     """Memory of every pipeline rank: arrays of shape (plans, stages), in bytes.
 
-    `terms` are those of `MEMORY_TERMS` at the moment when most is needed: allocations with their fragmentation, context
-    and communication buffers.  Beyond that the allocator keeps, on a device with room, blocks of freed tensors that
-    later ones do not fit into: `pass_spare_bytes` of tensors of the passes, and `step_spare_bytes`, of activations
-    beside the flat tensors of the optimizer's step.
+    `terms` has the `MEMORY_TERMS` at the moment of the largest need: allocations with their fragmentation, context and
+    communication buffers.  On a device with room the allocator also keeps blocks of freed tensors that later tensors do
+    not fit into: `pass_spare_bytes` from the passes, and `step_spare_bytes` of activations while the optimizer step
+    allocates flat tensors.
     """
 
     terms: dict[str, Floats]
-    reserved_bytes: Floats  # their sum, what the device has to hold
+    reserved_bytes: Floats  # sum of the terms, which must fit on the device
     pass_spare_bytes: Floats
     step_spare_bytes: Floats
-    update_bytes: Floats  # what lives only while the optimizer's step runs
-    snapshots: Snapshots  # empty where the framework has no model of them
+    update_bytes: Floats  # alive only during the optimizer step
+    snapshots: Snapshots  # empty if snapshots are not modelled for the framework
 
     def logged_bytes(self, problem: Problem) -> Floats:
-        """The peak that the framework's log shows, of the worst rank or of rank 0: shape (plans)."""
+        """Peak shown in the framework's log, of the worst rank or of rank 0: shape (plans)."""
         framework = problem.framework
         if framework.memory.logs_memory == "allocated":
             per_stage = add_up(self.terms[name] for name in ALLOCATED_TERMS)
         else:
-            # Only a full device makes the allocator give blocks back.
+            # The allocator returns blocks only when the device is full.
             reserved_bytes = self.reserved_bytes + self.pass_spare_bytes + self.step_spare_bytes
             per_stage = np.minimum(reserved_bytes, problem.capacity_bytes)
             if framework.memory.logs_memory == "reserved":
@@ -436,7 +436,7 @@ class StageMemory:
 
 
 def peaks(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
-    """(peak that the framework's log shows, most that a rank has to hold) in bytes, without pricing time: (plans)."""
+    """Return (peak in the framework's log, largest need of any rank) in bytes, without pricing time: (plans)."""
     logged, reserved = np.zeros(len(batch)), np.zeros(len(batch))
     for stages in np.unique(batch.pp):
         where = np.flatnonzero(batch.pp == stages)
@@ -449,12 +449,11 @@ def peaks(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
 
 
 def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
-    """Host memory that a node needs at most: shape (plans).
+    """Largest host memory of any node: shape (plans).
 
-    Processes, an offloaded optimizer with the gradients that it reads, weights where they are there too, and the copy
-    of weights and optimizer that a checkpoint stages in host memory, of which every replica of a parameter saves its
-    part (Megatron-LM core/optimizer/cpu_offloading/hybrid_optimizer.py, core/dist_checkpointing/strategies/
-    filesystem_async.py).
+    Processes, an offloaded optimizer with the gradients that it reads, offloaded weights, and the copy of weights and
+    optimizer that a checkpoint stages in host memory, where every replica of a parameter saves a part (Megatron-LM
+    core/optimizer/cpu_offloading/hybrid_optimizer.py, core/dist_checkpointing/strategies/ filesystem_async.py).
     """
     groups = process_groups(batch)
     per_state = optimizer_bytes(problem, batch)[:, None] + grad_bytes(problem, batch)[:, None]
@@ -467,7 +466,7 @@ def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) 
 
 
 def checkpoint_bytes(problem: Problem, plan: ParallelPlan) -> float:
-    """Size of a checkpoint: weights and the optimizer's states, each of them once, of what is trained."""
+    """Size of a checkpoint: weights and optimizer states of the trained parameters, each stored once."""
     batch = PlanBatch.of([plan], problem.model.num_layers)
     parameters = stage_parameters(problem, batch, stage_blocks(problem.model, batch, plan.pp))
     of_ranks = _saved_bytes(problem, batch, parameters, process_groups(batch))

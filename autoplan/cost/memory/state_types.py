@@ -1,12 +1,12 @@
-"""Bytes of gradients and of the optimizer's states, by the data types that plans choose for them: shape (plans).
+"""Bytes of gradients and optimizer states, by the data types chosen in plans: shape (plans).
 
-What a framework keeps where nothing is chosen are traits of it; what a choice saves of that is Megatron-Core's
-(d98e8a6): core/optimizer/optimizer_config.py, use_precision_aware_optimizer, store_param_remainders and the data types
-beside them, core/distributed/param_and_grad_buffer.py, whose buffer is what is reduced, and
-core/optimizer/distrib_optimizer.py, _copy_model_grads_to_main_grads, which makes an fp32 copy of the own shard.
-DeepSpeed's bf16 states are its runtime/zero/stage_1_and_2.py and stage3.py with bf16_master_weights_and_grads.  Where
-the weights that are kept are the main ones, as in torch, gradients and moments have their type (torch/optim/adam.py,
-zeros_like), and so have those of models that are held in 16 bits.
+The defaults are traits of the framework; the savings of each choice are those of Megatron-Core (d98e8a6):
+core/optimizer/optimizer_config.py, use_precision_aware_optimizer, store_param_remainders and the data types next to
+them, core/distributed/param_and_grad_buffer.py, whose buffer is reduced, and core/optimizer/distrib_optimizer.py,
+_copy_model_grads_to_main_grads, which makes an fp32 copy of the rank's shard.  DeepSpeed's bf16 states follow
+runtime/zero/stage_1_and_2.py and stage3.py with bf16_master_weights_and_grads.  If the model weights are the main
+weights, as in torch, gradients and moments have their type (torch/optim/adam.py, zeros_like), also for models stored in
+16 bits.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from autoplan.spec.optimizers import ADAM_MOMENT_BYTES, TRAITS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
-HALF_BYTES, WIDE_BYTES = 2.0, 4.0  # of an element in 16 bits, and in fp32
-# Of the 12 bytes of fp32 weights and moments, what each choice leaves out; and of what the update moves, which reads
-# and writes each of them.  With remainders it reads the 16-bit weights as well.
+HALF_BYTES, WIDE_BYTES = 2.0, 4.0  # per element in 16 bits and in fp32
+# Bytes that each choice saves of the 12 bytes of fp32 weights and moments; and of the traffic of an update, which reads
+# and writes each of them.  With remainders the update also reads the 16-bit weights.
 _SAVED_WEIGHTS, _UNMOVED_WEIGHTS = (
     np.array([saved[word] for word in MainWeights])
     for saved in (
@@ -34,23 +34,23 @@ _SAVED_MOMENTS = np.array([2.0 * (WIDE_BYTES - _MOMENT_BYTES[word]) for word in 
 
 
 def optimizer_on_host(batch: PlanBatch) -> Bools:
-    """Return which plans keep the optimizer's states in the host's memory, and update there."""
+    """Return which plans keep and update the optimizer states in host memory."""
     return (batch.offload == Offload.OPTIMIZER.code) | parameters_on_host(batch)
 
 
 def parameters_on_host(batch: PlanBatch) -> Bools:
-    """Return which plans keep all states of training in the host's memory, and fetch weights for every pass."""
+    """Return which plans keep all training states in host memory and fetch weights for every pass."""
     return batch.offload == Offload.PARAMETERS.code
 
 
 def is_16_bit_throughout(problem: Problem, batch: PlanBatch) -> Bools:
-    """Return which plans keep no more than 16 bits of weights that are the main ones, nor of their gradients."""
+    """Return which plans store main weights and gradients in 16 bits only."""
     is_narrow = (batch.main_weights == MainWeights.BF16.code) & problem.framework.memory.keeps_main_weights
     return np.asarray(is_narrow)
 
 
 def weight_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Return the bytes of a weight that is trained, as it is kept."""
+    """Return the stored bytes of a trained weight."""
     return np.where(is_16_bit_throughout(problem, batch), HALF_BYTES, problem.framework.memory.bytes_per_weight)
 
 
@@ -65,7 +65,7 @@ def _of_reduction(batch: PlanBatch, usual: float) -> Floats:
 
 
 def grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Return the bytes of a gradient in the buffer that keeps it."""
+    """Return the bytes of a gradient in its buffer."""
     usual = problem.framework.memory.bytes_per_grad
     return np.where(is_16_bit_throughout(problem, batch), min(usual, HALF_BYTES), _of_gradients(batch, usual))
 
@@ -76,19 +76,19 @@ def reduced_grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def whole_grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Return the bytes of a gradient of a unit before its shards are reduced."""
+    """Return the bytes of an unsharded gradient before its reduction."""
     return _of_reduction(batch, problem.framework.network.bytes_per_reduced_grad)
 
 
 def update_copy_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Return the bytes that the optimizer's step makes for each parameter that the rank updates."""
+    """Return the bytes of temporary copies in the optimizer step, per parameter that the rank updates."""
     usual = problem.framework.memory.bytes_per_update_copy
     made = np.where(is_16_bit_throughout(problem, batch), usual / 2.0, usual)
     return made + np.where(batch.grad_dtype == GradType.BF16.code, WIDE_BYTES, 0.0)
 
 
 def optimizer_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Return the bytes of main weights and moments of a parameter that the rank updates."""
+    """Return the bytes of main weight and moments per parameter that the rank updates."""
     usual = problem.framework.memory.bytes_per_optimizer_state
     saved = (
         _SAVED_WEIGHTS[batch.main_weights] + _SAVED_MOMENTS[batch.moment_dtype] + _saved_by_optimizer(problem, usual)
@@ -99,14 +99,14 @@ def optimizer_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def _saved_by_optimizer(problem: Problem, state_bytes: float) -> float:
-    """Bytes of a parameter of the layers that the optimizer keeps less than Adam, which keeps so many, does."""
+    """Bytes per layer parameter that the optimizer saves relative to Adam's `state_bytes`."""
     kind, hidden = TRAITS[problem.training.optimizer], problem.model.hidden_size
-    # Of a matrix as wide as the hidden size on both sides.
+    # For a square matrix of the hidden size.
     return max(min(ADAM_MOMENT_BYTES, state_bytes) - kind.moment_bytes - 2.0 * kind.factored_bytes / hidden, 0.0)
 
 
 def more_bytes_of_ends(problem: Problem) -> float:
-    """Bytes that the optimizer keeps more of a parameter of embedding, head and last norm than of the layers."""
+    """Additional optimizer bytes per parameter of embedding, head and last norm, relative to layers."""
     kind = TRAITS[problem.training.optimizer]
     return ADAM_MOMENT_BYTES - kind.moment_bytes if kind.orthogonalises else 0.0
 
@@ -114,8 +114,8 @@ def more_bytes_of_ends(problem: Problem) -> float:
 def update_moved_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Return the bytes that the update of a parameter reads and writes.
 
-    That of 16 bits throughout is priced as the framework's own: torch's runs of such models were as slow (full
-    fine-tuning of fms-acceleration, PEFT and torchtune fits better so than with half of it, .138 to .143).
+    An update entirely in 16 bits is priced like the framework's own: torch's runs of such models were as slow (full
+    fine-tuning of fms-acceleration, PEFT and torchtune fits better this way than with half the bytes, .138 to .143).
     """
     usual, is_narrow = problem.framework.memory.bytes_per_optimizer_state, is_16_bit_throughout(problem, batch)
     unmoved = _UNMOVED_WEIGHTS[batch.main_weights] + 2.0 * _SAVED_MOMENTS[batch.moment_dtype]

@@ -1,1 +1,1 @@
-"""Price plans whose replicas and stages are on different devices."""
+"""Pricing of plans whose replicas and stages are on different devices."""

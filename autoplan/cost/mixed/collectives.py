@@ -1,4 +1,4 @@
-"""Time of collectives whose members sit in several parts of a mixed cluster."""
+"""Time of collectives whose members are in several parts of a mixed cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoplan.topology.levels import Level, Topology
 
 
 def links_between(level: Level, calibration: Calibration) -> Links:
-    """Links of one level that join two parts."""
+    """Links of one level between two parts."""
     slower = Level(
         name=level.name,
         num_devices=level.num_devices,
@@ -28,10 +28,10 @@ def links_between(level: Level, calibration: Calibration) -> Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Islands(Rows):
-    """Hierarchical collectives as one part sees them: inside the part first, then every member its slice across.
+    """Hierarchical collectives from the view of one part: first inside the part, then each member's slice across parts.
 
-    The ranks of this part span `span` neighbouring ones, and `islands` parts have members of a group that is not wholly
-    among them; both have one element per buffer.
+    Members in this part are among `span` neighbouring ranks, and a group that extends beyond these has members in
+    `islands` parts; both have one element per buffer.
     """
 
     own: Links

@@ -1,7 +1,7 @@
 """Price of a step whose replicas and stages are on different devices.
 
-Pipelines are put together as those of a plain cluster are (`cost.step`); here the replicas of a step are.  On one part
-the answer is that of `estimate`.
+Pipelines are assembled as on a plain cluster (`cost.step`); this module combines the replicas of a step.  On a single
+part the result equals that of `estimate`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from autoplan.spec.terms import END_TERMS, PIPELINE_TERMS, STEP_TERMS
 
 
 def estimate_mixed(problem: MixedProblem, plans: Sequence[MixedPlan]) -> tuple[MixedCost, ...]:
-    """Step time and memory of every plan; one that does not fit is a result like any other.
+    """Step time and memory of every plan; a plan that does not fit is priced like any other.
 
-    Raises InputError for a plan that does not belong to the problem, UnpricedError for one that is not priced.
+    Raises InputError for a plan that does not match the problem, UnpricedError for one that cannot be priced.
     """
     if not plans:
         return ()
@@ -71,7 +71,7 @@ def estimate_mixed(problem: MixedProblem, plans: Sequence[MixedPlan]) -> tuple[M
 
 
 def _of_plans(terms_s: Mapping[str, Floats], pipeline_s: Floats, plan_of: Ints) -> dict[str, Floats]:
-    """Terms of steps whose replicas wait for the last pipeline, and then for the slowest of all that ends a step."""
+    """Terms of steps whose replicas wait for the last pipeline, and then for the slowest of every end-of-step term."""
     first = np.flatnonzero(np.diff(plan_of, prepend=-1))
     last = np.lexsort((-pipeline_s, plan_of))[first]
     ends = {name: np.maximum.reduceat(terms_s[name], first) for name in END_TERMS}
@@ -79,7 +79,7 @@ def _of_plans(terms_s: Mapping[str, Floats], pipeline_s: Floats, plan_of: Ints) 
 
 
 def _oom_z(layout: PartLayout) -> Floats:
-    """Standard score of the memory that every row's stages need on the part, device or host, against its capacity."""
+    """Return `oom_z` of every row's stages on the part, for device or host memory."""
     own, laid = layout.problem, layout.laid
     parameters = laid.parameters if layout.on_part is None else laid.parameters.of(layout.on_part)
     return oom_z(own, layout.own(laid.memory.reserved_bytes).max(axis=1), host_bytes(own, laid.batch, parameters))
@@ -99,7 +99,7 @@ def _layer_s(layout: PartLayout) -> Floats:
 def _stage_costs(
     problem: MixedProblem, kinds: Sequence[ReplicaKind], pipelines: LaidOutPipelines
 ) -> list[tuple[MixedStageCost, ...]]:
-    """The stages of every kind."""
+    """Return the stages of every kind."""
     layouts, shape = pipelines.layouts, pipelines.forward_s.shape
     layer_s = [_layer_s(layout) for layout in layouts]
     of_layers = [

@@ -1,7 +1,7 @@
-"""Pipelines of mixed plans, every stage laid out on its own part.
+"""Layouts of mixed pipelines, with every stage on its own part.
 
-Kinds of replicas are laid out as if all of them sat on one part, a layout for each part; of every layout the stages
-count that do sit there.  Arrays of a layout have the shape (rows, stages).
+Every part gets a layout of the replica kinds as if all their stages were there, of which only the stages on that part
+are used.  Arrays of a layout have the shape (rows, stages).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as
 from autoplan.spec.plan import PP_BEFORE_DP, PlanBatch
 from autoplan.spec.problem import Problem
 
-# Terms of memory that replicas share, and from which kind of sharding on.
+# Memory terms that replicas share, and the lowest sharding that shares each.
 _SHARED = {"optimizer": Sharding.ZERO1, "gradients": Sharding.ZERO2, "weights": Sharding.ZERO3}
 
 
 class Member(NamedTuple):
-    """Kind of replica of a plan."""
+    """A replica kind of a plan."""
 
     plan: MixedPlan
     kind: ReplicaKind
 
 
 def lay_out_kinds(problem: MixedProblem, used: frozenset[int], members: Sequence[Member]) -> LaidOutPipelines:
-    """Lay kinds that have as many stages out on all parts in use."""
+    """Lay out kinds with the same number of stages on all parts in use."""
     layouts = {}
     for part in sorted(used):
         rows = [
@@ -58,7 +58,7 @@ def lay_out_kinds(problem: MixedProblem, used: frozenset[int], members: Sequence
 def _lay_out(
     problem: MixedProblem, used: frozenset[int], part: int, rows: Sequence[tuple[int, int]], members: Sequence[Member]
 ) -> PartLayout:
-    """Lay kinds out on a part; of every row (place of its kind, tensor-parallel degree)."""
+    """Lay out kinds on a part; `rows` are (index of the kind, tensor-parallel degree)."""
     own = problem.as_if(part, used)
     plans = [as_parallel(problem, members[at].plan, members[at].kind, tp) for at, tp in rows]
     on_part = np.array([[(stage.part, stage.tp) == (part, tp) for stage in members[at].kind.stages] for at, tp in rows])
@@ -80,13 +80,14 @@ def _lay_out(
 def _islands(
     problem: MixedProblem, used: frozenset[int], part: int, batch: PlanBatch, members: Sequence[Member]
 ) -> Islands:
-    """The replicas that reduce every stage of a layout together: groups of shape (rows, stages)."""
+    """Return collectives between the replicas that reduce each stage together: groups of shape (rows, stages)."""
     is_apart, own = problem.is_apart(part, used), problem.as_if(part, used)
     groups = np.array(
         [plan.num_inside(kind) if is_apart else [(plan.num_replicas, 1)] * len(kind.stages) for plan, kind in members]
     )
     level = problem.between(part, used, problem.cluster.parts[part].num_devices)
-    # Ranks of a replica's stage, and those of other stages that stand before those of the next replica.
+    # Number of ranks between the same stages of neighbouring replicas: those of the stage, and of other stages in
+    # between.
     is_parted = (batch.rank_order == PP_BEFORE_DP) & (batch.cp == 1)
     step = batch.tp * batch.cp * np.where(is_parted, batch.pp, 1)
     return Islands(
@@ -101,7 +102,7 @@ def _islands(
 
 
 def _shared_bytes(problem: Problem, batch: PlanBatch, memory: StageMemory) -> dict[str, Floats]:
-    """Bytes of every stage by the terms of memory that replicas share; 0 where they do not."""
+    """Bytes of every stage by the memory terms that replicas share; 0 if not shared."""
     reduces = problem.framework.network.zero2_reduces_every_microbatch | (batch.num_microbatches == 1)
     is_shared = {name: batch.sharding >= sharding.code for name, sharding in _SHARED.items()}
     is_shared["gradients"] &= (batch.sharding == Sharding.ZERO3.code) | reduces
@@ -109,7 +110,7 @@ def _shared_bytes(problem: Problem, batch: PlanBatch, memory: StageMemory) -> di
 
 
 def _with_more(memory: StageMemory, more: dict[str, Floats], reserved_factor: float) -> StageMemory:
-    """The memory with so much more of some terms, and their fragmentation, throughout a step."""
+    """Return the memory with `more` bytes of some terms, plus their fragmentation, throughout a step."""
     terms = memory.terms | {name: memory.terms[name] + added for name, added in more.items()}
     terms["fragmentation"] = terms["fragmentation"] + (reserved_factor - 1.0) * add_up(more.values())
     snapshots = {
@@ -120,7 +121,7 @@ def _with_more(memory: StageMemory, more: dict[str, Floats], reserved_factor: fl
 
 
 def sharded_bytes(pipelines: LaidOutPipelines) -> Floats:
-    """Bytes of every stage that other replicas may take, fragmentation included."""
+    """Bytes of every stage that other replicas could store instead, including fragmentation."""
     values = [
         layout.problem.framework.memory.reserved_factor
         * add_up(_shared_bytes(layout.problem, layout.laid.batch, layout.laid.memory).values())
@@ -138,7 +139,7 @@ def _on_part(layout: PartLayout) -> Bools:
 
 
 def _chain(part: int, layout: PartLayout, members: Sequence[Member]) -> PlanBatch:
-    """The stages of every row on its part as a pipeline of its own, so that strides are those of its replicas."""
+    """Return the stages of every row on its part as a separate pipeline, so that strides match its replicas."""
     kinds = [members[at].kind for at in layout.pipeline]
     run = np.array([sum(stage.part == part for stage in kind.stages) for kind in kinds])
     counts = np.array([kind.count for kind in kinds])
@@ -146,7 +147,7 @@ def _chain(part: int, layout: PartLayout, members: Sequence[Member]) -> PlanBatc
 
 
 def _crossings(plan: MixedPlan) -> dict[frozenset[int], int]:
-    """Number of devices that send at once over the link that joins every two parts."""
+    """Number of devices that send at once over the link between each pair of parts."""
     senders: dict[frozenset[int], int] = defaultdict(int)
     for kind in plan.kinds:
         hops = itertools.pairwise((*kind.stages, kind.stages[0]) if kind.vp > 1 else kind.stages)
@@ -158,9 +159,9 @@ def _crossings(plan: MixedPlan) -> dict[frozenset[int], int]:
 
 
 def _hops_s(problem: MixedProblem, layouts: Mapping[int, PartLayout], members: Sequence[Member]) -> Floats:
-    """Message from every stage to the next, as the slower of both ends sees it: shape (kinds, stages).
+    """Message time from every stage to the next, by the slower end: shape (kinds, stages).
 
-    The last one sends where stages have several chunks, to the first.
+    With several chunks per stage the last stage sends to the first.
     """
     parts = np.array([[stage.part for stage in member.kind.stages] for member in members])
     behind = np.roll(np.arange(parts.shape[1]), -1)
@@ -190,7 +191,7 @@ def _hops_s(problem: MixedProblem, layouts: Mapping[int, PartLayout], members: S
 
 
 def _tied_s(problem: MixedProblem, layouts: Mapping[int, PartLayout], members: Sequence[Member]) -> Floats:
-    """Reduction of the embedding's gradients between the first and the last stage of every kind."""
+    """Time of the tied embedding's gradient reduction between first and last stage of every kind."""
     result = np.zeros(len(members))
     stages = len(members[0].kind.stages)
     if not problem.model.tied_embeddings or stages == 1:

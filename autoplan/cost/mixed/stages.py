@@ -1,6 +1,6 @@
 """Work and memory of the stages of a mixed plan, term by term and moment by moment.
 
-The functions are those of plans whose stages are alike; every stage is laid out on its own part (`part_layouts`).
+Uses the functions for plans with equal stages; every stage is laid out on its own part (`part_layouts`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def mixed_stages(problem: MixedProblem, plan: MixedPlan) -> tuple[PlacedStage, .
 
 
 def mixed_timeline(problem: MixedProblem, plan: MixedPlan) -> Timeline:
-    """Timeline of the step that `estimate_mixed` prices, event by event; ranks are counted part by part."""
+    """Timeline of the step priced by `estimate_mixed`, event by event; ranks are numbered part by part."""
     for kind in plan.kinds:
         schedule = Schedule.INTERLEAVED if kind.vp > 1 else Schedule.ONE_F_ONE_B
         check_length(PipelineShape(schedule, len(kind.stages), kind.vp, kind.num_microbatches))
@@ -64,9 +64,9 @@ def mixed_timeline(problem: MixedProblem, plan: MixedPlan) -> Timeline:
 
 
 def _ranks(problem: MixedProblem, plan: MixedPlan) -> list[list[tuple[int, ...]]]:
-    """The devices of every stage of every kind: those of a part one after another, and before them all earlier parts.
+    """Return the global ranks of every stage of every kind, numbered part by part.
 
-    On its part a stage has neighbouring ones in all replicas of its kind, as the estimate takes them.
+    Within its part the ranks of a stage are consecutive over all replicas of its kind, as in the estimate.
     """
     sizes = [part.num_devices for part in problem.cluster.parts]
     free = np.cumsum([0, *sizes[:-1]]).tolist()
