@@ -1,1 +1,1 @@
-"""Describe the training frameworks: what each admits, the files that start it, and the logs that it writes."""
+"""Training frameworks: the plans that each supports, its launch files and its logs."""

@@ -1,4 +1,4 @@
-"""Launch files, known by their content and read by the reader of their target."""
+"""Launch files, recognised by their content and read by the reader of their target."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.topology.cluster import ClusterSpec
 
 MOST_BYTES = 2**20  # a launch file is written by hand
-_PAGES = (".md", ".rst", ".txt", ".ipynb")  # tell of launch files, and are none
+_PAGES = (".md", ".rst", ".txt", ".ipynb")  # may quote launch files but are none
 
 READERS = tuple(sorted((*registry.READERS.values(), plan_file.READER), key=lambda reader: reader.target))
 
 
 def read_launch(path: Path, context: LaunchContext, target: str | None = None) -> Launch:
-    """Read the launch of the file as one of `target`, or of the only target whose files look like it."""
+    """Read the launch of the file as one of `target`, or of the only target that recognises the file."""
     text = read_text(path, most_bytes=MOST_BYTES)
     reader = reader_of(target) if target is not None else _recognised(path, text)
     try:
@@ -31,7 +31,7 @@ def read_launch(path: Path, context: LaunchContext, target: str | None = None) -
 
 
 def read_launch_on(path: Path, context: LaunchContext, cluster: ClusterSpec, target: str | None = None) -> Launch:
-    """Read the launch of the file on `cluster`, whose devices are taken where the file leaves them open."""
+    """Read the launch of the file on `cluster`; all its devices are used if the file leaves their number open."""
     try:
         launch = read_launch(path, context, target)
     except InputError:
@@ -46,7 +46,7 @@ def read_launch_on(path: Path, context: LaunchContext, cluster: ClusterSpec, tar
 
 
 def read_launch_on_part(path: Path, context: LaunchContext, cluster: ClusterSpec) -> Launch:
-    """Read the launch on `cluster` or a part of it: a file that leaves the devices open starts all of them."""
+    """Read the launch on `cluster` or a part of it; a file without a number of devices uses all of them."""
     with_nodes = replace(context, devices_per_node=cluster.devices_per_node)
     try:
         return read_launch(path, context)
@@ -59,7 +59,7 @@ def read_launch_on_part(path: Path, context: LaunchContext, cluster: ClusterSpec
 
 
 def reader_of(target: str) -> Reader:
-    """The reader of a target."""
+    """Return the reader of a target."""
     readers = {reader.target: reader for reader in READERS}
     if target not in readers:
         raise InputError(f"no files of {target!r} are read: known are {', '.join(readers)}")
@@ -67,7 +67,7 @@ def reader_of(target: str) -> Reader:
 
 
 def looks_like_launch(path: Path, text: str) -> bool:
-    """Return whether the file looks like one of some target."""
+    """Return whether any target recognises the file as a launch file."""
     try:
         return any(reader.recognises(path.name, text) for reader in READERS)
     except RecursionError:
@@ -75,9 +75,9 @@ def looks_like_launch(path: Path, text: str) -> bool:
 
 
 def _named_in(path: Path, text: str) -> Path | None:
-    """The launch file in the same folder that a script names, or that a file does which it names."""
+    """Return the launch file that a script references in its folder, directly or through another file."""
     looked_at, scripts = {path}, [text]
-    with suppress(OSError):  # what may not be read helps nobody
+    with suppress(OSError):  # an unreadable file is skipped
         files = [item for item in sorted(path.parent.iterdir()) if item.suffix not in _PAGES and is_file(item)]
         beside = [item for item in files if item.stat().st_size <= MOST_BYTES]
         while scripts:

@@ -1,4 +1,4 @@
-"""Step times in a log, whichever framework wrote it."""
+"""Step times in the log of any framework."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from autoplan.frameworks.common.log_lines import (
 )
 from autoplan.frameworks.registry import LOGS
 
-WARMUP = 2  # steps from a start on: kernels are chosen and compiled, memory is taken, connections are made
+WARMUP = 2  # first steps after a start, in which kernels are tuned and compiled, memory reserved, connections opened
 
 LOG_NAME = re.compile(r"(.*?)\.(log|out|err|stdout|stderr)(\.gz)?", re.DOTALL)
-HEAD_BYTES = 2**22  # in which a file without the name of a log must tell a step
-MOST_BYTES = 2**32  # of a log, unpacked, in which steps are looked for
+HEAD_BYTES = 2**22  # a file that is not named like a log must contain a step time in so many bytes
+MOST_BYTES = 2**32  # read from a log, after decompression
 _CHUNK = 2**20
 _GZIP = b"\x1f\x8b"
-_MOST_TIMES = 100_000  # of one source that are kept, the newest; a log may be endless
+_MOST_TIMES = 100_000  # the newest times kept per source, since a log may be endless
 _MOST_LABELS = 100_000
-_NEAR = 64  # readings back that a slower rank may still be late for
-_BAR_FORGETS = 10  # steps after which tqdm's moving average (weight .3 for the newest) holds 3 % of the first one
+_NEAR = 64  # times of the recent past that a slower rank may still correct
+_BAR_FORGETS = 10  # steps after which the first one has 3 % of the weight in tqdm's moving average (newest: .3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Batch of a step, where it is known: rates are read with it, and steps that train something else left out."""
+    """Batch of a step, if known: rates are converted with it, and steps with another batch left out."""
 
     num_sequences: int
     seq_len: int
@@ -51,38 +51,38 @@ class Batch:
         return f"{self.num_sequences:,} sequences of {self.seq_len:,} tokens"
 
     def is_other(self, content: LineContent) -> bool:
-        """Return whether a line is of a step with another batch."""
+        """Return whether a line belongs to a step with another batch."""
         return content.num_sequences not in (None, self.num_sequences) or content.seq_len not in (None, self.seq_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRun:
-    """Run as its log describes it, in the order of the lines.
+    """Run described by a log, in the order of its lines.
 
-    Each of `step_s` is the time of one step or the mean of some that were logged together.  Left out are those that
-    cover one of the first `warmup` steps after a start or a step with another batch than the plan's, and, where others
-    remain, those of a step that an evaluation or a checkpoint may have taken part in.
+    Each of `step_s` is the time of one step, or the mean of several steps that were logged together.  Excluded are
+    times that cover one of the first `warmup` steps after a start or a step with another batch than the plan's, and, if
+    any others remain, times that an evaluation or a checkpoint may be part of.
     """
 
     framework: str
-    source: Source  # how the times were told
+    source: Source  # where the times come from
     step_s: tuple[float, ...]
-    num_steps: int  # that `step_s` cover
+    num_steps: int  # steps covered by `step_s`
     losses: tuple[float, ...] = ()
-    allocated_bytes: float | None = None  # highest peak of the ranks that told
+    allocated_bytes: float | None = None  # highest peak of the reporting ranks
     reserved_bytes: float | None = None
-    timers_s: Mapping[str, float] = field(default_factory=dict)  # parts of a step, which may hold others: medians
+    timers_s: Mapping[str, float] = field(default_factory=dict)  # medians of parts of a step, which may overlap
 
     @property
     def median_s(self) -> float:
-        """The step time that counts: robust against steps that something else took part in."""
+        """Median step time, which is robust against disturbed steps."""
         return float(median(self.step_s))
 
     @property
     def interval_s(self) -> tuple[float, float]:
-        """Interval about 95 % sure to hold the median that more steps would show; under six times, their range.
+        """95 % confidence interval of the median step time; with fewer than six times, their range.
 
-        By order statistics, whatever the distribution: Conover, Practical Nonparametric Statistics, section 3.2.
+        From order statistics, for any distribution: Conover, Practical Nonparametric Statistics, section 3.2.
         """
         ordered = sorted(self.step_s)
         at = max(math.floor((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2), 0)
@@ -94,18 +94,18 @@ class _Time:
     step: int
     num_steps: int
     step_s: float
-    counts: bool  # covers none of the first steps, and none with another batch
+    counts: bool  # covers none of the first steps and no step with another batch
     is_paused: bool
 
 
 @dataclass(slots=True)
 class _Series:
-    """The times of one source."""
+    """Times of one source."""
 
     times: deque[_Time] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
-    first: int | None = None  # step since the last start
-    previous: int | None = None  # step whose end was told before
-    moment: float | None = None  # of that
+    first: int | None = None  # first step since the last start
+    previous: int | None = None  # last step whose end was logged
+    moment: float | None = None  # value logged for that step
     is_paused: bool = False
     paused_until: int = -1  # step
 
@@ -116,7 +116,7 @@ class _Series:
 
 @dataclass(slots=True)
 class _Dialect:
-    """Values read so far from lines of one framework."""
+    """Values read so far from the lines of one framework."""
 
     name: str
     read: ReadLine
@@ -129,9 +129,9 @@ class _Dialect:
 
 
 class LogReader:
-    """Reads a log while it is written; several ranks may write side by side.
+    """Reader of a log while it is written; several ranks may write to it.
 
-    Of ranks that report the same step the slowest counts.  A rank whose step number falls has started again.
+    If ranks report the same step, the slowest one counts.  A rank whose step number decreases has restarted.
     """
 
     def __init__(self, batch: Batch | None = None, *, warmup: int = WARMUP) -> None:
@@ -139,11 +139,11 @@ class LogReader:
         self._batch, self._warmup = batch, warmup
         self._splitter = LineSplitter()
         self._other: LineContent | None = None  # the last step with another batch
-        self._is_other = False  # whether the steps of now are so
+        self._is_other = False  # whether the current steps have another batch
         self._dialects = [_Dialect(name=log.name, read=log.make_reader()) for log in LOGS.values()]
 
     def feed(self, data: bytes, now_s: float | None = None) -> list[str]:
-        """Take in what was written; the lines that it completes.  `now_s` is the moment at which it was, if it is."""
+        """Process new data of the log and return the lines that it completes; `now_s` is the time of live data."""
         lines = self._splitter.feed(data)
         for line in lines:
             self._read(line, now_s)
@@ -151,17 +151,17 @@ class LogReader:
 
     @property
     def has_times(self) -> bool:
-        """Return whether a line told a time or a rate, be it of a step that is left out."""
+        """Return whether a line contained a time or a rate, including those of excluded steps."""
         return any(dialect.series for dialect in self._dialects)
 
     @property
     def num_steps(self) -> int:
-        """Steps timed so far, those left out not counted."""
+        """Number of steps timed so far, without excluded ones."""
         best = self._best()
         return sum(time.num_steps for time in best[2]) if best else 0
 
     def finish(self) -> LoggedRun:
-        """Return the run that the log describes; refused where it says no step time."""
+        """Return the run described by the log; raises InputError if it contains no step time."""
         for line in self._splitter.finish():
             self._read(line, None)
         run = self.so_far()
@@ -172,7 +172,7 @@ class LogReader:
         return run
 
     def so_far(self) -> LoggedRun | None:
-        """Return the run that the log describes by now; None where it has no step time yet."""
+        """Return the run described by the log so far; None if it contains no step time yet."""
         best = self._best()
         if best is None:
             return None
@@ -189,7 +189,7 @@ class LogReader:
         )
 
     def _best(self) -> tuple[_Dialect, Source, list[_Time]] | None:
-        """The most exact source that has times; of frameworks that share it, the one with most."""
+        """Return the most exact source with times; if frameworks share it, the framework with the most times."""
         for source in get_args(Source):
             timed = [
                 (dialect, source, times)
@@ -202,7 +202,7 @@ class LogReader:
 
     @property
     def other_batch(self) -> str:
-        """Remark on the last batch other than the plan's that steps of the log train; blank if none did."""
+        """Remark on the last batch in the log that differs from the plan's; blank if there is none."""
         if self._batch is None or self._other is None:
             return ""
         trained = replace(
@@ -214,7 +214,7 @@ class LogReader:
 
     @property
     def lacks(self) -> str:
-        """Reason why no step time can be told from the log, where none can."""
+        """Reason why the log gives no step time, if it gives none."""
         series_seen = [(dialect.name, source) for dialect in self._dialects for source in dialect.series]
         rates = [name for name, source in series_seen if source in ("tokens", "samples")]
         if rates and self._batch is None:
@@ -244,7 +244,7 @@ class LogReader:
         for name, seconds in content.timers:
             dialect.timers.setdefault(name, deque(maxlen=_MOST_TIMES)).append(seconds)
         if content.pause:
-            for item in self._dialects:  # Trainer and DeepSpeed write one log
+            for item in self._dialects:  # the Trainer and DeepSpeed write to the same log
                 for series in item.series.values():
                     series.is_paused = True
         if not content.times:
@@ -254,11 +254,11 @@ class LogReader:
         if self._batch and (content.num_sequences or content.seq_len):
             self._is_other = self._batch.is_other(content)
             self._other = content if self._is_other else self._other
-        is_other = was_other or self._is_other  # a time may cover steps of both
+        is_other = was_other or self._is_other  # a time may cover both kinds of steps
         if content.step is not None:
             if now_s is not None:
                 times.setdefault("moments", now_s)
-            if content.step < dialect.last.get(label, 0):  # this rank has started again
+            if content.step < dialect.last.get(label, 0):  # this rank has restarted
                 dialect.last.clear()
                 for series in dialect.series.values():
                     series.first = series.previous = series.moment = None
@@ -284,15 +284,15 @@ class LogReader:
         step_s = self._step_s(source, value, moment, num_steps)
         if step_s is None:
             return
-        # Steps since the start before those that this time covers; the first line stands for as many as others do.
+        # Steps between the start and those of this time; the first line is assumed to cover as many as the others.
         num_before = 0 if previous is None else previous - series.first + min(num_steps, series.first)
         counts = not is_other and (source == "whole" or num_before >= self._warmup + forgets)
         is_paused = step <= series.paused_until
         series.times.append(_Time(step=step, num_steps=num_steps, step_s=step_s, counts=counts, is_paused=is_paused))
 
     def _slower(self, series: _Series, source: Source, step: int, value: float) -> None:
-        """Another rank says the time of a step that is held: the slower of the two counts."""
-        if source in ("moments", "bar"):  # a bar that is closed says the mean of all its steps
+        """Correct the time of a step to that of a slower rank."""
+        if source in ("moments", "bar"):  # a closed bar shows the mean of all its steps
             return
         for at in range(1, min(len(series.times), _NEAR) + 1):
             earlier = series.times[-at]
@@ -302,7 +302,7 @@ class LogReader:
                 return
 
     def _step_s(self, source: Source, value: float, before: float | None, num_steps: int) -> float | None:
-        """Seconds of a step; None where they cannot be told."""
+        """Return the seconds of a step; None if they are unknown."""
         if source == "moments":
             step_s = (value - before) / num_steps if before is not None else 0.0
         elif source == "tokens" and self._batch:
@@ -315,20 +315,20 @@ class LogReader:
 
 
 def is_log(path: Path) -> bool:
-    """Return whether a file is called as logs are, or tells step times."""
+    """Return whether a file is named like a log or contains step times."""
     has_name = LOG_NAME.fullmatch(path.name) is not None
     return is_file(path) and (has_name or tells_times(b"".join(chunks(path, HEAD_BYTES))))
 
 
 def tells_times(head: bytes) -> bool:
-    """Return whether the beginning of a file has a line with a step time."""
+    """Return whether the beginning of a file contains a line with a step time."""
     reader = LogReader()
     reader.feed(head)
     return reader.has_times
 
 
 def chunks(path: Path, most_bytes: int) -> Iterator[bytes]:
-    """The first bytes of a log, piece by piece, unpacked where gzip packed it: of a packed one, what was written."""
+    """Yield the first bytes of a log in chunks; gzip is decompressed, even if it was cut off."""
     try:
         with path.open("rb") as plain:
             stream = gzip.GzipFile(fileobj=plain) if plain.peek(2)[:2] == _GZIP else plain
@@ -336,9 +336,9 @@ def chunks(path: Path, most_bytes: int) -> Iterator[bytes]:
             while data := stream.read(min(_CHUNK, bytes_left)):
                 yield data
                 bytes_left -= len(data)
-    except EOFError:  # the job was killed while it wrote
+    except EOFError:  # the job was killed while writing
         return
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, zlib.error) as error:  # a name that no file system takes, a file that is no gzip file
+    except (ValueError, zlib.error) as error:  # an invalid file name, or not a gzip file
         raise InputError(f"{str(path)!r}: cannot be read: {error}") from None

@@ -21,7 +21,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """The best plan of the file, with the model and the length that are given instead of its own."""
+    """Return the best plan in the file; a model and length from the user replace those of the file."""
     try:
         table = json.loads(text)
     except ValueError as error:

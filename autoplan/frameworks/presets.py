@@ -1,4 +1,4 @@
-"""Frameworks by the name of shipped facts, or by a TOML file."""
+"""Frameworks from shipped facts (by name) or from a TOML file."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def _preset(name: str) -> Framework:
 
 
 def _decoded(table: dict[str, Any], where: str) -> Framework:
-    """The framework in `table`; what it leaves out is as in the preset that it `extends`, calibrations and fits too."""
+    """Return the framework in `table`; missing values, calibrations and fits come from the preset that it `extends`."""
     if "extends" in table:
         table = dict(table)
         name = table.pop("extends")
-        if name not in (names := _extendable()):  # it may be anything
+        if name not in (names := _extendable()):  # may have any type
             raise InputError(f"{where}: extends {name!r}, which must be one of {', '.join(names)}")
         table = _extended(_table(name), table)
         table = {"calibrated_as": name, **table}
@@ -45,7 +45,7 @@ def _decoded(table: dict[str, Any], where: str) -> Framework:
 
 
 def _extended(base: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
-    """`base` with what `table` says instead, group by group; what is stated again is fitted only if `table` says so."""
+    """Return `base` updated with `table`, group by group; an updated value is only "fitted" if `table` says so."""
     groups = {group: traits for group in GROUPS if isinstance(traits := table.get(group), dict)}
     restated = {trait for traits in groups.values() for trait in traits}
     inherited = [trait for trait in base.get("fitted", []) if trait not in restated]
@@ -56,12 +56,12 @@ def _extended(base: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
 
 
 def preset_frameworks() -> tuple[str, ...]:
-    """Ids of the shipped frameworks."""
+    """Return the ids of the shipped frameworks."""
     return tuple(facts_files())
 
 
 def load_framework(text: str) -> Framework:
-    """Return the framework of a NAME (of facts or a target), NAME@VERSION, or a TOML file."""
+    """Return the framework for NAME (of facts or a target), NAME@VERSION, or a TOML file."""
     path = Path(text)
     if path.suffix == ".toml":
         return _decoded(read_table(path), str(path))
@@ -82,7 +82,7 @@ def load_framework(text: str) -> Framework:
 
 
 def framework_schema() -> dict[str, Any]:
-    """JSON Schema of a framework file: it may extend a shipped one."""
+    """Return the JSON Schema of a framework file, which may extend a shipped framework."""
     described = schema(Framework, human_units=True)
     properties = described["$defs"]["Framework"]["properties"]
     properties["extends"] = {"enum": list(_extendable())}

@@ -1,14 +1,14 @@
-"""Registry of the frameworks, a row each; rules, exporters, readers, log readers and facts follow from it.
+"""Registry of the frameworks, one row each; rules, exporters, readers, log readers and facts are found through it.
 
-A framework is a folder beside this module, which may hold
+A framework is a folder next to this module, which may contain
 
-    rules.py     BOOK: the plans that it admits
-    export.py    TARGET: the files that start a plan
-    read.py      READER: its launch files, read into plans
-    log.py       LOG: the lines of its logs
+    rules.py     BOOK: rules on the plans that it supports
+    export.py    TARGET: export of launch files
+    read.py      READER: reader of its launch files
+    log.py       LOG: reader of its log lines
     facts/       a TOML file of traits for each of its versions
 
-Names are known at once, which the help of the command line needs; a module is imported when it is first asked for.
+Names are available without imports, as the command-line help needs them; modules are imported on first use.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Folder of a framework: the name of its rules in facts, its target of export, the id of the facts to plan with.
+    """Folder of a framework: the name of its rules in facts, its export target, and the id of the facts for planning.
 
-    `logs` are the frameworks that write the log of what a launch file for the target starts, where not any may.
-    `distributions` are those of Python that it is installed as, by what they are called.
+    `logs` are the frameworks that may write the log of a launch file for the target, if not every framework may.
+    `distributions` are the names of the Python distributions that install it.
     """
 
     folder: str
@@ -53,12 +53,12 @@ class Entry:
     distributions: Mapping[str, str] = field(default_factory=dict)
 
     def has(self, module: str) -> bool:
-        """Return whether the folder holds a module of that name."""
+        """Return whether the folder contains a module of that name."""
         return (HERE / self.folder / f"{module}.py").is_file()
 
 
 # fmt: off
-FRAMEWORKS = (  # in the order in which a log is taken for theirs
+FRAMEWORKS = (  # in the order in which they are tried for a log
     Entry(folder="megatron_lm", rules="megatron-lm", target="megatron-lm", facts="megatron-core",
           logs=("Megatron-LM", "MLPerf"), distributions={"Megatron-Core": "megatron-core"}),
     Entry(folder="megatron_bridge", target="megatron-bridge", facts="nemo",
@@ -90,7 +90,7 @@ FRAMEWORKS = (  # in the order in which a log is taken for theirs
 
 
 class Modules(Mapping[str, T], Generic[T]):
-    """Objects that the modules of one kind define, by name."""
+    """Objects defined by the modules of one kind, by name."""
 
     def __init__(self, module: str, attribute: str, folders: dict[str, str]) -> None:
         self._module, self._attribute, self._folders = module, attribute, folders
@@ -127,7 +127,7 @@ def book_of(framework: Framework) -> Rulebook:
 
 @cache
 def _without(rules: str, lacks: tuple[str, ...], interleaves_mamba: bool) -> Rulebook:
-    """Return the rules of a version that lacks some options, or words of them, which others offer."""
+    """Return the rules of a version that lacks some options, or values of them, that other versions offer."""
     from autoplan.frameworks.common.universal_rules import ONE_CHUNK_OF_MAMBA, options_lacked, words_left
 
     book = BOOKS[rules]
@@ -153,7 +153,7 @@ def _without(rules: str, lacks: tuple[str, ...], interleaves_mamba: bool) -> Rul
 
 
 def check_rules(framework: Framework) -> None:
-    """Refuse a framework whose rules have a name that is not known."""
+    """Raise an error for a framework whose rules have an unknown name."""
     if framework.rules not in BOOKS:
         raise InputError(f"rules must be one of {', '.join(BOOKS)}, got {framework.rules[:40]!r}")
 
@@ -164,13 +164,13 @@ def facts_of(target: str) -> str:
 
 
 def target_of(facts: str) -> str:
-    """Return the target of the folder that facts stand in; blank for a file of a user's own, or where it has none."""
+    """Return the target of the folder that contains the facts; blank for a user's own file or without a target."""
     folder = facts_files()[facts].parents[1].name if facts in facts_files() else ""
     return next((entry.target for entry in FRAMEWORKS if entry.folder == folder), "")
 
 
 def target_called(framework: object) -> str | None:
-    """Return the target that a framework is named by, where others have the facts that it is planned with."""
+    """Return the target that a framework is named after, if its facts come from another framework."""
     name = framework if isinstance(framework, str) and framework in TARGETS else None
     return name if name is not None and target_of(facts_of(name)) != name else None
 
@@ -178,7 +178,7 @@ def target_called(framework: object) -> str | None:
 def find_target(to: str, framework: Framework | None = None) -> Target:
     """Return the target NAME in its default version, or NAME@VERSION.
 
-    An InputError tells those there are, or that it runs no plans of `framework`.
+    Raises InputError with the known targets, or if the target does not run plans of `framework`.
     """
     name, at, version = to.partition("@")
     if name not in TARGETS:
@@ -195,7 +195,7 @@ def find_target(to: str, framework: Framework | None = None) -> Target:
 
 
 def rules_for(framework: Framework, to: str = "") -> tuple[Rule, ...]:
-    """Return the rules of plans under `framework`, with those of the target `to` where one is given."""
+    """Return the rules of plans under `framework`, with those of the target `to` if given."""
     return book_of(framework).rules + (find_target(to, framework).limits if to else ())
 
 
@@ -207,12 +207,12 @@ def facts_files() -> dict[str, Path]:
 
 
 def names_of(facts: str) -> tuple[str, ...]:
-    """Return the names of a framework: the id of its facts, and the targets that are planned with them."""
+    """Return the names of a framework: the id of its facts, and the targets planned with these facts."""
     return (facts, *(entry.target for entry in FRAMEWORKS if entry.facts == facts and entry.target not in ("", facts)))
 
 
 def versions_of(facts: str) -> dict[str, str]:
-    """Return the ids of the facts of older and newer versions of a framework, by version: "nemo-25.09" by 25.09."""
+    """Return the ids of the facts for other versions of a framework, by version: "nemo-25.09" by 25.09."""
     return {
         version_name.removeprefix(f"{name}-"): version_name
         for name in names_of(facts)

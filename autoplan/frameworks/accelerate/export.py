@@ -1,7 +1,7 @@
-"""Export of a plan to the files with which a program that uses Hugging Face Accelerate runs it under FSDP2.
+"""Export of a plan to launch files for a program that uses Hugging Face Accelerate with FSDP2.
 
-Places are below accelerate/ in 1.15.0.  The launch files set what `accelerate launch --config_file accelerate.yaml`
-would set, so that any launcher can start the program.
+Places are below accelerate/ in 1.15.0.  The launch files set the same variables as
+`accelerate launch --config_file accelerate.yaml`, so that any launcher can start the program.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
 
 
 def _program(plan_file: PlanFile) -> list[str]:
-    """Return the parts of the plan that the program has to carry out, as no file can (accelerator.py:1901, :4111)."""
+    """Return the parts of the plan that the program itself must do, not a file (accelerator.py:1901, :4111)."""
     plan = plan_file.best.plan
     loads = "loads its model with from_pretrained(..., tp_plan='auto', device_mesh=accelerator.torch_device_mesh)"
     splits = "runs every step inside accelerator.maybe_context_parallel(buffers=..., buffer_seq_dims=...)"
@@ -86,7 +86,7 @@ def _program(plan_file: PlanFile) -> list[str]:
 
 
 def _recomputes_alone(plan: ParallelPlan) -> bool:
-    """Return whether the program has to recompute, since there is no FSDP that does."""
+    """Return whether the program itself must recompute, because FSDP is not used."""
     return plan.recompute == Recompute.FULL and not is_sharded(plan)
 
 
@@ -95,17 +95,17 @@ def _duties(plan_file: PlanFile) -> str:
 
 
 def is_sharded(plan: ParallelPlan) -> bool:
-    """Return whether FSDP has ranks to shard over; otherwise DistributedDataParallel runs."""
+    """Return whether FSDP has ranks to shard over; otherwise DistributedDataParallel is used."""
     return plan.sharding != "none" and plan.dp_shard * plan.cp > 1
 
 
 def loads_bf16(plan: ParallelPlan) -> bool:
-    """Return whether the program has to load its model in bf16, which nothing casts to fp32."""
+    """Return whether the program must load its model in bf16, which is never cast to fp32."""
     return plan.main_weights == MainWeights.BF16 or plan.wide_adapters
 
 
 def is_unmixed(plan: ParallelPlan) -> bool:
-    """Return whether mixed precision is off: FSDP would make fp32 of what it shards (utils/fsdp_utils.py:805)."""
+    """Return whether mixed precision is off: FSDP would cast sharded weights to fp32 (utils/fsdp_utils.py:805)."""
     return plan.wide_adapters or (plan.main_weights == MainWeights.BF16 and is_sharded(plan))
 
 
@@ -166,7 +166,7 @@ LIMITS = (
 )
 
 
-# Of the files of `accelerate launch` alone; the programs that have their own say more of adapters.
+# Limits of the files of `accelerate launch`; programs with files of their own can express more about adapters.
 _LIMITS_OF_FILES = (
     *LIMITS,
     ADAPTERS_IN_FP32,
@@ -175,7 +175,7 @@ _LIMITS_OF_FILES = (
 
 
 def is_quantized(workload: Workload) -> bool:
-    """Return whether frozen weights are held in fewer than 16 bits."""
+    """Return whether frozen weights are stored in fewer than 16 bits."""
     finetuning = workload.training.finetuning
     return finetuning is not None and finetuning.quantization != "none"
 
@@ -219,7 +219,7 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
 
 
 def _environment(table: dict[str, Any], plan: ParallelPlan) -> dict[str, str]:
-    """The variables in which Accelerate finds the table (utils/launch.py:198), and the micro-batches of a step."""
+    """Return the variables that Accelerate reads the table from (utils/launch.py:198), and the micro-batch count."""
     variables = {
         "ACCELERATE_MIXED_PRECISION": str(table["mixed_precision"]),
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(plan.num_microbatches),

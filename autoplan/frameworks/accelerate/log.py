@@ -1,9 +1,9 @@
-"""Reader of the log lines that the Trainer of transformers writes.
+"""Reader of the log lines of the Trainer of transformers.
 
-transformers 5.23.0 and 4.x: `ProgressCallback` in trainer_callback.py shows a bar of tqdm on stderr, `training_bar`,
-without a description, and another one while it evaluates; what is logged is a Python dict, whose numbers are strings
-from 5.0 on (`on_log`).  A dict says no time except for the last one (`speed_metrics` in trainer_utils.py:
-`train_steps_per_second`, a mean of all steps).  tqdm 4.70.1, std.py `format_meter`: "n/total [elapsed<left, rate]".
+transformers 5.23.0 and 4.x: `ProgressCallback` in trainer_callback.py shows a tqdm bar on stderr, `training_bar`,
+without a description, and another one during evaluation; metrics are logged as a Python dict, whose numbers are strings
+from 5.0 on (`on_log`).  Only the last dict contains a time (`speed_metrics` in trainer_utils.py:
+`train_steps_per_second`, the mean of all steps).  tqdm 4.70.1, std.py `format_meter`: "n/total [elapsed<left, rate]".
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _STEP_RATE = re.compile(r"'train_steps_per_second': '?([0-9.eE+-]{1,30})")
 
 
 class Reader:
-    """Reads lines of the Trainer; the first bar without a description is taken for that of training."""
+    """Parses lines of the Trainer; the first bar without a description is assumed to be the training bar."""
 
     def __init__(self) -> None:
         self._num_steps = ""
 
     def read(self, line: str) -> LineContent | None:
-        """Return what a line says; None where it is not one of the Trainer."""
+        """Parse a line of the log; None if it is not a line of the Trainer."""
         if "it]" in line or "it/s" in line:
             return self._bar(line)
         if "{'" not in line:

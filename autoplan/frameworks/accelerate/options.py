@@ -1,4 +1,4 @@
-"""Option table of `accelerate launch` 1.15.0, whose options are called like the keys of its config file."""
+"""Option table of `accelerate launch` 1.15.0, whose options have the same names as the keys of its config file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PRECISION = word(
     "mixed_precision", "precision", None, {str(kind): kind for kind in map(Precision, ("bf16", "fp16", "fp8"))}
 )
 
-# Section `fsdp_config`.  The first version of FSDP has a strategy, by word or number, instead of the switch.
+# Section `fsdp_config`.  FSDP1 has a strategy (a word or a number) instead of the switch.
 STRATEGIES = {"FULL_SHARD": Sharding.ZERO3, "SHARD_GRAD_OP": Sharding.ZERO2, "NO_SHARD": Sharding.NONE}
 RESHARD = word(
     "fsdp_reshard_after_forward",
@@ -40,7 +40,7 @@ FSDP_COSTLESS = (
 MESH = tuple(count(f"parallelism_config_{axis}_size", axis, 1) for axis in ("dp_replicate", "dp_shard", "tp", "cp"))
 PARALLELISM: tuple[Option, ...] = (
     *MESH,
-    # Keys and values go round, which is what a ring is priced as.
+    # Keys and values travel around the ring, as the cost model assumes.
     Constant("parallelism_config_cp_comm_strategy", lambda file: "alltoall" if file.best.plan.cp > 1 else None),
 )
 PARALLELISM_COSTLESS = (

@@ -1,7 +1,7 @@
-"""Reader of what `accelerate launch` starts, by config file or options.
+"""Reader of config files and command lines of `accelerate launch`.
 
-It trains with FSDP2, DistributedDataParallel or DeepSpeed, which is read as a configuration of DeepSpeed.  Model, batch
-and length are arguments of the program that it starts, where they are read, or else given.
+Training uses FSDP2, DistributedDataParallel or DeepSpeed, whose section is read as a DeepSpeed configuration.  Model,
+batch and length are arguments of the started program; they are read from there or given by the user.
 Places are below accelerate/ in 1.15.0.
 """
 
@@ -45,12 +45,12 @@ from autoplan.spec.training import TrainingSpec
 
 _LAUNCH = re.compile(r"^[^#\n]*\baccelerate\s+launch\b", re.MULTILINE)
 _KINDS = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
-_SCRIPT = "launch.sh"  # beside what is exported
+_SCRIPT = "launch.sh"  # next to an exported config file
 _BATCH = ("PER_DEVICE_TRAIN_BATCH_SIZE", "GRADIENT_ACCUMULATION_STEPS")
 _CHECKPOINTING = "GRADIENT_CHECKPOINTING"
-# Arguments of the Trainer, as variables.
+# Arguments of the Trainer, as variable names.
 _PROGRAM = (*_BATCH, "BF16", "FP16", _CHECKPOINTING, *(key.upper() for key in HELD_KEYS))
-_DEEPSPEED = (  # options of the command that are in the section `deepspeed_config`
+_DEEPSPEED = (  # command-line options that belong to the section `deepspeed_config`
     *("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag", "zero3_save_16bit_model"),
     *("gradient_accumulation_steps", "gradient_clipping", "deepspeed_config_file", "deepspeed_hostfile"),
 )
@@ -58,14 +58,14 @@ _AUTO = "auto"
 
 
 def recognises(name: str, text: str) -> bool:
-    """Return whether a file is a config of `accelerate launch`, or a script that has one."""
+    """Return whether a file is a config file of `accelerate launch` or a script that calls it."""
     if name.endswith((".yaml", ".yml")):
         return re.search(r"^distributed_type\s*:", text, re.MULTILINE) is not None
     return not name.endswith((".py", ".json", ".toml")) and _LAUNCH.search(text) is not None
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """Return the launch that the file starts, with the model, the batch and the sequence that are given."""
+    """Return the launch of the file, completed with the model, batch and sequence length from the user."""
     started = None if _LAUNCH.search(text) is None else _of_script(text, context)
     options = Options.of_table(parse_yaml(text, "the file") if started is None else started.table)
     options.pass_over(*COSTLESS)
@@ -137,7 +137,7 @@ def _with_torch(
 
 
 def _ask_for_missing(options: Options, program: dict[str, str], context: LaunchContext, kind: str) -> None:
-    """Name all that neither the file nor what is given says, at once."""
+    """Raise an error that lists all values missing from both the file and the user's input."""
     missing = [flag for flag, value in (("--model", context.model), ("--seq-len", context.seq_len)) if value is None]
     if context.num_devices is None and kind != "NO" and not options.has("num_processes"):
         missing.append("--devices")
@@ -151,12 +151,12 @@ def _ask_for_missing(options: Options, program: dict[str, str], context: LaunchC
 
 
 def _is_open_precision(options: Options) -> bool:
-    """Return whether the program alone may say the precision; YAML reads a bare no as false."""
+    """Return whether the config leaves the precision to the program; YAML parses a bare `no` as false."""
     return not options.has("mixed_precision") or options.arguments["mixed_precision"].value in ("no", False)
 
 
 def _precision(options: Options, program: dict[str, str]) -> Precision:
-    """Return the precision; what the Trainer is told wins over what the file says."""
+    """Return the precision; the arguments of the Trainer take precedence over the file."""
     for name, precision in (("BF16", Precision.BF16), ("FP16", Precision.FP16)):
         if program.get(name, "false").casefold() in ("true", "", "1"):
             options.pass_over("mixed_precision")
@@ -174,7 +174,7 @@ def _holds_bf16(program: dict[str, str]) -> bool:
 
 
 def _types(options: Options, program: dict[str, str], training: TrainingSpec, sharding: Sharding) -> Fields:
-    """Return the data type of what is trained, and whether adapters in fp32 are multiplied so."""
+    """Return the data type of the trained weights, and whether fp32 adapters are multiplied in fp32."""
     is_mixed = not _is_open_precision(options) or any(
         program.get(name, "false").casefold() in ("true", "", "1") for name in ("BF16", "FP16")
     )
@@ -218,7 +218,7 @@ def _with_deepspeed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Started:
-    """Command of accelerate: the table that a config file would hold, and the program with its `own` arguments."""
+    """Parsed accelerate command: its options as a config table, and the program with its `own` arguments."""
 
     table: dict[str, Any]
     own: Options
@@ -226,31 +226,31 @@ class _Started:
 
     @property
     def is_of_trainer(self) -> bool:
-        """Whether the program takes the arguments of the Trainer, so that others mean what they mean there."""
+        """Whether the program takes the arguments of the Trainer, so that all its arguments are read as such."""
         return self.own.has(_BATCH[0].lower())
 
     @property
     def framework(self) -> str:
-        """Return the framework that a program of transformers is priced as; blank where it may be another's."""
+        """Return the framework for a program of transformers; blank if the program may be another one."""
         if not (self.is_of_trainer and self.own.has(self.program.model_key)):
             return ""
         return "deepspeed-hf" if self.table["distributed_type"] == "DEEPSPEED" else "transformers"
 
     def settings(self) -> dict[str, str]:
-        """Return what the program is told of batch, precision and recomputation, as variables."""
+        """Return the program's arguments for batch, precision and recomputation, as variables."""
         section = self.table.get("deepspeed_config")
         if self.is_of_trainer and not (isinstance(section, dict) and ACCUMULATION.key in section):
             self.own.defaults.setdefault(ACCUMULATION.key, ACCUMULATION.default)
         return _settings(self.own)
 
     def completed(self, context: LaunchContext) -> LaunchContext:
-        """Return `context` with the model and the length that the program is told, where none are given."""
+        """Return `context` with model and length from the program's arguments if the user gives none."""
         length = self.own.optional_count(self.program.length_key, self.program.length, least=1)
         model = known_model(self.own, self.program.model_key, context)
         return replace(context, model=model, seq_len=context.seq_len or length)
 
     def with_own(self, launch: Launch) -> Launch:
-        """Return the launch with what was read, and not read, of the program's arguments."""
+        """Return the launch with the program's arguments added to its options and unread options."""
         unread = (*launch.unread, *self.own.unread(HARMLESS))
         return replace(
             launch,
@@ -261,22 +261,22 @@ class _Started:
 
 
 def _settings(own: Options) -> dict[str, str]:
-    """Return arguments of a program as variables."""
+    """Return the arguments of a program as variables."""
     values = {name: own.value(name.lower()) for name in _PROGRAM}
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def _options_beside(context: LaunchContext) -> Options | None:
-    """Return the arguments of the program that is started beside an exported file; None where there is none."""
+    """Return the program arguments in the launch script next to an exported file; None if there is no script."""
     script = read_beside(_SCRIPT, context.folder)
     if script is None or YAML not in script[0] or not has_batch(script[0]):
         return None
-    program = ("TRAIN_SCRIPT", "train.py")  # which a person sets
+    program = ("TRAIN_SCRIPT", "train.py")  # set by the user
     return of_script(script[0], replace(context, variables=(program, *context.variables)))[0]
 
 
 def _of_script(text: str, context: LaunchContext) -> _Started:
-    """Return what the command of a script starts."""
+    """Parse the accelerate command of a script."""
     commands = read_script(text, context.variables).commands
     words = next((item.words for item in commands if _LAUNCH.search(" ".join(item.words))), None)
     if words is None or "launch" not in words:
@@ -312,14 +312,14 @@ def _of_script(text: str, context: LaunchContext) -> _Started:
 
 
 def _config_beside(file: str, folder: Path | None) -> dict[str, Any]:
-    """Return the table of the config file that a command names, from the script's folder or one above it."""
+    """Return the table of the config file named by a command, from the script's folder or a parent folder."""
     if config := read_beside(file, folder):
         return parse_yaml(*config)
     raise InputError(f"the command reads {show(file)}: read that file, with --set for what the program is told")
 
 
 def _options(words: tuple[str, ...]) -> dict[str, str]:
-    """Options with their values, those of the program among them; a switch has an empty one."""
+    """Return all options with their values, including those of the program; a switch has an empty value."""
     options, at = {}, 0
     while at < len(words):
         name, sign, value = words[at].partition("=")
@@ -352,7 +352,7 @@ def _devices(options: Options, context: LaunchContext, kind: str) -> int:
 
 
 def _mesh(table: Options, num_devices: int, kind: str) -> Fields:
-    """Return the ranks of every axis; without any, all ranks shard, or are copies."""
+    """Return the degree of every axis; if none is set, all ranks shard (FSDP) or replicate."""
     mesh = read_fields(MESH, table)
     table.pass_over(*PARALLELISM_COSTLESS)
     if table.count("parallelism_config_sp_size", 1) > 1:
@@ -372,7 +372,7 @@ def _unsharded(mesh: Fields) -> Fields:
 
 
 def _states(table: Options, mesh: Fields) -> Fields:
-    """Return what FSDP shards and recomputes; its first version is read as the second."""
+    """Return what FSDP shards and recomputes; FSDP1 is read as FSDP2."""
     table.pass_over(*FSDP_COSTLESS)
     strategy = RESHARD if table.count("fsdp_version", 1) == 2 else FSDP1
     if table.value(strategy.key) in ("HYBRID_SHARD", 4):

@@ -1,6 +1,6 @@
-"""Rules on the plans of programs that stand on Accelerate, such as the Trainer of transformers.
+"""Rules on the plans of programs built on Accelerate, such as the Trainer of transformers.
 
-What PyTorch's FSDP2 trains, as far as Accelerate offers it: no pipelines, no sequence parallelism.
+They are the rules of PyTorch's FSDP2, restricted to what Accelerate offers: no pipelines, no sequence parallelism.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Export of a plan to the YAML of NeMo AutoModel (36044ad); places are below nemo_automodel/.
 
-The model is that of a checkpoint on a hub, with the layers of Transformer Engine that it is priced with.
+The model is a checkpoint on a hub, with the Transformer Engine layers that the cost model assumes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DATA = f"{_COMPONENTS}.datasets"
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
-    """Return the job that `automodel` starts on a node, torchrun outside of it (cli/app.py)."""
+    """Return the job; `automodel` can start it on one node, torchrun on several (cli/app.py)."""
     _check(plan_file)
     words = f'"$HERE/{YAML}" --model.pretrained_model_name_or_path "$BASE_MODEL" --step_scheduler.max_steps "$STEPS"'
     remark = "Yours to set: dataset, optimizer.lr and whatever else does not affect the time or memory of a step."
@@ -112,14 +112,14 @@ def _model(plan_file: PlanFile) -> dict[str, Any]:
 
 
 def _distributed(plan_file: PlanFile) -> dict[str, Any]:
-    """Return sizes and strategy; a switch of FSDP2 holds for experts too (_transformers/infrastructure.py:407)."""
+    """Return sizes and strategy; the FSDP2 switch also applies to experts (_transformers/infrastructure.py:407)."""
     plan = plan_file.best.plan
     if _is_ddp(plan):
         return {"strategy": "ddp", **written((RECOMPUTE,), plan_file)}
     sizes = {key: value for key, value in written(DEGREES, plan_file).items() if isinstance(value, bool) or value > 1}
     table: dict[str, Any] = {"strategy": "fsdp2", **sizes, **written((RECOMPUTE,), plan_file)}
     if plan.sharding != Sharding.NONE:
-        # The layers of a pipeline stay gathered unless it is told otherwise.
+        # By default the layers of a pipeline stay gathered.
         table["reshard_after_forward"] = plan.sharding == Sharding.ZERO3 and plan.pp == 1
     table["mp_policy"] = {
         "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy",
@@ -140,7 +140,7 @@ def _distributed(plan_file: PlanFile) -> dict[str, Any]:
 
 
 def _chunks(counts: tuple[int, ...]) -> dict[str, Any]:
-    """Return the modules of every stage, where they have unlike numbers of layers."""
+    """Return the modules of every stage if stages have different numbers of layers."""
     if len(set(counts)) == 1:
         return {}
     names = {"tok_embeddings": "model.embed_tokens", HEAD: HEAD}
@@ -153,17 +153,17 @@ def _is_ddp(plan: ParallelPlan) -> bool:
 
 
 def _precision(plan: ParallelPlan) -> dict[str, Any]:
-    """Return torchao's section, with the scale and the narrow gathers that 8 bits are priced with."""
+    """Return torchao's section, with the scales and the fp8 all-gathers that the cost model assumes."""
     if plan.precision != Precision.FP8:
         return {}
     return {"fp8": {"enabled": True, "recipe_name": "tensorwise", "enable_fsdp_float8_all_gather": True}}
 
 
 def _tuning(training: TrainingSpec) -> dict[str, Any]:
-    """Return the sections of adapters (components/_peft/lora.py) and of what weights are held in."""
+    """Return the sections for adapters (components/_peft/lora.py) and for the storage type of weights."""
     if (tuning := adapters_of(training)) is None:
         return {}
-    # match_all_linear is the head too (components/_peft/module_matcher.py:118).
+    # match_all_linear includes the head (components/_peft/module_matcher.py:118).
     names = ["*_proj"] if ALL_LINEAR in tuning.targets else [f"*.{name}" for name in tuning.targets]
     rank = tuning.rank or 0
     peft: dict[str, Any] = {"_target_": f"{_COMPONENTS}._peft.lora.PeftConfig", "target_modules": names}
@@ -180,11 +180,11 @@ def _tuning(training: TrainingSpec) -> dict[str, Any]:
     return sections
 
 
-# -- what it cannot be told -------------------------------------------------------------------------------------------
+# -- what the target does not support ---------------------------------------------------------------------------------
 
 
 def _has_plans(model: ModelSpec) -> bool:
-    """Return whether a model is one of its own dense ones (components/models/llama, qwen2, qwen3)."""
+    """Return whether AutoModel has its own dense implementation (components/models/llama, qwen2, qwen3)."""
     return (
         model.moe is None
         and model.mla is None
@@ -197,13 +197,13 @@ def _has_plans(model: ModelSpec) -> bool:
 
 
 def _splits(model: ModelSpec) -> bool:
-    """Return whether a model is split over sequences and stages: not gpt-oss, nor hybrids."""
+    """Return whether a model supports context and pipeline parallelism: gpt-oss and hybrids do not."""
     is_plain = {Block.ATTENTION, Block.MLP, Block.MOE} >= {block for layer in model.layers for block in layer}
     return _has_plans(model) or (model.moe is not None and is_plain and not model.attention_sinks)
 
 
 def _fits_schedule(workload: Workload, batch: PlanBatch) -> Bools:
-    """Return whether its pipelines have the schedule: not ZB-H1, nor DualPipeV."""
+    """Return which plans use a supported pipeline schedule: any but ZB-H1 and DualPipeV."""
     lacks = (batch.schedule == Schedule.ZB_H1.code) | (batch.schedule == Schedule.DUALPIPE_V.code)
     return (batch.pp == 1) | ~lacks
 
@@ -214,7 +214,7 @@ def _is_unsharded_alone(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _makes_stages(workload: Workload, batch: PlanBatch) -> Bools:
-    """Return whether layers_per_stage makes as many stages, by which they are counted where modules are listed too."""
+    """Return which plans have a number of stages that some layers_per_stage gives, even if modules are listed."""
     num_layers, num_stages = workload.model.num_layers, batch.pp * batch.vp
     return (batch.pp == 1) | (-(-num_layers // -(-num_layers // num_stages)) == num_stages)
 
@@ -240,7 +240,7 @@ LIMITS = (
         holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding == Sharding.NONE.code) | (b.dp_shard > 1),
         text=lambda s, p: f"dp_replicate {p.dp_replicate} of dp_shard 1: raise dp_shard",
     ),
-    Rule(  # experts are sharded over the ranks of all copies
+    Rule(  # experts are sharded over the ranks of all replicas
         source=f"{_MESH}:301",
         holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding == Sharding.NONE.code) | (b.ep == 1),
         text=lambda s, p: f"dp_replicate {p.dp_replicate} with ep {p.ep}: shard over all replicas",
@@ -321,7 +321,7 @@ def _check(plan_file: PlanFile) -> None:
 
 
 def _refused_tuning(finetuning: FineTuning) -> str:
-    """Say what of a fine-tuning it cannot express; empty where it can express all of it."""
+    """Describe what the target cannot express of a fine-tuning; empty if it can express all of it."""
     ends = (*finetuning.frozen, *finetuning.saved_modules)
     if ends:
         return f"{' and '.join(ends)} apart from other weights"

@@ -1,11 +1,11 @@
-"""Option table of NeMo AutoModel's YAML (36044ad), as it is written and read."""
+"""Option table of NeMo AutoModel's YAML (36044ad), for writing and reading."""
 
 from __future__ import annotations
 
 from autoplan.frameworks.common.option_table import Assumed, Option, Row, count, optional_count, switch, word
 from autoplan.spec.enums import Dispatcher, MainWeights, Recompute, ReduceType, Schedule
 
-# Section `distributed`; dp_size is what the others leave.
+# Section `distributed`; dp_size is the number of devices divided by the other degrees.
 DEGREES: tuple[Row, ...] = (
     count("tp_size", "tp", 1),
     count("cp_size", "cp", 1),
@@ -14,14 +14,14 @@ DEGREES: tuple[Row, ...] = (
     optional_count("dp_replicate_size", "dp_replicate"),
     switch("sequence_parallel", "sp"),
 )
-# What a selective one keeps is torchtitan's choice (components/distributed/activation_checkpointing.py:141).
+# Selective recomputation keeps the same as torchtitan (components/distributed/activation_checkpointing.py:141).
 RECOMPUTE = word(
     "activation_checkpointing",
     "recompute",
     Recompute.NONE,
     {False: Recompute.NONE, True: Recompute.FULL, "full": Recompute.FULL, "selective": Recompute.SELECTIVE},
 )
-# Section `mp_policy`; gradients are summed in fp32 where it says nothing.
+# Section `mp_policy`; gradients are reduced in fp32 by default.
 REDUCTION = word(
     "reduce_dtype", "reduce_dtype", ReduceType.USUAL, {"float32": ReduceType.USUAL, "bfloat16": ReduceType.HALF}
 )
@@ -36,9 +36,9 @@ DISTRIBUTED_COSTLESS = (
     *("strategy", "dp_size", "backend", "enable_fsdp2_prefetch", "patch_is_packed_sequence", "defer_fsdp_grad_sync"),
     *("timeout_minutes", "defer_rs_grad_accum"),
 )
-# Words of `model.backend.dispatcher`; deepep where nothing is said, as its recipes have it.
+# Values of `model.backend.dispatcher`; the default is deepep, as in its recipes.
 DISPATCHERS = {"deepep": Dispatcher.DEEPEP, "hybridep": Dispatcher.HYBRIDEP, "torch": Dispatcher.ALL_TO_ALL}
-# Words of `pp_schedule`, in small letters.
+# Values of `pp_schedule`, in lower case.
 SCHEDULES = {
     "1f1b": Schedule.ONE_F_ONE_B,
     "interleaved1f1b": Schedule.INTERLEAVED,
@@ -63,7 +63,7 @@ PIPELINE_COSTLESS = (
     *("scale_grads_in_schedule", "patch_inner_model", "patch_causal_lm_model"),
     *("pp_seq_len", "pp_batch_size", "dtype"),
 )
-# Whole sections that change neither time nor memory of a step.
+# Whole sections that affect neither time nor memory of a step.
 COSTLESS = (
     *("seed", "benchmark", "dist_env", "rng", "checkpoint", "dataloader", "validation_dataset", "ci", "wandb"),
     *("validation_dataloader", "lr_scheduler", "processor", "mlflow", "comet", "logger", "nvtx", "tokenizer", "slurm"),

@@ -50,7 +50,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """Return the launch of a recipe; the number of devices is given, never in it."""
+    """Return the launch of a recipe; a recipe never contains the number of devices, which the user gives."""
     options = Options.of_table(parse_yaml(text, "the file"))
     recipe = options.text("recipe")
     if recipe is not None and not _PRICED.match(recipe):
@@ -109,13 +109,13 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
     model = context.model or (find_preset(name) if name is not None else None)
     if model is None:
         raise InputError(f"model {show(name)} is not a known model: pass --model")
-    if model.mla is not None:  # DeepSeek-V3 predicts the next token alone (components/models/deepseek_v3/model.py)
+    if model.mla is not None:  # no multi-token prediction for DeepSeek-V3 (components/models/deepseek_v3/model.py)
         return replace(model, num_mtp_layers=0)
     return model
 
 
 def _length(options: Options, context: LaunchContext) -> tuple[int, Batching]:
-    """(tokens of a sequence, how samples become one: components/datasets/llm/packed_sequence.py)."""
+    """Return (tokens of a sequence, how samples form a sequence: components/datasets/llm/packed_sequence.py)."""
     packed, dataset = options.inside("packed_sequence"), options.inside("dataset")
     packed.pass_over("post_tokenize_hook_fn", "collate_max_length")
     packed.pass_over("split_across_pack", "max_packs", "attn_implementation", "packing_strategy", "packing_ratio")
@@ -173,7 +173,7 @@ def _finetuning(options: Options) -> FineTuning | None:
 
 def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Precision) -> ParallelPlan:
     table, steps = options.inside("distributed"), options.inside("step_scheduler")
-    for key, argument in list(table.arguments.items()):  # "none" is a word for nothing
+    for key, argument in list(table.arguments.items()):  # "none" means not set
         if argument.value in ("none", "None"):
             table.arguments.pop(key)
     degrees = read_fields(DEGREES, table)
@@ -223,7 +223,7 @@ def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Preci
 
 
 def _sharding(table: Options, degrees: Fields) -> Sharding:
-    """Return what FSDP2 shards; in a pipeline ZeRO-3 is what keeps the weights of a stage gathered, as it does."""
+    """Return what FSDP2 shards; in a pipeline, whose stages keep their weights gathered, it is ZeRO-3."""
     moe, is_piped = table.inside("moe"), degrees["pp"] > 1
     moe.pass_over("ignore_router_for_ac", "mp_policy", "_target_", "lm_head_precision", "wrap_outer_model")
     default = not is_piped
@@ -240,7 +240,7 @@ def _sharding(table: Options, degrees: Fields) -> Sharding:
 
 
 def _offload(table: Options, states: Fields) -> Offload:
-    """Return what CPUOffloadPolicy keeps on the host."""
+    """Return what CPUOffloadPolicy stores on the host."""
     policy = table.value(OFFLOAD)
     if policy is None or is_fetched(states):
         return Offload.NONE if policy is None else Offload.PARAMETERS
@@ -275,7 +275,7 @@ def _pipeline(
     micro = section.count("pp_microbatch_size", 1)
     if local % micro:
         raise InputError(f"pp_microbatch_size {micro} does not divide local_batch_size {local}")
-    base, more = divmod(model.num_layers, stages)  # the first stages have one more (pipelining/functional.py:136)
+    base, more = divmod(model.num_layers, stages)  # the first stages get one more (pipelining/functional.py:136)
     counts = tuple(base + (stage < more) for stage in range(stages))
     if (parts := section.value(STAGES)) is not None:
         names = [[str(name).removeprefix("model.") for name in part] for part in parts if isinstance(part, list)]

@@ -1,4 +1,4 @@
-"""Rules on the plans of NeMo AutoModel: those of torchtitan, whose building blocks it has, and DeepEP for experts."""
+"""Rules on the plans of NeMo AutoModel: the rules of torchtitan, whose building blocks it uses, plus DeepEP."""
 
 from __future__ import annotations
 

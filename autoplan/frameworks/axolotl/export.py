@@ -40,7 +40,7 @@ from autoplan.spec.training import TrainingSpec
 from autoplan.spec.workload import Workload
 
 _VALIDATION = "utils/schemas/validation.py"
-# Of its examples, by what is learnt: the next token, which answer is better, a score.
+# Datasets from its examples by objective: the next token, which answer is better (DPO), a score (reward model).
 _DATASETS = {
     None: {"path": "tatsu-lab/alpaca", "type": "alpaca"},
     "dpo": {"path": "Intel/orca_dpo_pairs", "type": "chatml.intel", "split": "train"},
@@ -73,7 +73,7 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
 
 
 def _batching(training: TrainingSpec, plan: ParallelPlan) -> Batching:
-    """Return how samples become sequences: as they are priced, or where all sequences have one length, as it can."""
+    """Return how samples form sequences: as planned; if all sequences have one length, in any supported way."""
     is_free = training.lengths is None and training.document_len is None and training.preference is None
     splits_packs = plan.cp > 1 and plan.micro_batch > 1
     return "full" if is_free and (training.attention == "unfused" or splits_packs) else batching_of(training)
@@ -86,7 +86,7 @@ def _preference(preference: Preference) -> dict[str, Any]:
 
 
 def _adapters(finetuning: FineTuning) -> dict[str, Any]:
-    """Return the settings of adapters (utils/schemas/peft.py); its own kernels, which are not priced, are off."""
+    """Return the adapter settings (utils/schemas/peft.py); axolotl's own LoRA kernels are not modelled, so off."""
     targets = [name for name in finetuning.targets if name != ALL_LINEAR]
     in_4bit = finetuning.quantization == "nf4-dq"
     settings = {
@@ -106,17 +106,17 @@ def _adapters(finetuning: FineTuning) -> dict[str, Any]:
 
 
 def _sharding(plan_file: PlanFile) -> dict[str, Any]:
-    """Return the mesh, and what FSDP2 does with it; what it recomputes, gradient_checkpointing says."""
+    """Return the mesh and the FSDP2 section; recomputation is set by gradient_checkpointing, not here."""
     degrees = {key: degree for key, degree in written(MESH, plan_file).items() if degree > 1}
     config = written_fsdp(plan_file, accelerate.RECOMPUTE)
     return {**degrees, "fsdp_version": config.pop("version"), "fsdp_config": config}
 
 
-# -- what it cannot be told -------------------------------------------------------------------------------------------
+# -- what the target does not support ---------------------------------------------------------------------------------
 
 
 def _makes_fp32(batch: PlanBatch) -> Bools:
-    """FSDP makes fp32 of what it shards (accelerate/utils/fsdp_utils.py:805)."""
+    """Return which plans train in fp32 because FSDP casts sharded weights (accelerate/utils/fsdp_utils.py:805)."""
     return (batch.sharding != Sharding.NONE.code) & (batch.dp_shard * batch.cp > 1)
 
 
@@ -125,7 +125,7 @@ def _is_dpo(training: TrainingSpec) -> bool:
 
 
 def _is_packed(workload: Workload) -> bool:
-    """Return whether samples are known, and packed."""
+    """Return whether the sample lengths are known and samples are packed."""
     training = workload.training
     is_known = training.lengths is not None and training.batching == "packed"
     return is_known or training.document_len is not None
@@ -165,14 +165,14 @@ def _refusals(training: TrainingSpec) -> Iterator[tuple[bool, str]]:
         adapters_of(training) is not None and preference is not None and preference.reference == "copy",
         "a copy as the reference of adapters: plan with reference base",
     )
-    yield (  # core/builders/rl.py passes no padding on
+    yield (  # core/builders/rl.py does not pass padding options on
         _is_dpo(training) and training.lengths is not None and training.batching != "padded",
         f"batching {training.batching} of preferences: plan with padded",
     )
 
 
 def _refused_tuning(finetuning: FineTuning) -> str:
-    """Say what of a fine-tuning the YAML cannot express; it always quantises constants too (loaders/model.py:718)."""
+    """Describe what the YAML cannot express of a fine-tuning; constants are always quantised (loaders/model.py:718)."""
     if finetuning.quantization == "nf4":
         return "weights in nf4 without double quantisation (it takes nf4-dq)"
     return refused_by_peft(finetuning)

@@ -1,4 +1,4 @@
-"""Names that axolotl has for arguments of the Trainer, and its mesh (067b021, src/axolotl/utils/schemas/config.py)."""
+"""Axolotl's names for arguments of the Trainer, and its mesh (067b021, src/axolotl/utils/schemas/config.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from autoplan.spec.lengths import Batching
 from autoplan.spec.optimizers import OptimizerName
 
 LENGTH = "sequence_len"
-KEEPS = "peft_autocast_adapter_dtype"  # false: adapters are held as the model is (loaders/adapter.py:368)
-# By the names of the Trainer.
+KEEPS = "peft_autocast_adapter_dtype"  # false: adapters have the data type of the model (loaders/adapter.py:368)
+# Axolotl's names by the Trainer's names.
 NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
     "optim": "optimizer",
@@ -21,14 +21,14 @@ MESH: tuple[Row, ...] = (
     count("tensor_parallel_size", "tp", 1),
     count("context_parallel_size", "cp", 1),
 )
-# The keys of sequences, by how samples become them; joined are those of pretraining_dataset alone.
+# Sequence settings by batching; "joined" occurs only with pretraining_dataset.
 BATCHINGS: dict[Batching, dict[str, Value]] = {
     "packed": {"sample_packing": True, "pad_to_sequence_len": True},
     "full": {"sample_packing": False, "pad_to_sequence_len": True},
     "padded": {"sample_packing": False, "pad_to_sequence_len": False},
 }
 OPTIMIZER_WORDS: dict[OptimizerName, str] = WRITTEN_OPTIM | {"muon": "muon"}  # utils/schemas/enums.py:95
-# On for adapters where a file is silent (utils/schemas/config.py:1975).
+# On by default for adapters (utils/schemas/config.py:1975).
 LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 COSTLESS = (
     *("flash_attention", "sdp_attention", "xformers_attention", "strict", "special_tokens", "tokens", "val_set_size"),

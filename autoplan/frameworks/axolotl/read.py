@@ -28,7 +28,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """Return the launch that a configuration starts; the number of devices is never in it."""
+    """Return the launch of a configuration, which never contains the number of devices."""
     table = parse_yaml(text, "the file")
     by_name = {written: name for name, written in NAMES.items()}
     options = Options(
@@ -45,7 +45,7 @@ def read(text: str, context: LaunchContext) -> Launch:
         options.remark("unfrozen_parameters", "adapters alone are priced as trained")
     options.pass_over(*COSTLESS)
     options.defaults["per_device_train_batch_size"] = 1  # utils/schemas/config.py
-    if batch := options.optional_count("batch_size", least=1):  # of a device in a step (utils/config/__init__.py:202)
+    if batch := options.optional_count("batch_size", least=1):  # per device and step (utils/config/__init__.py:202)
         options.defaults[ACCUMULATION.key] = max(batch // MICRO_BATCH.of(options), 1)
     uses_fsdp1 = _uses_fsdp1(table)
     options.defaults["fsdp_version"] = 1 if uses_fsdp1 else 2
@@ -79,7 +79,7 @@ def read(text: str, context: LaunchContext) -> Launch:
         finetuning=finetuning if finetuning.has_adapters else None,
         precision=Precision.BF16,  # "auto" (utils/schemas/config.py:559)
         mesh=Mesh(**mesh),
-        holds_bf16=not is_on(options, "fp16"),  # all weights are loaded in it (utils/config/__init__.py:192)
+        holds_bf16=not is_on(options, "fp16"),  # all weights are loaded in bf16 (utils/config/__init__.py:192)
         keeps_adapters=options.has(KEEPS) and not options.flag(KEEPS),
         autocasts=options.value("bf16") != "full",  # core/builders/base.py:273
         config_turns_fsdp_on=True,
@@ -89,7 +89,7 @@ def read(text: str, context: LaunchContext) -> Launch:
 
 
 def _uses_fsdp1(table: Mapping[str, Any]) -> bool:
-    """Return whether FSDP's first version is on, its default beside fsdp_config (utils/schemas/validation.py:1126)."""
+    """Return whether FSDP1 is on, the default with fsdp_config (utils/schemas/validation.py:1126)."""
     section = table.get("fsdp_config")
     if not isinstance(section, dict) or not section:
         return False
@@ -98,12 +98,12 @@ def _uses_fsdp1(table: Mapping[str, Any]) -> bool:
 
 
 def _batching(options: Options, table: Mapping[str, Any], preference: Preference | None) -> Batching:
-    """Return how samples become sequences (core/trainers/base.py, utils/collators/batching.py)."""
+    """Return how samples form sequences (core/trainers/base.py, utils/collators/batching.py)."""
     if is_on(options, "sample_packing") and preference is None:
         return "packed"
-    if preference is not None and preference.loss == "dpo":  # TRL's collator, whatever the file says of padding
+    if preference is not None and preference.loss == "dpo":  # TRL's collator ignores the padding options
         return "padded"
-    if table.get("datasets") is None and preference is None:  # of pretraining
+    if table.get("datasets") is None and preference is None:  # pretraining
         return "joined"
     if preference is not None:
         options.defaults["pad_to_sequence_len"] = True  # utils/schemas/validation.py:247

@@ -1,7 +1,7 @@
-"""Export of a plan to the JSON of DeepSpeed, and the command that starts a training script with it.
+"""Export of a plan to a DeepSpeed JSON file, and the command that starts a training script with it.
 
-Keys are those of DeepSpeed 0.19.8; places in comments are below deepspeed/ there.  The JSON holds no model and no
-devices: the script builds the one, the launcher gives the other.
+Keys are those of DeepSpeed 0.19.8; places in comments are below deepspeed/ there.  The JSON contains neither the model,
+which the script builds, nor the devices, which the launcher provides.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from autoplan.spec.optimizers import TRAITS
 from autoplan.spec.plan_file import PlanFile
 
 _FILE = "deepspeed.json"
-_WITH_MICS = "0.19.6"  # zero_optimization.mics_shard_size is refused after it (runtime/config.py:119)
+_WITH_MICS = "0.19.6"  # the last version with zero_optimization.mics_shard_size (runtime/config.py:119)
 
 
 def deepspeed_config(plan_file: PlanFile, version: str) -> dict[str, Any]:
-    """The configuration; optimizer and learning rate are those of the script."""
+    """Return the configuration, without optimizer and learning rate, which the script sets."""
     model, plan = plan_file.model, plan_file.best.plan
     check_legal(RULES, model, plan_file.training, plan, "DeepSpeed does not support the plan")
     check_limits(TARGET.at(version).limits, model, plan_file.training, plan, "DeepSpeed's configuration cannot express")
@@ -58,7 +58,7 @@ def deepspeed_config(plan_file: PlanFile, version: str) -> dict[str, Any]:
 
 
 def job(plan_file: PlanFile, version: str) -> Job:
-    """Return the job of a script that calls deepspeed.initialize, or of one with the Trainer of Transformers."""
+    """Return the job of a script that calls deepspeed.initialize or uses the Trainer of Transformers."""
     plan = plan_file.best.plan
     return Job(
         framework=f"DeepSpeed {version}",
@@ -81,7 +81,7 @@ def job(plan_file: PlanFile, version: str) -> Job:
 
 
 def _duties(plan_file: PlanFile) -> str:
-    """Return the parts of the plan that the script has to carry out, as the JSON cannot."""
+    """Describe the parts of the plan that the script itself must do, because the JSON cannot express them."""
     plan = plan_file.best.plan
     duties = ["builds the model, calls deepspeed.initialize"]
     if plan.recompute == "full":
@@ -99,7 +99,7 @@ def _duties(plan_file: PlanFile) -> str:
 
 _ZERO3, _GATHERS = Sharding.ZERO3.code, (Sharding.ZERO1.code, Sharding.ZERO2.code)
 
-# What the JSON cannot say.
+# Parts of a plan that the JSON cannot express.
 _LIMITS_WITH_MICS = (
     only("pp", 1, why="the script gives the stages to PipelineModule(num_stages), plan with pp 1"),
     only("sp", False, why="AutoTP keeps whole sequences, leave it out"),

@@ -1,11 +1,11 @@
-"""Reader of the log lines that DeepSpeed writes.
+"""Reader of the log lines of DeepSpeed.
 
-At edaa722 (2026-08) and v0.9.5, unless said: `PipelineEngine.train_batch` in runtime/pipe/engine.py ("iter time (s)", a
-mean over the steps since the last line; v0.4.3 too); `ThroughputTimer.stop` in utils/timer.py ("CurrSamplesPerSec" of
-the last step, v0.7.0 too; v0.4.3 has only "SamplesPerSec", a running average); with wall_clock_breakdown
-`SynchronizedWallClockTimer.log` ("time (ms) | fwd: ...", one line a step; before 2023-07, b354c28, they are called
-`forward` and add up over all steps, and are not read).  Memory in GiB: the throughput line, and `see_memory_usage` in
-runtime/utils.py.  Samples a second are those of the whole job.
+At edaa722 (2026-08) and v0.9.5, unless noted: `PipelineEngine.train_batch` in runtime/pipe/engine.py ("iter time (s)",
+the mean of the steps since the last line; also v0.4.3); `ThroughputTimer.stop` in utils/timer.py ("CurrSamplesPerSec"
+of the last step, also v0.7.0; v0.4.3 has only "SamplesPerSec", a running average); with wall_clock_breakdown
+`SynchronizedWallClockTimer.log` ("time (ms) | fwd: ...", one line per step; before 2023-07, b354c28, the timers are
+called `forward` and accumulate over all steps, and are not read).  Memory in GiB: the throughput line, and
+`see_memory_usage` in runtime/utils.py.  Samples per second are those of the whole job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TIMER = re.compile(r"\| (fwd|bwd|step): ([0-9.]{1,30})")
 
 
 def read(line: str) -> LineContent | None:
-    """Return what a line says; None where it is not one of DeepSpeed."""
+    """Parse a line of the log; None if it is not a line of DeepSpeed."""
     if "iter time (s)" in line and (pipe := _PIPE.search(line)):
         step_s = quantity(pipe[3])
         return LineContent(step=int(pipe[1]), times=(("stated", step_s),), loss=number(pipe[2])) if step_s else None

@@ -1,4 +1,4 @@
-"""Option table of DeepSpeed 0.19.8: the sections of its configuration, as they are written and read."""
+"""Option table of DeepSpeed 0.19.8: the sections of its configuration, for writing and reading."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from autoplan.frameworks.common.option_table import Assumed, Constant, Option, R
 from autoplan.spec.enums import MainWeights, MomentType, Offload, ReduceType, Sharding
 from autoplan.spec.plan_file import PlanFile
 
-BUCKET_ELEMENTS = 500_000_000  # as bucket_gib of the presets says; also what DeepSpeed takes by itself
-PREFETCH_ELEMENTS = 50_000_000  # of its own; with none a layer waits for its weights
+BUCKET_ELEMENTS = 500_000_000  # bucket_gib of the presets, and DeepSpeed's default
+PREFETCH_ELEMENTS = 50_000_000  # DeepSpeed's default; with 0 a layer waits for its weights
 
 
 def _prefetch(file: PlanFile) -> int | None:
@@ -21,15 +21,15 @@ _ON_HOST = {"device": "cpu", "pin_memory": True}
 
 
 def _priced(key: str, value: float, **extra: Any) -> Assumed:
-    """Return an option that is priced as DeepSpeed has it by itself."""
+    """Return an option that is priced with DeepSpeed's default."""
     return Assumed(key, (value,), f"{value:g} is priced" if value else "priced without it", **extra)
 
 
-# At the top.  AutoTP counts the ranks of a tensor group as replicas in the total (runtime/config.py:471).
+# Top level.  AutoTP counts the ranks of a tensor group as replicas in the total (runtime/config.py:471).
 TOTAL = count("train_batch_size", "global_batch", when=lambda file: file.best.plan.tp == 1)
 MICRO_BATCH = count("train_micro_batch_size_per_gpu", "micro_batch")
 ACCUMULATION = count("gradient_accumulation_steps", "num_microbatches")
-# Gradients travel in 16 bits by themselves (runtime/engine.py).
+# By default gradients are communicated in 16 bits (runtime/engine.py).
 REDUCTION = word(
     "communication_data_type",
     "reduce_dtype",
@@ -38,7 +38,7 @@ REDUCTION = word(
     when=lambda file: file.best.plan.reduce_dtype != ReduceType.USUAL,
 )
 CP = count("sequence_parallel_size", "cp", 1)
-# Section `tensor_parallel`; what is written does not say 0, which stands for 1.
+# Section `tensor_parallel`; 0, which means 1, is never written.
 TP = count("autotp_size", "tp", 0)
 TP_OVERLAP = switch("tp_overlap_comm", "tp_overlap")
 # Section `expert_parallel`.

@@ -1,7 +1,7 @@
-"""Reader of configurations of DeepSpeed, which it starts on its own or with the Trainer of Transformers.
+"""Reader of DeepSpeed configurations, for scripts that use DeepSpeed directly or the Trainer of Transformers.
 
-Keys, defaults and how the three batch sizes follow from one another are those of DeepSpeed 0.19.8, below deepspeed/.
-The model, the length of a sequence and the number of devices are no part of such a file.
+Keys, defaults and the relation of the three batch sizes are those of DeepSpeed 0.19.8, below deepspeed/.  Model,
+sequence length and number of devices are not part of the file.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from autoplan.spec.enums import ContextParallelKind, Offload, Precision, Recompu
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
-_AUTO = "auto"  # of values that the Trainer fills in from its own arguments
-# By the argument of the Trainer, as a variable, whose value stands where the file says "auto".
+_AUTO = "auto"  # the Trainer fills in the value from its own arguments
+# Keys set to "auto", by the Trainer argument (as a variable name) that fills them in.
 _COUNTS = {MICRO_BATCH.key: "PER_DEVICE_TRAIN_BATCH_SIZE", ACCUMULATION.key: "GRADIENT_ACCUMULATION_STEPS"}
 _PRECISIONS = {"bf16": Precision.BF16, "bfloat16": Precision.BF16, "fp16": Precision.FP16}
 
-_COSTLESS = (  # neither time nor memory of a step
+_COSTLESS = (  # affect neither time nor memory of a step
     "checkpoint",
     "comet",
     "csv_monitor",
@@ -74,7 +74,7 @@ _ADAM = ("adam", "adamw")
 
 
 def recognises(name: str, text: str) -> bool:
-    """Return whether a file is a JSON table with the batch of a device or the section of ZeRO."""
+    """Return whether a file is a JSON table with the batch size per device or a ZeRO section."""
     keys = "zero_optimization|train_micro_batch_size_per_gpu|train_batch_size"
     if name.endswith((".yml", ".yaml", ".py", ".sh")):  # GPT-NeoX has the same keys in YAML with braces
         return False
@@ -82,7 +82,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """Return the plan of a configuration; what the script alone decides is remarked, or asked for where needed."""
+    """Return the launch of a configuration; values set only by the script are remarked on or required."""
     table = parse_json(text, "DeepSpeed configuration")
     trainer = dict(context.variables)
     _ask_for_missing(table, trainer, context)
@@ -111,7 +111,7 @@ def read(text: str, context: LaunchContext) -> Launch:
 
 
 def _ask_for_missing(table: dict[str, Any], trainer: dict[str, str], context: LaunchContext) -> None:
-    """Name all that the file leaves to others and nobody says, at once."""
+    """Raise an error that lists all values missing from both the file and the user's input."""
     flags = {"--model": context.model, "--seq-len": context.seq_len}
     sizes = [table.get(row.key) for row in (TOTAL, MICRO_BATCH, ACCUMULATION)]
     if not all(isinstance(size, int) for size in sizes):
@@ -133,7 +133,7 @@ def _ask_for_missing(table: dict[str, Any], trainer: dict[str, str], context: La
 
 
 def _filled_in(table: dict[str, Any], trainer: dict[str, str]) -> tuple[dict[str, Any], list[Unread]]:
-    """Return the table with what the Trainer is said to fill in for "auto", and what is left to it."""
+    """Return the table with the given values in place of "auto", and the values left to the Trainer."""
     table = dict(table)
     sections = {name: table[name] for name in _PRECISIONS if isinstance(table.get(name), dict)}
     autos = [name for name, section in sections.items() if section.get("enabled") == _AUTO]
@@ -171,7 +171,7 @@ def _precision(options: Options) -> Precision:
 
 
 def _types(options: Options) -> Fields:
-    """Return the data types of main weights and moments, and of gradients on the wire."""
+    """Return the data types of main weights and moments, and of the communicated gradients."""
     section = options.inside("bf16")
     reduced = read_fields((REDUCTION,), options)
     types = read_fields(STATES, section)
@@ -183,14 +183,14 @@ def _types(options: Options) -> Fields:
 
 
 def _batch(options: Options, num_devices: int | None) -> Fields:
-    """Return batches and degrees: two of the three batch sizes give the third (runtime/config.py:599)."""
+    """Return batch sizes and degrees: two of the three batch sizes imply the third (runtime/config.py:599)."""
     parallel, experts = options.inside("tensor_parallel"), options.inside("expert_parallel")
     tp, cp = max(TP.of(parallel), 1), CP.of(options)
     ep, etp = EP.of(experts) if experts.flag("enabled") else 1, ETP.of(experts)
     total, micro, steps = (options.optional_count(row.key, least=1) for row in (TOTAL, MICRO_BATCH, ACCUMULATION))
     if num_devices is None and not (total and micro and steps):
         raise InputError("a configuration of DeepSpeed holds no number of devices: pass --devices")
-    # DeepSpeed takes all ranks for replicas that Ulysses does not use, those of AutoTP among them.
+    # DeepSpeed counts all ranks outside Ulysses groups as replicas, including those of AutoTP.
     ranks = total // (micro * steps) if num_devices is None else num_devices // cp  # type: ignore[operator]
     if not ranks or (num_devices or 0) % (tp * cp) or ranks % tp:
         mismatch = f"tp {tp} x cp {cp} do not divide" if num_devices else "batch sizes give less than one device for"
@@ -224,7 +224,7 @@ def _batch(options: Options, num_devices: int | None) -> Fields:
 
 
 def _count_of(trainer: dict[str, str], argument: str, key: str) -> int:
-    """Return a batch size of the Trainer."""
+    """Return a batch size set by the Trainer."""
     if argument not in trainer:
         raise InputError(f"{key} is 'auto', which the Trainer fills in: pass --set {argument}=N")
     if not re.fullmatch("[1-9][0-9]{0,8}", trainer[argument], re.ASCII):
@@ -233,7 +233,7 @@ def _count_of(trainer: dict[str, str], argument: str, key: str) -> int:
 
 
 def _states(zero: Options, replicas: int) -> Fields:
-    """Return what is sharded, over which replicas, and what overlaps it; 0.19.7 and later refuse the key of MiCS."""
+    """Return what is sharded, over which replicas, with which overlap; 0.19.7 and later refuse the key of MiCS."""
     sharding = SHARDING.of(zero)
     is_full = sharding == Sharding.ZERO3
     size = zero.count(_MICS, replicas, least=-1)
@@ -269,7 +269,7 @@ def _offload(zero: Options) -> Offload:
 
 
 def _recomputes(options: Options, trainer: dict[str, str]) -> bool:
-    """Return whether every layer is recomputed: the script says so, the file at most how."""
+    """Return whether every layer is recomputed, which only the script decides; the file can only say how."""
     section, argument = options.inside("activation_checkpointing"), "GRADIENT_CHECKPOINTING"
     section.pass_over("contiguous_memory_optimization", "profile", "synchronize_checkpoint_boundary")
     is_used = section.value("number_checkpoints") is not None
@@ -289,7 +289,7 @@ def _recomputes(options: Options, trainer: dict[str, str]) -> bool:
 
 
 def _unpriced(options: Options, zero: Options) -> None:
-    """Remark the options that change time or memory by an amount that is not priced."""
+    """Remark on options that change time or memory by an unknown amount."""
     zero.pass_over(*_COSTLESS_ZERO)
     remark_assumed(ZERO, zero)
     optimizer, pipeline = options.inside("optimizer"), options.inside("pipeline")

@@ -1,7 +1,7 @@
 """Rules on the plans that DeepSpeed accepts.
 
-Places are files and lines of DeepSpeed edaa722 (0.19.6), below deepspeed/.  Tensor parallelism is AutoTP, or that of a
-Megatron whose mpu DeepSpeed is given; context parallelism is Ulysses; experts are those of AutoEP.
+Places are files and lines of DeepSpeed edaa722 (0.19.6), below deepspeed/.  Tensor parallelism is AutoTP, or Megatron's
+with its mpu passed to DeepSpeed; context parallelism is Ulysses; expert parallelism is AutoEP.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NONE, ZERO2, ZERO3 = (Sharding(word).code for word in ("none", "zero2", "zero3")
 
 
 def _cp_heads(workload: Workload, batch: PlanBatch) -> Bools:
-    """A rank computes whole heads; keys and values are copied where there are fewer of them than ranks."""
+    """Return which plans give a rank whole heads; KV heads are copied if there are fewer of them than ranks."""
     groups = kv_groups(workload.model)
     keys = (groups % batch.cp == 0) | (batch.cp % groups == 0)
     return (workload.model.num_heads % batch.cp == 0) & keys
@@ -40,7 +40,7 @@ def _cp_heads(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _sharded_experts(workload: Workload, batch: PlanBatch) -> Bools:
-    """Neither AutoTP, nor Ulysses, nor MiCS goes with experts whose weights are sharded."""
+    """Return which plans combine no sharded experts with AutoTP, Ulysses or MiCS."""
     if not workload.model.moe:
         return all_true(batch)
     return (batch.sharding != ZERO3) | (batch.ep == 1) | (batch.tp * batch.cp * batch.dp_replicate == 1)
@@ -85,7 +85,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_PIPE}/topology.py:244",
-        # The grid of a pipeline has the axes pipe, data and model.
+        # The process grid of a pipeline has the axes pipe, data and model.
         holds=lambda s, b: (b.pp == 1) | (b.cp == 1),
         text=lambda s, p: f"cp {p.cp} needs pp 1, pp is {p.pp}: lower one of them",
     ),
@@ -104,7 +104,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source="runtime/sequence_parallel/parallel_state_sp.py:33",
-        # Ulysses divides the world into sequence and data groups, and leaves no ranks to tp.
+        # Ulysses divides the world into sequence and data groups, which leaves no ranks for tp.
         holds=lambda s, b: (b.cp == 1) | (b.tp == 1),
         text=lambda s, p: f"cp {p.cp} with tp {p.tp}: Ulysses knows no tensor parallelism, set one to 1",
     ),
@@ -128,7 +128,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_ENGINE}:2468",
-        # mics_shard_size is a choice of stage 3, up to 0.19.6: 0.19.7 removed it (export asks for the version).
+        # mics_shard_size belongs to stage 3, up to 0.19.6: 0.19.7 removed it (export asks for the version).
         holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding == NONE) | (b.sharding == ZERO3),
         text=lambda s, p: f"{p.sharding} shards over all replicas, dp_replicate is {p.dp_replicate}: set it to 1",
     ),
@@ -139,7 +139,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source="runtime/config.py _do_error_check",
-        # Moments of fp32 beside weights of bf16 are an optimizer's on the host, which is not priced.
+        # Only an optimizer on the host has fp32 moments with bf16 weights, which is not modelled.
         holds=lambda s, b: (b.main_weights == MainWeights.BF16.code) == (b.moment_dtype == MomentType.BF16.code),
         text=lambda s, p: (
             f"main_weights {p.main_weights} with moment_dtype {p.moment_dtype}: use bf16 of both, or fp32"

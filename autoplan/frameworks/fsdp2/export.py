@@ -1,7 +1,7 @@
-"""Export of a plan to files for a training program of plain PyTorch.
+"""Export of a plan to files for a training program in plain PyTorch.
 
-The settings as JSON, and a short module that applies them to any model: what the program itself must know (which
-modules tensor parallelism splits, where a stage begins) no file can say.
+The files are the settings as JSON and a short module that applies them to any model.  The program itself must define
+which modules tensor parallelism splits and where a stage begins.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _settings(plan_file: PlanFile) -> dict[str, Any]:
             "reduce_dtype": "float32" if plan.reduce_dtype == ReduceType.FP32 else dtype,
         },
         **written((SEQUENCE_PARALLEL,), plan_file),
-        "recompute_layers": plan.recompute_num_layers if plan.recompute == "full" else 0,  # of a stage; null: all
+        "recompute_layers": plan.recompute_num_layers if plan.recompute == "full" else 0,  # per stage; null: all
         "seq_len": plan_file.training.seq_len,
         **written(BATCH, plan_file),
         "gradient_accumulation": 1 if plan.pp > 1 else plan.num_microbatches,

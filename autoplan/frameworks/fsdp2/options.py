@@ -1,4 +1,4 @@
-"""Option table of the settings of PyTorch FSDP2, as they are written and read."""
+"""Option table of the PyTorch FSDP2 settings, for writing and reading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autoplan.frameworks.common.option_table import count, switch, word
 from autoplan.frameworks.common.options import Options
 from autoplan.spec.enums import MainWeights, Offload, Precision, Sharding
 
-# Of torch.distributed.pipelining.schedules.get_schedule_class; zero bubbles with one stage a rank.
+# Names for torch.distributed.pipelining.schedules.get_schedule_class; ZBH1 with one stage per rank.
 SCHEDULES = {
     "1f1b": "1F1B",
     "gpipe": "GPipe",
@@ -23,12 +23,12 @@ HELD = word("held_dtype", "main_weights", MainWeights.FP32, {"float32": MainWeig
 SEQUENCE_PARALLEL = switch("sequence_parallel", "sp")
 BATCH = (count("micro_batch", "micro_batch"), count("global_batch", "global_batch"))
 
-# FSDP offloads weights that stay gathered between the passes too.
+# FSDP also offloads weights that stay gathered between the passes.
 STAY_GATHERED = "weights that stay gathered between the passes are priced on the device"
 
 
 def read_offload(section: Options, keys: Iterable[str], plan: Mapping[str, Any]) -> Offload:
-    """Return what FSDP keeps on the host by the switches `keys` of a section, under what else is known of the plan."""
+    """Return what FSDP stores on the host, from the switches `keys` of a section and the known fields of the plan."""
     on = [key for key in keys if section.flag(key)]
     if not on or is_fetched(plan):
         return Offload.PARAMETERS if on else Offload.NONE
@@ -38,5 +38,5 @@ def read_offload(section: Options, keys: Iterable[str], plan: Mapping[str, Any])
 
 
 def is_fetched(plan: Mapping[str, Any]) -> bool:
-    """Return whether passes fetch the weights, which is what offloaded ones are priced with."""
+    """Return whether every pass fetches the weights, as the cost model assumes for offloaded weights."""
     return plan["sharding"] == Sharding.ZERO3 and plan.get("pp", 1) == 1

@@ -1,4 +1,4 @@
-"""Reader of the settings of PyTorch FSDP2 that `autoplan export --to fsdp2` writes; the model is given."""
+"""Reader of the FSDP2 settings written by `autoplan export --to fsdp2`; the user gives the model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from autoplan.spec.training import TrainingSpec
 
 
 def recognises(name: str, text: str) -> bool:
-    """Return whether a file holds such settings."""
+    """Return whether a file contains such settings."""
     return name.endswith(".json") and '"fully_shard"' in text and '"mesh"' in text
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """Return the launch that the settings start, with the model that is given."""
+    """Return the launch of the settings with the model given by the user."""
     options = Options.of_table(parse_json(text, "the file"))
     model = context.model
     if model is None:
@@ -48,7 +48,7 @@ def read(text: str, context: LaunchContext) -> Launch:
         **_recompute(options),
         **_pipeline(options, degrees["pp"], model.num_layers),
         "precision": precision,
-        "reduce_dtype": ReduceType.FP32 if is_wide else ReduceType.USUAL,  # of 16 bits
+        "reduce_dtype": ReduceType.FP32 if is_wide else ReduceType.USUAL,  # usual: 16 bits
         **read_fields((HELD,), sharding),
         **read_fields((SEQUENCE_PARALLEL, *BATCH), options),
     }
@@ -64,7 +64,7 @@ def read(text: str, context: LaunchContext) -> Launch:
 
 
 def _recompute(options: Options) -> dict[str, Any]:
-    """Read how many layers are recomputed, the first ones of every stage: null stands for all."""
+    """Read how many of the first layers of every stage are recomputed; null means all."""
     if not options.has("recompute_layers"):
         options.pass_over("recompute_layers")
         return {"recompute": "full"}

@@ -1,8 +1,8 @@
 """Rules on the plans of plain PyTorch: fully_shard (FSDP2), DTensor tensor parallelism, torch.distributed.pipelining.
 
-Places are files and lines of PyTorch 2.13.0.  States that are not sharded are those of `replicate`, which is built on
-FSDP2: DistributedDataParallel under a schedule that splits the backward pass, or with tensor parallelism in a pipeline,
-trains with wrong gradients and says nothing.
+Places are files and lines of PyTorch 2.13.0.  Unsharded states use `replicate`, which is built on FSDP2:
+DistributedDataParallel silently computes wrong gradients under a schedule that splits the backward pass, or with tensor
+parallelism in a pipeline.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _V_SHAPED = (Schedule.ZB_V.code, Schedule.DUALPIPE_V.code)
 
 
 def _chunks(workload: Workload, batch: PlanBatch) -> Bools:
-    """1F1B and GPipe take one stage a rank; interleaving is what more of them are called here."""
+    """Return which plans have as many stages per rank as the schedule expects: one, or several if interleaved."""
     several = np.isin(batch.schedule, (Schedule.INTERLEAVED.code, *_V_SHAPED))
     return several == (batch.vp > 1)
 
@@ -61,7 +61,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_SCHEDULES}:2937",
-        # Rounds of more than pp micro-batches, which it has where pp does not divide them, are not priced.
+        # If pp does not divide the micro-batches, rounds have more than pp of them, which is not modelled.
         holds=lambda s, b: (b.schedule != Schedule.INTERLEAVED.code) | (b.num_microbatches % b.pp == 0),
         text=lambda s, p: (
             f"interleaving needs micro-batches in multiples of pp {p.pp}, there are {p.num_microbatches}: "
@@ -90,7 +90,7 @@ SUPPORTED = (
         source="torch/distributed/fsdp/_fully_shard/_fully_shard.py:102",
     ),
     SupportedWords(axis="cp_kind", words=(ContextParallelKind.RING,), source=f"{_ATTENTION}:53"),
-    # CPUOffloadPolicy takes the parameters along.
+    # CPUOffloadPolicy always includes the parameters.
     SupportedWords(
         axis="offload",
         words=(Offload.NONE, Offload.PARAMETERS),
@@ -139,7 +139,7 @@ _OWN_RULES: tuple[Rule, ...] = (
 
 
 def rules_offering(*extras: str) -> tuple[Rule, ...]:
-    """Return the rules of FSDP2 in a program that offers these options of few frameworks."""
+    """Return the rules of FSDP2 for a program that offers these rarely supported options."""
     return (*_OWN_RULES, *universal.options_of_others(*extras))
 
 

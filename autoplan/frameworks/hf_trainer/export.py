@@ -1,6 +1,6 @@
-"""Export of a plan to the arguments of TRL's programs (f2cd577), which are those of the Trainer of transformers 5.24.
+"""Export of a plan to the arguments of TRL's programs (f2cd577), which include those of the Trainer (5.24).
 
-States are sharded by FSDP2, whose section stands among the words, or by DeepSpeed, whose file lies beside the script.
+States are sharded by FSDP2, with its section among the arguments, or by DeepSpeed, with a file next to the script.
 Places are below trl/.
 """
 
@@ -42,7 +42,7 @@ from autoplan.spec.training import TrainingSpec
 
 JSON = "deepspeed.json"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-# Program and data of its examples, by what is learnt: the next token, which answer is better, a score.
+# Programs and datasets from its examples by objective: the next token, which answer is better, a score.
 _PROGRAMS = {
     None: ("sft", "trl-lib/Capybara"),
     "dpo": ("dpo", "trl-lib/ultrafeedback_binarized"),
@@ -51,7 +51,7 @@ _PROGRAMS = {
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
-    """Return the job that a program of TRL starts on a node (scripts/)."""
+    """Return the job that runs a program of TRL (scripts/)."""
     _check(plan_file)
     program, dataset = _PROGRAMS[_loss(plan_file.training)]
     yours: dict[str, Value] = {
@@ -105,7 +105,7 @@ def _group(name: str, note: str, tables: list[dict[str, Value]]) -> OptionGroup:
 
 
 def _words(table: Mapping[str, Value]) -> Line:
-    """Return arguments as words of a command; a section is JSON, and a switch without a word has an empty text."""
+    """Return arguments as command-line words; a section is JSON, and a switch without a value has empty text."""
     words: Line = []
     for name, value in table.items():
         values = value if isinstance(value, list) else [value]
@@ -125,17 +125,17 @@ def _plan(plan_file: PlanFile) -> list[dict[str, Value]]:
     return [
         written((MICRO_BATCH, ACCUMULATION), plan_file),
         _precision(plan_file),
-        # FSDP's own does not gather a layer once more for its recomputation (transformers/training_args.py:2796).
+        # FSDP's own recomputation does not gather a layer again (transformers/training_args.py:2796).
         dict.fromkeys(recompute, False) if shards else recompute,
         {"fsdp": "", "fsdp_config": written_fsdp(plan_file, OFFLOAD) | offload} if shards else {},
         {"optim": WRITTEN_OPTIM[training.optimizer]},
         {"attn_implementation": "eager" if training.attention == "unfused" else "flash_attention_2"},
-        {"loss_type": "nll"} if training.preference is None else {},  # others hold a part of the logits
+        {"loss_type": "nll"} if training.preference is None else {},  # other losses keep only a part of the logits
     ]
 
 
 def _precision(plan_file: PlanFile) -> dict[str, Value]:
-    """Return the switches of mixed precision, and the type in which the model is held: TRL's is fp32."""
+    """Return the mixed-precision switches and the data type of the model: TRL's default is fp32."""
     plan = plan_file.best.plan
     if _takes_deepspeed(plan_file):
         switches: dict[str, Value] = {name: kind == plan.precision for name, kind in PRECISIONS.items()}
@@ -148,7 +148,7 @@ def _precision(plan_file: PlanFile) -> dict[str, Value]:
 
 
 def _batching(training: TrainingSpec) -> Batching:
-    """Return how samples become sequences; packed ones need flash attention (trainer/sft_trainer.py:1211)."""
+    """Return how samples form sequences; packing needs flash attention (trainer/sft_trainer.py:1211)."""
     batching = batching_of(training)
     is_free = training.lengths is None and training.document_len is None
     return "padded" if is_free and training.attention == "unfused" else batching
@@ -166,7 +166,7 @@ def _tuning(plan_file: PlanFile) -> list[dict[str, Value]]:
 
 
 def _adapters(tuning: FineTuning, training: TrainingSpec) -> list[dict[str, Value]]:
-    """Return the arguments of adapters (trainer/model_config.py)."""
+    """Return the adapter arguments (trainer/model_config.py)."""
     rank = tuning.rank or 0
     tables: list[dict[str, Value]] = [
         {"use_peft": True, "lora_r": rank, "lora_alpha": ALPHA_PER_RANK * rank, "lora_dropout": tuning.dropout},
@@ -184,7 +184,7 @@ def _adapters(tuning: FineTuning, training: TrainingSpec) -> list[dict[str, Valu
     return tables
 
 
-# -- what it cannot be told -------------------------------------------------------------------------------------------
+# -- what the target does not support ---------------------------------------------------------------------------------
 
 
 LIMITS = (*write.LIMITS, *deepspeed.LIMITS)
@@ -217,12 +217,12 @@ def _check(plan_file: PlanFile) -> None:
 
 
 def _pads(loss: str, batching: Batching) -> bool:
-    """Return whether a program makes sequences of pairs so; rewards are padded (trainer/reward_config.py)."""
+    """Return whether a program supports this batching of pairs; rewards are padded (trainer/reward_config.py)."""
     return batching == "padded" or (loss == "dpo" and batching == "unpadded")
 
 
 def _refused_tuning(finetuning: FineTuning) -> str:
-    """Say what of a fine-tuning the arguments cannot express; empty where they express all of it."""
+    """Describe what the arguments cannot express of a fine-tuning; empty if they express all of it."""
     if len(finetuning.targets) == 1 and finetuning.targets != (ALL_LINEAR,):
         return f"adapters on {finetuning.targets[0]} alone (PEFT takes a single name for a pattern: name two or more)"
     return refused_by_lora_config(finetuning)

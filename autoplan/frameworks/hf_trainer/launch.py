@@ -1,7 +1,7 @@
-"""Launches that arguments of the Trainer describe, for all programs that take them.
+"""Launches from arguments of the Trainer, for all programs that take them.
 
-Which states are sharded, `fsdp`, `deepspeed` or neither says; with DeepSpeed the file that is named is read, and what
-is "auto" there filled in from the arguments (transformers/integrations/deepspeed.py).
+`fsdp`, `deepspeed` or neither determines which states are sharded; with DeepSpeed the named file is read, and its
+"auto" values are filled in from the arguments (transformers/integrations/deepspeed.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Ranks of every axis; `dp_shard` is None where all that the others leave share their states."""
+    """Degrees of the mesh; a `dp_shard` of None means all devices that the other axes leave."""
 
     dp_replicate: int = 1
     dp_shard: int | None = None
@@ -57,10 +57,10 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Program that takes the Trainer's arguments: what it says beside them, or calls differently.
+    """Program that takes the Trainer's arguments: its additional, renamed and default settings.
 
-    `length_key` is its option for the tokens of a sequence, `length` what holds without it; `finetuning` is None where
-    all weights are trained, or where nothing says.
+    `length_key` is its option for the tokens of a sequence, `length` the default; `finetuning` is None if all weights
+    are trained, or if it is unknown.
     """
 
     target: str
@@ -70,20 +70,20 @@ class Program:
     batching: Batching = "padded"
     finetuning: FineTuning | None = None
     preference: Preference | None = None
-    precision: Precision | None = None  # that holds unless the arguments say another
+    precision: Precision | None = None  # the default
     optimizer: OptimizerName | None = None  # instead of the Trainer's
     mesh: Mesh = Mesh()
-    # How a model is held: in 16 bits, unless something makes fp32 of what is trained; PEFT does of adapters, and FSDP
-    # under torch.autocast of all that it shards (accelerate/utils/fsdp_utils.py:805).
+    # A model loaded in 16 bits trains in 16 bits unless its trained weights are cast to fp32: PEFT casts adapters, and
+    # FSDP under torch.autocast casts everything that it shards (accelerate/utils/fsdp_utils.py:805).
     holds_bf16: bool = False
-    keeps_adapters: bool = False  # adapters are held as the model is (autocast_adapter_dtype = False)
+    keeps_adapters: bool = False  # adapters have the data type of the model (autocast_adapter_dtype = False)
     autocasts: bool = True
-    config_turns_fsdp_on: bool = False  # `fsdp_config` alone is enough; the Trainer ignores it without `fsdp`
-    takes_last_precision: bool = False  # of bf16 and fp16, where both are on; the Trainer refuses that
+    config_turns_fsdp_on: bool = False  # `fsdp_config` is enough; the Trainer ignores it without `fsdp`
+    takes_last_precision: bool = False  # if both bf16 and fp16 are on, which the Trainer refuses
 
 
 def model_of(options: Options, key: str, context: LaunchContext) -> ModelSpec:
-    """Return the model that is given, or the shipped one of the name in a file."""
+    """Return the model given by the user, or the shipped model with the name in the file."""
     if model := known_model(options, key, context):
         return model
     name = options.text(key)
@@ -93,7 +93,7 @@ def model_of(options: Options, key: str, context: LaunchContext) -> ModelSpec:
 
 
 def known_model(options: Options, key: str, context: LaunchContext) -> ModelSpec | None:
-    """Return the model that is given, or the shipped one of the name in a file; None where there is neither."""
+    """Return the model given by the user, or the shipped model with the name in the file; None if there is neither."""
     if context.model is not None:
         if options.has(key):
             options.remark(key, "--model wins", matters=False)
@@ -103,7 +103,7 @@ def known_model(options: Options, key: str, context: LaunchContext) -> ModelSpec
 
 
 def length_of(options: Options, program: Program, context: LaunchContext) -> int:
-    """Return the tokens of a sequence: those that are given, or the most that the file allows."""
+    """Return the tokens of a sequence: the length given by the user, or the maximum in the file."""
     file_length = options.optional_count(program.length_key, program.length, least=1)
     length = context.seq_len or file_length
     if length is None:
@@ -114,7 +114,7 @@ def length_of(options: Options, program: Program, context: LaunchContext) -> int
 def training_of(
     options: Options, program: Program, context: LaunchContext, seq_len: int, precision: Precision
 ) -> TrainingSpec:
-    """Return how the program trains on sequences of this length in this precision."""
+    """Return the training of the program on sequences of this length in this precision."""
     if why := priced_as_even(program.batching, context):
         options.remark(program.length_key, why, default=str(program.length), matters=program.batching in UNEVEN)
     remark_assumed(ASSUMED, options)
@@ -130,7 +130,7 @@ def training_of(
 
 
 def precision_of(options: Options, program: Program, context: LaunchContext) -> Precision:
-    """Return the precision that the arguments or `--set BF16=true` say, or that is the program's own."""
+    """Return the precision set by the arguments or by `--set BF16=true`, or the program's default."""
     variables = dict(context.variables)
     precisions = [kind for name, kind in PRECISIONS.items() if is_on(options, name)]
     for name, kind in PRECISIONS.items():
@@ -146,7 +146,7 @@ def precision_of(options: Options, program: Program, context: LaunchContext) -> 
 
 
 def launch_of(options: Options, context: LaunchContext, program: Program, num_devices: int | None) -> Launch:
-    """Return what arguments of the Trainer start; raises InputError where they do not say enough."""
+    """Return the launch of Trainer arguments; raises InputError if they are incomplete."""
     model = model_of(options, program.model_key, context)
     length = length_of(options, program, context)
     precision = precision_of(options, program, context)
@@ -178,7 +178,7 @@ def launch_of(options: Options, context: LaunchContext, program: Program, num_de
 
 
 def held_types(program: Program, sharding: Sharding) -> Fields:
-    """Return the data type of what is trained, and whether adapters in fp32 are multiplied so."""
+    """Return the data type of the trained weights, and whether fp32 adapters are multiplied in fp32."""
     if program.finetuning is not None:
         keeps = program.keeps_adapters and program.holds_bf16
         return {"main_weights": MainWeights.BF16} if keeps else {"wide_adapters": not program.autocasts}
@@ -191,8 +191,8 @@ def _is_eager(options: Options) -> bool:
 
 
 def _sizes(mesh: Mesh, num_devices: int) -> Fields:
-    """Return the ranks of every axis on this many devices."""
-    # axolotl fills in copies where shards are given, and shards where they are not (utils/distributed.py:319).
+    """Return the degree of every axis on this many devices."""
+    # axolotl fills in replicas if shards are given, and shards otherwise (utils/distributed.py:319).
     replicas = max(num_devices // (mesh.tp * mesh.cp), 1)
     shard = mesh.dp_shard if (mesh.dp_shard or 1) > 1 else None
     copies = max(replicas // shard, 1) if shard and mesh.dp_replicate == 1 else mesh.dp_replicate
@@ -206,11 +206,11 @@ def _sizes(mesh: Mesh, num_devices: int) -> Fields:
     return {"dp_replicate": copies, "dp_shard": shard, "tp": mesh.tp, "cp": mesh.cp}
 
 
-# -- FSDP, or copies ---------------------------------------------------------------------------------------------------
+# -- FSDP or DDP -------------------------------------------------------------------------------------------------------
 
 
 def _words(options: Options, key: str) -> tuple[str, ...]:
-    """Return the words of `fsdp`: a text, a list, or a switch that says yes without any."""
+    """Return the words of `fsdp`: text, a list, or a switch that is on without words."""
     value = options.value(key)
     if value in (None, False, "", "false", "False"):
         return ()
@@ -220,7 +220,7 @@ def _words(options: Options, key: str) -> tuple[str, ...]:
 
 
 def fsdp_section(options: Options, context: LaunchContext) -> Options:
-    """Return `fsdp_config`, in the file or in one beside it, by the keys without "fsdp_"."""
+    """Return `fsdp_config`, from the file or a file next to it, with keys without the prefix "fsdp_"."""
     value = options.value("fsdp_config")
     if isinstance(value, str):
         text = value if value.lstrip().startswith("{") else None
@@ -240,7 +240,7 @@ def fsdp_section(options: Options, context: LaunchContext) -> Options:
 
 
 def _states(options: Options, mesh: Fields, context: LaunchContext, *, turns_on: bool) -> Fields:
-    """Return what is sharded and recomputed; `turns_on` tells that `fsdp_config` alone turns FSDP on."""
+    """Return what is sharded and recomputed; with `turns_on`, `fsdp_config` is enough to turn FSDP on."""
     words, section = _words(options, "fsdp"), fsdp_section(options, context)
     uses_fsdp = bool(words) or (turns_on and bool(section.arguments) and not options.has("fsdp"))
     if unknown := [word for word in words if word.casefold() not in (*_SHARDED, *_HYBRID, "auto_wrap", "offload")]:
@@ -272,7 +272,7 @@ def _states(options: Options, mesh: Fields, context: LaunchContext, *, turns_on:
         offload = Offload.PARAMETERS
     elif "offload" in words:
         options.remark("fsdp", STAY_GATHERED)
-    recompute = RECOMPUTE.of(options)  # or FSDP's own
+    recompute = RECOMPUTE.of(options)  # or by FSDP itself
     if section.flag("activation_checkpointing"):
         recompute = Recompute.FULL
     if mesh["dp_shard"] * mesh["cp"] == 1 or sharding == Sharding.NONE:
@@ -297,7 +297,7 @@ def _copies(options: Options, mesh: Fields, context: LaunchContext) -> Fields:
 
 
 def stage_table(stage: int, *, offload: bool) -> dict[str, Any]:
-    """Return a configuration of DeepSpeed of this stage whose batches and precision the Trainer fills in."""
+    """Return a DeepSpeed configuration of this stage whose batch sizes and precision the Trainer fills in."""
     zero: dict[str, Any] = {"stage": stage}
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}

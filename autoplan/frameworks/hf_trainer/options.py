@@ -1,6 +1,6 @@
-"""Option table of the Trainer of transformers 5.24: TrainingArguments, as they are written and read.
+"""Option table of the Trainer of transformers 5.24: TrainingArguments, for writing and reading.
 
-`fsdp_config` is a table of its own, whose keys may begin with "fsdp_" (transformers/training_args.py).
+`fsdp_config` is a nested table, whose keys may begin with "fsdp_" (transformers/training_args.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ACCUMULATION = count("gradient_accumulation_steps", "num_microbatches", 1)
 RECOMPUTE = switch("gradient_checkpointing", "recompute", Recompute.NONE, on=Recompute.FULL, off=Recompute.NONE)
 PRECISIONS = {"bf16": Precision.BF16, "fp16": Precision.FP16}
 CPU_OFFLOAD = switch("cpu_offload", "offload", Offload.NONE, on=Offload.PARAMETERS, off=Offload.NONE)
-# The arguments of sequences in TRL, by how samples become them (trl/trainer/sft_config.py).
+# Sequence arguments of TRL by batching (trl/trainer/sft_config.py).
 BATCHINGS: dict[Batching, dict[str, Value]] = {
     "packed": {"packing": True, "packing_strategy": "bfd"},
     "joined": {"packing": True, "packing_strategy": "wrapped"},
@@ -28,14 +28,14 @@ BATCHINGS: dict[Batching, dict[str, Value]] = {
     "unpadded": {"padding_free": True},
 }
 
-# The first word of an optimizer is the one that is written.
+# The first name of an optimizer is the one written on export.
 WRITTEN_OPTIM = {
     name: next(word for word, optimizer in OPTIM.items() if optimizer == name)
     for name in OPTIMIZERS
     if name in OPTIM.values()
 }
 
-# Keys of section `fsdp_config`, without "fsdp_", that change neither time nor memory of a step.
+# Keys of section `fsdp_config`, without "fsdp_", that affect neither time nor memory of a step.
 FSDP_COSTLESS = (
     *("auto_wrap_policy", "transformer_layer_cls_to_wrap", "cpu_ram_efficient_loading", "state_dict_type", "xla"),
     *("sync_module_states", "use_orig_params", "version", "final_state_dict_type", "min_num_params"),
@@ -46,7 +46,7 @@ OFFLOADS = (CPU_OFFLOAD.key, "offload_params")
 # Data type in which a program loads its model (transformers/modeling_utils.py, from_pretrained).
 HELD_KEYS = ("dtype", "torch_dtype")
 
-# Arguments of which no plan tells, and how the step is priced.
+# Arguments that a plan does not represent, and the values that the cost model assumes.
 ASSUMED: tuple[Option, ...] = (
     Assumed("torch_compile", (False, None), "priced as not compiled"),
     Assumed("use_liger_kernel", (False, None), "priced with the kernels of transformers, and whole logits"),
@@ -58,7 +58,7 @@ ASSUMED: tuple[Option, ...] = (
     Assumed("ddp_bucket_cap_mb", (25, None), "priced as 25"),
     Assumed("activation_offloading", (False, None), "activations are priced on the device"),
 )
-# Arguments that change neither time nor memory of a step.
+# Arguments that affect neither time nor memory of a step.
 HARMLESS = re.compile(
     r"(output_dir|overwrite_output_dir|do_(train|eval|predict)|num_train_epochs|max_steps|learning_rate|lr_\w+|lr"
     r"|warmup_\w+|optim_args|weight_decay|adam_\w+|max_grad_norm|label_smoothing_factor|tf32|seed|data_seed"
@@ -75,7 +75,7 @@ HARMLESS = re.compile(
 
 
 def read_optimizer(options: Options, key: str = "optim") -> OptimizerName:
-    """Return the optimizer that a file names; one that is not priced is remarked, and taken for Adam."""
+    """Return the optimizer in a file; an optimizer that is not priced is remarked on and read as Adam."""
     word = options.text(key) or "adamw_torch"
     if (optimizer := (OPTIM | OTHER_OPTIM).get(word)) is None:
         options.remark(key, "priced as Adam")
@@ -84,12 +84,12 @@ def read_optimizer(options: Options, key: str = "optim") -> OptimizerName:
 
 
 def holds_bf16(options: Options) -> bool:
-    """Return whether a program is told to load its model in bf16."""
+    """Return whether the arguments make a program load its model in bf16."""
     return any(options.text(key) in ("bfloat16", "torch.bfloat16") for key in HELD_KEYS)
 
 
 def plain_values(options: Options) -> dict[str, Any]:
-    """Return the arguments as tables have them: words for true and false are these."""
+    """Return the arguments with words for true and false converted to booleans, as in parsed tables."""
     values = {key: argument.value for key, argument in options.arguments.items()}
     truth = {"true": True, "false": False}
     return {
@@ -98,6 +98,6 @@ def plain_values(options: Options) -> dict[str, Any]:
 
 
 def is_on(options: Options, key: str) -> bool:
-    """Return whether a switch is on, also where a word stands for it, such as axolotl's "full" and "auto"."""
+    """Return whether a switch is on, including words that mean on, such as axolotl's "full" and "auto"."""
     value = options.value(key)
     return value is True or value == "" or str(value).casefold() in ("true", "1", "full", "auto")

@@ -1,4 +1,4 @@
-"""Reader of what starts the Trainer of transformers: scripts with its arguments, YAML or JSON of TRL's programs."""
+"""Reader of launches of the Trainer of transformers: scripts with its arguments, YAML or JSON of TRL's programs."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _OTHER_SETTINGS = (
 )
 _LENGTHS = (
     *("max_length", "max_seq_length", "max_seq_len", "model_max_length", "block_size", "cutoff_len"),
-    *("seq_length", "seq_len", "sequence_length"),  # of programs of one's own
+    *("seq_length", "seq_len", "sequence_length"),  # in users' own programs
 )
-_PLAIN = ("block_size", "do_train")  # of programs that are not TRL's
+_PLAIN = ("block_size", "do_train")  # in programs other than TRL's
 _OTHERS = re.compile(r"^\s*(finetuning_type|cutoff_len|base_model|micro_batch_size)\s*:", re.MULTILINE)
 _OTHER_STARTERS = re.compile(r"\baccelerate\s+launch\b|\b(llamafactory-cli|swift|megatron)\s+\w+|swift/cli")
 
 
 def recognises(name: str, text: str) -> bool:
-    """Return whether a file is a script or a table with arguments of the Trainer, and no other program's."""
+    """Return whether a file is a script or a table with Trainer arguments that belongs to no other target."""
     if name.endswith((".yaml", ".yml")):
         return re.search(r"^per_device_train_batch_size\s*:", text, re.MULTILINE) is not None and not _OTHERS.search(
             text
@@ -51,7 +51,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """Return the launch that a script or a table of arguments describes."""
+    """Return the launch of a script or a table of arguments."""
     devices = None
     if has_batch(text):
         options, name, devices = of_script(text, context)
@@ -62,7 +62,7 @@ def read(text: str, context: LaunchContext) -> Launch:
 
 
 def program_called(name: str, options: Options) -> Program:
-    """Return what the arguments of the program of this file name, blank where it is not known, say of it."""
+    """Return the program with this file name (blank if unknown), described by its arguments."""
     preference = preference_of(options, name)
     is_plain = any(options.has(key) for key in _PLAIN)
     is_trl = name == "sft.py" or preference is not None or not (name or is_plain)
@@ -74,7 +74,7 @@ def program_called(name: str, options: Options) -> Program:
 
 
 def preference_of(options: Options, program: str) -> Preference | None:
-    """Return the loss over preferences of a program; refuse others that do not learn the next token."""
+    """Return the preference loss of a program; raise an error for objectives other than the next token."""
     table = {key: argument.value for key, argument in options.arguments.items()}
     if preference := of_trl_program(program, table, program):
         options.understood.update(key for key in OF_PREFERENCES if key in options.arguments)
@@ -89,11 +89,11 @@ def preference_of(options: Options, program: str) -> Preference | None:
 
 
 def program_of(options: Options, *, is_trl: bool) -> Program:
-    """Return what the arguments of a plain program, or of TRL's, say of model, length and fine-tuning.
+    """Return model, length and fine-tuning of a plain program, or of one of TRL's, from its arguments.
 
-    TRL trains in bf16, recomputes, and cuts at 1,024 tokens unless it is told otherwise (trl/trainer/sft_config.py).
+    By default TRL trains in bf16, recomputes, and truncates at 1,024 tokens (trl/trainer/sft_config.py).
     """
-    # The name since transformers 5, which knows the former one too (training_args.py).
+    # Transformers 5 has this name and still accepts the former one (training_args.py).
     if (switch := options.arguments.pop("activation_checkpointing", None)) is not None:
         options.arguments.setdefault("gradient_checkpointing", switch)
     if is_trl:
@@ -103,7 +103,7 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
     options.understood.update(key for key in OF_TRL if key in options.arguments)
     if is_trl:
         _remark_kernels(options)
-    # Of programs without TRL's `use_peft` nobody knows which modules have adapters.
+    # Without TRL's `use_peft` it is unknown which modules have adapters.
     own = () if is_trl or finetuning.has_adapters else ("lora_r", "load_in_4bit", "load_in_8bit")
     for key in ("use_lora", "lora_rank", *own):
         if options.has(key):
@@ -125,7 +125,7 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
 
 
 def _remark_kernels(options: Options) -> None:
-    """Remark what TRL's programs hold otherwise than is priced (trl/trainer/model_config.py, sft_config.py)."""
+    """Remark on data types and kernels of TRL that are not modelled (trl/trainer/model_config.py, sft_config.py)."""
     options.pass_over("attn_implementation", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype")
     if options.text("loss_type") == "chunked_nll":
         options.remark("loss_type", "priced with whole logits")
@@ -134,7 +134,7 @@ def _remark_kernels(options: Options) -> None:
 
 
 def _batching(options: Options, length_key: str) -> Batching:
-    """Return how samples become sequences (trl/trainer/sft_config.py; run_clm.py joins them into blocks)."""
+    """Return how samples form sequences (trl/trainer/sft_config.py; run_clm.py joins them into blocks)."""
     if is_on(options, "packing"):
         return "joined" if options.value("packing_strategy") == "wrapped" else "packed"
     if length_key == "block_size":

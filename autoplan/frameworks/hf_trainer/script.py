@@ -1,4 +1,4 @@
-"""Scripts that start a program with arguments of the Trainer: its words, and the devices of its launcher."""
+"""Scripts that start a program with Trainer arguments: the arguments, and the devices of the launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoplan.frameworks.common.options import Argument, Options, parse_json, pa
 from autoplan.frameworks.common.shell import Script, read_script
 from autoplan.frameworks.megatron_lm.read import Entry, given_arguments, num_devices, started
 
-SCRIPTS = (".py", ".json", ".yaml", ".yml", ".toml", ".md", ".ipynb")  # are no scripts of a shell
+SCRIPTS = (".py", ".json", ".yaml", ".yml", ".toml", ".md", ".ipynb")  # not shell scripts
 BATCH = "--per_device_train_batch_size"
 # Commands of TRL that train (trl/cli/commands), and the modules that they run.
 _COMMANDS = ("sft", "dpo", "reward", "grpo", "kto", "rloo")
@@ -21,12 +21,12 @@ _BATCH = re.compile(rf"^[^#\n]*(?<![\w-]){BATCH}\b", re.MULTILINE)
 
 
 def has_batch(text: str) -> bool:
-    """Return whether the Trainer's batch is in a text outside of comments."""
+    """Return whether the Trainer's batch size occurs in a text outside of comments."""
     return _BATCH.search(text) is not None
 
 
 def program_at(words: Sequence[str], programs: Sequence[str] = ()) -> int | None:
-    """Return where the program stands among the words of a command with the Trainer's batch; None: it has none."""
+    """Return the index of the program in a command with the Trainer's batch size; None if there is none."""
     if not any(word.partition("=")[0] == BATCH for word in words):
         return None
     for at, word in enumerate(words):
@@ -37,7 +37,7 @@ def program_at(words: Sequence[str], programs: Sequence[str] = ()) -> int | None
 
 
 def _is_program(words: Sequence[str], at: int) -> bool:
-    """Return whether a word is a file of Python, or a module or a command of TRL."""
+    """Return whether a word is a Python file, or a module or command of TRL."""
     word = words[at]
     if at and word in _COMMANDS:
         return words[at - 1].rpartition("/")[2] == "trl"
@@ -45,10 +45,10 @@ def _is_program(words: Sequence[str], at: int) -> bool:
 
 
 def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -> tuple[Options, str, int | None]:
-    """Return (the arguments, the program by its name, the devices) of the last command that starts one.
+    """Return (arguments, program name, devices) of the last command that starts a program.
 
-    Positional files of YAML or JSON beside the script are read too; words of the command win over them.
-    Raises InputError where no command starts such a program.
+    Positional YAML or JSON files next to the script are read too; command-line arguments take precedence over them.
+    Raises InputError if no command starts such a program.
     """
     script = read_script(text, context.variables)
     entry = Entry(lambda words: program_at(words, programs), lambda inner: BATCH in inner)
@@ -66,7 +66,7 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
 
 
 def program_options(words: Sequence[str], context: LaunchContext) -> Options:
-    """Return the arguments that words behind a program give it, and those in the files beside that they name."""
+    """Return the arguments of a program: the words after its name, and those in the files that they reference."""
     arguments = given_arguments(words)
     typed_arguments = [_typed(argument) for argument in arguments if argument.option.startswith("--")]
     options = Options([*of_files(arguments, context), *typed_arguments])
@@ -79,13 +79,13 @@ def program_options(words: Sequence[str], context: LaunchContext) -> Options:
 
 
 def _file_of(argument: Argument) -> str:
-    """Return the name of the file of arguments that a word is, or that `--config` names; blank where it is neither."""
+    """Return the file of arguments that a positional word or `--config` names; blank if it names none."""
     name = argument.option if argument.name != "config" else str(argument.value)
     return name if name.endswith((".yaml", ".yml", ".json")) else ""
 
 
 def _typed(argument: Argument) -> Argument:
-    """Return the argument with a table in the place of its JSON, and with a switch in that of its word."""
+    """Return the argument with its JSON parsed into a table, and its word for a switch into a boolean."""
     if isinstance(argument.value, str) and argument.value.lstrip().startswith("{"):
         value = parse_json(argument.value, argument.option)
         return Argument(argument.option, argument.text, argument.name, value)
@@ -96,7 +96,7 @@ def _typed(argument: Argument) -> Argument:
 
 
 def of_files(arguments: Sequence[Argument], context: LaunchContext) -> list[Argument]:
-    """Return the arguments in files that the words name without an option, or with `--config`."""
+    """Return the arguments in files that are named by positional words or by `--config`."""
     result: list[Argument] = []
     for name in map(_file_of, arguments):
         if name and (beside := read_beside(name, context.folder)):
@@ -106,7 +106,7 @@ def of_files(arguments: Sequence[Argument], context: LaunchContext) -> list[Argu
 
 
 def devices_of(before: Sequence[str], script: Script, text: str) -> int | None:
-    """Return the devices that a launcher's words, directives or variables start; None where nothing says."""
+    """Return the devices that a launcher's options, directives or variables set; None if nothing does."""
     count = num_devices(before, script, text)
     if any("torchrun" in word or "torch.distributed" in word for word in before) or (count or 0) > 1:
         return count

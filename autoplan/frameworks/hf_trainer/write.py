@@ -1,4 +1,4 @@
-"""Parts that programs with the Trainer's arguments have in common when a plan is written for them."""
+"""Shared parts of the exports to programs with the Trainer's arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IN_16_BITS = only("precision", Precision.BF16, Precision.FP16, why="its fp8 is n
 
 
 def written_precision(plan: ParallelPlan) -> dict[str, Value]:
-    """Return the switches of mixed precision, all off where nothing is cast."""
+    """Return the mixed-precision switches, all off if nothing is cast."""
     return {name: kind == plan.precision and not is_unmixed(plan) for name, kind in PRECISIONS.items()}
 
 
@@ -57,7 +57,7 @@ def _is_in_int8(training: TrainingSpec) -> bool:
     return training.finetuning is not None and training.finetuning.quantization == "int8"
 
 
-# Of programs that know of no mesh, and leave adapters as PEFT makes them.
+# Limits of programs without a device mesh that leave adapters as PEFT creates them.
 LIMITS = (
     IN_16_BITS,
     ADAPTERS_IN_FP32,
@@ -68,7 +68,7 @@ LIMITS = (
 
 
 def start_variables(plan_file: PlanFile) -> tuple[LaunchVariable, ...]:
-    """Return what a person may set at the start: which weights, and how many steps."""
+    """Return the variables that the user may set at the start: the weights and the number of steps."""
     note = f"folder or name on the hub of a model of the architecture of {plan_file.model.name}"
     return (
         LaunchVariable(name="BASE_MODEL", default=hub_name(plan_file.model), note=note),
@@ -85,7 +85,7 @@ def yaml_job(
     table: Mapping[str, Any],
     remarks: Iterable[str],
 ) -> Job:
-    """Return the job of a program that reads a YAML file, with remarks at its top, and `words` behind it."""
+    """Return the job of a program that reads a YAML file, which begins with remarks; `words` follow its name."""
     import yaml
 
     notes = [*header(plan_file, title), *map(comment, remarks)]
@@ -113,9 +113,9 @@ def yaml_target(
     refused_tuning: Callable[[FineTuning], str],
     optimizers: Iterable[OptimizerName],
 ) -> Target:
-    """Return the target of a program that reads Trainer arguments, by names of its own, in the YAML called `name`.
+    """Return the target of a program that reads renamed Trainer arguments from the YAML file `name`.
 
-    `yours` are the settings in it that cost nothing; `refusals` are beside those of every such program.
+    `yours` are its settings without cost; `refusals` are additional to those of every such program.
     """
     file_name, remark = f"{name.replace('-', '_')}.yaml", f"Yours to set: {yours}"
 
@@ -136,12 +136,12 @@ def yaml_target(
 
 
 def adapters_of(training: TrainingSpec) -> FineTuning | None:
-    """Return the adapters that are trained, None where all weights are."""
+    """Return the trained adapters, or None if all weights are trained."""
     return training.finetuning if training.has_adapters else None
 
 
 def batching_of(training: TrainingSpec) -> Batching:
-    """Return how samples become sequences: as they are priced, or where all sequences have one length, as it can."""
+    """Return how samples form sequences: as planned; if all sequences have one length, in any supported way."""
     if training.document_len is not None:
         return "packed"
     if training.lengths is not None:
@@ -150,7 +150,7 @@ def batching_of(training: TrainingSpec) -> Batching:
 
 
 def written_fsdp(plan_file: PlanFile, *elsewhere: Option) -> dict[str, Value]:
-    """Return section `fsdp_config` of FSDP2 for a plan, without the options that stand `elsewhere`."""
+    """Return section `fsdp_config` of FSDP2 for a plan, without the options written `elsewhere`."""
     sections = written((option for option in accelerate.FSDP if option not in elsewhere), plan_file)
     return {key.removeprefix("fsdp_"): value for key, value in sections.items()}
 
@@ -164,10 +164,10 @@ def check_expressible(
     *,
     rules: tuple[Rule, ...] = RULES,
 ) -> None:
-    """Refuse a plan or a training that the program called `title` cannot be told, with the first reason.
+    """Raise an error for the first part of a plan or training that the program `title` does not support.
 
-    `limits` are its rules beside `rules`, by default those of Accelerate, `batchings` the ways in which it makes
-    sequences, and `more` the refusals of the program alone, each with whether it holds.
+    `limits` are its rules in addition to `rules` (by default those of Accelerate), `batchings` its ways of forming
+    sequences, and `more` (whether it applies, reason) for the refusals of this program only.
     """
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     check_legal(rules, model, training, plan, f"{title} does not support the plan")

@@ -25,7 +25,7 @@ from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.training import TrainingSpec
 
-# Stage and data of its examples, by what is learnt: the next token, which answer is better, a score.
+# Stage and dataset from its examples by objective: the next token, which answer is better, a score.
 _STAGES = {None: ("sft", "alpaca_en_demo"), "dpo": ("dpo", "dpo_en_demo"), "reward": ("rm", "dpo_en_demo")}
 
 
@@ -57,7 +57,7 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
 
 
 def _adapters(finetuning: FineTuning) -> dict[str, Any]:
-    """Return the settings of adapters (hparams/finetuning_args.py, hparams/model_args.py); "all" holds all others."""
+    """Return the adapter settings (hparams/finetuning_args.py, hparams/model_args.py); "all" includes other names."""
     bits = {"none": None, "int8": 8}.get(finetuning.quantization, 4)
     settings = {
         "finetuning_type": "lora",
@@ -75,11 +75,11 @@ def _adapters(finetuning: FineTuning) -> dict[str, Any]:
 
 
 def _sharding(plan_file: PlanFile) -> dict[str, Any]:
-    """Return what FSDP2 does; accelerate launch would tell it so, and of checkpoints (model_utils/checkpointing.py)."""
+    """Return the FSDP2 settings, as accelerate launch would set them (recomputation: model_utils/checkpointing.py)."""
     plan = plan_file.best.plan
     strategy = "full_shard" if plan.sharding == Sharding.ZERO3 else "shard_grad_op"
     words = [strategy, "auto_wrap", *(["offload"] if plan.offload == Offload.PARAMETERS else [])]
-    # The key of what lies on the host is another one before transformers 5, the word is the same.
+    # Before transformers 5 the key for offloading is another one, with the same value.
     section = written_fsdp(plan_file, RECOMPUTE, OFFLOAD)
     return {"fsdp": " ".join(words), "fsdp_config": section, "use_reentrant_gc": False}
 

@@ -1,6 +1,6 @@
-"""Reader of LLaMA-Factory (ff6d4d1): YAML, JSON, or words of `llamafactory-cli train`.
+"""Reader of LLaMA-Factory (ff6d4d1): YAML, JSON, or arguments of `llamafactory-cli train`.
 
-Places are below src/llamafactory/: hparams/{model,data,finetuning}_args.py beside the arguments of the Trainer.
+Places are below src/llamafactory/: hparams/{model,data,finetuning}_args.py in addition to the Trainer's arguments.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ DEFAULT_LENGTH = 2048
 _YAML = re.compile(r"^(finetuning_type|cutoff_len)\s*:", re.MULTILINE)
 _SCRIPT = re.compile(r"\bllamafactory-cli\s+train\b|--finetuning_type\b")
 _MEGATRON = re.compile(r"(tensor|pipeline|expert)_model_parallel_size$")
-# Optimizers of its own, which replace the Trainer's (train/trainer_utils.py).
+# LLaMA-Factory's own optimizers, which replace the Trainer's (train/trainer_utils.py).
 _OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini")
 
 
 def recognises(name: str, text: str) -> bool:
-    """Return whether a file is a configuration of LLaMA-Factory, or a script that starts it with words."""
+    """Return whether a file is a configuration of LLaMA-Factory, or a script that starts it with arguments."""
     if name.endswith((".yaml", ".yml")):
         return (
             _YAML.search(text) is not None
@@ -41,7 +41,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """Return the launch that a configuration starts; the number of devices is never in it."""
+    """Return the launch of a configuration, which never contains the number of devices."""
     devices = None
     if has_batch(text):
         options, _, devices = of_script(text, context, COMMANDS)
@@ -52,7 +52,7 @@ def read(text: str, context: LaunchContext) -> Launch:
 
 
 def program_of(options: Options) -> Program:
-    """Return what LLaMA-Factory's own arguments say; raises InputError where its step is not priced."""
+    """Return the program from LLaMA-Factory's own arguments; raises InputError if its step is not priced."""
     if any(_MEGATRON.search(key) for key in options.arguments):
         raise InputError(
             "trains with Megatron-Core (USE_MCA or USE_MEGATRON_BRIDGE), whose arguments are not read from this file"
@@ -86,7 +86,7 @@ def program_of(options: Options) -> Program:
         options.remark("fp8", "priced as bf16")
     is_packed = is_on(options, "packing") if options.has("packing") else raw.get("stage") == "pt"
     batching: Batching = "joined" if is_packed else "padded"
-    if is_on(options, "neat_packing"):  # which turns packing on (hparams/data_args.py)
+    if is_on(options, "neat_packing"):  # turns packing on (hparams/data_args.py)
         batching = "packed"
     return Program(
         target="llama-factory",

@@ -1,6 +1,6 @@
 """Export of a plan to the YAML of MaxText e591f30 (2026-08), for GPUs; places are below src/maxtext/.
 
-All axes are "ici" ones of one slice, so that ranks are numbered by the mesh as torchrun numbers them.
+All axes are "ici" axes of a single slice, so that the mesh numbers ranks in the same order as torchrun.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ jax.distributed.initialize(
 )
 runpy.run_module("maxtext.trainers.pre_train.train", run_name="__main__", alter_sys=True)
 '''
-_DOCUMENTS = 32  # of a sequence, as in its own files for GPUs (configs/gpu/models)
+_DOCUMENTS = 32  # per sequence, as in its own files for GPUs (configs/gpu/models)
 
 LIMITS = (
     only("grad_reduce_overlap", True, why="XLA's scheduler overlaps what it can"),
@@ -76,7 +76,7 @@ LIMITS = (
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
-    """Return the job of one process a device, which jax joins (utils/max_utils.py:261 leaves it so)."""
+    """Return the job, with one process per device; jax connects them (utils/max_utils.py:261 allows it)."""
     import yaml
 
     _check(plan_file)
@@ -131,7 +131,7 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
 
 
 def _batch(plan: ParallelPlan) -> dict[str, Any]:
-    """Return the batch: a pipeline takes all of a step in one pass, else passes add up their gradients."""
+    """Return the batch: a pipeline processes a whole step in one pass, otherwise passes accumulate gradients."""
     if plan.pp > 1:
         share = per_device_batch(plan.global_batch, plan.num_devices)
         return {PER_DEVICE: share, PIPELINED: plan.num_microbatches}
@@ -140,7 +140,7 @@ def _batch(plan: ParallelPlan) -> dict[str, Any]:
 
 
 def _precision(plan: ParallelPlan) -> dict[str, str]:
-    """Return the quantisation, none of bf16; scales mean something in fp8 alone."""
+    """Return the quantisation, which is empty for bf16; scales only matter for fp8."""
     for name, (precision, scales) in QUANTIZATION.items():
         if precision == plan.precision and (scales == plan.fp8_scaling or precision != Precision.FP8):
             return {"quantization": name}
@@ -148,7 +148,7 @@ def _precision(plan: ParallelPlan) -> dict[str, str]:
 
 
 def _model(plan_file: PlanFile) -> dict[str, Any]:
-    """Return the name of a model that MaxText ships, else its sizes."""
+    """Return the name of the model if MaxText ships it, otherwise its sizes."""
     model = plan_file.model
     if (shipped := _shipped(model)) is not None:
         mtp = {"mtp_num_layers": model.num_mtp_layers} if model.num_mtp_layers else {}
@@ -180,20 +180,20 @@ def _model(plan_file: PlanFile) -> dict[str, Any]:
     ffn = {FFN_SIZE.key: FFN_SIZE.value(plan_file)}
     sizes = written((*SIZES, KV_HEADS, HEAD_DIM), plan_file)
     experts = written(EXPERTS, plan_file) if moe else {}
-    if moe:  # which must be equal where all layers have experts (configs/types.py:3903)
+    if moe:  # must be equal if all layers have experts (configs/types.py:3903)
         ffn = {FFN_SIZE.key: moe.expert_ffn_size}
     switches = {"attention_bias": True} if model.qkv_bias else {"use_qk_norm": True} if model.qk_norm == "head" else {}
     return {"decoder_block": block, **sizes, **ffn, **experts, **switches}
 
 
 def _shipped(model: ModelSpec) -> str | None:
-    """Return what MaxText calls a shipped model, None where it has none such."""
+    """Return MaxText's name for a model that it ships, or None."""
     name = MODELS.get(model.name, model.name if model.name in SAME_NAMES else None)
     return name if name is not None and find_preset(model.name) == model else None
 
 
 def _check(plan_file: PlanFile) -> None:
-    """Refuse what would silently become another run."""
+    """Raise an error for anything that would silently become a different run."""
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     title = TARGET.title
     check_legal(RULES, model, training, plan, f"{title} does not support the plan")

@@ -1,6 +1,6 @@
-"""Option table of MaxText e591f30 (2026-08), as written and read; places are below src/maxtext/.
+"""Option table of MaxText e591f30 (2026-08), for writing and reading; places are below src/maxtext/.
 
-Keys and defaults are those of configs/base.yml, which configs/types.py checks.
+Keys and defaults are those of configs/base.yml, which configs/types.py validates.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from autoplan.frameworks.common.option_table import Constant, count, number, swi
 from autoplan.spec.enums import ContextParallelKind, Precision, Recompute, RecomputeModule, Sharding
 from autoplan.spec.plan import ParallelPlan
 
-# Axes of the mesh, the outermost first: where there are stages, they come before "data" (configs/types.py:3636).
+# Axes of the mesh, outermost first: pipeline stages come before "data" (configs/types.py:3636).
 AXES = ("pipeline", "data", "fsdp", "context", "tensor", "tensor_sequence", "expert")
-# Axes that no plan has.
+# Axes that plans do not have.
 OTHER_AXES = (
     *("diloco", "fsdp_transpose", "sequence", "context_usp_ulysses"),
     *("context_autoregressive", "autoregressive"),
@@ -22,7 +22,7 @@ OTHER_AXES = (
 
 
 def mesh(plan: ParallelPlan) -> dict[str, int]:
-    """Return the degrees of `AXES`: sharded weights lie on "fsdp" and on "expert", whose ranks are replicas too."""
+    """Return the degrees of `AXES`: weights are sharded over "fsdp" and "expert", whose ranks are replicas too."""
     is_sharded = plan.sharding == Sharding.ZERO3
     return {
         "pipeline": plan.pp,
@@ -35,7 +35,7 @@ def mesh(plan: ParallelPlan) -> dict[str, int]:
     }
 
 
-# Batch: `per_device_batch_size` times the devices is what one pass takes, of all micro-batches of a pipeline.
+# Batch: `per_device_batch_size` times the devices is the batch of one pass, which includes all pipeline micro-batches.
 PER_DEVICE, ACCUMULATION, PIPELINED = (
     "per_device_batch_size",
     "gradient_accumulation_steps",
@@ -44,7 +44,7 @@ PER_DEVICE, ACCUMULATION, PIPELINED = (
 
 
 def per_device_batch(num_sequences: int, num_devices: int) -> float:
-    """Return the share of a device in the sequences of a pass; MaxText cuts the product to a whole number."""
+    """Return the sequences of a pass per device; MaxText truncates its product with the devices to an integer."""
     share = num_sequences / num_devices
     while int(num_devices * share) < num_sequences:
         share = math.nextafter(share, math.inf)
@@ -72,8 +72,8 @@ WRITTEN: tuple[Constant, ...] = (
     Constant("enable_checkpointing", False),
 )
 
-# Recomputation: what policies keep, in groups of names (layers/decoders.py:327), and the part that repeats the rest.
-# Outputs of the last products, mlpwo and moe_mlpwo, no gradient needs.
+# Recomputation: groups of tensors that policies keep (layers/decoders.py:327), and the part that recomputes each group.
+# The outputs of the last products, mlpwo and moe_mlpwo, are not needed by any gradient.
 GROUPS: dict[str, tuple[str, ...]] = {
     "qkv": ("query_proj", "key_proj", "value_proj"),
     "context": ("context",),
@@ -89,7 +89,7 @@ PARTS = {
     "moe": RecomputeModule.MOE,
 }
 DENSE = ("qkv", "context", "out", "mlp")
-POLICIES: dict[str, tuple[str, ...]] = {  # the first of those that keep the same is written
+POLICIES: dict[str, tuple[str, ...]] = {  # of policies that keep the same, the first one is written
     "minimal_with_context": DENSE,
     "minimal": ("qkv", "out", "mlp"),
     "save_dot_with_context_except_mlp": ("qkv", "context", "out"),
@@ -104,7 +104,7 @@ OTHER_TENSORS = ("mlpwi", "mlpwo", "moe_mlpwo", "kv_proj", "qkv_proj", "attentio
 
 
 def repeated(kept: Iterable[str], groups: Iterable[str]) -> tuple[RecomputeModule, ...]:
-    """Return the parts of a layer, of those with the names of `groups`, that are repeated where a policy keeps some."""
+    """Return the parts of a layer, among those of `groups`, that are recomputed if a policy keeps tensors `kept`."""
     return tuple(PARTS[group] for group in groups if group in PARTS and group not in kept)
 
 
@@ -112,7 +112,7 @@ NAMED = {frozenset(repeated(kept, DENSE)): name for name, kept in reversed(POLIC
 
 
 def policy(plan: ParallelPlan, *, is_plain: bool) -> dict[str, str]:
-    """Return `remat_policy` of a plan, with the tensors that a model keeps which is not `is_plain` Llama."""
+    """Return the `remat_policy` of a plan, with the tensors to keep for models other than plain Llama (`is_plain`)."""
     if plan.recompute == Recompute.FULL:
         return {"remat_policy": "full"}
     if is_plain:
@@ -121,7 +121,7 @@ def policy(plan: ParallelPlan, *, is_plain: bool) -> dict[str, str]:
     return {"remat_policy": "custom"} | {name: "device" for names in GROUPS.values() for name in names}
 
 
-# Model, where it is none that MaxText ships.
+# Model sizes, for models that MaxText does not ship.
 SIZES = (
     count("base_num_decoder_layers", "model.num_layers", 16),
     count("base_emb_dim", "model.hidden_size", 2048),
@@ -138,7 +138,7 @@ EXPERTS = (
     count("num_experts_per_tok", "model.moe.experts_per_token", 1),
     count("base_moe_mlp_dim", "model.moe.expert_ffn_size", 7168),
 )
-# Kinds of layer whose parts a model file can say: (biases of queries, keys and values; norms of queries and keys).
+# Layer kinds that can be written in a model file: (biases of queries, keys and values; norms of queries and keys).
 BLOCKS = {
     "llama2": (False, "none"),
     "mistral": (False, "none"),
@@ -148,7 +148,7 @@ BLOCKS = {
     "qwen3_moe": (False, "head"),
 }
 OF_EXPERTS = ("mixtral", "qwen3_moe")
-# Names in configs/models/ of models that are called otherwise here.
+# MaxText's names (configs/models/) for models that have a different name here.
 MODELS = {
     "deepseek-v2-lite": "deepseek2-16b",
     "deepseek-v2": "deepseek2-236b",

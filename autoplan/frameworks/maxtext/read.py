@@ -1,4 +1,4 @@
-"""Reader of MaxText e591f30 (2026-08): a YAML file, or a script that starts it with words KEY=VALUE.
+"""Reader of MaxText e591f30 (2026-08): a YAML file, or a script that starts it with KEY=VALUE arguments.
 
 Defaults are those of configs/base.yml; places are below src/maxtext/.
 """
@@ -55,7 +55,7 @@ _SCRIPTS = (".sh", ".slurm", ".sbatch")
 
 
 def recognises(name: str, text: str) -> bool:
-    """Return whether a file has keys of MaxText at its top, or is a script that starts it with some of them."""
+    """Return whether a file has top-level keys of MaxText, or is a script that starts it with some of them."""
     if name.endswith(_SCRIPTS):
         return (
             _COMMAND.search(text) is not None
@@ -65,7 +65,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """Return the launch of a file; words behind the command of a script win over those of the YAML that it names."""
+    """Return the launch of a file; arguments in a script take precedence over the YAML file that it names."""
     options = _options(text, context)
     options.pass_over(*COSTLESS)
     model = _model(options, context)
@@ -106,7 +106,7 @@ def _options(text: str, context: LaunchContext) -> Options:
         if word.endswith((".yml", ".yaml")):
             if beside := read_beside(word, context.folder):
                 arguments += Options.of_table(_with_base(parse_yaml(*beside), context)).arguments.values()
-            elif not word.endswith("base.yml"):  # that of all, with the defaults
+            elif not word.endswith("base.yml"):  # base.yml only contains the defaults
                 why = f"{word.rpartition('/')[2]} is not beside this file: put it there"
                 missing.append(Unread(option=word, value="read by MaxText", why=why))
         elif (pair := _WORD.fullmatch(word)) is not None:
@@ -116,7 +116,7 @@ def _options(text: str, context: LaunchContext) -> Options:
 
 
 def _with_base(table: Fields, context: LaunchContext) -> Fields:
-    """Return the table over that of its `base_config`, where it lies beside and is not that of all."""
+    """Return the table merged over its `base_config`, if that file is present and is not base.yml."""
     base = table.get("base_config")
     if isinstance(base, str) and not base.endswith("base.yml") and (beside := read_beside(base, context.folder)):
         return parse_yaml(*beside) | table
@@ -159,7 +159,7 @@ def _unusual(head_dim: int, sizes: Fields) -> int | None:
 
 
 def _degrees(options: Options, context: LaunchContext) -> tuple[dict[str, int], int]:
-    """Return (degree of every axis over and within slices, devices); one of either may be the rest, -1."""
+    """Return (degree of every axis, over and within slices; devices); one degree of each kind may be -1 (the rest)."""
     filled: dict[str, dict[str, int]] = {}
     for part, rest in (("ici", "fsdp"), ("dcn", "data")):
         keys = {axis: f"{part}_{axis}_parallelism" for axis in (*AXES, *OTHER_AXES)}
@@ -169,7 +169,7 @@ def _degrees(options: Options, context: LaunchContext) -> tuple[dict[str, int], 
                 raise InputError(f"{keys[axis]} {filled[part][axis]}: this axis is not priced, set it to 1")
     num_slices = _degree(options, "num_slices", -1)
     across = math.prod(degree for degree in filled["dcn"].values() if degree != -1)
-    if num_slices == -1:  # of a slice each where nothing says so: a node is one (jax's slice_index)
+    if num_slices == -1:  # by default a node is a slice (jax's slice_index)
         nodes = (context.num_devices or 0) // (context.devices_per_node or context.num_devices or 1)
         is_open = -1 in filled["dcn"].values()
         num_slices = max(across, nodes) if is_open and across > 1 else across
@@ -194,7 +194,7 @@ def _degree(options: Options, key: str, default: int) -> int:
 
 
 def _fill(degrees: dict[str, int], product: int, part: str) -> None:
-    """Put what is left of `product` in the place of -1 (utils/max_utils.py:461)."""
+    """Replace -1 by what the other degrees leave of `product` (utils/max_utils.py:461)."""
     known = math.prod(degree for degree in degrees.values() if degree != -1)
     left = [axis for axis, degree in degrees.items() if degree == -1]
     if len(left) > 1 or product % known or (not left and known != product):
@@ -260,7 +260,7 @@ def _layers(options: Options, model: ModelSpec) -> int:
 
 
 def _recompute(options: Options, model: ModelSpec) -> Fields:
-    """Return what a policy repeats: the parts whose tensors it does not keep."""
+    """Return what a policy recomputes: the parts whose tensors it does not keep."""
     options.pass_over(*OTHER_TENSORS, *(name for names in GROUPS.values() for name in names))
     groups = (*(group for group in DENSE if model.mla is None), *(("moe",) if model.moe else ()))
     name = options.text("remat_policy", "full") or "full"
@@ -285,7 +285,7 @@ def _recompute(options: Options, model: ModelSpec) -> Fields:
 
 
 def _remark(options: Options, context: LaunchContext) -> None:
-    """Remark what changes time or memory by an amount that is not priced."""
+    """Remark on options that change time or memory by an unknown amount."""
     for key, priced, why in (
         ("dtype", "bfloat16", "products in bf16 are priced"),
         ("weight_dtype", "float32", "weights in fp32 are priced"),

@@ -1,7 +1,7 @@
 """Rules on the plans that MaxText e591f30 (2026-08) runs on GPUs; places are below src/maxtext/.
 
-Weights lie on the mesh by configs/base.yml, logical_axis_rules: "embed" over fsdp, context and expert.  Ranks are
-numbered by the axes of the mesh, the last ones nearest.
+Weights are sharded by logical_axis_rules in configs/base.yml: "embed" over fsdp, context and expert.  Ranks are
+numbered along the axes of the mesh, the last axis fastest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMED_BITS = [sum(1 << module.code for module in modules) for modules in NAMED]
 
 
 def is_plain(model: ModelSpec) -> bool:
-    """Return whether policies of recomputation name all tensors that layers keep."""
+    """Return whether recomputation policies name all tensors that the layers keep."""
     return model.moe is None and model.mla is None
 
 
@@ -34,13 +34,13 @@ def _named_parts(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _experts_on_shards(workload: Workload, batch: PlanBatch) -> Bools:
-    """The axis of experts is the nearest one, and weights beside them are sharded over it too."""
+    """Return which plans keep experts on sharded ranks: their axis is innermost and also shards other weights."""
     is_near = (batch.tp * batch.cp == 1) & (batch.sharding == ZERO3) & (batch.dp_shard % batch.ep == 0)
     return (batch.ep == 1) | is_near
 
 
 def _even_stages(workload: Workload, batch: PlanBatch) -> Bools:
-    """Stages are alike: without dense layers in front of those with experts, and without further predictions."""
+    """Return which plans have identical stages: no dense layers before the MoE layers, no multi-token prediction."""
     model = workload.model
     if (model.moe is not None and model.moe.num_dense_layers) or model.num_mtp_layers:
         return batch.pp == 1
@@ -48,11 +48,11 @@ def _even_stages(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 SUPPORTED = (
-    # Passes of a loop over micro-batches, which autodiff runs backward after all of them.
+    # A loop over micro-batches, whose backward passes autodiff runs after all forward passes.
     SupportedWords(axis="schedule", words=("1f1b", "gpipe"), source="layers/pipeline.py"),
     SupportedWords(axis="sharding", words=("none", "zero1", "zero3"), source=f"{_TYPES}:1206"),
     SupportedWords(axis="cp_kind", words=(ContextParallelKind.RING,), source="layers/attention_op.py:1387"),
-    # Its optimizer states on the host come to the device for the update, which is not priced.
+    # Optimizer states on the host are copied to the device for the update, which is not modelled.
     SupportedWords(axis="offload", words=("none",), source="trainers/pre_train/train.py"),
     SupportedWords(axis="precision", words=("bf16", "fp8", "mxfp8"), source=f"{_TYPES}:83"),
     SupportedWords(axis="fp8_scaling", words=("tensorwise", "delayed"), source=f"{_TYPES}:83"),
@@ -69,7 +69,7 @@ RULES: tuple[Rule, ...] = (
         holds=lambda s, b: (b.schedule == GPIPE) == (b.pp > 1),
         text=lambda s, p: f"schedule {p.schedule!r} with pp {p.pp}: pipelines run gpipe, one stage 1f1b",
     ),
-    shared.no_interleaving("layers/pipeline.py"),  # gpipe with repeats is not priced
+    shared.no_interleaving("layers/pipeline.py"),  # gpipe with repeats is not modelled
     Rule(
         source=f"{_TYPES}:3612",
         holds=lambda s, b: (b.pp == 1) | (b.num_microbatches % b.pp == 0),

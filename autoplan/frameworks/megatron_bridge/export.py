@@ -1,7 +1,7 @@
-"""Export of a plan to a Python file with which Megatron-Bridge runs it.
+"""Export of a plan to a Python recipe of Megatron-Bridge.
 
-It starts from the settings that all its pretraining recipes share and assigns attributes, which is what the releases
-from 0.3 on and main (067f987) have in common.  Fields are those of Megatron-Core, after the options of Megatron-LM.
+The recipe starts from the settings shared by all pretraining recipes and assigns attributes, which works in all
+releases since 0.3 and on main (067f987).  Fields are those of Megatron-Core, derived from the options of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FP8_PRECISIONS = {
     "tensorwise": "bf16_with_fp8_current_scaling_mixed",
     "delayed": "bf16_with_fp8_delayed_scaling_mixed",
 }
-# Options that the registered precisions, the tokenizer or the class of the model say, or that are no fields.
+# Options implied by the registered precision, the tokenizer or the model class, or without a field.
 _ELSEWHERE = frozenset(
     (
         *("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp4_recipe", "vocab_size", "max_position_embeddings"),
@@ -66,7 +66,7 @@ _PRETRAINED = LaunchVariable(
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
-    """Return the job that starts the plan where Megatron-Bridge is installed."""
+    """Return the job that starts the plan with an installed Megatron-Bridge."""
     return Job(
         framework="Megatron-Bridge",
         environment=environment(plan_file),
@@ -81,13 +81,13 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
 
 
 def _adapters(plan_file: PlanFile) -> FineTuning | None:
-    """The adapters that the plan trains, if it trains no more than these."""
+    """Return the fine-tuning if it trains adapters, or None if all weights are trained."""
     finetuning = plan_file.training.finetuning
     return finetuning if finetuning is not None and finetuning.has_adapters else None
 
 
 def recipe(plan_file: PlanFile) -> str:
-    """A module whose `plan_config` gives the configuration, and which trains with it when it is started."""
+    """Return a module whose `plan_config` returns the configuration, and which trains with it when executed."""
     provider = "MLAModelProvider" if plan_file.model.mla else "GPTModelProvider"
     module = "mla_provider" if plan_file.model.mla else "gpt_provider"
     tuned = _adapters(plan_file)
@@ -130,7 +130,7 @@ def _is_needed(line: str, plan_file: PlanFile) -> bool:
 
 
 def fields(plan_file: PlanFile) -> dict[str, Any]:
-    """The fields of the configuration that model and plan set, by their paths in it."""
+    """Return the configuration fields set by model and plan, by their paths."""
     model, plan, framework = plan_file.model, plan_file.best.plan, plan_file.framework
     if model.position_embedding == "learned" and plan_file.training.seq_len < model.max_positions:
         raise InputError(
@@ -190,7 +190,7 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
     arguments = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
     lines = [f"cfg.model = {provider}({arguments})"]
     lines.append(f"cfg.model.activation_func = {_activation(model)}")
-    if model.moe or model.mla:  # otherwise every layer is like the first, and its attention without latents
+    if model.moe or model.mla:  # otherwise all layers are equal, with plain attention
         spec = "partial(get_gpt_decoder_block_spec, use_transformer_engine=True)"
         lines.append(f"cfg.model.transformer_layer_spec = {spec}")
     if training.attention == "unfused":
@@ -237,7 +237,7 @@ def _activation(model: ModelSpec) -> str:
 
 
 def _written(path: str, value: Any) -> str:
-    """The value of a field as Python; long runs of equal numbers as products."""
+    """Return the value of a field as Python, with long runs of equal numbers as products."""
     if path.startswith("optimizer.") and path.endswith("_dtype"):
         return _TYPES[value]
     if isinstance(value, list) and len(value) > 8:

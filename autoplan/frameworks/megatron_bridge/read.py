@@ -1,7 +1,7 @@
 """Reader of recipes of Megatron-Bridge: Python files that assign attributes, and command lines of overrides.
 
-A file is parsed, never imported or run: assignments to attributes of the configuration are followed in their order,
-through functions of the same file; what other files may change is listed.
+A file is parsed, never imported or executed: assignments to attributes of the configuration are followed in order,
+through functions in the same file; possible changes by other files are listed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autoplan.spec.model import ModelSpec
 
 ENTRIES = ("run_recipe.py",)
 
-# What `_pretrain_common` of its recipes sets (067f987) and Megatron-LM's defaults do not.
+# Settings of `_pretrain_common` in its recipes (067f987) that differ from Megatron-LM's defaults.
 _COMMON = {
     "micro_batch_size": 2,
     "global_batch_size": 32,
@@ -40,12 +40,12 @@ _COMMON = {
     "fp8_param_gather": True,  # mixed_precision.py
     "fp4_param_gather": True,
 }
-# What providers of models set, and what recipes do.
+# Settings of model providers and recipes.
 _PROVIDERS = {"apply_rope_fusion": False}
 _RECIPES = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
-    "apply_rope_fusion": True,  # perf_recipes/_common.py, and the next
+    "apply_rope_fusion": True,  # perf_recipes/_common.py, as is the next one
     "moe_router_fusion": True,
 }
 _SHORT = {
@@ -86,13 +86,13 @@ _ARGUMENTS = {path: name for name, path in BRIDGE_FIELDS.items()} | {
     "model.virtual_pipeline_model_parallel_size": "virtual_pipeline_model_parallel_size",
     "model.padded_vocab_size": "padded_vocab_size",
 }
-# What functions make, and is known by their names.
+# Functions whose result is known from their names.
 _MADE = ("model", "mixed_precision", "comm_overlap", "model.transformer_layer_spec")
 _ACTIVATION = "model.activation_func"
-_TRAINS = ("pretrain", "finetune", "distill")  # functions that a configuration is made for
+_TRAINS = ("pretrain", "finetune", "distill")  # functions that take a configuration
 MOST_DEPTH = 20
 _PYTHON = re.compile(r"^(\s*(import|from)\s+megatron|def \w+\(|from __future__)", re.MULTILINE)
-# Sections whose fields change neither time nor memory, except for those that have a name of their own above.
+# Sections whose fields affect neither time nor memory, except for the fields listed above.
 _HARMLESS = ("checkpoint", "logger", "rng", "scheduler", "tokenizer", "validation", "dataset", "profiling", "env_vars")
 
 
@@ -102,7 +102,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """The launch that a recipe or the command line of one describes; a recipe does not hold the number of devices."""
+    """Return the launch of a recipe or its command line; a recipe does not contain the number of devices."""
     devices = None
     recipe = _Recipe()
     if any(entry in text for entry in ENTRIES) and not _PYTHON.search(text):
@@ -119,7 +119,7 @@ def read(text: str, context: LaunchContext) -> Launch:
 
 @dataclass(slots=True)
 class _Recipe:
-    """Values by their paths in the configuration, the names that the model may have, and what was not followed."""
+    """Values by their paths in the configuration, possible names of the model, and statements not followed."""
 
     values: dict[str, Any] = field(default_factory=dict)
     models: list[str] = field(default_factory=list)
@@ -131,7 +131,7 @@ class _Recipe:
 
 def _overrides(words: tuple[str, ...], recipe: _Recipe) -> None:
     at = 0
-    late: dict[str, Any] = {}  # settings by path win over the short ones
+    late: dict[str, Any] = {}  # settings by path override the short ones
     while at < len(words):
         word = words[at]
         at += 1
@@ -178,7 +178,7 @@ def _stem(recipe: str) -> str:
 
 
 def _python(text: str, context: LaunchContext, recipe: _Recipe) -> None:
-    """Follow the function that `RECIPE` names, or the only one that sets a configuration and is called by none."""
+    """Follow the function named by `RECIPE`, or the only function that sets a configuration and is never called."""
     module = Module(text, "the recipe")
     setting = [name for name, function in module.functions.items() if _sets(function)]
     called = {
@@ -217,7 +217,7 @@ def _sets(function: ast.FunctionDef) -> bool:
 
 
 def _inner(built: Built) -> list[Built]:
-    """Return the objects in the attributes of one, each once."""
+    """Return the objects reachable through an object's attributes, each once."""
     inner: list[Built] = []
     waiting = [built]
     while waiting:
@@ -228,9 +228,9 @@ def _inner(built: Built) -> list[Built]:
 
 
 def _add_base(root: Built, recipe: _Recipe) -> None:
-    """Note the recipe of another file that a configuration begins with."""
+    """Record the recipe in another file that a configuration starts from."""
     name = root.name.rpartition(".")[2]
-    if root.is_place and root.words:  # made where only running the file tells how
+    if root.is_place and root.words:  # only running the file would show how it is built
         recipe.unread.append(Unread(option=root.words[0], value="", why=RUNNING))
     if name.endswith("_config") and not root.is_place:
         recipe.models.append(_stem(name))
@@ -239,7 +239,7 @@ def _add_base(root: Built, recipe: _Recipe) -> None:
 
 
 def _add_settings(built: Built, path: str, recipe: _Recipe) -> None:
-    """Add the attributes of an object to the settings of the recipe, by their paths."""
+    """Add the attributes of an object to the recipe's settings, by their paths."""
     if path.count(".") > MOST_DEPTH:
         raise InputError("the recipe puts objects into one another without an end")
     for key, value in built.named.items():
@@ -249,7 +249,7 @@ def _add_settings(built: Built, path: str, recipe: _Recipe) -> None:
             continue
         name = value.name.rpartition(".")[2]
         if value.is_place and (value.named or value.name.partition(".")[2] == place):
-            pass  # a section that the file changes
+            pass  # a section, whose fields are added below
         elif value.is_place or not (name[:1].isupper() or place in _MADE):
             _add(place, Unknown(value.name if value.is_place else f"{name}(...)"), recipe)
             continue
@@ -264,7 +264,7 @@ def _add_settings(built: Built, path: str, recipe: _Recipe) -> None:
 
 def _add(path: str, value: Any, recipe: _Recipe) -> None:
     if isinstance(value, Unknown) and value.is_name and ("." in value.text or path == _ACTIVATION):
-        recipe.values[path] = value.text  # of an enumeration, or a type
+        recipe.values[path] = value.text  # an enum member or a type
     elif isinstance(value, Unknown | Built):
         matters = path.partition(".")[0] not in _HARMLESS or path == "dataset.seq_length"
         text = value.text[:60] if isinstance(value, Unknown) else f"{value.name}(...)"
@@ -290,7 +290,7 @@ def _launch(recipe: _Recipe, context: LaunchContext, devices: int | None) -> Lau
         arguments.defaults["expert_tensor_parallel_size"] = 1
     arguments.remarks += recipe.unread
     arguments.is_partial = any(setting.matters for setting in recipe.unread)
-    # As the framework's recipes have it, and as it is priced.
+    # The value in the framework's recipes, which the cost model assumes.
     arguments.understood |= {
         "cross_entropy_loss_fusion",
         "cross_entropy_fusion_impl",
@@ -305,7 +305,7 @@ def _launch(recipe: _Recipe, context: LaunchContext, devices: int | None) -> Lau
 
 
 def _arguments(path: str, value: Any) -> Iterator[Argument]:
-    """The settings that a field of the configuration means, by Megatron-LM's names."""
+    """Yield the settings of a configuration field, by Megatron-LM's names."""
     text = str(value)
     path = path.replace("model.transformer.", "model.")
     if path == "mixed_precision":
@@ -319,7 +319,7 @@ def _arguments(path: str, value: Any) -> Iterator[Argument]:
                 for argument, word in means.items():
                     yield Argument(path, text, argument, word)
         return
-    if path == "model.seq_length":  # the data set's is the one that counts
+    if path == "model.seq_length":  # overridden by the dataset's
         return
     section, _, name = path.partition(".")
     if path == _ACTIVATION:

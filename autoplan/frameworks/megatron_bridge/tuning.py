@@ -6,7 +6,7 @@ from autoplan.frameworks.common.tuning import ALPHA_PER_RANK
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 
 FUSED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-# Adapters of products that are one matrix in Megatron-Core, by their names in PEFT.
+# Targets whose weights are fused into one matrix in Megatron-Core, by their names in PEFT.
 CANONICAL = {
     "q_proj": "linear_q",
     "k_proj": "linear_k",
@@ -19,7 +19,7 @@ CANONICAL = {
 
 
 def refused(finetuning: FineTuning) -> str:
-    """Say what of a fine-tuning Megatron-Bridge cannot express; empty where it can express all of it."""
+    """Describe what Megatron-Bridge cannot express of a fine-tuning; empty if it can express all of it."""
     if finetuning.frozen or finetuning.saved_modules:
         ends = (*finetuning.frozen, *finetuning.saved_modules)
         return f"{' and '.join(ends)} apart from other weights"

@@ -17,7 +17,7 @@ from autoplan.frameworks.megatron_lm.table import Part, words
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile
 
-# Who has the schedules that Megatron-Core has not.
+# Frameworks with the schedules that Megatron-Core does not have.
 _SCHEDULED_BY = {
     "gpipe": "torchtitan",
     "zb-h1": "primus",
@@ -35,16 +35,16 @@ DATA = Part(
     "Mock data; DATA_ARGS='--data-path ... --tokenizer-type ...' in the environment replaces it.",
     training_options.DATA,
 )
-# Generations without block-scaled matrix products.
+# GPU generations without block-scaled matrix products.
 _BLOCK_SCALED = ("volta", "turing", "ampere", "ada", "hopper", "cdna2", "cdna3")
 _TOO_OLD = {"fp8": ("volta", "turing", "ampere", "cdna2"), "mxfp8": _BLOCK_SCALED, "nvfp4": _BLOCK_SCALED}
 
-# Sets a field, as its conversion of checkpoints does with rope_theta; others parse a whole number (arguments.py:2418).
+# Sets the field directly, as its checkpoint conversion does; the option is parsed as an integer (arguments.py:2418).
 _TAKE_ANY_ROPE_BASE = ("Megatron-Bridge",)
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
-    """Return what starts the plan in a checkout of Megatron-LM."""
+    """Return the job that starts the plan in a checkout of Megatron-LM."""
     loss = (LOSS,) if plan_file.framework.memory.bytes_per_logit < training_options.FUSED_LOSS_BYTES else ()
     parts = (*checked_parts(plan_file), *loss, TRAINING)
     return Job(
@@ -72,7 +72,7 @@ def checked_parts(
     rules: tuple[Rule, ...] = RULES,
     limits: tuple[Rule, ...] = LIMITS,
 ) -> tuple[Part, ...]:
-    """Return options of model and plan for a `name` of Megatron-Core; refuse what `rules` or `limits` forbid."""
+    """Return options of model and plan for framework `name`; raise an error if `rules` or `limits` are broken."""
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     _check_model(model, name)
     _check_training(plan_file, name)
@@ -92,11 +92,11 @@ def checked_parts(
     )
 
 
-# -- what pretrain_gpt.py cannot be told ------------------------------------------------------------------------------
+# -- what pretrain_gpt.py does not support ----------------------------------------------------------------------------
 
 
 def _check_model(model: ModelSpec, name: str) -> None:
-    """Refuse an architecture that would silently become another one."""
+    """Raise an error for an architecture that would silently become a different one."""
     refusals = (
         *((True, part) for part in model.unusual_parts),
         (model.position_embedding == "alibi", "positions by ALiBi"),
@@ -133,7 +133,7 @@ def _check_training(plan_file: PlanFile, name: str) -> None:
 
 
 def environment(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
-    """Return the variable of the device's queues, as training/arguments.py:1166 and :1477 assert."""
+    """Return CUDA_DEVICE_MAX_CONNECTIONS, as training/arguments.py:1166 and :1477 assert."""
     plan, device = plan_file.best.plan, plan_file.cluster.device
     queues = "CUDA_DEVICE_MAX_CONNECTIONS"
     if uses_megatron_fsdp(plan):

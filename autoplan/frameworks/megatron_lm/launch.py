@@ -1,4 +1,4 @@
-"""Launches that arguments of Megatron-LM describe, for all that start Megatron-Core."""
+"""Launches from arguments of Megatron-LM, for all frameworks built on Megatron-Core."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def launch_of(
     base: ModelSpec | None = None,
     schedule: Schedule | None = None,
 ) -> Launch:
-    """Return what arguments start: `base` is the model they begin from, `schedule` one that is not Megatron-LM's."""
+    """Return the launch of arguments: `base` is the model to start from, `schedule` a schedule of another framework."""
     seq_len = context.seq_len or arguments.optional_count("seq_length")
     arguments.value("seq_length")
     if seq_len is None:
@@ -60,7 +60,7 @@ def launch_of(
 
 
 def _model(reading: Reading) -> ModelSpec:
-    """Return the model of some arguments, that of `reading` where they are silent."""
+    """Return the model in the arguments, completed with the model of `reading`."""
     base, fields = reading.model, reading.fields
     fields["mla"] = _latent_attention(reading)
     if base is not None and base.layer_pattern is not None:
@@ -78,7 +78,7 @@ def _model(reading: Reading) -> ModelSpec:
 
 
 def _shipped(model: ModelSpec, base: ModelSpec | None) -> ModelSpec:
-    """Return the shipped model of just this architecture, preferably the one that a file starts from."""
+    """Return the shipped model with exactly this architecture, preferably the one that a file starts from."""
     for preset in ([base] if base else []) + [load_model(name) for name in preset_models()]:
         if replace(preset, name=model.name, aliases=(), sources=()) == model:
             return preset
@@ -123,7 +123,7 @@ def _plan(
 
 
 def _replicas(arguments: Options, num_devices: int | None) -> int:
-    """Return the replicas of the model on this many devices."""
+    """Return the number of model replicas on this many devices."""
     rows = {"tensor": options.TP, "context": options.CP, "pipeline": options.PP}
     degrees = {name: row.of(arguments) for name, row in rows.items()}
     if num_devices is None:
@@ -141,7 +141,7 @@ def _replicas(arguments: Options, num_devices: int | None) -> int:
 
 
 def _consistent(fields: Fields, *, has_experts: bool) -> Fields:
-    """Return the fields of a plan as Megatron-LM takes them where one has no effect without another."""
+    """Return the fields of a plan without options that have no effect, as Megatron-LM treats them."""
     return fields | {
         "ep": fields["ep"] if has_experts else 1,
         "etp": fields["etp"] or None if has_experts else None,

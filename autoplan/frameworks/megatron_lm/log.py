@@ -1,13 +1,13 @@
-"""Reader of the log lines that Megatron-LM writes; Megatron-Bridge and Megatron-DeepSpeed write the same.
+"""Reader of the log lines of Megatron-LM, Megatron-Bridge and Megatron-DeepSpeed.
 
 `training_log` in megatron/training/training.py at d98e8a6 (2026-08), core_v0.15.0, core_v0.8.0 (from which on a line
-begins with the moment) and megatron/training.py at v2.5 and v2.0: the same fields between bars throughout.  Some forks
+begins with a timestamp) and megatron/training.py at v2.5 and v2.0: always the same fields between bars.  Some forks
 write seconds or more blanks (Megatron-DeepSpeed, ModelLink).  The batch is that of the last step before the line;
-Megatron-DeepSpeed adds the sequence length that its curriculum has reached.  The time is the mean since the last such
-line; its timer, `interval-time` in `train`, stands still while the program evaluates or saves.
+Megatron-DeepSpeed adds the current sequence length of its curriculum.  The time is the mean since the last such line;
+its timer, `interval-time` in `train`, is stopped during evaluation and checkpointing.
 Memory: `report_memory` in megatron/training/utils/common_utils.py, in MiB.  Evaluation:
-`evaluate_and_print_results`; checkpoints: `save_checkpoint` in megatron/training/checkpointing.py.  Timers, means of a
-step since the last line where `--timing-log-option` is max or minmax: `Timers` in megatron/core/timers.py at 00caa53.
+`evaluate_and_print_results`; checkpoints: `save_checkpoint` in megatron/training/checkpointing.py.  Timers, means per
+step since the last line if `--timing-log-option` is max or minmax: `Timers` in megatron/core/timers.py at 00caa53.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OUTSIDE_A_STEP = ("setup", "checkpoint", "evaluate", "interval", "startup")
 
 
 def read(line: str) -> LineContent | None:
-    """Return what a line says; None where it is not one of Megatron-LM."""
+    """Parse a line of the log; None if it is not a line of Megatron-LM."""
     if "elapsed time per iteration" in line:
         step, time = _STEP.search(line), _TIME.search(line)
         step_s = quantity(time[2], 1e-3 if time[1] == "ms" else 1.0) if time else None

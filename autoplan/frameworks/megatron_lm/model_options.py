@@ -57,7 +57,7 @@ def _read_positions(reading: Reading) -> Fields:
     return {"max_positions": reading.arguments.optional_count("max_position_embeddings", positions) or reading.seq_len}
 
 
-# Sizes of the vocabularies that a tokenizer by this name has in the published models it comes from.
+# Vocabulary sizes of tokenizers by name, from the published models that they come from.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 
 
@@ -65,7 +65,7 @@ def _read_vocabulary(reading: Reading) -> Fields:
     arguments, base = reading.arguments, reading.model
     size = arguments.optional_count("vocab_size")
     padded = arguments.optional_count("padded_vocab_size")
-    if size or padded or base:  # which tokenizer fills it changes nothing
+    if size or padded or base:  # then the tokenizer does not matter
         return {"vocab_size": size or padded or (base.vocab_size if base else 0)}
     model_option = arguments.arguments.get("tokenizer_model")
     tokenizer_model = model_option.value if model_option else arguments.defaults.get("tokenizer_model")
@@ -114,7 +114,7 @@ def _read_groups(reading: Reading) -> Fields:
     if reading.fields["mla"]:
         return {"num_kv_heads": None}
     groups = arguments.optional_count("num_query_groups", base.num_kv_heads if base else None)
-    # The number counts only where the switch is on, which has a setting of its own in the command line alone.
+    # The number counts only if the switch is on; only the command line has a separate option for the switch.
     grouped = arguments.flag("group_query_attention", groups is not None and bool(base or arguments.defaults))
     return {"num_kv_heads": groups if grouped and groups != reading.fields["num_heads"] else None}
 
@@ -141,12 +141,12 @@ ATTENTION: tuple[Line, ...] = (
 
 
 def _write_latent(file: PlanFile) -> dict[str, Value]:
-    """Latents are normalised; kv_channels is not used, but must not be derived from hidden_size."""
+    """Write that latents are normalised; kv_channels is unused, but must not be derived from hidden_size."""
     return {"multi_latent_attention": True, "qk_layernorm": True, "kv_channels": file.model.v_head_dim}
 
 
 def _write_plain_rope(file: PlanFile) -> dict[str, Value]:
-    """Rotations of latent attention are fused as YaRN's alone."""
+    """Write YaRN as the rotation: it is the only fused one for latent attention."""
     return {"rope_type": "yarn", "rotary_scaling_factor": "1.0"} if file.model.position_embedding == "rope" else {}
 
 
@@ -177,7 +177,7 @@ def _read_window(reading: Reading) -> Fields:
 
 
 def _write_window(file: PlanFile) -> dict[str, Value]:
-    """Count the tokens to the left of a token itself."""
+    """Write the number of tokens to the left of a token, without the token itself."""
     return {"window_size": f"{file.model.window - 1},0"} if file.model.window is not None else {}
 
 
@@ -202,7 +202,7 @@ _POSITIONS = {"rope": "rope", "learned": "learned_absolute", "none": "none", "al
 
 
 def _write_clamp(file: PlanFile) -> dict[str, Value]:
-    """Write the activation of GPT-OSS: quick GELU with a gate and an offset, the one that Megatron-LM limits."""
+    """Write the activation of GPT-OSS, gated quick GELU with an offset, the only one that Megatron-LM clamps."""
     if not file.model.clamped_activation:
         return {}
     return {"quick_geglu": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}
@@ -236,7 +236,7 @@ def _read_position_kind(reading: Reading) -> Fields:
 
 
 def has_bias(model: ModelSpec) -> bool | None:
-    """Return whether the linear layers have biases: one switch in Megatron-LM, from which only qkv can differ."""
+    """Return whether the linear layers have biases: one switch in Megatron-LM, with an exception only for qkv."""
     if model.mlp_bias and model.attention_output_bias and model.qkv_bias:
         return True
     return None if model.mlp_bias or model.attention_output_bias else False
@@ -262,7 +262,7 @@ FORM: tuple[Line, ...] = (
     ),
     (word("normalization", "model.norm", "layernorm", meanings={"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}),),
     (
-        # Without the switch an MLP has GELU: the activation itself changes no shape.
+        # Without the switch an MLP uses GELU; the activation does not change any shape.
         Special("swiglu", lambda file: {"swiglu": file.model.gated_mlp and not file.model.clamped_activation},
                 lambda reading: {"gated_mlp": is_gated(reading)}, names={BRIDGE: "model.gated_linear_unit"},
                 beside=switches("quick_geglu", "openai_gelu"), is_switch=True),
@@ -277,7 +277,7 @@ FORM: tuple[Line, ...] = (
 
 
 _DROPOUTS = ("hidden_dropout", "attention_dropout")
-_DROPOUT = 0.1  # training/arguments.py, of both
+_DROPOUT = 0.1  # training/arguments.py, default of both
 
 
 def _write_dropout(file: PlanFile) -> dict[str, Value]:
@@ -307,12 +307,12 @@ def _has_shared_expert(file: PlanFile) -> bool:
 
 
 def _pads_tokens(file: PlanFile) -> bool:
-    """Return whether products need counts of tokens that experts, which see any number, do not give."""
+    """Return whether the counts of tokens per expert must be padded for products in a narrow format."""
     return file.best.plan.precision in ("fp8", "mxfp8", "nvfp4")
 
 
 def _chooses_one(file: PlanFile) -> bool:
-    """Return what core/transformer/transformer_config.py:2669 asks for."""
+    """Return whether a token has a single expert, which core/transformer/transformer_config.py:2669 checks."""
     return file.model.moe is not None and file.model.moe.experts_per_token == 1
 
 

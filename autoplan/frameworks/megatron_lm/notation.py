@@ -1,4 +1,4 @@
-"""Megatron-LM's notations for the layers of pipeline stages and for the layers that have experts."""
+"""Megatron-LM's notations for the layers of pipeline stages and for MoE layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_LAYERS = 10**4
 
 
 def pipeline_layout(counts: tuple[int, ...], num_mtp_layers: int = 0) -> str:
-    """Return the layers of every chunk as a layout: (3, 4, 4, 2) is 'Et*3|(t*4|)*2t*2L'."""
+    """Return the layout for the layer counts of all chunks: (3, 4, 4, 2) is 'Et*3|(t*4|)*2t*2L'."""
     texts = [_times("t", count) for count in counts]
     texts[0] = f"E{texts[0]}"
     texts[-1] += _times("m", num_mtp_layers) + "L"
@@ -29,7 +29,7 @@ def _times(symbol: str, count: int) -> str:
 
 
 def layout_counts(layout: Value) -> list[int]:
-    """Return the layers of every chunk of a layout, 'Et*3|(t*4|)*2t*2L', or of one in lists of names."""
+    """Return the layer counts of all chunks of a layout, written as 'Et*3|(t*4|)*2t*2L' or as lists of names."""
     if isinstance(layout, (list, tuple)):
         return [sum(str(name).rpartition(".")[2] == "decoder" for name in chunk) for chunk in layout]
     text = re.sub(r"[\s,]", "", str(layout))
@@ -47,13 +47,13 @@ def layout_counts(layout: Value) -> list[int]:
 
 
 def expert_pattern(model: ModelSpec) -> str:
-    """Return which layers have experts, as a sum of lists: ([0]*3+[1]*58)."""
+    """Return the pattern of MoE layers as a sum of lists: ([0]*3+[1]*58)."""
     places = [int(Block.MOE in layer) for layer in model.layers]
     return f"({'+'.join(f'[{place}]*{len(list(run))}' for place, run in groupby(places))})"
 
 
 def moe_places(pattern: Value, num_layers: int) -> tuple[int, int]:
-    """Return (dense layers before the first of experts, interval) of a frequency or pattern of layers of experts."""
+    """Return (dense layers before the first MoE layer, interval) of a frequency or pattern of MoE layers."""
     if isinstance(pattern, str) and re.fullmatch(r"\d{1,5}", pattern.strip(), re.ASCII):
         pattern = int(pattern)
     if isinstance(pattern, int) and not isinstance(pattern, bool):
@@ -75,7 +75,7 @@ def moe_places(pattern: Value, num_layers: int) -> tuple[int, int]:
 
 
 def _places(text: str) -> list[int]:
-    """Return the list that a sum and product of lists such as ([0]*3+[1]*58) makes; an empty one for other text."""
+    """Evaluate a sum and product of lists such as ([0]*3+[1]*58); the result is empty for other text."""
 
     def value(node: ast.expr) -> list[int] | int:
         match node:
@@ -102,7 +102,7 @@ def _places(text: str) -> list[int]:
     return result if isinstance(result, list) else []
 
 
-# Scopes of CUDA graphs that each choice of them adds to the one before it (core/transformer/cuda_graph_config.py).
+# CUDA graph scopes that each choice adds to the previous one (core/transformer/cuda_graph_config.py).
 GRAPH_SCOPES: dict[CudaGraphs, tuple[str, ...]] = {
     CudaGraphs.ROUTER: ("moe_router", "moe_preprocess"),
     CudaGraphs.ATTENTION: ("attn",),
@@ -118,7 +118,7 @@ _SCOPE_OF = {
 
 
 def graph_scopes(graphs: CudaGraphs, model: ModelSpec) -> list[str]:
-    """Return the scopes of graphs of blocks in a model."""
+    """Return the CUDA graph scopes for the blocks of a model."""
     model_scopes = _known_scopes(model)
     return [
         scope
@@ -130,7 +130,7 @@ def graph_scopes(graphs: CudaGraphs, model: ModelSpec) -> list[str]:
 
 
 def graphs_of(scopes: set[str], model: ModelSpec) -> CudaGraphs:
-    """Return the most graphs whose scopes, as far as the model has them, are all among `scopes`."""
+    """Return the largest choice of graphs whose scopes, as far as the model has them, are all in `scopes`."""
     model_scopes, graphs = _known_scopes(model), CudaGraphs.NONE
     if "full_iteration" in scopes:
         return CudaGraphs.FULL_ITERATION

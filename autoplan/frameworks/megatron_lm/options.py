@@ -1,8 +1,8 @@
-"""Option table of Megatron-Core: each row is written by the exporters and read by the readers of all that start it.
+"""Option table of Megatron-Core, whose rows all its exporters and readers share.
 
-Keys are Megatron-LM's parsed arguments (d98e8a6, core 0.20), which Primus takes as they are; an option is its argument
-behind two dashes.  `BRIDGE` is the notation of Megatron-Bridge (067f987), whose fields are `model.<argument>` unless a
-row says otherwise.  What is not one field of a plan or a model is a `Special`, its pair of functions above its row.
+Keys are Megatron-LM's parsed arguments (d98e8a6, core 0.20), which Primus uses unchanged; an option is its argument
+after two dashes.  `BRIDGE` is the notation of Megatron-Bridge (067f987), whose fields are `model.<argument>` unless a
+row says otherwise.  Anything else than one field of a plan or model is a `Special`, with its two functions above it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _read_cp_kind(reading: Reading) -> Fields:
 
 
 def _write_recompute(file: PlanFile) -> dict[str, Value]:
-    """Write the parts of a layer; or uniform units of one layer; or the first layers of every chunk."""
+    """Write recomputation by parts of a layer, as uniform units of one layer, or as the first layers of every chunk."""
     plan = file.best.plan
     if plan.recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": list(map(str, plan.recompute_modules))}
@@ -91,7 +91,7 @@ def _read_recompute(reading: Reading) -> Fields:
     if arguments.flag("recompute_activations"):
         kind = "selective"
     if kind == "full":
-        if method == "block" and count is not None:  # the first layers of every chunk: of 0, none
+        if method == "block" and count is not None:  # the first layers of every chunk; 0 means none
             return {"recompute": "full", "recompute_num_layers": count} if count else {}
         if (count or 1) > 1:
             arguments.remark("recompute_num_layers", "units of several layers keep less than is priced")
@@ -107,7 +107,7 @@ def _read_recompute(reading: Reading) -> Fields:
     return {}
 
 
-# Buffers of experts are sized before their tokens are known, by the factors of NVIDIA's recipes (Megatron-Bridge
+# Expert buffers are sized before the token counts are known, by the factors in NVIDIA's recipes (Megatron-Bridge
 # 067f987, perf_recipes/deepseek/common.py).
 STATIC_EXPERTS: dict[str, Value] = {
     "use_transformer_engine_op_fuser": True,
@@ -121,7 +121,7 @@ def _write_graphs(file: PlanFile) -> dict[str, Value]:
     graphs = file.best.plan.cuda_graphs
     if graphs == CudaGraphs.NONE:
         return {}
-    if graphs == CudaGraphs.FULL_ITERATION:  # what looks for NaN waits for the device
+    if graphs == CudaGraphs.FULL_ITERATION:  # the NaN check synchronises with the device
         arguments = {"cuda_graph_impl": "full_iteration", "no_check_for_nan_in_loss_and_grad": True}
         return {**arguments, "te_rng_tracker": True, **(STATIC_EXPERTS if file.model.moe else {})}
     scopes = graph_scopes(graphs, file.model)
@@ -129,7 +129,7 @@ def _write_graphs(file: PlanFile) -> dict[str, Value]:
 
 
 def _read_graphs(reading: Reading) -> Fields:
-    """Read what is launched as CUDA graphs, by the names of today and those of before core 0.15."""
+    """Read the choice of CUDA graphs, from its current names and those before core 0.15."""
     arguments, model = reading.arguments, reading.model
     assert model is not None
     kind = str(arguments.text("cuda_graph_impl", "none"))
@@ -165,11 +165,11 @@ def _write_dispatcher(file: PlanFile) -> dict[str, Value]:
 
 
 def _read_dispatcher(reading: Reading) -> Fields:
-    """Read the dispatcher; the flexible one takes DeepEP unless it is told otherwise (transformer_config.py)."""
+    """Read the dispatcher; the flexible one uses DeepEP by default (transformer_config.py)."""
     arguments = reading.arguments
     kind = arguments.text("moe_token_dispatcher_type", "allgather")
     backend = arguments.text("moe_flex_dispatcher_backend", "deepep") or "deepep"
-    arguments.flag("moe_enable_deepep")  # that of before core 0.15, which the flexible dispatcher asked for
+    arguments.flag("moe_enable_deepep")  # required by the flexible dispatcher before core 0.15
     if reading.model is None or reading.model.moe is None or reading.fields.get("ep", 1) == 1:
         return {}
     if kind == "flex":
@@ -189,7 +189,7 @@ def _write_dropping(file: PlanFile) -> dict[str, Value]:
 
 
 def _read_dropping(reading: Reading) -> Fields:
-    """Read whether experts take a fixed number of tokens; a capacity below 0 is none (transformer_config.py)."""
+    """Read whether experts take a fixed number of tokens; a capacity below 0 means no limit (transformer_config.py)."""
     arguments, key = reading.arguments, "moe_expert_capacity_factor"
     capacity, pads = arguments.value(key), arguments.flag("moe_pad_expert_input_to_capacity")
     if capacity is None or reading.model is None or reading.model.moe is None:
@@ -215,7 +215,7 @@ def _write_rope(file: PlanFile) -> dict[str, Value]:
 
 
 def _read_rope(reading: Reading) -> Fields:
-    """Read whether rotations are fused, which is priced of latent attention alone."""
+    """Read whether rotations are fused, which the cost model distinguishes only for latent attention."""
     arguments, model, key = reading.arguments, reading.model, "apply_rope_fusion"
     is_fused = arguments.flag(key, True)
     is_priced_fused = model is not None and model.mla is None and model.position_embedding == "rope"
@@ -281,7 +281,7 @@ PLAN: tuple[Line, ...] = (
                                is_switch=True))),
     ),
     NARROW_PARAMS,
-    # Without an option in the command line: Megatron-Bridge writes it among its precisions.
+    # Not a command-line option: Megatron-Bridge writes it in its precision settings.
     (
         Special("fp8_dot_product_attention", lambda file: {}, _read_attention_type, is_switch=True,
                 names={BRIDGE: "mixed_precision."}),
@@ -314,7 +314,7 @@ UNWRITTEN: Line = (
     Constant("train_iters", names=TRAIN),
     Constant("norm_epsilon", names={BRIDGE: "model.layernorm_epsilon"}),
     Constant("use_mcore_models", is_switch=True),
-    *(Assumed(key) for key in (  # whose effect is small, or priced
+    *(Assumed(key) for key in (  # small effect, or already priced
         "moe_use_legacy_grouped_gemm", "gradient_accumulation_fusion", "cross_entropy_fusion_impl",
         "masked_softmax_fusion", "bias_gelu_fusion", "bias_dropout_fusion", "calculate_per_token_loss",
         "apply_layernorm_1p", "tp_comm_overlap_cfg", "cuda_graph_warmup_steps",
@@ -323,7 +323,7 @@ UNWRITTEN: Line = (
 )
 # fmt: on
 
-# Options that change neither the time of a step nor its memory, or little that is a person's own to choose.
+# Options that affect neither time nor memory of a step, or so little that the user may choose them freely.
 HARMLESS = re.compile(
     r"(min_|decoupled_|decoupled_min_|head_)?lr(_|$)|adam_|sgd_|weight_decay|start_weight|end_weight|clip_grad|override_opt|use_checkpoint"
     r"|save|load|no_save|no_load|ckpt|dist_ckpt|auto_detect_ckpt|async_save|use_persistent_ckpt|finetune|pretrained"

@@ -19,7 +19,7 @@ from autoplan.frameworks.megatron_lm.with_deepspeed import FRAMEWORK, is_with_de
 from autoplan.frameworks.megatron_lm.with_slime import is_with_slime
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")
-# Options by which a launch of another program that takes Megatron-LM's is known, and programs that are none.
+# Options that identify a launch of another program with Megatron-LM's options, and programs that train no decoder.
 _DEGREES = re.compile(r"(?<![\w-])--(tensor-model-parallel-size|pipeline-model-parallel-size)\b")
 _LENGTHS = re.compile(r"(?<![\w-])--(train-iters|train-samples|global-batch-size)\b")
 MOST_NAMED = 6  # variables in a message
@@ -41,7 +41,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """The launch that a script or a list of options describes."""
+    """Return the launch of a script or a list of options."""
     script = read_script(text, context.variables)
     program = None
     if not text.lstrip().startswith("--"):
@@ -75,7 +75,7 @@ def read(text: str, context: LaunchContext) -> Launch:
 
 
 def _left_open(script: Script) -> str:
-    """Return what to say of conditions that could not be decided, by the variables that decide them."""
+    """Describe conditions that could not be decided, by the variables that they depend on."""
     names = dict.fromkeys(name for condition in script.open for name in re.findall(r"\$\{?(\w+)", condition))
     ways = ", ".join(f"--set {name}=VALUE" for name in list(names)[:MOST_NAMED])
     return f"; conditions of the script depend on variables that it does not set: pass {ways}" if ways else ""
@@ -83,14 +83,14 @@ def _left_open(script: Script) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Marks of a program: its position among words, and whether a text may hold a command of it."""
+    """Recognition of a program: its position among words, and whether a text may contain its command."""
 
     position: Callable[[Sequence[str]], int | None]
     may_be_in: Callable[[str], bool]
 
 
 def named(entries: Sequence[str]) -> Entry:
-    """Return what finds the programs of some names."""
+    """Return the recognition of programs by name."""
 
     def position(words: Sequence[str]) -> int | None:
         places = (at for at, word in enumerate(words) if word.endswith(tuple(entries)) and not re.search(r"\s", word))
@@ -100,7 +100,7 @@ def named(entries: Sequence[str]) -> Entry:
 
 
 def _program_before_degrees(words: Sequence[str]) -> int | None:
-    """Return where the program stands that the words give degrees of Megatron-LM."""
+    """Return the index of the program that is followed by parallelism options of Megatron-LM."""
     if not any(_DEGREES.fullmatch(word.partition("=")[0]) for word in words):
         return None
     programs = (at for at, word in enumerate(words) if word.endswith(".py") and not re.search(r"\s", word))
@@ -111,7 +111,7 @@ _OTHER = Entry(_program_before_degrees, lambda text: _DEGREES.search(text) is no
 
 
 def _other_program(before: Sequence[str]) -> str | None:
-    """Return the program behind some words, by its name; a program that trains no decoder is refused."""
+    """Return the name of the program at the end of some words; raises InputError if it does not train a decoder."""
     if not before:
         return None
     folder, _, name = before[-1].rpartition("/")
@@ -124,7 +124,7 @@ def _other_program(before: Sequence[str]) -> str | None:
 def started(
     script: Script, entry: Entry, context: LaunchContext, depth: int = 0
 ) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """Words up to and behind the last start of the program, None: none; scripts inside words are read apart."""
+    """Return the words before and after the last start of the program (None if absent), also from nested scripts."""
     start: tuple[tuple[str, ...], tuple[str, ...] | None] = ((), None)
     for command in script.commands:
         if (at := entry.position(command.words)) is not None:
@@ -149,7 +149,7 @@ def _texts(script: Script) -> list[tuple[str, str]]:
 
 
 def given_arguments(words: Sequence[str]) -> list[Argument]:
-    """The options in a list of words, by the names of Megatron-LM's parsed arguments."""
+    """Return the options in a list of words, by the names of Megatron-LM's parsed arguments."""
     result: list[Argument] = []
     at = 0
     while at < len(words):
@@ -163,7 +163,7 @@ def given_arguments(words: Sequence[str]) -> list[Argument]:
         while not sign and at < len(words) and not words[at].startswith("--"):
             values.append(words[at])
             at += 1
-        # A variable that is not set may hold options of its own; behind a value or a switch it is no value.
+        # An unset variable may contain options; after a value or a switch it is not a value.
         keeps = 0 if argument_of(option, ())[0] in SWITCHES else 1
         strays = [item for item in values[keeps:] if is_open(item) and re.fullmatch(r"\$\{?\w+\}?", item)]
         values = [item for place, item in enumerate(values) if place < keeps or item not in strays]
@@ -175,7 +175,7 @@ def given_arguments(words: Sequence[str]) -> list[Argument]:
 
 
 def num_devices(before: Sequence[str], script: Script, text: str) -> int | None:
-    """Return the devices that a launcher's words, directives of Slurm or variables start; None where nothing says."""
+    """Return the devices set by a launcher's options, Slurm directives or variables; None if nothing sets them."""
     options = _options(before)
     if any("torchrun" in word or "torch.distributed" in word for word in before):
         per_node, nodes = options.get("nproc_per_node", "1"), options.get("nnodes", "1").partition(":")[0]
@@ -210,7 +210,7 @@ def _options(words: Sequence[str]) -> dict[str, str]:
 
 
 def _included(hosts: str) -> int | None:
-    """Return the devices of DeepSpeed's --include, such as worker-0:0,1@worker-1:0,1; None where a host names none."""
+    """Return the devices of DeepSpeed's --include, such as worker-0:0,1@worker-1:0,1; None if a host lists none."""
     slots = [host.partition(":")[2] for host in hosts.split("@")]
     if not all(re.fullmatch(r"\d{1,4}(,\d{1,4})*", names, re.ASCII) for names in slots):
         return None

@@ -1,10 +1,10 @@
 """Rules on the plans that Megatron-LM's pretrain_gpt.py accepts.
 
-Places are files and lines of Megatron-LM d98e8a6 (core 0.20), below megatron/; those of Transformer Engine, which
-Megatron-LM calls for attention under context parallelism, name functions.  A rule stands here only where a plan can
-break it.  What holds for any framework comes first, from `universal`; what a model cannot be at all in Megatron-LM is
-refused by the exporter.  There is none of its own on how layers spread over chunks: --pipeline-model-parallel-layout
-takes any counts, empty chunks included, and puts prediction layers beside the loss
+Places are files and lines of Megatron-LM d98e8a6 (core 0.20), below megatron/; places in Transformer Engine, which
+Megatron-LM calls for attention under context parallelism, are function names.  Only rules that a plan can break are
+listed.  Rules for all frameworks come first, from `universal`; models that Megatron-LM does not support are refused by
+the exporter.  There is no rule on the layers per chunk: --pipeline-model-parallel-layout accepts any counts, including
+empty chunks, and places multi-token prediction layers next to the loss
 (docs/user-guide/features/pipeline_parallel_layout.md).
 """
 
@@ -51,7 +51,7 @@ ALL_TO_ALL = ContextParallelKind.ALL_TO_ALL.code
 
 
 def _sharded_experts(workload: Workload, batch: PlanBatch) -> Ints:
-    """Ranks that hold one copy of the routed experts of a stage; Megatron-LM's dense models follow tp instead."""
+    """Return the ranks that hold one copy of a stage's routed experts; dense models use tp instead."""
     return batch.ep * batch.etp if workload.model.moe else batch.tp
 
 
@@ -64,7 +64,7 @@ def _instances(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _pipelines_first(workload: Workload, batch: PlanBatch) -> Bools:
-    """Dense and expert parts must agree on the pipelines, which data-parallel groups of other sizes would shift."""
+    """Return which plans have the same pipelines in dense and expert parts: unequal data-parallel groups shift them."""
     expert_dp = batch.num_devices // (_sharded_experts(workload, batch) * batch.pp)
     return (batch.rank_order != PP_BEFORE_DP) | (batch.pp == 1) | (expert_dp == batch.dp)
 
@@ -96,7 +96,7 @@ def _expert_width(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _cp_heads(workload: Workload, batch: PlanBatch) -> Bools:
-    """All-to-all moves whole heads: each rank of the context group must get the same number of both kinds."""
+    """Return which plans give every rank the same number of query and KV heads, since all-to-all moves whole heads."""
     heads = workload.model.num_heads // batch.tp
     kv_heads = np.maximum(kv_groups(workload.model) // batch.tp, 1)
     moves = (batch.cp > 1) & (batch.cp_kind == ALL_TO_ALL)
@@ -127,7 +127,7 @@ def _ep_overlap(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _interleaved_microbatches(workload: Workload, batch: PlanBatch) -> Bools:
-    """The default group is pp micro-batches; a shorter last group is refused, so that m must be a multiple."""
+    """Return which plans have a multiple of pp micro-batches: the default group is pp, and a shorter one is refused."""
     count = batch.num_microbatches
     return (batch.vp == 1) | ((count >= batch.pp) & (count % batch.pp == 0))
 
@@ -144,9 +144,9 @@ def _fsdp_overlap(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def missing_modules(model: ModelSpec) -> frozenset[str]:
-    """Parts of a layer that recomputation may name and that the model does not have.
+    """Return the parts of a layer that recomputation may name but the model does not have.
 
-    A norm can be repeated alone where it is a module of its own: before latent attention and before experts
+    A norm can only be recomputed if it is a separate module: before latent attention and before experts
     (core/models/gpt/gpt_layer_specs.py).
     """
     moe = model.moe
@@ -185,13 +185,13 @@ SUPPORTED = (
 
 
 def is_precision_aware(batch: PlanBatch) -> Bools:
-    """Return which plans need the precision-aware optimizer for the types of their states."""
+    """Return which plans need the precision-aware optimizer for the data types of their states."""
     is_main = batch.grad_dtype == GradType.BF16_MAIN.code
     return is_main | (batch.main_weights != MainWeights.FP32.code) | (batch.moment_dtype != MomentType.FP32.code)
 
 
 def _remainders(workload: Workload, batch: PlanBatch) -> Bools:
-    """Remainders are those of bf16 weights, and what the precision-aware optimizer keeps of these unless told fp16."""
+    """Return which plans have valid main weights: bf16 in the precision-aware optimizer has remainders, not fp32."""
     is_bf16 = batch.precision == Precision.BF16.code
     return np.where(
         is_bf16,
@@ -201,9 +201,9 @@ def _remainders(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _graphs_exist(workload: Workload, batch: PlanBatch) -> Bools:
-    """Sizes of the experts' inputs are known on the device alone, and a model without experts has no router.
+    """Return which plans can capture their CUDA graphs; the sizes of expert inputs are only known on the device.
 
-    HybridEP and the fused experts of Transformer Engine, which are those of mxfp8, need not know them on the host
+    HybridEP and the fused experts of Transformer Engine, used with mxfp8, do not need these sizes on the host
     (docs/user-guide/features/paged_stash.md; Megatron-Bridge 067f987, NVTE_CUTEDSL_FUSED_GROUPED_MLP).
     """
     if workload.model.moe:
@@ -229,7 +229,7 @@ EXTRAS = (
     *("fp8_scaling", "fp8_attention", "token_dropping", "dropout", "router_fusion", "rope_fusion"),
 )
 
-# Whatever the schedule; other schedules than its own run on its code elsewhere (`primus`).
+# For every schedule; Primus runs additional schedules on the same code (`primus`).
 COMMON: tuple[Rule, ...] = (
     *universal.RULES,
     *universal.options_of_others(*EXTRAS),
@@ -336,7 +336,7 @@ COMMON: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_FSDP}:826",
-        # The device mesh of Megatron-FSDP is made of all ranks as dp-cp x ep x tp, with no place for pp.
+        # The device mesh of Megatron-FSDP consists of all ranks as dp-cp x ep x tp, without a pp axis.
         holds=lambda s, b: (b.sharding < ZERO2) | (b.pp == 1),
         text=lambda s, p: f"{p.sharding} (Megatron-FSDP) needs pp 1, pp is {p.pp}: use zero1",
     ),
@@ -355,7 +355,7 @@ COMMON: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_ARGUMENTS}:1028",
-        # Plain data parallelism gathers no parameters: there the switch means nothing and is let pass.
+        # Plain data parallelism gathers no parameters, so the switch has no effect and is accepted.
         holds=lambda s, b: ~b.param_gather_overlap | b.grad_reduce_overlap | (b.sharding < ZERO1),
         text=lambda s, p: "param_gather_overlap needs grad_reduce_overlap: turn both on or both off",
     ),
@@ -428,7 +428,7 @@ COMMON: tuple[Rule, ...] = (
     ),
     Rule(
         source="core/distributed/fsdp/src/megatron_fsdp/mixed_precision.py:223",
-        # Its buffers have an element for every weight, packed ones of 4 bits have one for two.
+        # Its buffers have one element per weight; packed 4-bit buffers have one per two weights.
         holds=lambda s, b: ~b.narrow_params | (b.sharding < ZERO2) | (b.precision != Precision.NVFP4.code),
         text=lambda s, p: (
             f"narrow_params of nvfp4 with {p.sharding}: Megatron-FSDP holds no weights in 4 bits, use zero1 or leave "
@@ -476,7 +476,7 @@ RULES: tuple[Rule, ...] = (
     INTERLEAVED_MICROBATCHES,
 )
 
-# What its command line has no option for, and a program that makes its own TransformerConfig has.
+# Options missing from its command line that a program with its own TransformerConfig can set.
 LIMITS: tuple[Rule, ...] = (
     shared.only(
         "fp8_attention", False, why="export for megatron-bridge, or plan without it", source=f"{_ARGUMENTS}:2333"

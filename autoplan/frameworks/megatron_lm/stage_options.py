@@ -1,4 +1,4 @@
-"""Options of the stages of a pipeline: how layers are spread, written and read."""
+"""Options of pipeline stages: how layers are distributed, for writing and reading."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _write_stages(file: PlanFile) -> dict[str, Value]:
 
 
 def _read_stages(reading: Reading) -> Fields:
-    """Read the chunks of a rank, and the layers of every chunk where they are not spread evenly."""
+    """Read the chunks per rank, and the layers of every chunk if they are distributed unevenly."""
     arguments, pp = reading.arguments, reading.fields["pp"]
     assert reading.model is not None
     num_layers = reading.model.num_layers
@@ -75,7 +75,7 @@ def _read_stages(reading: Reading) -> Fields:
 
 
 def _even_counts(num_layers: int, num_chunks: int, *, embeds: bool, loses: bool) -> list[int]:
-    """Return the layers of every chunk where embedding and loss may count as a layer each."""
+    """Return the layers of every chunk; embedding and loss may each count as a layer."""
     num_counted = num_layers + embeds + loses
     if num_counted % num_chunks:
         counted = ", embedding or loss counted," if embeds or loses else ""
@@ -89,7 +89,7 @@ def _even_counts(num_layers: int, num_chunks: int, *, embeds: bool, loses: bool)
 
 
 def _stages(vp: int, counts: list[int]) -> Fields:
-    """Return chunks of a rank and layers of every chunk as a plan holds them: none where they are spread evenly."""
+    """Return the plan fields for chunks per rank and layers per chunk; the latter is empty for an even distribution."""
     is_even = tuple(counts) == even_chunks(sum(counts), len(counts))
     return {"vp": vp, "layers_per_chunk": None if is_even else tuple(counts)}
 

@@ -1,4 +1,4 @@
-"""Options of the states of training: who holds which share of them, in which type, and where."""
+"""Options of the training states: their sharding, data types and location."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STRATEGIES = {
 
 
 def uses_megatron_fsdp(plan: ParallelPlan) -> bool:
-    """Return whether Megatron-FSDP shards more than the optimizer's states."""
+    """Return whether Megatron-FSDP shards more than the optimizer states."""
     return plan.sharding in (Sharding.ZERO2, Sharding.ZERO3)
 
 
@@ -67,7 +67,7 @@ def _write_copies(file: PlanFile) -> dict[str, Value]:
 
 
 def _read_copies(reading: Reading) -> Fields:
-    """Read how many copies of the sharded states there are among the replicas of the model."""
+    """Read the number of copies of the sharded states among the model replicas."""
     arguments, key = reading.arguments, "num_distributed_optimizer_instances"
     dp = reading.fields.pop("dp")
     copies = dp if reading.fields["sharding"] == Sharding.NONE else arguments.count(key, 1)
@@ -87,7 +87,7 @@ def _write_narrow_params(file: PlanFile) -> dict[str, Value]:
         return {}
     if plan.precision == Precision.NVFP4:
         return {"fp4_param_gather": True}
-    # Scales of blocks are made of what was gathered, in the buffer of the gradients.
+    # Block scales are computed after the gather, whose result is stored in the gradient buffer.
     reuse = {"reuse_grad_buf_for_mxfp8_param_ag": True} if plan.precision == Precision.MXFP8 else {}
     return {"fp8_param_gather": True, **reuse}
 
@@ -123,7 +123,7 @@ _TORCH_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8
 
 
 def _dtype(arguments: Options, key: str, *allowed: str) -> str:
-    """Return the data type that an option names, as Megatron-LM or torch calls it; fp32 where the file is silent."""
+    """Return the data type set by an option, in Megatron-LM's or torch's name; the default is fp32."""
     name = str(arguments.text(key) or "fp32").removeprefix("torch.")
     name = _TORCH_TYPES.get(name, name)
     if name not in allowed:
@@ -132,7 +132,7 @@ def _dtype(arguments: Options, key: str, *allowed: str) -> str:
 
 
 def _read_states(reading: Reading) -> Fields:
-    """Read the types of gradients, main weights and moments, which only the precision-aware optimizer takes."""
+    """Read the data types of gradients, main weights and moments, used only by the precision-aware optimizer."""
     arguments, fields = reading.arguments, reading.fields
     is_half = fields["precision"] == Precision.FP16
     accumulates = arguments.flag("accumulate_allreduce_grads_in_fp32", not is_half)
@@ -182,7 +182,7 @@ SHARDING: tuple[Line, ...] = (
                  names={BRIDGE: "checkpoint."}),
         Assumed("no_gradient_accumulation_fusion", write=lambda file: uses_megatron_fsdp(file.best.plan)),
     ),
-    # The model need not fit on one device.
+    # So that the model need not fit on one device.
     (Assumed("init_model_with_meta_device", write=lambda file: file.best.plan.sharding == "zero3", is_switch=True),),
     (Special("num_distributed_optimizer_instances", _write_copies, _read_copies, names=DDP),),
 )

@@ -1,4 +1,4 @@
-"""Kinds of rows in the option table of Megatron-Core, and how lines of them are written and read."""
+"""Kinds of rows in the option table of Megatron-Core, and writing and reading of lines of rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAIN, DDP, DIST, OPTIMIZER = ({BRIDGE: section} for section in ("train.", "ddp.
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """State of reading arguments: the model (or the one that they start from), and the fields so far."""
+    """State of reading arguments: the model (or the model to start from), and the fields so far."""
 
     arguments: Options
     model: ModelSpec | None
@@ -27,19 +27,19 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Special(Option):
-    """Options that together mean several fields: a function that writes them and one that reads them."""
+    """Options that set several fields together: a function that writes them and one that reads them."""
 
     write: Callable[[PlanFile], dict[str, Value]]
     read: Callable[[Reading], Fields] | None = None
     beside: tuple[Option, ...] = ()
 
 
-Line = tuple[Option, ...]  # options that stand on one line of a script
+Line = tuple[Option, ...]  # options on one line of a script
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Lines of options that stand together in a script: their name, what they hold."""
+    """Group of option lines in a script, with its name and a note on its content."""
 
     name: str
     note: str
@@ -47,18 +47,18 @@ class Part:
 
 
 def switches(*keys: str) -> tuple[Option, ...]:
-    """Return switches that a `Special` has beside its key."""
+    """Return additional switches of a `Special`."""
     return tuple(Option(key, is_switch=True) for key in keys)
 
 
 def valued(*keys: str) -> tuple[Option, ...]:
-    """Return options with values that a `Special` has beside its key."""
+    """Return additional options with values of a `Special`."""
     return tuple(Option(key) for key in keys)
 
 
 # -- names and notations ----------------------------------------------------------------------------------------------
 
-# Options whose argument is not called like them.
+# Options whose argument has another name.
 _ARGUMENTS = {
     "fp8_format": "fp8",
     "fp4_format": "fp4",
@@ -70,12 +70,12 @@ _ARGUMENTS = {
     "use_custom_fsdp": "use_megatron_fsdp",
     "use_nccl_ub": "nccl_ub",
 }
-# Options that begin with "no" and are arguments of that name.
+# Options that begin with "no" and whose argument keeps the "no".
 _ARE_NO = ("no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng", "no_persist_layer_norm")
 
 
 def argument_of(option: str, values: Sequence[str]) -> tuple[str, Value]:
-    """Return the name and the value of the argument that an option sets: a switch is on, or off behind "no-"."""
+    """Return name and value of the argument set by an option: a switch is on, or off with the prefix "no-"."""
     key = option.removeprefix("--").replace("-", "_")
     on = True
     if key.startswith(("no_", "disable_")) and key not in _ARE_NO and not values:
@@ -87,25 +87,25 @@ def argument_of(option: str, values: Sequence[str]) -> tuple[str, Value]:
 
 
 def flat(options: Iterable[Option]) -> Iterator[Option]:
-    """Return options and those that a `Special` has beside its key."""
+    """Return options, including the additional ones of every `Special`."""
     for option in options:
         yield option
         yield from option.beside if isinstance(option, Special) else ()
 
 
 def written(option: Option, plan_file: PlanFile) -> dict[str, Value]:
-    """Return the options that a row writes; switches that are on are True."""
+    """Return the options written by a row; switches that are on are True."""
     values = option.write(plan_file) if isinstance(option, Special) else table_written((option,), plan_file)
     return {key: value for key, value in values.items() if value is not None and value is not False}
 
 
 def rows(lines: Iterable[Line]) -> Iterator[Row]:
-    """Return the options of some lines that mean one field each."""
+    """Return the options of some lines that set one field each."""
     return (option for line in lines for option in line if isinstance(option, Row))
 
 
 def words(line: Line, plan_file: PlanFile) -> list[str]:
-    """Return the words of a line of options in a command."""
+    """Return a line of options as command-line words."""
     result: list[str] = []
     for option in line:
         for key, value in written(option, plan_file).items():
@@ -115,7 +115,7 @@ def words(line: Line, plan_file: PlanFile) -> list[str]:
 
 
 def arguments_of(parts: Iterable[Part], plan_file: PlanFile) -> dict[str, Value]:
-    """Return the arguments that options set, numbers as numbers."""
+    """Return the arguments set by options, with numbers converted."""
     result: dict[str, Value] = {}
     for option in (option for part in parts for line in part.lines for option in line):
         for name, value in written(option, plan_file).items():
@@ -125,7 +125,7 @@ def arguments_of(parts: Iterable[Part], plan_file: PlanFile) -> dict[str, Value]
 
 
 def read_lines(lines: Iterable[Line], reading: Reading, base: object | None = None) -> None:
-    """Read the rows of some lines; `base` has their fields where the file is silent."""
+    """Read the rows of some lines; `base` provides the defaults of their fields."""
     for line in lines:
         for option in line:
             if isinstance(option, Row):

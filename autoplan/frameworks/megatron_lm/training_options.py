@@ -33,13 +33,13 @@ def _write_precision(file: PlanFile) -> dict[str, Value]:
 
 
 def read_scaling(arguments: Options) -> Fp8Scaling:
-    """Return what the matrices of 8-bit products have a scale for."""
+    """Return the scaling granularity of 8-bit matrix products."""
     is_delayed = arguments.text("fp8_recipe", "delayed") == "delayed"
     return Fp8Scaling.DELAYED if is_delayed else Fp8Scaling.TENSORWISE
 
 
 def read_precision(arguments: Options) -> Precision:
-    """Return the format of the matrix products."""
+    """Return the number format of the matrix products."""
     bf16, fp16 = arguments.flag("bf16"), arguments.flag("fp16")
     fp8, fp4 = arguments.text("fp8"), arguments.text("fp4")
     recipe = arguments.text("fp8_recipe", "delayed")
@@ -62,10 +62,10 @@ def _write_attention_backend(file: PlanFile) -> dict[str, Value]:
 
 
 def read_attention(arguments: Options) -> Any:
-    """Return the kernel of attention, by its name among those of a training."""
+    """Return the attention kernel, by its name in `TrainingSpec`."""
     backend = str(arguments.text("attention_backend", "auto")).rpartition(".")[2]
     takes_flash, layers = arguments.flag("use_flash_attn"), arguments.text("transformer_impl")
-    # Attention of Megatron-Core itself is not fused (core/models/gpt/gpt_layer_specs.py, get_gpt_layer_local_spec).
+    # Megatron-Core's own attention is not fused (core/models/gpt/gpt_layer_specs.py, get_gpt_layer_local_spec).
     is_local = layers == "local" and backend == "auto" and not takes_flash
     return "unfused" if backend in ("unfused", "local") or is_local else "flash"
 
@@ -97,4 +97,4 @@ DATA: tuple[Line, ...] = (
 )
 # fmt: on
 
-FUSED_LOSS_BYTES = 4.0  # of a logit: a loss that works in place keeps less
+FUSED_LOSS_BYTES = 4.0  # per logit: an in-place loss keeps less

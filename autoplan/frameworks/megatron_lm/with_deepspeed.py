@@ -1,4 +1,4 @@
-"""Options of Megatron-DeepSpeed (4efb479d), the fork of Megatron-LM that DeepSpeed trains, by Megatron-LM's names."""
+"""Options of Megatron-DeepSpeed (4efb479d), a fork of Megatron-LM for DeepSpeed, translated to Megatron-LM's names."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _COSTLESS = (
 
 
 def is_with_deepspeed(arguments: Options) -> bool:
-    """Return whether options are those of Megatron-DeepSpeed."""
+    """Return whether the options belong to Megatron-DeepSpeed."""
     return any(map(arguments.has, _TELLING))
 
 
 def translate(arguments: Options, *, has_model: bool) -> None:
-    """Add what the options of Megatron-DeepSpeed mean to those of Megatron-LM."""
+    """Translate the options of Megatron-DeepSpeed to options of Megatron-LM, and add these."""
     sharding = arguments.word("zero_stage", dict(enumerate(_STAGES)), 1)
     means = _means(arguments, "zero_stage")
     means("use_distributed_optimizer", sharding != Sharding.NONE)
@@ -32,7 +32,7 @@ def translate(arguments: Options, *, has_model: bool) -> None:
         strategy = next(word for word, kind in STRATEGIES.items() if kind == sharding)
         means("use_megatron_fsdp", True)
         means("data_parallel_sharding_strategy", strategy)
-    for overlap in ("overlap_grad_reduce", "overlap_param_gather"):  # stage 3 alone gathers and reduces ahead
+    for overlap in ("overlap_grad_reduce", "overlap_param_gather"):  # only stage 3 gathers and reduces ahead
         means(overlap, sharding == Sharding.ZERO3)
     if arguments.flag("checkpoint_activations"):
         _means(arguments, "checkpoint_activations")("recompute_granularity", "full")
@@ -65,7 +65,7 @@ def translate(arguments: Options, *, has_model: bool) -> None:
 
 
 def _means(arguments: Options, key: str) -> Callable[[str, Any], None]:
-    """Return what gives another option the value that the one called `key` means."""
+    """Return a function that sets another option to the value meant by option `key`."""
     option = arguments.name(key)
     text = arguments.arguments[key].text if arguments.has(key) else "its default"
 

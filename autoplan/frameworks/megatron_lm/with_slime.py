@@ -1,6 +1,6 @@
 """Options of slime (THUDM/slime), which trains the actor of reinforcement learning with Megatron-LM.
 
-Samples are made by other programs; what is read is the training half.
+Only the training half is read; other programs generate the samples.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ _ACTOR = ("actor_num_nodes", "actor_num_gpus_per_node")
 
 
 def is_with_slime(arguments: Options) -> bool:
-    """Return whether options are those of slime."""
+    """Return whether the options belong to slime."""
     return all(map(arguments.has, _TELLING))
 
 
 def translate(arguments: Options) -> int | None:
-    """Add what slime sets to the options of Megatron-LM; return the devices of the actor where the options say them.
+    """Add slime's settings to the options of Megatron-LM; return the number of actor devices if the options set it.
 
     Source: slime/backends/megatron_utils/arguments.py, `slime_validate_args` and `_set_default_megatron_args`.
     """

@@ -1,7 +1,7 @@
-"""Reader of the log lines of MLPerf training (`mllog`), which runs of NeMo, Primus and others write.
+"""Reader of the log lines of MLPerf training (`mllog`), written by runs of NeMo, Primus and others.
 
-As in mlcommons/training_results_v4.0 (NVIDIA: GPT-3, Llama-2-70B with LoRA) and in Primus: training goes in blocks
-between evaluations, whose metadata tell how many samples there were.  A sample is a sequence, for GPT-3 a token.
+As in mlcommons/training_results_v4.0 (NVIDIA: GPT-3, Llama-2-70B with LoRA) and in Primus: training runs in blocks
+between evaluations, whose metadata contain the number of samples.  A sample is a sequence, for GPT-3 a token.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _SIZES = ("global_batch_size", "max_sequence_length")
 
 
 class _Reader:
-    """Reads the lines of one log."""
+    """Parser of the lines of one log."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
         self._since: tuple[float, float] | None = None  # (moment in seconds, samples so far) of a line of this block
 
     def read(self, line: str) -> LineContent | None:
-        """Return what a line says; None where it is not one of MLPerf."""
+        """Parse a line of the log; None if it is not a line of MLPerf."""
         _, mark, text = line.partition(_MARK)
         event = _decoded(text) if mark else {}
         key, value, moment_s = event.get("key"), event.get("value"), quantity(str(event.get("time_ms")), 1e-3)
@@ -41,11 +41,11 @@ class _Reader:
         return self._timed(moment_s - before[0], samples, samples - before[1], loss)
 
     def _timed(self, seconds: float, samples: float, new_samples: float, loss: float | None) -> LineContent:
-        """Return the mean step among the new samples."""
+        """Return the mean step time over the new samples."""
         batch, length = (self._sizes.get(name) for name in _SIZES)
         if not batch or new_samples <= 0 or seconds <= 0:
             return LineContent(loss=loss)
-        # No block has as many steps as a sequence has tokens.
+        # A block never has as many steps as a sequence has tokens.
         of_a_step = batch * length if length and new_samples % (batch * length) == 0 else batch
         return LineContent(
             step=round(samples / of_a_step),
@@ -57,7 +57,7 @@ class _Reader:
 
 
 def _samples(metadata: object, *, ends: bool) -> float | None:
-    """Return the samples so far of a line: those before a block, or with it where it `ends`."""
+    """Return the number of samples in a line: before a block, or including it if the block `ends`."""
     counted = metadata if isinstance(metadata, dict) else {}
     if "samples_count" in counted:
         count = str(counted["samples_count"])
@@ -70,7 +70,7 @@ def _samples(metadata: object, *, ends: bool) -> float | None:
 def _decoded(text: str) -> dict[str, Any]:
     try:
         event = json.loads(text)
-    except ValueError:  # cut, or of something else
+    except ValueError:  # truncated, or not JSON
         return {}
     return event if isinstance(event, dict) else {}
 

@@ -1,6 +1,6 @@
-"""Export of a plan to the words of `megatron sft` of ms-swift (3602360); places are below swift/megatron/ there.
+"""Export of a plan to the arguments of `megatron sft` of ms-swift (3602360); places are below swift/megatron/ there.
 
-Arguments are those of Megatron-LM by their names, switches have words.  The model is that of a checkpoint on a hub.
+Arguments have Megatron-LM's names, and switches have explicit values.  The model is a checkpoint on a hub.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TRAINING: tuple[dict[str, Value], ...] = (
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
-    """Return the job that `megatron sft` starts on a node (swift/cli/main.py), where ms-swift is installed."""
+    """Return the job of `megatron sft` on every node (swift/cli/main.py), with an installed ms-swift."""
     *_, plan_part = checked_parts(plan_file, NAME, RULES, OF_MEGATRON)
     _check(plan_file)
     data = [["--use_hf", "true", "--dataset", "yahma/alpaca-cleaned"]]
@@ -62,7 +62,7 @@ def _group(name: str, note: str, tables: list[dict[str, Value]]) -> OptionGroup:
 
 
 def _words(table: dict[str, Value]) -> Line:
-    """Return arguments as words of a command."""
+    """Return arguments as command-line words."""
     words: Line = []
     for name, value in table.items():
         values = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
@@ -71,7 +71,7 @@ def _words(table: dict[str, Value]) -> Line:
 
 
 def _plan(part: Part, plan_file: PlanFile) -> list[dict[str, Value]]:
-    """Return the arguments of the plan, line by line, with those whose default means another plan."""
+    """Return the arguments of the plan, line by line, including those whose default would be another plan."""
     lines = [arguments_of([Part(part.name, part.note, (line,))], plan_file) for line in part.lines]
     tables = [{name: value for name, value in line.items() if name not in NOT_ITS} for line in lines]
     written = {name for table in tables for name in table}
@@ -81,7 +81,7 @@ def _plan(part: Part, plan_file: PlanFile) -> list[dict[str, Value]]:
 
 
 def _experts(plan_file: PlanFile) -> dict[str, Value]:
-    """Return what Megatron-LM's exporter says among the options of the model."""
+    """Return the expert arguments that Megatron-LM's exporter writes with the model options."""
     if plan_file.model.moe is None:
         return {}
     takes_deepep = plan_file.best.plan.dispatcher == Dispatcher.DEEPEP
@@ -90,7 +90,7 @@ def _experts(plan_file: PlanFile) -> dict[str, Value]:
 
 
 def _kernels(plan_file: PlanFile) -> dict[str, Value]:
-    """Return the kernels of which it takes others by default, and the layers that a checkpoint does not say."""
+    """Return the kernels that differ from its defaults, and the layers that a checkpoint does not define."""
     model = plan_file.model
     is_fused = plan_file.framework.memory.bytes_per_logit < FUSED_LOSS_BYTES
     table: dict[str, Value] = {"cross_entropy_loss_fusion": is_fused}
@@ -106,7 +106,7 @@ def _kernels(plan_file: PlanFile) -> dict[str, Value]:
 
 
 def _batching(training: TrainingSpec) -> Batching:
-    """Return how samples become sequences: as they are priced, packed where all sequences have one length."""
+    """Return how samples form sequences: as planned, or packed if all sequences have one length."""
     return training.batching if training.lengths is not None else "packed"
 
 
@@ -126,18 +126,18 @@ def _learning_rates(plan_file: PlanFile) -> dict[str, Value]:
 
 
 def _environment(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
-    """Return the variables of Megatron-LM; of queues it takes one where it is not told, which Megatron-FSDP refuses."""
+    """Return the variables of Megatron-LM; the default of one hardware queue is refused by Megatron-FSDP."""
     return tuple(
         EnvironmentVariable(name=variable.name, value=variable.value or "32", note=variable.note)
         for variable in environment(plan_file)
     )
 
 
-# -- what it cannot be told -------------------------------------------------------------------------------------------
+# -- what the target does not support ---------------------------------------------------------------------------------
 
 
 def _only(axis: str, *words: CodedEnum) -> Rule:
-    """Return the rule that an option takes one of the words for which there are arguments."""
+    """Return the rule that an option has one of the values that can be written."""
     return only(axis, *words, why=f"use {' or '.join(map(repr, words))}", source=_ARGUMENTS)
 
 
@@ -188,7 +188,7 @@ def _check(plan_file: PlanFile) -> None:
 
 
 def _refusals_of_model(model: ModelSpec) -> tuple[tuple[bool, str], ...]:
-    """Return what mcore-bridge (f020e47) does not take from a checkpoint (src/mcore_bridge/config/parser.py)."""
+    """Return the model parts that mcore-bridge (f020e47) does not read (src/mcore_bridge/config/parser.py)."""
     is_gpt_oss = model.clamped_activation
     return (
         (model.position_embedding != "rope", f"{model.position_embedding} positions of model {model.name!r}"),
@@ -199,7 +199,7 @@ def _refusals_of_model(model: ModelSpec) -> tuple[tuple[bool, str], ...]:
 
 
 def _refused_tuning(finetuning: FineTuning) -> str:
-    """Say what of a fine-tuning it cannot express; empty where it can express all of it."""
+    """Describe what the target cannot express of a fine-tuning; empty if it can express all of it."""
     ends = (*finetuning.frozen, *finetuning.saved_modules)
     if ends:
         return f"{' and '.join(ends)} apart from other weights"

@@ -1,6 +1,6 @@
-"""Arguments of ms-swift (3602360) that are not called, or not set, as those of Megatron-LM or the Trainer.
+"""Arguments of ms-swift (3602360) whose name or default differs from Megatron-LM's or the Trainer's.
 
-The table of options is that of Megatron-LM.
+The option table is that of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from autoplan.frameworks.common.option_table import Value
 from autoplan.spec.lengths import Batching
 
-# Of swift/megatron/arguments/megatron_args.py, where Megatron-LM's defaults differ.
+# Defaults in swift/megatron/arguments/megatron_args.py that differ from Megatron-LM's.
 MEGATRON_DEFAULTS: dict[str, Value] = {
     "padding_free": True,  # swift/megatron/arguments/megatron_args.py:524
     "micro_batch_size": 1,
@@ -25,26 +25,26 @@ MEGATRON_DEFAULTS: dict[str, Value] = {
     "expert_tensor_parallel_size": 1,
     "apply_rope_fusion": False,
 }
-# By its name, that of Megatron-LM's argument.
+# Names of Megatron-LM's arguments by the names in ms-swift.
 MEGATRON_NAMES = {
     "max_length": "seq_length",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
 }
-# Of arguments whose parsed name is not that of their option.
+# Arguments whose parsed name differs from their option.
 WRITTEN_NAMES = {"fp8": "fp8_format", "fp4": "fp4_format"}
-# Arguments of Megatron-LM that it has not: the first two cost nothing, `moe_enable_deepep` and `main_grads_dtype` imply
-# the others (swift/megatron/arguments/megatron_args.py:1115).
+# Arguments of Megatron-LM that ms-swift lacks: the first two cost nothing; `moe_enable_deepep` and `main_grads_dtype`
+# imply the others (swift/megatron/arguments/megatron_args.py:1115).
 NOT_ITS = ("ckpt_format", "init_model_with_meta_device", "moe_flex_dispatcher_backend", "grad_reduce_in_bf16")
-# The arguments of sequences, by how samples become them (swift/megatron/arguments/megatron_base_args.py).
+# Sequence arguments by batching (swift/megatron/arguments/megatron_base_args.py).
 BATCHINGS: dict[Batching, dict[str, Value]] = {
     "packed": {"packing": True},
     "unpadded": {"packing": False, "padding_free": True},
     "padded": {"packing": False, "padding_free": False},
 }
-# Of swift/arguments, where the Trainer's defaults differ.
+# Defaults in swift/arguments that differ from the Trainer's.
 TRAINER_DEFAULTS: dict[str, Value] = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}
-MOST_SEQUENCES = 16  # of a step, which the steps of accumulation are chosen for where nothing says them
-STAGES = re.compile(r"zero([0-3])(_offload)?")  # words that stand for files of DeepSpeed in its package
+MOST_SEQUENCES = 16  # sequences per step that the default gradient accumulation aims for
+STAGES = re.compile(r"zero([0-3])(_offload)?")  # names of DeepSpeed configurations in its package
 
 OF_TUNER = (
     *("tuner_type", "train_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save"),

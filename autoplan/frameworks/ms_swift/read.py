@@ -1,6 +1,6 @@
-"""Reader of scripts of ms-swift (3602360): `megatron sft` takes arguments of Megatron-Core, `swift sft` the Trainer's.
+"""Reader of ms-swift scripts (3602360): `megatron sft` takes arguments of Megatron-Core, `swift sft` the Trainer's.
 
-Places are below swift/.  The model is that of `--model`, by its name on a hub.
+Places are below swift/.  The model is `--model`, a name on a hub.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.model import ModelSpec
 
-_MODULE = "swift.cli._megatron."  # which `megatron` starts on every device (swift/cli/main.py)
+_MODULE = "swift.cli._megatron."  # started by `megatron` on every device (swift/cli/main.py)
 _COMMAND = re.compile(rf"^[^#\n]*?\b(?:(megatron|swift)\s+|{re.escape(_MODULE)})(?:sft|pt)\b", re.MULTILINE)
 _OTHER_LOSSES = ("rlhf_type", "num_generations", "beta")
 _OTHER_TASKS = ("embedding", "seq_cls", "reranker", "generative_reranker")
@@ -45,12 +45,12 @@ DROPOUT = 0.05
 
 
 def recognises(name: str, text: str) -> bool:
-    """Return whether a file is a script that trains with `megatron sft`, `swift sft` or `pt` of one of them."""
+    """Return whether a file is a script that trains with `sft` or `pt` of `megatron` or `swift`."""
     return name.endswith((".sh", ".slurm", ".sbatch", ".txt")) and _COMMAND.search(text) is not None
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """Return the launch of the last command of a script; raises InputError where it does not say enough."""
+    """Return the launch of the last command of a script; raises InputError if it is incomplete."""
     commands = _COMMAND.findall(text)
     if not commands:
         raise InputError("no command of the script is megatron sft, swift sft, or pt of one of them")
@@ -58,7 +58,7 @@ def read(text: str, context: LaunchContext) -> Launch:
 
 
 def _check(options: Options) -> None:
-    """Refuse tasks of which a step is not priced; remark attention that is not the usual one."""
+    """Raise an error for tasks whose step is not priced; remark on unusual attention."""
     if options.text("attn_impl") == "eager":
         options.remark("attn_impl", "priced as flash attention")
     for key in _OTHER_LOSSES:
@@ -69,7 +69,7 @@ def _check(options: Options) -> None:
 
 
 def _finetuning(options: Options, default: str) -> FineTuning | None:
-    """Return the adapters (arguments/tuner_args.py), None where all weights are trained."""
+    """Return the adapters (arguments/tuner_args.py), or None if all weights are trained."""
     kind = options.text("tuner_type") or options.text("train_type") or default
     options.understood.update(key for key in OF_TUNER if options.has(key))
     if kind == "full":
@@ -111,7 +111,7 @@ def _with_megatron(text: str, context: LaunchContext) -> Launch:
     _check(arguments)
     model = model_of(arguments, "model", context)
     if (num_mtp_layers := arguments.optional_count("mtp_num_layers", 0) or 0) != model.num_mtp_layers:
-        model = replace(model, num_mtp_layers=num_mtp_layers)  # of a checkpoint they are not taken
+        model = replace(model, num_mtp_layers=num_mtp_layers)  # not taken from the checkpoint
     arguments.arguments.pop("mtp_num_layers", None)
     finetuning = _fused(_finetuning(arguments, "full"), model)
     arguments.pass_over(*COSTLESS)
@@ -134,21 +134,21 @@ def _with_megatron(text: str, context: LaunchContext) -> Launch:
 
 
 def _fused(finetuning: FineTuning | None, model: ModelSpec) -> FineTuning | None:
-    """Return adapters on the products of Megatron-Core, in which those of q, k and v are one, as those of an MLP."""
+    """Return adapters on the matrices of Megatron-Core, which fuses q, k and v, and the inputs of a gated MLP."""
     if finetuning is None or model.mla is not None or ALL_LINEAR not in finetuning.targets:
         return finetuning
     return replace(finetuning, targets=FUSED)
 
 
 def _batching(options: Options) -> Batching:
-    """Return how samples become sequences (swift/arguments/sft_args.py)."""
+    """Return how samples form sequences (swift/arguments/sft_args.py)."""
     if is_on(options, "packing"):
         return "packed"
     return "unpadded" if is_on(options, "padding_free") else "padded"
 
 
 def _renamed(arguments: list[Argument]) -> list[Argument]:
-    """Return the arguments by the names of Megatron-LM; switches have words here."""
+    """Return the arguments by the names of Megatron-LM; switches have explicit values in ms-swift."""
     values: Mapping[str, bool] = {"true": True, "false": False}
     return [_with_value(argument, values.get(str(argument.value).casefold(), argument.value)) for argument in arguments]
 

@@ -40,7 +40,7 @@ _FILE = "nanotron.yaml"
 
 
 def nanotron_config(plan_file: PlanFile) -> dict[str, Any]:
-    """The configuration as nanotron's classes have it; data, length and optimisation are yours to change."""
+    """Return the configuration in the structure of nanotron's classes; data, length and optimiser are user settings."""
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     _check(plan_file)
     check_legal(RULES, model, training, plan, "nanotron does not support the plan")
@@ -79,7 +79,7 @@ def nanotron_config(plan_file: PlanFile) -> dict[str, Any]:
                 "min_decay_lr": 3e-5,
             },
         },
-        # No dataset: nanotron makes random tokens.
+        # Without a dataset nanotron generates random tokens.
         "data_stages": [{"name": "mock", "start_training_step": 1, "data": {"dataset": None, "seed": 42}}],
         "checkpoints": {"checkpoints_path": "checkpoints", "checkpoint_interval": 1000},
         "logging": {"iteration_step_info_interval": 1},
@@ -87,7 +87,7 @@ def nanotron_config(plan_file: PlanFile) -> dict[str, Any]:
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
-    """Return the job in a checkout of nanotron; parallel/tensor_parallel/nn.py:82 asserts one queue to the device."""
+    """Return the job in a checkout of nanotron; parallel/tensor_parallel/nn.py:82 asserts one hardware queue."""
     config = yaml.safe_dump(nanotron_config(plan_file), sort_keys=False, allow_unicode=True, width=10**6)
     return Job(
         framework="nanotron",
@@ -118,7 +118,7 @@ LIMITS = (
 
 
 def _check(plan_file: PlanFile) -> None:
-    """Refuse what would silently become another model or another run."""
+    """Raise an error for anything that would silently become a different model or run."""
     model, training = plan_file.model, plan_file.training
     check_limits(LIMITS, model, training, plan_file.best.plan, "nanotron cannot express")
     heads = model.num_heads * model.qk_head_dim
@@ -149,7 +149,7 @@ def _check(plan_file: PlanFile) -> None:
 
 
 def _model_config(plan_file: PlanFile) -> dict[str, Any]:
-    """Return a Llama, or a Qwen2 where queries, keys and values have biases or layers have experts."""
+    """Return a Llama configuration, or Qwen2 if queries, keys and values have biases or layers have experts."""
     model = plan_file.model
     is_qwen = model.qkv_bias or model.moe is not None
     config: dict[str, Any] = {

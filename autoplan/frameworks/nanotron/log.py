@@ -1,8 +1,8 @@
-"""Reader of the log lines that nanotron writes.
+"""Reader of the log lines of nanotron.
 
 `LoggerWriter.add_scalars_from_list` in src/nanotron/logging.py at v0.1 (43b5e6b) and v0.5, logging/base.py at 2411b02
-(2026-04), of what `train_step_logs` in trainer.py gives it: `elapsed_time_per_iteration_ms`, since 2026
-`time_per_iteration_ms`.  Numbers have three figures and K, M, B for thousands (`human_format`).  A time is that of one
+(2026-04), with the values of `train_step_logs` in trainer.py: `elapsed_time_per_iteration_ms`, since 2026
+`time_per_iteration_ms`.  Numbers have three digits and a suffix K, M or B (`human_format`).  A time is that of one
 step, without checkpoint and evaluation.  Memory: the lines "[After train batch iter]" of the first steps, in MiB.
 """
 
@@ -22,7 +22,7 @@ _THOUSANDS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 
 
 def read(line: str) -> LineContent | None:
-    """Return what a line says; None where it is not one of nanotron."""
+    """Parse a line of the log; None if it is not a line of nanotron."""
     if "time_per_iteration_ms" in line:
         step, time = _STEP.search(line), _TIME.search(line)
         milliseconds = _human(time[1]) if time else None

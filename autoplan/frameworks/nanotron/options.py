@@ -1,4 +1,4 @@
-"""Option table of nanotron 2411b02 (2026-04): the sections of its configuration, as they are written and read."""
+"""Option table of nanotron 2411b02 (2026-04): the sections of its configuration, for writing and reading."""
 
 from __future__ import annotations
 

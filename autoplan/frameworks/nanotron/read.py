@@ -1,4 +1,4 @@
-"""Reader of configurations of nanotron: the model and the plan that they start.
+"""Reader of nanotron configurations.
 
 Keys and defaults are those of nanotron 2411b02 (2026-04), src/nanotron/config/.
 """
@@ -36,7 +36,7 @@ from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
-# Exact kernels, whether or not the positions are spread over ranks.
+# Kernels of exact attention, with or without context parallelism.
 _FLASH = ("flash_attention_2", "sdpa", "ring", "ring_flash_triton", "llama3_ring_attention")
 
 
@@ -46,9 +46,9 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """The run of a configuration; devices are what its degrees multiply to."""
+    """Return the launch of a configuration; the number of devices is the product of its degrees."""
     options = Options.of_table(parse_yaml(text, "nanotron configuration"))
-    # These cost neither time nor memory.
+    # These affect neither time nor memory.
     options.pass_over("checkpoints", "data_stages", "lighteval", "logging", "metrics_logging", "s3_upload", "tokenizer")
     general = options.inside("general")
     general.pass_over("project", "seed", "step", "consumed_train_samples", "benchmark_csv_path", "ignore_sanity_checks")
@@ -89,7 +89,7 @@ def _model(config: Options, name: str) -> ModelSpec:
     config.pass_over("rope_seq_len_interpolation_factor", "z_loss_coefficient", "ring_attn_heads_k_stride")
     num_heads = NUM_HEADS.of(config)
     num_kv_heads = config.count("num_key_value_heads", num_heads)
-    has_bias = config.flag("attention_bias") and is_qwen  # Llama's layers have none, whatever it says
+    has_bias = config.flag("attention_bias") and is_qwen  # Llama's layers ignore the setting
     num_layers = NUM_LAYERS.of(config)
     if num_layers > 10**4:
         raise InputError(f"model.model_config.num_hidden_layers must be at most 10000, got {num_layers}")
@@ -171,10 +171,10 @@ def _plan(parallelism: Options, tokens: Options, optimizer: Options, model: Mode
 
 
 def _unpriced(options: Options, model: Options, optimizer: Options) -> None:
-    """Remark the options that change time or memory by an amount that is not priced."""
+    """Remark on options that change time or memory by an unknown amount."""
     optimizer.pass_over("weight_decay", "weight_decay_exclude_named_params", "clip_grad", "learning_rate_scheduler")
     factory = optimizer.inside("optimizer_factory")
-    for section in (factory, optimizer):  # of old, beside zero_stage
+    for section in (factory, optimizer):  # older versions have it next to zero_stage
         section.pass_over("adam_eps", "adam_beta1", "adam_beta2", "torch_adam_is_fused")
     if factory.is_other("name", "adamW"):
         factory.remark("name", "AdamW is priced")

@@ -30,11 +30,11 @@ NONE = Sharding.NONE.code
 
 @lru_cache(maxsize=4096)
 def layers_per_stage(model: ModelSpec, pp: int) -> tuple[int, ...]:
-    """Decoder layers of every stage: nanotron balances matrix products, and the head counts as well.
+    """Return the decoder layers of every stage: nanotron balances matrix products, including the head.
 
     A block goes to the current stage; once the cost up to and including it reaches the stage's even share of the
-    total, the next block opens the next stage.  The source asks for more than the share; that a block which ends
-    exactly there closes the stage is what peaks of 1B runs with 2 and 4 stages show (most of them).
+    total, the next block opens the next stage.  The source requires more than the share; but the memory peaks of most
+    1B runs with 2 and 4 stages show that a block which ends exactly at the share closes the stage.
     models/base.py:224, models/llama.py get_block_compute_costs; the same at 01de8d9.
     """
     width = model.num_heads * model.qk_head_dim
@@ -44,7 +44,7 @@ def layers_per_stage(model: ModelSpec, pp: int) -> tuple[int, ...]:
     stage = 0
     for at in range(1, model.num_layers + 1):
         stages[stage] += 1
-        # In whole numbers: at * layer >= total * (stage + 1) / pp.
+        # In integers: at * layer >= total * (stage + 1) / pp.
         if at * layer * pp >= total * (stage + 1) and stage < pp - 1:
             stage += 1
     return tuple(stages)
@@ -115,9 +115,9 @@ RULES: tuple[Rule, ...] = (
         holds=lambda s, b: ~b.tp_overlap | b.sp | (b.tp == 1),
         text=lambda s, p: "tp_overlap needs sp: leave it out or use both",
     ),
-    # The attention of one model knows it (models/qwen.py:777), but only runs from a checkpoint start with it.
+    # One attention class supports it (models/qwen.py:777), but only runs that start from a checkpoint work with it.
     shared.only("cp", 1, why="runs with context parallelism do not start, set cp 1", source="trainer.py:1053"),
-    # The sizes of the groups multiply to the world without ep, and are laid out with it.
+    # The group sizes must multiply to the world size without ep, but ranks are numbered with ep.
     shared.only("ep", 1, why="runs with expert parallelism do not start, set ep 1", source="parallel/context.py:26"),
     shared.whole_experts("nn/moe.py:71"),
     Rule(

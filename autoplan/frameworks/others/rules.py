@@ -1,4 +1,4 @@
-"""Rules of frameworks whose own are not known: those that hold everywhere, and at most the optimizer on the host."""
+"""Rules of frameworks without known rules: the universal ones, and offloading of at most the optimizer."""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
-"""Export of a plan to an experiment file with which Primus runs it with its Megatron backend.
+"""Export of a plan to an experiment file for Primus with its Megatron backend.
 
 Keys are the arguments of Megatron-LM, which Primus sets by name over its presets; places are in Primus fd1eeab, below
-primus/.  Whatever a preset would set otherwise than the plan means is written down.
+primus/.  Every preset value that differs from the plan is overridden.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
 
 
 def experiment(plan_file: PlanFile) -> str:
-    """The experiment file, which names what may be replaced in it by the environment."""
+    """Return the experiment file, with the names of values that the environment may replace."""
     table = {
         "work_group": "autoplan",
         "user_name": "autoplan",
@@ -64,20 +64,20 @@ def experiment(plan_file: PlanFile) -> str:
 
 
 def overrides(plan_file: PlanFile) -> dict[str, Any]:
-    """The arguments of Megatron-LM that model, plan and an optimisation of one's own mean."""
+    """Return the arguments of Megatron-LM for model, plan and placeholder optimiser settings."""
     model, plan = plan_file.model, plan_file.best.plan
     table: dict[str, Any] = dict.fromkeys(SWITCHED_ON, False) | {"add_bias_linear": True}
     table |= arguments_of((*checked_parts(plan_file, "Primus", RULES), TRAINING), plan_file)
     table["add_position_embedding"] = model.position_embedding != "rope"
-    if "cp_comm_type" in table:  # one word for all layers, in a list
+    if "cp_comm_type" in table:  # a list with one value for all layers
         table["cp_comm_type"] = [table["cp_comm_type"]]
-    if "window_size" in table:  # the command line would make numbers of it
+    if "window_size" in table:  # the command line would parse numbers
         table["window_size"] = [int(item) for item in table["window_size"].split(",")]
     if "moe_layer_freq" in table:
         table["moe_layer_freq"] = [int(Block.MOE in layer) for layer in model.layers]
     if plan.schedule in ALGORITHMS:
         table |= {"patch_primus_pipeline": True, "pp_algorithm": ALGORITHMS[plan.schedule]}
-        # Weight gradients are put off only where they are added up in the product, and no pass runs forward alone
+        # Weight gradients are only deferred if the product accumulates them, and forward passes never run alone
         # (backends/megatron/core/pipeline_parallel/primuspipe/pipeline_launcher.py:209).
         table |= {"gradient_accumulation_fusion": True, "create_attention_mask_in_dataloader": False}
         table |= {"no_persist_layer_norm": True}
@@ -85,7 +85,7 @@ def overrides(plan_file: PlanFile) -> dict[str, Any]:
 
 
 def _amd(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
-    """Return the variables that Primus' own launcher sets on AMD devices (runner/helpers/envs/base_env.sh)."""
+    """Return the variables that Primus' launcher sets on AMD devices (runner/helpers/envs/base_env.sh)."""
     if plan_file.cluster.device.vendor != "amd":
         return ()
     return (

@@ -1,10 +1,10 @@
-"""Arguments of Megatron-LM that Primus' presets set (fd1eeab); the table of options is that of Megatron-LM."""
+"""Arguments of Megatron-LM that Primus' presets set (fd1eeab); the option table is that of Megatron-LM."""
 
 from __future__ import annotations
 
 from autoplan.frameworks.common.option_table import Value
 
-# Of modules/megatron/pre_trainer.yaml and models/megatron/language_model.yaml, where Megatron-LM's defaults differ.
+# Values in modules/megatron/pre_trainer.yaml and models/megatron/language_model.yaml that differ from Megatron-LM's.
 TRAINER: dict[str, Value] = {
     "micro_batch_size": 2,
     "global_batch_size": 16,

@@ -1,4 +1,4 @@
-"""Presets of Primus (fd1eeab) as its own files say them, below primus/configs in a checkout."""
+"""Presets of Primus (fd1eeab), from the files below primus/configs in a checkout."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MOST_DEPTH = 20
 
 
 def configs_folder(context: LaunchContext) -> Path | None:
-    """Return the folder of Primus' presets: of the checkout that PRIMUS_DIR names, or the file is in."""
+    """Return the folder of Primus' presets, in the checkout of PRIMUS_DIR or the one that contains the file."""
     root = dict(context.variables).get("PRIMUS_DIR")
     places = [Path(root)] if root else [context.folder, *context.folder.absolute().parents] if context.folder else []
     return next((place / _CONFIGS for place in places if (place / _CONFIGS / "models").is_dir()), None)
 
 
 def preset(folder: Path, kind: str, name: str, depth: int = 0) -> dict[str, Any] | None:
-    """Return the arguments of a preset over those that it extends; None where there is no file of that name."""
+    """Return the arguments of a preset merged over those that it extends; None if there is no such file."""
     path = (folder / kind / "megatron" / name).resolve()
     if depth > MOST_DEPTH:
         raise InputError(f"{path}: presets extend one another without an end")

@@ -33,7 +33,7 @@ _ALGORITHMS: dict[str, Schedule | None] = {
     "zero-bubble": Schedule.ZB_H1,
     "zbv-formatted": Schedule.ZB_V,
 }
-# Keys of Primus that change nothing here where they are off.
+# Keys of Primus that have no effect when off.
 _IDLE = re.compile(r"(use_turbo|enable_primus_turbo|turbo_|patch_|zero_bubble|offload|dump_|pp_warmup|use_rocm)")
 
 
@@ -43,7 +43,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """The launch that an experiment describes; the number of devices is never in it."""
+    """Return the launch of an experiment, which never contains the number of devices."""
     if len(text) > MOST_CHARACTERS:
         raise InputError(f"an experiment of Primus is at most {MOST_CHARACTERS:,} characters long")
     try:
@@ -88,7 +88,7 @@ def read(text: str, context: LaunchContext) -> Launch:
 
 
 def _presets(model: str, config: str, context: LaunchContext, variables: dict[str, str]) -> dict[str, Any]:
-    """Return the arguments that presets set, as their files say them; none where these are not at hand."""
+    """Return the arguments in the files of presets; empty if the files cannot be found."""
     folder = configs_folder(context)
     if folder is None or (of_model := preset(folder, "models", _file(model))) is None:
         return {}
@@ -112,7 +112,7 @@ def _inside(table: Any, key: str) -> dict[str, Any]:
 
 
 def _expanded(value: Any, variables: dict[str, str], depth: int = 0) -> Any:
-    """A value with `${NAME:default}` replaced, as Primus does: what then looks like a number or a switch is one."""
+    """Return a value with `${NAME:default}` replaced; as in Primus, results like numbers or switches are converted."""
     if depth > MOST_DEPTH:
         raise InputError(f"a value is nested more than {MOST_DEPTH} deep")
     if isinstance(value, list):
@@ -141,7 +141,7 @@ def _text(value: Any) -> str:
 
 
 def _model(name: str, context: LaunchContext) -> ModelSpec | None:
-    """The model that a preset of Primus begins with; none for the one that is only a list of defaults."""
+    """Return the model that a Primus preset starts from; None for the preset that only contains defaults."""
     plain = _PLAIN.sub("", name)
     if context.model is not None or plain == "language_model":
         return context.model
@@ -151,7 +151,7 @@ def _model(name: str, context: LaunchContext) -> ModelSpec | None:
 
 
 def _schedule(arguments: Options) -> Schedule | None:
-    """The schedule of its own that Primus puts into Megatron-LM."""
+    """Return the schedule that Primus adds to Megatron-LM, if one is set."""
     if arguments.flag("patch_primus_pipeline"):
         name = arguments.text("pp_algorithm", "1f1b-interleaved") or ""
         if name not in _ALGORITHMS:

@@ -1,8 +1,8 @@
-"""Rules on the plans of Primus: those of Megatron-LM, whose code it runs, and two zero-bubble schedules beside.
+"""Rules on the plans of Primus: those of Megatron-LM, whose code it runs, plus two zero-bubble schedules.
 
 Places are files and lines of Primus fd1eeab (2026-08), below primus/.  Of its split-backward schedules zero-bubble is
 ZB-H1 (as many micro-batches in flight as 1F1B) and zbv-formatted is ZB-V; v-half and v-min, which trade speed for
-memory, are none that a plan knows.
+memory, do not exist in plans.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _LAUNCHER = "backends/megatron/core/pipeline_parallel/primuspipe/pipeline_launch
 
 ZB_V = Schedule.ZB_V.code
 
-# The algorithms of `pp_algorithm` by the names of schedules.
+# Values of `pp_algorithm` by the names of schedules.
 ALGORITHMS = {"zb-h1": "zero-bubble", "zb-v": "zbv-formatted"}
 
 
 def is_split(batch: PlanBatch) -> Bools:
-    """Return which plans put off the gradients of the weights."""
+    """Return which plans defer the weight gradients."""
     return np.isin(batch.schedule, SPLIT_SCHEDULES)
 
 
@@ -43,9 +43,9 @@ def _chunks(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _split_overlap(workload: Workload, batch: PlanBatch) -> Bools:
-    """Gradients are synchronised behind the last pass only, by when Megatron-LM takes overlapped buckets for reduced.
+    """Return which plans synchronise a split backward after the last pass only, without overlap.
 
-    It asserts so in core/distributed/param_and_grad_buffer.py:824.
+    Megatron-LM asserts that overlapped buckets are reduced by then (core/distributed/param_and_grad_buffer.py:824).
     """
     return ~is_split(batch) | ~(batch.grad_reduce_overlap | batch.param_gather_overlap)
 
@@ -83,7 +83,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source="core/pipeline_parallel/scheduler/algorithms/zbv_formatted.py:27",
-        # The table of ZB-V always has passes for 2 pp - 1 micro-batches, those that do not exist among them.
+        # The ZB-V table always has passes for 2 pp - 1 micro-batches, even if some do not exist.
         holds=lambda s, b: (b.schedule != ZB_V) | (b.num_microbatches >= 2 * b.pp - 1),
         text=lambda s, p: (
             f"zb-v needs 2 pp - 1 = {2 * p.pp - 1} micro-batches, there are {p.num_microbatches}: "
@@ -99,7 +99,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source="core/projection/config_validation.py:99",
-        # Gradients of the weights that are put off keep the inputs that recomputation would free.
+        # Deferred weight gradients keep the inputs that recomputation would free.
         holds=lambda s, b: ~is_split(b) | (b.recompute == Recompute.NONE.code),
         text=lambda s, p: f"schedule {p.schedule!r} with recompute {p.recompute!r} frees no memory: use none",
     ),

@@ -1,4 +1,4 @@
-"""Export of a plan to the files with which torchtitan runs it.
+"""Export of a plan to launch files of torchtitan.
 
 Version 0.3 and main are configured by a function in a Python module, version 0.2 by a TOML file.  Places are below
 torchtitan/ in the wheels of 0.3.0 and 0.2.2 and in b5bcd76 (main, 2026-08).
@@ -45,7 +45,7 @@ _OLD = "0.2"
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Python that stands in a file as it is, where a plain value would be quoted."""
+    """Python code that is written to a file verbatim, unlike quoted plain values."""
 
     text: str
 
@@ -61,7 +61,7 @@ def job(plan_file: PlanFile, version: str) -> Job:
             ["--model.hf_assets_path", "./tests/assets/tokenizer"],
         )
     else:
-        # Started by its path, the module is found by its name as well, whatever PYTHONPATH says.
+        # Started by its path, the module can also be imported by name, independent of PYTHONPATH.
         program, trailing = f'"$HERE/{MODULE}"', ("--module plan_cfg --config plan",)
         file = File(name=MODULE, text=module_text(plan_file, version))
         data = (["--hf_assets_path", "./tests/assets/tokenizer"],)
@@ -86,7 +86,7 @@ def job(plan_file: PlanFile, version: str) -> Job:
     )
 
 
-# -- what it cannot be told -------------------------------------------------------------------------------------------
+# -- what the target does not support ---------------------------------------------------------------------------------
 
 
 _LIMITS_OF_ALL = (
@@ -165,7 +165,7 @@ def _check(plan_file: PlanFile, version: str) -> None:
 
 
 def module_text(plan_file: PlanFile, version: str) -> str:
-    """A module whose function `plan` gives the Trainer.Config; every value of the plan in it is a literal."""
+    """Return a module whose function `plan` returns the Trainer.Config; every plan value in it is a literal."""
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     family = family_of(model)
     converters = _converters(plan, model, compiled=_compiles(training))
@@ -203,7 +203,7 @@ def module_text(plan_file: PlanFile, version: str) -> str:
 
 
 def _imports(family: str, plan_file: PlanFile, converters: list[str], version: str) -> list[str]:
-    is_main = version == "main"  # whose data loaders take more words than this file has for them
+    is_main = version == "main"  # its data loaders need further arguments
     rope = "CosSinRoPE" if family in ("qwen3", "gpt_oss") else "ComplexRoPE"
     recompute = plan_file.best.plan.recompute
     modules: dict[str, list[str]] = {
@@ -241,12 +241,12 @@ def _trainer(plan_file: PlanFile, version: str) -> dict[str, Any]:
 
 
 def _compiles(training: TrainingSpec) -> bool:
-    """Fused norms are torch.compile's."""
+    """Return whether the model is compiled: fused norms come from torch.compile."""
     return training.fused_norm is not False
 
 
 def _converters(plan: ParallelPlan, model: ModelSpec, *, compiled: bool) -> list[tuple[str, str]]:
-    """Return (class, configured) of what changes the model for a precision; head and router stay in 16 bits."""
+    """Return (class, its configuration) of the model converters for a precision; head and router stay in 16 bits."""
     prefix = CONVERTERS.get(plan.precision)
     if prefix is None:
         return []
@@ -310,7 +310,7 @@ def _layers(family: str, plan_file: PlanFile, version: str) -> tuple[str, dict[s
         "n_layers": model.num_layers,
         "dim": model.hidden_size,
         "rope": Code(f"{rope}.Config(dim={width}, {length}={seq_len}, theta={theta!r})"),
-        # The only one that context parallelism takes (distributed/full_dtensor.py:46).
+        # The only backend that supports context parallelism (distributed/full_dtensor.py:46).
         "attn_backend": "varlen" if family == "gpt_oss" and plan_file.best.plan.cp == 1 else "flex",
     }
     if model.moe:
@@ -353,14 +353,14 @@ def _toml(plan_file: PlanFile) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    """Numbers, flags, plain words and lists of them are written in TOML as in JSON."""
+    """Return a value as TOML: numbers, flags, plain words and lists of them are the same in JSON."""
     if isinstance(value, list) and value and isinstance(value[0], list):
         return "[\n" + "".join(f"    {json.dumps(item)},\n" for item in value) + "]"
     return json.dumps(value)
 
 
 def _flavor(model: ModelSpec) -> tuple[str, str]:
-    """The name and flavor under which version 0.2 knows a model of these sizes."""
+    """Return the name and flavor in version 0.2 of a model with these sizes."""
     for family, flavors in read_table(shipped()["torchtitan"])["flavors"].items():
         for flavor, name in flavors.items():
             table = read_table(shipped("models")[name])
@@ -381,7 +381,7 @@ def _literal(value: Any) -> str:
 
 
 def _is_names(value: Any) -> bool:
-    """Return whether a value holds only words without quotes, which may then be double."""
+    """Return whether a value contains only words without quotes, which may be double-quoted."""
     if isinstance(value, list):
         return all(_is_names(item) for item in value)
     return isinstance(value, str) and '"' not in value and "'" not in value and "\\" not in value
@@ -392,7 +392,7 @@ def _arguments(arguments: dict[str, Any]) -> str:
 
 
 def _call(function: str, arguments: dict[str, Any], indent: int) -> str:
-    """A call with keyword arguments, on one line where it fits."""
+    """Return a call with keyword arguments, on one line if it fits."""
     line = f"{function}({_arguments(arguments)})"
     if len(line) + indent <= 100 and "\n" not in line:
         return line

@@ -1,4 +1,4 @@
-"""Models that torchtitan builds, and the table of sizes that its builders of layers take."""
+"""Models that torchtitan builds, and the table of sizes that its layer builders take."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _num_shared_experts(file: PlanFile) -> int:
     return moe.shared_expert_ffn_size // moe.expert_ffn_size if moe else 0
 
 
-# The sizes that the builder of a family's layers takes beside depth, width and positions.
+# Sizes that a family's layer builder takes in addition to depth, width and positions.
 BUILDERS: dict[str, tuple[Row | Constant, ...]] = {
     "_build_llama3_layers": (*_HEADS, count("hidden_dim", "model.ffn_size")),
     "_build_qwen3_layers": (*_HEADS, _HEAD_DIM, count("hidden_dim", "model.ffn_size")),
@@ -71,24 +71,24 @@ def builder_of(family: str, model: ModelSpec) -> str:
 
 
 def write_sizes(builder: str, plan_file: PlanFile) -> dict[str, Value]:
-    """Return the arguments of a builder; one that must be given says that no token is dropped."""
+    """Return the arguments of a builder; a required one states that no token is dropped."""
     dropping = {"non_blocking_capacity_factor": None} if builder == "_build_dsv3_layers" else {}
     return written(BUILDERS[builder], plan_file) | dropping
 
 
 def _sizes(*calls: Built) -> Options:
-    """Return the sizes that the calls of a builder and of a model's config were given; those of the first win."""
+    """Return the sizes in the calls of a builder and of a model's config; the first call takes precedence."""
     sizes = {key: value for call in reversed(calls) for key, value in call.named.items()}
     return Options((Argument(key, str(value), key, value) for key, value in sizes.items()), way_out="pass --model")
 
 
 def num_mtp_layers_of(built: Built) -> int:
-    """Return the layers of multi-token prediction that a call was given; 0 where it was given none."""
+    """Return the number of multi-token prediction layers in a call; the default is 0."""
     return _sizes(built).count("num_mtp_layers", 0, least=0)
 
 
 def model_of(config: Built, name: str) -> ModelSpec:
-    """Return the architecture of a model config whose layers one of torchtitan's builders makes."""
+    """Return the architecture of a model config whose layers come from a builder of torchtitan."""
     layers = config.named.get("layers")
     if not isinstance(layers, Built):
         raise InputError("the layers of the model cannot be read: pass --model")
@@ -130,7 +130,7 @@ def model_of(config: Built, name: str) -> ModelSpec:
 
 
 def family_of(model: ModelSpec) -> str:
-    """Return which of its models has the blocks of `model`; refused where none has."""
+    """Return the torchtitan family with the blocks of `model`; raises InputError if there is none."""
     for family, fits in (("gpt_oss", _is_gpt_oss), ("deepseek_v3", _is_deepseek), ("qwen3", _is_qwen3)):
         if fits(model):
             return family
@@ -143,7 +143,7 @@ def family_of(model: ModelSpec) -> str:
 
 
 def _is_plain(model: ModelSpec) -> bool:
-    """Return whether a model has rotary positions, one RMSNorm before every gated block, as all of its models."""
+    """Return whether a model has rotary positions and one RMSNorm before every gated block, like all of its models."""
     return (
         not model.unusual_parts
         and model.norm == "rmsnorm"

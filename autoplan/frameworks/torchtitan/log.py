@@ -1,10 +1,10 @@
-"""Reader of the log lines that torchtitan writes.
+"""Reader of the log lines of torchtitan.
 
 `MetricsProcessor.log` and `log_validation` in torchtitan/components/metrics.py at b5bcd76 (2026-08), v0.2.2, v0.2.0 and
-v0.1.0; earlier in train.py: `wps` instead of `tps` (e62573d), and at first `iter`, the seconds of a step (6d9e4e6).
-`tps` are tokens a second of one device over the steps since the last line; a checkpoint in between counts, validation
-starts the clock again.  Memory is the peak of what the allocator holds since then.  Ranks of the environment variable
-LOG_RANK write side by side; those that see no loss write -1.  The moment is that of `init_logger` in
+v0.1.0; earlier in train.py: `wps` instead of `tps` (e62573d), and at first `iter`, the seconds per step (6d9e4e6).
+`tps` is tokens per second and device over the steps since the last line, including checkpoints; validation restarts
+the clock.  Memory is the peak reserved by the allocator since then.  All ranks in the environment variable LOG_RANK
+write to the log; ranks without a loss write -1.  The timestamp format is that of `init_logger` in
 torchtitan/tools/logging.py.  Checkpoints: torchtitan/components/checkpoint.py.
 """
 
@@ -24,7 +24,7 @@ _MOMENT = re.compile(r"\b(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - ")
 
 
 def read(line: str) -> LineContent | None:
-    """Return what a line says; None where it is not one of torchtitan."""
+    """Parse a line of the log; None if it is not a line of torchtitan."""
     if "aving the checkpoint" in line:
         return LineContent(pause="checkpoint")
     if "step: " not in line or not (step := _STEP.search(line)):
@@ -49,7 +49,7 @@ def read(line: str) -> LineContent | None:
 
 
 def _moment(line: str) -> float | None:
-    """Seconds since some fixed moment; clocks that are put back in autumn cost one step."""
+    """Return the seconds since a fixed time; a clock set back in autumn costs one step."""
     if (moment := _MOMENT.search(line)) is None:
         return None
     try:

@@ -1,6 +1,6 @@
-"""Option table of torchtitan: names in 0.3.0, 0.2.2 and main (b5bcd76), and how their values are written and read.
+"""Option table of torchtitan: names in 0.3.0, 0.2.2 and main (b5bcd76), for writing and reading.
 
-Places are below torchtitan/.  Functions that write and read the same options stand side by side.
+Places are below torchtitan/.  Functions that write and read the same options are next to each other.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.plan_file import PlanFile
 
-# Sections that cost neither time nor memory, or that a plan does not choose.
+# Sections that affect neither time nor memory, or that are not part of a plan.
 ASIDE = (
     *("hf_assets_path", "dump_folder", "profiler", "profiling", "metrics", "tokenizer", "dataloader", "optimizer"),
     *("lr_scheduler", "checkpoint", "comm", "debug", "validator", "validation", "job", "loss", "override"),
 )
-CONVERTERS = {"fp8": "Float8", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}  # prefixes of the classes of 0.3
-OLD_CONVERTERS = {"fp8": "float8", "mxfp8": "mx"}  # of 0.2
+CONVERTERS = {"fp8": "Float8", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}  # prefixes of class names in 0.3
+OLD_CONVERTERS = {"fp8": "float8", "mxfp8": "mx"}  # in 0.2
 POLICIES = {"full": "FullAC", "selective": "SelectiveAC"}
 
 # -- batch and sequence -----------------------------------------------------------------------------------------------
 
 
 def write_batch(plan: ParallelPlan, seq_len: int, version: str) -> dict[str, Any]:
-    """Return batch and sequence; a pipeline takes all micro-batches of a replica at once."""
+    """Return batch and sequence; a pipeline processes all micro-batches of a replica at once."""
     num_parts = plan.num_microbatches if plan.pp > 1 else 1
     if version == "main":
         return {
@@ -52,7 +52,7 @@ def write_batch(plan: ParallelPlan, seq_len: int, version: str) -> dict[str, Any
         "global_batch_size": plan.global_batch,
         "seq_len": seq_len,
     }
-    # Pipelines and expert parallelism refuse CUDA graphs (trainer.py:183), and no prediction knows them.
+    # Pipelines and expert parallelism refuse CUDA graphs (trainer.py:183), which are not modelled.
     return values if version == "0.2" else values | {"disable_cuda_graphs": True}
 
 
@@ -63,7 +63,7 @@ def read_sequence(training: Options) -> int:
 
 
 def read_batch(training: Options, parallelism: Options, degrees: dict[str, int]) -> dict[str, int]:
-    """Return sequences of a micro-batch and of a step."""
+    """Return the sequences per micro-batch and per step."""
     dp, has_pipeline = degrees["dp_replicate"] * degrees["dp_shard"], degrees["pp"] > 1
     if training.has("num_tokens_per_microbatch_per_dp_rank"):  # main
         length = read_sequence(training)
@@ -90,7 +90,7 @@ def read_batch(training: Options, parallelism: Options, degrees: dict[str, int])
     return {"micro_batch": micro, "global_batch": batch}
 
 
-STATES = word(  # gradients and moments have the type of the weights
+STATES = word(  # gradients and moments have the data type of the weights
     "dtype",
     "main_weights",
     MainWeights.FP32,
@@ -104,7 +104,7 @@ REDUCTION = word(
     {"float32": ReduceType.USUAL, "bfloat16": ReduceType.HALF},
     when=lambda file: file.best.plan.reduce_dtype != ReduceType.USUAL,
 )
-SCALING = word(  # of the linear layers of 0.2; 0.3 has no other than the last
+SCALING = word(  # for linear layers in 0.2; 0.3 only has the last one
     "recipe_name",
     "fp8_scaling",
     Fp8Scaling.TENSORWISE,
@@ -118,7 +118,7 @@ OFFLOAD = switch(
     off=Offload.NONE,
     when=lambda file: file.best.plan.offload != Offload.NONE,
 )
-# Options that no plan has.
+# Options that plans do not have.
 _ASSUMED = (
     Assumed("mixed_precision_param", ("bfloat16",), "products are priced in 16 bits"),
     Assumed("disable_cuda_graphs", (True,), "no prediction knows CUDA graphs"),
@@ -126,7 +126,7 @@ _ASSUMED = (
 
 
 def read_assumed(training: Options) -> None:
-    """Remark the options of the section of training that no plan has and whose value is not the priced one."""
+    """Remark on options of the training section that plans do not have, if they differ from the assumed value."""
     remark_assumed(_ASSUMED, training)
     training.pass_over(
         "steps", "max_norm", "gc_freq", "gc_debug", "dataset", "dataset_path", "seq_len", "max_context_length"
@@ -143,7 +143,7 @@ _MESH = (
 _COPIES = count("data_parallel_replicate_degree", "dp_replicate", 1)
 _EXPERTS = count("expert_parallel_degree", "ep", 1)
 _SHARDS, _RESHARD = "data_parallel_shard_degree", "fsdp_reshard_after_forward"
-# Known options that cost nothing of what is priced.
+# Known options without a modelled cost.
 _PARALLELISM_ASIDE = (
     *("spmd_backend", "context_parallel_load_balancer", "context_parallel_rotate_method"),
     *("context_parallel_ptrr_mask_key", "pipeline_parallel_expert_parallel_overlap", "expert_tensor_parallel_degree"),
@@ -168,7 +168,7 @@ def write_parallelism(plan_file: PlanFile, version: str) -> dict[str, Value]:
 
 
 def read_degrees(parallelism: Options, num_devices: int | None) -> dict[str, int]:
-    """Return ranks of every axis; a shard degree of -1 takes what is left of the devices."""
+    """Return the degree of every axis; a shard degree of -1 means all remaining devices."""
     degrees: Fields = read_fields((*_MESH, _COPIES, _EXPERTS), parallelism)
     other_ranks = degrees["tp"] * degrees["cp"] * degrees["pp"] * degrees["dp_replicate"]
     shard = parallelism.count(_SHARDS, -1, least=-1)
@@ -215,7 +215,7 @@ def read_sharding(parallelism: Options, degrees: dict[str, int], model: ModelSpe
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
-# By the names of torch, which any case is read of: with one stage a rank, and with more.
+# Names in torch, read in any case: with one stage per rank, and with several.
 _ONE_STAGE = ("1f1b", "gpipe", "zb-h1")
 _SINGLE = {word.casefold(): name for name, word in SCHEDULES.items() if name in _ONE_STAGE}
 _MULTI = {word.casefold(): name for name, word in SCHEDULES.items() if name not in _ONE_STAGE}
@@ -232,7 +232,7 @@ def _write_pipeline(plan: ParallelPlan, num_layers: int, version: str) -> dict[s
 
 
 def read_pipeline(parallelism: Options, pp: int, num_layers: int) -> Fields:
-    """Return the schedule, the chunks of a rank and their layers."""
+    """Return the schedule, the chunks per rank and their layers."""
     word = str(parallelism.value("pipeline_parallel_schedule") or "1F1B").casefold()
     parts = parallelism.value("module_fqns_per_model_part")
     per_stage = "pipeline_parallel_layers_per_stage"
@@ -274,7 +274,7 @@ def stages(counts: tuple[int, ...], head: str) -> list[list[str]]:
 
 
 def spread(num_stages: int, num_layers: int, first: int = 1, last: int = 1) -> tuple[int, ...]:
-    """Return the layers of every stage as torchtitan spreads them: embedding and head count as so many layers.
+    """Return the layers of every stage as torchtitan distributes them; `first` and `last` weigh embedding and head.
 
     Source: _generate_llm_fqn_per_model_part in distributed/pipeline_parallel.py of 0.3.0.
     """
@@ -288,7 +288,7 @@ def spread(num_stages: int, num_layers: int, first: int = 1, last: int = 1) -> t
 
 
 def counted_layers(parts: Any, num_layers: int) -> tuple[int, ...]:
-    """Return the layers of every listed stage, which must come in order."""
+    """Return the number of layers in every listed stage; layers must be in order."""
     if not isinstance(parts, list) or not all(isinstance(part, list) for part in parts) or not parts:
         raise InputError("module_fqns_per_model_part must be a list of lists of names")
     names = [[name for name in part if str(name).startswith("layers.")] for part in parts]

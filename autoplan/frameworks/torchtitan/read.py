@@ -1,7 +1,7 @@
-"""Reader of configurations of torchtitan.
+"""Reader of torchtitan configurations.
 
-A function of a config registry (0.3, in Python), a command line that names one and changes some values (0.3), or a
-TOML file (0.2).  Defaults are those of config/configs.py of 0.3.0 and config/job_config.py of 0.2.2.
+They are a function in a config registry (0.3, in Python), a command line that names one and changes some values (0.3),
+or a TOML file (0.2).  Defaults are those of config/configs.py in 0.3.0 and config/job_config.py in 0.2.2.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from autoplan.spec.training import TrainingSpec
 
 _TRAINS = ("torchtitan.train", "torchtitan/train.py", "plan_cfg.py")
 _ENTRIES = ("run_train.sh",)
-_OLD_FILE = "job.config_file"  # whose name is an option of 0.2
+_OLD_FILE = "job.config_file"  # option of 0.2 with the name of the file
 
 
 @dataclass(slots=True)
 class Content:
-    """Content of a file, whatever its form: nested options under their names of 0.3, and what they rest on."""
+    """Content of a file in any form: nested options under their names in 0.3, and values that are not options."""
 
     options: dict[str, Any]
-    model: ModelSpec | None  # None where the file does not say
+    model: ModelSpec | None  # None if the file does not set it
     precision: str = "bf16"
     fp8_scaling: Fp8Scaling = Fp8Scaling.ROWWISE
     recompute: str | None = "selective"
     num_devices: int | None = None
     unread: list[Unread] = field(default_factory=list)
-    old: bool = False  # of 0.2
+    old: bool = False  # version 0.2
 
 
 def recognises(name: str, text: str) -> bool:
@@ -76,7 +76,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """Return the launch that the file starts."""
+    """Return the launch of the file."""
     if (table := _toml(text)) is not None:
         content = _of_toml(table)
     elif re.search(r"^(from|import|def) ", text, re.MULTILINE) and "Trainer.Config" in text:
@@ -93,7 +93,7 @@ def _toml(text: str) -> dict[str, Any] | None:
         return None
 
 
-# -- the names under which torchtitan knows models and configs --------------------------------------------------------
+# -- torchtitan's names of models and configs -------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
@@ -102,7 +102,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _of_flavor(family: str, flavor: str) -> ModelSpec | None:
-    """The model of a flavor; torchtitan builds them without multi-token prediction unless it is told."""
+    """Return the model of a flavor; by default torchtitan builds it without multi-token prediction."""
     name = _facts()["flavors"].get(family, {}).get(flavor)
     return None if name is None else replace(load_model(name), num_mtp_layers=0)
 
@@ -140,7 +140,7 @@ def _of_toml(table: dict[str, Any]) -> Content:
 
 
 def _read_scaling(content: Content, table: dict[str, Any]) -> None:
-    """Read what the matrices of the 8-bit products of linear layers have a scale for."""
+    """Read the scaling granularity of 8-bit products in linear layers."""
     options = Options.of_table(table).inside("quantize").inside("linear").inside("float8")
     content.fp8_scaling = SCALING.of(options)
     if (recipe := options.value(SCALING.key)) == "rowwise_with_gw_hp":
@@ -152,7 +152,7 @@ def _read_scaling(content: Content, table: dict[str, Any]) -> None:
 
 
 def _of_module(text: str, variables: dict[str, str]) -> Content:
-    """The function named by the variable CONFIG, or the only one that gives a Trainer.Config."""
+    """Parse the function named by the variable CONFIG, or the only function that returns a Trainer.Config."""
     module = Module(text, "the file")
     chosen = variables.get("CONFIG")
     giving = [name for name in module.functions if _gives_trainer(module, name)]
@@ -211,7 +211,7 @@ def _read_policy(content: Content, value: Any) -> None:
 
 
 def _read_model(content: Content, spec: Any, function: str) -> None:
-    """The model of `model_registry(flavor, ...)`, or one that replaces it, and its converters."""
+    """Read the model of `model_registry(flavor, ...)` or its replacement, and its converters."""
     if not isinstance(spec, Built):
         return
     changed = spec.named.get("model")
@@ -269,7 +269,7 @@ def _of_script(text: str, context: LaunchContext) -> Content:
 
 
 def _changed(table: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The table with the options of a command line, by their dotted names, instead of its own."""
+    """Return the table updated with command-line options, by their dotted names."""
     for dotted, value in options.items():
         section, _, key = dotted.rpartition(".")
         inside = table.setdefault(section, {}) if section else table
@@ -279,7 +279,7 @@ def _changed(table: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _toml_beside(name: str, context: LaunchContext) -> dict[str, Any]:
-    """The configuration of 0.2 that a script names, from the file beside it."""
+    """Return the 0.2 configuration named by a script, from the file next to it."""
     path = context.folder / Path(name).name if context.folder else None
     table = _toml(read_text(path)) if path and is_file(path) else None
     if table is None:
@@ -288,7 +288,7 @@ def _toml_beside(name: str, context: LaunchContext) -> dict[str, Any]:
 
 
 def _module_beside(module: str, context: LaunchContext) -> str | None:
-    """The text of the module of a --module, from the folder of the script; torchtitan looks for its registry first."""
+    """Return the text of a --module in the script's folder; torchtitan looks for its registry first."""
     if context.folder is None or not re.fullmatch(r"\w+(\.\w+)*", module):
         return None
     place = context.folder.joinpath(*module.split("."))
@@ -297,19 +297,19 @@ def _module_beside(module: str, context: LaunchContext) -> str | None:
 
 
 def _start(command: Command) -> int | None:
-    """Return the index of the training program among the words of a command; None where it has none."""
+    """Return the index of the training program among the words of a command; None if there is none."""
     ends = (*_TRAINS, *_ENTRIES)
     return next((at for at, word in enumerate(command.words) if word.endswith(ends)), None)
 
 
 def _named_by(variables: dict[str, str]) -> list[str]:
-    """Return the options for module and config that run_train.sh makes of the variables."""
+    """Return the options for module and config that run_train.sh derives from the variables."""
     module, config = variables.get("MODULE", "llama3"), variables.get("CONFIG", "llama3_debugmodel")
     return ["--module", module, "--config", config]
 
 
 def _command_line(words: list[str]) -> tuple[dict[str, Any], str | None, list[Unread]]:
-    """Return (options by dotted name, the policy of activation checkpointing, what is not read)."""
+    """Return (options by dotted name, policy of activation checkpointing, unread options)."""
     options: dict[str, Any] = {}
     policy, unread, at = None, [], 0
     while at < len(words):
@@ -336,7 +336,7 @@ def _command_line(words: list[str]) -> tuple[dict[str, Any], str | None, list[Un
 
 
 def _parsed(name: str, text: str) -> Any:
-    """The value of an option as the number or flag that it spells; of the folder of a file nothing need be known."""
+    """Return the value of an option, parsed as a number or flag; the path of a file stays as written."""
     if name == _OLD_FILE:
         return text
     if is_open(text):
@@ -347,7 +347,7 @@ def _parsed(name: str, text: str) -> Any:
 
 
 def _devices(words: list[str], variables: dict[str, str]) -> int | None:
-    """Processes that torchrun starts, where its options or NGPU tell."""
+    """Return the number of processes that torchrun starts, from its options or NGPU."""
     values = {}
     for at, word in enumerate(words):
         name, sign, value = word.replace("_", "-").partition("=")

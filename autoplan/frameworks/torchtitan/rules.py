@@ -1,8 +1,8 @@
 """Rules on the plans that torchtitan accepts.
 
 Places are files and lines of torchtitan b5bcd76 (2026-08), below torchtitan/, and of PyTorch 2.13.0, whose pipeline
-schedules it runs, below torch/.  Unsharded and sharded states are those of FSDP2, so that any schedule may go with
-them.  --parallelism.module_fqns_per_model_part takes any counts of layers.
+schedules it runs, below torch/.  Both sharded and unsharded states use FSDP2, so any schedule works with them.
+--parallelism.module_fqns_per_model_part accepts any layer counts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _nvfp4_widths(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _experts_take_ranks(workload: Workload, batch: PlanBatch) -> Bools:
-    """Experts borrow the ranks of one copy of the shard group; without sharding every replica is one."""
+    """Return which plans fit their experts into the ranks of one shard group; without sharding a replica is one."""
     copies = np.where(batch.sharding == NONE, batch.dp, batch.dp_replicate)
     ranks = batch.tp * batch.cp * batch.dp // copies
     return ranks % batch.ep == 0 if workload.model.moe else all_true(batch)
@@ -54,7 +54,7 @@ SUPPORTED = (
     # fsdp_reshard_after_forward never and always.
     SupportedWords(axis="sharding", words=("none", "zero2", "zero3"), source=f"{_FSDP}:112"),
     SupportedWords(axis="cp_kind", words=(ContextParallelKind.RING,), source="distributed/context_parallel/api.py:88"),
-    # enable_cpu_offload takes the parameters along.
+    # enable_cpu_offload always includes the parameters.
     SupportedWords(axis="offload", words=(Offload.NONE, Offload.PARAMETERS), source=f"{_FSDP}:231"),
     SupportedWords(axis="reduce_dtype", words=("usual", "half"), source="config/configs.py mixed_precision_reduce"),
     SupportedWords(axis="main_weights", words=("fp32", "bf16"), source="config/configs.py:89 dtype"),
@@ -71,18 +71,18 @@ _OWN: tuple[Rule, ...] = (
     shared.tied_needs_one_stage(f"{_DECODER}:168"),
     Rule(
         source=f"{_FSDP}:129",
-        # The weights of a stage stay gathered through a step by default, which is what zero3 means in its pipelines.
+        # By default the weights of a stage stay gathered during a step, which is the meaning of zero3 in its pipelines.
         holds=lambda s, b: (b.pp == 1) | (b.sharding != ZERO2),
         text=lambda s, p: f"zero2 with pp {p.pp} is what zero3 is in a pipeline: use zero3",
     ),
     shared.whole_kv_heads(f"{_DECODER}:195"),
     shared.sp_needs_tp("trainer.py:300"),
     shared.SCALING_NEEDS_FP8,
-    # Version 0.3 asks it of every sequence, b5bcd76 of the tokens of a micro-batch.
+    # Version 0.3 requires it for every sequence, b5bcd76 for the tokens of a micro-batch.
     shared.whole_sequence("trainer.py:302"),
     Rule(
         source=f"{_DIMS} fsdp_enabled",
-        # Require several ranks, dp_shard x cp, for sharded states: over one rank it takes them for unsharded.
+        # Sharded states need several ranks (dp_shard x cp): with one rank they are treated as unsharded.
         holds=lambda s, b: (b.sharding == NONE) | (b.dp_shard * b.cp > 1),
         text=lambda s, p: f"{p.sharding} over one rank has nothing to shard: use none, or a larger dp_shard",
     ),
@@ -101,7 +101,7 @@ _OWN: tuple[Rule, ...] = (
     ),
     Rule(
         source="models/common/MOE_SHARDING.md:23",
-        # Spread experts are whole; without expert parallelism they follow tp like every other matrix.
+        # With expert parallelism experts are whole; otherwise tp splits them like every other matrix.
         holds=lambda s, b: b.etp == np.where(b.ep > 1, 1, b.tp) if s.model.moe else all_true(b),
         text=lambda s, p: f"etp {p.etp} with ep {p.ep} and tp {p.tp}: set etp to {1 if p.ep > 1 else p.tp}",
     ),
@@ -115,7 +115,7 @@ _OWN: tuple[Rule, ...] = (
     ),
     Rule(
         source="models/deepseek_v3/mtp.py:203",
-        # Prediction layers read what only the last stage and the whole sequence have.
+        # Prediction layers need inputs that only the last stage has, over the whole sequence.
         holds=lambda s, b: (b.pp == 1) & (b.cp == 1) if s.model.num_mtp_layers else all_true(b),
         text=lambda s, p: (
             f"multi-token prediction with pp {p.pp} and cp {p.cp}: set num_mtp_layers of the model to 0, or both to 1"
@@ -125,7 +125,7 @@ _OWN: tuple[Rule, ...] = (
 
 
 def rules_offering(*extras: str) -> tuple[Rule, ...]:
-    """Return its rules where these options, which few frameworks have, are offered."""
+    """Return torchtitan's rules for a framework that offers these rarely supported options."""
     return (*universal.RULES, universal.NO_PARTS, *universal.options_of_others(*extras), *_OWN)
 
 

@@ -18,7 +18,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     return Job(
         framework="the built-in trainer",
         variables=(LaunchVariable(name="STEPS", default="10", note="steps that are timed", counts_steps=True),),
-        program=f'--no-python -- autoplan run "$HERE/{_FILE}"',  # torchrun would look for options of its own further on
+        program=f'--no-python -- autoplan run "$HERE/{_FILE}"',  # "--" stops torchrun from parsing what follows
         trailing=('--steps "$STEPS"',),
         files=(File(name=_FILE, text=encode(plan_file.whole if isinstance(plan_file, PartPlanFile) else plan_file)),),
     )

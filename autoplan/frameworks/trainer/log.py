@@ -1,4 +1,4 @@
-"""Log lines of the built-in trainer, one a step: its number, seconds, and the loss."""
+"""Log lines of the built-in trainer, one per step: its number, its seconds and the loss."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _LINE = re.compile(r"trainer step (\d{1,12}) \| (\S{1,30}) s \| loss (\S{1,30})"
 
 
 def line(step: int, step_s: float, loss: float) -> str:
-    """Return the line that is written after a step."""
+    """Return the log line of a step."""
     return f"trainer step {step} | {step_s:.6g} s | loss {loss:.6g}\n"
 
 
 def read(line: str) -> LineContent | None:
-    """Return what a line says; None where it is not one of the trainer's."""
+    """Parse a line of the log; None if it is not a line of the trainer."""
     match = _LINE.search(line) if "trainer step" in line else None
     seconds = quantity(match[2]) if match else None
     if match is None or seconds is None:

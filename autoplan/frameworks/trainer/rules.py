@@ -1,8 +1,8 @@
 """Rules on the plans that the built-in trainer runs.
 
-The rules of plain PyTorch, except for what the trainer itself does not do.  ZeRO-1 is `fully_shard` whose gradients are
-reduced once a step, so that DistributedDataParallel, wrong under several of these plans, is never used.  Places are
-functions of this project.
+They are the rules of plain PyTorch, without what the trainer does not implement.  ZeRO-1 is `fully_shard` with one
+reduction of the gradients per step; DistributedDataParallel, which is wrong under several of these plans, is never
+used.  Places are functions of this project.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ BOOK = Rulebook(
 
 
 def check_training(training: TrainingSpec) -> None:
-    """Refuse what the trainer does not do: it trains all weights with Adam, on sequences of equal lengths."""
+    """Raise an error for unsupported training: only all weights, with Adam, on sequences of equal length."""
     finetuning = training.finetuning
     if finetuning is not None and (finetuning.has_adapters or finetuning.frozen):
         raise InputError(f"the built-in trainer trains all weights, not {finetuning}: use your own program")
@@ -90,7 +90,7 @@ def check_training(training: TrainingSpec) -> None:
 
 
 def check_model(model: ModelSpec) -> None:
-    """Refuse what the transformer of the trainer is not."""
+    """Raise an error for models that the trainer's transformer does not implement."""
     refusals = (
         *((True, part) for part in model.unusual_parts),
         (model.mla is not None, "latent attention"),

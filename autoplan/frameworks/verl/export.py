@@ -1,6 +1,6 @@
-"""Export of a plan to the words of verl's SFT trainer with its Megatron engine (1dda039); places are below verl/.
+"""Export of a plan to arguments of verl's SFT trainer with its Megatron engine (1dda039); places are below verl/.
 
-The model is that of a checkpoint on a hub, which Megatron-Bridge turns into one of Megatron-Core.
+The model is a checkpoint on a hub, which Megatron-Bridge converts to Megatron-Core.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DATA = ("data.val_files=null", "data.truncation=right")
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
-    """Return the job that torchrun starts where verl and Megatron-Core are installed."""
+    """Return the torchrun job, with verl and Megatron-Core installed."""
     *_, plan_part = checked_parts(plan_file, NAME, RULES, OF_MEGATRON)
     _check(plan_file)
     plan = arguments_of([plan_part], plan_file)
@@ -66,7 +66,7 @@ def _group(name: str, note: str, settings: dict[str, Value]) -> OptionGroup:
 
 
 def _word(key: str, value: Value) -> str:
-    """Return a setting as Hydra takes it; a key that begins an override may be one that its file has not."""
+    """Return a setting in Hydra's syntax; keys below an override table may be missing from the config file."""
     prefix = "++" if ".override_" in key else ""
     return f"{prefix}{key}={_written(value)}"
 
@@ -80,7 +80,7 @@ def _written(value: Value) -> str:
 
 
 def _plan(settings: dict[str, Value], plan_file: PlanFile) -> dict[str, Value]:
-    """Return the settings of the plan, with those whose default means another plan."""
+    """Return the settings of the plan, including those whose default would be another plan."""
     plan, model = plan_file.best.plan, plan_file.model
     overlap = f"{DDP}.overlap_param_gather"
     written: dict[str, Value] = {
@@ -91,9 +91,9 @@ def _plan(settings: dict[str, Value], plan_file: PlanFile) -> dict[str, Value]:
         "engine.sequence_parallel": plan.sp,
         "engine.use_distributed_optimizer": plan.sharding != Sharding.NONE,
     }
-    if plan.vp > 1:  # beside a layout too
+    if plan.vp > 1:  # required in addition to a layout
         written["engine.virtual_pipeline_model_parallel_size"] = plan.vp
-    if overlap in settings:  # which DDP and optimizer are told each (utils/megatron_utils.py:1694)
+    if overlap in settings:  # set separately for DDP and the optimizer (utils/megatron_utils.py:1694)
         written[f"{OPTIMIZER}.overlap_param_gather"] = settings[overlap]
     if model.moe is not None:
         written |= {f"{TRANSFORMER}.moe_grouped_gemm": True, f"{TRANSFORMER}.moe_permute_fusion": True}
@@ -118,7 +118,7 @@ def _training(plan_file: PlanFile) -> dict[str, Value]:
     return {"optim.lr": rate, "trainer.logger": ["console"], "trainer.test_freq": -1, "trainer.save_freq": -1}
 
 
-# -- what it cannot be told -------------------------------------------------------------------------------------------
+# -- what the target does not support ---------------------------------------------------------------------------------
 
 LIMITS = (
     USUAL_RANK_ORDER,
@@ -126,7 +126,7 @@ LIMITS = (
     only("sharding", Sharding.NONE, Sharding.ZERO1, why="use none or zero1", source=_ENGINE),
     only("cuda_graphs", CudaGraphs.NONE, why="its micro-batches have unlike shapes", source=_ENGINE),
     only("offload", Offload.NONE, Offload.OPTIMIZER, why="use optimizer", source=_ENGINE),
-    # The precision-aware optimizer keeps the types of its main weights to itself (utils/megatron/optimizer.py:185).
+    # The data type of main weights in the precision-aware optimizer is fixed (utils/megatron/optimizer.py:185).
     only("main_weights", MainWeights.FP32, MainWeights.REMAINDERS, why="use fp32", source=_ENGINE),
     only("moment_dtype", MomentType.FP32, MomentType.BF16, why="use bf16", source="workers/config/optimizer.py"),
     only("grad_dtype", GradType.FP32, GradType.BF16_MAIN, why="use fp32 or bf16_main", source=_ENGINE),
@@ -159,7 +159,7 @@ def _check(plan_file: PlanFile) -> None:
 
 
 def _refused_tuning(finetuning: FineTuning) -> str:
-    """Say what of a fine-tuning it cannot express; empty where it can express all of it."""
+    """Describe what the target cannot express of a fine-tuning; empty if it can express all of it."""
     ends = (*finetuning.frozen, *finetuning.saved_modules)
     if ends:
         return f"{' and '.join(ends)} apart from other weights"

@@ -1,7 +1,7 @@
-"""Places of Megatron-Core's options among the settings of verl 1dda039 (2026-08), as written and read.
+"""Megatron-Core's options in the settings of verl 1dda039 (2026-08), for writing and reading.
 
-The table of options is that of Megatron-LM.  Settings are those of verl/trainer/config: sft_trainer_engine.yaml with
-engine/megatron.yaml and optim/megatron.yaml; fields of Megatron-Core's own classes stand in `override_` tables.
+The option table is that of Megatron-LM.  Settings are those of verl/trainer/config: sft_trainer_engine.yaml with
+engine/megatron.yaml and optim/megatron.yaml; fields of Megatron-Core's own classes are in `override_` tables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DTYPE, DYNAMIC, MOST_TOKENS, LENGTH = (
     *("engine.dtype", "data.use_dynamic_bsz"),
     *("data.max_token_len_per_gpu", "data.max_length"),
 )
-# By the name of an argument of Megatron-LM, the setting that is not a field of its transformer.
+# Settings by the name of Megatron-LM's argument, for arguments that are not fields of its TransformerConfig.
 PLACES = {
     **{
         name: f"engine.{name}"
@@ -41,10 +41,10 @@ PLACES = {
         )
     },
 }
-# Settings of the words that the plan's part of Megatron-LM's options has and verl says otherwise, or not at all.
+# Arguments in the plan part of Megatron-LM's options that verl expresses differently or not at all.
 ELSEWHERE = ("bf16", "fp16", "ckpt_format", "init_model_with_meta_device", "grad_reduce_in_bf16", "te_rng_tracker")
 ARGUMENTS = {place: name for name, place in PLACES.items()}
-# Where the trainer's defaults differ from Megatron-LM's; dropout is that of checkpoints.
+# Defaults that differ from Megatron-LM's; dropout comes from the checkpoint.
 DEFAULTS: dict[str, Value] = {
     "micro_batch_size": 4,
     "global_batch_size": 256,
@@ -57,7 +57,7 @@ DEFAULTS: dict[str, Value] = {
     "apply_rope_fusion": True,
 }
 DEFAULT_LENGTH, DEFAULT_TOKENS = 1024, 8192
-# Places of an actor's settings (config/actor/megatron_actor.yaml), by what they are called in the SFT trainer's.
+# Settings of an actor (config/actor/megatron_actor.yaml) by their names in the SFT trainer.
 OF_ACTOR = {
     "actor_rollout_ref.actor.megatron.": "engine.",
     "actor_rollout_ref.actor.optim.": "optim.",
@@ -70,7 +70,7 @@ OF_ACTOR = {
 
 
 def place_of(argument: str) -> str:
-    """Return the setting that an argument of Megatron-LM is."""
+    """Return the setting for an argument of Megatron-LM."""
     if argument in PLACES:
         return PLACES[argument]
     return f"{TRANSFORMER}.{BRIDGE_FIELDS.get(argument, argument).rpartition('.')[2]}"

@@ -1,6 +1,6 @@
 """Reader of scripts that start verl (1dda039) on Megatron-Core: its SFT trainer, or an actor's update.
 
-Rollout, reference and rewards of reinforcement learning are left alone.
+Rollout, reference and rewards of reinforcement learning are ignored.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _settings(words: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def _arguments(settings: dict[str, tuple[str, str]]) -> Iterator[Argument]:
-    """Yield the settings by the names of Megatron-LM's arguments where they are those."""
+    """Yield the settings that correspond to arguments of Megatron-LM, by these arguments' names."""
     for name, (option, text) in settings.items():
         value = Unknown(text) if is_open(text) else parse_yaml(f"value: {text}", option)["value"]
         if value is None and name.startswith(("engine.virtual", "engine.expert_tensor", TRANSFORMER)):
@@ -129,13 +129,13 @@ def _arguments(settings: dict[str, tuple[str, str]]) -> Iterator[Argument]:
 
 
 def _devices(settings: dict[str, tuple[str, str]]) -> int | None:
-    """Return the devices that Ray is told of."""
+    """Return the number of devices set for Ray."""
     counts = [settings.get(f"trainer.{name}", ("", ""))[1] for name in ("nnodes", "n_gpus_per_node")]
     return int(counts[0]) * int(counts[1]) if all(re.fullmatch(r"[1-9]\d{0,4}", count) for count in counts) else None
 
 
 def _finetuning(arguments: Options) -> FineTuning | None:
-    """Return the adapters of `model.lora` (config/model/hf_model.yaml), None where all weights are trained."""
+    """Return the adapters of `model.lora` (config/model/hf_model.yaml), or None if all weights are trained."""
     rank = arguments.optional_count("model.lora.rank", 0) or 0
     if not rank:
         return None
@@ -150,7 +150,7 @@ def _finetuning(arguments: Options) -> FineTuning | None:
 
 
 def _batch(arguments: Options, context: LaunchContext) -> None:
-    """Put lengths and batches in where they are said otherwise than Megatron-LM does."""
+    """Translate lengths and batch sizes to Megatron-LM's arguments."""
     prompt, answer = (arguments.optional_count(f"data.max_{part}_length", 0) or 0 for part in ("prompt", "response"))
     length = context.seq_len or prompt + answer or arguments.optional_count("seq_length") or DEFAULT_LENGTH
     if not arguments.has("seq_length"):
@@ -171,7 +171,7 @@ def _batch(arguments: Options, context: LaunchContext) -> None:
 
 
 def _types(arguments: Options) -> None:
-    """Put in the precision of the weights, and sequence parallelism where there is tensor parallelism."""
+    """Add the precision of the weights, and sequence parallelism if there is tensor parallelism."""
     is_half = arguments.text(DTYPE, "bfloat16") == "float16"
     arguments.defaults |= {"bf16": not is_half, "fp16": is_half}
     arguments.defaults["sequence_parallel"] = arguments.count("tensor_model_parallel_size", 1) > 1
