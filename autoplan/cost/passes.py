@@ -12,7 +12,7 @@ from autoplan.base.arrays import Bools, Floats, Rows
 
 @dataclass(frozen=True, slots=True)
 class Pass(Rows):
-    """Seconds of the forward and of the backward pass of something, an element per plan."""
+    """Seconds of a forward pass and its backward pass, one element per plan."""
 
     forward_s: Floats
     backward_s: Floats
@@ -24,7 +24,7 @@ class Pass(Rows):
 
     @property
     def total_s(self) -> Floats:
-        """Both passes."""
+        """Sum of both passes."""
         return self.forward_s + self.backward_s
 
     def plus(self, added: Pass) -> Pass:
@@ -32,7 +32,7 @@ class Pass(Rows):
         return Pass(self.forward_s + added.forward_s, self.backward_s + added.backward_s)
 
     def longer(self, forward_s: Floats | float, backward_s: Floats | float) -> Pass:
-        """Passes that take so many seconds longer, of every plan."""
+        """Return the passes lengthened by these seconds."""
         return Pass(self.forward_s + forward_s, self.backward_s + backward_s)
 
     def times(self, forward: Floats | float, backward: Floats | float) -> Pass:
@@ -40,15 +40,15 @@ class Pass(Rows):
         return Pass(forward * self.forward_s, backward * self.backward_s)
 
     def scaled(self, factor: Floats | float) -> Pass:
-        """Passes that both take so many times as long."""
+        """Return both passes multiplied by the factor."""
         return self.times(factor, factor)
 
     def less(self, removed: Pass) -> Pass:
-        """Passes without those of the other."""
+        """Return the difference to other passes."""
         return Pass(self.forward_s - removed.forward_s, self.backward_s - removed.backward_s)
 
     def otherwise(self, where: Bools, replacement: Pass) -> Pass:
-        """Return these passes, with those of `replacement` in their place where `where` holds."""
+        """Return these passes, replaced by `replacement` at `where`."""
         return Pass(
             np.where(where, replacement.forward_s, self.forward_s),
             np.where(where, replacement.backward_s, self.backward_s),
@@ -56,7 +56,7 @@ class Pass(Rows):
 
 
 class SplitPass(NamedTuple):
-    """Seconds of a forward pass, and of a backward pass by what it makes: of a matrix these are its three products."""
+    """Seconds of a forward pass and of both halves of its backward pass: for a matrix, its three products."""
 
     forward_s: Floats
     input_gradient_s: Floats
@@ -64,12 +64,12 @@ class SplitPass(NamedTuple):
 
     @property
     def backward_s(self) -> Floats:
-        """Both gradients."""
+        """Sum of both gradients."""
         return self.input_gradient_s + self.weight_gradient_s
 
     @property
     def joined(self) -> Pass:
-        """The passes as they are where no schedule takes them apart."""
+        """Return the passes with an unsplit backward pass."""
         return Pass(self.forward_s, self.backward_s)
 
     def plus(self, added: SplitPass) -> SplitPass:
@@ -77,7 +77,7 @@ class SplitPass(NamedTuple):
         return SplitPass(*map(np.add, self, added))
 
     def scaled(self, factor: float) -> SplitPass:
-        """Passes that all take so many times as long."""
+        """Return all passes multiplied by the factor."""
         return SplitPass(*(factor * seconds for seconds in self))
 
     def times(self, forward: Floats, backward: Floats) -> SplitPass:
@@ -87,7 +87,7 @@ class SplitPass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ends(Rows):
-    """Passes in front of the layers (embedding) and behind them (head and loss)."""
+    """Passes before the layers (embedding) and after them (head and loss)."""
 
     embedding: Pass
     head: Pass

@@ -1,8 +1,8 @@
-"""Provenance of a step's time: measured kernels, disturbed, interpolated or scaled ones, fitted curves, datasheets.
+"""Provenance of a step's time: measured, disturbed, interpolated or scaled kernel times, fitted curves, datasheets.
 
-The share of a provenance is by how much, relatively, the step grows when all times of that provenance grow: what hides
-behind other work has none, as nothing depends on it.  A step is made of sums and maxima of times, so that shares add up
-to one (Euler's theorem on homogeneous functions).
+The share of a provenance is the relative growth of the step per relative growth of all times of that provenance; times
+hidden behind other work have none.  A step consists of sums and maxima of times, so the shares add up to one (Euler's
+theorem on homogeneous functions).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.timing import PROVENANCES, Provenance, SourceFactors
 from autoplan.topology.cluster import ClusterSpec
 
-_GROWTH = 1e-6  # small enough that hardly any maximum changes sides, large enough for the digits of a step
+_GROWTH = 1e-6  # small enough to hardly ever switch a maximum, large enough for floating-point precision
 
 
 def shares(problem: Problem, batch: PlanBatch) -> dict[Provenance, Floats]:
@@ -29,7 +29,7 @@ def shares(problem: Problem, batch: PlanBatch) -> dict[Provenance, Floats]:
 
 
 def term_shares(problem: Problem, batch: PlanBatch) -> dict[str, dict[Provenance, Floats]]:
-    """Share of every term of the step that rests on each provenance, for terms that are not zero in all plans."""
+    """Share of each provenance in every term of the step, for terms that are not zero in all plans."""
     grown = _grown(problem, batch)
     return {
         name: _shares(value, {kind: None if cost is None else cost.terms_s[name] for kind, cost in grown.items()})
@@ -39,7 +39,7 @@ def term_shares(problem: Problem, batch: PlanBatch) -> dict[str, dict[Provenance
 
 
 def _grown(problem: Problem, batch: PlanBatch) -> dict[Provenance, CostEstimate | None]:
-    """Costs of the plans where all times of one provenance are longer; None where the problem has no such times."""
+    """Costs of the plans with longer times of each single provenance; None if the problem has no such times."""
     slower: dict[Provenance, Problem | None] = dict.fromkeys(("measured", "interpolated", "scaled", "disturbed"))
     if not problem.timings.is_empty:
         for name in slower:
@@ -50,13 +50,13 @@ def _grown(problem: Problem, batch: PlanBatch) -> dict[Provenance, CostEstimate 
 
 
 def _shares(value: Floats, grown: dict[Provenance, Floats | None]) -> dict[Provenance, Floats]:
-    """Shares of `value`, from what it is where the times of each provenance but `reference` are longer."""
+    """Shares in `value`, from its values with longer times of each provenance except `reference`."""
     none, divisor = np.zeros(len(value)), np.where(value > 0, value, 1.0)
     shares = {
         name: none if longer is None else np.maximum((longer - value) / divisor, 0.0) / _GROWTH
         for name, longer in grown.items()
     }
-    # Where two of them tie for a maximum, either makes the step longer.
+    # If two provenances tie for a maximum, either one makes the step longer.
     total = np.maximum(sum(shares.values()), 1.0)
     shares = {name: share / total for name, share in shares.items()}
     shares["reference"] = np.maximum(1.0 - sum(shares.values()), 0.0)
@@ -64,10 +64,10 @@ def _shares(value: Floats, grown: dict[Provenance, Floats | None]) -> dict[Prove
 
 
 def _slower_datasheet(problem: Problem) -> Problem:
-    """The problem with all times longer that only a datasheet tells: without a fitted curve of device or link."""
+    """Return the problem with longer times for everything priced by a datasheet, without a fitted curve."""
     growth, device, calibration = 1.0 + _GROWTH, problem.cluster.device, problem.calibration
     if not device.gemm.is_measured:
-        # What streams through memory goes with the products: both were measured on a device, or neither was.
+        # Memory-bound kernels follow the products: both were measured on a device, or neither was.
         calibration = replace(
             calibration, gemm=growth * calibration.gemm, memory_bound=growth * calibration.memory_bound
         )

@@ -1,7 +1,7 @@
-"""Records behind a price: the measured timings behind each term of a step, and what was not measured.
+"""Measured timings behind each term of a step, and looked-up times that were not measured.
 
-A price is asked which shapes it looks up; each of them in turn is made a little longer, and the terms that grow with it
-are those that rest on it.  What hides behind other work has no share, as nothing depends on it (`cost.provenance`).
+Pricing records the shapes that it looks up.  Each time in turn is made slightly longer; the terms that grow depend on
+it.  Times hidden behind other work have no share (`cost.provenance`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.timing import DISTURBED_SPREAD, INTERPOLATED_SPREAD, SCALED_SPREAD, TimeSource
 
 _GROWTH = 1e-6
-_LEAST_SHARE = 1e-4  # of a term, that is no rounding of the derivative
-# Of the growth of the term that a time enters itself, how much others must grow to be named: a bubble grows with all.
+_LEAST_SHARE = 1e-4  # of a term, below which a share is rounding of the derivative
+# Growth that makes a further term count, relative to the growth of the term that a time enters itself; a bubble grows
+# with all times.
 _ENTERS = 0.5
 _SERVED_SPREADS: dict[Served, float] = {
     "disturbed": DISTURBED_SPREAD,
     "interpolated": INTERPOLATED_SPREAD,
     "scaled": SCALED_SPREAD,
 }
-# The backward passes that are priced from a measured forward pass where they were not measured.
+# Backward passes that are scaled by a measured forward pass if they were not measured.
 FORWARD_OF: dict[Operation, Operation] = {
     "dgrad": "gemm",
     "wgrad": "gemm",
@@ -47,7 +48,7 @@ FORWARD_OF: dict[Operation, Operation] = {
 
 
 def measured_shares(problem: Problem, plan: ParallelPlan) -> dict[str, float]:
-    """Return of every term that is not zero the share that rests on measured times."""
+    """Return the share of measured times in every non-zero term."""
     batch = PlanBatch.of([plan], problem.model.num_layers)
     timed = ("measured", "disturbed", "interpolated", "scaled")
     return {
@@ -57,17 +58,17 @@ def measured_shares(problem: Problem, plan: ParallelPlan) -> dict[str, float]:
 
 
 def needed_times(problem: Problem, plan: ParallelPlan) -> list[NeededTime]:
-    """Return the times that the price of a plan looks up, and what serves each, largest shares of the step first."""
+    """Return the times that pricing a plan looks up, with their sources, largest shares of the step first."""
     batch = PlanBatch.of([plan], problem.model.num_layers)
     needed = [_needed(problem, batch, *need) for need in _needs(problem, batch)]
     return sorted(needed, key=lambda need: (-need.step_share, need.operation, need.shape))
 
 
 def term_spreads(needed: Sequence[NeededTime], sample_spreads: Mapping[str, float], match: Match) -> dict[str, float]:
-    """Return how far off the measured part of each term may be: standard deviations of its logarithm.
+    """Return the uncertainty of the measured part of each term, as standard deviations of its logarithm.
 
-    `sample_spreads` are those of the samples of records, by the beginnings of their keys.  Errors of shapes are their
-    own, so that they add in quadrature by their shares; that of another machine (`match`) is one of all.
+    `sample_spreads` are the spreads of record samples, by key prefix.  Errors of shapes are independent and add in
+    quadrature by their shares; the error of using another machine's records (`match`) is common to all.
     """
     variances: dict[str, float] = defaultdict(float)
     measured: dict[str, float] = defaultdict(float)
@@ -86,7 +87,7 @@ def term_spreads(needed: Sequence[NeededTime], sample_spreads: Mapping[str, floa
 
 
 def _needs(problem: Problem, batch: PlanBatch) -> Iterator[tuple[Operation, tuple[str, ...], tuple[float, ...]]]:
-    """Yield (operation, types in the order in which they count, shape); of a group with its siblings, once."""
+    """Yield (operation, types in order of preference, shape), with each group of siblings once."""
     dtypes: dict[tuple[Operation, tuple[float, ...]], list[str]] = {}
     links = Links.of(problem)
     for (operation, dtype), shapes in lookups(problem, batch).items():
@@ -94,7 +95,7 @@ def _needs(problem: Problem, batch: PlanBatch) -> Iterator[tuple[Operation, tupl
             dtypes.setdefault((operation, shape), []).append(dtype)
     for (operation, shape), names in dtypes.items():
         if operation in COLLECTIVES and shape != (beside := links.siblings(shape)) and (operation, beside) in dtypes:
-            continue  # the same group alone, which counts where it was not measured beside its siblings
+            continue  # the same group alone, which is used if it was not measured together with its siblings
         yield operation, tuple(names), shape
 
 
@@ -124,7 +125,7 @@ def _needed(
 def _served(
     problem: Problem, operation: Operation, dtypes: tuple[str, ...], shape: tuple[float, ...]
 ) -> tuple[Served, str, float | None, list[TimeSource]]:
-    """Return (how a time is had, its type, seconds, what it is made of)."""
+    """Return (how a time is obtained, its data type, seconds, its sources)."""
     timings = problem.timings
     shapes = [shape, (*shape[:2], 1.0, shape[3])] if operation in COLLECTIVES and shape[0] == shape[1] else [shape]
     for own in shapes:
@@ -143,7 +144,7 @@ def _served(
             return "scaled", dtype, links.shape_s(operation, shape), sources
     if operation in FORWARD_OF:
         served, dtype, seconds, sources = _served(problem, FORWARD_OF[operation], dtypes, shape)
-        if seconds is not None:  # its share in the step is in that of the forward pass
+        if seconds is not None:  # its share of the step is contained in the forward pass's
             return "by its forward pass", dtype, None, sources
     return "not measured", dtypes[0], None, []
 
@@ -151,7 +152,7 @@ def _served(
 def _shares(
     problem: Problem, batch: PlanBatch, operation: Operation, dtype: str, shape: tuple[float, ...], seconds: float
 ) -> tuple[dict[str, float], float]:
-    """Return the shares of the terms, and of the step, that grow with a time."""
+    """Return the shares of the terms, and of the step, that depend on a time."""
     before, after = (
         estimate(replace(problem, timings=problem.timings.with_time(operation, dtype, shape, time_s)), batch)
         for time_s in (seconds, seconds * (1 + _GROWTH))
@@ -168,9 +169,9 @@ def _shares(
 def _entered(
     problem: Problem, batch: PlanBatch, operation: Operation, dtype: str, shape: tuple[float, ...]
 ) -> list[str]:
-    """Return the terms that a measured time of a shape would enter; none where it counts only with others."""
+    """Return the terms that a measured time of a shape would enter; empty if it is used only together with others."""
     step_s = float(estimate(problem, batch).step_s[0])
-    # Long enough that it does not hide behind other work.
+    # Long enough not to be hidden behind other work.
     before, after = (
         estimate(replace(problem, timings=problem.timings.with_time(operation, dtype, shape, time_s)), batch).terms_s
         for time_s in (step_s, 2 * step_s)

@@ -1,13 +1,14 @@
-"""Spread of the step time around its prediction, from runs like a plan and from what is new about it.
+"""Spread of measured step times around predictions, from similar runs and from the novelties of a plan.
 
-The logarithm of measured over predicted step has a variance of a few stated parts (`presets/spreads.toml`, fitted by
-`benchmarks/accuracy.py --ship` to runs whose whole source is left out): one of any step, one for each component that
-is harder to predict than kernels, by the share of the step that it takes, one for steps of less than a second, one for
-mixtures of experts, and one for each property of the plan that no run of its calibration had.  Plans like runs of
-one's own have the spread of these runs instead.  Published runs have none: the parts hold as many runs of a source left
-out as the spread of other publishers' runs did, at a lesser width (`benchmarks/results`, accuracy).
+The variance of log(measured / predicted) has a few stated parts (`presets/spreads.toml`, fitted by
+`benchmarks/accuracy.py --ship` to runs whose whole source is left out): one for any step, one for each component that
+is harder to predict than kernels, by its share of the step, one for steps shorter than a second, one for mixtures of
+experts, and one for each property of the plan that no run of its calibration had.  Plans similar to the user's own runs
+have the spread of these runs instead.  Published runs do not set such a spread: intervals from the parts contain as
+many runs of a left-out source as the spread of other publishers' runs, and are narrower (`benchmarks/results`,
+accuracy).
 
-What is not known of a run makes it slower more often than faster, so that these parts count less below the prediction.
+Unknown properties make a run slower more often than faster, so these parts count less below the prediction.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import COMPONENTS, OTHER_RANKS, TRAFFIC_TERMS
 
-# Terms of a step that are no exposed traffic, launches or end of the step: kernels, and waiting in a pipeline.
+# Terms other than exposed traffic, launches and end of the step: kernels, and waiting in a pipeline.
 UNEXPOSED = (*COMPONENTS["kernels"], "pipeline_bubble", *OTHER_RANKS)
 
 HARD = tuple(name for name in COMPONENTS if name != "kernels")
 NOVELTIES = ("framework", "generation", "model", "precision", "size")
 GENERAL_PARTS = ("any_step", *HARD, "short", "mixture", *NOVELTIES)
 NORMAL_90 = 1.6448536269514722  # half width of a two-sided 90 % interval in standard deviations
-SHORT_S = 1.0  # below it a step counts as short
+SHORT_S = 1.0  # shorter steps count as short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneralSpreads:
     """Standard deviations of log(measured / predicted), added in quadrature.
 
-    Those of components are by the share of the step that they take; the variance of `short` comes with every halving
-    of a step below a second, that of `size` with every doubling of the devices beyond those of measured runs.
+    Those of components apply per share of the step; the variance of `short` is added for every halving of a step below
+    a second, that of `size` for every doubling of the devices beyond the measured runs.
     """
 
     any_step: float
@@ -51,15 +52,15 @@ class GeneralSpreads:
     experts: float
     states: float
     pipeline: float
-    short: float  # what takes the same time in every step, whatever its work: loader, host, clocks
-    mixture: float  # of experts: every model's are sized, routed and launched in a way of their own
-    framework: float  # priced as another one that works like it
-    generation: float  # of devices, under this framework; under any, for a framework that is new itself
+    short: float  # fixed times per step, independent of its work: loader, host, clocks
+    mixture: float  # mixtures of experts, which every model sizes, routes and launches differently
+    framework: float  # priced like another, similar framework
+    generation: float  # new device generation under this framework, or under any framework if the framework is new, too
     model: float  # one of `special_parts`
     precision: float
     size: float
-    below: float  # of all these, what counts for runs that are faster than predicted
-    evidence: dict[str, str]  # what each rests on
+    below: float  # factor on all these for runs that are faster than predicted
+    evidence: dict[str, str]  # evidence for each value
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -79,23 +80,23 @@ def general_spreads() -> GeneralSpreads:
 
 
 def component_shares(terms_s: Mapping[str, Floats]) -> Floats:
-    """Share of every step that each of `COMPONENTS` takes, stragglers aside: shape (plans, components)."""
+    """Share of each of `COMPONENTS` in every step, without stragglers: shape (plans, components)."""
     parts = np.stack([sum(terms_s[name] for name in names) for names in COMPONENTS.values()], axis=-1)
     return np.asarray(parts / parts.sum(axis=-1, keepdims=True))
 
 
 def exposed_shares(terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
-    """Return the share of every step that is neither kernels nor waiting in a pipeline."""
+    """Return the share of every step outside of kernels and pipeline waits."""
     return np.asarray(1.0 - add_up(terms_s[name] for name in UNEXPOSED) / step_s)
 
 
 def traffic_shares(terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
-    """Return the share of every step in which links are waited for."""
+    """Return the share of every step spent waiting for links."""
     return np.asarray(add_up(terms_s[name] for name in TRAFFIC_TERMS) / step_s)
 
 
 def special_parts(problem: Problem) -> frozenset[str]:
-    """Return what has formulas of its own beside dense layers with full attention that are trained as a whole."""
+    """Return the parts of a problem with separate formulas, beyond fully trained dense layers with full attention."""
     model, training = problem.model, problem.training
     parts = {
         "experts": model.moe,
@@ -111,15 +112,15 @@ def special_parts(problem: Problem) -> frozenset[str]:
 
 
 def width_of(precision: str) -> str:
-    """Return the precision, both of 16 bits as one: their rates and traffic are alike."""
+    """Return the precision, with both 16-bit types as one, as their rates and traffic are equal."""
     return "bf16" if precision == "fp16" else precision
 
 
 def spread_kinds(problem: Problem, batch: PlanBatch, *, experts_apart: bool = True) -> Ints:
-    """Return the index into `TIME_SPREADS` of every plan: errors are alike where plans wait for the same things.
+    """Return the index into `TIME_SPREADS` of every plan; plans that wait for the same things have similar errors.
 
-    Experts come first, unless they are no kind of their own; then, beyond one leaf switch everything varies most; then
-    come pipelines, which wait at every message, and layers that wait for the network.
+    In order of precedence: experts, if they are a separate kind; plans beyond one leaf switch, which vary most;
+    pipelines, which wait at every message; layers that wait for the network.
     """
     cluster = problem.cluster
     leaf_nodes = cluster.network.tiers[0].num_nodes if cluster.network.tiers else cluster.num_nodes
@@ -141,15 +142,15 @@ class Sides(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Familiarity(Rows):
-    """Knowledge of plans before their times are known: arrays have one element per plan."""
+    """Familiarity of plans before their times are known: arrays have one element per plan."""
 
-    own: Floats  # variance of the runs of their kind
-    weight: Floats  # of that, beside the general one: 1, or 0 where something is new or no run tells it
-    mixture: Floats  # 1 where the model has experts
-    news: Floats  # how much of each of `NOVELTIES` is new: shape (plans, novelties)
-    machine: Floats  # variance of timings and devices that stand for unlike ones
-    links: Floats  # variance of the rates of links, for the share of a step in which they are waited for
-    exposed_share: Floats  # up to which a plan is like the runs
+    own: Floats  # variance of runs of their kind
+    weight: Floats  # weight of that against the general variance: 1, or 0 if something is new or there are no runs
+    mixture: Floats  # 1 if the model has experts
+    news: Floats  # degree of each of `NOVELTIES`: shape (plans, novelties)
+    machine: Floats  # variance of timings and devices that represent different ones
+    links: Floats  # variance of link rates, for the share of a step spent waiting for links
+    exposed_share: Floats  # largest exposed share at which a plan is similar to the runs
 
     @classmethod
     def of(cls, problem: Problem, batch: PlanBatch) -> Familiarity:
@@ -158,7 +159,7 @@ class Familiarity(Rows):
         apart = calibration.experts_time_spread is not None
         own = calibration.time_spreads[spread_kinds(problem, batch, experts_apart=apart)]
         news = np.zeros((size, len(NOVELTIES)))
-        # Kernels that were measured on the device itself are none of an unknown generation.
+        # A device with measured kernels is not of an unknown generation.
         measured_here = ("generation",) if problem.timings.has_kernels else ()
         for at, name in enumerate(NOVELTIES[:2]):
             news[:, at] = name in calibration.unseen and name not in measured_here
@@ -180,7 +181,7 @@ class Familiarity(Rows):
 
     @classmethod
     def full(cls, size: int) -> Familiarity:
-        """Return that of this many plans of which all is known, for `lessen`."""
+        """Return the familiarity of fully known plans, as a start for `lessen`."""
         none = np.zeros(size)
         news = np.zeros((size, len(NOVELTIES)))
         return cls(
@@ -194,14 +195,14 @@ class Familiarity(Rows):
         )
 
     def lessen(self, rows: Ints, parts: Familiarity) -> None:
-        """Make the plans at `rows` no better known than those of `parts` are, which stand for parts of them."""
+        """Limit the familiarity of the plans at `rows` to that of their `parts`."""
         for name in ("own", "mixture", "news", "machine", "links"):
             np.maximum.at(getattr(self, name), rows, getattr(parts, name))
         for name in ("weight", "exposed_share"):
             np.minimum.at(getattr(self, name), rows, getattr(parts, name))
 
     def own_parts(self, terms_s: Mapping[str, Floats], step_s: Floats) -> tuple[Floats, Floats]:
-        """(weight of the plans' own spread, general parts of the variance, for `squares`): (plans), (plans, parts)."""
+        """Return (weight of the runs' variance, coefficients of `squares`): shapes (plans), (plans, parts)."""
         weight = np.where(exposed_shares(terms_s, step_s) <= self.exposed_share, self.weight, 0.0)
         shares = component_shares(terms_s)[:, [list(COMPONENTS).index(name) for name in HARD]]
         short = np.sqrt(np.maximum(np.log2(SHORT_S / step_s), 0.0))
@@ -209,7 +210,7 @@ class Familiarity(Rows):
         return weight, general * (1.0 - weight)[:, None]
 
     def sides(self, terms_s: Mapping[str, Floats], step_s: Floats) -> Sides:
-        """Spreads of every plan, whose times are these."""
+        """Return the spreads of every plan, given its times."""
         weight, parts = self.own_parts(terms_s, step_s)
         general = add_up(parts[:, at] * square for at, square in enumerate(general_spreads().squares))
         faster, slower = self.equipment(terms_s, step_s)
@@ -217,14 +218,14 @@ class Familiarity(Rows):
         return Sides(np.sqrt(below), np.sqrt(weight * self.own + slower + general))
 
     def equipment(self, terms_s: Mapping[str, Floats], step_s: Floats) -> Sides:
-        """Variances of devices and links, on both sides: a slow link takes more of a step than a fast one spares."""
+        """Variances of devices and links on both sides: a slow link costs more of a step than a fast one saves."""
         shares, reach = traffic_shares(terms_s, step_s), NORMAL_90 * np.sqrt(self.links)
         faster, slower = (np.log1p(shares * np.expm1(sign * reach)) / NORMAL_90 for sign in (-1.0, 1.0))
         return Sides(self.machine + faster**2, self.machine + slower**2)
 
     @property
     def least(self) -> Floats:
-        """The least spread that every plan may have on the side of slower runs, whatever its times are."""
+        """Lower bound on every plan's spread on the side of slower runs, for any times."""
         squares = general_spreads().squares
         always = np.column_stack([np.ones(len(self.own)), self.mixture, self.news])
         general = always**2 @ squares[[GENERAL_PARTS.index(name) for name in ("any_step", "mixture", *NOVELTIES)]]
@@ -232,12 +233,12 @@ class Familiarity(Rows):
         return np.sqrt(np.where(self.exposed_share < 1, np.minimum(by_runs, general), by_runs) + self.machine)
 
 
-# Of a step in the component that is hardest to predict: beyond it a plan is no candidate for the surest one.
+# Largest share of a step in the component that is hardest to predict, for candidates for the surest plan.
 _HARD_SHARE = 0.25
 
 
 def spread_range(problem: Problem) -> tuple[float, float]:
-    """(least spread of any plan, the most that a plan which may be the fastest is expected to have), of slower runs."""
+    """Return (smallest spread of any plan, largest one expected of a candidate for the fastest), for slower runs."""
     calibration, general, squares = problem.calibration, general_spreads(), general_spreads().squares
     usual = general.any_step**2 + (general.mixture**2 if problem.model.moe else 0.0)
     hardest = usual + _HARD_SHARE**2 * squares[1 : 1 + len(HARD)].max()

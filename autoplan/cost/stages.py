@@ -34,21 +34,21 @@ from autoplan.spec.terms import BLOCK_TERMS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchCosts(Rows):
-    """Costs of one micro-batch wherever in a pipeline they arise: worked out at once for any numbers of stages."""
+    """Costs of one micro-batch that do not depend on its stage, computed at once for any numbers of stages."""
 
     links: Links
     blocks: dict[Block, BlockCost]
     head: HeadTimes
-    embedding_s: Floats  # both passes, where it was measured
+    embedding_s: Floats  # both passes, if measured
     ends_tp: Ends  # tensor-parallel collectives
-    # At the end of one pass through a chunk: the host's actions, where they were measured, and shared scales.
+    # At the end of one pass through a chunk: the host's actions, if measured, and shared scales.
     action_s: Floats
     shared: SharedStates
     message_s: Floats
 
     @classmethod
     def of(cls, problem: Problem, batch: PlanBatch) -> MicroBatchCosts:
-        """The costs of every plan."""
+        """Compute the costs of every plan."""
         links = Links.of(problem)
         first, of_kernels = batch.distinct(*KERNEL_AXES)
         head = head_s(problem, batch.take(first)).take(of_kernels)
@@ -66,27 +66,28 @@ class MicroBatchCosts(Rows):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Plans that share one number of stages, laid out per pipeline rank: arrays of shape (plans, stages)."""
+    """Plans with one number of stages, laid out per pipeline rank: arrays of shape (plans, stages)."""
 
     batch: PlanBatch
     costs: MicroBatchCosts
     blocks: StageBlocks
-    taken_apart: Bools  # whether the rank's backward passes are, those of the first chunk among them
+    taken_apart: Bools  # whether the rank's backward passes are split, including the first chunk's
     head: Pass  # heads, losses and prediction layers: shape (plans)
     sharded_ends: Ends  # exposed traffic of sharded embedding and head: shape (plans)
-    ends: Ends  # all of what stands before the first layer and behind the last one, less
-    hidden_launches: Pass  # launches that hide under the head: shape (plans)
+    ends: Ends  # passes before the first layer and after the last one, minus hidden launches
+    hidden_launches: Pass  # launches hidden under the head: shape (plans)
     forward_s: Floats
     backward_s: Floats
     parameters: StageParameters
-    retries_s: Floats  # of the allocator, in both passes of one micro-batch
+    retries_s: Floats  # allocator retries in both passes of one micro-batch
     memory: StageMemory
 
     @property
     def before_head(self) -> Pass:
-        """Passes without the head, whose forward pass comes last, and whose gradients the layers' passes wait for.
+        """Passes without the head, whose forward pass comes last and whose backward pass comes first.
 
-        The gather of parameters is over before the one begins, and the reduction of gradients begins after the other.
+        The parameter gather ends before the head's forward pass, and the gradient reduction begins after its backward
+        pass.
         """
         head = self.ends.head.plus(self.hidden_launches)
         return Pass(
@@ -95,10 +96,9 @@ class Stages:
 
 
 def _sharded_ends(problem: Problem, batch: PlanBatch, costs: MicroBatchCosts, parameters: EndParameters) -> Ends:
-    """Exposed traffic of the shards of embedding and head.
+    """Exposed sharded-state traffic of embedding and head.
 
-    The embedding is needed first and reduced last, so that nothing is left to hide behind; the head's travel beside the
-    layers.
+    The embedding is gathered first and reduced last, so nothing hides its traffic; the head's overlaps with the layers.
     """
     none, shared, unhidden = np.zeros(len(batch)), costs.shared, problem.framework.overlap.fsdp_unhidden_share
     embedding, head = (sharded_states_s(problem, batch, costs.links, unit).joined for unit in parameters)
@@ -114,10 +114,10 @@ def _sharded_ends(problem: Problem, batch: PlanBatch, costs: MicroBatchCosts, pa
 
 
 def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Floats:
-    """Time in which the allocator gives its cache back and asks for blocks again, in both passes of a micro-batch.
+    """Time of the allocator to return its cache and allocate blocks again, in both passes of a micro-batch.
 
-    Where tensors and the blocks that passes keep beside them do not fit together, every layer meets the limit again;
-    in a pipeline the host waits at every message, and by then the blocks are free.
+    If tensors and the cached blocks of passes do not fit together, every layer hits the limit again; in a pipeline the
+    host waits at every message, and the blocks are free by then.
     """
     framework = problem.framework
     if blocks.num_stages > 1:
@@ -129,10 +129,10 @@ def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Fl
 
 
 def _hidden_launches(batch: PlanBatch, costs: dict[Block, BlockCost], blocks: StageBlocks, ahead: Floats) -> Pass:
-    """Launches of a micro-batch that do not show as the host is `ahead` of them: shape (plans).
+    """Launch time of a micro-batch hidden because the host is `ahead`: shape (plans).
 
-    While the device computes head and loss the host launches the backward pass, and from there the next forward pass,
-    which the first one of a step is not; the mean over micro-batches.
+    While the device computes head and loss, the host launches the backward pass and then the next micro-batch's forward
+    pass, except for the first one of a step; this is the mean over micro-batches.
     """
     forward = backward = np.zeros(len(ahead))
     for block, cost in costs.items():
@@ -144,7 +144,7 @@ def _hidden_launches(batch: PlanBatch, costs: dict[Block, BlockCost], blocks: St
 
 
 def lay_out(problem: Problem, batch: PlanBatch, stages: int, costs: MicroBatchCosts | None = None) -> Stages:
-    """Pipeline ranks of plans that share the number of `stages`; `costs` are theirs, if they are known."""
+    """Lay out plans with this number of `stages` over pipeline ranks; `costs` are theirs, if already computed."""
     model, costs = problem.model, costs or MicroBatchCosts.of(problem, batch)
     blocks = stage_blocks(model, batch, stages)
     forward, backward = blocks.zeros(), blocks.zeros()
@@ -161,7 +161,7 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, costs: MicroBatchCo
     parameters = stage_parameters(problem, batch, blocks)
     memory = stage_memory(problem, batch, blocks, parameters)
     retries = _retries_s(problem, blocks, memory)
-    # As of launches, a third of them forward.
+    # As for launches, a third of them is in the forward pass.
     forward += retries / 3
     backward += retries * 2 / 3
     sharded_ends = _sharded_ends(problem, batch, costs, end_parameters(problem, blocks, parameters))

@@ -1,7 +1,8 @@
-"""Assembly of a step from pipelines whose stages are laid out, each on the part of the cluster where it sits.
+"""Assembly of a step from pipelines with every stage laid out on its part of the cluster.
 
-Plain clusters are one part.  On mixed ones pipelines are laid out once for every part, as if all of their stages sat
-there, and of each layout the stages count that do.  Arrays of stages have the shape (pipelines, stages).
+A plain cluster is one part.  On a mixed cluster pipelines are laid out once per part as if all of their stages were
+there, and only the stages that are on the part are used from each layout.  Arrays of stages have the shape (pipelines,
+stages).
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import STEP_TERMS
 
-# Ranks wait for each other: a step takes as long as the slowest of N, mean + spread x Phi^-1((N - .375) / (N + .25))
-# (`modelling` E6).  The relative spread of a rank's step is the median of 29 series of runs, on 8 to 2,048 devices,
-# which differ in the number of their replicas alone; rates of devices were measured with the 8 of a node at work and
-# hold their share already.
+# Ranks wait for each other: a step takes as long as the slowest of N ranks, mean + spread x Phi^-1((N - .375) / (N +
+# .25)) (`modelling` E6).  The relative spread of a rank's step is the median of 29 series of runs on 8 to 2,048 devices
+# that differ only in the number of replicas; device rates were measured with all 8 devices of a node busy and already
+# include their part.
 STRAGGLER_SPREAD = 0.02
 DEVICES_IN_RATES = 8
 
@@ -48,44 +49,44 @@ Numbers = TypeVar("Numbers", Floats, Ints)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartLayout:
-    """Pipelines laid out as if on one part, a row for each of their tensor-parallel degrees there."""
+    """Pipelines laid out as if entirely on one part, with one row per tensor-parallel degree they have there."""
 
     problem: Problem
     laid: Stages
-    links: LinkTimes  # what gradients and parameters are sent over when the passes of a step are over
-    pipeline: Ints  # of every row
-    on_part: Bools | None = None  # stages that are on the part and have the row's degree; None: all of them
-    share_factor: Floats | float = 1.0  # sharded states of every row, relative to an even share
+    links: LinkTimes  # links of gradients and parameters at the end of a step
+    pipeline: Ints  # index of every row's pipeline
+    on_part: Bools | None = None  # stages on the part with the row's degree; None: all stages
+    share_factor: Floats | float = 1.0  # sharded states of every row relative to an even share
 
     @property
     def overall(self) -> float:
-        """Factor of the calibration on all times."""
+        """The calibration's factor on all times."""
         return self.problem.calibration.overall
 
     def of_rows(self, values: Numbers) -> Numbers:
-        """Values of every row's pipeline, given for all pipelines."""
+        """Expand values per pipeline to values per row."""
         return values if self.on_part is None else values[self.pipeline]
 
     def own(self, values: Floats) -> Floats:
-        """`values` of the stages on the part, 0 of others."""
+        """Return `values` of the stages on the part, and 0 for other stages."""
         return values if self.on_part is None else np.where(self.on_part, values, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaidOutPipelines:
-    """Pipelines of one number of stages, laid out on all parts that any of them has stages on."""
+    """Pipelines with one number of stages, laid out on every part that any of them uses."""
 
     layouts: tuple[PartLayout, ...]
     batch: PlanBatch  # as if all stages were like the first
-    hop_s: Floats  # one message from every stage to the next
-    tied_s: Floats  # reduction of the table that first and last stage share
+    hop_s: Floats  # time of one message from every stage to the next
+    tied_s: Floats  # time of the gradient reduction of an embedding tied between first and last stage
     forward_s: Floats
     backward_s: Floats
-    before_head: Pass  # the passes in which states may travel
+    before_head: Pass  # passes that may hide gradient and parameter traffic
 
     @classmethod
     def of(cls, layouts: Sequence[PartLayout], batch: PlanBatch, hop_s: Floats, tied_s: Floats) -> LaidOutPipelines:
-        """The pipelines with the times of their stages."""
+        """Return the pipelines with each stage's times from the layout of its part."""
         passes, before_head = (
             Pass(
                 *(
@@ -110,7 +111,7 @@ class LaidOutPipelines:
 
     @classmethod
     def plain(cls, problem: Problem, laid: Stages) -> LaidOutPipelines:
-        """Stages on a plain cluster."""
+        """Return the pipelines of a plain cluster."""
         links, overall, stages = laid.costs.links, problem.calibration.overall, laid.blocks.num_stages
         hop_s = np.broadcast_to(overall * laid.costs.message_s[:, None], laid.forward_s.shape)
         tied_s = overall * tied_table(problem, laid.batch, stages).seconds(links)
@@ -118,7 +119,7 @@ class LaidOutPipelines:
         return cls.of([layout], laid.batch, hop_s, tied_s)
 
     def at(self, stage: Ints, values: Sequence[Mapping[str, Floats]]) -> dict[str, Floats]:
-        """Values of every pipeline, given for all layouts, from the one that has this stage of it."""
+        """Return values per pipeline, each taken from the layout of the part that has the given stage."""
         if self.layouts[0].on_part is None:
             return dict(values[0])
         joined = {name: np.zeros(len(self.batch)) for name in values[0]}
@@ -130,7 +131,7 @@ class LaidOutPipelines:
         return joined
 
     def most(self, values: Sequence[Floats]) -> Floats:
-        """The largest value of every pipeline of those of all layouts' rows."""
+        """Return the largest value of every pipeline over all layouts and rows."""
         if self.layouts[0].on_part is None:
             return values[0]
         largest = np.full(len(self.batch), -np.inf)
@@ -140,7 +141,7 @@ class LaidOutPipelines:
 
 
 def over_stages(layouts: Sequence[PartLayout], values: Sequence[Floats], num_pipelines: int) -> Floats:
-    """Values of every stage, or of every chunk in model order, given for all layouts, from that of its part."""
+    """Return values per stage, or per chunk in model order, each taken from the layout of the stage's part."""
     if layouts[0].on_part is None:
         return values[0]
     joined = np.zeros((num_pipelines, values[0].shape[1]))
@@ -155,7 +156,7 @@ def over_stages(layouts: Sequence[PartLayout], values: Sequence[Floats], num_pip
 
 
 def _makespan(pipelines: LaidOutPipelines) -> Makespan:
-    """Makespan of every pipeline by the form of its schedule."""
+    """Return (work, messages, critical stage) of every pipeline by its schedule's closed form or order."""
     batch, m, hop_s = pipelines.batch, pipelines.batch.num_microbatches, pipelines.hop_s
     overlaps = pipelines.layouts[0].problem.framework.overlap.p2p_overlap
     makespan = pipeline_s(pipelines.forward_s, pipelines.backward_s, hop_s, m, batch.vp, overlaps=overlaps)
@@ -170,7 +171,7 @@ def _makespan(pipelines: LaidOutPipelines) -> Makespan:
 
 
 def _run_in_order(pipelines: LaidOutPipelines) -> Iterator[tuple[Ints, PipelineTimes]]:
-    """(pipelines, times) of those that no closed form prices, pass by pass; all messages count as the slowest."""
+    """Yield (pipelines, times) for pipelines without a closed form, pass by pass; all messages count as the slowest."""
     batch, stages = pipelines.batch, pipelines.forward_s.shape[1]
     plans = np.flatnonzero(needs_order(batch))
     keys = np.stack([batch.layout, batch.recompute_num_layers, batch.schedule, batch.num_microbatches])[:, plans]
@@ -195,7 +196,7 @@ def _chunk_passes(pipelines: LaidOutPipelines, rows: Ints, layers: tuple[int, ..
 
 
 def needs_order(batch: PlanBatch) -> Bools:
-    """Return which plans have a schedule that splits the backward pass: a function of the plan alone."""
+    """Return which plans have a schedule that splits the backward pass; depends on the plan alone."""
     return np.isin(batch.schedule, SPLIT_SCHEDULES)
 
 
@@ -203,7 +204,7 @@ def needs_order(batch: PlanBatch) -> Bools:
 
 
 def collectives_s(pipelines: LaidOutPipelines) -> tuple[Floats, Floats]:
-    """Gradient reduction and parameter gather of every stage, shown or hidden."""
+    """Gradient reduction and parameter gather of every stage, exposed or hidden."""
     layouts, seconds = pipelines.layouts, []
     for layout in layouts:
         laid = layout.laid
@@ -217,7 +218,7 @@ def _end_of_step(pipelines: LaidOutPipelines) -> dict[str, Floats]:
     """Exposed gradient reduction, optimizer step and parameter gather (`modelling` C7, E5)."""
     reduce_s, gather_s = collectives_s(pipelines)
     first = np.zeros(len(pipelines.batch), dtype=np.int64)
-    # The first stage ends last, and hides least.
+    # The first stage ends last and hides the least.
     shown = pipelines.at(first, [_shown(pipelines, layout, reduce_s, gather_s) for layout in pipelines.layouts])
     return {
         "data_parallel_reduce": shown["data_parallel_reduce"] + pipelines.tied_s,
@@ -227,13 +228,13 @@ def _end_of_step(pipelines: LaidOutPipelines) -> dict[str, Floats]:
 
 
 def _shown(pipelines: LaidOutPipelines, layout: PartLayout, reduce_s: Floats, gather_s: Floats) -> dict[str, Floats]:
-    """Traffic that shows of a layout's rows, had they their first stage on its part."""
+    """Exposed traffic of a layout's rows, if their first stage is on its part."""
     problem, laid, passes = layout.problem, layout.laid, pipelines.before_head
     first = FirstStage.of(laid.blocks, laid.parameters)
     reduction = shown_reduce_s(problem, laid.batch, layout.of_rows(passes.backward_s), first, layout.of_rows(reduce_s))
     gather = shown_gather_s(problem, laid.batch, layout.of_rows(passes.forward_s), first, layout.of_rows(gather_s))
     if (shared := laid.costs.shared).is_measured.any():
-        # Gathers of the first passes and reductions of the last ones, of layers and ends alike.
+        # Gathers in the first passes and reductions in the last ones, for layers and ends.
         layers = laid.parameters.dense.max(axis=1) / layer_parameters(problem, laid.batch)
         reduction = np.where(shared.is_measured, layout.overall * layers * shared.once_s, reduction)
         gather = np.where(shared.is_measured, 0.0, gather)
@@ -241,7 +242,7 @@ def _shown(pipelines: LaidOutPipelines, layout: PartLayout, reduce_s: Floats, ga
 
 
 def _update_s(layout: PartLayout) -> Floats:
-    """Time of the optimizer on the part, of every row."""
+    """Optimizer time on the part for every row."""
     laid, trained = layout.laid, layout.laid.parameters.trained
     most_updated = layout.share_factor * layout.own(own_parameters(laid.batch, laid.parameters)).max(axis=1)
     most_trained = layout.own(trained.dense + trained.expert).max(axis=1)
@@ -249,7 +250,7 @@ def _update_s(layout: PartLayout) -> Floats:
 
 
 def straggler_share(num_devices: Ints) -> Floats:
-    """Excess of the slowest of this many ranks' steps over a rank's mean step, as a share, beyond that on one node."""
+    """Relative excess of the slowest of this many ranks over the mean, beyond the excess within one node."""
 
     def slowest(ranks: int) -> float:
         return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
@@ -260,7 +261,7 @@ def straggler_share(num_devices: Ints) -> Floats:
 
 
 def _uneven_lengths_s(pipelines: LaidOutPipelines) -> Floats:
-    """Waiting for longer samples, of the mean of all stages."""
+    """Time waiting for longer samples, as the mean over stages."""
     if pipelines.layouts[0].problem.training.lengths is None:
         return np.zeros(len(pipelines.batch))
     tokens_s, squares_s = (np.zeros(len(pipelines.batch)) for _ in range(2))
@@ -281,7 +282,7 @@ def _uneven_lengths_s(pipelines: LaidOutPipelines) -> Floats:
 
 
 def step_terms(pipelines: LaidOutPipelines) -> dict[str, Floats]:
-    """Seconds of a step by term, except for what ranks wait for the slowest one."""
+    """Seconds of a step by term, without stragglers."""
     work_s, send_s, critical = _makespan(pipelines)
     work = [
         {name: layout.overall * value for name, value in work_terms(layout.laid, layout.of_rows(critical)).items()}
@@ -302,6 +303,6 @@ def step_terms(pipelines: LaidOutPipelines) -> dict[str, Floats]:
 
 
 def with_stragglers(terms_s: Mapping[str, Floats], num_devices: Ints) -> dict[str, Floats]:
-    """Terms of steps in which the slowest of this many devices is waited for."""
+    """Add the wait for the slowest of this many devices to the terms of steps."""
     terms = {name: terms_s[name] for name in STEP_TERMS if name != "stragglers"}
     return {**terms, "stragglers": straggler_share(num_devices) * add_up(terms.values())}

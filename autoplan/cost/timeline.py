@@ -1,13 +1,12 @@
-"""Timeline behind an estimate, for one plan: the work of every rank at every moment of a step.
+"""Timeline behind the estimate of one plan: the activity of every rank throughout a step.
 
-It is made of what the estimate is made of: the times of the passes, the order of the schedule, the terms that end a
-step.  The ranks of one pipeline stage do the same, so that one of them stands for all.
+It consists of the same parts as the estimate: pass times, the order of the schedule, and the end-of-step terms.  All
+ranks of one pipeline stage do the same, so one of them represents all.
 
-Where the recurrence prices a plan the timeline is what it ran.  Where a closed form does, the makespan of the order run
-pass by pass may differ from it: by nothing where the stages are equal, else by some percent (`pipeline.closed_forms`).
-The estimate holds: every wait of a rank is then longer or shorter by the same factor, so that the work, its order and
-the length of the step are the estimate's, and messages alone may seem to come that much too late or early
-(`Timeline.order_error`).
+If the recurrence prices a plan, the timeline is its simulation.  If a closed form does, the makespan of the order
+simulated pass by pass may differ: not at all for equal stages, otherwise by some percent (`pipeline.closed_forms`).
+The estimate takes precedence: every wait of a rank is scaled by a common factor, so that work, order and step length
+are the estimate's, and only messages may appear too late or too early by that amount (`Timeline.order_error`).
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ from autoplan.spec.ranks import coordinates
 from autoplan.spec.terms import BLOCK_TERMS, END_TERMS, PIPELINE_TERMS, STEP_TERMS, STREAM_OF, STREAMS, WORK_TERMS
 
 PASSES = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
-HIDING = ("data_parallel_reduce", "parameter_gather")  # of the end of a step, what may hide beside passes
+HIDING = ("data_parallel_reduce", "parameter_gather")  # end-of-step terms that may overlap with passes
 LEAST_S = 1e-12  # a shorter wait is rounding
 
 
 class Event(NamedTuple):
-    """Something that takes a rank's time; `kind` is a pass ("forward"), a term of the step or "message".
+    """An interval of a rank's time; `kind` is a pass ("forward"), a term of the step or "message".
 
-    `beside`: it runs beside the rank's work and adds nothing to the step; the other events of a rank fill the step,
-    one after another.
+    `beside`: it overlaps with the rank's work and adds nothing to the step; the other events of a rank fill the step
+    without gaps.
     """
 
     stream: str  # of STREAMS
@@ -64,18 +63,18 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimeline:
-    """Pipeline rank in a step."""
+    """Timeline of one pipeline rank."""
 
     place: StagePlace
     ranks: tuple[int, ...]  # global ranks that do the same
-    passes: tuple[Event, ...]  # whole, with what they wait for inside them: every stream at once
-    pass_terms_s: Mapping[tuple[str, int], Mapping[str, float]]  # of a pass of each (kind, chunk), zeros left out
-    others: tuple[Event, ...]  # messages and waits of the pipeline, then what ends the step
-    memory_time_s: Floats  # from when on the rank holds
-    memory_bytes: Floats  # so much
+    passes: tuple[Event, ...]  # undivided, including their waits, over all streams
+    pass_terms_s: Mapping[tuple[str, int], Mapping[str, float]]  # of one pass by (kind, chunk), without zeros
+    others: tuple[Event, ...]  # messages and waits of the pipeline, then end-of-step terms
+    memory_time_s: Floats  # times from which the rank holds
+    memory_bytes: Floats  # these bytes
 
     def events(self) -> Iterator[Event]:
-        """Events with the passes divided over the streams, pass after pass and then the others."""
+        """Return all events, first the passes, divided over the streams."""
         for event in self.passes:
             start = event.start_s
             terms = self.pass_terms_s[event.kind, event.chunk or 0]
@@ -90,7 +89,7 @@ class RankTimeline:
         yield from self.others
 
     def terms_s(self) -> dict[str, float]:
-        """The terms of the step as this rank has them: those of its work, its own waits, and the end of the step."""
+        """Terms of the step on this rank: its work, its waits, and the end of the step."""
         sums = dict.fromkeys(STEP_TERMS, 0.0)
         for event in self.passes:
             for name, seconds in self.pass_terms_s[event.kind, event.chunk or 0].items():
@@ -103,17 +102,17 @@ class RankTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Step of a plan: its ranks by stage, of plans of a mixed cluster kind after kind of replica."""
+    """Timeline of a plan's step: ranks by stage, on a mixed cluster one replica kind after another."""
 
     step_s: float
-    pipeline_s: float  # of it, until the last backward pass is over
-    order_error: float  # the estimate of `pipeline_s` over what the order takes pass by pass, less 1
+    pipeline_s: float  # part of the step until the end of the last backward pass
+    order_error: float  # `pipeline_s` of the estimate relative to the simulated order, minus 1
     ranks: tuple[RankTimeline, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """Inputs of the timeline of a replica.  Arrays have one element a stage, those of chunks one a chunk."""
+    """Inputs of a replica's timeline.  Arrays have one element per stage, or per chunk where stated."""
 
     schedule: Schedule
     vp: int
@@ -121,16 +120,16 @@ class Pipeline:
     ranks: Sequence[tuple[int, ...]]  # global ranks of every stage
     pass_terms_s: Mapping[tuple[str, int], Mapping[str, float]]  # of one pass, by (kind, chunk) and term
     hop_s: Floats  # one message over each hop between chunks
-    blocking: bool  # messages hold both of their ranks
-    pipeline_s: float  # until the last backward pass is over, as the estimate has it
-    send_s: float  # of it, what messages add
+    blocking: bool  # messages block both of their ranks
+    pipeline_s: float  # estimated time until the end of the last backward pass
+    send_s: float  # part added by messages
     alive_bytes: Floats  # activations of one micro-batch, by chunk
-    levels: Mapping[str, Floats]  # of memory (`memory_levels`)
-    end_s: Mapping[str, Floats]  # all of the gradient reduction and of the gather of parameters, shown or hidden
+    levels: Mapping[str, Floats]  # memory besides activations (`memory_levels`)
+    end_s: Mapping[str, Floats]  # total gradient reduction and parameter gather, exposed or hidden
 
     @property
     def shape(self) -> PipelineShape:
-        """The schedule, its ranks and chunks, and the micro-batches that pass through every stage."""
+        """Schedule, ranks, chunks per rank and micro-batches."""
         return PipelineShape(self.schedule, len(self.places), self.vp, self.places[0].num_microbatches)
 
 
@@ -153,7 +152,7 @@ def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
 def pipeline_of(
     pipelines: LaidOutPipelines, places: tuple[StagePlace, ...], ranks: Sequence[tuple[int, ...]], num_devices: int
 ) -> Pipeline:
-    """Inputs of the timeline of the one pipeline that is laid out, of a step on this many devices."""
+    """Return the timeline inputs of a single laid-out pipeline, in a step on this many devices."""
     plan, terms = pipelines.batch.plan(0), step_terms(pipelines)
     overlaps = pipelines.layouts[0].problem.framework.overlap.p2p_overlap
     has_room = plan.vp == 1 or (not overlaps and plan.num_microbatches >= plan.pp)
@@ -187,7 +186,7 @@ def pipeline_of(
 
 
 def check_length(shape: PipelineShape) -> None:
-    """Refuse a step of more passes than a recurrence runs."""
+    """Raise InputError for a step with more passes than the recurrence supports."""
     if not is_recurrent(shape):
         raise InputError(
             f"a step of {shape.num_microbatches:,} micro-batches through {shape.stages * shape.chunks} chunks is too "
@@ -196,7 +195,7 @@ def check_length(shape: PipelineShape) -> None:
 
 
 def step_timeline(pipelines: Sequence[Pipeline], terms: Mapping[str, float]) -> Timeline:
-    """The step of replicas alike in each of the `pipelines`, all waiting for the slowest; the `terms` tell its end."""
+    """Timeline of replicas, one pipeline per kind, which wait for the slowest; `terms` give the end of the step."""
     last_s = max(event.pipeline_s for event in pipelines)
     drawn = [_draw(event, terms, last_s) for event in pipelines]
     return Timeline(
@@ -208,7 +207,7 @@ def step_timeline(pipelines: Sequence[Pipeline], terms: Mapping[str, float]) -> 
 
 
 def _draw(pipeline: Pipeline, terms: Mapping[str, float], last_s: float) -> tuple[list[RankTimeline], float]:
-    """(the stages of a pipeline, its `order_error`); the slowest pipeline takes `last_s`."""
+    """Return (timelines of a pipeline's ranks, its `order_error`); the slowest pipeline takes `last_s`."""
     steps = _run(pipeline)
     exact_s = max(float(event.end_s[-1]) for event in steps)
     chunks_of = chunks_of_ranks(pipeline.schedule, len(pipeline.places), pipeline.vp)
@@ -243,7 +242,7 @@ def _draw(pipeline: Pipeline, terms: Mapping[str, float], last_s: float) -> tupl
 
 
 def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int], dict[str, float]]:
-    """Seconds of a micro-batch through every chunk by (pass, chunk) and term, none zero, of plan `at` of a layout."""
+    """Seconds of a micro-batch by (pass, chunk) and non-zero term, for plan `at` of a layout."""
     batch, plan, overall = laid.batch, laid.batch.plan(at), problem.calibration.overall
     layout = np.array([batch.layouts[batch.layout[at]]])
     chunks = layout.shape[1]
@@ -259,7 +258,7 @@ def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int],
         for name, value in cost.weight_s.items():
             weight[name] += count[0] * value[at]
             split[name] += splits * (count[0] * cost.split_s[name][at] + again[0] * cost.split_repeat_s[name][at])
-    # As the stages of the estimate have them: what the ends cost beside their traffic is the head.
+    # As in the estimate, the cost of the ends except their traffic belongs to the head.
     shares = {"forward_s": FORWARD_SHARE, "backward_s": 1 - FORWARD_SHARE}
     for (name, share), terms in zip(shares.items(), (forward, backward), strict=True):
         terms["head"][0] += share * laid.costs.embedding_s[at]
@@ -287,7 +286,7 @@ def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int],
 
 
 def _run(pipeline: Pipeline) -> tuple[RankSteps, ...]:
-    """The order of the pipeline, pass by pass, with messages that block where the closed form has them so."""
+    """Simulate the pipeline's order, pass by pass, with blocking messages if the closed form assumes them."""
     passes = (
         np.array([sum(pipeline.pass_terms_s[kind, chunk].values()) for chunk in range(len(pipeline.alive_bytes))])
         for kind in ("forward", "input_gradient", "weight_gradient")
@@ -302,14 +301,14 @@ def _placed(
     own_terms_s: Mapping[tuple[str, int], Mapping[str, float]],
     exact_s: float,
 ) -> tuple[list[Event], list[Event]]:
-    """(passes, calls that block) of a rank in the estimate's time: the work as it is, all waits longer or shorter."""
+    """Return (passes, blocking calls) of a rank fitted to the estimate: work unchanged, waits scaled."""
     seconds = {key: sum(terms.values()) for key, terms in own_terms_s.items()}
     is_call = steps.rows >= len(ROWS) * len(pipeline.places) * pipeline.vp
     idle_s = exact_s - float(steps.duration_s[~is_call].sum())
     scale = (pipeline.pipeline_s - exact_s) / idle_s + 1.0 if idle_s > LEAST_S * exact_s else 0.0
     passes: list[Event] = []
     calls: list[Event] = []
-    done = now = 0.0  # work until here, and when it was over
+    done = now = 0.0  # work so far, and its end time
     run = iter(order)
     for call, took, end in zip(is_call.tolist(), steps.duration_s.tolist(), steps.end_s.tolist(), strict=True):
         if call:
@@ -334,7 +333,7 @@ def _message(name: str, start_s: float, duration_s: float, microbatch: int | Non
 
 
 def _messages(pipeline: Pipeline, order: Sequence[Operation], passes: Sequence[Event]) -> list[Event]:
-    """Messages that a rank sends when a pass is over, while it goes on; those of a joined pair when both are."""
+    """Messages that a rank sends at the end of a pass, or of both passes if joined, while it continues."""
     rank_of = rank_of_chunks(pipeline.schedule, len(pipeline.places), pipeline.vp)
     messages = []
     for at, (kind, chunk, microbatch, joined) in enumerate(order):
@@ -351,7 +350,8 @@ def _messages(pipeline: Pipeline, order: Sequence[Operation], passes: Sequence[E
 
 
 def _waits(passes: Sequence[Event], pipeline: Pipeline) -> Iterator[Event]:
-    """Gaps between passes for order and for messages, by their sums: all ranks have equal message time."""
+    """Divide the gaps between passes into bubble and message waits by their totals, with equal message time per
+    rank."""
     pipeline_s = pipeline.pipeline_s
     idle = pipeline_s - sum(event.duration_s for event in passes)
     share = min(pipeline.send_s / idle, 1.0) if idle > LEAST_S * pipeline_s else 0.0
@@ -371,7 +371,7 @@ def _of_term(name: str, start_s: float, duration_s: float) -> Event:
 
 
 def _end(terms: Mapping[str, float], own_s: float, last_s: float) -> Iterator[Event]:
-    """Yield the events after the last backward pass on every rank, which waits for the slowest pipeline."""
+    """Yield the events after the last backward pass on a rank, which waits for the slowest pipeline."""
     if last_s - own_s > LEAST_S * last_s:
         yield _of_term("stragglers", own_s, last_s - own_s)
     now = last_s
@@ -382,7 +382,7 @@ def _end(terms: Mapping[str, float], own_s: float, last_s: float) -> Iterator[Ev
 
 
 def _beside(terms: Mapping[str, float], last_s: float, end_s: Mapping[str, float]) -> Iterator[Event]:
-    """Yield the parts of gradient reduction and parameter gather hidden beside the passes, of `end_s` in all."""
+    """Yield the parts of gradient reduction and parameter gather hidden by passes; `end_s` are the totals."""
     for name, seconds in end_s.items():
         hidden = min(seconds - terms[name], last_s)
         if hidden > LEAST_S * last_s:
@@ -395,10 +395,10 @@ def _beside(terms: Mapping[str, float], last_s: float, end_s: Mapping[str, float
 
 
 def memory_levels(problem: Problem, memory: StageMemory, at: int) -> dict[str, Floats]:
-    """Bytes of every stage beside activations while "forward", "backward" and "update" run, and "activations" at most.
+    """Bytes of every stage besides activations during "forward", "backward" and "update", and peak "activations".
 
-    Between passes it is as in a forward pass.  The largest is what the estimate says the device has to hold.  `at` is
-    the place of the plan in the batch.
+    Between passes the level is that of a forward pass.  The maximum is the estimate's need of the device.  `at` is the
+    index of the plan in the batch.
     """
     terms = {name: value[at] for name, value in memory.terms.items()}
     activations = terms["activations"]
@@ -415,7 +415,7 @@ def memory_levels(problem: Problem, memory: StageMemory, at: int) -> dict[str, F
         states = states + terms["gradients"]
         forward = states + terms["gathered"]
         backward = forward + terms["logits"] + terms["transients"]
-        update = states - terms["wgrad_buffers"] + memory.update_bytes[at]  # those are of the passes
+        update = states - terms["wgrad_buffers"] + memory.update_bytes[at]  # needed only in passes
     allocated = add_up(terms[name] for name in ALLOCATED_TERMS)
     update = np.where(terms["update"] > 0, allocated, update)
     factor = problem.framework.memory.reserved_factor
@@ -428,7 +428,7 @@ def memory_levels(problem: Problem, memory: StageMemory, at: int) -> dict[str, F
 def _memory(
     passes: Sequence[Event], beside_passes: Sequence[Event], per_chunk: Floats, levels: Mapping[str, float]
 ) -> tuple[Floats, Floats]:
-    """(from when on, bytes that are reserved) of a rank: activations by what is alive, up to the estimate's peak."""
+    """Return (times, reserved bytes from each time on) of a rank: live activations up to the estimate's peak."""
     points: list[tuple[float, str, float]] = []  # time, level, activations alive
     alive_bytes, sizes = 0.0, per_chunk.tolist()
     for event in passes:

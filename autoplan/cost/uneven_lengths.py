@@ -1,10 +1,9 @@
 """Time that ranks wait for longer samples on other ranks: the expected maximum over ranks minus the mean.
 
-Micro-batches are drawn at random, each rank's of its own.  What one takes is a part that is the same for all, one that
-goes with its tokens, and one that goes with the squares of the lengths over which attention looks.  The distributions
-of tokens and squares are those of the samples on a grid; of what several micro-batches take together by convolution,
-of the largest of several by the power of the cumulative distribution.  Nothing is drawn, so that an answer does not
-depend on luck.
+Each rank draws its micro-batches at random.  The time of a micro-batch is a constant part, a part proportional to its
+tokens, and a part proportional to the squares of the attended lengths.  The distributions of tokens and squares are
+those of the samples on a grid; convolution gives the distribution of a sum, and the power of the cumulative
+distribution that of a maximum.  Nothing is sampled, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS, OF_TOKENS
 
-CELLS = 1024  # of the grid
-GRID_SHARE = 0.999  # of a wait, what is left of it where it is to be no more than another one, on the grid
-LEAST_MASS = 1e-12  # of a cell at either end that is not left out
+CELLS = 1024  # cells of the grid
+GRID_SHARE = 0.999  # factor on a lower bound of a wait, to allow for the error of the grid
+LEAST_MASS = 1e-12  # of a cell at either end; cells with less are dropped
 
 Part = Literal["tokens", "squares"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distribution:
-    """Probabilities of start, start + step, start + 2 step and so on."""
+    """Probabilities of the values start, start + step, start + 2 step, ..."""
 
     start: float
     step: float
@@ -43,7 +42,7 @@ class Distribution:
 
     @classmethod
     def of(cls, kinds: Kinds, step: float = 0.0) -> Distribution:
-        """The distribution of some values, each shared between the two cells beside it so that the mean stays."""
+        """Distribution of some values, each split between its two neighbouring cells so that the mean is preserved."""
         start, end = float(kinds.values.min()), float(kinds.values.max())
         step = step or (end - start) / (CELLS - 1)
         if step <= 0.0:
@@ -57,7 +56,7 @@ class Distribution:
 
     @property
     def values(self) -> Floats:
-        """Values that the cells stand for."""
+        """Values of the cells."""
         return np.asarray(self.start + self.step * np.arange(len(self.mass)))
 
     @property
@@ -66,12 +65,12 @@ class Distribution:
         return float(self.values @ self.mass)
 
     def largest(self, draws: int) -> Distribution:
-        """The largest of this many independent draws."""
+        """Distribution of the maximum of this many independent draws."""
         below = np.minimum(np.cumsum(self.mass), 1.0) ** draws
         return Distribution(self.start, self.step, np.diff(below, prepend=0.0))
 
     def sum(self, draws: int) -> Distribution:
-        """The sum of this many independent draws, by doubling."""
+        """Distribution of the sum of this many independent draws, by doubling."""
         total, power = None, self
         while True:
             if draws & 1:
@@ -83,11 +82,11 @@ class Distribution:
             power = power._plus(power)
 
     def scaled(self, factor: float) -> Distribution:
-        """So many times the value."""
+        """Distribution of the value times `factor`."""
         return Distribution(factor * self.start, factor * self.step, self.mass)
 
     def _plus(self, added: Distribution) -> Distribution:
-        """The sum of a draw of each."""
+        """Distribution of the sum of one draw from each."""
         step = max(self.step, added.step)
         if step == 0.0:
             return Distribution(self.start + added.start, 0.0, np.ones(1))
@@ -107,18 +106,18 @@ class Distribution:
 
 
 class Meeting(NamedTuple):
-    """Ways in which the replicas of a plan wait for each other."""
+    """Synchronisation of a plan's replicas."""
 
     microbatches: int
     stages: int
     is_gpipe: bool
-    in_turn: int  # replicas that meet in every micro-batch
-    at_end: int  # groups of them that meet when a step ends
+    in_turn: int  # replicas that synchronise in every micro-batch
+    at_end: int  # groups of them that synchronise at the end of a step
 
 
 @lru_cache(maxsize=1024)
 def _microbatch(lengths: Lengths, batching: Batching, seq_len: int, micro_batch: int, part: Part) -> Distribution:
-    """Share that a micro-batch has of one part, over its mean."""
+    """Distribution of one part of a micro-batch relative to its mean."""
     draws, power = 1, {"tokens": 1, "squares": 2}[part]
     if batching == "packed":
         packs = packs_of(lengths, seq_len)
@@ -133,7 +132,7 @@ def _microbatch(lengths: Lengths, batching: Batching, seq_len: int, micro_batch:
 
 
 def _varies(batching: Batching, part: Part) -> bool:
-    """Return whether a part of micro-batches differs: full, packed and joined sequences have as many tokens."""
+    """Return whether a part varies between micro-batches; full, packed and joined sequences have constant tokens."""
     return batching in ("padded", "unpadded") or (batching == "packed" and part == "squares")
 
 
@@ -141,13 +140,13 @@ def _varies(batching: Batching, part: Part) -> bool:
 def waited_microbatches(
     lengths: Lengths, batching: Batching, seq_len: int, micro_batch: int, part: Part, meeting: Meeting
 ) -> float:
-    """Mean micro-batches by which a step takes longer, as a part of each differs.
+    """Expected delay of a step by the variation of one part, in mean micro-batches.
 
-    Without a pipeline a step is the sum of its micro-batches, of the replica whose sum is the largest.  In 1F1B and its
-    kin all stages pass a micro-batch on before they take the next, so that each pass takes as long as the longest of
-    those in flight, one for each stage: within 9 % of the order run pass by pass with drawn lengths, for 2 to 8
-    stages.  GPipe's flow is that of a proportionate flow shop: the sum and (stages - 1) times the longest (Pinedo,
-    Scheduling, section 6.1), exact for either direction.
+    Without a pipeline a step takes the largest sum of micro-batches over the replicas.  In 1F1B and similar schedules
+    all stages pass a micro-batch on before they start the next, so each pass takes as long as the longest micro-batch
+    in flight, one per stage: within 9 % of simulation with sampled lengths, for 2 to 8 stages.  GPipe is a
+    proportionate flow shop: the sum plus (stages - 1) times the longest (Pinedo, Scheduling, section 6.1), exact for
+    either direction.
     """
     if not _varies(batching, part):
         return 0.0
@@ -167,7 +166,7 @@ def waited_microbatches(
 
 
 class Varying(NamedTuple):
-    """Seconds of a mean micro-batch through the whole model that go with its tokens, and with their squares."""
+    """Seconds of a mean micro-batch through the whole model that are proportional to tokens, and to squares."""
 
     tokens_s: Floats
     squares_s: Floats
@@ -180,9 +179,9 @@ def varying_s(
     repeated: Mapping[Block, Floats],
     head_s: Floats,
 ) -> Varying:
-    """The part of a micro-batch that differs: of `count` blocks, of which `repeated` are recomputed, and of the head.
+    """Varying time of a micro-batch: of `count` blocks, of which `repeated` are recomputed, and of the head.
 
-    Windows are taken to be shorter than most samples: attention within them goes with the tokens.
+    Windows are assumed to be shorter than most samples, so windowed attention is proportional to tokens.
     """
     squares_s = np.zeros_like(head_s)
     if (kind := Block.ATTENTION) in costs:
@@ -195,10 +194,10 @@ def varying_s(
 
 
 def waiting_s(problem: Problem, batch: PlanBatch, varying: Varying, *, at_least: bool = False) -> Floats:
-    """Time of a step that ranks wait for longer samples: shape (plans).
+    """Time per step that ranks wait for longer samples: shape (plans).
 
-    The stages of a pipeline share what varies evenly.  The slowest rank by tokens is taken to be the slowest by squares
-    too, as it nearly is.  With `at_least` it is no more than that of any schedule and whatever the plans shard.
+    The varying time is divided evenly over pipeline stages.  The slowest rank by tokens is assumed to be the slowest by
+    squares, which nearly holds.  With `at_least` the result is a lower bound for any schedule and sharding.
     """
     training = problem.training
     lengths, none = training.lengths, np.zeros(len(batch))
@@ -226,10 +225,10 @@ def waiting_s(problem: Problem, batch: PlanBatch, varying: Varying, *, at_least:
 
 
 def _met_in_turn(problem: Problem, batch: PlanBatch) -> Ints:
-    """Replicas whose ranks meet in every micro-batch, layer by layer.
+    """Number of replicas whose ranks synchronise in every micro-batch, layer by layer.
 
-    Those over which zero3 shards the weights that it gathers, or zero2 the gradients that it reduces, unless a pipeline
-    does so once a step; and those of which an expert-parallel group has ranks.
+    These are the replicas over which zero3 gathers weights or zero2 reduces gradients, unless a pipeline does so once
+    per step, and the replicas within an expert-parallel group.
     """
     network = problem.framework.network
     gathers = (batch.sharding == Sharding.ZERO3.code) & ((batch.pp == 1) | network.zero3_regathers_in_pipeline)

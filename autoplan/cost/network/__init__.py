@@ -1,1 +1,1 @@
-"""Time of collectives and messages on the links of a cluster, and the ranks that take part."""
+"""Time of collectives and messages on the links of a cluster, and their process groups."""

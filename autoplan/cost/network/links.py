@@ -1,9 +1,9 @@
-"""Time of collectives and messages on given groups of ranks, all sibling groups at work at once.
+"""Time of collectives and messages in given process groups, with all sibling groups communicating at once.
 
-`ALGORITHMS` says how each operation may run; `collective_s` is the reference, and `Links` puts what was measured before
-it.  Rates are those of one device: siblings on a node each use their own devices' links and NICs, so a group with one
-member per node sees one NIC (`modelling` D4).  Sizes are full buffers in bytes, times are seconds; every array
-argument has one element per plan, or groups have the shape (plans, 1) and buffers (plans, stages).
+`ALGORITHMS` lists the algorithms of each operation; `collective_s` is the reference, and `Links` prefers measured
+times.  Rates are per device: siblings on a node each use their own devices' links and NICs, so a group with one member
+per node sees one NIC (`modelling` D4).  Sizes are full buffers in bytes, times are in seconds; every array argument has
+one element per plan, or groups have the shape (plans, 1) and buffers (plans, stages).
 """
 
 from __future__ import annotations
@@ -37,39 +37,40 @@ from autoplan.topology.traffic import (
 # 4 x 8 B200 with EFA took 22.05 ms where the node alone takes 10.15 ms and the NICs 16.1 ms (`modelling` D4).
 UNHIDDEN_SHARE = 0.6
 
-# Nodes below the leaf of a fat tree of 64-port switches: a tree of switches that add up grows with its logarithm.
+# Nodes below a leaf of a fat tree of 64-port switches; in-network reduction takes hops in proportion to the logarithm
+# of nodes.
 SWITCH_DOWN_PORTS = 32
 
-# Kernels that move data beside the computation take a part of the device from it: what an overlapped transfer costs,
-# as a share of its own duration (`modelling` D6: .05-.20, judged).
+# Slowdown of computation by overlapped communication kernels, as a share of the transfer's duration (`modelling` D6:
+# .05-.20, judged).
 CONTENTION_SHARE = 0.10
 
 
 def contention_share(timings: TimingTable, *operations: Operation) -> float:
-    """Return what an overlapped transfer costs as a share of its duration: measured of these operations, or judged."""
+    """Return the cost of an overlapped transfer as a share of its duration, measured for these operations or judged."""
     measured = [timings.contention[operation] for operation in operations if operation in timings.contention]
     return float(np.mean(measured)) if measured else CONTENTION_SHARE
 
 
-# An all-reduce of a few numbers goes up a tree and down again: its start, and one way over a link inside a domain and
-# over the network (NCCL src/graph/tuning.cc, tree and LL protocol; `modelling` D2).
+# An all-reduce of a few numbers goes up a tree and down again: start-up time, and latency of one link inside a domain
+# and over the network (NCCL src/graph/tuning.cc, tree and LL protocol; `modelling` D2).
 SHORT_START_S, SHORT_LINK_S, SHORT_NETWORK_S = 6.8e-6, 0.6e-6, 5.0e-6
 
 
 class ProcessGroup(NamedTuple):
-    """Ranks that communicate, `stride` apart, an element per plan; `gaps` tells where others come between them."""
+    """Communicating ranks at distance `stride`, one element per plan; `gaps` describes irregular distances."""
 
     stride: Ints
     size: Ints
     gaps: Gaps | None = None
 
     def take(self, rows: Ints) -> ProcessGroup:
-        """Groups of the plans at the given indices."""
+        """Return the groups of the plans at the given indices."""
         gaps = Gaps(self.gaps.run[rows], self.gaps.step[rows]) if self.gaps else None
         return ProcessGroup(self.stride[rows], self.size[rows], gaps)
 
     def for_stages(self) -> ProcessGroup:
-        """The groups beside buffers of the shape (plans, stages)."""
+        """Return the groups in the shape (plans, 1), for buffers of the shape (plans, stages)."""
         gaps = Gaps(self.gaps.run[:, None], self.gaps.step[:, None]) if self.gaps else None
         return ProcessGroup(self.stride[:, None], self.size[:, None], gaps)
 
@@ -79,13 +80,13 @@ class ProcessGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """Algorithm of an operation: bytes on the links of every level, and their time; shape (levels, groups)."""
+    """Algorithm of an operation: bytes on the links of every level, shape (levels, groups), and its time."""
 
     moved_bytes: Callable[
         [Topology, Spans, Floats, Ints | int], Floats
-    ]  # of a buffer with this many copies of each token
-    seconds: Callable[[Topology, Spans, Floats, Floats], Floats]  # of this many bytes moved, of a buffer
-    serves: Callable[[Topology, Spans], Bools] | None = None  # which groups may use it; None: all
+    ]  # for a buffer with this many copies of each token
+    seconds: Callable[[Topology, Spans, Floats, Floats], Floats]  # from bytes moved and buffer size
+    serves: Callable[[Topology, Spans], Bools] | None = None  # groups that may use it; None: all
 
 
 def _in_steps_s(
@@ -97,13 +98,13 @@ def _in_steps_s(
     steps_of: Callable[[Topology, Spans], Floats],
     volume: float,
 ) -> Floats:
-    """Time of a collective that `moved` so many bytes over the links of each level, in `volume` x steps.
+    """Time of a collective that moves `moved` bytes over the links of each level in `volume` x steps.
 
-    `moved` and the steps have shape (levels, groups).  A fabric waits for its slowest links, since what leaves a switch
-    has come over the NICs and goes on while more of it comes; for the hops of every level it waits in turn.
+    `moved` and the steps have shape (levels, groups).  A fabric is as fast as its slowest links, since data is
+    forwarded by switches while more arrives over the NICs; latencies of the levels add up.
     """
     steps = steps_of(topology, spans)
-    times: list[Floats] = []  # of the fabrics
+    times: list[Floats] = []  # per fabric
     wire = beyond = np.zeros_like(buffer_bytes)
     for at, level in enumerate(topology.levels):
         domains = spans.outer[at] / spans.inner[at]
@@ -113,8 +114,8 @@ def _in_steps_s(
             level_wire = level_wire * curve.slowdown(domains)
             level_beyond = curve.overhead_s(volume * steps[at], buffer_bytes / spans.inner[at])
         else:
-            # Where a device's part of the buffer is half_rate_bytes the measured rate is half of the plateau.  The time
-            # beyond the wire's that this implies begins as latency, builds up with the message and then stays constant
+            # If a device's part of the buffer is half_rate_bytes, the measured rate is half of the plateau.  The
+            # implied time beyond the wire time starts at the latency, grows with the message and then stays constant
             # (pipeline fill), as nccl-tests tables show.
             latency = volume * steps[at] * level.latency_s
             part = buffer_bytes / spans.reach[at]
@@ -133,7 +134,7 @@ def _in_steps_s(
 
 
 def _message_s(topology: Topology, spans: Spans, moved: Floats, message_bytes: Floats) -> Floats:
-    """Time of one message between neighbours of a chain; the slowest hop decides."""
+    """Time of one message between neighbours of a chain, by the slowest hop."""
     pair = np.full(len(message_bytes), 2.0)
     time = wire = np.zeros(len(message_bytes))
     for at, level in enumerate(topology.levels):
@@ -149,7 +150,7 @@ def _ring_steps(_: Topology, spans: Spans) -> Floats:
 
 
 def _switch_steps(topology: Topology, spans: Spans) -> Floats:
-    """Hops up through a tree of switches that add up, and rings inside nodes: shape (levels, groups)."""
+    """Steps of in-network reduction over a switch tree, with rings inside nodes: shape (levels, groups)."""
     steps = spans.hops
     for at in topology.network:
         domains = spans.outer[at] / spans.inner[at]
@@ -158,12 +159,12 @@ def _switch_steps(topology: Topology, spans: Spans) -> Floats:
 
 
 def _exchange_steps(_: Topology, spans: Spans) -> Floats:
-    """Steps of an all-to-all, whose messages are in flight together, where those of a ring follow one another."""
+    """Steps of an all-to-all, whose messages are in flight concurrently, unlike those of a ring."""
     return 2 * np.log2(spans.outer / spans.inner)
 
 
 def _switches_add_up(topology: Topology, spans: Spans) -> Bools:
-    """Return whether all switches that a group crosses add up what is reduced."""
+    """Return whether all switches that a group crosses support in-network reduction."""
     if not any(level.is_reducing for level in topology.levels):
         return np.zeros(spans.outer.shape[1:], dtype=np.bool_)
     plain = [at for at in topology.network if not topology.levels[at].is_reducing]
@@ -171,10 +172,10 @@ def _switches_add_up(topology: Topology, spans: Spans) -> Bools:
 
 
 def _rings_s(topology: Topology, spans: Spans, moved: Floats, buffer_bytes: Floats, *, volume: float) -> Floats:
-    """Time of rings inside every domain and between them, whose faster levels hide in part.
+    """Time of rings inside every domain and between domains; the faster levels are partly hidden.
 
-    Where devices share a NIC all rings go through it, and take at least what the wire of a ring through all of them
-    does; where each has one, rings of nodes in turn with those of devices take what was measured (`modelling` D4).
+    If devices share a NIC, all rings go through it and take at least the wire time of one ring through all devices;
+    with one NIC per device, alternating rings of nodes and of devices match the measured times (`modelling` D4).
     """
     in_steps = _in_steps_s(topology, spans, moved, buffer_bytes, steps_of=_ring_steps, volume=volume)
     shared = [at for at in topology.network if topology.levels[at].devices_per_nic > 1.0]
@@ -185,7 +186,8 @@ def _rings_s(topology: Topology, spans: Spans, moved: Floats, buffer_bytes: Floa
 
 
 def _rings(volume: float) -> Algorithm:
-    """Rings inside every domain and between them, over `volume` times the buffer (nccl-tests doc/PERFORMANCE.md)."""
+    """Return the algorithm of rings in and between domains, for `volume` x the buffer (nccl-tests
+    doc/PERFORMANCE.md)."""
     return Algorithm(
         moved_bytes=lambda _, spans, buffer_bytes, copies: hierarchical_bytes(spans, buffer_bytes, volume),
         seconds=partial(_rings_s, volume=volume),
@@ -197,8 +199,8 @@ _SWITCHES = Algorithm(
     seconds=partial(_in_steps_s, steps_of=_switch_steps, volume=2.0),
     serves=_switches_add_up,
 )
-# With copies > 1 the buffer of an all-to-all holds each token that often, for experts of random members, and a
-# dispatcher that knows it sends one copy to every node, which spreads it inside, and one to every rank, which hands it
+# With copies > 1 the buffer of an all-to-all contains each token that often, for experts on random members.  A
+# dispatcher that exploits this sends one copy per node, which distributes it inside, and one per rank, which passes it
 # to its experts (DeepEP's `is_token_in_rank`; DeepSeek-V3, arXiv:2412.19437).
 _EXCHANGE = Algorithm(
     moved_bytes=lambda _, spans, buffer_bytes, copies: all_to_all_bytes(spans, buffer_bytes, copies),
@@ -209,8 +211,8 @@ _CHAIN = Algorithm(
     seconds=_message_s,
 )
 
-# The algorithms of each operation: the first serves every group, a later one where it may and is faster.
-# NCCL's trees are left out: with them predictions of measured runs are worse (nanotron 3.95 % off instead of 3.87).
+# Algorithms of each operation: the first supports every group; later ones are used if supported and faster.
+# NCCL's trees are omitted, as predictions of measured runs are worse with them (nanotron 3.95 % off instead of 3.87).
 ALGORITHMS: dict[Operation, tuple[Algorithm, ...]] = {
     "all_reduce": (_rings(2.0), _SWITCHES),
     "all_gather": (_rings(1.0),),
@@ -218,7 +220,7 @@ ALGORITHMS: dict[Operation, tuple[Algorithm, ...]] = {
     "all_to_all": (_EXCHANGE,),
     "send_recv": (_CHAIN,),
 }
-# How members of a group meet, where it is not around a ring.
+# Communication patterns of operations that are not rings.
 PATTERNS: dict[Operation, Pattern] = {"all_to_all": "all_to_all", "send_recv": "chain"}
 
 
@@ -230,7 +232,7 @@ def _members(topology: Topology, operation: Operation, group: ProcessGroup) -> I
 def _fastest(
     topology: Topology, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: Ints | int
 ) -> tuple[Floats, Floats]:
-    """(time, bytes over the links of every level) by the algorithm that is fastest for each group."""
+    """Return (time, bytes over the links of every level) of the fastest algorithm for each group."""
     spans = Spans.of(topology, _members(topology, operation, group))
     first, *further = ALGORITHMS[operation]
     moved = first.moved_bytes(topology, spans, buffer_bytes, copies)
@@ -248,8 +250,8 @@ def _fastest(
 def collective_s(
     topology: Topology, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: Ints | int = 1
 ) -> Floats:
-    """Time of a collective: what every rank reduces, ends with, or holds and sends on is `buffer_bytes`."""
-    if not buffer_bytes.any():  # as of the experts of a dense model
+    """Time of a collective; `buffer_bytes` is what every rank reduces, gathers, or exchanges."""
+    if not buffer_bytes.any():  # e.g. experts of a dense model
         return np.zeros_like(buffer_bytes)
     return _fastest(topology, operation, group, buffer_bytes, copies)[0]
 
@@ -263,12 +265,12 @@ def link_bytes(
 
 # -- links of a cluster -----------------------------------------------------------------------------------------------
 
-# The bytes decide how long a collective takes, not their type.
+# The time of a collective depends on its bytes, not their type.
 _DTYPES = ("bf16", "fp16", "fp32")
 
 
 def _distance(group: tuple[int, ...], members: int, inside: int) -> float:
-    """Return how unlike a measured group of (members, inside a domain, siblings) is to one with this many members."""
+    """Return the distance of a measured group (members, inside a domain, siblings) from one with these members."""
     group_members, beside, siblings = group
     domains = np.log((group_members / beside) / (members / inside))
     return float(2 * abs(np.log(beside / inside)) + abs(domains) - 0.01 * np.log(siblings))
@@ -276,57 +278,57 @@ def _distance(group: tuple[int, ...], members: int, inside: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """The links of a cluster: reference rates with a calibration's factors, and what was measured on them."""
+    """Links of a cluster: reference rates with a calibration's factors, and measured times."""
 
     topology: Topology
     timings: TimingTable
-    domain: int  # which level is the widest scale-up domain
+    domain: int  # level of the widest scale-up domain
 
     @classmethod
     def of(cls, problem: Problem) -> Links:
-        """The links of a problem's cluster.  The network is the last level, if there is one."""
+        """Return the links of a problem's cluster; the network, if any, is the last level."""
         calibration, cluster = problem.calibration, problem.cluster
         levels = []
         for level in problem.topology.levels:
             factor = calibration.scale_out if level.is_network else calibration.scale_up
             levels.append(replace(level, bytes_per_s=level.bytes_per_s / factor))
         domain = min(len(cluster.levels), len(levels)) - 1
-        # What was measured was measured on links without faults.
+        # Links were measured without faults.
         is_sound = all(fault.part == "device" for fault in cluster.faults)
         timings = problem.timings if is_sound else NO_TIMINGS
         return cls(topology=Topology(levels=tuple(levels)), timings=timings, domain=domain)
 
     def take(self, rows: Ints) -> Links:
-        """The links for the plans at the given indices: all plans have the same."""
+        """Return the links of the plans at the given indices; all plans share the same links."""
         return self
 
     def seconds(
         self, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: Ints | int = 1
     ) -> Floats:
-        """Time of a collective (`collective_s`), measured where it was; an empty buffer takes none."""
+        """Time of a collective, measured or else `collective_s`; 0 for an empty buffer."""
         reference = collective_s(self.topology, operation, group, buffer_bytes, copies)
         if not self.timings.holds(operation, *_DTYPES):
             return reference
         return self._or_measured(reference, operation, *self._as_measured(operation, group, buffer_bytes, copies))
 
     def short_all_reduce_s(self, group: ProcessGroup) -> Floats:
-        """Time of an all-reduce of a few numbers, which is latency alone: a chain inside domains, a tree of them."""
+        """Latency of an all-reduce of a few numbers: a chain inside domains, a tree between them."""
         inside = self._inside("all_reduce", group)
         one_way = (inside - 1) * SHORT_LINK_S + np.log2(group.size / inside) * SHORT_NETWORK_S
         return np.where(group.size > 1, SHORT_START_S + 2 * one_way, 0.0)
 
     def _inside(self, operation: Operation, group: ProcessGroup) -> Ints:
-        """Members of each group in one scale-up domain."""
+        """Number of members of each group in one scale-up domain."""
         return _members(self.topology, operation, group)[self.domain].astype(np.int64)
 
     def _as_measured(
         self, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: Ints | int
     ) -> tuple[ProcessGroup, Floats]:
-        """The group and the buffer with which as much is measured.
+        """Return the equivalent group and buffer to look up among the measured ones.
 
-        Inside one domain a dispatcher that sends one copy to each rank moves as much as an exchange of smaller buffers;
-        what it saves between domains no measured exchange shows.  A message goes over the network, if any of its chain
-        does.
+        Inside one domain a dispatcher that sends one copy per rank moves as much as an exchange of smaller buffers; its
+        savings between domains match no measured exchange.  A message counts as crossing the network if any message of
+        its chain does.
         """
         if operation == "all_to_all" and np.any(copies > 1):
             sent = group.size * (1 - (1 - 1 / group.size) ** copies) / copies
@@ -341,11 +343,11 @@ class Links:
     def _or_measured(
         self, reference_s: Floats, operation: Operation, group: ProcessGroup, buffer_bytes: Floats
     ) -> Floats:
-        """The measured times of a collective, and the reference of those that were not.
+        """Return measured times of a collective, and reference times of groups that were not measured.
 
-        As siblings of a group, those that share its domains, work at once in training, they should have done so when
-        it was measured; else the group alone counts, if it lies inside one domain, where links are its own.  Groups
-        that were not measured take as much longer than by the reference as the nearest ones that were.
+        Siblings of a group, which share its domains, communicate at once in training, so timings with all siblings are
+        preferred; a timing of the group alone counts if it is inside one domain, where it has its own links.  The
+        reference of an unmeasured group is scaled like that of the nearest measured groups.
         """
         shape = reference_s.shape
 
@@ -357,7 +359,7 @@ class Links:
         group = ProcessGroup(flat(group.stride), size, gaps)
         rows = np.flatnonzero((size > 1) & (buffer_bytes > 0))
         sizes, of_size = np.unique(buffer_bytes[rows], return_inverse=True)
-        # Of a message or an exchange as well, the members of a ring.
+        # Members as in a ring, also for a message or an exchange.
         members, inside = size[rows], self._inside("all_reduce", group)[rows]
         first, of_shape = distinct_rows(members, inside, of_size)
         members, inside, moved = members[first], inside[first], sizes[of_size[first]]
@@ -377,10 +379,10 @@ class Links:
         return result.reshape(shape)
 
     def _ratio_of_others(self, operation: Operation, members: Ints, inside: Ints, moved: Floats) -> Floats:
-        """Measured over reference time of the groups nearest to these that were measured; NaN where there are none.
+        """Measured over reference time of the measured groups nearest to these; NaN if there are none.
 
-        Groups inside a domain tell nothing of those that leave it, nor the other way round; of the latter only those
-        count that shared the network with all siblings.  The nearest have as many members in a domain, then as many
+        Groups inside a domain say nothing about groups across domains, and vice versa; of the latter only timings with
+        all siblings count.  The nearest groups have the same number of members in a domain, then the same number of
         domains.
         """
         ratio = np.full(len(members), np.nan)
@@ -394,7 +396,7 @@ class Links:
         return ratio * self.timings.source_factors.scaled
 
     def _nearest_groups(self, operation: Operation, members: int, inside: int) -> list[tuple[int, ...]]:
-        """Return (members, inside, siblings) of the measured groups that others are scaled from, the nearest first."""
+        """Return (members, inside, siblings) of measured groups to scale from, the nearest first."""
         groups = [
             (number, beside, siblings)
             for number, beside, siblings in self.timings.groups(operation, *_DTYPES)
@@ -404,7 +406,7 @@ class Links:
         return sorted(groups, key=lambda group: _distance(group, members, inside))
 
     def scaled_from(self, operation: Operation, shape: tuple[float, ...]) -> tuple[float, ...] | None:
-        """Return the shape of the measured group from which the time of one is scaled; None where there is none."""
+        """Return the shape of the measured group from which a group's time is scaled; None if there is none."""
         members, inside, _, buffer_bytes = shape
         for group in self._nearest_groups(operation, int(members), int(inside)):
             measured_shape = (*map(float, group), buffer_bytes)
@@ -413,19 +415,19 @@ class Links:
         return None
 
     def siblings(self, shape: tuple[float, ...]) -> tuple[float, ...]:
-        """Return the shape of a group with as many beside it at once as its domains hold."""
+        """Return the shape of a group measured together with all its siblings."""
         members, inside, _, buffer_bytes = shape
         return members, inside, float(self._domain_size // inside), buffer_bytes
 
     def shape_s(self, operation: Operation, shape: tuple[float, ...]) -> float:
-        """Return the time of a group of a shape of `SHAPES`, whose members lie next to each other in their domains."""
+        """Return the time of a group of a shape in `SHAPES`, whose members are consecutive in their domains."""
         members, inside = int(shape[0]), int(shape[1])
         stride = 1 if members == inside else self._domain_size // inside
         group = ProcessGroup(np.array([stride]), np.array([members]))
         return float(self.seconds(operation, group, np.array([shape[3]]))[0])
 
     def _measured_over_reference(self, operation: Operation, measured_group: tuple[int, ...], moved: Floats) -> Floats:
-        """Return how much longer than by the reference a group takes that was measured, with buffers of these sizes."""
+        """Return the measured time of a group relative to its reference, for buffers of these sizes."""
         members, inside, siblings = measured_group
         size = np.full(len(moved), members)
         stride = np.ones_like(size) if members == inside else np.full_like(size, self._domain_size // inside)

@@ -1,4 +1,4 @@
-"""Ranks of a plan that exchange data.  Every array has one element per plan."""
+"""Process groups of a plan.  Every array has one element per plan."""
 
 from __future__ import annotations
 
@@ -16,43 +16,42 @@ from autoplan.topology.levels import Gaps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroups:
-    """The groups of every communicator of a plan."""
+    """Process groups of every communicator of a plan."""
 
     tp: ProcessGroup
     cp: ProcessGroup
     shard: ProcessGroup  # dense states: dp_shard x cp
-    replicate: ProcessGroup  # copies of a shard group
+    replicate: ProcessGroup  # replicas of a shard group
     ep: ProcessGroup
     etp: ProcessGroup
     expert_shard: ProcessGroup  # expert states
     pp: ProcessGroup
-    stage: ProcessGroup  # all ranks of a pipeline stage, as if they stood side by side
+    stage: ProcessGroup  # all ranks of a pipeline stage, as if they were consecutive
 
     @property
     def num_communicators(self) -> Floats:
-        """Communicators with buffers of their own that a rank takes part in, those of experts' states aside."""
+        """Number of communicators with their own buffers per rank, except those of expert states."""
         groups = (self.tp, self.cp, self.shard, self.replicate, self.ep, self.pp)
         return add_up((group.size > 1).astype(np.float64) for group in groups)
 
     @property
     def dense_copies(self) -> ProcessGroup:
-        """Ranks with the same dense parameters."""
+        """Number of ranks with the same dense parameters."""
         return self.shard._replace(size=self.shard.size * self.replicate.size)
 
     @property
     def expert_copies(self) -> ProcessGroup:
-        """Ranks with the same expert parameters."""
+        """Number of ranks with the same expert parameters."""
         return self.expert_shard._replace(size=self.expert_shard.size * self.replicate.size)
 
 
 @lru_cache(maxsize=4)
 def process_groups(batch: PlanBatch) -> ProcessGroups:
-    """The communicators of every plan, worked out once for all that asks of a batch.
+    """Return the process groups of every plan, computed once per batch.
 
-    Expert groups re-use the ranks of a stage: etp fastest, then ep.
-    Where pipelines come before data parallelism, replicas are whole pipelines and their ranks so much further apart;
-    in `shard` they then stand between the context-parallel groups.
-    Without sharding all replicas are one group, however they are split.
+    Expert groups reuse the ranks of a stage: etp varies fastest, then ep.  If pipelines come before data parallelism,
+    replicas are whole pipelines, with correspondingly distant ranks; in `shard` they are then between the
+    context-parallel groups.  Without sharding all replicas form one group, however they are split.
     Source: Megatron-LM core/parallel_state.py, RankGenerator.
     """
     ones = np.ones(len(batch), dtype=np.int64)

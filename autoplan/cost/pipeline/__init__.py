@@ -1,1 +1,1 @@
-"""Pipelines: which blocks every rank holds, the order of its passes, and how long all of them take."""
+"""Pipelines: the blocks of every rank, the order of its passes, and their total time."""

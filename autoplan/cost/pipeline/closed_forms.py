@@ -1,4 +1,4 @@
-"""Closed forms for the time of a pipeline whose stages have unequal times, tested against simulation.
+"""Closed forms for the time of a pipeline with unequal stages, tested against simulation.
 
 Arrays of stages have the shape (plans, stages): forward and backward time of one micro-batch on every pipeline rank,
 summed over the rank's chunks.
@@ -20,11 +20,11 @@ class Makespan(NamedTuple):
 
     work_s: Floats  # if messages took no time
     send_s: Floats  # what messages add
-    critical: Ints  # the stage that decides
+    critical: Ints  # the critical stage
 
 
 def _sum_over_stages(times: Floats) -> Floats:
-    """Sum over all stages, which lie side by side for it: it does not depend on the batch that a plan stands in."""
+    """Sum over stages along contiguous memory, so that rounding does not depend on the other plans of a batch."""
     return np.ascontiguousarray(times).sum(axis=1)
 
 
@@ -33,20 +33,21 @@ def one_forward_one_backward_s(
 ) -> Makespan:
     """Makespan of 1F1B and, with `chunks` > 1, of interleaved 1F1B.
 
-    `sends_s` is what messages add where a stage is the critical one, as `send_exposed_s` has it.
+    `sends_s` is the time that messages add if a stage is the critical one, from `send_exposed_s`.
 
-    T = max over stages of: the fill before it, its own work, and the part of the work behind it that its warm-up does
-    not cover; interleaving divides all but its own work by the chunks.  Exact for equal stages.  For unequal ones plain
-    1F1B gets a lower bound, within 0.1 % on average (`modelling` E2), and interleaved 1F1B an estimate, -4 to +9 % of
-    simulation for stage times within 30 % of each other; m must be a multiple of the stages there.
+    T = max over stages of: the fill before it, its own work, and the part of the work after it that its warm-up does
+    not cover; interleaving divides everything except its own work by the number of chunks.  Exact for equal stages.
+    For unequal stages plain 1F1B gets a lower bound, within 0.1 % on average (`modelling` E2), and interleaved 1F1B an
+    estimate, -4 to +9 % of simulation for stage times within 30 % of each other, where m must be a multiple of the
+    stages.
     """
     stages = forward_s.shape[1]
     passes_s = forward_s + backward_s
     before = np.cumsum(passes_s, axis=1) - passes_s
     behind = _sum_over_stages(passes_s)[:, None] - before - passes_s
     warmup = np.arange(stages - 1, -1, -1)[:, None]
-    # Forwards of the warm-up cover work behind the stage before its first backward, backwards of the cool-down after
-    # its last forward.  With fewer micro-batches than that, all forwards come first and there is one gap, not two.
+    # Forwards of the warm-up cover work of later stages before the stage's first backward, backwards of the cool-down
+    # after its last forward.  With fewer micro-batches all forwards come first and there is one gap instead of two.
     covering = np.minimum(num_microbatches - 1, warmup).T
     filling = np.maximum(behind - covering * forward_s, 0.0)
     draining = np.maximum(behind - covering * backward_s, 0.0)
@@ -61,10 +62,10 @@ def one_forward_one_backward_s(
 def pipeline_s(
     forward_s: Floats, backward_s: Floats, send_s: Floats, num_microbatches: Ints, chunks: Ints, *, overlaps: bool
 ) -> Makespan:
-    """Makespan of 1F1B and interleaved 1F1B with its messages: `send_s` is one from every stage to the next.
+    """Makespan of 1F1B and interleaved 1F1B with messages: `send_s` is one message from every stage to the next.
 
-    The last stage sends to the first where stages have several chunks; there all messages count as the slowest, which
-    holds up the others.
+    With several chunks per stage the last stage sends to the first; then all messages count as the slowest, which
+    delays the others.
     """
     interleaved, slowest_s = chunks > 1, send_s.max(axis=1, keepdims=True)
     sends_s = np.repeat(hop_sends_exposed_s(send_s[:, :-1], num_microbatches)[:, None], forward_s.shape[1], axis=1)
@@ -90,8 +91,8 @@ def gpipe_s(
 ) -> Makespan:
     """Makespan of all forwards before all backwards: two flow shops with equal jobs, exact.
 
-    Messages, of `hop_s` over each hop, pipeline behind one another, so that only the fill shows.  Without overlap a
-    rank waits for each that it receives or sends: exact for equal stages, else no less than that.
+    Messages, `hop_s` over each hop, are pipelined, so only the fill is exposed.  Without overlap a rank waits for each
+    message that it receives or sends: exact for equal stages, otherwise an upper bound.
     """
     later_microbatches = num_microbatches - 1
     makespan = _sum_over_stages(forward_s) + later_microbatches * forward_s.max(axis=1)
@@ -112,13 +113,13 @@ def send_exposed_s(
     *,
     overlaps: bool,
 ) -> Floats:
-    """Time that messages between stages add to the makespan, `send_s` each.
+    """Time that messages of `send_s` between stages add to the makespan.
 
     Plain 1F1B blocks on combined send and receive: send_s (2 m + 2 p - 5), exact for equal stages (`modelling` E3,
     Megatron-LM schedules.py); two stages exchange m + 1 times, and a single micro-batch goes there and back.
-    Interleaved schedules send v times as many.  Without overlap every message shows; with it the fill, those of the
-    passes that warm up and cool down, which block (overlap_p2p_comm_warmup_flush is off), and of the others what the
-    passes of a chunk cannot hide, and the contention.
+    Interleaved schedules send v times as many.  Without overlap every message is exposed; with overlap the fill, the
+    messages of the warm-up and cool-down passes, which block (overlap_p2p_comm_warmup_flush is off), and for the others
+    what the passes of a chunk cannot hide, plus the contention.
     """
     exchanges = np.where(stages == 2, num_microbatches + 1, 2 * num_microbatches + 2 * stages - 5)
     plain = send_s * np.where(num_microbatches == 1, 2 * (stages - 1), exchanges)
@@ -127,17 +128,17 @@ def send_exposed_s(
     if overlaps:
         least = CONTENTION_SHARE * send_s
         unhidden = np.maximum(send_s - chunk.forward_s, least) + np.maximum(send_s - chunk.backward_s, least)
-    blocking = (chunks - 1) * np.minimum(stages, num_microbatches)  # of the last stage, which has fewest
+    blocking = (chunks - 1) * np.minimum(stages, num_microbatches)  # on the last stage, which has the fewest
     interleaved = fill + blocking * 2.0 * send_s + (num_microbatches * chunks - blocking) * unhidden
     return np.where(stages > 1, np.where(chunks > 1, interleaved, plain), 0.0)
 
 
 def hop_sends_exposed_s(hop_s: Floats, num_microbatches: Ints) -> Floats:
-    """Time that messages add to plain 1F1B of unlike hops; `hop_s`: one message over each, shape (plans, stages - 1).
+    """Time that messages add to plain 1F1B with unequal hops; `hop_s`: one message each, (plans, stages - 1).
 
-    Every hop takes its own on the way there and back.  Between, a rank exchanges with both neighbours once for every
-    micro-batch, and the rank whose hops are slowest holds up all: exact for equal stages with equal hops, where it is
-    `send_exposed_s`; else above the simulation of blocking calls, by 1 to 3 % of the makespan on average.
+    Every hop adds its own time on the way there and back.  In between a rank exchanges with both neighbours once per
+    micro-batch, and the rank with the slowest hops delays all: exact for equal stages with equal hops, where it equals
+    `send_exposed_s`; otherwise above a simulation of blocking calls, by 1 to 3 % of the makespan on average.
     """
     none = np.zeros((len(hop_s), 1))
     before, behind = np.hstack([none, hop_s]), np.hstack([hop_s, none])
@@ -149,7 +150,7 @@ def hop_sends_exposed_s(hop_s: Floats, num_microbatches: Ints) -> Floats:
 def in_flight_chunks(stages: int, chunks: Ints, num_microbatches: Ints, *, gpipe: Bools) -> Ints:
     """Peak number of live forward activations on every rank, in chunks: shape (plans, stages).
 
-    GPipe min(m) of them, 1F1B min(m, p - r), interleaved min(m v, 2 (p - r - 1) + (v - 1) p + 1), with micro-batch
+    GPipe m, 1F1B min(m, p - r), interleaved min(m v, 2 (p - r - 1) + (v - 1) p + 1), with micro-batch
     groups of p (`modelling` B4, Megatron-LM schedules.py get_pp_rank_microbatches).
     """
     rank = np.arange(stages)[:, None]

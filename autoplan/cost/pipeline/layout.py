@@ -1,7 +1,7 @@
-"""Blocks that every pipeline rank holds, chunk by chunk, and the number of them that are recomputed as a whole.
+"""Blocks of every pipeline rank, chunk by chunk, and the number of fully recomputed ones.
 
-Arrays of stages have the shape (plans, stages) and lie stage by stage in memory (numpy's order F), as do those of
-chunks: plans are many and stages few, so that loops over memory run over the plans.
+Arrays of stages and of chunks have the shape (plans, stages or chunks) in numpy's order F, so that inner loops run over
+the plans, which are many, and not over the stages, which are few.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ V_SCHEDULES = [Schedule(name).code for name in V_SHAPED]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBlocks:
-    """Blocks of each kind on every pipeline rank, all its chunks together: arrays of shape (plans, stages).
+    """Blocks of each kind on every pipeline rank, over all its chunks: arrays of shape (plans, stages).
 
-    A stage is a pipeline rank; the first holds the embedding, and `is_last` says which one the head.
+    A stage is a pipeline rank; the first has the embedding, and `is_last` marks the one with the head.
     """
 
-    count: dict[Block, Floats]  # whole numbers, as those they are multiplied with are floats
-    repeated: dict[Block, Floats]  # of them, those that full recomputation runs again
+    count: dict[Block, Floats]  # whole numbers, stored as floats to be multiplied with floats
+    repeated: dict[Block, Floats]  # fully recomputed ones among them
     repeats_chunk: Bools  # whether a chunk of the rank is recomputed down to its last layer
     chunks_alike: Bools  # whether all chunks of every rank have the same blocks: shape (plans)
-    is_last: Bools  # whether the rank holds the last chunk
+    is_last: Bools  # whether the rank has the last chunk
 
     @property
     def num_stages(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return self.repeats_chunk.shape[1]
 
     def zeros(self) -> Floats:
@@ -44,11 +44,11 @@ class StageBlocks:
         return np.zeros_like(self.is_last, dtype=np.float64)
 
     def at_all(self, values: Floats | Ints) -> Floats:
-        """`values` of the plans on all ranks: shape (plans, stages)."""
+        """Broadcast `values` of the plans to all ranks: shape (plans, stages)."""
         return self.zeros() + values[:, None]
 
     def at_last(self, values: Floats) -> Floats:
-        """`values` of the plans on the rank with the last chunk, and 0 elsewhere: shape (plans, stages)."""
+        """Return `values` of the plans on the rank with the last chunk, and 0 elsewhere: shape (plans, stages)."""
         return self.is_last * values[:, None]
 
 
@@ -63,11 +63,11 @@ def _cumulative_blocks(model: ModelSpec) -> dict[Block, Floats]:
 
 
 def chunk_blocks(model: ModelSpec, layers: Ints, num_repeated: Ints) -> dict[Block, tuple[Floats, Floats]]:
-    """(blocks, blocks recomputed as a whole) of each kind in every chunk in model order: shape (layouts, chunks) both.
+    """Return (blocks, fully recomputed blocks) of each kind per chunk in model order, both of shape (layouts, chunks).
 
-    Of `layers`, shape (layouts, chunks), the first `num_repeated`, shape (layouts), of a chunk are recomputed
-    (Megatron-LM core/recompute.py, method block).  An encoder stands in the first chunk, and whether it is recomputed
-    its costs say.
+    Of a chunk's `layers`, shape (layouts, chunks), the first `num_repeated`, shape (layouts), are recomputed
+    (Megatron-LM core/recompute.py, method block).  An encoder is in the first chunk; its costs already include its
+    recomputation.
     """
     ends = np.cumsum(layers, axis=1)
     starts = ends - layers
@@ -85,20 +85,20 @@ def chunk_blocks(model: ModelSpec, layers: Ints, num_repeated: Ints) -> dict[Blo
 
 
 def chunk_layers_of(batch: PlanBatch, rows: Ints) -> Ints:
-    """Layers of every chunk of some plans that have as many chunks: shape (plans, chunks)."""
+    """Layers of every chunk, for plans with the same number of chunks: shape (plans, chunks)."""
     used, at = np.unique(batch.layout[rows], return_inverse=True)
     return np.take(np.array([batch.layouts[layout] for layout in used], dtype=np.int64).T, at, axis=1).T
 
 
 def by_chunks(batch: PlanBatch, rows: Ints) -> Iterator[tuple[int, Ints]]:
-    """(chunks of a rank, those of some plans of one number of stages that have as many)."""
+    """Yield (chunks per rank, rows with that number of chunks), for plans with one number of stages."""
     chunks = batch.vp[rows]
     for vp in sorted(set(chunks.tolist())):
         yield vp, rows[chunks == vp]
 
 
 def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks:
-    """The blocks of plans that share one number of stages, on the ranks where their schedule puts the chunks."""
+    """Return the blocks of plans with one number of stages, on the ranks to which their schedule assigns the chunks."""
     is_v = np.isin(batch.schedule, V_SCHEDULES)
     first, inverse = distinct_rows(batch.layout, batch.recompute_num_layers, is_v)
     shape, kinds = (stages, len(first)), [*_cumulative_blocks(model)]
@@ -128,5 +128,5 @@ def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks
 
 
 def repeats_beside(batch: PlanBatch) -> Bools:
-    """Return which plans recompute predictions and encoders: not under method block (multi_token_prediction.py)."""
+    """Return which plans recompute prediction layers and encoders, unlike method block (multi_token_prediction.py)."""
     return batch.recompute_num_layers == ALL_LAYERS

@@ -1,7 +1,7 @@
-"""Orders in which the ranks of a pipeline run their passes, and the activations that they keep alive meanwhile.
+"""Orders in which pipeline ranks run their passes, and the activations alive meanwhile.
 
-A model of p v chunks runs on p ranks, each in an order that is fixed before the step begins.  How many activations are
-alive follows from that order alone; how long it takes is told by `autoplan.cost.pipeline.recurrence`.
+A model of p v chunks runs on p ranks, each in an order that is fixed before the step.  The number of live activations
+follows from that order alone; `autoplan.cost.pipeline.recurrence` computes its time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ V_SHAPED = ("zb-v", "dualpipe-v")
 class Operation(NamedTuple):
     """Pass of a micro-batch through one chunk, chunks in model order.
 
-    `joined`: it runs as one with the operation after it (DualPipe's overlapped forward and backward): both begin when
-    the inputs of both are there, and what they send leaves when both are over.
+    `joined`: it runs together with the next operation (DualPipe's overlapped forward and backward): both begin when the
+    inputs of both have arrived, and send when both are complete.
     """
 
     kind: Kind
@@ -37,7 +37,7 @@ class Operation(NamedTuple):
 
 
 class PipelineShape(NamedTuple):
-    """A schedule on this many ranks, the chunks that each of them holds, and the micro-batches of a step."""
+    """A schedule with its number of ranks, chunks per rank, and micro-batches per step."""
 
     schedule: Schedule
     stages: int
@@ -46,7 +46,7 @@ class PipelineShape(NamedTuple):
 
 
 def check_schedule(shape: PipelineShape) -> None:
-    """Refuse a combination for which the schedule has no order."""
+    """Raise InputError for a combination that the schedule does not support."""
     schedule, stages, chunks, num_microbatches = shape
     if schedule in V_SHAPED and chunks != 2:
         raise InputError(f"schedule {schedule!r} needs vp 2, vp is {chunks}: its two chunks a rank form a V")
@@ -60,10 +60,10 @@ def check_schedule(shape: PipelineShape) -> None:
 
 
 def chunks_of_ranks(schedule: Schedule, stages: int, chunks: int) -> Ints:
-    """Chunks that every rank holds, numbered in model order: shape (ranks, chunks of a rank), ascending.
+    """Chunks of every rank, numbered in model order: shape (ranks, chunks per rank), ascending.
 
-    Chunk i is on rank i mod p; in a V-shaped schedule the second half of the model comes back, so that rank r holds
-    chunks r and 2 p - 1 - r and the last rank hands chunk p - 1 to itself.
+    Chunk i is on rank i mod p.  In a V-shaped schedule the second half of the model runs in reverse rank order, so that
+    rank r has chunks r and 2 p - 1 - r, and the last rank passes the output of chunk p - 1 to itself.
     """
     rounds = np.arange(stages * chunks, dtype=np.int64).reshape(chunks, stages)
     if schedule in V_SHAPED:
@@ -72,17 +72,17 @@ def chunks_of_ranks(schedule: Schedule, stages: int, chunks: int) -> Ints:
 
 
 def rank_of_chunks(schedule: Schedule, stages: int, chunks: int) -> Ints:
-    """Rank that holds each chunk, in model order."""
+    """Rank of each chunk, in model order."""
     return np.argsort(chunks_of_ranks(schedule, stages, chunks), axis=None) // chunks
 
 
 def microbatch_group(stages: int, num_microbatches: int) -> int:
-    """Number of micro-batches that an interleaved schedule sends through one chunk before it turns to the next.
+    """Number of micro-batches that an interleaved schedule runs through one chunk before the next chunk.
 
-    As many as there are stages if that divides the micro-batches; else the least larger group whose shorter last one
-    still fills the pipeline, as Megatron-LM demands (schedules.py, microbatch_group_size_per_vp_stage).  Where
-    torch.distributed.pipelining takes the number of micro-batches its group is the same.  Fewer micro-batches than
-    stages form one group, which torch runs and Megatron-LM refuses.
+    The number of stages if it divides the micro-batches; otherwise the smallest larger group whose shorter last group
+    still fills the pipeline, as Megatron-LM requires (schedules.py, microbatch_group_size_per_vp_stage).
+    torch.distributed.pipelining uses the same group for every number of micro-batches that it accepts.  Fewer
+    micro-batches than stages form one group, which torch runs and Megatron-LM rejects.
     """
     for size in range(stages, num_microbatches):
         remainder = num_microbatches % size
@@ -95,7 +95,7 @@ def microbatch_group(stages: int, num_microbatches: int) -> int:
 
 
 class _Pass(NamedTuple):
-    """A kind of pass through one of the rank's chunks; micro-batches come in their order through each of them."""
+    """A kind of pass through one of the rank's chunks; each chunk processes micro-batches in order."""
 
     kind: Kind
     chunk: int
@@ -112,26 +112,26 @@ def _gpipe(num_microbatches: int) -> list[_Pass]:
 
 
 def _turns(chunks: int, num_microbatches: int, group: int) -> list[int]:
-    """The chunk of every forward: each group of micro-batches goes through chunk after chunk."""
+    """Chunk of every forward: each group of micro-batches passes through all chunks in turn."""
     sizes = [min(group, num_microbatches - start) for start in range(0, num_microbatches, group)]
     return [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]
 
 
 def _alternating(forwards: Sequence[_Pass], backwards: Sequence[_Pass], warmup: int) -> list[_Pass]:
-    """`warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Return `warmup` forwards, then alternating forwards and backwards, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
     steady = zip(forwards[warmup:], backwards, strict=False)
     return [*forwards[:warmup], *itertools.chain.from_iterable(steady), *backwards[len(forwards) - warmup :]]
 
 
 def warmup_forwards(shape: PipelineShape, rank: int, group: int) -> int:
-    """Forwards of 1F1B, interleaved or not, before forwards and backwards alternate: all of them if there are few."""
+    """Number of 1F1B forwards, interleaved or not, before forwards and backwards alternate; at most all."""
     hops, chunks = shape.stages - 1 - rank, shape.chunks
     return min(hops if chunks == 1 else 2 * hops + (chunks - 1) * group, chunks * shape.num_microbatches)
 
 
 def _one_forward_one_backward(shape: PipelineShape, rank: int, group: int) -> list[_Pass]:
-    """Megatron-LM's 1F1B, interleaved where there are several chunks (schedules.py get_pp_rank_microbatches)."""
+    """Megatron-LM's 1F1B, interleaved with several chunks (schedules.py get_pp_rank_microbatches)."""
     turns = _turns(shape.chunks, shape.num_microbatches, group)
     forwards = [_Pass("F", chunk) for chunk in turns]
     backwards = [_Pass("B", shape.chunks - 1 - chunk) for chunk in turns]
@@ -139,10 +139,10 @@ def _one_forward_one_backward(shape: PipelineShape, rank: int, group: int) -> li
 
 
 def _zb_h1(shape: PipelineShape, rank: int, group: int) -> list[_Pass]:
-    """1F1B with a split backward in which rank r keeps r weight gradients back to fill its cool-down.
+    """1F1B with a split backward in which rank r defers r weight gradients to fill its cool-down.
 
-    arXiv:2401.10241, figure 2; torch's ScheduleInterleavedZeroBubble, of which a single chunk is the special case.
-    The patch for Megatron-LM (branch zb-h1-quick-start) delays by the same r, but runs whole backwards in between.
+    arXiv:2401.10241, figure 2; torch's ScheduleInterleavedZeroBubble, with a single chunk.  The patch for Megatron-LM
+    (branch zb-h1-quick-start) defers by the same r, but runs unsplit backwards in between.
     """
     turns = _turns(shape.chunks, shape.num_microbatches, group)
     inputs = [_Pass("I", shape.chunks - 1 - chunk) for chunk in turns]
@@ -160,11 +160,11 @@ def _zb_h1(shape: PipelineShape, rank: int, group: int) -> list[_Pass]:
 
 
 def _zb_v(rank: int, stages: int, num_microbatches: int) -> list[_Pass]:
-    """The zero-bubble V of two chunks, as torch's ScheduleZBVZeroBubble lays it out (arXiv:2401.10241, section 6).
+    """The zero-bubble V of two chunks, as in torch's ScheduleZBVZeroBubble (arXiv:2401.10241, section 6).
 
-    It leaves no bubble where forward, input gradient and weight gradient take the same time; the schedulers of the
-    paper's authors search another order for other times.  Fewer micro-batches than fill the pipeline run in the order
-    of as many as do, so that there may be more passes here than micro-batches.
+    It has no bubble if forward, input gradient and weight gradient take the same time; the scheduler of the paper's
+    authors searches a different order for other times.  Too few micro-batches to fill the pipeline run in the order of
+    the number that fills it, so this may return more passes than micro-batches.
     """
     filling = max(num_microbatches, 2 * stages - 1)
     behind, ahead = stages - 1 - rank, stages - rank
@@ -174,14 +174,14 @@ def _zb_v(rank: int, stages: int, num_microbatches: int) -> list[_Pass]:
 
 
 def _dualpipe_v(rank: int, stages: int, num_microbatches: int) -> list[_Pass]:
-    """DeepSeek's DualPipeV: step by step as in its dualpipev.py, and in torch's ScheduleDualPipeV."""
+    """DeepSeek's DualPipeV: following its dualpipev.py and torch's ScheduleDualPipeV."""
     behind, half = stages - 1 - rank, rank + 1
     down, up = [_F0._replace(joined=True), _B1], [_F1._replace(joined=True), _B0]
     passes = [_F0] * (2 * behind) + [_F0, _F1] * half + [_I1, _W1, _F1] * behind
     main = (down + up) * (num_microbatches - 2 * stages + half)
     if behind == 0:
-        main[0] = _F0  # not joined there, which shortens the bubble
-    # Of the backwards that are left over the second half is split, and their weight gradients fill the end.
+        main[0] = _F0  # not joined in DeepSeek's code, which shortens the bubble
+    # The second half of the remaining backwards is split, and their weight gradients fill the end.
     split = ([_I1, _I0] * half)[half:]
     late = [_W1 if step.chunk else _W0 for step in split] + [_W0] * behind
     passes += main + [_B1, *up] * behind + ([_B1, _B0] * half)[:half] + split
@@ -202,7 +202,7 @@ def _rank_passes(shape: PipelineShape, rank: int, group: int) -> list[_Pass]:
 
 
 def _numbered(passes: Iterable[_Pass], chunks: Sequence[int], num_microbatches: int) -> tuple[Operation, ...]:
-    """The passes as operations: each of the rank's `chunks` takes the micro-batches in their order."""
+    """Number the passes as operations: each of the rank's `chunks` processes micro-batches in order."""
     forward, backward, weight = ([0] * len(chunks) for _ in range(3))
     operations = []
     for kind, chunk, joined in passes:
@@ -219,9 +219,8 @@ def _numbered(passes: Iterable[_Pass], chunks: Sequence[int], num_microbatches: 
 def rank_orders(shape: PipelineShape, *, group: int | None = None) -> tuple[tuple[Operation, ...], ...]:
     """Operations that every rank runs, in order.
 
-    Interleaved with one chunk is plain 1F1B.  `group` is the number of micro-batches that an interleaved schedule
-    sends through a chunk at a time, None that of `microbatch_group`.  Which source each order is taken from stands
-    at its function here.
+    Interleaved with one chunk is plain 1F1B.  `group` is the number of micro-batches that an interleaved schedule runs
+    through a chunk at a time, by default `microbatch_group`.  The source of each order is given at its function here.
     """
     check_schedule(shape)
     group = group or microbatch_group(shape.stages, shape.num_microbatches)
@@ -232,16 +231,16 @@ def rank_orders(shape: PipelineShape, *, group: int | None = None) -> tuple[tupl
 
 # -- live activations -------------------------------------------------------------------------------------------------
 
-# Micro-batch groups after which the steady state has passed through all that it can keep alive.
+# Number of micro-batch groups after which the steady state has reached its largest memory.
 _SATURATING_GROUPS = 3
 
 
 def _saturated(shape: PipelineShape) -> tuple[PipelineShape, int]:
-    """(the shape with the fewest micro-batches that keep as much alive at once as its own, their group).
+    """Return (the shape with the fewest micro-batches that has the same peak, its micro-batch group).
 
-    In the steady state every rank repeats itself, with each micro-batch or, interleaved, with each group of them: what
-    is alive at one turn is alive again at the next.  All turns but those that fill and drain the pipeline can go, with
-    the shorter last group kept as it is.
+    In the steady state every rank repeats itself with each micro-batch or, interleaved, with each group: the same
+    activations are alive at every turn.  All turns except those that fill and drain the pipeline can be omitted; the
+    shorter last group is kept.
     """
     stages, num_microbatches = shape.stages, shape.num_microbatches
     if shape.chunks == 1 or shape.schedule in V_SHAPED:
@@ -252,14 +251,14 @@ def _saturated(shape: PipelineShape) -> tuple[PipelineShape, int]:
 
 
 def _undominated(vectors: Ints) -> Ints:
-    """The distinct rows that no other row reaches in every place."""
+    """Return the distinct rows that are not dominated by another row."""
     distinct = vectors[distinct_rows(*vectors.T)[0]]
     reached = (distinct[None, :, :] >= distinct[:, None, :]).all(axis=2)
     return distinct[reached.sum(axis=1) == 1]
 
 
 def _alive(operations: Sequence[Operation], chunks: Ints) -> tuple[Ints, Ints]:
-    """Count micro-batches alive in a rank's chunks at each release, and those waiting for weight gradients."""
+    """Count live micro-batches in a rank's chunks at each release, and those waiting for weight gradients."""
     change, waiting = (np.zeros((len(operations), len(chunks)), dtype=np.int64) for _ in range(2))
     places = {chunk: place for place, chunk in enumerate(chunks.tolist())}
     for at, operation in enumerate(operations):
@@ -274,7 +273,7 @@ def _alive(operations: Sequence[Operation], chunks: Ints) -> tuple[Ints, Ints]:
 
 
 def _alive_in_turns(turns: Ints, chunks: int, warmup: int) -> Ints:
-    """Count micro-batches alive in a rank's chunks under 1F1B: `warmup` + k + 1 forwards precede backward k."""
+    """Count live micro-batches in a rank's chunks under 1F1B: `warmup` + k + 1 forwards precede backward k."""
     forwards = np.zeros((len(turns) + 1, chunks), dtype=np.int64)
     forwards[1:] = np.cumsum(turns[:, None] == np.arange(chunks), axis=0)
     backwards = forwards[:, ::-1]
@@ -299,18 +298,18 @@ def _live_chunks(shape: PipelineShape, group: int, *, waiting: bool) -> Ints:
 
 
 def live_chunks(shape: PipelineShape, *, waiting: bool = False) -> Ints:
-    """Micro-batches that each chunk of a rank may hold activations of at once: shape (ranks, K, chunks of a rank).
+    """Micro-batches with live activations in each chunk of a rank: shape (ranks, K, chunks per rank).
 
-    The K rows of a rank are the distinct largest states of its memory, none of which another one exceeds in every
-    chunk, repeated where a rank has fewer; the peak of rank r, in bytes, is exactly
-    `(live[r] @ bytes_per_chunk[r]).max()`, also for chunks of different size.  Chunks as in `chunks_of_ranks`.
+    The K rows of a rank are the distinct undominated states of its memory, repeated if a rank has fewer; the peak of
+    rank r, in bytes, is exactly `(live[r] @ bytes_per_chunk[r]).max()`, also for chunks of different sizes.  Chunks as
+    in `chunks_of_ranks`.
 
-    A chunk is alive from its forward until its backward is over, of a split backward until that of the weights.  With
-    `waiting`, of a schedule that splits them, the last axis goes on with those chunks between their two gradients.
+    A chunk is alive from its forward to the end of its backward, or of its weight gradient if split.  With `waiting`,
+    for a schedule that splits them, the last axis is extended by the micro-batches between their two gradients.
     Read-only and cached.
     """
     check_schedule(shape)
-    if shape.schedule == "gpipe":  # all of them, without counting that many
+    if shape.schedule == "gpipe":  # all of them, without counting
         return np.broadcast_to(np.int64(shape.num_microbatches), (shape.stages, 1, 1))
     fewer, group = _saturated(shape)
     return _live_chunks(fewer, group, waiting=waiting)

@@ -1,7 +1,7 @@
 """Time of a pipeline with arbitrary chunk times: its order simulated operation by operation for many plans.
 
-An order of `pipeline.order` is compiled once: its operations are sorted into levels, each of which needs only the
-levels before it, so that numpy runs a level of all plans at a time (`modelling` E4).
+An order from `pipeline.order` is compiled once: its operations are sorted into levels that depend only on earlier
+levels, so that numpy processes one level of all plans at a time (`modelling` E4).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from autoplan.cost.pipeline.order import PipelineShape, check_schedule, chunks_o
 from autoplan.cost.pipeline.waits import Step, blocking_steps, overlapped_steps
 from autoplan.spec.plan import MAX_OPERATIONS
 
-BLOCK_VALUES = 2**18  # ends of operations that are held at once, 2 MiB: more leaves the caches, fewer run short rows
+BLOCK_VALUES = 2**18  # operation ends in memory at once, 2 MiB: more do not fit the caches, fewer make short rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTimes:
-    """End of the passes of a step, in seconds: shapes (plans, ranks) and (plans)."""
+    """Times of the passes of a step, in seconds: shapes (plans, ranks) and (plans)."""
 
-    end_s: Floats  # of every rank's last operation
-    busy_s: Floats  # of every rank's work, without what it waits in between
+    end_s: Floats  # end of every rank's last operation
+    busy_s: Floats  # every rank's work without waits
     send_free_s: Floats  # makespan if messages took no time
 
     @property
     def makespan_s(self) -> Floats:
-        """Until the last rank is done: work, bubble and exposed messages together."""
+        """Time until the last rank is done: work, bubble and exposed messages."""
         return self.end_s.max(axis=1)
 
     @property
     def critical(self) -> Ints:
-        """The rank with the most work, which waits least."""
+        """The rank with the most work, which waits the least."""
         return self.busy_s.argmax(axis=1)
 
     @property
@@ -50,35 +50,35 @@ class PipelineTimes:
 
 # -- from steps to levels ---------------------------------------------------------------------------------------------
 
-_START, _NEVER = 0, 1  # the first two of the ends: when the step begins, and before everything
+_START, _NEVER = 0, 1  # indices of the first two ends: start of the step, and minus infinity
 _RESERVED = 2
 
 
 class _Level(NamedTuple):
-    """Steps of different ranks that run at once: a slice of the ends, what they wait for, and their times."""
+    """Concurrent steps of different ranks: a slice of the ends, their dependencies, and the rows of their times."""
 
     start: int
     stop: int
-    previous: Ints  # on the same rank
-    needed: tuple[Ints, ...]  # on other ranks
+    previous: Ints  # step on the same rank
+    needed: tuple[Ints, ...]  # dependencies on other ranks
     rows: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Program:
-    """A compiled order: an end of each step, computed level by level."""
+    """A compiled order: the end of each step is computed level by level."""
 
     levels: tuple[_Level, ...]
-    size: int  # of the ends
-    last: Ints  # the end of every rank's last step
-    delays: bool  # what comes from another rank arrives a message's time after it was given
+    size: int  # number of ends
+    last: Ints  # index of the end of every rank's last step
+    delays: bool  # data from another rank arrives one message time after it is produced
 
 
 def _sorted(ranks: Sequence[Sequence[Step]], givers: list[int]) -> tuple[list[list[tuple[int, list[int], int]]], Ints]:
-    """((previous end, needed ends, row) of the steps of every level, last end of every rank).
+    """Return ((previous end, needed ends, row) of the steps of every level, last end of every rank).
 
-    A step is in the level after those of all that it waits for.  `givers` says which end gives what, `_NEVER` for what
-    none has given yet.
+    A step is one level after its dependencies.  `givers` maps each dependency to the end that provides it, `_NEVER` if
+    there is none yet.
     """
     levels = []
     last, at = [_START] * len(ranks), [0] * len(ranks)
@@ -163,14 +163,14 @@ def _compiled(shape: PipelineShape, *, blocking: bool) -> _Program:
 
 
 def _ends(program: _Program, times: Floats, send_s: Floats) -> Floats:
-    """End of every step: shape (size, plans), for `times` of shape (rows, plans)."""
+    """Compute the end of every step, shape (size, plans), from `times` of shape (rows, plans)."""
     ends = np.empty((program.size, times.shape[1]))
     ends[_START], ends[_NEVER] = 0.0, -np.inf
     widest = max(level.stop - level.start for level in program.levels)
     arriving, during = np.empty((2, widest, times.shape[1]))
     for start, stop, previous, needed, rows in program.levels:
         end, arrival = ends[start:stop], arriving[: stop - start]
-        # Writing into buffers with mode="clip" spares a copy; every index is in bounds.
+        # Writing into buffers with mode="clip" saves a copy; every index is in bounds.
         ends.take(previous, axis=0, out=end, mode="clip")
         for need in needed:
             ends.take(need, axis=0, out=arrival, mode="clip")
@@ -182,7 +182,7 @@ def _ends(program: _Program, times: Floats, send_s: Floats) -> Floats:
 
 
 def _table(passes: SplitPass, hop_s: Floats) -> Floats:
-    """Time that the step of every row takes, in the order of `messages.ROWS`: shape (rows, plans)."""
+    """Duration of the step of every row, in the order of `waits.ROWS`: shape (rows, plans)."""
     backward_s = passes.backward_s
     joined_s = passes.forward_s + backward_s[:, ::-1]  # the other chunk of the rank, in a V
     tables = (passes.forward_s, backward_s, passes.input_gradient_s, passes.weight_gradient_s, joined_s, hop_s)
@@ -190,29 +190,29 @@ def _table(passes: SplitPass, hop_s: Floats) -> Floats:
 
 
 def is_recurrent(shape: PipelineShape) -> bool:
-    """Return whether the recurrence prices a plan, by the number of its operations; else a closed form has to.
+    """Return whether the recurrence prices a plan, by its number of operations; otherwise a closed form does.
 
-    A function of the plan alone.  Nothing is extrapolated: from when on an order repeats itself in time depends on the
-    times of the chunks and may be arbitrarily late.
+    Depends on the plan alone.  Nothing is extrapolated, as the time from which an order repeats itself depends on the
+    chunk times and may be arbitrarily late.
     """
     kinds = 2 if shape.schedule in ("gpipe", "1f1b", "interleaved") else 3
     return kinds * shape.stages * shape.chunks * shape.num_microbatches <= MAX_OPERATIONS
 
 
 def pipeline_times(shape: PipelineShape, passes: SplitPass, send_s: Floats, *, blocking: bool = False) -> PipelineTimes:
-    """Return when every rank is done with the passes of one step, exactly, for plans of one shape.
+    """Return the exact times at which every rank completes the passes of one step, for plans of one shape.
 
-    `passes`: one micro-batch through each chunk, chunks in model order, shape (plans, stages x chunks).  A backward
-    that is not split takes the sum of the gradients, and sends at its end.  `send_s`: one message between two ranks,
-    shape (plans); nothing is sent between chunks of one rank.
+    `passes`: one micro-batch through each chunk, chunks in model order, shape (plans, stages x chunks).  An unsplit
+    backward takes the sum of both gradients and sends at its end.  `send_s`: one message between two ranks, shape
+    (plans); nothing is sent between chunks of one rank.
 
-    Messages overlap: a rank sends when an operation is over and goes on, and the message arrives `send_s` later;
-    messages do not slow one another or the work.  `blocking` instead holds both ranks in the call from when both are
-    there, as Megatron-LM does in plain 1F1B, always, and in interleaved 1F1B with its overlap off; calls of the other
-    schedules do not block where they are implemented (torch, DualPipe) and are refused.
+    Messages overlap: a rank sends when an operation is complete and continues, and the message arrives `send_s` later;
+    messages slow down neither each other nor the work.  With `blocking` both ranks stay in the call once both have
+    reached it, as Megatron-LM does in plain 1F1B, always, and in interleaved 1F1B without overlap; other schedules do
+    not block in their implementations (torch, DualPipe), so `blocking` is an error there.
 
-    Raises InputError where the schedule has no such order or the plan more than `MAX_OPERATIONS` (`is_recurrent`).
-    Source: `modelling` E4; the orders have theirs in `autoplan.cost.pipeline.order`.
+    Raises InputError if the schedule has no such order or the plan has more than `MAX_OPERATIONS` (`is_recurrent`).
+    Source: `modelling` E4; sources of the orders are in `autoplan.cost.pipeline.order`.
     """
     program = _compiled(shape, blocking=blocking)
     schedule, stages, chunks, num_microbatches = shape
@@ -236,7 +236,7 @@ def pipeline_times(shape: PipelineShape, passes: SplitPass, send_s: Floats, *, b
 
 
 class RankSteps(NamedTuple):
-    """Steps of one rank, one after another: rows of `messages.ROWS`, and when each is over, in seconds."""
+    """Consecutive steps of one rank: rows of `waits.ROWS`, durations and ends in seconds."""
 
     rows: Ints
     duration_s: Floats
@@ -246,10 +246,10 @@ class RankSteps(NamedTuple):
 def rank_steps(
     shape: PipelineShape, passes: SplitPass, hop_s: Floats, *, blocking: bool = False
 ) -> tuple[RankSteps, ...]:
-    """Steps of every rank of a plan, whose last end is the makespan of `pipeline_times`.
+    """Return the steps of every rank of a plan; their last end is the makespan of `pipeline_times`.
 
-    Arguments as there, times of shape (stages x chunks).  `hop_s` is one message over each hop between chunks, shape
-    (stages x chunks - 1); only the blocking calls of plain 1F1B may take unlike times.
+    Arguments as there, with times of shape (stages x chunks).  `hop_s` is one message over each hop between chunks,
+    shape (stages x chunks - 1); only the blocking calls of plain 1F1B may have different times per hop.
     """
     program = _compiled(shape, blocking=blocking)
     times = _table(SplitPass(*(seconds[None] for seconds in passes)), hop_s[None])

@@ -1,4 +1,4 @@
-"""Waits of a rank that runs its order: for messages that overlap its work, or in calls that block it."""
+"""Dependencies of a rank's steps: messages that overlap with work, or blocking calls."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from autoplan.cost.pipeline.order import (
     warmup_forwards,
 )
 
-# Rows of the table of times, each of them for all chunks: forward, backward, its halves, and a joined forward and
-# backward (named by the chunk of the forward).  After them comes one row, the time of a message.
+# Rows of the table of times, each for all chunks: forward, backward, its halves, and a joined forward and backward
+# (indexed by the chunk of the forward).  One further row is the time of a message.
 ROWS = {"F": 0, "B": 1, "I": 2, "W": 3, "joined": 4}
 
 
 class Step(NamedTuple):
-    """Step that occupies a rank for the time in `row`, from when all that it `needs` has been given.
+    """Step that occupies a rank for the time in `row`, starting when everything that it `needs` has been given.
 
-    Where messages overlap, what is given is the message; where they block, that one end of it is ready.
+    With overlap a message is given; with blocking calls, the fact that one end of a message is ready.
     """
 
     row: int
@@ -32,14 +32,14 @@ class Step(NamedTuple):
 
 
 class _Messages:
-    """Numbers of the messages that the operations of one (schedule, p, v, m) receive and send."""
+    """Numbers of the messages that operations of one (schedule, p, v, m) receive and send."""
 
     def __init__(self, shape: PipelineShape) -> None:
         self._num_chunks = shape.stages * shape.chunks
         self._num_microbatches = shape.num_microbatches
         self.count = 2 * self._num_chunks * shape.num_microbatches
         rank_of = rank_of_chunks(shape.schedule, shape.stages, shape.chunks)
-        # Whether something is sent between a chunk and the one before: not where both are on one rank.
+        # Whether a message is sent between a chunk and the previous one: not if both are on one rank.
         self._crosses = [False, *(rank_of[1:] != rank_of[:-1]).tolist(), False]
 
     def received(self, operation: Operation) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ class _Messages:
         return ((self._num_chunks + chunk) * self._num_microbatches + microbatch,)
 
     def sent(self, operation: Operation) -> tuple[int, ...]:
-        """Return the message sent to another rank, if any: to the chunk after it, or in a backward before it."""
+        """Return the message sent to another rank, if any: to the next chunk, or in a backward to the previous one."""
         kind, chunk, microbatch, _ = operation
         if kind == "F":
             return ((chunk + 1) * self._num_microbatches + microbatch,) if self._crosses[chunk + 1] else ()
@@ -61,7 +61,7 @@ class _Messages:
         return ((self._num_chunks + chunk - 1) * self._num_microbatches + microbatch,)
 
     def hop(self, message: int) -> int:
-        """Over which hop a message goes: that behind the chunk of this number."""
+        """Return the hop of a message, numbered by the chunk before it."""
         towards, chunk = divmod(message // self._num_microbatches, self._num_chunks)
         return chunk if towards else chunk - 1
 
@@ -71,7 +71,7 @@ def _row(operation: Operation, num_chunks: int) -> int:
 
 
 def _overlapped(messages: _Messages, operations: Sequence[Operation], num_chunks: int) -> list[Step]:
-    """Operations send when it is over and its rank goes on; the one that needs the message waits for it."""
+    """Return steps that send at their end while their rank continues; the receiving step waits for the message."""
     steps = []
     run = iter(operations)
     for operation in run:
@@ -87,7 +87,7 @@ def _overlapped(messages: _Messages, operations: Sequence[Operation], num_chunks
 
 
 class _Call(NamedTuple):
-    """Messages sent and received in one call, in which the rank stays until all of them are through."""
+    """Messages sent and received in one call, which returns when all of them are complete."""
 
     sends: tuple[int, ...]
     receives: tuple[int, ...]
@@ -96,8 +96,8 @@ class _Call(NamedTuple):
 def _plain_calls(messages: _Messages, operations: Sequence[Operation], warmup: int) -> list[Operation | _Call]:
     """Operations and calls of a rank of Megatron-LM's 1F1B (schedules.py, ..._without_interleaving).
 
-    Warming up and cooling down it receives, computes, sends; in between it sends one way and receives what comes from
-    there in the same call (send_forward_recv_backward, send_backward_recv_forward).
+    In warm-up and cool-down it receives, computes, sends; in between one call sends to a neighbour and receives from it
+    (send_forward_recv_backward, send_backward_recv_forward).
     """
     calls: list[Operation | _Call] = []
     for at, operation in enumerate(operations):
@@ -110,10 +110,10 @@ def _plain_calls(messages: _Messages, operations: Sequence[Operation], warmup: i
 
 
 def _comes_next(messages: _Messages, orders: Sequence[Sequence[Operation]], rank: int, at: int) -> tuple[int, ...]:
-    """Messages that a rank of the ring receives in the call after its pass `at`; `orders` of one kind of pass alone.
+    """Return the messages received in the call after a rank's pass `at`; `orders` are of one kind of pass.
 
-    Its next pass needs them; but the rank that leads (the first in the forward pass, the last in the backward pass)
-    receives what comes round the ring when that is made, p - 1 turns behind.
+    Its next pass needs them, except on the leading rank (the first in the forward pass, the last in the backward pass),
+    which receives data around the ring when it is produced, p - 1 turns later.
     """
     leads = 0 if orders[0][0].kind == "F" else len(orders) - 1
     if rank != leads:
@@ -127,8 +127,8 @@ def _ring_calls(
 ) -> list[Operation | _Call]:
     """Operations and calls of a rank of Megatron-LM's interleaved schedule without overlap (schedules.py).
 
-    One call after each forward, each pair of forward and backward, and each backward sends both ways round the ring
-    and receives what the next turn needs (send_forward_backward_recv_forward_backward).
+    One call after each forward, each pair of forward and backward, and each backward sends both ways around the ring
+    and receives the inputs of the next turn (send_forward_backward_recv_forward_backward).
     """
     forwards, backwards = ([[o for o in order if o.kind == kind] for order in orders] for kind in "FB")
     count = len(forwards[rank])
@@ -151,7 +151,7 @@ def _ring_calls(
 
 
 def _posts(call: Operation | _Call | None) -> tuple[int, ...]:
-    """Numbers given on reaching the call, which the other ends of its messages wait for."""
+    """Numbers given on reaching the call; the other ends of its messages wait for them."""
     if not isinstance(call, _Call):
         return ()
     return (*(2 * message for message in call.sends), *(2 * message + 1 for message in call.receives))
@@ -160,9 +160,9 @@ def _posts(call: Operation | _Call | None) -> tuple[int, ...]:
 def _blocking(
     messages: _Messages, calls: Sequence[Operation | _Call], num_chunks: int
 ) -> tuple[tuple[int, ...], list[Step]]:
-    """(what is given before the first step, steps): a call needs that the other end of each message is there too.
+    """Return (numbers given before the first step, steps); a call needs the other end of each message to be ready.
 
-    The calls of a chain go over one hop each; hops of a ring are alike.
+    The calls of a chain use one hop each; all hops of a ring take the same time.
     """
     posting = [call for call in calls if not isinstance(call, _Call) or call.sends or call.receives]
     steps = []
@@ -183,19 +183,19 @@ class Steps(NamedTuple):
     """Steps of every rank."""
 
     ranks: list[list[Step]]
-    early: list[int]  # what is given before the first step of any rank
-    num_gifts: int  # numbers that `needs` and `gives` are below
+    early: list[int]  # numbers given before the first step of any rank
+    num_gifts: int  # exclusive bound of the numbers in `needs` and `gives`
 
 
 def overlapped_steps(shape: PipelineShape) -> Steps:
-    """Steps where every message travels while both ranks go on."""
+    """Return steps with messages that overlap with the work of both ranks."""
     messages = _Messages(shape)
     ranks = [_overlapped(messages, order, shape.stages * shape.chunks) for order in rank_orders(shape)]
     return Steps(ranks, [], messages.count)
 
 
 def blocking_steps(shape: PipelineShape) -> Steps:
-    """Steps of 1F1B, interleaved or not, where both ranks stay in the call that passes a message on."""
+    """Return steps of 1F1B, interleaved or not, with blocking calls."""
     messages, orders = _Messages(shape), rank_orders(shape)
     group = microbatch_group(shape.stages, shape.num_microbatches)
     ranks: list[list[Step]] = []
