@@ -1,4 +1,4 @@
-"""Gated convolutions (LFM2) and scans of Mamba-1: are they counted as torch counts them, and priced?"""
+"""Gated convolutions (LFM2), scans of Mamba-1, heads of two sizes: are they counted as torch does, and priced?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoplan.cost.memory.recompute import activation_parts, whole_bytes
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.common.universal_rules import RULES
 from autoplan.readers.huggingface import read_huggingface
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import Block, ModelSpec, WindowAttention
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
 from saved_bytes import saved_sizes
@@ -97,6 +97,28 @@ def test_parameters_of_a_scan_of_mamba_1_are_those_counted_by_hand() -> None:
         "out": (5120, 2560),
     }
     assert shape.num_other_parameters == 5120 * (4 + 1) + 5120 * 16 + 5120
+
+
+def test_layers_with_a_window_have_heads_of_another_size_that_are_not_split() -> None:
+    """By hand: queries and outputs of 4 heads of 32, keys and values of 1; with a window of 8 heads of 16 and 4."""
+    model = ModelSpec(
+        **{"name": "two-sizes", "num_layers": 2, "hidden_size": 128, "vocab_size": 512, "ffn_size": 256},
+        **{"num_heads": 4, "num_kv_heads": 1, "head_dim": 32, "window": 64, "full_attention_interval": 2},
+        window_attention=WindowAttention(num_heads=8, num_kv_heads=4, head_dim=16),
+    )
+    shapes = block_shapes(model)
+    parameters = {
+        block: sum(linear.in_size * linear.out_size for linear in shapes[block].linears)
+        for block in (Block.ATTENTION, Block.WINDOW_ATTENTION)
+    }
+    assert parameters == {
+        Block.ATTENTION: 128 * (128 + 2 * 32) + 128 * 128,
+        Block.WINDOW_ATTENTION: 128 * (128 + 2 * 64) + 128 * 128,
+    }
+    for split in ({"tp": 2}, {"cp": 2}):
+        plan = ParallelPlan(global_batch=8, micro_batch=1, **split)
+        with pytest.raises(InputError, match=r"heads of two sizes with tp . and cp .: only tp 1 and cp 1 are priced"):
+            check_legal(RULES, model, TrainingSpec(seq_len=4096), plan, "")
 
 
 @pytest.mark.parametrize(
