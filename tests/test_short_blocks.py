@@ -102,8 +102,16 @@ def test_parameters_of_a_scan_of_mamba_1_are_those_counted_by_hand() -> None:
 def test_layers_with_a_window_have_heads_of_another_size_that_are_not_split() -> None:
     """By hand: queries and outputs of 4 heads of 32, keys and values of 1; with a window of 8 heads of 16 and 4."""
     model = ModelSpec(
-        **{"name": "two-sizes", "num_layers": 2, "hidden_size": 128, "vocab_size": 512, "ffn_size": 256},
-        **{"num_heads": 4, "num_kv_heads": 1, "head_dim": 32, "window": 64, "full_attention_interval": 2},
+        name="two-sizes",
+        num_layers=2,
+        hidden_size=128,
+        vocab_size=512,
+        ffn_size=256,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=32,
+        window=64,
+        full_attention_interval=2,
         window_attention=WindowAttention(num_heads=8, num_kv_heads=4, head_dim=16),
     )
     shapes = block_shapes(model)
@@ -115,9 +123,9 @@ def test_layers_with_a_window_have_heads_of_another_size_that_are_not_split() ->
         Block.ATTENTION: 128 * (128 + 2 * 32) + 128 * 128,
         Block.WINDOW_ATTENTION: 128 * (128 + 2 * 64) + 128 * 128,
     }
-    for split in ({"tp": 2}, {"cp": 2}):
-        plan = ParallelPlan(global_batch=8, micro_batch=1, **split)
-        with pytest.raises(InputError, match=r"heads of two sizes with tp . and cp .: only tp 1 and cp 1 are priced"):
+    for tp, cp in ((2, 1), (1, 2)):
+        plan = ParallelPlan(global_batch=8, micro_batch=1, tp=tp, cp=cp)
+        with pytest.raises(InputError, match=f"heads of two sizes with tp {tp} and cp {cp}: only tp 1 and cp 1 are"):
             check_legal(RULES, model, TrainingSpec(seq_len=4096), plan, "")
 
 

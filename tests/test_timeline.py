@@ -131,7 +131,8 @@ def test_a_pass_begins_when_the_message_that_it_needs_is_there(case: tuple[Probl
     problem, plan = case
     line = timeline(problem, plan)
     if abs(line.order_error) > 1e-12:  # priced by a closed form that is not exact: waits are longer or shorter
-        assert plan.schedule in ("1f1b", "interleaved")
+        waits = ("gpipe",) if not problem.framework.overlap.p2p_overlap else ()  # for the messages of unlike stages
+        assert plan.schedule in ("1f1b", "interleaved", *waits)
         return
     passes, last = by_pass(line), plan.pp * plan.vp - 1
     for (kind, microbatch, chunk), one in passes.items():
