@@ -344,7 +344,7 @@ def test_a_plan_keeps_its_times_whatever_becomes_of_the_database(searched: Path,
     header = json.loads((tmp_path / "timed.json").read_text())["best"]["step_s"]
     assert step("explain", "timed.json") == (header, "")
     add(6e-15, "2026-11-21T12:00:00+00:00", torch="2.14.0")  # a colleague has news
-    moved = f"{tmp_path}/lab.db has other timings than the plan: 729 changed, of h100-sxm, torch 2.14.0 in place"
+    moved = f"{tmp_path}/lab.db has other timings than the plan: 729 changed, of h100-sxm, torch 2.14.0 instead"
     for command in ("explain", "estimate"):
         step_s, said = step(command, "timed.json")
         assert step_s == header

@@ -79,7 +79,7 @@ def test_a_dry_run_shows_the_plan_and_stores_nothing(folder: Path) -> None:
     assert done.returncode == 0
     assert "all_reduce" in done.stdout
     assert "measurements in about" in done.stdout
-    assert "; 0 are in the database" in " ".join(done.stdout.split())
+    assert "; 0 are already in the database" in " ".join(done.stdout.split())
     assert list(open_store(f"sqlite:///{folder}/times.db").records()) == []
 
 

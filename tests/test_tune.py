@@ -357,9 +357,9 @@ def test_the_study_holds_all_and_another_program_goes_on(
         ]  # fmt: skip
         named = Tuning.joined(storage, problem, plans, name="mine", about={"steps": "10"})
         assert named.trials() == ()
-        with pytest.raises(InputError, match=r"about something else \(steps 10, here 20"):
+        with pytest.raises(InputError, match=r"belongs to another problem \(steps 10, here 20"):
             Tuning.joined(storage, problem, plans, name="mine", about={"steps": "20"})
-        with pytest.raises(InputError, match=r"about something else \(plans"):
+        with pytest.raises(InputError, match=r"belongs to another problem \(plans"):
             Tuning.joined(storage, problem, plans[1:], name="mine", about={"steps": "10"})
 
 
